@@ -1,0 +1,57 @@
+# README's two commands: `make train` and `make test`. Both make .venv when it is missing and reuse it when it is there.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help train test test-layouts lint clean
+
+# The first interpreter that starts and is 3.10 to 3.13; `make PYTHON=/path/to/python3.12 train` overrides.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' >/dev/null 2>&1 && { command -v $$p; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.slime-installed
+TORCH := torch==2.13.0
+
+# one thread per process: the ranks and the engine are the parallelism
+export OMP_NUM_THREADS := 1
+export RAY_USAGE_STATS_ENABLED := 0
+export HF_HUB_OFFLINE := 1
+export PYTHONUNBUFFERED := 1
+
+help:
+	@echo "make train         train the addition example: data, warm-up, GRPO, report (about 5 minutes, no GPU)"
+	@echo "make test          lint, repository shape, workflows, tests"
+	@echo "make test-layouts  every parallel layout with real processes"
+	@echo "make lint          ruff and mypy only"
+	@echo "make clean         remove .venv and runs/"
+
+# torch first: with it in place nothing below can pull another build of it
+$(STAMP): setup.py pyproject.toml
+	@test -n "$(PYTHON)" || { echo "No Python 3.10 to 3.13 found. Install one, or: make PYTHON=/path/to/python train"; exit 2; }
+	@if [ ! -x $(BIN)/python ]; then echo "[1/3] creating $(VENV) with $(PYTHON)"; "$(PYTHON)" -m venv $(VENV); else echo "[1/3] $(VENV) is there"; fi
+	@echo "[2/3] installing $(TORCH) (the longest download; once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@echo "[3/3] installing slime and what it needs (once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	@touch $(STAMP)
+
+train: $(STAMP)
+	@$(BIN)/python -m examples.addition.run $(ARGS)
+
+test: $(STAMP)
+	@mkdir -p runs
+	@echo "[1/4] ruff"; $(BIN)/ruff check .
+	@echo "[2/4] repository shape"; $(BIN)/python tools/repo_shape.py
+	@echo "[3/4] generated workflows"; $(BIN)/python .github/workflows/generate_github_workflows.py --check
+	@echo "[4/4] pytest"; $(BIN)/python -m pytest -q --durations=15 --junitxml=runs/test-report.xml $(ARGS)
+
+test-layouts: $(STAMP)
+	@mkdir -p runs
+	@$(BIN)/python -m pytest -q -m slow_layouts --durations=15 --junitxml=runs/test-layouts-report.xml $(ARGS)
+
+lint: $(STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) runs
