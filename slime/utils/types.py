@@ -204,7 +204,7 @@ class Sample:
         self.response_length = had + len(tokens)
 
     def _set_terminal_info(self, args: Any, meta_info: dict) -> None:
-        if args is not None and args.sglang_speculative_algorithm:
+        if getattr(args, "sglang_speculative_algorithm", None):
             self.spec_info.add(meta_info)
         self.prefix_cache_info.add(meta_info)
         if "weight_version" in meta_info:

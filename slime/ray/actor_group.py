@@ -1,0 +1,101 @@
+"""`RayTrainGroup`: all ranks of one training role, addressed together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+from slime.ray.placement_group import bundle_strategy, device_options
+from slime.ray.utils import add_default_ray_env_vars, wait_for
+
+
+class RayTrainGroup:
+    """The train actors of one role (actor or critic), one a device, in rank order."""
+
+    def __init__(
+        self,
+        args: Any,
+        num_nodes: int,
+        num_gpus_per_node: int,
+        pg: tuple,
+        num_gpus_per_actor: float = 1,
+        role: str = "actor",
+        with_ref: bool = False,
+        with_opd_teacher: bool = False,
+        actor_cls: type | None = None,
+    ) -> None:
+        self.args, self.role, self.with_ref, self.with_opd_teacher = args, role, with_ref, with_opd_teacher
+        self.world_size = num_nodes * num_gpus_per_node
+        if actor_cls is None:
+            from slime.backends.megatron_utils.actor import MegatronTrainRayActor as actor_cls
+        self._handlers = self._allocate(actor_cls, pg, num_gpus_per_actor)
+
+    def _allocate(self, actor_cls: type, pg: tuple, fraction: float) -> list[Any]:
+        group, order, _ = pg
+        remote_cls = ray.remote(actor_cls)
+        handlers: list[Any] = []
+        master_addr = master_port = None
+        for rank in range(self.world_size):
+            options = device_options(fraction) | {
+                "scheduling_strategy": bundle_strategy(group, order[rank]),
+                "runtime_env": {"env_vars": add_default_ray_env_vars()},
+            }
+            handlers.append(remote_cls.options(**options).remote(self.world_size, rank, master_addr, master_port))
+            if rank == 0:
+                master_addr, master_port = ray.get(
+                    handlers[0].get_master_addr_and_port.remote(), timeout=self.args.startup_timeout
+                )
+        return handlers
+
+    def _all(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+        refs = [getattr(handler, method).remote(*args, **kwargs) for handler in self._handlers]
+        return wait_for(refs, what=f"{self.role}.{method}", timeout_s=timeout_s or self.args.step_timeout)
+
+    def create(self, rollout_manager: Any = None) -> list[int]:
+        """Builds the models; returns each rank's first rollout to run."""
+        start_ids = self._all("init", self.args, self.role, self.with_ref, self.with_opd_teacher, timeout_s=self.args.startup_timeout)
+        if rollout_manager is not None:
+            self.set_rollout_manager(rollout_manager)
+        return start_ids
+
+    def async_train(self, rollout_id: int, rollout_data_ref: list, external_data: Any = None) -> list[Any]:
+        """Starts one rollout's training on every rank; returns the references. A list of external data is one entry a rank."""
+        per_rank = external_data if isinstance(external_data, list) else [external_data] * self.world_size
+        return [
+            handler.train.remote(rollout_id, rollout_data_ref, external_data=data)
+            for handler, data in zip(self._handlers, per_rank, strict=True)
+        ]
+
+    def train(self, rollout_id: int, rollout_data_ref: list, external_data: Any = None) -> list[Any]:
+        """`async_train`, waited for."""
+        refs = self.async_train(rollout_id, rollout_data_ref, external_data)
+        return wait_for(refs, what=f"{self.role}.train of rollout {rollout_id}", timeout_s=self.args.step_timeout)
+
+    def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
+        """Writes a checkpoint; returns when it is published."""
+        self._all("save_model", rollout_id, force_sync=force_sync)
+
+    def update_weights(self) -> None:
+        """Publishes the weights to every engine as a new version."""
+        self._all("update_weights")
+
+    def onload(self) -> None:
+        self._all("wake_up")
+
+    def offload(self) -> None:
+        self._all("sleep")
+
+    def clear_memory(self) -> None:
+        self._all("clear_memory")
+
+    def set_rollout_manager(self, rollout_manager: Any) -> None:
+        self._all("set_rollout_manager", rollout_manager)
+
+    def release(self) -> None:
+        """Ends all ranks: they leave their process group, then their processes end."""
+        try:
+            self._all("stop", timeout_s=10)
+        finally:
+            for handler in self._handlers:
+                ray.kill(handler)

@@ -1,0 +1,75 @@
+"""`TrainRayActor`: one training rank as a Ray actor, before any backend is chosen."""
+
+from __future__ import annotations
+
+import abc
+import datetime
+import os
+from typing import Any
+
+import ray
+import torch.distributed as dist
+
+from slime.ray.ray_actor import RayActor
+from slime.utils.accelerator import get_accelerator
+from slime.utils.distributed_utils import init_gloo_group
+
+
+class TrainRayActor(RayActor):
+    """One rank of a training process group. Rank 0 chooses the address at which all ranks meet."""
+
+    def __init__(self, world_size: int, rank: int, master_addr: str | None, master_port: int | None) -> None:
+        self.world_size, self.rank = world_size, rank
+        if master_addr is None or master_port is None:
+            master_addr, master_port = self._get_current_node_ip_and_free_port(start_port=20000 + (os.getpid() * 7) % 20000)
+        self.master_addr, self.master_port = master_addr, master_port
+        device_ids = ray.get_gpu_ids()
+        os.environ |= {
+            "MASTER_ADDR": str(master_addr),
+            "MASTER_PORT": str(master_port),
+            "WORLD_SIZE": str(world_size),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(device_ids[0] if device_ids else 0),
+        }
+
+    def init(self, args: Any, role: str, with_ref: bool = False, with_opd_teacher: bool = False) -> int:
+        """Joins the process group. Subclasses build the model and return the first rollout to run."""
+        self.args, self.role, self.with_ref, self.with_opd_teacher = args, role, with_ref, with_opd_teacher
+        accelerator = get_accelerator()
+        accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(
+            backend=args.distributed_backend or accelerator.communication_backend,
+            timeout=datetime.timedelta(minutes=args.distributed_timeout_minutes),
+        )
+        init_gloo_group()
+        return 0
+
+    def set_rollout_manager(self, rollout_manager: Any) -> None:
+        """Keeps the handle; rank 0 tells the manager how samples must be split over data-parallel ranks."""
+        self.rollout_manager = rollout_manager
+        if self.rank == 0:
+            ray.get(rollout_manager.set_train_parallel_config.remote(self.train_parallel_config))
+
+    def clear_memory(self) -> None:
+        """Gives cached device memory back."""
+        get_accelerator().empty_cache()
+
+    def stop(self) -> None:
+        """Leaves the process group; the actor ends after it."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    @abc.abstractmethod
+    def sleep(self) -> None: ...
+
+    @abc.abstractmethod
+    def wake_up(self) -> None: ...
+
+    @abc.abstractmethod
+    def train(self, rollout_id: int, rollout_data_ref: list, external_data: Any = None) -> Any: ...
+
+    @abc.abstractmethod
+    def save_model(self, rollout_id: int, force_sync: bool = False) -> None: ...
+
+    @abc.abstractmethod
+    def update_weights(self) -> None: ...

@@ -1,0 +1,75 @@
+"""Small Ray pieces shared by every actor: environment variables, a lock, waiting with an owner and a deadline."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from slime.exceptions import SlimeError
+
+NOSET_VISIBLE_DEVICES_ENV_VARS_LIST = [
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
+    "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES",
+    "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
+    "RAY_EXPERIMENTAL_NOSET_HABANA_VISIBLE_MODULES",
+    "RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES",
+    "RAY_EXPERIMENTAL_NOSET_TPU_VISIBLE_CHIPS",
+    "RAY_EXPERIMENTAL_NOSET_ONEAPI_DEVICE_SELECTOR",
+]
+
+# Passed on from the driver to every actor, so that a test or a user sets them once.
+_FORWARDED = ("SLIME_ACCELERATOR", "HF_HUB_OFFLINE", "HF_HOME", "TOKENIZERS_PARALLELISM", "CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+def ray_noset_visible_devices(env_vars: Any = os.environ) -> bool:
+    """True if Ray was told not to set the visible devices of its workers."""
+    return any(env_vars.get(name) for name in NOSET_VISIBLE_DEVICES_ENV_VARS_LIST)
+
+
+def get_physical_gpu_id() -> str:
+    """The id of this actor's GPU as the machine counts, "" without one."""
+    ids = ray.get_gpu_ids()
+    return str(ids[0]) if ids else ""
+
+
+def add_default_ray_env_vars(env: dict[str, str] | None = None) -> dict[str, str]:
+    """`env` plus what every actor needs: one thread a process unless asked otherwise, visible devices left alone, no usage ping."""
+    defaults = dict.fromkeys(NOSET_VISIBLE_DEVICES_ENV_VARS_LIST, "1")
+    defaults |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "RAY_USAGE_STATS_ENABLED": "0"}
+    defaults |= {name: os.environ[name] for name in _FORWARDED if name in os.environ}
+    return defaults | (env or {})
+
+
+@ray.remote(num_cpus=0)
+class Lock:
+    """A non-blocking lock between actors. `acquire()` tells whether it was got; `release()` needs it held."""
+
+    def __init__(self) -> None:
+        self._locked = False
+
+    def acquire(self) -> bool:
+        got = not self._locked
+        self._locked = True
+        return got
+
+    def release(self) -> None:
+        assert self._locked, "release of a lock that nobody holds"
+        self._locked = False
+
+
+def wait_for(refs: Sequence[Any], *, what: str, timeout_s: float) -> list[Any]:
+    """The results of `refs` in order. Raises the first failure as soon as it happens, whichever actor it is on, and
+    SlimeError after `timeout_s` seconds: with one rank dead, its peers would otherwise wait in a collective."""
+    deadline = time.monotonic() + timeout_s
+    pending = list(refs)
+    while pending:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise SlimeError(f"{what}: {len(pending)} of {len(refs)} actors gave no answer within {timeout_s:.0f} s")
+        done, pending = ray.wait(pending, num_returns=1, timeout=min(left, 10.0))
+        ray.get(done)
+    return ray.get(list(refs))

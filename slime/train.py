@@ -1,0 +1,192 @@
+"""The synchronous loop: generate, train, publish the weights, evaluate. It reads as the algorithm.
+
+    python -m slime.train --config run.yaml        or        slime train --config run.yaml
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from slime.exceptions import ConfigError, SlimeError
+
+logger = logging.getLogger("slime")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Everything a loop drives: the actors, and which rollouts to run."""
+
+    args: Any
+    rollout_manager: Any
+    actor: Any
+    critic: Any | None
+    start_rollout_id: int
+    num_rollout: int
+    num_rollout_per_epoch: int | None
+
+    def is_due(self, rollout_id: int, interval: int | None) -> bool:
+        """True after the rollouts at which a periodic action (save, evaluation) falls due."""
+        from slime.utils.misc import should_run_periodic_action
+
+        return should_run_periodic_action(rollout_id, interval, self.num_rollout_per_epoch, self.num_rollout)
+
+
+@contextlib.contextmanager
+def build_run(args: Any) -> Iterator[Run]:
+    """Starts the actors, loads the weights and publishes them to the engines; takes everything down again."""
+    from slime.ray.placement_group import create_placement_groups, create_rollout_manager, create_training_models
+    from slime.ray.utils import wait_for
+
+    placements = create_placement_groups(args)
+    rollout_manager, num_rollout_per_epoch = create_rollout_manager(args, placements["rollout"])
+    actor = critic = None
+    try:
+        actor, critic, start = create_training_models(args, placements, rollout_manager)
+        start = start if args.start_rollout_id is None else args.start_rollout_id
+        if start > 0 and args.load:
+            wait_for([rollout_manager.load.remote(start - 1)], what="loading the data position", timeout_s=args.startup_timeout)
+        num_rollout = args.num_rollout if args.num_rollout is not None else args.num_epoch * num_rollout_per_epoch
+        if not args.debug_train_only:
+            actor.update_weights()
+        yield Run(args, rollout_manager, actor, critic, start, num_rollout, num_rollout_per_epoch)
+    finally:
+        for group in (critic, actor):
+            if group is not None:
+                _quietly(group.release)
+        _quietly(lambda: wait_for([rollout_manager.dispose.remote()], what="stopping the engines", timeout_s=20))
+
+
+def _quietly(action: Callable[[], Any]) -> None:
+    """Runs one step of the cleanup; its failure is logged and must not hide the error that ended the run."""
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - Ray reports dead actors by many exception types
+        logger.debug("cleanup: %s", error)
+
+
+def generate(run: Run, rollout_id: int) -> Any:
+    """The reference to rollout `rollout_id`'s shards, one a data-parallel rank."""
+    return run.rollout_manager.generate.remote(rollout_id)
+
+
+def train_on(run: Run, rollout_id: int, shards: list) -> None:
+    """One rollout's optimizer steps on every rank, with the critic's values where there is one."""
+    values = None
+    if run.critic is not None:
+        values = run.critic.train(rollout_id, shards)
+    if run.critic is None or rollout_id >= run.args.num_critic_only_steps:
+        run.actor.train(rollout_id, shards, external_data=values)
+
+
+def save(run: Run, rollout_id: int) -> None:
+    """One checkpoint: the data position first, then the models, whose published pointer makes both current."""
+    from slime.ray.utils import wait_for
+
+    wait_for([run.rollout_manager.save.remote(rollout_id)], what="saving the data position", timeout_s=run.args.step_timeout)
+    for group in (run.critic, run.actor):
+        if group is not None:
+            group.save_model(rollout_id)
+
+
+def evaluate(run: Run, rollout_id: int) -> None:
+    """Scores the evaluation datasets with the engines' current weights."""
+    from slime.ray.utils import wait_for
+
+    wait_for([run.rollout_manager.eval.remote(rollout_id)], what="evaluation", timeout_s=run.args.step_timeout)
+
+
+def train(run: Run) -> None:
+    """Runs rollouts `start_rollout_id .. num_rollout - 1`, one after the other."""
+    from slime.ray.utils import wait_for
+
+    args = run.args
+    evaluates = args.eval_interval is not None and not args.debug_train_only
+    if evaluates and run.start_rollout_id == 0 and not args.skip_eval_before_train:
+        evaluate(run, run.start_rollout_id)
+    for rollout_id in range(run.start_rollout_id, run.num_rollout):
+        (shards,) = wait_for([generate(run, rollout_id)], what=f"rollout {rollout_id}", timeout_s=args.step_timeout)
+        if args.debug_rollout_only:
+            continue
+        train_on(run, rollout_id, shards)
+        if args.save and run.is_due(rollout_id, args.save_interval):
+            save(run, rollout_id)
+        if not args.debug_train_only:
+            run.actor.update_weights()
+        if evaluates and run.is_due(rollout_id, args.eval_interval):
+            evaluate(run, rollout_id + 1)
+
+
+def launch(argv: Sequence[str] | None, loop: Callable[[Run], None]) -> int:
+    """Parses the options, runs `loop` inside a Ray session, and returns the exit status: 0 done, 1 failed, 2 bad options, 130 interrupted."""
+    started = time.monotonic()
+    from slime.utils.arguments import parse_args
+
+    try:
+        args = parse_args(argv)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.dry_run:
+        from slime.config.dry_run import dry_run
+
+        return dry_run(args)
+    return _run_session(args, loop, started)
+
+
+def _run_session(args: Any, loop: Callable[[Run], None], started: float) -> int:
+    from slime.observability.live_view import live_view
+    from slime.observability.logging_utils import finish_tracking, init_tracking
+    from slime.ray.session import interruptible, ray_session
+
+    status = 1
+    with interruptible():
+        try:
+            with live_view(args):
+                init_tracking(args, primary=True)
+                with ray_session(args), build_run(args) as run:
+                    loop(run)
+            status = 0
+        except KeyboardInterrupt as error:
+            print(f"interrupted ({error or 'SIGINT'}): everything is stopped; continue with --load", file=sys.stderr)
+            status = 130
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            status = 2
+        except SlimeError as error:
+            print(f"error: {error}", file=sys.stderr)
+        except Exception as error:  # noqa: BLE001 - the last resort names the actor and the cause, then fails
+            _print_failure(error)
+        finally:
+            finish_tracking(args)
+    logger.info("finished with status %d after %.0f s", status, time.monotonic() - started)
+    return status
+
+
+def _print_failure(error: Exception) -> None:
+    """A short panel in place of Ray's pages: which actor, what it raised, where the rest can be read."""
+    import ray
+    import traceback
+
+    if isinstance(error, ray.exceptions.RayTaskError):
+        cause = error.cause if error.cause is not None else error
+        tail = "\n".join(str(error).strip().splitlines()[-12:])
+        print(f"error in {error.function_name} (pid {error.pid}): {type(cause).__name__}: {cause}\n{tail}", file=sys.stderr)
+    elif isinstance(error, ray.exceptions.ActorDiedError):
+        print(f"error: an actor's process died: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`slime train`: the synchronous loop."""
+    return launch(argv, train)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,49 @@
+"""The asynchronous loop: the next rollout is generated while this one trains, one rollout off-policy.
+
+    python -m slime.train_async --config run.yaml        or        slime train-async --config run.yaml
+
+Engines and trainers need devices of their own, so `--colocate` is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slime.exceptions import ConfigError
+from slime.ray.utils import wait_for
+from slime.train import Run, evaluate, generate, launch, save, train_on
+
+
+def train(run: Run) -> None:
+    """Runs rollouts `start_rollout_id .. num_rollout - 1` with one rollout in flight ahead of the trainer."""
+    args = run.args
+    if args.colocate:
+        raise ConfigError("slime train-async needs devices of their own for trainers and engines: remove --colocate, or use slime train")
+    evaluates = args.eval_interval is not None and not args.debug_train_only
+    if evaluates and run.start_rollout_id == 0 and not args.skip_eval_before_train:
+        evaluate(run, run.start_rollout_id)
+    ahead = generate(run, run.start_rollout_id) if run.start_rollout_id < run.num_rollout else None
+    for rollout_id in range(run.start_rollout_id, run.num_rollout):
+        (shards,) = wait_for([ahead], what=f"rollout {rollout_id}", timeout_s=args.step_timeout)
+        ahead = generate(run, rollout_id + 1) if rollout_id + 1 < run.num_rollout else None
+        if args.debug_rollout_only:
+            continue
+        train_on(run, rollout_id, shards)
+        if args.save and run.is_due(rollout_id, args.save_interval):
+            save(run, rollout_id)
+        if (rollout_id + 1) % args.update_weights_interval == 0 and not args.debug_train_only:
+            if ahead is not None:
+                # No weights may change under a running generation, or one sample would mix two policies unnoticed.
+                wait_for([ahead], what=f"rollout {rollout_id + 1}", timeout_s=args.step_timeout)
+            run.actor.update_weights()
+        if evaluates and run.is_due(rollout_id, args.eval_interval):
+            evaluate(run, rollout_id + 1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`slime train-async`: the loop with one rollout in flight ahead."""
+    return launch(argv, train)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
