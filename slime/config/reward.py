@@ -1,0 +1,41 @@
+"""Options of the reward: which function scores a response, and the pool of processes for graders that may hang."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from slime.config.option import option
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardOptions:
+    """Reward: how responses are scored."""
+
+    rm_type: str | None = option(
+        None,
+        "Built-in scorer: exact_match, math, math_verify, dapo, deepscaler, f1, gpqa, ifbench, remote_rm, random; "
+        "the prefix boxed_ extracts the \\boxed answer first. A row's metadata may name its own rm_type.",
+    )
+    custom_rm_path: str | None = option(
+        None, "Async scorer in place of --rm-type: (args, sample); with --group-rm (args, samples)."
+    )
+    rm_url: str | None = option(None, "Address of the remote reward model for remote_rm and on-policy distillation.")
+    rm_timeout: float = option(
+        600.0, "Seconds after which one call of the remote reward model is given up and tried again."
+    )
+    group_rm: bool = option(False, "Score the members of a group together, once all of them are generated.")
+    reward_key: str | None = option(None, "Key of the number to train on where a scorer returns a dictionary.")
+    eval_reward_key: str | None = option(None, "The same for evaluation; default: --reward-key.")
+    custom_reward_post_process_path: str | None = option(
+        None, "Function in place of reward normalization: (args, samples) -> (raw_rewards, rewards)."
+    )
+    grader_workers: int = option(
+        2, "Processes for scorers that evaluate mathematics (math, deepscaler, math_verify); started when first needed."
+    )
+    grader_timeout: float = option(
+        10.0, "Seconds after which one such scoring is killed; the sample then has no reward, with the reason."
+    )
+    grader_max_length: int = option(
+        2000,
+        "Longest expression in characters that such a scorer is given; longer ones get no reward, with the reason.",
+    )

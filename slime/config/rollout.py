@@ -1,0 +1,112 @@
+"""Options of the rollout: how many prompts, how they are sampled, what happens to slow or failing requests."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from slime.config.option import REQUIRED, option
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutOptions:
+    """Rollout: prompts, sampling, failures and its plug-ins."""
+
+    rollout_batch_size: int = option(REQUIRED, "Prompts (groups) per rollout.")
+    n_samples_per_prompt: int = option(1, "Responses sampled for each prompt; together they are one group.")
+    over_sampling_batch_size: int | None = option(
+        None,
+        "Groups fetched at a time while too few are running or kept; at least --rollout-batch-size, which is "
+        "the default.",
+    )
+    num_rollout: int | None = option(None, "Rollouts (generate + train) to run; this or --num-epoch is needed.")
+    num_epoch: int | None = option(None, "Passes over the prompts to run, in place of --num-rollout.")
+    start_rollout_id: int | None = option(
+        None, "First rollout id; default: the one after the loaded checkpoint, else 0."
+    )
+
+    rollout_temperature: float = option(1.0, "Sampling temperature, > 0.")
+    rollout_top_p: float = option(1.0, "Nucleus mass kept when sampling, in (0, 1].")
+    rollout_top_k: int = option(-1, "Number of most likely tokens kept when sampling; -1 keeps all.")
+    rollout_max_response_len: int | None = option(
+        None,
+        "Longest response in tokens; without it the room left in --rollout-max-context-len is used, so one of "
+        "the two is needed.",
+    )
+    rollout_max_prompt_len: int | None = option(
+        None,
+        "Longest prompt in tokens, chat template included; longer prompts are left out of the dataset and counted.",
+    )
+    rollout_max_context_len: int | None = option(
+        None, "Longest prompt + response in tokens, also over several turns of one sample."
+    )
+    rollout_stop: list[str] | None = option(None, "Strings that end a response.")
+    rollout_stop_token_ids: list[int] | None = option(None, "Token ids that end a response, beside the model's own.")
+    rollout_skip_special_tokens: bool = option(
+        False, "Leave special tokens out of the decoded response text; token ids keep them."
+    )
+
+    partial_rollout: bool = option(False, "Keep the tokens of aborted responses and continue them in a later rollout.")
+    mask_offpolicy_in_partial_rollout: bool = option(
+        False, "With --partial-rollout: exclude tokens that earlier policies sampled from the loss."
+    )
+    rollout_batch_order: str = option(
+        "submission",
+        "Which groups fill the batch: the first in order of submission (repeatable, no bias to short responses), "
+        "or the first to finish.",
+        choices=("submission", "completion"),
+    )
+    rollout_group_requests: str = option(
+        "auto",
+        "Send the members of a group in one HTTP request. auto: yes, except with --use-sglang-router or a custom "
+        "generate function.",
+        choices=("auto", "on", "off"),
+    )
+    rollout_return_arrays: bool = option(
+        False, "Ask the embedded engine for token ids and log-probs as base64 arrays in place of JSON numbers."
+    )
+    rollout_request_timeout: float = option(
+        1800.0, "Seconds after which one generation request is given up and tried again."
+    )
+    rollout_request_retries: int = option(
+        5,
+        "Further tries after a connection error, a timeout or a 5xx reply, with growing pauses; 4xx replies "
+        "are never tried again.",
+    )
+    max_failed_ratio: float = option(
+        0.1,
+        "Largest share of a rollout's samples whose generation or reward may fail before the run stops with "
+        "the reasons.",
+    )
+    rollout_data_transport: str = option(
+        "object-store",
+        "How the rollout batch reaches the trainers: Ray object store, or nixl.",
+        choices=("object-store", "nixl"),
+    )
+
+    rollout_function_path: str = option(
+        "slime.rollout.sglang_rollout.generate_rollout",
+        "Function that makes one rollout: (args, rollout_id, data_source, evaluation=False).",
+    )
+    custom_generate_function_path: str | None = option(
+        None, "Async function that generates one sample: (args, sample, sampling_params[, evaluation])."
+    )
+    rollout_sample_hook_path: list[str] | None = option(
+        None,
+        "Function called on each generated sample before its reward: (args, sample, *, rollout_id, "
+        "evaluation); may be repeated.",
+        repeat=True,
+    )
+    dynamic_sampling_filter_path: str | None = option(
+        None, "Function that keeps or drops a finished group: (args, samples); dropped groups are replaced by new ones."
+    )
+    buffer_filter_path: str | None = option(
+        None,
+        "Function that takes groups out of the buffer: (args, rollout_id, buffer, num_samples); default: the "
+        "oldest first.",
+    )
+    rollout_sample_filter_path: str | None = option(
+        None, "Function that sets remove_sample on members of the final groups: (args, groups)."
+    )
+    rollout_all_samples_process_path: str | None = option(
+        None, "Function that sees every group of the rollout, dropped ones too: (args, all_groups, data_source)."
+    )
