@@ -1,0 +1,33 @@
+"""Options of the machines: which accelerator, how many processes of which kind, and who shares a device with whom."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from slime.config.option import option
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterOptions:
+    """Machines and processes (on a CPU machine, read "gpus" as "processes")."""
+
+    accelerator: str = option(
+        "auto", "Device of training and engines; auto: CUDA where torch was built for it and a device is visible.", choices=("auto", "cpu", "cuda")
+    )
+    actor_num_nodes: int = option(1, "Nodes that train the policy.")
+    actor_num_gpus_per_node: int | None = option(None, "Training ranks per node; None: 8 with CUDA, 1 on a CPU machine.")
+    critic_num_nodes: int | None = option(None, "Nodes that train the critic; None: as the policy.")
+    critic_num_gpus_per_node: int | None = option(None, "Critic ranks per node; None: as the policy.")
+    rollout_num_gpus: int | None = option(
+        None, "GPUs of all engines together; None: those of training with --colocate, else one engine."
+    )
+    rollout_num_gpus_per_engine: int = option(1, "GPUs of one engine.")
+    num_gpus_per_node: int = option(8, "GPUs of one node, for placing engines that span nodes.")
+    colocate: bool = option(False, "Training and engines share devices and take turns; turns offloading on.")
+    offload: bool = option(False, "Short for --offload-train and --offload-rollout.")
+    offload_train: bool | None = option(None, "Move training state to the CPU while engines generate; None: with --colocate.")
+    offload_rollout: bool | None = option(None, "Let engines free their memory while training runs; None: with --colocate.")
+    release_train: bool = option(False, "Stop the training processes while engines generate, and start them again.")
+    keep_old_actor: bool = option(False, "Keep a copy of the weights that the engines use, for old log-probs in the asynchronous loop.")
+    train_backend: str = option("megatron", "Training backend.", choices=("megatron",))
+    ray_address: str | None = option(None, "Address of a running Ray cluster; None: a private one on this machine, ended with the run.")

@@ -1,0 +1,191 @@
+"""Flags that upstream scripts use and that mean something else here: renamed, without effect, or refused, each with the reason.
+
+Silence is a failure: a flag is honoured (declared as an option), mapped (rewritten to another flag, with a warning), ignored
+(accepted with a warning, because nothing a user can observe depends on it here) or refused (it would change results).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Sequence
+
+
+class FlagStatus(enum.Enum):
+    """What happens to an upstream flag."""
+
+    MAPPED = "mapped"
+    IGNORED = "ignored"
+    REFUSED = "refused"
+
+
+@dataclasses.dataclass(frozen=True)
+class CompatFlag:
+    """One upstream flag that is not an option here. `becomes` holds the words that replace it when it is mapped."""
+
+    flag: str
+    status: FlagStatus
+    reason: str
+    becomes: tuple[str, ...] = ()
+    refused_values: tuple[str, ...] = ()
+
+
+def _mapped(reason: str, **flags: str) -> list[CompatFlag]:
+    return [_flag(name, FlagStatus.MAPPED, reason or f"is {target} here", tuple(target.split())) for name, target in flags.items()]
+
+
+def _listed(status: FlagStatus, reason: str, names: str) -> list[CompatFlag]:
+    return [_flag(name, status, reason) for name in names.split()]
+
+
+def _flag(name: str, status: FlagStatus, reason: str, becomes: tuple[str, ...] = ()) -> CompatFlag:
+    return CompatFlag("--" + name.replace("_", "-"), status, reason, becomes)
+
+
+IGNORED, REFUSED = FlagStatus.IGNORED, FlagStatus.REFUSED
+
+TABLE: tuple[CompatFlag, ...] = (
+    # Megatron's command line has other names for these fields of megatron-core's configs.
+    *_mapped(
+        "",
+        norm_epsilon="--layernorm-epsilon",
+        num_experts="--num-moe-experts",
+        accumulate_allreduce_grads_in_fp32="--grad-reduce-in-fp32",
+        check_for_nan_in_loss_and_grad="--check-for-nan-in-grad",
+        no_check_for_nan_in_loss_and_grad="--no-check-for-nan-in-grad",
+        no_rope_fusion="--no-apply-rope-fusion",
+        no_bias_swiglu_fusion="--no-bias-activation-fusion",
+        no_bias_gelu_fusion="--no-bias-activation-fusion",
+        apply_layernorm_1p="--layernorm-zero-centered-gamma",
+        embedding_init_std="--embedding-init-method-std",
+        ddp_bucket_size="--bucket-size",
+        ddp_average_in_collective="--average-in-collective",
+        recompute_activations="--recompute-granularity selective",
+        use_cpu_optimizer_offload="--optimizer-cpu-offload",
+    ),
+    *_listed(
+        IGNORED,
+        "there is one implementation here, so nothing is to be chosen",
+        "use_flash_attn use_mcore_models use_legacy_models transformer_impl no_persist_layer_norm attention_backend "
+        "use_rotary_position_embeddings tokenizer_type tokenizer_model train_backend auto_detect_ckpt_format ckpt_format "
+        "dist_ckpt_strictness ckpt_fully_parallel_load ckpt_fully_parallel_save",
+    ),
+    *_listed(
+        IGNORED,
+        "Megatron's own training loop and data loader, which read it, do not run in slime",
+        "train_iters train_samples eval_iters log_interval log_throughput log_params_norm log_timers_to_tensorboard "
+        "timing_log_level num_workers data_path split data_cache_path mock_data exit_interval exit_duration_in_mins "
+        "tensorboard_dir tensorboard_queue_size no_create_attention_mask_in_dataloader reset_position_ids "
+        "reset_attention_mask eod_mask_loss no_mmap_bin_files manual_gc manual_gc_interval",
+    ),
+    *_listed(
+        IGNORED,
+        "it tunes CUDA kernels or memory only and changes no result",
+        "gradient_accumulation_fusion no_gradient_accumulation_fusion empty_unused_memory_level train_memory_margin_bytes "
+        "record_memory_history memory_snapshot_dir memory_snapshot_num_steps no_offload_train_allocator",
+    ),
+    *_listed(
+        REFUSED,
+        "this model family is not supported yet: Llama, Qwen2 and Qwen3 are",
+        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_scaling_factor mscale mscale_all_dim "
+        "enable_mtp_training mtp_loss_scaling vision_model freeze_vision_model spec",
+    ),
+    *_listed(
+        REFUSED,
+        "the learning-rate schedule is saved and loaded with the checkpoint; start a new run to change it",
+        "use_checkpoint_opt_param_scheduler override_opt_param_scheduler",
+    ),
+    *_listed(
+        REFUSED,
+        "weights reach the engines by HTTP, shared memory or disk here; see --update-weight-transport",
+        "update_weights_interval_by_token update_weight_delta_encoding update_weight_local_checkpoint_dir",
+    ),
+    *_listed(
+        REFUSED,
+        "it is read nowhere in upstream and would do nothing",
+        "http_proxy min_batch_collection_ratio",
+    ),
+    *_listed(
+        REFUSED,
+        "is not supported yet",
+        "allgather_cp use_routing_replay use_rollout_routing_replay use_fault_tolerance prefill_num_servers "
+        "rollout_external_engine_addrs debug_rollout_only_with_router use_distributed_post slime_router_middleware_paths "
+        "use_slime_router slime_router_timeout slime_router_max_connections custom_model_provider_path "
+        "only_train_params_name_list freeze_params_name_list use_critic critic_train_only",
+    ),
+)
+
+
+SGLANG_IGNORED = frozenset(
+    "mem_fraction_static max_running_requests max_total_tokens chunked_prefill_size schedule_policy schedule_conservativeness "
+    "cuda_graph_bs cuda_graph_max_bs disable_cuda_graph disable_cuda_graph_padding enable_torch_compile torch_compile_max_bs "
+    "attention_backend decode_attention_backend prefill_attention_backend sampling_backend grammar_backend watchdog_timeout "
+    "enable_metrics enable_memory_saver disable_radix_cache enable_mixed_chunk num_continuous_decode_steps "
+    "disable_custom_all_reduce enable_nccl_nvls enable_mscclpp triton_attention_num_kv_splits log_requests log_requests_level "
+    "show_time_cost decode_log_interval stream_interval page_size swa_full_tokens_ratio hicache_ratio enable_hierarchical_cache "
+    "skip_server_warmup tokenizer_worker_num random_seed nccl_port dist_timeout max_prefill_tokens max_queued_requests".split()
+)
+SGLANG_REFUSED = {
+    "speculative decoding is not in the embedded engine": (
+        "speculative_algorithm speculative_draft_model_path speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens"
+    ),
+    "the embedded engine runs one process per engine": (
+        "tp_size tensor_parallel_size dp_size data_parallel_size ep_size expert_parallel_size pp_size pipeline_parallel_size "
+        "enable_dp_attention enable_dp_lm_head moe_a2a_backend enable_ep_moe enable_deepep_moe deepep_mode nnodes node_rank"
+    ),
+    "the embedded engine computes in the checkpoint's type without quantization": "quantization kv_cache_dtype torchao_config",
+    "adapters are not supported": "lora_paths enable_lora max_loras_per_batch",
+}
+
+
+def compat_flags() -> dict[str, CompatFlag]:
+    """Returns the table by flag, with the `--sglang-*` flags added."""
+    table = {entry.flag: entry for entry in TABLE}
+    for name in SGLANG_IGNORED:
+        entry = _flag("sglang_" + name, IGNORED, "the embedded engine sizes and schedules itself; nothing in its results depends on it")
+        table.setdefault(entry.flag, entry)
+    for reason, names in SGLANG_REFUSED.items():
+        for entry in _listed(REFUSED, reason, " ".join("sglang_" + name for name in names.split())):
+            table.setdefault(entry.flag, entry)
+    return table
+
+
+@dataclasses.dataclass(frozen=True)
+class CompatOutcome:
+    """A command line after the table was applied: the words to parse, what to print, and what cannot go on."""
+
+    words: tuple[str, ...]
+    mapped: tuple[str, ...]
+    ignored: tuple[str, ...]
+    refused: tuple[str, ...]
+
+    @property
+    def warnings(self) -> list[str]:
+        """One line per flag that was mapped or ignored."""
+        return [*self.mapped, *self.ignored]
+
+
+def apply_compat(words: Sequence[str], declared: Iterable[str], *, help_words: Iterable[str] = ()) -> CompatOutcome:
+    """Returns `words` with upstream flags rewritten or taken out (with their values). A flag in `declared` is left alone."""
+    table, declared = compat_flags(), frozenset(declared) | frozenset(help_words)
+    kept: list[str] = []
+    notes: dict[FlagStatus, list[str]] = {status: [] for status in FlagStatus}
+    index = 0
+    while index < len(words):
+        word = words[index]
+        index += 1
+        flag, equals, inline = word.partition("=")
+        entry = table.get(flag) if flag not in declared else None
+        if entry is None:
+            kept.append(word)
+            continue
+        if entry.status is FlagStatus.MAPPED:
+            kept += [*entry.becomes, inline] if equals else entry.becomes
+            notes[entry.status].append(f"{flag} {entry.reason}; it was read as {' '.join(entry.becomes)}.")
+            continue
+        while index < len(words) and not words[index].startswith("--"):
+            index += 1
+        notes[entry.status].append(f"{flag}: {entry.reason}.")
+    return CompatOutcome(
+        tuple(kept), *(tuple(notes[status]) for status in (FlagStatus.MAPPED, FlagStatus.IGNORED, FlagStatus.REFUSED))
+    )

@@ -1,0 +1,233 @@
+"""`--config FILE.yaml` and its inverse: reads option values with file and line in every error, writes them back.
+
+Each scalar is read by the *option's* type, not by YAML's guess: `lr: 1e-6` is a number, `name: off` is text, `steps: "5"` is an
+error because it is quoted text. PyYAML is imported on first use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from slime.config.specs import OptionSpec, convert_text, nearest_names, require_choice
+from slime.exceptions import ConfigError
+
+NULL_WORDS = ("", "~", "null", "Null", "NULL")
+URL_PASSWORD = re.compile(r"(\w+://)([^/\s:@]+):([^/\s@]+)@")
+
+
+@dataclasses.dataclass(frozen=True)
+class FileValues:
+    """What a YAML file says: known options by name, other keys by name, and every problem found, each with file and line."""
+
+    known: dict[str, Any]
+    other: dict[str, Any]
+    problems: list[str]
+
+
+def read_option_file(path: str, specs: Mapping[str, OptionSpec], *, plugin_names: Iterable[str] = (), strict: bool = True) -> FileValues:
+    """Returns the options in YAML file `path`, converted and checked by `specs`.
+
+    Keys may use dashes or underscores. Keys in `plugin_names` (and, unless `strict`, all unknown keys) keep YAML's own value.
+    Raises ConfigError when the file cannot be read or is not YAML; other problems are collected in the result.
+    """
+    import yaml
+
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Cannot read {path}: {error}.{_siblings_hint(path)}") from error
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else path
+        raise ConfigError(f"{where}: not YAML: {getattr(error, 'problem', None) or error}.") from error
+    found = FileValues({}, {}, [])
+    if root is None:
+        return found
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{path}:{root.start_mark.line + 1}: expected `option: value` lines, found a {root.id}.")
+    reader = _Reader(path, yaml)
+    seen: dict[str, int] = {}
+    for key_node, value_node in root.value:
+        line = key_node.start_mark.line + 1
+        key = str(key_node.value).strip()
+        name = key.replace("-", "_")
+        if name in seen:
+            found.problems.append(f"{path}:{line}: {key!r} is given twice (first on line {seen[name]}).")
+            continue
+        seen[name] = line
+        try:
+            if name in specs:
+                found.known[name] = reader.value(specs[name], value_node)
+            elif name in plugin_names or not strict:
+                found.other[name] = reader.plain(value_node)
+            else:
+                near = nearest_names(name, [*specs, *plugin_names])
+                hint = f" Did you mean {near[0]!r}?" if near else " `slime train --help` lists all options."
+                found.problems.append(f"{path}:{line}: unknown key {key!r}.{hint}")
+        except ValueError as error:
+            found.problems.append(f"{path}:{line}: {key}: {error}")
+    return found
+
+
+class _Reader:
+    """Turns YAML nodes into option values; errors are ValueErrors without position, the caller knows the line."""
+
+    def __init__(self, path: str, yaml_module: Any) -> None:
+        self.path = path
+        self.yaml = yaml_module
+
+    def plain(self, node: Any) -> Any:
+        loader = self.yaml.SafeLoader("")
+        try:
+            return loader.construct_object(node, deep=True)
+        except self.yaml.YAMLError as error:
+            raise ValueError(str(error).splitlines()[0]) from error
+        finally:
+            loader.dispose()
+
+    def value(self, spec: OptionSpec, node: Any) -> Any:
+        yaml = self.yaml
+        if isinstance(node, yaml.ScalarNode) and node.style is None and node.value in NULL_WORDS:
+            if not spec.optional:
+                raise ValueError(f"has no value; it needs {spec.type_name}, the default is {spec.default!r}.")
+            return None
+        if spec.many:
+            if not isinstance(node, yaml.SequenceNode):
+                raise ValueError(f"must be a list, for instance [{_example(spec)}].")
+            return [self.scalar(spec, item) for item in node.value]
+        return self.scalar(spec, node)
+
+    def scalar(self, spec: OptionSpec, node: Any) -> Any:
+        yaml = self.yaml
+        if spec.kind is dict and isinstance(node, yaml.MappingNode):
+            return self.plain(node)
+        if not isinstance(node, yaml.ScalarNode):
+            raise ValueError(f"must be one {spec.type_name}, not a {node.id}.")
+        is_quoted = node.style is not None
+        if spec.kind in (int, float, bool):
+            if is_quoted:
+                raise ValueError(f"must be {spec.type_name}, not quoted text {node.value!r}.")
+            if spec.kind is float and node.value.lower() in (".inf", "+.inf", "-.inf"):
+                return float(node.value.lower().replace(".", ""))
+            if spec.kind is bool and node.value in ("0", "1"):
+                raise ValueError(f"{node.value!r} is not true or false.")
+        return require_choice(spec, convert_text(spec, node.value))
+
+
+def _example(spec: OptionSpec) -> str:
+    return {int: "1, 2", float: "0.5, 1.0", bool: "true, false", dict: "{}", str: "a, b"}[spec.kind]
+
+
+def _siblings_hint(path: str) -> str:
+    folder = Path(path).parent
+    if not folder.is_dir():
+        return f" There is no folder {folder}."
+    near = nearest_names(Path(path).name, sorted(entry.name for entry in folder.iterdir()), count=3)
+    return f" In {folder} there is: {', '.join(near)}." if near else ""
+
+
+def resolved_values(args: argparse.Namespace, specs: Iterable[OptionSpec]) -> dict[str, Any]:
+    """Returns what a resolved configuration records: every option of `args` except those that are None by default and still are."""
+    values = {}
+    for spec in specs:
+        value = getattr(args, spec.name)
+        if value is None and spec.default is None:
+            continue
+        values[spec.name] = value
+    return values
+
+
+def format_resolved(args: argparse.Namespace, specs: Iterable[OptionSpec]) -> str:
+    """Returns the options of `args` as YAML under one comment per group. Read back with --config it gives the same options.
+
+    Secrets (API keys, passwords, also inside URLs) are replaced: a comment says that a value was there.
+    """
+    specs = list(specs)
+    values = resolved_values(args, specs)
+    lines = ["# Resolved options of slime. Use: slime train --config THIS_FILE (flags on the command line win)."]
+    group = None
+    for spec in specs:
+        if spec.name not in values:
+            continue
+        if spec.group != group:
+            group = spec.group
+            lines += ["", f"# {group}"]
+        value = values[spec.name]
+        if spec.is_secret and value:
+            lines.append(f"# {spec.name}: (a secret, not written)")
+        else:
+            lines.append(format_entry(spec, mask_urls(value)))
+    return "\n".join(lines) + "\n"
+
+
+def mask_urls(value: Any) -> Any:
+    """Returns `value` with the password of every `scheme://user:password@host` in it replaced by ***."""
+    if isinstance(value, str):
+        return URL_PASSWORD.sub(r"\1\2:***@", value)
+    if isinstance(value, list | tuple):
+        return [mask_urls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: mask_urls(item) for key, item in value.items()}
+    return value
+
+
+def format_entry(spec: OptionSpec, value: Any) -> str:
+    """Returns one `name: value` line. Text is written as JSON where YAML would read something else."""
+    return f"{spec.name}: {_format_value(spec, value)}"
+
+
+def _format_value(spec: OptionSpec, value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_format_value(spec, item) for item in value) + "]"
+    if isinstance(value, str):
+        is_simple = re.fullmatch(r"[A-Za-z_/][\w./+-]*", value, re.ASCII) and value not in NULL_WORDS
+        return value if is_simple else _quoted(value)
+    return _format_plain(value)
+
+
+def _format_plain(value: Any) -> str:
+    """Returns a value in YAML that reads back as itself without knowing an option's type."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        text = {float("inf"): ".inf", float("-inf"): "-.inf"}.get(value, repr(value))
+        # YAML 1.1 reads 1e-06 as text: a float needs its point.
+        return text if "." in text else text.replace("e", ".0e")
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_format_plain(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_quoted(str(key))}: {_format_plain(item)}" for key, item in value.items()) + "}"
+    return _quoted(str(value))
+
+
+def _quoted(text: str) -> str:
+    # JSON's escapes are YAML's, except for surrogate pairs: characters beyond 16 bits stay as they are.
+    return '"' + "".join(char if ord(char) > 0xFFFF else json.dumps(char)[1:-1] for char in text) + '"'
+
+
+def write_resolved_config(args: argparse.Namespace, path: str | os.PathLike) -> None:
+    """Writes `format_resolved(args)` to `path` at once: a reader sees the whole file or none."""
+    from slime.config.specs import all_specs
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(format_resolved(args, all_specs()))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
