@@ -18,10 +18,6 @@ class ClusterOptions:
     actor_num_gpus_per_node: int | None = option(None, "Training ranks per node; None: 8 with CUDA, 1 on a CPU machine.")
     critic_num_nodes: int | None = option(None, "Nodes that train the critic; None: as the policy.")
     critic_num_gpus_per_node: int | None = option(None, "Critic ranks per node; None: as the policy.")
-    rollout_num_gpus: int | None = option(
-        None, "GPUs of all engines together; None: those of training with --colocate, else one engine."
-    )
-    rollout_num_gpus_per_engine: int = option(1, "GPUs of one engine.")
     num_gpus_per_node: int = option(8, "GPUs of one node, for placing engines that span nodes.")
     colocate: bool = option(False, "Training and engines share devices and take turns; turns offloading on.")
     offload: bool = option(False, "Short for --offload-train and --offload-rollout.")
