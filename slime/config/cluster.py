@@ -27,3 +27,8 @@ class ClusterOptions:
     keep_old_actor: bool = option(False, "Keep a copy of the weights that the engines use, for old log-probs in the asynchronous loop.")
     train_backend: str = option("megatron", "Training backend.", choices=("megatron",))
     ray_address: str | None = option(None, "Address of a running Ray cluster; None: a private one on this machine, ended with the run.")
+    num_cpus: int | None = option(None, "Cores that the private Ray cluster offers; None: those of the machine.")
+    startup_timeout: float = option(900.0, "Seconds that engines and training ranks may take to load and answer.")
+    step_timeout: float = option(7200.0, "Seconds that one rollout, training step, save, weight update or evaluation may take before the run stops.")
+    update_weights_interval: int = option(1, "Rollouts between two weight updates in slime train-async.")
+    num_critic_only_steps: int = option(0, "First rollouts in which only the critic trains.")

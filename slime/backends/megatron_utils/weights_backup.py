@@ -1,0 +1,55 @@
+"""Copies of a model's weights under tags (actor, ref, teacher, old_actor), kept in host memory and swapped into the one model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+
+class WeightsBackup:
+    """Named weight sets of one model (a list of virtual pipeline chunks) that share its structure."""
+
+    def __init__(self, model: Sequence[torch.nn.Module]) -> None:
+        self._model = model
+        self._sets: dict[str, dict[str, torch.Tensor]] = {}
+        self.active: str | None = None
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, chunk in enumerate(self._model):
+            for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
+                yield f"{index}.{name}", tensor
+
+    def __contains__(self, tag: str) -> bool:
+        return tag in self._sets
+
+    @torch.no_grad()
+    def backup(self, tag: str) -> None:
+        """Stores the model's present weights under `tag`, reusing the memory of an earlier set of that tag."""
+        stored = self._sets.setdefault(tag, {})
+        for name, tensor in self._tensors():
+            if name not in stored:
+                stored[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            stored[name].copy_(tensor, non_blocking=tensor.is_cuda)
+        if any(chunk_tensor.is_cuda for _, chunk_tensor in self._tensors()):
+            torch.cuda.synchronize()
+        self.active = tag
+
+    @torch.no_grad()
+    def restore(self, tag: str) -> None:
+        """Puts the weights of `tag` into the model. KeyError for an unknown tag."""
+        stored = self._sets[tag]
+        for name, tensor in self._tensors():
+            tensor.copy_(stored[name], non_blocking=tensor.is_cuda)
+        self.active = tag
+
+    @contextlib.contextmanager
+    def borrowed(self, tag: str) -> Iterator[None]:
+        """Inside, the model holds the weights of `tag`; afterwards those that were active, whatever happens."""
+        before = self.active
+        self.restore(tag)
+        try:
+            yield
+        finally:
+            self.restore(before)
