@@ -11,10 +11,6 @@ from slime.config.option import option
 class EngineOptions:
     """Inference engines"""
 
-    rollout_num_gpus: int | None = option(
-        None, "GPUs for all engines together; without GPUs, the CPU cores. None: rollout_num_engines * rollout_num_gpus_per_engine."
-    )
-    rollout_num_gpus_per_engine: int = option(1, "GPUs of one engine. The embedded engine runs on one device.")
     rollout_num_engines: int | None = option(
         None, "Number of engines to start. None: rollout_num_gpus // rollout_num_gpus_per_engine, and 1 when neither is given."
     )
@@ -22,7 +18,7 @@ class EngineOptions:
         None, "URLs of running SGLang-compatible servers to use in place of starting engines, e.g. http://10.0.0.5:30000."
     )
     rollout_engine_device: str = option(
-        "auto", "Device of the embedded engine; auto takes CUDA where there is any.", choices=("auto", "cpu", "cuda")
+        "auto", "Device of the embedded engine; auto: as --accelerator.", choices=("auto", "cpu", "cuda")
     )
     rollout_engine_threads: int = option(
         1, "Torch threads of one CPU engine. Deterministic inference on CPU needs 1: more threads split sums differently."
