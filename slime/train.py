@@ -133,7 +133,7 @@ def launch(argv: Sequence[str] | None, loop: Callable[[Run], None]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if args.dry_run:
-        from slime.config.dry_run import dry_run
+        from slime.dry_run import dry_run
 
         return dry_run(args)
     return _run_session(args, loop, started)
