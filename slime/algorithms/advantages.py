@@ -1,0 +1,227 @@
+"""Per-token advantages and returns, and group baselines: pure functions over padded [B, T] or ragged [T] tensors.
+
+`_N` = samples, `_T` = response tokens of all samples one after another, `[B, T]` = one sample per row, zero-padded on the right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+
+from slime.algorithms.reducers import repeat_per_token
+
+
+def chunked_discounted_sum(rewards: torch.Tensor, discount: float, *, chunk_size: int = 128) -> torch.Tensor:
+    """Returns S [B, T] with S_t = rewards_t + discount * S_{t+1}, S after the end = 0; dtype and device of `rewards`.
+
+    Inside a chunk the recursion is one multiplication by the triangular matrix of powers of the discount, so that only T / chunk_size
+    steps are sequential. Zeros on the right stay exactly zero.
+    """
+    batch, length = rewards.shape
+    if length == 0:
+        return rewards.clone()
+    chunk_size = min(chunk_size, length)
+    num_chunks = -(-length // chunk_size)
+    padded = torch.nn.functional.pad(rewards, (0, num_chunks * chunk_size - length))
+    steps = torch.arange(chunk_size, device=rewards.device)
+    distance = steps.unsqueeze(1) - steps.unsqueeze(0)
+    base = torch.tensor(discount, dtype=torch.float64, device=rewards.device)
+    powers = torch.where(distance >= 0, base ** distance.clamp(min=0), 0.0).to(rewards.dtype)
+    sums = (padded.reshape(batch * num_chunks, chunk_size) @ powers).reshape(batch, num_chunks, chunk_size)
+    carry_powers = (base ** (chunk_size - steps)).to(rewards.dtype)
+    carry = rewards.new_zeros(batch, 1)
+    for index in reversed(range(num_chunks)):
+        sums[:, index] += carry * carry_powers
+        carry = sums[:, index, :1]
+    return sums.reshape(batch, num_chunks * chunk_size)[:, :length]
+
+
+def _temporal_differences(rewards: torch.Tensor, values: torch.Tensor, gamma: float) -> torch.Tensor:
+    next_values = torch.nn.functional.pad(values[:, 1:], (0, 1))
+    return rewards + gamma * next_values - values
+
+
+def generalized_advantages(
+    rewards: torch.Tensor, values: torch.Tensor, *, gamma: float, lambd: float, chunk_size: int = 128
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (advantages, returns = advantages + values), both [B, T]: GAE (arXiv:1506.02438 eq. 16), the value after the last step is 0."""
+    deltas = _temporal_differences(rewards, values, gamma)
+    advantages = chunked_discounted_sum(deltas, gamma * lambd, chunk_size=chunk_size)
+    return advantages, advantages + values
+
+
+def generalized_advantages_stepwise(
+    rewards: torch.Tensor, values: torch.Tensor, *, gamma: float, lambd: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what `generalized_advantages` does, one time step after another: the definition, to compare with."""
+    deltas = _temporal_differences(rewards, values, gamma)
+    advantages = torch.zeros_like(deltas)
+    following = deltas.new_zeros(deltas.size(0))
+    for step in reversed(range(deltas.size(1))):
+        following = deltas[:, step] + gamma * lambd * following
+        advantages[:, step] = following
+    return advantages, advantages + values
+
+
+@dataclasses.dataclass(frozen=True)
+class ResponseColumns:
+    """Full responses of N samples. `masks_T`, `kl_T`, `values_T` are [T] one after another; NaN at masked positions is allowed."""
+
+    rewards_N: torch.Tensor
+    lengths_N: tuple[int, ...]
+    masks_T: torch.Tensor
+    kl_T: torch.Tensor
+    values_T: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class EstimatorConfig:
+    """`kl_coef` weighs the KL inside the reward; `gamma` and `lambd` are the discount and GAE's bias-variance trade-off."""
+
+    kl_coef: float = 0.0
+    gamma: float = 1.0
+    lambd: float = 1.0
+
+
+def _pad(values_T: torch.Tensor, lengths_N: Sequence[int]) -> torch.Tensor:
+    """Returns [N, longest]: one row per sample, zeros on the right."""
+    return torch.nn.utils.rnn.pad_sequence(values_T.split(list(lengths_N)), batch_first=True)
+
+
+def _unpad(padded: torch.Tensor, lengths_N: Sequence[int]) -> torch.Tensor:
+    lengths = torch.tensor(lengths_N, dtype=torch.int64, device=padded.device)
+    steps = torch.arange(padded.size(1), device=padded.device)
+    return padded[steps.unsqueeze(0) < lengths.unsqueeze(1)]
+
+
+def find_last_trained_tokens(masks_T: torch.Tensor, lengths_N: Sequence[int]) -> torch.Tensor:
+    """Returns int64 [N]: the place in [T] of each sample's last token with mask 1, or -1 for a sample without one."""
+    places = torch.where(masks_T != 0, torch.arange(masks_T.numel(), device=masks_T.device), -1)
+    samples = repeat_per_token(torch.arange(len(lengths_N), device=masks_T.device), lengths_N)
+    last = torch.full((len(lengths_N),), -1, dtype=torch.int64, device=masks_T.device)
+    return last.scatter_reduce(0, samples, places, reduce="amax")
+
+
+def token_rewards(columns: ResponseColumns, config: EstimatorConfig) -> torch.Tensor:
+    """Returns [T]: -kl_coef * KL at trained tokens, plus each sample's reward at its last trained token (none for a fully masked sample)."""
+    trained = columns.masks_T != 0
+    rewards_T = torch.where(trained, -config.kl_coef * columns.kl_T, 0)
+    last = find_last_trained_tokens(columns.masks_T, columns.lengths_N)
+    present = last >= 0
+    return rewards_T.index_add(0, last[present], columns.rewards_N[present].to(rewards_T.dtype))
+
+
+def group_advantages(columns: ResponseColumns, config: EstimatorConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the sample's (group-normalized) reward at each of its tokens: GRPO (arXiv:2402.03300 sec. 4.1.2), and likewise GSPO, CISPO,
+    RLOO (arXiv:2402.14740) and Dr. GRPO (arXiv:2503.20783), which differ in the baseline or in the loss."""
+    advantages = repeat_per_token(columns.rewards_N.to(columns.kl_T.dtype), columns.lengths_N)
+    return advantages, advantages
+
+
+def reinforce_plus_plus_advantages(columns: ResponseColumns, config: EstimatorConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the discounted sum of the token rewards: REINFORCE++ (arXiv:2501.03262); whitening follows over the whole batch."""
+    rewards = _pad(token_rewards(columns, config), columns.lengths_N)
+    returns = _unpad(chunked_discounted_sum(rewards, config.gamma), columns.lengths_N)
+    return returns, returns
+
+
+def reinforce_plus_plus_baseline_advantages(columns: ResponseColumns, config: EstimatorConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns reward (minus its group's mean, taken before) - kl_coef * KL per token: REINFORCE++-baseline (arXiv:2501.03262)."""
+    penalty = torch.where(columns.masks_T != 0, config.kl_coef * columns.kl_T, 0)
+    advantages = repeat_per_token(columns.rewards_N.to(penalty.dtype), columns.lengths_N) - penalty
+    return advantages, advantages
+
+
+def ppo_advantages(columns: ResponseColumns, config: EstimatorConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns GAE over the trained tokens of each response: PPO with a critic (arXiv:1707.06347, arXiv:1506.02438, token rewards as in
+    arXiv:2203.02155). Tokens nobody sampled (mask 0) are no actions: they are left out of the recursion and get 0."""
+    rewards_T = token_rewards(columns, config)
+    return masked_generalized_advantages(
+        rewards_T, columns.values_T, columns.masks_T, columns.lengths_N, gamma=config.gamma, lambd=config.lambd
+    )
+
+
+def masked_generalized_advantages(
+    rewards_T: torch.Tensor,
+    values_T: torch.Tensor,
+    masks_T: torch.Tensor | None,
+    lengths_N: Sequence[int],
+    *,
+    gamma: float,
+    lambd: float,
+    chunked: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (advantages, returns) [T] of ragged responses; tokens with mask 0 are skipped by the recursion and read 0 in both."""
+    if masks_T is None:
+        kept, lengths = None, list(lengths_N)
+    else:
+        kept = masks_T != 0
+        samples = repeat_per_token(torch.arange(len(lengths_N), device=masks_T.device), lengths_N)
+        lengths = torch.bincount(samples[kept], minlength=len(lengths_N)).tolist()
+    if not sum(lengths):
+        return torch.zeros_like(values_T), torch.zeros_like(values_T)
+    pick = (lambda flat: flat) if kept is None else (lambda flat: flat[kept])
+    gae = generalized_advantages if chunked else generalized_advantages_stepwise
+    padded = gae(_pad(pick(rewards_T), lengths), _pad(pick(values_T), lengths), gamma=gamma, lambd=lambd)
+    flat = [_unpad(result, lengths) for result in padded]
+    if kept is None:
+        return flat[0], flat[1]
+    return tuple(torch.zeros_like(values_T).masked_scatter(kept, result) for result in flat)
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimator:
+    """`compute` works on full responses when `whole_response`, otherwise on any part of them; `needs_values` asks for a critic."""
+
+    compute: Callable[[ResponseColumns, EstimatorConfig], tuple[torch.Tensor, torch.Tensor]]
+    whole_response: bool = False
+    needs_values: bool = False
+
+
+ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
+    "grpo": Estimator(group_advantages),
+    "gspo": Estimator(group_advantages),
+    "cispo": Estimator(group_advantages),
+    "rloo": Estimator(group_advantages),
+    "dr_grpo": Estimator(group_advantages),
+    "ppo": Estimator(ppo_advantages, whole_response=True, needs_values=True),
+    "reinforce_plus_plus": Estimator(reinforce_plus_plus_advantages, whole_response=True),
+    "reinforce_plus_plus_baseline": Estimator(reinforce_plus_plus_baseline_advantages),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Baseline:
+    """What a group subtracts from its rewards. `leave_one_out`: the mean of the other valid members; else of all valid members.
+    `may_divide_by_std`: --disable-grpo-std-normalization has a meaning."""
+
+    leave_one_out: bool = False
+    may_divide_by_std: bool = False
+
+
+# estimators that are not named here take the raw reward
+BASELINES: dict[str, Baseline] = {
+    "grpo": Baseline(may_divide_by_std=True),
+    "gspo": Baseline(may_divide_by_std=True),
+    "cispo": Baseline(may_divide_by_std=True),
+    "dr_grpo": Baseline(),
+    "reinforce_plus_plus_baseline": Baseline(),
+    "rloo": Baseline(leave_one_out=True),
+}
+
+
+def leave_one_out_scale(group_size: int) -> float:
+    """Returns k / (k - 1), by which a mean-centred reward becomes RLOO's: r - mean of the others = (r - mean of all) * k / (k - 1)
+    (arXiv:2402.14740). A group of one has no others: 0."""
+    return group_size / (group_size - 1) if group_size > 1 else 0.0
+
+
+def distillation_advantages(
+    advantages: torch.Tensor, student_log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, *, coef: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (advantages - coef * reverse KL, reverse KL = student - teacher log-prob) per token: on-policy distillation
+    (arXiv:2306.13649; Lu et al. 2025, "On-policy distillation")."""
+    reverse_kl = student_log_probs - teacher_log_probs
+    return advantages - coef * reverse_kl, reverse_kl

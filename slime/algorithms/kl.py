@@ -1,0 +1,50 @@
+"""Estimators of KL(policy || base) from the log-probs of sampled tokens (Schulman 2020, http://joschu.net/blog/kl-approx.html)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+# exp of more than this overflows fp32; low_var_kl is clamped far below it, so its value does not change, but its gradient stays finite
+_LARGEST_EXPONENT = 80.0
+
+
+def k1(d: torch.Tensor) -> torch.Tensor:
+    """Returns log pi - log pi_base: unbiased, high variance, may be negative."""
+    return d
+
+
+def k2(d: torch.Tensor) -> torch.Tensor:
+    """Returns (log pi - log pi_base)^2 / 2: biased, low variance; its gradient is that of the true KL."""
+    return d.square() / 2
+
+
+def k3(d: torch.Tensor) -> torch.Tensor:
+    """Returns exp(-d) - 1 + d: unbiased, low variance, never negative."""
+    return torch.exp(-d) - 1 + d
+
+
+def low_var_kl(d: torch.Tensor) -> torch.Tensor:
+    """Returns k3; `approximate_kl` clamps it to [-10, 10] (GRPO's KL, arXiv:2402.03300 eq. 4)."""
+    return torch.exp((-d).clamp(max=_LARGEST_EXPONENT)) - 1 + d
+
+
+KL_KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "low_var_kl": low_var_kl}
+
+
+def approximate_kl(
+    log_probs: torch.Tensor, log_probs_base: torch.Tensor, *, kind: str, importance_ratio: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns the per-token KL estimate in nats, same shape, computed in fp32 (fp64 stays fp64).
+
+    `importance_ratio` = pi / pi_old makes the estimate unbiased for samples of an older policy (DeepSeek-V3.2, arXiv:2512.02556).
+    Raises ValueError for a kind that is not in `KL_KINDS`.
+    """
+    if kind not in KL_KINDS:
+        raise ValueError(f"unknown KL estimator {kind!r}. Use one of {', '.join(KL_KINDS)}.")
+    dtype = torch.promote_types(log_probs.dtype, torch.float32)
+    kl = KL_KINDS[kind](log_probs.to(dtype) - log_probs_base.to(dtype))
+    if importance_ratio is not None:
+        kl = importance_ratio * kl
+    return kl.clamp(min=-10, max=10) if kind == "low_var_kl" else kl
