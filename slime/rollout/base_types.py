@@ -1,0 +1,38 @@
+"""What a rollout function returns, and how it is called."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from slime.utils.types import Sample
+
+
+@dataclasses.dataclass
+class RolloutFnTrainOutput:
+    """The groups of one rollout, in order of sample index.
+
+    `metrics` are logged beside the rollout's own; `dropped` counts the samples that were generated or begun for this
+    rollout and are not in `samples`, by reason.
+    """
+
+    samples: list[list[Sample]]
+    metrics: dict[str, Any] | None = None
+    dropped: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class RolloutFnEvalOutput:
+    """Per dataset: {"rewards": [...], "truncated": [...], "samples": [...]}, lists of equal length."""
+
+    data: dict[str, dict[str, Any]]
+    metrics: dict[str, Any] | None = None
+
+
+def call_rollout_fn(fn: Callable[..., Any], *args: Any, evaluation: bool, **kwargs: Any) -> Any:
+    """The output of a rollout function, wrapped where it returns a bare list (training) or dict (evaluation)."""
+    output = fn(*args, evaluation=evaluation, **kwargs)
+    if isinstance(output, RolloutFnTrainOutput | RolloutFnEvalOutput):
+        return output
+    return RolloutFnEvalOutput(data=output) if evaluation else RolloutFnTrainOutput(samples=output)

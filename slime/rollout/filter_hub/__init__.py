@@ -1,0 +1,1 @@
+"""Filters that keep or drop whole groups once they are scored."""

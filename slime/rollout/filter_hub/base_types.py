@@ -1,0 +1,50 @@
+"""The verdict of a dynamic sampling filter, and the counts of what it dropped."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+
+@dataclasses.dataclass
+class DynamicFilterOutput:
+    """Keep the group or not, and why not. `keep_when_insufficient` keeps it where otherwise new groups were needed."""
+
+    keep: bool
+    reason: str | None = None
+    keep_when_insufficient: bool = False
+
+
+def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
+    """The verdict of a filter; keep without one. A bare truth value is wrapped."""
+    if fn is None:
+        return DynamicFilterOutput(keep=True)
+    output = fn(*args, **kwargs)
+    return output if isinstance(output, DynamicFilterOutput) else DynamicFilterOutput(keep=bool(output))
+
+
+def should_drop_dynamic_filter_output(
+    output: DynamicFilterOutput, *, remaining_batch_size: int, target_data_size: int
+) -> bool:
+    """Whether the group goes: it is not kept, and it does not stand in because too few groups remain."""
+    if output.keep:
+        return False
+    return not (output.keep_when_insufficient and remaining_batch_size <= target_data_size)
+
+
+class MetricGatherer:
+    """Counts dropped groups by reason."""
+
+    def __init__(self) -> None:
+        self._dropped: collections.Counter[str] = collections.Counter()
+
+    def on_dynamic_filter_drop(self, reason: str | None) -> None:
+        """Counts one dropped group; a drop without a reason is not counted."""
+        if reason:
+            self._dropped[reason] += 1
+
+    def collect(self) -> dict[str, int]:
+        """{"rollout/dynamic_filter/drop_<reason>": groups}."""
+        return {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in self._dropped.items()}

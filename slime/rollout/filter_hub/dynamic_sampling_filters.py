@@ -1,0 +1,45 @@
+"""Filters for --dynamic-sampling-filter-path: equal rewards in a group teach nothing under a group baseline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.utils.types import Sample
+
+# Rewards closer than this are equal: 0.1 + 0.2 and 0.3 are one reward.
+SMALLEST_STD = 1e-6
+
+
+def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+    """Keeps a group whose rewards differ (standard deviation over its scored, valid members > 1e-6)."""
+    rewards = usable_rewards(args, samples)
+    keep = _std(rewards) > SMALLEST_STD
+    return DynamicFilterOutput(keep=keep, reason=None if keep else _reason(rewards))
+
+
+def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+    """The same; equal rewards still fill the batch where it would otherwise be too small."""
+    output = check_reward_nonzero_std(args, samples, **kwargs)
+    output.keep_when_insufficient = not output.keep
+    return output
+
+
+def usable_rewards(args: Any, samples: Iterable[Any]) -> list[float]:
+    """The finite rewards of a group's valid members. None, NaN and invalid members are left out."""
+    flat = (member for item in samples for member in (item if isinstance(item, list) else [item]))
+    values = [sample.get_reward_value(args) for sample in flat if sample.valid and sample.reward is not None]
+    return [float(value) for value in values if value is not None and math.isfinite(value)]
+
+
+def _std(rewards: list[float]) -> float:
+    if len(rewards) < 2:
+        return 0.0
+    mean = math.fsum(rewards) / len(rewards)
+    return math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
+
+
+def _reason(rewards: list[float]) -> str:
+    return f"zero_std_{round(rewards[0], 1)}" if rewards else "no_rewards"

@@ -1,0 +1,154 @@
+"""Small helpers that every stage may use. Nothing heavy is imported before it is needed."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import importlib
+import logging
+import socket
+import subprocess
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+from slime.exceptions import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def load_function(path: str) -> Any:
+    """The object at a dotted path "package.module.name". ConfigError where the module or the name is missing."""
+    module_path, _, name = path.rpartition(".")
+    if not module_path:
+        raise ConfigError(f"{path!r} is not a dotted path. Write it as package.module.function.")
+    try:
+        module = importlib.import_module(module_path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_path == error.name or module_path.startswith(error.name + ".")):
+            raise
+        raise ConfigError(
+            f"cannot load {path!r}: there is no module {error.name!r}. Is its folder on PYTHONPATH?"
+        ) from error
+    if not hasattr(module, name):
+        raise ConfigError(f"cannot load {path!r}: module {module_path!r} has no {name!r}.")
+    return getattr(module, name)
+
+
+class SingletonMeta(type):
+    """Metaclass of a class with one instance per process; the first call's arguments build it."""
+
+    _instances: dict[type, Any] = {}
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls not in SingletonMeta._instances:
+            SingletonMeta._instances[cls] = super().__call__(*args, **kwargs)
+        return SingletonMeta._instances[cls]
+
+    @staticmethod
+    def clear_instances(cls: type | None = None) -> None:
+        """Forgets every instance, so that the next call builds a new one."""
+        SingletonMeta._instances.clear()
+
+
+class Box:
+    """Holds one object (an object reference) so that Ray does not resolve it in an argument list."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    @property
+    def inner(self) -> Any:
+        return self._inner
+
+
+def group_by(iterable: Iterable[Any], key: Callable[[Any], Hashable] | None = None) -> dict[Hashable, list]:
+    """The items by key (the item itself without one), keys in order of first sight."""
+    groups: dict[Hashable, list] = {}
+    for item in iterable:
+        groups.setdefault(item if key is None else key(item), []).append(item)
+    return groups
+
+
+def decode_int32_meta_array(meta: dict, keys: str | Sequence[str]) -> Any:
+    """The flat int32 tensor under the first of `keys` that `meta` has, None if it has none of them.
+
+    Accepts base64 text or bytes of little-endian int32, numpy arrays, tensors and (nested) lists.
+    """
+    for key in [keys] if isinstance(keys, str) else keys:
+        if meta.get(key) is not None:
+            return _as_int32(meta[key])
+    return None
+
+
+def _as_int32(value: Any) -> Any:
+    import numpy as np
+    import torch
+
+    if isinstance(value, str):
+        value = base64.b64decode(value, validate=True)
+    if isinstance(value, bytes | bytearray | memoryview):
+        if len(value) % 4:
+            raise ValueError(f"an int32 payload of {len(value)} bytes is not a whole number of values")
+        return torch.from_numpy(np.frombuffer(bytes(value), dtype="<i4").astype(np.int32))
+    return torch.as_tensor(value).to(torch.int32).reshape(-1)
+
+
+def should_run_periodic_action(
+    rollout_id: int, interval: int | None, num_rollout_per_epoch: int | None = None, num_rollout: int | None = None
+) -> bool:
+    """True after every `interval` rollouts, at an epoch's end and after the last rollout; never without interval."""
+    if interval is None:
+        return False
+    done = rollout_id + 1
+    if num_rollout is not None and done == num_rollout:
+        return True
+    return done % interval == 0 or (num_rollout_per_epoch is not None and done % num_rollout_per_epoch == 0)
+
+
+def exec_command(command: str, capture_output: bool = False) -> str | None:
+    """Runs a shell command and returns its output when captured. CalledProcessError on a non-zero status."""
+    logger.info("running: %s", command)
+    done = subprocess.run(["bash", "-c", command], check=True, capture_output=capture_output, text=True)
+    return done.stdout if capture_output else None
+
+
+def get_current_node_ip() -> str:
+    """This node's address as Ray knows it."""
+    import ray
+
+    return ray.util.get_node_ip_address().strip("[]")
+
+
+def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:
+    """The first port from `start_port` on that starts a run of `consecutive` free ones. OSError if there is none."""
+    for port in range(start_port, 65536 - consecutive):
+        if all(is_port_free(port + offset) for offset in range(consecutive)):
+            return port
+    raise OSError(f"no {consecutive} consecutive free port(s) from {start_port} on")
+
+
+def is_port_free(port: int, host: str = "") -> bool:
+    """Whether a socket can be bound to `port` (on every address by default) now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
+def chunk_named_params_by_size(named_params: Iterable[tuple[str, Any]], chunk_size: int) -> Iterator[list]:
+    """Lists of consecutive (name, tensor) pairs of at most `chunk_size` bytes; a larger tensor gets its own list."""
+    chunk: list[tuple[str, Any]] = []
+    size = 0
+    for name, param in named_params:
+        num_bytes = param.numel() * param.element_size()
+        if chunk and size + num_bytes > chunk_size:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append((name, param))
+        size += num_bytes
+    if chunk:
+        yield chunk
