@@ -202,7 +202,12 @@ CONTRACT = Contract(
         _token("tokens", Rows.TOTAL, "int32", device_dtype="int64", to_device=True, help="Prompt and response token ids."),
         _token("loss_masks", Rows.RESPONSE, "uint8", device_dtype="int32", to_device=True, help="1 where a response token is trained."),
         _token(
-            "rollout_top_p_token_ids", Rows.FREE, "int32", source="rollout_top_p_token_ids", help="Ids kept by nucleus sampling.", **_NUCLEUS
+            "rollout_top_p_token_ids",
+            Rows.FREE,
+            "int32",
+            source="rollout_top_p_token_ids",
+            help="Ids kept by nucleus sampling.",
+            **_NUCLEUS,
         ),
         _token(
             "rollout_top_p_token_offsets",
@@ -240,15 +245,18 @@ CONTRACT = Contract(
         _sample("valid", "bool", extent=Extent.WHOLE, source="valid", missing=Missing.FILL, fill=True),
         _sample("invalid_reason", None, source="invalid_reason", missing=Missing.NONE),
         # identities
-        _sample("sample_indices", None, source="index", missing=Missing.NONE),
+        _sample("sample_indices", "int64", source="index", missing=Missing.NONE),
         _sample("rollout_ids", "int64"),
         _sample("group_ids", "int64", extent=Extent.WHOLE, local_view="local_group_ids"),
         _sample("local_group_ids", "int64", origin=Origin.ARRIVAL),
         _sample("source_names", None),
         _sample("metadata", None, source="train_metadata", missing=Missing.NONE),
         # made by the split
-        _sample("rollout_mask_sums", "float32", origin=Origin.SPLIT, to_device=True, help="Trainable tokens of the sample's whole rollout."),
+        _sample(
+            "rollout_mask_sums", "float32", origin=Origin.SPLIT, to_device=True, help="Trainable tokens of the sample's whole rollout."
+        ),
         _sample("rollout_sample_counts", "int32", origin=Origin.SPLIT, help="Trained samples of the sample's whole rollout."),
+        _sample("owner_ranks", "int16", extent=Extent.WHOLE, origin=Origin.SPLIT, help="Data-parallel rank that trains it, -1 for none."),
         _sample("partition", "int64", origin=Origin.SPLIT, help="Position of the sample in the whole batch."),
         FieldSpec("global_batch_sizes", Scope.STEP, Extent.EQUAL, origin=Origin.SPLIT, help="Rollouts that train, per step."),
         FieldSpec("num_microbatches", Scope.STEP, Extent.EQUAL, origin=Origin.SPLIT, help="Micro-batches per rank, per step."),
@@ -286,6 +294,8 @@ def declare_field(name: str, *, scope: Scope = Scope.SAMPLE, **kw: Any) -> Field
     if spec.cp_sharded and (spec.scope is not Scope.TOKEN or spec.rows is not Rows.RESPONSE):
         raise RolloutDataError(f"declare_field({name!r}, cp_sharded=True) needs scope=Scope.TOKEN and rows=Rows.RESPONSE.")
     if spec.reduce is Reduce.ROLLOUT_MEAN and spec.rows is not Rows.RESPONSE:
-        raise RolloutDataError(f"declare_field({name!r}, reduce=Reduce.ROLLOUT_MEAN) needs one value per response token (rows=Rows.RESPONSE).")
+        raise RolloutDataError(
+            f"declare_field({name!r}, reduce=Reduce.ROLLOUT_MEAN) needs one value per response token (rows=Rows.RESPONSE)."
+        )
     CONTRACT.add(spec)
     return spec

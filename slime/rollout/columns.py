@@ -1,0 +1,217 @@
+"""`list[Sample]` to columns. Samples are read, never changed; what each field is, and where it is read from, the contract says."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from slime.exceptions import RolloutDataError
+from slime.rollout.rewards import RewardStatistics, normalize_rewards, raw_rewards_of, reward_number
+from slime.utils.ragged import as_array
+from slime.utils.rollout_batch import RolloutBatch, build_column, check_rows
+from slime.utils.rollout_fields import CONTRACT, FieldSpec, Origin, Scope
+
+logger = logging.getLogger(__name__)
+
+GROUP_NORMALIZED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
+STD_NORMALIZED = ("grpo", "gspo", "cispo")
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnsConfig:
+    """What the conversion needs to know of the options."""
+
+    reward_key: str | None = None
+    advantage_estimator: str = "grpo"
+    rewards_normalization: bool = True
+    grpo_std_normalization: bool = True
+    removed_samples_in_baseline: bool = False
+    require_top_p_tokens: bool = False
+
+    @staticmethod
+    def from_args(args: Any) -> ColumnsConfig:
+        """From the reward, algorithm and rollout options."""
+        return ColumnsConfig(
+            reward_key=args.reward_key,
+            advantage_estimator=args.advantage_estimator,
+            rewards_normalization=args.rewards_normalization,
+            grpo_std_normalization=args.grpo_std_normalization,
+            removed_samples_in_baseline=args.removed_samples_in_baseline,
+            require_top_p_tokens=args.rollout_top_p != 1.0,
+        )
+
+    @property
+    def normalizes(self) -> bool:
+        return self.rewards_normalization and self.advantage_estimator in GROUP_NORMALIZED
+
+    @property
+    def divides_by_std(self) -> bool:
+        return self.grpo_std_normalization and self.advantage_estimator in STD_NORMALIZED
+
+
+# --- identities ----------------------------------------------------------------------------------------------------------
+
+
+def rollout_ids_of(samples: Sequence[Any]) -> list[int]:
+    """`Sample.rollout_id`, where None ("its own rollout") becomes the smallest unused id >= 0, in order."""
+    used = {sample.rollout_id for sample in samples if sample.rollout_id is not None}
+    result, candidate = [], 0
+    for sample in samples:
+        if sample.rollout_id is not None:
+            result.append(int(sample.rollout_id))
+            continue
+        while candidate in used:
+            candidate += 1
+        result.append(candidate)
+        candidate += 1
+    return result
+
+
+def group_ids_of(samples: Sequence[Any]) -> list[int]:
+    """`Sample.group_index`; a sample without one is a group of its own, with a negative id that no data source gives out."""
+    return [int(sample.group_index) if sample.group_index is not None else -1 - i for i, sample in enumerate(samples)]
+
+
+def counts_in_baseline(sample: Any, *, removed_count: bool = False) -> bool:
+    """Whether the sample's reward may shift its siblings' baseline: it is valid, not aborted or failed, and not removed from the loss."""
+    return sample.valid and sample.status.value not in ("aborted", "failed") and (removed_count or not sample.remove_sample)
+
+
+# --- rewards -------------------------------------------------------------------------------------------------------------
+
+
+def compute_rewards(samples: Sequence[Any], config: ColumnsConfig) -> tuple[list[float], list[float], RewardStatistics | None]:
+    """`(raw_rewards, rewards, statistics)`, one float per sample: as scored, and what the estimator reads. NaN where there is no score.
+
+    Rewards are normalized by group for the estimators that ask for it, else equal to the raw ones.
+    """
+    raw_N = raw_rewards_of(samples, config.reward_key)
+    if not config.normalizes:
+        return raw_N.tolist(), raw_N.tolist(), None
+    valid = [counts_in_baseline(sample, removed_count=config.removed_samples_in_baseline) for sample in samples]
+    rewards_N, statistics = normalize_rewards(
+        raw_N, group_ids_of(samples), valid, divide_by_std=config.divides_by_std, rollout_ids=rollout_ids_of(samples)
+    )
+    if statistics.num_groups and statistics.num_groups == statistics.num_singleton_groups:
+        logger.warning(
+            "Every group has one member that counts, so every group-normalized reward is 0 and nothing is learned. Raise "
+            "--n-samples-per-prompt, or pass --disable-rewards-normalization."
+        )
+    return raw_N.tolist(), np.where(np.isfinite(raw_N), rewards_N, np.nan).tolist(), statistics
+
+
+# --- columns -------------------------------------------------------------------------------------------------------------
+
+
+def build_train_columns(samples: Sequence[Any], rewards: tuple[Sequence[float], Sequence[float]], config: ColumnsConfig) -> RolloutBatch:
+    """The whole-batch `RolloutBatch` of these samples, invalid ones included and marked by `valid`.
+
+    `rewards` is `(raw_rewards, rewards)`. A field that only some of the valid samples have is a `RolloutDataError`, or is filled as declared;
+    so is any entry whose length does not fit its sample. A sample without a finite reward is invalid here, with the reason "bad_reward".
+    """
+    raw_rewards, normalized = rewards
+    for name, values in (("raw_rewards", raw_rewards), ("rewards", normalized)):
+        if len(values) != len(samples):
+            raise RolloutDataError(f"{len(values)} {name} for {len(samples)} samples.")
+    batch = RolloutBatch()
+    normalized = np.array([np.nan if value is None else value for value in normalized], dtype=np.float64)
+    valid, reasons = _verdicts(samples, normalized)
+    responses = np.fromiter((sample.response_length for sample in samples), dtype=np.int64, count=len(samples))
+    tokens = [sample.tokens for sample in samples]
+    entries: dict[str, Any] = {
+        "tokens": tokens,
+        "response_lengths": responses,
+        "total_lengths": np.fromiter(map(len, tokens), dtype=np.int64, count=len(samples)),
+        "rewards": np.where(np.isfinite(normalized), normalized, 0.0),
+        "valid": valid,
+        "raw_reward": _override_raw_rewards(samples, raw_rewards, config),
+        "truncated": [int(sample.status.value == "truncated") for sample in samples],
+        "loss_masks": _loss_masks(samples, responses),
+        "rollout_ids": rollout_ids_of(samples),
+        "group_ids": group_ids_of(samples),
+        "source_names": [source_name_of(sample) for sample in samples],
+    }
+    for spec in CONTRACT:
+        if spec.name in entries or spec.source is None or spec.origin is not Origin.ROLLOUT:
+            continue
+        values = _read_source(samples, spec)
+        if any(value is not None for value in values):
+            entries[spec.name] = values
+    if not valid.all():
+        entries["invalid_reason"] = reasons
+    for name, values in entries.items():
+        batch[name] = build_column(CONTRACT[name], values, required=valid)
+    _check_masks(batch)
+    check_rows(batch, _rows_to_check(batch, valid))
+    if config.require_top_p_tokens and "rollout_top_p_token_ids" not in batch and valid.any():
+        raise RolloutDataError(
+            "--rollout-top-p is not 1, so the trainer needs the ids that nucleus sampling kept, but no sample has rollout_top_p_token_ids. "
+            "Use an engine that returns them, or --rollout-top-p 1."
+        )
+    return batch
+
+
+def _verdicts(samples: Sequence[Any], rewards_N: np.ndarray) -> tuple[np.ndarray, list[str | None]]:
+    """`(valid [N], reasons)`: the gate's verdict, and "bad_reward" where it passed but there is no finite reward to learn from."""
+    marked = np.fromiter((bool(sample.valid) for sample in samples), dtype=bool, count=len(samples))
+    finite = np.isfinite(rewards_N)
+    reasons = [
+        (sample.invalid_reason or "invalid") if not sample.valid else None if is_finite else "bad_reward"
+        for sample, is_finite in zip(samples, finite.tolist(), strict=True)
+    ]
+    return marked & finite, reasons
+
+
+def source_name_of(sample: Any) -> str:
+    """The data source of a sample: its `source` attribute, else metadata["source_name"], else "unknown"."""
+    source = sample.__dict__.get("source")
+    return str(source or (sample.metadata or {}).get("source_name") or "unknown")
+
+
+def _read_source(samples: Sequence[Any], spec: FieldSpec) -> list:
+    """The entries of a declared field: a Sample attribute, or a key of one that is a dict. None where a sample has none."""
+    attribute, _, key = spec.source.partition(".")
+    values = [sample.__dict__.get(attribute) for sample in samples]
+    return [value.get(key) if isinstance(value, Mapping) else None for value in values] if key else values
+
+
+def _override_raw_rewards(samples: Sequence[Any], raw_rewards: Sequence[float], config: ColumnsConfig) -> np.ndarray:
+    """metadata["raw_reward"] where a sample has it (a reward model's score before shaping), else the raw reward. NaN for None."""
+    raw_N = np.array([np.nan if value is None else value for value in raw_rewards], dtype=np.float64)
+    for i, sample in enumerate(samples):
+        if sample.metadata and "raw_reward" in sample.metadata:
+            raw_N[i] = reward_number(sample.metadata["raw_reward"], config.reward_key, index=sample.index)
+    return raw_N
+
+
+def _loss_masks(samples: Sequence[Any], responses: np.ndarray) -> list[np.ndarray]:
+    """Per sample 0/1 [T]: its mask, ones where it has none, zeros where it is removed from the loss."""
+    longest = int(responses.max(initial=0))
+    ones, zeros = np.ones(longest, dtype=np.uint8), np.zeros(longest, dtype=np.uint8)
+    masks = []
+    for sample, length in zip(samples, responses.tolist(), strict=True):
+        if sample.remove_sample:
+            masks.append(zeros[:length])
+        elif sample.loss_mask is None:
+            masks.append(ones[:length])
+        else:
+            masks.append(as_array(sample.loss_mask, "uint8", what=f"loss_mask of sample {sample.index}"))
+    return masks
+
+
+def _rows_to_check(batch: RolloutBatch, valid: np.ndarray) -> list[str]:
+    """TOKEN fields whose lengths bind every sample. Where some samples are invalid, optional fields are checked by the split, which leaves
+    those samples out."""
+    always = ("tokens", "loss_masks")
+    optional = [spec.name for spec in CONTRACT if spec.scope is Scope.TOKEN and spec.name in batch and spec.name not in always]
+    return [*always, *(optional if valid.all() else [])]
+
+
+def _check_masks(batch: RolloutBatch) -> None:
+    for i, mask in enumerate(batch.column("loss_masks").parts):
+        if mask.size and mask.max() > 1:
+            raise RolloutDataError(f"The loss mask at position {i} has the value {int(mask.max())}; a loss mask holds 0 and 1.")

@@ -1,0 +1,128 @@
+"""Group-normalized rewards: the half of the advantage that needs every sibling, computed before the batch is split over ranks.
+
+By group id, in any order, over the members that count, for groups of any size. Suffixes: `_N` samples, `_E` executions (rollouts), `_G` groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from slime.exceptions import RolloutDataError
+
+STD_EPSILON = 1e-6
+SPREAD_TOLERANCE = 1e-9  # relative: 0.1 + 0.2 and 0.3 are the same reward
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardStatistics:
+    """What happened to the groups of one batch."""
+
+    num_groups: int  # groups with at least one counting member
+    num_singleton_groups: int  # one counting execution: its reward becomes 0
+    num_no_spread_groups: int  # two or more equal rewards: they become 0
+    num_excluded_samples: int  # invalid, removed or without a finite reward
+
+    def metrics(self) -> dict[str, float]:
+        """`group/...` numbers."""
+        return {f"group/{field.name}": getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+def normalize_rewards(
+    rewards: Sequence[float],
+    group_ids: Sequence[int],
+    valid: Sequence[bool],
+    *,
+    divide_by_std: bool,
+    rollout_ids: Sequence[int] | None = None,
+) -> tuple[np.ndarray, RewardStatistics]:
+    """`(normalized, statistics)`: each reward minus its group's mean, float64 [N]; with `divide_by_std` over (unbiased std + 1e-6).
+
+    Mean and std are over the group's valid executions: the samples of one rollout count as one member, with their mean reward. Members that
+    are not valid, or whose reward is not finite, change nothing and get 0. A group with one member, or with no spread, gives 0.
+    (GRPO, arXiv 2402.03300; without the std, Dr. GRPO, arXiv 2503.20783.)
+    """
+    rewards_N = np.asarray(rewards, dtype=np.float64)
+    counts_N = np.asarray(valid, dtype=bool) & np.isfinite(rewards_N)
+    normalized_N = np.zeros(len(rewards_N))
+    chosen = np.flatnonzero(counts_N)
+    excluded = len(rewards_N) - len(chosen)
+    if not len(chosen):
+        return normalized_N, RewardStatistics(0, 0, 0, excluded)
+    value = rewards_N[chosen]
+    _, group = np.unique(np.asarray(group_ids)[chosen], return_inverse=True)
+    if rollout_ids is None:
+        member_value, member_group = value, group
+    else:
+        member_value, member_group = _execution_means(value, group, np.asarray(rollout_ids)[chosen])
+    num_groups = int(group.max()) + 1
+    size_G = np.bincount(member_group, minlength=num_groups)
+    low_G, high_G = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
+    np.minimum.at(low_G, member_group, member_value)
+    np.maximum.at(high_G, member_group, member_value)
+    has_spread_G = high_G - low_G > SPREAD_TOLERANCE * np.maximum(1.0, np.maximum(np.abs(low_G), np.abs(high_G)))
+    # centred on the group's minimum first, so that a large common offset costs no digits
+    shifted = member_value - low_G[member_group]
+    mean_G = np.bincount(member_group, weights=shifted, minlength=num_groups) / size_G
+    result = (value - low_G[group]) - mean_G[group]
+    if divide_by_std:
+        squares_G = np.bincount(member_group, weights=(shifted - mean_G[member_group]) ** 2, minlength=num_groups)
+        std_G = np.sqrt(squares_G / np.maximum(size_G - 1, 1))
+        result = result / (std_G[group] + STD_EPSILON)
+    normalized_N[chosen] = np.where(has_spread_G[group], result, 0.0)
+    singles = size_G == 1
+    return normalized_N, RewardStatistics(num_groups, int(singles.sum()), int((~has_spread_G & ~singles).sum()), excluded)
+
+
+def _execution_means(value: np.ndarray, group: np.ndarray, rollout_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(mean reward [E], group [E]) of each execution within its group."""
+    keys = np.stack([group, np.unique(rollout_ids, return_inverse=True)[1]])
+    _, first, execution = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+    execution = execution.reshape(-1)
+    sizes_E = np.bincount(execution)
+    if len(sizes_E) == len(value):
+        return value, group
+    low_E = np.full(len(sizes_E), np.inf)
+    np.minimum.at(low_E, execution, value)
+    # equal rewards of siblings stay bit-equal: the mean is taken of the differences
+    mean_E = low_E + np.bincount(execution, weights=value - low_E[execution]) / sizes_E
+    return mean_E, group[first]
+
+
+def reward_number(reward: Any, reward_key: str | None, *, index: Any = None) -> float:
+    """The number in `reward`: itself, or `reward[reward_key]`. NaN where there is none (None, or the key's value is None).
+
+    `RolloutDataError` naming the keys for a dict without a usable `reward_key`, or for something that is not a number.
+    """
+    if isinstance(reward, dict):
+        if not reward_key or reward_key not in reward:
+            raise RolloutDataError(
+                f"The reward of sample {index} is a dict with keys {sorted(map(str, reward))}; "
+                + (f"it has no key {reward_key!r}. " if reward_key else "")
+                + "Choose one of them with --reward-key."
+            )
+        reward = reward[reward_key]
+    if reward is None:
+        return math.nan
+    try:
+        return float(reward)
+    except (TypeError, ValueError):
+        raise RolloutDataError(f"The reward of sample {index} is {reward!r}, which is not a number.") from None
+
+
+def bad_reward_reason(value: float) -> str | None:
+    """Why this number cannot be a reward: "missing_reward", "nan_reward", "infinite_reward"; None where it can. Pass None for a missing one."""
+    if value is None:
+        return "missing_reward"
+    if math.isnan(value):
+        return "nan_reward"
+    return "infinite_reward" if math.isinf(value) else None
+
+
+def raw_rewards_of(samples: Sequence[Any], reward_key: str | None) -> np.ndarray:
+    """The scored reward of each sample, float64 [N], NaN where there is none. See `reward_number`."""
+    return np.array([reward_number(sample.reward, reward_key, index=sample.index) for sample in samples], dtype=np.float64)

@@ -1,0 +1,429 @@
+"""`RolloutBatch`: the columns of one rollout batch or of one rank's shard, and `localize`, which turns a shard into a rank's batch.
+
+It behaves as `dict[str, list]`, whatever is inside. Whether a list covers the whole rollout batch or this rank's samples is stated
+by the contract, and asked with `local(name)` / `whole(name)`: the wrong question is an error, never a shorter list.
+
+    whole batch --split_by_dp--> shard per rank --[ray.put / ray.get]--> localize --> local batch
+
+On the wire a shard is numpy arrays, which the object store maps without copying them.
+"""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from slime.exceptions import RolloutDataError
+from slime.utils.ragged import SMALLEST_INT, Column, Parts, Ragged, Scalars, as_array, is_tensor, smallest_int_dtype
+from slime.utils.rollout_fields import CONTRACT, Extent, FieldSpec, Missing, Reduce, Rows, Scope
+
+_ABSENT = object()
+
+
+class Stage(enum.Enum):
+    """How far the batch has come. It decides which samples the lists cover."""
+
+    WHOLE = "whole"  # on the rollout side, every list covers the whole batch
+    SHARD = "shard"  # on the wire: this rank's lists, and the declared whole ones
+    LOCAL = "local"  # on the training rank
+
+
+class RolloutBatch(dict):
+    """Fields by name. `batch[name]` is a list (a tensor [N] for numbers that live on the device); `batch.column(name)` the arrays behind it."""
+
+    def __init__(self, entries: Mapping[str, Any] | Iterable = (), *, stage: Stage = Stage.WHOLE, info: dict | None = None) -> None:
+        super().__init__()
+        self.stage = stage
+        self.info: dict[str, Any] = dict(info or {})  # json-able: num_whole, dp_rank, dp_size, pad_to, row_offsets, ...
+        self.cache: dict[str, Any] = {}  # derived layouts, never shipped
+        for name, value in dict(entries).items():
+            dict.__setitem__(self, name, value)
+
+    # --- dict[str, list] -------------------------------------------------------------------------------------------
+
+    def __getitem__(self, name: str) -> Any:
+        value = dict.__getitem__(self, name)
+        return value.as_list() if isinstance(value, Column) else value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+    def __iter__(self) -> Iterator[str]:  # overridden so that dict(batch) and {**batch} come through __getitem__
+        return iter(dict.keys(self))
+
+    def items(self):
+        return [(name, self[name]) for name in dict.keys(self)]
+
+    def values(self):
+        return [self[name] for name in dict.keys(self)]
+
+    def pop(self, name: str, default: Any = _ABSENT) -> Any:
+        if name not in self and default is not _ABSENT:
+            return default
+        value = self[name]
+        del self[name]
+        return value
+
+    def popitem(self):
+        name = next(reversed(dict.keys(self)))
+        return name, self.pop(name)
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def update(self, *args: Any, **kw: Any) -> None:
+        for name, value in dict(*args, **kw).items():
+            self[name] = value
+
+    def copy(self) -> RolloutBatch:
+        """A batch with the same columns; replacing a field in one leaves the other alone."""
+        return RolloutBatch({name: dict.__getitem__(self, name) for name in dict.keys(self)}, stage=self.stage, info=self.info)
+
+    def __eq__(self, other: object) -> bool:
+        return dict(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        return f"RolloutBatch({self.stage.value}, {', '.join(dict.keys(self))})"
+
+    # --- columns and extents ---------------------------------------------------------------------------------------
+
+    def raw(self, name: str) -> Any:
+        """What is stored: a column, a list or a tensor."""
+        return dict.__getitem__(self, name)
+
+    def column(self, name: str) -> Column:
+        """The arrays behind a numeric per-sample field. Edits made to its list are taken over."""
+        value = dict.__getitem__(self, name)
+        if isinstance(value, Column) and not value.was_edited():
+            return value
+        column = build_column(CONTRACT[name], value.as_list() if isinstance(value, Column) else value)
+        if isinstance(column, Column) and not is_tensor(value):
+            dict.__setitem__(self, name, column)
+        return column
+
+    def array(self, name: str) -> np.ndarray:
+        """A per-sample number as a numpy array [N]."""
+        value = dict.__getitem__(self, name)
+        if isinstance(value, Scalars) and not value.was_edited():
+            return value.values
+        return as_array(self[name], what=name)
+
+    def extent_of(self, name: str) -> Extent:
+        """Which samples `batch[name]` covers at this stage."""
+        spec = CONTRACT.find(name)
+        if self.stage is Stage.WHOLE:
+            return Extent.WHOLE if spec is None or spec.per_sample else spec.extent
+        if spec is None:
+            return Extent.LOCAL
+        if self.stage is Stage.SHARD and spec.ships_whole:
+            return Extent.WHOLE
+        return spec.extent
+
+    def whole(self, name: str) -> Any:
+        """The list over every sample of the rollout batch. `RolloutDataError` where this batch holds only a rank's part."""
+        extent = self.extent_of(name)
+        if extent is Extent.LOCAL:
+            raise RolloutDataError(
+                f"{name!r} covers only this rank's {self.num_samples} samples, not the whole rollout batch. Use local({name!r}), or declare "
+                f"the field with extent=Extent.WHOLE."
+            )
+        return self[name]
+
+    def local(self, name: str) -> Any:
+        """The list over this rank's samples. `RolloutDataError` for a whole-batch field, naming its local view."""
+        extent = self.extent_of(name)
+        if extent is Extent.WHOLE:
+            spec = CONTRACT.find(name)
+            view = spec.local_view if spec is not None else None
+            hint = f"Use local({view!r})." if view and view in self else "Index whole() with batch['partition'], or split the batch first."
+            raise RolloutDataError(f"{name!r} covers the whole rollout batch, not this rank's samples. {hint}")
+        return self[name]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples the local lists cover (all of them before the split)."""
+        if self.stage is not Stage.WHOLE and "partition" in self:
+            return len(dict.__getitem__(self, "partition"))
+        for name in ("tokens", "response_lengths", "total_lengths", "rewards"):
+            if name in self:
+                return len(dict.__getitem__(self, name))
+        return 0
+
+    @property
+    def num_whole(self) -> int:
+        """Samples of the whole rollout batch."""
+        return int(self.info["num_whole"]) if "num_whole" in self.info else self.num_samples
+
+    # --- the wire --------------------------------------------------------------------------------------------------
+
+    def __reduce__(self):
+        return _from_wire, (
+            "slime-columns-1",
+            self.stage.value,
+            self.info,
+            {name: _to_wire(dict.__getitem__(self, name)) for name in dict.keys(self)},
+        )
+
+    def num_bytes(self) -> int:
+        """Bytes of the arrays that travel."""
+        total = 0
+        for name in dict.keys(self):
+            value = dict.__getitem__(self, name)
+            arrays = (value.values, value.offsets) if isinstance(value, Ragged) else (value.values,) if isinstance(value, Scalars) else ()
+            total += sum(array.nbytes for array in arrays)
+        return total
+
+
+def _to_wire(value: Any) -> Any:
+    if isinstance(value, Column) and value.was_edited():
+        return ("list", value.as_list())
+    if isinstance(value, Scalars):
+        return ("scalars", value.values)
+    if isinstance(value, Ragged):
+        return ("ragged", value.values, value.offsets, None if value.is_dense and value.offsets[0] == 0 else value.lengths)
+    if isinstance(value, Parts):
+        return ("parts", value.parts)
+    return ("list", value)
+
+
+def _from_wire(format_name: str, stage: str, info: dict, wire: dict[str, tuple]) -> RolloutBatch:
+    if format_name != "slime-columns-1":
+        raise RolloutDataError(f"This shard was written as {format_name!r}; this version reads 'slime-columns-1'.")
+    kinds = {"scalars": Scalars, "ragged": Ragged, "parts": Parts}
+    entries = {name: kinds[entry[0]](*entry[1:]) if entry[0] in kinds else entry[1] for name, entry in wire.items()}
+    return RolloutBatch(entries, stage=Stage(stage), info=info)
+
+
+# --- building columns from lists -----------------------------------------------------------------------------------------
+
+
+def build_column(spec: FieldSpec, entries: Any, *, required: np.ndarray | None = None) -> Any:
+    """The column of `entries` (one per sample) for this field; a plain list where the contract says Python objects.
+
+    `required` [N] bool: samples that must have the field (the valid ones). A field that only some of them have is an error or is filled,
+    as its declaration says; samples that need not have it get an empty or zero stand-in.
+    """
+    if isinstance(entries, Column):
+        return entries
+    if not spec.per_sample:
+        return entries
+    if spec.scope is Scope.SAMPLE:
+        return _build_scalars(spec, entries)
+    if is_tensor(entries):
+        raise RolloutDataError(f"{spec.name} must be a list with one array per sample, got one tensor of shape {tuple(entries.shape)}.")
+    entries = fill_missing(spec, list(entries), required)
+    if entries and all(map(is_tensor, entries)) and spec.wire_dtype is None:
+        return _ragged_from_tensors(entries)
+    if spec.wire_dtype is None:
+        return Parts([as_array(entry, what=f"{spec.name}[{i}]") for i, entry in enumerate(entries)])
+    dtype = None if spec.wire_dtype == SMALLEST_INT else spec.wire_dtype
+    if dtype is None or not all(type(entry) is np.ndarray and entry.dtype == dtype for entry in entries):
+        entries = [as_array(entry, dtype, what=f"{spec.name}[{i}]") for i, entry in enumerate(entries)]
+    return Parts(entries)
+
+
+def fill_missing(spec: FieldSpec, entries: list, required: np.ndarray | None) -> list:
+    """`entries` with every None replaced, or `RolloutDataError` naming the samples that lack a field others have."""
+    missing = [i for i, entry in enumerate(entries) if entry is None]
+    if not missing:
+        return entries
+    bad = missing if required is None else [i for i in missing if required[i]]
+    if bad and spec.missing is not Missing.FILL:
+        raise RolloutDataError(
+            f"{len(bad)} of {len(entries)} samples have no {spec.name}, for example positions {bad[:5]}, while others have it. Set it on every "
+            f"sample of the rollout, or on none, or declare the field with missing=Missing.FILL and fill=<value>."
+        )
+    stand_in = spec.fill
+    if spec.scope is Scope.TOKEN and stand_in is None:
+        shape = next((np.shape(entry)[1:] for entry in entries if entry is not None), ())
+        stand_in = np.zeros((0, *shape), dtype=spec.wire_dtype if spec.wire_dtype not in (None, SMALLEST_INT) else None)
+    filled = list(entries)
+    for i in missing:
+        filled[i] = stand_in
+    return filled
+
+
+def _build_scalars(spec: FieldSpec, entries: Any) -> Any:
+    if spec.wire_dtype is None or is_tensor(entries):
+        return entries if is_tensor(entries) else list(entries)
+    if isinstance(entries, np.ndarray):
+        return Scalars(entries.astype(spec.wire_dtype, copy=False))
+    entries = list(entries)
+    if any(entry is None for entry in entries):
+        if spec.missing is Missing.NONE:
+            return entries
+        if np.dtype(spec.wire_dtype).kind == "f":
+            entries = [float("nan") if entry is None else entry for entry in entries]
+        else:
+            entries = fill_missing(spec, entries, None)
+    try:
+        return Scalars(np.asarray(entries, dtype=spec.wire_dtype).reshape(len(entries)))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RolloutDataError(f"{spec.name} must be one number per sample ({spec.wire_dtype}): {error}") from None
+
+
+def _ragged_from_tensors(entries: list) -> Ragged:
+    import torch
+
+    lengths = np.fromiter((len(entry) for entry in entries), dtype=np.int64, count=len(entries))
+    offsets = np.zeros(len(entries) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return Ragged(torch.cat(list(entries)), offsets)
+
+
+def column_dtype(spec: FieldSpec, column: Parts) -> str:
+    """The dtype on the wire of a TOKEN field; "smallest" is decided over the whole batch."""
+    if spec.wire_dtype != SMALLEST_INT:
+        return spec.wire_dtype or (column.parts[0].dtype.name if column.parts else "float32")
+    filled = [part for part in column.parts if part.size]
+    return smallest_int_dtype(min((int(p.min()) for p in filled), default=0), max((int(p.max()) for p in filled), default=0))
+
+
+def batch_from_lists(data: Mapping[str, Any]) -> RolloutBatch:
+    """The whole-batch `RolloutBatch` of a plain dict of lists, as a custom converter makes it.
+
+    Undeclared fields with one entry per sample are carried as objects, never as metrics, with one warning naming them; any other
+    undeclared field is a `RolloutDataError`. Fields that the split makes itself are recomputed, so they are left out.
+    """
+    if isinstance(data, RolloutBatch):
+        return data
+    if "tokens" not in data:
+        raise RolloutDataError(f"The train data has no 'tokens'; its keys are {sorted(data)}.")
+    batch, num_samples, undeclared = RolloutBatch(), len(data["tokens"]), []
+    valid = np.asarray(data["valid"], dtype=bool) if data.get("valid") is not None else None
+    for name, entries in data.items():
+        spec = CONTRACT.find(name)
+        if spec is None:
+            undeclared.append(name)
+            spec = FieldSpec(name, Scope.SAMPLE)
+        if entries is None or not spec.per_sample:
+            continue
+        if not hasattr(entries, "__len__") or isinstance(entries, str | dict) or len(entries) != num_samples:
+            size = f"{len(entries)} entries" if hasattr(entries, "__len__") else repr(entries)[:60]
+            raise RolloutDataError(
+                f"{name!r} has {size} for {num_samples} samples. A field needs one entry per sample"
+                + (f"; declare {name!r} with declare_field(..., scope=...) if it is something else." if name in undeclared else ".")
+            )
+        dict.__setitem__(batch, name, build_column(spec, entries, required=valid))
+    if undeclared:
+        warnings.warn(
+            f"Undeclared fields {undeclared} are shipped with their samples and are not metrics. Declare them with "
+            f"slime.utils.rollout_fields.declare_field to give them a dtype, a device or a metric.",
+            stacklevel=2,
+        )
+    return batch
+
+
+# --- arrival -------------------------------------------------------------------------------------------------------------
+
+
+def localize(shard: Mapping[str, Any], dp_rank: int, *, dp_size: int | None = None) -> RolloutBatch:
+    """This rank's batch: `total_lengths` cut to the partition, whole fields kept and their local views added, every length checked.
+
+    `shard` is what `split_by_dp` made, or a plain dict of lists with `partition` and a whole `total_lengths`. Raises `RolloutDataError` where
+    the partition is not a set of positions, is not what the schedule gave this rank, or a list has another rank's length.
+    """
+    batch = shard.copy() if isinstance(shard, RolloutBatch) else RolloutBatch(shard)
+    if "partition" not in batch:
+        raise RolloutDataError(f"The shard for data-parallel rank {dp_rank} has no 'partition'; its keys are {sorted(batch)}.")
+    partition = np.asarray(batch["partition"], dtype=np.int64).reshape(-1)
+    num_whole = _whole_size(batch)
+    _check_partition(batch, partition, dp_rank=dp_rank, dp_size=dp_size, num_whole=num_whole)
+    batch.stage = Stage.LOCAL
+    batch.info = {**batch.info, "num_whole": num_whole, "dp_rank": dp_rank}
+    for name in list(dict.keys(batch)):
+        spec = CONTRACT.find(name)
+        if spec is None or not spec.per_sample:
+            continue
+        if spec.ships_whole:
+            dict.__setitem__(batch, name, _take(batch.raw(name), partition))
+        elif spec.extent is Extent.WHOLE and spec.local_view:
+            dict.__setitem__(batch, spec.local_view, _take(batch.raw(name), partition))
+    _check_counts(batch, num_local=len(partition), num_whole=num_whole)
+    return batch
+
+
+def _whole_size(batch: RolloutBatch) -> int:
+    if "num_whole" in batch.info:
+        return int(batch.info["num_whole"])
+    for spec in CONTRACT:
+        if spec.name in batch and (spec.ships_whole or spec.extent is Extent.WHOLE) and spec.per_sample:
+            return len(batch.raw(spec.name))
+    raise RolloutDataError(f"The shard has no whole-batch field such as 'total_lengths'; its keys are {sorted(batch)}.")
+
+
+def _take(value: Any, positions: np.ndarray) -> Any:
+    if isinstance(value, Scalars):
+        return value.select(positions)
+    if is_tensor(value) or isinstance(value, np.ndarray):
+        return value[positions]
+    return [value[position] for position in positions.tolist()]
+
+
+def _check_partition(batch: RolloutBatch, partition: np.ndarray, *, dp_rank: int, dp_size: int | None, num_whole: int) -> None:
+    if len(partition) and (partition.min() < 0 or partition.max() >= num_whole):
+        bad = partition[(partition < 0) | (partition >= num_whole)][:5].tolist()
+        raise RolloutDataError(f"Data-parallel rank {dp_rank}: partition positions {bad} are outside a batch of {num_whole} samples.")
+    if len(np.unique(partition)) != len(partition):
+        positions, counts = np.unique(partition, return_counts=True)
+        raise RolloutDataError(f"Data-parallel rank {dp_rank}: partition repeats positions {positions[counts > 1][:5].tolist()}.")
+    written_for = batch.info.get("dp_rank", dp_rank)
+    if written_for != dp_rank or (dp_size is not None and batch.info.get("dp_size", dp_size) != dp_size):
+        raise RolloutDataError(
+            f"Data-parallel rank {dp_rank} of {dp_size} received the shard of rank {written_for} of {batch.info.get('dp_size')}."
+        )
+    if "owner_ranks" in batch:
+        owned = np.flatnonzero(batch.array("owner_ranks") == dp_rank)
+        if not np.array_equal(np.sort(partition), owned):
+            differ = np.setxor1d(partition, owned)[:5].tolist()
+            raise RolloutDataError(f"Data-parallel rank {dp_rank}: the partition is not what was scheduled; positions {differ} differ.")
+
+
+def _check_counts(batch: RolloutBatch, *, num_local: int, num_whole: int) -> None:
+    for name in dict.keys(batch):
+        spec, value = CONTRACT.find(name), batch.raw(name)
+        if value is None or (spec is not None and not spec.per_sample) or not hasattr(value, "__len__"):
+            continue
+        whole = spec is not None and spec.extent is Extent.WHOLE
+        expected = num_whole if whole else num_local
+        if len(value) != expected:
+            covers = "the whole batch" if whole else "this rank"
+            raise RolloutDataError(f"{name!r} has {len(value)} entries, but {covers} has {expected} samples.")
+
+
+def check_rows(batch: RolloutBatch, names: Iterable[str] | None = None) -> None:
+    """Raises `RolloutDataError` naming the first sample whose entry of a TOKEN field has another length than its declaration says."""
+    totals = np.asarray(batch.array("total_lengths"), dtype=np.int64)
+    responses = np.asarray(batch.array("response_lengths"), dtype=np.int64)
+    bad = np.flatnonzero((responses < 0) | (responses > totals))
+    if len(bad):
+        i = int(bad[0])
+        raise RolloutDataError(f"Sample at position {i} has response_length {responses[i]} but {totals[i]} tokens in all.")
+    for name in list(names) if names is not None else list(dict.keys(batch)):
+        spec = CONTRACT.find(name)
+        if spec is None or spec.scope is not Scope.TOKEN or spec.rows in (None, Rows.FREE):
+            continue
+        lengths, expected = batch.column(name).lengths, spec.expected_rows(totals, responses)
+        bad = np.flatnonzero(lengths != expected)
+        if len(bad):
+            i = int(bad[0])
+            raise RolloutDataError(
+                f"{name}[{i}] has {lengths[i]} rows, expected {expected[i]} ({spec.rows.value}; total_length {totals[i]}, "
+                f"response_length {responses[i]}); {len(bad)} of {len(lengths)} samples differ."
+            )
+
+
+def metric_fields() -> list[FieldSpec]:
+    """The declared fields that become metrics, in contract order."""
+    return [spec for spec in CONTRACT if spec.reduce is not Reduce.NONE]
