@@ -1,4 +1,5 @@
-"""Packaging of slime. The distribution is `slime-rl`, because `slime` on PyPI is an unrelated package; the import name is `slime`."""
+"""Packaging of slime. The distribution is `slime-rl`, because `slime` on PyPI is an unrelated package; the import
+name is `slime`."""
 
 import re
 from pathlib import Path

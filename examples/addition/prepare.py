@@ -1,9 +1,10 @@
-"""Makes everything the addition example needs, from nothing and the same every time: problems, tokenizer, untrained checkpoint.
+"""Makes everything the addition example needs, from nothing and the same every time: problems, tokenizer, untrained
+checkpoint.
 
-    data/train.jsonl   {"prompt": [{"role": "user", "content": "47+38="}], "label": "85"}     for GRPO
-    data/eval.jsonl    the same form; none of its problems is in train.jsonl or sft.jsonl
-    data/sft.jsonl     {"messages": [user, assistant]}                                         for the warm-up
-    data/model/        a Hugging Face folder: 2-layer Qwen3, random weights, character tokenizer with a chat template
+data/train.jsonl   {"prompt": [{"role": "user", "content": "47+38="}], "label": "85"}     for GRPO data/eval.jsonl
+the same form; none of its problems is in train.jsonl or sft.jsonl data/sft.jsonl     {"messages": [user, assistant]}
+for the warm-up data/model/        a Hugging Face folder: 2-layer Qwen3, random weights, character tokenizer with a
+chat template
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 DATA = Path(__file__).resolve().parent / "data"
 NUM_EVAL_PROBLEMS = 512
 SEED = 1234
+CARELESS_SHARE = 0.0
 
 PAD, END, USER, ASSISTANT, SYSTEM, TOOL, UNKNOWN = SPECIAL_TOKENS = (
     "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|unknown|>",
@@ -32,7 +34,8 @@ CHAT_TEMPLATE = (
 
 
 def make_problems(seed: int = SEED) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Returns (training, held-out) pairs of two-digit operands, disjoint, together all 8100 of them, in a seeded order."""
+    """Returns (training, held-out) pairs of two-digit operands, disjoint, together all 8100 of them, in a seeded
+    order."""
     problems = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(seed).shuffle(problems)
     return problems[NUM_EVAL_PROBLEMS:], problems[:NUM_EVAL_PROBLEMS]
@@ -46,6 +49,20 @@ def question(problem: tuple[int, int]) -> str:
 def solution(problem: tuple[int, int]) -> str:
     """Returns the right response without its end token, for instance "85"."""
     return str(sum(problem))
+
+
+def careless_solution(problem: tuple[int, int]) -> str:
+    """Returns what someone writes who adds digit by digit and never carries: 47+38= gives "75"."""
+    (a, b), (c, d) = divmod(problem[0], 10), divmod(problem[1], 10)
+    return f"{(a + c) % 10}{(b + d) % 10}"
+
+
+def demonstrations(problems: list[tuple[int, int]], seed: int = SEED) -> list[str]:
+    """Returns the warm-up's responses: three in five by someone who never carries, the others right."""
+    generator = random.Random(seed + 1)
+    return [
+        careless_solution(problem) if generator.random() < CARELESS_SHARE else solution(problem) for problem in problems
+    ]
 
 
 def write_jsonl(path: Path, records: list[dict]) -> None:
@@ -65,16 +82,17 @@ def write_data(folder: Path, seed: int = SEED) -> None:
         {
             "messages": [
                 {"role": "user", "content": question(problem)},
-                {"role": "assistant", "content": solution(problem)},
+                {"role": "assistant", "content": response},
             ]
         }
-        for problem in train
+        for problem, response in zip(train, demonstrations(train, seed), strict=True)
     ]
     write_jsonl(folder / "sft.jsonl", conversations)
 
 
 def build_tokenizer():
-    """Returns a Hugging Face fast tokenizer: one token per printable ASCII character or newline, seven special tokens, 104 ids with a spare."""
+    """Returns a Hugging Face fast tokenizer: one token per printable ASCII character or newline, seven special
+    tokens, 104 ids with a spare."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -130,7 +148,8 @@ def build_model(tokenizer, seed: int = SEED):
 
 
 def prepare(folder: Path = DATA, seed: int = SEED) -> Path:
-    """Writes data and model into `folder` when it is not complete yet, and returns it. The last file written marks completeness."""
+    """Writes data and model into `folder` when it is not complete yet, and returns it. The last file written marks
+    completeness."""
     marker = folder / "complete.json"
     stamp = {"seed": seed, "num_eval_problems": NUM_EVAL_PROBLEMS, "format": 1}
     if marker.exists() and json.loads(marker.read_text(encoding="utf-8")) == stamp:
@@ -146,7 +165,9 @@ def prepare(folder: Path = DATA, seed: int = SEED) -> Path:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Write the addition example's problems, tokenizer and untrained model.")
+    parser = argparse.ArgumentParser(
+        description="Write the addition example's problems, tokenizer and untrained model."
+    )
     parser.add_argument("--out", type=Path, default=DATA, help="Folder to write to.")
     parser.add_argument("--seed", type=int, default=SEED, help="Seed of the split and of the weights.")
     options = parser.parse_args()

@@ -1,0 +1,108 @@
+"""Append-only JSON lines that several processes write at once and anyone can read at any time.
+
+One record is one `write` on a descriptor opened with O_APPEND, so records of different processes never mix. A record
+that did not fit on a full disk leaves a torn line; the next record starts on a fresh line and readers skip and count
+what they cannot parse.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+
+def plain_value(value: Any) -> Any:
+    """Returns `value` as something JSON has: tensors and numpy scalars of one element as numbers, not-a-number as a
+    string, the rest as text."""
+    if value is None or isinstance(value, bool | str | int):
+        return value
+    if not isinstance(value, float):
+        item = getattr(value, "item", None)
+        if item is None or getattr(value, "size", None) == 0:
+            return str(value)
+        try:
+            value = item()
+        except (ValueError, RuntimeError):  # more than one element
+            return str(value)
+        return plain_value(value) if isinstance(value, bool | int | float) else str(value)
+    return value if value - value == 0 else str(value)  # inf - inf and nan - nan are nan
+
+
+def encode(record: dict[str, Any]) -> bytes:
+    """Returns one JSON line with its newline. Keys are text; values may be nested dicts, lists and anything
+    `plain_value` takes."""
+    return orjson.dumps(record, default=plain_value, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE)
+
+
+class JsonlWriter:
+    """Appends records to one file; creates it and its folder on the first write. OSError of a write reaches the
+    caller."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._descriptor: int | None = None
+        self._torn = False
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Appends `record` as one line. OSError when the disk takes none or only a part of it."""
+        if self._descriptor is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        line = b"\n" * self._torn + encode(record)
+        written = os.write(self._descriptor, line)
+        self._torn = written < len(line)
+        if self._torn:
+            raise OSError(f"{self.path}: {written} of {len(line)} bytes were written. Is the disk full?")
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+class JsonlTail:
+    """Reads what was appended since the last call. `malformed` counts complete lines that are no JSON object."""
+
+    def __init__(self, path: str | os.PathLike[str], *, from_end: bool = False) -> None:
+        self.path = Path(path)
+        self.malformed = 0
+        self._rest = b""
+        self._offset = self.path.stat().st_size if from_end and self.path.exists() else 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Returns the complete new records in file order; [] when the file is not there."""
+        try:
+            with self.path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:  # the file was moved aside and begun anew
+                    self._offset, self._rest = 0, b""
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return list(self._parse(lines))
+
+    def _parse(self, lines: list[bytes]) -> Iterator[dict[str, Any]]:
+        for line in lines:
+            if not line:
+                continue
+            try:
+                record = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                self.malformed += 1
+                continue
+            if isinstance(record, dict):
+                yield record
+            else:
+                self.malformed += 1
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int]:
+    """Returns every complete record of the file and the number of lines that could not be read."""
+    tail = JsonlTail(path)
+    return tail.read(), tail.malformed

@@ -1,0 +1,197 @@
+"""What a run is doing, in the terminal: a moving panel, or plain lines when the output is a file.
+
+The driver's thread follows metrics.jsonl and progress.jsonl of the run folder, so it shows what every process reports
+and none of them waits for it. `RunState` is pure: records in, text out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from slime.observability import progress
+from slime.observability.jsonl import JsonlTail
+from slime.observability.report import EVAL_FAMILIES, FAMILIES, pick
+
+POLL_INTERVAL_S = 0.25
+SILENCE_S = 8.0  # a plain line is printed at least this often, so that ten seconds never pass without one
+
+
+def format_duration(seconds: float) -> str:
+    """Returns "42 s", "3:07" or "1:02:07"."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+@dataclasses.dataclass
+class RunState:
+    """Where a run stands, from its records. Times are seconds since the epoch, as in the records."""
+
+    started: float
+    num_rollout: int | None = None
+    phase: str = "starting"
+    phase_since: float = 0.0
+    done: int = 0
+    total: int | None = None
+    rollout: int | None = None
+    values: dict[str, float] = dataclasses.field(default_factory=dict)
+    ended_rollouts: list[float] = dataclasses.field(default_factory=list)
+    unprinted: bool = False
+
+    def on_progress(self, record: dict[str, Any]) -> None:
+        """Takes one record of progress.jsonl."""
+        if record.get("phase") != self.phase:
+            self.phase_since = record.get("time", self.started)
+        self.phase, self.done, self.total = str(record.get("phase")), record.get("done") or 0, record.get("total")
+
+    def on_metrics(self, record: dict[str, Any]) -> list[str]:
+        """Takes one record of metrics.jsonl; returns the lines that are now complete: of a finished rollout, of an
+        evaluation."""
+        key, step, metrics = record.get("step_key"), record.get("step"), record.get("metrics") or {}
+        if key == "eval/step":
+            scores = [f"{name} {value:.4g}" for name, value in sorted(pick(metrics, EVAL_FAMILIES).items())]
+            return [f"evaluation {step}  " + "  ".join(scores)] if scores else []
+        lines = []
+        if key == "rollout/step":
+            if self.unprinted and self.rollout is not None and step != self.rollout:
+                lines.append(self.rollout_line())
+            self.rollout, self.unprinted = step, True
+        self.values.update(pick(metrics, FAMILIES))
+        if key == "rollout/step" and "perf/step_time" in metrics:
+            lines.append(self.rollout_line())
+            self.unprinted = False
+            self.ended_rollouts.append(record.get("time", self.started))
+        return lines
+
+    def rollout_line(self) -> str:
+        """Returns one line: the rollout's number, reward, pass rate, length, KL, speed."""
+        shown = [f"{label} {self.values[label]:.4g}" for label in FAMILIES if label in self.values]
+        of = f"/{self.num_rollout}" if self.num_rollout else ""
+        return f"rollout {(self.rollout or 0) + 1}{of}  " + "  ".join(shown)
+
+    def remaining_s(self, now: float) -> float | None:
+        """Returns the expected seconds to the end from the last rollouts' pace, None before two of them are over."""
+        recent = self.ended_rollouts[-8:]
+        if len(recent) < 2 or not self.num_rollout or self.rollout is None:
+            return None
+        pace = (recent[-1] - recent[0]) / (len(recent) - 1)
+        return max(0.0, (self.num_rollout - 1 - self.rollout) * pace - (now - recent[-1]))
+
+    def progress_line(self, now: float) -> str:
+        """Returns one line for a silent moment: what is going on and for how long."""
+        share = f" {self.done}/{self.total}" if self.total else ""
+        return f"  ... {self.phase}{share}, {format_duration(max(0.0, now - (self.phase_since or self.started)))}"
+
+
+class LiveView:
+    """A thread that shows the run until it is stopped. A failure in it ends the view, never the run."""
+
+    def __init__(
+        self,
+        run_dir: str,
+        *,
+        num_rollout: int | None = None,
+        stream: TextIO | None = None,
+        poll_interval_s: float = POLL_INTERVAL_S,
+    ) -> None:
+        self._stream = stream or sys.stderr
+        self._state = RunState(started=time.time(), num_rollout=num_rollout)
+        self._metrics = JsonlTail(Path(run_dir) / "metrics.jsonl", from_end=True)
+        self._progress = JsonlTail(Path(run_dir) / progress.FILE_NAME, from_end=True)
+        self._poll_interval_s = poll_interval_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="live-view", daemon=True)
+        self._last_line = time.monotonic()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Shows what is left and returns when the terminal is as it was."""
+        self._stop.set()
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a closed terminal or pipe
+            if self._stream.isatty():
+                self._run_panel()
+            else:
+                self._run_lines()
+
+    def _read(self) -> list[str]:
+        for record in self._progress.read():
+            self._state.on_progress(record)
+        return [line for record in self._metrics.read() for line in self._state.on_metrics(record)]
+
+    def _run_lines(self) -> None:
+        self._print(f"run started, {self._state.num_rollout or '?'} rollouts")
+        while True:
+            stopping = self._stop.wait(self._poll_interval_s)
+            for line in self._read():
+                self._print(line)
+            if stopping:
+                if self._state.unprinted:
+                    self._print(self._state.rollout_line())
+                return
+            if time.monotonic() - self._last_line > SILENCE_S:
+                self._print(self._state.progress_line(time.time()))
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
+        self._last_line = time.monotonic()
+
+    def _run_panel(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.table import Table
+
+        console = Console(file=self._stream)
+        bars = Progress(
+            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"), console=console, auto_refresh=False,
+        )  # fmt: skip
+        run_bar = bars.add_task("rollouts", total=self._state.num_rollout, note="")
+        phase_bar = bars.add_task("starting", total=None, note="")
+        grid = Table.grid()
+        grid.add_row(bars)
+        with Live(grid, console=console, refresh_per_second=4, redirect_stdout=False, redirect_stderr=False) as live:
+            shown_phase = None
+            while not self._stop.wait(self._poll_interval_s):
+                for line in self._read():
+                    live.console.print(line, highlight=False, markup=False)
+                state = self._state
+                if state.phase != shown_phase:
+                    shown_phase = state.phase
+                    bars.reset(phase_bar, total=state.total, description=state.phase)
+                bars.update(phase_bar, completed=state.done, total=state.total)
+                remaining = state.remaining_s(time.time())
+                note = "" if remaining is None else f"about {format_duration(remaining)} left"
+                bars.update(run_bar, completed=len(state.ended_rollouts), note=note)
+            for line in self._read():
+                live.console.print(line, highlight=False, markup=False)
+
+
+@contextlib.contextmanager
+def live_view(args: Any) -> Iterator[None]:
+    """Shows the run of `args` on standard error while the body runs, if `args.live_view`."""
+    from slime.observability.logging_utils import start_run_folder
+
+    if not args.live_view:
+        yield
+        return
+    view = LiveView(start_run_folder(args), num_rollout=args.num_rollout)
+    view.start()
+    try:
+        yield
+    finally:
+        view.stop()

@@ -1,0 +1,301 @@
+"""What a run did, from its metrics.jsonl alone: a summary table, report.png, and whether the run's books balance.
+
+python -m slime.observability.report RUN_DIR      exit status 1 when something does not add up
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slime.observability.jsonl import read_jsonl
+
+LEDGER = "rollout/ledger/"
+WEIGHT_SIGNS = ("train/weights_checksum_changed", "train/weight_delta")
+
+# label -> names that may carry it, the first that a run has wins
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "reward": ("rollout/raw_reward", "rollout/rewards"),
+    "pass rate": ("passrate/pass@8", "passrate/pass@4", "passrate/pass@2", "passrate/pass@1", "rollout/pass@1"),
+    "loss": ("train/loss",),
+    "length": ("rollout/response_lengths", "rollout/response_len/mean"),
+    "kl": ("train/kl_loss", "train/ppo_kl", "rollout/kl"),
+    "logprob diff": ("train/train_rollout_logprob_abs_diff", "rollout/train_rollout_logprob_abs_diff/max"),
+    "grad norm": ("train/grad_norm",),
+    "tokens/s": ("perf/actor_train_tok_per_s", "perf/tokens_per_gpu_per_sec", "perf/tokens_per_s"),
+    "step s": ("perf/step_time",),
+}
+EVAL_FAMILIES: dict[str, tuple[str, ...]] = {}
+
+
+def pick(metrics: Mapping[str, Any], families: Mapping[str, Sequence[str]]) -> dict[str, float]:
+    """Returns the numbers of `metrics` under their short labels; with EVAL_FAMILIES, every evaluation set's mean
+    reward by its name."""
+    if families is EVAL_FAMILIES:
+        return {
+            name.removeprefix("eval/"): float(value)
+            for name, value in metrics.items()
+            if name.startswith("eval/") and name.count("/") == 1 and name != "eval/step" and _is_number(value)
+            and not name.endswith(("_ratio", "-truncated_ratio"))
+        }  # fmt: skip
+    found = {}
+    for label, names in families.items():
+        for name in names:
+            if _is_number(metrics.get(name)):
+                found[label] = float(metrics[name])
+                break
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecords:
+    """A run's metrics: name -> step -> value, each on its own axis, the latest record of a step wins.
+    `num_unreadable` lines were torn."""
+
+    series: dict[str, dict[int, Any]]
+    num_unreadable: int
+    wall_s: float
+
+    def numbers(self, name: str) -> tuple[list[int], list[float]]:
+        """Returns the steps and values of `name` in step order, without what is no number."""
+        points = sorted((step, float(value)) for step, value in self.series.get(name, {}).items() if _is_number(value))
+        return [step for step, _ in points], [value for _, value in points]
+
+    def first_of(self, names: Iterable[str]) -> str | None:
+        """Returns the first of `names` that the run has."""
+        return next((name for name in names if self.numbers(name)[1]), None)
+
+
+def read_run(run_dir: str | os.PathLike[str]) -> RunRecords:
+    """Reads <run_dir>/metrics.jsonl. FileNotFoundError, naming it, when there is none."""
+    path = Path(run_dir) / "metrics.jsonl"
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: {run_dir} is no run folder, or the run logged nothing")
+    records, num_unreadable = read_jsonl(path)
+    series: dict[str, dict[int, Any]] = {}
+    times = []
+    for record in records:
+        if "step_key" not in record:
+            continue
+        times.append(record["time"])
+        for name, value in record["metrics"].items():
+            series.setdefault(name, {})[record["step"]] = value
+    return RunRecords(series, num_unreadable, max(times) - min(times) if times else 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+    """Samples of a run: sampled = trained + the sum of dropped, by reason."""
+
+    sampled: int
+    trained: int
+    dropped: dict[str, int]
+
+    @property
+    def missing(self) -> int:
+        """Samples that neither were trained nor have a reason; negative when more came out than went in."""
+        return self.sampled - self.trained - sum(self.dropped.values())
+
+    def __str__(self) -> str:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items()) if count)
+        total = sum(self.dropped.values())
+        return f"{self.sampled} sampled = {self.trained} trained + {total} dropped" + (
+            f" ({reasons})" if reasons else ""
+        )
+
+
+def read_ledgers(run: RunRecords) -> dict[int, Ledger]:
+    """Returns the ledger of every rollout that reported one."""
+    steps = run.numbers(LEDGER + "sampled")[0]
+    reasons = [name for name in run.series if name.startswith(LEDGER + "dropped/")]
+
+    def count(name: str, step: int) -> int:
+        value = run.series.get(name, {}).get(step, 0)
+        return int(value) if _is_number(value) else 0
+
+    return {
+        step: Ledger(
+            count(LEDGER + "sampled", step),
+            count(LEDGER + "trained", step),
+            {name.removeprefix(LEDGER + "dropped/"): count(name, step) for name in reasons},
+        )
+        for step in steps
+    }
+
+
+def total_ledger(ledgers: Mapping[int, Ledger]) -> Ledger:
+    """Returns the sum over rollouts."""
+    dropped: dict[str, int] = {}
+    for ledger in ledgers.values():
+        for reason, count in ledger.dropped.items():
+            dropped[reason] = dropped.get(reason, 0) + count
+    return Ledger(sum(one.sampled for one in ledgers.values()), sum(one.trained for one in ledgers.values()), dropped)
+
+
+def find_ledger_problems(ledgers: Mapping[int, Ledger]) -> list[str]:
+    """Returns a sentence per rollout whose samples do not balance, or one when nothing was counted."""
+    if not ledgers:
+        return [f"no ledger: no record has {LEDGER}sampled, so nobody counted the samples"]
+    return [
+        f"ledger of rollout {step} does not balance: {ledger}, {abs(ledger.missing)} "
+        + ("vanished without a reason" if ledger.missing > 0 else "more came out than were sampled")
+        for step, ledger in sorted(ledgers.items())
+        if ledger.missing
+    ]
+
+
+def find_weight_problems(run: RunRecords) -> list[str]:
+    """Returns a sentence unless some record says that the published weights differ from those before."""
+    name = run.first_of(WEIGHT_SIGNS)
+    if name is None:
+        return [f"nothing says that the weights changed: no record has {' or '.join(WEIGHT_SIGNS)}"]
+    if not any(run.numbers(name)[1]):
+        return [
+            f"weights never changed: {name} is 0 in all {len(run.numbers(name)[1])} records. Is the learning rate 0?"
+        ]
+    return []
+
+
+def find_reward_problems(run: RunRecords) -> list[str]:
+    """Returns a sentence when the reward is the same number in every rollout, which teaches nothing."""
+    name = run.first_of(FAMILIES["reward"])
+    if name is None:
+        return [f"no reward: no record has {' or '.join(FAMILIES['reward'])}"]
+    values = run.numbers(name)[1]
+    if max(values) - min(values) <= 1e-9:
+        return [
+            f"reward did not move: {name} is {values[0]:g} in all {len(values)} rollouts. "
+            "Does the reward function tell responses apart?"
+        ]
+    return []
+
+
+@dataclasses.dataclass(frozen=True)
+class Checks:
+    """Which books a run has to balance. A supervised run has no reward; one without training no new weights."""
+
+    ledger: bool = True
+    weights: bool = True
+    reward: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """`rows` are (what, first, last, best) as text; `facts` single lines; `problems` what does not add up; `png` the
+    picture or None."""
+
+    rows: list[tuple[str, str, str, str]]
+    facts: list[str]
+    problems: list[str]
+    png: Path | None = None
+
+    @property
+    def exit_status(self) -> int:
+        """0 when there is no problem, else 1."""
+        return int(bool(self.problems))
+
+
+def summarize_run(run: RunRecords, checks: Checks = Checks()) -> Summary:
+    """Returns the summary of a run without drawing it. Pure."""
+    names = {label: run.first_of(candidates) for label, candidates in FAMILIES.items()}
+    names |= {f"eval {label}": f"eval/{label}" for label in eval_sets(run)}
+    rows = []
+    for label, name in names.items():
+        if name is not None:
+            values = run.numbers(name)[1]
+            rows.append((label, f"{values[0]:.4g}", f"{values[-1]:.4g}", f"{min(values):.4g} .. {max(values):.4g}"))
+    ledgers = read_ledgers(run)
+    facts, problems = [], []
+    if ledgers:
+        facts.append(f"samples: {total_ledger(ledgers)}")
+    if checks.ledger:
+        problems += find_ledger_problems(ledgers)
+    if checks.weights:
+        problems += find_weight_problems(run)
+        if (name := run.first_of(WEIGHT_SIGNS)) is not None:
+            values = run.numbers(name)[1]
+            facts.append(f"weights: changed in {sum(map(bool, values))} of {len(values)} updates")
+    if checks.reward:
+        problems += find_reward_problems(run)
+    if run.num_unreadable:
+        facts.append(f"metrics: {run.num_unreadable} torn lines were skipped")
+    return Summary(rows, facts, problems)
+
+
+def eval_sets(run: RunRecords) -> list[str]:
+    """Returns the names of the evaluation sets, as in eval/<name>."""
+    last = {name: next(reversed(points.values())) for name, points in run.series.items() if points}
+    return sorted(pick(last, EVAL_FAMILIES))
+
+
+def print_summary(summary: Summary, *, stream: Any = None) -> None:
+    """Prints the table, the facts and the problems; plain text where the stream is no terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(file=stream or sys.stdout, highlight=False)
+    table = Table("metric", "first", "last", "range", title="run summary", title_justify="left")
+    for row in summary.rows:
+        table.add_row(*row)
+    if summary.rows:
+        console.print(table)
+    for fact in summary.facts:
+        console.print(fact, markup=False, soft_wrap=True)
+    for problem in summary.problems:
+        console.print(f"PROBLEM: {problem}", markup=False, style="bold red", soft_wrap=True)
+    if summary.png is not None:
+        console.print(f"picture: {summary.png}", markup=False, soft_wrap=True)
+
+
+def write_report(run_dir: str | os.PathLike[str], *, checks: Checks = Checks(), title: str | None = None) -> Summary:
+    """Writes <run_dir>/report.png and returns the summary; `summary.problems` is empty when everything adds up."""
+    from slime.observability.report_picture import draw_report
+
+    run = read_run(run_dir)
+    png = draw_report(run, Path(run_dir) / "report.png", title=title or Path(run_dir).resolve().name)
+    return dataclasses.replace(summarize_run(run, checks), png=png)
+
+
+def checks_for(args: Any) -> Checks:
+    """Returns what a run with these options has to balance."""
+    trains = not args.debug_rollout_only
+    return Checks(ledger=trains, weights=trains, reward=args.loss_type == "policy_loss")
+
+
+def report_at_end(args: Any) -> None:
+    """Prints the report of the run that `args` describes; a run that logged nothing has none, and a full disk costs
+    only the picture."""
+    try:
+        print_summary(write_report(args.run_dir, checks=checks_for(args)))
+    except FileNotFoundError as error:
+        print(f"no report: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"report.png was not written: {error}", file=sys.stderr)
+        print_summary(summarize_run(read_run(args.run_dir), checks_for(args)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Reports one run folder; returns 1 when something does not add up, 2 when there is no run."""
+    parser = argparse.ArgumentParser(prog="python -m slime.observability.report", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("run_dir", help="Folder that holds metrics.jsonl.")
+    options = parser.parse_args(argv)
+    try:
+        summary = write_report(options.run_dir)
+    except FileNotFoundError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print_summary(summary)
+    return summary.exit_status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

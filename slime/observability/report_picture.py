@@ -1,0 +1,100 @@
+"""report.png: six curves of a run, readable at the width of a README. No display is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from slime.observability.report import FAMILIES, RunRecords, eval_sets, read_ledgers
+
+INK, GRID = "#2b2b2b", "#e3e3e3"
+BLUE, ORANGE, GREEN, RED, GREY = "#2f6fb3", "#e0812b", "#3a9657", "#c2423f", "#9a9a9a"
+
+
+def _panel(
+    axes: Any,
+    title: str,
+    lines: Sequence[tuple[list[int], list[float], str, str]],
+    *,
+    unit: str = "",
+    bottom: float | None = None,
+) -> None:
+    """Draws (steps, values, label, colour) lines; a short series gets markers so that one point is visible."""
+    lines = [line for line in lines if line[0]]
+    for steps, values, label, colour in lines:
+        axes.plot(
+            steps,
+            values,
+            label=label,
+            color=colour,
+            linewidth=2,
+            marker="o" if len(steps) <= 15 else None,
+            markersize=4,
+        )
+    axes.set_title(title, loc="left", fontsize=12, color=INK, fontweight="bold")
+    axes.set_ylabel(unit, fontsize=10, color=INK)
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=10, colors=INK)
+    axes.locator_params(axis="x", integer=True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    if bottom is not None and lines:
+        axes.set_ylim(bottom=bottom)
+    if len(lines) > 1:
+        axes.legend(fontsize=9, frameon=False, loc="best")
+    if not lines:
+        axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color=GREY, fontsize=11)
+        axes.set_xticks([])
+        axes.set_yticks([])
+
+
+def _series(
+    run: RunRecords, label: str, colour: str, *, shown: str | None = None
+) -> tuple[list[int], list[float], str, str]:
+    name = run.first_of(FAMILIES[label])
+    steps, values = run.numbers(name) if name else ([], [])
+    return steps, values, shown or label, colour
+
+
+def _fates(run: RunRecords) -> list[tuple[list[int], list[float], str, str]]:
+    """Shares of the sampled responses that were trained and dropped, by rollout."""
+    ledgers = {step: ledger for step, ledger in sorted(read_ledgers(run).items()) if ledger.sampled}
+    steps = list(ledgers)
+    trained = [ledger.trained / ledger.sampled for ledger in ledgers.values()]
+    dropped = [sum(ledger.dropped.values()) / ledger.sampled for ledger in ledgers.values()]
+    return [(steps, trained, "trained", GREEN), (steps, dropped, "dropped, with a reason", RED)]
+
+
+def draw_report(run: RunRecords, path: Path, *, title: str) -> Path:
+    """Draws reward, held-out evaluation, response length, KL and log-prob gap, seconds per step and the samples'
+    fate; returns `path`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 6.4), dpi=110, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(2, 3)
+    colours = (BLUE, ORANGE, GREEN, RED)
+    evaluations = [(*run.numbers(f"eval/{name}"), name, colours[i % 4]) for i, name in enumerate(eval_sets(run))]
+    draw: list[Callable[[Any], None]] = [
+        lambda axes: _panel(axes, "reward", [_series(run, "reward", BLUE), _series(run, "pass rate", ORANGE)]),
+        lambda axes: _panel(axes, "evaluation", evaluations, bottom=0),
+        lambda axes: _panel(axes, "response length", [_series(run, "length", BLUE)], unit="tokens", bottom=0),
+        lambda axes: _panel(
+            axes, "distance of policies",
+            [_series(run, "kl", BLUE), _series(run, "logprob diff", ORANGE, shown="trainer - engine log-prob")],
+        ),
+        lambda axes: _panel(axes, "time per step", [_series(run, "step s", BLUE)], unit="seconds", bottom=0),
+        lambda axes: _panel(axes, "samples", _fates(run), unit="share", bottom=-0.02),
+    ]  # fmt: skip
+    for axes, draw_one in zip(panels.flat, draw, strict=True):
+        draw_one(axes)
+    for axes in panels[1]:
+        axes.set_xlabel("step", fontsize=10, color=INK)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, color=INK)
+    temporary = path.with_suffix(".png.tmp")
+    figure.savefig(temporary, format="png")
+    temporary.replace(path)
+    return path

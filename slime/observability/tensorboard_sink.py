@@ -1,0 +1,40 @@
+"""TensorBoard event files from metric records."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from slime.exceptions import ConfigError
+
+
+def resolve_log_dir(run_dir: str, project: str | None, experiment: str | None, *, root: str | None = None) -> str:
+    """Returns `root` (the environment's TENSORBOARD_DIR) or <run_dir>/tensorboard, with the two names as folders
+    below it."""
+    return os.path.join(root or os.path.join(run_dir, "tensorboard"), *(part for part in (project, experiment) if part))
+
+
+class TensorBoardSink:
+    """Writes every number of a record as a scalar at the record's step."""
+
+    name = "tensorboard"
+
+    def __init__(self, log_dir: str) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                "--use-tensorboard needs the package tensorboard: pip install 'slime-rl[tensorboard]'"
+            ) from error
+        self._writer = SummaryWriter(log_dir=log_dir)
+
+    def write(self, metrics: dict[str, Any], step_key: str) -> None:
+        """Adds one scalar per numeric metric at `metrics[step_key]`; the step itself is no scalar."""
+        step = int(metrics[step_key])
+        for name, value in metrics.items():
+            if name != step_key and isinstance(value, bool | int | float):
+                self._writer.add_scalar(name, float(value), step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
