@@ -145,6 +145,7 @@ def parse_command_line(argv: Sequence[str] | None = None, add_custom_arguments: 
     values = {spec.name: parser.get_default(spec.name) for spec in specs}
     sources: dict[str, str] = {}
     flag_values = {name: value for name, value in vars(given).items() if name in own_names and value is not NOT_GIVEN}
+    flag_values = {name: _unwrapped(specs_by_name()[name], value) for name, value in flag_values.items()}
     file_other: dict[str, Any] = {}
     if control["--config"]:
         file = read_option_file(control["--config"], specs_by_name(), plugin_names=plugin)
@@ -183,6 +184,10 @@ def join_problems(problems: Sequence[str]) -> str:
     if len(problems) == 1:
         return problems[0]
     return f"{len(problems)} problems:\n" + "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, start=1))
+
+
+def _unwrapped(spec: OptionSpec, value: Any) -> Any:
+    return value[0] if spec.unwrap and len(value) == 1 else value
 
 
 def _copied(value: Any) -> Any:

@@ -11,13 +11,14 @@ from slime.config.option import option
 class ClusterOptions:
     """Machines and processes (on a CPU machine, read "gpus" as "processes")."""
 
-    accelerator: str = option(
-        "auto", "Device of training and engines; auto: CUDA where torch was built for it and a device is visible.", choices=("auto", "cpu", "cuda")
-    )
     actor_num_nodes: int = option(1, "Nodes that train the policy.")
     actor_num_gpus_per_node: int | None = option(None, "Training ranks per node; None: 8 with CUDA, 1 on a CPU machine.")
     critic_num_nodes: int | None = option(None, "Nodes that train the critic; None: as the policy.")
     critic_num_gpus_per_node: int | None = option(None, "Critic ranks per node; None: as the policy.")
+    rollout_num_gpus: int | None = option(
+        None, "GPUs of all engines together; None: those of training with --colocate, else what --rollout-num-engines need."
+    )
+    rollout_num_gpus_per_engine: int = option(1, "GPUs of one engine. The embedded engine runs on one device.")
     num_gpus_per_node: int = option(8, "GPUs of one node, for placing engines that span nodes.")
     colocate: bool = option(False, "Training and engines share devices and take turns; turns offloading on.")
     offload: bool = option(False, "Short for --offload-train and --offload-rollout.")
@@ -32,3 +33,8 @@ class ClusterOptions:
     step_timeout: float = option(7200.0, "Seconds that one rollout, training step, save, weight update or evaluation may take before the run stops.")
     update_weights_interval: int = option(1, "Rollouts between two weight updates in slime train-async.")
     num_critic_only_steps: int = option(0, "First rollouts in which only the critic trains.")
+    num_cpus: int | None = option(None, "Cores the private Ray session may hand out; None: all of this machine.")
+    startup_timeout: float = option(900.0, "Seconds that starting and loading all processes may take.")
+    step_timeout: float = option(7200.0, "Seconds that one phase of one rollout (generate, train, save, evaluate) may take.")
+    update_weights_interval: int = option(1, "Rollouts between weight updates of the engines, in the asynchronous loop.")
+    num_critic_only_steps: int = option(0, "First rollouts in which only the critic is trained (PPO).")

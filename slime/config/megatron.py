@@ -49,6 +49,8 @@ class ModelShapeOptions:
     )
     rotary_base: float | None = option(None, "Base of the rotary frequencies (theta).")
     rotary_percent: float | None = option(None, "Share of each head that is rotated, (0, 1].")
+    use_rope_scaling: bool | None = option(None, "Scale the rotary frequencies as Llama 3.1 does.")
+    rope_scaling_factor: float | None = option(None, "Factor of that scaling.")
     untie_embeddings_and_output_weights: bool | None = option(None, "Separate weights for the embedding and the output layer.")
     swiglu: bool | None = option(None, "Gated MLP with SiLU.")
     normalization: str | None = option(None, "Kind of layer norm.", choices=("LayerNorm", "RMSNorm"))
@@ -140,6 +142,7 @@ class MegatronField:
     config_class: str
     kind: type
     many: bool
+    unwrap: bool
     choices: tuple[str, ...] | None
     default: str
     help: str
@@ -182,6 +185,7 @@ def _fields_of_class(node: ast.ClassDef) -> list[MegatronField]:
                 config_class=node.name,
                 kind=kind,
                 many=many,
+                unwrap=many and "Union" in ast.unparse(statement.annotation),
                 choices=choices,
                 default=_default_text(statement.value),
                 help=" ".join(following.value.value.split()) if is_text else "",
@@ -198,7 +202,7 @@ def _read_type(annotation: str) -> tuple[type, bool, tuple[str, ...] | None] | N
         return str, False, tuple(choices)
     either = _SCALAR_OR_LIST.fullmatch(inner)
     if either and either.group(1) in _SCALARS:
-        return _SCALARS[either.group(1)], False, None
+        return _SCALARS[either.group(1)], True, None
     several = _LIST.fullmatch(inner)
     if several and several.group(1) in _SCALARS:
         return _SCALARS[several.group(1)], True, None
@@ -261,6 +265,7 @@ def megatron_specs(taken: frozenset[str]) -> list[OptionSpec]:
                 flag=flag_of(field.name),
                 off_flag=off_flag if off_flag not in taken else None,
                 many=field.many,
+                unwrap=field.unwrap,
                 optional=True,
                 choices=field.choices,
                 source="megatron",

@@ -28,7 +28,8 @@ SECRET_NAME = re.compile(r"(^|_)(api_key|secret|password|passwd|auth_token|acces
 class OptionSpec:
     """One option, in the form that the command line, YAML files, help and docs are generated from.
 
-    `kind` is int, float, str, bool or dict; `many` says that the value is a list of `kind`; `optional` that None is a legal value.
+    `kind` is int, float, str, bool or dict; `many` says that the value is a list of `kind`; `optional` that None is a legal value;
+    `unwrap` that a list of one is that one value.
     A bool has `off_flag` (sets False) and, when it is off or undecided by default, `flag` (sets True).
     """
 
@@ -42,6 +43,7 @@ class OptionSpec:
     aliases: tuple[str, ...] = ()
     many: bool = False
     repeat: bool = False
+    unwrap: bool = False
     optional: bool = False
     choices: tuple[Any, ...] | None = None
     metavar: str | None = None

@@ -101,6 +101,8 @@ class _Reader:
             if not spec.optional:
                 raise ValueError(f"has no value; it needs {spec.type_name}, the default is {spec.default!r}.")
             return None
+        if spec.unwrap and isinstance(node, yaml.ScalarNode):
+            return self.scalar(spec, node)
         if spec.many:
             if not isinstance(node, yaml.SequenceNode):
                 raise ValueError(f"must be a list, for instance [{_example(spec)}].")
@@ -137,10 +139,14 @@ def _siblings_hint(path: str) -> str:
 
 
 def resolved_values(args: argparse.Namespace, specs: Iterable[OptionSpec]) -> dict[str, Any]:
-    """Returns what a resolved configuration records: every option of `args` except those that are None by default and still are."""
+    """Returns what a resolved configuration records: every option of `args` except those that are None by default and still are.
+
+    For values that were derived from the disk or the clock (`args.as_requested`), what was asked for.
+    """
+    requested = vars(args).get("as_requested", {})
     values = {}
     for spec in specs:
-        value = getattr(args, spec.name)
+        value = requested.get(spec.name, getattr(args, spec.name))
         if value is None and spec.default is None:
             continue
         values[spec.name] = value

@@ -1,0 +1,303 @@
+"""What follows from the given options: computed once after parsing; nothing given is ever overridden, so deriving twice changes nothing.
+
+Each step reads the named options and returns new values. A step runs when the namespace has all options it reads: the command
+line always has, a caller of `slime_validate_args` with upstream's short namespace may not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib.metadata
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+CHECKPOINT_TRACKER = "latest_checkpointed_iteration.txt"
+
+Step = Callable[[argparse.Namespace], dict[str, Any]]
+STEPS: list[tuple[frozenset[str], Step]] = []
+
+
+def step(*reads: str) -> Callable[[Step], Step]:
+    """Registers a derivation that reads these options; order of registration is order of execution."""
+
+    def register(function: Step) -> Step:
+        STEPS.append((frozenset(reads), function))
+        return function
+
+    return register
+
+
+def derive(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns all derived values of `args` that differ from what it holds; `args` itself is not touched."""
+    work = argparse.Namespace(**vars(args))
+    changed: dict[str, Any] = {}
+    for reads, function in STEPS:
+        if all(hasattr(work, name) for name in reads):
+            for name, value in function(work).items():
+                if not hasattr(work, name) or getattr(work, name) != value:
+                    setattr(work, name, value)
+                    changed[name] = value
+    return changed
+
+
+@functools.lru_cache(maxsize=1)
+def uses_cuda() -> bool:
+    """Whether training would run on CUDA, judged without importing torch: its build, the visible devices and SLIME_ACCELERATOR."""
+    wanted = os.environ.get("SLIME_ACCELERATOR", "").strip().lower()
+    if wanted in ("cpu", "cuda"):
+        return wanted == "cuda"
+    try:
+        is_cpu_build = importlib.metadata.version("torch").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        is_cpu_build = True
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not is_cpu_build and not hidden and Path("/dev/nvidiactl").exists()
+
+
+def has_megatron_checkpoint(folder: str | None) -> bool:
+    """Whether `folder` holds a published Megatron checkpoint: the tracker file that names the latest iteration."""
+    return folder is not None and (Path(folder) / CHECKPOINT_TRACKER).is_file()
+
+
+def is_hf_folder(folder: str | None) -> bool:
+    """Whether `folder` looks like a Hugging Face model folder: it has a config.json."""
+    return folder is not None and (Path(folder) / "config.json").is_file()
+
+
+@step("dump_details", "save_debug_rollout_data", "save_debug_train_data")
+def _dump_paths(args: argparse.Namespace) -> dict[str, Any]:
+    if args.dump_details is None:
+        return {}
+    return {
+        "save_debug_rollout_data": args.save_debug_rollout_data or f"{args.dump_details}/rollout_data/{{rollout_id}}.jsonl",
+        "save_debug_train_data": args.save_debug_train_data or f"{args.dump_details}/train_data/{{rollout_id}}_{{rank}}.pt",
+    }
+
+
+@step("load_debug_rollout_data", "debug_train_only")
+def _train_only(args: argparse.Namespace) -> dict[str, Any]:
+    return {"debug_train_only": True} if args.load_debug_rollout_data is not None else {}
+
+
+@step("eps_clip", "eps_clip_high")
+def _clip_range(args: argparse.Namespace) -> dict[str, Any]:
+    return {"eps_clip_high": args.eps_clip} if args.eps_clip_high is None else {}
+
+
+@step("reward_key", "eval_reward_key", "rollout_function_path", "eval_function_path")
+def _evaluation(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "eval_reward_key": args.reward_key if args.eval_reward_key is None else args.eval_reward_key,
+        "eval_function_path": args.rollout_function_path if args.eval_function_path is None else args.eval_function_path,
+    }
+
+
+@step("rollout_max_context_len", "eval_max_context_len", "rollout_max_prompt_len")
+def _lengths(args: argparse.Namespace) -> dict[str, Any]:
+    longest = args.rollout_max_context_len
+    if longest is None:
+        return {}
+    return {
+        "eval_max_context_len": longest if args.eval_max_context_len is None else args.eval_max_context_len,
+        # One token of room, or nothing could be generated.
+        "rollout_max_prompt_len": longest - 1 if args.rollout_max_prompt_len is None else args.rollout_max_prompt_len,
+    }
+
+
+@step("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout", "over_sampling_batch_size")
+def _batch_sizes(args: argparse.Namespace) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    if args.rollout_batch_size is None:
+        return values
+    if args.over_sampling_batch_size is None:
+        values["over_sampling_batch_size"] = args.rollout_batch_size
+    executions = args.rollout_batch_size * args.n_samples_per_prompt
+    if args.global_batch_size is None and (args.num_steps_per_rollout is None or args.num_steps_per_rollout > 0):
+        values["global_batch_size"] = executions // (args.num_steps_per_rollout or 1)
+    return values
+
+
+@step("n_samples_per_prompt", "grpo_std_normalization")
+def _group_of_one(args: argparse.Namespace) -> dict[str, Any]:
+    # The standard deviation of one reward is zero: dividing by it would only amplify rounding.
+    return {"grpo_std_normalization": False} if args.n_samples_per_prompt == 1 else {}
+
+
+@step("max_tokens_per_gpu", "log_probs_max_tokens_per_gpu", "balance_by_flops", "balance_data")
+def _packing(args: argparse.Namespace) -> dict[str, Any]:
+    values: dict[str, Any] = {"balance_data": True} if args.balance_by_flops else {}
+    if args.log_probs_max_tokens_per_gpu is None:
+        values["log_probs_max_tokens_per_gpu"] = args.max_tokens_per_gpu
+    return values
+
+
+@step("actor_num_gpus_per_node", "actor_num_nodes")
+def _actor_devices(args: argparse.Namespace) -> dict[str, Any]:
+    if args.actor_num_gpus_per_node is not None:
+        return {}
+    return {"actor_num_gpus_per_node": 8 if uses_cuda() else 1}
+
+
+@step("critic_num_gpus_per_node", "critic_num_nodes", "actor_num_gpus_per_node", "actor_num_nodes")
+def _critic_devices(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "critic_num_nodes": args.actor_num_nodes if args.critic_num_nodes is None else args.critic_num_nodes,
+        "critic_num_gpus_per_node": args.actor_num_gpus_per_node
+        if args.critic_num_gpus_per_node is None
+        else args.critic_num_gpus_per_node,
+    }
+
+
+@step("distributed_backend")
+def _backend(args: argparse.Namespace) -> dict[str, Any]:
+    return {"distributed_backend": "nccl" if uses_cuda() else "gloo"} if args.distributed_backend is None else {}
+
+
+@step("colocate", "offload", "offload_train", "offload_rollout", "release_train")
+def _offload(args: argparse.Namespace) -> dict[str, Any]:
+    default = bool(args.colocate or args.offload)
+    return {
+        "offload_train": default if args.offload_train is None else args.offload_train,
+        "offload_rollout": default if args.offload_rollout is None else args.offload_rollout,
+    }
+
+
+@step("colocate", "rollout_num_gpus", "actor_num_gpus_per_node", "actor_num_nodes", "debug_rollout_only")
+def _colocated_engines(args: argparse.Namespace) -> dict[str, Any]:
+    if not args.colocate or args.debug_rollout_only:
+        return {}
+    actor_gpus = args.actor_num_gpus_per_node * args.actor_num_nodes
+    # 0 means no engine at all, and more than the actor's means that the rest are engines alone: both are meant.
+    if args.rollout_num_gpus is None or 0 < args.rollout_num_gpus < actor_gpus:
+        return {"rollout_num_gpus": actor_gpus}
+    return {}
+
+
+@step("rollout_num_gpus", "rollout_num_gpus_per_engine", "rollout_num_engines")
+def _engines(args: argparse.Namespace) -> dict[str, Any]:
+    if args.rollout_num_gpus is not None:
+        return {}
+    return {"rollout_num_gpus": (args.rollout_num_engines or 1) * args.rollout_num_gpus_per_engine}
+
+
+@step("load", "ref_load", "no_load_optim", "no_load_rng", "finetune", "start_rollout_id", "save")
+def _where_to_start(args: argparse.Namespace) -> dict[str, Any]:
+    """Without a checkpoint to resume, training starts at rollout 0 from the reference's (or the Hugging Face folder's) weights."""
+    if has_megatron_checkpoint(args.load):
+        return {}
+    return {
+        "no_load_optim": True,
+        "no_load_rng": True,
+        "finetune": True,
+        "load": args.load if is_hf_folder(args.load) else args.ref_load,
+        "start_rollout_id": 0 if args.start_rollout_id is None else args.start_rollout_id,
+    }
+
+
+@step("advantage_estimator")
+def _critic(args: argparse.Namespace) -> dict[str, Any]:
+    return {"use_critic": args.advantage_estimator == "ppo"}
+
+
+# Derived values which depend on the disk or the clock: a recorded configuration holds what was asked for instead, so that running
+# from it resumes, or opens a new folder, by what is true then.
+VOLATILE = ("load", "finetune", "no_load_optim", "no_load_rng", "start_rollout_id", "run_dir")
+
+
+@step("run_dir", "run_name")
+def _run_folder(args: argparse.Namespace) -> dict[str, Any]:
+    from slime.config.observability import resolve_run_dir
+
+    return {"run_dir": resolve_run_dir(args.run_dir, args.run_name)}
+
+
+@dataclasses.dataclass(frozen=True)
+class DerivedSizes:
+    """Each size of a run, named once. Ranks count processes; batch sizes are of the unit their comment says."""
+
+    prompts_per_rollout: int
+    samples_per_prompt: int
+    samples_per_rollout: int  # rollout executions of one generate call
+    samples_per_step: int  # rollout executions of one optimizer step: the global batch
+    steps_per_rollout: int
+    samples_per_rank_and_step: float
+    actor_ranks: int
+    data_parallel_size: int
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    context_parallel_size: int
+    engines: int
+    gpus_per_engine: int
+
+
+def derived_sizes(args: argparse.Namespace) -> DerivedSizes:
+    """Returns the sizes of a run from derived options. Divisions that do not come out even are the rules' business."""
+    ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
+    tensor, pipeline, context = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.context_parallel_size,
+    )
+    data_parallel = max(1, ranks // (tensor * pipeline * context))
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    if args.rollout_external_engine_addrs:
+        engines = len(args.rollout_external_engine_addrs)
+    else:
+        engines = args.rollout_num_engines or args.rollout_num_gpus // args.rollout_num_gpus_per_engine
+    return DerivedSizes(
+        prompts_per_rollout=args.rollout_batch_size,
+        samples_per_prompt=args.n_samples_per_prompt,
+        samples_per_rollout=samples,
+        samples_per_step=args.global_batch_size,
+        steps_per_rollout=samples // args.global_batch_size,
+        samples_per_rank_and_step=args.global_batch_size / data_parallel,
+        actor_ranks=ranks,
+        data_parallel_size=data_parallel,
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        context_parallel_size=context,
+        engines=0 if args.debug_train_only else engines,
+        gpus_per_engine=args.rollout_num_gpus_per_engine,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class RankPlace:
+    """Where one training rank sits on each parallel axis."""
+
+    rank: int
+    node: int
+    tensor: int
+    context: int
+    data: int
+    pipeline: int
+
+
+def process_layout(sizes: DerivedSizes, *, ranks_per_node: int) -> list[RankPlace]:
+    """Returns the coordinates of every training rank in Megatron's order: TP varies fastest, then CP, DP, PP."""
+    places = []
+    for rank in range(sizes.actor_ranks):
+        rest, tensor = divmod(rank, sizes.tensor_parallel_size)
+        rest, context = divmod(rest, sizes.context_parallel_size)
+        pipeline, data = divmod(rest, sizes.data_parallel_size)
+        places.append(RankPlace(rank, rank // ranks_per_node, tensor, context, data, pipeline))
+    return places
+
+
+def devices_needed(args: argparse.Namespace) -> tuple[int, int]:
+    """Returns the devices (GPUs, or CPU cores without GPUs) for training and for engines; with --colocate they are the same ones."""
+    actor = args.actor_num_nodes * args.actor_num_gpus_per_node
+    engines = 0 if args.rollout_external_engine_addrs else args.rollout_num_gpus
+    return (0 if args.debug_rollout_only else actor), (0 if args.debug_train_only else engines)
+
+
+def apply_derived(args: argparse.Namespace, values: Mapping[str, Any]) -> None:
+    """Puts derived values into the namespace, before anyone but the parser has seen it; remembers what was asked for (`VOLATILE`)."""
+    if not hasattr(args, "as_requested"):
+        args.as_requested = {name: getattr(args, name) for name in VOLATILE if hasattr(args, name)}
+    for name, value in values.items():
+        setattr(args, name, value)

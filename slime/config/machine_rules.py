@@ -1,0 +1,168 @@
+"""What must hold between the options and this machine: files that exist, folders that can be written, ports that are free.
+
+Like `rules`, each returns sentences; unlike them, these look at the disk and the network, so they run last and only here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from slime.config.derive import devices_needed, has_megatron_checkpoint, is_hf_folder, uses_cuda
+from slime.config.specs import flag_of, nearest_names
+
+MODEL_FOLDERS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "critic_load")
+FILES = ("eval_config", "custom_config_path")
+WRITABLE = ("save", "critic_save", "dump_details", "run_dir", "update_weight_disk_dir")
+PLUGIN_NAME = re.compile(r"(_function_path|_filter_path|_hook_path|_process_path|_init_path|_log_prob_hook_path|^custom_rm_path|^data_source_path)$")
+
+
+def machine_problems(args: argparse.Namespace) -> list[str]:
+    """Returns one sentence per thing on this machine that the options need and that is not there."""
+    checks: tuple[Callable[[argparse.Namespace], list[str]], ...] = (
+        model_folders_exist,
+        resume_folder_has_a_checkpoint,
+        files_exist,
+        folders_can_be_written,
+        ports_are_free,
+        plugins_can_be_found,
+        devices_are_enough,
+    )
+    return [problem for check in checks for problem in check(args)]
+
+
+def missing_path(flag: str, path: str, what: str) -> str:
+    """Returns the sentence about a path that does not exist, with the nearest names that do."""
+    parent = Path(path).expanduser().absolute().parent
+    known = parent
+    while not known.is_dir():
+        known = known.parent
+    if known != parent:
+        return f"{flag} {path}: no such {what}; {known} exists, but has no {parent.relative_to(known).parts[0]!r}."
+    near = nearest_names(Path(path).name, sorted(entry.name for entry in parent.iterdir()), count=3)
+    hint = f" Did you mean {' or '.join(str(Path(path).parent / name) for name in near)}?" if near else f" Nothing in {parent} has a name like it."
+    return f"{flag} {path}: no such {what}.{hint}"
+
+
+def model_folders_exist(args: argparse.Namespace) -> list[str]:
+    """--hf-checkpoint and the other model folders are folders; --hf-checkpoint has a config.json."""
+    problems = []
+    for name in MODEL_FOLDERS:
+        path = getattr(args, name)
+        if path is None or (name == "opd_teacher_load" and not args.use_opd):
+            continue
+        if not Path(path).is_dir():
+            hub = " A name on the Hugging Face hub must be downloaded first." if re.fullmatch(r"[\w.-]+/[\w.-]+", path) else ""
+            problems.append(missing_path(flag_of(name), path, "folder") + hub)
+        elif name == "hf_checkpoint" and not is_hf_folder(path):
+            problems.append(f"--hf-checkpoint {path} has no config.json: it is not a Hugging Face model folder.")
+        elif name != "hf_checkpoint" and not is_hf_folder(path) and not has_megatron_checkpoint(path):
+            problems.append(f"{flag_of(name)} {path} holds neither a Megatron checkpoint nor a Hugging Face model.")
+    return problems
+
+
+def resume_folder_has_a_checkpoint(args: argparse.Namespace) -> list[str]:
+    """--load leads to something. The folder that --save writes may still be empty: that is the first start of a run."""
+    load = args.as_requested["load"]
+    if load is None or has_megatron_checkpoint(load) or is_hf_folder(load):
+        return []
+    if args.save is not None and Path(load).absolute() == Path(args.save).absolute():
+        return []
+    if not Path(load).is_dir():
+        return [missing_path("--load", load, "folder") + " (With --save on the same folder a first start is fine.)"]
+    return [f"--load {load} holds no published checkpoint and no Hugging Face model. Correct the path, or leave --load out to start anew."]
+
+
+def files_exist(args: argparse.Namespace) -> list[str]:
+    """Files named by options exist."""
+    problems = [missing_path(flag_of(name), getattr(args, name), "file") for name in FILES if getattr(args, name) and not Path(getattr(args, name)).is_file()]
+    template = args.load_debug_rollout_data
+    if template is not None and not Path(template).parent.is_dir() and "{" not in str(Path(template).parent):
+        problems.append(missing_path("--load-debug-rollout-data", str(Path(template).parent), "folder"))
+    return problems
+
+
+def folders_can_be_written(args: argparse.Namespace) -> list[str]:
+    """Output folders can be made: the nearest existing ancestor is a folder with write permission."""
+    problems = []
+    for name in WRITABLE:
+        path = getattr(args, name, None)
+        if path is None:
+            continue
+        ancestor = Path(path).expanduser().absolute()
+        while not ancestor.exists():
+            ancestor = ancestor.parent
+        if not ancestor.is_dir():
+            problems.append(f"{flag_of(name)} {path}: {ancestor} is a file, not a folder.")
+        elif not os.access(ancestor, os.W_OK):
+            problems.append(f"{flag_of(name)} {path}: no permission to write in {ancestor}.")
+    return problems
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether a server could listen on host:port now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def ports_are_free(args: argparse.Namespace) -> list[str]:
+    """Ports that engines or the router will listen on are free."""
+    if args.debug_train_only or args.rollout_external_engine_addrs:
+        return []
+    problems = []
+    if args.sglang_port is not None:
+        engines = args.rollout_num_engines or args.rollout_num_gpus // max(1, args.rollout_num_gpus_per_engine)
+        if not 0 < args.sglang_port <= 65536 - max(1, engines):
+            return [f"--sglang-port {args.sglang_port} is no usable port for {engines} engines. Use 1024 to {65536 - engines}."]
+        busy = [port for port in range(args.sglang_port, args.sglang_port + engines) if not port_is_free(args.sglang_host, port)]
+        problems += [f"--sglang-port {args.sglang_port}: port {port} is in use. Leave it out, or choose another." for port in busy]
+    starts_router = args.use_sglang_router and args.sglang_router_ip is None
+    if starts_router and args.sglang_router_port is not None and not port_is_free(args.sglang_host, args.sglang_router_port):
+        problems.append(f"--sglang-router-port {args.sglang_router_port} is in use. Leave it out, or choose another.")
+    return problems
+
+
+def plugins_can_be_found(args: argparse.Namespace) -> list[str]:
+    """Plug-in paths are dotted names whose first package exists. They are imported later: user code may need torch and time."""
+    problems = []
+    for name, value in vars(args).items():
+        if not PLUGIN_NAME.search(name) or not value:
+            continue
+        for path in value if isinstance(value, list) else [value]:
+            package = path.split(".")[0]
+            if "." not in path or not all(part.isidentifier() for part in path.split(".")):
+                problems.append(f"{flag_of(name)} {path}: not a dotted name like package.module.function.")
+            elif importlib.util.find_spec(package) is None:
+                problems.append(f"{flag_of(name)} {path}: there is no module {package!r} on the Python path. Run from its folder, or set PYTHONPATH.")
+    return problems
+
+
+def devices_are_enough(args: argparse.Namespace) -> list[str]:
+    """A private Ray session on this machine has the devices that training and engines ask for."""
+    if args.ray_address or os.environ.get("RAY_ADDRESS"):
+        return []
+    training, engines = devices_needed(args)
+    needed = max(training, engines) if args.colocate else training + engines
+    if uses_cuda():
+        available, kind = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))), "GPUs"
+    else:
+        available, kind = args.num_cpus or os.cpu_count() or 1, "CPU cores"
+    if needed <= available or not available:
+        return []
+    return [
+        f"The run needs {needed} {kind}, {available} are here:\n"
+        f"       training  {training:4d}   --actor-num-nodes {args.actor_num_nodes} x --actor-num-gpus-per-node {args.actor_num_gpus_per_node}\n"
+        f"       engines   {engines:4d}   --rollout-num-gpus {args.rollout_num_gpus}\n"
+        f"     Lower them, or {'use --ray-address of a cluster' if kind == 'GPUs' else f'let processes share cores with --num-cpus {needed}'}."
+    ]

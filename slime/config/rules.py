@@ -1,0 +1,359 @@
+"""What must hold between options: one function per rule; each names the flags, their values, and a value that would work.
+
+A rule returns None when it holds, else a sentence (or several). It reads only the options it names in `@rule(...)` and is
+skipped where the namespace lacks one of them, so that upstream's short namespaces can be checked too. Rules run after `derive`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+
+Rule = Callable[[argparse.Namespace], "str | list[str] | None"]
+RULES: list[tuple[frozenset[str], Rule]] = []
+
+
+def rule(*reads: str) -> Callable[[Rule], Rule]:
+    """Registers a rule that reads these options."""
+
+    def register(function: Rule) -> Rule:
+        RULES.append((frozenset(reads), function))
+        return function
+
+    return register
+
+
+def broken_rules(args: argparse.Namespace, rules: Iterable[tuple[frozenset[str], Rule]] | None = None) -> list[str]:
+    """Returns one message per broken rule, in the order in which the rules are declared."""
+    messages: list[str] = []
+    for reads, function in RULES if rules is None else rules:
+        if not all(hasattr(args, name) for name in reads):
+            continue
+        found = function(args)
+        if found:
+            messages += [found] if isinstance(found, str) else found
+    return messages
+
+
+def nearest_divisors(number: int, target: int) -> list[int]:
+    """Returns the divisors of `number` next to `target`: the largest below or equal, the smallest above; empty for number < 1."""
+    if number < 1:
+        return []
+    divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    below = [divisor for divisor in divisors if divisor <= target]
+    above = [divisor for divisor in divisors if divisor > target]
+    return [*below[-1:], *above[:1]]
+
+
+def _either(values: Iterable[int]) -> str:
+    return " or ".join(str(value) for value in values)
+
+
+# ---- what a run cannot do without
+
+
+@rule("hf_checkpoint")
+def hf_checkpoint_is_given(args):
+    if args.hf_checkpoint is None:
+        return "--hf-checkpoint is missing: give a Hugging Face folder with config.json, tokenizer and weights."
+
+
+@rule("prompt_data", "rollout_global_dataset", "debug_train_only", "load_debug_rollout_data")
+def prompts_are_given(args):
+    needs_prompts = args.rollout_global_dataset and not args.load_debug_rollout_data
+    if needs_prompts and args.prompt_data is None:
+        return (
+            "--prompt-data is missing: give a .jsonl or .parquet file, or --disable-rollout-global-dataset if your rollout "
+            "function brings its own data."
+        )
+
+
+@rule("rollout_batch_size")
+def rollout_batch_size_is_given(args):
+    if args.rollout_batch_size is None:
+        return "--rollout-batch-size is missing: give the number of prompts per rollout, for instance 32."
+
+
+@rule("num_rollout", "num_epoch", "rollout_global_dataset")
+def number_of_rollouts_is_given(args):
+    if args.num_rollout is None and args.num_epoch is None:
+        return "--num-rollout is missing: give it, or --num-epoch."
+    if args.num_rollout is None and not args.rollout_global_dataset:
+        return "--num-epoch counts passes over --prompt-data, which --disable-rollout-global-dataset turns off. Use --num-rollout."
+
+
+@rule("debug_train_only", "debug_rollout_only")
+def only_one_half_is_debugged(args):
+    if args.debug_train_only and args.debug_rollout_only:
+        return "--debug-train-only and --debug-rollout-only exclude each other (--load-debug-rollout-data implies the first). Remove one."
+
+
+POSITIVE = (
+    "rollout_batch_size n_samples_per_prompt global_batch_size num_steps_per_rollout micro_batch_size max_tokens_per_gpu "
+    "log_probs_max_tokens_per_gpu over_sampling_batch_size num_epoch rollout_max_response_len rollout_max_prompt_len "
+    "rollout_max_context_len eval_interval save_interval n_samples_per_eval_prompt eval_max_response_len actor_num_nodes "
+    "actor_num_gpus_per_node rollout_num_gpus_per_engine rollout_num_engines num_gpus_per_node tensor_model_parallel_size "
+    "pipeline_model_parallel_size context_parallel_size expert_model_parallel_size distributed_timeout_minutes "
+    "update_weights_interval data_pad_size_multiplier startup_timeout step_timeout rollout_request_timeout "
+    "sglang_server_concurrency rollout_engine_threads grader_workers grader_timeout"
+).split()
+NOT_NEGATIVE = (
+    "num_rollout start_rollout_id rollout_num_gpus lr min_lr weight_decay clip_grad eps_clip eps_clip_high value_clip kl_coef "
+    "kl_loss_coef tis_clip tis_clip_low opd_kl_coef lr_warmup_iters opsm_delta num_critic_only_steps rollout_request_retries"
+).split()
+SHARES = "rollout_top_p eval_top_p load_debug_rollout_data_subsample rotary_percent".split()
+
+
+@rule()
+def numbers_are_in_range(args):
+    numbers = {name: value for name, value in vars(args).items() if isinstance(value, int | float) and not isinstance(value, bool)}
+    lowest = {name: "at least 1" if isinstance(numbers.get(name), int) else "above 0" for name in POSITIVE}
+    problems = [f"{_flag(name)} is {numbers[name]}, must be {lowest[name]}." for name in POSITIVE if numbers.get(name, 1) <= 0]
+    problems += [f"{_flag(name)} is {numbers[name]}, must not be negative." for name in NOT_NEGATIVE if numbers.get(name, 0) < 0]
+    problems += [f"{_flag(name)} is {numbers[name]}, must be in (0, 1]." for name in SHARES if not 0 < numbers.get(name, 1) <= 1]
+    return problems
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+# ---- batch sizes
+
+
+@rule("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout")
+def batches_divide(args):
+    if args.rollout_batch_size is None or args.global_batch_size is None:
+        return None
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    product = f"--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt} = {samples} samples"
+    steps = args.num_steps_per_rollout
+    if min(samples, args.global_batch_size) < 1 or (steps is not None and steps < 1):
+        return None
+    if steps is not None and samples % steps:
+        return f"{product} do not divide over --num-steps-per-rollout {steps}. Use {_either(nearest_divisors(samples, steps))}."
+    if steps is not None and args.global_batch_size * steps != samples:
+        return (
+            f"{product} in --num-steps-per-rollout {steps} make {samples // steps} per step, but --global-batch-size is "
+            f"{args.global_batch_size}. Use --global-batch-size {samples // steps}, or leave one of the two out."
+        )
+    if samples % args.global_batch_size:
+        return f"{product} do not divide into steps of --global-batch-size {args.global_batch_size}. Use {_either(nearest_divisors(samples, args.global_batch_size))}."
+
+
+@rule("global_batch_size", "actor_num_nodes", "actor_num_gpus_per_node", "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+def global_batch_reaches_every_rank(args):
+    ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
+    per_replica = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    if min(ranks, per_replica) < 1 or ranks % per_replica or args.global_batch_size is None:
+        return None
+    replicas = ranks // per_replica
+    if args.global_batch_size < replicas:
+        return f"--global-batch-size {args.global_batch_size} leaves some of the {replicas} data-parallel ranks without a sample. Use {replicas} or more."
+
+
+@rule("over_sampling_batch_size", "rollout_batch_size")
+def over_sampling_is_not_under_sampling(args):
+    if None not in (args.over_sampling_batch_size, args.rollout_batch_size) and args.over_sampling_batch_size < args.rollout_batch_size:
+        return (
+            f"--over-sampling-batch-size {args.over_sampling_batch_size} is below --rollout-batch-size {args.rollout_batch_size}. "
+            f"Use {args.rollout_batch_size} or more, or leave it out."
+        )
+
+
+@rule("use_dynamic_batch_size", "max_tokens_per_gpu")
+def dynamic_batches_have_a_cap(args):
+    if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
+        return "--use-dynamic-batch-size needs --max-tokens-per-gpu: the tokens of one micro-batch on one GPU, for instance 8192."
+
+
+@rule("use_dynamic_batch_size", "balance_by_flops")
+def flops_balance_needs_dynamic_batches(args):
+    if args.balance_by_flops and not args.use_dynamic_batch_size:
+        return "--balance-by-flops needs --use-dynamic-batch-size (and --max-tokens-per-gpu): fixed micro-batches cannot be balanced."
+
+
+# ---- sampling
+
+
+@rule("rollout_temperature")
+def temperature_is_positive(args):
+    if not args.rollout_temperature > 0:
+        return f"--rollout-temperature must be > 0, it is {args.rollout_temperature}: log-probs at temperature 0 do not exist. Use 1.0; --eval-temperature 0 is greedy evaluation."
+
+
+@rule("rollout_top_k", "rollout_top_p")
+def top_k_is_meaningful(args):
+    if args.rollout_top_k == 0 or args.rollout_top_k < -1:
+        return f"--rollout-top-k is {args.rollout_top_k}: use -1 to keep all tokens, or a number from 1."
+
+
+@rule("rollout_max_prompt_len", "rollout_max_context_len")
+def prompt_leaves_room(args):
+    if None not in (args.rollout_max_prompt_len, args.rollout_max_context_len) and args.rollout_max_prompt_len >= args.rollout_max_context_len:
+        return (
+            f"--rollout-max-prompt-len {args.rollout_max_prompt_len} leaves no room for a response within --rollout-max-context-len "
+            f"{args.rollout_max_context_len}. Use {args.rollout_max_context_len - 1} or less."
+        )
+
+
+@rule("rollout_max_response_len", "rollout_max_context_len", "debug_train_only", "rollout_function_path")
+def responses_end(args):
+    generates = args.rollout_function_path.endswith(("sglang_rollout.generate_rollout", "fully_async_rollout.generate_rollout"))
+    if generates and not args.debug_train_only and args.rollout_max_response_len is None and args.rollout_max_context_len is None:
+        return "--rollout-max-response-len is missing: give it (tokens), or --rollout-max-context-len; responses would not end."
+
+
+@rule("partial_rollout", "mask_offpolicy_in_partial_rollout")
+def off_policy_mask_needs_partial_rollout(args):
+    if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
+        return "--mask-offpolicy-in-partial-rollout needs --partial-rollout: without it no token of an earlier policy is kept."
+
+
+# ---- reward and evaluation
+
+
+@rule("rm_type", "custom_rm_path", "rm_url", "rollout_function_path", "debug_train_only")
+def reward_is_chosen(args):
+    generates = args.rollout_function_path.endswith(("sglang_rollout.generate_rollout", "fully_async_rollout.generate_rollout"))
+    if generates and not args.debug_train_only and args.rm_type is None and args.custom_rm_path is None:
+        return "--rm-type is missing: name a built-in scorer, for instance exact_match or math, or give --custom-rm-path."
+    if args.rm_type is not None and args.rm_type.split("boxed_")[-1] == "remote_rm" and args.rm_url is None:
+        return "--rm-type remote_rm needs --rm-url, the address of the reward model."
+
+
+@rule("eval_interval", "eval_prompt_data", "eval_config")
+def evaluation_has_data(args):
+    if args.eval_interval is not None and not args.eval_prompt_data and not args.eval_config:
+        return f"--eval-interval {args.eval_interval} needs --eval-prompt-data NAME PATH (or --eval-config FILE.yaml)."
+    if args.eval_prompt_data and args.eval_config:
+        return "--eval-prompt-data and --eval-config exclude each other. Put the data sets of the first into the file of the second."
+
+
+@rule("eval_prompt_data")
+def evaluation_sets_are_pairs(args):
+    if args.eval_prompt_data and len(args.eval_prompt_data) != 1 and len(args.eval_prompt_data) % 2:
+        words = " ".join(args.eval_prompt_data)
+        return f"--eval-prompt-data takes pairs NAME PATH, got {len(args.eval_prompt_data)} words: {words}. Give each data set a name."
+
+
+# ---- algorithm
+
+
+@rule("kl_coef", "kl_loss_coef")
+def one_kl(args):
+    if args.kl_coef != 0 and args.kl_loss_coef != 0:
+        return f"--kl-coef {args.kl_coef} (in the reward) and --kl-loss-coef {args.kl_loss_coef} (in the loss) exclude each other. Set one of them to 0."
+
+
+@rule("advantage_estimator", "normalize_advantages")
+def reinforce_needs_normalization(args):
+    if args.advantage_estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline") and not args.normalize_advantages:
+        return f"--advantage-estimator {args.advantage_estimator} needs --normalize-advantages: its baseline is the batch mean."
+
+
+@rule("eps_clip_c")
+def dual_clip_is_above_one(args):
+    if args.eps_clip_c is not None and not args.eps_clip_c > 1:
+        return f"--eps-clip-c {args.eps_clip_c} must be above 1 (dual-clip PPO bounds the ratio from above for negative advantages). Use 3.0."
+
+
+@rule("use_tis", "use_rollout_logprobs")
+def one_use_of_rollout_log_probs(args):
+    if args.use_tis and args.use_rollout_logprobs:
+        return "--use-tis corrects the gap that --use-rollout-logprobs removes: they exclude each other. Remove one."
+
+
+@rule("get_mismatch_metrics", "custom_tis_function_path")
+def mismatch_metrics_have_a_function(args):
+    if args.get_mismatch_metrics and not args.custom_tis_function_path:
+        return "--get-mismatch-metrics needs --custom-tis-function-path, the function that computes them."
+
+
+@rule("tis_clip", "tis_clip_low")
+def tis_range_is_a_range(args):
+    if args.tis_clip_low > args.tis_clip:
+        return f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}. Use 0 and 2.0."
+
+
+@rule("use_opd", "opd_type", "opd_teacher_load")
+def distillation_is_complete(args):
+    if args.use_opd and args.opd_type is None:
+        return "--use-opd needs --opd-type: where the teacher runs (sglang or megatron)."
+    if not args.use_opd and args.opd_type is not None:
+        return f"--opd-type {args.opd_type} has no effect without --use-opd. Add it, or remove --opd-type."
+    if args.use_opd and args.opd_type == "megatron" and args.opd_teacher_load is None:
+        return "--opd-type megatron needs --opd-teacher-load, the teacher's checkpoint."
+    if args.use_opd and args.opd_type == "sglang" and args.opd_teacher_load is not None:
+        return "--opd-teacher-load goes with --opd-type megatron; the teacher of --opd-type sglang is a server (--rm-url)."
+
+
+@rule("loss_type", "custom_loss_function_path")
+def custom_loss_has_a_function(args):
+    if args.loss_type == "custom_loss" and args.custom_loss_function_path is None:
+        return "--loss-type custom_loss needs --custom-loss-function-path."
+
+
+# ---- layout
+
+
+@rule("bf16", "fp16")
+def one_precision(args):
+    if args.bf16 and args.fp16:
+        return "--bf16 and --fp16 exclude each other. Use --bf16."
+
+
+@rule("lr_warmup_iters", "lr_warmup_fraction")
+def one_warm_up(args):
+    if args.lr_warmup_iters and args.lr_warmup_fraction is not None:
+        return f"--lr-warmup-iters {args.lr_warmup_iters} and --lr-warmup-fraction {args.lr_warmup_fraction} exclude each other. Remove one."
+
+
+@rule("rollout_num_gpus", "rollout_num_gpus_per_engine", "debug_train_only", "rollout_external_engine_addrs")
+def engines_divide(args):
+    if args.debug_train_only or args.rollout_external_engine_addrs or not args.rollout_num_gpus or args.rollout_num_gpus_per_engine < 1:
+        return None
+    if args.rollout_num_gpus % args.rollout_num_gpus_per_engine:
+        fits = -(-args.rollout_num_gpus // args.rollout_num_gpus_per_engine) * args.rollout_num_gpus_per_engine
+        return f"--rollout-num-gpus {args.rollout_num_gpus} does not divide into engines of --rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}. Use {fits}."
+
+
+# ---- checkpoints, dumps, weight updates
+
+
+@rule("save", "save_interval")
+def saving_has_a_place(args):
+    if args.save_interval is not None and args.save is None:
+        return f"--save-interval {args.save_interval} needs --save, the folder of checkpoints."
+
+
+@rule("save_debug_rollout_data", "save_debug_train_data")
+def dumps_have_two_paths(args):
+    if args.save_debug_train_data is not None and args.save_debug_train_data == args.save_debug_rollout_data:
+        return f"--save-debug-train-data must not be equal to --save-debug-rollout-data ({args.save_debug_train_data}): one would overwrite the other."
+
+
+@rule("update_weight_transport", "update_weight_disk_dir")
+def disk_transport_has_a_folder(args):
+    if args.update_weight_transport == "disk" and args.update_weight_disk_dir is None:
+        return "--update-weight-transport disk needs --update-weight-disk-dir, a folder that all nodes share."
+
+
+@rule("update_weight_mode", "update_weight_transport", "colocate", "update_weight_local_checkpoint_dir")
+def delta_updates_are_possible(args):
+    if args.update_weight_mode != "delta":
+        return None
+    problems = []
+    if args.update_weight_transport != "disk":
+        problems.append("--update-weight-mode=delta requires --update-weight-transport=disk.")
+    if args.colocate:
+        problems.append("--update-weight-mode=delta is not supported with --colocate.")
+    if args.update_weight_local_checkpoint_dir is None:
+        problems.append("--update-weight-mode=delta requires --update-weight-local-checkpoint-dir.")
+    return problems
+
+
+@rule("kl_coef", "use_kl_loss", "ref_load", "hf_checkpoint")
+def reference_exists(args):
+    if (args.kl_coef != 0 or args.use_kl_loss) and args.ref_load is None and args.hf_checkpoint is None:
+        return "A KL term needs a reference model: give --ref-load (or --hf-checkpoint, whose weights are then the reference)."

@@ -1,0 +1,183 @@
+"""`parse_args`: from the command line to one checked namespace. Composes `slime.config` with what a model folder and a dataset say."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from slime.config.cli import CommandLine, format_help, join_problems, parse_command_line, reset_arg
+from slime.config.derive import apply_derived, derive
+from slime.config.machine_rules import machine_problems, missing_path
+from slime.config.rules import broken_rules
+from slime.config.specs import all_specs, flag_of, nearest_names, require_choice, specs_by_name
+from slime.config.yaml_file import format_resolved
+from slime.exceptions import ConfigError
+
+__all__ = ["parse_args", "parse_megatron_role_args", "reset_arg", "resolve", "slime_validate_args"]
+
+# Reading every row of every prompt file before the start finds the bad one in time; a huge file is left to the loader after this.
+PREFLIGHT_SECONDS = 3.0
+
+
+def parse_args(argv: Sequence[str] | Callable | None = None, add_custom_arguments: Callable | None = None) -> argparse.Namespace:
+    """Returns all options, derived and checked. `--help` and `--print-config` print and raise SystemExit(0).
+
+    `parse_args(add_custom_arguments)` is upstream's call. Warnings go to stderr. Beside the options the namespace has `dry_run`,
+    `given_options` (option -> where it was given), `flag_counts`, and `as_requested` (values before disk and clock had their say).
+    Raises ConfigError that lists every problem: unknown flags and keys, wrong types, broken rules, missing files.
+    """
+    if callable(argv):
+        argv, add_custom_arguments = None, argv
+    line = parse_command_line(argv, add_custom_arguments)
+    if line.help_word is not None:
+        print(format_help(all_specs(), line.help_word), end="")
+        raise SystemExit(0)
+    for warning in line.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    args = resolve(line)
+    if line.print_config:
+        print(format_resolved(args, all_specs()), end="")
+        raise SystemExit(0)
+    return args
+
+
+def resolve(line: CommandLine) -> argparse.Namespace:
+    """Returns the namespace of a parsed command line with all derived values. Raises ConfigError with every problem there is."""
+    args = line.args
+    args.dry_run, args.given_options, args.flag_counts = line.dry_run, line.given, line.counts
+    apply_derived(args, derive(args))
+    problems = broken_rules(args) + machine_problems(args) + model_problems(args) + layout_rules(args) + dataset_problems(args)
+    if problems:
+        raise ConfigError(join_problems(list(dict.fromkeys(problems))))
+    return args
+
+
+def slime_validate_args(args: argparse.Namespace) -> None:
+    """Derives and checks in place, on any namespace: steps and rules whose options are missing from it are skipped.
+
+    Raises ConfigError (a ValueError) with every broken rule.
+    """
+    apply_derived(args, derive(args))
+    problems = broken_rules(args)
+    if problems:
+        raise ConfigError(join_problems(problems))
+
+
+def model_problems(args: argparse.Namespace) -> list[str]:
+    """Fills in the model shape from --hf-checkpoint/config.json; returns what contradicts it or is not supported."""
+    from slime.backends.megatron_utils.hf_config import check_against_hf, megatron_fields_from_hf, read_hf_config
+    from slime.config.derive import is_hf_folder
+
+    if not is_hf_folder(args.hf_checkpoint):
+        return []  # machine_problems has said so
+    try:
+        config = read_hf_config(args.hf_checkpoint)
+        fields = megatron_fields_from_hf(config)
+        problems = check_against_hf(vars(args), config)
+    except ConfigError as error:
+        return [f"--hf-checkpoint {args.hf_checkpoint}: {error}"]
+    except (KeyError, TypeError) as error:
+        return [f"--hf-checkpoint {args.hf_checkpoint}: config.json has no usable {error}."]
+    apply_derived(args, {name: value for name, value in fields.items() if getattr(args, name) is None})
+    if args.seq_length is None:
+        apply_derived(args, {"seq_length": args.max_position_embeddings})
+    return problems
+
+
+def layout_rules(args: argparse.Namespace) -> list[str]:
+    """Returns why the parallel layout cannot work for this model and number of ranks."""
+    from slime.backends.megatron_utils.layout import layout_problems
+
+    ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
+    return layout_problems(args, world_size=None if args.debug_rollout_only or ranks < 1 else ranks)
+
+
+def dataset_problems(args: argparse.Namespace, *, seconds: float = PREFLIGHT_SECONDS) -> list[str]:
+    """Returns the first bad row (file, line, reason) of each prompt file; reading stops after `seconds` without an error."""
+    files = []
+    if args.prompt_data is not None and args.rollout_global_dataset and not args.load_debug_rollout_data:
+        files.append(("--prompt-data", args.prompt_data, args.input_key, args.label_key, args.tool_key))
+    evaluation = args.eval_prompt_data or []
+    paths = evaluation if len(evaluation) == 1 else evaluation[1::2]
+    for path in paths if args.eval_interval is not None else ():
+        keys = (args.eval_input_key or args.input_key, args.eval_label_key or args.label_key, args.eval_tool_key or args.tool_key)
+        files.append(("--eval-prompt-data", path, *keys))
+    deadline = time.monotonic() + seconds
+    problems = []
+    for flag, path, input_key, label_key, tool_key in files:
+        problem = _first_bad_row(args, path, (input_key, label_key, tool_key), deadline)
+        if problem is not None:
+            problems.append(f"{flag}: {problem}" if isinstance(problem, str) else missing_path(flag, path, "file"))
+    return problems
+
+
+def _first_bad_row(args: argparse.Namespace, path: str, keys: tuple, deadline: float) -> str | FileNotFoundError | None:
+    from slime.utils.data import RowFormat, build_sample
+    from slime.utils.prompt_files import read_rows
+
+    form = RowFormat(prompt_key=keys[0], label_key=keys[1], tool_key=keys[2], metadata_key=args.metadata_key)
+    try:
+        for number, row in enumerate(read_rows(path)):
+            # The template is left to the loader: rendering needs the tokenizer, and that needs seconds.
+            build_sample(row, form)
+            if number % 256 == 0 and time.monotonic() > deadline:
+                break
+    except FileNotFoundError as error:
+        return error
+    except ConfigError as error:
+        return str(error)
+    except OSError as error:
+        return f"{path}: {error}."
+    return None
+
+
+def parse_megatron_role_args(args: argparse.Namespace, path: str, role: str) -> argparse.Namespace:
+    """Returns a copy of `args` with the overrides that YAML file `path` has for `role`: `megatron: [{role: ..., overrides: {...}}]`.
+
+    Raises ConfigError for a file of another form, an unknown option, or a value of a wrong type, each with its place.
+    """
+    import yaml
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    entries = content.get("megatron") if isinstance(content, dict) else None
+    if not isinstance(entries, list):
+        raise ConfigError(f"{path}: expected `megatron:` with a list of {{role, overrides}}.")
+    result = copy.copy(args)
+    for entry in entries:
+        if not isinstance(entry, dict) or set(entry) - {"role", "overrides"} or "role" not in entry:
+            raise ConfigError(f"{path}: an entry of `megatron` must have the keys role and overrides, got {entry!r}.")
+        if entry["role"] == role:
+            for name, value in (entry.get("overrides") or {}).items():
+                setattr(result, name, _role_value(path, role, name, value))
+    return result
+
+
+def _role_value(path: str, role: str, name: str, value: Any) -> Any:
+    specs = specs_by_name()
+    if name not in specs:
+        near = nearest_names(name, specs)
+        raise ConfigError(f"{path}: role {role}: unknown option {name!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
+    spec = specs[name]
+    # YAML reads 1e-6 as text, and 1 where 1.0 is meant.
+    if spec.kind is float and isinstance(value, int | str) and not isinstance(value, bool):
+        try:
+            value = float(value)
+        except ValueError:
+            pass
+    items = value if spec.many and isinstance(value, list) else [value]
+    if not (value is None and spec.optional) and not all(type(item) is spec.kind for item in items):
+        raise ConfigError(f"{path}: role {role}: {flag_of(name)} is {value!r}, must be {spec.type_name}.")
+    try:
+        for item in items:
+            require_choice(spec, item)
+    except ValueError as error:
+        raise ConfigError(f"{path}: role {role}: {flag_of(name)}: {error}") from error
+    return value
