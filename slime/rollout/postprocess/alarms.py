@@ -1,0 +1,151 @@
+"""Alarms: what a person should look at, in plain words with numbers. Pure: statistics in, alarms out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from slime.rollout.postprocess.contract import InvalidReason
+from slime.rollout.postprocess.statistics import GateStatistics
+
+MAX_SHARE_OF_ITERATION = 0.10
+MIN_RATE_STEP = 0.05
+MIN_RATE_FACTOR = 1.5
+MIN_STANDARD_ERRORS = 2.5
+PSI_MOVED = 0.25
+KS_DISTANCE, KS_P = 0.1, 1e-3
+_CAUSES_OF_RATE = {
+    InvalidReason.EMPTY: "sampling parameters, stop strings or the chat template",
+    InvalidReason.TOO_SHORT: "stop strings or an early end of turn",
+    InvalidReason.TOO_LONG: "a loop, or a length limit that is too tight",
+    InvalidReason.TRUNCATED: "a length limit that is too tight, or the model no longer ending its turn",
+    InvalidReason.ABORTED: "the engine or the staleness rules",
+    InvalidReason.FAILED: "the engine or the custom generate function",
+    InvalidReason.REPETITIVE: "sampling temperature, or a collapsing policy",
+    InvalidReason.BAD_FORMAT: "sampling temperature, the chat template, or a policy that drifts from its format",
+    InvalidReason.BAD_REWARD: "the reward function or its server",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Alarm:
+    """`name` is stable (gate/alarm/<name> is its metric); `message` says what, with which values, and where to look."""
+
+    name: str
+    message: str
+
+
+def find_alarms(statistics: GateStatistics, history: Sequence[GateStatistics]) -> list[Alarm]:
+    """Alarms of one rollout given the statistics of earlier ones (oldest first); [] if nothing stands out."""
+    alarms = [*_group_alarms(statistics), *_time_alarms(statistics)]
+    if history:
+        alarms += [
+            *_rate_alarms(statistics, history),
+            *_alignment_alarms(statistics, history),
+            *_drift_alarms(statistics),
+        ]
+        alarms += _version_alarms(statistics, history[-1], alarms)
+    elif statistics.counts.get("compared", 0) and statistics.alignment_failure_rate > MIN_RATE_STEP:
+        alarms.append(Alarm("alignment", _alignment_message(statistics, 0.0)))
+    return alarms
+
+
+def rate_jumped(count: int, total: int, count_before: int, total_before: int) -> bool:
+    """True if count/total is above count_before/total_before by 5 points, by half, and by more than chance.
+
+    Chance: 2.5 standard errors of the difference of two proportions, sqrt(p (1 - p) (1/total + 1/total_before)), p pooled.
+    """
+    if not total or not total_before:
+        return False
+    rate, before = count / total, count_before / total_before
+    if rate - before < MIN_RATE_STEP or rate < MIN_RATE_FACTOR * before:
+        return False
+    pooled = (count + count_before) / (total + total_before)
+    return rate - before >= MIN_STANDARD_ERRORS * math.sqrt(pooled * (1 - pooled) * (1 / total + 1 / total_before))
+
+
+def _rate_alarms(statistics: GateStatistics, history: Sequence[GateStatistics]) -> list[Alarm]:
+    total, before = statistics.total, sum(s.total for s in history)
+    invalid, invalid_before = total - statistics.kept, sum(s.total - s.kept for s in history)
+    if not rate_jumped(invalid, total, invalid_before, before):
+        return []
+    dropped = statistics.dropped
+    rises = {reason: dropped[reason] / total - sum(s.dropped[reason] for s in history) / before for reason in dropped}
+    reason = max(rises, key=rises.get)
+    cause = _CAUSES_OF_RATE.get(reason, "the engine, its version and its tokenizer")
+    return [
+        Alarm(
+            "drop_rate",
+            f"{100 * invalid / total:.1f} % of the samples are invalid, {100 * invalid_before / before:.1f} % in the last {len(history)} "
+            f"rollouts. Most of the rise is '{reason.value}' (+{100 * rises[reason]:.1f} points): look at {cause}.",
+        )
+    ]
+
+
+def _alignment_message(statistics: GateStatistics, before: float) -> str:
+    causes = {name[6:]: count for name, count in statistics.counts.items() if name.startswith("cause_")}
+    return (
+        f"{100 * statistics.alignment_failure_rate:.1f} % of the compared texts differ from their tokens, {100 * before:.1f} % before; "
+        f"causes {causes}; engine {statistics.versions.get('engine')}, tokenizer {statistics.versions.get('tokenizer')}. "
+        "Look at the sampler or the tokenizer: `slime gate align DUMP` lists them."
+    )
+
+
+def _alignment_alarms(statistics: GateStatistics, history: Sequence[GateStatistics]) -> list[Alarm]:
+    counts = (statistics.counts.get("mismatched", 0), statistics.counts.get("compared", 0))
+    before = (sum(s.counts.get("mismatched", 0) for s in history), sum(s.counts.get("compared", 0) for s in history))
+    if not rate_jumped(*counts, *before):
+        return []
+    return [Alarm("alignment", _alignment_message(statistics, before[0] / before[1]))]
+
+
+def _drift_alarms(statistics: GateStatistics) -> list[Alarm]:
+    drift = statistics.drift
+    moved = drift.psi_previous > PSI_MOVED + 2 * drift.psi_noise
+    apart = drift.ks_previous > KS_DISTANCE and drift.ks_previous_p < KS_P
+    if not (moved and apart):
+        return []
+    lengths = statistics.length_summary()
+    return [
+        Alarm(
+            "length_drift",
+            f"lengths of kept responses moved since the last rollout: PSI {drift.psi_previous:.2f} (above {PSI_MOVED} is another "
+            f"distribution), KS distance {drift.ks_previous:.2f}, now mean {lengths['mean']:.0f} and median {lengths['p50']:.0f} tokens. "
+            "Look at the length limits, the stop strings and the reward's taste for length.",
+        )
+    ]
+
+
+def _time_alarms(statistics: GateStatistics) -> list[Alarm]:
+    share = statistics.share_of_iteration
+    if not share > MAX_SHARE_OF_ITERATION:
+        return []
+    slowest = max(statistics.seconds, key=statistics.seconds.get)
+    return [
+        Alarm(
+            "time",
+            f"the gate takes {100 * share:.1f} % of the iteration ({statistics.gate_seconds:.1f} s, most of it in '{slowest}'). In this "
+            "order: (1) short circuit: put cheap thresholds first; (2) vectorise: arrays from the engine instead of lists; "
+            "(3) parallel: lower --gate-parallel-above; (4) cache: keep compared texts, or --gate-compare-text off.",
+        )
+    ]
+
+
+def _group_alarms(statistics: GateStatistics) -> list[Alarm]:
+    mixed = statistics.groups()["mixed"]
+    if not mixed:
+        return []
+    return [
+        Alarm(
+            "mixed_groups",
+            f"{len(mixed)} groups hold samples of different prompts, e.g. group {mixed[0]}: their baselines are wrong, the loss will look "
+            "normal and the model will slowly get worse. Look at the data source and at custom rollout functions; `slime gate groups DUMP`.",
+        )
+    ]
+
+
+def _version_alarms(statistics: GateStatistics, last: GateStatistics, alarms: Sequence[Alarm]) -> list[Alarm]:
+    if not alarms or statistics.versions == last.versions:
+        return []
+    return [Alarm("version", f"versions changed with it: {last.versions} -> {statistics.versions}.")]

@@ -1,0 +1,445 @@
+"""The checks, cheap before costly. A check looks at the rows still alive and returns which of them fail; one line in CHECKS adds it.
+
+To add a check: write `def find_x(chunk, rows) -> bool array [len(rows)]`, put `Check(InvalidReason.X, find_x, describe_x)` where its
+cost belongs in CHECKS, and give `slime gate` golden samples for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from slime.exceptions import RolloutDataError
+from slime.rollout.postprocess.alignment import TextFinding, classify_mismatch, content_key
+from slime.rollout.postprocess.chunk import STATUS_ABORTED, STATUS_FAILED, STATUS_TRUNCATED, STATUS_UNKNOWN, Chunk
+from slime.rollout.postprocess.contract import (
+    REASON_OF_VALUE,
+    InvalidReason,
+    Level,
+    MismatchCause,
+    MissingLogProbs,
+    Policy,
+)
+from slime.rollout.postprocess.text import format_problem, is_blank
+
+Find = Callable[[Chunk, np.ndarray], np.ndarray]
+_LENIENT_PERIOD = 8
+
+
+def find_rejected_earlier(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
+    """Samples that other code marked invalid with a reason outside the gate's vocabulary."""
+    if not chunk.config.trust_earlier_verdicts:
+        return np.zeros(len(rows), dtype=bool)
+    marked = [
+        (s := chunk.samples[row]).valid is not True and s.invalid_reason not in REASON_OF_VALUE for row in rows.tolist()
+    ]
+    return np.array(marked, dtype=bool)
+
+
+def find_failed(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
+    return (chunk.status[rows] == STATUS_FAILED) | (chunk.status[rows] == STATUS_UNKNOWN)
+
+
+def find_aborted(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
+    return (chunk.status[rows] == STATUS_ABORTED) | (chunk.finish[rows] == 3)
+
+
+def find_broken_lengths(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
+    """A response length that is no count or exceeds the tokens, or a mask of another length: nothing can be lined up."""
+    response, total, mask = chunk.response_lengths[rows], chunk.total_lengths[rows], chunk.mask_lengths[rows]
+    return (response < 0) | ((total >= 0) & (response > total)) | (mask == -2) | ((mask >= 0) & (mask != response))
+
+
+def find_no_tokens(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
+    return chunk.total_lengths[rows] < 0
+
+
+def find_no_response(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
+    return chunk.response_lengths[rows] == 0
+
+
+def find_too_short(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
+    return (
+        chunk.response_lengths[rows] < chunk.per_task("min_response_tokens", chunk.config.min_response_tokens, 0)[rows]
+    )
+
+
+def usable_lengths(chunk: Chunk) -> np.ndarray:
+    """[N] tokens a response may have: min(own maximum, context - prompt - margin). 2^62 where nothing limits it."""
+    limit = chunk.per_task("max_response_tokens", chunk.config.max_response_tokens, 2**62)
+    context = chunk.config.context_length
+    if context is not None:
+        prompts = chunk.total_lengths - chunk.response_lengths
+        limit = np.minimum(limit, context - prompts - math.ceil(context * chunk.config.margin))
+    return limit
+
+
+def find_too_long(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
+    return chunk.response_lengths[rows] > usable_lengths(chunk)[rows]
+
+
+def find_truncated(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
+    return (chunk.status[rows] == STATUS_TRUNCATED) | (chunk.finish[rows] == 2)
+
+
+def is_kept(chunk: Chunk, reason: InvalidReason, rows: np.ndarray) -> np.ndarray:
+    """[len(rows)] bool: a finding with `reason` is kept by policy, or by the rules of the row's task (truncated only)."""
+    by_policy = chunk.config.policy_of(reason) is Policy.KEEP
+    if reason is not InvalidReason.TRUNCATED:
+        return np.full(len(rows), by_policy)
+    return np.array([by_policy if r.keep_truncated is None else r.keep_truncated for r in chunk.rules])[
+        chunk.rule_index[rows]
+    ]
+
+
+def find_log_prob_mismatch(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
+    """Log-probs that are absent under a policy that needs them, or not one per response token."""
+    lengths, config = chunk.log_prob_lengths[rows], chunk.config
+    missing = lengths == -1
+    chunk.counts["missing_log_probs"] += int(missing.sum())
+    if missing.any():
+        if config.missing_log_probs is MissingLogProbs.ERROR:
+            position = int(rows[np.flatnonzero(missing)[0]])
+            raise RolloutDataError(
+                f"Sample {chunk.first_position + position} (index {chunk.samples[position].index}) has no rollout_log_probs and this "
+                "run needs them. Make the engine return log-probs, or set --gate-missing-log-probs to mark, mask or allow."
+            )
+        if config.missing_log_probs is MissingLogProbs.MASK:
+            for row in rows[missing].tolist():
+                chunk.masks[row] = [0] * int(chunk.response_lengths[row])
+    wrong = (lengths >= 0) & (lengths != chunk.response_lengths[rows])
+    return wrong | (missing if config.missing_log_probs is MissingLogProbs.MARK else False)
+
+
+def find_unreadable_tokens(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
+    return chunk.tokens(rows).place[rows] < 0
+
+
+def find_bad_token(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
+    """Ids below zero or outside the vocabulary, in prompt or response."""
+    gathered, size = chunk.tokens(rows), _vocab_size(chunk)
+    values = gathered.ragged.values
+    # Two reductions over contiguous memory decide the usual case without making a mask.
+    if not len(values) or (values.min() >= 0 and (size is None or values.max() < size)):
+        return np.zeros(len(rows), dtype=bool)
+    flags = values < 0 if size is None else (values < 0) | (values >= size)
+    return gathered.ragged.rows_with(flags)[gathered.place[rows]]
+
+
+def _vocab_size(chunk: Chunk) -> int | None:
+    if chunk.config.vocab_size is not None:
+        return chunk.config.vocab_size
+    return chunk.codec.vocab_size if chunk.codec is not None else None
+
+
+def find_blank(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
+    """Responses with nothing to see. A visible token among the first few decides most rows; only the others are decoded."""
+    blank = np.zeros(len(rows), dtype=bool)
+    if chunk.codec is None:
+        for position, row in enumerate(rows.tolist()):
+            text = chunk.samples[row].response
+            blank[position] = isinstance(text, str) and text != "" and is_blank(text)
+        return blank
+    gathered = chunk.tokens(rows)
+    places = gathered.place[rows]
+    ends = gathered.ragged.offsets[places + 1]
+    starts = ends - chunk.response_lengths[rows]
+    probe = np.minimum(starts[:, None] + np.arange(8), ends[:, None] - 1)
+    seen = chunk.codec.proves_visible(gathered.ragged.values[probe]).any(axis=1)
+    undecided = rows[~seen]
+    undecided = undecided[[not chunk.codec.proves_visible(chunk.response_ids(row)).any() for row in undecided.tolist()]]
+    if len(undecided):
+        in_vocabulary = undecided[
+            [bool((chunk.response_ids(row) < chunk.codec.vocab_size).all()) for row in undecided.tolist()]
+        ]
+        texts = chunk.text_of(in_vocabulary)
+        hidden = {row for row in in_vocabulary.tolist() if is_blank(texts[row])}
+        blank = np.array([row in hidden for row in rows.tolist()], dtype=bool)
+    return blank
+
+
+def find_bad_log_prob(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
+    """NaN, infinite or positive log-probs (a probability above 1), or values that are no numbers."""
+    gathered = chunk.log_probs(rows)
+    unreadable = (gathered.place[rows] < 0) & (chunk.log_prob_lengths[rows] != -1)
+    unreadable &= ~_repair_by_mask(chunk, rows, unreadable)
+    values = gathered.ragged.values
+    if len(values) and not (
+        values.max() <= chunk.config.log_prob_tolerance and values.min() > -np.inf
+    ):  # NaN fails both
+        flags = ~(values <= chunk.config.log_prob_tolerance) | (values == -np.inf)
+        bad = gathered.ragged.rows_with(flags)
+        return unreadable | (bad[gathered.place[rows]] & (gathered.place[rows] >= 0))
+    return unreadable
+
+
+def _repair_by_mask(chunk: Chunk, rows: np.ndarray, unreadable: np.ndarray) -> np.ndarray:
+    """[len(rows)] rows whose only fault is None entries, under policy `mask`: those positions get no loss; the rest must be sound."""
+    repaired = np.zeros(len(rows), dtype=bool)
+    for position in np.flatnonzero(unreadable):
+        row = int(rows[position])
+        missing = chunk.missing_log_probs(row)
+        if missing is None:
+            continue
+        chunk.counts["missing_log_prob_tokens"] += int(missing.sum())
+        if chunk.config.missing_log_probs is MissingLogProbs.ERROR:
+            raise RolloutDataError(
+                f"Sample {chunk.first_position + row} (index {chunk.samples[row].index}) has {int(missing.sum())} log-probs that are None, "
+                f"the first at response token {int(np.argmax(missing))}. Fix the engine, or set --gate-missing-log-probs to mark or mask."
+            )
+        rest = [value for value in chunk.samples[row].rollout_log_probs if value is not None]
+        sound = all(_is_number(value) and -math.inf < value <= chunk.config.log_prob_tolerance for value in rest)
+        if chunk.config.missing_log_probs is MissingLogProbs.MASK and sound:
+            chunk.masks[row] = (~missing).astype(int).tolist()
+            chunk.details.pop(row, None)
+            repaired[position] = True
+    return repaired
+
+
+def find_repetitive(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
+    """Responses whose last `repetition_window` tokens are one phrase repeated without a difference.
+
+    The phrase has at most `repetition_max_period` tokens (8 under `lenient`) and fits the window four times or more.
+    """
+    window, config = chunk.config.repetition_window, chunk.config
+    result = np.zeros(len(rows), dtype=bool)
+    long_enough = np.flatnonzero(chunk.response_lengths[rows] >= window) if window else np.zeros(0, dtype=np.int64)
+    if not len(long_enough):
+        return result
+    longest = min(
+        config.repetition_max_period if chunk.level("repetitive") is Level.STRICT else _LENIENT_PERIOD, window // 4
+    )
+    gathered = chunk.tokens(rows)
+    ends = gathered.ragged.offsets[gathered.place[rows[long_enough]] + 1]
+    tails = gathered.ragged.values[ends[:, None] - window + np.arange(window)]
+    # The last token of a phrase with period p stands in the tail every p tokens: few rows have it that often.
+    often = np.flatnonzero((tails == tails[:, -1:]).sum(axis=1) >= window // max(longest, 1))
+    candidates = tails[often]
+    for period in range(1, longest + 1):
+        same = (candidates[:, period:] == candidates[:, :-period]).all(axis=1)
+        result[long_enough[often[same]]] = True
+    return result
+
+
+def needs_text(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
+    """[len(rows)] bool: comparing, replacing or filling the text is due for the row."""
+    if chunk.codec is None:
+        return np.zeros(len(rows), dtype=bool)
+    if chunk.config.text_source == "tokens" or (
+        chunk.config.compare_text and chunk.level("misaligned") is not Level.OFF
+    ):
+        return np.ones(len(rows), dtype=bool)
+    return np.array([chunk.samples[row].response in ("", None) for row in rows.tolist()], dtype=bool)
+
+
+def find_misaligned(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
+    """Engine text that is not what the ids say. Also sets the response text where the tokens are its source."""
+    due = rows[needs_text(chunk, rows)]
+    failed = set()
+    if len(due):
+        findings = _text_findings(chunk, due)
+        compare = chunk.config.compare_text and chunk.level("misaligned") is not Level.OFF
+        for row, finding in findings.items():
+            text = chunk.samples[row].response
+            if compare and text not in ("", None):
+                chunk.counts["compared"] += 1
+                if finding.cause is not None:
+                    chunk.counts[f"cause_{finding.cause.value}"] += 1
+                    chunk.counts["mismatched"] += 1
+                    lenient = chunk.level("misaligned") is Level.LENIENT
+                    if not chunk.config.correct_text and not (
+                        lenient and finding.cause is not MismatchCause.SHIFTED_IDS
+                    ):
+                        failed.add(row)
+                        chunk.details[row] = f"text and tokens differ: {finding.cause.value}"
+                        continue
+            replace = (
+                chunk.config.text_source == "tokens" or text in ("", None) or (compare and finding.cause is not None)
+            )
+            if replace and not finding.text_is_response:
+                chunk.texts[row] = chunk.text_of(np.array([row]))[row].strip()
+    return np.array([row in failed for row in rows.tolist()], dtype=bool)
+
+
+def _text_findings(chunk: Chunk, rows: np.ndarray) -> dict[int, TextFinding]:
+    """Compares decoded ids with the engine's text for `rows`; what was compared before (same ids, text, rule) comes from the cache."""
+    codec, stops = chunk.codec, chunk.config.stop_strings
+    rule = repr((stops, chunk.config.compare_text)).encode()
+    keys = {row: content_key(chunk.response_ids(row), chunk.samples[row].response, rule) for row in rows.tolist()}
+    findings = {row: codec.cache[key] for row, key in keys.items() if key in codec.cache}
+    fresh = np.array([row for row in rows.tolist() if row not in findings], dtype=np.int64)
+    chunk.counts["cache_hits"] += len(findings)
+    chunk.counts["cache_misses"] += len(fresh)
+    for row, finding in findings.items():
+        if finding.text_is_response:
+            chunk.set_text_view(row, chunk.samples[row].response)
+    texts = chunk.text_of(fresh)
+    for row in fresh.tolist():
+        text, ids = chunk.samples[row].response, chunk.response_ids(row)
+        cause = None
+        if chunk.config.compare_text and isinstance(text, str) and text:
+            cause = classify_mismatch(texts[row], text, special_strings=codec.special_strings, stop_strings=stops)
+            if cause is MismatchCause.SPECIAL_TOKENS and codec.shows_special(ids):
+                plain = codec.decode([ids], hide_all_special=True)[0]
+                cause = classify_mismatch(plain, text, special_strings=codec.special_strings, stop_strings=stops)
+        stripped = texts[row].strip()
+        findings[row] = TextFinding(cause, text == stripped)
+        codec.remember(keys[row], findings[row])
+        if cause is None:  # the second look, after the text was replaced, must not decode again
+            codec.remember(content_key(ids, stripped, rule), TextFinding(None, True))
+    return findings
+
+
+def find_bad_format(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
+    """Responses whose structure is not their task's. Tasks without a structure are not looked at."""
+    result = np.zeros(len(rows), dtype=bool)
+    if chunk.config.format is None and not chunk.config.tasks:
+        return result
+    level = chunk.level("bad_format")
+    specs = {row: spec for row in rows.tolist() if (spec := chunk.format_of(row)) is not None}
+    texts = chunk.text_of(np.array(list(specs), dtype=np.int64))
+    for position, row in enumerate(rows.tolist()):
+        spec = specs.get(row)
+        if spec is not None:
+            chunk.counts["format_checked"] += 1
+            problem = format_problem(
+                texts[row], spec, level, ends_with_end_token=_ends_with(chunk, row, spec.end_marker)
+            )
+            if problem is not None:
+                result[position] = True
+                chunk.details[row] = problem
+    return result
+
+
+def _ends_with(chunk: Chunk, row: int, marker: str | None) -> bool | None:
+    """Whether the last response token decodes to the end marker; None without a codec or a marker."""
+    if chunk.codec is None or marker is None:
+        return None
+    last = int(chunk.response_ids(row)[-1])
+    return chunk.codec.tokenizer.decode([last], skip_special_tokens=False).strip() == marker
+
+
+def find_bad_reward(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
+    """After scoring: a reward that is None, no number, NaN or infinite, or a dict without the key."""
+    result = np.zeros(len(rows), dtype=bool)
+    if not chunk.config.rewards_expected:
+        return result
+    for position, row in enumerate(rows.tolist()):
+        problem = reward_problem(chunk.samples[row].reward, chunk.config.reward_key)
+        if problem is not None:
+            result[position] = True
+            chunk.details[row] = problem
+    return result
+
+
+def reward_problem(reward: Any, reward_key: str | None) -> str | None:
+    """What is wrong with a reward, in words; None if it is one finite number."""
+    if reward_key:
+        if not isinstance(reward, dict):
+            return f"reward is {type(reward).__name__}, not a dict with key '{reward_key}'"
+        if reward_key not in reward:
+            return f"reward has keys {sorted(map(str, reward))}, not '{reward_key}' (--reward-key)"
+        reward = reward[reward_key]
+    elif isinstance(reward, dict):
+        return f"reward is a dict with keys {sorted(map(str, reward))}; name one with --reward-key"
+    if reward is None:
+        return "reward is None"
+    if getattr(reward, "ndim", None) == 0 and hasattr(reward, "item"):
+        reward = reward.item()
+    if not _is_number(reward):
+        return f"reward is {type(reward).__name__}, not a number"
+    return None if math.isfinite(reward) else f"reward is {reward}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real)
+
+
+def _lengths(chunk: Chunk, row: int) -> str:
+    return (
+        f"response_length {chunk.samples[row].response_length!r}, {chunk.total_lengths[row]} tokens, "
+        f"{chunk.log_prob_lengths[row]} log-probs, {chunk.mask_lengths[row]} mask entries (-1: none, -2: no sequence)"
+    )
+
+
+def _describe_bad_token(chunk: Chunk, row: int) -> str:
+    ids = chunk.tokens(np.array([row])).ragged.row(chunk.tokens(np.array([row])).place[row])
+    size = _vocab_size(chunk)
+    wrong = (ids < 0) | (ids >= size) if size is not None else ids < 0
+    return f"token {int(np.argmax(wrong))} has id {int(ids[np.argmax(wrong)])}, vocabulary size {size}"
+
+
+def _describe_bad_log_prob(chunk: Chunk, row: int) -> str:
+    place = chunk.log_probs(np.array([row])).place[row]
+    if place < 0:
+        return f"log-probs of type {type(chunk.samples[row].rollout_log_probs).__name__} cannot be read as numbers"
+    values = chunk.log_probs(np.array([row])).ragged.row(place)
+    wrong = ~(values <= chunk.config.log_prob_tolerance) | (values == -np.inf)
+    return f"log-prob of response token {int(np.argmax(wrong))} is {float(values[np.argmax(wrong)])}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One test. `describe(chunk, row)` says in words what was found, unless the check left a detail itself."""
+
+    reason: InvalidReason
+    find: Find
+    describe: Callable[[Chunk, int], str]
+    quality: str | None = None  # the name under which it has a level; None: integrity, always on
+
+    @property
+    def name(self) -> str:
+        return self.find.__name__.removeprefix("find_")
+
+    def is_on(self, chunk: Chunk) -> bool:
+        return self.quality is None or self.quality == "misaligned" or chunk.level(self.quality) is not Level.OFF
+
+
+def _status(chunk: Chunk, row: int) -> str:
+    return f"status {chunk.samples[row].status!s}, finish reason {chunk.samples[row].finish_reason}"
+
+
+CHECKS: tuple[Check, ...] = (
+    Check(
+        InvalidReason.REJECTED,
+        find_rejected_earlier,
+        lambda c, r: f"marked before the gate: {c.samples[r].invalid_reason}",
+    ),
+    Check(InvalidReason.FAILED, find_failed, _status),
+    Check(InvalidReason.ABORTED, find_aborted, _status),
+    Check(
+        InvalidReason.BAD_TOKEN,
+        find_no_tokens,
+        lambda c, r: f"tokens are {type(c.samples[r].tokens).__name__}, no sequence",
+    ),
+    Check(InvalidReason.MISALIGNED, find_broken_lengths, _lengths),
+    Check(InvalidReason.EMPTY, find_no_response, lambda c, r: "no response token"),
+    Check(InvalidReason.TOO_SHORT, find_too_short, _lengths, "too_short"),
+    Check(InvalidReason.TOO_LONG, find_too_long, _lengths, "too_long"),
+    Check(InvalidReason.TRUNCATED, find_truncated, _status, "truncated"),
+    Check(InvalidReason.LOGPROB_MISMATCH, find_log_prob_mismatch, _lengths),
+    Check(InvalidReason.BAD_TOKEN, find_unreadable_tokens, lambda c, r: "tokens cannot be read"),
+    Check(InvalidReason.BAD_TOKEN, find_bad_token, _describe_bad_token),
+    Check(InvalidReason.EMPTY, find_blank, lambda c, r: "nothing visible in the response"),
+    Check(InvalidReason.BAD_LOGPROB, find_bad_log_prob, _describe_bad_log_prob),
+    Check(
+        InvalidReason.REPETITIVE, find_repetitive, lambda c, r: "the response ends in one phrase repeated", "repetitive"
+    ),
+    Check(InvalidReason.MISALIGNED, find_misaligned, lambda c, r: "text and tokens differ", "misaligned"),
+    Check(InvalidReason.BAD_FORMAT, find_bad_format, lambda c, r: "bad format", "bad_format"),
+    Check(InvalidReason.BAD_REWARD, find_bad_reward, lambda c, r: "bad reward"),
+)
+
+
+def earlier_reason(sample: Any) -> InvalidReason | None:
+    """The gate's own earlier verdict on the sample, None if there is none."""
+    return (
+        REASON_OF_VALUE.get(sample.invalid_reason)
+        if sample.valid is False and isinstance(sample.invalid_reason, str)
+        else None
+    )

@@ -1,0 +1,314 @@
+"""The gate's words: why a sample is invalid, what is done about it, and the frozen config that decides. No numpy, no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+
+from slime.exceptions import ConfigError
+
+
+class InvalidReason(str, enum.Enum):
+    """The one primary reason of an invalid sample. Closed: `code` (position + 1) is what travels to the trainer, 0 is "none"."""
+
+    FAILED = "failed"
+    ABORTED = "aborted"
+    EMPTY = "empty"
+    TOO_SHORT = "too_short"
+    TOO_LONG = "too_long"
+    TRUNCATED = "truncated"
+    LOGPROB_MISMATCH = "logprob_mismatch"
+    BAD_TOKEN = "bad_token"
+    BAD_LOGPROB = "bad_logprob"
+    REPETITIVE = "repetitive"
+    MISALIGNED = "misaligned"
+    BAD_FORMAT = "bad_format"
+    BAD_REWARD = "bad_reward"
+    REJECTED = "rejected"
+
+    @property
+    def code(self) -> int:
+        return CODE_OF_REASON[self]
+
+    @property
+    def is_model_failure(self) -> bool:
+        """True where the model answered badly (counts as wrong in pass@k); False where the infrastructure lost the answer."""
+        return self in MODEL_FAILURES
+
+
+REASONS = tuple(InvalidReason)
+CODE_OF_REASON = {reason: position + 1 for position, reason in enumerate(REASONS)}
+REASON_OF_VALUE = {reason.value: reason for reason in REASONS}
+MODEL_FAILURES = frozenset(
+    {
+        InvalidReason.EMPTY,
+        InvalidReason.TOO_SHORT,
+        InvalidReason.TOO_LONG,
+        InvalidReason.TRUNCATED,
+        InvalidReason.REPETITIVE,
+        InvalidReason.BAD_FORMAT,
+    }
+)
+# A sample with one of these cannot enter a gradient whatever the config says.
+NEVER_KEPT = frozenset(
+    {
+        InvalidReason.FAILED,
+        InvalidReason.EMPTY,
+        InvalidReason.LOGPROB_MISMATCH,
+        InvalidReason.BAD_TOKEN,
+        InvalidReason.BAD_LOGPROB,
+        InvalidReason.BAD_REWARD,
+        InvalidReason.REJECTED,
+    }
+)
+
+
+def reason_of_code(code: int) -> InvalidReason | None:
+    """The reason behind a wire code, None for 0."""
+    return REASONS[code - 1] if code else None
+
+
+class Policy(str, enum.Enum):
+    """What happens to a sample with a reason: stays with valid=False; leaves the list; stays valid with the reason visible."""
+
+    MARK = "mark"
+    DROP = "drop"
+    KEEP = "keep"
+
+
+class Level(str, enum.Enum):
+    """Strictness of one check. OFF is possible only for checks of quality, never for those of integrity."""
+
+    OFF = "off"
+    LENIENT = "lenient"
+    STRICT = "strict"
+
+
+class MissingLogProbs(str, enum.Enum):
+    """What absent log-probs mean: stop the run, invalid sample, no loss on those positions, or fine (the run does not use them)."""
+
+    ERROR = "error"
+    MARK = "mark"
+    MASK = "mask"
+    ALLOW = "allow"
+
+
+class MismatchCause(str, enum.Enum):
+    """Why text and decoded tokens differ (the four causes a person can act on)."""
+
+    SPECIAL_TOKENS = "special_tokens"
+    MULTIBYTE_CUT = "multibyte_cut"
+    WHITESPACE = "whitespace"
+    SHIFTED_IDS = "shifted_ids"
+
+
+QUALITY_CHECKS = ("too_short", "too_long", "truncated", "repetitive", "misaligned", "bad_format")
+
+
+@dataclasses.dataclass(frozen=True)
+class TagPair:
+    """An opening and a closing marker, e.g. <answer> </answer>. `required`: at least one; `max_count`: None = any number.
+
+    opaque: pair markers inside it are quoted text (reasoning may draft a call). opened_by_prompt: the prompt already ended with
+    the opening marker, so that the response holds only the closing one.
+    """
+
+    open: str
+    close: str
+    required: bool = False
+    max_count: int | None = 1
+    opaque: bool = False
+    opened_by_prompt: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class FormatSpec:
+    """The structure a task's responses must have.
+
+    pairs: markers that come in pairs. order: opening markers that must appear in this order. forbidden: role markers that never
+    belong into a response; with `forbidden_everywhere` False they are refused only inside a pair. end_marker: the text or token
+    a finished response ends with (looked at under `strict` only).
+    """
+
+    pairs: tuple[TagPair, ...] = ()
+    order: tuple[str, ...] = ()
+    forbidden: tuple[str, ...] = ()
+    forbidden_everywhere: bool = True
+    end_marker: str | None = None
+
+    def __post_init__(self):
+        markers = self.markers
+        if len(set(markers)) != len(markers) or any(not marker for marker in markers):
+            raise ConfigError(f"Gate format: markers must be non-empty and different from each other, got {markers}.")
+        unknown = [marker for marker in self.order if marker not in {pair.open for pair in self.pairs}]
+        if unknown:
+            raise ConfigError(f"Gate format: `order` names {unknown}, which are not opening markers of any pair.")
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All marker strings the text must show, i.e. pairs and role markers."""
+        return tuple(m for pair in self.pairs for m in (pair.open, pair.close)) + self.forbidden
+
+    @staticmethod
+    def from_dict(data: Mapping) -> FormatSpec:
+        """From {"pairs": [{"open", "close", ...}], "order": [...], ...}. ConfigError for unknown keys."""
+        known = {field.name for field in dataclasses.fields(FormatSpec)}
+        unknown = sorted(set(data) - known)
+        if unknown:
+            raise ConfigError(f"Gate format: unknown keys {unknown}. Known: {sorted(known)}.")
+        try:
+            pairs = tuple(TagPair(**pair) for pair in data.get("pairs", ()))
+        except TypeError as error:
+            raise ConfigError(
+                f"Gate format: a pair is not understood: {error}. Fields: open, close, required, max_count."
+            ) from error
+        rest = {
+            key: tuple(value) if isinstance(value, list | tuple) else value
+            for key, value in data.items()
+            if key != "pairs"
+        }
+        return FormatSpec(pairs=pairs, **rest)
+
+
+_THINK = TagPair("<think>", "</think>")
+_ANSWER = TagPair("<answer>", "</answer>", required=True)
+_ROLE_MARKERS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>")
+FORMAT_PRESETS: dict[str, FormatSpec | None] = {
+    "none": None,
+    "roles": FormatSpec(forbidden=_ROLE_MARKERS),
+    "think": FormatSpec(pairs=(_THINK,), forbidden=_ROLE_MARKERS),
+    "answer": FormatSpec(pairs=(_ANSWER,), forbidden=_ROLE_MARKERS),
+    "think_answer": FormatSpec(
+        pairs=(dataclasses.replace(_THINK, required=True), _ANSWER),
+        order=("<think>", "<answer>"),
+        forbidden=_ROLE_MARKERS,
+    ),
+    "tool_call": FormatSpec(
+        pairs=(dataclasses.replace(_THINK, opaque=True), TagPair("<tool_call>", "</tool_call>", max_count=None)),
+        forbidden=_ROLE_MARKERS,
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskRules:
+    """What differs for one task (one data source). None means: as for every other task."""
+
+    min_response_tokens: int | None = None
+    max_response_tokens: int | None = None
+    keep_truncated: bool | None = None
+    format: FormatSpec | None = None
+    skip_format: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleStep:
+    """From `rollout_id` on, or as soon as the measured bad-format rate is below `below_rate`, the level is `level`."""
+
+    level: Level
+    rollout_id: int | None = None
+    below_rate: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GateConfig:
+    """All that decides a verdict. Pure code gets this, never `args`.
+
+    Lengths are tokens. `margin` is the share of `context_length` left free. `vocab_size`, `eos_token_ids` None/empty: taken from
+    the tokenizer where one is given, else that part of the check is silent. `rewards_expected`: the batch has been scored.
+    `evaluation`: report only; samples come out unmarked.
+    """
+
+    policies: Mapping[InvalidReason, Policy] = dataclasses.field(default_factory=dict)
+    level: Level = Level.STRICT
+    levels: Mapping[str, Level] = dataclasses.field(default_factory=dict)
+    schedule: tuple[ScheduleStep, ...] = ()
+    min_response_tokens: int = 1
+    max_response_tokens: int | None = None
+    context_length: int | None = None
+    margin: float = 0.05
+    vocab_size: int | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+    text_source: str = "tokens"
+    compare_text: bool = False
+    correct_text: bool = False
+    stop_strings: tuple[str, ...] = ()
+    hide_special_tokens: bool = True
+    keep_special_tokens: tuple[str, ...] = ()
+    format: FormatSpec | None = None
+    tasks: Mapping[str, TaskRules] = dataclasses.field(default_factory=dict)
+    missing_log_probs: MissingLogProbs = MissingLogProbs.ALLOW
+    log_prob_tolerance: float = 1e-4
+    repetition_window: int = 256
+    repetition_max_period: int = 64
+    rewards_expected: bool = False
+    reward_key: str | None = None
+    evaluation: bool = False
+    adapter: str | None = None
+    trust_earlier_verdicts: bool = True
+    engine_version: str | None = None
+    tokenizer_version: str | None = None
+
+    def __post_init__(self):
+        for reason, policy in self.policies.items():
+            if policy is Policy.KEEP and reason in NEVER_KEPT:
+                raise ConfigError(
+                    f"Gate policy 'keep' for '{reason.value}' is refused: such a sample cannot be trained. Use 'mark' or 'drop'."
+                )
+        unknown = sorted(set(self.levels) - set(QUALITY_CHECKS))
+        if unknown:
+            raise ConfigError(
+                f"Gate levels for {unknown}: only {list(QUALITY_CHECKS)} have levels; the other checks always run."
+            )
+        if not 0.0 <= self.margin < 1.0:
+            raise ConfigError(f"Gate margin {self.margin} must be in [0, 1): it is the share of the context left free.")
+        if self.text_source not in ("tokens", "engine"):
+            raise ConfigError(f"Gate text source '{self.text_source}' must be 'tokens' or 'engine'.")
+        if self.min_response_tokens < 0 or (self.max_response_tokens is not None and self.max_response_tokens < 1):
+            raise ConfigError(
+                f"Gate lengths: minimum {self.min_response_tokens} must be >= 0, maximum {self.max_response_tokens} >= 1."
+            )
+
+    def policy_of(self, reason: InvalidReason) -> Policy:
+        """What happens to samples with `reason`: `mark` unless stated."""
+        return self.policies.get(reason, Policy.MARK)
+
+    def level_of(self, check: str) -> Level:
+        """The level of a quality check by name."""
+        return self.levels.get(check, self.level)
+
+    def at(self, rollout_id: int, bad_format_rate: float | None = None) -> GateConfig:
+        """This config with the level that the schedule gives for `rollout_id` and the measured bad-format rate in [0, 1].
+
+        A step with a `rollout_id` is reached from that rollout on; one with `below_rate` when the measured rate is below it.
+        The last reached step wins.
+        """
+        level = self.level
+        for step in self.schedule:
+            by_id = step.rollout_id is not None and rollout_id >= step.rollout_id
+            by_rate = step.below_rate is not None and bad_format_rate is not None and bad_format_rate < step.below_rate
+            if by_id or by_rate:
+                level = step.level
+        return dataclasses.replace(self, level=level, schedule=())
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The gate's word on one sample. `reason` with valid=True: found, kept by explicit policy, and therefore marked.
+
+    `detail` says where and with which values. `text`: the response text decoded from the tokens when it must replace the engine's.
+    `keep_mask`: positions (0/1, [T]) that may carry loss where log-probs were missing and the policy is `mask`.
+    """
+
+    valid: bool
+    reason: InvalidReason | None = None
+    detail: str = ""
+    text: str | None = None
+    keep_mask: list[int] | None = None
+    dropped: bool = False
+
+    @property
+    def needs_reward(self) -> bool:
+        """True if a reward function may be called for the sample; False says it is skipped for invalidity."""
+        return self.valid

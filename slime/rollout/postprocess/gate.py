@@ -1,0 +1,281 @@
+"""The gate: `postprocess_output_data` gives every sample a verdict with one reason, and changes no token.
+
+Pure: samples come out as new objects (token buffers shared), the input is not edited. Work goes chunk by chunk, so that added
+memory does not grow with the batch; a chunk's result does not depend on its neighbours, so parts add up to the whole.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from slime.exceptions import ConfigError, RolloutDataError
+from slime.rollout.postprocess.adapters import ADAPTERS
+from slime.rollout.postprocess.alignment import Codec, codec_of
+from slime.rollout.postprocess.checks import CHECKS, Check, earlier_reason, is_kept
+from slime.rollout.postprocess.chunk import FINISH_NAMES, Chunk
+from slime.rollout.postprocess.contract import GateConfig, Policy, Verdict, reason_of_code
+from slime.rollout.postprocess.statistics import GateStatistics, describe_samples
+from slime.utils.types import Sample
+
+CHUNK_TOKENS = 1 << 20
+CHUNK_SAMPLES = 8192
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What the checks said about N samples. `codes` [N] int8: reason code of invalid samples, 0 = valid. `findings` [N] int8: the
+    reason a valid sample was kept in spite of. Sparse by position: details, texts (decoded responses), masks. `counts` and
+    `seconds` are sums."""
+
+    codes: np.ndarray
+    findings: np.ndarray
+    details: dict[int, str] = dataclasses.field(default_factory=dict)
+    texts: dict[int, str] = dataclasses.field(default_factory=dict)
+    masks: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    counts: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    seconds: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+
+    @staticmethod
+    def concatenate(parts: Sequence[Outcome]) -> Outcome:
+        """The outcome of the samples of all `parts`, one after another."""
+        if not parts:
+            return Outcome(np.zeros(0, dtype=np.int8), np.zeros(0, dtype=np.int8))
+        total = Outcome(np.concatenate([p.codes for p in parts]), np.concatenate([p.findings for p in parts]))
+        first = 0
+        for part in parts:
+            for name in ("details", "texts", "masks"):
+                getattr(total, name).update({first + row: value for row, value in getattr(part, name).items()})
+            total.counts.update(part.counts)
+            total.seconds.update(part.seconds)
+            first += len(part.codes)
+        return total
+
+
+@dataclasses.dataclass(frozen=True)
+class PostprocessResult:
+    """`samples` in input order (dropped ones left out); `raw_rows[i]` is the input position of `samples[i]`; one verdict per
+    *input* sample; statistics of the call; alarms are filled by the shell that knows the history."""
+
+    samples: list[Sample]
+    statistics: GateStatistics
+    verdicts: list[Verdict]
+    raw_rows: list[int]
+    alarms: tuple = ()
+
+
+def postprocess_output_data(
+    raw_outputs: Sequence[Any],
+    config: GateConfig,
+    *,
+    tokenizer: Any = None,
+    previous: GateStatistics | Sequence[GateStatistics] | None = None,
+) -> PostprocessResult:
+    """Verdicts, marked samples and statistics of one batch.
+
+    Args:
+        raw_outputs: Samples, or what `config.adapter` turns into one.
+        config: all thresholds, policies and levels.
+        tokenizer: a fast tokenizer or a `Codec`; without it text checks read the engine's text.
+        previous: statistics of earlier rollouts, oldest first, for drift.
+    Raises:
+        RolloutDataError: an item that is no Sample (naming its position), or missing log-probs under policy `error`.
+    """
+    samples = adapt(raw_outputs, config)
+    return assemble(samples, judge(samples, config, codec_of(tokenizer, config)), config, previous=previous)
+
+
+def check_responses(samples: Sequence[Sample], config: GateConfig, *, tokenizer: Any = None) -> list[Verdict]:
+    """One verdict per sample, before rewards, without statistics. Apply them with `apply_verdicts`."""
+    before_rewards = dataclasses.replace(config, rewards_expected=False) if config.rewards_expected else config
+    outcome = judge(adapt(samples, before_rewards), before_rewards, codec_of(tokenizer, before_rewards))
+    return _verdicts(outcome, before_rewards)
+
+
+def apply_verdicts(samples: Sequence[Sample], verdicts: Sequence[Verdict]) -> list[Sample]:
+    """New samples with `valid` and `invalid_reason` set (and the decoded text or mask a verdict carries); token buffers are shared."""
+    return [_marked(sample, verdict) for sample, verdict in zip(samples, verdicts, strict=True)]
+
+
+def adapt(raw_outputs: Sequence[Any], config: GateConfig) -> Sequence[Sample]:
+    """Samples as they are; other shapes through the adapter that the config names."""
+    if config.adapter is None:
+        return raw_outputs
+    if config.adapter not in ADAPTERS:
+        raise ConfigError(f"Gate adapter '{config.adapter}' is unknown. Known: {sorted(ADAPTERS)}.")
+    convert = ADAPTERS[config.adapter]
+    samples = []
+    for position, raw in enumerate(raw_outputs):
+        if isinstance(raw, Sample):
+            samples.append(raw)
+            continue
+        try:
+            samples.append(convert(raw))
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise RolloutDataError(
+                f"Gate input {position} cannot be read by adapter '{config.adapter}': {type(error).__name__}: {error}"
+            ) from error
+    return samples
+
+
+def judge(samples: Sequence[Sample], config: GateConfig, codec: Codec | None, *, first_position: int = 0) -> Outcome:
+    """The outcome of all checks over `samples`, chunk by chunk. `first_position`: of samples[0] in the batch, for messages."""
+    bounds = _chunk_bounds(samples)
+    return Outcome.concatenate(
+        [
+            _judge_chunk(Chunk(samples[low:high], config, codec, first_position=first_position + low))
+            for low, high in bounds
+        ]
+    )
+
+
+def _chunk_bounds(samples: Sequence[Sample]) -> Iterator[tuple[int, int]]:
+    """Consecutive [low, high) with at most CHUNK_TOKENS tokens (one sample may exceed it) and CHUNK_SAMPLES samples."""
+    low = tokens = 0
+    for position, sample in enumerate(samples):
+        try:
+            length = len(sample.tokens)
+        except (TypeError, AttributeError):  # the checks say what is wrong with it
+            length = 0
+        if position > low and (tokens + length > CHUNK_TOKENS or position - low >= CHUNK_SAMPLES):
+            yield low, position
+            low, tokens = position, 0
+        tokens += length
+    if len(samples) > low:
+        yield low, len(samples)
+
+
+def _judge_chunk(chunk: Chunk) -> Outcome:
+    codes = np.zeros(chunk.num_samples, dtype=np.int8)
+    findings = np.zeros(chunk.num_samples, dtype=np.int8)
+    seconds: collections.Counter = collections.Counter()
+    details: dict[int, str] = {}
+    if chunk.config.trust_earlier_verdicts:
+        for row, sample in enumerate(chunk.samples):
+            reason = earlier_reason(sample)
+            if reason is not None:
+                codes[row] = reason.code
+    alive = np.flatnonzero(codes == 0)
+    chunk.counts["judged_earlier"] += chunk.num_samples - len(alive)
+    for check in CHECKS:
+        if not len(alive):
+            break
+        if not check.is_on(chunk):
+            continue
+        start = time.perf_counter()
+        failed = check.find(chunk, alive)
+        chunk.counts[f"checked_{check.name}"] += len(alive)
+        if failed.any():
+            alive = _record(chunk, check, alive, failed, codes, findings, details)
+        seconds[check.name] += time.perf_counter() - start
+    _count_finish_reasons(chunk)
+    counts = collections.Counter({name: count for name, count in chunk.counts.items() if count})
+    keep = {row for row in chunk.masks if codes[row] == 0}
+    masks = {row: mask for row, mask in chunk.masks.items() if row in keep}
+    return Outcome(codes, findings, details, chunk.texts, masks, counts, seconds)
+
+
+def _record(chunk: Chunk, check: Check, alive, failed, codes, findings, details) -> np.ndarray:
+    """Writes the reason of the failed rows and returns the rows that go on: the others, and those kept by policy."""
+    rows = alive[failed]
+    kept = is_kept(chunk, check.reason, rows)
+    first_finding = rows[kept & (findings[rows] == 0)]
+    findings[first_finding] = check.reason.code
+    codes[rows[~kept]] = check.reason.code
+    findings[rows[~kept]] = 0
+    for row in [*first_finding.tolist(), *rows[~kept].tolist()]:
+        details[row] = chunk.details.get(row) or check.describe(chunk, row)
+    goes_on = ~failed
+    goes_on[failed] = kept
+    return alive[goes_on]
+
+
+def _count_finish_reasons(chunk: Chunk) -> None:
+    """Counts finish reasons, and how they agree with the last token: "stop" without an end token, "length" with one."""
+    for code, name in enumerate(FINISH_NAMES):
+        chunk.counts[f"finish_{name}"] += int((chunk.finish == code).sum())
+    eos = chunk.config.eos_token_ids or (chunk.codec.eos_token_ids if chunk.codec is not None else frozenset())
+    gathered = chunk.gathered_tokens
+    if not eos or gathered is None:
+        return
+    rows = np.flatnonzero((gathered.place >= 0) & (chunk.response_lengths > 0))
+    last = gathered.ragged.values[gathered.ragged.offsets[gathered.place[rows] + 1] - 1]
+    ends = np.isin(last, list(eos))
+    chunk.counts["stop_without_eos"] += int(((chunk.finish[rows] == 1) & ~ends).sum())
+    chunk.counts["length_with_eos"] += int(((chunk.finish[rows] == 2) & ends).sum())
+
+
+def _verdicts(outcome: Outcome, config: GateConfig) -> list[Verdict]:
+    plain = Verdict(True)
+    verdicts = [plain] * len(outcome.codes)
+    special = (
+        set(np.flatnonzero((outcome.codes != 0) | (outcome.findings != 0)).tolist())
+        | outcome.texts.keys()
+        | outcome.masks.keys()
+    )
+    for row in special:
+        reason = reason_of_code(int(outcome.codes[row]))
+        valid = reason is None
+        verdicts[row] = Verdict(
+            valid=valid,
+            reason=reason_of_code(int(outcome.findings[row])) if valid else reason,
+            detail=outcome.details.get(row, ""),
+            text=outcome.texts.get(row) if valid else None,
+            keep_mask=outcome.masks.get(row),
+            dropped=not valid and config.policy_of(reason) is Policy.DROP and not config.evaluation,
+        )
+    return verdicts
+
+
+def _copied(sample: Sample) -> Sample:
+    copied = object.__new__(type(sample))  # several times cheaper than copy.copy, and as shallow
+    copied.__dict__.update(sample.__dict__)
+    return copied
+
+
+def _marked(sample: Sample, verdict: Verdict) -> Sample:
+    marked = _copied(sample)
+    fields = marked.__dict__
+    fields["valid"] = verdict.valid
+    fields["invalid_reason"] = verdict.reason.value if verdict.reason is not None else None
+    if verdict.text is not None:
+        fields["response"] = verdict.text
+    if verdict.keep_mask is not None:
+        fields["loss_mask"], fields["rollout_log_probs"] = _masked_columns(sample, verdict.keep_mask)
+    return marked
+
+
+def _masked_columns(sample: Sample, keep_mask: list[int]) -> tuple[list[int], list[float]]:
+    """Loss mask and log-probs where missing entries carry no loss. Their log-prob reads 0.0 and is never used."""
+    mask = (
+        keep_mask
+        if sample.loss_mask is None
+        else [int(a) & b for a, b in zip(sample.loss_mask, keep_mask, strict=True)]
+    )
+    given = sample.rollout_log_probs if sample.rollout_log_probs is not None else [0.0] * len(keep_mask)
+    return mask, [value if value is not None else 0.0 for value in given]
+
+
+def assemble(
+    samples: Sequence[Sample],
+    outcome: Outcome,
+    config: GateConfig,
+    *,
+    previous: GateStatistics | Sequence[GateStatistics] | None = None,
+) -> PostprocessResult:
+    """Builds the output samples and the statistics once all checks have spoken."""
+    start = time.perf_counter()
+    verdicts = _verdicts(outcome, config)
+    raw_rows = [row for row, verdict in enumerate(verdicts) if not verdict.dropped]
+    if config.evaluation:
+        marked = [_copied(sample) for sample in samples]
+    else:
+        marked = [_marked(samples[row], verdicts[row]) for row in raw_rows]
+    outcome.seconds["assemble"] += time.perf_counter() - start
+    statistics = describe_samples(samples, outcome, config).with_history(previous)
+    return PostprocessResult(marked, statistics, verdicts, raw_rows)

@@ -1,0 +1,54 @@
+"""The checks of a very large batch as Ray tasks. A task returns verdict columns, not samples; the result equals the serial one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from slime.rollout.postprocess.alignment import codec_of
+from slime.rollout.postprocess.contract import GateConfig
+from slime.rollout.postprocess.gate import Outcome, judge
+from slime.utils.types import Sample
+
+PART_SAMPLES = 8192
+# What no check reads; left behind so that it is not copied to the workers.
+_HEAVY_FIELDS = (
+    "multimodal_inputs",
+    "multimodal_train_inputs",
+    "rollout_top_p_token_ids",
+    "rollout_top_p_token_offsets",
+    "rollout_routed_experts",
+    "teacher_log_probs",
+)
+
+
+def judge_in_parallel(
+    samples: Sequence[Sample], config: GateConfig, tokenizer: Any, *, part_samples: int = PART_SAMPLES
+) -> Outcome:
+    """The outcome of `judge`, computed by Ray tasks over consecutive parts. Serial where Ray is not running."""
+    import ray
+
+    if not ray.is_initialized():
+        return judge(samples, config, codec_of(tokenizer, config))
+    task = ray.remote(num_cpus=1)(_judge_part)
+    shared = ray.put((config, tokenizer))
+    parts = [
+        [_light(sample) for sample in samples[low : low + part_samples]] for low in range(0, len(samples), part_samples)
+    ]
+    return Outcome.concatenate(
+        ray.get([task.remote(part, low * part_samples, shared) for low, part in enumerate(parts)])
+    )
+
+
+def _judge_part(samples: list[Sample], first_position: int, shared: tuple[GateConfig, Any]) -> Outcome:
+    config, tokenizer = shared
+    return judge(samples, config, codec_of(tokenizer, config), first_position=first_position)
+
+
+def _light(sample: Any) -> Any:
+    if not isinstance(sample, Sample):
+        return sample  # the checks refuse it and say where it stands
+    light = object.__new__(type(sample))
+    light.__dict__.update(sample.__dict__)
+    light.__dict__.update(dict.fromkeys(_HEAVY_FIELDS))
+    return light

@@ -1,0 +1,109 @@
+"""Per-sample sequences as one contiguous array and offsets. Legend: N rows, `offsets` [N + 1], row i is values[offsets[i]:offsets[i+1]]."""
+
+from __future__ import annotations
+
+import array
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Ragged:
+    """Rows of different lengths without padding."""
+
+    values: np.ndarray
+    offsets: np.ndarray
+
+    @staticmethod
+    def of(rows: list[np.ndarray], dtype: Any) -> Ragged:
+        """Concatenates `rows`; `dtype` is used when there is nothing to infer it from."""
+        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum([len(row) for row in rows], out=offsets[1:])
+        values = np.concatenate(rows) if len(rows) and offsets[-1] else np.zeros(0, dtype=dtype)
+        return Ragged(values, offsets)
+
+    def row(self, index: int) -> np.ndarray:
+        return self.values[self.offsets[index] : self.offsets[index + 1]]
+
+    def rows_with(self, flags: np.ndarray) -> np.ndarray:
+        """[N] bool: rows with at least one True in `flags` (aligned with values). Cheap when nothing is flagged."""
+        result = np.zeros(len(self.offsets) - 1, dtype=bool)
+        positions = np.flatnonzero(flags)
+        if len(positions):
+            result[np.searchsorted(self.offsets, positions, side="right") - 1] = True
+        return result
+
+
+def token_array(tokens: Any) -> np.ndarray | str:
+    """Token ids as a 1-D integer array without copying where they are one already; a string that says what is wrong otherwise."""
+    if isinstance(tokens, list):
+        try:
+            return np.frombuffer(array.array("i", tokens), dtype=np.int32) if tokens else np.zeros(0, dtype=np.int32)
+        except (TypeError, OverflowError) as error:
+            return f"tokens are not 32-bit integers: {_first_bad(tokens, int)} ({error})"
+    values = _as_numpy(tokens)
+    if values is None or values.ndim != 1 or (values.dtype.kind not in "iu" and values.size):
+        return f"tokens must be a flat sequence of integers, got {_kind(tokens, values)}"
+    return values if values.size else values.astype(np.int32)
+
+
+def log_prob_array(log_probs: Any) -> np.ndarray | str:
+    """Log-probs as a 1-D float array; None entries become NaN only in `missing_positions`, here they are an error string."""
+    if isinstance(log_probs, list):
+        try:
+            return np.frombuffer(array.array("d", log_probs), dtype=np.float64) if log_probs else np.zeros(0)
+        except (TypeError, OverflowError) as error:
+            return f"log-probs are not numbers: {_first_bad(log_probs, float)} ({error})"
+    values = _as_numpy(log_probs)
+    if values is None or values.ndim != 1 or (values.dtype.kind not in "fiu" and values.size):
+        return f"log-probs must be a flat sequence of numbers, got {_kind(log_probs, values)}"
+    return values
+
+
+def missing_positions(log_probs: Any) -> np.ndarray | None:
+    """[T] bool, True where an entry is None; None when there is no such entry or the value is not a list."""
+    if not isinstance(log_probs, list | tuple):
+        return None
+    missing = np.fromiter((value is None for value in log_probs), dtype=bool, count=len(log_probs))
+    return missing if missing.any() else None
+
+
+def length_of(values: Any) -> int:
+    """len(values), -1 for None, -2 where there is no length."""
+    if values is None:
+        return -1
+    try:
+        return len(values)
+    except TypeError:
+        return -2
+
+
+def _as_numpy(values: Any) -> np.ndarray | None:
+    if isinstance(values, np.ndarray):
+        return values
+    try:
+        if hasattr(values, "detach"):  # a tensor, without importing torch
+            return values.detach().cpu().numpy()
+        if isinstance(values, tuple | range | array.array):
+            return np.asarray(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+    return None
+
+
+def _first_bad(values: list, kind: type) -> str:
+    accepted = (int, np.integer) if kind is int else (int, float, np.integer, np.floating)
+    for position, value in enumerate(values):
+        if not isinstance(value, accepted) or (kind is int and not -(2**31) <= value < 2**31):
+            return f"entry {position} is {str(value)[:40]!r} of type {type(value).__name__}"
+    return "values out of range"
+
+
+def _kind(raw: Any, values: np.ndarray | None) -> str:
+    return (
+        type(raw).__name__
+        if values is None
+        else f"{type(raw).__name__} of shape {list(values.shape)} and dtype {values.dtype}"
+    )

@@ -1,0 +1,265 @@
+"""The gate's shell: reads `args`, remembers earlier rollouts, writes records and snapshots, says alarms aloud."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import importlib.metadata
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slime.exceptions import ConfigError
+from slime.observability.jsonl import JsonlWriter
+from slime.rollout.postprocess.alarms import find_alarms
+from slime.rollout.postprocess.alignment import codec_of
+from slime.rollout.postprocess.contract import (
+    FORMAT_PRESETS,
+    NEVER_KEPT,
+    REASON_OF_VALUE,
+    REASONS,
+    FormatSpec,
+    GateConfig,
+    InvalidReason,
+    Level,
+    MissingLogProbs,
+    Policy,
+    ScheduleStep,
+    TaskRules,
+)
+from slime.rollout.postprocess.gate import PostprocessResult, adapt, assemble, judge
+from slime.rollout.postprocess.parallel import judge_in_parallel
+from slime.rollout.postprocess.snapshots import SnapshotWriter
+from slime.rollout.postprocess.statistics import GateStatistics
+
+logger = logging.getLogger(__name__)
+RECORD_FILE = "gate.jsonl"
+
+
+class Gate:
+    """The gate of one run. `run` is called once per rollout with the whole batch, after rewards.
+
+    Holds the statistics of the last `window` rollouts (training and evaluation apart), the writer of <run_dir>/gate.jsonl, and the
+    raw snapshots in <run_dir>/gate. A full disk is said once per rollout and never stops training.
+    """
+
+    def __init__(
+        self,
+        config: GateConfig,
+        *,
+        tokenizer: Any = None,
+        run_dir: str | Path | None = None,
+        window: int = 5,
+        snapshots: SnapshotWriter | None = None,
+        parallel_above: int = 0,
+    ):
+        self.config = config
+        self.snapshots = snapshots
+        self._tokenizer = tokenizer
+        self._parallel_above = parallel_above
+        self._writer = None if run_dir is None else JsonlWriter(Path(run_dir) / RECORD_FILE)
+        self._history: dict[bool, collections.deque[GateStatistics]] = {
+            evaluation: collections.deque(maxlen=max(window, 1)) for evaluation in (False, True)
+        }
+
+    @staticmethod
+    def from_args(args: Any, tokenizer: Any = None) -> Gate:
+        """The gate that the options describe; its records go to `args.run_dir`."""
+        snapshots = None
+        if args.gate_snapshots > 0 and args.run_dir is not None:
+            max_bytes = int(args.gate_snapshots_max_gib * 2**30)
+            snapshots = SnapshotWriter(Path(args.run_dir) / "gate", keep=args.gate_snapshots, max_bytes=max_bytes)
+        return Gate(
+            gate_config_from_args(args, tokenizer),
+            tokenizer=tokenizer,
+            run_dir=args.run_dir,
+            window=args.gate_window,
+            snapshots=snapshots,
+            parallel_above=args.gate_parallel_above,
+        )
+
+    def config_at(self, rollout_id: int) -> GateConfig:
+        """The config that the schedule gives for a rollout, by its number and by the last measured bad-format rate."""
+        history = self._history[False]
+        rate = history[-1].rate_of(InvalidReason.BAD_FORMAT) if history else None
+        return self.config.at(rollout_id, rate)
+
+    def run(
+        self,
+        samples: Sequence[Any],
+        rollout_id: int,
+        *,
+        evaluation: bool = False,
+        iteration_seconds: float | None = None,
+    ) -> PostprocessResult:
+        """Judges the whole scored batch of one rollout; returns new samples, statistics and alarms, after recording them.
+
+        evaluation: report only; samples come back unmarked and only sane scores are expected of them. iteration_seconds: length of
+        an iteration (the last complete one will do), for the gate's share of it.
+        """
+        config = dataclasses.replace(self.config_at(rollout_id), rewards_expected=True, evaluation=evaluation)
+        history = list(self._history[evaluation])
+        samples = adapt(samples, config)
+        if 0 < self._parallel_above < len(samples):
+            outcome = judge_in_parallel(samples, config, self._tokenizer)
+        else:
+            outcome = judge(samples, config, codec_of(self._tokenizer, config))
+        result = assemble(samples, outcome, config, previous=history)
+        statistics = result.statistics.with_iteration(iteration_seconds)
+        alarms = tuple(find_alarms(statistics, history))
+        self._history[evaluation].append(statistics)
+        result = dataclasses.replace(result, statistics=statistics, alarms=alarms)
+        self._report(result, rollout_id, evaluation, config)
+        if self.snapshots is not None and not evaluation:
+            self.snapshots.submit(rollout_id, samples, result.verdicts)
+        return result
+
+    def metrics(self, result: PostprocessResult) -> dict[str, float]:
+        """gate/... numbers of a result, with gate/alarm/<name> = 1 for each alarm."""
+        return {**result.statistics.to_metrics(), **{f"gate/alarm/{alarm.name}": 1 for alarm in result.alarms}}
+
+    def record_placement(self, rollout_id: int, result: PostprocessResult, partitions: Sequence[Sequence[int]]) -> None:
+        """Writes where each sample went: raw row -> (data-parallel rank, place on it). `partitions[r]`: positions in result.samples."""
+        if self.snapshots is not None:
+            self.snapshots.submit_placement(rollout_id, result.raw_rows, partitions)
+
+    def close(self) -> None:
+        """Waits for snapshots that are being written."""
+        if self.snapshots is not None:
+            self.snapshots.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _report(self, result: PostprocessResult, rollout_id: int, evaluation: bool, config: GateConfig) -> None:
+        kind = "evaluation" if evaluation else "rollout"
+        logger.info("%s %d %s", kind, rollout_id, result.statistics.summary())
+        for alarm in result.alarms:
+            logger.warning("%s %d gate alarm [%s]: %s", kind, rollout_id, alarm.name, alarm.message)
+        if self._writer is None:
+            return
+        record = {
+            "rollout_id": rollout_id,
+            "evaluation": evaluation,
+            "level": config.level.value,
+            **result.statistics.to_record(),
+            "alarms": [dataclasses.asdict(alarm) for alarm in result.alarms],
+        }
+        try:
+            self._writer.write(record)
+        except OSError as error:
+            logger.error(
+                "%s %d: the gate's record could not be written to %s: %s", kind, rollout_id, self._writer.path, error
+            )
+
+
+def gate_config_from_args(args: Any, tokenizer: Any = None) -> GateConfig:
+    """The frozen config behind the --gate-* options. ConfigError says which option is wrong and what it takes."""
+    custom_text = args.custom_generate_function_path is not None
+    text_source = args.gate_text_source if args.gate_text_source != "auto" else ("engine" if custom_text else "tokens")
+    debugging = args.ci_test or args.debug_rollout_only
+    uses_log_probs = args.use_rollout_logprobs or args.use_tis or args.get_mismatch_metrics
+    missing = args.gate_missing_log_probs
+    if missing == "auto":
+        missing = "error" if uses_log_probs else "allow"
+    return GateConfig(
+        policies=_policies(args),
+        level=Level(args.gate_level),
+        levels={name: _member(Level, level, "--gate-levels") for name, level in (args.gate_levels or {}).items()},
+        schedule=tuple(parse_schedule_step(text) for text in args.gate_schedule or ()),
+        min_response_tokens=args.gate_min_response_tokens,
+        max_response_tokens=args.gate_max_response_tokens,
+        context_length=args.rollout_max_context_len,
+        margin=args.gate_context_margin,
+        vocab_size=args.vocab_size,
+        text_source=text_source,
+        compare_text=args.gate_compare_text == "on" or (args.gate_compare_text == "auto" and debugging),
+        correct_text=args.gate_correct_text,
+        hide_special_tokens=args.rollout_skip_special_tokens,
+        keep_special_tokens=tuple(args.gate_keep_special_tokens or ()),
+        stop_strings=tuple(args.rollout_stop or ()),
+        format=_format(args.gate_format_spec if args.gate_format_spec is not None else args.gate_format),
+        tasks={name: _task_rules(name, rules) for name, rules in (args.gate_tasks or {}).items()},
+        missing_log_probs=MissingLogProbs(missing),
+        repetition_window=args.gate_repetition_window,
+        repetition_max_period=args.gate_repetition_max_period,
+        reward_key=args.reward_key,
+        engine_version=engine_version(),
+        tokenizer_version=tokenizer_version(tokenizer),
+    )
+
+
+def parse_schedule_step(text: str) -> ScheduleStep:
+    """`100:lenient` (from rollout 100 on) or `rate<0.02:lenient` (once the bad-format rate is below 0.02)."""
+    condition, _, level = text.partition(":")
+    try:
+        if condition.startswith("rate<"):
+            return ScheduleStep(Level(level), below_rate=float(condition[5:]))
+        return ScheduleStep(Level(level), rollout_id=int(condition))
+    except ValueError as error:
+        raise ConfigError(
+            f"--gate-schedule '{text}' is not understood ({error}). Use 100:lenient or rate<0.02:lenient."
+        ) from error
+
+
+def engine_version() -> str:
+    """SGLang's version where it is installed, else the embedded engine's, i.e. torch's."""
+    for package in ("sglang", "torch"):
+        try:
+            return f"{package} {importlib.metadata.version(package)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def tokenizer_version(tokenizer: Any) -> str | None:
+    """Class and vocabulary size of the tokenizer and the version of the library it comes from; None for None."""
+    if tokenizer is None:
+        return None
+    package = type(tokenizer).__module__.partition(".")[0]
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        version = "local"
+    return f"{type(tokenizer).__name__}({len(tokenizer)}) {package} {version}"
+
+
+def _policies(args: Any) -> dict[InvalidReason, Policy]:
+    policies = {reason: Policy(args.gate_policy) for reason in REASONS}
+    if args.gate_keep_truncated:
+        policies[InvalidReason.TRUNCATED] = Policy.KEEP
+    for name, policy in (args.gate_policies or {}).items():
+        if name not in REASON_OF_VALUE:
+            raise ConfigError(f"--gate-policies names the reason '{name}'. Known: {sorted(REASON_OF_VALUE)}.")
+        policies[REASON_OF_VALUE[name]] = _member(Policy, policy, "--gate-policies")
+        if policies[REASON_OF_VALUE[name]] is Policy.KEEP and REASON_OF_VALUE[name] in NEVER_KEPT:
+            raise ConfigError(
+                f"--gate-policies cannot keep '{name}': such a sample cannot be trained. Use mark or drop."
+            )
+    return policies
+
+
+def _member(kind: Any, value: Any, flag: str) -> Any:
+    try:
+        return kind(value)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: '{value}' is not one of {[member.value for member in kind]}.") from error
+
+
+def _format(spec: Any) -> FormatSpec | None:
+    if isinstance(spec, Mapping):
+        return FormatSpec.from_dict(spec)
+    if spec not in FORMAT_PRESETS:
+        raise ConfigError(f"Gate format '{spec}' is unknown. Known: {sorted(FORMAT_PRESETS)}, or a JSON object.")
+    return FORMAT_PRESETS[spec]
+
+
+def _task_rules(name: str, rules: Mapping[str, Any]) -> TaskRules:
+    known = {"min_response_tokens", "max_response_tokens", "keep_truncated", "format"}
+    if not isinstance(rules, Mapping) or set(rules) - known:
+        raise ConfigError(
+            f"--gate-tasks: rules of '{name}' are {rules!r}; they must be an object with keys among {sorted(known)}."
+        )
+    structure = _format(rules["format"]) if "format" in rules else None
+    plain = {key: value for key, value in rules.items() if key != "format"}
+    return TaskRules(**plain, format=structure, skip_format="format" in rules and structure is None)

@@ -1,0 +1,206 @@
+"""Raw snapshots: the engine's output of the last rollouts as Parquet (zstd), readable by pandas, polars or duckdb without our code.
+
+raw_000007.parquet holds one row per sample that came from the engine, place_000007.parquet where each kept one went.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slime.rollout.postprocess.contract import Verdict
+from slime.rollout.postprocess.ragged import log_prob_array, token_array
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+_STOP = object()
+# What a disk, a value or pyarrow can raise (pyarrow's errors derive from these).
+_FAILURES = (OSError, ValueError, TypeError, RuntimeError, MemoryError, LookupError, OverflowError, AttributeError)
+_PATTERNS = ("raw_*.parquet", "place_*.parquet")
+
+
+class SnapshotWriter:
+    """Writes snapshots on one background thread: temporary name, fsync, rename. Keeps the last `keep` rollouts within `max_bytes`.
+
+    Without pyarrow (the extra `data`) nothing is written and that is said once. A failed write is said and never raised; a rollout
+    that arrives while two are waiting is skipped and counted, so that a slow disk cannot fill the memory.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3, max_bytes: int = 4 << 30):
+        self.folder = Path(folder)
+        self.keep = keep
+        self.max_bytes = max_bytes
+        self.num_skipped = 0
+        self._queue: queue.Queue[Any] = queue.Queue(maxsize=4)
+        self._thread: threading.Thread | None = None
+        self._available = _pyarrow_available()
+        if not self._available:
+            logger.warning(
+                "No raw snapshots are written to %s: pyarrow is missing. Install slime[data], or set --gate-snapshots 0.",
+                self.folder,
+            )
+
+    def submit(self, rollout_id: int, samples: Sequence[Sample], verdicts: Sequence[Verdict]) -> None:
+        """Queues one rollout's raw samples. They are read on the thread and must not change; the gate's are not edited by anyone."""
+        samples, verdicts = list(samples), list(verdicts)
+        self._enqueue(rollout_id, lambda: self._publish(f"raw_{rollout_id:06d}.parquet", raw_table(samples, verdicts)))
+
+    def submit_placement(self, rollout_id: int, raw_rows: Sequence[int], partitions: Sequence[Sequence[int]]) -> None:
+        """Queues the table raw_row -> (dp_rank, dp_position). `partitions[rank]` lists positions in the gate's output."""
+        raw_rows, partitions = list(raw_rows), [list(part) for part in partitions]
+        self._enqueue(
+            rollout_id, lambda: self._publish(f"place_{rollout_id:06d}.parquet", placement_table(raw_rows, partitions))
+        )
+
+    def flush(self) -> None:
+        """Returns when everything queued so far is written or has failed."""
+        self._queue.join()
+
+    def close(self) -> None:
+        """Writes what is queued and ends the thread."""
+        if self._thread is not None:
+            self._queue.put(_STOP)
+            self._thread.join()
+            self._thread = None
+
+    def _enqueue(self, rollout_id: int, job: Callable[[], None]) -> None:
+        if not self._available:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="gate-snapshots", daemon=True)
+            self._thread.start()
+        try:
+            self._queue.put_nowait(job)
+        except queue.Full:
+            self.num_skipped += 1
+            logger.warning(
+                "rollout %d has no raw snapshot: the disk of %s is too slow (%d skipped).",
+                rollout_id,
+                self.folder,
+                self.num_skipped,
+            )
+
+    def _work(self) -> None:
+        while True:
+            job = self._queue.get()
+            try:
+                if job is _STOP:
+                    return
+                job()
+            except _FAILURES as error:  # the thread outlives any one snapshot: losing it never costs training data
+                logger.error(
+                    "a raw snapshot in %s could not be written: %s: %s", self.folder, type(error).__name__, error
+                )
+            finally:
+                self._queue.task_done()
+
+    def _publish(self, name: str, table: Any) -> None:
+        import pyarrow.parquet
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        temporary = self.folder / f".{name}.{os.getpid()}.tmp"
+        try:
+            pyarrow.parquet.write_table(table, temporary, compression="zstd")
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, self.folder / name)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._prune()
+
+    def _prune(self) -> None:
+        """Removes all but the newest `keep` rollouts, and older ones beyond `max_bytes`; the newest always stays."""
+        files: dict[str, list[Path]] = {}
+        for pattern in _PATTERNS:
+            for path in self.folder.glob(pattern):
+                files.setdefault(path.stem.partition("_")[2], []).append(path)
+        total = 0
+        for rank, number in enumerate(sorted(files, key=int, reverse=True)):
+            total += sum(path.stat().st_size for path in files[number])
+            if rank >= self.keep or (rank > 0 and total > self.max_bytes):
+                for path in files[number]:
+                    path.unlink(missing_ok=True)
+
+
+def raw_table(samples: Sequence[Sample], verdicts: Sequence[Verdict]) -> Any:
+    """A pyarrow table, one row per raw sample: identity, text, ids, log-probs, finish reason, reward, metadata and the verdict."""
+    import pyarrow
+
+    tokens = [_readable(token_array(sample.tokens)) for sample in samples]
+    log_probs = [
+        None if s.rollout_log_probs is None else _readable(log_prob_array(s.rollout_log_probs)) for s in samples
+    ]
+    columns = {
+        "raw_row": pyarrow.array(range(len(samples)), pyarrow.int64()),
+        "index": pyarrow.array([_int(s.index) for s in samples], pyarrow.int64()),
+        "group_index": pyarrow.array([_int(s.group_index) for s in samples], pyarrow.int64()),
+        "rollout_id": pyarrow.array([_int(s.rollout_id) for s in samples], pyarrow.int64()),
+        "prompt": pyarrow.array([_text(s.prompt) for s in samples], pyarrow.string()),
+        "response": pyarrow.array([_text(s.response) for s in samples], pyarrow.string()),
+        "tokens": _list_column(tokens, pyarrow.int64()),
+        "response_length": pyarrow.array([_int(s.response_length) for s in samples], pyarrow.int64()),
+        "rollout_log_probs": _list_column(log_probs, pyarrow.float32()),
+        "finish_reason": pyarrow.array(
+            [_text(s.finish_reason) if s.finish_reason else None for s in samples], pyarrow.string()
+        ),
+        "status": pyarrow.array([_text(getattr(s.status, "value", s.status)) for s in samples], pyarrow.string()),
+        "weight_versions": pyarrow.array([_text(s.weight_versions) for s in samples], pyarrow.string()),
+        "reward": pyarrow.array([_text(s.reward) for s in samples], pyarrow.string()),
+        "metadata": pyarrow.array([_text(s.metadata) for s in samples], pyarrow.string()),
+        "valid": pyarrow.array([v.valid for v in verdicts], pyarrow.bool_()),
+        "reason": pyarrow.array([v.reason.value if v.reason else None for v in verdicts], pyarrow.string()),
+        "detail": pyarrow.array([_text(v.detail) for v in verdicts], pyarrow.string()),
+        "dropped": pyarrow.array([v.dropped for v in verdicts], pyarrow.bool_()),
+    }
+    return pyarrow.table(columns)
+
+
+def placement_table(raw_rows: Sequence[int], partitions: Sequence[Sequence[int]]) -> Any:
+    """A pyarrow table raw_row, output_position, dp_rank, dp_position. Positions that no rank got are absent (trimmed)."""
+    import pyarrow
+
+    rows = [(raw_rows[p], p, rank, place) for rank, part in enumerate(partitions) for place, p in enumerate(part)]
+    names = ("raw_row", "output_position", "dp_rank", "dp_position")
+    return pyarrow.table(
+        {name: pyarrow.array([row[i] for row in rows], pyarrow.int64()) for i, name in enumerate(names)}
+    )
+
+
+def _list_column(rows: list[np.ndarray | None], value_type: Any) -> Any:
+    """A list column straight from the buffers, without making Python numbers."""
+    import pyarrow
+
+    dtype = np.int64 if pyarrow.types.is_integer(value_type) else np.float32
+    lengths = np.array([0 if row is None else len(row) for row in rows], dtype=np.int64)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    present = [row.astype(dtype, copy=False) for row in rows if row is not None and len(row)]
+    values = pyarrow.array(np.concatenate(present) if present else np.zeros(0, dtype=dtype), value_type)
+    missing = pyarrow.array([row is None for row in rows])
+    return pyarrow.LargeListArray.from_arrays(pyarrow.array(offsets), values, mask=missing)
+
+
+def _readable(values: np.ndarray | str) -> np.ndarray | None:
+    return None if isinstance(values, str) else values
+
+
+def _int(value: Any) -> int | None:
+    return int(value) if isinstance(value, int) and abs(value) < 2**63 else None
+
+
+def _text(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    return text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates have no UTF-8 form
+
+
+def _pyarrow_available() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("pyarrow") is not None
