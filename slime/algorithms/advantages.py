@@ -104,13 +104,22 @@ def find_last_trained_tokens(masks_T: torch.Tensor, lengths_N: Sequence[int]) ->
     return last.scatter_reduce(0, samples, places, reduce="amax")
 
 
-def token_rewards(columns: ResponseColumns, config: EstimatorConfig) -> torch.Tensor:
-    """Returns [T]: -kl_coef * KL at trained tokens, plus each sample's reward at its last trained token (none for a fully masked sample)."""
-    trained = columns.masks_T != 0
-    rewards_T = torch.where(trained, -config.kl_coef * columns.kl_T, 0)
-    last = find_last_trained_tokens(columns.masks_T, columns.lengths_N)
+def place_rewards(rewards_N: torch.Tensor, masks_T: torch.Tensor, lengths_N: Sequence[int]) -> torch.Tensor:
+    """Returns [T]: each sample's reward at its last trained token, 0 elsewhere; a fully masked sample has no place for it."""
+    last = find_last_trained_tokens(masks_T, lengths_N)
     present = last >= 0
-    return rewards_T.index_add(0, last[present], columns.rewards_N[present].to(rewards_T.dtype))
+    return rewards_N.new_zeros(masks_T.numel()).index_copy(0, last[present], rewards_N[present])
+
+
+def kl_penalty(kl_T: torch.Tensor, masks_T: torch.Tensor, *, kl_coef: float) -> torch.Tensor:
+    """Returns [T]: kl_coef * KL at trained tokens, 0 elsewhere (arXiv:2203.02155 puts it in the reward)."""
+    return torch.where(masks_T != 0, kl_coef * kl_T, 0)
+
+
+def token_rewards(columns: ResponseColumns, config: EstimatorConfig) -> torch.Tensor:
+    """Returns [T]: the reward at each sample's last trained token minus the KL penalty at each trained token."""
+    penalty = kl_penalty(columns.kl_T, columns.masks_T, kl_coef=config.kl_coef)
+    return place_rewards(columns.rewards_N.to(penalty.dtype), columns.masks_T, columns.lengths_N) - penalty
 
 
 def group_advantages(columns: ResponseColumns, config: EstimatorConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,16 +129,20 @@ def group_advantages(columns: ResponseColumns, config: EstimatorConfig) -> tuple
     return advantages, advantages
 
 
-def reinforce_plus_plus_advantages(columns: ResponseColumns, config: EstimatorConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def reinforce_plus_plus_advantages(
+    columns: ResponseColumns, config: EstimatorConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the discounted sum of the token rewards: REINFORCE++ (arXiv:2501.03262); whitening follows over the whole batch."""
     rewards = _pad(token_rewards(columns, config), columns.lengths_N)
     returns = _unpad(chunked_discounted_sum(rewards, config.gamma), columns.lengths_N)
     return returns, returns
 
 
-def reinforce_plus_plus_baseline_advantages(columns: ResponseColumns, config: EstimatorConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def reinforce_plus_plus_baseline_advantages(
+    columns: ResponseColumns, config: EstimatorConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns reward (minus its group's mean, taken before) - kl_coef * KL per token: REINFORCE++-baseline (arXiv:2501.03262)."""
-    penalty = torch.where(columns.masks_T != 0, config.kl_coef * columns.kl_T, 0)
+    penalty = kl_penalty(columns.kl_T, columns.masks_T, kl_coef=config.kl_coef)
     advantages = repeat_per_token(columns.rewards_N.to(penalty.dtype), columns.lengths_N) - penalty
     return advantages, advantages
 

@@ -26,7 +26,9 @@ class Correction:
     metrics: dict[str, torch.Tensor]
 
 
-def truncated_importance_weights(train_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, band: BandConfig) -> Correction:
+def truncated_importance_weights(
+    train_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, band: BandConfig
+) -> Correction:
     """Returns weights clamp(pi_train / pi_rollout, low, high): truncated importance sampling (TIS; Yao et al. 2025,
     "Your efficient RL framework secretly brings you off-policy RL training"; truncation after Ionides 2008)."""
     ratio = torch.exp(train_log_probs - rollout_log_probs)
@@ -68,11 +70,15 @@ def compute_sequence_kl(
 
     The token tensors hold this rank's tokens; `mask_sums_N` counts the full responses; `sum_over_ranks` adds the ranks' parts.
     """
-    sums = sum_per_sample(select_masked(old_minus_new_T, masks_T) * masks_T, sample_indices_T, num_samples=mask_sums_N.numel())
+    sums = sum_per_sample(
+        select_masked(old_minus_new_T, masks_T) * masks_T, sample_indices_T, num_samples=mask_sums_N.numel()
+    )
     return sum_over_ranks(sums) / mask_sums_N.clamp(min=1)
 
 
-def opsm_keep_mask(sequence_kl_N: torch.Tensor, advantages_T: torch.Tensor, lengths_N: Sequence[int], *, delta: float) -> torch.Tensor:
+def opsm_keep_mask(
+    sequence_kl_N: torch.Tensor, advantages_T: torch.Tensor, lengths_N: Sequence[int], *, delta: float
+) -> torch.Tensor:
     """Returns [T], 0.0 for tokens of negative advantage in a response whose sequence KL is above `delta`, else 1.0: off-policy sequence
     masking (DeepSeek-V3.2, arXiv:2512.02556)."""
     far = repeat_per_token(sequence_kl_N.detach() > delta, lengths_N)

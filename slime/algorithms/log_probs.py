@@ -28,7 +28,9 @@ class VocabularyShard:
     reduce_sum: Reduce = _identity
 
 
-def _softmax_parts(x: torch.Tensor, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _softmax_parts(
+    x: torch.Tensor, shard: VocabularyShard
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns (m [T], z [T, V], log s [T], softmax [T, V])."""
     maximum = shard.reduce_max(x.max(dim=-1).values)
     shifted = x - maximum.unsqueeze(-1)

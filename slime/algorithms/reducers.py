@@ -48,7 +48,9 @@ def build_reducer(
             samples = torch.arange(len(lengths_N), device=masks_T.device)
             denominators = sum_per_sample(weights_T, repeat_per_token(samples, lengths_N), num_samples=len(lengths_N))
         elif denominators.numel() != len(lengths_N):
-            raise RolloutDataError(f"{denominators.numel()} loss denominators for {len(lengths_N)} samples: need one per sample.")
+            raise RolloutDataError(
+                f"{denominators.numel()} loss denominators for {len(lengths_N)} samples: need one per sample."
+            )
         denominators = denominators.reshape(-1).to(device=weights_T.device, dtype=weights_T.dtype)
         scale_T = repeat_per_token(denominators.clamp(min=1), lengths_N)
     if local_indices is not None:

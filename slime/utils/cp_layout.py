@@ -112,7 +112,9 @@ def _check_lengths(total_lengths: tuple[int, ...], response_lengths: tuple[int, 
 
 
 @functools.lru_cache(maxsize=32)
-def _plan_zigzag(total_lengths: tuple[int, ...], response_lengths: tuple[int, ...], cp_size: int, cp_rank: int) -> ResponseLayout:
+def _plan_zigzag(
+    total_lengths: tuple[int, ...], response_lengths: tuple[int, ...], cp_size: int, cp_rank: int
+) -> ResponseLayout:
     # Cached: the reducer, the log-probs and the losses of one micro-batch all ask for the same layout.
     _check_lengths(total_lengths, response_lengths)
     totals, responses = np.asarray(total_lengths, np.int64), np.asarray(response_lengths, np.int64)
@@ -134,7 +136,11 @@ def _plan_zigzag(total_lengths: tuple[int, ...], response_lengths: tuple[int, ..
 
 
 def _build_layout(
-    first_rows: np.ndarray, first_positions: np.ndarray, counts: np.ndarray, runs_per_sample: int, lengths: tuple[tuple, tuple]
+    first_rows: np.ndarray,
+    first_positions: np.ndarray,
+    counts: np.ndarray,
+    runs_per_sample: int,
+    lengths: tuple[tuple, tuple],
 ) -> ResponseLayout:
     """Expands runs (first row, first logit position in the sequence, count), `runs_per_sample` of them per sample."""
     total_lengths, response_lengths = lengths

@@ -28,7 +28,11 @@ def compute_approx_kl(
 
 
 def compute_policy_loss(
-    ppo_kl: torch.Tensor, advantages: torch.Tensor, eps_clip: float, eps_clip_high: float, eps_clip_c: float | None = None
+    ppo_kl: torch.Tensor,
+    advantages: torch.Tensor,
+    eps_clip: float,
+    eps_clip_high: float,
+    eps_clip_c: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns PPO's clipped loss and the clip fraction, both element-wise (`clipped_policy_loss`)."""
     return clipped_policy_loss(ppo_kl, ppo_kl, advantages, ClipConfig(eps_clip, eps_clip_high, eps_clip_c))
@@ -42,7 +46,9 @@ def compute_cispo_loss(
 
 
 def _sequence_kl(
-    full_log_probs: Sequence[torch.Tensor], full_old_log_probs: Sequence[torch.Tensor], loss_masks: Sequence[torch.Tensor]
+    full_log_probs: Sequence[torch.Tensor],
+    full_old_log_probs: Sequence[torch.Tensor],
+    loss_masks: Sequence[torch.Tensor],
 ) -> torch.Tensor:
     lengths = [len(log_probs) for log_probs in full_log_probs]
     masks = _concatenate_masks(loss_masks, full_log_probs[0])
@@ -142,7 +148,10 @@ def get_grpo_returns(rewards: torch.Tensor | Sequence[float], kl: Sequence[torch
 
 
 def get_reinforce_plus_plus_baseline_advantages(
-    rewards: torch.Tensor | Sequence[float], kl: Sequence[torch.Tensor], loss_masks: Sequence[torch.Tensor], kl_coef: float
+    rewards: torch.Tensor | Sequence[float],
+    kl: Sequence[torch.Tensor],
+    loss_masks: Sequence[torch.Tensor],
+    kl_coef: float,
 ) -> list[torch.Tensor]:
     """Returns per sample reward - kl_coef * KL at each token. `loss_masks` are cut like `kl`, or full while `kl` is CP-local (then the
     penalty is not masked here: the loss is)."""
@@ -179,7 +188,9 @@ def get_reinforce_plus_plus_returns(
     columns = ResponseColumns(
         _as_rewards(rewards, kl), layout.response_lengths, _concatenate_masks(loss_masks, full_kl), full_kl
     )
-    returns, _ = advantage_formulas.reinforce_plus_plus_advantages(columns, EstimatorConfig(kl_coef=kl_coef, gamma=gamma))
+    returns, _ = advantage_formulas.reinforce_plus_plus_advantages(
+        columns, EstimatorConfig(kl_coef=kl_coef, gamma=gamma)
+    )
     return cut_to_local(returns, layout)
 
 

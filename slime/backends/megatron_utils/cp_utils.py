@@ -23,9 +23,14 @@ from slime.utils.cp_layout import (
 )
 
 
+def get_cp_size() -> int:
+    """Returns the context-parallel world size; 1 where Megatron has no process groups (its own answer is then 0)."""
+    return max(1, mpu.get_context_parallel_world_size())
+
+
 def get_response_layout(total_lengths: Sequence[int], response_lengths: Sequence[int]) -> ResponseLayout:
     """Returns which response tokens of the packed samples this context-parallel rank owns (zigzag)."""
-    cp_size = mpu.get_context_parallel_world_size()
+    cp_size = get_cp_size()
     cp_rank = mpu.get_context_parallel_rank() if cp_size > 1 else 0
     return plan_response_layout(total_lengths, response_lengths, cp_size=cp_size, cp_rank=cp_rank)
 
@@ -34,7 +39,7 @@ def get_logits_layout(
     total_lengths: Sequence[int], response_lengths: Sequence[int], *, num_rows: int, allgather_cp: bool
 ) -> ResponseLayout:
     """Returns the layout of the rows the model computed: zigzag, or contiguous in allgather-CP mode (`num_rows` = local rows)."""
-    if allgather_cp and mpu.get_context_parallel_world_size() > 1:
+    if allgather_cp and get_cp_size() > 1:
         cp_rank = mpu.get_context_parallel_rank()
         return plan_contiguous_layout(total_lengths, response_lengths, num_rows=num_rows, cp_rank=cp_rank)
     return get_response_layout(total_lengths, response_lengths)
@@ -42,9 +47,11 @@ def get_logits_layout(
 
 def get_logits_and_tokens_offset_with_cp(total_length: int, response_length: int):
     """Returns (chunk size, chunks, logits, tokens) of this rank in tokens, as `compute_zigzag_ranges` does. Needs cp size > 1."""
-    cp_size = mpu.get_context_parallel_world_size()
+    cp_size = get_cp_size()
     assert cp_size > 1, "without context parallelism every rank owns the whole sequence; there are no offsets"
-    return compute_zigzag_ranges(total_length, response_length, cp_size=cp_size, cp_rank=mpu.get_context_parallel_rank())
+    return compute_zigzag_ranges(
+        total_length, response_length, cp_size=cp_size, cp_rank=mpu.get_context_parallel_rank()
+    )
 
 
 def slice_with_cp(tokens: torch.Tensor, pad_value: float | Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
@@ -52,7 +59,7 @@ def slice_with_cp(tokens: torch.Tensor, pad_value: float | Callable[[torch.Tenso
 
     `pad_value` is a number, or a function (tensor, missing entries) -> padded tensor.
     """
-    cp_size = mpu.get_context_parallel_world_size()
+    cp_size = get_cp_size()
     if cp_size == 1:
         return tokens
     cp_rank = mpu.get_context_parallel_rank()
@@ -63,13 +70,15 @@ def slice_with_cp(tokens: torch.Tensor, pad_value: float | Callable[[torch.Tenso
     else:
         tokens = F.pad(tokens, (0, 0) * (tokens.dim() - 1) + (0, missing), value=pad_value)
     mirrored = 2 * cp_size - 1 - cp_rank
-    return torch.cat([tokens[chunk * cp_rank : chunk * (cp_rank + 1)], tokens[chunk * mirrored : chunk * (mirrored + 1)]])
+    return torch.cat(
+        [tokens[chunk * cp_rank : chunk * (cp_rank + 1)], tokens[chunk * mirrored : chunk * (mirrored + 1)]]
+    )
 
 
 def slice_log_prob_with_cp(log_prob, total_length: int, response_length: int):
     """Returns the entries of `log_prob` [response_length] that this rank owns; a list stays a list. AssertionError on another length."""
     assert len(log_prob) == response_length, f"{len(log_prob)} entries for a response of {response_length} tokens"
-    if mpu.get_context_parallel_world_size() == 1:
+    if get_cp_size() == 1:
         return log_prob
     prompt_length = total_length - response_length
     _, _, _, tokens = get_logits_and_tokens_offset_with_cp(total_length, response_length)
@@ -109,7 +118,7 @@ def concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def all_gather_with_cp(tensor: torch.Tensor, total_length: int, response_length: int) -> torch.Tensor:
     """Returns the full response tensor [response_length, ...] of which `tensor` is this rank's part. Differentiable."""
     group = mpu.get_context_parallel_group()
-    if mpu.get_context_parallel_world_size() == 1:
+    if get_cp_size() == 1:
         return tensor
     layout = get_response_layout([total_length], [response_length])
     return _scatter_and_sum(tensor, layout, group)
@@ -118,7 +127,7 @@ def all_gather_with_cp(tensor: torch.Tensor, total_length: int, response_length:
 def all_gather_responses_with_cp(local: torch.Tensor, layout: ResponseLayout) -> torch.Tensor:
     """Returns the concatenation [sum of responses, ...] of all full responses from this rank's part [L, ...]: one all-reduce for
     the whole micro-batch. Differentiable; every context-parallel rank must call it, also with nothing to give."""
-    if mpu.get_context_parallel_world_size() == 1:
+    if get_cp_size() == 1:
         return local
     return _scatter_and_sum(local, layout, mpu.get_context_parallel_group())
 
@@ -133,7 +142,7 @@ def _scatter_and_sum(local: torch.Tensor, layout: ResponseLayout, group: Any) ->
 
 def sum_over_cp(values: torch.Tensor) -> torch.Tensor:
     """Returns the sum of `values` over the context-parallel ranks, differentiable; `values` itself without CP."""
-    if mpu.get_context_parallel_world_size() == 1:
+    if get_cp_size() == 1:
         return values
     return dist.nn.all_reduce(values, group=mpu.get_context_parallel_group())
 
@@ -202,14 +211,16 @@ def prepare_routed_experts_for_routing_replay(
     AssertionError unless each entry has one row less than its sequence has tokens.
     """
     for index, (experts, ids) in enumerate(zip(rollout_routed_experts, tokens, strict=True)):
-        assert experts.shape[0] == len(ids) - 1, f"sample {index}: {experts.shape[0]} routing rows for {len(ids)} tokens"
+        assert experts.shape[0] == len(ids) - 1, (
+            f"sample {index}: {experts.shape[0]} routing rows for {len(ids)} tokens"
+        )
 
     def pad(experts: torch.Tensor, missing: int) -> torch.Tensor:
         count = missing * experts.shape[1] * experts.shape[2]
         filler = torch.arange(count, device=experts.device, dtype=torch.int64) % num_experts
         return torch.cat([experts, filler.to(experts.dtype).reshape(missing, *experts.shape[1:])])
 
-    cp_size, tp_size = mpu.get_context_parallel_world_size(), mpu.get_tensor_model_parallel_world_size()
+    cp_size, tp_size = get_cp_size(), mpu.get_tensor_model_parallel_world_size()
     per_sample = [pad(experts, 1) for experts in rollout_routed_experts]
     multiple = tp_size * data_pad_size_multiplier
     if allgather_cp and cp_size > 1:

@@ -1,0 +1,559 @@
+"""Log-probs and losses of one micro-batch, and the advantages of a rollout batch, on one Megatron rank. The formulas are in
+`slime.algorithms`; here is what they are applied to: which logits rows, which ranks' sums, which denominator.
+
+A batch is the dict that `get_batch` returns. Flat tensors hold the response tokens that this context-parallel rank owns, sample after
+sample, [L]. Selection, never multiplication by zero, keeps masked positions out, so that NaN or inf there changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from torch.utils.checkpoint import checkpoint
+
+from slime.algorithms.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    ResponseColumns,
+    distillation_advantages,
+    kl_penalty,
+    place_rewards,
+)
+from slime.algorithms.corrections import compute_sequence_kl, opsm_keep_mask
+from slime.algorithms.kl import approximate_kl
+from slime.algorithms.policy_loss import clipped_value_loss, get_policy_loss
+from slime.algorithms.reducers import repeat_per_token, select_masked, sum_per_sample
+from slime.backends.megatron_utils.cp_utils import (
+    all_gather_responses_with_cp,
+    check_lengths,
+    concatenate,
+    get_cp_size,
+    get_logits_layout,
+    get_response_layout,
+    get_sum_of_sample_mean,
+    slice_responses_with_cp,
+    sum_over_cp,
+)
+from slime.backends.megatron_utils.log_prob_capture import (  # noqa: F401  (upstream's names are found here)
+    _maybe_capture_log_probs,
+    drain_captured_log_probs,
+    enable_log_prob_capture,
+)
+from slime.backends.megatron_utils.loss_config import LossConfig
+from slime.backends.megatron_utils.off_policy import icepop_function, vanilla_tis_function  # noqa: F401
+from slime.backends.megatron_utils.response_rows import (
+    PackedResponses,
+    build_nucleus_mask,
+    compute_response_log_probs,
+    squeeze_logits,
+    take_rows,
+    take_targets,
+)
+from slime.exceptions import ConfigError, RolloutDataError
+from slime.utils.accelerator import get_accelerator
+from slime.utils.cp_layout import ResponseLayout
+from slime.utils.distributed_utils import distributed_masked_whiten
+from slime.utils.misc import load_function
+from slime.utils.ppo_utils import cut_to_local, get_advantages_and_returns_batch
+
+Reducer = Callable[[torch.Tensor], torch.Tensor]
+Metrics = dict[str, torch.Tensor]
+
+ROLLOUT_TOP_P_TOKEN_KEYS = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets")
+
+
+# ---------------------------------------------------------------- responses, log-probs, values
+
+
+def get_responses(
+    logits: torch.Tensor,
+    *,
+    args: Any,
+    unconcat_tokens: Sequence[torch.Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    apply_temperature: bool = True,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields per sample (logits rows [R, V] that predict its response, response ids [R]), CP-local; divided by the rollout
+    temperature if asked. `logits` is fp32 [1, T, V]."""
+    config = LossConfig.from_args(args)
+    rows = squeeze_logits(logits)
+    packed = PackedResponses(unconcat_tokens, total_lengths, response_lengths)
+    layout = get_logits_layout(total_lengths, response_lengths, num_rows=rows.size(0), allgather_cp=config.allgather_cp)
+    selected = take_rows(rows, layout.row_indices)
+    if apply_temperature and config.rollout_temperature != 1.0:
+        selected = selected / config.rollout_temperature
+    lengths = list(layout.local_lengths)
+    targets = take_targets(packed, layout, rows.device)
+    if lengths:
+        yield from zip(selected.split(lengths), targets.split(lengths), strict=True)
+
+
+def get_log_probs_and_entropy(
+    logits: torch.Tensor,
+    *,
+    args: Any,
+    unconcat_tokens: Sequence[torch.Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    with_entropy: bool = False,
+    non_loss_data: bool = True,
+    top_p_token_ids: Sequence[torch.Tensor] | None = None,
+    top_p_token_offsets: Sequence[torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, dict[str, list[torch.Tensor]]]:
+    """Returns (empty tensor, {"log_probs": per sample [R], "entropy": likewise if asked}) in nats, CP-local, at the rollout temperature.
+
+    The entropy is of the whole distribution, also where a nucleus restricts the log-probs; it has a gradient if `entropy_coef` is not 0.
+    """
+    config = LossConfig.from_args(args)
+    packed = PackedResponses(
+        unconcat_tokens, total_lengths, response_lengths, None, top_p_token_ids, top_p_token_offsets
+    )
+    log_probs, entropy = compute_response_log_probs(logits, config, packed, with_entropy=with_entropy)
+    lengths = list(get_response_layout(total_lengths, response_lengths).local_lengths)
+    result = {"log_probs": list(log_probs.split(lengths)) if lengths else []}
+    if with_entropy:
+        result["entropy"] = list(entropy.split(lengths)) if lengths else []
+    return torch.empty(0, device=logits.device), result
+
+
+def get_values(
+    logits: torch.Tensor,
+    *,
+    args: Any,
+    unconcat_tokens: Sequence[torch.Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    with_entropy: bool = False,
+    non_loss_data: bool = True,
+) -> tuple[torch.Tensor, dict[str, list[torch.Tensor]]]:
+    """Returns (empty tensor, {"values": per sample [R]}), CP-local, of a critic's output fp32 [1, T, 1]. No temperature."""
+    values = [
+        rows.squeeze(-1)
+        for rows, _ in get_responses(
+            logits,
+            args=args,
+            unconcat_tokens=unconcat_tokens,
+            total_lengths=total_lengths,
+            response_lengths=response_lengths,
+            apply_temperature=False,
+        )
+    ]
+    return torch.empty(0, device=logits.device), {"values": values}
+
+
+def get_rollout_top_p_logprob_kwargs(args: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """Returns the nucleus arguments of `get_log_probs_and_entropy`: none for `rollout_top_p` 1. ValueError when the batch lacks them."""
+    if LossConfig.from_args(args).rollout_top_p == 1.0:
+        return {}
+    ids, offsets = (batch.get(key) for key in ROLLOUT_TOP_P_TOKEN_KEYS)
+    if ids is None or offsets is None:
+        raise RolloutDataError(
+            f"--rollout-top-p is not 1, so the log-probs need {' and '.join(ROLLOUT_TOP_P_TOKEN_KEYS)} to replay the nucleus, but the batch "
+            "has not both. Let the engine return them, or sample with --rollout-top-p 1."
+        )
+    return {"top_p_token_ids": ids, "top_p_token_offsets": offsets}
+
+
+def _build_topp_keep_mask(
+    T: int,
+    vocab_local: int,
+    device: torch.device,
+    top_p_token_ids: Sequence[torch.Tensor],
+    top_p_token_offsets: Sequence[torch.Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    allgather_cp: bool,
+) -> torch.Tensor:
+    """Returns bool [T, vocab_local] over all rows of the packed logits: True, except that a row which predicts a sampled response token keeps
+    only the token's nucleus."""
+    packed = PackedResponses((), total_lengths, response_lengths, None, top_p_token_ids, top_p_token_offsets)
+    layout = get_logits_layout(total_lengths, response_lengths, num_rows=T, allgather_cp=allgather_cp)
+    return build_nucleus_mask(
+        packed, layout.response_indices, layout.row_indices, num_rows=T, width=vocab_local, device=torch.device(device)
+    )
+
+
+# ---------------------------------------------------------------- losses
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tokens:
+    """The response tokens of a micro-batch on this rank: their layout, float masks [L], and mask sums of the full responses [N]."""
+
+    layout: ResponseLayout
+    masks: torch.Tensor
+    mask_sums: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: dict[str, Any], device: torch.device) -> _Tokens:
+        layout = get_response_layout(batch["total_lengths"], batch["response_lengths"])
+        check_lengths(batch["loss_masks"], layout.response_lengths, name="loss_masks")
+        full = concatenate(batch["loss_masks"]).to(device=device, dtype=torch.float32)
+        samples = repeat_per_token(torch.arange(len(layout.response_lengths), device=device), layout.response_lengths)
+        mask_sums = sum_per_sample(full, samples, num_samples=len(layout.response_lengths))
+        masks = full if layout.whole else full.index_select(0, layout.response_indices.to(device))
+        return cls(layout, masks, mask_sums)
+
+    def select(self, values: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+        """Returns the flat field [L] with exact 0 at masked positions. RolloutDataError naming a sample with a wrong length."""
+        check_lengths(values, self.layout.local_lengths, name=name)
+        return select_masked(concatenate(values).to(self.masks.device), self.masks)
+
+    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the flat field per sample."""
+        return list(flat.split(list(self.layout.local_lengths))) if self.layout.local_lengths else []
+
+
+def _current_log_probs(
+    config: LossConfig, args: Any, batch: dict[str, Any], logits: torch.Tensor, *, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    packed = PackedResponses(
+        batch["unconcat_tokens"],
+        batch["total_lengths"],
+        batch["response_lengths"],
+        batch["loss_masks"],
+        **get_rollout_top_p_logprob_kwargs(args, batch),
+    )
+    return compute_response_log_probs(logits, config, packed, with_entropy=with_entropy)
+
+
+def _required(batch: dict[str, Any], name: str, reason: str) -> Any:
+    value = batch.get(name)
+    if value is None:
+        raise RolloutDataError(f"the batch has no {name}, which {reason} needs.")
+    return value
+
+
+def _pg_loss_reducer(
+    config: LossConfig, batch: dict[str, Any], loss_masks: Sequence[torch.Tensor], default: Reducer
+) -> Reducer:
+    """Returns the reducer of the policy loss alone; every metric keeps the default one."""
+    lengths = (batch["total_lengths"], batch["response_lengths"])
+    per_token = config.calculate_per_token_loss
+    denominators = batch.get("rollout_mask_sums")
+    if config.custom_pg_loss_reducer_function_path is not None:
+        function = load_function(config.custom_pg_loss_reducer_function_path)
+        # upstream's contract has four arguments; one that also names `sample_denoms` can keep the per-rollout mean exact
+        extra = {"sample_denoms": denominators} if "sample_denoms" in inspect.signature(function).parameters else {}
+        return function(*lengths, loss_masks, per_token, **extra)
+    if config.advantage_estimator == "dr_grpo" and not per_token:
+        length = config.dr_grpo_length or config.rollout_max_response_len
+        if not length:
+            raise ConfigError(
+                "dr_grpo divides by a constant length: set --dr-grpo-length or --rollout-max-response-len."
+            )
+        return get_sum_of_sample_mean(*lengths, loss_masks, [float(length)] * len(loss_masks))
+    if loss_masks is batch["loss_masks"]:
+        return default
+    return get_sum_of_sample_mean(*lengths, loss_masks, denominators, per_token)
+
+
+def _correct_off_policy(
+    args: Any,
+    config: LossConfig,
+    batch: dict[str, Any],
+    tokens: _Tokens,
+    pg_loss: torch.Tensor,
+    train_log_probs: torch.Tensor,
+) -> tuple[torch.Tensor, Sequence[torch.Tensor], Metrics]:
+    """Returns (pg_loss, loss masks for it, per-token metrics) after TIS or the function that replaces it."""
+    rollout_log_probs = tokens.select(_required(batch, "rollout_log_probs", "--use-tis"), "rollout_log_probs")
+    path = config.custom_tis_function_path
+    function = vanilla_tis_function if path is None else load_function(path)
+    corrected, masks, metrics = function(
+        args=args,
+        pg_loss=pg_loss,
+        train_log_probs=tokens.split(train_log_probs),
+        rollout_log_probs=tokens.split(rollout_log_probs),
+        loss_masks=batch["loss_masks"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+    )
+    if not config.use_tis:  # only the metrics were asked for
+        return pg_loss, batch["loss_masks"], metrics
+    return corrected, masks, metrics
+
+
+def policy_loss_function(
+    args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
+) -> tuple[torch.Tensor, Metrics]:
+    """Returns (loss, metrics) of the policy: pg_loss - entropy_coef * entropy + kl_loss_coef * kl, each reduced over the micro-batch.
+
+    Old log-probs are the engine's with `use_rollout_logprobs`, else `batch["log_probs"]`, else the current ones (ratio exactly 1). Metrics are
+    detached scalars, reduced with the batch's own masks even where a correction rejects tokens from the loss.
+    """
+    config = LossConfig.from_args(args)
+    tokens = _Tokens.of(batch, logits.device)
+    log_probs, entropy = _current_log_probs(config, args, batch, logits, with_entropy=config.wants_entropy)
+    log_probs = select_masked(log_probs, tokens.masks)
+    _maybe_capture_log_probs(batch, tokens.split(log_probs))
+    recorded = batch.get("log_probs")
+    train_log_probs = log_probs.detach() if recorded is None else tokens.select(recorded, "log_probs")
+    old_log_probs = train_log_probs
+    if config.use_rollout_logprobs:
+        old_log_probs = tokens.select(
+            _required(batch, "rollout_log_probs", "--use-rollout-logprobs"), "rollout_log_probs"
+        )
+    advantages = tokens.select(batch["advantages"], "advantages")
+
+    ppo_kl = old_log_probs - log_probs
+    if config.advantage_estimator == "gspo" or config.use_opsm:
+        sequence_kl = compute_sequence_kl(
+            ppo_kl, tokens.masks, tokens.layout.sample_indices, tokens.mask_sums, sum_over_cp
+        )
+    if config.advantage_estimator == "gspo":
+        ppo_kl = repeat_per_token(sequence_kl, tokens.layout.local_lengths)
+    pg_loss, pg_clipfrac = get_policy_loss(config.advantage_estimator)(ppo_kl, log_probs, advantages, config.clip)
+
+    per_token: Metrics = {"pg_clipfrac": pg_clipfrac, "ppo_kl": ppo_kl}
+    if config.use_opsm:
+        keep = opsm_keep_mask(sequence_kl, advantages, tokens.layout.local_lengths, delta=config.opsm_delta)
+        pg_loss = select_masked(pg_loss, keep)
+        per_token["opsm_clipfrac"] = 1 - keep
+    loss_masks = batch["loss_masks"]
+    if config.use_tis or config.get_mismatch_metrics:
+        pg_loss, loss_masks, tis_metrics = _correct_off_policy(args, config, batch, tokens, pg_loss, train_log_probs)
+        per_token |= {"ois": torch.exp(-ppo_kl), **tis_metrics}
+
+    loss = pg_loss = _pg_loss_reducer(config, batch, loss_masks, sum_of_sample_mean)(pg_loss)
+    terms: Metrics = {"pg_loss": pg_loss}
+    if entropy is not None:
+        terms["entropy_loss"] = sum_of_sample_mean(entropy)
+        if config.entropy_coef != 0:
+            loss = loss - config.entropy_coef * terms["entropy_loss"]
+    if config.use_kl_loss:
+        reference = tokens.select(_required(batch, "ref_log_probs", "--use-kl-loss"), "ref_log_probs")
+        ratio = torch.exp(log_probs - old_log_probs) if config.use_unbiased_kl else None
+        kl = approximate_kl(log_probs, reference, kind=config.kl_loss_type, importance_ratio=ratio)
+        terms["kl_loss"] = sum_of_sample_mean(kl)
+        if config.kl_loss_coef != 0:
+            loss = loss + config.kl_loss_coef * terms["kl_loss"]
+    if batch.get("rollout_log_probs") is not None:
+        rollout_log_probs = tokens.select(batch["rollout_log_probs"], "rollout_log_probs")
+        per_token["train_rollout_logprob_abs_diff"] = (train_log_probs - rollout_log_probs).abs()
+    if batch.get("opd_reverse_kl") is not None:
+        per_token["opd_reverse_kl"] = tokens.select(batch["opd_reverse_kl"], "opd_reverse_kl")
+
+    metrics = {"loss": loss, **terms}
+    metrics |= {name: sum_of_sample_mean(values.detach()) for name, values in per_token.items()}
+    return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+def value_loss_function(
+    args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
+) -> tuple[torch.Tensor, Metrics]:
+    """Returns (loss, metrics) of a critic: the clipped squared error of its values [1, T, 1] against `batch["returns"]`."""
+    config = LossConfig.from_args(args)
+    tokens = _Tokens.of(batch, logits.device)
+    rows = take_rows(squeeze_logits(logits), tokens.layout.row_indices)
+    values = select_masked(rows.squeeze(-1), tokens.masks)
+    old_values, returns = tokens.select(batch["values"], "values"), tokens.select(batch["returns"], "returns")
+    losses, clipfrac = clipped_value_loss(values, old_values, returns, value_clip=config.value_clip)
+    loss = sum_of_sample_mean(losses)
+    return loss, {"value_loss": loss.detach(), "value_clipfrac": sum_of_sample_mean(clipfrac.detach())}
+
+
+def sft_loss_function(
+    args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
+) -> tuple[torch.Tensor, Metrics]:
+    """Returns (loss, metrics) of supervised fine-tuning: minus the reduced log-probs of the response, at the rollout temperature."""
+    log_probs, _ = _current_log_probs(LossConfig.from_args(args), args, batch, logits, with_entropy=False)
+    loss = -sum_of_sample_mean(log_probs)
+    return loss, {"loss": loss.detach()}
+
+
+def _loss_function_of(config: LossConfig) -> Callable[..., tuple[torch.Tensor, Metrics]]:
+    losses = {"policy_loss": policy_loss_function, "value_loss": value_loss_function, "sft_loss": sft_loss_function}
+    if config.loss_type == "custom_loss":
+        if config.custom_loss_function_path is None:
+            raise ConfigError("--loss-type custom_loss needs --custom-loss-function-path.")
+        return load_function(config.custom_loss_function_path)
+    if config.loss_type not in losses:
+        raise ConfigError(f"unknown loss type {config.loss_type!r}. Use one of {', '.join([*losses, 'custom_loss'])}.")
+    return losses[config.loss_type]
+
+
+def loss_function(
+    args: Any, batch: dict[str, Any], num_microbatches: int, step_global_batch_size: int, logits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Returns (loss, normaliser, {"keys", "values"}) of one micro-batch, scaled for Megatron's schedule.
+
+    Megatron divides by max(normaliser, 1) and by `num_microbatches` and averages gradients over DP x CP; in per-token mode it divides the
+    summed gradient once, by the normaliser summed over DP x CP. So the gradient of a step is that of the sum over rollouts /
+    `step_global_batch_size`, or in per-token mode of the sum over tokens / number of loss tokens.
+    `values` is fp64 [1 + metrics]: values[0] is the number of loss tokens in per-token mode and 0 otherwise, the others are this
+    rank's sums, which the step divides the same way.
+    """
+    config = LossConfig.from_args(args)
+    function = _loss_function_of(config)
+    per_token = config.calculate_per_token_loss
+    reducer = get_sum_of_sample_mean(
+        batch["total_lengths"],
+        batch["response_lengths"],
+        batch["loss_masks"],
+        batch.get("rollout_mask_sums"),
+        per_token,
+    )
+    if config.recompute_loss_function:
+        loss, metrics = checkpoint(
+            function, args, batch, logits, reducer, use_reentrant=False, preserve_rng_state=False
+        )
+    else:
+        loss, metrics = function(args, batch, logits, reducer)
+    if not loss.requires_grad:
+        # nothing to train on this rank: the backward pass must still run, or the ranks that share its collectives hang
+        loss = loss + logits[:, :0].sum()
+    if per_token:
+        masks = concatenate(batch["loss_masks"])
+        normaliser = (masks != 0).sum().to(device=logits.device, dtype=torch.int32)
+        first = normaliser
+        loss = loss * get_cp_size()
+    else:
+        normaliser = torch.ones((), dtype=torch.int32, device=logits.device)
+        first = torch.zeros((), device=logits.device)
+        loss = loss * (
+            num_microbatches / step_global_batch_size * mpu.get_data_parallel_world_size(with_context_parallel=True)
+        )
+    values = torch.stack(
+        [torch.as_tensor(value, device=logits.device).to(torch.float64) for value in (first, *metrics.values())]
+    )
+    return loss, normaliser, {"keys": list(metrics), "values": values}
+
+
+# ---------------------------------------------------------------- advantages
+
+
+def compute_advantages_and_returns(args: Any, rollout_data: dict[str, Any]) -> None:
+    """Adds "kl", "advantages" and "returns" to `rollout_data`, per sample [R], CP-local; on the last pipeline stage only.
+
+    Every rank of DP x CP must call it, also without samples: whitening is a collective. "kl" keeps the raw KL, in nats.
+    """
+    if not mpu.is_pipeline_last_stage():
+        return
+    config = LossConfig.from_args(args)
+    layout = get_response_layout(rollout_data["total_lengths"], rollout_data["response_lengths"])
+    log_probs = rollout_data.get("rollout_log_probs" if config.use_rollout_logprobs else "log_probs")
+    rollout_data["kl"] = kl = _compute_kl(config, layout, rollout_data, log_probs)
+
+    if config.custom_advantage_function_path is not None:
+        load_function(config.custom_advantage_function_path)(args, rollout_data)
+        reason = f"--custom-advantage-function-path {config.custom_advantage_function_path} must set, and what follows"
+        advantages, returns = (_required(rollout_data, name, reason) for name in ("advantages", "returns"))
+    else:
+        advantages, returns = _estimate(config, layout, rollout_data, kl)
+    if config.use_opd:
+        advantages = apply_opd_kl_to_advantages(args, rollout_data, advantages, log_probs)
+    if config.normalize_advantages:
+        advantages = _whiten(layout, rollout_data, advantages)
+    rollout_data["advantages"], rollout_data["returns"] = advantages, returns
+
+
+def _device_of(rollout_data: dict[str, Any]) -> torch.device:
+    """Returns where the per-token fields live, also on a rank that has no sample."""
+    for name in ("log_probs", "rollout_log_probs", "values", "loss_masks"):
+        tensors = rollout_data.get(name)
+        if tensors is not None and len(tensors):
+            return tensors[0].device
+    return get_accelerator().device
+
+
+def _compute_kl(
+    config: LossConfig, layout: ResponseLayout, rollout_data: dict[str, Any], log_probs
+) -> list[torch.Tensor]:
+    lengths = list(layout.local_lengths)
+    if not lengths:
+        return []
+    if log_probs is not None:
+        check_lengths(log_probs, lengths, name="log_probs")
+    if config.kl_coef == 0 or log_probs is None:
+        return list(torch.zeros(layout.num_local_tokens, device=_device_of(rollout_data)).split(lengths))
+    reference = _required(rollout_data, "ref_log_probs", "--kl-coef")
+    check_lengths(reference, lengths, name="ref_log_probs")
+    kl = approximate_kl(torch.cat(list(log_probs)), torch.cat(list(reference)), kind=config.kl_loss_type)
+    return list(kl.split(lengths))
+
+
+def _estimate(
+    config: LossConfig, layout: ResponseLayout, rollout_data: dict[str, Any], kl: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Returns (advantages, returns) per sample by the estimator of the options."""
+    estimator = ADVANTAGE_ESTIMATORS.get(config.advantage_estimator)
+    if estimator is None:
+        known = ", ".join(ADVANTAGE_ESTIMATORS)
+        raise NotImplementedError(f"unknown advantage estimator {config.advantage_estimator!r}. Use one of {known}.")
+    if not layout.local_lengths:
+        return [], []
+    local_kl = torch.cat(kl)
+    rewards = torch.as_tensor(rollout_data["rewards"], dtype=local_kl.dtype, device=local_kl.device)
+    full_masks = concatenate(rollout_data["loss_masks"]).to(local_kl.device)
+    check_lengths(rollout_data["loss_masks"], layout.response_lengths, name="loss_masks")
+    if estimator.needs_values:
+        return _estimate_with_critic(config, layout, rollout_data, (rewards, local_kl, full_masks))
+    if estimator.whole_response:
+        full_kl = all_gather_responses_with_cp(local_kl, layout)
+        columns = ResponseColumns(rewards, layout.response_lengths, full_masks, full_kl)
+        results = estimator.compute(columns, config.estimator)
+        return tuple(cut_to_local(result, layout) for result in results)
+    local_masks = slice_responses_with_cp(rollout_data["loss_masks"], layout, name="loss_masks").to(local_kl.device)
+    columns = ResponseColumns(rewards, layout.local_lengths, local_masks, local_kl)
+    results = estimator.compute(columns, config.estimator)
+    return tuple(list(result.split(list(layout.local_lengths))) for result in results)
+
+
+def _estimate_with_critic(
+    config: LossConfig,
+    layout: ResponseLayout,
+    rollout_data: dict[str, Any],
+    columns: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    rewards, local_kl, full_masks = columns
+    values = _required(rollout_data, "values", "--advantage-estimator ppo")
+    check_lengths(values, layout.local_lengths, name="values")
+    placed = torch.cat(cut_to_local(place_rewards(rewards, full_masks, layout.response_lengths), layout))
+    local_masks = torch.cat(cut_to_local(full_masks, layout))
+    token_rewards = placed - kl_penalty(local_kl, local_masks, kl_coef=config.kl_coef)
+    lists = (values, list(token_rewards.split(list(layout.local_lengths))))
+    # with nothing masked the call is upstream's own, which plug-ins replace
+    masks = {} if bool((full_masks != 0).all()) else {"loss_masks": rollout_data["loss_masks"]}
+    return get_advantages_and_returns_batch(
+        rollout_data["total_lengths"], rollout_data["response_lengths"], *lists, config.gamma, config.lambd, **masks
+    )
+
+
+def apply_opd_kl_to_advantages(
+    args: Any,
+    rollout_data: dict[str, Any],
+    advantages: list[torch.Tensor],
+    student_log_probs: Sequence[torch.Tensor] | None,
+) -> list[torch.Tensor]:
+    """Returns advantages - opd_kl_coef * (student - teacher log-prob); also writes them into the list `advantages` and adds "opd_reverse_kl".
+
+    Without student log-probs nothing happens. ValueError when the teacher's are missing.
+    """
+    if student_log_probs is None:
+        return advantages
+    teacher = _required(rollout_data, "teacher_log_probs", "--use-opd")
+    coef = LossConfig.from_args(args).opd_kl_coef
+    check_lengths(teacher, [len(values) for values in student_log_probs], name="teacher_log_probs")
+    pairs = [
+        distillation_advantages(advantage, student, reference.to(student.device), coef=coef)
+        for advantage, student, reference in zip(advantages, student_log_probs, teacher, strict=True)
+    ]
+    advantages[:] = [advantage for advantage, _ in pairs]
+    rollout_data["opd_reverse_kl"] = [reverse_kl for _, reverse_kl in pairs]
+    return advantages
+
+
+def _whiten(layout: ResponseLayout, rollout_data: dict[str, Any], advantages: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns advantages whitened over the trained tokens of all DP x CP ranks."""
+    device = advantages[0].device if advantages else _device_of(rollout_data)
+    flat = concatenate(advantages).to(device)
+    masks = slice_responses_with_cp(rollout_data["loss_masks"], layout, name="loss_masks").to(device)
+    group = mpu.get_data_parallel_group(with_context_parallel=True)
+    whitened = distributed_masked_whiten(flat, masks, process_group=group, shift_mean=True)
+    return list(whitened.split(list(layout.local_lengths))) if advantages else []
