@@ -1,0 +1,76 @@
+"""Options of checkpoints, initial weights and weight updates."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from slime.config.option import option
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointOptions:
+    """Checkpoints and initial weights"""
+
+    hf_checkpoint: str | None = option(
+        None, "Hugging Face model folder: model shape, tokenizer, and the initial weights where --load has none."
+    )
+    load: str | None = option(
+        None,
+        "Folder to resume from: a Megatron checkpoint folder of an earlier --save, or a Hugging Face folder (weights only).",
+    )
+    save: str | None = option(None, "Folder for checkpoints; each is an iter_0000012 below it, published as a whole.")
+    save_interval: int | None = option(None, "Save after every this many rollouts; None: only after the last one.")
+    ckpt_step: int | None = option(None, "Iteration of --load to resume from; None: the latest published one.")
+    finetune: bool = option(False, "Take only the weights from --load and start counting rollouts at 0.")
+    no_load_optim: bool = option(False, "Do not load optimizer and scheduler state from --load.")
+    no_load_rng: bool = option(False, "Do not load random states from --load.")
+    no_save_optim: bool = option(
+        False, "Leave optimizer and scheduler state out of checkpoints; such a checkpoint cannot be resumed exactly."
+    )
+    no_save_rng: bool = option(False, "Leave random states out of checkpoints.")
+    keep_checkpoints: int | None = option(
+        None, "Checkpoints to keep in --save, newest first; older ones are deleted after a verified save. None: all."
+    )
+    ref_load: str | None = option(
+        None, "Weights of the reference policy: Megatron checkpoint or Hugging Face folder; None: the initial weights."
+    )
+    ref_ckpt_step: int | None = option(None, "Iteration of --ref-load; None: its latest.")
+    critic_load: str | None = option(
+        None, "Folder the critic resumes from; None: the critic starts from --hf-checkpoint with a new value head."
+    )
+    critic_save: str | None = option(None, "Folder for the critic's checkpoints; None: they are not saved.")
+    save_hf: str | None = option(
+        None,
+        "Also export Hugging Face weights here at every save; {rollout_id} in the path is replaced by the rollout's number.",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightUpdateOptions:
+    """Weight updates of the engines"""
+
+    update_weight_buffer_size: int = option(512 * 1024 * 1024, "Bytes of weights gathered and sent at a time.")
+    update_weight_transport: str = option(
+        "tensor",
+        "How weights reach the engines: in memory without a file, or through a folder both sides see.",
+        choices=("tensor", "disk"),
+    )
+    update_weight_disk_dir: str | None = option(None, "Folder for --update-weight-transport disk.")
+    check_weight_update_equal: bool = option(
+        False, "After each update compare the engines' weight checksum with the trainer's; stop if they differ."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedParameterOptions:
+    """Which parameters train"""
+
+    only_train_params_name_list: list[str] | None = option(
+        None, "Regular expressions; only parameters whose Megatron name matches one are trained."
+    )
+    freeze_params_name_list: list[str] | None = option(
+        None, "Regular expressions; parameters whose Megatron name matches one are not trained."
+    )
+    custom_megatron_init_path: str | None = option(
+        None, "Function(args) called on every training rank after model-parallel groups exist."
+    )
