@@ -13,44 +13,35 @@ from slime.exceptions import RolloutDataError
 from slime.rollout.rewards import RewardStatistics, normalize_rewards, raw_rewards_of, reward_number
 from slime.utils.ragged import as_array
 from slime.utils.rollout_batch import RolloutBatch, build_column, check_rows
-from slime.utils.rollout_fields import CONTRACT, FieldSpec, Origin, Scope
+from slime.utils.rollout_fields import CONTRACT, FieldSpec, Origin
 
 logger = logging.getLogger(__name__)
-
-GROUP_NORMALIZED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
-STD_NORMALIZED = ("grpo", "gspo", "cispo")
-
 
 @dataclasses.dataclass(frozen=True)
 class ColumnsConfig:
     """What the conversion needs to know of the options."""
 
     reward_key: str | None = None
-    advantage_estimator: str = "grpo"
-    rewards_normalization: bool = True
-    grpo_std_normalization: bool = True
+    group_baseline: bool = True  # rewards are normalized by group
+    leave_one_out: bool = False
+    divide_by_std: bool = True
     removed_samples_in_baseline: bool = False
     require_top_p_tokens: bool = False
 
     @staticmethod
     def from_args(args: Any) -> ColumnsConfig:
-        """From the reward, algorithm and rollout options."""
+        """From the reward, algorithm and rollout options; which baseline an estimator has is written down beside the estimators."""
+        from slime.algorithms.advantages import BASELINES
+
+        baseline = BASELINES.get(args.advantage_estimator)
         return ColumnsConfig(
             reward_key=args.reward_key,
-            advantage_estimator=args.advantage_estimator,
-            rewards_normalization=args.rewards_normalization,
-            grpo_std_normalization=args.grpo_std_normalization,
+            group_baseline=baseline is not None and args.rewards_normalization,
+            leave_one_out=baseline is not None and baseline.leave_one_out,
+            divide_by_std=baseline is not None and baseline.may_divide_by_std and args.grpo_std_normalization,
             removed_samples_in_baseline=args.removed_samples_in_baseline,
             require_top_p_tokens=args.rollout_top_p != 1.0,
         )
-
-    @property
-    def normalizes(self) -> bool:
-        return self.rewards_normalization and self.advantage_estimator in GROUP_NORMALIZED
-
-    @property
-    def divides_by_std(self) -> bool:
-        return self.grpo_std_normalization and self.advantage_estimator in STD_NORMALIZED
 
 
 # --- identities ----------------------------------------------------------------------------------------------------------
@@ -90,11 +81,16 @@ def compute_rewards(samples: Sequence[Any], config: ColumnsConfig) -> tuple[list
     Rewards are normalized by group for the estimators that ask for it, else equal to the raw ones.
     """
     raw_N = raw_rewards_of(samples, config.reward_key)
-    if not config.normalizes:
+    if not config.group_baseline:
         return raw_N.tolist(), raw_N.tolist(), None
     valid = [counts_in_baseline(sample, removed_count=config.removed_samples_in_baseline) for sample in samples]
     rewards_N, statistics = normalize_rewards(
-        raw_N, group_ids_of(samples), valid, divide_by_std=config.divides_by_std, rollout_ids=rollout_ids_of(samples)
+        raw_N,
+        group_ids_of(samples),
+        valid,
+        divide_by_std=config.divide_by_std,
+        leave_one_out=config.leave_one_out,
+        rollout_ids=rollout_ids_of(samples),
     )
     if statistics.num_groups and statistics.num_groups == statistics.num_singleton_groups:
         logger.warning(
@@ -146,7 +142,7 @@ def build_train_columns(samples: Sequence[Any], rewards: tuple[Sequence[float], 
     for name, values in entries.items():
         batch[name] = build_column(CONTRACT[name], values, required=valid)
     _check_masks(batch)
-    check_rows(batch, _rows_to_check(batch, valid))
+    check_rows(batch, positions=np.flatnonzero(valid))
     if config.require_top_p_tokens and "rollout_top_p_token_ids" not in batch and valid.any():
         raise RolloutDataError(
             "--rollout-top-p is not 1, so the trainer needs the ids that nucleus sampling kept, but no sample has rollout_top_p_token_ids. "
@@ -201,14 +197,6 @@ def _loss_masks(samples: Sequence[Any], responses: np.ndarray) -> list[np.ndarra
         else:
             masks.append(as_array(sample.loss_mask, "uint8", what=f"loss_mask of sample {sample.index}"))
     return masks
-
-
-def _rows_to_check(batch: RolloutBatch, valid: np.ndarray) -> list[str]:
-    """TOKEN fields whose lengths bind every sample. Where some samples are invalid, optional fields are checked by the split, which leaves
-    those samples out."""
-    always = ("tokens", "loss_masks")
-    optional = [spec.name for spec in CONTRACT if spec.scope is Scope.TOKEN and spec.name in batch and spec.name not in always]
-    return [*always, *(optional if valid.all() else [])]
 
 
 def _check_masks(batch: RolloutBatch) -> None:

@@ -38,13 +38,15 @@ def normalize_rewards(
     valid: Sequence[bool],
     *,
     divide_by_std: bool,
+    leave_one_out: bool = False,
     rollout_ids: Sequence[int] | None = None,
 ) -> tuple[np.ndarray, RewardStatistics]:
-    """`(normalized, statistics)`: each reward minus its group's mean, float64 [N]; with `divide_by_std` over (unbiased std + 1e-6).
+    """`(normalized, statistics)`: each reward minus its group's mean, float64 [N]; with `divide_by_std` over (unbiased std + 1e-6),
+    with `leave_one_out` minus the mean of the other members.
 
     Mean and std are over the group's valid executions: the samples of one rollout count as one member, with their mean reward. Members that
     are not valid, or whose reward is not finite, change nothing and get 0. A group with one member, or with no spread, gives 0.
-    (GRPO, arXiv 2402.03300; without the std, Dr. GRPO, arXiv 2503.20783.)
+    (GRPO, arXiv 2402.03300; without the std, Dr. GRPO, arXiv 2503.20783; leave-one-out, RLOO, arXiv 2402.14740.)
     """
     rewards_N = np.asarray(rewards, dtype=np.float64)
     counts_N = np.asarray(valid, dtype=bool) & np.isfinite(rewards_N)
@@ -73,6 +75,8 @@ def normalize_rewards(
         squares_G = np.bincount(member_group, weights=(shifted - mean_G[member_group]) ** 2, minlength=num_groups)
         std_G = np.sqrt(squares_G / np.maximum(size_G - 1, 1))
         result = result / (std_G[group] + STD_EPSILON)
+    if leave_one_out:
+        result = result * (size_G / np.maximum(size_G - 1, 1))[group]
     normalized_N[chosen] = np.where(has_spread_G[group], result, 0.0)
     singles = size_G == 1
     return normalized_N, RewardStatistics(num_groups, int(singles.sum()), int((~has_spread_G & ~singles).sum()), excluded)

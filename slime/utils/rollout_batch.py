@@ -402,11 +402,15 @@ def _check_counts(batch: RolloutBatch, *, num_local: int, num_whole: int) -> Non
             raise RolloutDataError(f"{name!r} has {len(value)} entries, but {covers} has {expected} samples.")
 
 
-def check_rows(batch: RolloutBatch, names: Iterable[str] | None = None) -> None:
-    """Raises `RolloutDataError` naming the first sample whose entry of a TOKEN field has another length than its declaration says."""
+def check_rows(batch: RolloutBatch, names: Iterable[str] | None = None, *, positions: np.ndarray | None = None) -> None:
+    """Raises `RolloutDataError` naming the first sample whose entry of a TOKEN field has another length than its declaration says.
+
+    `positions`: the samples that must fit (default all); `names`: the fields to look at (default all).
+    """
     totals = np.asarray(batch.array("total_lengths"), dtype=np.int64)
     responses = np.asarray(batch.array("response_lengths"), dtype=np.int64)
-    bad = np.flatnonzero((responses < 0) | (responses > totals))
+    chosen = np.arange(len(totals)) if positions is None else positions
+    bad = chosen[(responses[chosen] < 0) | (responses[chosen] > totals[chosen])]
     if len(bad):
         i = int(bad[0])
         raise RolloutDataError(f"Sample at position {i} has response_length {responses[i]} but {totals[i]} tokens in all.")
@@ -415,12 +419,12 @@ def check_rows(batch: RolloutBatch, names: Iterable[str] | None = None) -> None:
         if spec is None or spec.scope is not Scope.TOKEN or spec.rows in (None, Rows.FREE):
             continue
         lengths, expected = batch.column(name).lengths, spec.expected_rows(totals, responses)
-        bad = np.flatnonzero(lengths != expected)
+        bad = chosen[lengths[chosen] != expected[chosen]]
         if len(bad):
             i = int(bad[0])
             raise RolloutDataError(
                 f"{name}[{i}] has {lengths[i]} rows, expected {expected[i]} ({spec.rows.value}; total_length {totals[i]}, "
-                f"response_length {responses[i]}); {len(bad)} of {len(lengths)} samples differ."
+                f"response_length {responses[i]}); {len(bad)} of {len(chosen)} samples differ."
             )
 
 

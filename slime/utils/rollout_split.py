@@ -1,0 +1,248 @@
+"""The whole rollout batch to one shard per data-parallel rank: who trains what, and the arrays that travel.
+
+`plan_split` decides and computes what needs every sibling (loss denominators); `make_shards` gathers each rank's arrays, in consumption order,
+one rank at a time, so that no more than one shard is in memory beside the batch. Samples that no step trains stay in the whole-batch
+fields (pass@k, raw reward) and are counted by reason.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from slime.exceptions import ConfigError, RolloutDataError
+from slime.utils.dp_schedule import ScheduleConfig, SchedulePlan, plan_schedule, plan_step_sizes
+from slime.utils.ragged import Parts, Ragged, Scalars, is_tensor
+from slime.utils.rollout_batch import RolloutBatch, Stage, batch_from_lists, build_column, check_rows, column_dtype
+from slime.utils.rollout_fields import CONTRACT, Extent, FieldSpec, Scope
+
+TRAILING, FULLY_MASKED = "trailing", "fully_masked"
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitConfig:
+    """What the split needs to know of the options and of the trainer's layout."""
+
+    global_batch_size: int
+    expected_rollouts: int  # rollouts of a full batch: prompts * samples per prompt
+    schedule: ScheduleConfig
+    keep_trailing: bool = False
+    pad_to: int = 0  # packed rows are padded to a multiple of this many tokens; 0: laid out by the trainer
+
+    @staticmethod
+    def from_args(args: Any, train_parallel_config: Mapping[str, int]) -> SplitConfig:
+        """From the batching options and the trainer's dp_size, cp_size, vpp_size, microbatch_group_size_per_vp_stage and (optional) tp_size."""
+        expected = args.rollout_batch_size * args.n_samples_per_prompt
+        size = args.global_batch_size
+        if size is None:
+            if not args.num_steps_per_rollout:
+                raise ConfigError("Give --global-batch-size, or --num-steps-per-rollout from which it follows.")
+            size = max(1, expected // args.num_steps_per_rollout)
+        # under context parallelism a rank's row interleaves chunks of all sequences, so the trainer gathers it
+        one_rank_row = train_parallel_config.get("cp_size", 1) == 1
+        return SplitConfig(
+            global_batch_size=size,
+            expected_rollouts=expected,
+            schedule=ScheduleConfig.from_args(args, train_parallel_config),
+            keep_trailing=args.keep_trailing_rollouts,
+            pad_to=args.data_pad_size_multiplier * train_parallel_config.get("tp_size", 1) if one_rank_row else 0,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitPlan:
+    """The schedule in positions of the whole batch, what needs all siblings, and what became of every sample."""
+
+    schedule: SchedulePlan
+    rollout_mask_sums_N: np.ndarray  # float32 [N]: trainable tokens of the sample's rollout
+    rollout_sample_counts_N: np.ndarray  # int32 [N]: trained samples of the sample's rollout
+    owner_ranks_N: np.ndarray  # int16 [N]: -1 where no step trains the sample
+    global_batch_sizes: list[int]  # per step, rollouts with a trainable token (at least 1, the loss divides by it)
+    num_trained_samples: int
+    dropped: dict[str, int]  # samples by reason
+
+    def metrics(self) -> dict[str, float]:
+        """`schedule/...` numbers of the batch."""
+        return {**self.schedule.metrics(), "schedule/trained_rollouts": sum(self.global_batch_sizes) if self.num_trained_samples else 0}
+
+
+def plan_split(data: Mapping[str, Any], config: SplitConfig) -> tuple[RolloutBatch, SplitPlan]:
+    """The completed whole batch, and the plan of its split. `data` is a `RolloutBatch` or a custom converter's dict of lists.
+
+    Raises `RolloutDataError` where a field of a sample that trains does not fit the sample, or the plan is not a disjoint cover.
+    """
+    batch = _complete(batch_from_lists(data))
+    valid_N = batch.array("valid")
+    check_rows(batch, positions=np.flatnonzero(valid_N))
+    lengths_N = batch.array("total_lengths").astype(np.int64)
+    rollout_ids_N = batch.array("rollout_ids")
+    candidates = np.flatnonzero(valid_N)
+    step_sizes = plan_step_sizes(
+        len(np.unique(rollout_ids_N[candidates])),
+        config.global_batch_size,
+        expected_rollouts=config.expected_rollouts,
+        keep_trailing=config.keep_trailing,
+    )
+    local = plan_schedule(lengths_N[candidates], rollout_ids_N[candidates].tolist(), step_sizes=step_sizes, config=config.schedule)
+    schedule = dataclasses.replace(
+        local,
+        partitions=[candidates[part].tolist() for part in local.partitions],
+        dropped=candidates[local.dropped].tolist(),
+    )
+    owner_ranks_N = _owners(schedule.partitions, len(lengths_N))
+    return batch, _with_denominators(batch, schedule, owner_ranks_N)
+
+
+def _complete(batch: RolloutBatch) -> RolloutBatch:
+    """The batch with every field that the split needs; what a custom converter left out gets its neutral value."""
+    batch = batch.copy()
+    num_samples = len(batch.raw("tokens"))
+    token_lengths = batch.column("tokens").lengths
+    defaults: dict[str, Any] = {
+        "total_lengths": lambda: token_lengths,
+        "response_lengths": lambda: batch.column("loss_masks").lengths if "loss_masks" in batch else token_lengths,
+        "loss_masks": lambda: [np.ones(n, dtype=np.uint8) for n in batch.array("response_lengths").tolist()],
+        "rollout_ids": lambda: np.arange(num_samples),
+        "valid": lambda: np.ones(num_samples, dtype=bool),
+    }
+    for name, make in defaults.items():
+        if name not in batch:
+            batch[name] = build_column(CONTRACT[name], make())
+    for name in list(dict.keys(batch)):
+        spec = CONTRACT.find(name)
+        if spec is not None and spec.per_sample and len(batch.raw(name)) != num_samples:
+            raise RolloutDataError(f"{name!r} has {len(batch.raw(name))} entries for {num_samples} samples.")
+    return batch
+
+
+def _owners(partitions: list[list[int]], num_samples: int) -> np.ndarray:
+    owners_N = np.full(num_samples, -1, dtype=np.int16)
+    for rank, part in enumerate(partitions):
+        if (owners_N[part] >= 0).any() or len(set(part)) != len(part):
+            raise RolloutDataError(f"The schedule gives a sample to rank {rank} twice, or to two ranks.")
+        owners_N[part] = rank
+    return owners_N
+
+
+def _with_denominators(batch: RolloutBatch, schedule: SchedulePlan, owner_ranks_N: np.ndarray) -> SplitPlan:
+    """Loss denominators over the samples that train: a sibling that was rejected or left over adds no tokens to them."""
+    trained_N = owner_ranks_N >= 0
+    masks = batch.column("loss_masks")
+    entries = masks.parts if isinstance(masks, Parts) else masks.as_list()
+    mask_sums_N = np.array([int(np.count_nonzero(mask)) for mask in entries], dtype=np.int64)
+    _, rollout_N = np.unique(batch.array("rollout_ids"), return_inverse=True)
+    sums = np.bincount(rollout_N, weights=np.where(trained_N, mask_sums_N, 0))
+    counts = np.bincount(rollout_N, weights=trained_N)
+    trainable_rollouts = sums > 0
+    step_of_rollout = _steps_of_rollouts(schedule, rollout_N, len(sums))
+    sizes = [int(np.count_nonzero(trainable_rollouts & (step_of_rollout == step))) for step in range(len(schedule.num_microbatches))]
+    masked_N = trained_N & (sums[rollout_N] == 0)
+    dropped = collections.Counter({TRAILING: len(schedule.dropped), FULLY_MASKED: int(masked_N.sum())})
+    valid = batch.array("valid")
+    reasons = batch["invalid_reason"] if "invalid_reason" in batch else [None] * len(valid)
+    dropped.update(reasons[i] or "invalid" for i in np.flatnonzero(~valid).tolist())
+    return SplitPlan(
+        schedule=schedule,
+        rollout_mask_sums_N=sums[rollout_N].astype(np.float32),
+        rollout_sample_counts_N=counts[rollout_N].astype(np.int32),
+        owner_ranks_N=owner_ranks_N,
+        global_batch_sizes=[max(size, 1) for size in sizes],
+        num_trained_samples=int((trained_N & ~masked_N).sum()),
+        dropped={reason: count for reason, count in dropped.items() if count},
+    )
+
+
+def _steps_of_rollouts(schedule: SchedulePlan, rollout_N: np.ndarray, num_rollouts: int) -> np.ndarray:
+    """The step that trains each rollout, int64, -1 for none."""
+    steps = np.full(num_rollouts, -1, dtype=np.int64)
+    bounds = np.cumsum([0, *schedule.num_microbatches]).tolist()
+    for part, micro_batches in zip(schedule.partitions, schedule.micro_batch_indices, strict=True):
+        for step, (low, high) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+            local = [i for indices in micro_batches[low:high] for i in indices]
+            steps[rollout_N[[part[i] for i in local]]] = step
+    return steps
+
+
+def make_shards(batch: RolloutBatch, plan: SplitPlan, config: SplitConfig) -> Iterator[RolloutBatch]:
+    """One shard per data-parallel rank, in rank order, made when asked for."""
+    made = {
+        "rollout_mask_sums": Scalars(plan.rollout_mask_sums_N),
+        "rollout_sample_counts": Scalars(plan.rollout_sample_counts_N),
+        "owner_ranks": Scalars(plan.owner_ranks_N),
+    }
+    columns = {name: _shippable(batch, name) for name in dict.keys(batch) if name not in made and name != "invalid_reason"}
+    dtypes = {name: column_dtype(CONTRACT[name], column) for name, column in columns.items() if isinstance(column, Parts)}
+    for rank, partition in enumerate(plan.schedule.partitions):
+        micro_batches = plan.schedule.micro_batch_indices[rank]
+        positions = np.asarray(partition, dtype=np.int64)
+        info = {"num_whole": len(plan.owner_ranks_N), "dp_rank": rank, "dp_size": len(plan.schedule.partitions)}
+        shard = RolloutBatch(stage=Stage.SHARD, info=info)
+        for name, column in {**columns, **made}.items():
+            spec = CONTRACT.find(name) or FieldSpec(name, Scope.SAMPLE)
+            if spec.extent is Extent.WHOLE or spec.ships_whole:
+                shard[name] = column
+            elif isinstance(column, Parts) and name == "tokens" and config.pad_to:
+                padding, lead, rows = plan_row_padding(column.lengths[positions], micro_batches, pad_to=config.pad_to)
+                shard[name] = column.gather(partition, dtype=dtypes[name], padding=padding, lead=lead)
+                shard.info.update(pad_to=config.pad_to, row_offsets=rows)
+            elif isinstance(column, Parts):
+                shard[name] = column.gather(partition, dtype=dtypes[name])
+            elif isinstance(column, Scalars):
+                shard[name] = column.select(positions)
+            else:
+                shard[name] = column[positions] if is_tensor(column) else [column[i] for i in partition]
+        shard["partition"] = Scalars(positions)
+        shard["micro_batch_indices"] = micro_batches
+        shard["num_microbatches"] = list(plan.schedule.num_microbatches)
+        shard["global_batch_sizes"] = list(plan.global_batch_sizes)
+        yield shard
+
+
+def _shippable(batch: RolloutBatch, name: str) -> Any:
+    """The column as `make_shards` wants it: `Parts` for arrays per sample, `Scalars` for numbers, else the list."""
+    spec = CONTRACT.find(name)
+    if spec is None or not spec.per_sample:
+        return batch[name]
+    if spec.scope is Scope.SAMPLE and spec.wire_dtype is None:
+        return batch[name]
+    column = batch.column(name)
+    if isinstance(column, Ragged):
+        return build_column(spec, column.as_list())
+    return column
+
+
+def plan_row_padding(lengths: np.ndarray, micro_batches: list[list[int]], *, pad_to: int) -> tuple[np.ndarray, int, list[int]]:
+    """`(padding [N], lead, row_offsets [micro-batches + 1])` so that each micro-batch is one row of a multiple of `pad_to` tokens.
+
+    Padding follows a micro-batch's last sample. An empty micro-batch is a row of padding alone: it belongs to the sample before it, or, before
+    the first sample, to `lead`.
+    """
+    padding, lead, rows, last = np.zeros(len(lengths), dtype=np.int64), 0, [0], -1
+    for indices in micro_batches:
+        tokens = int(lengths[indices].sum()) if indices else 0
+        width = max(pad_to, -(-tokens // pad_to) * pad_to)
+        last = indices[-1] if indices else last
+        if last < 0:
+            lead += width - tokens
+        else:
+            padding[last] += width - tokens
+        rows.append(rows[-1] + width)
+    return padding, lead, rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """The plan and the shards, which are made when iterated (once)."""
+
+    plan: SplitPlan
+    shards: Iterator[RolloutBatch]
+
+
+def split_by_dp(data: Mapping[str, Any], config: SplitConfig) -> Split:
+    """Plans the split of `data` and returns it with its shards, one `RolloutBatch` per data-parallel rank."""
+    batch, plan = plan_split(data, config)
+    return Split(plan, make_shards(batch, plan, config))
