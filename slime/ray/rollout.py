@@ -1,0 +1,205 @@
+"""`RolloutManager`: the wiring from prompts to shards - engines, rollout function, gate, rewards, columns, split. No arithmetic here.
+
+    data_source -> rollout function -> gate -> rewards by group -> columns -> split by data-parallel rank -> [ray.put]
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import ray
+
+from slime.exceptions import RolloutDataError
+from slime.observability import rollout_metrics
+from slime.observability.ledger import Ledger
+from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log
+from slime.observability.timer import Timer, timer
+from slime.ray.rollout_servers import start_rollout_servers
+from slime.ray.utils import Lock, wait_for
+from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
+from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
+from slime.rollout.engine_client import set_engines
+from slime.rollout.postprocess.shell import Gate
+from slime.rollout.sample_hooks import set_current_rollout_id
+from slime.rollout.structure import flatten_samples, validate_rollout_id_annotated
+from slime.utils.http_utils import init_http_client
+from slime.utils.metric_utils import compute_rollout_step
+from slime.utils.misc import Box, load_function
+from slime.utils.processing_utils import shared_tokenizer
+from slime.utils.rollout_dump import load_debug_rollout_data, save_debug_rollout_data
+from slime.utils.rollout_split import SplitConfig, SplitPlan, split_by_dp
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutManager:
+    """Ray actor that owns the data source, the engines, the rollout function and the gate."""
+
+    def __init__(self, args: Any, pg: tuple) -> None:
+        configure_logger()
+        self.args = args
+        init_tracking(args, primary=False)
+        self.data_source = load_function(args.data_source_path)(args)
+        self.generate_rollout = load_function(args.rollout_function_path)
+        self.eval_generate_rollout = load_function(args.eval_function_path or args.rollout_function_path)
+        self.custom_reward_post_process_func = _load_optional(args.custom_reward_post_process_path)
+        self.custom_convert_samples_to_train_data_func = _load_optional(args.custom_convert_samples_to_train_data_path)
+        self.gate = Gate.from_args(args, shared_tokenizer(args.hf_checkpoint) if args.hf_checkpoint else None)
+        self.train_parallel_config: dict[str, int] | None = None
+        self.rollout_engine_lock = Lock.remote()
+        self.server = start_rollout_servers(args, pg)
+        if self.server.client_urls:
+            set_engines(self.server.client_urls, is_router=self.server.router is not None)
+            init_http_client(args)
+        self._num_new_engines = len(self.server.engines)
+        self._last_generate_started: float | None = None
+
+    # --- what the driver calls ---------------------------------------------------------------------------------------
+
+    def generate(self, rollout_id: int) -> list[Box] | None:
+        """One box (a reference to a shard) per data-parallel rank, or None with --debug-rollout-only."""
+        started = time.monotonic()
+        iteration_seconds = None if self._last_generate_started is None else started - self._last_generate_started
+        self._last_generate_started = started
+        set_current_rollout_id(rollout_id)
+        output = self._get_rollout_data(rollout_id)
+        all_samples = flatten_samples(output.samples)
+        rollout_time = time.monotonic() - started
+        with timer("gate"):
+            judged = self.gate.run(all_samples, rollout_id, iteration_seconds=iteration_seconds)
+        samples = judged.samples
+        if self.args.save_debug_rollout_data:
+            save_debug_rollout_data(self.args.save_debug_rollout_data, samples, rollout_id=rollout_id, evaluation=False)
+        extra = {**(output.metrics or {}), **self.gate.metrics(judged)}
+        rollout_metrics.log_rollout_data(rollout_id, self.args, samples, extra, rollout_time)
+        if self.args.debug_rollout_only:
+            return None
+        with timer("convert_samples"):
+            data = self._convert_samples_to_train_data(samples)
+            boxes, plan = self._split(data)
+        self.gate.record_placement(rollout_id, judged, plan.schedule.partitions)
+        self._log_split(rollout_id, len(all_samples) + sum(output.dropped.values()), plan, output, judged)
+        return boxes
+
+    def eval(self, rollout_id: int) -> None:
+        """Scores the evaluation datasets and logs the result under eval/."""
+        if self.args.debug_train_only:
+            return
+        set_current_rollout_id(rollout_id)
+        output = call_rollout_fn(self.eval_generate_rollout, self.args, rollout_id, self.data_source, evaluation=True)
+        samples = [sample for dataset in output.data.values() for sample in flatten_samples(dataset["samples"])]
+        if self.args.save_debug_rollout_data:
+            save_debug_rollout_data(self.args.save_debug_rollout_data, samples, rollout_id=rollout_id, evaluation=True)
+        judged = self.gate.run(samples, rollout_id, evaluation=True)
+        extra = {**(output.metrics or {}), **{f"eval/{name}": value for name, value in self.gate.metrics(judged).items()}}
+        rollout_metrics.log_eval_rollout_data(rollout_id, self.args, output.data, extra)
+
+    def save(self, rollout_id: int) -> None:
+        """Writes the data position in which `rollout_id` is the last rollout trained."""
+        self.data_source.save(rollout_id)
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """Restores that position."""
+        self.data_source.load(rollout_id)
+
+    def get_num_rollout_per_epoch(self) -> int | None:
+        """Rollouts that one pass over the prompts makes; None without a dataset."""
+        return len(self.data_source) // self.args.rollout_batch_size if len(self.data_source) else None
+
+    def set_train_parallel_config(self, config: dict[str, int]) -> None:
+        """How the trainers are laid out: dp_size (without CP), cp_size, vpp_size, microbatch_group_size_per_vp_stage, tp_size."""
+        self.train_parallel_config = dict(config)
+
+    def dispose(self) -> None:
+        """Stops engines and writers."""
+        self.gate.close()
+        finish_tracking(self.args)
+        self.server.stop()
+
+    # --- engines -----------------------------------------------------------------------------------------------------
+
+    @property
+    def rollout_engines(self) -> list[Any]:
+        return self.server.engines
+
+    def get_updatable_engines_and_lock(self) -> tuple:
+        """(engines, lock, number of new engines, devices per engine, device offsets, parallel configs)."""
+        size = self.args.rollout_num_gpus_per_engine
+        count = len(self.rollout_engines)
+        offsets = [size * rank for rank in range(count)]
+        return self.rollout_engines, self.rollout_engine_lock, self._num_new_engines, [size] * count, offsets, [{}] * count
+
+    def clear_updatable_num_new_engines(self) -> None:
+        """Notes that every engine has the current weights."""
+        self._num_new_engines = 0
+
+    def check_weights(self, action: str = "checksum") -> list[str]:
+        """Each engine's checksum of its weights."""
+        if action != "checksum":
+            raise RolloutDataError(f"check_weights knows 'checksum', not {action!r}")
+        refs = [engine.weights_checksum.remote() for engine in self.rollout_engines]
+        return wait_for(refs, what="checksums of the engines", timeout_s=self.args.step_timeout)
+
+    # --- samples to shards -------------------------------------------------------------------------------------------
+
+    def _get_rollout_data(self, rollout_id: int) -> RolloutFnTrainOutput:
+        if self.args.load_debug_rollout_data:
+            samples = load_debug_rollout_data(
+                self.args.load_debug_rollout_data,
+                rollout_id=rollout_id,
+                subsample_ratio=self.args.load_debug_rollout_data_subsample,
+            )
+            return RolloutFnTrainOutput(samples=samples)
+        with timer("generate"):
+            output = call_rollout_fn(self.generate_rollout, self.args, rollout_id, self.data_source, evaluation=False)
+        validate_rollout_id_annotated(output.samples)
+        return output
+
+    def _post_process_rewards(self, samples: list[Sample]) -> tuple[list[float], list[float]]:
+        """(raw rewards, rewards): as scored, and normalized by group where the estimator asks for it."""
+        if self.custom_reward_post_process_func is not None:
+            return self.custom_reward_post_process_func(self.args, samples)
+        raw, rewards, statistics = compute_rewards(samples, ColumnsConfig.from_args(self.args))
+        self._reward_metrics = statistics.metrics() if statistics is not None else {}
+        return raw, rewards
+
+    def _convert_samples_to_train_data(self, samples: list[Sample]) -> Any:
+        """The whole batch as columns, or what a custom converter makes of it."""
+        self._reward_metrics = {}
+        if self.custom_convert_samples_to_train_data_func is not None:
+            return self.custom_convert_samples_to_train_data_func(self.args, samples)
+        return build_train_columns(samples, self._post_process_rewards(samples), ColumnsConfig.from_args(self.args))
+
+    def _split(self, data: Any) -> tuple[list[Box], SplitPlan]:
+        if self.train_parallel_config is None:
+            raise RolloutDataError("the trainers have not told how they are laid out; call set_train_parallel_config first")
+        split = split_by_dp(data, SplitConfig.from_args(self.args, self.train_parallel_config))
+        return [Box(ray.put(shard)) for shard in split.shards], split.plan
+
+    def _split_train_data_by_dp(self, data: Any) -> list[Box]:
+        """One box per data-parallel rank, index = rank without CP."""
+        return self._split(data)[0]
+
+    def _log_split(self, rollout_id: int, num_sampled: int, plan: SplitPlan, output: RolloutFnTrainOutput, judged: Any) -> None:
+        """Conservation - sampled = trained + dropped by reason - checked and logged, with the schedule and the timers."""
+        dropped = dict(output.dropped)
+        kept = set(judged.raw_rows)
+        for row, verdict in enumerate(judged.verdicts):
+            if row not in kept:
+                dropped[str(verdict.reason.value)] = dropped.get(str(verdict.reason.value), 0) + 1
+        for reason, count in plan.dropped.items():
+            dropped[reason] = dropped.get(reason, 0) + count
+        ledger = Ledger(sampled=num_sampled, trained=plan.num_trained_samples, dropped=dropped)
+        ledger.check()
+        times = {f"perf/{name}_time": seconds for name, seconds in Timer().log_dict().items()}
+        Timer().reset()
+        metrics = {**ledger.metrics(), **plan.metrics(), **self._reward_metrics, **times}
+        metrics["rollout/step"] = compute_rollout_step(self.args, rollout_id)
+        log(self.args, metrics, step_key="rollout/step")
+
+
+def _load_optional(path: str | None) -> Any:
+    return load_function(path) if path else None

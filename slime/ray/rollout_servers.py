@@ -1,0 +1,87 @@
+"""Starting, addressing and stopping the engines of a run: embedded ones as Ray actors, or external servers by URL."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import ray
+
+from slime.ray.placement_group import ENGINE_FRACTION, Placement, bundle_strategy, device_options
+from slime.ray.rollout_validation import validate_server_group_gpu_indices
+from slime.ray.utils import add_default_ray_env_vars, wait_for
+from slime.rollout.engine_client import with_scheme
+from slime.utils.http_utils import get_rollout_num_engines
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class RolloutServers:
+    """The engines of a run. `engines` are Ray actors whose weights we set; external servers have none."""
+
+    engines: list[Any]
+    urls: list[str]
+    router: Any | None = None
+
+    @property
+    def client_urls(self) -> list[str]:
+        """Where requests go: the router where there is one, else every engine."""
+        return [self.router.url] if self.router is not None else self.urls
+
+    def stop(self) -> None:
+        """Ends the router, then the engines. Their processes are gone when it returns."""
+        if self.router is not None:
+            self.router.stop()
+        if self.engines:
+            wait_for([engine.shutdown.remote() for engine in self.engines], what="stopping the engines", timeout_s=15)
+        for engine in self.engines:
+            ray.kill(engine)
+        self.engines = []
+
+
+def start_rollout_servers(args: Any, placement: Placement) -> RolloutServers:
+    """Engines that answer /health, placed on the rollout devices; returns once all of them do."""
+    if args.debug_train_only:
+        return RolloutServers([], [])
+    if args.rollout_external_engine_addrs:
+        return RolloutServers([], [with_scheme(address) for address in args.rollout_external_engine_addrs])
+    engines = _create_engines(args, placement)
+    infos = wait_for(
+        [engine.start.remote() for engine in engines], what="starting the engines", timeout_s=args.rollout_engine_start_timeout
+    )
+    servers = RolloutServers(engines, [info["url"] for info in infos])
+    if args.use_sglang_router:
+        from slime.backends.sglang_utils.router import start_router
+
+        servers.router = start_router(args, servers.urls)
+    return servers
+
+
+def _create_engines(args: Any, placement: Placement) -> list[Any]:
+    from slime.backends.torch_engine.engine_config import EngineConfig
+    from slime.backends.torch_engine.ray_actor import EngineActor
+
+    group, order, ids = placement
+    num_engines = get_rollout_num_engines(args)
+    validate_server_group_gpu_indices(
+        worker_type="regular",
+        gpu_offset=0,
+        num_gpus_per_engine=args.rollout_num_gpus_per_engine,
+        num_gpus_per_engine_on_node=args.rollout_num_gpus_per_engine,
+        num_engines=num_engines,
+        num_available_gpus=len(ids),
+        rollout_num_gpus=args.rollout_num_gpus,
+        rollout_num_gpus_per_engine=args.rollout_num_gpus_per_engine,
+    )
+    config = EngineConfig.from_args(args)
+    engines = []
+    for rank in range(num_engines):
+        options = device_options(ENGINE_FRACTION) | {
+            "scheduling_strategy": bundle_strategy(group, order[rank * args.rollout_num_gpus_per_engine]),
+            "runtime_env": {"env_vars": add_default_ray_env_vars({"OMP_NUM_THREADS": str(args.rollout_engine_threads)})},
+            "max_concurrency": 4,
+        }
+        engines.append(ray.remote(EngineActor).options(**options).remote(config, rank))
+    return engines
