@@ -1,4 +1,4 @@
-"""Per-token advantages and returns, and group baselines: pure functions over padded [B, T] or ragged [T] tensors.
+"""Per-token advantages and returns: pure functions over padded [B, T] or ragged [T] tensors.
 
 `_N` = samples, `_T` = response tokens of all samples one after another, `[B, T]` = one sample per row, zero-padded on the right.
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from slime.algorithms.baselines import BASELINES, Baseline  # noqa: F401  (the two halves of an estimator are found together)
 from slime.algorithms.reducers import repeat_per_token
 
 
@@ -203,32 +204,6 @@ ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
     "reinforce_plus_plus": Estimator(reinforce_plus_plus_advantages, whole_response=True),
     "reinforce_plus_plus_baseline": Estimator(reinforce_plus_plus_baseline_advantages),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Baseline:
-    """What a group subtracts from its rewards. `leave_one_out`: the mean of the other valid members; else of all valid members.
-    `may_divide_by_std`: --disable-grpo-std-normalization has a meaning."""
-
-    leave_one_out: bool = False
-    may_divide_by_std: bool = False
-
-
-# estimators that are not named here take the raw reward
-BASELINES: dict[str, Baseline] = {
-    "grpo": Baseline(may_divide_by_std=True),
-    "gspo": Baseline(may_divide_by_std=True),
-    "cispo": Baseline(may_divide_by_std=True),
-    "dr_grpo": Baseline(),
-    "reinforce_plus_plus_baseline": Baseline(),
-    "rloo": Baseline(leave_one_out=True),
-}
-
-
-def leave_one_out_scale(group_size: int) -> float:
-    """Returns k / (k - 1), by which a mean-centred reward becomes RLOO's: r - mean of the others = (r - mean of all) * k / (k - 1)
-    (arXiv:2402.14740). A group of one has no others: 0."""
-    return group_size / (group_size - 1) if group_size > 1 else 0.0
 
 
 def distillation_advantages(

@@ -31,7 +31,7 @@ class ColumnsConfig:
     @staticmethod
     def from_args(args: Any) -> ColumnsConfig:
         """From the reward, algorithm and rollout options; which baseline an estimator has is written down beside the estimators."""
-        from slime.algorithms.advantages import BASELINES
+        from slime.algorithms.baselines import BASELINES
 
         baseline = BASELINES.get(args.advantage_estimator)
         return ColumnsConfig(
