@@ -367,6 +367,16 @@ def _lengths(chunk: Chunk, row: int) -> str:
     )
 
 
+def _describe_too_short(chunk: Chunk, row: int) -> str:
+    minimum = chunk.per_task("min_response_tokens", chunk.config.min_response_tokens, 0)[row]
+    return f"{chunk.response_lengths[row]} response tokens, at least {minimum} expected"
+
+
+def _describe_too_long(chunk: Chunk, row: int) -> str:
+    prompt = chunk.total_lengths[row] - chunk.response_lengths[row]
+    return f"{chunk.response_lengths[row]} response tokens, at most {usable_lengths(chunk)[row]} usable after a prompt of {prompt}"
+
+
 def _describe_bad_token(chunk: Chunk, row: int) -> str:
     ids = chunk.tokens(np.array([row])).ragged.row(chunk.tokens(np.array([row])).place[row])
     size = _vocab_size(chunk)
@@ -419,8 +429,8 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(InvalidReason.MISALIGNED, find_broken_lengths, _lengths),
     Check(InvalidReason.EMPTY, find_no_response, lambda c, r: "no response token"),
-    Check(InvalidReason.TOO_SHORT, find_too_short, _lengths, "too_short"),
-    Check(InvalidReason.TOO_LONG, find_too_long, _lengths, "too_long"),
+    Check(InvalidReason.TOO_SHORT, find_too_short, _describe_too_short, "too_short"),
+    Check(InvalidReason.TOO_LONG, find_too_long, _describe_too_long, "too_long"),
     Check(InvalidReason.TRUNCATED, find_truncated, _status, "truncated"),
     Check(InvalidReason.LOGPROB_MISMATCH, find_log_prob_mismatch, _lengths),
     Check(InvalidReason.BAD_TOKEN, find_unreadable_tokens, lambda c, r: "tokens cannot be read"),
