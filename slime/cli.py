@@ -1,0 +1,99 @@
+"""The console script `slime`: one word chooses the command; only that command's modules are imported.
+
+`train` and `train-async` read upstream's flags (`slime.utils.arguments`); our own commands are dataclasses or functions that
+tyro turns into a command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+
+from slime import __version__
+from slime.config.specs import nearest_names
+from slime.exceptions import SlimeError
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """One subcommand. `entry` is "module:function"; the function takes a list of words when `raw`, else tyro calls it."""
+
+    entry: str
+    help: str
+    raw: bool = False
+
+
+COMMANDS: dict[str, Command] = {
+    "train": Command("slime.train:main", "Train: generate, score, update, publish the weights; one after the other.", raw=True),
+    "train-async": Command("slime.train_async:main", "Train with the next rollout generated while this one is trained on.", raw=True),
+    "serve": Command("slime.backends.torch_engine.serve:serve", "Serve a Hugging Face folder over SGLang's HTTP API."),
+    "doctor": Command("slime.doctor:doctor", "Check this machine: one line and one remedy each."),
+    "gate": Command("slime.rollout.postprocess.cli:main", "Look at, compare and tune the response gate.", raw=True),
+}
+
+
+def available_commands() -> dict[str, Command]:
+    """Returns the commands whose module is part of this installation."""
+    return {name: command for name, command in COMMANDS.items() if _module_exists(command.entry.partition(":")[0])}
+
+
+def _module_exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def usage(commands: dict[str, Command]) -> str:
+    """Returns the help page of `slime`."""
+    width = max(map(len, commands)) + 2
+    lines = [f"slime {__version__}: reinforcement learning for language models", "", "usage: slime COMMAND [OPTIONS]", ""]
+    lines += [f"  {name:{width}}{command.help}" for name, command in commands.items()]
+    return "\n".join([*lines, "", "slime COMMAND --help shows the options of a command; slime --version the version."])
+
+
+def load_entry(command: Command) -> Callable:
+    """Imports the command's function."""
+    module, _, function = command.entry.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status: 2 for a command line that cannot be, else the command's own."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    commands = available_commands()
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage(commands), file=sys.stdout if words else sys.stderr)
+        return 0 if words else 2
+    if words[0] in ("--version", "-V", "version"):
+        print(f"slime {__version__}")
+        return 0
+    name, rest = words[0], words[1:]
+    if name not in commands:
+        near = nearest_names(name, commands)
+        hint = f" Did you mean {near[0]}?" if near else f" Commands: {', '.join(commands)}."
+        print(f"error: unknown command {name!r}.{hint}", file=sys.stderr)
+        return 2
+    try:
+        return _run(name, commands[name], rest)
+    except SlimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(name: str, command: Command, words: list[str]) -> int:
+    function = load_entry(command)
+    if command.raw:
+        return int(function(words) or 0)
+    import tyro
+
+    return int(tyro.cli(function, prog=f"slime {name}", args=words) or 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

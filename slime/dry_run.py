@@ -1,0 +1,264 @@
+"""`slime train --dry-run`: shows what would run, tries prompts, template and reward for real, and stops before any process starts.
+
+Works without Ray and without an engine. Returns 0 when everything it tried worked, 1 when a prompt, the template or the reward
+failed. The texts come from pure functions; `dry_run` only loads and prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import dataclasses
+import itertools
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from slime.config.derive import DerivedSizes, derived_sizes, process_layout
+from slime.config.specs import all_specs
+from slime.config.yaml_file import mask_urls, write_resolved_config
+
+PROMPTS_SHOWN = 3
+RANKS_SHOWN = 16
+REWARD_PROBE_SECONDS = 30.0
+WRONG_ANSWER = "I do not know."
+PROBE_MESSAGES = (
+    {"role": "user", "content": "What is 1 + 1?"},
+    {"role": "assistant", "content": "<think>\nOne and one.\n</think>\n\nIt is 2."},
+    {"role": "user", "content": "And 2 + 2?"},
+)
+TOOL_MESSAGES = (
+    {"role": "user", "content": "Look up two things."},
+    {"role": "assistant", "content": "Looking."},
+    {"role": "tool", "content": "first result"},
+    {"role": "tool", "content": "second result"},
+)
+
+
+def format_options(args: argparse.Namespace) -> list[str]:
+    """Returns one line per option that differs from its default: name, value, where it comes from; secrets are not shown."""
+    lines = []
+    for spec in all_specs():
+        value = getattr(args, spec.name)
+        if value == spec.default:
+            continue
+        shown = "(a secret)" if spec.is_secret else mask_urls(value)
+        lines.append(f"{spec.name:38} {shown!s:40} {args.given_options.get(spec.name, 'derived')}")
+    return lines
+
+
+def format_counts(counts: dict[str, int]) -> str:
+    """Returns how many of the given options are honoured, mapped to another flag, or ignored (each of those had its warning)."""
+    total = counts["honoured"] + counts["mapped"] + counts["ignored"]
+    return f"{total} options given: {counts['honoured']} honoured, {counts['mapped']} mapped, {counts['ignored']} ignored, 0 refused"
+
+
+def format_sizes(sizes: DerivedSizes) -> list[str]:
+    """Returns the table of sizes, each named once, and the batch algebra that connects them."""
+    lines = [f"{name.replace('_', ' '):28} {value:g}" for name, value in dataclasses.asdict(sizes).items()]
+    return [
+        *lines,
+        f"{sizes.prompts_per_rollout} prompts x {sizes.samples_per_prompt} = {sizes.samples_per_rollout} samples = "
+        f"{sizes.steps_per_rollout} optimizer steps x {sizes.samples_per_step}",
+    ]
+
+
+def format_layout(sizes: DerivedSizes, *, ranks_per_node: int, is_colocated: bool) -> list[str]:
+    """Returns one line per training rank with its coordinates, then the engines with their devices."""
+    places = process_layout(sizes, ranks_per_node=ranks_per_node)
+    lines = [f"{'rank':>6} {'node':>5} {'TP':>4} {'CP':>4} {'DP':>4} {'PP':>4}"]
+    lines += [f"{p.rank:6d} {p.node:5d} {p.tensor:4d} {p.context:4d} {p.data:4d} {p.pipeline:4d}" for p in places[:RANKS_SHOWN]]
+    if len(places) > RANKS_SHOWN:
+        lines.append(f"  ... and {len(places) - RANKS_SHOWN} more")
+    first = 0 if is_colocated else sizes.actor_ranks
+    for engine in range(sizes.engines):
+        start = first + engine * sizes.gpus_per_engine
+        stop = start + sizes.gpus_per_engine - 1
+        lines.append(f"engine {engine}: device {start}" + (f" to {stop}" if stop > start else ""))
+    return lines
+
+
+def first_difference(kept: Sequence[int], longer: Sequence[int]) -> int | None:
+    """Returns the first position at which `longer` does not continue `kept`; None when `kept` is a prefix of `longer`."""
+    for position, (one, other) in enumerate(zip(kept, longer, strict=False)):
+        if one != other:
+            return position
+    return None if len(longer) >= len(kept) else len(longer)
+
+
+def template_difference(tokenizer: Any, messages: Sequence[dict], kept: int, template_kwargs: dict) -> str | None:
+    """Returns how the render of all `messages` departs from the render of the first `kept` of them; None when it only adds tokens."""
+
+    def ids_of(some: Sequence[dict]) -> list[int]:
+        text = tokenizer.apply_chat_template(list(some), tokenize=False, add_generation_prompt=False, **template_kwargs)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    before, after = ids_of(messages[:kept]), ids_of(messages)
+    position = first_difference(before, after)
+    if position is None:
+        return None
+
+    def around(ids: Sequence[int]) -> str:
+        return repr(tokenizer.decode(list(ids[max(0, position - 4) : position + 4])))
+
+    def at(ids: Sequence[int]) -> str:
+        return f"{ids[position]} {tokenizer.decode([ids[position]])!r}" if position < len(ids) else "the end"
+
+    return (
+        f"token {position} was {at(before)} and became {at(after)} when a message was added "
+        f"(around it: {around(before)} -> {around(after)})"
+    )
+
+
+def probe_template(tokenizer: Any, template_kwargs: dict) -> tuple[list[str], bool]:
+    """Returns (lines, whether later renders keep the tokens of earlier turns). Multi-turn training needs that."""
+    if not getattr(tokenizer, "chat_template", None):
+        return ["- the tokenizer has no chat template; prompts must be plain text"], True
+    lines, is_stable = [], True
+    for name, messages, kept in (("a user turn after an answer", PROBE_MESSAGES, 2), ("a second tool result", TOOL_MESSAGES, 3)):
+        try:
+            difference = template_difference(tokenizer, messages, kept, template_kwargs)
+        except Exception as error:  # noqa: BLE001 - a template is a program of its own and may raise anything
+            lines.append(f"- {name}: the template does not render it ({str(error).splitlines()[0] if str(error) else type(error).__name__})")
+            continue
+        is_stable = is_stable and difference is None
+        lines.append(f"✓ {name} keeps all earlier tokens" if difference is None else f"✗ {name} changes earlier tokens: {difference}")
+    if not is_stable:
+        lines.append("  Single-turn training is not affected. For several turns, append token ids instead of rendering the conversation anew.")
+    return lines, is_stable
+
+
+def answer_candidates(label: Any) -> list[str]:
+    """Returns the texts in which graders look for a right answer: the label itself, boxed, and after `Answer:`."""
+    text = label if isinstance(label, str) else json.dumps(label)
+    return [text, f"</think>\n\\boxed{{{text}}}", f"Answer: {text}"]
+
+
+async def score_texts(args: argparse.Namespace, sample: Any, texts: Sequence[str], tokenizer: Any) -> list[Any]:
+    """Returns the reward of each text as the response to `sample`, by the run's own reward function; an exception takes a reward's place."""
+    from slime.rollout.rm_hub import async_rm, batched_async_rm
+    from slime.utils.types import Sample
+
+    samples = []
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        probe = copy.deepcopy(sample)
+        probe.response, probe.response_length, probe.tokens, probe.status = text, len(ids), list(ids), Sample.Status.COMPLETED
+        samples.append(probe)
+    if args.group_rm:
+        calls = [batched_async_rm(args, samples)]
+    else:
+        calls = [async_rm(args, probe) for probe in samples]
+    results = await asyncio.gather(*(asyncio.wait_for(call, REWARD_PROBE_SECONDS) for call in calls), return_exceptions=True)
+    if args.group_rm:
+        return list(results[0]) if isinstance(results[0], list | tuple) else [results[0]] * len(samples)
+    return list(results)
+
+
+def judge_rewards(texts: Sequence[str], rewards: Sequence[Any], reward_key: str | None) -> tuple[list[str], bool]:
+    """Returns (lines, whether the reward works): no exception, and some form of the right answer beats the wrong one, which is last."""
+
+    def number(reward: Any) -> Any:
+        return reward[reward_key] if isinstance(reward, dict) and reward_key in reward else reward
+
+    lines = [f"  {text!r:48} -> {_shown(number(reward))}" for text, reward in zip(texts, rewards, strict=True)]
+    failed = [reward for reward in rewards if isinstance(reward, BaseException)]
+    if failed:
+        return [*lines, f"✗ the reward function failed: {_shown(failed[0])}"], False
+    numbers = [number(reward) for reward in rewards]
+    odd = [value for value in numbers if isinstance(value, bool) or not isinstance(value, int | float)]
+    if odd:
+        return [*lines, f"✗ the reward must be a number, got {odd[0]!r}; for a dictionary give --reward-key"], False
+    if max(numbers[:-1]) > numbers[-1]:
+        return [*lines, "✓ a right answer scores above a wrong one"], True
+    return [*lines, "! no form of the label scores above a wrong answer: fine if the reward does not look at labels, else a mistake"], True
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else repr(value)
+
+
+def load_prompts(args: argparse.Namespace, tokenizer: Any) -> list[Any]:
+    """Returns the first samples of --prompt-data, rendered as they would be sent; raises ConfigError for a row that cannot be."""
+    from slime.utils.data import RowFormat, build_sample
+    from slime.utils.prompt_files import read_rows
+
+    form = RowFormat(
+        prompt_key=args.input_key,
+        label_key=args.label_key,
+        tool_key=args.tool_key,
+        metadata_key=args.metadata_key,
+        apply_chat_template=args.apply_chat_template,
+        apply_chat_template_kwargs=args.apply_chat_template_kwargs or {},
+    )
+    return [build_sample(row, form, tokenizer) for row in itertools.islice(read_rows(args.prompt_data), PROMPTS_SHOWN)]
+
+
+def _section(title: str, lines: Sequence[str]) -> None:
+    print(f"\n{title}")
+    for line in lines:
+        print("  " + line, flush=True)
+
+
+def dry_run(args: argparse.Namespace) -> int:
+    """Prints the whole preview of a run and returns the exit status: 0 all right, 1 something that was tried failed."""
+    print("slime train --dry-run: nothing is started", flush=True)
+    _section(format_counts(args.flag_counts), [])
+    _section("Options (those that differ from their defaults)", format_options(args))
+    path = os.path.join(args.run_dir, "config.yaml")
+    write_resolved_config(args, path)
+    print(f"\n  written to {path}; slime train --config {path} runs the same")
+    if args.rollout_batch_size is not None and args.global_batch_size is not None:
+        sizes = derived_sizes(args)
+        _section("Derived sizes", format_sizes(sizes))
+        layout = format_layout(sizes, ranks_per_node=args.actor_num_gpus_per_node, is_colocated=args.colocate)
+        _section("Processes (training ranks, then engines)", layout)
+    return 0 if _probe_all(args) else 1
+
+
+def _probe_all(args: argparse.Namespace) -> bool:
+    from slime.utils.processing_utils import load_tokenizer, load_processor
+
+    tokenizer = load_tokenizer(args.hf_checkpoint)
+    lines, _ = probe_template(tokenizer, args.apply_chat_template_kwargs or {})
+    _section("Chat template", lines)
+    if args.prompt_data is None or not args.rollout_global_dataset:
+        _section("Prompts", ["- none from --prompt-data; the rollout function brings its own"])
+        return True
+    if args.multimodal_keys and load_processor(args.hf_checkpoint) is None:
+        _section("Prompts", ["✗ --multimodal-keys is given, but the model's folder has no processor"])
+        return False
+    samples = load_prompts(args, tokenizer)
+    _section(f"Prompts (the first {len(samples)} rows of {args.prompt_data})", format_prompts(samples, tokenizer))
+    return _probe_reward(args, samples, tokenizer)
+
+
+def format_prompts(samples: Sequence[Any], tokenizer: Any, *, longest: int = 600) -> list[str]:
+    """Returns each prompt's text with its token count and label; long texts are cut in the middle."""
+    from slime.utils.data import compute_prompt_lengths, prompt_text
+
+    lines = []
+    for number, (sample, length) in enumerate(zip(samples, compute_prompt_lengths(list(samples), tokenizer), strict=True)):
+        text = prompt_text(sample, tokenizer)
+        if len(text) > longest:
+            text = f"{text[: longest // 2]} [... {len(text) - longest} characters ...] {text[-longest // 2 :]}"
+        lines.append(f"{number}: {length} tokens, label {sample.label!r}")
+        lines += ["   | " + line for line in text.splitlines()]
+    return lines
+
+
+def _probe_reward(args: argparse.Namespace, samples: Sequence[Any], tokenizer: Any) -> bool:
+    if args.rm_type is None and args.custom_rm_path is None:
+        _section("Reward", ["- no reward function in this run"])
+        return True
+    if (args.rm_type or "").endswith("remote_rm"):
+        _section("Reward", [f"- not tried: it is a server ({mask_urls(args.rm_url)})"])
+        return True
+    sample = next((sample for sample in samples if sample.label is not None), samples[0])
+    texts = [*(answer_candidates(sample.label) if sample.label is not None else ["some answer"]), WRONG_ANSWER]
+    rewards = asyncio.run(score_texts(args, sample, texts, tokenizer))
+    lines, works = judge_rewards(texts, rewards, args.reward_key)
+    _section(f"Reward ({args.custom_rm_path or args.rm_type}; label {sample.label!r})", lines)
+    return works
