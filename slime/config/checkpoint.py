@@ -35,6 +35,7 @@ class CheckpointOptions:
         None, "Weights of the reference policy: Megatron checkpoint or Hugging Face folder; None: the initial weights."
     )
     ref_ckpt_step: int | None = option(None, "Iteration of --ref-load; None: its latest.")
+    ref_update_interval: int | None = option(None, "Rollouts after which the policy becomes the new reference; None: never.")
     critic_load: str | None = option(
         None, "Folder the critic resumes from; None: the critic starts from --hf-checkpoint with a new value head."
     )
@@ -56,6 +57,9 @@ class WeightUpdateOptions:
         choices=("tensor", "disk"),
     )
     update_weight_disk_dir: str | None = option(None, "Folder for --update-weight-transport disk.")
+    custom_update_weight_post_write_path: str | None = option(
+        None, "Function(args, version_dir, rollout_engines) called after an update through the disk."
+    )
     check_weight_update_equal: bool = option(
         False, "After each update compare the engines' weight checksum with the trainer's; stop if they differ."
     )
@@ -73,4 +77,7 @@ class TrainedParameterOptions:
     )
     custom_megatron_init_path: str | None = option(
         None, "Function(args) called on every training rank after model-parallel groups exist."
+    )
+    rollout_data_postprocess_path: str | None = option(
+        None, "Function(args, rollout_id, rollout_data) called on every rank between advantages and training."
     )

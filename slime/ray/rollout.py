@@ -132,6 +132,10 @@ class RolloutManager:
         offsets = [size * rank for rank in range(count)]
         return self.rollout_engines, self.rollout_engine_lock, self._num_new_engines, [size] * count, offsets, [{}] * count
 
+    def get_engine_urls(self) -> list[str]:
+        """Every engine's own address, also behind a router."""
+        return self.server.urls
+
     def clear_updatable_num_new_engines(self) -> None:
         """Notes that every engine has the current weights."""
         self._num_new_engines = 0

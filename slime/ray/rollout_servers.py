@@ -60,7 +60,7 @@ def start_rollout_servers(args: Any, placement: Placement) -> RolloutServers:
 
 
 def _create_engines(args: Any, placement: Placement) -> list[Any]:
-    from slime.backends.torch_engine.engine_config import EngineConfig
+    from slime.backends.torch_engine.engine_config import engine_config_from_args
     from slime.backends.torch_engine.ray_actor import EngineActor
 
     group, order, ids = placement
@@ -75,7 +75,6 @@ def _create_engines(args: Any, placement: Placement) -> list[Any]:
         rollout_num_gpus=args.rollout_num_gpus,
         rollout_num_gpus_per_engine=args.rollout_num_gpus_per_engine,
     )
-    config = EngineConfig.from_args(args)
     engines = []
     for rank in range(num_engines):
         options = device_options(ENGINE_FRACTION) | {
@@ -83,5 +82,5 @@ def _create_engines(args: Any, placement: Placement) -> list[Any]:
             "runtime_env": {"env_vars": add_default_ray_env_vars({"OMP_NUM_THREADS": str(args.rollout_engine_threads)})},
             "max_concurrency": 4,
         }
-        engines.append(ray.remote(EngineActor).options(**options).remote(config, rank))
+        engines.append(ray.remote(EngineActor).options(**options).remote(engine_config_from_args(args, rank), rank))
     return engines

@@ -1,0 +1,244 @@
+"""`MegatronTrainRayActor`: one Megatron rank, from its shard of a rollout to new weights in the engines."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import mpu
+
+from slime.backends.megatron_utils import checkpoint, initialize
+from slime.backends.megatron_utils.data import (
+    get_data_iterator,
+    log_perf_data,
+    log_rollout_data,
+    tensors_to_cpu,
+    tensors_to_gpu,
+    to_train_device,
+)
+from slime.backends.megatron_utils.hf_config import read_hf_config
+from slime.backends.megatron_utils.log_prob_plan import LogProbPlan, reasons_to_recompute_log_probs
+from slime.backends.megatron_utils.loss import (
+    compute_advantages_and_returns,
+    get_log_probs_and_entropy,
+    get_values,
+)
+from slime.backends.megatron_utils.model import forward_only, train
+from slime.backends.megatron_utils.model_provider import virtual_pipeline_size
+from slime.backends.megatron_utils.optimizer import setup_model_and_optimizer
+from slime.backends.megatron_utils.update_weight.publish import publish_weights
+from slime.backends.megatron_utils.weights_backup import WeightsBackup
+from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log
+from slime.observability.timer import Timer, inverse_timer, timer
+from slime.ray.train_actor import TrainRayActor
+from slime.utils.accelerator import get_accelerator
+from slime.utils.metric_utils import compute_rollout_step
+from slime.utils.misc import load_function
+from slime.utils.rollout_batch import RolloutBatch
+from slime.utils.rollout_data import process_rollout_data
+
+logger = logging.getLogger(__name__)
+
+
+class MegatronTrainRayActor(TrainRayActor):
+    """Owns a model, its optimizer and scheduler, and further weight sets (ref, teacher, old_actor) for the same structure."""
+
+    # --- start -------------------------------------------------------------------------------------------------------
+
+    def init(self, args: Any, role: str, with_ref: bool = False, with_opd_teacher: bool = False) -> int:
+        """Builds the model and loads its weights; returns the first rollout to run (loaded iteration + 1, or 0)."""
+        configure_logger(f"{role}-{self.rank}")
+        torch.set_num_threads(1 if get_accelerator().name == "cpu" else torch.get_num_threads())
+        super().init(args, role, with_ref, with_opd_teacher)
+        initialize.init(args)
+        init_tracking(args, primary=False)
+        self.hf_config = read_hf_config(args.hf_checkpoint)
+        self.model, self.optimizer, self.opt_param_scheduler = setup_model_and_optimizer(args, role)
+        self.weights = WeightsBackup(self.model)
+        start = self._load()
+        self.weight_version = start
+        self._weights_fingerprint: str | None = None
+        Timer().start("train_wait")
+        return start
+
+    def _load(self) -> int:
+        args = self.args
+        if self.with_ref:
+            self.load_other_checkpoint("ref", args.ref_load)
+        if self.with_opd_teacher:
+            self.load_other_checkpoint("teacher", args.opd_teacher_load)
+        source = args.load if self.role == "actor" else args.critic_load
+        iteration = checkpoint.load_checkpoint(args, self.model, self.optimizer, self.opt_param_scheduler, load_dir=source)
+        self.weights.backup("actor")
+        if args.keep_old_actor:
+            self.weights.backup("old_actor")
+            self.weights.active = "actor"
+        return 0 if iteration is None else iteration + 1
+
+    def load_other_checkpoint(self, tag: str, path: str | None) -> None:
+        """Loads the weights at `path` (Megatron or Hugging Face; None: --hf-checkpoint) and keeps them under `tag`."""
+        step = self.args.ref_ckpt_step if tag == "ref" else None
+        checkpoint.load_weights(self.args, self.model, path or self.args.hf_checkpoint, ckpt_step=step)
+        self.weights.backup(tag)
+
+    @property
+    def train_parallel_config(self) -> dict[str, int]:
+        """What the rollout side needs to split samples for these ranks."""
+        group = self.args.microbatch_group_size_per_vp_stage or self.args.pipeline_model_parallel_size
+        return {
+            "dp_size": mpu.get_data_parallel_world_size(with_context_parallel=False),
+            "cp_size": mpu.get_context_parallel_world_size(),
+            "tp_size": mpu.get_tensor_model_parallel_world_size(),
+            "vpp_size": virtual_pipeline_size(self.args) or 1,
+            "microbatch_group_size_per_vp_stage": group,
+        }
+
+    # --- one rollout -------------------------------------------------------------------------------------------------
+
+    def train(self, rollout_id: int, rollout_data_ref: list, external_data: Any = None) -> Any:
+        """Trains on one rollout. A critic returns {"values": per-sample CPU tensors} on the last pipeline stage, else None."""
+        Timer().end("train_wait")
+        with timer("train"):
+            with timer("data_preprocess"):
+                rollout_data = self._get_rollout_data(rollout_data_ref)
+            result = self._train_role(rollout_id, rollout_data, external_data)
+        Timer().start("train_wait")
+        return result
+
+    def _train_role(self, rollout_id: int, rollout_data: RolloutBatch, external_data: Any) -> Any:
+        if self.role == "critic":
+            return self.train_critic(rollout_id, rollout_data)
+        self.train_actor(rollout_id, rollout_data, external_data)
+        return None
+
+    def _get_rollout_data(self, rollout_data_ref: list) -> RolloutBatch:
+        dp_rank = mpu.get_data_parallel_rank(with_context_parallel=False)
+        dp_size = mpu.get_data_parallel_world_size(with_context_parallel=False)
+        batch = process_rollout_data(self.args, rollout_data_ref, dp_rank, dp_size)
+        return to_train_device(
+            batch,
+            get_accelerator().device(),
+            cp_rank=mpu.get_context_parallel_rank(),
+            cp_size=mpu.get_context_parallel_world_size(),
+        )
+
+    def train_actor(self, rollout_id: int, rollout_data: RolloutBatch, external_data: Any = None) -> None:
+        """Log-prob passes, advantages, metrics, optimizer steps, and the periodic refresh of the reference."""
+        args = self.args
+        data_iterator = get_data_iterator(rollout_data)
+        if args.compute_advantages_and_returns:
+            self._compute_log_probs(rollout_data, data_iterator)
+            if external_data is not None and external_data.get("values") is not None:
+                rollout_data["values"] = tensors_to_gpu(external_data["values"])
+            compute_advantages_and_returns(args, rollout_data)
+        if args.rollout_data_postprocess_path is not None:
+            load_function(args.rollout_data_postprocess_path)(args, rollout_id, rollout_data)
+        log_rollout_data(rollout_id, args, rollout_data)
+        self._step(rollout_id, data_iterator, rollout_data)
+        if args.keep_old_actor:
+            self.weights.backup("old_actor")
+        self.weights.backup("actor")
+        if self.with_ref and args.ref_update_interval is not None and (rollout_id + 1) % args.ref_update_interval == 0:
+            self.weights.backup("ref")
+            self.weights.active = "actor"
+        with inverse_timer("train"):
+            log_perf_data(rollout_id, args)
+
+    def _step(self, rollout_id: int, data_iterator: list, rollout_data: RolloutBatch) -> None:
+        with timer("actor_train"):
+            train(
+                rollout_id,
+                self.model,
+                self.optimizer,
+                self.opt_param_scheduler,
+                data_iterator,
+                rollout_data["num_microbatches"],
+                rollout_data["global_batch_sizes"],
+                args=self.args,
+                role=self.role,
+            )
+
+    def _compute_log_probs(self, rollout_data: RolloutBatch, data_iterator: list) -> None:
+        num_microbatches = rollout_data["num_microbatches"]
+        if "ref" in self.weights:
+            with timer("ref_log_probs"), self.weights.borrowed("ref"):
+                rollout_data.update(self._log_probs(data_iterator, num_microbatches, store_prefix="ref_"))
+        if "teacher" in self.weights:
+            with timer("teacher_log_probs"), self.weights.borrowed("teacher"):
+                rollout_data.update(self._log_probs(data_iterator, num_microbatches, store_prefix="teacher_"))
+        plan = LogProbPlan.from_args(self.args, num_steps=len(num_microbatches))
+        if reasons_to_recompute_log_probs(plan):
+            with timer("log_probs"), self._old_weights():
+                rollout_data.update(self._log_probs(data_iterator, num_microbatches, store_prefix=""))
+
+    @contextlib.contextmanager
+    def _old_weights(self) -> Iterator[None]:
+        """Inside, the weights that sampled the rollout, where --keep-old-actor keeps them."""
+        if "old_actor" not in self.weights:
+            yield
+            return
+        with self.weights.borrowed("old_actor"):
+            yield
+
+    def _log_probs(self, data_iterator: list, num_microbatches: list[int], *, store_prefix: str) -> dict[str, list]:
+        return forward_only(
+            get_log_probs_and_entropy, self.args, self.model, data_iterator, num_microbatches, store_prefix=store_prefix
+        )
+
+    def train_critic(self, rollout_id: int, rollout_data: RolloutBatch) -> dict[str, list] | None:
+        """Values of the rollout, returns from them, and the critic's steps. Returns the values for the actor."""
+        data_iterator = get_data_iterator(rollout_data)
+        with timer("values"):
+            rollout_data.update(forward_only(get_values, self.args, self.model, data_iterator, rollout_data["num_microbatches"]))
+        compute_advantages_and_returns(self.args, rollout_data)
+        self._step(rollout_id, data_iterator, rollout_data)
+        with inverse_timer("train"):
+            log_perf_data(rollout_id, self.args)
+        return {"values": tensors_to_cpu(list(rollout_data["values"]))} if mpu.is_pipeline_last_stage() else None
+
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
+        """Publishes a checkpoint of iteration `rollout_id`, and a Hugging Face folder where --save-hf asks for one."""
+        args = self.args
+        folder = args.save if self.role == "actor" else args.critic_save
+        if folder is not None:
+            with timer("save_model"):
+                checkpoint.save_checkpoint(args, rollout_id, self.model, self.optimizer, self.opt_param_scheduler, save_dir=folder)
+        if args.save_hf is not None and self.role == "actor":
+            checkpoint.save_hf_checkpoint(args, rollout_id, self.model, self.hf_config)
+
+    def update_weights(self) -> None:
+        """Sends the weights to every engine as the next version."""
+        if self.args.debug_train_only or self.args.debug_rollout_only:
+            return
+        with timer("update_weights"):
+            self.weight_version += 1
+            before, self._weights_fingerprint = (
+                self._weights_fingerprint,
+                publish_weights(self.args, self.model, self.hf_config, self.rollout_manager, self.weight_version),
+            )
+        if before is not None:
+            # Version v is published after rollout v - 2: the first version is the weights that were loaded.
+            metrics = {
+                "perf/weight_version": self.weight_version,
+                "train/weights_checksum_changed": int(before != self._weights_fingerprint),
+                "rollout/step": compute_rollout_step(self.args, self.weight_version - 2),
+            }
+            log(self.args, metrics, step_key="rollout/step")
+
+    def sleep(self) -> None:
+        """Frees device memory that only training needs."""
+        get_accelerator().empty_cache()
+
+    def wake_up(self) -> None:
+        """Makes training possible again after `sleep`."""
+
+    def stop(self) -> None:
+        """Closes the sinks and leaves the process group."""
+        finish_tracking(self.args)
+        super().stop()
+

@@ -1,0 +1,41 @@
+"""Publishing through a folder that trainer and engines both see: for servers that are not our Ray actors, SGLang's among them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_direct_to_path
+from slime.backends.megatron_utils.update_weight.gather import iter_hf_weight_buckets
+from slime.utils.async_utils import run
+from slime.utils.http_utils import post
+from slime.utils.misc import load_function
+
+
+def publish_through_disk(
+    args: Any, model: Sequence[torch.nn.Module], hf_config: Mapping[str, Any], rollout_manager: Any, version: int, fingerprint: Any
+) -> str | None:
+    """The fingerprint, on the main rank: the weights are written to <dir>/weight_v<version>, every server loads them, older folders go."""
+    root = Path(args.update_weight_disk_dir)
+    folder = root / f"weight_v{version}"
+    save_hf_model_direct_to_path(args, folder, model)
+    for bucket in iter_hf_weight_buckets(args, model, hf_config):
+        fingerprint.add(bucket)
+    if fingerprint.value() is None:
+        return None
+    urls = ray.get(rollout_manager.get_engine_urls.remote(), timeout=args.step_timeout)
+    body = {"model_path": str(folder.resolve()), "weight_version": str(version), "flush_cache": True}
+    for url in urls:
+        run(post(f"{url}/update_weights_from_disk", body, max_retries=2))
+    if args.custom_update_weight_post_write_path is not None:
+        engines = ray.get(rollout_manager.get_updatable_engines_and_lock.remote(), timeout=args.step_timeout)[0]
+        load_function(args.custom_update_weight_post_write_path)(args, str(folder), engines)
+    for old in root.glob("weight_v*"):
+        if old != folder:
+            shutil.rmtree(old, ignore_errors=True)
+    return fingerprint.value()

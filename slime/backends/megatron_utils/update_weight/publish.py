@@ -1,0 +1,105 @@
+"""Publishing: the trainer's weights become the engines' next version - all engines or none, and every byte accounted for."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import ray
+import torch
+
+from slime.backends.megatron_utils.update_weight.gather import NamedTensors, iter_hf_weight_buckets
+from slime.exceptions import EngineError
+from slime.ray.utils import wait_for
+from slime.utils.checksum import combine_digests, tensor_digest
+
+# Hashing every byte of a large model costs seconds an update, so without --check-weight-update-equal only the first tensors are hashed.
+FINGERPRINT_BYTES = 64 * 1024**2
+LOCK_POLL_S = 0.1
+
+
+@dataclasses.dataclass
+class Fingerprint:
+    """Digests of the exported tensors: of all of them, or of the first `limit` bytes."""
+
+    limit: float
+    num_bytes: int = 0
+    digests: dict[str, bytes] = dataclasses.field(default_factory=dict)
+
+    def add(self, bucket: NamedTensors) -> None:
+        for name, tensor in bucket:
+            if self.num_bytes < self.limit:
+                self.digests[name] = tensor_digest(name, tensor)
+                self.num_bytes += tensor.numel() * tensor.element_size()
+
+    def value(self) -> str | None:
+        """Hex digits, None on a rank that exported nothing."""
+        return combine_digests(self.digests) if self.digests else None
+
+
+def publish_weights(
+    args: Any, model: Sequence[torch.nn.Module], hf_config: Mapping[str, Any], rollout_manager: Any, version: int
+) -> str | None:
+    """The fingerprint of the weights that every engine now serves as `version`, on the main rank; None on the others.
+
+    Called by all ranks together. Raises EngineError when an engine refuses or, with --check-weight-update-equal, holds other bytes.
+    """
+    fingerprint = Fingerprint(limit=float("inf") if args.check_weight_update_equal else FINGERPRINT_BYTES)
+    if args.update_weight_transport == "disk":
+        from slime.backends.megatron_utils.update_weight.disk import publish_through_disk
+
+        return publish_through_disk(args, model, hf_config, rollout_manager, version, fingerprint)
+    engines = None
+    with contextlib.ExitStack() as stack:
+        for bucket in iter_hf_weight_buckets(args, model, hf_config):
+            if not bucket:
+                continue
+            if engines is None:
+                engines = stack.enter_context(_updating(args, rollout_manager, version, fingerprint))
+            fingerprint.add(bucket)
+            reference = ray.put({name: _as_numpy(tensor) for name, tensor in bucket})
+            _ask(args, engines, "update_weights", reference)
+    return fingerprint.value()
+
+
+@contextlib.contextmanager
+def _updating(args: Any, rollout_manager: Any, version: int, fingerprint: Fingerprint) -> Iterator[list[Any]]:
+    """The engines, paused and ready for buckets; at the end they apply the version and go on."""
+    engines, lock, *_ = ray.get(rollout_manager.get_updatable_engines_and_lock.remote(), timeout=args.step_timeout)
+    with held(lock, timeout_s=args.step_timeout):
+        _ask(args, engines, "pause")
+        _ask(args, engines, "begin_weight_update", str(version))
+        yield engines
+        checksum = fingerprint.value() if args.check_weight_update_equal else None
+        _ask(args, engines, "end_weight_update", str(version), checksum)
+        _ask(args, engines, "resume")
+        ray.get(rollout_manager.clear_updatable_num_new_engines.remote(), timeout=args.step_timeout)
+
+
+@contextlib.contextmanager
+def held(lock: Any, *, timeout_s: float) -> Iterator[None]:
+    """Holds the engines' lock: two updates must not interleave their buckets."""
+    import time
+
+    deadline = time.monotonic() + timeout_s
+    while not ray.get(lock.acquire.remote(), timeout=timeout_s):
+        if time.monotonic() > deadline:
+            raise EngineError(f"another weight update has held the engines for {timeout_s:.0f} s")
+        time.sleep(LOCK_POLL_S)
+    try:
+        yield
+    finally:
+        ray.get(lock.release.remote(), timeout=timeout_s)
+
+
+def _ask(args: Any, engines: Sequence[Any], method: str, *values: Any) -> list[Any]:
+    refs = [getattr(engine, method).remote(*values) for engine in engines]
+    return wait_for(refs, what=f"engines: {method}", timeout_s=args.step_timeout)
+
+
+def _as_numpy(tensor: torch.Tensor) -> Any:
+    """The tensor's bytes as numpy; bfloat16, which numpy lacks, as uint16."""
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
