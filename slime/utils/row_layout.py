@@ -1,0 +1,134 @@
+"""Packed rows: the samples of a micro-batch side by side in one row, as index arrays over all micro-batches of a rank at once.
+
+Letters: c context-parallel ranks; T tokens of a sample, P of its prompt. Without context parallelism a row holds the samples as they are. With it each
+sample is padded to 2c chunks and rank r holds chunks r and 2c-1-r of each (zigzag, as in `slime.utils.cp_layout`). A row ends in padding up
+to a multiple of `pad_to`; the padding is a sequence of its own. A micro-batch without samples is a row of padding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from slime.utils.ragged import concatenated_ranges
+
+
+@dataclasses.dataclass(frozen=True)
+class RowLayout:
+    """Where everything lies in the concatenation of one rank's rows.
+
+    `row_offsets` [M + 1]: bounds of each micro-batch's row. `places` [L] and `sources` [L]: the token at `sources` of the concatenated samples
+    goes to `places` of the rows. `mask_places`, `mask_sources`: likewise for the loss mask, read from the concatenated responses, at the
+    position whose logit predicts the token. `cu_seqlens` (int32) holds every micro-batch's sequence bounds, over all context-parallel ranks;
+    micro-batch m's are `cu_seqlens[cu_offsets[m] : cu_offsets[m + 1]]`. `max_seqlens` [M]: its longest sequence.
+    """
+
+    row_offsets: np.ndarray
+    places: np.ndarray
+    sources: np.ndarray
+    mask_places: np.ndarray
+    mask_sources: np.ndarray
+    cu_seqlens: np.ndarray
+    cu_offsets: np.ndarray
+    max_seqlens: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowShape:
+    """How rows are cut: padded to a multiple of `pad_to` tokens on each rank. `contiguous`: the padded stream of all samples is cut into
+    cp_size equal pieces ("allgather CP") and not into zigzag chunks."""
+
+    pad_to: int
+    cp_size: int = 1
+    cp_rank: int = 0
+    contiguous: bool = False
+
+    @property
+    def unit(self) -> int:
+        """Tokens on this rank that a row is a multiple of; even under context parallelism, for padding has two chunks too."""
+        return math.lcm(self.pad_to, 2) if self.cp_size > 1 else self.pad_to
+
+
+def plan_rows(total_lengths: Sequence[int], response_lengths: Sequence[int], micro_batches: Sequence[Sequence[int]], *, shape: RowShape) -> RowLayout:
+    """The layout of samples with these total and response lengths [N] in `micro_batches`, whose concatenation is 0..N-1."""
+    totals, responses = np.asarray(total_lengths, dtype=np.int64), np.asarray(response_lengths, dtype=np.int64)
+    counts = np.array([len(indices) for indices in micro_batches], dtype=np.int64)
+    contiguous = shape.contiguous and shape.cp_size > 1
+    chunks = -(-totals // (2 * shape.cp_size))
+    widths = totals if shape.cp_size == 1 or contiguous else 2 * chunks  # tokens a sample takes in the row
+    micro_batch_of = np.repeat(np.arange(len(counts)), counts)
+    used = np.bincount(micro_batch_of, weights=widths, minlength=len(counts)).astype(np.int64)
+    unit = shape.unit * (shape.cp_size if contiguous else 1)
+    row_widths = np.maximum(unit, -(-used // unit) * unit)
+    row_offsets = np.concatenate(([0], np.cumsum(row_widths)))
+    starts = _starts_within(widths, micro_batch_of, used) + row_offsets[:-1][micro_batch_of]
+    places, samples, positions = _token_places(totals, starts, chunks, shape, contiguous)
+    mask_index = positions + 1 - (totals - responses)[samples]
+    in_response = (mask_index >= 0) & (mask_index < responses[samples])
+    sources = (np.cumsum(totals) - totals)[samples] + positions
+    mask_sources = (np.cumsum(responses) - responses)[samples] + mask_index
+    mask_places = places[in_response]
+    mask_sources = mask_sources[in_response]
+    if contiguous:
+        places, sources, mask_places, mask_sources, row_offsets = _cut_rows(
+            shape, row_offsets, (places, sources), (mask_places, mask_sources)
+        )
+    factor = 1 if contiguous else shape.cp_size
+    cu_seqlens, cu_offsets, max_seqlens = _sequence_bounds(widths * factor, counts, (row_widths - used) * factor)
+    return RowLayout(row_offsets, places, sources, mask_places, mask_sources, cu_seqlens, cu_offsets, max_seqlens)
+
+
+def _starts_within(widths: np.ndarray, micro_batch_of: np.ndarray, used: np.ndarray) -> np.ndarray:
+    """Where each sample starts within its row [N]."""
+    before_row = np.cumsum(used) - used
+    return np.cumsum(widths) - widths - before_row[micro_batch_of]
+
+
+def _token_places(
+    totals: np.ndarray, starts: np.ndarray, chunks: np.ndarray, shape: RowShape, contiguous: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(place in the rows, sample, position in the sample) of every token this rank holds [L]."""
+    samples = np.arange(len(totals))
+    if shape.cp_size == 1 or contiguous:
+        return concatenated_ranges(starts, totals), np.repeat(samples, totals), concatenated_ranges(np.zeros_like(totals), totals)
+    firsts, lengths, places = [], [], []
+    for half, chunk_index in enumerate((shape.cp_rank, 2 * shape.cp_size - 1 - shape.cp_rank)):
+        first = chunk_index * chunks
+        firsts.append(first)
+        lengths.append(np.clip(totals - first, 0, chunks))
+        places.append(starts + half * chunks)
+    first, length, place = (np.stack(pair, axis=1).reshape(-1) for pair in (firsts, lengths, places))
+    return concatenated_ranges(place, length), np.repeat(np.repeat(samples, 2), length), concatenated_ranges(first, length)
+
+
+def _cut_rows(
+    shape: RowShape, row_offsets: np.ndarray, tokens: tuple[np.ndarray, np.ndarray], masks: tuple[np.ndarray, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Keeps this rank's contiguous piece of every row."""
+    pieces = np.diff(row_offsets) // shape.cp_size
+    new_offsets = np.concatenate(([0], np.cumsum(pieces)))
+    result = []
+    for places, sources in (tokens, masks):
+        row = np.searchsorted(row_offsets, places, side="right") - 1
+        local = places - row_offsets[row] - shape.cp_rank * pieces[row]
+        mine = (local >= 0) & (local < pieces[row])
+        result += [(local + new_offsets[row])[mine], sources[mine]]
+    return (*result, new_offsets)
+
+
+def _sequence_bounds(seqlens: np.ndarray, counts: np.ndarray, padding: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Cumulative sequence bounds per micro-batch, its padding being a last sequence; where each micro-batch's start; the longest sequence."""
+    bounds, offsets, longest, start = [], [0], [], 0
+    for count, pad in zip(counts.tolist(), padding.tolist(), strict=True):
+        lens = seqlens[start : start + count]
+        start += count
+        if pad:
+            lens = np.concatenate((lens, [pad]))
+        bounds.append(np.concatenate(([0], np.cumsum(lens))))
+        offsets.append(offsets[-1] + len(lens) + 1)
+        longest.append(int(lens.max(initial=0)))
+    cu = np.concatenate(bounds) if bounds else np.zeros(0)
+    return cu.astype(np.int32), np.asarray(offsets, dtype=np.int64), longest
