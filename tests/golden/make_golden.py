@@ -147,7 +147,9 @@ def add_valid(corpus: Corpus) -> None:
     for text in LABELS:
         corpus.add(None, text, task="labels", eos=False)
     for question, thought, answer in MATH:
-        corpus.add(None, f"<think>{thought}</think>\n<answer>{answer}</answer>", task="math", prompt=f"What is {question}?")
+        corpus.add(
+            None, f"<think>{thought}</think>\n<answer>{answer}</answer>", task="math", prompt=f"What is {question}?"
+        )
     for text in TOOLS:
         corpus.add(None, text, task="tools")
     for text in TURNS:
@@ -161,7 +163,16 @@ def add_valid(corpus: Corpus) -> None:
 def add_empty(corpus: Corpus) -> None:
     corpus.add("empty", "", eos=False)
     corpus.add("empty", "   \n\t ")
-    for blank in ("\u200b\u200b", "\ufeff", "\u00a0\u2003", "\u00ad\u00ad", "\ufe0f\ufe0f", "\U000e0041\U000e0042", "\x00\x07\x1b", "\u3164"):
+    for blank in (
+        "\u200b\u200b",
+        "\ufeff",
+        "\u00a0\u2003",
+        "\u00ad\u00ad",
+        "\ufe0f\ufe0f",
+        "\U000e0041\U000e0042",
+        "\x00\x07\x1b",
+        "\u3164",
+    ):
         corpus.add("empty", blank)
     corpus.add("empty", "<|im_end|><|im_end|>")
 
@@ -176,7 +187,9 @@ def add_lengths(corpus: Corpus) -> None:
         corpus.add("truncated", text[:20], eos=False, status=Status.TRUNCATED, finish_reason="length")
     corpus.add("truncated", CHAT[0], eos=False, finish_reason="length")
     for text in ("ha ", "0", "abc ", "\n", "loop and loop ", "= ", "好", "() "):
-        corpus.add("repetitive", CHAT[1] + text * 120, ids=(corpus.ids(CHAT[1]) + corpus.ids(text) * 120)[:110], eos=False)
+        corpus.add(
+            "repetitive", CHAT[1] + text * 120, ids=(corpus.ids(CHAT[1]) + corpus.ids(text) * 120)[:110], eos=False
+        )
 
 
 def add_engine_faults(corpus: Corpus) -> None:
@@ -199,7 +212,11 @@ def add_engine_faults(corpus: Corpus) -> None:
         sample = corpus.add("bad_token", CHAT[20 + position])
         sample.tokens[-2 if position % 2 else 0] = value
     for value in (None, float("nan"), float("inf"), "0.5", [1.0], {"score": 1.0}, -float("inf"), 1j, object):
-        corpus.add("bad_reward", CHAT[3], reward=None if value is object else repr(value) if isinstance(value, complex) else value)
+        corpus.add(
+            "bad_reward",
+            CHAT[3],
+            reward=None if value is object else repr(value) if isinstance(value, complex) else value,
+        )
 
 
 def add_misaligned(corpus: Corpus) -> None:
@@ -247,7 +264,14 @@ def write_samples() -> None:
         expected = expectation_of(out, verdict)
         if expected["reason"] != intended:
             wrong.append(f"sample {sample.index} {sample.response[:50]!r}: intended {intended}, got {expected}")
-        lines.append(json.dumps({"sample": sample.to_dict(), "expected": expected}, ensure_ascii=True, sort_keys=True, separators=(",", ":")))
+        lines.append(
+            json.dumps(
+                {"sample": sample.to_dict(), "expected": expected},
+                ensure_ascii=True,
+                sort_keys=True,
+                separators=(",", ":"),
+            )
+        )
     if wrong:
         raise SystemExit("The gate does not see what the corpus intends:\n" + "\n".join(wrong))
     SAMPLES_PATH.write_text("\n".join(lines) + "\n", encoding="utf-8")

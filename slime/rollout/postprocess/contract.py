@@ -128,7 +128,8 @@ class FormatSpec:
 
     pairs: markers that come in pairs. order: opening markers that must appear in this order. forbidden: role markers that never
     belong into a response; with `forbidden_everywhere` False they are refused only inside a pair. end_marker: the text or token
-    a finished response ends with (looked at under `strict` only).
+    a finished response ends with (looked at under `strict` only). answer: opening marker of the pair that holds what is scored; its
+    content is put into metadata["answer_text"] of the new sample.
     """
 
     pairs: tuple[TagPair, ...] = ()
@@ -136,14 +137,21 @@ class FormatSpec:
     forbidden: tuple[str, ...] = ()
     forbidden_everywhere: bool = True
     end_marker: str | None = None
+    answer: str | None = None
 
     def __post_init__(self):
         markers = self.markers
         if len(set(markers)) != len(markers) or any(not marker for marker in markers):
             raise ConfigError(f"Gate format: markers must be non-empty and different from each other, got {markers}.")
-        unknown = [marker for marker in self.order if marker not in {pair.open for pair in self.pairs}]
+        unknown = [
+            marker
+            for marker in (*self.order, *([self.answer] if self.answer else []))
+            if marker not in {pair.open for pair in self.pairs}
+        ]
         if unknown:
-            raise ConfigError(f"Gate format: `order` names {unknown}, which are not opening markers of any pair.")
+            raise ConfigError(
+                f"Gate format: `order` or `answer` names {unknown}, which are not opening markers of any pair."
+            )
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -178,11 +186,12 @@ FORMAT_PRESETS: dict[str, FormatSpec | None] = {
     "none": None,
     "roles": FormatSpec(forbidden=_ROLE_MARKERS),
     "think": FormatSpec(pairs=(_THINK,), forbidden=_ROLE_MARKERS),
-    "answer": FormatSpec(pairs=(_ANSWER,), forbidden=_ROLE_MARKERS),
+    "answer": FormatSpec(pairs=(_ANSWER,), forbidden=_ROLE_MARKERS, answer="<answer>"),
     "think_answer": FormatSpec(
         pairs=(dataclasses.replace(_THINK, required=True), _ANSWER),
         order=("<think>", "<answer>"),
         forbidden=_ROLE_MARKERS,
+        answer="<answer>",
     ),
     "tool_call": FormatSpec(
         pairs=(dataclasses.replace(_THINK, opaque=True), TagPair("<tool_call>", "</tool_call>", max_count=None)),
@@ -299,6 +308,7 @@ class Verdict:
 
     `detail` says where and with which values. `text`: the response text decoded from the tokens when it must replace the engine's.
     `keep_mask`: positions (0/1, [T]) that may carry loss where log-probs were missing and the policy is `mask`.
+    `answer`: content of the pair that the task's format scores.
     """
 
     valid: bool
@@ -306,6 +316,7 @@ class Verdict:
     detail: str = ""
     text: str | None = None
     keep_mask: list[int] | None = None
+    answer: str | None = None
     dropped: bool = False
 
     @property

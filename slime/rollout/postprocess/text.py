@@ -7,9 +7,10 @@ import re
 
 from slime.rollout.postprocess.contract import FormatSpec, Level
 
-# Ranges of characters that show nothing: Unicode categories Zs, Zl, Zp (spaces), Cc (control), Cf (format: zero-width, BOM, soft hyphen,
-# tags), Cs (lone surrogates), and joiners, fillers and variation selectors of other categories. Unassigned and private characters are
-# not among them (newer emoji, a font's own signs), nor are format characters that are drawn (Arabic number signs). Written out because deriving them takes 0.2 s; a test derives them.
+# Ranges of characters that show nothing: Unicode categories Zs, Zl, Zp (spaces), Cc (control), Cf (format: zero-width,
+# BOM, soft hyphen, tags), Cs (lone surrogates), and joiners, fillers and variation selectors of other categories.
+# Unassigned and private characters are not among them (newer emoji, a font's own signs), nor are format characters that
+# are drawn (Arabic number signs). Written out because deriving them takes 0.2 s; a test derives them.
 BLANK_RANGES = (
     (0x0000, 0x0020),
     (0x007F, 0x00A0),
@@ -132,6 +133,16 @@ def _position_problem(found: list[tuple[str, int]], spec: FormatSpec) -> str | N
         if first_at[before] > first_at[after]:
             return f"{after} comes before {before}"
     return None
+
+
+def answer_of(text: str, spec: FormatSpec) -> str | None:
+    """Stripped content of the last pair that `spec.answer` names, None if there is none. No reasoning outside it comes along."""
+    pair = next((pair for pair in spec.pairs if pair.open == spec.answer), None)
+    if pair is None:
+        return None
+    end = text.rfind(pair.close)
+    start = text.rfind(pair.open, 0, max(end, 0))
+    return text[start + len(pair.open) : end].strip() if start >= 0 else None
 
 
 def _end_problem(text: str, spec: FormatSpec, ends_with_end_token: bool | None) -> str | None:

@@ -1,0 +1,242 @@
+"""`slime gate COMMAND`: look at a recorded rollout (a dump of samples) or at a run through the gate's eyes.
+
+    slime gate check DUMP      run the gate on a dump, print reasons; exit status 1 if the share of invalid samples exceeds --max-drop-rate
+    slime gate ends DUMP       valid samples with the lowest and the highest rewards
+    slime gate align DUMP      texts that differ from their tokens, with the cause; exit status 1 if there are any
+    slime gate groups DUMP     group sizes and mixed prompts; with --against RAW also membership; exit status 1 on a problem
+    slime gate suggest DUMP    thresholds measured on the dump
+    slime gate doctor RUN      the first three steps when the loss spikes
+
+All --gate-* options of training are understood. --hf-checkpoint FOLDER gives the tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slime.config.cli import OptionParser, build_parser, format_help
+from slime.config.specs import all_specs
+from slime.exceptions import ConfigError
+from slime.rollout.postprocess import tools
+from slime.rollout.postprocess.alignment import Codec, codec_of
+from slime.rollout.postprocess.checks import reward_problem
+from slime.rollout.postprocess.contract import GateConfig
+from slime.rollout.postprocess.gate import postprocess_output_data
+from slime.rollout.postprocess.shell import RECORD_FILE, gate_config_from_args
+from slime.utils.types import Sample, Status
+
+COMMANDS = ("check", "ends", "align", "groups", "suggest", "doctor")
+_SHARED_OPTIONS = (
+    "hf_checkpoint",
+    "reward_key",
+    "rollout_max_context_len",
+    "rollout_stop",
+    "rollout_skip_special_tokens",
+    "vocab_size",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one gate command and returns its exit status: 0 fine, 1 a finding, 2 a command line that cannot be."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0 if words else 2
+    command = words[0]
+    if command not in COMMANDS:
+        print(f"error: unknown gate command {command!r}. Commands: {', '.join(COMMANDS)}.", file=sys.stderr)
+        return 2
+    if any(word in ("-h", "--help") for word in words[1:]):
+        print(__doc__)
+        print(format_help([spec for spec in all_specs() if _is_ours(spec.name)]))
+        return 0
+    own, rest = _own_parser(command).parse_known_args(words[1:])
+    args = _gate_args(rest)
+    try:
+        return _RUN[command](own, args)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"slime gate {command}: {error}") from error
+
+
+def _own_parser(command: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"slime gate {command}", add_help=False, allow_abbrev=False)
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--max-drop-rate", type=float, default=0.5)
+    parser.add_argument("--num", type=int, default=5)
+    parser.add_argument("--against", type=Path, default=None)
+    parser.add_argument("--with-earlier-verdicts", action="store_true")
+    return parser
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith("gate_") or name in _SHARED_OPTIONS
+
+
+def _gate_args(words: list[str]) -> Any:
+    """A namespace of the gate's options; the other options have their defaults, as in training."""
+    parser: OptionParser = build_parser(all_specs())
+    args, unknown = parser.parse_known_args(words)
+    problems = [*parser.value_problems, *(f"{word} is no option of slime gate" for word in unknown)]
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return args
+
+
+def _load(path: Path) -> list[Sample]:
+    """Samples of a rollout dump, or of a raw snapshot (.parquet)."""
+    if not path.exists():
+        raise ConfigError(
+            f"{path} does not exist. Give a dump that --save-debug-rollout-data wrote, or a raw_*.parquet snapshot."
+        )
+    if path.suffix == ".parquet":
+        return read_snapshot(path)
+    from slime.utils.rollout_dump import read_rollout_dump
+
+    return read_rollout_dump(path)
+
+
+def read_snapshot(path: Path) -> list[Sample]:
+    """The raw samples of a snapshot, unmarked, in row order. Rewards and metadata come back from their JSON text."""
+    import pyarrow.parquet
+
+    names = (
+        "index",
+        "group_index",
+        "rollout_id",
+        "prompt",
+        "response",
+        "response_length",
+        "rollout_log_probs",
+        "finish_reason",
+    )
+    samples = []
+    for row in pyarrow.parquet.read_table(path).to_pylist():
+        fields = {name: row[name] for name in names}
+        status = Status(row["status"]) if row["status"] in {s.value for s in Status} else Status.FAILED
+        metadata = json.loads(row["metadata"])
+        samples.append(
+            Sample(
+                **fields, tokens=row["tokens"] or [], status=status, metadata=metadata, reward=json.loads(row["reward"])
+            )
+        )
+    return samples
+
+
+def _tokenizer(args: Any) -> Any:
+    if args.hf_checkpoint is None:
+        return None
+    from slime.utils.processing_utils import load_tokenizer
+
+    return load_tokenizer(args.hf_checkpoint)
+
+
+def _codec(args: Any, config: GateConfig) -> Codec:
+    tokenizer = _tokenizer(args)
+    if tokenizer is None:
+        raise ConfigError("this command decodes tokens: give --hf-checkpoint FOLDER, the folder with the tokenizer.")
+    return codec_of(tokenizer, config)
+
+
+def _check(own: argparse.Namespace, args: Any) -> int:
+    import dataclasses
+
+    samples, tokenizer = _load(own.path), _tokenizer(args)
+    scored = any(reward_problem(sample.reward, args.reward_key) is None for sample in samples)
+    config = dataclasses.replace(
+        gate_config_from_args(args, tokenizer),
+        rewards_expected=scored,
+        compare_text=tokenizer is not None and args.gate_compare_text != "off",
+        trust_earlier_verdicts=own.with_earlier_verdicts,
+    )
+    result = postprocess_output_data(samples, config, tokenizer=tokenizer)
+    print("\n".join(tools.reason_table(result)))
+    print(result.statistics.summary())
+    return int(result.statistics.drop_rate > own.max_drop_rate)
+
+
+def _ends(own: argparse.Namespace, args: Any) -> int:
+    samples = _load(own.path)
+    low, high = tools.reward_ends(samples, own.num, reward_key=args.reward_key)
+    for title, positions in (("lowest rewards", low), ("highest rewards", high)):
+        print(title)
+        for position in positions:
+            sample = samples[position]
+            print(
+                f"  #{position} group {sample.group_index} reward {sample.reward} length {sample.response_length}: {sample.response[:200]!r}"
+            )
+    print("\n".join([*tools.reward_shape(samples, reward_key=args.reward_key), tools.HOW_TO_READ_ENDS]))
+    return 0
+
+
+def _align(own: argparse.Namespace, args: Any) -> int:
+    config = gate_config_from_args(args)
+    samples = _load(own.path)
+    found = tools.find_mismatches(samples, _codec(args, config), stop_strings=config.stop_strings)
+    for mismatch in found[: own.num]:
+        print("\n".join(tools.describe_mismatch(mismatch)))
+    causes = {cause.value: sum(m.cause is cause for m in found) for cause in tools.ADVICE_OF_CAUSE}
+    print(f"{len(found)} of {len(samples)} texts differ from their tokens: {causes}")
+    return int(bool(found))
+
+
+def _groups(own: argparse.Namespace, args: Any) -> int:
+    import dataclasses
+
+    samples = _load(own.path)
+    config = dataclasses.replace(gate_config_from_args(args), text_source="engine")
+    groups = postprocess_output_data(samples, config).statistics.groups()
+    print(f"{groups['count']} groups, sizes {groups['sizes']}, {groups['ungrouped']} samples without a group")
+    print(f"{groups['without_valid']} groups without a valid sample, {groups['with_one_valid']} with one")
+    problems = [f"group {group} holds samples of different prompts" for group in groups["mixed"]]
+    if own.against is not None:
+        problems += tools.compare_groups(samples, _load(own.against))
+    print("\n".join(problems) or "no problem found")
+    return int(bool(problems))
+
+
+def _suggest(own: argparse.Namespace, args: Any) -> int:
+    suggestion = tools.suggest_thresholds(_load(own.path), context_length=args.rollout_max_context_len)
+    print(f"# measured on {suggestion.num_measured} responses that ended by themselves")
+    print(
+        f"--gate-min-response-tokens {suggestion.min_response_tokens} --gate-max-response-tokens {suggestion.max_response_tokens} "
+        f"--gate-context-margin {suggestion.margin}"
+    )
+    return 0
+
+
+def _doctor(own: argparse.Namespace, args: Any) -> int:
+    path = own.path / RECORD_FILE
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist. Give the folder of a run (runs/<name>).")
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip().endswith("}")]
+    print("\n".join(tools.diagnose_records(records)))
+    snapshots = sorted((own.path / "gate").glob("raw_*.parquet"))
+    if not snapshots:
+        print("(3) alignment: no raw snapshot in this run (--gate-snapshots)")
+        return 0
+    samples = read_snapshot(snapshots[-1])
+    print("\n".join(f"    {line}" for line in tools.reward_shape(samples, reward_key=args.reward_key)))
+    if args.hf_checkpoint is None:
+        print(
+            f"(3) alignment of {snapshots[-1].name}: give --hf-checkpoint FOLDER to compare {own.num} samples with their tokens"
+        )
+        return 0
+    config = gate_config_from_args(args)
+    chosen = samples[:: max(1, len(samples) // own.num)][: own.num]
+    found = tools.find_mismatches(chosen, _codec(args, config), stop_strings=config.stop_strings)
+    print(f"(3) alignment of {snapshots[-1].name}: {len(found)} of {len(chosen)} samples differ from their tokens")
+    for mismatch in found:
+        print("\n".join(tools.describe_mismatch(mismatch)))
+    return int(bool(found))
+
+
+_RUN = {"check": _check, "ends": _ends, "align": _align, "groups": _groups, "suggest": _suggest, "doctor": _doctor}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
