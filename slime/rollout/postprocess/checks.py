@@ -25,7 +25,7 @@ from slime.rollout.postprocess.contract import (
     MissingLogProbs,
     Policy,
 )
-from slime.rollout.postprocess.text import format_problem, is_blank
+from slime.rollout.postprocess.text import answer_of, format_problem, is_blank
 
 Find = Callable[[Chunk, np.ndarray], np.ndarray]
 _LENIENT_PERIOD = 8
@@ -313,6 +313,8 @@ def find_bad_format(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
             if problem is not None:
                 result[position] = True
                 chunk.details[row] = problem
+            elif spec.answer is not None and (answer := answer_of(texts[row], spec)) is not None:
+                chunk.answers[row] = answer
     return result
 
 

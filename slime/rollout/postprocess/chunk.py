@@ -47,6 +47,7 @@ class Chunk:
         self.details: dict[int, str] = {}
         self.texts: dict[int, str] = {}
         self.masks: dict[int, list[int]] = {}
+        self.answers: dict[int, str] = {}
         self.counts: collections.Counter = collections.Counter()
         self._text_view: dict[int, str] = {}
         self._tokens: Gathered | None = None

@@ -13,6 +13,7 @@ All --gate-* options of training are understood. --hf-checkpoint FOLDER gives th
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from typing import Any
 from slime.config.cli import OptionParser, build_parser, format_help
 from slime.config.specs import all_specs
 from slime.exceptions import ConfigError
+from slime.observability.jsonl import read_jsonl
 from slime.rollout.postprocess import tools
 from slime.rollout.postprocess.alignment import Codec, codec_of
 from slime.rollout.postprocess.checks import reward_problem
@@ -143,8 +145,6 @@ def _codec(args: Any, config: GateConfig) -> Codec:
 
 
 def _check(own: argparse.Namespace, args: Any) -> int:
-    import dataclasses
-
     samples, tokenizer = _load(own.path), _tokenizer(args)
     scored = any(reward_problem(sample.reward, args.reward_key) is None for sample in samples)
     config = dataclasses.replace(
@@ -185,8 +185,6 @@ def _align(own: argparse.Namespace, args: Any) -> int:
 
 
 def _groups(own: argparse.Namespace, args: Any) -> int:
-    import dataclasses
-
     samples = _load(own.path)
     config = dataclasses.replace(gate_config_from_args(args), text_source="engine")
     groups = postprocess_output_data(samples, config).statistics.groups()
@@ -213,7 +211,9 @@ def _doctor(own: argparse.Namespace, args: Any) -> int:
     path = own.path / RECORD_FILE
     if not path.exists():
         raise ConfigError(f"{path} does not exist. Give the folder of a run (runs/<name>).")
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip().endswith("}")]
+    records, malformed = read_jsonl(path)
+    if malformed:
+        print(f"{malformed} lines of {path} could not be read")
     print("\n".join(tools.diagnose_records(records)))
     snapshots = sorted((own.path / "gate").glob("raw_*.parquet"))
     if not snapshots:

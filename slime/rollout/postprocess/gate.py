@@ -30,7 +30,7 @@ CHUNK_SAMPLES = 8192
 @dataclasses.dataclass
 class Outcome:
     """What the checks said about N samples. `codes` [N] int8: reason code of invalid samples, 0 = valid. `findings` [N] int8: the
-    reason a valid sample was kept in spite of. Sparse by position: details, texts (decoded responses), masks. `counts` and
+    reason a valid sample was kept in spite of. Sparse by position: details, texts (decoded responses), masks, answers. `counts` and
     `seconds` are sums."""
 
     codes: np.ndarray
@@ -38,6 +38,7 @@ class Outcome:
     details: dict[int, str] = dataclasses.field(default_factory=dict)
     texts: dict[int, str] = dataclasses.field(default_factory=dict)
     masks: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    answers: dict[int, str] = dataclasses.field(default_factory=dict)
     counts: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     seconds: collections.Counter = dataclasses.field(default_factory=collections.Counter)
 
@@ -49,7 +50,7 @@ class Outcome:
         total = Outcome(np.concatenate([p.codes for p in parts]), np.concatenate([p.findings for p in parts]))
         first = 0
         for part in parts:
-            for name in ("details", "texts", "masks"):
+            for name in ("details", "texts", "masks", "answers"):
                 getattr(total, name).update({first + row: value for row, value in getattr(part, name).items()})
             total.counts.update(part.counts)
             total.seconds.update(part.seconds)
@@ -177,7 +178,7 @@ def _judge_chunk(chunk: Chunk) -> Outcome:
     counts = collections.Counter({name: count for name, count in chunk.counts.items() if count})
     keep = {row for row in chunk.masks if codes[row] == 0}
     masks = {row: mask for row, mask in chunk.masks.items() if row in keep}
-    return Outcome(codes, findings, details, chunk.texts, masks, counts, seconds)
+    return Outcome(codes, findings, details, chunk.texts, masks, chunk.answers, counts, seconds)
 
 
 def _record(chunk: Chunk, check: Check, alive, failed, codes, findings, details) -> np.ndarray:
@@ -217,6 +218,7 @@ def _verdicts(outcome: Outcome, config: GateConfig) -> list[Verdict]:
         set(np.flatnonzero((outcome.codes != 0) | (outcome.findings != 0)).tolist())
         | outcome.texts.keys()
         | outcome.masks.keys()
+        | outcome.answers.keys()
     )
     for row in special:
         reason = reason_of_code(int(outcome.codes[row]))
@@ -227,6 +229,7 @@ def _verdicts(outcome: Outcome, config: GateConfig) -> list[Verdict]:
             detail=outcome.details.get(row, ""),
             text=outcome.texts.get(row) if valid else None,
             keep_mask=outcome.masks.get(row),
+            answer=outcome.answers.get(row) if valid else None,
             dropped=not valid and config.policy_of(reason) is Policy.DROP and not config.evaluation,
         )
     return verdicts
@@ -245,6 +248,8 @@ def _marked(sample: Sample, verdict: Verdict) -> Sample:
     fields["invalid_reason"] = verdict.reason.value if verdict.reason is not None else None
     if verdict.text is not None:
         fields["response"] = verdict.text
+    if verdict.answer is not None:
+        fields["metadata"] = {**sample.metadata, "answer_text": verdict.answer}
     if verdict.keep_mask is not None:
         fields["loss_mask"], fields["rollout_log_probs"] = _masked_columns(sample, verdict.keep_mask)
     return marked

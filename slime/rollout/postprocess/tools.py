@@ -22,7 +22,10 @@ ADVICE_OF_CAUSE = {
     MismatchCause.WHITESPACE: "whitespace policies differ: take the text from the tokens everywhere (--gate-text-source tokens)",
     MismatchCause.SHIFTED_IDS: "the ids are not this text's: check what the sampler returns as ids, and the tokenizer's version",
 }
-HOW_TO_READ_ENDS = "malformed samples at the low end: the checks are too weak; undeserved ones at the high end: the checks are too loose, or the reward has a hole"
+HOW_TO_READ_ENDS = (
+    "malformed samples at the low end: the checks are too weak; undeserved ones at the high end: the checks are too loose, "
+    "or the reward has a hole"
+)
 
 
 @dataclasses.dataclass(frozen=True)
