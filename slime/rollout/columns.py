@@ -17,6 +17,7 @@ from slime.utils.rollout_fields import CONTRACT, FieldSpec, Origin
 
 logger = logging.getLogger(__name__)
 
+
 @dataclasses.dataclass(frozen=True)
 class ColumnsConfig:
     """What the conversion needs to know of the options."""
@@ -69,13 +70,19 @@ def group_ids_of(samples: Sequence[Any]) -> list[int]:
 
 def counts_in_baseline(sample: Any, *, removed_count: bool = False) -> bool:
     """Whether the sample's reward may shift its siblings' baseline: it is valid, not aborted or failed, and not removed from the loss."""
-    return sample.valid and sample.status.value not in ("aborted", "failed") and (removed_count or not sample.remove_sample)
+    return (
+        sample.valid
+        and sample.status.value not in ("aborted", "failed")
+        and (removed_count or not sample.remove_sample)
+    )
 
 
 # --- rewards -------------------------------------------------------------------------------------------------------------
 
 
-def compute_rewards(samples: Sequence[Any], config: ColumnsConfig) -> tuple[list[float], list[float], RewardStatistics | None]:
+def compute_rewards(
+    samples: Sequence[Any], config: ColumnsConfig
+) -> tuple[list[float], list[float], RewardStatistics | None]:
     """`(raw_rewards, rewards, statistics)`, one float per sample: as scored, and what the estimator reads. NaN where there is no score.
 
     Rewards are normalized by group for the estimators that ask for it, else equal to the raw ones.
@@ -103,7 +110,9 @@ def compute_rewards(samples: Sequence[Any], config: ColumnsConfig) -> tuple[list
 # --- columns -------------------------------------------------------------------------------------------------------------
 
 
-def build_train_columns(samples: Sequence[Any], rewards: tuple[Sequence[float], Sequence[float]], config: ColumnsConfig) -> RolloutBatch:
+def build_train_columns(
+    samples: Sequence[Any], rewards: tuple[Sequence[float], Sequence[float]], config: ColumnsConfig
+) -> RolloutBatch:
     """The whole-batch `RolloutBatch` of these samples, invalid ones included and marked by `valid`.
 
     `rewards` is `(raw_rewards, rewards)`. A field that only some of the valid samples have is a `RolloutDataError`, or is filled as declared;
@@ -202,4 +211,6 @@ def _loss_masks(samples: Sequence[Any], responses: np.ndarray) -> list[np.ndarra
 def _check_masks(batch: RolloutBatch) -> None:
     for i, mask in enumerate(batch.column("loss_masks").parts):
         if mask.size and mask.max() > 1:
-            raise RolloutDataError(f"The loss mask at position {i} has the value {int(mask.max())}; a loss mask holds 0 and 1.")
+            raise RolloutDataError(
+                f"The loss mask at position {i} has the value {int(mask.max())}; a loss mask holds 0 and 1."
+            )

@@ -79,7 +79,9 @@ def normalize_rewards(
         result = result * (size_G / np.maximum(size_G - 1, 1))[group]
     normalized_N[chosen] = np.where(has_spread_G[group], result, 0.0)
     singles = size_G == 1
-    return normalized_N, RewardStatistics(num_groups, int(singles.sum()), int((~has_spread_G & ~singles).sum()), excluded)
+    return normalized_N, RewardStatistics(
+        num_groups, int(singles.sum()), int((~has_spread_G & ~singles).sum()), excluded
+    )
 
 
 def _execution_means(value: np.ndarray, group: np.ndarray, rollout_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -129,4 +131,6 @@ def bad_reward_reason(value: float) -> str | None:
 
 def raw_rewards_of(samples: Sequence[Any], reward_key: str | None) -> np.ndarray:
     """The scored reward of each sample, float64 [N], NaN where there is none. See `reward_number`."""
-    return np.array([reward_number(sample.reward, reward_key, index=sample.index) for sample in samples], dtype=np.float64)
+    return np.array(
+        [reward_number(sample.reward, reward_key, index=sample.index) for sample in samples], dtype=np.float64
+    )

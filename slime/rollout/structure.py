@@ -12,7 +12,9 @@ def validate_rollout_id_annotated(node: Any, depth: int = 0) -> None:
     they share a loss denominator, which nothing else tells."""
     if isinstance(node, Sample):
         return
-    assert isinstance(node, list), f"a rollout function returns Samples in nested lists; found {type(node).__name__} at depth {depth}"
+    assert isinstance(node, list), (
+        f"a rollout function returns Samples in nested lists; found {type(node).__name__} at depth {depth}"
+    )
     samples = [entry for entry in node if isinstance(entry, Sample)]
     if depth >= 2 and len(samples) > 1:
         ids = {sample.rollout_id for sample in samples}

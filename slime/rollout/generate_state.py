@@ -1,0 +1,93 @@
+"""`GenerateState`: what every generation task of this process shares - tokenizer, limits, sampling parameters, running tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from slime.exceptions import ConfigError
+from slime.utils import http_utils
+from slime.utils.misc import SingletonMeta
+from slime.utils.types import Sample
+
+
+def rollout_sampling_params(args: Any) -> dict[str, Any]:
+    """The engine's sampling parameters of a training rollout. ConfigError where no limit bounds a response."""
+    if args.rollout_max_response_len is None and args.rollout_max_context_len is None:
+        raise ConfigError(
+            "nothing bounds the length of a response: give --rollout-max-response-len or --rollout-max-context-len."
+        )
+    params = {
+        "temperature": args.rollout_temperature,
+        "top_p": args.rollout_top_p,
+        "top_k": args.rollout_top_k,
+        "max_new_tokens": args.rollout_max_response_len or args.rollout_max_context_len,
+        "stop": args.rollout_stop,
+        "stop_token_ids": args.rollout_stop_token_ids,
+        "skip_special_tokens": args.rollout_skip_special_tokens,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }
+    if args.rollout_top_p != 1.0:
+        # The trainer replays the nucleus, so that both sides normalize over the same tokens.
+        params["custom_params"] = {"return_top_p_token_ids": True}
+    return params
+
+
+class GenerateState(metaclass=SingletonMeta):
+    """One per process. Built on the first rollout; `reset` starts the next one."""
+
+    def __init__(self, args: Any) -> None:
+        from slime.rollout.scoring import build_gate
+        from slime.utils.processing_utils import load_processor, shared_tokenizer
+
+        self.args = args
+        self.tokenizer = shared_tokenizer(args.hf_checkpoint)
+        self.processor = load_processor(args.hf_checkpoint) if args.multimodal_keys else None
+        self.gate = build_gate(args, self.tokenizer)
+        http_utils.init_http_client(args)
+        engines = max(1, http_utils.get_rollout_num_engines(args))
+        self.max_requests = args.sglang_server_concurrency * engines
+        self.semaphore = asyncio.Semaphore(self.max_requests)
+        # A request for a whole group counts as many samples as it has.
+        self.group_semaphore = asyncio.Semaphore(max(1, self.max_requests // max(1, args.n_samples_per_prompt)))
+        self.sampling_params = rollout_sampling_params(args)
+        self.group_sampling_seeds = [args.rollout_seed + member for member in range(args.n_samples_per_prompt)]
+        self._prompt_ids: dict[str, list[int]] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the running tasks and the order to abort."""
+        self.remaining_batch_size = 0
+        self.pendings: set[asyncio.Task] = set()
+        self.aborted = False
+        self._prompt_ids.clear()
+
+    @contextlib.contextmanager
+    def dp_rank_context(self) -> Iterator[int | None]:
+        """The engine rank that a request should go to; None leaves the choice to the engine."""
+        yield None
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a rendered prompt, tokenized once for all members of its group; a new list each time."""
+        ids = self._prompt_ids.get(text)
+        if ids is None:
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            self._prompt_ids[text] = ids
+        return list(ids)
+
+    def submit_generate_tasks(self, groups: list[list[Sample]]) -> list[asyncio.Task]:
+        """Starts one task per group and returns them in that order."""
+        from slime.rollout import sglang_rollout
+
+        tasks = [
+            asyncio.create_task(
+                sglang_rollout.generate_and_rm_group(self.args, group, dict(self.sampling_params), evaluation=False)
+            )
+            for group in groups
+        ]
+        self.pendings.update(tasks)
+        self.remaining_batch_size += len(groups)
+        return tasks

@@ -1,0 +1,207 @@
+"""What is asked of an engine for one sample, and what its answer does to that sample. Pure: no HTTP, no `args`.
+
+The prompt is tokenized once and sent as ids. Response ids and log-probs are taken from the reply as they are, never from its
+text. A reply whose counts disagree is refused whole, before anything is stored.
+Shapes: K = tokens of one reply.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import struct
+from typing import Any
+
+from slime.exceptions import RolloutDataError
+from slime.utils.types import Sample
+
+# What SGLang reports as weight version when nobody set one.
+UNNAMED_WEIGHT_VERSION = "default"
+MAX_SEED = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """One checked reply: response token ids [K], their log-probs [K] in nats, the text, and the engine's meta information."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    text: str
+    meta_info: dict[str, Any]
+
+    @property
+    def finish_type(self) -> str | None:
+        """stop, length or abort; None where the engine did not say."""
+        reason = self.meta_info.get("finish_reason")
+        return reason.get("type") if isinstance(reason, dict) else reason
+
+
+def derive_seed(
+    base_seed: int, *, member: int, sample_index: int | None, rollout_id: int | None, segment: int = 0
+) -> int:
+    """A sampling seed in [0, 2^31), a function of its arguments alone.
+
+    `base_seed + member` is the seed of the group's member; sample and rollout are mixed in so that prompts differ, and the
+    number of response tokens so far (`segment`), so that a continued response does not repeat its first random numbers.
+    """
+    key = struct.pack(
+        "<4q",
+        base_seed + member,
+        -1 if sample_index is None else sample_index,
+        -1 if rollout_id is None else rollout_id,
+        segment,
+    )
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") & MAX_SEED
+
+
+def response_budget(
+    sample: Sample, *, max_response_len: int | None, max_context_len: int | None, prompt_length: int
+) -> int | None:
+    """Tokens that may still be generated: what is left of the response limit and of the context; None without limits.
+
+    Zero or less means that nothing is to be sent. `sample.response_length` counts against both limits.
+    """
+    budgets = []
+    if max_response_len is not None:
+        budgets.append(max_response_len - sample.response_length)
+    if max_context_len is not None:
+        budgets.append(max_context_len - prompt_length - sample.response_length)
+    return min(budgets) if budgets else None
+
+
+def build_request(
+    sample: Sample,
+    sampling_params: dict[str, Any],
+    *,
+    input_ids: list[int] | None = None,
+    text: str | None = None,
+    image_data: list[str] | None = None,
+    rid: str | None = None,
+    return_arrays: bool = False,
+    return_routed_experts: bool = False,
+) -> dict[str, Any]:
+    """The body of one /generate call: the sample's ids so far (or `input_ids`, or `text` with images) and how to sample."""
+    request: dict[str, Any] = {"sampling_params": sampling_params, "return_logprob": True}
+    if image_data:
+        request.update(text=text, image_data=image_data)
+    else:
+        request["input_ids"] = sample.tokens if input_ids is None else input_ids
+    if rid is not None:
+        request["rid"] = rid
+    if return_arrays:
+        request["return_arrays"] = True
+    if return_routed_experts:
+        request["return_routed_experts"] = True
+    return request
+
+
+def build_batch_request(requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """One /generate body for several requests on ids: per-request values become lists, the answer is a list in this order."""
+    batch: dict[str, Any] = {key: [request[key] for request in requests] for key in ("input_ids", "sampling_params")}
+    if "rid" in requests[0]:
+        batch["rid"] = [request["rid"] for request in requests]
+    shared = {key: value for key, value in requests[0].items() if key not in ("input_ids", "sampling_params", "rid")}
+    return {**batch, **shared}
+
+
+def parse_batch_reply(payload: Any, *, num_requests: int) -> list[dict[str, Any]]:
+    """The replies to `build_batch_request`, in its order. RolloutDataError for any other number of them."""
+    replies = payload if isinstance(payload, list) else [payload]
+    if len(replies) != num_requests:
+        raise RolloutDataError(f"the engine sent {len(replies)} replies to {num_requests} requests in one call")
+    return replies
+
+
+def parse_reply(payload: Any) -> Reply:
+    """The checked reply. RolloutDataError says what does not fit; an aborted reply without tokens is a valid empty one."""
+    if not isinstance(payload, dict) or not isinstance(payload.get("meta_info"), dict):
+        raise RolloutDataError(f"the engine's reply has no meta_info: {str(payload)[:200]}")
+    meta = payload["meta_info"]
+    reply = Reply(*_ids_and_log_probs(payload, meta), text=payload.get("text") or "", meta_info=meta)
+    problem = _count_problem(payload, reply)
+    if problem:
+        raise RolloutDataError(f"the engine's reply {meta.get('id')!r} is inconsistent: {problem}")
+    return reply
+
+
+def _ids_and_log_probs(payload: dict, meta: dict) -> tuple[list[int], list[float]]:
+    from slime.backends.torch_engine.arrays import decode_response_arrays, has_arrays
+
+    if has_arrays(meta):
+        token_ids, log_probs = decode_response_arrays(meta)
+        if log_probs is None and len(token_ids):
+            raise RolloutDataError("the engine's reply has token ids but no log-probs")
+        return token_ids.tolist(), [] if log_probs is None else log_probs.tolist()
+    entries = meta.get("output_token_logprobs")
+    if entries is None:
+        if payload.get("output_ids") or meta.get("completion_tokens"):
+            raise RolloutDataError(
+                f"the engine's reply has {meta.get('completion_tokens')} tokens but no output_token_logprobs; "
+                "does the server support return_logprob?"
+            )
+        return [], []
+    return [entry[1] for entry in entries], [entry[0] for entry in entries]
+
+
+def _count_problem(payload: dict, reply: Reply) -> str | None:
+    num_ids = len(reply.token_ids)
+    completion_tokens = reply.meta_info.get("completion_tokens")
+    if completion_tokens is not None and completion_tokens != num_ids:
+        return f"completion_tokens is {completion_tokens}, but it has {num_ids} log-probs"
+    output_ids = payload.get("output_ids")
+    if output_ids is not None and len(output_ids) != num_ids:
+        return f"{len(output_ids)} output_ids and {num_ids} log-probs (ids of the prompt among them?)"
+    if output_ids is not None and list(output_ids) != reply.token_ids:
+        return "output_ids and the ids in output_token_logprobs differ"
+    if any(value is None for value in reply.log_probs):
+        return f"{sum(value is None for value in reply.log_probs)} of {num_ids} log-probs are null"
+    if num_ids == 0 and reply.finish_type not in ("abort", "stop", "length"):
+        return f"it has no tokens and the finish reason {reply.meta_info.get('finish_reason')!r}"
+    return None
+
+
+def apply_response(sample: Sample, payload: Any, *, args: Any = None) -> Sample:
+    """The sample, extended by the reply's ids, log-probs and text, with status, finish reason and weight version set.
+
+    RolloutDataError leaves it as it was. Per-token payloads that cover the whole sequence (routed experts) replace the
+    earlier ones. `args` is only handed on for the shape of routed experts.
+    """
+    reply = parse_reply(payload)
+    meta = dict(reply.meta_info)
+    if reply.token_ids:
+        meta["weight_version"] = str(meta.get("weight_version") or UNNAMED_WEIGHT_VERSION)
+    else:
+        meta.pop("weight_version", None)
+        meta.pop("routed_experts", None)
+    if isinstance(meta.get("finish_reason"), str):
+        meta["finish_reason"] = {"type": meta["finish_reason"]}
+    try:
+        sample.append_response_tokens(
+            args, tokens=reply.token_ids, log_probs=reply.log_probs, meta_info=meta, text=reply.text
+        )
+    except ValueError as error:
+        raise RolloutDataError(
+            f"the engine's reply {meta.get('id')!r} does not fit sample {sample.index}: {error}"
+        ) from error
+    return sample
+
+
+def reset_to_prompt(sample: Sample) -> Sample:
+    """A new sample with the same prompt and identity and nothing generated: no tokens, masks, log-probs, reward or verdict."""
+    return Sample(
+        group_index=sample.group_index,
+        index=sample.index,
+        rollout_id=sample.rollout_id,
+        prompt=sample.prompt,
+        label=sample.label,
+        metadata={key: value for key, value in sample.metadata.items() if key not in GENERATED_METADATA},
+        multimodal_inputs=sample.multimodal_inputs,
+        apply_chat_template_kwargs=sample.apply_chat_template_kwargs,
+        generate_function_path=sample.generate_function_path,
+        custom_rm_path=sample.custom_rm_path,
+        session_id=sample.session_id,
+    )
+
+
+# Metadata that generation and scoring write; they do not belong to the prompt.
+GENERATED_METADATA = frozenset({"start_rollout_id", "failure", "reward_error", "raw_reward"})

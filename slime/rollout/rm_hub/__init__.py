@@ -1,0 +1,119 @@
+"""Built-in reward functions and the one door to them.
+
+`async_rm(args, sample)` returns the reward of one sample. Scorers that evaluate mathematics run in killable processes
+(grader_pool.py); when they end without a value GraderFailed is raised, never a reward of 0 made up. Upstream's scorers of
+text (f1, gpqa, dapo) run where they are called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+from slime.utils.misc import load_function
+from slime.utils.types import Sample
+
+REMOTE_TYPES = frozenset({"remote_rm"})
+POOL_TYPES = frozenset({"math", "deepscaler", "math_verify"})
+TEXT_TYPES = frozenset({"exact_match", "dapo", "f1", "gpqa", "ifbench", "random"})
+RM_TYPES = TEXT_TYPES | POOL_TYPES | REMOTE_TYPES
+BOXED_PREFIX = "boxed_"
+
+
+async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
+    """The sample's reward: a number, or a dict for scorers that return several values.
+
+    In this order: the sample's own `custom_rm_path`, --custom-rm-path, metadata["rm_type"], --rm-type. GraderFailed when a
+    grader was killed or broke; NotImplementedError for an unknown type.
+    """
+    custom = sample.custom_rm_path or getattr(args, "custom_rm_path", None)
+    if custom is not None:
+        return await load_function(custom)(args, sample, **kwargs)
+    rm_type, response = split_rm_type(args, sample)
+    if rm_type in REMOTE_TYPES:
+        from slime.rollout.rm_hub.remote import request_remote_reward
+
+        return await request_remote_reward(args, sample)
+    if rm_type in POOL_TYPES:
+        return await _pool_reward(args, rm_type, response, sample.label)
+    return _text_reward(rm_type, response, sample)
+
+
+async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> list[Any]:
+    """One reward per sample: --custom-rm-path called once with the list, else `async_rm` of each."""
+    custom = getattr(args, "custom_rm_path", None)
+    if custom is not None:
+        return await load_function(custom)(args, samples, **kwargs)
+    return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
+
+
+def split_rm_type(args: Any, sample: Sample) -> tuple[str, str]:
+    """(type without the prefix boxed_, the text to score: the response, or what its last box holds)."""
+    metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
+    rm_type = (metadata.get("rm_type") or getattr(args, "rm_type", None) or "").strip()
+    response = sample.response
+    if rm_type.startswith(BOXED_PREFIX):
+        from slime.rollout.rm_hub.math_utils import extract_answer
+
+        rm_type = rm_type.removeprefix(BOXED_PREFIX)
+        response = extract_answer(response) or ""
+    return rm_type, response
+
+
+def is_immediate(args: Any, sample: Sample) -> bool:
+    """Whether the reward is plain computation in this process, without waiting for anything."""
+    if sample.custom_rm_path or getattr(args, "custom_rm_path", None):
+        return False
+    return split_rm_type_name(args, sample) in TEXT_TYPES
+
+
+def split_rm_type_name(args: Any, sample: Sample) -> str:
+    """The sample's reward type without the prefix boxed_."""
+    metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
+    return (metadata.get("rm_type") or getattr(args, "rm_type", None) or "").strip().removeprefix(BOXED_PREFIX)
+
+
+def _text_reward(rm_type: str, response: str, sample: Sample) -> Any:
+    label, metadata = sample.label, sample.metadata
+    if rm_type == "exact_match":
+        from slime.rollout.rm_hub.exact_match import compute_exact_match
+
+        return compute_exact_match(response, label)
+    if rm_type == "dapo":
+        from slime.rollout.rm_hub.math_dapo_utils import compute_score
+
+        return compute_score(response, label)
+    if rm_type == "f1":
+        from slime.rollout.rm_hub.f1 import f1_score
+
+        return f1_score(response, label)[0]
+    if rm_type == "gpqa":
+        from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
+
+        return compute_gpqa_reward(response, label, metadata=metadata)
+    if rm_type == "ifbench":
+        from slime.rollout.rm_hub.ifbench import compute_ifbench_reward
+
+        return compute_ifbench_reward(response, label, metadata=metadata)
+    if rm_type == "random":
+        return random.randint(0, 1)
+    if not rm_type:
+        raise NotImplementedError(
+            f"no reward function: give --rm-type (one of {sorted(RM_TYPES)}), --custom-rm-path, or rm_type in the metadata."
+        )
+    raise NotImplementedError(f"reward type {rm_type!r} is not known; known are {sorted(RM_TYPES)}.")
+
+
+async def _pool_reward(args: Any, rm_type: str, response: str, label: Any) -> Any:
+    from slime.rollout.rm_hub.grader_pool import PoolSettings, shared_pool
+    from slime.rollout.rm_hub.outcomes import value_of
+
+    pool = shared_pool(
+        PoolSettings(
+            num_workers=getattr(args, "grader_workers", 2),
+            timeout_s=getattr(args, "grader_timeout", 10.0),
+            max_length=getattr(args, "grader_max_length", 2000),
+        )
+    )
+    return value_of(await pool.grade_async(rm_type, response, label))

@@ -1,0 +1,103 @@
+"""The gate's verdict, then the reward: for any list of generated samples, usually one group."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from slime.exceptions import ConfigError
+from slime.rollout.failures import describe_error, mark_failed
+from slime.rollout.rm_hub import async_rm, batched_async_rm, is_immediate
+from slime.rollout.rm_hub.outcomes import GraderFailed
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+UNFINISHED = (Sample.Status.PENDING, Sample.Status.ABORTED, Sample.Status.FAILED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """Marks samples as valid or not, in place. `check` returns one verdict per sample, `apply` the marked samples."""
+
+    check: Callable[[list[Sample]], list]
+    apply: Callable[[list[Sample], list], list[Sample]]
+
+    def mark(self, samples: list[Sample]) -> None:
+        """Sets `valid`, `invalid_reason` and what else a verdict carries."""
+        verdicts = self.check(samples)
+        for sample, marked in zip(samples, self.apply(samples, verdicts), strict=True):
+            sample.__dict__.update(marked.__dict__)
+
+
+def build_gate(args: Any, tokenizer: Any) -> Gate:
+    """The response gate of the run's options."""
+    from slime.rollout.postprocess import apply_verdicts, check_responses
+    from slime.rollout.postprocess.shell import gate_config_from_args
+
+    config = gate_config_from_args(args, tokenizer)
+    return Gate(lambda samples: check_responses(samples, config, tokenizer=tokenizer), apply_verdicts)
+
+
+async def score_group(args: Any, group: list[Sample], gate: Gate | None) -> None:
+    """Marks the finished samples of `group` and gives the valid ones their reward, in place.
+
+    Invalid and unfinished samples keep reward None and no reward function sees them. A reward call that fails, or ends
+    without a number, marks its sample FAILED. Rewards that are there already stay.
+    """
+    finished = [sample for sample in group if sample.status not in UNFINISHED]
+    if gate is not None and finished:
+        gate.mark(finished)
+    to_score = [sample for sample in finished if sample.valid and sample.reward is None]
+    if not to_score:
+        return
+    try:
+        rewards = await _request_rewards(args, to_score)
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a user's reward function may raise anything; its samples are marked
+        logger.debug("reward call failed", exc_info=True)
+        rewards = [error] * len(to_score)
+    for sample, reward in zip(to_score, rewards, strict=True):
+        store_reward(sample, reward)
+
+
+async def _request_rewards(args: Any, samples: list[Sample]) -> list[Any]:
+    """One reward, or the exception in its place, per sample."""
+    if getattr(args, "group_rm", False) and args.custom_rm_path:
+        rewards = await batched_async_rm(args, samples)
+        if len(rewards) != len(samples):
+            raise ValueError(f"the group reward function returned {len(rewards)} rewards for {len(samples)} samples")
+        return list(rewards)
+    # A task per sample only costs time where scoring is plain computation.
+    if all(is_immediate(args, sample) for sample in samples):
+        return [await _guarded(args, sample) for sample in samples]
+    return list(await asyncio.gather(*(_guarded(args, sample) for sample in samples)))
+
+
+async def _guarded(args: Any, sample: Sample) -> Any:
+    try:
+        return await async_rm(args, sample)
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - see score_group
+        logger.debug("reward call of sample %s failed", sample.index, exc_info=True)
+        return error
+
+
+def store_reward(sample: Sample, reward: Any) -> None:
+    """Sets the reward, or marks the sample FAILED where there is none: an exception or None."""
+    if isinstance(reward, GraderFailed):
+        reason = str(reward)
+    elif isinstance(reward, Exception):
+        reason = describe_error(reward)
+    elif reward is None:
+        reason = "the reward function returned None"
+    else:
+        sample.reward = reward
+        return
+    mark_failed(sample, "reward", reason)
+    sample.metadata["reward_error"] = reason

@@ -1,0 +1,372 @@
+"""The default rollout function: prompts to scored groups over SGLang's HTTP API, many at a time, repeatable.
+
+    generate_rollout -> generate_rollout_async (group_loop.py: fetch, filter, keep, abort)
+                          -> generate_and_rm_group -> generate_and_rm -> generate -> engine
+                                                   -> one request for the whole group, where nothing forbids it
+                     -> eval_rollout (evaluation.py)
+
+A generation or reward call that fails marks its sample FAILED with a reason; see failures.py for when that ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import dataclasses
+import inspect
+import logging
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from slime.exceptions import ConfigError, EngineError, RolloutDataError
+from slime.rollout import generation
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.data_source import iter_samples
+from slime.rollout.engine_client import abort_engines, choose_url, get_engines, request_generate
+from slime.rollout.failures import describe_error, mark_failed
+from slime.rollout.generate_state import GenerateState
+from slime.rollout.sample_hooks import apply_rollout_sample_hooks, get_current_rollout_id, set_current_rollout_id
+from slime.rollout.scoring import score_group
+from slime.utils.async_utils import run
+from slime.utils.data import prompt_text
+from slime.utils.misc import load_function
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+# Evaluation datasets by their cache key, read once per process.
+EVAL_PROMPT_DATASET: dict[Any, Any] = {}
+
+
+@dataclasses.dataclass
+class GroupContext:
+    """Set while a group is generated: its members are collected here and scored together once all of them are there."""
+
+    evaluation: bool
+    to_score: list[Sample] = dataclasses.field(default_factory=list)
+
+
+_group_context: contextvars.ContextVar[GroupContext | None] = contextvars.ContextVar("group_context", default=None)
+
+
+def get_model_url(args: Any, model_name: str = "default", endpoint: str = "/generate") -> str:
+    """The address of an endpoint of the engines, for custom generate functions. One model is served: any name leads there."""
+    return choose_url(get_engines(args), None) + endpoint
+
+
+async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """The sample with the engine's tokens, log-probs, text, status and weight version appended.
+
+    `sampling_params["max_new_tokens"]` is reduced in place to what may still be generated; with nothing left the sample
+    is TRUNCATED without a request. EngineError and RolloutDataError leave the sample as it was.
+    """
+    state = GenerateState(args)
+    request = prepare_request(args, state, sample, sampling_params)
+    if request is not None:
+        reply = await request_generate(args, request, key=sample.group_index, session_id=sample.session_id)
+        generation.apply_response(sample, reply, args=args)
+    return sample
+
+
+def prepare_request(args: Any, state: Any, sample: Sample, sampling_params: dict[str, Any]) -> dict[str, Any] | None:
+    """The /generate body of the sample, whose prompt is tokenized here if it was not yet; None where no room is left."""
+    if sample.status not in (Sample.Status.PENDING, Sample.Status.ABORTED):
+        raise AssertionError(
+            f"sample {sample.index} is {sample.status.value}; only pending and aborted ones are generated"
+        )
+    text = images = None
+    if sample.multimodal_inputs:
+        text, images = _encode_multimodal_prompt(state, sample)
+    elif not sample.tokens:
+        sample.tokens = state.encode_prompt(prompt_text(sample, state.tokenizer))
+    budget = generation.response_budget(
+        sample,
+        max_response_len=sampling_params["max_new_tokens"],
+        max_context_len=max_context_len(args),
+        prompt_length=len(sample.tokens) - sample.response_length,
+    )
+    sampling_params["max_new_tokens"] = max(0, budget)
+    if budget <= 0:
+        sample.status = Sample.Status.TRUNCATED
+        sample.finish_reason = "length"
+        return None
+    return generation.build_request(
+        sample,
+        sampling_params,
+        text=text,
+        image_data=images,
+        rid=f"{uuid.uuid4().hex[:12]}-{sample.index}",
+        return_arrays=getattr(args, "rollout_return_arrays", False),
+        return_routed_experts=getattr(args, "use_rollout_routing_replay", False),
+    )
+
+
+def max_context_len(args: Any) -> int | None:
+    """The longest prompt + response in tokens, of evaluation where one is generated."""
+    context = _group_context.get()
+    limit = getattr(args, "rollout_max_context_len", None)
+    if context is not None and context.evaluation:
+        return limit if getattr(args, "eval_max_context_len", None) is None else args.eval_max_context_len
+    return limit
+
+
+def _encode_multimodal_prompt(state: Any, sample: Sample) -> tuple[str, list[str]]:
+    """Sets tokens and training inputs of a prompt with media; returns what the engine takes: text and image data."""
+    from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine
+
+    if sample.response_length:
+        raise RolloutDataError(f"sample {sample.index}: a response to a prompt with media cannot be continued by ids")
+    text = prompt_text(sample, state.tokenizer)
+    encoded = dict(state.processor(text=text, **build_processor_kwargs(sample.multimodal_inputs)))
+    sample.tokens = encoded.pop("input_ids")[0].tolist()
+    encoded.pop("attention_mask", None)
+    sample.multimodal_train_inputs = encoded or None
+    return text, [encode_image_for_rollout_engine(image) for image in sample.multimodal_inputs.get("images") or []]
+
+
+async def generate_and_rm(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample | list[Sample]:
+    """The sample generated and scored; a list where the custom generate function returns one. Errors are raised.
+
+    A finished sample is returned as it is. Inside a group, scoring waits until every member is there.
+    """
+    mask_offpolicy_part(args, sample)
+    if sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
+        assert sample.reward is not None or args.group_rm or not sample.valid or _group_context.get() is not None, (
+            f"sample {sample.index} is finished but has no reward"
+        )
+        return await _score_or_collect(args, sample, evaluation)
+    state = GenerateState(args)
+    async with state.semaphore:
+        if state.aborted:
+            sample.status = Sample.Status.ABORTED
+            return sample
+        with state.dp_rank_context():
+            result = await _call_generate(args, sample, sampling_params, evaluation)
+    result = await apply_rollout_sample_hooks(args, result, evaluation=evaluation)
+    return await _score_or_collect(args, result, evaluation)
+
+
+def mask_offpolicy_part(args: Any, sample: Sample) -> None:
+    """Excludes what earlier policies sampled from the loss, where that is asked for."""
+    if args.partial_rollout and args.mask_offpolicy_in_partial_rollout and sample.response_length > 0:
+        if sample.status is Sample.Status.ABORTED:
+            sample.loss_mask = [0] * sample.response_length
+
+
+async def _call_generate(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Any:
+    path = sample.generate_function_path or args.custom_generate_function_path
+    if path is None:
+        return await generate(args, sample, sampling_params)
+    function = load_function(path)
+    extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
+    return await function(args, sample, sampling_params, **extra)
+
+
+async def _score_or_collect(args: Any, result: Any, evaluation: bool) -> Any:
+    """Scores a result, now or with its group. A list with an aborted member is not scored at all."""
+    samples = [result] if isinstance(result, Sample) else list(iter_samples(result))
+    if any(sample.status is Sample.Status.ABORTED for sample in samples):
+        return result
+    context = _group_context.get()
+    if context is not None:
+        context.to_score.extend(samples)
+    elif not args.group_rm:
+        gate = None if evaluation else getattr(GenerateState(args), "gate", None)
+        await score_group(args, samples, gate)
+        raise_failed(samples)
+    return result
+
+
+def raise_failed(samples: Iterable[Sample]) -> None:
+    """RolloutDataError for a sample whose reward call failed, for callers that asked for one sample alone."""
+    for sample in samples:
+        if sample.status is Sample.Status.FAILED:
+            raise RolloutDataError(f"sample {sample.index} failed: {sample.metadata.get('failure')}")
+
+
+async def generate_and_rm_group(
+    args: Any, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
+) -> list[Any]:
+    """The group generated and scored: one Sample, or one list of them (fan-out), per member, in order.
+
+    Members whose generation or reward failed are marked FAILED; ConfigError is raised. With an aborted member the group
+    is unfinished and nothing in it is scored under --group-rm.
+    """
+    state = GenerateState(args)
+    if state.aborted:
+        return group
+    for sample in group:
+        if sample.session_id is None:
+            sample.session_id = f"{sample.group_index}-{sample.index}" if sample.index is not None else uuid.uuid4().hex
+    params = [member_params(args, sample, sampling_params, number, evaluation) for number, sample in enumerate(group)]
+    context = GroupContext(evaluation)
+    token = _group_context.set(context)
+    try:
+        if sends_group_requests(args, group):
+            results = await _generate_in_one_request(args, state, group, params, evaluation)
+        else:
+            members = zip(group, params, strict=True)
+            results = await asyncio.gather(*(_guarded(args, sample, one, evaluation) for sample, one in members))
+    finally:
+        _group_context.reset(token)
+    is_unfinished = any(sample.status is Sample.Status.ABORTED for sample in iter_samples(results))
+    if context.to_score and not (args.group_rm and is_unfinished):
+        gate = None if evaluation else getattr(state, "gate", None)
+        await score_group(args, context.to_score, gate)
+    return list(results)
+
+
+def member_params(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], member: int, evaluation: bool
+) -> dict[str, Any]:
+    """A member's own copy of the sampling parameters, with its seed under deterministic inference."""
+    params = dict(sampling_params)
+    if getattr(args, "sglang_enable_deterministic_inference", False):
+        params["sampling_seed"] = generation.derive_seed(
+            args.rollout_seed,
+            member=member,
+            sample_index=sample.index,
+            rollout_id=None if evaluation else get_current_rollout_id(),
+            segment=sample.response_length,
+        )
+    return params
+
+
+async def _guarded(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Any:
+    """`generate_and_rm`, where an error marks the sample FAILED."""
+    try:
+        return await generate_and_rm(args, sample, sampling_params, evaluation=evaluation)
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a user's generate function or hook may raise anything
+        logger.debug("sample %s failed", sample.index, exc_info=True)
+        return mark_failed(sample, "generation", describe_error(error))
+
+
+def sends_group_requests(args: Any, group: list[Sample]) -> bool:
+    """Whether the members go to the engine in one request: nothing but the default generation, and no router in between
+    (routers re-write a request's sampling parameters and know only one set of them)."""
+    choice = getattr(args, "rollout_group_requests", "off")
+    if choice == "off" or args.custom_generate_function_path or generate is not _default_generate:
+        return False
+    if any(sample.generate_function_path or sample.multimodal_inputs for sample in group):
+        return False
+    return choice == "on" or not get_engines(args).is_router
+
+
+_default_generate = generate
+
+
+async def _generate_in_one_request(
+    args: Any, state: Any, group: list[Sample], params: list[dict], evaluation: bool
+) -> list[Any]:
+    """The members' results. A request that is refused as a whole is repeated member by member, to find the culprit."""
+    requests: list[tuple[Sample, dict[str, Any]]] = []
+    async with state.group_semaphore:
+        for sample, one in zip(group, params, strict=True):
+            mask_offpolicy_part(args, sample)
+            if sample.status in (Sample.Status.PENDING, Sample.Status.ABORTED):
+                if state.aborted:
+                    sample.status = Sample.Status.ABORTED
+                elif (request := _prepared(args, state, sample, one)) is not None:
+                    requests.append((sample, request))
+        if requests:
+            await _request_batch(args, requests, key=group[0].group_index)
+    return [await _finish_member(args, sample, evaluation) for sample in group]
+
+
+def _prepared(args: Any, state: Any, sample: Sample, sampling_params: dict[str, Any]) -> dict[str, Any] | None:
+    """`prepare_request`, where an error marks the sample FAILED and leaves nothing to send."""
+    try:
+        return prepare_request(args, state, sample, sampling_params)
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a chat template or tokenizer may raise anything
+        mark_failed(sample, "generation", describe_error(error))
+        return None
+
+
+async def _request_batch(args: Any, requests: list[tuple[Sample, dict]], *, key: int | None) -> None:
+    session_id = requests[0][0].session_id
+    try:
+        body = generation.build_batch_request([request for _, request in requests])
+        payload = await request_generate(args, body, key=key, session_id=session_id)
+        replies = generation.parse_batch_reply(payload, num_requests=len(requests))
+    except (EngineError, RolloutDataError) as error:
+        if len(requests) > 1 and getattr(error, "status", 0) // 100 == 4:
+            await asyncio.gather(*(_request_batch(args, [one], key=key) for one in requests))
+        else:
+            for sample, _ in requests:
+                mark_failed(sample, "generation", describe_error(error))
+        return
+    for (sample, _), reply in zip(requests, replies, strict=True):
+        try:
+            generation.apply_response(sample, reply, args=args)
+        except (EngineError, RolloutDataError) as error:
+            mark_failed(sample, "generation", describe_error(error))
+
+
+async def _finish_member(args: Any, sample: Sample, evaluation: bool) -> Any:
+    if sample.status in (Sample.Status.FAILED, Sample.Status.ABORTED):
+        return sample
+    try:
+        result = await apply_rollout_sample_hooks(args, sample, evaluation=evaluation)
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a user's hook may raise anything
+        return mark_failed(sample, "sample hook", describe_error(error))
+    return await _score_or_collect(args, result, evaluation)
+
+
+async def abort(args: Any, rollout_id: int) -> None:
+    """Ends every running request; the tasks then finish with what they have."""
+    GenerateState(args).aborted = True
+    await abort_engines(args)
+
+
+async def generate_rollout_async(
+    args: Any, rollout_id: int, data_source: Callable[[int], list[list[Sample]]]
+) -> tuple[RolloutFnTrainOutput, list[list[Sample]]]:
+    """(the rollout's groups, the groups that were begun or fetched and are to be given back).
+
+    `data_source(n)` returns n groups.
+    """
+    from slime.rollout.group_loop import run_group_loop
+
+    outcome = await run_group_loop(args, rollout_id, data_source)
+    return outcome.output, outcome.returned
+
+
+async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput, list]:
+    """(results of every evaluation dataset, nothing to give back)."""
+    from slime.rollout.evaluation import evaluate_datasets
+
+    return await evaluate_datasets(args, rollout_id, EVAL_PROMPT_DATASET), []
+
+
+def generate_rollout(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """One rollout for training, or one evaluation.
+
+    `data_source` hands out groups and takes back those that were begun and not used. RolloutDataError where more samples
+    failed than --max-failed-ratio allows; ConfigError for what the options make impossible.
+    """
+    set_current_rollout_id(rollout_id)
+    if evaluation:
+        return run(eval_rollout(args, rollout_id))[0]
+    from slime.rollout.group_loop import run_group_loop
+
+    outcome = run(run_group_loop(args, rollout_id, data_source.get_samples))
+    if outcome.returned:
+        data_source.add_samples(outcome.returned)
+    commit = getattr(data_source, "commit", None)
+    if commit is not None:
+        commit(rollout_id, outcome.used_group_ids)
+    process = args.rollout_all_samples_process_path
+    if process:
+        load_function(process)(args, outcome.all_groups, data_source)
+    return outcome.output
