@@ -1,0 +1,78 @@
+"""Text to ids and back, and which ids end a response. Read from the checkpoint folder; no code of it is ever executed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slime.backends.torch_engine.model_config import read_json
+from slime.exceptions import ConfigError
+
+
+def read_eos_token_ids(folder: str | Path, tokenizer: EngineTokenizer | None) -> tuple[int, ...]:
+    """Returns every id that ends a response: those of generation_config.json, config.json and the tokenizer's eos_token together."""
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder) / name
+        value = read_json(path).get("eos_token_id") if path.exists() else None
+        found += [value] if isinstance(value, int) else list(value or ())
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        found.append(tokenizer.eos_token_id)
+    bad = [value for value in found if not isinstance(value, int) or value < 0]
+    if bad:
+        raise ConfigError(f"{folder}: eos_token_id has {bad}, expected token ids.")
+    return tuple(dict.fromkeys(found))
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineTokenizer:
+    """A `tokenizers` tokenizer with the few facts the engine needs. Stateless; safe to call from one thread at a time."""
+
+    backend: Any
+    eos_token_id: int | None
+    bos_token_id: int | None
+
+    @staticmethod
+    def from_folder(folder: str | Path) -> EngineTokenizer | None:
+        """Returns the folder's tokenizer, None if it has none. ConfigError if tokenizer.json is damaged."""
+        path = Path(folder) / "tokenizer.json"
+        if not path.exists():
+            return None
+        from tokenizers import Tokenizer
+
+        try:
+            backend = Tokenizer.from_file(str(path))
+        except Exception as error:  # the binding raises bare Exception
+            raise ConfigError(f"{path} is not a readable tokenizer: {error}") from None
+        backend.no_truncation()
+        backend.no_padding()
+        config_path = Path(folder) / "tokenizer_config.json"
+        config = read_json(config_path) if config_path.exists() else {}
+        return EngineTokenizer(
+            backend=backend,
+            eos_token_id=_token_id(backend, config.get("eos_token")),
+            bos_token_id=_token_id(backend, config.get("bos_token")),
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of `text`, with the beginning-of-sequence token once if the tokenizer adds one."""
+        ids = self.backend.encode(text).ids
+        # A rendered chat template has written the token already, and the tokenizer adds it again.
+        if len(ids) > 1 and ids[0] == ids[1] == self.bos_token_id:
+            return ids[1:]
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Returns the text of `ids`."""
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def decode_batch(self, batch: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
+        """Returns one text per list of ids."""
+        return self.backend.decode_batch(batch, skip_special_tokens=skip_special_tokens)
+
+
+def _token_id(backend: Any, token: Any) -> int | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return backend.token_to_id(text) if isinstance(text, str) else None
