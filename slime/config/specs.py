@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import functools
 import importlib
-import importlib.util
 import json
 import math
 import re
@@ -142,8 +141,6 @@ def option_classes(concerns: Iterable[str] = CONCERNS) -> list[type]:
     """Returns the option dataclasses of `slime/config/<concern>.py` in order of declaration."""
     classes = []
     for concern in concerns:
-        if importlib.util.find_spec(f"slime.config.{concern}") is None:
-            continue
         module = importlib.import_module(f"slime.config.{concern}")
         for value in vars(module).values():
             if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__module__ == module.__name__:

@@ -1,0 +1,146 @@
+"""--config and --print-config: strict keys with file and line, and a round trip for every option."""
+
+import math
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.options import write_run_inputs
+
+from slime.config.cli import parse_command_line
+from slime.config.specs import all_specs, specs_by_name
+from slime.config.yaml_file import format_entry, format_resolved, read_option_file, resolved_values, write_resolved_config
+from slime.exceptions import ConfigError
+from slime.utils.arguments import parse_args
+
+NUM_GPUS = 0
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=5,
+)
+SCALARS = {
+    int: st.integers(-(2**63), 2**63),
+    float: st.floats(allow_nan=False),
+    str: TEXT | st.sampled_from(["null", "~", "true", "off", "1e-6", "007", "a: b", "# no", "- x", "{rollout_id}", "[1]", "'", '"', "\x85", "\u2028", "😀"]),
+    bool: st.booleans(),
+    dict: st.dictionaries(TEXT, JSON, max_size=3),
+}
+
+
+def values_of(spec):
+    value = st.sampled_from(spec.choices) if spec.choices else SCALARS[spec.kind]
+    value = st.lists(value, max_size=3) if spec.many else value
+    return value | st.none() if spec.optional else value
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_every_option_survives_the_way_to_a_file_and_back(tmp_path_factory, data):
+    """A recorded configuration that reads back differently records another run."""
+    names = [spec.name for spec in all_specs() if not spec.is_secret]
+    chosen = data.draw(st.lists(st.sampled_from(names), min_size=20, max_size=20, unique=True))
+    values = {name: data.draw(values_of(specs_by_name()[name]), label=name) for name in chosen}
+    file = tmp_path_factory.getbasetemp() / "drawn.yaml"
+    file.write_text("\n".join(format_entry(specs_by_name()[name], value) for name, value in values.items()), encoding="utf-8")
+    found = read_option_file(str(file), specs_by_name())
+    assert found.problems == []
+    assert found.known == values
+    assert {name: type(value) for name, value in found.known.items()} == {name: type(value) for name, value in values.items()}
+
+
+def test_the_defaults_of_all_options_read_back_as_themselves(tmp_path):
+    """Every option at once, through the same text that --print-config prints."""
+    args = parse_command_line([]).args
+    file = tmp_path / "all.yaml"
+    file.write_text(format_resolved(args, all_specs()))
+    again = parse_command_line(["--config", str(file)]).args
+    assert {spec.name: getattr(again, spec.name) for spec in all_specs()} == {spec.name: getattr(args, spec.name) for spec in all_specs()}
+
+
+def test_a_resolved_configuration_is_a_fixed_point(tmp_path, capsys):
+    """Running from the file that a run has written is the same run."""
+    words = [*write_run_inputs(tmp_path), "--eps-clip-high", "0.28", "--save", str(tmp_path / "ckpt"), "--load", str(tmp_path / "ckpt")]
+    first = parse_args(words)
+    file = tmp_path / "config.yaml"
+    write_resolved_config(first, file)
+    second = parse_args(["--config", str(file)])
+    assert resolved_values(second, all_specs()) == resolved_values(first, all_specs())
+    for name in (spec.name for spec in all_specs()):
+        assert getattr(second, name) == getattr(first, name), name
+    with pytest.raises(SystemExit):
+        parse_args(["--config", str(file), "--print-config"])
+    assert capsys.readouterr().out == file.read_text()
+
+
+def test_what_depends_on_the_disk_is_recorded_as_asked_for(tmp_path):
+    """A first start falls back to fresh weights; the recorded file must resume once there is a checkpoint."""
+    words = [*write_run_inputs(tmp_path), "--save", str(tmp_path / "ckpt"), "--load", str(tmp_path / "ckpt")]
+    args = parse_args(words)
+    assert (args.load, args.finetune, args.no_load_optim, args.start_rollout_id) == (None, True, True, 0)
+    values = resolved_values(args, all_specs())
+    assert (values["load"], values["finetune"], values["no_load_optim"]) == (str(tmp_path / "ckpt"), False, False)
+    assert "start_rollout_id" not in values
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("rolout_batch_size: 4", "run.yaml:2: unknown key 'rolout_batch_size'. Did you mean 'rollout_batch_size'?"),
+        ("zzqq: 4", "run.yaml:2: unknown key 'zzqq'. `slime train --help`"),
+        ("rollout_batch_size: four", "run.yaml:2: rollout_batch_size: 'four' is not a whole number."),
+        ("rollout_batch_size: 1e3", "run.yaml:2: rollout_batch_size: '1e3' is not a whole number. Write 1000."),
+        ("rollout_batch_size: '4'", "run.yaml:2: rollout_batch_size: must be INT, not quoted text '4'."),
+        ("rollout_batch_size: [4]", "run.yaml:2: rollout_batch_size: must be one INT, not a sequence."),
+        ("rollout_top_k:", "run.yaml:2: rollout_top_k: has no value"),
+        ("rollout_stop: a", "run.yaml:2: rollout_stop: must be a list, for instance [a, b]."),
+        ("colocate: 1", "run.yaml:2: colocate: '1' is not true or false."),
+        ("kl_loss_type: k7", "run.yaml:2: kl_loss_type: 'k7' is not one of k1, k2, k3"),
+        ("seed: 2", "run.yaml:2: 'seed' is given twice (first on line 1)."),
+        ("optimizer: {lr: 1}", "run.yaml:2: optimizer: must be one TEXT, not a mapping."),
+    ],
+)
+def test_a_mistake_in_a_file_is_named_with_file_and_line(tmp_path, line, message):
+    """A file of forty lines with one mistake."""
+    file = tmp_path / "run.yaml"
+    file.write_text(f"seed: 1\n{line}\nlr: 1e-5\n")
+    with pytest.raises(ConfigError) as caught:
+        parse_command_line(["--config", str(file)])
+    assert message in str(caught.value)
+
+
+def test_numbers_and_words_are_read_by_the_options_type(tmp_path):
+    """YAML reads 1e-6 as text and `off` as false; the option knows better."""
+    file = tmp_path / "run.yaml"
+    file.write_text("\ufefflr: 1e-6\nrun_name: off\nwandb_group: 007\nclip_grad: 1\nmin_lr: .inf\nload: null\nrollout_stop_token_ids: [1, 2]\ncolocate: yes\n")
+    args = parse_command_line(["--config", str(file)]).args
+    assert (args.lr, args.run_name, args.wandb_group, args.clip_grad, args.load) == (1e-6, "off", "007", 1.0, None)
+    assert args.min_lr == math.inf and args.rollout_stop_token_ids == [1, 2] and args.colocate is True
+
+
+def test_a_file_that_is_missing_or_not_yaml_is_named(tmp_path):
+    """The two most common mistakes with --config."""
+    (tmp_path / "grpo.yaml").write_text("lr: 1\n")
+    with pytest.raises(ConfigError, match=r"Cannot read .*grop.yaml.*there is: grpo.yaml"):
+        parse_command_line(["--config", str(tmp_path / "grop.yaml")])
+    (tmp_path / "bad.yaml").write_text("lr: [1\nseed: 2\n")
+    with pytest.raises(ConfigError, match=r"bad.yaml:\d: not YAML"):
+        parse_command_line(["--config", str(tmp_path / "bad.yaml")])
+    (tmp_path / "list.yaml").write_text("- lr\n")
+    with pytest.raises(ConfigError, match=r"list.yaml:1: expected `option: value` lines"):
+        parse_command_line(["--config", str(tmp_path / "list.yaml")])
+
+
+def test_secrets_are_not_written(tmp_path):
+    """config.yaml is uploaded with runs and pasted into issues."""
+    args = parse_command_line(["--wandb-key", "k3y-abc", "--rm-url", "http://me:pa55@host/rm", "--sglang-api-key", "t0k3n"]).args
+    text = format_resolved(args, all_specs())
+    assert "k3y-abc" not in text and "pa55" not in text and "t0k3n" not in text
+    assert "# wandb_key: (a secret, not written)" in text and "http://me:***@host/rm" in text
+    assert [spec.name for spec in all_specs() if spec.is_secret] == ["sglang_api_key", "wandb_key"]
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
