@@ -173,7 +173,10 @@ def make_shards(batch: RolloutBatch, plan: SplitPlan, config: SplitConfig) -> It
         "rollout_mask_sums": Scalars(plan.rollout_mask_sums_N),
         "rollout_sample_counts": Scalars(plan.rollout_sample_counts_N),
         "owner_ranks": Scalars(plan.owner_ranks_N),
+        "all_rollout_ids": Scalars(batch.array("rollout_ids")),
     }
+    if "raw_reward" in batch:
+        made["raw_reward_weights"] = Scalars(_raw_reward_weights(batch))
     columns = {name: _shippable(batch, name) for name in dict.keys(batch) if name not in made and name != "invalid_reason"}
     dtypes = {name: column_dtype(CONTRACT[name], column) for name, column in columns.items() if isinstance(column, Parts)}
     for rank, partition in enumerate(plan.schedule.partitions):
@@ -200,6 +203,14 @@ def make_shards(batch: RolloutBatch, plan: SplitPlan, config: SplitConfig) -> It
         shard["num_microbatches"] = list(plan.schedule.num_microbatches)
         shard["global_batch_sizes"] = list(plan.global_batch_sizes)
         yield shard
+
+
+def _raw_reward_weights(batch: RolloutBatch) -> np.ndarray:
+    """float64 [N]: each rollout's one vote in the mean of raw rewards, shared by its samples that are valid and scored."""
+    scored = batch.array("valid") & np.isfinite(batch.array("raw_reward"))
+    _, rollout_N = np.unique(batch.array("rollout_ids"), return_inverse=True)
+    sizes = np.bincount(rollout_N, weights=scored)
+    return np.where(scored, 1.0 / np.maximum(sizes[rollout_N], 1), 0.0)
 
 
 def _shippable(batch: RolloutBatch, name: str) -> Any:

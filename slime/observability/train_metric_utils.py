@@ -1,0 +1,333 @@
+"""What the training ranks log about a rollout batch: every declared metric field, and the optional panels.
+
+All ranks of the last pipeline stage with tensor rank 0 build contributions (pure), which are gathered over data x context parallel ranks and
+reduced once. What is a metric and how it is reduced stands in the contract; nothing here lists keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from slime.exceptions import RolloutDataError
+from slime.observability import contributions as c
+from slime.observability.contributions import Contribution, SampleTokens
+from slime.utils.metric_utils import compute_pass_rate, compute_ragged_pass_rate, compute_rollout_step, is_solved
+from slime.utils.ragged import Parts, Ragged, as_array, is_tensor
+from slime.utils.rollout_batch import RolloutBatch
+from slime.utils.rollout_fields import CONTRACT, Extent, FieldSpec, Reduce, Scope
+
+logger = logging.getLogger(__name__)
+
+QUARTERS = ("p25", "p50", "p75", "p100")
+LENGTH_QUANTILES = (("/quantile_25", 0.25), ("/quantile_50", 0.5), ("/quantile_75", 0.75), ("/quantile_100", 1.0))
+_said: set[str] = set()
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainMetricsConfig:
+    """What the phase metrics need to know of the options, and of this rank's place."""
+
+    cp_size: int = 1
+    cp_rank: int = 0
+    rollout_max_response_len: int | None = None
+    n_samples_per_prompt: int = 1
+    rollout_batch_size: int = 1
+    passrate_threshold: float | None = None
+
+    @staticmethod
+    def from_args(args: Any, *, cp_size: int, cp_rank: int) -> TrainMetricsConfig:
+        return TrainMetricsConfig(
+            cp_size=cp_size,
+            cp_rank=cp_rank,
+            rollout_max_response_len=args.rollout_max_response_len,
+            n_samples_per_prompt=args.n_samples_per_prompt,
+            rollout_batch_size=args.rollout_batch_size,
+            passrate_threshold=args.passrate_threshold,
+        )
+
+
+# --- contributions of one rank -------------------------------------------------------------------------------------------
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        logger.warning(text)
+
+
+def _numbers(value: Any) -> np.ndarray:
+    """A per-sample field as float64 [N]; None is NaN."""
+    if is_tensor(value):
+        return value.detach().double().cpu().numpy().reshape(-1)
+    return np.array([np.nan if entry is None else float(entry) for entry in value], dtype=np.float64)
+
+
+def _sample_field(batch: Mapping[str, Any], name: str, default: float | None = None) -> np.ndarray | None:
+    """A per-sample field as float64 [N], or None where the batch lacks it."""
+    if name not in batch or batch[name] is None:
+        return None if default is None else np.full(_num_local(batch), default)
+    return _numbers(batch.array(name) if isinstance(batch, RolloutBatch) and not is_tensor(batch.raw(name)) else batch[name])
+
+
+def _num_local(batch: Mapping[str, Any]) -> int:
+    return batch.num_samples if isinstance(batch, RolloutBatch) else len(batch["response_lengths"])
+
+
+def flat_tokens(batch: Mapping[str, Any], name: str) -> np.ndarray:
+    """The concatenated entries of a TOKEN field on the CPU, in their own dtype."""
+    if isinstance(batch, RolloutBatch) and name in CONTRACT:
+        column = batch.column(name)
+        if isinstance(column, Ragged):
+            return as_array(column.dense_values(), what=name)
+        entries = column.parts if isinstance(column, Parts) else column.as_list()
+    else:
+        entries = [as_array(entry, what=name) for entry in batch[name]]
+    return np.concatenate(entries) if len(entries) else np.zeros(0)
+
+
+def sample_tokens(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: int = 0) -> SampleTokens:
+    """Which response tokens this rank holds, and the denominators, from the full masks."""
+    responses = _sample_field(batch, "response_lengths").astype(np.int64)
+    mask_T = flat_tokens(batch, "loss_masks") != 0
+    sample_T = np.repeat(np.arange(len(responses)), responses)
+    if len(mask_T) != len(sample_T):
+        raise RolloutDataError(f"The loss masks hold {len(mask_T)} tokens, the responses {len(sample_T)}.")
+    mask_sums = np.bincount(sample_T[mask_T], minlength=len(responses)).astype(np.float64)
+    rollout_sums = _sample_field(batch, "rollout_mask_sums")
+    if cp_size > 1:
+        from slime.utils.cp_layout import plan_response_layout
+
+        layout = plan_response_layout(_sample_field(batch, "total_lengths").astype(np.int64), responses, cp_size=cp_size, cp_rank=cp_rank)
+        local = layout.response_indices.numpy()
+        sample_T, mask_T = sample_T[local], mask_T[local]
+    return SampleTokens(sample_T, mask_T, mask_sums, mask_sums if rollout_sums is None else rollout_sums, copies=cp_size)
+
+
+def phase_contributions(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: int = 0) -> dict[str, Contribution]:
+    """This rank's part of every declared metric field in `batch`, by metric name.
+
+    SAMPLE_MEAN gives each rollout one vote, whatever number of samples it emitted; over ROLLOUT_MEAN's denominators see `SampleTokens`. Fields
+    that are absent, or without an entry for any sample, contribute nothing.
+    """
+    result: dict[str, Contribution] = {}
+    if not _num_local(batch):
+        return result
+    tokens = sample_tokens(batch, cp_size=cp_size, cp_rank=cp_rank) if "loss_masks" in batch else None
+    counts = _sample_field(batch, "rollout_sample_counts", default=1.0)
+    for name in dict.keys(batch):
+        spec = CONTRACT.find(name)
+        if spec is None or spec.reduce is Reduce.NONE or batch[name] is None or spec.extent is Extent.EQUAL:
+            continue
+        contribution = _token_contribution(batch, spec, tokens) if spec.scope is Scope.TOKEN else _sample_contribution(batch, spec, counts)
+        if contribution is not None:
+            result[spec.metric_name] = contribution
+    copies = float(cp_size)
+    result["num_samples"] = c.total([_num_local(batch) / copies])
+    result["num_rollouts"] = c.total((1.0 / counts / copies))
+    return result
+
+
+def _token_contribution(batch: Mapping[str, Any], spec: FieldSpec, tokens: SampleTokens | None) -> Contribution | None:
+    if tokens is None:
+        return None
+    values_T = flat_tokens(batch, spec.name)
+    if not spec.cp_sharded and tokens.copies > 1:
+        raise RolloutDataError(f"The metric field {spec.name!r} must be declared cp_sharded=True to be reduced under context parallelism.")
+    if spec.reduce is Reduce.TOKEN_MEAN:
+        return tokens.token_mean(values_T)
+    if spec.reduce is Reduce.ROLLOUT_MEAN:
+        return tokens.rollout_mean(values_T)
+    kept = values_T[tokens.mask_T]
+    return _plain_contribution(spec, kept, np.ones(len(kept)), copies=1)
+
+
+def _sample_contribution(batch: Mapping[str, Any], spec: FieldSpec, counts: np.ndarray) -> Contribution | None:
+    values = _sample_field(batch, spec.name)
+    if spec.extent is Extent.WHOLE:
+        weights = _sample_field(batch, "raw_reward_weights")
+        weights = np.ones(len(values)) if weights is None or len(weights) != len(values) else weights
+    else:
+        weights = 1.0 / counts
+    return _plain_contribution(spec, values, weights, copies=1)
+
+
+def _plain_contribution(spec: FieldSpec, values: np.ndarray, weights: np.ndarray, *, copies: int) -> Contribution | None:
+    finite = values[np.isfinite(values)]
+    makers: dict[Reduce, Callable[[], Contribution]] = {
+        Reduce.SAMPLE_MEAN: lambda: c.weighted_mean(values, weights),
+        Reduce.MEAN: lambda: c.weighted_mean(values, np.ones(len(values))),
+        Reduce.SUM: lambda: c.total(finite / copies),
+        Reduce.MIN: lambda: c.minimum(finite),
+        Reduce.MAX: lambda: c.maximum(finite),
+        Reduce.QUANTILES: lambda: c.quantiles(finite, LENGTH_QUANTILES),
+    }
+    return makers[spec.reduce]() if spec.reduce in makers else None
+
+
+def correct_sample_contributions(batch: Mapping[str, Any], *, config: TrainMetricsConfig) -> dict[str, Contribution]:
+    """Lengths and entropy of this rank's samples with raw reward 1: `correct_response_lengths` (mean and quantiles), `correct_length/p25..p100`
+    (their share per quarter of the longest response; longer ones in the last), `correct_entropy`.
+
+    The entropy is the policy's if it was computed; else the sampled-token estimate -log p from the training log-probs; else from the
+    engine's; else it is left out and said once. A rank without a correct sample contributes count 0.
+    """
+    raw = _sample_field(batch, "local_raw_reward")
+    if raw is None:
+        _say_once("--log-correct-samples: the batch has no raw_reward, so nothing is known to be correct.")
+        return {}
+    correct = is_solved(raw)
+    lengths = _sample_field(batch, "response_lengths")
+    chosen = lengths[correct]
+    result = {
+        "correct_response_lengths": c.mean(chosen, len(chosen)),
+        "correct_response_length": c.quantiles(chosen if config.cp_rank == 0 else [], LENGTH_QUANTILES),
+    }
+    if config.rollout_max_response_len:
+        shares = c.length_share_by_quarter(chosen, config.rollout_max_response_len)
+        result.update({f"correct_length/{quarter}": share for quarter, share in zip(QUARTERS, shares, strict=True)})
+    source = next((name for name in ("entropy", "log_probs", "rollout_log_probs") if batch.get(name) is not None), None)
+    if source is None:
+        _say_once("--log-correct-samples: there is neither entropy nor any log-prob, so rollout/correct_entropy is left out.")
+    elif "loss_masks" in batch:
+        tokens = sample_tokens(batch, cp_size=config.cp_size, cp_rank=config.cp_rank)
+        values_T = flat_tokens(batch, source)
+        result["correct_entropy"] = tokens.sample_mean(values_T if source == "entropy" else -values_T, correct)
+    return result
+
+
+def multi_turn_contributions(batch: Mapping[str, Any], *, config: TrainMetricsConfig) -> dict[str, Contribution]:
+    """`multi_turn/...` numbers over samples: response lengths with and without what the environment wrote, and rounds."""
+    lengths = _sample_field(batch, "response_lengths")
+    masked = np.array([float((as_array(mask) != 0).sum()) for mask in batch["loss_masks"]])
+    result = _spread("raw_response_length/response_length", lengths)
+    if config.rollout_max_response_len:
+        clipped = lengths >= config.rollout_max_response_len
+        result["raw_response_length/response_length_clip_ratio"] = c.mean(clipped, len(clipped))
+    result.update(_spread("wo_obs_response_length/response_length", masked))
+    rounds = _sample_field(batch, "round_number")
+    if rounds is not None:
+        result.update(_spread("multi_turn_metric/round_number", rounds))
+    return result
+
+
+def _spread(name: str, values: np.ndarray) -> dict[str, Contribution]:
+    return {f"{name}_mean": c.mean(values, len(values)), f"{name}_max": c.maximum(values), f"{name}_min": c.minimum(values)}
+
+
+def pass_rates(batch: Mapping[str, Any], *, config: TrainMetricsConfig) -> dict[str, float]:
+    """`{"pass@k": ...}` over the whole rollout batch: one vote per rollout, groups by id and of any size, unscored samples left out.
+
+    Without group ids (a plain dict), groups are `rollout_batch_size` blocks of `n_samples_per_prompt`; AssertionError when they do not fit.
+    """
+    raw = _numbers(batch["raw_reward"])
+    if "group_ids" not in batch:
+        return compute_pass_rate(raw.tolist(), config.n_samples_per_prompt, config.rollout_batch_size, threshold=config.passrate_threshold)
+    groups = np.asarray(_numbers(batch["group_ids"]), dtype=np.int64)
+    if "all_rollout_ids" in batch:
+        # the samples of one rollout share its reward: count it once, scored where any of them is
+        order = np.argsort(~np.isfinite(raw), kind="stable")
+        _, first = np.unique(_numbers(batch["all_rollout_ids"])[order], return_index=True)
+        raw, groups = raw[order][first], groups[order][first]
+    return compute_ragged_pass_rate(raw, groups, threshold=config.passrate_threshold)
+
+
+# --- shells --------------------------------------------------------------------------------------------------------------
+
+
+def _is_logging_rank() -> bool:
+    from megatron.core import mpu
+
+    return mpu.get_tensor_model_parallel_rank() == 0 and mpu.is_pipeline_last_stage()
+
+
+def _config(args: Any) -> TrainMetricsConfig:
+    from megatron.core import mpu
+
+    cp_size = max(1, mpu.get_context_parallel_world_size())
+    return TrainMetricsConfig.from_args(args, cp_size=cp_size, cp_rank=mpu.get_context_parallel_rank() if cp_size > 1 else 0)
+
+
+def gather_log_data(metric_name: str, args: Any, rollout_id: int, log_dict: dict[str, Any]) -> dict[str, float] | None:
+    """Reduces `log_dict` over data x context parallel ranks and logs it as `<metric_name>/<key>` at `rollout/step`. The dict on the source
+    rank, None elsewhere."""
+    from megatron.core import mpu
+
+    from slime.observability import logging_utils
+    from slime.observability.reduction import gather_and_reduce_log_dict
+
+    reduced = gather_and_reduce_log_dict(
+        log_dict,
+        dp_size=mpu.get_data_parallel_world_size(with_context_parallel=True),
+        dp_src_rank=mpu.get_data_parallel_src_rank(with_context_parallel=True),
+        dp_group=mpu.get_data_parallel_group_gloo(with_context_parallel=True),
+    )
+    if reduced is None:
+        return None
+    metrics: dict[str, Any] = {f"{metric_name}/{key}": value for key, value in reduced.items()}
+    metrics["rollout/step"] = compute_rollout_step(args, rollout_id)
+    logger.info("%s %s: %s", metric_name, rollout_id, metrics)
+    logging_utils.log(args, metrics, step_key="rollout/step")
+    return metrics
+
+
+def log_rollout_data(rollout_id: int, args: Any, rollout_data: Mapping[str, Any]) -> dict[str, float] | None:
+    """Logs `rollout/<metric>` for every declared metric field of this rollout batch, then the panels that options ask for.
+
+    Called by all ranks; those of tensor rank 0 and the last pipeline stage take part. Returns the metrics on the source rank, None elsewhere.
+    """
+    if not _is_logging_rank():
+        return None
+    config = _config(args)
+    parts = phase_contributions(rollout_data, cp_size=config.cp_size, cp_rank=config.cp_rank)
+    if args.log_correct_samples:
+        parts.update(correct_sample_contributions(rollout_data, config=config))
+    metrics = gather_log_data("rollout", args, rollout_id, parts)
+    if metrics is not None and args.ci_test:
+        check_ci(metrics, rollout_id, check_kl=not (args.ci_disable_kl_checker or args.use_rollout_routing_replay))
+    if args.log_multi_turn:
+        log_multi_turn_data(rollout_id, args, rollout_data)
+    if args.log_passrate:
+        log_passrate(rollout_id, args, rollout_data)
+    return metrics
+
+
+def check_ci(metrics: Mapping[str, float], rollout_id: int, *, check_kl: bool) -> None:
+    """AssertionError where a healthy first rollout cannot look like this: policy unlike its reference, log-probs or entropy out of range."""
+    policy, reference = metrics.get("rollout/log_probs"), metrics.get("rollout/ref_log_probs")
+    if rollout_id == 0 and check_kl and policy is not None and reference is not None:
+        assert abs(policy - reference) < 1e-8, f"log_probs {policy} and ref_log_probs {reference} differ before the first step"
+    if policy is not None:
+        assert -1 < policy < 0, f"rollout/log_probs is {policy}, expected in (-1, 0)"
+    if metrics.get("rollout/entropy") is not None:
+        assert 0 < metrics["rollout/entropy"] < 1, f"rollout/entropy is {metrics['rollout/entropy']}, expected in (0, 1)"
+
+
+def log_multi_turn_data(rollout_id: int, args: Any, rollout_data: Mapping[str, Any]) -> dict[str, float] | None:
+    """Logs `multi_turn/...`: means over samples, and the phase's true max and min."""
+    if not _is_logging_rank():
+        return None
+    return gather_log_data("multi_turn", args, rollout_id, multi_turn_contributions(rollout_data, config=_config(args)))
+
+
+def log_passrate(rollout_id: int, args: Any, rollout_data: Mapping[str, Any]) -> dict[str, float] | None:
+    """Logs `passrate/pass@k` of the whole rollout batch."""
+    if not _is_logging_rank():
+        return None
+    rates = pass_rates(rollout_data, config=_config(args)) if rollout_data.get("raw_reward") is not None else {}
+    return gather_log_data("passrate", args, rollout_id, {name: c.mean([rate], 1) for name, rate in rates.items()})
+
+
+def log_perf_data(rollout_id: int, args: Any, extra_metrics: dict[str, float] | None = None) -> dict[str, float] | None:
+    """Logs `perf/<timer>_time` in seconds, and throughput in TFLOPs per GPU and tokens per second, on the primary rank. Resets timers on every
+    rank. FLOPs and tokens are of the samples that were trained."""
+    from megatron.core import mpu
+
+    from slime.observability.perf import log_perf_data_raw
+
+    primary = _is_logging_rank() and mpu.get_data_parallel_rank(with_context_parallel=True) == 0
+    return log_perf_data_raw(rollout_id, args, primary, extra_metrics=extra_metrics)
