@@ -25,4 +25,3 @@ BASELINES: dict[str, Baseline] = {
     "reinforce_plus_plus_baseline": Baseline(),
     "rloo": Baseline(leave_one_out=True),
 }
-
