@@ -113,10 +113,11 @@ def sample_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return (values.where(mask, 0).sum(1) / mask.sum(1).clamp(min=1)).mean()
 
 
-def grpo_advantages(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
-    """Returns (reward - group mean) / (group standard deviation + 1e-6), [N]; rows of a group are neighbours."""
+def grpo_advantages(rewards: torch.Tensor, group_size: int, *, divide_by_std: bool) -> torch.Tensor:
+    """Returns reward - group mean, over (group standard deviation + 1e-6) if asked, [N]; a group's rows are neighbours."""
     groups = rewards.view(-1, group_size)
-    return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).view(-1)
+    centred = groups - groups.mean(1, keepdim=True)
+    return (centred / (groups.std(1, keepdim=True) + 1e-6) if divide_by_std else centred).view(-1)
 
 
 def build_optimizer(model: PreTrainedModel, recipe: dict[str, Any]) -> tuple[torch.optim.Optimizer, Any]:
@@ -216,7 +217,8 @@ class Loop:
 
     def train(self, recipe: dict[str, Any], batch: Batch, old: torch.Tensor, optimizer, schedule) -> None:
         """Takes one optimizer step per `global_batch_size` rows."""
-        advantages = grpo_advantages(batch.rewards, recipe["n_samples_per_prompt"])
+        divide_by_std = recipe.get("grpo_std_normalization", True)
+        advantages = grpo_advantages(batch.rewards, recipe["n_samples_per_prompt"], divide_by_std=divide_by_std)
         size, low = recipe["global_batch_size"], recipe["eps_clip"]
         high = recipe.get("eps_clip_high") or low
         for start in range(0, len(advantages), size):

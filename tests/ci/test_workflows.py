@@ -1,0 +1,217 @@
+"""The workflow that runs the tests is itself tested: faults.md "CI: generated workflow out of step with its template"."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+NUM_GPUS = 0
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS = ROOT / ".github" / "workflows"
+RUNNER = ROOT / "tests" / "ci" / "run_test_file.py"
+JOB_TOOL = ROOT / "tools" / "run_workflow_job.py"
+TEST_FILE = textwrap.dedent(
+    """
+    import pytest
+
+    def test_one():
+        assert {condition}
+
+    if __name__ == "__main__":
+        raise SystemExit(pytest.main([__file__, "-q"]))
+    """
+)
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+generator = load(WORKFLOWS / "generate_github_workflows.py")
+runner = load(RUNNER)
+job_tool = load(JOB_TOOL)
+
+
+def run(*command, cwd=ROOT):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    return subprocess.run(
+        [sys.executable, *map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A small repository with two registered test files, rendered by the real generator."""
+    folder = tmp_path / ".github" / "workflows"
+    folder.mkdir(parents=True)
+    shutil.copy(WORKFLOWS / "pr-test.yml.j2", folder)
+    template = folder / "pr-test.yml.j2"
+    text = template.read_text()
+    start = text.index("<% set cpu_unittest = [")
+    end = text.index("] %>", start)
+    entries = "".join(f"  {{'test_file': '{name}', 'num_gpus': 0}},\n" for name in ("test_a.py", "sub/test_b.py"))
+    template.write_text(text[:start] + "<% set cpu_unittest = [\n" + entries + text[end:])
+    (folder / "pr-test.yml").write_text(generator.render(template))
+    tests = tmp_path / "tests"
+    (tests / "sub").mkdir(parents=True)
+    (tests / "ci").mkdir()
+    shutil.copy(RUNNER, tests / "ci")
+    for name in ("test_a.py", "sub/test_b.py"):
+        (tests / name).write_text(TEST_FILE.format(condition="True"))
+    return tmp_path
+
+
+def registration_problems(checkout):
+    return generator.find_registration_problems(checkout / ".github" / "workflows" / "pr-test.yml", checkout / "tests")
+
+
+def run_job(checkout, *options):
+    workflow = checkout / ".github" / "workflows" / "pr-test.yml"
+    return run(JOB_TOOL, "cpu-unittest", "--no-install", "--workflow", workflow, "--root", checkout, *options)
+
+
+def test_committed_workflow_is_what_its_template_renders_to():
+    """Otherwise CI runs something else than what reviewers read."""
+    assert generator.find_differences() == []
+
+
+def test_every_test_file_of_this_repository_is_registered():
+    """A file in no job is never run, and its green is nobody's."""
+    assert generator.find_registration_problems(WORKFLOWS / "pr-test.yml", ROOT / "tests") == []
+
+
+def test_consistent_checkout_has_no_problems(checkout):
+    """The other cases below differ from this one in one respect each."""
+    assert generator.find_differences(checkout / ".github" / "workflows") == []
+    assert registration_problems(checkout) == []
+
+
+def test_unregistered_test_file_is_named(checkout):
+    """A new file that nobody added to the template."""
+    (checkout / "tests" / "test_new.py").write_text(TEST_FILE.format(condition="True"))
+    assert registration_problems(checkout) == ["tests/test_new.py is in no job of pr-test.yml"]
+
+
+def test_registered_file_that_is_missing_is_named(checkout):
+    """A renamed file leaves its old name in the template."""
+    (checkout / "tests" / "sub" / "test_b.py").unlink()
+    assert registration_problems(checkout) == ["cpu-unittest registers tests/sub/test_b.py, which is not there"]
+
+
+def test_file_registered_twice_is_named(checkout):
+    """Two entries of one file hide that another one is absent from a count."""
+    workflow = checkout / ".github" / "workflows" / "pr-test.yml"
+    entry = '          - {"num_gpus": 0, "test_file": "test_a.py"}\n'
+    assert entry in workflow.read_text()
+    workflow.write_text(workflow.read_text().replace(entry, entry + entry))
+    assert registration_problems(checkout) == ["cpu-unittest registers tests/test_a.py twice"]
+
+
+@pytest.mark.parametrize("change", ["entry removed", "file deleted"])
+def test_rendered_workflow_that_differs_from_its_template_is_found(checkout, change):
+    """The template was edited and not rendered, or the other way round."""
+    folder = checkout / ".github" / "workflows"
+    workflow = folder / "pr-test.yml"
+    if change == "file deleted":
+        workflow.unlink()
+    else:
+        workflow.write_text(workflow.read_text().replace("sub/test_b.py", "sub/test_c.py"))
+    (problem,) = generator.find_differences(folder)
+    assert problem.startswith("pr-test.yml is ")
+
+
+def test_expressions_of_github_pass_through_the_template():
+    """`${{ }}` belongs to GitHub; << >> and <% %> are ours and none is left after rendering."""
+    rendered = generator.render(WORKFLOWS / "pr-test.yml.j2")
+    assert "${{ matrix.info.test_file }}" in rendered
+    assert "<%" not in rendered and "<<" not in rendered and "<#" not in rendered
+    assert [set(line) for line in rendered.splitlines()[:3:2]] == [{"#"}, {"#"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (TEST_FILE.format(condition="True"), 0),
+        (TEST_FILE.format(condition="False"), 1),
+        ("def test_one():\n    assert False\n", 5),  # no __main__ block: python runs nothing and exits with 0
+        ("import pytest\n\nif __name__ == '__main__':\n    pytest.main([__file__])\n", 5),  # no case, status not passed on
+        (TEST_FILE.format(condition="pytest.skip('all')"), 5),
+    ],
+    ids=["passes", "fails", "no main block", "no case", "all skipped"],
+)
+def test_a_file_passes_only_if_a_case_ran_and_none_failed(tmp_path, content, status):
+    """Upstream had files that never ran in CI and were green for months."""
+    file = tmp_path / "test_x.py"
+    file.write_text(content)
+    assert run(RUNNER, file, cwd=tmp_path).returncode == status
+
+
+def test_local_run_of_the_job_runs_every_entry_and_says_what_it_skips(checkout):
+    """The workflow's own script is what is tested, not a copy of it."""
+    result = run_job(checkout)
+    assert result.returncode == 0, result.stderr
+    assert "2 of 2 entries passed" in result.stdout
+    assert "Checkout: skipped, actions/checkout" in result.stdout and "Install: skipped" in result.stdout
+    assert "tests/sub/test_b.py: 1 ran, 0 skipped, exit status 0" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(TEST_FILE.format(condition="False"), "status 1"), ("def test_one():\n    pass\n", "status 5")],
+    ids=["failing file", "file that runs no test"],
+)
+def test_job_fails_when_one_entry_fails_or_runs_nothing(checkout, content, reason):
+    """`assert False` in any registered file must turn the job red, and so must an empty file."""
+    (checkout / "tests" / "sub" / "test_b.py").write_text(content)
+    result = run_job(checkout)
+    assert result.returncode == 1
+    assert f"FAILED sub/test_b.py: step 'Run' ended with {reason}" in result.stderr
+    assert "1 of 2 entries passed" in result.stdout
+
+
+def test_only_runs_the_named_entry_and_refuses_an_unknown_one(checkout):
+    """A typo in --only must not be a green run of nothing."""
+    assert "1 of 1 entries passed" in run_job(checkout, "--only", "test_a.py").stdout
+    unknown = run_job(checkout, "--only", "test_z.py")
+    assert unknown.returncode == 2 and "not in this job: test_z.py" in unknown.stderr
+
+
+def test_expressions_are_evaluated_or_refused():
+    """An expression that the local runner does not know must stop it, not become an empty text."""
+    context = {"matrix": {"info": {"test_file": "test_a.py"}}, "github": {"sha": "local", "event": {}}}
+    assert job_tool.substitute("tests/${{ matrix.info.test_file }}", context) == "tests/test_a.py"
+    assert job_tool.substitute("${{ github.event.inputs.infinite_run || 'false' }}", context) == "false"
+    assert job_tool.substitute("[${{ matrix.info.test_args }}]", context) == "[]"
+    with pytest.raises(ValueError, match="does not know"):
+        job_tool.substitute("${{ contains(github.ref, 'x') }}", context)
+
+
+def test_workflow_matches_githubs_schema(tmp_path):
+    """A typo in a key is found here and not after a push."""
+    command = ["-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
+    result = run(*command, WORKFLOWS / "pr-test.yml")
+    assert result.returncode == 0, result.stdout + result.stderr
+    broken = tmp_path / "broken.yml"
+    broken.write_text((WORKFLOWS / "pr-test.yml").read_text().replace("runs-on:", "runs:"))
+    assert run(*command, broken).returncode != 0
+
+
+def test_workflow_has_no_security_findings():
+    """Broad permissions, kept credentials and template injection are found offline."""
+    zizmor = Path(sys.executable).parent / "zizmor"
+    command = [zizmor, "--offline", "--config", ROOT / ".github" / "zizmor.yml", WORKFLOWS / "pr-test.yml"]
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
