@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pytest
 import torch
@@ -53,7 +54,9 @@ def test_ranks_partition_the_response_tokens_and_point_at_the_logits_that_predic
     # token value = 100 * sample + position, so that a wrong pairing is readable
     tokens = [100 * i + torch.arange(total) for i, total in enumerate(totals)]
     flat_tokens = torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64)
-    flat_responses = torch.cat([t[len(t) - r :] for t, r in zip(tokens, responses, strict=True)]) if tokens else flat_tokens
+    flat_responses = (
+        torch.cat([t[len(t) - r :] for t, r in zip(tokens, responses, strict=True)]) if tokens else flat_tokens
+    )
     seen = []
     for cp_rank in range(cp_size):
         with pretend_rank(cp_size=cp_size, cp_rank=cp_rank):
@@ -61,7 +64,8 @@ def test_ranks_partition_the_response_tokens_and_point_at_the_logits_that_predic
             sliced = [cp_utils.slice_with_cp(t, -1) for t in tokens]
             row = torch.cat(sliced) if sliced else flat_tokens
             expected = [
-                cp_utils.slice_log_prob_with_cp(t[len(t) - r :], len(t), r) for t, r in zip(tokens, responses, strict=True)
+                cp_utils.slice_log_prob_with_cp(t[len(t) - r :], len(t), r)
+                for t, r in zip(tokens, responses, strict=True)
             ]
         assert layout.local_lengths == tuple(len(e) for e in expected)
         owned = flat_tokens[layout.token_indices]
@@ -172,22 +176,35 @@ def test_routing_replay_rows_follow_the_tokens():
     tokens = [torch.arange(4), torch.arange(2)]
     options = {"num_experts": 4, "sequence_parallel": False, "allgather_cp": False}
     with pretend_rank():
-        rows = cp_utils.prepare_routed_experts_for_routing_replay(experts, tokens, data_pad_size_multiplier=8, **options)
+        rows = cp_utils.prepare_routed_experts_for_routing_replay(
+            experts, tokens, data_pad_size_multiplier=8, **options
+        )
     assert rows.shape == (8, 1, 2)
     assert rows[:, 0, 0].tolist() == [7, 7, 7, 0, 5, 0, 0, 2]
     with pretend_rank(cp_size=2, cp_rank=1):
-        rows = cp_utils.prepare_routed_experts_for_routing_replay(experts, tokens, data_pad_size_multiplier=1, **options)
+        rows = cp_utils.prepare_routed_experts_for_routing_replay(
+            experts, tokens, data_pad_size_multiplier=1, **options
+        )
     assert rows[:, 0, 0].tolist() == [7, 7, 0, 0]  # token 1 and 2 of the first; token 1 and one pad of the second
     with pretend_rank(), pytest.raises(AssertionError, match="sample 0: 3 routing rows for 3 tokens"):
-        cp_utils.prepare_routed_experts_for_routing_replay(experts[:1], [torch.arange(3)], data_pad_size_multiplier=1, **options)
+        cp_utils.prepare_routed_experts_for_routing_replay(
+            experts[:1], [torch.arange(3)], data_pad_size_multiplier=1, **options
+        )
 
 
 def test_train_step_metrics_divide_by_what_the_step_holds(monkeypatch):
     """Tokens per micro-batch 1 and 9 with losses 1 and 0 average to 0.1, not 0.5."""
-    monkeypatch.setattr(cp_utils.dist, "all_reduce", lambda tensor, group: tensor.mul_(2))  # two CP ranks with the same numbers
-    losses = [{"keys": ["loss"], "values": torch.tensor([1.0, 0.5])}, {"keys": ["loss"], "values": torch.tensor([9.0, 0.0])}]
+    monkeypatch.setattr(
+        cp_utils.dist, "all_reduce", lambda tensor, group: tensor.mul_(2)
+    )  # two CP ranks with the same numbers
+    losses = [
+        {"keys": ["loss"], "values": torch.tensor([1.0, 0.5])},
+        {"keys": ["loss"], "values": torch.tensor([9.0, 0.0])},
+    ]
     options = {"step_global_batch_size": 4, "cp_size": 2, "dp_with_cp_group": None}
-    assert cp_utils.reduce_train_step_metrics(losses, calculate_per_token_loss=True, **options) == {"loss": pytest.approx(0.1)}
+    assert cp_utils.reduce_train_step_metrics(losses, calculate_per_token_loss=True, **options) == {
+        "loss": pytest.approx(0.1)
+    }
     assert cp_utils.reduce_train_step_metrics(losses, calculate_per_token_loss=False, **options) == {"loss": 0.25}
     empty = [{"keys": ["loss"], "values": torch.zeros(2)}]
     assert cp_utils.reduce_train_step_metrics(empty, calculate_per_token_loss=True, **options) == {"loss": 0.0}

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pytest
 import torch
@@ -53,7 +54,9 @@ def test_values_and_gradients_follow_the_stated_operation_order_to_1e_8(chunk_si
     for actual, wanted in zip((log_prob.detach().squeeze(1), entropy.detach(), x.grad), expected, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-8)
     reference = torch.log_softmax(x.detach().double(), dim=-1)
-    torch.testing.assert_close(log_prob.detach().squeeze(1).double(), reference[torch.arange(7), targets], rtol=0, atol=5e-6)
+    torch.testing.assert_close(
+        log_prob.detach().squeeze(1).double(), reference[torch.arange(7), targets], rtol=0, atol=5e-6
+    )
 
 
 def test_gradients_agree_with_finite_differences():
@@ -97,7 +100,9 @@ def test_nucleus_restricts_the_log_prob_not_the_entropy_and_keeps_the_target():
 
 
 def _nucleus(lengths: list[int], id_: int = 1) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    return [torch.full((n,), id_, dtype=torch.int32) for n in lengths], [torch.arange(n + 1, dtype=torch.int32) for n in lengths]
+    return [torch.full((n,), id_, dtype=torch.int32) for n in lengths], [
+        torch.arange(n + 1, dtype=torch.int32) for n in lengths
+    ]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +159,9 @@ def test_packed_responses_have_the_log_probs_of_each_sample_alone(samples, tempe
     totals, responses = [p + r for p, r in samples], [r for _, r in samples]
     tokens = [torch.randint(0, 9, (total,), generator=generator) for total in totals]
     logits = torch.randn(1, sum(totals) + 3, 9, generator=generator)
-    args = SimpleNamespace(rollout_temperature=temperature, log_probs_chunk_size=-1, allgather_cp=False, entropy_coef=0.0)
+    args = SimpleNamespace(
+        rollout_temperature=temperature, log_probs_chunk_size=-1, allgather_cp=False, entropy_coef=0.0
+    )
     packed = {"unconcat_tokens": tokens, "total_lengths": totals, "response_lengths": responses}
     with pretend_rank():
         nothing, out = loss.get_log_probs_and_entropy(logits, args=args, with_entropy=True, **packed)
@@ -166,7 +173,9 @@ def test_packed_responses_have_the_log_probs_of_each_sample_alone(samples, tempe
         distribution = torch.log_softmax(rows.double() / temperature, dim=-1)
         wanted = distribution.gather(1, tokens[i][total - response :, None]).squeeze(1)
         torch.testing.assert_close(out["log_probs"][i].double(), wanted, rtol=0, atol=1e-5)
-        torch.testing.assert_close(out["entropy"][i].double(), -(distribution.exp() * distribution).sum(-1), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            out["entropy"][i].double(), -(distribution.exp() * distribution).sum(-1), rtol=0, atol=1e-5
+        )
         assert torch.equal(yielded[i][0], rows) and torch.equal(yielded[i][1], tokens[i][total - response :])
         start += total
 

@@ -1,0 +1,156 @@
+"""Per-token formulas: KL estimators, clipped losses, corrections. Numbers are small enough to check by hand."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import pytest
+import torch
+
+from slime.algorithms.corrections import BandConfig, icepop_weights, truncated_importance_weights
+from slime.algorithms.policy_loss import clipped_value_loss
+from slime.config.algorithm import ADVANTAGE_ESTIMATORS, KL_KINDS
+from slime.utils import ppo_utils
+
+NUM_GPUS = 0
+
+LN2 = math.log(2)
+
+
+def tensor(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_kl_kinds_of_a_token_that_became_twice_as_likely():
+    """d = ln 2: k1 = .693, k2 = .240, k3 = 1/2 - 1 + .693 = .193."""
+    new, base = tensor(-1.0), tensor(-1.0 - LN2)
+    expected = {"k1": LN2, "k2": LN2**2 / 2, "k3": 0.5 - 1 + LN2, "low_var_kl": 0.5 - 1 + LN2}
+    for kind, value in expected.items():
+        assert ppo_utils.compute_approx_kl(new, base, kind).item() == pytest.approx(value)
+    assert ppo_utils.compute_approx_kl(new, base, "k2", torch.tensor(3.0)).item() == pytest.approx(3 * LN2**2 / 2)
+    with pytest.raises(ValueError, match="unknown KL estimator 'k4'"):
+        ppo_utils.compute_approx_kl(new, base, "k4")
+
+
+def test_only_low_var_kl_is_clamped_and_its_gradient_survives_overflow():
+    """exp(200) is inf in fp32; inf times the clamp's zero gradient would be NaN for the whole model."""
+    new = torch.tensor([-300.0, 0.0], requires_grad=True)
+    base = torch.tensor([-100.0, -300.0])
+    kl = ppo_utils.compute_approx_kl(new, base, "low_var_kl")
+    assert kl.tolist() == [10.0, 10.0]
+    kl.sum().backward()
+    assert new.grad.tolist() == [0.0, 0.0]
+    assert ppo_utils.compute_approx_kl(new.detach(), base, "k3")[0] == math.inf
+    assert ppo_utils.compute_approx_kl(new.detach(), base, "k1").tolist() == [-200.0, 300.0]
+
+
+def test_kl_is_computed_in_fp32_from_bf16():
+    """A difference of two bf16 log-probs has three digits."""
+    kl = ppo_utils.compute_approx_kl(
+        torch.tensor([-1.0], dtype=torch.bfloat16), torch.tensor([-1.25], dtype=torch.bfloat16), "k1"
+    )
+    assert kl.dtype == torch.float32 and kl.item() == 0.25
+
+
+def test_policy_loss_clips_only_where_the_ratio_left_the_band_the_profitable_way():
+    """Ratios 2, 2, .5, .5 with advantages 1, -1, 1, -1 and the band [.8, 1.3]."""
+    ppo_kl = tensor(-LN2, -LN2, LN2, LN2)
+    losses, clipped = ppo_utils.compute_policy_loss(ppo_kl, tensor(1, -1, 1, -1), 0.2, 0.3)
+    assert losses.tolist() == pytest.approx([-1.3, 2.0, -0.5, 0.8])
+    assert clipped.tolist() == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_dual_clip_bounds_the_loss_at_negative_advantages():
+    """Ratio 10, A = -1: the loss 10 becomes c = 3; positive advantages are untouched."""
+    losses, _ = ppo_utils.compute_policy_loss(tensor(-math.log(10), -math.log(10)), tensor(-1, 1), 0.2, 0.2, 3.0)
+    assert losses.tolist() == pytest.approx([3.0, -1.2])
+    with pytest.raises(AssertionError, match="eps_clip_c > 1"):
+        ppo_utils.compute_policy_loss(tensor(0), tensor(1), 0.2, 0.2, 0.9)
+
+
+def test_cispo_clips_the_weight_and_keeps_the_gradient():
+    """PPO gives a clipped token no gradient; CISPO gives it -clamp(r) A."""
+    log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    old = torch.tensor([-1.0 - LN2, -2.0])
+    losses, clipped = ppo_utils.compute_cispo_loss(old - log_probs, log_probs, torch.tensor([1.0, 3.0]), 0.2, 0.3)
+    assert losses.tolist() == pytest.approx([1.3, 6.0]) and clipped.tolist() == [1.0, 0.0]
+    losses.sum().backward()
+    assert log_probs.grad.tolist() == pytest.approx([-1.3, -3.0])
+
+
+def test_gspo_kl_is_the_masked_mean_over_the_full_response():
+    """Sample 0: differences 1, 3, (100 masked) -> 2 at each of its 2 local tokens; sample 1: fully masked -> 0."""
+    full = [tensor(-1, -2, -3), tensor(-1, -1)]
+    old = [tensor(0, 1, 97), tensor(9, 9)]
+    masks = [torch.tensor([1, 1, 0]), torch.tensor([0, 0])]
+    kl = ppo_utils.compute_gspo_kl(full, old, [torch.zeros(2), torch.zeros(1)], masks)
+    assert kl.tolist() == [2.0, 2.0, 0.0]
+    assert ppo_utils.compute_gspo_kl([], [], [], []).shape == (0,)
+
+
+def test_opsm_drops_far_responses_of_negative_advantage():
+    """KL .5 and .5 and .0: only the second has A < 0 and is far. Dropped share: both of its trained tokens."""
+    full = [tensor(-1, -1), tensor(-1, -1, -9), tensor(-1)]
+    old = [tensor(-0.5, -0.5), tensor(-0.5, -0.5, 0), tensor(-1)]
+    masks = [torch.tensor([1, 1]), torch.tensor([1, 1, 0]), torch.tensor([1])]
+    advantages = [tensor(1, 1), tensor(-1, -1, -1), tensor(-1)]
+    keep, fraction = ppo_utils.compute_opsm_mask(SimpleNamespace(opsm_delta=0.1), full, old, advantages, masks)
+    assert keep.tolist() == [1, 1, 0, 0, 0, 1]
+    assert fraction == 1.0
+
+
+def test_tis_truncates_and_icepop_zeroes_outside_the_band():
+    """Ratios 4, 1, .25 with the band [.5, 2]."""
+    train, rollout = tensor(math.log(4), 0, -math.log(4)), tensor(0, 0, 0)
+    band = BandConfig(0.5, 2.0)
+    tis = truncated_importance_weights(train, rollout, band)
+    assert tis.weights.tolist() == pytest.approx([2, 1, 0.5])
+    assert tis.metrics["tis"].tolist() == pytest.approx([4, 1, 0.25])
+    assert tis.metrics["tis_clipfrac"].tolist() == [1, 0, 1]
+    assert tis.metrics["tis_abs"].tolist() == pytest.approx([3, 0, 0.75])
+    assert icepop_weights(train, rollout, band).weights.tolist() == pytest.approx([0, 1, 0])
+
+
+def test_value_loss_is_the_larger_of_clipped_and_unclipped_error():
+    """Old value 0, clip .2. New 1, target 1: clipped value .2, error .64 (clipped larger). New 1, target 0: error 1 (unclipped larger)."""
+    losses, clipped = clipped_value_loss(tensor(1, 1), tensor(0, 0), tensor(1, 0), value_clip=0.2)
+    assert losses.tolist() == pytest.approx([0.64, 1.0]) and clipped.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_formula_agrees_with_finite_differences(seed):
+    """fp64 gradcheck at points away from the kinks."""
+    generator = torch.Generator().manual_seed(seed)
+    new = torch.randn(6, generator=generator, dtype=torch.float64).requires_grad_()
+    old = new.detach() + 0.5 * torch.randn(6, generator=generator, dtype=torch.float64)
+    advantages = torch.randn(6, generator=generator, dtype=torch.float64)
+    masks = [torch.tensor([1, 0, 1]), torch.tensor([1, 1, 1])]
+    checks = {
+        "ppo": lambda x: ppo_utils.compute_policy_loss(old - x, advantages, 0.2, 0.3)[0],
+        "dual": lambda x: ppo_utils.compute_policy_loss(old - x, advantages, 0.2, 0.3, 1.5)[0],
+        "gspo": lambda x: ppo_utils.compute_gspo_kl(x.split(3), old.split(3), x.split(3), masks),
+        "value": lambda x: clipped_value_loss(x, old, advantages, value_clip=0.2)[0],
+        **{kind: lambda x, kind=kind: ppo_utils.compute_approx_kl(x, old, kind) for kind in KL_KINDS},
+        "unbiased": lambda x: ppo_utils.compute_approx_kl(x, old, "k3", torch.exp(x - old)),
+    }
+    for name, function in checks.items():
+        assert torch.autograd.gradcheck(function, (new,)), name
+
+
+def test_tables_and_options_name_the_same_things():
+    """An estimator on the command line without a formula would fail after the first rollout."""
+    from slime.algorithms import advantages, kl
+
+    assert set(ADVANTAGE_ESTIMATORS) == set(advantages.ADVANTAGE_ESTIMATORS)
+    assert set(KL_KINDS) == set(kl.KL_KINDS)
+    assert set(advantages.BASELINES) | {"ppo", "reinforce_plus_plus"} == set(ADVANTAGE_ESTIMATORS)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
