@@ -1,0 +1,142 @@
+"""What the terminal shows: a line per step where it is a file, a panel where it is a terminal, never ten silent seconds."""
+
+import argparse
+import io
+import time
+
+import pytest
+
+from slime.observability import live_view as live_view_module
+from slime.observability.jsonl import JsonlWriter
+from slime.observability.live_view import LiveView, RunState, format_duration, live_view
+
+NUM_GPUS = 0
+
+
+def metric(step_key, step, **metrics):
+    return {
+        "time": 100.0 + step,
+        "step_key": step_key,
+        "step": step,
+        "metrics": {k.replace("__", "/"): v for k, v in metrics.items()},
+    }
+
+
+def feed(state, *records):
+    return [line for record in records for line in state.on_metrics(record)]
+
+
+def test_one_line_per_rollout_with_what_all_processes_said_about_it():
+    """Rollout manager and trainer log in separate records; a person reads one line."""
+    lines = feed(
+        RunState(started=0.0, num_rollout=2),
+        metric("rollout/step", 0, rollout__raw_reward=0.25, rollout__response_lengths=3.0),
+        metric("train/step", 0, train__grad_norm=0.5),
+        metric("rollout/step", 0, perf__step_time=1.25),
+        metric("rollout/step", 1, rollout__raw_reward=0.5),
+        metric("rollout/step", 1, perf__step_time=1.0),
+    )
+    assert lines == [
+        "rollout 1/2  reward 0.25  length 3  grad norm 0.5  step s 1.25",
+        "rollout 2/2  reward 0.5  length 3  grad norm 0.5  step s 1",
+    ]
+
+
+def test_rollout_without_timing_is_printed_when_the_next_begins():
+    """A custom loop that logs no perf/step_time still gets its lines."""
+    lines = feed(
+        RunState(started=0.0),
+        metric("rollout/step", 0, rollout__raw_reward=0.25),
+        metric("rollout/step", 1, rollout__raw_reward=0.5),
+    )
+    assert lines == ["rollout 1  reward 0.25"]
+
+
+def test_evaluation_has_its_own_line():
+    """Held-out accuracy is what the reader waits for."""
+    assert feed(RunState(started=0.0), metric("eval/step", 5, eval__addition=0.31)) == ["evaluation 5  addition 0.31"]
+
+
+def test_remaining_time_follows_the_recent_pace():
+    """Rollouts 0, 1, 2 ended at 100, 101, 102: 7 are left at one second each, half a second of them is over."""
+    state = RunState(started=0.0, num_rollout=10)
+    assert state.remaining_s(100.0) is None
+    feed(state, *(metric("rollout/step", step, perf__step_time=1.0) for step in range(3)))
+    assert state.remaining_s(102.5) == pytest.approx(6.5)
+
+
+def test_silent_moments_say_what_is_going_on():
+    """Long generation: phase, count and seconds."""
+    state = RunState(started=0.0)
+    state.on_progress({"time": 10.0, "phase": "generate", "done": 20, "total": 128})
+    state.on_progress({"time": 15.0, "phase": "generate", "done": 64, "total": 128})
+    assert state.progress_line(18.0) == "  ... generate 64/128, 8 s"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59, "59 s"), (187, "3:07"), (3727, "1:02:07")])
+def test_durations_are_readable(seconds, text):
+    assert format_duration(seconds) == text
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def watch(tmp_path, stream, **options):
+    """Runs a view over a short run whose records are written while it looks."""
+    view = LiveView(str(tmp_path), num_rollout=2, stream=stream, poll_interval_s=0.02, **options)
+    view.start()
+    metrics, progress = JsonlWriter(tmp_path / "metrics.jsonl"), JsonlWriter(tmp_path / "progress.jsonl")
+    for step in range(2):
+        for done in (0, 64, 128):
+            progress.write({"time": time.time(), "phase": "generate", "done": done, "total": 128})
+            time.sleep(0.06)
+        metrics.write(metric("rollout/step", step, rollout__raw_reward=0.25 * (step + 1), perf__step_time=1.0))
+    view.stop()
+    return stream.getvalue()
+
+
+def test_piped_output_has_one_line_per_step_and_no_control_codes(tmp_path):
+    """ecosystem.md check 3: output piped to a file."""
+    text = watch(tmp_path, io.StringIO())
+    assert "\x1b" not in text and "\r" not in text
+    assert text.splitlines() == [
+        "run started, 2 rollouts",
+        "rollout 1/2  reward 0.25  step s 1",
+        "rollout 2/2  reward 0.5  step s 1",
+    ]
+
+
+def test_silence_is_broken_before_ten_seconds(tmp_path, monkeypatch):
+    """The limit is a constant below ten; with a shorter one the same loop is watched here."""
+    assert live_view_module.SILENCE_S < 10 - live_view_module.POLL_INTERVAL_S
+    monkeypatch.setattr(live_view_module, "SILENCE_S", 0.05)
+    assert "  ... generate 64/128, 0 s" in watch(tmp_path, io.StringIO()).splitlines()
+
+
+def test_terminal_gets_a_panel_and_the_same_lines(tmp_path):
+    """A terminal has bars that move, and the lines stay above them."""
+    text = watch(tmp_path, Terminal())
+    assert "\x1b" in text and "generate" in text
+    assert "rollout 2/2  reward 0.5  step s 1" in text
+
+
+def test_broken_terminal_does_not_end_the_run(tmp_path):
+    """The reader closed the pipe (| head)."""
+
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    assert watch(tmp_path, Closed()) == ""
+
+
+def test_live_view_can_be_switched_off(tmp_path):
+    """--no-live-view leaves the terminal alone and makes nothing."""
+    with live_view(argparse.Namespace(live_view=False, run_dir=str(tmp_path / "run"))):
+        assert not (tmp_path / "run").exists()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

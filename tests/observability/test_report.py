@@ -1,0 +1,198 @@
+"""The report reads metrics.jsonl alone and says when samples, weights or rewards do not add up."""
+
+import argparse
+import io
+import json
+import struct
+
+import pytest
+
+from slime.observability import report
+from slime.observability.report import Checks, Ledger, print_summary, read_run, summarize_run, write_report
+
+NUM_GPUS = 0
+
+
+def healthy_records(num_rollouts=10):
+    """Per rollout 128 sampled = 120 trained + 8 dropped; reward rises by 0.05; weights change each time."""
+    for step in range(num_rollouts):
+        yield "rollout/step", step, {
+            "rollout/raw_reward": 0.3 + 0.05 * step,
+            "passrate/pass@8": 0.6 + 0.03 * step,
+            "rollout/response_lengths": 3.0,
+            "rollout/ledger/sampled": 128,
+            "rollout/ledger/trained": 120,
+            "rollout/ledger/dropped/truncated": 5,
+            "rollout/ledger/dropped/empty": 3,
+        }  # fmt: skip
+        yield "rollout/step", step, {"perf/step_time": 1.5 + 0.1 * (step % 3)}
+        for substep in range(2):
+            yield "train/step", 2 * step + substep, {
+                "train/loss": 0.1 - 0.01 * step,
+                "train/ppo_kl": 1e-3 * (step + 1),
+                "train/train_rollout_logprob_abs_diff": 2e-6,
+                "train/weight_delta": 0.01,
+            }  # fmt: skip
+        if step % 3 == 0:
+            yield "eval/step", step, {"eval/addition": 0.3 + 0.05 * step, "eval/addition/failed_samples": 0}
+
+
+def write_run(folder, records):
+    lines = [
+        json.dumps({"time": 1000.0 + n, "process": "a", "step_key": k, "step": s, "metrics": m})
+        for n, (k, s, m) in enumerate(records)
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def changed(change):
+    """The healthy run with `change(step_key, step, metrics)` applied to every record."""
+    for key, step, metrics in healthy_records():
+        yield key, step, change(key, step, dict(metrics))
+
+
+def problems_of(folder, records):
+    return summarize_run(read_run(write_run(folder, records))).problems
+
+
+def test_healthy_run_has_no_problem_and_its_summary_states_the_balance(tmp_path):
+    """1280 sampled = 1200 trained + 80 dropped (50 truncated, 30 empty)."""
+    summary = write_report(write_run(tmp_path, healthy_records()))
+    assert summary.problems == [] and summary.exit_status == 0
+    assert summary.facts[0] == "samples: 1280 sampled = 1200 trained + 80 dropped (30 empty, 50 truncated)"
+    assert summary.facts[1] == "weights: changed in 20 of 20 updates"
+    rows = {row[0]: row[1:] for row in summary.rows}
+    assert rows["reward"] == ("0.3", "0.75", "0.3 .. 0.75")
+    assert rows["eval addition"] == ("0.3", "0.75", "0.3 .. 0.75")
+    assert "eval addition/failed_samples" not in rows
+
+
+def test_lost_sample_is_named_with_its_rollout(tmp_path):
+    """One of 128 samples of rollout 4 is neither trained nor dropped."""
+
+    def lose_one(key, step, metrics):
+        if step == 4 and "rollout/ledger/trained" in metrics:
+            metrics["rollout/ledger/trained"] -= 1
+        return metrics
+
+    (problem,) = problems_of(tmp_path, changed(lose_one))
+    assert problem == (
+        "ledger of rollout 4 does not balance: 128 sampled = 119 trained + 8 dropped (3 empty, 5 truncated), "
+        "1 vanished without a reason"
+    )
+
+
+def test_sample_that_is_counted_twice_is_named_too(tmp_path):
+    """Losing one and doubling one in another rollout must not cancel out."""
+
+    def shift(key, step, metrics):
+        if "rollout/ledger/trained" in metrics:
+            metrics["rollout/ledger/trained"] += {4: -1, 5: 1}.get(step, 0)
+        return metrics
+
+    problems = problems_of(tmp_path, changed(shift))
+    assert [problem.split(":")[0] for problem in problems] == [
+        "ledger of rollout 4 does not balance",
+        "ledger of rollout 5 does not balance",
+    ]
+
+
+def test_zero_learning_rate_is_found(tmp_path):
+    """Everything runs, nothing is learnt: the weights are the same bytes."""
+
+    def freeze(key, step, metrics):
+        return {**metrics, "train/weight_delta": 0.0} if "train/weight_delta" in metrics else metrics
+
+    (problem,) = problems_of(tmp_path, changed(freeze))
+    assert "weights never changed" in problem and "learning rate" in problem
+
+
+def test_constant_reward_is_found(tmp_path):
+    """A reward function that cannot tell responses apart."""
+
+    def flatten(key, step, metrics):
+        return {**metrics, "rollout/raw_reward": 0.5} if "rollout/raw_reward" in metrics else metrics
+
+    (problem,) = problems_of(tmp_path, changed(flatten))
+    assert problem.startswith("reward did not move: rollout/raw_reward is 0.5 in all 10 rollouts")
+
+
+def test_what_was_never_counted_is_a_problem_and_not_a_pass(tmp_path):
+    """A run that logs no ledger, no weight change and no reward proves nothing."""
+    problems = problems_of(tmp_path, [("train/step", 0, {"train/loss": 1.0})])
+    assert [problem.split(":")[0] for problem in problems] == [
+        "no ledger",
+        "nothing says that the weights changed",
+        "no reward",
+    ]
+
+
+def test_supervised_run_needs_no_reward(tmp_path):
+    """The warm-up of the addition example has none."""
+    run = read_run(write_run(tmp_path, [("train/step", 0, {"train/weight_delta": 0.1, "train/loss": 1.0})]))
+    assert summarize_run(run, Checks(ledger=False, reward=False)).problems == []
+
+
+def test_later_record_of_a_step_wins_and_torn_lines_are_counted(tmp_path):
+    """A resumed run repeats steps; a full disk leaves half a line."""
+    records = [("train/step", 0, {"train/loss": 1.0}), ("train/step", 0, {"train/loss": 2.0})]
+    write_run(tmp_path, records)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"time": 3, "step_key": "train/st\n')
+    run = read_run(tmp_path)
+    assert run.numbers("train/loss") == ([0], [2.0])
+    assert run.num_unreadable == 1
+
+
+def test_picture_is_a_png_of_readme_width(tmp_path):
+    """It is made without a display and replaces an older one."""
+    png = write_report(write_run(tmp_path, healthy_records())).png
+    header = png.read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", header[16:24])
+    assert 1000 <= width <= 1600 and 500 <= height <= 1000
+
+
+def test_picture_of_an_almost_empty_run_is_drawn(tmp_path):
+    """An interrupted first step must not end in a traceback of the plot."""
+    assert write_report(write_run(tmp_path, [("train/step", 0, {"train/loss": 1.0})])).png.exists()
+
+
+def test_plain_output_has_no_control_codes(tmp_path):
+    """The summary goes into log files too."""
+    stream = io.StringIO()
+    summary = summarize_run(read_run(write_run(tmp_path, changed(lambda k, s, m: {**m, "rollout/ledger/sampled": 1}))))
+    print_summary(summary, stream=stream)
+    text = stream.getvalue()
+    assert "\x1b" not in text and "reward" in text and "PROBLEM: ledger of rollout 0" in text
+
+
+def test_command_line_exits_with_what_it_found(tmp_path, capsys):
+    """0 all right, 1 something does not add up, 2 no run."""
+    assert report.main([str(write_run(tmp_path, healthy_records()))]) == 0
+    assert report.main([str(write_run(tmp_path, [("train/step", 0, {"train/loss": 1.0})]))]) == 1
+    assert report.main([str(tmp_path / "absent")]) == 2
+    assert "absent" in capsys.readouterr().err
+
+
+def test_end_of_a_run_prints_the_report_for_its_options(tmp_path, capsys):
+    """A supervised run is not blamed for having no reward; a run without records is no error."""
+    args = argparse.Namespace(run_dir=str(tmp_path), debug_rollout_only=False, loss_type="sft_loss")
+    report.report_at_end(args)
+    assert "no report" in capsys.readouterr().err
+    write_run(tmp_path, [("train/step", 0, {"train/weight_delta": 0.1})])
+    report.report_at_end(args)
+    out = capsys.readouterr().out
+    assert "PROBLEM: no ledger" in out and "no reward" not in out
+
+
+def test_ledger_equation_is_written_out():
+    """The sentence that a person reads at the end of a run."""
+    ledger = Ledger(10, 7, {"truncated": 2, "stale": 0})
+    assert str(ledger) == "10 sampled = 7 trained + 2 dropped (2 truncated)"
+    assert ledger.missing == 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
