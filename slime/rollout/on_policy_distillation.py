@@ -1,0 +1,52 @@
+"""On-policy distillation: a teacher behind --rm-url scores the student's tokens; its log-probs are the signal, not a
+reward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.exceptions import ConfigError, RolloutDataError
+from slime.utils.http_utils import post
+from slime.utils.types import Sample
+
+
+async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> dict[str, Any]:
+    """The teacher's reply to the sample's tokens, with the log-prob of every input token at the rollout's
+    temperature.
+    """
+    if not args.rm_url:
+        raise ConfigError("on-policy distillation needs --rm-url, the teacher's /generate address.")
+    payload = {
+        "input_ids": sample.tokens,
+        "sampling_params": {
+            "temperature": args.rollout_temperature,
+            "max_new_tokens": 0,
+            "skip_special_tokens": False,
+        },
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    return await post(args.rm_url, payload, max_retries=10)
+
+
+def post_process_rewards(args: Any, samples: list[Sample], **kwargs: Any) -> tuple[list[float], list[float]]:
+    """Stores `teacher_log_probs` [response_length] on each sample and returns zeros as raw rewards and as rewards.
+
+    The first input token has no log-prob; the last `response_length` of the others belong to the response.
+    RolloutDataError where the teacher sent too few.
+    """
+    for sample in samples:
+        reply = sample.get_reward_value(args)
+        if reply is None:  # failed or invalid: it is not trained
+            sample.teacher_log_probs = [0.0] * sample.response_length
+            continue
+        entries = reply["meta_info"]["input_token_logprobs"][1:]
+        if len(entries) < sample.response_length:
+            raise RolloutDataError(
+                f"sample {sample.index}: the teacher sent {len(entries)} log-probs for "
+                f"{sample.response_length} response tokens"
+            )
+        sample.teacher_log_probs = [float(entry[0]) for entry in entries[len(entries) - sample.response_length :]]
+    zeros = [0.0] * len(samples)
+    return zeros, list(zeros)

@@ -1,0 +1,70 @@
+"""Supervised training as a rollout function: conversations become samples with ids and masks; nothing is generated."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from slime.exceptions import ConfigError
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.group_loop import report_progress
+from slime.utils.mask_utils import MultiTurnLossMaskGenerator, get_response_lengths, message_pairs
+from slime.utils.types import Sample
+
+
+@functools.lru_cache(maxsize=4)
+def _generator(hf_checkpoint: str, loss_mask_type: str) -> MultiTurnLossMaskGenerator:
+    from slime.utils.processing_utils import shared_tokenizer
+
+    return MultiTurnLossMaskGenerator(shared_tokenizer(hf_checkpoint), loss_mask_type)
+
+
+def generate_rollout(args: Any, rollout_id: int, data_buffer: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
+    """One batch of conversations with ids, masks from the first trained token on, and reward 0; status stays PENDING.
+
+    Rows hold messages, or a prompt whose label is the answer to learn. Conversations longer than
+    --rollout-max-context-len are left out and counted. ConfigError for evaluation, for rendered prompts, and for
+    conversations without anything to train.
+    """
+    if evaluation:
+        raise ConfigError(
+            "supervised training has no evaluation; give --eval-function-path or leave out --eval-interval."
+        )
+    if args.apply_chat_template:
+        raise ConfigError(
+            "supervised training renders conversations itself and needs them as they are: remove --apply-chat-template."
+        )
+    groups = data_buffer.get_samples(args.rollout_batch_size)
+    samples = [sample for group in groups for sample in group]
+    fill_samples(samples, _generator(str(args.hf_checkpoint), args.loss_mask_type))
+    limit = args.rollout_max_context_len
+    kept = [[s for s in group if limit is None or len(s.tokens) <= limit] for group in groups]
+    kept = [group for group in kept if group]
+    num_kept = sum(map(len, kept))
+    if not num_kept:
+        raise ConfigError(f"rollout {rollout_id}: every conversation is longer than --rollout-max-context-len {limit}.")
+    commit = getattr(data_buffer, "commit", None)
+    if commit is not None:
+        commit(rollout_id, [group[0].group_index for group in groups])
+    report_progress("generate", num_kept, num_kept)
+    dropped = {"too_long": len(samples) - num_kept} if num_kept < len(samples) else {}
+    return RolloutFnTrainOutput(samples=kept, dropped=dropped)
+
+
+def fill_samples(samples: list[Sample], generator: MultiTurnLossMaskGenerator) -> None:
+    """Sets tokens, response length, loss mask and reward 0 on samples that hold a conversation."""
+    conversations = [
+        message_pairs(sample.prompt, sample.label, where=lambda sample=sample: f"sample {sample.index}")
+        for sample in samples
+    ]
+    masks = generator.get_loss_masks(conversations, [sample.metadata.get("tools") for sample in samples])
+    lengths = get_response_lengths([mask for _, mask in masks])
+    for sample, (token_ids, mask), length in zip(samples, masks, lengths, strict=True):
+        if length == 0:
+            raise ConfigError(
+                f"sample {sample.index}: no token of the conversation is trained: {str(sample.prompt)[:200]}"
+            )
+        sample.tokens = token_ids
+        sample.response_length = length
+        sample.loss_mask = mask[len(mask) - length :]
+        sample.reward = 0
