@@ -51,5 +51,7 @@ def decode_response_arrays(meta_info: dict[str, Any]) -> tuple[np.ndarray, np.nd
     expected = meta_info.get("completion_tokens", len(token_ids))
     if len(token_ids) != expected or (log_probs is not None and len(log_probs) != expected):
         num_log_probs = "no" if log_probs is None else len(log_probs)
-        raise EngineError(f"response has {len(token_ids)} token ids and {num_log_probs} log-probs, but completion_tokens is {expected}.")
+        raise EngineError(
+            f"response has {len(token_ids)} token ids and {num_log_probs} log-probs, but completion_tokens is {expected}."
+        )
     return token_ids, log_probs

@@ -68,7 +68,9 @@ def load_engine(config: EngineConfig, *, notify: Notify) -> LoadedEngine:
     max_running = config.max_running_requests or DEFAULT_MAX_RUNNING
     pages = 1 + num_pages(_cache_tokens(config, decoder, context_length=context_length, max_running=max_running))
     runner = ModelRunner(
-        decoder, KvCache(decoder_config, pages, device=device, dtype=dtype), max_prefill_tokens=config.max_prefill_tokens
+        decoder,
+        KvCache(decoder_config, pages, device=device, dtype=dtype),
+        max_prefill_tokens=config.max_prefill_tokens,
     )
     engine = Engine(
         runner,
@@ -86,7 +88,9 @@ def load_engine(config: EngineConfig, *, notify: Notify) -> LoadedEngine:
 def resolve_device(name: str) -> torch.device:
     """Returns the device called `name`; auto is CUDA where there is any. ConfigError if CUDA is asked for and missing."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("the engine's device is cuda, but torch finds no CUDA device. Use cpu, or install a CUDA build of torch.")
+        raise ConfigError(
+            "the engine's device is cuda, but torch finds no CUDA device. Use cpu, or install a CUDA build of torch."
+        )
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")

@@ -64,6 +64,7 @@ class Engine:
         self._commands: collections.deque[tuple[Callable[[], Any], concurrent.futures.Future]] = collections.deque()
         self._condition = threading.Condition()
         self._aborted_rids: set[str] = set()
+        self._aborted_requests: set[Request] = set()
         self._aborts_all = False
         self._is_paused = False
         self._is_stopping = False
@@ -119,7 +120,9 @@ class Engine:
         with self._condition:
             self._check_alive()
             if len(self._waiting) + len(requests) > self._max_waiting:
-                raise EngineError(f"{len(self._waiting)} requests wait already, at most {self._max_waiting} may. Send fewer at once.")
+                raise EngineError(
+                    f"{len(self._waiting)} requests wait already, at most {self._max_waiting} may. Send fewer at once."
+                )
             self._waiting.extend(requests)
             self._condition.notify_all()
 
@@ -129,6 +132,12 @@ class Engine:
             self._aborts_all = self._aborts_all or all_requests
             if rid is not None:
                 self._aborted_rids.add(rid)
+            self._condition.notify_all()
+
+    def abort_requests(self, requests: list[Request]) -> None:
+        """Ends exactly these requests, because their client is gone."""
+        with self._condition:
+            self._aborted_requests.update(request for request in requests if request.finish_reason is None)
             self._condition.notify_all()
 
     def pause(self) -> None:
@@ -183,7 +192,7 @@ class Engine:
                 self._deliver()
                 if is_stopping:
                     return
-        except Exception:
+        except Exception:  # noqa: BLE001 - the thread ends here, whatever broke
             # Whatever broke, no request may wait for ever; /health says why from now on.
             with self._condition:
                 self._failure = traceback.format_exc()
@@ -191,7 +200,7 @@ class Engine:
             self._deliver()
 
     def _has_work(self) -> bool:
-        if self._is_stopping or self._commands or self._aborted_rids or self._aborts_all:
+        if self._is_stopping or self._commands or self._aborted_rids or self._aborted_requests or self._aborts_all:
             return True
         return not self._is_paused and bool(self._waiting or len(self._batch.rows))
 
@@ -200,7 +209,7 @@ class Engine:
             function, future = self._commands.popleft()
             try:
                 future.set_result(function())
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - it is raised where the result is awaited
                 future.set_exception(error)
 
     def _deliver(self) -> None:
@@ -222,17 +231,21 @@ class Engine:
 
     def _take_aborts(self) -> None:
         with self._condition:
-            rids, everything = self._aborted_rids, self._aborts_all
-            self._aborted_rids, self._aborts_all = set(), False
-            if not rids and not everything:
+            rids, gone, everything = self._aborted_rids, self._aborted_requests, self._aborts_all
+            if not rids and not gone and not everything:
                 return
-            dropped = [request for request in self._waiting if everything or request.rid in rids]
-            kept = [request for request in self._waiting if not (everything or request.rid in rids)]
+            self._aborted_rids, self._aborted_requests, self._aborts_all = set(), set(), False
+
+            def is_meant(request: Request) -> bool:
+                return everything or request.rid in rids or request in gone
+
+            dropped = [request for request in self._waiting if is_meant(request)]
+            kept = [request for request in self._waiting if not is_meant(request)]
             self._waiting.clear()
             self._waiting.extend(kept)
         for request in dropped:
             self._conclude(request, _aborted())
-        slots = [slot for slot in self._batch.rows.tolist() if everything or self._batch.requests[slot].rid in rids]
+        slots = [slot for slot in self._batch.rows.tolist() if is_meant(self._batch.requests[slot])]
         self._finish({slot: _aborted() for slot in slots})
 
     def _step(self) -> None:
@@ -320,7 +333,9 @@ class Engine:
         batch = self._batch
         reasons: dict[int, dict[str, Any]] = {}
         for slot in rows[~np.isfinite(log_probs)].tolist():
-            batch.requests[slot].error = f"the model gave log-probs that are not finite, with weight version {self.weight_version}"
+            batch.requests[
+                slot
+            ].error = f"the model gave log-probs that are not finite, with weight version {self.weight_version}"
             reasons[slot] = {"type": "abort", "message": "log-probs are not finite"}
         for slot in rows[batch.ended_by_token(rows)].tolist():
             reasons.setdefault(slot, {"type": "stop", "matched": int(batch.last_tokens[slot])})

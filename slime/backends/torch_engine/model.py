@@ -92,7 +92,9 @@ class Decoder:
             o=self._new(attention + "o_proj.weight", hidden, config.q_size),
             o_bias=self._new(attention + "o_proj.bias", hidden) if config.o_bias else None,
             post_norm=self._new(prefix + "post_attention_layernorm.weight", hidden),
-            **dict.fromkeys(("gate_up", "gate_up_bias", "down", "down_bias", "router", "expert_gate_up", "expert_down")),
+            **dict.fromkeys(
+                ("gate_up", "gate_up_bias", "down", "down_bias", "router", "expert_gate_up", "expert_down")
+            ),
         )
         if index in config.sparse_layers:
             self._add_experts(layer, prefix + "mlp.")
@@ -192,7 +194,9 @@ class Decoder:
                 output.index_add_(0, picked, result * gates[picked, expert : expert + 1])
         return output
 
-    def prefill(self, tokens: torch.Tensor, write_index: torch.Tensor, cache: KvCache, *, shape: tuple[int, int]) -> torch.Tensor:
+    def prefill(
+        self, tokens: torch.Tensor, write_index: torch.Tensor, cache: KvCache, *, shape: tuple[int, int]
+    ) -> torch.Tensor:
         """Returns hidden states [M, hidden] of `shape[0]` prompts padded on the right to `shape[1]` tokens, and stores keys and values.
 
         tokens, write_index: [M], M >= shape[0] * shape[1]; rows after that are padding to a whole tile. Padding has write_index in the
@@ -209,7 +213,8 @@ class Decoder:
             queries, keys, values = self._project_qkv(layer, hidden, cos, sin)
             cache.write(index, write_index, keys, values)
             queries, keys, values = (
-                part[:used].reshape(count, width, -1, config.head_dim).transpose(1, 2) for part in (queries, keys, values)
+                part[:used].reshape(count, width, -1, config.head_dim).transpose(1, 2)
+                for part in (queries, keys, values)
             )
             if repeat > 1:
                 keys, values = keys.repeat_interleave(repeat, dim=1), values.repeat_interleave(repeat, dim=1)

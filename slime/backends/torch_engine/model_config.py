@@ -68,7 +68,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist. Give a Hugging Face folder: config.json, *.safetensors, tokenizer.json.") from None
+        raise ConfigError(
+            f"{path} does not exist. Give a Hugging Face folder: config.json, *.safetensors, tokenizer.json."
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -95,7 +97,9 @@ def decoder_config_from_hf(config: dict[str, Any], *, source: str = "config.json
     hidden_size = _positive(config, "hidden_size", source)
     num_kv_heads = config.get("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads:
-        raise ConfigError(f"{source}: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}.")
+        raise ConfigError(
+            f"{source}: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}."
+        )
     head_dim = config.get("head_dim") or hidden_size // num_heads
     if head_dim % 2:
         raise ConfigError(f"{source}: head_dim {head_dim} is odd; rotary embedding needs an even one.")
@@ -150,9 +154,13 @@ def _refuse_unsupported(config: dict[str, Any], source: str) -> None:
     if config.get("quantization_config"):
         raise ConfigError(f"{source}: quantization_config is set; the embedded engine loads unquantized weights only.")
     if config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"{source}: partial_rotary_factor {config['partial_rotary_factor']} is not supported, only 1.0.")
+        raise ConfigError(
+            f"{source}: partial_rotary_factor {config['partial_rotary_factor']} is not supported, only 1.0."
+        )
     if config.get("use_sliding_window") and config.get("sliding_window"):
-        raise ConfigError(f"{source}: sliding-window attention (sliding_window {config['sliding_window']}) is not supported.")
+        raise ConfigError(
+            f"{source}: sliding-window attention (sliding_window {config['sliding_window']}) is not supported."
+        )
     if "sliding_attention" in (config.get("layer_types") or ()):
         raise ConfigError(f"{source}: layer_types has sliding_attention, which is not supported.")
 
@@ -162,7 +170,9 @@ def _rope(config: dict[str, Any], source: str) -> RopeConfig:
     theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
     rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
     if rope_type not in SUPPORTED_ROPE_TYPES:
-        raise ConfigError(f"{source}: rope type {rope_type!r} is not supported (supported: {', '.join(SUPPORTED_ROPE_TYPES)}).")
+        raise ConfigError(
+            f"{source}: rope type {rope_type!r} is not supported (supported: {', '.join(SUPPORTED_ROPE_TYPES)})."
+        )
     if rope_type == "default":
         return RopeConfig(theta=theta)
     try:

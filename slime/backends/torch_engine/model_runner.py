@@ -151,7 +151,9 @@ class ModelRunner:
             if pages.shape[1] < width:
                 pages = np.pad(pages, ((0, 0), (0, width - pages.shape[1])), constant_values=TRASH_PAGE)
             groups.append(
-                DecodeGroup(start, stop, self._to_device(np.ascontiguousarray(pages)), self._to_device(lengths[start:stop] + 1))
+                DecodeGroup(
+                    start, stop, self._to_device(np.ascontiguousarray(pages)), self._to_device(lengths[start:stop] + 1)
+                )
             )
         return groups
 

@@ -134,4 +134,8 @@ def pages_to_copy(chosen: list[tuple[Request, PromptState]]) -> tuple[np.ndarray
         for request, state in chosen
         if state.score_from is None and len(request.prompt) % PAGE_SIZE
     ]
-    return tuple(np.array(column, dtype=np.int64) for column in zip(*pairs, strict=True)) if pairs else (np.zeros(0, np.int64),) * 2
+    return (
+        tuple(np.array(column, dtype=np.int64) for column in zip(*pairs, strict=True))
+        if pairs
+        else (np.zeros(0, np.int64),) * 2
+    )

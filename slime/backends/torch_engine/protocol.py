@@ -69,7 +69,9 @@ def parse_generate(
     prompts, is_batch = _prompts(body, limits, tokenizer)
     params = _spread_params(body.get("sampling_params"), len(prompts), is_batch, limits)
     if tokenizer is None and any(param.stop for param in params):
-        raise BadRequest("sampling_params.stop needs a tokenizer, and the model folder has no tokenizer.json. Use stop_token_ids.")
+        raise BadRequest(
+            "sampling_params.stop needs a tokenizer, and the model folder has no tokenizer.json. Use stop_token_ids."
+        )
     rids = _rids(body.get("rid"), len(prompts), is_batch)
     starts = _score_starts(body.get("logprob_start_len"), len(prompts), is_batch, options.return_logprob)
     requests = []
@@ -109,7 +111,9 @@ def _response_options(body: dict[str, Any]) -> ResponseOptions:
     return ResponseOptions(**values)
 
 
-def _prompts(body: dict[str, Any], limits: EngineLimits, tokenizer: EngineTokenizer | None) -> tuple[list[np.ndarray], bool]:
+def _prompts(
+    body: dict[str, Any], limits: EngineLimits, tokenizer: EngineTokenizer | None
+) -> tuple[list[np.ndarray], bool]:
     ids, text = body.get("input_ids"), body.get("text")
     if (ids is None) == (text is None):
         raise BadRequest("give exactly one of input_ids (token ids) and text.")
@@ -137,7 +141,9 @@ def _token_array(ids: Any, name: str, limits: EngineLimits) -> np.ndarray:
         raise BadRequest(f"{name} has an empty prompt or one that is not a list; a prompt needs at least one token.")
     # bool is an int to Python, and numpy would truncate floats silently.
     if not set(map(type, ids)) <= {int}:
-        raise BadRequest(f"{name} has {next(i for i in ids if type(i) is not int)!r}, expected token ids (whole numbers).")
+        raise BadRequest(
+            f"{name} has {next(i for i in ids if type(i) is not int)!r}, expected token ids (whole numbers)."
+        )
     if min(ids) < 0 or max(ids) >= limits.vocab_size:
         wrong = next(token for token in ids if not 0 <= token < limits.vocab_size)
         raise BadRequest(f"{name} has the token id {wrong}, the vocabulary is 0..{limits.vocab_size - 1}.")
@@ -148,7 +154,9 @@ def _spread_params(raw: Any, count: int, is_batch: bool, limits: EngineLimits) -
     if not isinstance(raw, list):
         return [parse_sampling_params(raw, vocab_size=limits.vocab_size)] * count
     if not is_batch or len(raw) != count:
-        raise BadRequest(f"sampling_params is a list of {len(raw)} for {count} prompt(s); give one object, or a list of one per prompt.")
+        raise BadRequest(
+            f"sampling_params is a list of {len(raw)} for {count} prompt(s); give one object, or a list of one per prompt."
+        )
     return [parse_sampling_params(item, vocab_size=limits.vocab_size) for item in raw]
 
 
@@ -161,7 +169,9 @@ def _rids(raw: Any, count: int, is_batch: bool) -> list[str]:
     else:
         rids = raw
     if not isinstance(rids, list) or len(rids) != count or not all(isinstance(rid, str) for rid in rids):
-        raise BadRequest(f"rid is {str(raw)[:80]!r}, expected a text, or a list of one text for each of the {count} prompts.")
+        raise BadRequest(
+            f"rid is {str(raw)[:80]!r}, expected a text, or a list of one text for each of the {count} prompts."
+        )
     if any(not 1 <= len(rid) <= MAX_RID_LENGTH for rid in rids):
         raise BadRequest(f"rid has a text that is empty or longer than {MAX_RID_LENGTH} characters.")
     if len(set(rids)) != count:
@@ -175,7 +185,9 @@ def _score_starts(raw: Any, count: int, is_batch: bool, return_logprob: bool) ->
         raise BadRequest(f"logprob_start_len is a list of {len(starts)} for {count} prompts.")
     for start in starts:
         if start is not None and (type(start) is not int or start < -1):
-            raise BadRequest(f"logprob_start_len is {start!r}, expected -1 (response only) or the index of a prompt token.")
+            raise BadRequest(
+                f"logprob_start_len is {start!r}, expected -1 (response only) or the index of a prompt token."
+            )
     return [start if return_logprob and start is not None and start >= 0 else None for start in starts]
 
 
@@ -200,11 +212,14 @@ def _checked_limit(length: int, params: SamplingParams, limits: EngineLimits) ->
     return limit
 
 
-def build_responses(requests: list[Request], options: ResponseOptions, *, tokenizer: EngineTokenizer | None) -> list[dict[str, Any]]:
+def build_responses(
+    requests: list[Request], options: ResponseOptions, *, tokenizer: EngineTokenizer | None
+) -> list[dict[str, Any]]:
     """Returns SGLang's response object of each finished request."""
     texts = response_texts(requests, tokenizer)
     return [
-        build_response(request, options, text=text, tokenizer=tokenizer) for request, text in zip(requests, texts, strict=True)
+        build_response(request, options, text=text, tokenizer=tokenizer)
+        for request, text in zip(requests, texts, strict=True)
     ]
 
 
@@ -264,7 +279,9 @@ def build_response(
     return response
 
 
-def build_stream_chunk(request: Request, options: ResponseOptions, *, tokenizer: EngineTokenizer | None, now: float) -> dict[str, Any]:
+def build_stream_chunk(
+    request: Request, options: ResponseOptions, *, tokenizer: EngineTokenizer | None, now: float
+) -> dict[str, Any]:
     """Returns the response so far of a running request: cumulated, like SGLang's. Text that may still change is held back."""
     ids = list(request.live_tokens)
     text = "" if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=request.params.skip_special_tokens)
@@ -275,7 +292,9 @@ def build_stream_chunk(request: Request, options: ResponseOptions, *, tokenizer:
     return {"text": text[: len(text) - held], "output_ids": ids, "meta_info": meta}
 
 
-def _meta_info(request: Request, count: int, finish_reason: dict[str, Any] | None, *, ended_at: float) -> dict[str, Any]:
+def _meta_info(
+    request: Request, count: int, finish_reason: dict[str, Any] | None, *, ended_at: float
+) -> dict[str, Any]:
     started_at = ended_at if request.started_at is None else request.started_at
     meta: dict[str, Any] = {
         "id": request.rid,

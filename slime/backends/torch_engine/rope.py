@@ -43,7 +43,9 @@ class RotaryTable:
         if max_position >= self._cos.shape[0]:
             # Always a power of two, and at least 64: each value is computed by the same vectorised code path at any size.
             size = 1 << max(6, max_position.bit_length())
-            angles = torch.arange(size, device=self._frequencies.device, dtype=torch.float32)[:, None] * self._frequencies
+            angles = (
+                torch.arange(size, device=self._frequencies.device, dtype=torch.float32)[:, None] * self._frequencies
+            )
             angles = torch.cat((angles, angles), dim=-1)
             self._cos, self._sin = angles.cos().to(self._dtype), angles.sin().to(self._dtype)
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)

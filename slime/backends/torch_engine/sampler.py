@@ -120,7 +120,10 @@ def _truncated(probabilities: torch.Tensor, batch: SamplingBatch, count: int) ->
         return probabilities
     rows = torch.from_numpy(np.flatnonzero(needs)).to(probabilities.device)
     top_ks = np.where(batch.top_ks > 0, batch.top_ks, vocab)[needs]
-    limits = [torch.from_numpy(values).to(probabilities.device)[:, None] for values in (top_ks, batch.top_ps[needs], batch.min_ps[needs])]
+    limits = [
+        torch.from_numpy(values).to(probabilities.device)[:, None]
+        for values in (top_ks, batch.top_ps[needs], batch.min_ps[needs])
+    ]
     ordered, order = torch.sort(probabilities[rows], dim=-1, descending=True, stable=True)
     ordered = ordered.double()
     ranks = torch.arange(vocab, device=ordered.device)

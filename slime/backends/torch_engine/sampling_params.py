@@ -81,7 +81,9 @@ def _check_unsupported(name: str, value: Any) -> None:
     if name in UNSUPPORTED:
         if value is None or value in ([], {}, ""):
             return
-        raise BadRequest(f"sampling_params.{name} is {_shown(value)}; the embedded engine does not support it, leave it out.")
+        raise BadRequest(
+            f"sampling_params.{name} is {_shown(value)}; the embedded engine does not support it, leave it out."
+        )
     known = ", ".join(sorted(PARSERS))
     raise BadRequest(f"sampling_params.{name} is not a sampling parameter. Known are: {known}.")
 
@@ -104,7 +106,9 @@ def _number(test: Callable[[float], bool], allowed: str) -> Callable[[str, Any],
     return parse
 
 
-def _whole(test: Callable[[int], bool], allowed: str, *, nullable: bool = False) -> Callable[[str, Any], dict[str, Any]]:
+def _whole(
+    test: Callable[[int], bool], allowed: str, *, nullable: bool = False
+) -> Callable[[str, Any], dict[str, Any]]:
     def parse(name: str, value: Any) -> dict[str, Any]:
         if value is None and nullable:
             return {name: None}
@@ -153,7 +157,9 @@ def _sampling_seed(name: str, value: Any) -> dict[str, Any]:
 
 
 PARSERS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
-    "max_new_tokens": _whole(lambda count: count >= 0, "a whole number >= 0, or null for no limit but the context", nullable=True),
+    "max_new_tokens": _whole(
+        lambda count: count >= 0, "a whole number >= 0, or null for no limit but the context", nullable=True
+    ),
     "min_new_tokens": _whole(lambda count: count >= 0, "a whole number >= 0"),
     "temperature": _number(lambda value: value >= 0, "a number >= 0 (0 is greedy)"),
     "top_p": _number(lambda value: 0 < value <= 1, "a number in (0, 1]"),

@@ -44,7 +44,7 @@ class EngineTokenizer:
 
         try:
             backend = Tokenizer.from_file(str(path))
-        except Exception as error:  # the binding raises bare Exception
+        except Exception as error:  # noqa: BLE001 - the binding raises bare Exception
             raise ConfigError(f"{path} is not a readable tokenizer: {error}") from None
         backend.no_truncation()
         backend.no_padding()

@@ -42,7 +42,9 @@ def weight_files(folder: str | Path) -> list[Path]:
     if missing:
         raise ConfigError(f"weight files are missing: {', '.join(missing)}.")
     if not files:
-        raise ConfigError(f"{folder} has no *.safetensors file. Convert pickled weights with transformers' save_pretrained first.")
+        raise ConfigError(
+            f"{folder} has no *.safetensors file. Convert pickled weights with transformers' save_pretrained first."
+        )
     return files
 
 
@@ -68,6 +70,7 @@ def load_checkpoint(decoder: Decoder, folder: str | Path) -> torch.dtype:
         for name, tensor in read_weights(folder):
             staged.add({name: tensor})
             source_dtype = source_dtype or tensor.dtype
+        staged.check()
         staged.apply()
     except EngineError as error:
         raise ConfigError(f"{folder} does not fit its config.json: {error}") from None
@@ -89,23 +92,27 @@ class StagedWeights:
         self._digests: dict[str, bytes] = {}
         self._tied_head: torch.Tensor | None = None
 
-    def add(self, named: Mapping[str, Any], *, with_digests: bool = False) -> str | None:
-        """Takes tensors or numpy arrays by Hugging Face name; returns this bucket's checksum if `with_digests`.
+    def add(self, named: Mapping[str, Any], *, checksum: str | None = None) -> None:
+        """Takes tensors or numpy arrays by Hugging Face name; `checksum` is that of this bucket.
 
-        EngineError, with nothing taken, if a name is unknown or given twice, or if a shape or dtype does not fit.
+        EngineError, with nothing taken, if a name is unknown or came before, if a shape or dtype does not fit, or if the checksum differs.
         """
         tensors = {name: _as_tensor(value, copy=self._copy) for name, value in named.items()}
         problems = [problem for name, tensor in tensors.items() for problem in self._problems(name, tensor)]
         if problems:
             raise EngineError(f"weights refused, the old ones stay: {_shortened(problems, '; ')}.")
-        digests = {name: tensor_digest(name, tensor) for name, tensor in tensors.items()} if with_digests else {}
+        digests = {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
+        received = combine_digests(digests)
+        if checksum is not None and checksum != received:
+            raise EngineError(
+                f"weights refused, the old ones stay: the bucket's checksum is {received}, announced was {checksum}."
+            )
         for name, tensor in tensors.items():
             if self._is_tied_head(name):
                 self._tied_head = tensor
             else:
                 self._tensors[name] = tensor
-                self._digests.update({name: digests[name]} if with_digests else {})
-        return combine_digests(digests) if with_digests else None
+            self._digests[name] = digests[name]
 
     def _is_tied_head(self, name: str) -> bool:
         return name == TIED_HEAD and self._decoder.config.tie_word_embeddings
@@ -122,24 +129,29 @@ class StagedWeights:
         if tensor.dtype not in self._allowed:
             yield f"{name} is {dtype_name(tensor.dtype)}, allowed is {' or '.join(dtype_name(dtype) for dtype in self._allowed)}"
 
-    def apply(self, checksum: str | None = None) -> str | None:
-        """Copies all tensors into the decoder and returns the checksum of what came (None if it came without digests).
-
-        EngineError, with nothing applied, if a weight is missing or `checksum` differs.
-        """
+    def check(self, checksum: str | None = None) -> str:
+        """Returns the checksum of all tensors that came. EngineError if a weight is missing or `checksum` is another one."""
         missing = [name for name in self._decoder.weights if name not in self._tensors]
         if missing:
-            raise EngineError(f"weights refused, the old ones stay: {len(missing)} missing: {_shortened(missing, ', ')}.")
+            raise EngineError(
+                f"weights refused, the old ones stay: {len(missing)} missing: {_shortened(missing, ', ')}."
+            )
         if self._tied_head is not None and not torch.equal(self._tied_head, self._tensors[EMBEDDING]):
-            raise EngineError(f"weights refused, the old ones stay: {TIED_HEAD} differs from {EMBEDDING}, but the model ties them.")
-        complete = len(self._digests) == len(self._tensors)
-        received = combine_digests(self._digests) if complete else None
+            raise EngineError(
+                f"weights refused, the old ones stay: {TIED_HEAD} differs from {EMBEDDING}, but the model ties them."
+            )
+        received = combine_digests(self._digests)
         if checksum is not None and checksum != received:
-            raise EngineError(f"weights refused, the old ones stay: checksum of what came is {received}, expected {checksum}.")
+            raise EngineError(
+                f"weights refused, the old ones stay: checksum of what came is {received}, announced was {checksum}."
+            )
+        return received
+
+    def apply(self) -> None:
+        """Copies all tensors into the decoder. `check` comes first."""
         with torch.inference_mode():
             for name, tensor in self._tensors.items():
                 self._decoder.weights[name].copy_(tensor)
-        return received
 
 
 def decoder_checksum(decoder: Decoder) -> str:

@@ -1,0 +1,60 @@
+"""JSON in and out of aiohttp handlers, and errors as JSON that says what is wrong."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from slime.backends.torch_engine.sampling_params import BadRequest
+from slime.exceptions import EngineError
+
+logger = logging.getLogger(__name__)
+
+
+@web.middleware
+async def answer_errors(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]):
+    """Every refusal is JSON that says what is wrong; a fault of ours is a 500 that does not show a stack."""
+    try:
+        return await handler(request)
+    except (BadRequest, EngineError) as error:
+        return error_response(400, str(error))
+    except web.HTTPRequestEntityTooLarge as error:
+        return error_response(
+            413, f"the body is larger than this server takes: {error.text}. Send fewer prompts per request."
+        )
+    except web.HTTPException as error:
+        return error_response(error.status, error.text or error.reason)
+    except ConnectionError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a fault of one request must not end the server
+        logger.exception("%s %s failed", request.method, request.path)
+        return error_response(500, f"internal error: {type(error).__name__}: {error}")
+
+
+async def read_json_body(request: web.Request) -> dict[str, Any]:
+    """Returns the body's JSON object; an empty body is an empty object. BadRequest if it is something else."""
+    raw = await request.read()
+    if not raw:
+        return {}
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise BadRequest(f"the body is a JSON {type(body).__name__}, expected an object.")
+    return body
+
+
+def json_response(value: Any, *, status: int = 200) -> web.Response:
+    """Returns a JSON response."""
+    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+
+
+def error_response(status: int, message: str) -> web.Response:
+    """Returns {"error": {"message", "type", "code"}} with `status`."""
+    kind = "BadRequestError" if status < 500 else "InternalServerError"
+    return json_response({"error": {"message": message, "type": kind, "code": status}}, status=status)

@@ -1,0 +1,101 @@
+"""The embedded engine as a Ray actor: a plain class, wrapped with `ray.remote(EngineActor)` by whoever starts engines.
+
+Clients generate over HTTP (`start()["url"]`); weights come through actor calls, whose numpy arrays Ray passes through shared memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from slime.backends.torch_engine.engine_config import EngineConfig, engine_config_from
+from slime.exceptions import EngineError
+
+
+class EngineActor:
+    """One engine in this process. `options` is an EngineConfig or a dict of its fields; `rank` is the engine's index, for messages."""
+
+    def __init__(self, options: EngineConfig | Mapping[str, Any], rank: int) -> None:
+        self._config = engine_config_from(options)
+        self._rank = rank
+        self._thread: Any = None
+
+    def start(self, timeout: float = 600.0) -> dict[str, Any]:
+        """Loads the model, serves it and returns {"url", "pid", "host", "port"}. ConfigError or EngineError says why it cannot."""
+        # torch is imported here, not when the class is pickled to its worker.
+        from slime.backends.torch_engine.server_thread import EngineServerThread
+
+        if self._thread is not None:
+            raise EngineError(f"engine {self._rank} runs already at {self._server.url}.")
+        thread = EngineServerThread(self._config)
+        server = thread.start(timeout=timeout)
+        self._thread = thread
+        return {"url": server.url, "pid": os.getpid(), "host": server.host, "port": server.port}
+
+    def health(self) -> bool:
+        """True while the engine can generate. EngineError with the stack if its thread has failed."""
+        failure = self._server.loaded.engine.failure
+        if failure is not None:
+            raise EngineError(f"engine {self._rank} has failed: {failure}")
+        return True
+
+    def pause(self) -> None:
+        """Freezes generation: when this returns no step is under way, and running requests keep their place."""
+        engine = self._server.loaded.engine
+        engine.pause()
+        engine.between_steps(lambda: None).result()
+
+    def resume(self) -> None:
+        """Goes on after `pause`."""
+        self._server.loaded.engine.resume()
+
+    def abort_all(self) -> None:
+        """Ends all requests with what they have so far."""
+        self._server.loaded.engine.abort(all_requests=True)
+
+    def flush_cache(self) -> int:
+        """Forgets cached prompts and returns how many there were."""
+        engine = self._server.loaded.engine
+        return engine.between_steps(engine.flush_cache).result()
+
+    def begin_weight_update(self, version: str | int) -> None:
+        """Opens an update. An unfinished one is dropped."""
+        self._server.updater.begin(str(version))
+
+    def update_weights(self, named: Mapping[str, np.ndarray], *, checksum: str | None = None) -> None:
+        """Takes one bucket by Hugging Face name; bfloat16 travels as uint16 arrays. EngineError, with nothing taken, if one does not fit."""
+        self._server.updater.add(named, checksum=checksum)
+
+    def end_weight_update(self, version: str | int, checksum: str | None = None) -> str:
+        """Applies the update between two steps and returns the checksum of what came (slime/utils/checksum.py).
+
+        EngineError, and the old weights stay, if a weight is missing or the checksum differs from `checksum`.
+        """
+        return self._server.updater.end(str(version), checksum=checksum)
+
+    def update_weights_from_disk(self, folder: str, version: str | int) -> str:
+        """Loads all weights of a Hugging Face folder and returns their checksum. EngineError, and the old weights stay, if they do not fit."""
+        return self._server.updater.update_from_disk(folder, str(version))
+
+    def weights_checksum(self) -> str:
+        """Returns the checksum of the weights in use."""
+        return self._server.updater.checksum()
+
+    def weight_version(self) -> str:
+        """Returns the label of the weights in use."""
+        return self._server.loaded.engine.weight_version
+
+    def shutdown(self) -> None:
+        """Answers what runs (as aborted), closes the socket and ends the threads. Harmless when called twice."""
+        if self._thread is not None:
+            self._thread.stop()
+            self._thread = None
+
+    @property
+    def _server(self) -> Any:
+        if self._thread is None:
+            raise EngineError(f"engine {self._rank} is not started: call start() first.")
+        return self._thread.server

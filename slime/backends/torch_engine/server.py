@@ -1,0 +1,366 @@
+"""SGLang's HTTP API over the engine, in aiohttp. docs/engine.md lists every endpoint and field."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hmac
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import orjson
+from aiohttp import web
+
+from slime.backends.torch_engine.build import LoadedEngine, load_engine
+from slime.backends.torch_engine.engine_config import EngineConfig
+from slime.backends.torch_engine.http_json import answer_errors, error_response, json_response, read_json_body
+from slime.backends.torch_engine.kv_cache import PAGE_SIZE
+from slime.backends.torch_engine.protocol import (
+    EngineLimits,
+    GenerateCall,
+    build_responses,
+    build_stream_chunk,
+    parse_generate,
+)
+from slime.backends.torch_engine.request import Request
+from slime.backends.torch_engine.sampling_params import BadRequest
+from slime.backends.torch_engine.weight_endpoints import add_weight_routes
+from slime.backends.torch_engine.weight_update import WeightUpdater
+from slime.exceptions import EngineError
+
+# Load balancers and the router probe without a key.
+OPEN_PATHS = ("/health", "/ready")
+KEEPALIVE_SECONDS = 120.0
+HEALTH_GENERATE_TIMEOUT = 20.0
+SHUTDOWN_SECONDS = 5.0
+PAUSE_MODES = ("in_place", "abort")
+
+
+@dataclasses.dataclass
+class Waiter:
+    """One HTTP call that waits for `remaining` requests."""
+
+    remaining: int
+    future: asyncio.Future
+
+    def one_finished(self) -> None:
+        """Counts down; the last one resolves the future."""
+        self.remaining -= 1
+        if self.remaining == 0 and not self.future.done():
+            self.future.set_result(None)
+
+
+class EngineServer:
+    """One engine behind HTTP, in the event loop that `start` is called in."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.loaded: LoadedEngine = load_engine(config, notify=self._notify)
+        self.updater = WeightUpdater(self.loaded)
+        self.host = config.host
+        self.port = config.port
+        self._runner: web.AppRunner | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiters: dict[Request, Waiter] = {}
+        self._stream_events: dict[Request, asyncio.Event] = {}
+        self._seeds = np.random.default_rng(config.random_seed)
+        self._started_at = time.time()
+        decoder = self.loaded.decoder.config
+        self._limits = EngineLimits(decoder.vocab_size, self.loaded.context_length, self.loaded.engine.longest_response)
+
+    @property
+    def url(self) -> str:
+        """Base URL of the server."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def served_name(self) -> str:
+        """Name of the model that the server reports."""
+        return self.config.served_model_name or str(self.config.hf_checkpoint)
+
+    async def start(self) -> None:
+        """Binds and serves. EngineError if the address is taken."""
+        self._loop = asyncio.get_running_loop()
+        self._runner = web.AppRunner(
+            self._application(), access_log=None, handler_cancellation=True, keepalive_timeout=KEEPALIVE_SECONDS
+        )
+        await self._runner.setup()
+        site = web.TCPSite(
+            self._runner, self.config.host, self.config.port, shutdown_timeout=SHUTDOWN_SECONDS, backlog=4096
+        )
+        try:
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise EngineError(
+                f"the engine cannot listen on {self.config.host} port {self.config.port}: {error.strerror or error}. Another process"
+                " may use the port; choose another one, or 0 for any free one."
+            ) from None
+        self.port = self._runner.addresses[0][1]
+        self.loaded.engine.start()
+
+    async def stop(self) -> None:
+        """Aborts what runs, answers it, and closes the socket."""
+        await asyncio.to_thread(self.loaded.engine.stop)
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def _application(self) -> web.Application:
+        app = web.Application(
+            middlewares=[self._check_key, answer_errors], client_max_size=self.config.max_request_bytes
+        )
+        app.router.add_post("/generate", self._generate)
+        for path, handler in {
+            "/health": self._health,
+            "/health_generate": self._health_generate,
+            "/get_model_info": self._model_info,
+            "/model_info": self._model_info,
+            "/get_server_info": self._server_info,
+            "/server_info": self._server_info,
+            "/get_load": self._load,
+            "/v1/models": self._models,
+        }.items():
+            app.router.add_get(path, handler)
+        for path, handler in {
+            "/flush_cache": self._flush_cache,
+            "/abort_request": self._abort,
+            "/pause_generation": self._pause,
+            "/continue_generation": self._continue,
+        }.items():
+            app.router.add_post(path, handler)
+        app.router.add_get("/flush_cache", self._flush_cache)
+        add_weight_routes(app, self.loaded, self.updater)
+        return app
+
+    @web.middleware
+    async def _check_key(self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]):
+        key = self.config.api_key
+        if key is not None and request.path not in OPEN_PATHS:
+            given = request.headers.get("Authorization", "")
+            if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+                return error_response(401, "the Authorization header must be `Bearer KEY` with this engine's API key.")
+        return await handler(request)
+
+    # ---- generation ----
+
+    def _notify(self, finished: list[Request], progressed: list[Request]) -> None:
+        self._loop.call_soon_threadsafe(self._wake, finished, progressed)
+
+    def _wake(self, finished: list[Request], progressed: list[Request]) -> None:
+        for request in finished:
+            waiter = self._waiters.pop(request, None)
+            if waiter is not None:
+                waiter.one_finished()
+        if self._stream_events:
+            for request in (*progressed, *finished):
+                event = self._stream_events.get(request)
+                if event is not None:
+                    event.set()
+
+    def _next_seed(self) -> int:
+        return int(self._seeds.integers(0, 2**63))
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await read_json_body(request)
+        call = parse_generate(body, self._limits, tokenizer=self.loaded.tokenizer, next_seed=self._next_seed)
+        if call.options.stream:
+            return await self._stream(request, call)
+        await self._run(call.requests)
+        failed = next((item.error for item in call.requests if item.error), None)
+        if failed:
+            return error_response(500, failed)
+        responses = build_responses(call.requests, call.options, tokenizer=self.loaded.tokenizer)
+        return json_response(responses if call.is_list else responses[0])
+
+    async def _run(self, requests: list[Request]) -> None:
+        """Waits until all `requests` have finished. If the client goes away, they are aborted."""
+        waiter = Waiter(len(requests), self._loop.create_future())
+        self._submit(requests, waiter)
+        try:
+            await waiter.future
+        except asyncio.CancelledError:
+            self._drop(requests)
+            raise
+
+    def _submit(self, requests: list[Request], waiter: Waiter | None = None) -> None:
+        if waiter is not None:
+            self._waiters.update(dict.fromkeys(requests, waiter))
+        try:
+            self.loaded.engine.submit(requests)
+        except EngineError as error:
+            for item in requests:
+                self._waiters.pop(item, None)
+            raise web.HTTPServiceUnavailable(text=str(error)) from None
+
+    def _drop(self, requests: list[Request]) -> None:
+        for item in requests:
+            self._waiters.pop(item, None)
+            self._stream_events.pop(item, None)
+        self.loaded.engine.abort_requests(requests)
+
+    async def _stream(self, request: web.Request, call: GenerateCall) -> web.StreamResponse:
+        item = call.requests[0]
+        event = self._stream_events[item] = asyncio.Event()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        try:
+            self._submit([item])
+            await response.prepare(request)
+            while item.finish_reason is None:
+                await event.wait()
+                event.clear()
+                if item.finish_reason is None:
+                    chunk = build_stream_chunk(
+                        item, call.options, tokenizer=self.loaded.tokenizer, now=time.monotonic()
+                    )
+                    await response.write(_event(chunk))
+            if item.error:
+                await response.write(
+                    _event({"error": {"message": item.error, "type": "InternalServerError", "code": 500}})
+                )
+            else:
+                await response.write(_event(build_responses([item], call.options, tokenizer=self.loaded.tokenizer)[0]))
+            await response.write(b"data: [DONE]\n\n")
+            await response.write_eof()
+        except (asyncio.CancelledError, ConnectionError):
+            self._drop([item])
+            raise
+        finally:
+            self._stream_events.pop(item, None)
+        return response
+
+    # ---- control ----
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        body = await read_json_body(request)
+        rid, everything = body.get("rid"), body.get("abort_all", False)
+        if not isinstance(everything, bool):
+            raise BadRequest(f"abort_all is {everything!r}, expected true or false.")
+        if not everything and (not isinstance(rid, str) or not rid):
+            raise BadRequest(f"rid is {rid!r}, expected the rid of a request, or abort_all true.")
+        self.loaded.engine.abort(rid, all_requests=everything)
+        return json_response({"success": True})
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        body = await read_json_body(request)
+        mode = body.get("mode", "in_place")
+        if mode not in PAUSE_MODES:
+            raise BadRequest(f"mode is {mode!r}, expected one of {', '.join(PAUSE_MODES)}.")
+        if mode == "abort":
+            self.loaded.engine.abort(all_requests=True)
+        self.loaded.engine.pause()
+        # Answer when no step is under way any more.
+        await self._between_steps(lambda: None)
+        return json_response({"success": True, "mode": mode})
+
+    async def _continue(self, request: web.Request) -> web.Response:
+        self.loaded.engine.resume()
+        return json_response({"success": True})
+
+    async def _flush_cache(self, request: web.Request) -> web.Response:
+        count = await self._between_steps(self.loaded.engine.flush_cache)
+        return json_response({"success": True, "flushed_prompts": count})
+
+    async def _between_steps(self, function: Callable[[], Any]) -> Any:
+        try:
+            return await asyncio.wrap_future(self.loaded.engine.between_steps(function))
+        except EngineError as error:
+            raise web.HTTPServiceUnavailable(text=str(error)) from None
+
+    # ---- information ----
+
+    async def _health(self, request: web.Request) -> web.Response:
+        failure = self.loaded.engine.failure
+        return web.Response() if failure is None else error_response(503, f"the engine has failed: {failure}")
+
+    async def _health_generate(self, request: web.Request) -> web.Response:
+        if self.loaded.engine.is_paused:
+            return error_response(503, "generation is paused; /health answers for the process alone.")
+        body = {
+            "input_ids": [0],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+            "rid": f"HEALTH_{secrets.token_hex(8)}",
+        }
+        call = parse_generate(body, self._limits, tokenizer=None, next_seed=lambda: 0)
+        try:
+            await asyncio.wait_for(self._run(call.requests), HEALTH_GENERATE_TIMEOUT)
+        except asyncio.TimeoutError:
+            return error_response(503, f"no token came within {HEALTH_GENERATE_TIMEOUT:.0f} s.")
+        error = call.requests[0].error
+        return web.Response() if error is None else error_response(503, error)
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        decoder = self.loaded.decoder.config
+        return json_response(
+            {
+                "model_path": str(self.config.hf_checkpoint),
+                "served_model_name": self.served_name,
+                "tokenizer_path": str(self.config.hf_checkpoint),
+                "is_generation": True,
+                "model_type": decoder.model_type,
+                "vocab_size": decoder.vocab_size,
+                "max_context_length": self.loaded.context_length,
+                "eos_token_ids": list(self.loaded.eos_token_ids),
+                "weight_version": self.loaded.engine.weight_version,
+            }
+        )
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        engine, config = self.loaded.engine, self.config
+        return json_response(
+            {
+                "version": "slime-torch-engine",
+                "model_path": str(config.hf_checkpoint),
+                "served_model_name": self.served_name,
+                "host": self.host,
+                "port": self.port,
+                "pid": os.getpid(),
+                "device": str(self.loaded.decoder.device),
+                "dtype": self.loaded.dtype_name,
+                "tp_size": 1,
+                "dp_size": 1,
+                "status": "ready" if engine.failure is None else "failed",
+                "uptime_seconds": time.time() - self._started_at,
+                "context_length": self.loaded.context_length,
+                "max_running_requests": self.loaded.max_running,
+                "max_total_num_tokens": engine.total_pages * PAGE_SIZE,
+                "enable_deterministic_inference": config.deterministic,
+                "random_seed": config.random_seed,
+                "weight_version": engine.weight_version,
+                "is_paused": engine.is_paused,
+                "total_generated_tokens": engine.total_generated,
+                "total_steps": engine.total_steps,
+                "internal_states": [{"load": engine.load()}],
+            }
+        )
+
+    async def _load(self, request: web.Request) -> web.Response:
+        load = self.loaded.engine.load()
+        return json_response(
+            [
+                {
+                    "dp_rank": 0,
+                    "num_reqs": load["running"] + load["waiting"],
+                    "num_waiting_reqs": load["waiting"],
+                    "num_tokens": load["tokens"],
+                }
+            ]
+        )
+
+    async def _models(self, request: web.Request) -> web.Response:
+        card = {
+            "id": self.served_name,
+            "object": "model",
+            "created": int(self._started_at),
+            "owned_by": "slime",
+            "max_model_len": self.loaded.context_length,
+        }
+        return json_response({"object": "list", "data": [card]})
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"
