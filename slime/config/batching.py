@@ -14,7 +14,8 @@ class BatchingOptions:
     """Batching: optimizer steps, micro-batches, balance over ranks"""
 
     global_batch_size: int | None = option(
-        None, "Rollouts (responses) per optimizer step. Default: what --num-steps-per-rollout asks for, else all of a rollout batch."
+        None,
+        "Rollouts (responses) per optimizer step. Default: what --num-steps-per-rollout asks for, else all of a rollout batch.",
     )
     num_steps_per_rollout: int | None = option(
         None, "Optimizer steps per rollout batch, in place of --global-batch-size; if both are given they must agree."
@@ -27,10 +28,12 @@ class BatchingOptions:
     micro_batch_size: int = option(1, "Samples per micro-batch when batches are not dynamic.")
     use_dynamic_batch_size: bool = option(False, "Pack micro-batches by tokens, up to --max-tokens-per-gpu.")
     max_tokens_per_gpu: int | None = option(
-        None, "Tokens that a micro-batch may hold per GPU; times the context-parallel size in all. A longer sample sits alone."
+        None,
+        "Tokens that a micro-batch may hold per GPU; times the context-parallel size in all. A longer sample sits alone.",
     )
     log_probs_max_tokens_per_gpu: int | None = option(
-        None, "The same for passes without gradient. One schedule serves both passes here, so it may only equal --max-tokens-per-gpu."
+        None,
+        "The same for passes without gradient. One schedule serves both passes here, so it may only equal --max-tokens-per-gpu.",
     )
     micro_batch_packing: str = option(
         "balanced",
@@ -38,11 +41,16 @@ class BatchingOptions:
         "order of the samples.",
         choices=PACKINGS,
     )
-    balance_data: bool = option(False, "Deal micro-batches to ranks by work (FLOPs), not in turn. balanced packing does so anyway.")
-    balance_by_flops: bool = option(
-        False, "Pack dynamic micro-batches by equal FLOPs; --max-tokens-per-gpu then sets only their number. Turns --balance-data on."
+    balance_data: bool = option(
+        False, "Deal micro-batches to ranks by work (FLOPs), not in turn. balanced packing does so anyway."
     )
-    data_pad_size_multiplier: int = option(128, "Packed rows are padded to a multiple of this times the tensor-parallel size, in tokens.")
+    balance_by_flops: bool = option(
+        False,
+        "Pack dynamic micro-batches by equal FLOPs; --max-tokens-per-gpu then sets only their number. Turns --balance-data on.",
+    )
+    data_pad_size_multiplier: int = option(
+        128, "Packed rows are padded to a multiple of this times the tensor-parallel size, in tokens."
+    )
     removed_samples_in_baseline: bool = option(
         False,
         "Let samples that are removed from the loss (Sample.remove_sample) still count in their group's baseline. Off: what does not train "
@@ -50,4 +58,11 @@ class BatchingOptions:
     )
     passrate_threshold: float | None = option(
         None, "A response counts as solved for pass@k from this raw reward on. Default: only a raw reward of exactly 1."
+    )
+    custom_rollout_log_function_path: str | None = option(
+        None,
+        "Function (rollout_id, args, samples, rollout_extra_metrics, rollout_time) -> bool; True replaces the rollout's own log.",
+    )
+    custom_eval_rollout_log_function_path: str | None = option(
+        None, "Function (rollout_id, args, data, extra_metrics) -> bool; True replaces the evaluation's own log."
     )

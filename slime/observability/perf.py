@@ -11,7 +11,9 @@ from slime.utils.flops_utils import calculate_fwd_flops
 from slime.utils.metric_utils import compute_rollout_step
 
 
-def perf_metrics(seconds: Mapping[str, float], *, forward_flops: float, num_tokens: int, world_size: int) -> dict[str, float]:
+def perf_metrics(
+    seconds: Mapping[str, float], *, forward_flops: float, num_tokens: int, world_size: int
+) -> dict[str, float]:
     """`perf/...` of one phase: every timer in seconds; TFLOPs per GPU of each pass; trained tokens per second over all GPUs; the step's time
     and the share of it spent waiting. `forward_flops` and `num_tokens` are of the whole phase."""
     metrics = {f"perf/{name}_time": value for name, value in seconds.items()}

@@ -27,7 +27,9 @@ def gather_to_source(value: Any, *, size: int, source_rank: int, group: Any) -> 
     return gathered
 
 
-def gather_and_reduce_log_dict(log_dict: dict[str, Any], *, dp_size: int, dp_src_rank: int, dp_group: Any) -> dict[str, float] | None:
+def gather_and_reduce_log_dict(
+    log_dict: dict[str, Any], *, dp_size: int, dp_src_rank: int, dp_group: Any
+) -> dict[str, float] | None:
     """The reduced metrics on global rank `dp_src_rank`, None elsewhere. `dp_size` is the size of the group (data x context parallel).
 
     A value is a `Contribution`, a pair (sum, count) that becomes the sum of sums over the sum of counts (0.0 where all counts are 0), or a number

@@ -71,7 +71,9 @@ def _sample_field(batch: Mapping[str, Any], name: str, default: float | None = N
     """A per-sample field as float64 [N], or None where the batch lacks it."""
     if name not in batch or batch[name] is None:
         return None if default is None else np.full(_num_local(batch), default)
-    return _numbers(batch.array(name) if isinstance(batch, RolloutBatch) and not is_tensor(batch.raw(name)) else batch[name])
+    return _numbers(
+        batch.array(name) if isinstance(batch, RolloutBatch) and not is_tensor(batch.raw(name)) else batch[name]
+    )
 
 
 def _num_local(batch: Mapping[str, Any]) -> int:
@@ -102,10 +104,14 @@ def sample_tokens(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: int = 
     if cp_size > 1:
         from slime.utils.cp_layout import plan_response_layout
 
-        layout = plan_response_layout(_sample_field(batch, "total_lengths").astype(np.int64), responses, cp_size=cp_size, cp_rank=cp_rank)
+        layout = plan_response_layout(
+            _sample_field(batch, "total_lengths").astype(np.int64), responses, cp_size=cp_size, cp_rank=cp_rank
+        )
         local = layout.response_indices.numpy()
         sample_T, mask_T = sample_T[local], mask_T[local]
-    return SampleTokens(sample_T, mask_T, mask_sums, mask_sums if rollout_sums is None else rollout_sums, copies=cp_size)
+    return SampleTokens(
+        sample_T, mask_T, mask_sums, mask_sums if rollout_sums is None else rollout_sums, copies=cp_size
+    )
 
 
 def phase_contributions(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: int = 0) -> dict[str, Contribution]:
@@ -123,12 +129,16 @@ def phase_contributions(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: 
         spec = CONTRACT.find(name)
         if spec is None or spec.reduce is Reduce.NONE or batch[name] is None or spec.extent is Extent.EQUAL:
             continue
-        contribution = _token_contribution(batch, spec, tokens) if spec.scope is Scope.TOKEN else _sample_contribution(batch, spec, counts)
+        contribution = (
+            _token_contribution(batch, spec, tokens)
+            if spec.scope is Scope.TOKEN
+            else _sample_contribution(batch, spec, counts)
+        )
         if contribution is not None:
             result[spec.metric_name] = contribution
     copies = float(cp_size)
     result["num_samples"] = c.total([_num_local(batch) / copies])
-    result["num_rollouts"] = c.total((1.0 / counts / copies))
+    result["num_rollouts"] = c.total(1.0 / counts / copies)
     return result
 
 
@@ -137,7 +147,9 @@ def _token_contribution(batch: Mapping[str, Any], spec: FieldSpec, tokens: Sampl
         return None
     values_T = flat_tokens(batch, spec.name)
     if not spec.cp_sharded and tokens.copies > 1:
-        raise RolloutDataError(f"The metric field {spec.name!r} must be declared cp_sharded=True to be reduced under context parallelism.")
+        raise RolloutDataError(
+            f"The metric field {spec.name!r} must be declared cp_sharded=True to be reduced under context parallelism."
+        )
     if spec.reduce is Reduce.TOKEN_MEAN:
         return tokens.token_mean(values_T)
     if spec.reduce is Reduce.ROLLOUT_MEAN:
@@ -156,7 +168,9 @@ def _sample_contribution(batch: Mapping[str, Any], spec: FieldSpec, counts: np.n
     return _plain_contribution(spec, values, weights, copies=1)
 
 
-def _plain_contribution(spec: FieldSpec, values: np.ndarray, weights: np.ndarray, *, copies: int) -> Contribution | None:
+def _plain_contribution(
+    spec: FieldSpec, values: np.ndarray, weights: np.ndarray, *, copies: int
+) -> Contribution | None:
     finite = values[np.isfinite(values)]
     makers: dict[Reduce, Callable[[], Contribution]] = {
         Reduce.SAMPLE_MEAN: lambda: c.weighted_mean(values, weights),
@@ -192,7 +206,9 @@ def correct_sample_contributions(batch: Mapping[str, Any], *, config: TrainMetri
         result.update({f"correct_length/{quarter}": share for quarter, share in zip(QUARTERS, shares, strict=True)})
     source = next((name for name in ("entropy", "log_probs", "rollout_log_probs") if batch.get(name) is not None), None)
     if source is None:
-        _say_once("--log-correct-samples: there is neither entropy nor any log-prob, so rollout/correct_entropy is left out.")
+        _say_once(
+            "--log-correct-samples: there is neither entropy nor any log-prob, so rollout/correct_entropy is left out."
+        )
     elif "loss_masks" in batch:
         tokens = sample_tokens(batch, cp_size=config.cp_size, cp_rank=config.cp_rank)
         values_T = flat_tokens(batch, source)
@@ -216,7 +232,11 @@ def multi_turn_contributions(batch: Mapping[str, Any], *, config: TrainMetricsCo
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, Contribution]:
-    return {f"{name}_mean": c.mean(values, len(values)), f"{name}_max": c.maximum(values), f"{name}_min": c.minimum(values)}
+    return {
+        f"{name}_mean": c.mean(values, len(values)),
+        f"{name}_max": c.maximum(values),
+        f"{name}_min": c.minimum(values),
+    }
 
 
 def pass_rates(batch: Mapping[str, Any], *, config: TrainMetricsConfig) -> dict[str, float]:
@@ -226,7 +246,9 @@ def pass_rates(batch: Mapping[str, Any], *, config: TrainMetricsConfig) -> dict[
     """
     raw = _numbers(batch["raw_reward"])
     if "group_ids" not in batch:
-        return compute_pass_rate(raw.tolist(), config.n_samples_per_prompt, config.rollout_batch_size, threshold=config.passrate_threshold)
+        return compute_pass_rate(
+            raw.tolist(), config.n_samples_per_prompt, config.rollout_batch_size, threshold=config.passrate_threshold
+        )
     groups = np.asarray(_numbers(batch["group_ids"]), dtype=np.int64)
     if "all_rollout_ids" in batch:
         # the samples of one rollout share its reward: count it once, scored where any of them is
@@ -249,7 +271,9 @@ def _config(args: Any) -> TrainMetricsConfig:
     from megatron.core import mpu
 
     cp_size = max(1, mpu.get_context_parallel_world_size())
-    return TrainMetricsConfig.from_args(args, cp_size=cp_size, cp_rank=mpu.get_context_parallel_rank() if cp_size > 1 else 0)
+    return TrainMetricsConfig.from_args(
+        args, cp_size=cp_size, cp_rank=mpu.get_context_parallel_rank() if cp_size > 1 else 0
+    )
 
 
 def gather_log_data(metric_name: str, args: Any, rollout_id: int, log_dict: dict[str, Any]) -> dict[str, float] | None:
@@ -300,11 +324,15 @@ def check_ci(metrics: Mapping[str, float], rollout_id: int, *, check_kl: bool) -
     """AssertionError where a healthy first rollout cannot look like this: policy unlike its reference, log-probs or entropy out of range."""
     policy, reference = metrics.get("rollout/log_probs"), metrics.get("rollout/ref_log_probs")
     if rollout_id == 0 and check_kl and policy is not None and reference is not None:
-        assert abs(policy - reference) < 1e-8, f"log_probs {policy} and ref_log_probs {reference} differ before the first step"
+        assert abs(policy - reference) < 1e-8, (
+            f"log_probs {policy} and ref_log_probs {reference} differ before the first step"
+        )
     if policy is not None:
         assert -1 < policy < 0, f"rollout/log_probs is {policy}, expected in (-1, 0)"
     if metrics.get("rollout/entropy") is not None:
-        assert 0 < metrics["rollout/entropy"] < 1, f"rollout/entropy is {metrics['rollout/entropy']}, expected in (0, 1)"
+        assert 0 < metrics["rollout/entropy"] < 1, (
+            f"rollout/entropy is {metrics['rollout/entropy']}, expected in (0, 1)"
+        )
 
 
 def log_multi_turn_data(rollout_id: int, args: Any, rollout_data: Mapping[str, Any]) -> dict[str, float] | None:

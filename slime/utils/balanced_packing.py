@@ -10,7 +10,9 @@ import numpy as np
 MAX_ROUNDS = 64  # each adds one aligned block of micro-batches; best fit never needs more than twice the lower bound
 
 
-def pack_balanced(lengths: Sequence[int], work: Sequence[float], *, cap: int, num_ranks: int, align: int) -> list[list[list[int]]]:
+def pack_balanced(
+    lengths: Sequence[int], work: Sequence[float], *, cap: int, num_ranks: int, align: int
+) -> list[list[list[int]]]:
     """Per rank, `count / num_ranks` micro-batches of positions, with `count` the smallest multiple of `align` that was found to fit.
 
     No micro-batch holds more than `cap` tokens, except one whose single sample is longer. Ranks differ in work as little as was found.

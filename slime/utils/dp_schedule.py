@@ -44,13 +44,17 @@ class ScheduleConfig:
         group = (train_parallel_config.get("microbatch_group_size_per_vp_stage") or 1) if virtual else 1
         dynamic = bool(getattr(args, "use_dynamic_batch_size", False))
         if dynamic and not args.max_tokens_per_gpu:
-            raise ConfigError("--use-dynamic-batch-size needs --max-tokens-per-gpu, the tokens a micro-batch may hold per GPU.")
+            raise ConfigError(
+                "--use-dynamic-batch-size needs --max-tokens-per-gpu, the tokens a micro-batch may hold per GPU."
+            )
         by_flops = bool(getattr(args, "balance_by_flops", False))
         packing = getattr(args, "micro_batch_packing", "first_fit")
         balance = bool(getattr(args, "balance_data", False)) or by_flops
         sized = getattr(args, "hidden_size", None) is not None
         if balance and not sized:
-            raise ConfigError("--balance-data and --balance-by-flops need the model's sizes (--hidden-size, --num-layers, ...).")
+            raise ConfigError(
+                "--balance-data and --balance-by-flops need the model's sizes (--hidden-size, --num-layers, ...)."
+            )
         return ScheduleConfig(
             dp_size=dp_size,
             align=dp_size * group,
@@ -99,13 +103,16 @@ class SchedulePlan:
             "schedule/micro_batches": sum(s.num_micro_batches for s in self.steps),
             "schedule/micro_batches_lower_bound": sum(s.lower_bound for s in self.steps),
             "schedule/empty_micro_batches": sum(s.num_empty for s in self.steps),
-            "schedule/fill": sum(s.fill * s.num_micro_batches for s in self.steps) / max(1, sum(s.num_micro_batches for s in self.steps)),
+            "schedule/fill": sum(s.fill * s.num_micro_batches for s in self.steps)
+            / max(1, sum(s.num_micro_batches for s in self.steps)),
             "schedule/work_max_over_mean": max(s.work_max_over_mean for s in self.steps),
             "schedule/dropped_samples": len(self.dropped),
         }
 
 
-def plan_step_sizes(num_rollouts: int, global_batch_size: int, *, expected_rollouts: int, keep_trailing: bool) -> list[int]:
+def plan_step_sizes(
+    num_rollouts: int, global_batch_size: int, *, expected_rollouts: int, keep_trailing: bool
+) -> list[int]:
     """Rollouts per optimizer step, in order. What the sum leaves over is trailing, and the caller reports it.
 
     Whole steps of `global_batch_size`, then, with `keep_trailing`, a last smaller one. Where rejected samples leave fewer rollouts than
@@ -159,7 +166,9 @@ def plan_schedule(
     return SchedulePlan(partitions, micro_batches, num_microbatches, list(step_sizes), dropped, reports)
 
 
-def _plan_step(positions: list[int], lengths_N: np.ndarray, work_N: np.ndarray, config: ScheduleConfig) -> list[list[list[int]]]:
+def _plan_step(
+    positions: list[int], lengths_N: np.ndarray, work_N: np.ndarray, config: ScheduleConfig
+) -> list[list[list[int]]]:
     """Per rank, the micro-batches (lists of positions) of one step; the same number on every rank."""
     lengths, work = lengths_N[positions], work_N[positions]
     if config.token_cap is not None and config.packing == "balanced" and not config.balance_by_flops:
@@ -177,7 +186,9 @@ def _plan_step(positions: list[int], lengths_N: np.ndarray, work_N: np.ndarray, 
         expand_bins_by_splitting(bins, target, lengths.tolist())
     bins += [[] for _ in range(target - len(bins))]
     if config.balance_data:
-        ranks = get_seqlen_balanced_partitions([float(work[items].sum()) for items in bins], config.dp_size, equal_size=True)
+        ranks = get_seqlen_balanced_partitions(
+            [float(work[items].sum()) for items in bins], config.dp_size, equal_size=True
+        )
     else:
         ranks = [list(range(rank, len(bins), config.dp_size)) for rank in range(config.dp_size)]
     return [[[positions[i] for i in bins[k]] for k in chosen] for chosen in ranks]
@@ -191,13 +202,19 @@ def _flops_bins(lengths: np.ndarray, work: np.ndarray, *, cap: int) -> list[list
     return get_seqlen_balanced_partitions(work.tolist(), parts, equal_size=False)
 
 
-def _report(bins_R: list[list[list[int]]], lengths_N: np.ndarray, work_N: np.ndarray, config: ScheduleConfig) -> StepReport:
+def _report(
+    bins_R: list[list[list[int]]], lengths_N: np.ndarray, work_N: np.ndarray, config: ScheduleConfig
+) -> StepReport:
     bins = [items for bins in bins_R for items in bins]
     tokens = [int(lengths_N[items].sum()) for items in bins]
     work_R = [float(sum(work_N[items].sum() for items in bins)) for bins in bins_R]
     mean = sum(work_R) / len(work_R)
     room = config.token_cap if config.token_cap is not None else max(tokens, default=0)
-    minimum = -(-sum(tokens) // config.token_cap) if config.token_cap is not None else -(-sum(map(len, bins)) // config.micro_batch_size)
+    minimum = (
+        -(-sum(tokens) // config.token_cap)
+        if config.token_cap is not None
+        else -(-sum(map(len, bins)) // config.micro_batch_size)
+    )
     return StepReport(
         num_samples=sum(map(len, bins)),
         num_micro_batches=len(bins),
@@ -220,9 +237,13 @@ def build_dp_schedule(
 
     AssertionError naming `num_rollouts` where there is not one whole step. Trailing rollouts are left out; `plan_schedule` lists them.
     """
-    assert len(total_lengths) == len(rollout_indices), f"{len(total_lengths)} lengths for {len(rollout_indices)} rollout ids"
+    assert len(total_lengths) == len(rollout_indices), (
+        f"{len(total_lengths)} lengths for {len(rollout_indices)} rollout ids"
+    )
     num_rollouts = len(set(rollout_indices))
-    assert num_rollouts >= global_batch_size, f"num_rollouts {num_rollouts} is less than one step of global_batch_size {global_batch_size}"
+    assert num_rollouts >= global_batch_size, (
+        f"num_rollouts {num_rollouts} is less than one step of global_batch_size {global_batch_size}"
+    )
     plan = plan_schedule(
         total_lengths,
         rollout_indices,

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 
-def calculate_qkv_projection_flops(seqlen: float, hidden_size: int, num_heads: int, num_query_groups: int, head_dim: int) -> float:
+def calculate_qkv_projection_flops(
+    seqlen: float, hidden_size: int, num_heads: int, num_query_groups: int, head_dim: int
+) -> float:
     """Query, key and value projections of one layer."""
     return 2 * seqlen * hidden_size * (num_heads + 2 * num_query_groups) * head_dim
 
@@ -58,7 +60,11 @@ class FlopsModel:
         qkv, attention, output = _attention_coefficients(args, hidden, head_dim)
         dense_layers, moe_layers = _count_layers(args)
         dense = calculate_mlp_flops(1, hidden, args.ffn_hidden_size)
-        linear = args.num_layers * (qkv + output) + dense_layers * dense + calculate_lm_head_flops(1, hidden, args.vocab_size)
+        linear = (
+            args.num_layers * (qkv + output)
+            + dense_layers * dense
+            + calculate_lm_head_flops(1, hidden, args.vocab_size)
+        )
         if moe_layers:
             expert_size = getattr(args, "moe_ffn_hidden_size", None) or args.ffn_hidden_size
             shared = getattr(args, "moe_shared_expert_intermediate_size", None) or 0

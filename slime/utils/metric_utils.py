@@ -50,11 +50,17 @@ def compute_pass_rate(
         return {}
     if num_groups is None:
         num_groups = len(flat_rewards) // group_size
-    assert len(flat_rewards) == num_groups * group_size, f"{len(flat_rewards)} rewards are not {num_groups} groups of {group_size}"
-    return compute_ragged_pass_rate(flat_rewards, [i // group_size for i in range(len(flat_rewards))], threshold=threshold)
+    assert len(flat_rewards) == num_groups * group_size, (
+        f"{len(flat_rewards)} rewards are not {num_groups} groups of {group_size}"
+    )
+    return compute_ragged_pass_rate(
+        flat_rewards, [i // group_size for i in range(len(flat_rewards))], threshold=threshold
+    )
 
 
-def compute_ragged_pass_rate(rewards: Sequence[float], group_ids: Sequence[int], *, threshold: float | None = None) -> dict[str, float]:
+def compute_ragged_pass_rate(
+    rewards: Sequence[float], group_ids: Sequence[int], *, threshold: float | None = None
+) -> dict[str, float]:
     """`{"pass@k": mean over groups with at least k members}` for groups of any size in any order; {} where no group has two members.
 
     Rewards that are not finite (no score) are left out of their group.
@@ -71,7 +77,11 @@ def compute_ragged_pass_rate(rewards: Sequence[float], group_ids: Sequence[int],
     pairs, counts = np.unique(np.stack([sizes, solved]), axis=1, return_counts=True)
     result = {}
     for k in powers_of_two_up_to(int(sizes.max())):
-        terms = [(pass_at_k(n, c, k), weight) for n, c, weight in zip(*pairs.tolist(), counts.tolist(), strict=True) if n >= k]
+        terms = [
+            (pass_at_k(n, c, k), weight)
+            for n, c, weight in zip(*pairs.tolist(), counts.tolist(), strict=True)
+            if n >= k
+        ]
         result[f"pass@{k}"] = math.fsum(p * w for p, w in terms) / sum(w for _, w in terms)
     return result
 
@@ -81,10 +91,17 @@ def compute_statistics(values: Iterable[float]) -> dict[str, float]:
     array = np.asarray(list(values), dtype=np.float64)
     if not array.size:
         raise ValueError("no values to summarize")
-    return {"mean": float(array.mean()), "median": float(np.median(array)), "max": float(array.max()), "min": float(array.min())}
+    return {
+        "mean": float(array.mean()),
+        "median": float(np.median(array)),
+        "max": float(array.max()),
+        "min": float(array.min()),
+    }
 
 
-def compression_ratio(data: str | bytes, *, encoding: str = "utf-8", algorithm: str = "zlib", level: int = 9) -> tuple[float, float]:
+def compression_ratio(
+    data: str | bytes, *, encoding: str = "utf-8", algorithm: str = "zlib", level: int = 9
+) -> tuple[float, float]:
     """`(original bytes / compressed bytes, savings in percent)`; (inf, 0.0) for nothing."""
     raw = data.encode(encoding) if isinstance(data, str) else data
     if not raw:

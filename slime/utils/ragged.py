@@ -161,7 +161,9 @@ class Parts(Column):
     def _build_list(self) -> list:
         return list(self.parts)
 
-    def gather(self, positions: Sequence[int], *, dtype: str, padding: np.ndarray | None = None, lead: int = 0) -> Ragged:
+    def gather(
+        self, positions: Sequence[int], *, dtype: str, padding: np.ndarray | None = None, lead: int = 0
+    ) -> Ragged:
         """The entries at `positions` as one `Ragged` of `dtype`, in one copy.
 
         `padding` [len(positions)]: zero rows after each entry; `lead`: zero rows before the first.
@@ -177,9 +179,13 @@ class Parts(Column):
         out = np.empty((int(offsets[-1]), *trailing), dtype=dtype)
         pieces = chosen
         if padding is not None or lead:
-            zeros = np.zeros((max(lead, int(padding.max(initial=0)) if padding is not None else 0), *trailing), dtype=dtype)
+            zeros = np.zeros(
+                (max(lead, int(padding.max(initial=0)) if padding is not None else 0), *trailing), dtype=dtype
+            )
             pieces = [zeros[:lead]] if lead else []
-            for part, pad in zip(chosen, (padding if padding is not None else np.zeros(len(chosen), int)).tolist(), strict=True):
+            for part, pad in zip(
+                chosen, (padding if padding is not None else np.zeros(len(chosen), int)).tolist(), strict=True
+            ):
                 pieces.append(part)
                 if pad:
                     pieces.append(zeros[:pad])
@@ -187,7 +193,9 @@ class Parts(Column):
             try:
                 np.concatenate(pieces, out=out, casting="unsafe")
             except ValueError as error:
-                raise RolloutDataError(f"entries of one field have different shapes: {sorted({p.shape[1:] for p in chosen})}") from error
+                raise RolloutDataError(
+                    f"entries of one field have different shapes: {sorted({p.shape[1:] for p in chosen})}"
+                ) from error
         return Ragged(out, offsets, None if padding is None and not lead else lengths)
 
 

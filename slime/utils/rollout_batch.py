@@ -35,7 +35,9 @@ class Stage(enum.Enum):
 class RolloutBatch(dict):
     """Fields by name. `batch[name]` is a list (a tensor [N] for numbers that live on the device); `batch.column(name)` the arrays behind it."""
 
-    def __init__(self, entries: Mapping[str, Any] | Iterable = (), *, stage: Stage = Stage.WHOLE, info: dict | None = None) -> None:
+    def __init__(
+        self, entries: Mapping[str, Any] | Iterable = (), *, stage: Stage = Stage.WHOLE, info: dict | None = None
+    ) -> None:
         super().__init__()
         self.stage = stage
         self.info: dict[str, Any] = dict(info or {})  # json-able: num_whole, dp_rank, dp_size, pad_to, row_offsets, ...
@@ -83,7 +85,9 @@ class RolloutBatch(dict):
 
     def copy(self) -> RolloutBatch:
         """A batch with the same columns; replacing a field in one leaves the other alone."""
-        return RolloutBatch({name: dict.__getitem__(self, name) for name in dict.keys(self)}, stage=self.stage, info=self.info)
+        return RolloutBatch(
+            {name: dict.__getitem__(self, name) for name in dict.keys(self)}, stage=self.stage, info=self.info
+        )
 
     def __eq__(self, other: object) -> bool:
         return dict(self) == other
@@ -146,7 +150,11 @@ class RolloutBatch(dict):
         if extent is Extent.WHOLE:
             spec = CONTRACT.find(name)
             view = spec.local_view if spec is not None else None
-            hint = f"Use local({view!r})." if view and view in self else "Index whole() with batch['partition'], or split the batch first."
+            hint = (
+                f"Use local({view!r})."
+                if view and view in self
+                else "Index whole() with batch['partition'], or split the batch first."
+            )
             raise RolloutDataError(f"{name!r} covers the whole rollout batch, not this rank's samples. {hint}")
         return self[name]
 
@@ -180,7 +188,13 @@ class RolloutBatch(dict):
         total = 0
         for name in dict.keys(self):
             value = dict.__getitem__(self, name)
-            arrays = (value.values, value.offsets) if isinstance(value, Ragged) else (value.values,) if isinstance(value, Scalars) else ()
+            arrays = (
+                (value.values, value.offsets)
+                if isinstance(value, Ragged)
+                else (value.values,)
+                if isinstance(value, Scalars)
+                else ()
+            )
             total += sum(array.nbytes for array in arrays)
         return total
 
@@ -191,7 +205,12 @@ def _to_wire(value: Any) -> Any:
     if isinstance(value, Scalars):
         return ("scalars", value.values)
     if isinstance(value, Ragged):
-        return ("ragged", value.values, value.offsets, None if value.is_dense and value.offsets[0] == 0 else value.lengths)
+        return (
+            "ragged",
+            value.values,
+            value.offsets,
+            None if value.is_dense and value.offsets[0] == 0 else value.lengths,
+        )
     if isinstance(value, Parts):
         return ("parts", value.parts)
     return ("list", value)
@@ -221,7 +240,9 @@ def build_column(spec: FieldSpec, entries: Any, *, required: np.ndarray | None =
     if spec.scope is Scope.SAMPLE:
         return _build_scalars(spec, entries)
     if is_tensor(entries):
-        raise RolloutDataError(f"{spec.name} must be a list with one array per sample, got one tensor of shape {tuple(entries.shape)}.")
+        raise RolloutDataError(
+            f"{spec.name} must be a list with one array per sample, got one tensor of shape {tuple(entries.shape)}."
+        )
     entries = fill_missing(spec, list(entries), required)
     if entries and all(map(is_tensor, entries)) and spec.wire_dtype is None:
         return _ragged_from_tensors(entries)
@@ -287,7 +308,9 @@ def column_dtype(spec: FieldSpec, column: Parts) -> str:
     if spec.wire_dtype != SMALLEST_INT:
         return spec.wire_dtype or (column.parts[0].dtype.name if column.parts else "float32")
     filled = [part for part in column.parts if part.size]
-    return smallest_int_dtype(min((int(p.min()) for p in filled), default=0), max((int(p.max()) for p in filled), default=0))
+    return smallest_int_dtype(
+        min((int(p.min()) for p in filled), default=0), max((int(p.max()) for p in filled), default=0)
+    )
 
 
 def batch_from_lists(data: Mapping[str, Any]) -> RolloutBatch:
@@ -313,7 +336,11 @@ def batch_from_lists(data: Mapping[str, Any]) -> RolloutBatch:
             size = f"{len(entries)} entries" if hasattr(entries, "__len__") else repr(entries)[:60]
             raise RolloutDataError(
                 f"{name!r} has {size} for {num_samples} samples. A field needs one entry per sample"
-                + (f"; declare {name!r} with declare_field(..., scope=...) if it is something else." if name in undeclared else ".")
+                + (
+                    f"; declare {name!r} with declare_field(..., scope=...) if it is something else."
+                    if name in undeclared
+                    else "."
+                )
             )
         dict.__setitem__(batch, name, build_column(spec, entries, required=valid))
     if undeclared:
@@ -336,7 +363,9 @@ def localize(shard: Mapping[str, Any], dp_rank: int, *, dp_size: int | None = No
     """
     batch = shard.copy() if isinstance(shard, RolloutBatch) else RolloutBatch(shard)
     if "partition" not in batch:
-        raise RolloutDataError(f"The shard for data-parallel rank {dp_rank} has no 'partition'; its keys are {sorted(batch)}.")
+        raise RolloutDataError(
+            f"The shard for data-parallel rank {dp_rank} has no 'partition'; its keys are {sorted(batch)}."
+        )
     partition = np.asarray(batch["partition"], dtype=np.int64).reshape(-1)
     num_whole = _whole_size(batch)
     _check_partition(batch, partition, dp_rank=dp_rank, dp_size=dp_size, num_whole=num_whole)
@@ -371,13 +400,19 @@ def _take(value: Any, positions: np.ndarray) -> Any:
     return [value[position] for position in positions.tolist()]
 
 
-def _check_partition(batch: RolloutBatch, partition: np.ndarray, *, dp_rank: int, dp_size: int | None, num_whole: int) -> None:
+def _check_partition(
+    batch: RolloutBatch, partition: np.ndarray, *, dp_rank: int, dp_size: int | None, num_whole: int
+) -> None:
     if len(partition) and (partition.min() < 0 or partition.max() >= num_whole):
         bad = partition[(partition < 0) | (partition >= num_whole)][:5].tolist()
-        raise RolloutDataError(f"Data-parallel rank {dp_rank}: partition positions {bad} are outside a batch of {num_whole} samples.")
+        raise RolloutDataError(
+            f"Data-parallel rank {dp_rank}: partition positions {bad} are outside a batch of {num_whole} samples."
+        )
     if len(np.unique(partition)) != len(partition):
         positions, counts = np.unique(partition, return_counts=True)
-        raise RolloutDataError(f"Data-parallel rank {dp_rank}: partition repeats positions {positions[counts > 1][:5].tolist()}.")
+        raise RolloutDataError(
+            f"Data-parallel rank {dp_rank}: partition repeats positions {positions[counts > 1][:5].tolist()}."
+        )
     written_for = batch.info.get("dp_rank", dp_rank)
     if written_for != dp_rank or (dp_size is not None and batch.info.get("dp_size", dp_size) != dp_size):
         raise RolloutDataError(
@@ -387,7 +422,9 @@ def _check_partition(batch: RolloutBatch, partition: np.ndarray, *, dp_rank: int
         owned = np.flatnonzero(batch.array("owner_ranks") == dp_rank)
         if not np.array_equal(np.sort(partition), owned):
             differ = np.setxor1d(partition, owned)[:5].tolist()
-            raise RolloutDataError(f"Data-parallel rank {dp_rank}: the partition is not what was scheduled; positions {differ} differ.")
+            raise RolloutDataError(
+                f"Data-parallel rank {dp_rank}: the partition is not what was scheduled; positions {differ} differ."
+            )
 
 
 def _check_counts(batch: RolloutBatch, *, num_local: int, num_whole: int) -> None:
@@ -413,7 +450,9 @@ def check_rows(batch: RolloutBatch, names: Iterable[str] | None = None, *, posit
     bad = chosen[(responses[chosen] < 0) | (responses[chosen] > totals[chosen])]
     if len(bad):
         i = int(bad[0])
-        raise RolloutDataError(f"Sample at position {i} has response_length {responses[i]} but {totals[i]} tokens in all.")
+        raise RolloutDataError(
+            f"Sample at position {i} has response_length {responses[i]} but {totals[i]} tokens in all."
+        )
     for name in list(names) if names is not None else list(dict.keys(batch)):
         spec = CONTRACT.find(name)
         if spec is None or spec.scope is not Scope.TOKEN or spec.rows in (None, Rows.FREE):

@@ -65,7 +65,9 @@ class Reduce(enum.Enum):
     """How a field, or a metric, becomes one number over all samples and ranks."""
 
     NONE = "none"  # never a metric
-    ROLLOUT_MEAN = "rollout mean"  # masked token mean within a rollout, then the mean over rollouts with a trainable token
+    ROLLOUT_MEAN = (
+        "rollout mean"  # masked token mean within a rollout, then the mean over rollouts with a trainable token
+    )
     SAMPLE_MEAN = "sample mean"  # mean over the samples of a rollout, then over rollouts: one vote per rollout
     TOKEN_MEAN = "token mean"
     MEAN = "mean"  # sum of values over sum of counts
@@ -199,8 +201,17 @@ _NUCLEUS = {"to_device": True}
 CONTRACT = Contract(
     (
         # what the model reads
-        _token("tokens", Rows.TOTAL, "int32", device_dtype="int64", to_device=True, help="Prompt and response token ids."),
-        _token("loss_masks", Rows.RESPONSE, "uint8", device_dtype="int32", to_device=True, help="1 where a response token is trained."),
+        _token(
+            "tokens", Rows.TOTAL, "int32", device_dtype="int64", to_device=True, help="Prompt and response token ids."
+        ),
+        _token(
+            "loss_masks",
+            Rows.RESPONSE,
+            "uint8",
+            device_dtype="int32",
+            to_device=True,
+            help="1 where a response token is trained.",
+        ),
         _token(
             "rollout_top_p_token_ids",
             Rows.FREE,
@@ -224,7 +235,9 @@ CONTRACT = Contract(
             source="rollout_routed_experts",
             help="Expert ids by token, layer and rank in the router's top-k.",
         ),
-        _sample("multimodal_train_inputs", None, source="multimodal_train_inputs", missing=Missing.NONE, to_device=True),
+        _sample(
+            "multimodal_train_inputs", None, source="multimodal_train_inputs", missing=Missing.NONE, to_device=True
+        ),
         # lengths
         _sample("response_lengths", "int32", reduce=Reduce.SAMPLE_MEAN),
         _sample("total_lengths", "int32", reduce=Reduce.SAMPLE_MEAN, ships_whole=True),
@@ -240,7 +253,14 @@ CONTRACT = Contract(
         ),
         _sample("local_raw_reward", "float64", origin=Origin.ARRIVAL, help="raw_reward of this rank's samples."),
         _sample("truncated", "int8", reduce=Reduce.SAMPLE_MEAN),
-        _sample("round_number", "int32", source="metadata.round_number", missing=Missing.FILL, fill=0, reduce=Reduce.SAMPLE_MEAN),
+        _sample(
+            "round_number",
+            "int32",
+            source="metadata.round_number",
+            missing=Missing.FILL,
+            fill=0,
+            reduce=Reduce.SAMPLE_MEAN,
+        ),
         # verdicts
         _sample("valid", "bool", extent=Extent.WHOLE, source="valid", missing=Missing.FILL, fill=True),
         _sample("invalid_reason", None, source="invalid_reason", missing=Missing.NONE),
@@ -253,11 +273,25 @@ CONTRACT = Contract(
         _sample("metadata", None, source="train_metadata", missing=Missing.NONE),
         # made by the split
         _sample(
-            "rollout_mask_sums", "float32", origin=Origin.SPLIT, to_device=True, help="Trainable tokens of the sample's whole rollout."
+            "rollout_mask_sums",
+            "float32",
+            origin=Origin.SPLIT,
+            to_device=True,
+            help="Trainable tokens of the sample's whole rollout.",
         ),
-        _sample("rollout_sample_counts", "int32", origin=Origin.SPLIT, help="Trained samples of the sample's whole rollout."),
-        _sample("owner_ranks", "int16", extent=Extent.WHOLE, origin=Origin.SPLIT, help="Data-parallel rank that trains it, -1 for none."),
-        _sample("all_rollout_ids", "int64", extent=Extent.WHOLE, origin=Origin.SPLIT, help="rollout_ids of the whole batch."),
+        _sample(
+            "rollout_sample_counts", "int32", origin=Origin.SPLIT, help="Trained samples of the sample's whole rollout."
+        ),
+        _sample(
+            "owner_ranks",
+            "int16",
+            extent=Extent.WHOLE,
+            origin=Origin.SPLIT,
+            help="Data-parallel rank that trains it, -1 for none.",
+        ),
+        _sample(
+            "all_rollout_ids", "int64", extent=Extent.WHOLE, origin=Origin.SPLIT, help="rollout_ids of the whole batch."
+        ),
         _sample(
             "raw_reward_weights",
             "float64",
@@ -266,12 +300,35 @@ CONTRACT = Contract(
             help="One over the scored samples of the sample's rollout; 0 where there is no valid score.",
         ),
         _sample("partition", "int64", origin=Origin.SPLIT, help="Position of the sample in the whole batch."),
-        FieldSpec("global_batch_sizes", Scope.STEP, Extent.EQUAL, origin=Origin.SPLIT, help="Rollouts that train, per step."),
-        FieldSpec("num_microbatches", Scope.STEP, Extent.EQUAL, origin=Origin.SPLIT, help="Micro-batches per rank, per step."),
-        FieldSpec("micro_batch_indices", Scope.LAYOUT, origin=Origin.SPLIT, help="Local positions per micro-batch, over all steps."),
+        FieldSpec(
+            "global_batch_sizes", Scope.STEP, Extent.EQUAL, origin=Origin.SPLIT, help="Rollouts that train, per step."
+        ),
+        FieldSpec(
+            "num_microbatches", Scope.STEP, Extent.EQUAL, origin=Origin.SPLIT, help="Micro-batches per rank, per step."
+        ),
+        FieldSpec(
+            "micro_batch_indices",
+            Scope.LAYOUT,
+            origin=Origin.SPLIT,
+            help="Local positions per micro-batch, over all steps.",
+        ),
         # log-probabilities from elsewhere
-        _token("rollout_log_probs", Rows.RESPONSE, "float32", source="rollout_log_probs", help="By the engine.", **_LOG_PROBS),
-        _token("teacher_log_probs", Rows.RESPONSE, "float32", source="teacher_log_probs", help="By a teacher.", **_LOG_PROBS),
+        _token(
+            "rollout_log_probs",
+            Rows.RESPONSE,
+            "float32",
+            source="rollout_log_probs",
+            help="By the engine.",
+            **_LOG_PROBS,
+        ),
+        _token(
+            "teacher_log_probs",
+            Rows.RESPONSE,
+            "float32",
+            source="teacher_log_probs",
+            help="By a teacher.",
+            **_LOG_PROBS,
+        ),
         # made by the training ranks
         _computed("log_probs", "By the policy that is trained, before the step."),
         _computed("ref_log_probs", "By the reference policy."),
@@ -296,11 +353,15 @@ def declare_field(name: str, *, scope: Scope = Scope.SAMPLE, **kw: Any) -> Field
     """
     spec = FieldSpec(name, scope, **kw)
     if spec.scope is Scope.TOKEN and spec.rows is None:
-        raise RolloutDataError(f"declare_field({name!r}, scope=Scope.TOKEN) needs rows=Rows.RESPONSE or another member of Rows.")
+        raise RolloutDataError(
+            f"declare_field({name!r}, scope=Scope.TOKEN) needs rows=Rows.RESPONSE or another member of Rows."
+        )
     if spec.scope is Scope.TOKEN and spec.wire_dtype is None and spec.shipped:
         raise RolloutDataError(f"declare_field({name!r}, scope=Scope.TOKEN) needs wire_dtype, for example 'float32'.")
     if spec.cp_sharded and (spec.scope is not Scope.TOKEN or spec.rows is not Rows.RESPONSE):
-        raise RolloutDataError(f"declare_field({name!r}, cp_sharded=True) needs scope=Scope.TOKEN and rows=Rows.RESPONSE.")
+        raise RolloutDataError(
+            f"declare_field({name!r}, cp_sharded=True) needs scope=Scope.TOKEN and rows=Rows.RESPONSE."
+        )
     if spec.reduce is Reduce.ROLLOUT_MEAN and spec.rows is not Rows.RESPONSE:
         raise RolloutDataError(
             f"declare_field({name!r}, reduce=Reduce.ROLLOUT_MEAN) needs one value per response token (rows=Rows.RESPONSE)."

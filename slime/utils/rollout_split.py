@@ -67,7 +67,10 @@ class SplitPlan:
 
     def metrics(self) -> dict[str, float]:
         """`schedule/...` numbers of the batch."""
-        return {**self.schedule.metrics(), "schedule/trained_rollouts": sum(self.global_batch_sizes) if self.num_trained_samples else 0}
+        return {
+            **self.schedule.metrics(),
+            "schedule/trained_rollouts": sum(self.global_batch_sizes) if self.num_trained_samples else 0,
+        }
 
 
 def plan_split(data: Mapping[str, Any], config: SplitConfig) -> tuple[RolloutBatch, SplitPlan]:
@@ -87,7 +90,9 @@ def plan_split(data: Mapping[str, Any], config: SplitConfig) -> tuple[RolloutBat
         expected_rollouts=config.expected_rollouts,
         keep_trailing=config.keep_trailing,
     )
-    local = plan_schedule(lengths_N[candidates], rollout_ids_N[candidates].tolist(), step_sizes=step_sizes, config=config.schedule)
+    local = plan_schedule(
+        lengths_N[candidates], rollout_ids_N[candidates].tolist(), step_sizes=step_sizes, config=config.schedule
+    )
     schedule = dataclasses.replace(
         local,
         partitions=[candidates[part].tolist() for part in local.partitions],
@@ -139,7 +144,10 @@ def _with_denominators(batch: RolloutBatch, schedule: SchedulePlan, owner_ranks_
     counts = np.bincount(rollout_N, weights=trained_N)
     trainable_rollouts = sums > 0
     step_of_rollout = _steps_of_rollouts(schedule, rollout_N, len(sums))
-    sizes = [int(np.count_nonzero(trainable_rollouts & (step_of_rollout == step))) for step in range(len(schedule.num_microbatches))]
+    sizes = [
+        int(np.count_nonzero(trainable_rollouts & (step_of_rollout == step)))
+        for step in range(len(schedule.num_microbatches))
+    ]
     masked_N = trained_N & (sums[rollout_N] == 0)
     dropped = collections.Counter({TRAILING: len(schedule.dropped), FULLY_MASKED: int(masked_N.sum())})
     valid = batch.array("valid")
@@ -177,8 +185,12 @@ def make_shards(batch: RolloutBatch, plan: SplitPlan, config: SplitConfig) -> It
     }
     if "raw_reward" in batch:
         made["raw_reward_weights"] = Scalars(_raw_reward_weights(batch))
-    columns = {name: _shippable(batch, name) for name in dict.keys(batch) if name not in made and name != "invalid_reason"}
-    dtypes = {name: column_dtype(CONTRACT[name], column) for name, column in columns.items() if isinstance(column, Parts)}
+    columns = {
+        name: _shippable(batch, name) for name in dict.keys(batch) if name not in made and name != "invalid_reason"
+    }
+    dtypes = {
+        name: column_dtype(CONTRACT[name], column) for name, column in columns.items() if isinstance(column, Parts)
+    }
     for rank, partition in enumerate(plan.schedule.partitions):
         micro_batches = plan.schedule.micro_batch_indices[rank]
         positions = np.asarray(partition, dtype=np.int64)
@@ -226,7 +238,9 @@ def _shippable(batch: RolloutBatch, name: str) -> Any:
     return column
 
 
-def plan_row_padding(lengths: np.ndarray, micro_batches: list[list[int]], *, pad_to: int) -> tuple[np.ndarray, int, list[int]]:
+def plan_row_padding(
+    lengths: np.ndarray, micro_batches: list[list[int]], *, pad_to: int
+) -> tuple[np.ndarray, int, list[int]]:
     """`(padding [N], lead, row_offsets [micro-batches + 1])` so that each micro-batch is one row of a multiple of `pad_to` tokens.
 
     Padding follows a micro-batch's last sample. An empty micro-batch is a row of padding alone: it belongs to the sample before it, or, before

@@ -52,7 +52,13 @@ class RowShape:
         return math.lcm(self.pad_to, 2) if self.cp_size > 1 else self.pad_to
 
 
-def plan_rows(total_lengths: Sequence[int], response_lengths: Sequence[int], micro_batches: Sequence[Sequence[int]], *, shape: RowShape) -> RowLayout:
+def plan_rows(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    micro_batches: Sequence[Sequence[int]],
+    *,
+    shape: RowShape,
+) -> RowLayout:
     """The layout of samples with these total and response lengths [N] in `micro_batches`, whose concatenation is 0..N-1."""
     totals, responses = np.asarray(total_lengths, dtype=np.int64), np.asarray(response_lengths, dtype=np.int64)
     counts = np.array([len(indices) for indices in micro_batches], dtype=np.int64)
@@ -93,7 +99,11 @@ def _token_places(
     """(place in the rows, sample, position in the sample) of every token this rank holds [L]."""
     samples = np.arange(len(totals))
     if shape.cp_size == 1 or contiguous:
-        return concatenated_ranges(starts, totals), np.repeat(samples, totals), concatenated_ranges(np.zeros_like(totals), totals)
+        return (
+            concatenated_ranges(starts, totals),
+            np.repeat(samples, totals),
+            concatenated_ranges(np.zeros_like(totals), totals),
+        )
     firsts, lengths, places = [], [], []
     for half, chunk_index in enumerate((shape.cp_rank, 2 * shape.cp_size - 1 - shape.cp_rank)):
         first = chunk_index * chunks
@@ -101,11 +111,18 @@ def _token_places(
         lengths.append(np.clip(totals - first, 0, chunks))
         places.append(starts + half * chunks)
     first, length, place = (np.stack(pair, axis=1).reshape(-1) for pair in (firsts, lengths, places))
-    return concatenated_ranges(place, length), np.repeat(np.repeat(samples, 2), length), concatenated_ranges(first, length)
+    return (
+        concatenated_ranges(place, length),
+        np.repeat(np.repeat(samples, 2), length),
+        concatenated_ranges(first, length),
+    )
 
 
 def _cut_rows(
-    shape: RowShape, row_offsets: np.ndarray, tokens: tuple[np.ndarray, np.ndarray], masks: tuple[np.ndarray, np.ndarray]
+    shape: RowShape,
+    row_offsets: np.ndarray,
+    tokens: tuple[np.ndarray, np.ndarray],
+    masks: tuple[np.ndarray, np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Keeps this rank's contiguous piece of every row."""
     pieces = np.diff(row_offsets) // shape.cp_size
@@ -119,7 +136,9 @@ def _cut_rows(
     return (*result, new_offsets)
 
 
-def _sequence_bounds(seqlens: np.ndarray, counts: np.ndarray, padding: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:
+def _sequence_bounds(
+    seqlens: np.ndarray, counts: np.ndarray, padding: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """Cumulative sequence bounds per micro-batch, its padding being a last sequence; where each micro-batch's start; the longest sequence."""
     bounds, offsets, longest, start = [], [0], [], 0
     for count, pad in zip(counts.tolist(), padding.tolist(), strict=True):

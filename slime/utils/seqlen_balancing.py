@@ -37,11 +37,15 @@ def karmarkar_karp(seqlen_list: Sequence[float], k_partitions: int, equal_size: 
     order = sorted(range(len(seqlen_list)), key=lambda i: (seqlen_list[i], i))
     empty: Part = (0, 0, ())
     if equal_size:
-        assert len(order) % k_partitions == 0, f"{len(order)} items do not divide into {k_partitions} parts of equal size"
+        assert len(order) % k_partitions == 0, (
+            f"{len(order)} items do not divide into {k_partitions} parts of equal size"
+        )
         blocks = [order[i : i + k_partitions] for i in range(0, len(order), k_partitions)]
     else:
         blocks = [[i] for i in order]
-    heap = [_State([(seqlen_list[i], 1, (i,)) for i in block] + [empty] * (k_partitions - len(block))) for block in blocks]
+    heap = [
+        _State([(seqlen_list[i], 1, (i,)) for i in block] + [empty] * (k_partitions - len(block))) for block in blocks
+    ]
     heapq.heapify(heap)
     while len(heap) > 1:
         first, second = heapq.heappop(heap), heapq.heappop(heap)
@@ -52,7 +56,9 @@ def karmarkar_karp(seqlen_list: Sequence[float], k_partitions: int, equal_size: 
 def greedy_partition(seqlen_list: Sequence[float], k_partitions: int, equal_size: bool) -> list[list[int]]:
     """Longest first into the lightest part (that has room, with `equal_size`)."""
     if equal_size:
-        assert len(seqlen_list) % k_partitions == 0, f"{len(seqlen_list)} items do not divide into {k_partitions} parts of equal size"
+        assert len(seqlen_list) % k_partitions == 0, (
+            f"{len(seqlen_list)} items do not divide into {k_partitions} parts of equal size"
+        )
     room = len(seqlen_list) // k_partitions if equal_size else len(seqlen_list)
     parts: list[list[int]] = [[] for _ in range(k_partitions)]
     heap = [(0, k) for k in range(k_partitions)]
@@ -64,7 +70,9 @@ def greedy_partition(seqlen_list: Sequence[float], k_partitions: int, equal_size
     return parts
 
 
-def get_seqlen_balanced_partitions(seqlen_list: Sequence[float], k_partitions: int, equal_size: bool) -> list[list[int]]:
+def get_seqlen_balanced_partitions(
+    seqlen_list: Sequence[float], k_partitions: int, equal_size: bool
+) -> list[list[int]]:
     """`karmarkar_karp`, checked (no empty part, every position once) and with each part sorted ascending."""
     assert len(seqlen_list) >= k_partitions, f"{len(seqlen_list)} items cannot fill {k_partitions} parts"
     parts = [sorted(part) for part in karmarkar_karp(seqlen_list, k_partitions, equal_size)]

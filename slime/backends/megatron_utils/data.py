@@ -24,7 +24,7 @@ from slime.observability.train_metric_utils import (  # noqa: F401  upstream imp
     log_rollout_data,
 )
 from slime.utils.cp_layout import plan_response_layout
-from slime.utils.ragged import Parts, Ragged, Scalars
+from slime.utils.ragged import Parts, Ragged
 from slime.utils.rollout_batch import RolloutBatch, Stage, column_dtype
 from slime.utils.rollout_fields import CONTRACT, Extent, FieldSpec, Scope
 from slime.utils.row_layout import RowLayout, RowShape, plan_rows
@@ -41,7 +41,9 @@ def to_train_device(batch: RolloutBatch, device: Any, *, cp_rank: int = 0, cp_si
     moved = batch.copy()
     layout = None
     if cp_size > 1:
-        layout = plan_response_layout(batch.array("total_lengths"), batch.array("response_lengths"), cp_size=cp_size, cp_rank=cp_rank)
+        layout = plan_response_layout(
+            batch.array("total_lengths"), batch.array("response_lengths"), cp_size=cp_size, cp_rank=cp_rank
+        )
     for name in list(dict.keys(batch)):
         spec = CONTRACT.find(name)
         if spec is None or not spec.to_device or not spec.shipped:
@@ -81,7 +83,11 @@ def _copy_to(values: Any, dtype: str | None, device: torch.device) -> torch.Tens
 def _sample_field_to_device(batch: RolloutBatch, spec: FieldSpec, device: torch.device) -> Any:
     if spec.wire_dtype is not None:
         value = batch.raw(spec.name)
-        return value.to(device) if isinstance(value, torch.Tensor) else _copy_to(batch.array(spec.name), spec.device_dtype or spec.wire_dtype, device)
+        return (
+            value.to(device)
+            if isinstance(value, torch.Tensor)
+            else _copy_to(batch.array(spec.name), spec.device_dtype or spec.wire_dtype, device)
+        )
     return [_move_media(entry, device) for entry in batch[spec.name]]
 
 
@@ -129,7 +135,12 @@ class PackedRows:
         low, high = self.layout.row_offsets[index : index + 2].tolist()
         first, last = self.layout.cu_offsets[index : index + 2].tolist()
         bounds = self.cu_seqlens[first:last]
-        return self.tokens[low:high].unsqueeze(0), self.loss_masks[low:high].unsqueeze(0), bounds, self.layout.max_seqlens[index]
+        return (
+            self.tokens[low:high].unsqueeze(0),
+            self.loss_masks[low:high].unsqueeze(0),
+            bounds,
+            self.layout.max_seqlens[index],
+        )
 
 
 def pack_rows(batch: Mapping[str, Any], micro_batches: Sequence[Sequence[int]], *, shape: RowShape) -> PackedRows:
@@ -159,7 +170,11 @@ def _dense(batch: Mapping[str, Any], name: str) -> torch.Tensor:
     """The concatenation of the entries."""
     if isinstance(batch, RolloutBatch):
         values = _as_ragged(batch, CONTRACT[name]).dense_values()
-        return values if isinstance(values, torch.Tensor) else _copy_to(values, CONTRACT[name].device_dtype, torch.device("cpu"))
+        return (
+            values
+            if isinstance(values, torch.Tensor)
+            else _copy_to(values, CONTRACT[name].device_dtype, torch.device("cpu"))
+        )
     entries = [torch.as_tensor(entry) for entry in batch[name]]
     return torch.cat(entries) if entries else torch.zeros(0, dtype=torch.int64)
 
@@ -169,7 +184,11 @@ def _laid_out_tokens(batch: Mapping[str, Any], layout: RowLayout, shape: RowShap
     if not isinstance(batch, RolloutBatch) or shape.cp_size > 1 or batch.info.get("pad_to") != shape.pad_to:
         return None
     column = batch.column("tokens")
-    same = isinstance(column, Ragged) and isinstance(column.values, torch.Tensor) and batch.info["row_offsets"] == layout.row_offsets.tolist()
+    same = (
+        isinstance(column, Ragged)
+        and isinstance(column.values, torch.Tensor)
+        and batch.info["row_offsets"] == layout.row_offsets.tolist()
+    )
     return column.values if same and len(column.values) == layout.row_offsets[-1] else None
 
 
@@ -193,7 +212,9 @@ class DataIterator:
         IndexError past the last micro-batch; `RolloutDataError` for a field that is not about this rank's samples.
         """
         if self.offset >= len(self.micro_batch_indices):
-            raise IndexError(f"all {len(self.micro_batch_indices)} micro-batches of this rollout batch were taken; call reset()")
+            raise IndexError(
+                f"all {len(self.micro_batch_indices)} micro-batches of this rollout batch were taken; call reset()"
+            )
         indices = self.micro_batch_indices[self.offset]
         self.offset += 1
         if keys is None:
@@ -204,7 +225,9 @@ class DataIterator:
         if key not in self.rollout_data or self.rollout_data[key] is None:
             return None
         if not is_local_field(self.rollout_data, key):
-            raise RolloutDataError(f"{key!r} is not a list over this rank's samples, so it has no part in a micro-batch.")
+            raise RolloutDataError(
+                f"{key!r} is not a list over this rank's samples, so it has no part in a micro-batch."
+            )
         values = self.rollout_data[key]
         if not len(indices):
             return values[:0]
@@ -219,7 +242,11 @@ class DataIterator:
         cache = self.rollout_data.cache if shared else self._rows
         known = cache.get(shape)
         # a hook may have edited the fields since: looked at when a walk begins
-        fresh = known is not None and known[1] is self.micro_batch_indices and (self.offset > 0 or known[0] == _stamp(self.rollout_data))
+        fresh = (
+            known is not None
+            and known[1] is self.micro_batch_indices
+            and (self.offset > 0 or known[0] == _stamp(self.rollout_data))
+        )
         if not fresh:
             rows = pack_rows(self.rollout_data, self.micro_batch_indices, shape=shape)
             known = cache[shape] = (_stamp(self.rollout_data), self.micro_batch_indices, rows)
@@ -248,7 +275,11 @@ def is_local_field(batch: Mapping[str, Any], name: str) -> bool:
         return True
     if not spec.per_sample:
         return False
-    whole = batch.extent_of(name) is Extent.WHOLE if isinstance(batch, RolloutBatch) and batch.stage is not Stage.WHOLE else spec.extent is Extent.WHOLE
+    whole = (
+        batch.extent_of(name) is Extent.WHOLE
+        if isinstance(batch, RolloutBatch) and batch.stage is not Stage.WHOLE
+        else spec.extent is Extent.WHOLE
+    )
     return not whole
 
 

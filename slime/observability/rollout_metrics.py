@@ -1,0 +1,371 @@
+"""What the rollout side logs about its samples: lengths, rewards, sources, staleness, status, throughput. Pure functions and two shells.
+
+A number that does not exist (a reward of None, no sample with a version) is left out of its mean and counted, never a crash or a zero.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from slime.exceptions import RolloutDataError
+from slime.rollout.rewards import SPREAD_TOLERANCE, reward_number
+from slime.utils.metric_utils import (
+    compute_ragged_pass_rate,
+    compute_rollout_step,
+    compute_statistics,
+    dict_add_prefix,
+    has_repetition,
+)
+from slime.utils.ragged import as_array
+
+MAX_SOURCES = 64  # metric names must stay few; further sources share one name
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutMetricsConfig:
+    """What the rollout metrics need to know of the options."""
+
+    reward_key: str | None = None
+    advantage_estimator: str = "grpo"
+    log_reward_category: str | None = None
+    log_passrate: bool = False
+    passrate_threshold: float | None = None
+    rollout_num_gpus: int | None = None
+    trainer_weight_version: int | None = None
+
+    @staticmethod
+    def from_args(args: Any, *, evaluation: bool = False) -> RolloutMetricsConfig:
+        return RolloutMetricsConfig(
+            reward_key=(args.eval_reward_key or args.reward_key) if evaluation else args.reward_key,
+            advantage_estimator=args.advantage_estimator,
+            log_reward_category=args.log_reward_category,
+            log_passrate=args.log_passrate,
+            passrate_threshold=args.passrate_threshold,
+            rollout_num_gpus=args.rollout_num_gpus,
+        )
+
+
+def _reward(sample: Any, reward_key: str | None) -> float:
+    """The sample's reward as a number, NaN where it has none or needs a key that it lacks."""
+    try:
+        return reward_number(sample.reward, reward_key, index=sample.index)
+    except RolloutDataError:
+        return math.nan
+
+
+def _group_of(sample: Any, position: int) -> Any:
+    return ("own", position) if sample.group_index is None else sample.group_index
+
+
+def effective_lengths(samples: Sequence[Any]) -> np.ndarray:
+    """Trainable response tokens per sample, int64 [N]."""
+    lengths = [
+        s.response_length if s.loss_mask is None else int(np.count_nonzero(as_array(s.loss_mask))) for s in samples
+    ]
+    return np.array(lengths, dtype=np.int64)
+
+
+def compute_metrics_from_samples(config: RolloutMetricsConfig, samples: Sequence[Any]) -> dict[str, float]:
+    """`response_len/*`, reward, group spread, status counts, sources, staleness, speculation, cache and repetition of these samples.
+
+    Lengths are trainable tokens. {} for no samples.
+    """
+    if not samples:
+        return {}
+    rewards = np.array([_reward(sample, config.reward_key) for sample in samples])
+    metrics: dict[str, float] = dict_add_prefix(compute_statistics(effective_lengths(samples)), "response_len/")
+    metrics.update(_reward_metrics(config, samples, rewards))
+    metrics.update(_status_metrics(samples))
+    metrics.update(_source_metrics(samples, rewards))
+    metrics.update(staleness_metrics(samples))
+    metrics.update(_engine_metrics(samples))
+    metrics.update(compute_top_p_kept_vocab_metrics(samples))
+    metrics["repetition_frac"] = sum(has_repetition(sample.response or "") for sample in samples) / len(samples)
+    if config.log_reward_category:
+        metrics.update(_category_metrics(samples, config.log_reward_category))
+    return metrics
+
+
+def _reward_metrics(config: RolloutMetricsConfig, samples: Sequence[Any], rewards: np.ndarray) -> dict[str, float]:
+    """Mean reward with one vote per rollout, unscored samples, and groups whose rewards are all equal (not for ppo)."""
+    metrics = {"reward/missing_count": float((~np.isfinite(rewards)).sum())}
+    by_rollout: dict[Any, list[float]] = collections.defaultdict(list)
+    by_group: dict[Any, list[float]] = collections.defaultdict(list)
+    for position, (sample, reward) in enumerate(zip(samples, rewards.tolist(), strict=True)):
+        if not math.isfinite(reward) or not sample.valid:
+            continue
+        by_rollout[("own", position) if sample.rollout_id is None else sample.rollout_id].append(reward)
+        by_group[_group_of(sample, position)].append(reward)
+    if by_rollout:
+        metrics["reward/mean"] = math.fsum(math.fsum(values) / len(values) for values in by_rollout.values()) / len(
+            by_rollout
+        )
+    metrics["num_rollouts"] = float(len(by_rollout))
+    metrics["num_samples"] = float(len(samples))
+    if config.advantage_estimator != "ppo":
+        metrics.update(zero_spread_metrics(by_group))
+    return metrics
+
+
+def zero_spread_metrics(rewards_by_group: Mapping[Any, Sequence[float]]) -> dict[str, float]:
+    """`zero_std/count` and its share of the groups of two and more; `zero_std/count_all_solved` (equal rewards of 1), `..._all_failed` (<= 0) and
+    `..._other`. Three fixed names: a name per reward value would be unbounded."""
+    groups = [values for values in rewards_by_group.values() if len(values) > 1]
+    counts = {"all_solved": 0, "all_failed": 0, "other": 0}
+    for values in groups:
+        low, high = min(values), max(values)
+        if high - low <= SPREAD_TOLERANCE * max(1.0, abs(low), abs(high)):
+            counts["all_solved" if abs(low - 1) <= SPREAD_TOLERANCE else "all_failed" if low <= 0 else "other"] += 1
+    total = sum(counts.values())
+    metrics = {f"zero_std/count_{name}": float(count) for name, count in counts.items()}
+    metrics["zero_std/count"] = float(total)
+    if groups:
+        metrics["zero_std/frac"] = total / len(groups)
+    return metrics
+
+
+def _status_metrics(samples: Sequence[Any]) -> dict[str, float]:
+    counts = collections.Counter(sample.status.value for sample in samples)
+    metrics = {
+        f"status/{status}": float(counts[status])
+        for status in ("completed", "truncated", "aborted", "failed", "pending")
+    }
+    metrics["truncated_ratio"] = counts["truncated"] / len(samples)
+    metrics["removed_count"] = float(sum(bool(sample.remove_sample) for sample in samples))
+    metrics["invalid_count"] = float(sum(not sample.valid for sample in samples))
+    return metrics
+
+
+def _source_metrics(samples: Sequence[Any], rewards: np.ndarray) -> dict[str, float]:
+    """Per data source: samples, mean reward, mean trainable length, truncated share. Nothing where there is one source only."""
+    from slime.rollout.columns import source_name_of
+
+    names = [source_name_of(sample) for sample in samples]
+    counts = collections.Counter(names)
+    if len(counts) < 2:
+        return {}
+    known = {name for name, _ in counts.most_common(MAX_SOURCES)}
+    rows: dict[str, list[int]] = collections.defaultdict(list)
+    for position, name in enumerate(names):
+        rows[name if name in known else "other"].append(position)
+    lengths, metrics = effective_lengths(samples), {}
+    for name, positions in sorted(rows.items()):
+        scored = rewards[positions][np.isfinite(rewards[positions])]
+        metrics[f"source/{name}/count"] = float(len(positions))
+        metrics[f"source/{name}/response_len"] = float(lengths[positions].mean())
+        metrics[f"source/{name}/truncated_ratio"] = sum(
+            samples[i].status.value == "truncated" for i in positions
+        ) / len(positions)
+        if scored.size:
+            metrics[f"source/{name}/reward"] = math.fsum(scored.tolist()) / scored.size
+    return metrics
+
+
+def parse_weight_version(version: Any) -> int | None:
+    """The number in a weight version ("7", 7, "v7"), or None."""
+    text = str(version).lstrip("v")
+    return int(text) if text.isdigit() else None
+
+
+def staleness_metrics(samples: Sequence[Any], *, current_version: int | None = None) -> dict[str, float]:
+    """`staleness/*` in policy versions between each sample's oldest tokens and `current_version` (default: the newest version seen): mean, max,
+    the share of samples that span several versions, and how many tell no version. {} where none tells."""
+    spans = [[v for v in map(parse_weight_version, sample.weight_versions) if v is not None] for sample in samples]
+    known = [span for span in spans if span]
+    if not known:
+        return {}
+    newest = max(max(span) for span in known) if current_version is None else current_version
+    lags = [newest - min(span) for span in known]
+    return {
+        "staleness/mean": math.fsum(lags) / len(lags),
+        "staleness/max": float(max(lags)),
+        "staleness/mixed_frac": sum(min(span) != max(span) for span in known) / len(known),
+        "staleness/unknown_count": float(len(spans) - len(known)),
+    }
+
+
+def _engine_metrics(samples: Sequence[Any]) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    speculative = [sample.spec_info for sample in samples if sample.spec_info.spec_verify_ct]
+    if speculative:
+        metrics["spec_accept_rate"] = math.fsum(info.spec_accept_rate for info in speculative) / len(speculative)
+        metrics["spec_accept_length"] = math.fsum(info.spec_accept_length for info in speculative) / len(speculative)
+    prompts = sum(sample.prefix_cache_info.total_prompt_tokens for sample in samples)
+    if prompts:
+        cached = sum(sample.prefix_cache_info.cached_tokens for sample in samples)
+        metrics["prefix_cache_hit_rate"] = cached / prompts
+        metrics["avg_cached_tokens_per_sample"] = cached / len(samples)
+    return metrics
+
+
+def compute_top_p_kept_vocab_metrics(samples: Sequence[Any]) -> dict[str, float]:
+    """`top_p_kept_vocab_per_token`: ids that nucleus sampling kept per trainable token, removed samples left out. {} where there is none."""
+    kept = tokens = 0
+    for sample in samples:
+        if sample.rollout_top_p_token_offsets is None or sample.remove_sample:
+            continue
+        sizes = np.diff(as_array(sample.rollout_top_p_token_offsets))
+        mask = np.ones(len(sizes), dtype=bool) if sample.loss_mask is None else as_array(sample.loss_mask) != 0
+        kept += int(sizes[mask].sum())
+        tokens += int(mask.sum())
+    return {"top_p_kept_vocab_per_token": kept / tokens} if tokens else {}
+
+
+def _category_metrics(samples: Sequence[Any], key: str) -> dict[str, float]:
+    """Share of samples per value of `key` in dict rewards."""
+    values = [str(sample.reward[key]) for sample in samples if isinstance(sample.reward, dict) and key in sample.reward]
+    return {
+        f"error_cat/{name}": count / len(samples)
+        for name, count in collections.Counter(values).most_common(MAX_SOURCES)
+    }
+
+
+# --- throughput ----------------------------------------------------------------------------------------------------------
+
+
+def compute_perf_metrics_from_samples(
+    config: RolloutMetricsConfig, samples: Sequence[Any], rollout_time: float
+) -> dict[str, float]:
+    """Seconds and tokens per second of one rollout of `rollout_time` seconds, and the requests' own timings from `sample.trace`."""
+    metrics: dict[str, float] = {"rollout_time": rollout_time}
+    if not samples:
+        return metrics
+    lengths = np.array([sample.response_length for sample in samples], dtype=np.float64)
+    effective = effective_lengths(samples).astype(np.float64)
+    waiting = [sample.non_generation_time for sample in samples]
+    if max(waiting) > 0:
+        metrics.update(dict_add_prefix(compute_statistics(waiting), "non_generation_time/"))
+    for prefix, tokens in (("", lengths), ("effective_", effective)):
+        longest = int(tokens.argmax())
+        if rollout_time > 0:
+            if config.rollout_num_gpus:
+                metrics[f"{prefix}tokens_per_gpu_per_sec"] = tokens.sum() / rollout_time / config.rollout_num_gpus
+            metrics[f"longest_{prefix}sample_tokens_per_sec"] = tokens[longest] / rollout_time
+        generating = rollout_time - waiting[longest]
+        if waiting[longest] > 0 and generating > 0:
+            metrics[f"longest_{prefix}sample_non_generation_time"] = waiting[longest]
+            metrics[f"longest_{prefix}sample_tokens_per_sec_without_non_generation"] = tokens[longest] / generating
+    metrics.update(request_metrics(samples))
+    return metrics
+
+
+def request_metrics(samples: Iterable[Any]) -> dict[str, float]:
+    """Statistics of the engine's requests, from `sample.trace` events of type `span_end` named `sglang_generate`; and how many requests there
+    were, and how many told their timings."""
+    names = {
+        "e2e_latency": "request/e2e_latency",
+        "queue_time": "request/queue_time",
+        "decode_throughput": "decode/throughput",
+    }
+    values: dict[str, list[float]] = collections.defaultdict(list)
+    count = profiled = 0
+    for sample in samples:
+        trace = sample.__dict__.get("trace") or {}
+        for event in trace.get("events", []) if isinstance(trace, dict) else []:
+            if event.get("type") != "span_end" or event.get("name") != "sglang_generate":
+                continue
+            count += 1
+            attrs = event.get("attrs") or {}
+            profiled += any(key in attrs for key in names)
+            for key, value in attrs.items():
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    name = names.get(key) or (
+                        f"{key.split('_', 1)[0]}/{key.split('_', 1)[1]}"
+                        if key.startswith(("prefill_", "decode_"))
+                        else None
+                    )
+                    if name:
+                        values[name].append(float(value))
+    if not count:
+        return {}
+    metrics = {"request/count": float(count), "request/profiled_count": float(profiled)}
+    for name, numbers in values.items():
+        metrics.update(dict_add_prefix(compute_statistics(numbers), f"{name}/"))
+    return metrics
+
+
+# --- shells --------------------------------------------------------------------------------------------------------------
+
+
+def log_rollout_data(
+    rollout_id: int,
+    args: Any,
+    samples: Sequence[Any],
+    rollout_extra_metrics: dict[str, Any] | None,
+    rollout_time: float,
+) -> dict[str, Any] | None:
+    """Logs one rollout's `rollout/*` and `perf/*` at `rollout/step`, beside the rollout function's own metrics. A custom log function that returns
+    True replaces all of it; so does reading the samples from a dump. Returns what was logged."""
+    from slime.observability import logging_utils
+    from slime.utils.misc import load_function
+
+    if args.custom_rollout_log_function_path:
+        custom = load_function(args.custom_rollout_log_function_path)
+        if custom(rollout_id, args, samples, rollout_extra_metrics, rollout_time):
+            return None
+    if args.load_debug_rollout_data:
+        return None
+    config = RolloutMetricsConfig.from_args(args)
+    metrics = {
+        **(rollout_extra_metrics or {}),
+        **dict_add_prefix(compute_metrics_from_samples(config, samples), "rollout/"),
+        **dict_add_prefix(compute_perf_metrics_from_samples(config, samples, rollout_time), "perf/"),
+        "rollout/step": compute_rollout_step(args, rollout_id),
+    }
+    logging_utils.log(args, metrics, step_key="rollout/step")
+    return metrics
+
+
+def log_eval_rollout_data(
+    rollout_id: int, args: Any, data: Mapping[str, Mapping[str, Any]], extra_metrics: dict[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """Logs `eval/<dataset>` (mean reward) and its sample metrics, truncated share and pass@k at `eval/step`. Returns what was logged."""
+    from slime.observability import logging_utils
+    from slime.utils.misc import load_function
+
+    if args.custom_eval_rollout_log_function_path:
+        custom = load_function(args.custom_eval_rollout_log_function_path)
+        if custom(rollout_id, args, data, extra_metrics):
+            return None
+    metrics: dict[str, Any] = dict(extra_metrics or {})
+    config = RolloutMetricsConfig.from_args(args, evaluation=True)
+    for name, dataset in data.items():
+        metrics.update(
+            dict_add_prefix(eval_metrics(config, dataset, group_size=args.n_samples_per_eval_prompt), f"eval/{name}")
+        )
+    metrics["eval/step"] = compute_rollout_step(args, rollout_id)
+    logging_utils.log(args, metrics, step_key="eval/step")
+    return metrics
+
+
+def eval_metrics(config: RolloutMetricsConfig, dataset: Mapping[str, Any], *, group_size: int) -> dict[str, float]:
+    """One evaluation dataset's numbers; the key "" is its mean reward. Groups are blocks of `group_size`, or `Sample.group_index` where set."""
+    rewards = np.array([math.nan if r is None else float(r) for r in dataset["rewards"]], dtype=np.float64)
+    scored = rewards[np.isfinite(rewards)]
+    metrics: dict[str, float] = {"-num_samples": float(len(rewards))}
+    if scored.size:
+        metrics[""] = math.fsum(scored.tolist()) / scored.size
+    samples = list(dataset.get("samples") or [])
+    if samples:
+        metrics.update(dict_add_prefix(compute_metrics_from_samples(config, samples), "/"))
+    truncated = dataset.get("truncated")
+    if truncated is not None and len(truncated):
+        metrics["-truncated_ratio"] = sum(map(bool, truncated)) / len(truncated)
+    if config.log_passrate:
+        by_id = len(samples) == len(rewards) and all(sample.group_index is not None for sample in samples)
+        groups = [sample.group_index for sample in samples] if by_id else [i // group_size for i in range(len(rewards))]
+        metrics.update(
+            dict_add_prefix(compute_ragged_pass_rate(rewards, groups, threshold=config.passrate_threshold), "-")
+        )
+    return metrics
+
+
+def _compute_top_p_kept_vocab_metrics(args: Any, samples: Sequence[Any]) -> dict[str, float]:
+    """Upstream's name and arguments for `compute_top_p_kept_vocab_metrics`; `args` is not read."""
+    return compute_top_p_kept_vocab_metrics(samples)

@@ -1,0 +1,188 @@
+"""Rollout dumps: one JSON line per sample, with a head line that says what follows. Nothing in them is executed when read.
+
+{"format": "slime-rollout-1", "rollout_id": 7, "evaluation": false, "num_samples": 512}
+{"group_index": 0, "tokens": [...], ...}
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from slime.exceptions import ConfigError, RolloutDataError
+from slime.utils.ragged import is_tensor
+from slime.utils.types import Sample
+
+FORMAT = "slime-rollout-1"
+_ARRAY, _NAN = "__array__", "__float__"
+_OPTIONS = orjson.OPT_NON_STR_KEYS
+
+
+def dump_path(path_template: str, rollout_id: int, *, evaluation: bool) -> Path:
+    """The file of one rollout: `{rollout_id}` in the template becomes "7", or "eval_7".
+
+    `ConfigError` for a template without it: every rollout would overwrite the one before.
+    """
+    name = f"eval_{rollout_id}" if evaluation else str(rollout_id)
+    try:
+        path = path_template.format(rollout_id=name)
+    except (KeyError, IndexError, ValueError) as error:
+        raise ConfigError(
+            f"The dump path {path_template!r} has a placeholder other than {{rollout_id}}: {error}"
+        ) from None
+    if path == path_template:
+        raise ConfigError(
+            f"The dump path {path_template!r} needs {{rollout_id}}, or each rollout overwrites the one before."
+        )
+    return Path(path)
+
+
+def save_debug_rollout_data(path_template: str, data: Sequence[Any], *, rollout_id: int, evaluation: bool) -> Path:
+    """Writes the samples (nested lists are flattened) and returns the file's path. A file is complete or absent, never half."""
+    samples = list(_flatten(data))
+    path = dump_path(path_template, rollout_id, evaluation=evaluation)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    head = {"format": FORMAT, "rollout_id": rollout_id, "evaluation": evaluation, "num_samples": len(samples)}
+    with open(temporary, "wb") as file:
+        file.write(orjson.dumps(head) + b"\n")
+        for sample in samples:
+            file.write(orjson.dumps(_encode(sample.to_dict()), default=_encode_object, option=_OPTIONS) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    return path
+
+
+def _flatten(data: Any) -> Iterator[Sample]:
+    if isinstance(data, Sample):
+        yield data
+    elif isinstance(data, dict):  # an evaluation's datasets by name
+        for dataset in data.values():
+            yield from _flatten(dataset["samples"] if isinstance(dataset, dict) else dataset)
+    else:
+        for entry in data:
+            yield from _flatten(entry)
+
+
+def _encode(value: Any) -> Any:
+    """`value` with what JSON lacks made explicit: arrays with their dtype, and the floats that are no numbers."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_NAN: str(value)}
+    if isinstance(value, dict):
+        return {key: _encode(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        # long lists of plain ints need no look inside
+        if value and type(value[0]) is int and type(value[-1]) is int:
+            return value if isinstance(value, list) else list(value)
+        return [_encode(entry) for entry in value]
+    if isinstance(value, np.ndarray) or is_tensor(value):
+        return _encode_object(value)
+    return value
+
+
+def _encode_object(value: Any) -> Any:
+    if is_tensor(value):
+        tensor = value.detach().cpu()
+        if str(tensor.dtype) == "torch.bfloat16":
+            return {**_array_record(tensor.float().numpy()), "kind": "tensor", "torch_dtype": "bfloat16"}
+        return {**_array_record(tensor.numpy()), "kind": "tensor"}
+    if isinstance(value, np.ndarray):
+        return {**_array_record(value), "kind": "array"}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if isinstance(value, Path):
+        return str(value)
+    raise RolloutDataError(
+        f"A sample holds a {type(value).__name__}, which a dump cannot store: {value!r:.80}. Keep numbers, strings, lists, dicts, arrays and "
+        f"tensors in samples, or drop it in a sample hook."
+    )
+
+
+def _array_record(array: np.ndarray) -> dict[str, Any]:
+    if array.dtype == object:
+        raise RolloutDataError("A sample holds an array of Python objects, which a dump cannot store.")
+    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+    return {_ARRAY: data, "dtype": array.dtype.name, "shape": list(array.shape)}
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, dict):
+        if _NAN in value and len(value) == 1:
+            return float(value[_NAN])
+        if _ARRAY in value:
+            return _decode_array(value)
+        return {key: _decode(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        if value and type(value[0]) is int and type(value[-1]) is int:
+            return value
+        return [_decode(entry) for entry in value]
+    return value
+
+
+def _decode_array(record: dict[str, Any]) -> Any:
+    array = np.frombuffer(base64.b64decode(record[_ARRAY]), dtype=record["dtype"]).reshape(record["shape"]).copy()
+    if record.get("kind") != "tensor":
+        return array
+    import torch
+
+    tensor = torch.from_numpy(array)
+    return tensor.to(torch.bfloat16) if record.get("torch_dtype") == "bfloat16" else tensor
+
+
+def read_rollout_dump(path: str | os.PathLike) -> list[Sample]:
+    """The samples of a dump, in order, equal to what was saved. `RolloutDataError` naming the file and line where it is damaged or cut short."""
+    path = Path(path)
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        raise RolloutDataError(f"There is no rollout dump at {path}.") from None
+    head = _parse(path, 1, lines[0]) if lines else {}
+    if not isinstance(head, dict) or head.get("format") != FORMAT:
+        raise RolloutDataError(
+            f"{path} is not a rollout dump of this version: it begins with {bytes(lines[0][:60]) if lines else b''!r}."
+        )
+    if len(lines) - 1 != head["num_samples"]:
+        raise RolloutDataError(
+            f"{path} holds {len(lines) - 1} samples, its head says {head['num_samples']}. It was cut short or edited."
+        )
+    return [Sample.from_dict(_decode(_parse(path, number, line))) for number, line in enumerate(lines[1:], start=2)]
+
+
+def _parse(path: Path, number: int, line: bytes) -> Any:
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise RolloutDataError(f"{path}, line {number}: not JSON ({error}).") from None
+
+
+def load_debug_rollout_data(
+    path_template: str, *, rollout_id: int, subsample_ratio: float | None = None
+) -> list[Sample]:
+    """The samples of one rollout's dump; with `subsample_ratio` in (0, 1] about that share of its groups, whole ones, at least one,
+    evenly spaced."""
+    samples = read_rollout_dump(dump_path(path_template, rollout_id, evaluation=False))
+    return samples if subsample_ratio is None else subsample_groups(samples, subsample_ratio)
+
+
+def subsample_groups(samples: list[Sample], ratio: float) -> list[Sample]:
+    """`round(ratio * groups)` whole groups (at least one), evenly spaced, in their order. A sample without group_index is its own group."""
+    if not 0 < ratio <= 1:
+        raise ConfigError(f"--load-debug-rollout-data-subsample must be in (0, 1], got {ratio}.")
+    groups: dict[Any, list[Sample]] = {}
+    for position, sample in enumerate(samples):
+        key = ("own", position) if sample.group_index is None else sample.group_index
+        groups.setdefault(key, []).append(sample)
+    count = max(1, round(ratio * len(groups))) if groups else 0
+    chosen = {i * len(groups) // count for i in range(count)}
+    keep = {id(sample) for i, group in enumerate(groups.values()) if i in chosen for sample in group}
+    return [sample for sample in samples if id(sample) in keep]
