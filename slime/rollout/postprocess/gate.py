@@ -248,7 +248,7 @@ def _marked(sample: Sample, verdict: Verdict) -> Sample:
     fields["invalid_reason"] = verdict.reason.value if verdict.reason is not None else None
     if verdict.text is not None:
         fields["response"] = verdict.text
-    if verdict.answer is not None:
+    if verdict.answer is not None and isinstance(sample.metadata, dict):
         fields["metadata"] = {**sample.metadata, "answer_text": verdict.answer}
     if verdict.keep_mask is not None:
         fields["loss_mask"], fields["rollout_log_probs"] = _masked_columns(sample, verdict.keep_mask)

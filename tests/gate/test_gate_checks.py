@@ -1,0 +1,260 @@
+"""Each check by itself: what it refuses, what it leaves alone, in which order, at which cost."""
+
+import math
+
+import numpy as np
+import pytest
+from support.gate_reference import is_invisible
+from support.gate_samples import reasons_of, sound_sample
+
+from slime.exceptions import ConfigError
+from slime.rollout.postprocess import FormatSpec, GateConfig, Level, TagPair, TaskRules, postprocess_output_data
+from slime.rollout.postprocess.checks import CHECKS
+from slime.rollout.postprocess.contract import FORMAT_PRESETS
+from slime.rollout.postprocess.text import answer_of, format_problem, is_blank
+from slime.utils.types import Status
+
+NUM_GPUS = 0
+THINK_ANSWER = FORMAT_PRESETS["think_answer"]
+
+
+def reason(config=None, **changes):
+    """The reason against one sound sample with `changes`."""
+    return reasons_of(postprocess_output_data([sound_sample(1, **changes)], config or GateConfig()))[0]
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n\t ", "\u200b", "\ufeff\u00a0", "\u00ad\u2060", "\x00\x1f", "\ufe0f", "\U000e0041", "\u3164\u2800"])
+def test_text_of_invisible_characters_is_blank(text):
+    """A25, A26: strip() alone leaves zero-width, BOM, soft hyphen, control, selector and tag characters standing."""
+    assert is_blank(text)
+    if text:
+        assert reason(response=text) == "empty"
+
+
+@pytest.mark.parametrize("text", ["a", " . ", "\u200b0", "é", "漢", "😀", "\u0600", "\u0301"])
+def test_one_visible_character_is_enough(text):
+    """A26: a classification answer may be a single sign in any script."""
+    assert not is_blank(text) and reason(response=text) is None
+
+
+def test_blank_ranges_are_those_of_the_unicode_database():
+    """A26: the written-out ranges cannot drift from the database of this Python."""
+    wrong = [hex(point) for point in range(0x110000) if is_invisible(chr(point)) != is_blank(chr(point))]
+    newer = {hex(point) for point in range(0x13430, 0x13456)}  # format controls that later Unicode versions added or changed
+    assert set(wrong) <= newer
+
+
+def test_no_response_token_is_empty_before_anything_else_is_looked_at():
+    """A24: length 0 decides; the last token of nothing is an index error."""
+    assert reason(length=0, rollout_log_probs=[], response="text of nothing") == "empty"
+
+
+def test_length_thresholds_are_configured_per_task():
+    """A34, A35, A36, A71: 1 token is a fine label and a suspicious essay."""
+    config = GateConfig(min_response_tokens=5, max_response_tokens=20, tasks={"label": TaskRules(min_response_tokens=1)})
+    assert reason(config, length=4) == "too_short"
+    assert reason(config, length=5) is None
+    assert reason(config, length=1, metadata={"source_name": "label"}) is None
+    assert reason(config, length=21) == "too_long"
+    assert reason(GateConfig(), length=1) is None
+
+
+@pytest.mark.parametrize(("prompt_length", "length", "expected"), [(30, 65, None), (30, 66, "too_long"), (60, 35, None), (60, 36, "too_long")])
+def test_usable_length_is_context_minus_prompt_minus_margin(prompt_length, length, expected):
+    """A68, A69, A70: of 100 tokens 5 stay free by default, so a prompt of 30 leaves 65."""
+    assert reason(GateConfig(context_length=100), prompt_length=prompt_length, length=length) == expected
+
+
+def test_margin_is_configurable():
+    """A69: 10 % of 100 leaves 60 after a prompt of 30."""
+    assert reason(GateConfig(context_length=100, margin=0.1), prompt_length=30, length=61) == "too_long"
+    with pytest.raises(ConfigError, match="margin"):
+        GateConfig(margin=1.0)
+
+
+def test_truncation_is_seen_in_status_or_finish_reason():
+    """A27, A29: default is invalid; a task that needs only the prefix keeps it, others cannot by default."""
+    assert reason(finish_reason="length") == reason(status=Status.TRUNCATED) == "truncated"
+    config = GateConfig(tasks={"prefix": TaskRules(keep_truncated=True)})
+    cut = {"status": Status.TRUNCATED, "finish_reason": "length"}
+    result = postprocess_output_data([sound_sample(0, metadata={"source_name": "prefix"}, **cut), sound_sample(1, **cut)], config)
+    assert [(s.valid, s.invalid_reason) for s in result.samples] == [(True, "truncated"), (False, "truncated")]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(math.nan, "bad_logprob"), (math.inf, "bad_logprob"), (-math.inf, "bad_logprob"), (0.2, "bad_logprob"), (0.0, None), (5e-5, None)],
+)
+def test_a_log_prob_is_finite_and_not_positive(value, expected):
+    """A94, A105: NaN times mask 0 is still NaN; float32 rounding up to 1e-4 above zero is not a defect."""
+    values = [-1.0] * 12
+    values[7] = value
+    assert reason(rollout_log_probs=values) == reason(rollout_log_probs=np.array(values, dtype=np.float32)) == expected
+
+
+@pytest.mark.parametrize("count", [0, 11, 13])
+def test_one_log_prob_per_response_token(count):
+    """A20, A94: 5 ids with 4 log-probs are refused here, not as an index error in the loss."""
+    assert reason(rollout_log_probs=[-1.0] * count) == "logprob_mismatch"
+
+
+@pytest.mark.parametrize(("token", "expected"), [(-1, "bad_token"), (1000, "bad_token"), (999, None), (2**31, "bad_token"), (1.5, "bad_token")])
+def test_ids_lie_inside_the_vocabulary(token, expected):
+    """A94: an id outside the vocabulary is an out-of-bounds read in the embedding."""
+    tokens = [*range(1, 15), token]
+    assert reason(GateConfig(vocab_size=1000), tokens=tokens) == expected
+
+
+def test_a_phrase_repeated_to_the_end_is_a_loop():
+    """A35: a loop is refused by its end, whatever its beginning, if the phrase is short and repeats exactly."""
+    def looped(period, config):
+        return reason(config, length=400, tokens=[1, 2, 3, *range(100), *(i % period + 5 for i in range(300))], rollout_log_probs=[-1.0] * 400)
+
+    strict = GateConfig(repetition_window=200, repetition_max_period=40)
+    lenient = GateConfig(repetition_window=200, repetition_max_period=40, level=Level.LENIENT)
+    assert [looped(p, strict) for p in (1, 7, 40, 41)] == ["repetitive", "repetitive", "repetitive", None]
+    assert [looped(p, lenient) for p in (1, 8, 9)] == ["repetitive", "repetitive", None]
+    assert looped(1, GateConfig(repetition_window=0)) is None
+    assert reason(strict, length=400, tokens=list(range(403)), rollout_log_probs=[-1.0] * 400) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "lenient", "strict"),
+    [
+        ("<think>a</think><answer>b</answer>", True, True),
+        ("<think>a</think><answer>b", False, False),
+        ("<think>a</think>", False, False),
+        ("<answer>b</answer><think>a</think>", True, False),
+        ("<think>a<answer>b</answer></think>", True, False),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", True, False),
+        ("<think>a</think><answer>b<|im_start|></answer>", True, False),
+        ("</think>a<think><answer>b</answer>", True, False),
+    ],
+)
+def test_markers_are_paired_under_lenient_and_also_in_place_under_strict(text, lenient, strict):
+    """A30, A31, A73: strict drops more, lenient keeps more."""
+    assert (format_problem(text, THINK_ANSWER, Level.LENIENT) is None) is lenient
+    assert (format_problem(text, THINK_ANSWER, Level.STRICT) is None) is strict
+    assert reason(GateConfig(format=THINK_ANSWER), response=text) == (None if strict else "bad_format")
+    assert reason(GateConfig(format=THINK_ANSWER, levels={"bad_format": Level.OFF}), response=text) is None
+
+
+def test_tasks_without_a_structure_skip_marker_checks():
+    """A33: plain prose with an unpaired tag is fine where no tag is asked for."""
+    config = GateConfig(tasks={"math": TaskRules(format=THINK_ANSWER)})
+    assert reason(config, response="an unpaired <think>", metadata={"source_name": "chat"}) is None
+    assert reason(config, response="an unpaired <think>", metadata={"source_name": "math"}) == "bad_format"
+    skip = GateConfig(format=THINK_ANSWER, tasks={"chat": TaskRules(skip_format=True)})
+    assert reason(skip, response="prose", metadata={"source_name": "chat"}) is None
+
+
+def test_a_call_drafted_inside_reasoning_is_text():
+    """A parser of the whole text would see two calls; the structure sees one, and an unclosed thought is refused."""
+    spec = FORMAT_PRESETS["tool_call"]
+    drafted = "<think>maybe <tool_call>A</tool_call></think><tool_call>A</tool_call>"
+    assert format_problem(drafted, spec, Level.STRICT) is None
+    assert format_problem("<think>maybe <tool_call>A</tool_call>", spec, Level.STRICT) is not None
+
+
+def test_an_end_marker_is_required_at_the_end_and_does_not_cut_the_text_inside():
+    """A17, A18: the first occurrence of the marker inside the text is content."""
+    spec = FormatSpec(end_marker="<end>")
+    text = "say <end> twice <end>"
+    result = postprocess_output_data([sound_sample(0, response=text)], GateConfig(format=spec))
+    assert result.samples[0].valid and result.samples[0].response == text
+    assert reason(GateConfig(format=spec), response="say <end> once") == "bad_format"
+
+
+def test_the_scored_answer_stands_in_a_fixed_place_without_the_reasoning():
+    """A08, A47: a reward that asks for the answer must not find a number in the thoughts."""
+    text = "<think>is it 7?</think><answer> 8 </answer>"
+    sample = sound_sample(0, response=text, metadata={"k": "v"})
+    out = postprocess_output_data([sample], GateConfig(format=THINK_ANSWER)).samples[0]
+    assert out.metadata == {"k": "v", "answer_text": "8"} and sample.metadata == {"k": "v"} and out.response == text
+    assert answer_of("no tags", THINK_ANSWER) is None
+
+
+def test_a_sample_with_damaged_markers_is_never_scored():
+    """A32: the reward function would raise on it."""
+    sample = sound_sample(0, response="<answer>5", reward=None)
+    result = postprocess_output_data([sample], GateConfig(format=THINK_ANSWER))
+    assert not result.verdicts[0].needs_reward
+
+
+def test_tag_opened_by_the_prompt_is_closed_by_the_response():
+    """Reasoning templates end the prompt with <think>; the response holds only its end."""
+    spec = FormatSpec(pairs=(TagPair("<think>", "</think>", required=True, opened_by_prompt=True),))
+    assert format_problem("thoughts</think>answer", spec, Level.STRICT) is None
+    assert format_problem("thoughts without end", spec, Level.STRICT) is not None
+
+
+def test_format_specs_that_cannot_work_are_refused():
+    """A typing error in a format must not make every sample pass."""
+    with pytest.raises(ConfigError, match="different"):
+        FormatSpec(pairs=(TagPair("<a>", "<a>"),))
+    with pytest.raises(ConfigError, match="<b>"):
+        FormatSpec(pairs=(TagPair("<a>", "</a>"),), order=("<b>",))
+    with pytest.raises(ConfigError, match="parirs"):
+        FormatSpec.from_dict({"parirs": []})
+
+
+@pytest.mark.parametrize("reward", [None, math.nan, math.inf, "1", [1.0], {"score": 1.0}])
+def test_a_reward_is_one_finite_number(reward):
+    """A10: None has no mean, NaN poisons a group, a dict needs its key."""
+    assert reason(GateConfig(rewards_expected=True), reward=reward) == "bad_reward"
+
+
+@pytest.mark.parametrize("reward", [0, 1.5, True, np.float32(0.5), np.array(2.0)])
+def test_numbers_of_any_kind_are_rewards(reward):
+    """Reward functions return bools and numpy scalars."""
+    assert reason(GateConfig(rewards_expected=True), reward=reward) is None
+
+
+def test_a_reward_dictionary_is_read_by_its_key():
+    """The detail names the keys that are there."""
+    config = GateConfig(rewards_expected=True, reward_key="score")
+    assert reason(config, reward={"score": 0.5}) is None
+    result = postprocess_output_data([sound_sample(0, reward={"acc": 0.5})], config)
+    assert "acc" in result.verdicts[0].detail and "score" in result.verdicts[0].detail
+
+
+def test_checks_run_cheap_before_costly_and_stop_at_the_first_reason():
+    """A37, A38, A65, A77: call counters prove that a failed sample costs nothing more."""
+    batch = [sound_sample(0, length=0, rollout_log_probs=[]), sound_sample(1, finish_reason="length"), sound_sample(2)]
+    batch.append(sound_sample(3, status=Status.ABORTED))
+    counts = postprocess_output_data(batch, GateConfig()).statistics.counts
+    order = ("no_response", "truncated", "log_prob_mismatch", "bad_token", "bad_log_prob", "misaligned", "bad_format")
+    assert [counts[f"checked_{name}"] for name in order] == [3, 2, 1, 1, 1, 1, 1]
+    names = [check.name for check in CHECKS]
+    assert [names.index(name) for name in order] == sorted(names.index(name) for name in order)
+
+
+def test_a_sample_with_many_defects_has_the_first_as_its_one_reason():
+    """A39: too short, cut, with a NaN and a bad reward is too short, every time."""
+    sample = sound_sample(0, length=2, finish_reason="length", reward=None)
+    sample.rollout_log_probs[0] = math.nan
+    config = GateConfig(min_response_tokens=5, rewards_expected=True)
+    assert {reasons_of(postprocess_output_data([sample], config))[0] for _ in range(3)} == {"too_short"}
+
+
+def test_off_switches_quality_checks_and_never_integrity():
+    """A13, A73: there is no option under which a NaN passes or the statistics are absent."""
+    config = GateConfig(level=Level.OFF, min_response_tokens=5)
+    assert reason(config, length=2) is None and reason(config, finish_reason="length") is None
+    assert reason(config, rollout_log_probs=[math.nan] * 12) == "bad_logprob" and reason(config, status=Status.FAILED) == "failed"
+    with pytest.raises(ConfigError, match="bad_logprob"):
+        GateConfig(levels={"bad_logprob": Level.OFF})
+
+
+def test_a_long_text_costs_linear_time():
+    """A 10 MB response of markers or blanks must not stall a rollout."""
+    import time
+
+    start = time.perf_counter()
+    for text in (" " * 10_000_000, "<answer>" * 1_000_000):
+        assert reason(GateConfig(format=THINK_ANSWER), response=text) in ("empty", "bad_format")
+    assert time.perf_counter() - start < 5
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

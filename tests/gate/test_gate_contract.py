@@ -1,0 +1,262 @@
+"""What the gate promises whatever it finds: order, ids, tokens, one reason, a marked copy, adapters."""
+
+import copy
+
+import numpy as np
+import pytest
+from support.gate_samples import reasons_of, sound_sample
+
+from slime.exceptions import ConfigError, RolloutDataError
+from slime.rollout.postprocess import (
+    GateConfig,
+    InvalidReason,
+    MissingLogProbs,
+    Policy,
+    TaskRules,
+    apply_verdicts,
+    check_responses,
+    postprocess_output_data,
+)
+from slime.rollout.postprocess.adapters import ADAPTERS
+from slime.rollout.postprocess.contract import REASONS, reason_of_code
+from slime.utils.types import Status
+
+NUM_GPUS = 0
+DROP_ALL = {reason: Policy.DROP for reason in REASONS}
+
+
+def dirty_batch():
+    """20 samples of which 2 are defective, as in practice: one empty, one without its end."""
+    batch = [sound_sample(i) for i in range(20)]
+    batch[3] = sound_sample(3, length=0, response="", rollout_log_probs=[])
+    batch[11] = sound_sample(11, status=Status.TRUNCATED, finish_reason="length")
+    return batch
+
+
+def test_kept_samples_carry_the_same_token_ids_and_the_input_is_not_edited():
+    """A02, A03, A04: the gate may judge tokens but never change one, nor pad or cut anything."""
+    batch = dirty_batch()
+    before = copy.deepcopy(batch)
+    result = postprocess_output_data(batch, GateConfig())
+    assert batch == before
+    for sample, out in zip(batch, result.samples, strict=True):
+        assert out is not sample and out.tokens is sample.tokens and out.rollout_log_probs is sample.rollout_log_probs
+        assert out.response == sample.response and out.response_length == sample.response_length
+
+
+def test_no_invalid_sample_becomes_valid_by_being_changed():
+    """A05: a gate that repairs markers would train on text that the model did not write."""
+    batch = [sound_sample(0, response="<answer>4"), sound_sample(1, response="", length=0, rollout_log_probs=[])]
+    config = GateConfig(tasks={"": TaskRules()}, format=None)
+    result = postprocess_output_data(batch, config)
+    assert [out.response for out in result.samples] == ["<answer>4", ""]
+    twice = postprocess_output_data(result.samples, config)
+    assert [out.valid for out in twice.samples] == [out.valid for out in result.samples] == [True, False]
+
+
+def test_each_defect_of_a_usual_batch_is_classified_and_the_rest_passes():
+    """A09, A21: 8-15 % defects are normal; the share need not be zero, but each has its reason."""
+    result = postprocess_output_data(dirty_batch(), GateConfig())
+    assert {i: r for i, r in enumerate(reasons_of(result)) if r} == {3: "empty", 11: "truncated"}
+    assert [s.valid for s in result.samples] == [i not in (3, 11) for i in range(20)]
+
+
+def test_mark_keeps_every_sample_in_order_and_drop_removes_exactly_the_invalid_ones():
+    """A49, A50, A57: both policies keep the order; only the shape of the list differs."""
+    batch = dirty_batch()
+    marked = postprocess_output_data(batch, GateConfig())
+    dropped = postprocess_output_data(batch, GateConfig(policies=DROP_ALL))
+    assert [s.index for s in marked.samples] == list(range(20)) and marked.raw_rows == list(range(20))
+    kept = [i for i in range(20) if i not in (3, 11)]
+    assert [s.index for s in dropped.samples] == kept == dropped.raw_rows
+    assert marked.statistics.dropped == dropped.statistics.dropped
+    assert marked.samples[3].invalid_reason == "empty" and marked.samples[11].invalid_reason == "truncated"
+
+
+def test_group_ids_and_metadata_pass_through_untouched():
+    """A23, A55, A56, A58: without the sampling group a filtered batch cannot be normalized."""
+    batch = [sound_sample(i, metadata={"source_name": "s", "nested": {"i": i}}) for i in range(8)]
+    result = postprocess_output_data(batch, GateConfig(policies=DROP_ALL))
+    assert [s.group_index for s in result.samples] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert all(out.metadata is raw.metadata for out, raw in zip(result.samples, batch, strict=True))
+
+
+def test_each_sample_says_whether_it_needs_a_reward():
+    """A08, A46, A48: a reward function that sees an empty answer raises, or scores nothing as if it were something."""
+    batch = [sound_sample(i, reward=None) for i in range(4)]
+    batch[2].tokens, batch[2].response_length, batch[2].rollout_log_probs = [1, 2, 3], 0, []
+    verdicts = check_responses(batch, GateConfig())
+    scored = [sample.index for sample, verdict in zip(batch, verdicts, strict=True) if verdict.needs_reward]
+    assert scored == [0, 1, 3]
+    marked = apply_verdicts(batch, verdicts)
+    assert [s.valid for s in marked] == [True, True, False, True] and all(s.reward is None for s in marked)
+    assert [s.valid for s in batch] == [True] * 4
+
+
+def test_rewards_are_pending_before_scoring_and_required_after_it():
+    """A16: the same missing reward is normal before the reward stage and a defect after it."""
+    batch = [sound_sample(0, reward=None), sound_sample(1, reward=float("nan")), sound_sample(2)]
+    assert reasons_of(postprocess_output_data(batch, GateConfig())) == [None, None, None]
+    assert reasons_of(postprocess_output_data(batch, GateConfig(rewards_expected=True))) == ["bad_reward", "bad_reward", None]
+
+
+def test_unknown_finish_reason_is_counted_and_not_guessed():
+    """A15: an engine that says nothing has not said "stop"."""
+    batch = [sound_sample(0, finish_reason=None), sound_sample(1, finish_reason="weird"), sound_sample(2)]
+    result = postprocess_output_data(batch, GateConfig())
+    assert all(s.valid for s in result.samples) and result.samples[0].finish_reason is None
+    assert result.statistics.counts["finish_unknown"] == 2 and result.statistics.counts["finish_stop"] == 1
+
+
+def test_a_kept_truncated_sample_stays_visibly_truncated():
+    """A22, A28: keeping needs an explicit policy, and reward and trainer must still see the cut."""
+    batch = [sound_sample(0, status=Status.TRUNCATED, finish_reason="length")]
+    assert postprocess_output_data(batch, GateConfig()).samples[0].valid is False
+    out = postprocess_output_data(batch, GateConfig(policies={InvalidReason.TRUNCATED: Policy.KEEP})).samples[0]
+    assert out.valid is True and out.invalid_reason == "truncated" and out.status is Status.TRUNCATED
+
+
+def test_a_sample_kept_in_spite_of_one_finding_is_still_refused_for_a_worse_one():
+    """A10: keep stops no later check, or a cut response with a NaN log-prob would reach the gradient."""
+    sample = sound_sample(0, status=Status.TRUNCATED)
+    sample.rollout_log_probs[4] = float("nan")
+    config = GateConfig(policies={InvalidReason.TRUNCATED: Policy.KEEP})
+    assert reasons_of(postprocess_output_data([sample], config)) == ["bad_logprob"]
+
+
+@pytest.mark.parametrize("reason", ["empty", "bad_logprob", "bad_token", "bad_reward", "failed"])
+def test_what_cannot_be_trained_cannot_be_kept(reason):
+    """A24: no configuration trains on an empty response."""
+    with pytest.raises(ConfigError, match=reason):
+        GateConfig(policies={InvalidReason(reason): Policy.KEEP})
+
+
+def test_evaluation_reports_and_marks_nothing():
+    """Evaluation means must not change because a training rule refuses a sample; the record still shows it."""
+    result = postprocess_output_data(dirty_batch(), GateConfig(evaluation=True, policies=DROP_ALL))
+    assert len(result.samples) == 20 and all(s.valid and s.invalid_reason is None for s in result.samples)
+    assert result.statistics.kept == 18
+
+
+def test_prompt_as_text_or_ids_and_other_engines_shapes_come_in_through_an_adapter():
+    """A06, A07, A14, A17, A19, A20: the adapter is the only place that knows a sampler's field names."""
+    token_pairs = [[-0.5, 11, None], [-0.25, 12, None]]
+    raws = {
+        "trajectory": {
+            "prompt": [5, 6],
+            "response": "hi",
+            "response_tokens": [11, 12],
+            "logprobs": [-0.5, -0.25],
+            "finish_reason": "stop",
+            "metadata": {"k": 1},
+            "group_id": 9,
+        },
+        "sglang": {
+            "request": {"input_ids": [5, 6], "group_id": 9},
+            "response": {
+                "text": "hi",
+                "meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": token_pairs, "completion_tokens": 2},
+            },
+        },
+        "openai": {
+            "request": {"prompt_token_ids": [5, 6], "messages": [{"role": "user", "content": "q"}], "group_id": 9},
+            "response": {
+                "choices": [
+                    {
+                        "message": {"content": "hi"},
+                        "finish_reason": "stop",
+                        "logprobs": {
+                            "content": [{"token": "token_id:11", "logprob": -0.5}, {"token": "token_id:12", "logprob": -0.25}]
+                        },
+                    }
+                ]
+            },
+        },
+    }
+    assert set(raws) == set(ADAPTERS)
+    for name, raw in raws.items():
+        out = postprocess_output_data([raw], GateConfig(adapter=name)).samples[0]
+        assert (out.tokens, out.response_length, out.rollout_log_probs) == ([5, 6, 11, 12], 2, [-0.5, -0.25]), name
+        assert (out.response, out.finish_reason, out.group_index, out.valid) == ("hi", "stop", 9, True), name
+
+
+def test_prompt_tail_among_the_output_ids_is_refused_on_receipt():
+    """Ids that begin with the prompt's tail would be trained as if the model had said them."""
+    raw = {
+        "request": {"input_ids": [8, 9]},
+        "response": {"output_ids": [8, 9, 1, 2, 3, 4], "meta_info": {"completion_tokens": 4}},
+    }
+    with pytest.raises(RolloutDataError, match="input 0.*completion_tokens is 4 but 6"):
+        postprocess_output_data([raw], GateConfig(adapter="sglang"))
+
+
+@pytest.mark.parametrize(
+    "response",
+    [{"meta_info": {"finish_reason": {"type": "abort"}}}, {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}}],
+)
+def test_an_abort_before_prefill_is_a_valid_empty_partial(response):
+    """Engines answer an abort without log-probs, ids or version; none of that is an exception."""
+    raw = {"request": {"input_ids": [1]}, "response": response}
+    result = postprocess_output_data([raw], GateConfig(adapter="sglang"))
+    assert reasons_of(result) == ["aborted"] and result.samples[0].response_length == 0
+
+
+def test_something_that_is_no_sample_is_an_error_with_its_position():
+    """A06: a change of the sampler's contract fails here and by name, not in the trainer."""
+    with pytest.raises(RolloutDataError, match="input 1 is dict, not a Sample"):
+        postprocess_output_data([sound_sample(), {"tokens": []}], GateConfig())
+    with pytest.raises(RolloutDataError, match="input 0.*response_tokens"):
+        postprocess_output_data([{"prompt": [1]}], GateConfig(adapter="trajectory"))
+    with pytest.raises(ConfigError, match="no_such"):
+        postprocess_output_data([{}], GateConfig(adapter="no_such"))
+
+
+def test_missing_log_probs_follow_the_stated_policy_and_are_never_filled_silently():
+    """A20: log-prob 0.0 means probability 1; a silent fill is a wrong importance ratio."""
+    none, holes = sound_sample(0, rollout_log_probs=None), sound_sample(1)
+    holes.rollout_log_probs[3] = None
+
+    def run(policy):
+        return postprocess_output_data([none, holes, sound_sample(2)], GateConfig(missing_log_probs=policy))
+
+    assert reasons_of(run(MissingLogProbs.MARK)) == ["logprob_mismatch", "bad_logprob", None]
+    assert reasons_of(run(MissingLogProbs.ALLOW)) == [None, "bad_logprob", None]
+    assert run(MissingLogProbs.ALLOW).samples[0].rollout_log_probs is None
+    with pytest.raises(RolloutDataError, match="index 0.*rollout_log_probs"):
+        run(MissingLogProbs.ERROR)
+    masked = run(MissingLogProbs.MASK)
+    assert reasons_of(masked) == [None, None, None]
+    assert masked.samples[0].loss_mask == [0] * 12
+    assert masked.samples[1].loss_mask == [1, 1, 1, 0] + [1] * 8 and masked.samples[1].rollout_log_probs[3] == 0.0
+    assert holes.rollout_log_probs[3] is None and holes.loss_mask is None
+
+
+def test_tokens_may_be_lists_arrays_or_tensors_with_the_same_verdicts():
+    """Engines hand over arrays, dumps lists, plug-ins tensors."""
+    import torch
+
+    kinds = (list, lambda v: np.array(v, dtype=np.int32), lambda v: np.array(v), lambda v: torch.tensor(v), tuple)
+    for kind in kinds:
+        good, bad = sound_sample(1), sound_sample(2)
+        good.tokens, bad.tokens = kind(good.tokens), kind([*bad.tokens[:-1], -5])
+        assert reasons_of(postprocess_output_data([good, bad], GateConfig(vocab_size=1000))) == [None, "bad_token"]
+
+
+def test_codes_on_the_wire_name_one_reason_each():
+    """The trainer gets a small integer; it must mean the same reason on both sides."""
+    assert [reason_of_code(reason.code) for reason in InvalidReason] == list(InvalidReason)
+    assert reason_of_code(0) is None and len({reason.code for reason in InvalidReason}) == len(InvalidReason)
+
+
+def test_an_earlier_verdict_stands():
+    """A39: the check before rewards and the one after it must not give a sample two reasons."""
+    earlier = sound_sample(0, valid=False, invalid_reason="too_short")
+    foreign = sound_sample(1, valid=False, invalid_reason="toxic", reward=None)
+    result = postprocess_output_data([earlier, foreign], GateConfig(rewards_expected=True))
+    assert reasons_of(result) == ["too_short", "rejected"] and "toxic" in result.verdicts[1].detail
+    fresh = postprocess_output_data([earlier], GateConfig(trust_earlier_verdicts=False))
+    assert reasons_of(fresh) == [None] and fresh.samples[0].valid is True
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
