@@ -1,0 +1,182 @@
+"""Tokens are the truth: decoding by rule, comparing, causes, cache. On a real byte-level BPE."""
+
+import functools
+
+import numpy as np
+import pytest
+from support.gate_golden import load_tokenizer
+from support.gate_samples import reasons_of
+
+from slime.rollout.postprocess import GateConfig, Level, check_responses, postprocess_output_data
+from slime.rollout.postprocess.alignment import Codec, classify_mismatch, codec_of
+from slime.rollout.postprocess.contract import FORMAT_PRESETS, MismatchCause
+from slime.utils.types import Sample, Status
+
+NUM_GPUS = 0
+COMPARE = GateConfig(text_source="engine", compare_text=True)
+
+
+@functools.lru_cache(maxsize=1)
+def tokenizer():
+    return load_tokenizer()
+
+
+def encoded(text, response=None, *, ids=None, eos=True, **fields):
+    """A sample whose ids encode `text`, with `response` as the engine's text."""
+    ids = tokenizer().encode(text, add_special_tokens=False) + [tokenizer().eos_token_id] * eos if ids is None else ids
+    values = {
+        "tokens": [5, 6, *ids],
+        "response_length": len(ids),
+        "response": text if response is None else response,
+        "rollout_log_probs": [-1.0] * len(ids),
+        "status": Status.COMPLETED,
+        "finish_reason": "stop",
+    }
+    return Sample(**{**values, **fields})
+
+
+def run(samples, config, **kwargs):
+    return postprocess_output_data(samples, config, tokenizer=Codec(tokenizer()), **kwargs)
+
+
+def test_text_is_decoded_from_the_tokens_by_default():
+    """A40, A44: what the reward reads and what is trained must be one and the same response."""
+    sample = encoded("the tokens say this", response="the engine says that")
+    assert run([sample], GateConfig()).samples[0].response == "the tokens say this"
+    kept = run([sample], GateConfig(text_source="engine"))
+    assert kept.samples[0].response == "the engine says that" and kept.samples[0].valid
+    assert run([encoded("filled in", response="")], GateConfig(text_source="engine")).samples[0].response == "filled in"
+
+
+def test_end_and_padding_tokens_are_not_text_and_only_outer_whitespace_is_stripped():
+    """A03, A17, A19: a format reward fails on a text that ends in padding."""
+    pads = [tokenizer().pad_token_id] * 3
+    ids = tokenizer().encode("<think>x</think><answer>4</answer>\n", add_special_tokens=False) + [tokenizer().eos_token_id] + pads
+    out = run([encoded("", ids=ids)], GateConfig(format=FORMAT_PRESETS["think_answer"])).samples[0]
+    assert out.response == "<think>x</think><answer>4</answer>" and out.valid
+    assert list(out.tokens) == [5, 6, *ids]
+
+
+def test_special_tokens_that_the_format_needs_stay_visible():
+    """Role markers are special tokens: hiding them from the check would hide the defect."""
+    sample = encoded("<answer>4</answer><|im_start|>user")
+    config = GateConfig(format=FORMAT_PRESETS["answer"])
+    assert reasons_of(postprocess_output_data([sample], config, tokenizer=tokenizer())) == ["bad_format"]
+    kept = GateConfig(keep_special_tokens=("<|im_end|>",))
+    out = postprocess_output_data([encoded("a<|im_end|>b<|eos|>")], kept, tokenizer=tokenizer()).samples[0]
+    assert out.response == "a<|im_end|>b"
+
+
+CASES = {
+    "outer whitespace": ("a b\n", "a b", None),
+    "trimmed stop string": ("answer\nUser:", "answer", None),
+    "special token in the text": ("a b", "a b<|im_end|>", MismatchCause.SPECIAL_TOKENS),
+    "character lost at the end": ("结果是好", "结果是", MismatchCause.MULTIBYTE_CUT),
+    "character replaced": ("a 🎉 b", "a \ufffd\ufffd b", MismatchCause.MULTIBYTE_CUT),
+    "spaces merged": ("a    b", "a b", MismatchCause.WHITESPACE),
+    "newline lost": ("a\nb", "a b", MismatchCause.WHITESPACE),
+    "another text": ("the cat", "a dog", MismatchCause.SHIFTED_IDS),
+    "text continues": ("the cat", "the cat sat down", MismatchCause.SHIFTED_IDS),
+    "other script with a broken character": ("好\ufffd的", "坏\ufffd人", MismatchCause.SHIFTED_IDS),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mismatch_has_one_of_four_causes(name):
+    """A43, A99, A100, A101, A102, A103: each cause has another remedy."""
+    decoded, text, cause = CASES[name]
+    found = classify_mismatch(decoded, text, special_strings=("<|im_end|>",), stop_strings=("\nUser:",))
+    assert found is cause
+
+
+def test_a_mismatch_is_misaligned_its_rate_is_measured_and_lenient_refuses_only_shifted_ids():
+    """A41, A45, A88: a rise of the rate says that sampler or tokenizer changed."""
+    samples = [encoded("good"), encoded("a  b", response="a b"), encoded("the cat", response="a dog"), encoded("fine")]
+    result = run(samples, COMPARE)
+    assert reasons_of(result) == [None, "misaligned", "misaligned", None]
+    assert result.statistics.alignment_failure_rate == 0.5
+    metrics = result.statistics.to_metrics()
+    assert metrics["gate/alignment/whitespace"] == metrics["gate/alignment/shifted_ids"] == 1
+    lenient = GateConfig(text_source="engine", compare_text=True, levels={"misaligned": Level.LENIENT})
+    assert reasons_of(run(samples, lenient)) == [None, None, "misaligned", None]
+
+
+def test_a_mismatch_can_be_corrected_from_the_token_side():
+    """A41: correcting changes the text, never the tokens."""
+    sample = encoded("a  b", response="a b")
+    result = run([sample], GateConfig(text_source="engine", compare_text=True, correct_text=True))
+    assert result.samples[0].valid and result.samples[0].response == "a  b" and result.samples[0].tokens is sample.tokens
+    assert result.statistics.alignment_failure_rate == 1.0
+
+
+def test_comparing_is_a_switch():
+    """A42: it costs, so it can be off; then nothing is compared and nothing fails."""
+    result = run([encoded("x", response="y")], GateConfig(text_source="engine"))
+    assert reasons_of(result) == [None] and result.statistics.counts.get("compared", 0) == 0
+
+
+def test_retried_samples_come_from_the_cache_with_identical_results():
+    """A80: a second look must cost a hash, not a decode, and give the same verdict."""
+    codec = Codec(tokenizer())
+    samples = [encoded("good"), encoded("a  b", response="a b"), encoded("the cat", response="a dog")]
+    first = postprocess_output_data(samples, COMPARE, tokenizer=codec)
+    second = postprocess_output_data(samples, COMPARE, tokenizer=codec)
+    assert first.statistics.counts["cache_misses"] == 3 and second.statistics.counts["cache_hits"] == 3
+    assert second.statistics.counts.get("decoded", 0) == 0
+    assert reasons_of(first) == reasons_of(second) and first.statistics.dropped == second.statistics.dropped
+    assert [s.response for s in first.samples] == [s.response for s in second.samples]
+    other = encoded("good", response="bad")
+    assert postprocess_output_data([other], COMPARE, tokenizer=codec).verdicts[0].reason is not None
+
+
+def test_the_check_before_rewards_spares_the_check_after_them_the_decoding():
+    """A80: the gate runs twice on the path; the second time the text already is the tokens' text."""
+    from slime.rollout.postprocess import apply_verdicts
+
+    codec, config = Codec(tokenizer()), GateConfig(format=FORMAT_PRESETS["answer"])
+    samples = [encoded(f"<answer>{i}</answer>", response=f"<answer>{i}</answer> ") for i in range(4)]
+    checked = apply_verdicts(samples, check_responses(samples, config, tokenizer=codec))
+    assert [s.response for s in checked] == [f"<answer>{i}</answer>" for i in range(4)]
+    counts = postprocess_output_data(checked, config, tokenizer=codec).statistics.counts
+    assert counts["cache_hits"] == 4 and counts.get("decoded", 0) == 0
+
+
+def test_blank_responses_are_found_from_tokens_and_cheaply():
+    """A25, A26: only rows without a visible token among the first few are decoded."""
+    samples = [encoded("\u200b \ufeff"), encoded("   \n" * 9 + "end"), encoded("<|im_end|>"), encoded("🎉")]
+    config = GateConfig(text_source="engine")
+    result = run(samples, config)
+    assert reasons_of(result) == ["empty", None, "empty", None]
+    assert result.statistics.counts["decoded"] <= 3
+
+
+def test_finish_reason_is_checked_against_the_last_token():
+    """A21: stop without an end token, or length with one, is a series that shows a sampler change."""
+    samples = [encoded("a"), encoded("b", eos=False), encoded("c", finish_reason="length"), encoded("d", finish_reason=None)]
+    counts = run(samples, GateConfig(level=Level.OFF)).statistics.counts
+    assert counts["stop_without_eos"] == 1 and counts["length_with_eos"] == 1 and counts["finish_unknown"] == 1
+
+
+def test_ids_beyond_the_tokenizer_are_refused_before_decoding():
+    """A94: shifted ids may leave the vocabulary; the decoder must not see them."""
+    sample = encoded("x", ids=[len(tokenizer()) + 3, 7])
+    assert reasons_of(run([sample], GateConfig())) == ["bad_token"]
+
+
+def test_decoding_by_rule_equals_the_tokenizers_own_skipping():
+    """A19, A99: hiding ids before decoding is the same text as skip_special_tokens."""
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, len(tokenizer()), size=50) for _ in range(50)]
+    expected = [tokenizer().decode(row.tolist(), skip_special_tokens=True) for row in rows]
+    assert Codec(tokenizer()).decode(rows) == expected
+    assert Codec(tokenizer(), hide_special_tokens=False).decode(rows) == [tokenizer().decode(row.tolist()) for row in rows]
+
+
+def test_one_codec_per_tokenizer_and_rule():
+    """Tables and cache are made once per process, not per group of a rollout."""
+    assert codec_of(tokenizer(), GateConfig()) is codec_of(tokenizer(), GateConfig(compare_text=True))
+    assert codec_of(tokenizer(), GateConfig()) is not codec_of(tokenizer(), GateConfig(hide_special_tokens=False))
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

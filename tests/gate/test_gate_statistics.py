@@ -1,0 +1,181 @@
+"""The numbers of a rollout, their drift and the alarms."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+from support.gate_samples import sound_sample
+
+from slime.rollout.postprocess import GateConfig, InvalidReason, postprocess_output_data
+from slime.rollout.postprocess.alarms import find_alarms, rate_jumped
+from slime.rollout.postprocess.drift import expected_psi_noise, kolmogorov_smirnov, population_stability_index
+from slime.rollout.postprocess.statistics import GateStatistics
+from slime.utils.types import Status
+
+NUM_GPUS = 0
+
+
+def batch(total, num_truncated=0, *, length=lambda i: 10 + i % 7):
+    """`total` samples of which the first `num_truncated` are cut at the length limit."""
+    samples = []
+    for i in range(total):
+        cut = {"status": Status.TRUNCATED, "finish_reason": "length"} if i < num_truncated else {}
+        samples.append(sound_sample(i, length=length(i), **cut))
+    return samples
+
+
+def statistics_of(samples, **kwargs):
+    return postprocess_output_data(samples, GateConfig(), **kwargs).statistics
+
+
+def test_total_is_kept_plus_the_sum_of_all_reasons():
+    """A13, A63, A64, A85: every reason is present even at zero, and nothing vanishes."""
+    statistics = statistics_of(batch(40, 4))
+    assert statistics.total == 40 == statistics.kept + sum(statistics.dropped.values())
+    assert set(statistics.dropped) == set(InvalidReason) and statistics.dropped[InvalidReason.TRUNCATED] == 4
+    metrics = statistics.to_metrics()
+    assert metrics["gate/count/truncated"] == 4 and metrics["gate/ratio/truncated"] == 0.1 and metrics["gate/count/empty"] == 0
+    assert metrics["gate/drop_rate"] == pytest.approx(0.1) and metrics["gate/kept"] == 36
+
+
+def test_an_empty_batch_has_statistics_too():
+    """A13: a rollout that lost everything is the one to look at."""
+    statistics = statistics_of([])
+    assert (statistics.total, statistics.kept, statistics.drop_rate) == (0, 0, 0.0)
+    assert json.loads(json.dumps(statistics.to_record()))["total"] == 0 and "nothing kept" in statistics.summary()
+
+
+def test_lengths_of_kept_samples_have_mean_and_quantiles():
+    """A86, A109: lengths 1..100 of which the longest is invalid: mean 50, median 50."""
+    samples = [sound_sample(i, length=i) for i in range(1, 100)] + [sound_sample(100, length=5000, finish_reason="length")]
+    lengths = statistics_of(samples).length_summary()
+    assert (lengths["mean"], lengths["p50"], lengths["min"], lengths["max"]) == (50.0, 50.0, 1, 99)
+    assert lengths["p01"] == pytest.approx(1.98) and lengths["p99"] == pytest.approx(98.02)
+
+
+def test_parts_add_up_to_the_whole():
+    """A79: statistics of parallel workers merge exactly."""
+    samples = batch(50, 5)
+    whole = statistics_of(samples)
+    merged = GateStatistics.merge([statistics_of(samples[:13]), statistics_of(samples[13:30]), statistics_of(samples[30:])])
+    for name in ("codes", "findings", "lengths", "group_ids", "prompt_digests"):
+        assert np.array_equal(getattr(whole, name), getattr(merged, name))
+    assert whole.counts == merged.counts and whole.groups() == merged.groups() and whole.length_summary() == merged.length_summary()
+
+
+def test_the_record_is_one_json_dictionary_with_versions_times_and_failures_by_prompt():
+    """A54, A66, A89, A90, A92: on which inputs did the model fail, and under which sampler."""
+    config = GateConfig(engine_version="engine 7", tokenizer_version="tok 3")
+    record = json.loads(json.dumps(postprocess_output_data(batch(12, 5), config).statistics.to_record()))
+    assert record["failures_by_group"] == {"0": {"truncated": 4}, "1": {"truncated": 1}}
+    assert record["versions"] == {"engine": "engine 7", "tokenizer": "tok 3"}
+    assert record["seconds"]["bad_token"] >= 0 and record["gate_seconds"] >= sum(record["seconds"].values()) * 0.99
+
+
+def test_share_of_the_iteration_is_reported():
+    """A75: absolute seconds and the share."""
+    statistics = statistics_of(batch(8)).with_iteration(100.0)
+    assert statistics.share_of_iteration == pytest.approx(statistics.gate_seconds / 100)
+    assert "gate/time/share_of_iteration" in statistics.to_metrics()
+    assert "gate/time/share_of_iteration" not in statistics_of(batch(8)).to_metrics()
+
+
+def test_the_share_removed_by_cheap_checks_is_reported():
+    """A77: 3 of 4 defects were found before any token was read."""
+    samples = batch(20, 3)
+    samples[10].rollout_log_probs[0] = math.nan
+    assert statistics_of(samples).cheap_share == 0.75
+
+
+def test_groups_are_counted_with_their_valid_members_and_mixed_prompts_are_reported():
+    """A61, A62: a mixed group degrades silently; equal prompt texts in two groups are two groups."""
+    samples = batch(12, 7)
+    samples[9].prompt = "another prompt"
+    samples[2].prompt = samples[5].prompt
+    groups = statistics_of(samples).groups()
+    assert groups["count"] == 3 and groups["sizes"] == {4: 3} and groups["without_valid"] == 1 and groups["with_one_valid"] == 1
+    assert groups["mixed"] == [0, 2]
+    alarms = {alarm.name: alarm.message for alarm in find_alarms(statistics_of(samples), [])}
+    assert "2 groups" in alarms["mixed_groups"]
+
+
+def test_kolmogorov_smirnov_equals_scipy():
+    """A87: numpy only in the product; scipy is the oracle."""
+    rng = np.random.default_rng(1)
+    for n, m, shift in ((50, 80, 0), (500, 300, 0.2), (1000, 1000, 0.05), (30, 30, 3)):
+        first, second = rng.normal(size=n).round(1), rng.normal(shift, size=m).round(1)
+        expected = stats.ks_2samp(first, second, method="asymp")
+        distance, p = kolmogorov_smirnov(first, second)
+        assert distance == pytest.approx(expected.statistic)
+        assert p == pytest.approx(stats.kstwobign.sf(math.sqrt(n * m / (n + m)) * distance), abs=1e-9)
+
+
+def test_population_stability_index_of_a_hand_made_case():
+    """A87: shares 1/2, 1/2 against 1/4, 3/4: (1/4)(ln 2 ... ) = 0.25 ln(3) by hand."""
+    expected, actual = np.array([1, 1, 2, 2]), np.array([1, 2, 2, 2])
+    psi = population_stability_index(expected, actual, num_bins=2)
+    assert psi == pytest.approx((0.25 - 0.5) * math.log(0.5) + (0.75 - 0.5) * math.log(1.5))
+    assert population_stability_index(expected, expected) == 0.0
+    assert math.isnan(population_stability_index(expected, np.array([])))
+
+
+def test_the_noise_of_the_index_is_what_chance_gives():
+    """A small batch drifts by chance alone; an alarm that ignores it is switched off after a week."""
+    rng = np.random.default_rng(2)
+    values = [population_stability_index(rng.integers(0, 10**6, 400), rng.integers(0, 10**6, 300)) for _ in range(200)]
+    assert np.mean(values) == pytest.approx(expected_psi_noise(400, 300), rel=0.2)
+
+
+def test_drift_compares_with_the_previous_rollout_and_with_the_window():
+    """A87, A91: the previous rollout is the last of the history."""
+    short, long = batch(200, length=lambda i: 10 + i % 5), batch(200, length=lambda i: 40 + i % 5)
+    history = [statistics_of(long), statistics_of(short)]
+    drift = statistics_of(short, previous=history).drift
+    assert drift.psi_previous == 0.0 and drift.ks_previous == 0.0
+    assert drift.ks_window == pytest.approx(0.5) and drift.psi_window > 0.25
+    assert math.isnan(statistics_of(short).drift.psi_previous)
+
+
+def test_a_drop_rate_from_10_to_25_percent_fires_and_names_the_reason():
+    """A110: in the story a wrong sampling temperature; the message says where to look."""
+    history = [statistics_of(batch(128, 13)) for _ in range(5)]
+    assert find_alarms(statistics_of(batch(128, 14), previous=history), history) == []
+    alarms = find_alarms(statistics_of(batch(128, 32), previous=history), history)
+    assert [alarm.name for alarm in alarms] == ["drop_rate"]
+    assert "25.0 %" in alarms[0].message and "10.2 %" in alarms[0].message and "truncated" in alarms[0].message
+
+
+@pytest.mark.parametrize(("now", "before", "fires"), [((16, 64), (32, 320), True), ((2, 8), (4, 40), False), ((110, 1000), (100, 1000), False)])
+def test_a_jump_is_more_than_chance(now, before, fires):
+    """2 of 8 against 10 % is chance; 11 % against 10 % is no jump."""
+    assert rate_jumped(*now, *before) is fires
+
+
+def test_drifting_lengths_and_a_slow_gate_are_said_in_plain_words():
+    """A82, A83, A109: above 10 % of the iteration the order of optimisation is part of the message."""
+    history = [statistics_of(batch(300, length=lambda i: 10 + i % 9))]
+    moved = statistics_of(batch(300, length=lambda i: 30 + i % 9), previous=history)
+    slow = moved.with_iteration(moved.gate_seconds * 5)
+    alarms = {alarm.name: alarm.message for alarm in find_alarms(slow, history)}
+    assert set(alarms) == {"length_drift", "time"} and "20.0 %" in alarms["time"]
+    positions = [alarms["time"].index(word) for word in ("short circuit", "vectorise", "parallel", "cache")]
+    assert positions == sorted(positions)
+
+
+def test_an_alignment_jump_names_the_versions_that_changed_with_it():
+    """A92: a rise of alignment failures is attributable to a sampler or tokenizer change."""
+    def with_alignment(mismatched, version):
+        base = statistics_of(batch(100))
+        base.counts.update(compared=100, mismatched=mismatched, cause_shifted_ids=mismatched)
+        base.versions.update(engine=version, tokenizer="t")
+        return base
+
+    alarms = {a.name: a.message for a in find_alarms(with_alignment(30, "e2"), [with_alignment(1, "e1")])}
+    assert "30.0 %" in alarms["alignment"] and "shifted_ids" in alarms["alignment"]
+    assert "e1" in alarms["version"] and "e2" in alarms["version"]
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
