@@ -205,7 +205,7 @@ class Loop:
                 print(f"sft step {step + 1}/{steps} loss {loss.item():.3f} held-out {accuracy:.3f} "
                       f"{time.perf_counter() - started:.1f} s", flush=True)  # fmt: skip
 
-    def rollout(self, recipe: dict[str, Any], problems: list[tuple[int, int]]) -> Batch:
+    def sample(self, recipe: dict[str, Any], problems: list[tuple[int, int]]) -> Batch:
         """Returns n samples of each problem with rewards; a group's rows are neighbours."""
         repeated = [problem for problem in problems for _ in range(recipe["n_samples_per_prompt"])]
         prompts = render(self.tokenizer, problems).repeat_interleave(recipe["n_samples_per_prompt"], 0)
@@ -213,7 +213,35 @@ class Loop:
         responses, mask = generate(
             self.model, prompts, max_tokens=limit, temperature=temperature, end=self.end, pad=self.pad
         )
+        missing = limit - responses.shape[1]
+        responses = torch.nn.functional.pad(responses, (0, missing), value=self.pad)
+        mask = torch.nn.functional.pad(mask, (0, missing), value=False)
         return Batch(torch.cat([prompts, responses], 1), mask, score(self.tokenizer, responses, repeated))
+
+    def rollout(self, recipe: dict[str, Any], stream: Iterator[list[tuple[int, int]]]) -> tuple[Batch, float]:
+        """Returns `rollout_batch_size` groups and the mean reward of all that were sampled.
+
+        With a dynamic sampling filter these are the first groups whose rewards differ, and sampling goes on until there are enough.
+        """
+        size, wanted = recipe["n_samples_per_prompt"], recipe["rollout_batch_size"]
+        kept: list[Batch] = []
+        rewards: list[torch.Tensor] = []
+        while sum(len(batch.rewards) for batch in kept) < wanted * size:
+            batch = self.sample(recipe, next(stream))
+            rewards.append(batch.rewards)
+            if recipe.get("dynamic_sampling_filter_path"):
+                rows = (batch.rewards.view(-1, size).std(1) > 1e-6).repeat_interleave(size)
+                batch = Batch(batch.token_ids[rows], batch.response_mask[rows], batch.rewards[rows])
+            kept.append(batch)
+        parts = {
+            field.name: torch.cat([getattr(batch, field.name) for batch in kept])[: wanted * size]
+            for field in dataclasses.fields(Batch)
+        }
+        num_columns = int(parts["response_mask"].sum(1).max())
+        surplus = parts["response_mask"].shape[1] - num_columns
+        parts["token_ids"] = parts["token_ids"][:, : parts["token_ids"].shape[1] - surplus]
+        parts["response_mask"] = parts["response_mask"][:, :num_columns]
+        return Batch(**parts), torch.cat(rewards).mean().item()
 
     def train(self, recipe: dict[str, Any], batch: Batch, old: torch.Tensor, optimizer, schedule) -> None:
         """Takes one optimizer step per `global_batch_size` rows."""
@@ -232,11 +260,12 @@ class Loop:
     def grpo(self, recipe: dict[str, Any], report_every: int) -> dict[str, float]:
         """Runs the recipe's rollouts; returns median seconds per step and of its parts."""
         optimizer, schedule = build_optimizer(self.model, recipe)
-        stream = epochs(self.train_problems, recipe["rollout_batch_size"], recipe["rollout_seed"] + self.seed)
+        fetch = recipe.get("over_sampling_batch_size") or recipe["rollout_batch_size"]
+        stream = epochs(self.train_problems, fetch, recipe["rollout_seed"] + self.seed)
         started, times = time.perf_counter(), []
         for step in range(recipe["num_rollout"]):
             clock = [time.perf_counter()]
-            batch = self.rollout(recipe, next(stream))
+            batch, reward = self.rollout(recipe, stream)
             clock.append(time.perf_counter())
             with torch.no_grad():
                 old = response_log_probs(self.model, batch)
@@ -249,7 +278,7 @@ class Loop:
                 groups = batch.rewards.view(-1, recipe["n_samples_per_prompt"])
                 spread = ((groups.mean(1) > 0) & (groups.mean(1) < 1)).float().mean()
                 print(
-                    f"grpo step {step + 1}/{recipe['num_rollout']} reward {batch.rewards.mean():.3f} "
+                    f"grpo step {step + 1}/{recipe['num_rollout']} reward {reward:.3f} "
                     f"spread {spread:.2f} held-out {self.evaluate():.3f} {time.perf_counter() - started:.1f} s",
                     flush=True,
                 )
