@@ -7,6 +7,9 @@ with growing pauses and a cap. What never is: a 4xx reply, because the same requ
 from __future__ import annotations
 
 import asyncio
+import atexit
+import concurrent.futures
+import contextlib
 import dataclasses
 import ipaddress
 import logging
@@ -89,8 +92,18 @@ def _session() -> aiohttp.ClientSession:
         headers = {"Authorization": f"Bearer {_settings.api_key}"} if _settings.api_key else None
         connector = aiohttp.TCPConnector(limit=_settings.max_connections, keepalive_timeout=KEEP_ALIVE_S)
         session = aiohttp.ClientSession(connector=connector, headers=headers, trust_env=False)
+        if not _sessions:
+            atexit.register(_close_at_exit)
         _sessions[loop] = session
     return session
+
+
+def _close_at_exit() -> None:
+    """Closes the sessions of loops that still run, so that no connection is reported as lost."""
+    for loop, session in list(_sessions.items()):
+        if loop.is_running() and not session.closed:
+            with contextlib.suppress(asyncio.TimeoutError, concurrent.futures.TimeoutError, RuntimeError):
+                asyncio.run_coroutine_threadsafe(session.close(), loop).result(timeout=1.0)
 
 
 async def close_session() -> None:

@@ -1,0 +1,207 @@
+"""Generation that never stops: a worker keeps groups in flight across rollouts, and each rollout takes those that are done.
+
+For use with `slime train-async`. Groups that an abort left unfinished go back to the data source; the state of the data
+source knows which groups are out, so that a resume generates them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from slime.exceptions import ConfigError
+from slime.rollout import sglang_rollout
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.data_source import group_id_of, iter_samples
+from slime.rollout.failures import FailureCounter
+from slime.rollout.group_loop import first_index, pristine, report_progress
+from slime.utils.async_utils import run
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+_global_worker: AsyncRolloutWorker | None = None
+_worker_lock = threading.Lock()
+
+
+def _get_global_worker(args: Any, data_buffer: Any) -> AsyncRolloutWorker:
+    """This process's worker, started on the first call and again if its thread died."""
+    global _global_worker
+    with _worker_lock:
+        if _global_worker is None or not _global_worker.worker_thread.is_alive():
+            _global_worker = AsyncRolloutWorker(args, data_buffer, concurrency=args.rollout_batch_size)
+            _global_worker.start()
+        return _global_worker
+
+
+def stop_global_worker() -> None:
+    """Stops this process's worker, if there is one."""
+    global _global_worker
+    with _worker_lock:
+        if _global_worker is not None:
+            _global_worker.stop()
+            _global_worker = None
+
+
+atexit.register(stop_global_worker)
+
+
+class AsyncRolloutWorker:
+    """Keeps at most `concurrency` groups in flight, and at most as many finished ones waiting beside them.
+
+    Finished groups stand in `output_queue` as (group id, group), first done first out. `poll_interval` is in seconds.
+    """
+
+    def __init__(self, args: Any, data_buffer: Any, concurrency: int = 10) -> None:
+        self.args = args
+        self.data_buffer = data_buffer
+        self.concurrency = concurrency
+        self.running = False
+        self.poll_interval = 1.0
+        # Without a bound: a task's callback runs on the event loop and must never wait.
+        self.output_queue: queue.Queue[tuple[int, list]] = queue.Queue()
+        self.worker_thread: threading.Thread | None = None
+        self.state = sglang_rollout.GenerateState(args)
+        self.error: BaseException | None = None
+        # get_samples is called by this worker's thread, add_samples and commit by the rollout's.
+        self.buffer_lock = threading.Lock()
+
+    def start(self) -> None:
+        """Starts the worker's thread; does nothing when it runs."""
+        if self.worker_thread is None or not self.worker_thread.is_alive():
+            self.running = True
+            self.worker_thread = threading.Thread(target=self._run, name="slime-fully-async", daemon=True)
+            self.worker_thread.start()
+
+    def stop(self) -> None:
+        """Ends the worker; groups in flight are cancelled."""
+        self.running = False
+        if self.worker_thread is not None and self.worker_thread is not threading.current_thread():
+            self.worker_thread.join(timeout=5)
+
+    def queue_size(self) -> int:
+        """Finished groups that wait."""
+        return self.output_queue.qsize()
+
+    def get_completed_groups(self, limit: int | None = None) -> list[tuple[int, list]]:
+        """Finished groups in order of completion, at most `limit` of them; the others stay in the queue."""
+        completed = []
+        while limit is None or len(completed) < limit:
+            try:
+                completed.append(self.output_queue.get_nowait())
+            except queue.Empty:
+                break
+        return completed
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._loop())
+        except BaseException as error:  # noqa: BLE001 - handed to the rollout that waits for this thread
+            self.error = error
+            logger.debug("the asynchronous worker ended", exc_info=True)
+
+    async def _loop(self) -> None:
+        """Tops up the groups in flight while the trainer keeps up."""
+        active: set[asyncio.Task] = set()
+        try:
+            while self.running:
+                for task in [task for task in active if task.done()]:
+                    active.discard(task)
+                    task.result()  # ConfigError and the like end the worker
+                self._top_up(active)
+                if active:
+                    await asyncio.wait(active, timeout=self.poll_interval, return_when=asyncio.FIRST_COMPLETED)
+                else:
+                    await asyncio.sleep(self.poll_interval)
+        finally:
+            for task in active:
+                task.cancel()
+            await asyncio.gather(*active, return_exceptions=True)
+
+    def _top_up(self, active: set[asyncio.Task]) -> None:
+        while len(active) < self.concurrency and self.output_queue.qsize() < self.concurrency:
+            with self.buffer_lock:
+                groups = self.data_buffer.get_samples(1)
+            if not groups:
+                return
+            for group in groups:
+                task = asyncio.create_task(
+                    sglang_rollout.generate_and_rm_group(
+                        self.args, group, dict(self.state.sampling_params), evaluation=False
+                    )
+                )
+                group_id = group_id_of(group)
+                task.add_done_callback(self._make_done_cb(-1 if group_id is None else group_id))
+                active.add(task)
+
+    def _make_done_cb(self, gid: int) -> Callable[[asyncio.Task], None]:
+        """The callback that puts a finished task's group into the queue."""
+
+        def done(task: asyncio.Task) -> None:
+            if not task.cancelled() and task.exception() is None:
+                self.output_queue.put((gid, task.result()))
+
+        return done
+
+
+async def _generate_rollout_async(args: Any, rollout_id: int, data_buffer: Any) -> list[list[Sample]]:
+    """Exactly `rollout_batch_size` finished groups, in order of sample index."""
+    output = await _collect(args, rollout_id, data_buffer)
+    return output.samples
+
+
+async def _collect(args: Any, rollout_id: int, data_buffer: Any) -> RolloutFnTrainOutput:
+    worker = _get_global_worker(args, data_buffer)
+    target = args.rollout_batch_size
+    max_ratio = getattr(args, "max_failed_ratio", 1.0)
+    failures = FailureCounter(total=target * args.n_samples_per_prompt, max_ratio=max_ratio)
+    kept: list[list] = []
+    started = time.monotonic()
+    while len(kept) < target:
+        completed = worker.get_completed_groups(limit=target - len(kept))
+        for _, group in completed:
+            samples = list(iter_samples(group))
+            if any(sample.status is Sample.Status.ABORTED for sample in samples):
+                _give_back(args, worker, data_buffer, group)
+                continue
+            failures.add(samples)
+            kept.append(group)
+        report_progress("generate", len(kept) * args.n_samples_per_prompt, failures.total)
+        if len(kept) < target and not completed:
+            _check_alive(worker)
+            await asyncio.sleep(min(0.05, worker.poll_interval))
+    logger.info("rollout %d: %d groups taken in %.1f s", rollout_id, target, time.monotonic() - started)
+    kept.sort(key=first_index)
+    commit = getattr(data_buffer, "commit", None)
+    if commit is not None:
+        with worker.buffer_lock:
+            commit(rollout_id, [group_id_of(group) for group in kept])
+    return RolloutFnTrainOutput(samples=kept, metrics=failures.metrics())
+
+
+def _give_back(args: Any, worker: AsyncRolloutWorker, data_buffer: Any, group: list) -> None:
+    """Puts an unfinished group back: with its tokens under partial rollout, else as it was fetched."""
+    again = group if getattr(args, "partial_rollout", False) else pristine(group)
+    with worker.buffer_lock:
+        data_buffer.add_samples([again])
+
+
+def _check_alive(worker: AsyncRolloutWorker) -> None:
+    error = getattr(worker, "error", None)
+    if error is not None:
+        raise error
+
+
+def generate_rollout_fully_async(
+    args: Any, rollout_id: int, data_buffer: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput:
+    """One rollout's groups, taken from what the worker has finished. ConfigError (a ValueError) for evaluation."""
+    if evaluation:
+        raise ConfigError("fully asynchronous rollout has no evaluation; give --eval-function-path for it.")
+    return run(_collect(args, rollout_id, data_buffer))
