@@ -67,13 +67,12 @@ def is_loopback(host: str) -> bool:
 
 def engine_config_from_args(args: Any, rank: int, *, host: str | None = None) -> EngineConfig:
     """Returns the configuration of engine `rank` from the flat options namespace. `host` overrides --sglang-host (multi-node)."""
-    device = args.rollout_engine_device if args.rollout_engine_device != "auto" else args.accelerator
     return EngineConfig(
         hf_checkpoint=args.hf_checkpoint,
         host=host or args.sglang_host,
         port=0 if args.sglang_port is None else args.sglang_port + rank,
         api_key=args.sglang_api_key,
-        device=device,
+        device=args.rollout_engine_device,
         dtype=args.sglang_dtype,
         deterministic=args.sglang_enable_deterministic_inference,
         # Engines must not draw the same numbers for requests that bring no seed.
