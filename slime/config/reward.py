@@ -26,9 +26,6 @@ class RewardOptions:
     group_rm: bool = option(False, "Score the members of a group together, once all of them are generated.")
     reward_key: str | None = option(None, "Key of the number to train on where a scorer returns a dictionary.")
     eval_reward_key: str | None = option(None, "The same for evaluation; default: --reward-key.")
-    custom_convert_samples_to_train_data_path: str | None = option(
-        None, "Function (args, samples) that makes the training data in place of slime's own columns."
-    )
     custom_reward_post_process_path: str | None = option(
         None, "Function in place of reward normalization: (args, samples) -> (raw_rewards, rewards)."
     )
