@@ -261,7 +261,7 @@ def check_hf_cache(environment: Mapping[str, str] = os.environ) -> Finding:
     existing = Path(home)
     while not existing.exists():
         existing = existing.parent
-    if not os.access(existing, os.W_OK):
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
         return warn("Hugging Face cache", f"{home} cannot be written", "export HF_HOME=<a folder of yours>")
     return ok("Hugging Face cache", f"{home}, {'offline' if offline else 'downloads allowed (HF_HUB_OFFLINE=1 forbids them)'}")
 

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from slime.config.compat import apply_compat
+from slime.config.compat import apply_compat, off_values
 from slime.config.specs import OptionSpec, all_specs, convert_text, flag_of, nearest_names, specs_by_name
 from slime.config.yaml_file import read_option_file
 from slime.exceptions import ConfigError
@@ -142,7 +142,7 @@ def parse_command_line(argv: Sequence[str] | None = None, add_custom_arguments: 
     plugin = {name: value for name, value in vars(given).items() if name not in own_names}
     control = {flag: plugin.pop(flag[2:].replace("-", "_")) for flag in COMMAND_FLAGS}
 
-    values = {spec.name: parser.get_default(spec.name) for spec in specs}
+    values = {**off_values(own_names), **{spec.name: parser.get_default(spec.name) for spec in specs}}
     sources: dict[str, str] = {}
     flag_values = {name: value for name, value in vars(given).items() if name in own_names and value is not NOT_GIVEN}
     flag_values = {name: _unwrapped(specs_by_name()[name], value) for name, value in flag_values.items()}

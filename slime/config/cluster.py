@@ -11,6 +11,11 @@ from slime.config.option import option
 class ClusterOptions:
     """Machines and processes (on a CPU machine, read "gpus" as "processes")."""
 
+    accelerator: str = option(
+        "auto",
+        "Device of training; engines have --rollout-engine-device. auto: CUDA where torch was built for it and a device is visible. Also SLIME_ACCELERATOR.",
+        choices=("auto", "cpu", "cuda"),
+    )
     actor_num_nodes: int = option(1, "Nodes that train the policy.")
     actor_num_gpus_per_node: int | None = option(None, "Training ranks per node; None: 8 with CUDA, 1 on a CPU machine.")
     critic_num_nodes: int | None = option(None, "Nodes that train the critic; None: as the policy.")

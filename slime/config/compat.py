@@ -27,7 +27,6 @@ class CompatFlag:
     status: FlagStatus
     reason: str
     becomes: tuple[str, ...] = ()
-    refused_values: tuple[str, ...] = ()
 
 
 def _mapped(reason: str, **flags: str) -> list[CompatFlag]:
@@ -61,13 +60,14 @@ TABLE: tuple[CompatFlag, ...] = (
         ddp_bucket_size="--bucket-size",
         ddp_average_in_collective="--average-in-collective",
         recompute_activations="--recompute-granularity selective",
-        use_cpu_optimizer_offload="--optimizer-cpu-offload",
+        decoder_first_pipeline_num_layers="--num-layers-in-first-pipeline-stage",
+        decoder_last_pipeline_num_layers="--num-layers-in-last-pipeline-stage",
     ),
     *_listed(
         IGNORED,
         "there is one implementation here, so nothing is to be chosen",
-        "use_flash_attn use_mcore_models use_legacy_models transformer_impl no_persist_layer_norm attention_backend "
-        "use_rotary_position_embeddings tokenizer_type tokenizer_model train_backend auto_detect_ckpt_format ckpt_format "
+        "use_flash_attn use_mcore_models use_legacy_models attention_backend megatron_to_hf_mode "
+        "use_rotary_position_embeddings tokenizer_type tokenizer_model auto_detect_ckpt_format ckpt_format "
         "dist_ckpt_strictness ckpt_fully_parallel_load ckpt_fully_parallel_save",
     ),
     *_listed(
@@ -81,7 +81,7 @@ TABLE: tuple[CompatFlag, ...] = (
     *_listed(
         IGNORED,
         "it tunes CUDA kernels or memory only and changes no result",
-        "gradient_accumulation_fusion no_gradient_accumulation_fusion empty_unused_memory_level train_memory_margin_bytes "
+        "empty_unused_memory_level train_memory_margin_bytes "
         "record_memory_history memory_snapshot_dir memory_snapshot_num_steps no_offload_train_allocator",
     ),
     *_listed(
@@ -97,9 +97,10 @@ TABLE: tuple[CompatFlag, ...] = (
     ),
     *_listed(
         REFUSED,
-        "weights reach the engines by HTTP, shared memory or disk here; see --update-weight-transport",
-        "update_weights_interval_by_token update_weight_delta_encoding update_weight_local_checkpoint_dir",
+        "every update sends all weights here; see --update-weight-transport",
+        "update_weight_mode update_weight_delta_encoding update_weight_local_checkpoint_dir",
     ),
+    *_listed(REFUSED, "the critic trains with the policy's learning rate, --lr", "critic_lr critic_lr_warmup_iters"),
     *_listed(
         REFUSED,
         "it is read nowhere in upstream and would do nothing",
@@ -109,21 +110,21 @@ TABLE: tuple[CompatFlag, ...] = (
         REFUSED,
         "is not supported yet",
         "allgather_cp use_routing_replay use_rollout_routing_replay use_fault_tolerance prefill_num_servers "
-        "rollout_external_engine_addrs debug_rollout_only_with_router use_distributed_post slime_router_middleware_paths "
-        "use_slime_router slime_router_timeout slime_router_max_connections custom_model_provider_path "
-        "only_train_params_name_list freeze_params_name_list use_critic critic_train_only",
+        "use_distributed_post slime_router_middleware_paths use_slime_router slime_router_timeout slime_router_max_connections "
+        "custom_model_provider_path custom_megatron_before_log_prob_hook_path custom_megatron_before_train_step_hook_path "
+        "use_critic critic_train_only",
     ),
 )
 
 
 SGLANG_IGNORED = frozenset(
-    "mem_fraction_static max_running_requests max_total_tokens chunked_prefill_size schedule_policy schedule_conservativeness "
+    "chunked_prefill_size schedule_policy schedule_conservativeness "
     "cuda_graph_bs cuda_graph_max_bs disable_cuda_graph disable_cuda_graph_padding enable_torch_compile torch_compile_max_bs "
     "attention_backend decode_attention_backend prefill_attention_backend sampling_backend grammar_backend watchdog_timeout "
-    "enable_metrics enable_memory_saver disable_radix_cache enable_mixed_chunk num_continuous_decode_steps "
+    "enable_metrics enable_memory_saver enable_mixed_chunk num_continuous_decode_steps "
     "disable_custom_all_reduce enable_nccl_nvls enable_mscclpp triton_attention_num_kv_splits log_requests log_requests_level "
     "show_time_cost decode_log_interval stream_interval page_size swa_full_tokens_ratio hicache_ratio enable_hierarchical_cache "
-    "skip_server_warmup tokenizer_worker_num random_seed nccl_port dist_timeout max_prefill_tokens max_queued_requests".split()
+    "skip_server_warmup tokenizer_worker_num nccl_port dist_timeout max_queued_requests".split()
 )
 SGLANG_REFUSED = {
     "speculative decoding is not in the embedded engine": (
@@ -136,6 +137,31 @@ SGLANG_REFUSED = {
     "the embedded engine computes in the checkpoint's type without quantization": "quantization kv_cache_dtype torchao_config",
     "adapters are not supported": "lora_paths enable_lora max_loras_per_batch",
 }
+
+# What code and plug-ins written for upstream read on the namespace although the flag is refused here: its "off" value.
+OFF_VALUES: dict[str, object] = {
+    **dict.fromkeys(("use_routing_replay", "use_rollout_routing_replay", "allgather_cp", "enable_mtp_training", "use_fault_tolerance"), False),
+    **dict.fromkeys(
+        (
+            "custom_megatron_before_log_prob_hook_path",
+            "custom_megatron_before_train_step_hook_path",
+            "custom_model_provider_path",
+            "update_weight_local_checkpoint_dir",
+            "q_lora_rank",
+            "kv_lora_rank",
+            "qk_head_dim",
+            "qk_pos_emb_head_dim",
+            "v_head_dim",
+        )
+    ),
+    "update_weight_mode": "full",
+}
+
+
+def off_values(declared: Iterable[str]) -> dict[str, object]:
+    """Returns `OFF_VALUES` without the names that are options by now."""
+    declared = frozenset(declared)
+    return {name: value for name, value in OFF_VALUES.items() if name not in declared}
 
 
 def compat_flags() -> dict[str, CompatFlag]:

@@ -44,12 +44,16 @@ def derive(args: argparse.Namespace) -> dict[str, Any]:
     return changed
 
 
+def uses_cuda(accelerator: str) -> bool:
+    """Whether training would run on CUDA: as asked for, else by SLIME_ACCELERATOR, else by what torch's build and the machine offer."""
+    if accelerator == "auto":
+        accelerator = os.environ.get("SLIME_ACCELERATOR", "").strip().lower() or "auto"
+    return cuda_is_usable() if accelerator == "auto" else accelerator == "cuda"
+
+
 @functools.lru_cache(maxsize=1)
-def uses_cuda() -> bool:
-    """Whether training would run on CUDA, judged without importing torch: its build, the visible devices and SLIME_ACCELERATOR."""
-    wanted = os.environ.get("SLIME_ACCELERATOR", "").strip().lower()
-    if wanted in ("cpu", "cuda"):
-        return wanted == "cuda"
+def cuda_is_usable() -> bool:
+    """Whether torch, if it were imported, would find a CUDA device: it was built for CUDA, and a device is there and not hidden."""
     try:
         is_cpu_build = importlib.metadata.version("torch").endswith("+cpu")
     except importlib.metadata.PackageNotFoundError:
@@ -135,11 +139,11 @@ def _packing(args: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
-@step("actor_num_gpus_per_node", "actor_num_nodes")
+@step("accelerator", "actor_num_gpus_per_node", "actor_num_nodes")
 def _actor_devices(args: argparse.Namespace) -> dict[str, Any]:
     if args.actor_num_gpus_per_node is not None:
         return {}
-    return {"actor_num_gpus_per_node": 8 if uses_cuda() else 1}
+    return {"actor_num_gpus_per_node": 8 if uses_cuda(args.accelerator) else 1}
 
 
 @step("critic_num_gpus_per_node", "critic_num_nodes", "actor_num_gpus_per_node", "actor_num_nodes")
@@ -152,9 +156,9 @@ def _critic_devices(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-@step("distributed_backend")
+@step("accelerator", "distributed_backend")
 def _backend(args: argparse.Namespace) -> dict[str, Any]:
-    return {"distributed_backend": "nccl" if uses_cuda() else "gloo"} if args.distributed_backend is None else {}
+    return {"distributed_backend": "nccl" if uses_cuda(args.accelerator) else "gloo"} if args.distributed_backend is None else {}
 
 
 @step("colocate", "offload", "offload_train", "offload_rollout", "release_train")
@@ -206,6 +210,12 @@ def _critic(args: argparse.Namespace) -> dict[str, Any]:
 # Derived values which depend on the disk or the clock: a recorded configuration holds what was asked for instead, so that running
 # from it resumes, or opens a new folder, by what is true then.
 VOLATILE = ("load", "finetune", "no_load_optim", "no_load_rng", "start_rollout_id", "run_dir")
+
+
+@step("num_moe_experts")
+def _experts(args: argparse.Namespace) -> dict[str, Any]:
+    # Megatron's command line, and code written for it, says num_experts.
+    return {"num_experts": args.num_moe_experts}
 
 
 @step("run_dir", "run_name")

@@ -154,7 +154,7 @@ def devices_are_enough(args: argparse.Namespace) -> list[str]:
         return []
     training, engines = devices_needed(args)
     needed = max(training, engines) if args.colocate else training + engines
-    if uses_cuda():
+    if uses_cuda(args.accelerator):
         available, kind = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))), "GPUs"
     else:
         available, kind = args.num_cpus or os.cpu_count() or 1, "CPU cores"

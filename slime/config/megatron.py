@@ -101,6 +101,15 @@ class NumericsOptions:
     recompute_num_layers: int | None = option(None, "Layers per recomputation unit; goes with recompute-method.")
 
 
+@dataclasses.dataclass(frozen=True)
+class TrainDataPluginOptions:
+    """Plug-ins between rollout and training."""
+
+    custom_convert_samples_to_train_data_path: str | None = option(
+        None, "Function (args, samples) that makes the train data, a dict of lists with one entry per sample, in place of slime's."
+    )
+
+
 # (config class, file below megatron/core, title of its group). The first that has a field wins.
 SOURCES = (
     ("TransformerConfig", "transformer/transformer_config.py", "Megatron: transformer config"),
@@ -117,7 +126,6 @@ NOT_FLAGS = {
     "variable_seq_lengths": "always on where a pipeline needs it: rows differ in length",
     "perform_initialization": "weights come from a checkpoint",
     "use_cpu_initialization": "set by the accelerator",
-    "transformer_impl": "slime builds its layers from the local spec",
     "barrier_with_L1_time": "timers are slime's own",
     "log_max_attention_logit": "needs a Megatron timer loop",
 }

@@ -137,8 +137,8 @@ def batches_divide(args):
             f"{product} in --num-steps-per-rollout {steps} make {samples // steps} per step, but --global-batch-size is "
             f"{args.global_batch_size}. Use --global-batch-size {samples // steps}, or leave one of the two out."
         )
-    if samples % args.global_batch_size:
-        return f"{product} do not divide into steps of --global-batch-size {args.global_batch_size}. Use {_either(nearest_divisors(samples, args.global_batch_size))}."
+    if samples % args.global_batch_size and not vars(args).get("keep_trailing_rollouts"):
+        return f"{product} do not divide into steps of --global-batch-size {args.global_batch_size}. Use {_either(nearest_divisors(samples, args.global_batch_size))}, or --keep-trailing-rollouts."
 
 
 @rule("global_batch_size", "actor_num_nodes", "actor_num_gpus_per_node", "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -165,6 +165,15 @@ def over_sampling_is_not_under_sampling(args):
 def dynamic_batches_have_a_cap(args):
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
         return "--use-dynamic-batch-size needs --max-tokens-per-gpu: the tokens of one micro-batch on one GPU, for instance 8192."
+
+
+@rule("max_tokens_per_gpu", "log_probs_max_tokens_per_gpu", "micro_batch_packing")
+def one_cap_serves_both_passes(args):
+    if args.log_probs_max_tokens_per_gpu != args.max_tokens_per_gpu:
+        return (
+            f"--log-probs-max-tokens-per-gpu {args.log_probs_max_tokens_per_gpu} differs from --max-tokens-per-gpu {args.max_tokens_per_gpu}: "
+            "one schedule serves both passes here. Leave the first out."
+        )
 
 
 @rule("use_dynamic_batch_size", "balance_by_flops")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,9 @@ def parse_args(argv: Sequence[str] | Callable | None = None, add_custom_argument
     for warning in line.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     args = resolve(line)
+    if args.accelerator != "auto":
+        # get_accelerator() asks the environment, which reaches every process of the run.
+        os.environ["SLIME_ACCELERATOR"] = args.accelerator
     if line.print_config:
         print(format_resolved(args, all_specs()), end="")
         raise SystemExit(0)
@@ -82,9 +86,11 @@ def model_problems(args: argparse.Namespace) -> list[str]:
         return [f"--hf-checkpoint {args.hf_checkpoint}: {error}"]
     except (KeyError, TypeError) as error:
         return [f"--hf-checkpoint {args.hf_checkpoint}: config.json has no usable {error}."]
-    apply_derived(args, {name: value for name, value in fields.items() if getattr(args, name) is None})
+    shape = {name: value for name, value in fields.items() if getattr(args, name) is None}
     if args.seq_length is None:
-        apply_derived(args, {"seq_length": args.max_position_embeddings})
+        shape["seq_length"] = shape.get("max_position_embeddings", args.max_position_embeddings)
+    apply_derived(args, shape)
+    apply_derived(args, derive(args))
     return problems
 
 

@@ -27,11 +27,12 @@ def problems_of(words: str, tmp_path) -> str:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--global-batch-size 5", "4 x --n-samples-per-prompt 2 = 8 samples do not divide into steps of --global-batch-size 5. Use 4 or 8."),
+        ("--global-batch-size 5", "4 x --n-samples-per-prompt 2 = 8 samples do not divide into steps of --global-batch-size 5. Use 4 or 8, or --keep-trailing-rollouts."),
         ("--num-steps-per-rollout 3", "do not divide over --num-steps-per-rollout 3. Use 2 or 4."),
         ("--num-steps-per-rollout 2 --global-batch-size 8", "make 4 per step, but --global-batch-size is 8. Use --global-batch-size 4"),
         ("--over-sampling-batch-size 2", "--over-sampling-batch-size 2 is below --rollout-batch-size 4. Use 4 or more"),
         ("--use-dynamic-batch-size", "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
+        ("--max-tokens-per-gpu 64 --log-probs-max-tokens-per-gpu 128", "differs from --max-tokens-per-gpu 64"),
         ("--balance-by-flops", "--balance-by-flops needs --use-dynamic-batch-size"),
         ("--rollout-temperature 0", "--rollout-temperature must be > 0, it is 0.0"),
         ("--rollout-top-k 0", "--rollout-top-k is 0: use -1"),

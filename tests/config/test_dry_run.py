@@ -1,0 +1,120 @@
+"""The dry run tries prompts, template and reward for real and starts nothing."""
+
+import pytest
+from support.options import write_run_inputs
+from support.tiny_models import make_char_tokenizer
+
+from slime.config.derive import DerivedSizes
+from slime.dry_run import dry_run, first_difference, format_layout, format_sizes, judge_rewards, probe_template, template_difference
+from slime.utils.arguments import parse_args
+
+NUM_GPUS = 0
+
+STRIPPING_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' and not loop.last %}{{ message['content'].split('</think>')[-1] }}"
+    "{% else %}{{ message['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+)
+MERGING_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] != 'tool' or loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}<|im_start|>{{ message['role'] }}\n{% endif %}"
+    "{{ message['content'] }}"
+    "{% if message['role'] != 'tool' or loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}<|im_end|>\n{% endif %}{% endfor %}"
+)
+
+
+def run_inputs_with_tokenizer(folder, **tokenizer_options):
+    words = write_run_inputs(folder)
+    make_char_tokenizer(**tokenizer_options).save_pretrained(folder / "model")
+    return [*words, "--apply-chat-template", "--dry-run"]
+
+
+def test_a_prefix_is_told_from_a_change():
+    """The probe's arithmetic."""
+    assert first_difference([1, 2], [1, 2, 3]) is None
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2, 3], [1, 9, 3, 4]) == 1
+    assert first_difference([1, 2, 3], [1, 2]) == 2
+    assert first_difference([], [1]) is None
+
+
+def test_a_template_that_keeps_earlier_turns_passes():
+    """ChatML only appends."""
+    lines, is_stable = probe_template(make_char_tokenizer(), {})
+    assert is_stable and [line[0] for line in lines] == ["✓", "✓"]
+
+
+def test_a_template_that_strips_earlier_thoughts_is_found_with_the_token():
+    """Training on the second render would credit tokens that were never sampled."""
+    lines, is_stable = probe_template(make_char_tokenizer(chat_template=STRIPPING_TEMPLATE), {})
+    assert not is_stable
+    assert lines[0].startswith("✗ a user turn after an answer changes earlier tokens: token ")
+    tokenizer = make_char_tokenizer(chat_template=STRIPPING_TEMPLATE)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>x</think>y"}, {"role": "user", "content": "b"}]
+    # <|im_start|>user\na<|im_end|>\n is 9 tokens, <|im_start|>assistant\n is 11: position 20 held the first thought, now the answer.
+    difference = template_difference(tokenizer, messages, 2, {})
+    assert difference.startswith(f"token 20 was {tokenizer.convert_tokens_to_ids('<')} '<' and became {tokenizer.convert_tokens_to_ids('y')} 'y'")
+
+
+def test_a_template_that_merges_tool_results_is_found():
+    """A second tool message removes the end of the first one."""
+    lines, is_stable = probe_template(make_char_tokenizer(chat_template=MERGING_TEMPLATE), {})
+    assert not is_stable and lines[0].startswith("✓") and lines[1].startswith("✗ a second tool result changes earlier tokens")
+
+
+def test_a_template_that_cannot_render_a_role_is_not_an_error():
+    """Many templates know no tool role."""
+    template = "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m['content'] }}{% endfor %}"
+    lines, is_stable = probe_template(make_char_tokenizer(chat_template=template), {})
+    assert is_stable and lines[1] == "- a second tool result: the template does not render it (no tools)"
+
+
+def test_rewards_are_judged():
+    """A reward that raises, returns text, or cannot tell right from wrong."""
+    texts = ["3", "boxed", "wrong"]
+    assert judge_rewards(texts, [1, 0, 0], None)[1] is True
+    assert judge_rewards(texts, [{"score": 1.0}, {"score": 0.0}, {"score": 0.0}], "score")[0][-1].startswith("✓")
+    lines, works = judge_rewards(texts, [0, 0, 0], None)
+    assert works and lines[-1].startswith("!")
+    lines, works = judge_rewards(texts, [ValueError("no digit"), 0, 0], None)
+    assert not works and lines[-1] == "✗ the reward function failed: ValueError: no digit"
+    lines, works = judge_rewards(texts, [{"score": 1.0}] * 3, None)
+    assert not works and "--reward-key" in lines[-1]
+
+
+def test_sizes_and_layout_are_written_out():
+    """Each size has one name and one number."""
+    sizes = DerivedSizes(16, 8, 128, 64, 2, 32.0, 4, 2, 2, 1, 1, 2, 1)
+    assert format_sizes(sizes)[-1] == "16 prompts x 8 = 128 samples = 2 optimizer steps x 64"
+    lines = format_layout(sizes, ranks_per_node=4, is_colocated=False)
+    assert lines[1].split() == ["0", "0", "0", "0", "0", "0"] and lines[4].split() == ["3", "0", "1", "0", "1", "0"]
+    assert lines[-2:] == ["engine 0: device 4", "engine 1: device 5"]
+    assert format_layout(sizes, ranks_per_node=4, is_colocated=True)[-1] == "engine 1: device 1"
+
+
+def test_the_whole_dry_run_shows_everything_and_returns_0(tmp_path, capsys):
+    """What a cluster user reads before paying for GPUs."""
+    args = parse_args(run_inputs_with_tokenizer(tmp_path))
+    assert args.dry_run is True and dry_run(args) == 0
+    page = capsys.readouterr().out
+    for part in (
+        "nothing is started", "11 options given: 11 honoured, 0 mapped, 0 ignored, 0 refused", "global_batch_size", "derived",
+        "4 prompts x 2 = 8 samples = 1 optimizer steps x 8", "engine 0: device 1", "✓ a user turn after an answer keeps all earlier tokens",
+        "0: 23 tokens, label '1'", "| <|im_start|>assistant", "✓ a right answer scores above a wrong one",
+    ):  # fmt: skip
+        assert part in page, part
+    again = parse_args(["--config", str(tmp_path / "run" / "config.yaml")])
+    assert (again.rollout_batch_size, again.global_batch_size, again.dry_run) == (4, 8, False)
+
+
+def test_a_reward_that_raises_fails_the_dry_run(tmp_path, capsys, monkeypatch):
+    """Better now than after the first rollout."""
+    (tmp_path / "my_broken_reward.py").write_text("async def score(args, sample, **kwargs):\n    raise KeyError('answer')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    args = parse_args([*run_inputs_with_tokenizer(tmp_path), "--custom-rm-path", "my_broken_reward.score"])
+    assert dry_run(args) == 1
+    assert "✗ the reward function failed: KeyError: 'answer'" in capsys.readouterr().out
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,90 @@
+"""The console script: the right command is found, a wrong one is answered, only what is needed is imported."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from support.options import write_run_inputs
+
+from slime import __version__
+from slime.cli import COMMANDS, Command, available_commands, main, usage
+from slime.exceptions import ConfigError
+
+NUM_GPUS = 0
+
+
+def test_a_wrong_command_is_answered_with_the_right_one(capsys):
+    """Exit status 2 is argparse's for a wrong command line; scripts rely on it."""
+    assert main(["trian"]) == 2
+    assert "unknown command 'trian'. Did you mean train?" in capsys.readouterr().err
+    assert main(["zzz"]) == 2
+    assert "Commands: train" in capsys.readouterr().err
+
+
+def test_without_words_the_commands_are_listed(capsys):
+    """`slime` alone is the first thing a newcomer types."""
+    assert main([]) == 2
+    assert main(["--help"]) == 0
+    assert "usage: slime COMMAND" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"slime {__version__}\n"
+
+
+def test_every_listed_command_exists():
+    """A command in the help that cannot be imported is worse than none."""
+    commands = available_commands()
+    assert set(commands) <= set(COMMANDS) and {"train", "train-async", "doctor"} <= set(commands)
+    assert all(name in usage(commands) for name in commands)
+
+
+def test_errors_of_a_command_are_one_line_and_status_2(monkeypatch, capsys):
+    """A user's mistake is not a traceback."""
+    module = type(sys)("a_command_for_this_test")
+
+    def broken(words):
+        raise ConfigError("--x is 1. Use 2.")
+
+    module.broken = broken
+    monkeypatch.setitem(sys.modules, "a_command_for_this_test", module)
+    monkeypatch.setattr("slime.cli.available_commands", lambda: {"broken": Command("a_command_for_this_test:broken", "Fails.", raw=True)})
+    assert main(["broken"]) == 2
+    assert capsys.readouterr().err == "error: --x is 1. Use 2.\n"
+
+
+def test_print_config_prints_yaml_and_nothing_else(tmp_path, capsys):
+    """`slime train ... --print-config > run.yaml` must give a file that can be read."""
+    import yaml
+
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", *write_run_inputs(tmp_path), "--print-config"])
+    assert stopped.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert (printed["rollout_batch_size"], printed["global_batch_size"], printed["num_layers"]) == (4, 8, 2)
+
+
+def test_an_unknown_flag_ends_with_status_2_and_the_nearest_name():
+    """The whole path in a process of its own, as a shell script sees it."""
+    command = [sys.executable, "-m", "slime.cli", "train", "--n-sample-per-prompt", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "error: Unknown flag --n-sample-per-prompt. Did you mean --n-samples-per-prompt?\n"
+    assert done.stdout == ""
+
+
+def test_our_own_commands_name_a_mistyped_flag():
+    """tyro makes their command lines from functions."""
+    done = subprocess.run([sys.executable, "-m", "slime.cli", "doctor", "--jsno"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "--json" in done.stderr + done.stdout
+
+
+def test_doctor_prints_json():
+    """CI reads it."""
+    done = subprocess.run([sys.executable, "-m", "slime.cli", "doctor", "--json"], capture_output=True, text=True, timeout=120, check=False)
+    findings = json.loads(done.stdout)
+    assert {"Python", "torch", "ray", "megatron-core"} <= {finding["name"] for finding in findings}
+    assert done.returncode == (1 if any(finding["state"] == "fail" for finding in findings) else 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
