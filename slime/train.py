@@ -36,6 +36,11 @@ class Run:
 
         return should_run_periodic_action(rollout_id, interval, self.num_rollout_per_epoch, self.num_rollout)
 
+    def is_due_to_save(self, rollout_id: int) -> bool:
+        """True after every --save-interval rollouts, and after the last one: nothing that was asked for ends unsaved."""
+        asked = self.args.save or self.args.save_hf
+        return bool(asked) and (rollout_id == self.num_rollout - 1 or self.is_due(rollout_id, self.args.save_interval))
+
 
 @contextlib.contextmanager
 def build_run(args: Any) -> Iterator[Run]:
@@ -114,7 +119,7 @@ def train(run: Run) -> None:
         if args.debug_rollout_only:
             continue
         train_on(run, rollout_id, shards)
-        if args.save and run.is_due(rollout_id, args.save_interval):
+        if run.is_due_to_save(rollout_id):
             save(run, rollout_id)
         if not args.debug_train_only:
             run.actor.update_weights()

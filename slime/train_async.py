@@ -29,7 +29,7 @@ def train(run: Run) -> None:
         if args.debug_rollout_only:
             continue
         train_on(run, rollout_id, shards)
-        if args.save and run.is_due(rollout_id, args.save_interval):
+        if run.is_due_to_save(rollout_id):
             save(run, rollout_id)
         if (rollout_id + 1) % args.update_weights_interval == 0 and not args.debug_train_only:
             if ahead is not None:

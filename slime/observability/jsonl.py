@@ -29,7 +29,8 @@ def plain_value(value: Any) -> Any:
         except (ValueError, RuntimeError):  # more than one element
             return str(value)
         return plain_value(value) if isinstance(value, bool | int | float) else str(value)
-    return value if value - value == 0 else str(value)  # inf - inf and nan - nan are nan
+    # numpy's float64 is a float that orjson refuses; inf - inf and nan - nan are nan
+    return float(value) if value - value == 0 else str(value)
 
 
 def encode(record: dict[str, Any]) -> bytes:
