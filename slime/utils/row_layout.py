@@ -1,8 +1,8 @@
 """Packed rows: the samples of a micro-batch side by side in one row, as index arrays over all micro-batches of a rank at once.
 
-Letters: c context-parallel ranks; T tokens of a sample, P of its prompt. Without context parallelism a row holds the samples as they are. With it each
-sample is padded to 2c chunks and rank r holds chunks r and 2c-1-r of each (zigzag, as in `slime.utils.cp_layout`). A row ends in padding up
-to a multiple of `pad_to`; the padding is a sequence of its own. A micro-batch without samples is a row of padding.
+Letters: c context-parallel ranks; T tokens of a sample, P of its prompt. Without context parallelism a row holds the samples as they are.
+With it each sample is padded to 2c chunks and rank r holds chunks r and 2c-1-r of each (zigzag, as in `slime.utils.cp_layout`). A row ends
+in padding up to a multiple of `pad_to`; the padding is a sequence of its own. A micro-batch without samples is a row of padding.
 """
 
 from __future__ import annotations

@@ -1,0 +1,288 @@
+"""`process_rollout_data`: whatever the partition, a rank's fields are all about the same samples.
+
+Values name their sample: total length 100 + i, response length 200 + i, raw reward 1 for every third. A wrong pairing can be read in the failure.
+"""
+
+import os
+import pickle
+import types
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import ray
+
+from slime.exceptions import RolloutDataError
+from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
+from slime.utils.data import process_rollout_data
+from slime.utils.dp_schedule import ScheduleConfig
+from slime.utils.rollout_batch import localize
+from slime.utils.rollout_split import SplitConfig, split_by_dp
+from slime.utils.timer import Timer
+from slime.utils.types import Sample
+
+NUM_GPUS = 0
+
+PARTITIONS = {
+    "dp2-interleaved": [[0, 2, 4, 6], [1, 3, 5, 7]],
+    "dp2-contiguous": [[0, 1, 2, 3], [4, 5, 6, 7]],
+    "dp4-balanced": [[7, 0], [6, 1], [5, 2], [4, 3]],
+    "dp1-permuted": [[3, 0, 7, 2, 5, 1, 6, 4]],
+}
+TOTALS = [100 + i for i in range(8)]
+REWARDS = [1.0 if i % 3 == 0 else 0.0 for i in range(8)]
+
+
+class FakeBox:
+    def __init__(self, inner):
+        self.inner = inner
+
+
+def plain_shards(partitions, *, with_rewards=True):
+    """Shards as upstream writes them: dicts of lists, `total_lengths` and `raw_reward` whole."""
+    shards = []
+    for part in partitions:
+        shard = {
+            "partition": list(part),
+            "total_lengths": list(TOTALS),
+            "response_lengths": [200 + i for i in part],
+            "loss_masks": [f"mask of {i}" for i in part],
+            "log_probs": [f"log-probs of {i}" for i in part],
+        }
+        if with_rewards:
+            shard["raw_reward"] = list(REWARDS)
+        shards.append(shard)
+    return shards
+
+
+@pytest.fixture
+def identity_get(monkeypatch):
+    monkeypatch.setattr(ray, "get", lambda value: value)
+
+
+@pytest.fixture(params=list(PARTITIONS), ids=list(PARTITIONS))
+def partitions(request):
+    return PARTITIONS[request.param]
+
+
+def receive(shards, rank):
+    return process_rollout_data(None, [FakeBox(shard) for shard in shards], rank, len(shards))
+
+
+def test_every_local_field_is_about_the_partitions_samples(identity_get, partitions):
+    """B03, B04, B15, B16, B17: rewards, lengths and masks of a rank stand at the same index."""
+    for rank, part in enumerate(partitions):
+        batch = receive(plain_shards(partitions), rank)
+        assert batch["local_raw_reward"] == [REWARDS[i] for i in part]
+        assert batch["total_lengths"] == [100 + i for i in part]
+        assert batch["response_lengths"] == [200 + i for i in part]
+        assert batch["loss_masks"] == [f"mask of {i}" for i in part]
+
+
+def test_selecting_by_reward_selects_the_owned_correct_samples(identity_get, partitions):
+    """B08, B09, B10, B11: "reward == 1" picks exactly the rank's samples that were solved, and never indexes past the end."""
+    picked = []
+    for rank in range(len(partitions)):
+        batch = receive(plain_shards(partitions), rank)
+        correct = [i for i, reward in enumerate(batch["local_raw_reward"]) if reward == 1]
+        picked += [batch["response_lengths"][i] - 200 for i in correct]
+        assert [batch["log_probs"][i] for i in correct] == [f"log-probs of {batch['partition'][i]}" for i in correct]
+    assert sorted(picked) == [0, 3, 6]
+
+
+def test_raw_reward_and_the_timers_lengths_stay_whole(identity_get, partitions):
+    """B01, B02, B05: pass@k needs all siblings on every rank; [4 prompts, 2 samples] can be reshaped."""
+    for rank in range(len(partitions)):
+        batch = receive(plain_shards(partitions), rank)
+        assert batch["raw_reward"] == REWARDS
+        assert np.reshape(batch["raw_reward"], (4, 2)).shape == (4, 2)
+        assert Timer().seq_lens == TOTALS
+        assert batch.whole("raw_reward") == REWARDS
+        with pytest.raises(RolloutDataError, match="local_raw_reward"):
+            batch.local("raw_reward")
+
+
+def test_a_batch_without_raw_reward_is_tolerated(identity_get, partitions):
+    """B07: a custom converter need not score."""
+    batch = receive(plain_shards(partitions, with_rewards=False), 0)
+    assert "local_raw_reward" not in batch and "raw_reward" not in batch
+    assert batch["total_lengths"] == [100 + i for i in partitions[0]]
+
+
+def test_one_box_per_rank_is_asserted(identity_get, partitions):
+    """B06: fewer boxes than ranks would give two ranks the same samples."""
+    boxes = [FakeBox(shard) for shard in plain_shards(partitions)]
+    with pytest.raises(AssertionError, match=f"{len(boxes)} shards for {len(boxes) + 1}"):
+        process_rollout_data(None, boxes, 0, len(boxes) + 1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("partition", [0, 0], "repeats positions \\[0\\]"),
+        ("partition", [0, 8], "positions \\[8\\] are outside a batch of 8"),
+        ("response_lengths", [200], "'response_lengths' has 1 entries, but this rank has 2 samples"),
+        ("raw_reward", [1.0], "'raw_reward' has 1 entries, but the whole batch has 8 samples"),
+    ],
+)
+def test_a_shard_that_does_not_fit_its_partition_is_refused(identity_get, field, value, said):
+    """B24: if the meaning of `partition` changes, the first batch says so."""
+    shards = plain_shards([[0, 1], [2, 3, 4, 5, 6, 7]])
+    shards[0][field] = value
+    if field == "raw_reward":
+        with pytest.raises((RolloutDataError, IndexError)):
+            receive(shards, 0)
+        return
+    with pytest.raises(RolloutDataError, match=said):
+        receive(shards, 0)
+
+
+# --- the same through our own split ---------------------------------------------------------------------------------------
+
+
+def make_samples(count=8):
+    """Sample i has 100 + i tokens, the last 20 + i of them response, whose ids and log-probs hold i."""
+    return [
+        Sample(
+            index=i,
+            group_index=i // 2,
+            tokens=[i] * (100 + i),
+            response_length=20 + i,
+            reward=1.0 if i % 3 == 0 else 0.0,
+            rollout_log_probs=[-float(i)] * (20 + i),
+            metadata={"source_name": f"source {i}"},
+            status=Sample.Status.COMPLETED,
+        )
+        for i in range(count)
+    ]
+
+
+def make_split(samples, dp_size):
+    rewards = compute_rewards(samples, ColumnsConfig(divide_by_std=False))
+    columns = build_train_columns(samples, rewards[:2], ColumnsConfig())
+    config = SplitConfig(
+        global_batch_size=len(samples),
+        expected_rollouts=len(samples),
+        schedule=ScheduleConfig(dp_size=dp_size, align=dp_size, token_cap=256, packing="balanced"),
+        pad_to=64,
+    )
+    return split_by_dp(columns, config)
+
+
+def describe(batch):
+    """What a rank holds, as plain values."""
+    return {
+        "partition": list(batch["partition"]),
+        "total_lengths": list(batch["total_lengths"]),
+        "tokens": [sorted(set(np.asarray(entry).tolist())) for entry in batch["tokens"]],
+        "log_probs": [sorted(set(np.asarray(entry).tolist())) for entry in batch["rollout_log_probs"]],
+        "sources": list(batch["source_names"]),
+        "raw_reward": list(batch["raw_reward"]),
+        "local_raw_reward": list(batch["local_raw_reward"]),
+    }
+
+
+def check_rank(found, dp_rank_parts):
+    part = found["partition"]
+    dp_rank_parts.append(part)
+    assert found["total_lengths"] == [100 + i for i in part]
+    assert found["tokens"] == [[i] for i in part]
+    assert found["log_probs"] == [[-float(i)] for i in part]
+    assert found["sources"] == [f"source {i}" for i in part]
+    assert found["raw_reward"] == REWARDS
+    assert found["local_raw_reward"] == [REWARDS[i] for i in part]
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_our_shards_arrive_aligned_and_cover_every_sample_once(identity_get, dp_size):
+    """B24, B29: tokens, log-probs, source names and rewards travel with their sample, and ranks share nothing."""
+    shards = [pickle.loads(pickle.dumps(shard, protocol=5)) for shard in make_split(make_samples(), dp_size).shards]
+    parts = []
+    for rank in range(dp_size):
+        check_rank(describe(receive(shards, rank)), parts)
+    assert sorted(i for part in parts for i in part) == list(range(8))
+
+
+def test_a_shard_that_reaches_the_wrong_rank_is_refused(identity_get):
+    """B24: ranks that disagree about their numbers would train some samples twice and others never."""
+    shards = list(make_split(make_samples(), 2).shards)
+    with pytest.raises(RolloutDataError, match="rank 0 of 2 received the shard of rank 1"):
+        receive(shards[::-1], 0)
+
+
+def test_a_partition_that_is_not_what_was_scheduled_is_refused(identity_get):
+    """B24: the whole batch's owners travel with each shard, so that a disjoint cover is checked where it is used."""
+    shard = next(iter(make_split(make_samples(), 2).shards))
+    shard["partition"] = [position + 1 if position == max(shard["partition"]) else position for position in shard["partition"]]
+    with pytest.raises(RolloutDataError, match="not what was scheduled|outside a batch"):
+        receive([shard, shard], 0)
+
+
+def test_arrays_on_arrival_are_views_of_the_wire(identity_get):
+    """B26: the local view of a whole field is small, and heavy fields are not copied."""
+    shard = next(iter(make_split(make_samples(), 1).shards))
+    buffers = []
+    blob = pickle.dumps(shard, protocol=5, buffer_callback=buffers.append)
+    assert len(blob) < 3000 < sum(len(buffer.raw()) for buffer in buffers)
+    batch = localize(pickle.loads(blob, buffers=[buffer.raw().toreadonly() for buffer in buffers]), 0)
+    assert not batch["tokens"][0].flags.owndata
+    with pytest.raises(ValueError, match="read-only"):
+        batch["tokens"][0][0] = 7
+
+
+# --- through a real object store ------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """A training rank in another process."""
+
+    def receive(self, boxes, rank, dp_size):
+        batch = process_rollout_data(None, boxes, rank, dp_size)
+        return describe(batch) | {"owns_tokens": bool(batch["tokens"][0].flags.owndata), "seq_lens": list(Timer().seq_lens)}
+
+    def receive_plain(self, boxes, rank, dp_size):
+        batch = process_rollout_data(None, boxes, rank, dp_size)
+        return batch["partition"], batch["total_lengths"], batch["raw_reward"], batch["local_raw_reward"]
+
+
+@pytest.fixture(scope="module")
+def trainers():
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    with mock.patch.dict(os.environ, {"PYTHONPATH": path}):  # workers import this file and slime as this process does
+        start_ray()
+    actor = ray.remote(num_cpus=0)(Trainer)
+    yield [actor.remote(), actor.remote()]
+    ray.shutdown()
+
+
+def start_ray():
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=100 * 2**20)
+
+
+def test_shards_cross_a_real_object_store_without_being_copied(trainers):
+    """B25: the box is dereferenced in other processes, by two ranks, for every dp size; the tokens there are the store's memory."""
+    from slime.utils.misc import Box
+
+    for dp_size in (1, 2, 4):
+        boxes = [Box(ray.put(shard)) for shard in make_split(make_samples(), dp_size).shards]
+        found = ray.get([trainers[rank % 2].receive.remote(boxes, rank, dp_size) for rank in range(dp_size)])
+        parts = []
+        for rank_found in found:
+            check_rank(rank_found, parts)
+            assert rank_found["owns_tokens"] is False
+            assert rank_found["seq_lens"] == TOTALS
+        assert sorted(i for part in parts for i in part) == list(range(8))
+
+
+def test_plain_dicts_cross_a_real_object_store(trainers, partitions):
+    """B25, B18: a converter that ships lists keeps working, for every partition."""
+    boxes = [types.SimpleNamespace(inner=ray.put(shard)) for shard in plain_shards(partitions)]
+    results = ray.get([trainers[rank % 2].receive_plain.remote(boxes, rank, len(partitions)) for rank in range(len(partitions))])
+    for part, (got, totals, raw, local) in zip(partitions, results, strict=True):
+        assert (got, totals, raw, local) == (part, [100 + i for i in part], REWARDS, [REWARDS[i] for i in part])
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
