@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import logging
 import queue
 import threading
@@ -16,11 +17,11 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.exceptions import ConfigError
-from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.data_source import group_id_of, iter_samples
 from slime.rollout.failures import FailureCounter
 from slime.rollout.group_loop import first_index, pristine, report_progress
+from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
 from slime.utils.async_utils import run
 from slime.utils.types import Sample
 
@@ -67,7 +68,7 @@ class AsyncRolloutWorker:
         # Without a bound: a task's callback runs on the event loop and must never wait.
         self.output_queue: queue.Queue[tuple[int, list]] = queue.Queue()
         self.worker_thread: threading.Thread | None = None
-        self.state = sglang_rollout.GenerateState(args)
+        self.state = GenerateState(args)
         self.error: BaseException | None = None
         # get_samples is called by this worker's thread, add_samples and commit by the rollout's.
         self.buffer_lock = threading.Lock()
@@ -132,9 +133,7 @@ class AsyncRolloutWorker:
                 return
             for group in groups:
                 task = asyncio.create_task(
-                    sglang_rollout.generate_and_rm_group(
-                        self.args, group, dict(self.state.sampling_params), evaluation=False
-                    )
+                    generate_and_rm_group(self.args, group, dict(self.state.sampling_params), evaluation=False)
                 )
                 group_id = group_id_of(group)
                 task.add_done_callback(self._make_done_cb(-1 if group_id is None else group_id))
@@ -144,8 +143,11 @@ class AsyncRolloutWorker:
         """The callback that puts a finished task's group into the queue."""
 
         def done(task: asyncio.Task) -> None:
-            if not task.cancelled() and task.exception() is None:
-                self.output_queue.put((gid, task.result()))
+            try:
+                result = task.result()
+            except (asyncio.CancelledError, Exception):  # noqa: BLE001 - `_loop` raises it, where it ends the worker
+                return
+            self.output_queue.put((gid, result))
 
         return done
 
@@ -160,7 +162,8 @@ async def _collect(args: Any, rollout_id: int, data_buffer: Any) -> RolloutFnTra
     worker = _get_global_worker(args, data_buffer)
     target = args.rollout_batch_size
     max_ratio = getattr(args, "max_failed_ratio", 1.0)
-    failures = FailureCounter(total=target * args.n_samples_per_prompt, max_ratio=max_ratio)
+    group_size = getattr(args, "n_samples_per_prompt", 1)
+    failures = FailureCounter(total=target * group_size, max_ratio=max_ratio)
     kept: list[list] = []
     started = time.monotonic()
     while len(kept) < target:
@@ -172,7 +175,7 @@ async def _collect(args: Any, rollout_id: int, data_buffer: Any) -> RolloutFnTra
                 continue
             failures.add(samples)
             kept.append(group)
-        report_progress("generate", len(kept) * args.n_samples_per_prompt, failures.total)
+        report_progress("generate", len(kept) * group_size, failures.total)
         if len(kept) < target and not completed:
             _check_alive(worker)
             await asyncio.sleep(min(0.05, worker.poll_interval))
@@ -180,7 +183,7 @@ async def _collect(args: Any, rollout_id: int, data_buffer: Any) -> RolloutFnTra
     kept.sort(key=first_index)
     commit = getattr(data_buffer, "commit", None)
     if commit is not None:
-        with worker.buffer_lock:
+        with _buffer_lock(worker):
             commit(rollout_id, [group_id_of(group) for group in kept])
     return RolloutFnTrainOutput(samples=kept, metrics=failures.metrics())
 
@@ -188,8 +191,12 @@ async def _collect(args: Any, rollout_id: int, data_buffer: Any) -> RolloutFnTra
 def _give_back(args: Any, worker: AsyncRolloutWorker, data_buffer: Any, group: list) -> None:
     """Puts an unfinished group back: with its tokens under partial rollout, else as it was fetched."""
     again = group if getattr(args, "partial_rollout", False) else pristine(group)
-    with worker.buffer_lock:
+    with _buffer_lock(worker):
         data_buffer.add_samples([again])
+
+
+def _buffer_lock(worker: AsyncRolloutWorker) -> Any:
+    return getattr(worker, "buffer_lock", None) or contextlib.nullcontext()
 
 
 def _check_alive(worker: AsyncRolloutWorker) -> None:

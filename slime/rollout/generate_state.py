@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,13 +51,26 @@ class GenerateState(metaclass=SingletonMeta):
         http_utils.init_http_client(args)
         engines = max(1, http_utils.get_rollout_num_engines(args))
         self.max_requests = args.sglang_server_concurrency * engines
-        self.semaphore = asyncio.Semaphore(self.max_requests)
-        # A request for a whole group counts as many samples as it has.
-        self.group_semaphore = asyncio.Semaphore(max(1, self.max_requests // max(1, args.n_samples_per_prompt)))
+        self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict] = weakref.WeakKeyDictionary()
         self.sampling_params = rollout_sampling_params(args)
         self.group_sampling_seeds = [args.rollout_seed + member for member in range(args.n_samples_per_prompt)]
         self._prompt_ids: dict[str, list[int]] = {}
         self.reset()
+
+    @property
+    def semaphore(self) -> asyncio.Semaphore:
+        """Requests in flight, at most, from the running loop."""
+        return self._semaphore("samples", self.max_requests)
+
+    @property
+    def group_semaphore(self) -> asyncio.Semaphore:
+        """The same for requests of whole groups, each of which counts as many samples as it has."""
+        return self._semaphore("groups", max(1, self.max_requests // max(1, self.args.n_samples_per_prompt)))
+
+    def _semaphore(self, name: str, value: int) -> asyncio.Semaphore:
+        # One per loop: the fully asynchronous worker has a loop of its own, and asyncio's primitives belong to one.
+        mine = self._semaphores.setdefault(asyncio.get_running_loop(), {})
+        return mine.setdefault(name, asyncio.Semaphore(value))
 
     def reset(self) -> None:
         """Forgets the running tasks and the order to abort."""
