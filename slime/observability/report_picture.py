@@ -19,6 +19,7 @@ def _panel(
     *,
     unit: str = "",
     bottom: float | None = None,
+    is_log: bool = False,
 ) -> None:
     """Draws (steps, values, label, colour) lines; a short series gets markers so that one point is visible."""
     lines = [line for line in lines if line[0]]
@@ -40,8 +41,10 @@ def _panel(
     axes.locator_params(axis="x", integer=True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    if bottom is not None and lines:
-        axes.set_ylim(bottom=bottom)
+    if is_log and any(value > 0 for _, values, _, _ in lines for value in values):
+        axes.set_yscale("log")
+    elif bottom is not None and lines:
+        axes.set_ylim(bottom, 1.08 * max(max(values) for _, values, _, _ in lines) or 1)
     if len(lines) > 1:
         axes.legend(fontsize=9, frameon=False, loc="best")
     if not lines:
@@ -56,6 +59,13 @@ def _series(
     name = run.first_of(FAMILIES[label])
     steps, values = run.numbers(name) if name else ([], [])
     return steps, values, shown or label, colour
+
+
+def _positive(line: tuple[list[int], list[float], str, str]) -> tuple[list[int], list[float], str, str]:
+    """Absolute values, without the zeros that a logarithmic axis cannot hold."""
+    steps, values, label, colour = line
+    points = [(step, abs(value)) for step, value in zip(steps, values, strict=True) if value]
+    return [step for step, _ in points], [value for _, value in points], label, colour
 
 
 def _fates(run: RunRecords) -> list[tuple[list[int], list[float], str, str]]:
@@ -84,7 +94,11 @@ def draw_report(run: RunRecords, path: Path, *, title: str) -> Path:
         lambda axes: _panel(axes, "response length", [_series(run, "length", BLUE)], unit="tokens", bottom=0),
         lambda axes: _panel(
             axes, "distance of policies",
-            [_series(run, "kl", BLUE), _series(run, "logprob diff", ORANGE, shown="trainer - engine log-prob")],
+            [
+                _positive(_series(run, "kl", BLUE, shown="KL, absolute")),
+                _positive(_series(run, "logprob diff", ORANGE, shown="|trainer - engine log-prob|")),
+            ],
+            is_log=True,
         ),
         lambda axes: _panel(axes, "time per step", [_series(run, "step s", BLUE)], unit="seconds", bottom=0),
         lambda axes: _panel(axes, "samples", _fates(run), unit="share", bottom=-0.02),
