@@ -32,13 +32,15 @@ _LENIENT_PERIOD = 8
 
 
 def find_rejected_earlier(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
-    """Samples that other code marked invalid with a reason outside the gate's vocabulary."""
+    """Samples that other code marked invalid with a reason outside the gate's vocabulary, or whose mark is no bool."""
     if not chunk.config.trust_earlier_verdicts:
         return np.zeros(len(rows), dtype=bool)
-    marked = [
-        (s := chunk.samples[row]).valid is not True and s.invalid_reason not in REASON_OF_VALUE for row in rows.tolist()
-    ]
+    marked = [not _is_true(chunk.samples[row].valid) for row in rows.tolist()]
     return np.array(marked, dtype=bool)
+
+
+def _is_true(value: Any) -> bool:
+    return isinstance(value, bool | np.bool_) and bool(value)
 
 
 def find_failed(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
@@ -450,8 +452,5 @@ CHECKS: tuple[Check, ...] = (
 
 def earlier_reason(sample: Any) -> InvalidReason | None:
     """The gate's own earlier verdict on the sample, None if there is none."""
-    return (
-        REASON_OF_VALUE.get(sample.invalid_reason)
-        if sample.valid is False and isinstance(sample.invalid_reason, str)
-        else None
-    )
+    marked = isinstance(sample.valid, bool | np.bool_) and not sample.valid and isinstance(sample.invalid_reason, str)
+    return REASON_OF_VALUE.get(sample.invalid_reason) if marked else None

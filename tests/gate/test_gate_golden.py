@@ -1,0 +1,52 @@
+"""The golden corpus: a fixed set of samples whose verdicts change only on purpose."""
+
+import collections
+
+import pytest
+from support.gate_golden import GOLDEN_CONFIG, differences, expectation_of, load_corpus, load_tokenizer
+
+from slime.rollout.postprocess import postprocess_output_data
+from slime.rollout.postprocess.contract import REASONS
+
+NUM_GPUS = 0
+
+
+def judge():
+    samples, expected = load_corpus()
+    result = postprocess_output_data(samples, GOLDEN_CONFIG, tokenizer=load_tokenizer())
+    return samples, expected, [expectation_of(s, v) for s, v in zip(result.samples, result.verdicts, strict=True)]
+
+
+def test_every_golden_sample_has_the_verdict_reason_and_fields_it_had():
+    """A106, A108: run `python tests/golden/make_golden.py` after a change of the gate that is meant, and read the diff."""
+    changed = differences(*judge())
+    assert not changed, "the gate changed its word on these samples:\n" + "\n".join(changed)
+
+
+def test_the_corpus_covers_every_reason_and_enough_valid_samples():
+    """A107: empty, truncated, broken markers, overlong, too short - several of each - and 60 that must pass."""
+    _, expected = load_corpus()
+    counts = collections.Counter(row["reason"] for row in expected)
+    few = {reason.value: counts[reason.value] for reason in REASONS if counts[reason.value] < 8} 
+    assert set(few) <= {"rejected"} and counts[None] >= 60, few
+
+
+def test_a_difference_is_shown_for_every_sample_and_field():
+    """A108: the failure must say which samples changed and how, not only that some did."""
+    samples, expected, actual = judge()
+    actual[3] = {**actual[3], "valid": False, "reason": "too_long"}
+    actual[7] = {**actual[7], "response": "changed"}
+    lines = differences(samples, expected, actual)
+    assert len(lines) == 2 and "sample 3" in lines[0] and "None -> 'too_long'" in lines[0] and "response" in lines[1]
+
+
+def test_golden_verdicts_do_not_depend_on_neighbours_or_order():
+    """A78: judged alone or backwards, each sample gets the same word."""
+    samples, expected, _ = judge()
+    backwards = postprocess_output_data(samples[::-1], GOLDEN_CONFIG, tokenizer=load_tokenizer())
+    words = [expectation_of(s, v) for s, v in zip(backwards.samples, backwards.verdicts, strict=True)][::-1]
+    assert differences(samples, expected, words) == []
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

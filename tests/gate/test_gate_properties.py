@@ -1,0 +1,174 @@
+"""Properties that hold for any input: conservation, order, identity, determinism, sums of parts; and 10,000 mutations."""
+
+import copy
+import math
+import random
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.gate_reference import reason_of
+from support.gate_samples import reasons_of, sound_sample
+
+from slime.exceptions import RolloutDataError
+from slime.rollout.postprocess import GateConfig, MissingLogProbs, Policy, postprocess_output_data
+from slime.rollout.postprocess import gate as gate_module
+from slime.rollout.postprocess.contract import FORMAT_PRESETS, REASONS
+from slime.rollout.postprocess.statistics import GateStatistics
+from slime.utils.types import Sample, Status
+
+NUM_GPUS = 0
+CONFIG = GateConfig(
+    min_response_tokens=2,
+    max_response_tokens=30,
+    context_length=40,
+    vocab_size=50,
+    repetition_window=8,
+    repetition_max_period=2,
+    missing_log_probs=MissingLogProbs.MARK,
+    rewards_expected=True,
+)
+FLOATS = st.floats(-5, 0) | st.sampled_from([math.nan, math.inf, -math.inf, 0.5])
+
+
+@st.composite
+def well_formed_samples(draw):
+    """Samples with the right types and every kind of defect."""
+    prompt = draw(st.integers(0, 5))
+    length = draw(st.integers(0, 35))
+    ids = draw(st.lists(st.integers(-1, 51), min_size=prompt + length, max_size=prompt + length))
+    if draw(st.booleans()):
+        ids = [abs(i) % 50 for i in ids]
+    count = length if draw(st.integers(0, 5)) else length + 1
+    log_probs = draw(st.none() | st.lists(FLOATS if draw(st.booleans()) else st.floats(-5, 0), min_size=count, max_size=count))
+    return Sample(
+        index=draw(st.integers(0, 1000)),
+        group_index=draw(st.none() | st.integers(0, 3)),
+        prompt=draw(st.sampled_from(["p", "q"])),
+        tokens=draw(st.sampled_from([list, np.array]))(ids) if ids else [],
+        response=draw(st.sampled_from(["", "text", "\u200b \ufeff", "<answer>"])),
+        response_length=length,
+        rollout_log_probs=log_probs,
+        loss_mask=draw(st.none() | st.just([1] * length) | st.just([1] * (length + 2))),
+        status=draw(st.sampled_from(list(Status))),
+        finish_reason=draw(st.sampled_from([None, "stop", "length", "abort", "?"])),
+        reward=draw(st.none() | FLOATS),
+    )
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.lists(well_formed_samples(), max_size=12))
+def test_the_vectorised_gate_says_what_a_plain_loop_says(samples):
+    """The loop is what anyone would write; columns, chunks and short cuts must not change one word of it."""
+    assert reasons_of(postprocess_output_data(samples, CONFIG)) == [reason_of(sample, CONFIG) for sample in samples]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(well_formed_samples(), max_size=12), st.sampled_from([Policy.MARK, Policy.DROP]), st.integers(0, 12))
+def test_conservation_order_identity_and_sums_of_parts(samples, policy, cut):
+    """A57, A64, A76, A78, A79: nothing vanishes, moves or changes, and parts judged apart add up."""
+    config = GateConfig(policies=dict.fromkeys(REASONS, policy), rewards_expected=True)
+    before = copy.deepcopy(samples)
+    result = postprocess_output_data(samples, config)
+    statistics = result.statistics
+    assert statistics.total == len(samples) == statistics.kept + sum(statistics.dropped.values())
+    assert all(out.tokens is samples[row].tokens for row, out in zip(result.raw_rows, result.samples, strict=True))
+    assert [out.index for out in result.samples] == [samples[row].index for row in result.raw_rows]
+    assert result.raw_rows == sorted(result.raw_rows)
+    assert all(out.valid for out in result.samples) or policy is Policy.MARK
+    assert repr(before) == repr(samples)
+    again = postprocess_output_data(samples, config)
+    parts = [postprocess_output_data(part, config) for part in (samples[:cut], samples[cut:])]
+    assert again.verdicts == result.verdicts == parts[0].verdicts + parts[1].verdicts
+    merged = GateStatistics.merge([part.statistics for part in parts])
+    assert merged.counts == statistics.counts and merged.dropped == statistics.dropped and merged.groups() == statistics.groups()
+
+
+def test_chunks_are_invisible(monkeypatch):
+    """A78: the same batch cut into chunks of 1, 7 and all samples has the same verdicts and counts."""
+    samples = [sound_sample(i, length=5 + i % 9) for i in range(60)]
+    for i in range(0, 60, 7):
+        samples[i].rollout_log_probs[i % 5] = math.nan
+    results = []
+    for chunk_samples in (1, 7, 8192):
+        monkeypatch.setattr(gate_module, "CHUNK_SAMPLES", chunk_samples)
+        results.append(postprocess_output_data(samples, GateConfig()))
+    assert results[0].verdicts == results[1].verdicts == results[2].verdicts
+    assert results[0].statistics.counts == results[1].statistics.counts == results[2].statistics.counts
+
+
+JUNK = [
+    None, -1, 0, 1, 2**31, 2**70, -(2**70), 1.5, math.nan, math.inf, True, "", "x", "\ud800", "\udfff text \ud800", "\u200b", b"bytes",
+    [], [None], [[]], ["a"], [1.5], [-1], [2**40], [math.nan], {}, {"k": 1}, (), (1, 2), np.zeros(0), np.zeros((2, 2)), np.array(["a"]),
+    np.array([1, 2], dtype=np.uint64), np.array(3), np.array([None, 1]), object(), Status.ABORTED, "stop", "length", range(5), 1j,
+]  # fmt: skip
+FIELDS = ("tokens", "response", "response_length", "rollout_log_probs", "loss_mask", "status", "finish_reason", "reward")
+FIELDS += ("group_index", "index", "prompt", "metadata", "valid", "invalid_reason")
+
+
+def mutate(rng: random.Random, sample: Sample) -> Sample:
+    """One to three random changes of fields or of entries inside them."""
+    for _ in range(rng.randint(1, 3)):
+        field = rng.choice(FIELDS)
+        value = getattr(sample, field)
+        if isinstance(value, list) and value and rng.random() < 0.5:
+            value = list(value)
+            action = rng.randrange(3)
+            if action == 0:
+                value[rng.randrange(len(value))] = rng.choice(JUNK)
+            elif action == 1:
+                del value[rng.randrange(len(value))]
+            else:
+                value.insert(rng.randrange(len(value)), rng.choice(JUNK))
+            setattr(sample, field, value)
+        else:
+            setattr(sample, field, rng.choice(JUNK))
+    return sample
+
+
+def test_ten_thousand_mutations_end_as_a_verdict():
+    """A10: malformed data is marked with a reason or named in an error; it never raises something else and never passes silently."""
+    rng = random.Random(7)
+    config = GateConfig(format=FORMAT_PRESETS["answer"], vocab_size=10**6, rewards_expected=True, repetition_window=8)
+    samples = [mutate(rng, sound_sample(i % 50, response="<answer>4</answer>")) for i in range(10_000)]
+    start = time.perf_counter()
+    result = postprocess_output_data(samples, config)
+    statistics = result.statistics
+    assert statistics.total == 10_000 == statistics.kept + sum(statistics.dropped.values())
+    assert len({reason for reason, count in statistics.dropped.items() if count}) >= 8
+    for out in result.samples:
+        if out.valid is True:
+            assert 0 < out.response_length <= len(out.tokens) and math.isfinite(out.reward)
+            assert out.rollout_log_probs is None or all(math.isfinite(v) for v in out.rollout_log_probs)
+            assert out.loss_mask is None or len(out.loss_mask) == out.response_length
+    assert statistics.to_record() and statistics.to_metrics() and statistics.summary()
+    alone = rng.sample(range(10_000), 300)
+    assert [postprocess_output_data([samples[i]], config).verdicts[0] for i in alone] == [result.verdicts[i] for i in alone]
+    assert time.perf_counter() - start < 10
+
+
+def test_mutated_trajectories_of_other_engines_end_as_a_verdict_or_name_the_item():
+    """A10, A14: an adapter error names the position and what was wrong, never a bare KeyError."""
+    rng = random.Random(11)
+    errors = 0
+    for i in range(1500):
+        raw = {"prompt": [1, 2], "response": "r", "response_tokens": [3, 4], "logprobs": [-1.0, -1.0], "finish_reason": "stop"}
+        for _ in range(rng.randint(1, 2)):
+            key = rng.choice(list(raw))
+            if rng.random() < 0.3:
+                raw.pop(key)
+            else:
+                raw[key] = rng.choice(JUNK)
+        try:
+            result = postprocess_output_data([sound_sample(0), raw], GateConfig(adapter="trajectory"))
+            assert result.statistics.total == 2
+        except RolloutDataError as error:
+            errors += 1
+            assert "input 1" in str(error), (i, raw)
+    assert 0 < errors < 1500
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
