@@ -150,14 +150,12 @@ class MegatronTrainRayActor(TrainRayActor):
     def _step(self, rollout_id: int, data_iterator: list, rollout_data: RolloutBatch) -> None:
         with timer("actor_train"):
             train(
+                self.args,
                 rollout_id,
                 self.model,
                 self.optimizer,
                 self.opt_param_scheduler,
                 data_iterator,
-                rollout_data["num_microbatches"],
-                rollout_data["global_batch_sizes"],
-                args=self.args,
                 role=self.role,
             )
 

@@ -10,6 +10,7 @@ chunk 2*cp-1-r, one after the other.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -128,13 +129,17 @@ class PackedPlan:
 def packed_plan(cu_seqlens: torch.Tensor, *, cp_size: int, cp_rank: int) -> PackedPlan:
     """The plan of the row whose global (all CP ranks, padded) boundaries are `cu_seqlens` `[S + 1]`.
 
-    It is kept on the tensor, which lives exactly as long as its micro-batch.
+    The tensor keeps its plan for the layers; equal boundaries share one over the passes of a rollout.
     """
     plans = cu_seqlens.__dict__.setdefault("_packed_plans", {})
     plan = plans.get((cp_size, cp_rank))
     if plan is None:
-        lengths_S = np.diff(cu_seqlens.detach().cpu().numpy().astype(np.int64))
-        plan = plans[cp_size, cp_rank] = PackedPlan(
-            lengths_S, cp_size=cp_size, cp_rank=cp_rank, device=cu_seqlens.device
-        )
+        bounds = cu_seqlens.detach().cpu().numpy().astype(np.int64)
+        plan = plans[cp_size, cp_rank] = _plan_of_bounds(bounds.tobytes(), cp_size, cp_rank, cu_seqlens.device)
     return plan
+
+
+@functools.lru_cache(maxsize=256)
+def _plan_of_bounds(bounds: bytes, cp_size: int, cp_rank: int, device: torch.device) -> PackedPlan:
+    lengths_S = np.diff(np.frombuffer(bounds, dtype=np.int64))
+    return PackedPlan(lengths_S, cp_size=cp_size, cp_rank=cp_rank, device=device)

@@ -1,0 +1,245 @@
+"""Saving and resuming a training run: weights, optimizer, schedule, random states, published as one folder.
+
+A checkpoint folder holds the weights in Megatron-core's distributed format, optimizer state in safetensors, everything else as
+JSON, and a manifest of hashes. Nothing in it is unpickled but the distributed format's index, after a check (`weights_state`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+
+from slime.backends.megatron_utils import checkpoint_files as files
+from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_direct_to_path
+from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
+from slime.backends.megatron_utils.optimizer_state import load_optimizer_state, save_optimizer_state
+from slime.backends.megatron_utils.rng_state import collect_rng_state, restore_rng_state
+from slime.backends.megatron_utils.weights_state import load_weights_into, save_weights
+from slime.exceptions import ConfigError, SlimeError
+
+__all__ = ["load_checkpoint", "load_weights", "save_checkpoint", "save_hf_checkpoint"]
+
+logger = logging.getLogger(__name__)
+
+_STATE = "state.json"
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+def load_checkpoint(
+    args: Any,
+    model: Sequence[torch.nn.Module],
+    optimizer: Any = None,
+    opt_param_scheduler: Any = None,
+    *,
+    load_dir: str | None,
+) -> int | None:
+    """Fills model, optimizer, scheduler and random states; returns the iteration to continue after, None for a fresh start.
+
+    `load_dir` is a Megatron checkpoint folder (iteration `args.ckpt_step`, or its latest) or a Hugging Face folder; None means
+    `args.hf_checkpoint`. Weights and optimizer state may come from another layout; random states are restored only under the same.
+    `args.finetune`, `no_load_optim` and `no_load_rng` leave parts out. Called by all ranks together.
+    Raises `ConfigError` where there is nothing to load, and when a file is missing, cut or changed, naming it on every rank.
+    """
+    if load_dir is None or not files.is_megatron_checkpoint(load_dir):
+        _load_hf(args, model, load_dir or args.hf_checkpoint)
+        _tell_optimizer(optimizer)
+        return None
+    folder, iteration = files.find_checkpoint(load_dir, args.ckpt_step)
+    _verify(folder)
+    load_weights_into(folder, model)
+    _tell_optimizer(optimizer)
+    if args.finetune:
+        return None
+    state = _read_state(folder)
+    if optimizer is not None and not args.no_load_optim:
+        load_optimizer_state(folder, model, optimizer)
+        _load_scheduler(folder, state, opt_param_scheduler)
+    if not args.no_load_rng:
+        _load_rng(folder, state)
+    return iteration
+
+
+def load_weights(args: Any, model: Sequence[torch.nn.Module], path: str, *, ckpt_step: int | None = None) -> None:
+    """Fills the model alone, from a Megatron checkpoint or a Hugging Face folder. Called by all ranks together."""
+    if not files.is_megatron_checkpoint(path):
+        _load_hf(args, model, path)
+        return
+    folder, _ = files.find_checkpoint(path, ckpt_step)
+    _verify(folder)
+    load_weights_into(folder, model)
+
+
+def _load_hf(args: Any, model: Sequence[torch.nn.Module], path: str | None) -> None:
+    if path is None:
+        raise ConfigError("There are no weights to start from. Give --hf-checkpoint or --load.")
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(
+            f"{path} is neither a Megatron checkpoint (no {files.TRACKER}) nor a Hugging Face folder (no config.json)."
+        )
+    load_hf_weights(args, model, path)
+
+
+def _tell_optimizer(optimizer: Any) -> None:
+    if optimizer is not None:
+        # Its fp32 main parameters were copied from the weights of before.
+        optimizer.reload_model_params()
+
+
+def _verify(folder: Path) -> None:
+    manifest = files.read_manifest(folder)
+    if manifest is None:
+        logger.warning("%s has no %s: it was not saved by slime, and its files cannot be checked.", folder, files.MANIFEST)
+        return
+    names = sorted(manifest)[dist.get_rank() :: dist.get_world_size()]
+    problems = _from_all_ranks(files.damaged_files(folder, manifest, names))
+    if problems:
+        raise ConfigError(f"{' '.join(problems)} Resume from an earlier checkpoint with --ckpt-step.")
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    path = folder / _STATE
+    if not path.is_file():
+        raise ConfigError(f"{folder} was not saved by slime ({_STATE} is missing): only its weights can be loaded. Use --finetune.")
+    return json.loads(path.read_text())
+
+
+def _load_scheduler(folder: Path, state: dict[str, Any], scheduler: Any) -> None:
+    saved = state["scheduler"]
+    if saved is None or scheduler is None:
+        raise ConfigError(f"{folder} holds no scheduler state. Resume with --no-load-optim.")
+    own = scheduler.state_dict()
+    differing = [f"{key} {saved[key]!r} (now {own[key]!r})" for key in own if key != "num_steps" and saved.get(key) != own[key]]
+    if differing:
+        logger.warning("The checkpoint's learning-rate schedule stays in force: %s.", ", ".join(differing))
+    scheduler.num_steps = 0
+    scheduler.load_state_dict(saved)
+
+
+def _load_rng(folder: Path, state: dict[str, Any]) -> None:
+    path = folder / _rng_file(dist.get_rank())
+    if state["layout"] != _layout():
+        logger.warning("Random states are not restored: the checkpoint's layout is %s, this run's %s.", state["layout"], _layout())
+    elif not path.is_file():
+        raise ConfigError(f"{folder} holds no random states. Resume with --no-load-rng.")
+    else:
+        restore_rng_state(json.loads(path.read_text()))
+
+
+# --- saving ----------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    args: Any,
+    iteration: int,
+    model: Sequence[torch.nn.Module],
+    optimizer: Any = None,
+    opt_param_scheduler: Any = None,
+    *,
+    save_dir: str,
+    write_extra: Callable[[Path], None] | None = None,
+) -> Path:
+    """Publishes the state after `iteration` as `save_dir`/iter_<iteration>; returns that folder. Called by all ranks together.
+
+    write_extra: called on rank 0 with the folder while it is being written; what it puts there is published with the rest.
+    The pointer moves only after every file's hash was read back. Raises `SlimeError` when anything could not be written; the
+    previous checkpoints and the pointer are then as they were.
+    """
+    temporary, final = files.temporary_folder(save_dir, iteration), files.iteration_folder(save_dir, iteration)
+    is_first = dist.get_rank() == 0
+    _together(lambda: _make_empty(temporary) if is_first else None, temporary)
+
+    def write() -> None:
+        save_weights(temporary, model)
+        if optimizer is not None and not args.no_save_optim:
+            save_optimizer_state(temporary, model, optimizer)
+        if not args.no_save_rng:
+            (temporary / _rng_file(dist.get_rank())).write_text(json.dumps(collect_rng_state()))
+        if is_first:
+            scheduler = opt_param_scheduler.state_dict() if opt_param_scheduler is not None and not args.no_save_optim else None
+            state = {"iteration": iteration, "layout": _layout(), "scheduler": scheduler}
+            (temporary / _STATE).write_text(json.dumps(state, indent=1))
+            if write_extra is not None:
+                write_extra(temporary)
+
+    _together(write, temporary)
+    manifest: dict[str, Any] = {}
+    for entries in _together(lambda: files.hash_files(temporary, _my_share(files.files_below(temporary)), sync=True), temporary):
+        manifest.update(entries)
+    _together(lambda: files.publish(temporary, final, manifest) if is_first else None, temporary)
+    damaged = _from_all_ranks(files.damaged_files(final, manifest, _my_share(sorted(manifest))))
+    if damaged:
+        raise SlimeError(f"The checkpoint {final} does not read back as written, and is not used: {' '.join(damaged)}")
+
+    def point_and_prune() -> None:
+        files.point_to(save_dir, iteration)
+        files.prune(save_dir, keep=args.keep_checkpoints, current=iteration)
+
+    _together(lambda: point_and_prune() if is_first else None, temporary)
+    return final
+
+
+def save_hf_checkpoint(args: Any, rollout_id: int, model: Sequence[torch.nn.Module], hf_config: Any = None) -> Path:
+    """Exports Hugging Face weights to `args.save_hf` with {rollout_id} filled in; returns the folder. Called by all ranks together."""
+    del hf_config
+    folder = Path(args.save_hf.format(rollout_id=rollout_id))
+    save_hf_model_direct_to_path(args, folder, model)
+    return folder
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _my_share(names: list[str]) -> list[str]:
+    return names[dist.get_rank() :: dist.get_world_size()]
+
+
+def _together(action: Callable[[], Any], temporary: Path) -> list[Any]:
+    """Runs `action` on all ranks and returns their results; if one could not write, all raise and the temporary folder goes."""
+    try:
+        outcome = (None, action())
+    except (OSError, SafetensorError, CheckpointException) as error:
+        outcome = (f"rank {dist.get_rank()}: {error}", None)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, outcome)
+    problems = [problem for problem, _ in everyone if problem is not None]
+    if problems:
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise SlimeError(f"The checkpoint was not saved, the previous one is intact: {'; '.join(problems)}")
+    return [result for _, result in everyone]
+
+
+def _from_all_ranks(problems: list[str]) -> list[str]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, problems)
+    return [problem for own in everyone for problem in own]
+
+
+def _layout() -> dict[str, int]:
+    return {
+        "world": dist.get_world_size(),
+        "tensor": mpu.get_tensor_model_parallel_world_size(),
+        "pipeline": mpu.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline": mpu.get_virtual_pipeline_model_parallel_world_size() or 1,
+        "context": mpu.get_context_parallel_world_size(),
+        "expert": mpu.get_expert_model_parallel_world_size(),
+        "expert_tensor": mpu.get_expert_tensor_parallel_world_size(),
+    }
+
+
+def _rng_file(rank: int) -> str:
+    return f"rng_{rank:05d}.json"

@@ -1,0 +1,163 @@
+"""A checkpoint folder on disk: written under a temporary name, hashed, renamed as a whole, pointed to last. No torch, no ranks.
+
+    SAVE/iter_0000012/...            one checkpoint, with manifest.json: blake2b and size of every other file
+    SAVE/latest_checkpointed_iteration.txt   "12"
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from slime.exceptions import ConfigError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+MANIFEST = "manifest.json"
+_ITERATION = re.compile(r"iter_(\d{7})")
+
+
+def iteration_folder(save: str | Path, iteration: int) -> Path:
+    """Where the checkpoint of `iteration` lies below `save`."""
+    return Path(save) / f"iter_{iteration:07d}"
+
+
+def temporary_folder(save: str | Path, iteration: int) -> Path:
+    """The name a checkpoint is written under before it is published."""
+    return Path(save) / f".iter_{iteration:07d}.writing"
+
+
+def is_megatron_checkpoint(path: str | Path) -> bool:
+    """True for a folder with the pointer file, and for an iter_<7 digits> folder itself."""
+    path = Path(path)
+    return (path / TRACKER).is_file() or (_ITERATION.fullmatch(path.name) is not None and path.is_dir())
+
+
+def find_checkpoint(path: str | Path, step: int | None) -> tuple[Path, int]:
+    """Returns (checkpoint folder, iteration) of `step`, or of the latest. Raises `ConfigError` where there is none."""
+    path = Path(path)
+    own = _ITERATION.fullmatch(path.name)
+    if own and step in (None, int(own[1])):
+        return path, int(own[1])
+    if step is None:
+        text = (path / TRACKER).read_text().strip()
+        if not text.isdigit():
+            raise ConfigError(f"{path / TRACKER} holds {text!r}, not an iteration. Write the number of one of {_listed(path)}.")
+        step = int(text)
+    folder = iteration_folder(path, step)
+    if not folder.is_dir():
+        raise ConfigError(f"{path} has no checkpoint of iteration {step}. It has {_listed(path)}.")
+    return folder, step
+
+
+def published_iterations(save: str | Path) -> list[int]:
+    """Iterations of the published checkpoints below `save`, ascending."""
+    found = (_ITERATION.fullmatch(entry.name) for entry in Path(save).iterdir() if entry.is_dir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def files_below(folder: str | Path) -> list[str]:
+    """Relative paths of all files but the manifest, sorted."""
+    folder = Path(folder)
+    paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in paths if path != MANIFEST)
+
+
+def hash_files(folder: str | Path, names: Iterable[str], *, sync: bool = False) -> dict[str, dict[str, object]]:
+    """{relative path: {"blake2b": hex, "size": bytes}}; `sync` also forces each file's content to the disk."""
+    entries: dict[str, dict[str, object]] = {}
+    for name in names:
+        digest, size = hashlib.blake2b(digest_size=16), 0
+        with open(Path(folder) / name, "rb") as file:
+            while chunk := file.read(1 << 22):
+                digest.update(chunk)
+                size += len(chunk)
+            if sync:
+                os.fsync(file.fileno())
+        entries[name] = {"blake2b": digest.hexdigest(), "size": size}
+    return entries
+
+
+def publish(temporary: str | Path, final: str | Path, entries: Mapping[str, Mapping[str, object]]) -> None:
+    """Writes the manifest and gives the folder its final name; a folder of that name is replaced."""
+    temporary, final = Path(temporary), Path(final)
+    _write_durably(temporary / MANIFEST, json.dumps({"version": 1, "files": entries}, indent=1, sort_keys=True))
+    for folder in {(temporary / name).parent for name in entries} | {temporary}:
+        _sync_folder(folder)
+    replaced = None
+    if final.exists():
+        replaced = final.with_name(f".{final.name}.replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    temporary.rename(final)
+    _sync_folder(final.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def point_to(save: str | Path, iteration: int) -> None:
+    """Makes `iteration` the latest: the pointer file is replaced in one step."""
+    save = Path(save)
+    temporary = save / f".{TRACKER}.writing"
+    _write_durably(temporary, f"{iteration}\n")
+    temporary.rename(save / TRACKER)
+    _sync_folder(save)
+
+
+def prune(save: str | Path, *, keep: int | None, current: int) -> list[int]:
+    """Deletes all but the newest `keep` checkpoints (never `current`); returns the deleted iterations. None keeps all."""
+    if keep is None:
+        return []
+    deleted = [iteration for iteration in published_iterations(save)[: -max(keep, 1)] if iteration != current]
+    for iteration in deleted:
+        shutil.rmtree(iteration_folder(save, iteration), ignore_errors=True)
+    return deleted
+
+
+def read_manifest(folder: str | Path) -> dict[str, dict[str, object]] | None:
+    """The manifest's entries by relative path, None for a folder without one. Raises `ConfigError` for a malformed manifest."""
+    path = Path(folder) / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_text())["files"]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged ({error}). Resume from an earlier checkpoint with --ckpt-step.") from error
+
+
+def damaged_files(folder: str | Path, manifest: Mapping[str, Mapping[str, object]], names: Sequence[str]) -> list[str]:
+    """One sentence per file of `names` that is missing, cut, or differs from its hash."""
+    problems = []
+    for name in names:
+        path, expected = Path(folder) / name, manifest[name]
+        if not path.is_file():
+            problems.append(f"{path} is missing.")
+        elif path.stat().st_size != expected["size"]:
+            problems.append(f"{path} has {path.stat().st_size} bytes instead of {expected['size']}.")
+        elif hash_files(folder, [name])[name]["blake2b"] != expected["blake2b"]:
+            problems.append(f"{path} has been changed: its hash differs from the manifest's.")
+    return problems
+
+
+def _listed(save: Path) -> str:
+    found = published_iterations(save) if save.is_dir() else []
+    return ", ".join(str(iteration) for iteration in found) or "none"
+
+
+def _write_durably(path: Path, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

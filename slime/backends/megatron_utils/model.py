@@ -1,0 +1,258 @@
+"""Forward passes and optimizer steps over a rollout's micro-batches, by Megatron-core's schedules."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from slime.backends.megatron_utils.checkpoint import load_checkpoint, save_checkpoint
+from slime.backends.megatron_utils.ci_gates import CiGates, ci_problems, save_grad_norm
+from slime.backends.megatron_utils.cp_utils import reduce_train_step_metrics
+from slime.backends.megatron_utils.data import get_batch
+from slime.backends.megatron_utils.initialize import is_megatron_main_rank
+from slime.backends.megatron_utils.loss import get_rollout_top_p_logprob_kwargs, loss_function
+from slime.backends.megatron_utils.loss_config import LossConfig
+from slime.backends.megatron_utils.optimizer import setup_model_and_optimizer
+from slime.exceptions import RolloutDataError
+from slime.observability.logging_utils import log
+
+__all__ = ["forward_only", "load_checkpoint", "save_checkpoint", "setup_model_and_optimizer", "train", "train_one_step"]
+
+logger = logging.getLogger(__name__)
+
+
+def forward_only(
+    f: Callable[..., tuple[torch.Tensor, dict[str, list[torch.Tensor]]]],
+    args: Any,
+    model: Sequence[torch.nn.Module],
+    data_iterator: Sequence[Any],
+    num_microbatches: Sequence[int],
+    store_prefix: str = "",
+    use_rollout_top_p_replay: bool = False,
+) -> dict[str, list[torch.Tensor]]:
+    """Returns {store_prefix + key: one tensor per sample of this rank, in local order} on the last pipeline stage, {} on the others.
+
+    f: `get_log_probs_and_entropy` or `get_values`, or a function like them. num_microbatches: per optimizer step.
+    No gradient, dropout off; the model is back in training mode afterwards. All ranks call it together.
+    """
+    def forward_step(iterator: Any, chunk: torch.nn.Module, return_schedule_plan: bool = False) -> tuple[torch.Tensor, Any]:
+        batch = _next_batch(args, iterator)
+        nucleus = get_rollout_top_p_logprob_kwargs(args, batch) if use_rollout_top_p_replay else {}
+        collect = partial(
+            f,
+            args=args,
+            unconcat_tokens=batch["unconcat_tokens"],
+            total_lengths=batch["total_lengths"],
+            response_lengths=batch["response_lengths"],
+            with_entropy=args.use_rollout_entropy,
+            **nucleus,
+        )
+        return _run_chunk(chunk, batch), collect
+
+    for iterator in data_iterator:
+        iterator.reset()
+    for chunk in model:
+        chunk.eval()
+    collected: list[tuple[torch.Tensor, dict[str, list[torch.Tensor]]]] = []
+    try:
+        with torch.no_grad():
+            for num in num_microbatches:
+                collected += _run_schedule(args, forward_step, data_iterator, model, num, forward_only=True)
+    finally:
+        for chunk in model:
+            chunk.train()
+        for iterator in data_iterator:
+            iterator.reset()
+    if not mpu.is_pipeline_last_stage(ignore_virtual=True):
+        return {}
+    return _in_local_order(collected, data_iterator[0].micro_batch_indices, store_prefix)
+
+
+def train_one_step(
+    args: Any,
+    data_iterator: Sequence[Any],
+    model: Sequence[torch.nn.Module],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    *,
+    num_microbatches: int,
+    step_global_batch_size: int,
+) -> tuple[dict[str, float], float]:
+    """One optimizer step over the next `num_microbatches` of the iterator. Returns (metrics, gradient norm before clipping).
+
+    The metrics are whatever the loss reports, reduced over the step's samples and ranks; {} where this rank is not on the last
+    pipeline stage. A gradient that is not finite on any rank leaves weights, optimizer and scheduler as they are: the norm is then
+    NaN and `update_skipped` is 1. The scheduler's clock advances by `step_global_batch_size`. All ranks call it together.
+    """
+    def forward_step(iterator: Any, chunk: torch.nn.Module, return_schedule_plan: bool = False) -> tuple[torch.Tensor, Any]:
+        batch = _next_batch(args, iterator)
+        return _run_chunk(chunk, batch), partial(loss_function, args, batch, num_microbatches, step_global_batch_size)
+
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    losses = _run_schedule(args, forward_step, data_iterator, model, num_microbatches, forward_only=False)
+    grad_norm = math.nan
+    updated = False
+    if _gradients_are_finite(model):
+        updated, grad_norm, _ = optimizer.step()
+    if updated:
+        opt_param_scheduler.step(increment=step_global_batch_size)
+    else:
+        logger.warning("The gradient is not finite: this step changes nothing. Look at the rollout's log-probs and advantages.")
+    for chunk in model:
+        # Megatron's schedule leaves the last micro-batch's gradients alive otherwise.
+        chunk.zero_grad_buffer()
+    if not mpu.is_pipeline_last_stage(ignore_virtual=True):
+        return {}, _as_float(grad_norm)
+    metrics = reduce_train_step_metrics(
+        losses,
+        calculate_per_token_loss=args.calculate_per_token_loss,
+        step_global_batch_size=step_global_batch_size,
+        cp_size=mpu.get_context_parallel_world_size(),
+        dp_with_cp_group=mpu.get_data_parallel_group(with_context_parallel=True),
+    )
+    if not updated:
+        metrics["update_skipped"] = 1.0
+    return metrics, _as_float(grad_norm)
+
+
+def train(
+    args: Any,
+    rollout_id: int,
+    model: Sequence[torch.nn.Module],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    data_iterator: Sequence[Any],
+    *,
+    role: str = "actor",
+) -> list[dict[str, float]]:
+    """All optimizer steps of one rollout. Returns per step the metrics that were logged, on the last pipeline stage ([] elsewhere).
+
+    The rollout data says how many steps, micro-batches and rollouts per step there are. Raises `RolloutDataError` when a CI gate
+    (--ci-test) does not hold.
+    """
+    rollout_data = data_iterator[0].rollout_data
+    steps = list(zip(rollout_data["num_microbatches"], rollout_data["global_batch_sizes"], strict=True))
+    for iterator in data_iterator:
+        iterator.reset()
+    for chunk in model:
+        chunk.train()
+    prefix = "train/critic-" if role == "critic" else "train/"
+    gates = CiGates.from_args(args)
+    logged = []
+    for step_id, (num_microbatches, step_global_batch_size) in enumerate(steps):
+        metrics, grad_norm = train_one_step(
+            args,
+            data_iterator,
+            model,
+            optimizer,
+            opt_param_scheduler,
+            num_microbatches=int(num_microbatches),
+            step_global_batch_size=int(step_global_batch_size),
+        )
+        if not mpu.is_pipeline_last_stage(ignore_virtual=True):
+            continue
+        named = {f"{prefix}{name}": value for name, value in metrics.items()}
+        named[f"{prefix}grad_norm"] = grad_norm
+        for index, group in enumerate(optimizer.param_groups):
+            named[f"{prefix}lr-pg_{index}"] = group["lr"]
+        named[f"{prefix}global_batch_size"] = float(step_global_batch_size)
+        named["train/step"] = rollout_id * len(steps) + step_id
+        logged.append(named)
+        if not is_megatron_main_rank():
+            continue
+        log(args, named, "train/step")
+        save_grad_norm(gates, grad_norm, role=role, rollout_id=rollout_id, step_id=step_id)
+        problems = ci_problems(gates, metrics, grad_norm, role=role, rollout_id=rollout_id, step_id=step_id)
+        if problems:
+            raise RolloutDataError(f"CI gates of rollout {rollout_id}, step {step_id}: " + " ".join(problems))
+    return logged
+
+
+def current_lr(optimizer: Any) -> float | None:
+    """The learning rate of the parameters without an exception of their own."""
+    return get_canonical_lr_for_logging(optimizer.param_groups)
+
+
+def _next_batch(args: Any, iterator: Any) -> dict[str, Any]:
+    # Every field that the batch has per sample: a loss that needs one more finds it.
+    return get_batch(
+        iterator,
+        None,
+        pad_multiplier=args.data_pad_size_multiplier,
+        allgather_cp=LossConfig.from_args(args).allgather_cp,
+    )
+
+
+def _run_chunk(chunk: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    multimodal = batch.get("multimodal_train_inputs") or {}
+    return chunk(
+        input_ids=batch["tokens"],
+        # Rotary positions come from the packed sequences' boundaries.
+        position_ids=None,
+        attention_mask=None,
+        labels=None,
+        packed_seq_params=batch["packed_seq_params"],
+        **multimodal,
+    )
+
+
+def _run_schedule(
+    args: Any,
+    forward_step: Callable[..., Any],
+    data_iterator: Sequence[Any],
+    model: Sequence[torch.nn.Module],
+    num_microbatches: int,
+    *,
+    forward_only: bool,
+) -> list[Any]:
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=list(data_iterator),
+        model=list(model),
+        num_microbatches=num_microbatches,
+        # The stages exchange the real lengths; these are only what the schedule's signature wants.
+        seq_length=args.seq_length or args.max_position_embeddings,
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def _in_local_order(
+    collected: Sequence[tuple[torch.Tensor, dict[str, list[torch.Tensor]]]],
+    micro_batch_indices: Sequence[Sequence[int]],
+    prefix: str,
+) -> dict[str, list[torch.Tensor]]:
+    positions = [int(position) for indices in micro_batch_indices for position in indices]
+    results: dict[str, list[torch.Tensor]] = {}
+    for key in collected[0][1] if collected else ():
+        values = [tensor for _, outputs in collected for tensor in outputs[key]]
+        ordered: list[Any] = [None] * len(positions)
+        for position, value in zip(positions, values, strict=True):
+            ordered[position] = value
+        results[prefix + key] = ordered
+    return results
+
+
+def _gradients_are_finite(model: Sequence[torch.nn.Module]) -> bool:
+    """The same answer on all ranks; one of them alone must not step."""
+    buffers = [buffer.grad_data for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    # A sum is not finite if any entry is not.
+    finite = torch.stack([torch.isfinite(data.sum()) for data in buffers]).all().to(torch.int32)
+    dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+    return bool(finite.item())
+
+
+def _as_float(value: Any) -> float:
+    return math.nan if value is None else float(value)
