@@ -27,8 +27,12 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
-    "train": Command("slime.train:main", "Train: generate, score, update, publish the weights; one after the other.", raw=True),
-    "train-async": Command("slime.train_async:main", "Train with the next rollout generated while this one is trained on.", raw=True),
+    "train": Command(
+        "slime.train:main", "Train: generate, score, update, publish the weights; one after the other.", raw=True
+    ),
+    "train-async": Command(
+        "slime.train_async:main", "Train with the next rollout generated while this one is trained on.", raw=True
+    ),
     "serve": Command("slime.backends.torch_engine.serve:serve", "Serve a Hugging Face folder over SGLang's HTTP API."),
     "doctor": Command("slime.doctor:doctor", "Check this machine: one line and one remedy each."),
     "gate": Command("slime.rollout.postprocess.cli:main", "Look at, compare and tune the response gate.", raw=True),
@@ -50,7 +54,12 @@ def _module_exists(module: str) -> bool:
 def usage(commands: dict[str, Command]) -> str:
     """Returns the help page of `slime`."""
     width = max(map(len, commands)) + 2
-    lines = [f"slime {__version__}: reinforcement learning for language models", "", "usage: slime COMMAND [OPTIONS]", ""]
+    lines = [
+        f"slime {__version__}: reinforcement learning for language models",
+        "",
+        "usage: slime COMMAND [OPTIONS]",
+        "",
+    ]
     lines += [f"  {name:{width}}{command.help}" for name, command in commands.items()]
     return "\n".join([*lines, "", "slime COMMAND --help shows the options of a command; slime --version the version."])
 

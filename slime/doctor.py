@@ -100,7 +100,11 @@ def check_cores(cores: float | None = None) -> Finding:
     cores = usable_cores() if cores is None else cores
     if cores >= 2:
         return ok("CPU cores", f"{cores:g}")
-    return warn("CPU cores", f"{cores:g}", "Trainers and engine take turns on one core: several times slower. Give the container 2 or more.")
+    return warn(
+        "CPU cores",
+        f"{cores:g}",
+        "Trainers and engine take turns on one core: several times slower. Give the container 2 or more.",
+    )
 
 
 def memory_gib(meminfo: str | None = None, cgroup_root: Path = Path("/sys/fs/cgroup")) -> tuple[float, float]:
@@ -123,18 +127,28 @@ def check_memory(available: float | None = None, total: float | None = None) -> 
     detail = f"{available:.1f} of {total:.1f} GiB available"
     if available >= 4:
         return ok("Memory", detail)
-    return fail("Memory", detail, "The smallest run needs 4 GiB: end other programs, or raise the container's limit (docker: --memory).")
+    return fail(
+        "Memory",
+        detail,
+        "The smallest run needs 4 GiB: end other programs, or raise the container's limit (docker: --memory).",
+    )
 
 
 def check_shm(free: int | None = None, path: str = "/dev/shm") -> Finding:
     """Ray keeps its objects in /dev/shm."""
     if free is None:
         if not os.path.isdir(path):
-            return warn("Shared memory", f"{path} is missing", "Ray falls back to slow files. In docker use --shm-size=2g.")
+            return warn(
+                "Shared memory", f"{path} is missing", "Ray falls back to slow files. In docker use --shm-size=2g."
+            )
         free = shutil.disk_usage(path).free
     if free >= GIB // 2:
         return ok("Shared memory", f"{free / GIB:.1f} GiB free in {path}")
-    return warn("Shared memory", f"{free / GIB:.2f} GiB free in {path}", "Ray falls back to slow files. In docker use --shm-size=2g.")
+    return warn(
+        "Shared memory",
+        f"{free / GIB:.2f} GiB free in {path}",
+        "Ray falls back to slow files. In docker use --shm-size=2g.",
+    )
 
 
 def check_disk(free: int | None = None, path: str = ".") -> Finding:
@@ -192,14 +206,24 @@ def check_torch(report: dict | None = None) -> Finding:
     if report is None:
         report = probe_torch()
     if "error" in report:
-        return fail("torch", report["error"], "pip install torch==2.13.0, in the environment of slime; a broken CUDA library shows here too.")
+        return fail(
+            "torch",
+            report["error"],
+            "pip install torch==2.13.0, in the environment of slime; a broken CUDA library shows here too.",
+        )
     numpy = report.get("numpy", "missing")
     pair = f"torch {report['torch']} with numpy {numpy}"
     bridge = report.get("bridge_error") or next((text for text in report["warnings"] if "numpy" in text.lower()), None)
     if bridge:
-        return fail("torch", f"{pair} do not fit together: {bridge}", "pip install -U numpy (torch 2.10 and newer need numpy 2).")
+        return fail(
+            "torch",
+            f"{pair} do not fit together: {bridge}",
+            "pip install -U numpy (torch 2.10 and newer need numpy 2).",
+        )
     if version_numbers(report["torch"]) < (2, 10):
-        return fail("torch", report["torch"], "pip install torch==2.13.0: below 2.10, reading a checkpoint can execute code.")
+        return fail(
+            "torch", report["torch"], "pip install torch==2.13.0: below 2.10, reading a checkpoint can execute code."
+        )
     build = f"CUDA {report['cuda_build']}" if report["cuda_build"] else "CPU build"
     return ok("torch", f"{pair}, {build}")
 
@@ -215,11 +239,21 @@ def check_gpu(report: dict | None = None, devices: Sequence[str] | None = None, 
     if not devices:
         return ok("GPU", "none: training and engine run on the CPU")
     if report.get("cuda_build") is None:
-        return warn("GPU", f"{len(devices)} found, but torch is a CPU build", "Install the CUDA build of torch to use them.")
+        return warn(
+            "GPU", f"{len(devices)} found, but torch is a CPU build", "Install the CUDA build of torch to use them."
+        )
     if driver is None:
-        return fail("GPU", f"{len(devices)} devices, no NVIDIA driver", "Install the driver, or start the container with --gpus all.")
+        return fail(
+            "GPU",
+            f"{len(devices)} devices, no NVIDIA driver",
+            "Install the driver, or start the container with --gpus all.",
+        )
     if not report.get("cuda"):
-        return fail("GPU", f"torch for CUDA {report['cuda_build']} cannot use the driver: {driver}", "Update the driver, or install torch for its CUDA.")
+        return fail(
+            "GPU",
+            f"torch for CUDA {report['cuda_build']} cannot use the driver: {driver}",
+            "Update the driver, or install torch for its CUDA.",
+        )
     return ok("GPU", f"{len(devices)} devices, torch for CUDA {report['cuda_build']}")
 
 
@@ -256,14 +290,18 @@ def check_proxy(environment: Mapping[str, str] = os.environ) -> Finding:
 
 def check_hf_cache(environment: Mapping[str, str] = os.environ) -> Finding:
     """Where Hugging Face files would be read from; slime itself needs local folders only."""
-    home = environment.get("HF_HOME") or os.path.join(environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface")
+    home = environment.get("HF_HOME") or os.path.join(
+        environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
+    )
     offline = environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     existing = Path(home)
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         return warn("Hugging Face cache", f"{home} cannot be written", "export HF_HOME=<a folder of yours>")
-    return ok("Hugging Face cache", f"{home}, {'offline' if offline else 'downloads allowed (HF_HUB_OFFLINE=1 forbids them)'}")
+    return ok(
+        "Hugging Face cache", f"{home}, {'offline' if offline else 'downloads allowed (HF_HUB_OFFLINE=1 forbids them)'}"
+    )
 
 
 def check_open_files(limit: int | None = None) -> Finding:
@@ -283,7 +321,14 @@ def check_clock(now: float | None = None) -> Finding:
     return ok("Clock", text)
 
 
-EXTRAS = {"math-verify": "math", "pyarrow": "data", "tensorboard": "tensorboard", "wandb": "wandb", "sglang-router": "router", "fastapi": "viewer"}
+EXTRAS = {
+    "math-verify": "math",
+    "pyarrow": "data",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "sglang-router": "router",
+    "fastapi": "viewer",
+}
 
 
 def check_extras(versions: Mapping[str, str | None] | None = None) -> Finding:
@@ -291,10 +336,15 @@ def check_extras(versions: Mapping[str, str | None] | None = None) -> Finding:
     if versions is None:
         versions = {package: installed_version(package) for package in EXTRAS}
     missing = sorted({extra for package, extra in EXTRAS.items() if versions[package] is None})
-    present = ", ".join(f"{package} {version}" for package, version in versions.items() if version is not None) or "none"
+    present = (
+        ", ".join(f"{package} {version}" for package, version in versions.items() if version is not None) or "none"
+    )
     if not missing:
         return ok("Optional packages", present)
-    return ok("Optional packages", f"{present}; missing extras: {', '.join(missing)} (pip install 'slime-rl[{','.join(missing)}]')")
+    return ok(
+        "Optional packages",
+        f"{present}; missing extras: {', '.join(missing)} (pip install 'slime-rl[{','.join(missing)}]')",
+    )
 
 
 def all_findings() -> list[Finding]:

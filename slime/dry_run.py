@@ -69,7 +69,10 @@ def format_layout(sizes: DerivedSizes, *, ranks_per_node: int, is_colocated: boo
     """Returns one line per training rank with its coordinates, then the engines with their devices."""
     places = process_layout(sizes, ranks_per_node=ranks_per_node)
     lines = [f"{'rank':>6} {'node':>5} {'TP':>4} {'CP':>4} {'DP':>4} {'PP':>4}"]
-    lines += [f"{p.rank:6d} {p.node:5d} {p.tensor:4d} {p.context:4d} {p.data:4d} {p.pipeline:4d}" for p in places[:RANKS_SHOWN]]
+    lines += [
+        f"{p.rank:6d} {p.node:5d} {p.tensor:4d} {p.context:4d} {p.data:4d} {p.pipeline:4d}"
+        for p in places[:RANKS_SHOWN]
+    ]
     if len(places) > RANKS_SHOWN:
         lines.append(f"  ... and {len(places) - RANKS_SHOWN} more")
     first = 0 if is_colocated else sizes.actor_ranks
@@ -117,16 +120,27 @@ def probe_template(tokenizer: Any, template_kwargs: dict) -> tuple[list[str], bo
     if not getattr(tokenizer, "chat_template", None):
         return ["- the tokenizer has no chat template; prompts must be plain text"], True
     lines, is_stable = [], True
-    for name, messages, kept in (("a user turn after an answer", PROBE_MESSAGES, 2), ("a second tool result", TOOL_MESSAGES, 3)):
+    for name, messages, kept in (
+        ("a user turn after an answer", PROBE_MESSAGES, 2),
+        ("a second tool result", TOOL_MESSAGES, 3),
+    ):
         try:
             difference = template_difference(tokenizer, messages, kept, template_kwargs)
         except Exception as error:  # noqa: BLE001 - a template is a program of its own and may raise anything
-            lines.append(f"- {name}: the template does not render it ({str(error).splitlines()[0] if str(error) else type(error).__name__})")
+            lines.append(
+                f"- {name}: the template does not render it ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+            )
             continue
         is_stable = is_stable and difference is None
-        lines.append(f"✓ {name} keeps all earlier tokens" if difference is None else f"✗ {name} changes earlier tokens: {difference}")
+        lines.append(
+            f"✓ {name} keeps all earlier tokens"
+            if difference is None
+            else f"✗ {name} changes earlier tokens: {difference}"
+        )
     if not is_stable:
-        lines.append("  Single-turn training is not affected. For several turns, append token ids instead of rendering the conversation anew.")
+        lines.append(
+            "  Single-turn training is not affected. For several turns, append token ids instead of rendering the conversation anew."
+        )
     return lines, is_stable
 
 
@@ -145,13 +159,20 @@ async def score_texts(args: argparse.Namespace, sample: Any, texts: Sequence[str
     for text in texts:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         probe = copy.deepcopy(sample)
-        probe.response, probe.response_length, probe.tokens, probe.status = text, len(ids), list(ids), Sample.Status.COMPLETED
+        probe.response, probe.response_length, probe.tokens, probe.status = (
+            text,
+            len(ids),
+            list(ids),
+            Sample.Status.COMPLETED,
+        )
         samples.append(probe)
     if args.group_rm:
         calls = [batched_async_rm(args, samples)]
     else:
         calls = [async_rm(args, probe) for probe in samples]
-    results = await asyncio.gather(*(asyncio.wait_for(call, REWARD_PROBE_SECONDS) for call in calls), return_exceptions=True)
+    results = await asyncio.gather(
+        *(asyncio.wait_for(call, REWARD_PROBE_SECONDS) for call in calls), return_exceptions=True
+    )
     if args.group_rm:
         return list(results[0]) if isinstance(results[0], list | tuple) else [results[0]] * len(samples)
     return list(results)
@@ -173,7 +194,10 @@ def judge_rewards(texts: Sequence[str], rewards: Sequence[Any], reward_key: str 
         return [*lines, f"✗ the reward must be a number, got {odd[0]!r}; for a dictionary give --reward-key"], False
     if max(numbers[:-1]) > numbers[-1]:
         return [*lines, "✓ a right answer scores above a wrong one"], True
-    return [*lines, "! no form of the label scores above a wrong answer: fine if the reward does not look at labels, else a mistake"], True
+    return [
+        *lines,
+        "! no form of the label scores above a wrong answer: fine if the reward does not look at labels, else a mistake",
+    ], True
 
 
 def _shown(value: Any) -> str:
@@ -219,7 +243,7 @@ def dry_run(args: argparse.Namespace) -> int:
 
 
 def _probe_all(args: argparse.Namespace) -> bool:
-    from slime.utils.processing_utils import load_tokenizer, load_processor
+    from slime.utils.processing_utils import load_processor, load_tokenizer
 
     tokenizer = load_tokenizer(args.hf_checkpoint)
     lines, _ = probe_template(tokenizer, args.apply_chat_template_kwargs or {})
@@ -240,7 +264,9 @@ def format_prompts(samples: Sequence[Any], tokenizer: Any, *, longest: int = 600
     from slime.utils.data import compute_prompt_lengths, prompt_text
 
     lines = []
-    for number, (sample, length) in enumerate(zip(samples, compute_prompt_lengths(list(samples), tokenizer), strict=True)):
+    for number, (sample, length) in enumerate(
+        zip(samples, compute_prompt_lengths(list(samples), tokenizer), strict=True)
+    ):
         text = prompt_text(sample, tokenizer)
         if len(text) > longest:
             text = f"{text[: longest // 2]} [... {len(text) - longest} characters ...] {text[-longest // 2 :]}"

@@ -79,10 +79,16 @@ def build_parser(specs: Iterable[OptionSpec]) -> OptionParser:
     """Returns a parser with every option in its group; `--config`, `--print-config`, `--dry-run` and `--help` stand first."""
     parser = OptionParser()
     control = parser.add_argument_group("Command")
-    control.add_argument("--config", metavar="FILE.yaml", help="Read options from a YAML file; flags on the command line win.")
+    control.add_argument(
+        "--config", metavar="FILE.yaml", help="Read options from a YAML file; flags on the command line win."
+    )
     control.add_argument("--print-config", action="store_true", help="Print the resolved options as YAML and stop.")
-    control.add_argument("--dry-run", action="store_true", help="Check and show what would run, then stop before any process starts.")
-    control.add_argument("-h", "--help", nargs="?", const="", metavar="WORD", help="Show the options, or those that match WORD.")
+    control.add_argument(
+        "--dry-run", action="store_true", help="Check and show what would run, then stop before any process starts."
+    )
+    control.add_argument(
+        "-h", "--help", nargs="?", const="", metavar="WORD", help="Show the options, or those that match WORD."
+    )
     groups: dict[str, Any] = {}
     for spec in specs:
         group = groups.get(spec.group)
@@ -183,7 +189,9 @@ def join_problems(problems: Sequence[str]) -> str:
     """Returns one message: the problem itself when there is one, a numbered list when there are several."""
     if len(problems) == 1:
         return problems[0]
-    return f"{len(problems)} problems:\n" + "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, start=1))
+    return f"{len(problems)} problems:\n" + "\n".join(
+        f"  {number}. {problem}" for number, problem in enumerate(problems, start=1)
+    )
 
 
 def _unwrapped(spec: OptionSpec, value: Any) -> Any:
@@ -248,7 +256,9 @@ def format_help(specs: Iterable[OptionSpec], word: str = "") -> str:
     ]
     if not chosen:
         near = nearest_names(needle, [spec.name for spec in specs], count=3)
-        lines += [f"No option matches {word!r}." + (f" Near: {', '.join(flag_of(name) for name in near)}." if near else "")]
+        lines += [
+            f"No option matches {word!r}." + (f" Near: {', '.join(flag_of(name) for name in near)}." if near else "")
+        ]
     group = None
     for spec in chosen:
         if spec.group != group:

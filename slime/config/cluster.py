@@ -13,33 +13,42 @@ class ClusterOptions:
 
     accelerator: str = option(
         "auto",
-        "Device of training; engines have --rollout-engine-device. auto: CUDA where torch was built for it and a device is visible. Also SLIME_ACCELERATOR.",
+        "Device of training (engines: --rollout-engine-device); auto: CUDA where torch was built for it and a device is visible.",
         choices=("auto", "cpu", "cuda"),
     )
     actor_num_nodes: int = option(1, "Nodes that train the policy.")
-    actor_num_gpus_per_node: int | None = option(None, "Training ranks per node; None: 8 with CUDA, 1 on a CPU machine.")
+    actor_num_gpus_per_node: int | None = option(
+        None, "Training ranks per node; None: 8 with CUDA, 1 on a CPU machine."
+    )
     critic_num_nodes: int | None = option(None, "Nodes that train the critic; None: as the policy.")
     critic_num_gpus_per_node: int | None = option(None, "Critic ranks per node; None: as the policy.")
     rollout_num_gpus: int | None = option(
-        None, "GPUs of all engines together; None: those of training with --colocate, else what --rollout-num-engines need."
+        None,
+        "GPUs of all engines together; None: those of training with --colocate, else what --rollout-num-engines need.",
     )
     rollout_num_gpus_per_engine: int = option(1, "GPUs of one engine. The embedded engine runs on one device.")
     num_gpus_per_node: int = option(8, "GPUs of one node, for placing engines that span nodes.")
     colocate: bool = option(False, "Training and engines share devices and take turns; turns offloading on.")
     offload: bool = option(False, "Short for --offload-train and --offload-rollout.")
-    offload_train: bool | None = option(None, "Move training state to the CPU while engines generate; None: with --colocate.")
-    offload_rollout: bool | None = option(None, "Let engines free their memory while training runs; None: with --colocate.")
+    offload_train: bool | None = option(
+        None, "Move training state to the CPU while engines generate; None: with --colocate."
+    )
+    offload_rollout: bool | None = option(
+        None, "Let engines free their memory while training runs; None: with --colocate."
+    )
     release_train: bool = option(False, "Stop the training processes while engines generate, and start them again.")
-    keep_old_actor: bool = option(False, "Keep a copy of the weights that the engines use, for old log-probs in the asynchronous loop.")
+    keep_old_actor: bool = option(
+        False, "Keep a copy of the weights that the engines use, for old log-probs in the asynchronous loop."
+    )
     train_backend: str = option("megatron", "Training backend.", choices=("megatron",))
-    ray_address: str | None = option(None, "Address of a running Ray cluster; None: a private one on this machine, ended with the run.")
+    ray_address: str | None = option(
+        None, "Address of a running Ray cluster; None: a private one on this machine, ended with the run."
+    )
     num_cpus: int | None = option(None, "Cores that the private Ray cluster offers; None: those of the machine.")
     startup_timeout: float = option(900.0, "Seconds that engines and training ranks may take to load and answer.")
-    step_timeout: float = option(7200.0, "Seconds that one rollout, training step, save, weight update or evaluation may take before the run stops.")
+    step_timeout: float = option(
+        7200.0,
+        "Seconds that one rollout, training step, save, weight update or evaluation may take before the run stops.",
+    )
     update_weights_interval: int = option(1, "Rollouts between two weight updates in slime train-async.")
     num_critic_only_steps: int = option(0, "First rollouts in which only the critic trains.")
-    num_cpus: int | None = option(None, "Cores the private Ray session may hand out; None: all of this machine.")
-    startup_timeout: float = option(900.0, "Seconds that starting and loading all processes may take.")
-    step_timeout: float = option(7200.0, "Seconds that one phase of one rollout (generate, train, save, evaluate) may take.")
-    update_weights_interval: int = option(1, "Rollouts between weight updates of the engines, in the asynchronous loop.")
-    num_critic_only_steps: int = option(0, "First rollouts in which only the critic is trained (PPO).")

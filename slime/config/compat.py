@@ -30,7 +30,10 @@ class CompatFlag:
 
 
 def _mapped(reason: str, **flags: str) -> list[CompatFlag]:
-    return [_flag(name, FlagStatus.MAPPED, reason or f"is {target} here", tuple(target.split())) for name, target in flags.items()]
+    return [
+        _flag(name, FlagStatus.MAPPED, reason or f"is {target} here", tuple(target.split()))
+        for name, target in flags.items()
+    ]
 
 
 def _listed(status: FlagStatus, reason: str, names: str) -> list[CompatFlag]:
@@ -140,7 +143,16 @@ SGLANG_REFUSED = {
 
 # What code and plug-ins written for upstream read on the namespace although the flag is refused here: its "off" value.
 OFF_VALUES: dict[str, object] = {
-    **dict.fromkeys(("use_routing_replay", "use_rollout_routing_replay", "allgather_cp", "enable_mtp_training", "use_fault_tolerance"), False),
+    **dict.fromkeys(
+        (
+            "use_routing_replay",
+            "use_rollout_routing_replay",
+            "allgather_cp",
+            "enable_mtp_training",
+            "use_fault_tolerance",
+        ),
+        False,
+    ),
     **dict.fromkeys(
         (
             "custom_megatron_before_log_prob_hook_path",
@@ -168,7 +180,11 @@ def compat_flags() -> dict[str, CompatFlag]:
     """Returns the table by flag, with the `--sglang-*` flags added."""
     table = {entry.flag: entry for entry in TABLE}
     for name in SGLANG_IGNORED:
-        entry = _flag("sglang_" + name, IGNORED, "the embedded engine sizes and schedules itself; nothing in its results depends on it")
+        entry = _flag(
+            "sglang_" + name,
+            IGNORED,
+            "the embedded engine sizes and schedules itself; nothing in its results depends on it",
+        )
         table.setdefault(entry.flag, entry)
     for reason, names in SGLANG_REFUSED.items():
         for entry in _listed(REFUSED, reason, " ".join("sglang_" + name for name in names.split())):

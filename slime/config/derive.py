@@ -77,8 +77,10 @@ def _dump_paths(args: argparse.Namespace) -> dict[str, Any]:
     if args.dump_details is None:
         return {}
     return {
-        "save_debug_rollout_data": args.save_debug_rollout_data or f"{args.dump_details}/rollout_data/{{rollout_id}}.jsonl",
-        "save_debug_train_data": args.save_debug_train_data or f"{args.dump_details}/train_data/{{rollout_id}}_{{rank}}.pt",
+        "save_debug_rollout_data": args.save_debug_rollout_data
+        or f"{args.dump_details}/rollout_data/{{rollout_id}}.jsonl",
+        "save_debug_train_data": args.save_debug_train_data
+        or f"{args.dump_details}/train_data/{{rollout_id}}_{{rank}}.pt",
     }
 
 
@@ -96,7 +98,9 @@ def _clip_range(args: argparse.Namespace) -> dict[str, Any]:
 def _evaluation(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "eval_reward_key": args.reward_key if args.eval_reward_key is None else args.eval_reward_key,
-        "eval_function_path": args.rollout_function_path if args.eval_function_path is None else args.eval_function_path,
+        "eval_function_path": args.rollout_function_path
+        if args.eval_function_path is None
+        else args.eval_function_path,
     }
 
 
@@ -112,7 +116,13 @@ def _lengths(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-@step("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout", "over_sampling_batch_size")
+@step(
+    "rollout_batch_size",
+    "n_samples_per_prompt",
+    "global_batch_size",
+    "num_steps_per_rollout",
+    "over_sampling_batch_size",
+)
 def _batch_sizes(args: argparse.Namespace) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if args.rollout_batch_size is None:
@@ -158,7 +168,11 @@ def _critic_devices(args: argparse.Namespace) -> dict[str, Any]:
 
 @step("accelerator", "distributed_backend")
 def _backend(args: argparse.Namespace) -> dict[str, Any]:
-    return {"distributed_backend": "nccl" if uses_cuda(args.accelerator) else "gloo"} if args.distributed_backend is None else {}
+    return (
+        {"distributed_backend": "nccl" if uses_cuda(args.accelerator) else "gloo"}
+        if args.distributed_backend is None
+        else {}
+    )
 
 
 @step("colocate", "offload", "offload_train", "offload_rollout", "release_train")

@@ -19,7 +19,9 @@ from slime.config.specs import flag_of, nearest_names
 MODEL_FOLDERS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "critic_load")
 FILES = ("eval_config", "custom_config_path")
 WRITABLE = ("save", "critic_save", "dump_details", "run_dir", "update_weight_disk_dir")
-PLUGIN_NAME = re.compile(r"(_function_path|_filter_path|_hook_path|_process_path|_init_path|_log_prob_hook_path|^custom_rm_path|^data_source_path)$")
+PLUGIN_NAME = re.compile(
+    r"(_function_path|_filter_path|_hook_path|_process_path|_init_path|_log_prob_hook_path|^custom_rm_path|^data_source_path)$"
+)
 
 
 def machine_problems(args: argparse.Namespace) -> list[str]:
@@ -45,7 +47,11 @@ def missing_path(flag: str, path: str, what: str) -> str:
     if known != parent:
         return f"{flag} {path}: no such {what}; {known} exists, but has no {parent.relative_to(known).parts[0]!r}."
     near = nearest_names(Path(path).name, sorted(entry.name for entry in parent.iterdir()), count=3)
-    hint = f" Did you mean {' or '.join(str(Path(path).parent / name) for name in near)}?" if near else f" Nothing in {parent} has a name like it."
+    hint = (
+        f" Did you mean {' or '.join(str(Path(path).parent / name) for name in near)}?"
+        if near
+        else f" Nothing in {parent} has a name like it."
+    )
     return f"{flag} {path}: no such {what}.{hint}"
 
 
@@ -57,7 +63,11 @@ def model_folders_exist(args: argparse.Namespace) -> list[str]:
         if path is None or (name == "opd_teacher_load" and not args.use_opd):
             continue
         if not Path(path).is_dir():
-            hub = " A name on the Hugging Face hub must be downloaded first." if re.fullmatch(r"[\w.-]+/[\w.-]+", path) else ""
+            hub = (
+                " A name on the Hugging Face hub must be downloaded first."
+                if re.fullmatch(r"[\w.-]+/[\w.-]+", path)
+                else ""
+            )
             problems.append(missing_path(flag_of(name), path, "folder") + hub)
         elif name == "hf_checkpoint" and not is_hf_folder(path):
             problems.append(f"--hf-checkpoint {path} has no config.json: it is not a Hugging Face model folder.")
@@ -75,12 +85,18 @@ def resume_folder_has_a_checkpoint(args: argparse.Namespace) -> list[str]:
         return []
     if not Path(load).is_dir():
         return [missing_path("--load", load, "folder") + " (With --save on the same folder a first start is fine.)"]
-    return [f"--load {load} holds no published checkpoint and no Hugging Face model. Correct the path, or leave --load out to start anew."]
+    return [
+        f"--load {load} holds no published checkpoint and no Hugging Face model. Correct the path, or leave --load out to start anew."
+    ]
 
 
 def files_exist(args: argparse.Namespace) -> list[str]:
     """Files named by options exist."""
-    problems = [missing_path(flag_of(name), getattr(args, name), "file") for name in FILES if getattr(args, name) and not Path(getattr(args, name)).is_file()]
+    problems = [
+        missing_path(flag_of(name), getattr(args, name), "file")
+        for name in FILES
+        if getattr(args, name) and not Path(getattr(args, name)).is_file()
+    ]
     template = args.load_debug_rollout_data
     if template is not None and not Path(template).parent.is_dir() and "{" not in str(Path(template).parent):
         problems.append(missing_path("--load-debug-rollout-data", str(Path(template).parent), "folder"))
@@ -91,7 +107,7 @@ def folders_can_be_written(args: argparse.Namespace) -> list[str]:
     """Output folders can be made: the nearest existing ancestor is a folder with write permission."""
     problems = []
     for name in WRITABLE:
-        path = getattr(args, name, None)
+        path = getattr(args, name)
         if path is None:
             continue
         ancestor = Path(path).expanduser().absolute()
@@ -124,11 +140,24 @@ def ports_are_free(args: argparse.Namespace) -> list[str]:
     if args.sglang_port is not None:
         engines = args.rollout_num_engines or args.rollout_num_gpus // max(1, args.rollout_num_gpus_per_engine)
         if not 0 < args.sglang_port <= 65536 - max(1, engines):
-            return [f"--sglang-port {args.sglang_port} is no usable port for {engines} engines. Use 1024 to {65536 - engines}."]
-        busy = [port for port in range(args.sglang_port, args.sglang_port + engines) if not port_is_free(args.sglang_host, port)]
-        problems += [f"--sglang-port {args.sglang_port}: port {port} is in use. Leave it out, or choose another." for port in busy]
+            return [
+                f"--sglang-port {args.sglang_port} is no usable port for {engines} engines. Use 1024 to {65536 - engines}."
+            ]
+        busy = [
+            port
+            for port in range(args.sglang_port, args.sglang_port + engines)
+            if not port_is_free(args.sglang_host, port)
+        ]
+        problems += [
+            f"--sglang-port {args.sglang_port}: port {port} is in use. Leave it out, or choose another."
+            for port in busy
+        ]
     starts_router = args.use_sglang_router and args.sglang_router_ip is None
-    if starts_router and args.sglang_router_port is not None and not port_is_free(args.sglang_host, args.sglang_router_port):
+    if (
+        starts_router
+        and args.sglang_router_port is not None
+        and not port_is_free(args.sglang_host, args.sglang_router_port)
+    ):
         problems.append(f"--sglang-router-port {args.sglang_router_port} is in use. Leave it out, or choose another.")
     return problems
 
@@ -144,7 +173,9 @@ def plugins_can_be_found(args: argparse.Namespace) -> list[str]:
             if "." not in path or not all(part.isidentifier() for part in path.split(".")):
                 problems.append(f"{flag_of(name)} {path}: not a dotted name like package.module.function.")
             elif importlib.util.find_spec(package) is None:
-                problems.append(f"{flag_of(name)} {path}: there is no module {package!r} on the Python path. Run from its folder, or set PYTHONPATH.")
+                problems.append(
+                    f"{flag_of(name)} {path}: there is no module {package!r} on the Python path. Run from its folder, or set PYTHONPATH."
+                )
     return problems
 
 

@@ -27,23 +27,35 @@ class ParallelOptions:
     pipeline_model_parallel_size: int = option(1, "Ranks that share the stack of layers (PP).")
     context_parallel_size: int = option(1, "Ranks that share the tokens of each sequence (CP).")
     expert_model_parallel_size: int = option(1, "Ranks that share the experts of each MoE layer (EP).")
-    expert_tensor_parallel_size: int | None = option(None, "Ranks that share the matrices of one expert; None: the TP size.")
-    sequence_parallel: bool = option(False, "Split layer norms and dropout over the TP ranks along the sequence; needs TP > 1.")
-    num_layers_per_virtual_pipeline_stage: int | None = option(None, "Layers per virtual pipeline stage (interleaved schedule); None: off.")
+    expert_tensor_parallel_size: int | None = option(
+        None, "Ranks that share the matrices of one expert; None: the TP size."
+    )
+    sequence_parallel: bool = option(
+        False, "Split layer norms and dropout over the TP ranks along the sequence; needs TP > 1."
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = option(
+        None, "Layers per virtual pipeline stage (interleaved schedule); None: off."
+    )
     distributed_backend: str | None = option(
         None, "Collectives between training ranks; None: nccl with CUDA, gloo without.", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: int = option(10, "A collective that waits longer than this ends the run with the stacks of all ranks.")
+    distributed_timeout_minutes: int = option(
+        10, "A collective that waits longer than this ends the run with the stacks of all ranks."
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelShapeOptions:
     """Model shape (taken from --hf-checkpoint; a flag that contradicts it is an error)."""
 
-    seq_length: int | None = option(None, "Longest sequence the model is built for, tokens; None: max-position-embeddings.")
+    seq_length: int | None = option(
+        None, "Longest sequence the model is built for, tokens; None: max-position-embeddings."
+    )
     max_position_embeddings: int | None = option(None, "Longest position the model knows, tokens.")
     vocab_size: int | None = option(None, "Tokens in the vocabulary, before padding.")
-    make_vocab_size_divisible_by: int = option(128, "The embedding table is padded to a multiple of this times the TP size.")
+    make_vocab_size_divisible_by: int = option(
+        128, "The embedding table is padded to a multiple of this times the TP size."
+    )
     position_embedding_type: str | None = option(
         None, "How positions enter the model.", choices=("learned_absolute", "rope", "mrope", "yarn", "none")
     )
@@ -51,7 +63,9 @@ class ModelShapeOptions:
     rotary_percent: float | None = option(None, "Share of each head that is rotated, (0, 1].")
     use_rope_scaling: bool | None = option(None, "Scale the rotary frequencies as Llama 3.1 does.")
     rope_scaling_factor: float | None = option(None, "Factor of that scaling.")
-    untie_embeddings_and_output_weights: bool | None = option(None, "Separate weights for the embedding and the output layer.")
+    untie_embeddings_and_output_weights: bool | None = option(
+        None, "Separate weights for the embedding and the output layer."
+    )
     swiglu: bool | None = option(None, "Gated MLP with SiLU.")
     normalization: str | None = option(None, "Kind of layer norm.", choices=("LayerNorm", "RMSNorm"))
     group_query_attention: bool | None = option(None, "Several query heads share one key/value head.")
@@ -68,7 +82,9 @@ class OptimizerOptions:
     lr: float = option(1e-6, "Peak learning rate.")
     min_lr: float = option(0.0, "Learning rate at the end of the decay.")
     lr_decay_style: str = option(
-        "linear", "Shape of the decay from lr to min-lr.", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
+        "linear",
+        "Shape of the decay from lr to min-lr.",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
     lr_warmup_iters: int = option(0, "Optimizer steps of linear warm-up.")
     lr_warmup_fraction: float | None = option(None, "Warm-up as a share of lr-decay-iters; excludes lr-warmup-iters.")
@@ -95,7 +111,9 @@ class NumericsOptions:
     fp16: bool = option(False, "Train in float16 with loss scaling and fp32 main weights.")
     seed: int = option(1234, "Seed of weights and dropout; rollouts have --rollout-seed.")
     recompute_granularity: str | None = option(
-        None, "Recompute activations in the backward pass: whole layers, or the costly parts only.", choices=("full", "selective")
+        None,
+        "Recompute activations in the backward pass: whole layers, or the costly parts only.",
+        choices=("full", "selective"),
     )
     recompute_method: str | None = option(None, "Which layers full recomputation covers.", choices=("uniform", "block"))
     recompute_num_layers: int | None = option(None, "Layers per recomputation unit; goes with recompute-method.")
@@ -106,7 +124,8 @@ class TrainDataPluginOptions:
     """Plug-ins between rollout and training."""
 
     custom_convert_samples_to_train_data_path: str | None = option(
-        None, "Function (args, samples) that makes the train data, a dict of lists with one entry per sample, in place of slime's."
+        None,
+        "Function (args, samples) that makes the train data, a dict of lists with one entry per sample, in place of slime's.",
     )
 
 
@@ -115,7 +134,11 @@ SOURCES = (
     ("TransformerConfig", "transformer/transformer_config.py", "Megatron: transformer config"),
     ("ModelParallelConfig", "model_parallel_config.py", "Megatron: model-parallel config"),
     ("OptimizerConfig", "optimizer/optimizer_config.py", "Megatron: optimizer config"),
-    ("DistributedDataParallelConfig", "distributed/distributed_data_parallel_config.py", "Megatron: data-parallel config"),
+    (
+        "DistributedDataParallelConfig",
+        "distributed/distributed_data_parallel_config.py",
+        "Megatron: data-parallel config",
+    ),
 )
 
 # Fields which another option sets: a flag of their own would be a second truth.
@@ -132,7 +155,11 @@ NOT_FLAGS = {
 
 # Fields of megatron-core that a slime dataclass declares too, on purpose: slime's declaration is the one flag.
 SHARED_NAMES = frozenset(
-    {field.name for cls in (ParallelOptions, ModelShapeOptions, OptimizerOptions, NumericsOptions) for field in dataclasses.fields(cls)}
+    {
+        field.name
+        for cls in (ParallelOptions, ModelShapeOptions, OptimizerOptions, NumericsOptions)
+        for field in dataclasses.fields(cls)
+    }
     | {"calculate_per_token_loss", "mtp_num_layers", "deterministic_mode"}
 )
 
@@ -185,7 +212,6 @@ def _fields_of_class(node: ast.ClassDef) -> list[MegatronField]:
         if parsed is None or statement.target.id.startswith("_"):
             continue
         following = node.body[index + 1] if index + 1 < len(node.body) else None
-        is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant) and isinstance(following.value.value, str)
         kind, many, choices = parsed
         fields.append(
             MegatronField(
@@ -196,10 +222,17 @@ def _fields_of_class(node: ast.ClassDef) -> list[MegatronField]:
                 unwrap=many and "Union" in ast.unparse(statement.annotation),
                 choices=choices,
                 default=_default_text(statement.value),
-                help=" ".join(following.value.value.split()) if is_text else "",
+                help=_text_of(following),
             )
         )
     return fields
+
+
+def _text_of(statement: ast.stmt | None) -> str:
+    """The words of a bare string below a field, its documentation by Megatron's custom."""
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+        return " ".join(str(statement.value.value).split())
+    return ""
 
 
 def _read_type(annotation: str) -> tuple[type, bool, tuple[str, ...] | None] | None:
@@ -261,7 +294,9 @@ def megatron_specs(taken: frozenset[str]) -> list[OptionSpec]:
             continue
         seen.add(field.name)
         also = classes_of[field.name][1:]
-        sentence = re.split(r"(?<=[.!?])\s", field.help, maxsplit=1)[0] if field.help else f"megatron-core's {field.name}."
+        sentence = (
+            re.split(r"(?<=[.!?])\s", field.help, maxsplit=1)[0] if field.help else f"megatron-core's {field.name}."
+        )
         off_flag = "--no-" + flag_of(field.name)[2:] if field.kind is bool else None
         specs.append(
             OptionSpec(

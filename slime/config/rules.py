@@ -106,11 +106,21 @@ SHARES = "rollout_top_p eval_top_p load_debug_rollout_data_subsample rotary_perc
 
 @rule()
 def numbers_are_in_range(args):
-    numbers = {name: value for name, value in vars(args).items() if isinstance(value, int | float) and not isinstance(value, bool)}
+    numbers = {
+        name: value
+        for name, value in vars(args).items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
     lowest = {name: "at least 1" if isinstance(numbers.get(name), int) else "above 0" for name in POSITIVE}
-    problems = [f"{_flag(name)} is {numbers[name]}, must be {lowest[name]}." for name in POSITIVE if numbers.get(name, 1) <= 0]
-    problems += [f"{_flag(name)} is {numbers[name]}, must not be negative." for name in NOT_NEGATIVE if numbers.get(name, 0) < 0]
-    problems += [f"{_flag(name)} is {numbers[name]}, must be in (0, 1]." for name in SHARES if not 0 < numbers.get(name, 1) <= 1]
+    problems = [
+        f"{_flag(name)} is {numbers[name]}, must be {lowest[name]}." for name in POSITIVE if numbers.get(name, 1) <= 0
+    ]
+    problems += [
+        f"{_flag(name)} is {numbers[name]}, must not be negative." for name in NOT_NEGATIVE if numbers.get(name, 0) < 0
+    ]
+    problems += [
+        f"{_flag(name)} is {numbers[name]}, must be in (0, 1]." for name in SHARES if not 0 < numbers.get(name, 1) <= 1
+    ]
     return problems
 
 
@@ -138,10 +148,21 @@ def batches_divide(args):
             f"{args.global_batch_size}. Use --global-batch-size {samples // steps}, or leave one of the two out."
         )
     if samples % args.global_batch_size and not vars(args).get("keep_trailing_rollouts"):
-        return f"{product} do not divide into steps of --global-batch-size {args.global_batch_size}. Use {_either(nearest_divisors(samples, args.global_batch_size))}, or --keep-trailing-rollouts."
+        fits = _either(nearest_divisors(samples, args.global_batch_size))
+        return (
+            f"{product} do not divide into steps of --global-batch-size {args.global_batch_size}. "
+            f"Use {fits}, or --keep-trailing-rollouts."
+        )
 
 
-@rule("global_batch_size", "actor_num_nodes", "actor_num_gpus_per_node", "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+@rule(
+    "global_batch_size",
+    "actor_num_nodes",
+    "actor_num_gpus_per_node",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+)
 def global_batch_reaches_every_rank(args):
     ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
     per_replica = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
@@ -149,12 +170,18 @@ def global_batch_reaches_every_rank(args):
         return None
     replicas = ranks // per_replica
     if args.global_batch_size < replicas:
-        return f"--global-batch-size {args.global_batch_size} leaves some of the {replicas} data-parallel ranks without a sample. Use {replicas} or more."
+        return (
+            f"--global-batch-size {args.global_batch_size} leaves some of the {replicas} data-parallel ranks without a sample. "
+            f"Use {replicas} or more."
+        )
 
 
 @rule("over_sampling_batch_size", "rollout_batch_size")
 def over_sampling_is_not_under_sampling(args):
-    if None not in (args.over_sampling_batch_size, args.rollout_batch_size) and args.over_sampling_batch_size < args.rollout_batch_size:
+    if (
+        None not in (args.over_sampling_batch_size, args.rollout_batch_size)
+        and args.over_sampling_batch_size < args.rollout_batch_size
+    ):
         return (
             f"--over-sampling-batch-size {args.over_sampling_batch_size} is below --rollout-batch-size {args.rollout_batch_size}. "
             f"Use {args.rollout_batch_size} or more, or leave it out."
@@ -188,7 +215,10 @@ def flops_balance_needs_dynamic_batches(args):
 @rule("rollout_temperature")
 def temperature_is_positive(args):
     if not args.rollout_temperature > 0:
-        return f"--rollout-temperature must be > 0, it is {args.rollout_temperature}: log-probs at temperature 0 do not exist. Use 1.0; --eval-temperature 0 is greedy evaluation."
+        return (
+            f"--rollout-temperature must be > 0, it is {args.rollout_temperature}: log-probs at temperature 0 do not exist. Use 1.0; "
+            "--eval-temperature 0 is greedy evaluation."
+        )
 
 
 @rule("rollout_top_k", "rollout_top_p")
@@ -199,7 +229,10 @@ def top_k_is_meaningful(args):
 
 @rule("rollout_max_prompt_len", "rollout_max_context_len")
 def prompt_leaves_room(args):
-    if None not in (args.rollout_max_prompt_len, args.rollout_max_context_len) and args.rollout_max_prompt_len >= args.rollout_max_context_len:
+    if (
+        None not in (args.rollout_max_prompt_len, args.rollout_max_context_len)
+        and args.rollout_max_prompt_len >= args.rollout_max_context_len
+    ):
         return (
             f"--rollout-max-prompt-len {args.rollout_max_prompt_len} leaves no room for a response within --rollout-max-context-len "
             f"{args.rollout_max_context_len}. Use {args.rollout_max_context_len - 1} or less."
@@ -208,8 +241,15 @@ def prompt_leaves_room(args):
 
 @rule("rollout_max_response_len", "rollout_max_context_len", "debug_train_only", "rollout_function_path")
 def responses_end(args):
-    generates = args.rollout_function_path.endswith(("sglang_rollout.generate_rollout", "fully_async_rollout.generate_rollout"))
-    if generates and not args.debug_train_only and args.rollout_max_response_len is None and args.rollout_max_context_len is None:
+    generates = args.rollout_function_path.endswith(
+        ("sglang_rollout.generate_rollout", "fully_async_rollout.generate_rollout")
+    )
+    if (
+        generates
+        and not args.debug_train_only
+        and args.rollout_max_response_len is None
+        and args.rollout_max_context_len is None
+    ):
         return "--rollout-max-response-len is missing: give it (tokens), or --rollout-max-context-len; responses would not end."
 
 
@@ -224,9 +264,13 @@ def off_policy_mask_needs_partial_rollout(args):
 
 @rule("rm_type", "custom_rm_path", "rm_url", "rollout_function_path", "debug_train_only")
 def reward_is_chosen(args):
-    generates = args.rollout_function_path.endswith(("sglang_rollout.generate_rollout", "fully_async_rollout.generate_rollout"))
+    generates = args.rollout_function_path.endswith(
+        ("sglang_rollout.generate_rollout", "fully_async_rollout.generate_rollout")
+    )
     if generates and not args.debug_train_only and args.rm_type is None and args.custom_rm_path is None:
-        return "--rm-type is missing: name a built-in scorer, for instance exact_match or math, or give --custom-rm-path."
+        return (
+            "--rm-type is missing: name a built-in scorer, for instance exact_match or math, or give --custom-rm-path."
+        )
     if args.rm_type is not None and args.rm_type.split("boxed_")[-1] == "remote_rm" and args.rm_url is None:
         return "--rm-type remote_rm needs --rm-url, the address of the reward model."
 
@@ -252,12 +296,18 @@ def evaluation_sets_are_pairs(args):
 @rule("kl_coef", "kl_loss_coef")
 def one_kl(args):
     if args.kl_coef != 0 and args.kl_loss_coef != 0:
-        return f"--kl-coef {args.kl_coef} (in the reward) and --kl-loss-coef {args.kl_loss_coef} (in the loss) exclude each other. Set one of them to 0."
+        return (
+            f"--kl-coef {args.kl_coef} (in the reward) and --kl-loss-coef {args.kl_loss_coef} (in the loss) exclude each other. "
+            "Set one of them to 0."
+        )
 
 
 @rule("advantage_estimator", "normalize_advantages")
 def reinforce_needs_normalization(args):
-    if args.advantage_estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline") and not args.normalize_advantages:
+    if (
+        args.advantage_estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+        and not args.normalize_advantages
+    ):
         return f"--advantage-estimator {args.advantage_estimator} needs --normalize-advantages: its baseline is the batch mean."
 
 
@@ -294,7 +344,9 @@ def distillation_is_complete(args):
     if args.use_opd and args.opd_type == "megatron" and args.opd_teacher_load is None:
         return "--opd-type megatron needs --opd-teacher-load, the teacher's checkpoint."
     if args.use_opd and args.opd_type == "sglang" and args.opd_teacher_load is not None:
-        return "--opd-teacher-load goes with --opd-type megatron; the teacher of --opd-type sglang is a server (--rm-url)."
+        return (
+            "--opd-teacher-load goes with --opd-type megatron; the teacher of --opd-type sglang is a server (--rm-url)."
+        )
 
 
 @rule("loss_type", "custom_loss_function_path")
@@ -320,11 +372,19 @@ def one_warm_up(args):
 
 @rule("rollout_num_gpus", "rollout_num_gpus_per_engine", "debug_train_only", "rollout_external_engine_addrs")
 def engines_divide(args):
-    if args.debug_train_only or args.rollout_external_engine_addrs or not args.rollout_num_gpus or args.rollout_num_gpus_per_engine < 1:
+    if (
+        args.debug_train_only
+        or args.rollout_external_engine_addrs
+        or not args.rollout_num_gpus
+        or args.rollout_num_gpus_per_engine < 1
+    ):
         return None
     if args.rollout_num_gpus % args.rollout_num_gpus_per_engine:
         fits = -(-args.rollout_num_gpus // args.rollout_num_gpus_per_engine) * args.rollout_num_gpus_per_engine
-        return f"--rollout-num-gpus {args.rollout_num_gpus} does not divide into engines of --rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}. Use {fits}."
+        return (
+            f"--rollout-num-gpus {args.rollout_num_gpus} does not divide into engines of --rollout-num-gpus-per-engine "
+            f"{args.rollout_num_gpus_per_engine}. Use {fits}."
+        )
 
 
 # ---- checkpoints, dumps, weight updates
@@ -339,7 +399,10 @@ def saving_has_a_place(args):
 @rule("save_debug_rollout_data", "save_debug_train_data")
 def dumps_have_two_paths(args):
     if args.save_debug_train_data is not None and args.save_debug_train_data == args.save_debug_rollout_data:
-        return f"--save-debug-train-data must not be equal to --save-debug-rollout-data ({args.save_debug_train_data}): one would overwrite the other."
+        return (
+            f"--save-debug-train-data must not be equal to --save-debug-rollout-data ({args.save_debug_train_data}): "
+            "one would overwrite the other."
+        )
 
 
 @rule("update_weight_transport", "update_weight_disk_dir")

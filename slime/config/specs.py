@@ -112,13 +112,17 @@ def _spec_of_field(cls: type, field: dataclasses.Field, annotation: Any, group: 
         kind, many, optional, choices = read_annotation(annotation)
     except TypeError as error:
         raise TypeError(f"{cls.__name__}.{field.name}: {error}") from error
-    default = field.default_factory() if field.default is dataclasses.MISSING else field.default
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    flag: str | None
+    off_flag: str | None
     flag, off_flag = info.flag or flag_of(field.name), info.disable_flag
     if kind is bool and not many:
         if default is True:
             flag, off_flag = info.flag, off_flag or "--no-" + flag_of(field.name)[2:]
         elif default is None and off_flag is None:
-            off_flag = "--no-" + flag[2:]
+            off_flag = "--no-" + flag_of(field.name)[2:]
     return OptionSpec(
         name=field.name,
         kind=kind,
@@ -228,7 +232,16 @@ def _convert_scalar(kind: type, text: str) -> Any:
             raise ValueError("NaN is not a usable number.")
         return value
     if kind is bool:
-        words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+        words = {
+            "true": True,
+            "yes": True,
+            "on": True,
+            "1": True,
+            "false": False,
+            "no": False,
+            "off": False,
+            "0": False,
+        }
         if text.lower() not in words:
             raise ValueError(f"{text!r} is not true or false.")
         return words[text.lower()]

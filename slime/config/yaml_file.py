@@ -32,7 +32,9 @@ class FileValues:
     problems: list[str]
 
 
-def read_option_file(path: str, specs: Mapping[str, OptionSpec], *, plugin_names: Iterable[str] = (), strict: bool = True) -> FileValues:
+def read_option_file(
+    path: str, specs: Mapping[str, OptionSpec], *, plugin_names: Iterable[str] = (), strict: bool = True
+) -> FileValues:
     """Returns the options in YAML file `path`, converted and checked by `specs`.
 
     Keys may use dashes or underscores. Keys in `plugin_names` (and, unless `strict`, all unknown keys) keep YAML's own value.
@@ -45,7 +47,7 @@ def read_option_file(path: str, specs: Mapping[str, OptionSpec], *, plugin_names
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"Cannot read {path}: {error}.{_siblings_hint(path)}") from error
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else path

@@ -24,7 +24,9 @@ __all__ = ["parse_args", "parse_megatron_role_args", "reset_arg", "resolve", "sl
 PREFLIGHT_SECONDS = 3.0
 
 
-def parse_args(argv: Sequence[str] | Callable | None = None, add_custom_arguments: Callable | None = None) -> argparse.Namespace:
+def parse_args(
+    argv: Sequence[str] | Callable | None = None, add_custom_arguments: Callable | None = None
+) -> argparse.Namespace:
     """Returns all options, derived and checked. `--help` and `--print-config` print and raise SystemExit(0).
 
     `parse_args(add_custom_arguments)` is upstream's call. Warnings go to stderr. Beside the options the namespace has `dry_run`,
@@ -54,7 +56,9 @@ def resolve(line: CommandLine) -> argparse.Namespace:
     args = line.args
     args.dry_run, args.given_options, args.flag_counts = line.dry_run, line.given, line.counts
     apply_derived(args, derive(args))
-    problems = broken_rules(args) + machine_problems(args) + model_problems(args) + layout_rules(args) + dataset_problems(args)
+    problems = (
+        broken_rules(args) + machine_problems(args) + model_problems(args) + layout_rules(args) + dataset_problems(args)
+    )
     if problems:
         raise ConfigError(join_problems(list(dict.fromkeys(problems))))
     return args
@@ -110,7 +114,11 @@ def dataset_problems(args: argparse.Namespace, *, seconds: float = PREFLIGHT_SEC
     evaluation = args.eval_prompt_data or []
     paths = evaluation if len(evaluation) == 1 else evaluation[1::2]
     for path in paths if args.eval_interval is not None else ():
-        keys = (args.eval_input_key or args.input_key, args.eval_label_key or args.label_key, args.eval_tool_key or args.tool_key)
+        keys = (
+            args.eval_input_key or args.input_key,
+            args.eval_label_key or args.label_key,
+            args.eval_tool_key or args.tool_key,
+        )
         files.append(("--eval-prompt-data", path, *keys))
     deadline = time.monotonic() + seconds
     problems = []
@@ -170,7 +178,9 @@ def _role_value(path: str, role: str, name: str, value: Any) -> Any:
     specs = specs_by_name()
     if name not in specs:
         near = nearest_names(name, specs)
-        raise ConfigError(f"{path}: role {role}: unknown option {name!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
+        raise ConfigError(
+            f"{path}: role {role}: unknown option {name!r}." + (f" Did you mean {near[0]!r}?" if near else "")
+        )
     spec = specs[name]
     # YAML reads 1e-6 as text, and 1 where 1.0 is meant.
     if spec.kind is float and isinstance(value, int | str) and not isinstance(value, bool):

@@ -61,7 +61,13 @@ def test_all_problems_of_a_command_line_are_shown_at_once():
         parse_command_line("--rollout-batch-size 1e3 --lr quick --kl-loss-type k9 --nope 3 --also-nope stray".split())
     text = str(caught.value)
     assert text.startswith("5 problems:")
-    for part in ("Write 1000.", "'quick' is not a number", "'k9' is not one of k1, k2, k3", "Unknown flag --nope", "Unknown flag --also-nope"):
+    for part in (
+        "Write 1000.",
+        "'quick' is not a number",
+        "'k9' is not one of k1, k2, k3",
+        "Unknown flag --nope",
+        "Unknown flag --also-nope",
+    ):
         assert part in text
 
 
@@ -111,7 +117,9 @@ def test_flags_win_over_the_file_and_the_custom_file_wins_over_all(tmp_path):
     base, custom = tmp_path / "base.yaml", tmp_path / "custom.yaml"
     base.write_text("lr: 1e-5\nrollout-batch-size: 8\nrollout_sample_hook_path: [a.b]\n")
     custom.write_text("seed: 7\nmy_plugin_depth: 3\n")
-    line = parse_command_line(f"--config {base} --lr 1e-4 --rollout-sample-hook-path c.d --custom-config-path {custom} --seed 1".split())
+    line = parse_command_line(
+        f"--config {base} --lr 1e-4 --rollout-sample-hook-path c.d --custom-config-path {custom} --seed 1".split()
+    )
     assert (line.args.lr, line.args.rollout_batch_size, line.args.seed, line.args.my_plugin_depth) == (1e-4, 8, 7, 3)
     assert line.args.rollout_sample_hook_path == ["c.d"], "a repeatable flag replaces the file's list"
     assert line.given["lr"] == "command line" and line.given["rollout_batch_size"] == str(base)
@@ -146,14 +154,27 @@ def test_help_is_grouped_and_can_be_searched(capsys):
     assert max(map(len, page.splitlines())) <= 160
     found = format_help(all_specs(), "dropout")
     assert "--hidden-dropout" in found and "--rollout-batch-size" not in found
-    assert "No option matches 'rolout_temperature'. Near: --rollout-temperature" in format_help(all_specs(), "rolout_temperature")
+    assert "No option matches 'rolout_temperature'. Near: --rollout-temperature" in format_help(
+        all_specs(), "rolout_temperature"
+    )
 
 
 def test_a_valid_command_line_gives_a_complete_namespace(tmp_path):
     """Model shape from the model's folder, sizes from each other, and where everything came from."""
     args = parse_args(write_run_inputs(tmp_path))
-    assert (args.global_batch_size, args.over_sampling_batch_size, args.rollout_num_gpus, args.actor_num_gpus_per_node) == (8, 4, 1, 1)
-    assert (args.num_layers, args.hidden_size, args.num_query_groups, args.qk_layernorm, args.seq_length) == (2, 32, 2, True, 128)
+    assert (
+        args.global_batch_size,
+        args.over_sampling_batch_size,
+        args.rollout_num_gpus,
+        args.actor_num_gpus_per_node,
+    ) == (8, 4, 1, 1)
+    assert (args.num_layers, args.hidden_size, args.num_query_groups, args.qk_layernorm, args.seq_length) == (
+        2,
+        32,
+        2,
+        True,
+        128,
+    )
     assert args.distributed_backend == "gloo" and args.eps_clip_high == 0.2
     assert args.given_options["rollout_batch_size"] == "command line" and "lr" not in args.given_options
     assert args.dry_run is False and isinstance(args, argparse.Namespace)
@@ -163,7 +184,9 @@ def test_a_role_overrides_options_by_name(tmp_path):
     """The critic's learning rate differs from the policy's."""
     args = parse_args(write_run_inputs(tmp_path))
     file = tmp_path / "roles.yaml"
-    file.write_text("megatron:\n  - role: critic\n    overrides: {lr: 1e-5, load: /critic}\n  - role: actor\n    overrides: {}\n")
+    file.write_text(
+        "megatron:\n  - role: critic\n    overrides: {lr: 1e-5, load: /critic}\n  - role: actor\n    overrides: {}\n"
+    )
     critic = parse_megatron_role_args(args, str(file), "critic")
     assert (critic.lr, critic.load, args.lr) == (1e-5, "/critic", 1e-6)
     assert parse_megatron_role_args(args, str(file), "actor").lr == 1e-6

@@ -34,8 +34,18 @@ def refuse(host):
         (doctor.check_package("ray", at_least="2.49", version=None), "fail", "pip install 'ray>=2.49'"),
         (doctor.check_torch(GOOD_TORCH), "ok", "CPU build"),
         (doctor.check_torch({**GOOD_TORCH, "torch": "2.6.0"}), "fail", "can execute code"),
-        (doctor.check_torch({**GOOD_TORCH, "bridge_error": "RuntimeError: Numpy is not available", "numpy": "1.26"}), "fail", "torch 2.13.0+cpu with numpy 1.26"),
-        (doctor.check_torch({**GOOD_TORCH, "warnings": ["A module compiled using NumPy 1.x cannot be run in NumPy 2.4.6"]}), "fail", "do not fit"),
+        (
+            doctor.check_torch({**GOOD_TORCH, "bridge_error": "RuntimeError: Numpy is not available", "numpy": "1.26"}),
+            "fail",
+            "torch 2.13.0+cpu with numpy 1.26",
+        ),
+        (
+            doctor.check_torch(
+                {**GOOD_TORCH, "warnings": ["A module compiled using NumPy 1.x cannot be run in NumPy 2.4.6"]}
+            ),
+            "fail",
+            "do not fit",
+        ),
         (doctor.check_torch({"error": "ImportError: libcudart.so.12: cannot open"}), "fail", "libcudart.so.12"),
         (doctor.check_gpu(GOOD_TORCH, devices=[], driver=None), "ok", "none"),
         (doctor.check_gpu(GOOD_TORCH, devices=["/dev/nvidia0"], driver="570"), "warn", "CPU build"),
@@ -97,7 +107,12 @@ def test_versions_compare_by_number():
 def test_findings_are_one_line_with_a_mark_and_the_remedy_below():
     """Read by people and pasted into issues."""
     text = doctor.format_findings([doctor.ok("A", "fine"), doctor.fail("Bee", "broken", "Repair it.")])
-    assert text.splitlines() == ["✓ A    fine", "✗ Bee  broken", "       -> Repair it.", "slime cannot run here yet: 1 ok, 0 warnings, 1 failures"]
+    assert text.splitlines() == [
+        "✓ A    fine",
+        "✗ Bee  broken",
+        "       -> Repair it.",
+        "slime cannot run here yet: 1 ok, 0 warnings, 1 failures",
+    ]
 
 
 if __name__ == "__main__":

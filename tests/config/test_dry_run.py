@@ -5,7 +5,15 @@ from support.options import write_run_inputs
 from support.tiny_models import make_char_tokenizer
 
 from slime.config.derive import DerivedSizes
-from slime.dry_run import dry_run, first_difference, format_layout, format_sizes, judge_rewards, probe_template, template_difference
+from slime.dry_run import (
+    dry_run,
+    first_difference,
+    format_layout,
+    format_sizes,
+    judge_rewards,
+    probe_template,
+    template_difference,
+)
 from slime.utils.arguments import parse_args
 
 NUM_GPUS = 0
@@ -50,16 +58,26 @@ def test_a_template_that_strips_earlier_thoughts_is_found_with_the_token():
     assert not is_stable
     assert lines[0].startswith("✗ a user turn after an answer changes earlier tokens: token ")
     tokenizer = make_char_tokenizer(chat_template=STRIPPING_TEMPLATE)
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>x</think>y"}, {"role": "user", "content": "b"}]
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "<think>x</think>y"},
+        {"role": "user", "content": "b"},
+    ]
     # <|im_start|>user\na<|im_end|>\n is 9 tokens, <|im_start|>assistant\n is 11: position 20 held the first thought, now the answer.
     difference = template_difference(tokenizer, messages, 2, {})
-    assert difference.startswith(f"token 20 was {tokenizer.convert_tokens_to_ids('<')} '<' and became {tokenizer.convert_tokens_to_ids('y')} 'y'")
+    assert difference.startswith(
+        f"token 20 was {tokenizer.convert_tokens_to_ids('<')} '<' and became {tokenizer.convert_tokens_to_ids('y')} 'y'"
+    )
 
 
 def test_a_template_that_merges_tool_results_is_found():
     """A second tool message removes the end of the first one."""
     lines, is_stable = probe_template(make_char_tokenizer(chat_template=MERGING_TEMPLATE), {})
-    assert not is_stable and lines[0].startswith("✓") and lines[1].startswith("✗ a second tool result changes earlier tokens")
+    assert (
+        not is_stable
+        and lines[0].startswith("✓")
+        and lines[1].startswith("✗ a second tool result changes earlier tokens")
+    )
 
 
 def test_a_template_that_cannot_render_a_role_is_not_an_error():
@@ -109,7 +127,9 @@ def test_the_whole_dry_run_shows_everything_and_returns_0(tmp_path, capsys):
 
 def test_a_reward_that_raises_fails_the_dry_run(tmp_path, capsys, monkeypatch):
     """Better now than after the first rollout."""
-    (tmp_path / "my_broken_reward.py").write_text("async def score(args, sample, **kwargs):\n    raise KeyError('answer')\n")
+    (tmp_path / "my_broken_reward.py").write_text(
+        "async def score(args, sample, **kwargs):\n    raise KeyError('answer')\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     args = parse_args([*run_inputs_with_tokenizer(tmp_path), "--custom-rm-path", "my_broken_reward.score"])
     assert dry_run(args) == 1

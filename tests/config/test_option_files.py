@@ -9,7 +9,13 @@ from support.options import write_run_inputs
 
 from slime.config.cli import parse_command_line
 from slime.config.specs import all_specs, specs_by_name
-from slime.config.yaml_file import format_entry, format_resolved, read_option_file, resolved_values, write_resolved_config
+from slime.config.yaml_file import (
+    format_entry,
+    format_resolved,
+    read_option_file,
+    resolved_values,
+    write_resolved_config,
+)
 from slime.exceptions import ConfigError
 from slime.utils.arguments import parse_args
 
@@ -24,7 +30,27 @@ JSON = st.recursive(
 SCALARS = {
     int: st.integers(-(2**63), 2**63),
     float: st.floats(allow_nan=False),
-    str: TEXT | st.sampled_from(["null", "~", "true", "off", "1e-6", "007", "a: b", "# no", "- x", "{rollout_id}", "[1]", "'", '"', "\x85", "\u2028", "😀"]),
+    str: TEXT
+    | st.sampled_from(
+        [
+            "null",
+            "~",
+            "true",
+            "off",
+            "1e-6",
+            "007",
+            "a: b",
+            "# no",
+            "- x",
+            "{rollout_id}",
+            "[1]",
+            "'",
+            '"',
+            "\x85",
+            "\u2028",
+            "😀",
+        ]
+    ),
     bool: st.booleans(),
     dict: st.dictionaries(TEXT, JSON, max_size=3),
 }
@@ -44,11 +70,15 @@ def test_every_option_survives_the_way_to_a_file_and_back(tmp_path_factory, data
     chosen = data.draw(st.lists(st.sampled_from(names), min_size=20, max_size=20, unique=True))
     values = {name: data.draw(values_of(specs_by_name()[name]), label=name) for name in chosen}
     file = tmp_path_factory.getbasetemp() / "drawn.yaml"
-    file.write_text("\n".join(format_entry(specs_by_name()[name], value) for name, value in values.items()), encoding="utf-8")
+    file.write_text(
+        "\n".join(format_entry(specs_by_name()[name], value) for name, value in values.items()), encoding="utf-8"
+    )
     found = read_option_file(str(file), specs_by_name())
     assert found.problems == []
     assert found.known == values
-    assert {name: type(value) for name, value in found.known.items()} == {name: type(value) for name, value in values.items()}
+    assert {name: type(value) for name, value in found.known.items()} == {
+        name: type(value) for name, value in values.items()
+    }
 
 
 def test_the_defaults_of_all_options_read_back_as_themselves(tmp_path):
@@ -57,12 +87,22 @@ def test_the_defaults_of_all_options_read_back_as_themselves(tmp_path):
     file = tmp_path / "all.yaml"
     file.write_text(format_resolved(args, all_specs()))
     again = parse_command_line(["--config", str(file)]).args
-    assert {spec.name: getattr(again, spec.name) for spec in all_specs()} == {spec.name: getattr(args, spec.name) for spec in all_specs()}
+    assert {spec.name: getattr(again, spec.name) for spec in all_specs()} == {
+        spec.name: getattr(args, spec.name) for spec in all_specs()
+    }
 
 
 def test_a_resolved_configuration_is_a_fixed_point(tmp_path, capsys):
     """Running from the file that a run has written is the same run."""
-    words = [*write_run_inputs(tmp_path), "--eps-clip-high", "0.28", "--save", str(tmp_path / "ckpt"), "--load", str(tmp_path / "ckpt")]
+    words = [
+        *write_run_inputs(tmp_path),
+        "--eps-clip-high",
+        "0.28",
+        "--save",
+        str(tmp_path / "ckpt"),
+        "--load",
+        str(tmp_path / "ckpt"),
+    ]
     first = parse_args(words)
     file = tmp_path / "config.yaml"
     write_resolved_config(first, file)
@@ -114,7 +154,9 @@ def test_a_mistake_in_a_file_is_named_with_file_and_line(tmp_path, line, message
 def test_numbers_and_words_are_read_by_the_options_type(tmp_path):
     """YAML reads 1e-6 as text and `off` as false; the option knows better."""
     file = tmp_path / "run.yaml"
-    file.write_text("\ufefflr: 1e-6\nrun_name: off\nwandb_group: 007\nclip_grad: 1\nmin_lr: .inf\nload: null\nrollout_stop_token_ids: [1, 2]\ncolocate: yes\n")
+    file.write_text(
+        "\ufefflr: 1e-6\nrun_name: off\nwandb_group: 007\nclip_grad: 1\nmin_lr: .inf\nload: null\nrollout_stop_token_ids: [1, 2]\ncolocate: yes\n"
+    )
     args = parse_command_line(["--config", str(file)]).args
     assert (args.lr, args.run_name, args.wandb_group, args.clip_grad, args.load) == (1e-6, "off", "007", 1.0, None)
     assert args.min_lr == math.inf and args.rollout_stop_token_ids == [1, 2] and args.colocate is True
@@ -135,7 +177,9 @@ def test_a_file_that_is_missing_or_not_yaml_is_named(tmp_path):
 
 def test_secrets_are_not_written(tmp_path):
     """config.yaml is uploaded with runs and pasted into issues."""
-    args = parse_command_line(["--wandb-key", "k3y-abc", "--rm-url", "http://me:pa55@host/rm", "--sglang-api-key", "t0k3n"]).args
+    args = parse_command_line(
+        ["--wandb-key", "k3y-abc", "--rm-url", "http://me:pa55@host/rm", "--sglang-api-key", "t0k3n"]
+    ).args
     text = format_resolved(args, all_specs())
     assert "k3y-abc" not in text and "pa55" not in text and "t0k3n" not in text
     assert "# wandb_key: (a secret, not written)" in text and "http://me:***@host/rm" in text

@@ -27,9 +27,15 @@ def problems_of(words: str, tmp_path) -> str:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--global-batch-size 5", "4 x --n-samples-per-prompt 2 = 8 samples do not divide into steps of --global-batch-size 5. Use 4 or 8, or --keep-trailing-rollouts."),
+        (
+            "--global-batch-size 5",
+            "4 x --n-samples-per-prompt 2 = 8 samples do not divide into steps of --global-batch-size 5. Use 4 or 8, or --keep-trailing-rollouts.",
+        ),
         ("--num-steps-per-rollout 3", "do not divide over --num-steps-per-rollout 3. Use 2 or 4."),
-        ("--num-steps-per-rollout 2 --global-batch-size 8", "make 4 per step, but --global-batch-size is 8. Use --global-batch-size 4"),
+        (
+            "--num-steps-per-rollout 2 --global-batch-size 8",
+            "make 4 per step, but --global-batch-size is 8. Use --global-batch-size 4",
+        ),
         ("--over-sampling-batch-size 2", "--over-sampling-batch-size 2 is below --rollout-batch-size 4. Use 4 or more"),
         ("--use-dynamic-batch-size", "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
         ("--max-tokens-per-gpu 64 --log-probs-max-tokens-per-gpu 128", "differs from --max-tokens-per-gpu 64"),
@@ -40,7 +46,10 @@ def problems_of(words: str, tmp_path) -> str:
         ("--rollout-max-prompt-len 9 --rollout-max-context-len 9", "Use 8 or less"),
         ("--eval-interval 2", "--eval-interval 2 needs --eval-prompt-data NAME PATH"),
         ("--eval-prompt-data a b c", "pairs NAME PATH, got 3 words: a b c"),
-        ("--kl-coef 0.1 --kl-loss-coef 0.2", "--kl-coef 0.1 (in the reward) and --kl-loss-coef 0.2 (in the loss) exclude each other"),
+        (
+            "--kl-coef 0.1 --kl-loss-coef 0.2",
+            "--kl-coef 0.1 (in the reward) and --kl-loss-coef 0.2 (in the loss) exclude each other",
+        ),
         ("--advantage-estimator reinforce_plus_plus", "reinforce_plus_plus needs --normalize-advantages"),
         ("--use-tis --use-rollout-logprobs", "they exclude each other"),
         ("--get-mismatch-metrics", "needs --custom-tis-function-path"),
@@ -49,16 +58,31 @@ def problems_of(words: str, tmp_path) -> str:
         ("--eps-clip-c 0.5", "--eps-clip-c 0.5 must be above 1"),
         ("--lr -1", "--lr is -1.0, must not be negative"),
         ("--rollout-batch-size 0", "--rollout-batch-size is 0, must be at least 1"),
-        ("--actor-num-gpus-per-node 3 --tensor-model-parallel-size 2", "3 training ranks do not divide into groups of tensor 2"),
-        ("--actor-num-gpus-per-node 4 --tensor-model-parallel-size 4", "does not divide the model's 4 attention heads and 2 key/value heads"),
-        ("--actor-num-gpus-per-node 16 --global-batch-size 8", "leaves some of the 16 data-parallel ranks without a sample. Use 16"),
+        (
+            "--actor-num-gpus-per-node 3 --tensor-model-parallel-size 2",
+            "3 training ranks do not divide into groups of tensor 2",
+        ),
+        (
+            "--actor-num-gpus-per-node 4 --tensor-model-parallel-size 4",
+            "does not divide the model's 4 attention heads and 2 key/value heads",
+        ),
+        (
+            "--actor-num-gpus-per-node 16 --global-batch-size 8",
+            "leaves some of the 16 data-parallel ranks without a sample. Use 16",
+        ),
         ("--sequence-parallel", "--sequence-parallel needs --tensor-model-parallel-size"),
         ("--bf16 --fp16", "--bf16 and --fp16 exclude each other"),
         ("--num-layers 3", "--num-layers is 3, but the model's config.json says 2"),
         ("--rotary-base 500", "--rotary-base is 500.0, but the model's config.json says 10000.0"),
-        ("--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "does not divide into engines of --rollout-num-gpus-per-engine 2. Use 4"),
+        (
+            "--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2",
+            "does not divide into engines of --rollout-num-gpus-per-engine 2. Use 4",
+        ),
         ("--save-interval 2", "--save-interval 2 needs --save"),
-        ("--save-debug-rollout-data /tmp/x --save-debug-train-data /tmp/x", "--save-debug-train-data must not be equal"),
+        (
+            "--save-debug-rollout-data /tmp/x --save-debug-train-data /tmp/x",
+            "--save-debug-train-data must not be equal",
+        ),
         ("--custom-rm-path nodots", "--custom-rm-path nodots: not a dotted name"),
         ("--custom-rm-path no_such_package.f", "there is no module 'no_such_package' on the Python path"),
         ("--rm-type remote_rm", "--rm-type remote_rm needs --rm-url"),
@@ -77,14 +101,22 @@ def test_all_broken_rules_are_shown_at_once():
     with pytest.raises(ConfigError) as caught:
         parse_args(["--kl-coef", "1", "--kl-loss-coef", "1"])
     text = str(caught.value)
-    for part in ("--hf-checkpoint is missing", "--prompt-data is missing", "--rollout-batch-size is missing", "--num-rollout is missing", "--kl-coef 1.0"):
+    for part in (
+        "--hf-checkpoint is missing",
+        "--prompt-data is missing",
+        "--rollout-batch-size is missing",
+        "--num-rollout is missing",
+        "--kl-coef 1.0",
+    ):
         assert part in text
 
 
 def test_missing_files_are_answered_with_the_names_that_exist(tmp_path):
     """Most missing files are misspelt."""
     (tmp_path / "train.jsonl").write_text("{}\n")
-    assert missing_path("--prompt-data", str(tmp_path / "trian.jsonl"), "file").endswith(f"Did you mean {tmp_path / 'train.jsonl'}?")
+    assert missing_path("--prompt-data", str(tmp_path / "trian.jsonl"), "file").endswith(
+        f"Did you mean {tmp_path / 'train.jsonl'}?"
+    )
     assert "but has no 'deep'" in missing_path("--save", str(tmp_path / "deep" / "er" / "x"), "folder")
     text = problems_of(f"--hf-checkpoint {tmp_path / 'modle'} --prompt-data {tmp_path / 'promts.jsonl'}", tmp_path)
     assert f"Did you mean {tmp_path / 'model'}?" in text and f"Did you mean {tmp_path / 'prompts.jsonl'}" in text
@@ -140,7 +172,9 @@ def test_derived_values_follow_and_deriving_twice_changes_nothing():
     assert (args.log_probs_max_tokens_per_gpu, args.balance_data, args.use_critic) == (512, True, True)
     assert (args.offload_train, args.offload_rollout, args.rollout_num_gpus) == (True, True, 2)
     assert (args.eval_max_context_len, args.rollout_max_prompt_len, args.critic_num_gpus_per_node) == (100, 99, 2)
-    assert args.save_debug_rollout_data.startswith("/d/rollout_data/") and args.save_debug_train_data.startswith("/d/train_data/")
+    assert args.save_debug_rollout_data.startswith("/d/rollout_data/") and args.save_debug_train_data.startswith(
+        "/d/train_data/"
+    )
     assert derive(args) == {}
 
 
@@ -208,8 +242,19 @@ def test_colocation_turns_offloading_on_and_keeps_what_was_meant():
     [
         ({"update_weight_transport": "disk"}, "update-weight-disk-dir"),
         ({"update_weight_mode": "delta"}, "requires --update-weight-transport=disk"),
-        ({"update_weight_mode": "delta", "update_weight_transport": "disk", "update_weight_disk_dir": "/d", "colocate": True}, "not supported with --colocate"),
-        ({"update_weight_mode": "delta", "update_weight_transport": "disk", "update_weight_disk_dir": "/d"}, "requires --update-weight-local-checkpoint-dir"),
+        (
+            {
+                "update_weight_mode": "delta",
+                "update_weight_transport": "disk",
+                "update_weight_disk_dir": "/d",
+                "colocate": True,
+            },
+            "not supported with --colocate",
+        ),
+        (
+            {"update_weight_mode": "delta", "update_weight_transport": "disk", "update_weight_disk_dir": "/d"},
+            "requires --update-weight-local-checkpoint-dir",
+        ),
         ({"save_debug_train_data": "/x", "save_debug_rollout_data": "/x"}, "--save-debug-train-data must not be equal"),
         ({"rollout_temperature": 0.0}, "--rollout-temperature must be > 0"),
         ({"rollout_temperature": -1.0}, "--rollout-temperature must be > 0"),
@@ -226,7 +271,12 @@ def test_a_start_that_was_asked_for_is_kept():
     for given, expected in ((None, 0), (7, 7)):
         args = upstream_namespace(start_rollout_id=given)
         slime_validate_args(args)
-        assert (args.start_rollout_id, args.finetune, args.no_load_optim, args.no_load_rng) == (expected, True, True, True)
+        assert (args.start_rollout_id, args.finetune, args.no_load_optim, args.no_load_rng) == (
+            expected,
+            True,
+            True,
+            True,
+        )
 
 
 def test_a_group_of_one_is_not_divided_by_its_deviation():

@@ -7,9 +7,23 @@ import typing
 
 import pytest
 
-from slime.config.megatron import NOT_FLAGS, SHARED_NAMES, field_names_of, fields_of_source, megatron_fields, megatron_specs
+from slime.config.megatron import (
+    NOT_FLAGS,
+    SHARED_NAMES,
+    field_names_of,
+    fields_of_source,
+    megatron_fields,
+    megatron_specs,
+)
 from slime.config.option import REQUIRED, option
-from slime.config.specs import all_specs, convert_text, option_classes, read_annotation, require_unique, specs_of_dataclass
+from slime.config.specs import (
+    all_specs,
+    convert_text,
+    option_classes,
+    read_annotation,
+    require_unique,
+    specs_of_dataclass,
+)
 from slime.exceptions import ConfigError
 
 NUM_GPUS = 0
@@ -48,7 +62,9 @@ def test_a_type_that_no_command_line_can_express_is_refused_where_it_is_declared
     """Otherwise the mistake shows only when somebody gives the flag."""
     with pytest.raises(TypeError, match="one type and None at most"):
         read_annotation(int | str)
-    bad = dataclasses.make_dataclass("Bad", [("path", "pathlib.Path", option(None, "A path."))], namespace={"__module__": __name__})
+    bad = dataclasses.make_dataclass(
+        "Bad", [("path", "pathlib.Path", option(None, "A path."))], namespace={"__module__": __name__}
+    )
     with pytest.raises((TypeError, NameError)):
         specs_of_dataclass(bad)
 
@@ -103,7 +119,9 @@ def test_megatron_fields_are_read_from_source_as_the_imported_classes_have_them(
         real = {field.name: field for field in dataclasses.fields(cls)}
         ours = set(field_names_of(cls.__name__))
         assert ours <= set(real), ours - set(real)
-        simple = {name for name, field in real.items() if field.type in (int, float, bool, str) and not name.startswith("_")}
+        simple = {
+            name for name, field in real.items() if field.type in (int, float, bool, str) and not name.startswith("_")
+        }
         assert simple <= ours, simple - ours
     tensor_parallel = next(field for field in megatron_fields() if field.name == "tensor_model_parallel_size")
     assert (tensor_parallel.kind, tensor_parallel.default) == (int, "1") and "tensor" in tensor_parallel.help.lower()

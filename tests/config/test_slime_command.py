@@ -47,7 +47,10 @@ def test_errors_of_a_command_are_one_line_and_status_2(monkeypatch, capsys):
 
     module.broken = broken
     monkeypatch.setitem(sys.modules, "a_command_for_this_test", module)
-    monkeypatch.setattr("slime.cli.available_commands", lambda: {"broken": Command("a_command_for_this_test:broken", "Fails.", raw=True)})
+    monkeypatch.setattr(
+        "slime.cli.available_commands",
+        lambda: {"broken": Command("a_command_for_this_test:broken", "Fails.", raw=True)},
+    )
     assert main(["broken"]) == 2
     assert capsys.readouterr().err == "error: --x is 1. Use 2.\n"
 
@@ -74,13 +77,21 @@ def test_an_unknown_flag_ends_with_status_2_and_the_nearest_name():
 
 def test_our_own_commands_name_a_mistyped_flag():
     """tyro makes their command lines from functions."""
-    done = subprocess.run([sys.executable, "-m", "slime.cli", "doctor", "--jsno"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "slime.cli", "doctor", "--jsno"], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 2 and "--json" in done.stderr + done.stdout
 
 
 def test_doctor_prints_json():
     """CI reads it."""
-    done = subprocess.run([sys.executable, "-m", "slime.cli", "doctor", "--json"], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "slime.cli", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     findings = json.loads(done.stdout)
     assert {"Python", "torch", "ray", "megatron-core"} <= {finding["name"] for finding in findings}
     assert done.returncode == (1 if any(finding["state"] == "fail" for finding in findings) else 0)
