@@ -1,0 +1,182 @@
+"""The prompt stream after any number of resumes equals the uninterrupted one; what was out is sent again, once."""
+
+import json
+
+import pytest
+from support.rollout_args import rollout_args, write_prompts
+
+from slime.exceptions import ConfigError
+from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, pop_first
+from slime.rollout.generation import reset_to_prompt
+from slime.utils.types import Sample
+
+NUM_GPUS = 0
+
+
+@pytest.fixture
+def make(tmp_path):
+    path = write_prompts(tmp_path / "p.jsonl", 12)
+
+    def build(**overrides):
+        folder = str(tmp_path / "run")
+        values = {"prompt_data": path, "save": folder, "load": folder, "rollout_shuffle": True, **overrides}
+        return RolloutDataSourceWithBuffer(rollout_args(**values))
+
+    return build
+
+
+def names(groups):
+    return [(group[0].group_index, group[0].prompt) for group in groups]
+
+
+def step(source, rollout_id, count=3):
+    groups = source.get_samples(count)
+    source.commit(rollout_id, [group[0].group_index for group in groups])
+    return names(groups)
+
+
+def test_groups_and_samples_are_numbered_for_ever(make):
+    """Identity is given at dispatch; the same prompt text in two epochs makes two groups."""
+    source = make()
+    groups = source.get_samples(13)
+    assert [group[0].group_index for group in groups] == list(range(13))
+    assert [sample.index for group in groups for sample in group] == list(range(26))
+    assert all(sample.rollout_id is None for group in groups for sample in group)
+    first_epoch = [group[0].prompt for group in groups[:12]]
+    assert sorted(first_epoch) == sorted(f"p{i}=" for i in range(12))
+
+
+def test_members_share_no_container(make):
+    """A hook that edits one member's metadata must not edit its siblings or the dataset."""
+    source = make()
+    one, two = source.get_samples(1)[0]
+    one.metadata["x"] = 1
+    one.tokens.append(1)
+    assert two.metadata == {} and two.tokens == [] and source.dataset[0].metadata == {}
+
+
+@pytest.mark.parametrize("save_at", [[0], [0, 1], [2], [0, 2, 4], [1, 5, 6]])
+def test_the_stream_after_any_number_of_resumes_is_the_uninterrupted_one(make, save_at):
+    """The first resume is usually right and the second one rewinds; here the process dies after each save."""
+    expected = [step(source := make(load=None, save=None), 0)]
+    expected += [step(source, rollout_id) for rollout_id in range(1, 9)]
+    seen, source = [], make(load=None)
+    for rollout_id in range(9):
+        seen.append(step(source, rollout_id))
+        if rollout_id in save_at:
+            source.save(rollout_id)
+            source.get_samples(2)  # fetched for a next rollout that never came
+            source = make()
+            source.load(rollout_id)
+    assert seen == expected
+
+
+def test_dispatched_but_untrained_groups_come_again_exactly_once(make):
+    """10 prompts are out, 4 are trained, the process dies: the other 6 come first, in order, then the stream goes on."""
+    source = make()
+    groups = source.get_samples(10)
+    source.commit(0, [group[0].group_index for group in groups[:4]])
+    source.commit(1, [group[0].group_index for group in groups[4:6]])  # generated ahead, not trained
+    source.save(0)
+    resumed = make()
+    resumed.load(0)
+    assert names(resumed.get_samples(6)) == names(groups[4:10])
+    assert names(resumed.get_samples(2)) == names(source.get_samples(2))
+
+
+def test_the_buffer_is_part_of_the_state_with_the_tokens_of_unfinished_responses(make):
+    """Partial responses survive a resume; given-back pristine groups are made again from their prompt."""
+    source = make(partial_rollout=True)
+    groups = source.get_samples(4)
+    partial = groups[1][0]
+    partial.tokens, partial.status = [9, 9], Sample.Status.ABORTED
+    partial.append_response_tokens(
+        tokens=[1, 2], log_probs=[-0.5, -0.25], meta_info={"finish_reason": {"type": "abort"}}
+    )
+    source.add_samples([groups[1], [reset_to_prompt(sample) for sample in groups[2]]])
+    source.commit(0, [groups[0][0].group_index, groups[3][0].group_index])
+    source.save(0)
+    resumed = make(partial_rollout=True)
+    resumed.load(0)
+    again = resumed.get_samples(2)
+    assert names(again) == names(groups[1:3])
+    assert again[0][0].tokens == [9, 9, 1, 2] and again[0][0].rollout_log_probs == [-0.5, -0.25]
+    assert again[0][0].status is Sample.Status.ABORTED and again[1][0].tokens == []
+    assert json.loads((source_file(source)).read_text())["rollout_id"] == 0
+
+
+def source_file(source, rollout_id=0):
+    from slime.rollout.data_source import state_path
+
+    return state_path(source.args.save, rollout_id)
+
+
+def test_a_rollout_function_that_never_commits_resumes_behind_what_it_took(make):
+    """Plug-ins written for upstream know no commit: what they took and did not give back counts as used."""
+    source = make()
+    source.get_samples(5)
+    source.save(0)
+    resumed = make()
+    resumed.load(0)
+    assert names(resumed.get_samples(1)) == names(source.get_samples(1))
+
+
+def test_another_dataset_seed_or_group_size_is_refused_on_resume(make, tmp_path):
+    """Going on in another order would repeat and skip prompts without a word."""
+    source = make()
+    source.save(3)
+    for change, word in (
+        ({"rollout_seed": 1}, "shuffle_seed: saved 42, now 1"),
+        ({"n_samples_per_prompt": 4}, "n_samples_per_prompt: saved 2, now 4"),
+        ({"prompt_data": write_prompts(tmp_path / "other.jsonl", 11)}, "num_prompts: saved 12, now 11"),
+    ):
+        with pytest.raises(ConfigError, match=word):
+            make(**change).load(3)
+
+
+def test_a_missing_or_damaged_position_stops_the_run(make):
+    """Resuming from nothing where something was asked for is an error, not a fresh start."""
+    source = make()
+    with pytest.raises(ConfigError, match="no data position"):
+        source.load(7)
+    source.load(None)
+    source.load(-1)
+    source.save(7)
+    source_file(source, 7).write_text('{"format": 1, "epo')
+    with pytest.raises(ConfigError, match="damaged"):
+        make().load(7)
+
+
+def test_a_failed_write_leaves_the_last_state_and_no_temporary_file(make, monkeypatch):
+    """A full disk costs the new state, never the old one."""
+    source = make()
+    source.save(0)
+    before = source_file(source).read_bytes()
+    monkeypatch.setattr("os.fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    source.get_samples(3)
+    with pytest.raises(OSError, match="No space left"):
+        source.save(0)
+    assert source_file(source).read_bytes() == before
+    assert [path.name for path in source_file(source).parent.iterdir()] == [source_file(source).name]
+
+
+def test_the_buffer_is_served_first_and_takes_only_full_groups():
+    """Contract with plug-ins: pop_first removes what it returns."""
+    args = rollout_args(rollout_global_dataset=False)
+    source = RolloutDataSourceWithBuffer(args)
+    mine = [[Sample(index=100), Sample(index=101)]]
+    source.add_samples(mine)
+    assert source.get_buffer_length() == 1
+    got = source.get_samples(2)
+    assert got[0] is mine[0] and [sample.index for sample in got[1]] == [0, 1]
+    for bad in ("x", [Sample()], [[Sample()]]):
+        with pytest.raises(AssertionError):
+            source.add_samples(bad)
+    buffer = [1, 2, 3]
+    assert pop_first(args, None, buffer, 2) == [1, 2] and buffer == [3]
+    with pytest.raises(RuntimeError):
+        RolloutDataSource(args).add_samples(mine)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
