@@ -101,7 +101,9 @@ def _run(name: str, command: Command, words: list[str]) -> int:
         return int(function(words) or 0)
     import tyro
 
-    return int(tyro.cli(function, prog=f"slime {name}", args=words) or 0)
+    # A command whose options are one dataclass has --port, not --command.port.
+    config = (tyro.conf.OmitArgPrefixes,)
+    return int(tyro.cli(function, prog=f"slime {name}", description=command.help, args=words, config=config) or 0)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any
 from slime.config.derive import DerivedSizes, derived_sizes, process_layout
 from slime.config.specs import all_specs
 from slime.config.yaml_file import mask_urls, write_resolved_config
+from slime.exceptions import SlimeError
 
 PROMPTS_SHOWN = 3
 RANKS_SHOWN = 16
@@ -239,7 +240,11 @@ def dry_run(args: argparse.Namespace) -> int:
         _section("Derived sizes", format_sizes(sizes))
         layout = format_layout(sizes, ranks_per_node=args.actor_num_gpus_per_node, is_colocated=args.colocate)
         _section("Processes (training ranks, then engines)", layout)
-    return 0 if _probe_all(args) else 1
+    try:
+        return 0 if _probe_all(args) else 1
+    except SlimeError as error:
+        _section("Failed", [f"✗ {error}"])
+        return 1
 
 
 def _probe_all(args: argparse.Namespace) -> bool:

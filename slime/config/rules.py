@@ -239,18 +239,20 @@ def prompt_leaves_room(args):
         )
 
 
-@rule("rollout_max_response_len", "rollout_max_context_len", "debug_train_only", "rollout_function_path")
+GENERATING = ("sglang_rollout.generate_rollout", "fully_async_rollout.generate_rollout")
+SFT_HINT = " For supervised fine-tuning on given conversations: --rollout-function-path slime.rollout.sft_rollout.generate_rollout."
+
+
+def _generates(args: argparse.Namespace) -> bool:
+    """Whether slime's own rollout functions sample responses in this run: a user's function has its own needs."""
+    return args.rollout_function_path.endswith(GENERATING) and not args.debug_train_only
+
+
+@rule("rollout_max_response_len", "rollout_max_context_len", "debug_train_only", "rollout_function_path", "loss_type")
 def responses_end(args):
-    generates = args.rollout_function_path.endswith(
-        ("sglang_rollout.generate_rollout", "fully_async_rollout.generate_rollout")
-    )
-    if (
-        generates
-        and not args.debug_train_only
-        and args.rollout_max_response_len is None
-        and args.rollout_max_context_len is None
-    ):
-        return "--rollout-max-response-len is missing: give it (tokens), or --rollout-max-context-len; responses would not end."
+    if _generates(args) and args.rollout_max_response_len is None and args.rollout_max_context_len is None:
+        hint = SFT_HINT if args.loss_type == "sft_loss" else ""
+        return f"--rollout-max-response-len is missing: give it (tokens), or --rollout-max-context-len; responses would not end.{hint}"
 
 
 @rule("partial_rollout", "mask_offpolicy_in_partial_rollout")
@@ -264,10 +266,7 @@ def off_policy_mask_needs_partial_rollout(args):
 
 @rule("rm_type", "custom_rm_path", "rm_url", "rollout_function_path", "debug_train_only")
 def reward_is_chosen(args):
-    generates = args.rollout_function_path.endswith(
-        ("sglang_rollout.generate_rollout", "fully_async_rollout.generate_rollout")
-    )
-    if generates and not args.debug_train_only and args.rm_type is None and args.custom_rm_path is None:
+    if _generates(args) and args.rm_type is None and args.custom_rm_path is None:
         return (
             "--rm-type is missing: name a built-in scorer, for instance exact_match or math, or give --custom-rm-path."
         )
