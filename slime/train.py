@@ -49,10 +49,13 @@ def build_run(args: Any) -> Iterator[Run]:
     from slime.ray.utils import wait_for
 
     placements = create_placement_groups(args)
-    rollout_manager, num_rollout_per_epoch = create_rollout_manager(args, placements["rollout"])
+    rollout_manager = create_rollout_manager(args, placements["rollout"])
     actor = critic = None
     try:
         actor, critic, start = create_training_models(args, placements, rollout_manager)
+        (num_rollout_per_epoch,) = wait_for(
+            [rollout_manager.get_num_rollout_per_epoch.remote()], what="starting the engines", timeout_s=args.startup_timeout
+        )
         start = start if args.start_rollout_id is None else args.start_rollout_id
         if start > 0 and args.load:
             wait_for([rollout_manager.load.remote(start - 1)], what="loading the data position", timeout_s=args.startup_timeout)

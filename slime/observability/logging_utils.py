@@ -41,18 +41,42 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-def configure_logger(prefix: str = "") -> None:
-    """Sets the format of this process's log lines, once; `prefix` names the process."""
+# Libraries whose INFO lines are about themselves, not about the run.
+QUIET_LIBRARIES = ("megatron", "transformers", "torch", "urllib3", "asyncio", "filelock", "matplotlib")
+
+
+def configure_logger(prefix: str = "", *, log_dir: str | os.PathLike[str] | None = None) -> None:
+    """Sets where this process's log lines go, once; `prefix` names the process.
+
+    With `log_dir`, everything from INFO on is in `<log_dir>/<prefix>.log` and only warnings reach the terminal; without it INFO does.
+    """
     global _configured_logger
     if _configured_logger:
         return
     _configured_logger = True
+    terminal = logging.StreamHandler()
+    handlers: list[logging.Handler] = [terminal]
+    if log_dir is not None:
+        os.makedirs(log_dir, exist_ok=True)
+        handlers.append(logging.FileHandler(os.path.join(log_dir, f"{prefix or os.getpid()}.log")))
+        terminal.setLevel(logging.WARNING)
     logging.basicConfig(
         level=logging.INFO,
         format=f"[%(asctime)s{' ' + prefix if prefix else ''}] %(name)s: %(message)s",
         datefmt="%Y-%m-%d %H:%M:%S",
+        handlers=handlers,
         force=True,
     )
+    for name in QUIET_LIBRARIES:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.captureWarnings(True)
+    # Python warnings are for developers: they go to the file, not between the lines of the run.
+    terminal.addFilter(lambda record: record.name != "py.warnings")
+
+
+def log_dir_of(args: Any) -> str | None:
+    """Where the processes of this run keep their log files; None without a run folder."""
+    return os.path.join(os.path.abspath(args.run_dir), "logs") if args.run_dir else None
 
 
 class StepAxes:

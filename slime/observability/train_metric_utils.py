@@ -294,7 +294,7 @@ def gather_log_data(metric_name: str, args: Any, rollout_id: int, log_dict: dict
         return None
     metrics: dict[str, Any] = {f"{metric_name}/{key}": value for key, value in reduced.items()}
     metrics["rollout/step"] = compute_rollout_step(args, rollout_id)
-    logger.info("%s %s: %s", metric_name, rollout_id, metrics)
+    logger.debug("%s %s: %s", metric_name, rollout_id, metrics)
     logging_utils.log(args, metrics, step_key="rollout/step")
     return metrics
 

@@ -12,7 +12,7 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.exceptions import ConfigError
-from slime.ray.utils import add_default_ray_env_vars, wait_for
+from slime.ray.utils import add_default_ray_env_vars
 from slime.utils.accelerator import get_accelerator
 
 PLACEMENT_TIMEOUT_S = 60.0
@@ -102,16 +102,12 @@ def create_placement_groups(args: Any) -> dict[str, Placement]:
     return {"actor": whole, "critic": whole, "rollout": (group, order[rollout_offset:], ids[rollout_offset:])}
 
 
-def create_rollout_manager(args: Any, placement: Placement) -> tuple[Any, int | None]:
-    """(RolloutManager actor, rollouts per epoch or None without a dataset). Returns once its engines answer."""
+def create_rollout_manager(args: Any, placement: Placement) -> Any:
+    """The RolloutManager actor, still starting: engines and trainers load side by side."""
     from slime.ray.rollout import RolloutManager
 
     manager = ray.remote(RolloutManager).options(num_cpus=0, max_concurrency=4, runtime_env={"env_vars": add_default_ray_env_vars()})
-    handle = manager.remote(args, placement)
-    (num_rollout_per_epoch,) = wait_for(
-        [handle.get_num_rollout_per_epoch.remote()], what="starting the rollout manager", timeout_s=args.startup_timeout
-    )
-    return handle, num_rollout_per_epoch
+    return manager.remote(args, placement)
 
 
 def allocate_train_group(args: Any, placement: Placement, *, role: str = "actor", with_ref: bool = False, with_opd_teacher: bool = False) -> Any:

@@ -14,7 +14,7 @@ import ray
 from slime.exceptions import RolloutDataError
 from slime.observability import rollout_metrics
 from slime.observability.ledger import Ledger
-from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log
+from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log, log_dir_of
 from slime.observability.timer import Timer, timer
 from slime.ray.rollout_servers import start_rollout_servers
 from slime.ray.utils import Lock, wait_for
@@ -39,7 +39,7 @@ class RolloutManager:
     """Ray actor that owns the data source, the engines, the rollout function and the gate."""
 
     def __init__(self, args: Any, pg: tuple) -> None:
-        configure_logger()
+        configure_logger("rollout-manager", log_dir=log_dir_of(args))
         self.args = args
         init_tracking(args, primary=False)
         self.data_source = load_function(args.data_source_path)(args)

@@ -24,6 +24,9 @@ NOSET_VISIBLE_DEVICES_ENV_VARS_LIST = [
 # Passed on from the driver to every actor, so that a test or a user sets them once.
 _FORWARDED = ("SLIME_ACCELERATOR", "HF_HUB_OFFLINE", "HF_HOME", "TOKENIZERS_PARALLELISM", "CUDA_DEVICE_MAX_CONNECTIONS")
 
+# Megatron-core says these at import, before any logging of ours is set up: both are as intended.
+_EXPECTED_WARNINGS = "ignore:Apex is not installed,ignore:Transformer Engine and Apex are not installed,ignore:full scope is deprecated"
+
 
 def ray_noset_visible_devices(env_vars: Any = os.environ) -> bool:
     """True if Ray was told not to set the visible devices of its workers."""
@@ -40,6 +43,7 @@ def add_default_ray_env_vars(env: dict[str, str] | None = None) -> dict[str, str
     """`env` plus what every actor needs: one thread a process unless asked otherwise, visible devices left alone, no usage ping."""
     defaults = dict.fromkeys(NOSET_VISIBLE_DEVICES_ENV_VARS_LIST, "1")
     defaults |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "RAY_USAGE_STATS_ENABLED": "0"}
+    defaults["PYTHONWARNINGS"] = _EXPECTED_WARNINGS
     defaults |= {name: os.environ[name] for name in _FORWARDED if name in os.environ}
     return defaults | (env or {})
 

@@ -37,7 +37,7 @@ class ColumnsConfig:
         baseline = BASELINES.get(args.advantage_estimator)
         return ColumnsConfig(
             reward_key=args.reward_key,
-            group_baseline=baseline is not None and args.rewards_normalization,
+            group_baseline=baseline is not None and args.rewards_normalization and args.compute_advantages_and_returns,
             leave_one_out=baseline is not None and baseline.leave_one_out,
             divide_by_std=baseline is not None and baseline.may_divide_by_std and args.grpo_std_normalization,
             removed_samples_in_baseline=args.removed_samples_in_baseline,

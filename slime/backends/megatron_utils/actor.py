@@ -31,7 +31,7 @@ from slime.backends.megatron_utils.model_provider import virtual_pipeline_size
 from slime.backends.megatron_utils.optimizer import setup_model_and_optimizer
 from slime.backends.megatron_utils.update_weight.publish import publish_weights
 from slime.backends.megatron_utils.weights_backup import WeightsBackup
-from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log
+from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log, log_dir_of
 from slime.observability.timer import Timer, inverse_timer, timer
 from slime.ray.train_actor import TrainRayActor
 from slime.utils.accelerator import get_accelerator
@@ -50,7 +50,7 @@ class MegatronTrainRayActor(TrainRayActor):
 
     def init(self, args: Any, role: str, with_ref: bool = False, with_opd_teacher: bool = False) -> int:
         """Builds the model and loads its weights; returns the first rollout to run (loaded iteration + 1, or 0)."""
-        configure_logger(f"{role}-{self.rank}")
+        configure_logger(f"{role}-{self.rank}", log_dir=log_dir_of(args))
         torch.set_num_threads(1 if get_accelerator().name == "cpu" else torch.get_num_threads())
         super().init(args, role, with_ref, with_opd_teacher)
         initialize.init(args)
@@ -138,6 +138,7 @@ class MegatronTrainRayActor(TrainRayActor):
             load_function(args.rollout_data_postprocess_path)(args, rollout_id, rollout_data)
         log_rollout_data(rollout_id, args, rollout_data)
         self._step(rollout_id, data_iterator, rollout_data)
+        self._log_weight_change(rollout_id)
         if args.keep_old_actor:
             self.weights.backup("old_actor")
         self.weights.backup("actor")
@@ -146,6 +147,11 @@ class MegatronTrainRayActor(TrainRayActor):
             self.weights.active = "actor"
         with inverse_timer("train"):
             log_perf_data(rollout_id, args)
+
+    def _log_weight_change(self, rollout_id: int) -> None:
+        if initialize.is_megatron_main_rank():
+            metrics = {"train/weight_delta": self.weights.largest_change("actor")}
+            log(self.args, metrics | {"rollout/step": compute_rollout_step(self.args, rollout_id)}, step_key="rollout/step")
 
     def _step(self, rollout_id: int, data_iterator: list, rollout_data: RolloutBatch) -> None:
         with timer("actor_train"):

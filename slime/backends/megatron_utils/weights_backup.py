@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+# Numbers compared to see whether training changed anything; a large model need not be read whole for that.
+CHANGE_LIMIT = 16 * 1024**2
+
 
 class WeightsBackup:
     """Named weight sets of one model (a list of virtual pipeline chunks) that share its structure."""
@@ -35,6 +38,18 @@ class WeightsBackup:
         if any(chunk_tensor.is_cuda for _, chunk_tensor in self._tensors()):
             torch.cuda.synchronize()
         self.active = tag
+
+    @torch.no_grad()
+    def largest_change(self, tag: str, *, limit: int = CHANGE_LIMIT) -> float:
+        """The largest |present - stored| over the first tensors of `tag`, up to `limit` numbers: 0 means that training did nothing."""
+        stored, largest = self._sets[tag], 0.0
+        for name, tensor in self._tensors():
+            if limit <= 0:
+                break
+            limit -= tensor.numel()
+            if tensor.numel() and tensor.is_floating_point():
+                largest = max(largest, float((tensor.detach().cpu() - stored[name]).abs().max()))
+        return largest
 
     @torch.no_grad()
     def restore(self, tag: str) -> None:
