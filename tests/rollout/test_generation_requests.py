@@ -1,0 +1,146 @@
+"""Requests and replies without a network: what is asked, what is stored, and what is refused whole."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.fake_engine import make_reply
+
+from slime.exceptions import RolloutDataError
+from slime.rollout.generation import (
+    apply_response,
+    build_batch_request,
+    build_request,
+    derive_seed,
+    parse_batch_reply,
+    reset_to_prompt,
+    response_budget,
+)
+from slime.utils.types import Sample
+
+NUM_GPUS = 0
+
+
+def test_the_prompt_is_sent_as_the_ids_that_will_be_trained():
+    """Engine and trainer must see the same prompt, whatever the engine's tokenizer would make of its text."""
+    sample = Sample(prompt="Hi", tokens=[128000, 7])
+    request = build_request(sample, {"max_new_tokens": 4}, rid="r1")
+    assert request == {
+        "input_ids": [128000, 7], "sampling_params": {"max_new_tokens": 4}, "return_logprob": True, "rid": "r1",
+    }  # fmt: skip
+    batch = build_batch_request([request, {**request, "rid": "r2", "input_ids": [1]}])
+    assert batch["input_ids"] == [[128000, 7], [1]] and batch["rid"] == ["r1", "r2"] and batch["return_logprob"] is True
+    with pytest.raises(RolloutDataError, match="1 replies to 2 requests"):
+        parse_batch_reply([{}], num_requests=2)
+
+
+@pytest.mark.parametrize("arrays", [False, True])
+def test_ids_log_probs_text_and_labels_of_a_reply_are_stored_as_sent(arrays):
+    """JSON triples and base64 arrays must make the same sample."""
+    sample = Sample(tokens=[1, 2])
+    reply = make_reply([7, 8, 9], "stop", text="seven", version="3", body={"return_arrays": arrays})
+    apply_response(sample, reply)
+    assert sample.tokens == [1, 2, 7, 8, 9] and sample.response_length == 3 and sample.response == "seven"
+    assert sample.rollout_log_probs == [-0.125, -0.25, -0.375] and sample.loss_mask == [1, 1, 1]
+    assert (sample.status, sample.finish_reason, sample.weight_versions) == (Sample.Status.COMPLETED, "stop", ["3"])
+
+
+def broken(change):
+    reply = make_reply([7, 8, 9, 10], "stop", text="t")
+    change(reply)
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        # ids that begin with the tail of the prompt: 6 ids, 4 log-probs
+        (lambda r: r.update(output_ids=[1, 2, 7, 8, 9, 10]), "6 output_ids and 4 log-probs"),
+        (lambda r: r.update(output_ids=[7, 8, 9, 11]), "differ"),
+        (lambda r: r["meta_info"].update(completion_tokens=5), "completion_tokens is 5, but it has 4"),
+        (lambda r: r["meta_info"].pop("output_token_logprobs"), "no output_token_logprobs"),
+        (lambda r: r["meta_info"]["output_token_logprobs"][2].__setitem__(0, None), "1 of 4 log-probs are null"),
+        (lambda r: r.pop("meta_info"), "no meta_info"),
+        (lambda r: r["meta_info"].update(output_token_logprobs=[], completion_tokens=0, finish_reason=None), "inconsistent"),
+    ],
+)  # fmt: skip
+def test_a_reply_whose_counts_disagree_is_refused_and_nothing_is_stored(change, words):
+    """Half-stored replies pair tokens with the wrong log-probs."""
+    sample = Sample(tokens=[1, 2])
+    before = sample.to_dict()
+    with pytest.raises(RolloutDataError, match=words):
+        apply_response(sample, broken(change))
+    assert sample.to_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("reply", "length", "versions"),
+    [
+        ({"text": "", "meta_info": {"finish_reason": {"type": "abort"}}}, 0, []),
+        ({"text": "", "output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}, "output_token_logprobs": []}}, 0, []),
+        (make_reply([1, 2, 3, 4, 5], "abort", version="9"), 5, ["9"]),
+        (broken(lambda r: (r["meta_info"].pop("weight_version"), r["meta_info"].update(finish_reason={"type": "abort"}))), 4, ["default"]),
+    ],
+)  # fmt: skip
+def test_an_abort_is_a_valid_partial_whatever_it_lacks(reply, length, versions):
+    """Aborted before prefill: empty. After k tokens: k ids and log-probs. One version per segment that has tokens."""
+    sample = Sample(tokens=[1])
+    apply_response(sample, reply)
+    assert sample.status is Sample.Status.ABORTED and sample.response_length == length
+    assert sample.weight_versions == versions and len(sample.tokens) == 1 + length
+
+
+def test_segments_add_up_and_the_last_id_is_never_changed():
+    """Two segments of one response: log-probs are per new token; a cut answer keeps its sampled last token."""
+    sample = Sample(tokens=[1, 2, 3])
+    apply_response(sample, make_reply([4, 5], "abort", version="3", text="ab"))
+    apply_response(sample, make_reply([6, 7], "length", version="4", text="cd"))
+    assert sample.tokens == [1, 2, 3, 4, 5, 6, 7] and sample.rollout_log_probs == [-0.125, -0.25, -0.125, -0.25]
+    assert sample.weight_versions == ["3", "4"] and sample.response == "abcd"
+    assert sample.status is Sample.Status.TRUNCATED and sample.loss_mask == [1, 1, 1, 1]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=8), min_size=1, max_size=4), st.booleans())
+def test_stored_ids_equal_generated_ids_over_any_segments(segments, arrays):
+    """ids -> text -> ids is not the identity, so nothing on the path may go through text."""
+    sample = Sample(tokens=[1])
+    for segment in segments:
+        apply_response(sample, make_reply(segment, "abort", text="hello", body={"return_arrays": arrays}))
+    flat = [token for segment in segments for token in segment]
+    assert sample.tokens == [1, *flat] and sample.response_length == len(flat)
+    assert len(sample.rollout_log_probs or []) == len(sample.loss_mask or []) == len(flat)
+
+
+@pytest.mark.parametrize(
+    ("response", "max_response", "max_context", "budget"),
+    [(0, 8, None, 8), (3, 8, None, 5), (8, 8, None, 0), (0, 8, 12, 2), (2, 8, 12, 0), (0, None, 10, 0), (0, None, None, None)],
+)  # fmt: skip
+def test_the_budget_is_what_response_and_context_limit_leave(response, max_response, max_context, budget):
+    """The context limit holds while generating: a prompt of 10 with limit 12 leaves 2."""
+    sample = Sample(response_length=response)
+    limits = {"max_response_len": max_response, "max_context_len": max_context}
+    assert response_budget(sample, **limits, prompt_length=10) == budget
+
+
+def test_seeds_differ_by_member_prompt_rollout_and_segment_and_repeat_exactly():
+    """Two runs must be identical, two prompts must not be, and a continuation must not repeat its first numbers."""
+    keys = [(m, i, r, s) for m in range(4) for i in range(20) for r in (None, 0, 1) for s in (0, 5)]
+    seeds = [derive_seed(42, member=m, sample_index=i, rollout_id=r, segment=s) for m, i, r, s in keys]
+    assert len(set(seeds)) == len(keys) and all(0 <= seed < 2**31 for seed in seeds)
+    assert seeds == [derive_seed(42, member=m, sample_index=i, rollout_id=r, segment=s) for m, i, r, s in keys]
+    assert derive_seed(42, member=1, sample_index=3, rollout_id=0) == derive_seed(
+        43, member=0, sample_index=3, rollout_id=0
+    )
+
+
+def test_a_reset_sample_has_its_identity_and_nothing_generated():
+    """Off-policy tokens, masks or rewards that stay attached are trained under the wrong policy."""
+    sample = Sample(index=5, group_index=2, prompt="p", label="l", metadata={"a": 1, "failure": "x"}, tokens=[1])
+    apply_response(sample, make_reply([7, 8], "abort"))
+    sample.reward, sample.valid, sample.invalid_reason = 1.0, False, "failed"
+    expected = Sample(index=5, group_index=2, prompt="p", label="l", metadata={"a": 1})
+    assert reset_to_prompt(sample) == expected
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,386 @@
+"""The rollout function against a scripted remote engine on loopback: order, failures, aborts, filters, gate, seeds."""
+
+import contextlib
+import types
+
+import pytest
+from support.fake_engine import FakeEngine, Fault, make_reply
+from support.rollout_args import fresh_rollout_state, rollout_args, tokenizer_folder, write_prompts
+from support.tiny_models import make_char_tokenizer
+
+from slime.exceptions import ConfigError, EngineError, RolloutDataError
+from slime.rollout import sglang_rollout
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.sglang_rollout import generate_rollout, get_model_url
+from slime.utils import http_utils
+from slime.utils.async_utils import run
+from slime.utils.types import Sample
+
+NUM_GPUS = 0
+TOKENIZER = make_char_tokenizer()
+END = TOKENIZER.eos_token_id
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    return tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
+
+
+def number_of(prompt):
+    """The number i of the prompt "p<i>=" that an engine was sent."""
+    return int(TOKENIZER.decode(prompt.input_ids)[1:].split("=")[0])
+
+
+def right_answer(prompt):
+    return [*TOKENIZER(str(number_of(prompt)))["input_ids"], END]
+
+
+def decode(ids):
+    return TOKENIZER.decode(ids, skip_special_tokens=True)
+
+
+@pytest.fixture
+def rig(tmp_path, model, monkeypatch):
+    """rig(engine options..., **args) -> (engine, args, data source), cleaned up afterwards."""
+    monkeypatch.setattr(http_utils, "FIRST_PAUSE_S", 0.01)
+    with contextlib.ExitStack() as stack:
+
+        def build(answer=right_answer, *, prompts=12, engine=None, **overrides):
+            remote = stack.enter_context(FakeEngine(answer, decode=decode, **(engine or {})))
+            stack.enter_context(fresh_rollout_state(remote.url))
+            defaults = {
+                "hf_checkpoint": model,
+                "prompt_data": write_prompts(tmp_path / "p.jsonl", prompts),
+                "rollout_skip_special_tokens": True,
+            }
+            args = rollout_args(**{**defaults, **overrides})
+            return remote, args, RolloutDataSourceWithBuffer(args)
+
+        yield build
+
+
+def labels(groups):
+    return [[sample.label for sample in group] for group in groups]
+
+
+@pytest.mark.parametrize("group_requests", ["auto", "off"])
+@pytest.mark.parametrize("arrays", [True, False])
+def test_prompts_become_scored_groups_in_order(rig, group_requests, arrays):
+    """The same rollout through one request per group or per sample, as numbers or as arrays."""
+    engine, args, source = rig(rollout_group_requests=group_requests, rollout_return_arrays=arrays)
+    output = generate_rollout(args, 0, source)
+    assert labels(output.samples) == [["0", "0"], ["1", "1"], ["2", "2"], ["3", "3"]]
+    for index, sample in enumerate(sample for group in output.samples for sample in group):
+        answer = right_answer(types.SimpleNamespace(input_ids=TOKENIZER(sample.prompt)["input_ids"]))
+        assert sample.index == index and sample.group_index == index // 2
+        assert sample.tokens == TOKENIZER(sample.prompt)["input_ids"] + answer
+        assert (sample.response, sample.reward, sample.valid) == (sample.label, 1, True)
+        assert (sample.status, sample.weight_versions) == (Sample.Status.COMPLETED, ["1"])
+        assert len(sample.rollout_log_probs) == sample.response_length == len(answer)
+    assert len(engine.requests) == (4 if group_requests == "auto" else 8)
+    assert output.dropped == {} and output.metrics["rollout/failed_samples"] == 0
+    assert labels(generate_rollout(args, 1, source).samples)[0] == ["4", "4"]
+
+
+def test_chat_messages_and_tools_are_rendered_once_with_the_generation_prompt(rig, tmp_path):
+    """Message lists stay structured until they are sent; the ids sent are the ids trained, with one BOS if any."""
+    engine, args, _ = rig(lambda prompt: [END], rollout_batch_size=1, n_samples_per_prompt=1)
+    path = tmp_path / "chat.jsonl"
+    path.write_text('{"input": [{"role": "user", "content": "7"}], "label": "7"}\n')
+    args.prompt_data = str(path)
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    text = "<|im_start|>user\n7<|im_end|>\n<|im_start|>assistant\n"
+    assert engine.requests[0]["input_ids"] == [TOKENIZER(text)["input_ids"]]
+    assert output.samples[0][0].tokens == TOKENIZER(text)["input_ids"] + [END]
+
+
+@pytest.mark.parametrize("group_requests", ["auto", "off"])
+def test_seeds_make_two_runs_identical_and_prompts_different(rig, group_requests):
+    """Deterministic inference: the seed is a function of run seed, member, sample and rollout, not of batching or time."""
+    seen = []
+    for _ in range(2):
+        engine, args, source = rig(
+            sglang_enable_deterministic_inference=True, rollout_group_requests=group_requests, rollout_seed=7
+        )
+        generate_rollout(args, 0, source)
+        generate_rollout(args, 1, source)
+        seeds = {}
+        for request in engine.requests:
+            lists = isinstance(request["input_ids"][0], list)
+            for ids, params in zip(
+                request["input_ids"] if lists else [request["input_ids"]],
+                request["sampling_params"] if lists else [request["sampling_params"]],
+                strict=True,
+            ):
+                seeds.setdefault(tuple(ids), []).append(params["sampling_seed"])
+        seen.append({prompt: sorted(values) for prompt, values in seeds.items()})
+    assert seen[0] == seen[1]
+    flat = [seed for values in seen[0].values() for seed in values]
+    assert len(flat) == 16 and len(set(flat)) == 16
+
+
+@pytest.mark.parametrize("fault", [Fault(status=500), Fault(status=503), Fault(close=True)])
+def test_a_passing_fault_is_tried_again_and_costs_nothing(rig, fault):
+    """5xx and lost connections pass; the retry replaces the sample, it never adds one."""
+    engine, args, source = rig()
+    engine.faults += [fault, fault]
+    output = generate_rollout(args, 0, source)
+    assert labels(output.samples) == [[str(i)] * 2 for i in range(4)] and output.metrics["rollout/failed_samples"] == 0
+    assert len(engine.requests) == 6
+
+
+def test_a_timeout_is_tried_again_under_a_new_request_id(rig):
+    """The lost request may still run in the engine, so its id must not be used twice."""
+    engine, args, source = rig(rollout_request_timeout=0.3, rollout_batch_size=1)
+    engine.faults.append(Fault(hang=1.0))
+    assert labels(generate_rollout(args, 0, source).samples) == [["0", "0"]]
+    first, second = (request["rid"] for request in engine.requests)
+    assert not set(first) & set(second)
+
+
+def test_a_4xx_is_never_tried_again_and_only_the_culprit_fails(rig):
+    """A refused group is repeated member by member; the refused member is asked once more and then marked."""
+    engine, args, source = rig(max_failed_ratio=0.5, rollout_batch_size=1, n_samples_per_prompt=2)
+    engine.faults += [Fault(status=400), Fault(status=400)]
+    output = generate_rollout(args, 0, source)
+    (group,) = output.samples
+    assert sorted(sample.status.value for sample in group) == ["completed", "failed"]
+    failed = next(sample for sample in group if sample.status is Sample.Status.FAILED)
+    assert failed.reward is None and not failed.valid and failed.invalid_reason == "failed"
+    assert "400" in failed.metadata["failure"] and failed.response_length == 0
+    assert len(engine.requests) == 3 and output.metrics["rollout/failed_samples"] == 1
+
+
+def test_too_many_failures_stop_the_run_with_their_reasons(rig):
+    """A rollout of which a third failed is no rollout; the error says why."""
+    engine, args, source = rig(
+        lambda prompt: {"text": "", "output_ids": [1, 2], "meta_info": {"completion_tokens": 1, "output_token_logprobs": [[-1, 5]]}}
+        if number_of(prompt) % 3 == 0
+        else right_answer(prompt)
+    )  # fmt: skip
+    with pytest.raises(RolloutDataError, match=r"--max-failed-ratio 0.1.*2 output_ids and 1 log-probs"):
+        generate_rollout(args, 0, source)
+
+
+def test_an_unreachable_engine_stops_the_run_after_its_retries(rig):
+    """The message names the address."""
+    engine, args, source = rig(rollout_request_retries=1)
+    with fresh_rollout_state("http://127.0.0.1:9"):
+        with pytest.raises(RolloutDataError, match="127.0.0.1:9"):
+            generate_rollout(args, 0, source)
+
+
+DURATIONS = {0: 0.4, 1: 0.1, 2: 0.3, 3: 0.2, 4: 0.05, 5: 0.05}
+
+
+@pytest.mark.parametrize(("order", "expected"), [("submission", ["0", "1"]), ("completion", ["1", "3"])])
+def test_which_groups_fill_the_batch_follows_the_declared_rule(rig, order, expected):
+    """Durations 4, 1, 3, 2 and batch 2: in order of submission the batch is {0, 1}; fast answers win only when asked to."""
+    engine, args, source = rig(
+        engine={"delay": lambda prompt: DURATIONS[number_of(prompt)]},
+        rollout_batch_size=2, over_sampling_batch_size=4, rollout_batch_order=order,
+    )  # fmt: skip
+    output = generate_rollout(args, 0, source)
+    assert [group[0].label for group in output.samples] == expected
+    left = [str(i) for i in range(4) if str(i) not in expected]
+    assert [group[0].label for group in source.buffer] == left
+    assert all(sample.tokens == [] and sample.status is Sample.Status.PENDING for g in source.buffer for sample in g)
+
+
+def slow_after(numbers):
+    return {"delay": lambda prompt: 5.0 if number_of(prompt) in numbers else 0.0, "partial": lambda prompt: 1}
+
+
+def test_without_partial_rollout_an_aborted_group_goes_back_pristine(rig):
+    """Tokens of version 1 that stay attached would be trained with those of version 2."""
+    engine, args, source = rig(
+        lambda p: [*TOKENIZER("12345678")["input_ids"]][:8], engine=slow_after({2, 3}), rollout_batch_size=2,
+        over_sampling_batch_size=4,
+    )  # fmt: skip
+    output = generate_rollout(args, 0, source)
+    assert engine.num_aborts == 1 and [group[0].label for group in source.buffer] == ["2", "3"]
+    assert output.dropped == {"returned_pristine": 4}
+    engine.delay, engine.weight_version = (lambda prompt: 0.0), "2"
+    args.over_sampling_batch_size = 2
+    again = generate_rollout(args, 1, source).samples
+    assert labels(again) == [["2", "2"], ["3", "3"]]
+    assert all(sample.weight_versions == ["2"] and sample.response_length == 8 for group in again for sample in group)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_with_partial_rollout_an_aborted_group_goes_on_where_it_was(rig, mask):
+    """Segments keep their versions and log-probs; on request the earlier policy's tokens carry no loss."""
+    engine, args, source = rig(
+        lambda p: TOKENIZER("1234567")["input_ids"], engine=slow_after({2, 3}), rollout_batch_size=2,
+        over_sampling_batch_size=4, partial_rollout=True, mask_offpolicy_in_partial_rollout=mask,
+    )  # fmt: skip
+    generate_rollout(args, 0, source)
+    assert [s.response_length for group in source.buffer for s in group] == [1, 1, 1, 1]
+    assert source.buffer[0][0].metadata["start_rollout_id"] == 0
+    engine.delay, engine.weight_version = (lambda prompt: 0.0), "2"
+    args.over_sampling_batch_size = 2
+    samples = [sample for group in generate_rollout(args, 1, source).samples for sample in group]
+    for sample in samples:
+        assert sample.weight_versions == ["1", "2"] and sample.response_length == 8
+        assert sample.loss_mask == [0 if mask else 1] + [1] * 7
+        assert sample.rollout_log_probs == [-0.125] + [-(k + 1) / 8 for k in range(7)]
+    assert [p["max_new_tokens"] for p in engine.requests[-1]["sampling_params"]] == [7, 7]
+
+
+def test_an_abort_that_we_did_not_order_is_generated_again(rig):
+    """An engine may end requests by itself (a weight update); the group is not lost and not trained half."""
+    first = []
+
+    def answer(prompt):
+        if number_of(prompt) == 1 and len(first) < 1:
+            first.append(prompt.rid)
+            return make_reply([], "abort", prompt=prompt)
+        return right_answer(prompt)
+
+    engine, args, source = rig(answer)
+    output = generate_rollout(args, 0, source)
+    assert labels(output.samples) == [[str(i)] * 2 for i in range(4)]
+    assert all(sample.reward == 1 for group in output.samples for sample in group) and len(engine.requests) == 5
+
+
+def keep_odd(args, samples, **kwargs):
+    return DynamicFilterOutput(keep=int(samples[0].label) % 2 == 1, reason="even")
+
+
+def test_dropped_groups_are_replaced_and_counted(rig):
+    """Dynamic sampling: 4 groups are wanted, even prompts are dropped, so prompts 0..7 are used."""
+    engine, args, source = rig(dynamic_sampling_filter_path=f"{__name__}.keep_odd", over_sampling_batch_size=4)
+    output = generate_rollout(args, 0, source)
+    assert [group[0].label for group in output.samples] == ["1", "3", "5", "7"]
+    used = sum(output.dropped.values()) // 2
+    assert output.dropped == {"dynamic_filter_even": 2 * used} and used >= 4
+    assert output.metrics["rollout/dynamic_filter/drop_even"] == used
+    # Groups beyond the batch are served next, whatever was fetched ahead.
+    following = generate_rollout(args, 1, source).samples
+    assert [group[0].label for group in following][0] in ("9", "8")
+
+
+def test_only_valid_responses_see_the_reward_function(rig):
+    """An empty response is invalid: reward None, and no reward call."""
+    engine, args, source = rig(lambda prompt: [] if number_of(prompt) == 0 else right_answer(prompt))
+    samples = [sample for group in generate_rollout(args, 0, source).samples for sample in group]
+    assert [sample.reward for sample in samples] == [None, None, 1, 1, 1, 1, 1, 1]
+    assert [sample.invalid_reason for sample in samples[:2]] == ["empty", "empty"] and samples[2].valid
+
+
+async def failing_reward(args, sample, **kwargs):
+    if sample.index == 3:
+        raise KeyError("no such answer")
+    return 2.5
+
+
+async def group_reward(args, samples, **kwargs):
+    return [10.0 * samples[0].group_index + member for member in range(len(samples))]
+
+
+def test_a_failing_reward_call_marks_its_sample_and_not_the_run(rig):
+    """Reward None with the reason, never a made-up 0."""
+    engine, args, source = rig(custom_rm_path=f"{__name__}.failing_reward", max_failed_ratio=0.2)
+    samples = [sample for group in generate_rollout(args, 0, source).samples for sample in group]
+    assert [sample.reward for sample in samples] == [2.5, 2.5, 2.5, None, 2.5, 2.5, 2.5, 2.5]
+    assert (
+        samples[3].status is Sample.Status.FAILED
+        and samples[3].metadata["reward_error"] == "KeyError: 'no such answer'"
+    )
+
+
+def test_group_rewards_are_asked_once_per_group_with_its_members(rig):
+    """Members stay with their group and their order: reward = 10 * prompt + member."""
+    engine, args, source = rig(custom_rm_path=f"{__name__}.group_reward", group_rm=True)
+    rewards = [[sample.reward for sample in group] for group in generate_rollout(args, 0, source).samples]
+    assert rewards == [[0.0, 1.0], [10.0, 11.0], [20.0, 21.0], [30.0, 31.0]]
+
+
+def test_a_prompt_at_the_context_limit_is_not_sent(rig):
+    """0 tokens left: truncated, no request; one token more of room: 1 token is asked for."""
+    engine, args, source = rig(rollout_max_context_len=3, prompts=4, rollout_batch_size=1)  # "p0=" has 3 tokens
+    (group,) = generate_rollout(args, 0, source).samples
+    assert engine.requests == [] and all(sample.status is Sample.Status.TRUNCATED for sample in group)
+    engine, args, source = rig(rollout_max_context_len=4, prompts=4, rollout_batch_size=1)
+    generate_rollout(args, 0, source)
+    assert [params["max_new_tokens"] for params in engine.requests[0]["sampling_params"]] == [1, 1]
+
+
+def test_requests_in_flight_stay_within_the_concurrency(rig):
+    """More than the engines can hold only makes timeouts."""
+    for mode in ("on", "off"):
+        engine, args, source = rig(
+            engine={"delay": lambda prompt: 0.02}, sglang_server_concurrency=4, rollout_group_requests=mode, rollout_batch_size=8
+        )  # fmt: skip
+        generate_rollout(args, 0, source)
+        assert engine.most_running == 4
+
+
+def test_groups_spread_over_engines_by_their_number_and_stay_together(rig, tmp_path):
+    """A group's prompt is in one engine's prefix cache; placement depends on nothing but the group's number."""
+    one, args, source = rig()
+    with FakeEngine(right_answer, decode=decode) as two, fresh_rollout_state(one.url, two.url):
+        generate_rollout(args, 0, source)
+        asked = [[TOKENIZER.decode(request["input_ids"][0]) for request in e.requests] for e in (one, two)]
+    assert [sorted(prompts) for prompts in asked] == [["p0=", "p2="], ["p1=", "p3="]]
+
+
+async def fan_out(args, sample, sampling_params, evaluation=False):
+    import copy
+
+    parts = []
+    for part in range(2):
+        one = copy.deepcopy(sample)
+        one.rollout_id = sample.index
+        one.response, one.status = f"{sample.label}", Sample.Status.COMPLETED
+        one.tokens = [1]
+        one.append_response_tokens(tokens=[10 + part], log_probs=[-0.5])
+        parts.append(one)
+    return parts
+
+
+def rename(args, sample, *, rollout_id=None, evaluation=False):
+    sample.metadata["seen_in"] = rollout_id
+
+
+def test_a_custom_generate_function_may_return_several_samples_and_hooks_see_each(rig):
+    """Compact rollouts: one list per member with the member's rollout id; each part is scored."""
+    engine, args, source = rig(
+        custom_generate_function_path=f"{__name__}.fan_out", rollout_sample_hook_path=[f"{__name__}.rename"],
+        gate_text_source="engine",
+    )  # fmt: skip
+    output = generate_rollout(args, 5, source)
+    assert [len(member) for group in output.samples for member in group] == [2] * 8
+    parts = [part for group in output.samples for member in group for part in member]
+    assert [part.rollout_id for part in parts] == [index for index in range(8) for _ in range(2)]
+    assert all(part.reward == 1 and part.metadata["seen_in"] == 5 for part in parts) and engine.requests == []
+
+
+def test_one_sample_alone_raises_what_went_wrong(rig):
+    """`generate` and `generate_and_rm` are called by custom code, which must see the error."""
+    engine, args, source = rig()
+    engine.faults.append(Fault(status=404))
+    params = dict(sglang_rollout.GenerateState(args).sampling_params)
+    sample = Sample(prompt="p1=", label="1")
+    with pytest.raises(EngineError, match="404"):
+        run(sglang_rollout.generate_and_rm(args, sample, dict(params)))
+    done = run(sglang_rollout.generate_and_rm(args, sample, params))
+    assert done is sample and done.reward == 1 and params["max_new_tokens"] == 8
+    with pytest.raises(AssertionError, match="completed"):
+        run(sglang_rollout.generate(args, sample, params))
+    assert get_model_url(args, "any", "/health") == engine.url + "/health"
+
+
+def test_without_any_limit_or_engine_the_options_to_give_are_named(rig):
+    """Both are found before anything is sent."""
+    engine, args, source = rig(rollout_max_response_len=None)
+    with pytest.raises(ConfigError, match="--rollout-max-response-len"):
+        generate_rollout(args, 0, source)
+    with fresh_rollout_state():
+        with pytest.raises(ConfigError, match="no engine"):
+            get_model_url(args, "m")
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
