@@ -148,6 +148,7 @@ def launch(argv: Sequence[str] | None, loop: Callable[[Run], None]) -> int:
 
 
 def _run_session(args: Any, loop: Callable[[Run], None], started: float) -> int:
+    from slime.config.yaml_file import write_resolved_config
     from slime.observability.live_view import live_view
     from slime.observability.logging_utils import finish_tracking, init_tracking
     from slime.ray.session import interruptible, ray_session
@@ -155,6 +156,7 @@ def _run_session(args: Any, loop: Callable[[Run], None], started: float) -> int:
     status = 1
     with interruptible():
         try:
+            write_resolved_config(args, f"{args.run_dir}/config.yaml")
             with live_view(args):
                 init_tracking(args, primary=True)
                 with ray_session(args), build_run(args) as run:
@@ -178,8 +180,9 @@ def _run_session(args: Any, loop: Callable[[Run], None], started: float) -> int:
 
 def _print_failure(error: Exception) -> None:
     """A short panel in place of Ray's pages: which actor, what it raised, where the rest can be read."""
-    import ray
     import traceback
+
+    import ray
 
     if isinstance(error, ray.exceptions.RayTaskError):
         cause = error.cause if error.cause is not None else error

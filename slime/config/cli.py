@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from slime.config.compat import apply_compat, off_values
+from slime.config.megatron import megatron_fields
 from slime.config.specs import OptionSpec, all_specs, convert_text, flag_of, nearest_names, specs_by_name
 from slime.config.yaml_file import read_option_file
 from slime.exceptions import ConfigError
@@ -225,6 +226,10 @@ def _describe_unknown(words: Sequence[str], declared: Sequence[str]) -> list[str
         near = nearest_names(flag, declared)
         hint = f"Did you mean {near[0]}?" if near else "`slime train --help` lists all flags."
         problems.append(f"Unknown flag {flag}. {hint}")
+    if problems and not megatron_fields():
+        problems.append(
+            "megatron-core is not installed, so none of its flags is known. pip install 'megatron-core>=0.16'"
+        )
     return problems
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from slime.config.cli import CommandLine, format_help, join_problems, parse_command_line, reset_arg
 from slime.config.derive import apply_derived, derive
 from slime.config.machine_rules import machine_problems, missing_path
+from slime.config.megatron import megatron_fields
 from slime.config.rules import broken_rules
 from slime.config.specs import all_specs, flag_of, nearest_names, require_choice, specs_by_name
 from slime.config.yaml_file import format_resolved
@@ -53,6 +54,10 @@ def parse_args(
 
 def resolve(line: CommandLine) -> argparse.Namespace:
     """Returns the namespace of a parsed command line with all derived values. Raises ConfigError with every problem there is."""
+    if not megatron_fields():
+        raise ConfigError(
+            "megatron-core is not installed, so its options are unknown and nothing can train. pip install 'megatron-core>=0.16'"
+        )
     args = line.args
     args.dry_run, args.given_options, args.flag_counts = line.dry_run, line.given, line.counts
     apply_derived(args, derive(args))

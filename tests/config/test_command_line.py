@@ -180,6 +180,25 @@ def test_a_valid_command_line_gives_a_complete_namespace(tmp_path):
     assert args.dry_run is False and isinstance(args, argparse.Namespace)
 
 
+def test_without_megatron_core_the_message_says_so(tmp_path, monkeypatch):
+    """--hidden-size would otherwise look like a typo."""
+    from slime.config import megatron, specs
+
+    caches = (megatron.megatron_fields, specs.all_specs, specs.specs_by_name)
+    monkeypatch.setattr(megatron, "megatron_core_folder", lambda: None)
+    try:
+        for cache in caches:
+            cache.cache_clear()
+        with pytest.raises(ConfigError, match="megatron-core is not installed, so none of its flags is known"):
+            parse_command_line(["--hidden-size", "8"])
+        with pytest.raises(ConfigError, match="megatron-core is not installed"):
+            parse_args(write_run_inputs(tmp_path))
+    finally:
+        monkeypatch.undo()
+        for cache in caches:
+            cache.cache_clear()
+
+
 def test_a_role_overrides_options_by_name(tmp_path):
     """The critic's learning rate differs from the policy's."""
     args = parse_args(write_run_inputs(tmp_path))
