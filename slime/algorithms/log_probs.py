@@ -29,15 +29,16 @@ class VocabularyShard:
 
 
 def _softmax_parts(
-    x: torch.Tensor, shard: VocabularyShard
+    x: torch.Tensor, columns: torch.Tensor, shard: VocabularyShard
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (m [T], z [T, V], log s [T], softmax [T, V])."""
+    """Returns (m [T], z at `columns` [T], log s [T], softmax [T, V])."""
     maximum = shard.reduce_max(x.max(dim=-1).values)
     shifted = x - maximum.unsqueeze(-1)
-    softmax = shifted.exp()
+    target_z = shifted.gather(-1, columns).squeeze(-1)
+    softmax = shifted.exp_()  # in place: [T, V] is the largest tensor of a step
     total = shard.reduce_sum(softmax.sum(dim=-1))
     softmax /= total.unsqueeze(-1)
-    return maximum, shifted, total.log(), softmax
+    return maximum, target_z, total.log(), softmax
 
 
 class _LogProbAndEntropy(torch.autograd.Function):
@@ -56,8 +57,8 @@ class _LogProbAndEntropy(torch.autograd.Function):
             keep = keep_mask.scatter(-1, columns, owned.unsqueeze(-1) | keep_mask.gather(-1, columns))
             kept = logits.masked_fill(~keep, float("-inf"))
         # a rank whose columns are all masked contributes exp(-inf) = 0, because the maximum is finite over the ranks
-        maximum, shifted, log_total, softmax = _softmax_parts(kept, shard)
-        target_z = torch.where(owned, shifted.gather(-1, columns).squeeze(-1), 0)
+        maximum, target_z, log_total, softmax = _softmax_parts(kept, columns, shard)
+        target_z = torch.where(owned, target_z, 0)
         log_prob = shard.reduce_sum(target_z) - log_total
 
         entropy = logits.new_zeros(logits.size(0))
@@ -65,7 +66,7 @@ class _LogProbAndEntropy(torch.autograd.Function):
         weighted_sum = None
         if entropy_mode != "none":
             if keep_mask is not None:
-                maximum, _, log_total, full_softmax = _softmax_parts(logits, shard)
+                maximum, _, log_total, full_softmax = _softmax_parts(logits, columns, shard)
             weighted_sum = shard.reduce_sum((full_softmax * logits).sum(dim=-1))
             entropy = maximum + log_total - weighted_sum
         ctx.entropy_grad = entropy_mode == "grad"
@@ -111,13 +112,16 @@ def compute_log_probs_and_entropy(
         mode = "none"
     else:
         mode = "grad" if with_entropy_grad else "value"
-    rows = chunk_size if chunk_size > 0 else logits.size(0)
-    masks = [None] * -(-logits.size(0) // rows) if keep_mask is None else keep_mask.split(rows)
+    if not 0 < chunk_size < logits.size(0):
+        log_probs, entropies = _LogProbAndEntropy.apply(logits, targets, shard, keep_mask, mode)
+        return log_probs, entropies if with_entropy else None
+    chunks, chunk_targets = logits.split(chunk_size), targets.split(chunk_size)
+    masks = [None] * len(chunks) if keep_mask is None else keep_mask.split(chunk_size)
     parts = [
         _LogProbAndEntropy.apply(chunk, target, shard, mask, mode)
-        for chunk, target, mask in zip(logits.split(rows), targets.split(rows), masks, strict=True)
+        for chunk, target, mask in zip(chunks, chunk_targets, masks, strict=True)
     ]
-    log_probs, entropies = (part[0] if len(parts) == 1 else torch.cat(part) for part in zip(*parts, strict=True))
+    log_probs, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
     return log_probs, entropies if with_entropy else None
 
 
