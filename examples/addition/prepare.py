@@ -17,7 +17,7 @@ from pathlib import Path
 DATA = Path(__file__).resolve().parent / "data"
 NUM_EVAL_PROBLEMS = 512
 SEED = 1234
-CARELESS_SHARE = 0.0
+MAX_SUM = 99
 
 PAD, END, USER, ASSISTANT, SYSTEM, TOOL, UNKNOWN = SPECIAL_TOKENS = (
     "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|unknown|>",
@@ -34,9 +34,11 @@ CHAT_TEMPLATE = (
 
 
 def make_problems(seed: int = SEED) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Returns (training, held-out) pairs of two-digit operands, disjoint, together all 8100 of them, in a seeded
-    order."""
-    problems = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    """Returns (training, held-out) pairs of two-digit operands with a two-digit sum, disjoint, in a seeded order.
+
+    Together they are all 3240 such pairs. a + b and b + a are different problems.
+    """
+    problems = [(a, b) for a in range(10, 100) for b in range(10, 100) if a + b <= MAX_SUM]
     random.Random(seed).shuffle(problems)
     return problems[NUM_EVAL_PROBLEMS:], problems[:NUM_EVAL_PROBLEMS]
 
@@ -49,20 +51,6 @@ def question(problem: tuple[int, int]) -> str:
 def solution(problem: tuple[int, int]) -> str:
     """Returns the right response without its end token, for instance "85"."""
     return str(sum(problem))
-
-
-def careless_solution(problem: tuple[int, int]) -> str:
-    """Returns what someone writes who adds digit by digit and never carries: 47+38= gives "75"."""
-    (a, b), (c, d) = divmod(problem[0], 10), divmod(problem[1], 10)
-    return f"{(a + c) % 10}{(b + d) % 10}"
-
-
-def demonstrations(problems: list[tuple[int, int]], seed: int = SEED) -> list[str]:
-    """Returns the warm-up's responses: three in five by someone who never carries, the others right."""
-    generator = random.Random(seed + 1)
-    return [
-        careless_solution(problem) if generator.random() < CARELESS_SHARE else solution(problem) for problem in problems
-    ]
 
 
 def write_jsonl(path: Path, records: list[dict]) -> None:
@@ -82,10 +70,10 @@ def write_data(folder: Path, seed: int = SEED) -> None:
         {
             "messages": [
                 {"role": "user", "content": question(problem)},
-                {"role": "assistant", "content": response},
+                {"role": "assistant", "content": solution(problem)},
             ]
         }
-        for problem, response in zip(train, demonstrations(train, seed), strict=True)
+        for problem in train
     ]
     write_jsonl(folder / "sft.jsonl", conversations)
 
@@ -151,7 +139,7 @@ def prepare(folder: Path = DATA, seed: int = SEED) -> Path:
     """Writes data and model into `folder` when it is not complete yet, and returns it. The last file written marks
     completeness."""
     marker = folder / "complete.json"
-    stamp = {"seed": seed, "num_eval_problems": NUM_EVAL_PROBLEMS, "format": 1}
+    stamp = {"seed": seed, "num_eval_problems": NUM_EVAL_PROBLEMS, "format": 2}
     if marker.exists() and json.loads(marker.read_text(encoding="utf-8")) == stamp:
         return folder
     folder.mkdir(parents=True, exist_ok=True)

@@ -172,8 +172,6 @@ class Loop:
         self.model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, attn_implementation="sdpa")
         self.end, self.pad = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
         self.train_problems, self.eval_problems = prepare.make_problems()
-        responses = prepare.demonstrations(self.train_problems)
-        self.demonstrations = dict(zip(self.train_problems, responses, strict=True))
 
     def evaluate(self) -> float:
         """Returns greedy accuracy on the held-out problems."""
@@ -182,8 +180,8 @@ class Loop:
         return score(self.tokenizer, responses, self.eval_problems).mean().item()
 
     def conversation_batch(self, problems: list[tuple[int, int]]) -> Batch:
-        """Returns demonstrations as a batch, for the warm-up."""
-        rows = [self.tokenizer(self.demonstrations[problem] + prepare.END)["input_ids"] for problem in problems]
+        """Returns right responses as a batch, for the warm-up."""
+        rows = [self.tokenizer(prepare.solution(problem) + prepare.END)["input_ids"] for problem in problems]
         width = max(map(len, rows))
         responses = torch.tensor([row + [self.pad] * (width - len(row)) for row in rows])
         mask = torch.tensor([[True] * len(row) + [False] * (width - len(row)) for row in rows])
@@ -191,9 +189,9 @@ class Loop:
         return Batch(torch.cat([prompts, responses], 1), mask, torch.zeros(len(problems)))
 
     def warm_up(self, recipe: dict[str, Any], report_every: int) -> None:
-        """Trains on demonstrations."""
+        """Trains on right responses."""
         optimizer, schedule = build_optimizer(self.model, recipe)
-        started, size = time.perf_counter(), recipe["global_batch_size"]
+        started, size = time.process_time(), recipe["global_batch_size"]
         steps = recipe["num_rollout"] * recipe["rollout_batch_size"] // size
         stream = epochs(self.train_problems, size, recipe["rollout_seed"] + self.seed)
         for step in range(steps):
@@ -203,7 +201,7 @@ class Loop:
             if (step + 1) % report_every == 0 or step + 1 == steps:
                 accuracy = self.evaluate()
                 print(f"sft step {step + 1}/{steps} loss {loss.item():.3f} held-out {accuracy:.3f} "
-                      f"{time.perf_counter() - started:.1f} s", flush=True)  # fmt: skip
+                      f"{time.process_time() - started:.1f} CPU s", flush=True)  # fmt: skip
 
     def sample(self, recipe: dict[str, Any], problems: list[tuple[int, int]]) -> Batch:
         """Returns n samples of each problem with rewards; a group's rows are neighbours."""
@@ -243,7 +241,7 @@ class Loop:
         parts["response_mask"] = parts["response_mask"][:, :num_columns]
         return Batch(**parts), torch.cat(rewards).mean().item()
 
-    def train(self, recipe: dict[str, Any], batch: Batch, old: torch.Tensor, optimizer, schedule) -> None:
+    def train(self, recipe: dict[str, Any], batch: Batch, old: torch.Tensor | None, optimizer, schedule) -> None:
         """Takes one optimizer step per `global_batch_size` rows."""
         divide_by_std = recipe.get("grpo_std_normalization", True)
         advantages = grpo_advantages(batch.rewards, recipe["n_samples_per_prompt"], divide_by_std=divide_by_std)
@@ -252,7 +250,8 @@ class Loop:
         for start in range(0, len(advantages), size):
             rows = slice(start, start + size)
             part = Batch(batch.token_ids[rows], batch.response_mask[rows], batch.rewards[rows])
-            ratio = (response_log_probs(self.model, part) - old[rows]).exp()
+            log_probs = response_log_probs(self.model, part)
+            ratio = (log_probs - (log_probs.detach() if old is None else old[rows])).exp()
             advantage = advantages[rows][:, None]
             loss = torch.maximum(-ratio * advantage, -ratio.clamp(1 - low, 1 + high) * advantage)
             take_step(self.model, optimizer, schedule, sample_mean(loss, part.response_mask), recipe["clip_grad"])
@@ -262,13 +261,15 @@ class Loop:
         optimizer, schedule = build_optimizer(self.model, recipe)
         fetch = recipe.get("over_sampling_batch_size") or recipe["rollout_batch_size"]
         stream = epochs(self.train_problems, fetch, recipe["rollout_seed"] + self.seed)
-        started, times = time.perf_counter(), []
+        started, times = time.process_time(), []
         for step in range(recipe["num_rollout"]):
             clock = [time.perf_counter()]
             batch, reward = self.rollout(recipe, stream)
             clock.append(time.perf_counter())
-            with torch.no_grad():
-                old = response_log_probs(self.model, batch)
+            old = None
+            if recipe["global_batch_size"] < len(batch.rewards):  # one step a rollout is on-policy: its ratio is 1
+                with torch.no_grad():
+                    old = response_log_probs(self.model, batch)
             clock.append(time.perf_counter())
             self.train(recipe, batch, old, optimizer, schedule)
             clock.append(time.perf_counter())
@@ -279,7 +280,7 @@ class Loop:
                 spread = ((groups.mean(1) > 0) & (groups.mean(1) < 1)).float().mean()
                 print(
                     f"grpo step {step + 1}/{recipe['num_rollout']} reward {reward:.3f} "
-                    f"spread {spread:.2f} held-out {self.evaluate():.3f} {time.perf_counter() - started:.1f} s",
+                    f"spread {spread:.2f} held-out {self.evaluate():.3f} {time.process_time() - started:.1f} CPU s",
                     flush=True,
                 )
         steady = torch.tensor(times[min(2, len(times) - 1) :]).median(0).values.tolist()

@@ -1,0 +1,95 @@
+"""The repository keeps its layers, sizes and habits; each rule is shown to find what it is there to find."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+NUM_GPUS = 0
+
+ROOT = Path(__file__).resolve().parents[2]
+spec = importlib.util.spec_from_file_location("repo_shape", ROOT / "tools" / "repo_shape.py")
+repo_shape = importlib.util.module_from_spec(spec)
+sys.modules["repo_shape"] = repo_shape
+spec.loader.exec_module(repo_shape)
+
+
+def rules(path, text):
+    return [finding.rule for finding in repo_shape.check_file(path, text)]
+
+
+def test_this_repository_has_no_findings():
+    """What the rules below forbid is nowhere, beside the exceptions that are listed with their reasons."""
+    assert [str(finding) for finding in repo_shape.check_repository()] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "rule"),
+    [
+        ("slime/algorithms/x.py", "from slime.ray.rollout import RolloutManager\n", "layer"),
+        ("slime/algorithms/x.py", "def f():\n    import ray\n", "layer"),
+        ("slime/config/x.py", "import yaml\n", "stdlib"),
+        ("slime/ray/x.py", "from slime.train import main\n", "layer"),
+        ("slime/ray/x.py", "def f(a, b, c, d, e, f, g, h, i):\n    pass\n", "parameters"),
+        ("slime/ray/x.py", "def f():\n" + "    x = 1\n" * 100, "function size"),
+        ("slime/ray/x.py", "x = 1\n" * 600, "file size"),
+        ("slime/ray/x.py", "def f(args):\n    args.load = 1\n", "args"),
+        ("slime/ray/x.py", "def f(self):\n    self.args.load = 1\n", "args"),
+        ("slime/ray/x.py", "def f(args):\n    setattr(args, 'load', 1)\n", "args"),
+        ("slime/ray/x.py", "def f(args):\n    return getattr(args, 'load', None)\n", "hidden default"),
+        ("slime/ray/x.py", "import torch\ntorch.load('x')\n", "unsafe load"),
+        ("slime/ray/x.py", "import torch\ntorch.load('x', weights_only=False)\n", "unsafe load"),
+        ("slime/ray/x.py", "import pickle\npickle.loads(b'')\n", "unsafe load"),
+        ("slime/ray/x.py", "f(trust_remote_code=True)\n", "unsafe load"),
+        ("slime/ray/x.py", "try:\n    pass\nexcept:\n    pass\n", "bare except"),
+        ("slime/ray/x.py", "host = '.'.join('0000')\nhost = '0.0' + '.0.0'\nbind('0.0.0.0')\n", "open address"),
+        ("slime/ray/x.py", "def f(:\n", "syntax"),
+        ("tests/test_x.py", "def test_one():\n    pass\n", "test file"),
+    ],
+)
+def test_each_rule_finds_its_violation(path, text, rule):
+    """A check that cannot fail checks nothing."""
+    assert rule in rules(path, text)
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("slime/ray/x.py", "from slime.algorithms import advantages\nimport ray\n"),
+        ("slime/algorithms/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import ray\n"),
+        ("slime/ray/x.py", "def f(args):\n    args = parse()\n    other.load = args.load\n"),
+        ("slime/ray/x.py", "def f(self, a, b, c, d, e, f, g, h):\n    return getattr(a, 'x', None)\n"),
+        ("slime/ray/x.py", "import torch\ntorch.load('x', weights_only=True)\n"),
+        ("tests/test_x.py", "import pytest\nNUM_GPUS = 0\nif __name__ == '__main__':\n    pytest.main([__file__])\n"),
+    ],
+)
+def test_what_is_allowed_is_not_found(path, text):
+    """A rule that cries at everything gets an exception for everything."""
+    assert rules(path, text) == []
+
+
+def test_exception_excuses_its_place_and_must_be_needed():
+    """A stale exception would hide the next violation in that place."""
+    findings = repo_shape.check_file("slime/ray/x.py", "def f(args):\n    args.load = 1\n")
+    excuse = ("args", "slime/ray/x.py::f", "a reason")
+    assert repo_shape.apply_exceptions(findings, (excuse,)) == []
+    (unneeded,) = repo_shape.apply_exceptions([], (excuse,))
+    assert unneeded.rule == "exception"
+    other = ("args", "slime/ray/x.py::g", "a reason")
+    assert [finding.rule for finding in repo_shape.apply_exceptions(findings, (other,))] == ["args", "exception"]
+
+
+def test_every_exception_has_a_reason():
+    """The list is read by the next person who wants one."""
+    assert all(len(reason.split()) >= 4 for _, _, reason in repo_shape.EXCEPTIONS)
+
+
+def test_two_test_files_of_one_name_are_found():
+    """tests/ is no package: the second one would shadow the first."""
+    (finding,) = repo_shape.check_basenames(["tests/a/test_x.py", "tests/b/test_x.py", "tests/b/test_y.py"])
+    assert finding.place == "tests/b/test_x.py"
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
