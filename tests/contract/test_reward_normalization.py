@@ -1,0 +1,142 @@
+"""Rewards by group: the half of the advantage that needs every sibling. Each test names the report it answers."""
+
+import logging
+import math
+
+import numpy as np
+import pytest
+
+from slime.exceptions import RolloutDataError
+from slime.rollout.columns import ColumnsConfig, compute_rewards
+from slime.rollout.rewards import bad_reward_reason, normalize_rewards, reward_number
+from slime.utils.types import Sample
+
+NUM_GPUS = 0
+
+
+def normalize(rewards, groups, valid=None, *, std=False, **kw):
+    values, statistics = normalize_rewards(rewards, groups, [True] * len(rewards) if valid is None else valid, divide_by_std=std, **kw)
+    return values.tolist(), statistics
+
+
+def test_uneven_groups_are_normalized_by_id_and_not_as_one_batch():
+    """faults, group normalization falls back to the whole batch: groups of 4, 3 and 4 with means .5, 5, .5 (the fault gave +3.27)."""
+    rewards = [1, 0, 1, 0, 5, 5, 5, 0, 0, 1, 1]
+    groups = [0] * 4 + [1] * 3 + [2] * 4
+    values, statistics = normalize(rewards, groups)
+    assert values == [0.5, -0.5, 0.5, -0.5, 0, 0, 0, -0.5, -0.5, 0.5, 0.5]
+    assert (statistics.num_groups, statistics.num_no_spread_groups) == (3, 1)
+
+
+def test_order_does_not_matter():
+    """Groups are ids, not places: shuffled rows get the same values, bit for bit."""
+    rng = np.random.default_rng(0)
+    rewards, groups = rng.normal(size=60), np.repeat(np.arange(12), 5)
+    straight, _ = normalize(rewards, groups, std=True)
+    order = rng.permutation(60)
+    shuffled, _ = normalize(rewards[order], groups[order], std=True)
+    # within a group the order of summation changes, and nothing else
+    assert np.allclose(np.asarray(straight)[order], shuffled, rtol=0, atol=1e-14)
+
+
+def test_a_single_member_gives_zero_and_is_counted():
+    """faults, trailing partial group: [1, 2 | 3] -> the singleton is 0, never 300000."""
+    values, statistics = normalize([1, 2, 3], [0, 0, 1], std=True)
+    assert values[2] == 0.0 and statistics.num_singleton_groups == 1
+    assert values[1] == pytest.approx(0.5 / (math.sqrt(0.5) + 1e-6))
+
+
+def test_rejected_members_change_nothing():
+    """faults, rejected rows still move the baseline; A11, A12: rewards [1, 0, 0, x], row 3 rejected -> [2/3, -1/3, -1/3, 0], for any x."""
+    expected = [2 / 3, -1 / 3, -1 / 3, 0]
+    for x in (1.0, -1e9, math.nan, math.inf):
+        values, statistics = normalize([1, 0, 0, x], [0] * 4, [True, True, True, False])
+        assert values == pytest.approx(expected, abs=1e-15) and statistics.num_excluded_samples == 1
+    bits = {tuple(normalize([1, 0, 0, x], [0] * 4, [True, True, True, False], std=True)[0]) for x in (0.0, 7.5, -3e5, math.nan)}
+    assert len(bits) == 1
+
+
+def test_one_usable_member_gives_zero():
+    """faults, rejected rows: if only one row of a group is usable there is nothing to compare it with."""
+    assert normalize([1, 0, 0], [0] * 3, [True, False, False], std=True)[0] == [0.0, 0.0, 0.0]
+
+
+def test_nan_reward_is_left_out_of_mean_and_std():
+    """faults, rewards that are None, dict or NaN: [1, NaN, 0, 1] trains three."""
+    values, statistics = normalize([1, math.nan, 0, 1], [0] * 4)
+    assert values == pytest.approx([1 / 3, 0, -2 / 3, 1 / 3]) and statistics.num_excluded_samples == 1
+    assert normalize([math.nan, math.nan], [0, 0])[0] == [0.0, 0.0]
+
+
+def test_equal_float_rewards_have_no_spread():
+    """faults, row-wise filter: [0.1 + 0.2, 0.3, 0.3, 0.3] differ by rounding only, so nothing is learned from them."""
+    values, statistics = normalize([0.1 + 0.2, 0.3, 0.3, 0.3], [0] * 4, std=True)
+    assert values == [0.0] * 4 and statistics.num_no_spread_groups == 1
+
+
+def test_samples_of_one_execution_are_one_member():
+    """faults, compact siblings count as members: executions with rewards 1 (three samples) and 0 (one) have mean .5, not .75."""
+    values, _ = normalize([1, 1, 1, 0], [0] * 4, rollout_ids=[5, 5, 5, 6])
+    assert values == [0.5, 0.5, 0.5, -0.5]
+
+
+def test_leave_one_out_subtracts_the_others():
+    """RLOO: [3, 0, 0] -> 3 - 0, 0 - 1.5, 0 - 1.5; a group of one has no others."""
+    assert normalize([3, 0, 0], [0] * 3, leave_one_out=True)[0] == pytest.approx([3, -1.5, -1.5])
+    assert normalize([3], [0], leave_one_out=True)[0] == [0.0]
+
+
+def test_a_large_common_offset_costs_no_digits():
+    """Centring first keeps differences of 1 exact beside an offset of 1e9."""
+    values, _ = normalize([1e9, 1e9 + 1, 1e9 + 2], [0] * 3)
+    assert values == [-1.0, 0.0, 1.0]
+
+
+def test_equal_text_prompts_keep_their_own_groups():
+    """faults, labels or group ids attached to the wrong prompt: groups come from ids, never from the prompt's text."""
+    samples = [Sample(index=i, group_index=i // 2, prompt="same", reward=float(i), status=Sample.Status.COMPLETED) for i in range(4)]
+    _, rewards, _ = compute_rewards(samples, ColumnsConfig(divide_by_std=False))
+    assert rewards == [-0.5, 0.5, -0.5, 0.5]
+
+
+def test_aborted_and_removed_samples_do_not_move_the_baseline():
+    """faults, Part 1: removed and aborted samples were included. An option gives upstream's meaning of remove_sample back."""
+    def samples():
+        made = [Sample(index=i, group_index=0, reward=r, status=Sample.Status.COMPLETED) for i, r in enumerate([1.0, 0.0, 9.0, 9.0])]
+        made[2].remove_sample = True
+        made[3].status = Sample.Status.ABORTED
+        return made
+
+    _, rewards, _ = compute_rewards(samples(), ColumnsConfig(divide_by_std=False))
+    assert rewards == [0.5, -0.5, 0.0, 0.0]
+    _, rewards, _ = compute_rewards(samples(), ColumnsConfig(divide_by_std=False, removed_samples_in_baseline=True))
+    assert rewards == pytest.approx([1 - 10 / 3, -10 / 3, 9 - 10 / 3, 0.0])
+
+
+def test_one_response_per_prompt_is_said(caplog):
+    """faults, n = 1: all-zero rewards are silent no-learning, so they are not silent."""
+    samples = [Sample(index=i, group_index=i, reward=1.0, status=Sample.Status.COMPLETED) for i in range(3)]
+    with caplog.at_level(logging.WARNING):
+        _, rewards, statistics = compute_rewards(samples, ColumnsConfig())
+    assert rewards == [0.0] * 3 and statistics.num_singleton_groups == 3
+    assert "--n-samples-per-prompt" in caplog.text
+
+
+def test_a_dict_reward_without_a_key_names_its_keys():
+    """faults, rewards that are dicts: say which keys there are and which option chooses one."""
+    with pytest.raises(RolloutDataError, match=r"sample 3 is a dict with keys \['acc', 'score'\].*--reward-key"):
+        reward_number({"score": 1, "acc": 0}, None, index=3)
+    assert reward_number({"score": 1, "acc": 0}, "score") == 1.0
+    assert math.isnan(reward_number({"score": None}, "score")) and math.isnan(reward_number(None, None))
+    with pytest.raises(RolloutDataError, match="not a number"):
+        reward_number("good", None, index=1)
+
+
+def test_bad_rewards_have_reasons():
+    """Each kind of bad reward is told apart when it is counted."""
+    found = [bad_reward_reason(value) for value in (None, math.nan, math.inf, -math.inf, 0.0)]
+    assert found == ["missing_reward", "nan_reward", "infinite_reward", "infinite_reward", None]
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
