@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,17 @@ from typing import Any
 LENGTHS = ((3, 5), (7, 1), (1, 11), (4, 9), (2, 2), (13, 6), (1, 1), (5, 17))
 STEPS = 2
 LR = 1e-2
+# Large, so that an element with a gradient near zero does not turn rounding into a whole step.
+ADAM_EPS = 1e-2
 
 
 def fixed_tokens(vocab_size: int) -> list[list[int]]:
     """Token ids of the eight samples; sample i starts with token 10 + i."""
     return [
-        [(10 + index if position == 0 else (7 * index + 3 * position * position) % vocab_size) for position in range(sum(lengths))]
+        [
+            (10 + index if position == 0 else (7 * index + 3 * position * position) % vocab_size)
+            for position in range(sum(lengths))
+        ]
         for index, lengths in enumerate(LENGTHS)
     ]
 
@@ -36,15 +44,18 @@ def training_args(folder: str | Path, **overrides: Any) -> Any:
     for cls in (AlgorithmOptions, DebugOptions, ObservabilityOptions):
         values.update(dataclasses.asdict(cls()))
     values.update(
-        loss_type="sft_loss", lr=LR, weight_decay=0.1, clip_grad=1.0, data_pad_size_multiplier=8, rollout_temperature=1.0,
+        loss_type="sft_loss", lr=LR, adam_eps=ADAM_EPS, weight_decay=0.1, clip_grad=1.0, data_pad_size_multiplier=8, rollout_temperature=1.0,
         rollout_top_p=1.0, global_batch_size=len(LENGTHS) // STEPS, moe_aux_loss_coeff=0.0, log_probs_chunk_size=-1,
     )  # fmt: skip
     values.update(overrides)
     return megatron_args(folder, **values)
 
 
-def build(folder: str | Path, **overrides: Any) -> tuple[Any, list, Any, Any]:
-    """(args, model, optimizer, scheduler) of this rank, weights from `folder`, process groups made."""
+@contextlib.contextmanager
+def built(folder: str | Path, *, load_dir: str | None = None, **overrides: Any) -> Iterator[tuple[Any, list, Any, Any]]:
+    """(args, model, optimizer, scheduler) of this rank, loaded from `load_dir` or `folder`; model-parallel groups live inside only."""
+    from megatron.core import mpu
+
     from slime.backends.megatron_utils.checkpoint import load_checkpoint
     from slime.backends.megatron_utils.initialize import init
     from slime.backends.megatron_utils.optimizer import setup_model_and_optimizer
@@ -52,8 +63,11 @@ def build(folder: str | Path, **overrides: Any) -> tuple[Any, list, Any, Any]:
     args = training_args(folder, **overrides)
     init(args)
     model, optimizer, scheduler = setup_model_and_optimizer(args)
-    load_checkpoint(args, model, optimizer, scheduler, load_dir=None)
-    return args, model, optimizer, scheduler
+    load_checkpoint(args, model, optimizer, scheduler, load_dir=load_dir)
+    try:
+        yield args, model, optimizer, scheduler
+    finally:
+        mpu.destroy_model_parallel()
 
 
 def local_batch(args: Any) -> tuple[dict[str, Any], list[int]]:
@@ -99,7 +113,11 @@ def exported(args: Any, model: list) -> dict[str, Any]:
     from slime.backends.megatron_utils.update_weight import iter_hf_weight_buckets
 
     config = read_hf_config(args.hf_checkpoint)
-    return {name: tensor for bucket in iter_hf_weight_buckets(args, model, config, buffer_size=4096) for name, tensor in bucket}
+    return {
+        name: tensor
+        for bucket in iter_hf_weight_buckets(args, model, config, buffer_size=4096)
+        for name, tensor in bucket
+    }
 
 
 def train_steps(args: Any, state: tuple, data: dict[str, Any], rollout_id: int = 0) -> list[dict[str, float]]:
@@ -111,14 +129,25 @@ def train_steps(args: Any, state: tuple, data: dict[str, Any], rollout_id: int =
     return train(args, rollout_id, model, optimizer, scheduler, get_data_iterator(data))
 
 
-def run_layout(rank: int, world_size: int, folder: str, overrides: dict[str, Any]) -> dict[str, Any]:
+def run_layout(folder: str, overrides: dict[str, Any]) -> dict[str, Any]:
     """Everything a layout test compares: log-probs before, metrics, weights before and after two steps."""
-    args, model, *rest = build(folder, **overrides)
-    data, mine = local_batch(args)
-    before = exported(args, model)
-    log_probs = log_probs_of(args, model, data, mine)
-    metrics = train_steps(args, (model, *rest), data)
-    return {"log_probs": log_probs, "metrics": metrics, "before": before, "after": exported(args, model)}
+    with built(folder, **overrides) as (args, model, *rest):
+        data, mine = local_batch(args)
+        before = exported(args, model)
+        log_probs = log_probs_of(args, model, data, mine)
+        metrics = train_steps(args, (model, *rest), data)
+        return {"log_probs": log_probs, "metrics": metrics, "before": before, "after": exported(args, model)}
+
+
+def run_layouts(rank: int, world_size: int, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """{name: `run_layout`} one after the other in the same processes: importing Megatron costs more than a layout."""
+    results = {}
+    for name, (folder, overrides) in cases.items():
+        try:
+            results[name] = run_layout(folder, overrides)
+        except Exception as error:
+            raise RuntimeError(f"layout {name}: {error}") from error
+    return results
 
 
 def reference_run(folder: str | Path) -> dict[str, Any]:
@@ -130,7 +159,10 @@ def reference_run(folder: str | Path) -> dict[str, Any]:
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     plain = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=LR, betas=(0.9, 0.999), eps=1e-8
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
+        lr=LR,
+        betas=(0.9, 0.999),
+        eps=ADAM_EPS,
     )
     tokens = [torch.tensor(ids) for ids in fixed_tokens(model.config.vocab_size)]
 
@@ -151,8 +183,21 @@ def reference_run(folder: str | Path) -> dict[str, Any]:
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         losses.append(float(loss.detach()))
-    after = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    return {"log_probs": before, "losses": losses, "grad_norms": norms, "gradients": gradients, "after": after}
+    return {"log_probs": before, "losses": losses, "grad_norms": norms, "gradients": gradients, "after": saved_tensors(model)}
+
+
+def saved_tensors(model: Any) -> dict[str, Any]:
+    """The tensors of a Hugging Face model under their names on disk (experts are fused only in memory)."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return folder_tensors(folder)
+
+
+def folder_tensors(folder: str | Path) -> dict[str, Any]:
+    """All tensors of a Hugging Face folder, read by safetensors itself."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for path in Path(folder).glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def _samples_of_step(step: int) -> range:
