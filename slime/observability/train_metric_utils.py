@@ -16,6 +16,7 @@ import numpy as np
 from slime.exceptions import RolloutDataError
 from slime.observability import contributions as c
 from slime.observability.contributions import Contribution, SampleTokens
+from slime.observability.train_step_metrics import reduce_train_step_metrics  # noqa: F401  (its later place upstream)
 from slime.utils.metric_utils import compute_pass_rate, compute_ragged_pass_rate, compute_rollout_step, is_solved
 from slime.utils.ragged import Parts, Ragged, as_array, is_tensor
 from slime.utils.rollout_batch import RolloutBatch

@@ -59,7 +59,7 @@ def take_targets(packed: PackedResponses, layout: ResponseLayout, device: torch.
         return torch.empty(0, dtype=torch.int64, device=device)
     check_lengths(packed.unconcat_tokens, [int(length) for length in packed.total_lengths], name="unconcat_tokens")
     tokens = torch.cat(list(packed.unconcat_tokens))
-    return tokens.index_select(0, layout.token_indices.to(tokens.device)).to(device)
+    return tokens.index_select(0, layout.token_indices.to(tokens.device)).to(device=device, dtype=torch.int64)
 
 
 def find_trained(packed: PackedResponses, layout: ResponseLayout) -> torch.Tensor | None:
