@@ -40,5 +40,5 @@ class Ledger:
             "rollout/ledger/sampled": self.sampled,
             "rollout/ledger/trained": self.trained,
             "rollout/ledger/dropped": sum(self.dropped.values()),
-            **{f"rollout/ledger/dropped_{reason}": count for reason, count in sorted(self.dropped.items())},
+            **{f"rollout/ledger/dropped/{reason}": count for reason, count in sorted(self.dropped.items())},
         }
