@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ import torch
 
 from slime.algorithms.corrections import BandConfig, icepop_weights, truncated_importance_weights
 from slime.algorithms.policy_loss import clipped_value_loss
-from slime.config.algorithm import ADVANTAGE_ESTIMATORS, KL_KINDS
+from slime.backends.megatron_utils import loss
+from slime.config.algorithm import ADVANTAGE_ESTIMATORS, KL_KINDS, LOSS_TYPES, AlgorithmOptions
 from slime.utils import ppo_utils
 
 NUM_GPUS = 0
@@ -150,6 +152,27 @@ def test_tables_and_options_name_the_same_things():
     assert set(ADVANTAGE_ESTIMATORS) == set(advantages.ADVANTAGE_ESTIMATORS)
     assert set(KL_KINDS) == set(kl.KL_KINDS)
     assert set(advantages.BASELINES) | {"ppo", "reinforce_plus_plus"} == set(ADVANTAGE_ESTIMATORS)
+
+
+def test_the_documentation_names_every_choice_and_its_example_runs():
+    """docs/algorithms.md is what a user reads before choosing."""
+    from support.loss_cases import make_logits, make_samples, mask_sums_of, pack
+    from support.pretend_rank import pretend_rank
+
+    text = (Path(__file__).resolve().parents[2] / "docs" / "algorithms.md").read_text()
+    options = {field.name for field in dataclasses.fields(AlgorithmOptions)}
+    for name in (*ADVANTAGE_ESTIMATORS, *LOSS_TYPES, *(o for o in options if o.startswith("custom_"))):
+        assert name in text or "--" + name.replace("_", "-") in text, name
+    code = text.split("```python")[1].split("```")[0]
+    namespace: dict = {}
+    exec(code, namespace)
+    samples = make_samples([(2, 4), (1, 3)], 3)
+    batch, packed = pack(samples, make_logits(samples, 4), [[1.0] * 4, [-1.0] * 3], mask_sums_of(samples))
+    with pretend_rank():
+        args = SimpleNamespace(loss_type="custom_loss", custom_loss_function_path="unused")
+        reduce = loss.get_sum_of_sample_mean(*(batch[k] for k in ("total_lengths", "response_lengths", "loss_masks")))
+        value, metrics = namespace["better_half"](args, batch, packed, reduce)
+    assert value.item() > 0 and metrics["better"].item() == 1.0
 
 
 if __name__ == "__main__":
