@@ -85,10 +85,10 @@ def serve(command: ServeCommand) -> int:
 
 async def _serve(config: EngineConfig) -> int:
     # Imported late, so that a wrong option is reported before torch is loaded.
+    from slime.backends.torch_engine.process_tuning import tune_process
     from slime.backends.torch_engine.server import EngineServer
-    from slime.backends.torch_engine.server_thread import SWITCH_INTERVAL_SECONDS
 
-    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
+    tune_process()
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

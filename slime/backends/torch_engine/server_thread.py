@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import sys
 import threading
 from typing import Any
 
 from slime.backends.torch_engine.engine_config import EngineConfig
+from slime.backends.torch_engine.process_tuning import tune_process
 from slime.backends.torch_engine.server import EngineServer
 from slime.exceptions import EngineError
 
-# Every torch call gives up the interpreter lock; with the default of 5 ms the engine thread would wait that long to get it back
-# from a busy event loop, at each of some hundred calls per step.
-SWITCH_INTERVAL_SECONDS = 2e-4
 STOP_TIMEOUT_SECONDS = 90.0
 
 
@@ -37,7 +34,7 @@ class EngineServerThread:
 
     def start(self, timeout: float = 600.0) -> EngineServer:
         """Returns the server once it listens. ConfigError or EngineError says why it cannot; EngineError after `timeout` seconds."""
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_SECONDS))
+        tune_process()
         self._thread.start()
         try:
             return self._ready.result(timeout=timeout)

@@ -5,8 +5,9 @@ States: idle -> begin -> add* -> end -> idle. A second `begin` drops an unfinish
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,14 @@ from slime.backends.torch_engine.weights import StagedWeights, decoder_checksum,
 from slime.exceptions import ConfigError, EngineError
 
 APPLY_TIMEOUT_SECONDS = 600.0
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except (ConfigError, EngineError) as error:
+        raise EngineError(f"weights refused, the old ones stay: {error}") from None
 
 
 class WeightUpdater:
@@ -38,7 +47,8 @@ class WeightUpdater:
         """
         with self._lock:
             staged = self._open(version)
-            staged.add(named, checksum=checksum)
+            with _refusals():
+                staged.add(named, checksum=checksum)
 
     def end(self, version: str, *, checksum: str | None = None, abort_running: bool = False) -> str:
         """Applies the update between two steps, all of it or nothing, and returns the checksum of the tensors that came.
@@ -59,13 +69,11 @@ class WeightUpdater:
             raise EngineError(f"model_path {folder!r} is not a folder on the engine's machine.")
         with self._lock:
             staged = self._new_staging(copy=False)
-            try:
+            with _refusals():
                 if (Path(folder) / "config.json").exists():
                     self._check_config(folder)
                 for name, tensor in read_weights(folder):
                     staged.add({name: tensor})
-            except ConfigError as error:
-                raise EngineError(f"weights refused, the old ones stay: {error}") from None
             return self._apply(staged, version, checksum=None, abort_running=abort_running)
 
     def checksum(self) -> str:
@@ -95,7 +103,8 @@ class WeightUpdater:
         return self._staged
 
     def _apply(self, staged: StagedWeights, version: str | None, *, checksum: str | None, abort_running: bool) -> str:
-        received = staged.check(checksum)
+        with _refusals():
+            received = staged.check(checksum)
         engine = self._loaded.engine
         if abort_running:
             engine.abort(all_requests=True)

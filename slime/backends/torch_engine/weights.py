@@ -100,13 +100,11 @@ class StagedWeights:
         tensors = {name: _as_tensor(value, copy=self._copy) for name, value in named.items()}
         problems = [problem for name, tensor in tensors.items() for problem in self._problems(name, tensor)]
         if problems:
-            raise EngineError(f"weights refused, the old ones stay: {_shortened(problems, '; ')}.")
+            raise EngineError(f"{_shortened(problems, '; ')}.")
         digests = {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
         received = combine_digests(digests)
         if checksum is not None and checksum != received:
-            raise EngineError(
-                f"weights refused, the old ones stay: the bucket's checksum is {received}, announced was {checksum}."
-            )
+            raise EngineError(f"the bucket's checksum is {received}, announced was {checksum}.")
         for name, tensor in tensors.items():
             if self._is_tied_head(name):
                 self._tied_head = tensor
@@ -133,18 +131,12 @@ class StagedWeights:
         """Returns the checksum of all tensors that came. EngineError if a weight is missing or `checksum` is another one."""
         missing = [name for name in self._decoder.weights if name not in self._tensors]
         if missing:
-            raise EngineError(
-                f"weights refused, the old ones stay: {len(missing)} missing: {_shortened(missing, ', ')}."
-            )
+            raise EngineError(f"{len(missing)} missing: {_shortened(missing, ', ')}.")
         if self._tied_head is not None and not torch.equal(self._tied_head, self._tensors[EMBEDDING]):
-            raise EngineError(
-                f"weights refused, the old ones stay: {TIED_HEAD} differs from {EMBEDDING}, but the model ties them."
-            )
+            raise EngineError(f"{TIED_HEAD} differs from {EMBEDDING}, but the model ties them.")
         received = combine_digests(self._digests)
         if checksum is not None and checksum != received:
-            raise EngineError(
-                f"weights refused, the old ones stay: checksum of what came is {received}, announced was {checksum}."
-            )
+            raise EngineError(f"checksum of what came is {received}, announced was {checksum}.")
         return received
 
     def apply(self) -> None:

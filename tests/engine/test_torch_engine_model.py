@@ -1,0 +1,281 @@
+"""The decoder computes what transformers computes, whatever else is in the batch."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from support.engine_harness import EngineHarness
+from support.tiny_models import make_tiny_checkpoint
+
+from slime.backends.torch_engine.model_config import decoder_config_from_hf, read_decoder_config
+from slime.exceptions import ConfigError, EngineError
+from slime.utils.checksum import weights_checksum
+
+NUM_GPUS = 0
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MODELS = {
+    "llama": {"family": "llama"},
+    "llama-tied-llama3-rope": {"family": "llama", "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE},
+    "llama-biases-linear-rope": {
+        "family": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
+    },
+    "qwen2-tied": {"family": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"family": "qwen3"},
+    "qwen3-odd-sizes": {
+        "family": "qwen3",
+        "hidden_size": 24,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "intermediate_size": 40,
+        "chars": "0123456789abcdef",
+        "vocab_size": 21,
+    },
+    "qwen3-moe": {"family": "qwen3_moe"},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {name: make_tiny_checkpoint(root / name, **fields) for name, fields in MODELS.items()}
+
+
+def hf_log_probs(folder, tokens: list[int]) -> np.ndarray:
+    """float32 log-probs [T - 1] of tokens 1..T-1 from transformers, eager attention."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        logits = model(torch.tensor([tokens])).logits[0]
+    return torch.log_softmax(logits.float(), dim=-1)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_log_probs_of_prompt_and_response_equal_those_of_transformers(folders, name):
+    """A trainer that recomputes log-probs must find the engine's: prompt through prefill, response through the paged cache."""
+    with EngineHarness(folders[name]) as harness:
+        rng = np.random.default_rng(7)
+        prompts = [rng.integers(5, 20, size).tolist() for size in (1, 15, 16, 17, 70)]
+        requests = [
+            harness.request(p, seed=i, score_from=0, max_new_tokens=40, ignore_eos=True) for i, p in enumerate(prompts)
+        ]
+        harness.run(requests)
+    for request in requests:
+        expected = hf_log_probs(folders[name], request.prompt.tolist() + request.output_ids.tolist())
+        assert len(request.output_ids) == len(request.output_log_probs) == 40
+        assert np.isnan(request.input_log_probs[0])
+        ours = np.concatenate((request.input_log_probs[1:], request.output_log_probs))
+        assert np.abs(ours - expected).max() < 1e-4
+
+
+def mixed_requests(harness, order):
+    """Requests 0..23 with lengths, temperatures and truncation of their own, in `order`; request i is the same in any order."""
+    vocab = harness.loaded.decoder.config.vocab_size
+    requests = {}
+    for i in order:
+        rng = np.random.default_rng(100 + i)
+        prompt = rng.integers(5, vocab, int(rng.integers(1, 90))).tolist()
+        params = {
+            "temperature": [1.0, 0.7, 1.3][i % 3],
+            "top_p": [1.0, 0.9][i % 2],
+            "max_new_tokens": int(rng.integers(1, 40)),
+        }
+        requests[int(i)] = harness.request(prompt, seed=1000 + i, ignore_eos=True, **params)
+    return requests
+
+
+def is_bit_equal(first, second) -> bool:
+    same_bits = np.array_equal(first.output_log_probs.view(np.int32), second.output_log_probs.view(np.int32))
+    return same_bits and np.array_equal(first.output_ids, second.output_ids)
+
+
+@pytest.mark.parametrize("name", ["llama-biases-linear-rope", "qwen2-tied", "qwen3-odd-sizes", "qwen3-moe"])
+def test_deterministic_results_are_bit_identical_in_any_company_and_order(folders, name):
+    """Two runs with one seed must agree although requests arrive differently: together, shuffled in small groups, or alone."""
+    with EngineHarness(folders[name], deterministic=True) as harness:
+        together = mixed_requests(harness, range(24))
+        harness.run(list(together.values()))
+        harness.engine.between_steps(harness.engine.flush_cache).result()
+        shuffled = mixed_requests(harness, np.random.default_rng(1).permutation(24))
+        waiting = list(shuffled.values())
+        for start in range(0, 24, 5):
+            harness.engine.submit(waiting[start : start + 5])
+            # Let the first ones get ahead.
+            harness.engine.between_steps(lambda: None).result()
+        harness.wait(waiting)
+        assert [i for i in range(24) if not is_bit_equal(together[i], shuffled[i])] == []
+        alone = mixed_requests(harness, range(0, 24, 5))
+        for request in alone.values():
+            harness.run([request])
+        assert [i for i in alone if not is_bit_equal(together[i], alone[i])] == []
+
+
+def test_without_deterministic_mode_results_agree_within_rounding(folders):
+    """Continuous batching may change the last bits, never the tokens of a greedy response or a log-prob by more than 1e-4."""
+    with EngineHarness(folders["qwen3"]) as harness:
+        rng = np.random.default_rng(3)
+        prompts = [rng.integers(5, 100, int(n)).tolist() for n in rng.integers(1, 60, 20)]
+        together = [
+            harness.request(p, temperature=0, max_new_tokens=5 + i, ignore_eos=True) for i, p in enumerate(prompts)
+        ]
+        harness.run(together)
+        for index, prompt in enumerate(prompts):
+            alone = harness.request(prompt, temperature=0, max_new_tokens=5 + index, ignore_eos=True)
+            harness.run([alone])
+            assert alone.output_ids.tolist() == together[index].output_ids.tolist()
+            assert np.abs(alone.output_log_probs - together[index].output_log_probs).max() < 1e-4
+
+
+def test_a_prompt_seen_before_is_cached_and_changes_no_bit(folders):
+    """cached_tokens must say what was really saved, and saving must not change results: 18 tokens span a full and a partial page."""
+    prompt = list(range(5, 23))
+    with EngineHarness(folders["qwen3"], deterministic=True) as harness:
+        siblings = harness.run([harness.request(prompt, seed=i, max_new_tokens=30, ignore_eos=True) for i in range(4)])
+        assert [request.cached_tokens for request in siblings] == [0, 18, 18, 18]
+        later = harness.run([harness.request(prompt, seed=2, max_new_tokens=30, ignore_eos=True)])[0]
+        assert later.cached_tokens == 18 and is_bit_equal(later, siblings[2])
+        harness.engine.between_steps(harness.engine.flush_cache).result()
+        fresh = harness.run([harness.request(prompt, seed=2, max_new_tokens=30, ignore_eos=True)])[0]
+        assert fresh.cached_tokens == 0 and is_bit_equal(fresh, siblings[2])
+
+
+def test_more_requests_than_slots_and_pages_all_finish_and_give_their_pages_back(folders):
+    """A cache of 12 pages and 4 slots serves 40 requests, and nothing leaks: afterwards every page is free again."""
+    with EngineHarness(folders["qwen3"], max_total_tokens=12 * 16, max_running_requests=4) as harness:
+        requests = [harness.request([5 + i, 6, 7], seed=i, max_new_tokens=1 + i, ignore_eos=True) for i in range(40)]
+        harness.run(requests)
+        assert [len(request.output_ids) for request in requests] == [1 + i for i in range(40)]
+        harness.engine.between_steps(harness.engine.flush_cache).result()
+        assert harness.engine.load() == {"running": 0, "waiting": 0, "cached_prompts": 0, "tokens": 0}
+
+
+def test_an_interrupted_response_resumed_as_a_longer_prompt_draws_the_same_tokens(folders):
+    """Noise is by absolute position, so partial rollout continues the response it would have had (up to rounding of the logits)."""
+    with EngineHarness(folders["qwen3"]) as harness:
+        whole = harness.run([harness.request([5, 6, 7], seed=9, max_new_tokens=20, ignore_eos=True)])[0]
+        resumed_prompt = [5, 6, 7, *whole.output_ids[:8].tolist()]
+        rest = harness.run([harness.request(resumed_prompt, seed=9, max_new_tokens=12, ignore_eos=True)])[0]
+        assert rest.output_ids.tolist() == whole.output_ids[8:].tolist()
+
+
+def test_weights_that_are_not_finite_fail_the_request_and_poison_no_later_one(folders):
+    """NaN left in a page would reach its next holder through masked positions (0 * NaN)."""
+    with EngineHarness(folders["qwen3"], max_total_tokens=8 * 16) as harness:
+        weight = harness.loaded.decoder.weights["model.layers.0.self_attn.v_proj.weight"]
+        good = weight.clone()
+        harness.engine.between_steps(lambda: weight.fill_(float("nan"))).result()
+        broken = harness.run([harness.request([5, 6], max_new_tokens=60, ignore_eos=True)])[0]
+        assert "not finite" in broken.error
+        harness.engine.between_steps(lambda: weight.copy_(good)).result()
+        after = harness.run([harness.request([5, 6, 7 + i], max_new_tokens=40, ignore_eos=True) for i in range(6)])
+        assert all(request.error is None and len(request.output_ids) == 40 for request in after)
+
+
+def config_of(folder, **changes) -> dict:
+    return {**json.loads((folder / "config.json").read_text()), **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"use_sliding_window": True, "sliding_window": 64}, "sliding_window 64"),
+        ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
+    ],
+)
+def test_a_feature_the_decoder_lacks_is_refused_by_name(folders, changes, message):
+    """A model that loads but computes something else would train on wrong log-probs without a word."""
+    with pytest.raises(ConfigError, match=message):
+        decoder_config_from_hf(config_of(folders["qwen3"], **changes))
+
+
+def test_a_checkpoint_that_does_not_fit_its_config_is_refused(folders, tmp_path):
+    """No weight may stay at its random start: a missing, extra or misshapen tensor is named."""
+    (tmp_path / "config.json").write_text(json.dumps(config_of(folders["qwen3"], num_hidden_layers=3)))
+    (tmp_path / "model.safetensors").write_bytes((folders["qwen3"] / "model.safetensors").read_bytes())
+    with pytest.raises(ConfigError, match="11 missing: model.layers.2.input_layernorm.weight"):
+        EngineHarness(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config_of(folders["qwen3"], intermediate_size=60)))
+    with pytest.raises(ConfigError, match=r"down_proj.weight has shape \[32, 64\], the model's is \[32, 60\]"):
+        EngineHarness(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((folders["qwen3"] / "model.safetensors").read_bytes()[:-100])
+    with pytest.raises(ConfigError, match="not a readable safetensors file"):
+        EngineHarness(tmp_path)
+
+
+def test_an_update_is_complete_and_right_or_nothing_changes(folders):
+    """Half a weight version would give log-probs of no policy at all."""
+    from slime.backends.torch_engine.weight_update import WeightUpdater
+
+    with EngineHarness(folders["qwen3"]) as harness:
+        updater = WeightUpdater(harness.loaded)
+        old = updater.checksum()
+        new = {name: (value.numpy() + 1.0) for name, value in harness.loaded.decoder.weights.items()}
+        assert old == weights_checksum({name: value.numpy() for name, value in harness.loaded.decoder.weights.items()})
+        names = list(new)
+        updater.begin("5")
+        updater.add({name: new[name] for name in names[:3]})
+        with pytest.raises(EngineError, match="nope is not a weight of this model"):
+            updater.add({"nope": new[names[0]], names[3]: new[names[3]]})
+        with pytest.raises(EngineError, match="came twice"):
+            updater.add({names[0]: new[names[0]]})
+        with pytest.raises(EngineError, match="float64, allowed is float32"):
+            updater.add({names[3]: new[names[3]].astype(np.float64)})
+        with pytest.raises(EngineError, match="open update is to '5'"):
+            updater.end("6")
+        with pytest.raises(EngineError, match=f"{len(names) - 3} missing"):
+            updater.end("5")
+        assert updater.checksum() == old and harness.engine.weight_version == "0"
+        updater.begin("5")
+        updater.add(new)
+        with pytest.raises(EngineError, match="checksum of what came"):
+            updater.end("5", checksum="0" * 32)
+        assert updater.checksum() == old
+        updater.begin("5")
+        for name in reversed(names):
+            updater.add({name: new[name]})
+        assert updater.end("5", checksum=weights_checksum(new)) == updater.checksum() == weights_checksum(new)
+        assert harness.engine.weight_version == "5"
+
+
+def test_tokens_sampled_across_an_update_are_labelled_by_segment(folders):
+    """Staleness is counted per token: 0 < k tokens under the old version, the rest under the new, none relabelled."""
+    with EngineHarness(folders["qwen3"]) as harness:
+        request = harness.request([5, 6], max_new_tokens=400, ignore_eos=True)
+        harness.engine.submit([request])
+        while not request.versions:
+            pass
+        harness.engine.between_steps(lambda: harness.engine.set_weight_version("1")).result()
+        harness.wait([request])
+        segments = request.version_segments(400)
+        assert [version for version, _ in segments] == ["0", "1"]
+        assert sum(count for _, count in segments) == 400 and segments[0][1] > 0
+
+
+def test_config_reads_llama3_rope_and_head_dim(folders):
+    """head_dim is not always hidden / heads, and a lost rope scaling shows only at long range."""
+    config = read_decoder_config(folders["llama-tied-llama3-rope"])
+    assert (config.rope.rope_type, config.rope.factor, config.rope.original_max_position_embeddings) == (
+        "llama3",
+        4.0,
+        64,
+    )
+    assert read_decoder_config(folders["qwen3-odd-sizes"]).head_dim == 8
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
