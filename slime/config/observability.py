@@ -56,6 +56,9 @@ class ObservabilityOptions:
     log_passrate: bool = option(False, "Log unbiased pass@k of every rollout.")
     log_multi_turn: bool = option(False, "Log numbers of turns and of tokens that the environment wrote.")
     log_correct_samples: bool = option(False, "Log lengths and entropy of the samples with reward 1.")
+    logprob_diff_alarm: float = option(
+        0.1, "Mean |trainer - engine| log-prob difference, nats per token, above which a rollout raises an alarm."
+    )
     log_reward_category: str | None = option(None, "Key of a dict reward whose values are counted as categories.")
 
 

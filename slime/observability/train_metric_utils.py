@@ -321,6 +321,21 @@ def log_rollout_data(rollout_id: int, args: Any, rollout_data: Mapping[str, Any]
     return metrics
 
 
+def log_consistency(rollout_id: int, args: Any, rollout_data: Mapping[str, Any]) -> dict[str, float] | None:
+    """Logs `rollout/logprob_abs_diff/...` and `rollout/logprob_kl/...` (see consistency.py), with an alarm in plain words. Called by all ranks."""
+    if not _is_logging_rank():
+        return None
+    from slime.observability.consistency import consistency_alarm, consistency_contributions
+
+    config = _config(args)
+    parts = consistency_contributions(rollout_data, cp_size=config.cp_size, cp_rank=config.cp_rank)
+    metrics = gather_log_data("rollout", args, rollout_id, parts)
+    alarm = consistency_alarm(metrics or {}, args.logprob_diff_alarm)
+    if alarm is not None:
+        logger.warning("rollout %d: %s", rollout_id, alarm)
+    return metrics
+
+
 def check_ci(metrics: Mapping[str, float], rollout_id: int, *, check_kl: bool) -> None:
     """AssertionError where a healthy first rollout cannot look like this: policy unlike its reference, log-probs or entropy out of range."""
     policy, reference = metrics.get("rollout/log_probs"), metrics.get("rollout/ref_log_probs")

@@ -13,6 +13,7 @@ from megatron.core import mpu
 from slime.backends.megatron_utils import checkpoint, initialize
 from slime.backends.megatron_utils.data import (
     get_data_iterator,
+    log_consistency,
     log_perf_data,
     log_rollout_data,
     tensors_to_cpu,
@@ -20,6 +21,7 @@ from slime.backends.megatron_utils.data import (
     to_train_device,
 )
 from slime.backends.megatron_utils.hf_config import read_hf_config
+from slime.backends.megatron_utils.log_prob_capture import captured_log_probs
 from slime.backends.megatron_utils.log_prob_plan import LogProbPlan, reasons_to_recompute_log_probs
 from slime.backends.megatron_utils.loss import (
     compute_advantages_and_returns,
@@ -137,7 +139,9 @@ class MegatronTrainRayActor(TrainRayActor):
         if args.rollout_data_postprocess_path is not None:
             load_function(args.rollout_data_postprocess_path)(args, rollout_id, rollout_data)
         log_rollout_data(rollout_id, args, rollout_data)
-        self._step(rollout_id, data_iterator, rollout_data)
+        with captured_log_probs(rollout_data):
+            self._step(rollout_id, data_iterator, rollout_data)
+        log_consistency(rollout_id, args, rollout_data)
         self._log_weight_change(rollout_id)
         if args.keep_old_actor:
             self.weights.backup("old_actor")

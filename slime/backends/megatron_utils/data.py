@@ -18,6 +18,7 @@ from megatron.core import mpu
 from slime.exceptions import RolloutDataError
 from slime.observability.train_metric_utils import (  # noqa: F401  upstream imports them from here
     gather_log_data,
+    log_consistency,
     log_multi_turn_data,
     log_passrate,
     log_perf_data,

@@ -1,8 +1,9 @@
-"""Keeps the log-probs that the training step computes anyway, for a dump of a run that skips the log-prob pass."""
+"""Keeps the log-probs that the training step computes anyway, for a rollout that skips the log-prob pass."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,3 +30,22 @@ def _maybe_capture_log_probs(batch: dict[str, Any], log_probs: Sequence[torch.Te
         return
     for position, values in zip(batch["partition"], log_probs, strict=True):
         _CAPTURED_LOG_PROBS.setdefault(int(position), values.detach().cpu())
+
+
+@contextlib.contextmanager
+def captured_log_probs(rollout_data: dict[str, Any]) -> Iterator[None]:
+    """Inside, training runs; afterwards `rollout_data` has "log_probs" also where no pass computed them before.
+
+    Nothing is kept for a batch that has them, that no engine sampled, or on a rank that computes no loss.
+    """
+    if rollout_data.get("log_probs") is not None or rollout_data.get("rollout_log_probs") is None:
+        yield
+        return
+    enable_log_prob_capture()
+    try:
+        yield
+    finally:
+        captured = drain_captured_log_probs()
+    positions = [int(position) for position in rollout_data["partition"]]
+    if captured and all(position in captured for position in positions):
+        rollout_data["log_probs"] = [captured[position] for position in positions]
