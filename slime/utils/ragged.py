@@ -89,8 +89,10 @@ class Column:
             return False
         return len(self._list) != len(self._snapshot) or not all(map(operator.is_, self._list, self._snapshot))
 
-    def forget_list(self) -> None:
-        self._list = self._snapshot = None
+    def adopt_list(self, entries: list) -> None:
+        """Makes `entries`, which was handed out before, this column's list: the same object, its entries now views of this column."""
+        entries[:] = self._build_list()
+        self._list, self._snapshot = entries, tuple(entries)
 
 
 class Scalars(Column):

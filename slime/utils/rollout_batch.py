@@ -111,8 +111,15 @@ class RolloutBatch(dict):
         value = dict.__getitem__(self, name)
         if isinstance(value, Column) and not value.was_edited():
             return value
-        column = build_column(CONTRACT[name], value.as_list() if isinstance(value, Column) else value)
-        if isinstance(column, Column) and not is_tensor(value):
+        entries = value.as_list() if isinstance(value, Column) else value
+        spec = CONTRACT[name]
+        on_device = spec.scope is Scope.TOKEN and isinstance(entries, list) and entries and all(map(is_tensor, entries))
+        if self.stage is Stage.LOCAL and on_device:
+            column = _ragged_from_tensors(entries)
+        else:
+            column = build_column(spec, entries)
+        if isinstance(value, Column) and isinstance(column, Column):
+            column.adopt_list(entries)  # the holder of the list goes on seeing, and making, the edits
             dict.__setitem__(self, name, column)
         return column
 

@@ -343,8 +343,10 @@ def test_edits_through_the_lists_are_seen_by_the_columns():
     batch = local_batch()
     batch["rewards"][1] = 99.0
     assert batch.array("rewards").tolist()[1] == 99.0
-    batch["tokens"][0] = np.array([7, 7, 7], dtype=np.int32)
+    tokens = batch["tokens"]
+    tokens[0] = np.array([7, 7, 7], dtype=np.int32)
     assert as_array(batch.column("tokens").as_list()[0]).tolist() == [7, 7, 7]
+    assert batch["tokens"] is tokens
     again = pickle.loads(pickle.dumps(batch))
     assert again["rewards"][1] == 99.0 and again["tokens"][0].tolist() == [7, 7, 7]
 
