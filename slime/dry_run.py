@@ -154,7 +154,7 @@ def answer_candidates(label: Any) -> list[str]:
 async def score_texts(args: argparse.Namespace, sample: Any, texts: Sequence[str], tokenizer: Any) -> list[Any]:
     """Returns the reward of each text as the response to `sample`, by the run's own reward function; an exception takes a reward's place."""
     from slime.rollout.rm_hub import async_rm, batched_async_rm
-    from slime.utils.types import Sample
+    from slime.utils.types import Status
 
     samples = []
     for text in texts:
@@ -164,7 +164,7 @@ async def score_texts(args: argparse.Namespace, sample: Any, texts: Sequence[str
             text,
             len(ids),
             list(ids),
-            Sample.Status.COMPLETED,
+            Status.COMPLETED,
         )
         samples.append(probe)
     if args.group_rm:

@@ -1,5 +1,10 @@
 """Flags, files and their order; every typo is answered with the flag that was meant."""
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import argparse
 
 import pytest

@@ -1,5 +1,10 @@
 """The dry run tries prompts, template and reward for real and starts nothing."""
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import pytest
 from support.options import write_run_inputs
 from support.tiny_models import make_char_tokenizer

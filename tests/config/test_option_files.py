@@ -1,5 +1,10 @@
 """--config and --print-config: strict keys with file and line, and a round trip for every option."""
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import math
 
 import pytest

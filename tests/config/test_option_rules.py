@@ -1,5 +1,10 @@
 """Rules between options: all broken ones at once, each with flags, values and a value that works."""
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import argparse
 import socket
 

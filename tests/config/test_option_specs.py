@@ -4,6 +4,7 @@ import dataclasses
 import subprocess
 import sys
 import typing
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +28,7 @@ from slime.config.specs import (
 from slime.exceptions import ConfigError
 
 NUM_GPUS = 0
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +158,9 @@ def test_parsing_a_command_line_imports_no_heavy_package():
         "import sys; from slime.cli import main; rc = main(['train', '--no-such-flag']);"
         "heavy = {'torch', 'ray', 'transformers', 'megatron', 'numpy', 'aiohttp'} & set(sys.modules); print(rc, sorted(heavy))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
+    )
     assert done.stdout.split("\n")[0] == "2 []", done.stdout
     assert "Unknown flag --no-such-flag" in done.stderr
 

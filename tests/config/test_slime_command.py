@@ -1,8 +1,12 @@
 """The console script: the right command is found, a wrong one is answered, only what is needed is imported."""
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import json
 import subprocess
-import sys
 
 import pytest
 from support.options import write_run_inputs
@@ -12,6 +16,7 @@ from slime.cli import COMMANDS, Command, available_commands, main, usage
 from slime.exceptions import ConfigError
 
 NUM_GPUS = 0
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_wrong_command_is_answered_with_the_right_one(capsys):
@@ -69,7 +74,7 @@ def test_print_config_prints_yaml_and_nothing_else(tmp_path, capsys):
 def test_an_unknown_flag_ends_with_status_2_and_the_nearest_name():
     """The whole path in a process of its own, as a shell script sees it."""
     command = [sys.executable, "-m", "slime.cli", "train", "--n-sample-per-prompt", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
     assert done.returncode == 2
     assert done.stderr == "error: Unknown flag --n-sample-per-prompt. Did you mean --n-samples-per-prompt?\n"
     assert done.stdout == ""
@@ -78,7 +83,12 @@ def test_an_unknown_flag_ends_with_status_2_and_the_nearest_name():
 def test_our_own_commands_name_a_mistyped_flag():
     """tyro makes their command lines from functions."""
     done = subprocess.run(
-        [sys.executable, "-m", "slime.cli", "doctor", "--jsno"], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "slime.cli", "doctor", "--jsno"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 2 and "--json" in done.stderr + done.stdout
 
