@@ -1,0 +1,192 @@
+"""The main job's data, tokenizer, model, reward and verdict."""
+
+import asyncio
+import hashlib
+import json
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from examples.addition import prepare, run
+from examples.addition.reward import exact_sum
+from slime.utils.types import Sample
+
+NUM_GPUS = 0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return prepare.prepare(tmp_path_factory.mktemp("addition"))
+
+
+def read(folder, name):
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_no_held_out_problem_is_in_any_training_data(folder):
+    """Accuracy must not be memory: 512 of 3240 problems are held out of the warm-up and of GRPO."""
+    train = {row["prompt"][0]["content"] for row in read(folder, "train")}
+    held_out = {row["prompt"][0]["content"] for row in read(folder, "eval")}
+    warm_up = {row["messages"][0]["content"] for row in read(folder, "sft")}
+    assert (len(train), len(held_out)) == (3240 - 512, 512)
+    assert not held_out & train and not held_out & warm_up and warm_up == train
+
+
+def test_labels_and_conversations_are_right(folder):
+    """A wrong label would teach wrong sums."""
+    for row in read(folder, "train") + read(folder, "eval"):
+        a, b = row["prompt"][0]["content"].rstrip("=").split("+")
+        assert row["label"] == str(int(a) + int(b))
+    for row in read(folder, "sft"):
+        a, b = row["messages"][0]["content"].rstrip("=").split("+")
+        assert row["messages"][1] == {"role": "assistant", "content": str(int(a) + int(b))}
+
+
+def test_everything_is_the_same_bytes_each_time_and_made_once(folder, tmp_path):
+    """Two runs with one seed are identical only if they start from the same weights and problems."""
+    again = prepare.prepare(tmp_path)
+    files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    assert Path("model/model.safetensors") in files
+    for file in files:
+        first, second = ((root / file).read_bytes() for root in (folder, again))
+        assert hashlib.sha256(first).digest() == hashlib.sha256(second).digest(), file
+    before = (again / "train.jsonl").stat().st_mtime_ns
+    assert prepare.prepare(tmp_path) == again and (again / "train.jsonl").stat().st_mtime_ns == before
+
+
+def test_half_written_data_is_made_again(tmp_path):
+    """An interrupted first run must not leave data that the next one trusts."""
+    (tmp_path / "train.jsonl").write_text("half a li")
+    prepare.prepare(tmp_path)
+    assert len(read(tmp_path, "train")) == 2728
+
+
+def test_tokenizer_is_one_token_per_character_and_comes_back_exactly(folder):
+    """ids -> text -> ids is the identity for any printable text, so masks can be read off the text."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    text = "".join(map(chr, range(32, 127))) + "\n  <|end|>"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert len(ids) == 95 + 1 + 2 + 1 and ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(ids) == text
+    assert len(tokenizer) == 104 and tokenizer.is_fast
+
+
+def test_chat_template_only_appends(folder):
+    """What was generated stays where it was when the conversation goes on."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    messages = [{"role": "user", "content": "47+38="}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert prompt == "<|user|>47+38=<|assistant|>"
+    messages.append({"role": "assistant", "content": "85"})
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == prompt + "85<|end|>"
+    messages.append({"role": "tool", "content": "ok"})
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == prompt + "85<|end|><|tool|>ok"
+
+
+def test_model_folder_is_what_its_readers_expect(folder):
+    """The engine stops at every EOS id of the generation config; the trainer derives its shape from config.json."""
+    config = json.loads((folder / "model" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+    assert config["vocab_size"] == 104 and config["vocab_size"] % 2 == 0  # splits over two tensor-parallel ranks
+    assert json.loads((folder / "model" / "generation_config.json").read_text())["eos_token_id"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"), [("85", 1.0), ("85<|end|>", 1.0), ("86<|end|>", 0.0), ("", 0.0), ("8 5", 0.0), ("085", 0.0)]
+)
+def test_reward_is_one_for_the_exact_sum_only(response, reward):
+    """What the engine may or may not leave at the end does not matter; everything else does."""
+    assert asyncio.run(exact_sum(None, Sample(response=response, label="85"))) == reward
+
+
+def test_recipe_uses_known_options_and_its_batches_divide():
+    """A key that no option has would stop `make train` at its start."""
+    from slime.config.specs import all_specs
+
+    known = {spec.name for spec in all_specs()}
+    for stage in ("sft", "grpo"):
+        recipe = yaml.safe_load((run.HERE / f"{stage}.yaml").read_text())
+        assert set(recipe) <= known, set(recipe) - known
+        samples = recipe["rollout_batch_size"] * recipe["n_samples_per_prompt"]
+        assert samples % recipe["global_batch_size"] == 0
+        assert recipe["global_batch_size"] % recipe["actor_num_gpus_per_node"] == 0
+
+
+def write_run(folder, accuracies, **changes):
+    records = []
+    for step, accuracy in enumerate(accuracies):
+        ledger = {"rollout/ledger/sampled": 128, "rollout/ledger/trained": 120, "rollout/ledger/dropped/zero_std": 8}
+        metrics = {"rollout/raw_reward": 0.1 * step, **ledger, "train/weight_delta": 0.1, **changes}
+        records.append({"time": 1.0, "step_key": "rollout/step", "step": step, "metrics": metrics})
+        records.append({"time": 1.0, "step_key": "eval/step", "step": step, "metrics": {"eval/addition": accuracy}})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "changes", "is_recipe", "status", "said"),
+    [
+        ([0.31, 0.5, 0.78], {}, True, 0, "accuracy: 0.31 -> 0.78 (x2.5) in 281 s"),
+        ([0.31, 0.5], {}, True, 1, "did not reach x2"),
+        ([0.31, 0.5], {}, False, 0, "accuracy: 0.31 -> 0.50 (x1.6) in 281 s"),
+        ([0.31, 0.78], {"rollout/ledger/trained": 119}, True, 1, "vanished without a reason"),
+        ([0.31, 0.78], {"train/weight_delta": 0.0}, True, 1, "weights never changed"),
+        ([0.31, 0.78], {"rollout/raw_reward": 0.5}, True, 1, "reward did not move"),
+        ([0.31], {}, True, 1, "before and after are needed"),
+    ],
+    ids=[
+        "doubles",
+        "does not",
+        "own options",
+        "lost sample",
+        "zero learning rate",
+        "constant reward",
+        "one evaluation",
+    ],
+)
+def test_last_line_and_exit_status_say_how_it_went(tmp_path, capsys, accuracies, changes, is_recipe, status, said):
+    """ecosystem.md check 2: each of the three books, broken, is said, and the exit status is not 0."""
+    started = time.monotonic() - 281
+    assert run.conclude(write_run(tmp_path, accuracies, **changes), started=started, is_recipe=is_recipe) == status
+    captured = capsys.readouterr()
+    assert said in captured.out + captured.err
+    if len(accuracies) > 1:
+        assert captured.out.splitlines()[-1].startswith("accuracy: 0.31 -> ")
+
+
+def test_failed_stage_ends_the_job_with_its_status(monkeypatch, folder, tmp_path, capsys):
+    """A training that crashed must not be reported by an old run's numbers."""
+    monkeypatch.setattr(run, "grpo_command", lambda *rest: [run.sys.executable, "-c", "raise SystemExit(3)"])
+    monkeypatch.setattr(run, "warm_up", lambda *rest, **options: folder / "model")
+    assert run.main(["--run-dir", str(tmp_path), "--data", str(folder)]) == 3
+    assert "GRPO ended with status 3" in capsys.readouterr().err
+
+
+def test_interrupted_warm_up_is_not_reused_and_a_finished_one_is(monkeypatch, tmp_path, capsys):
+    """The second `make train` starts GRPO at once, from a whole model."""
+    script = "import pathlib, sys; p = pathlib.Path(sys.argv[1]); p.mkdir(); (p / 'config.json').write_text('{}'); sys.exit(int(sys.argv[2]))"
+
+    def command(status):
+        return lambda data, run_dir, result: [run.sys.executable, "-c", script, str(result), str(status)]
+
+    monkeypatch.setattr(run, "warm_up_command", command(1))
+    with pytest.raises(run.StageFailed):
+        run.warm_up(tmp_path, tmp_path / "run", redo=False)
+    monkeypatch.setattr(run, "warm_up_command", command(0))
+    result = run.warm_up(tmp_path, tmp_path / "run", redo=False)
+    assert result.name == f"warm-up-{run.warm_up_key()}" and (result / "config.json").exists()
+    monkeypatch.setattr(run, "warm_up_command", command(1))
+    assert run.warm_up(tmp_path, tmp_path / "run", redo=False) == result
+    assert "reusing" in capsys.readouterr().out
+    with pytest.raises(run.StageFailed):
+        run.warm_up(tmp_path, tmp_path / "run", redo=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
