@@ -62,9 +62,9 @@ def built(folder: str | Path, *, load_dir: str | None = None, **overrides: Any) 
 
     args = training_args(folder, **overrides)
     init(args)
-    model, optimizer, scheduler = setup_model_and_optimizer(args)
-    load_checkpoint(args, model, optimizer, scheduler, load_dir=load_dir)
     try:
+        model, optimizer, scheduler = setup_model_and_optimizer(args)
+        load_checkpoint(args, model, optimizer, scheduler, load_dir=load_dir)
         yield args, model, optimizer, scheduler
     finally:
         mpu.destroy_model_parallel()

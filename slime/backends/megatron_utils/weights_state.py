@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 
+from slime.backends.megatron_utils.local_params import unwrap
 from slime.exceptions import ConfigError
 
 
@@ -54,11 +55,11 @@ def load_weights_into(folder: str | Path, model: Sequence[torch.nn.Module]) -> N
     wanted = _sharded(model)
     loaded = dist_checkpointing.load(wanted, str(folder))
     for index, chunk in enumerate(model):
-        chunk.load_state_dict(loaded[_key(index, len(model))], strict=True)
+        unwrap(chunk).load_state_dict(loaded[_key(index, len(model))], strict=True)
 
 
 def _sharded(model: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    return {_key(index, len(model)): chunk.sharded_state_dict() for index, chunk in enumerate(model)}
+    return {_key(index, len(model)): unwrap(chunk).sharded_state_dict() for index, chunk in enumerate(model)}
 
 
 def _key(index: int, num_chunks: int) -> str:
