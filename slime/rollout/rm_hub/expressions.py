@@ -1,7 +1,7 @@
 """Reads an arithmetic expression, plain or LaTeX, into a sympy value without evaluating text as code.
 
 Grammar: sums of products of powers of numbers, one-letter symbols, \\pi, \\frac, \\sqrt, and factors side by side ("2x"). Anything
-else is not read. Powers with huge exponents, which would fill the memory, are not read either.
+else is not read. Powers so large that they would fill the memory are not read either.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 MAX_EXPONENT = 1000
+MAX_BITS = 100_000
 MAX_DEPTH = 50
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+\.\d*|\.\d+|\d+)|(?P<command>\\[a-z]+)|(?P<word>[a-z]+)|(?P<mark>\*\*|[-+*/^(){}\[\]|]))"
@@ -128,6 +129,12 @@ class _Parser:
         exponent = sign * self.power(depth + 1)
         if exponent.is_number and not abs(exponent) <= MAX_EXPONENT:
             raise NotReadable(f"an exponent larger than {MAX_EXPONENT}")
+        if base == 0 and exponent.is_negative:
+            raise NotReadable("division by zero")
+        if base.is_Rational and exponent.is_number:
+            bits = max(base.p.bit_length(), base.q.bit_length()) * abs(float(exponent))
+            if bits > MAX_BITS:
+                raise NotReadable(f"a number of over {MAX_BITS} bits")
         return base**exponent
 
     def atom(self, depth: int) -> Any:

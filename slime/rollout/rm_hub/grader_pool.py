@@ -28,7 +28,7 @@ from slime.rollout.rm_hub.outcomes import GRADER_ERROR, GRADER_TIMEOUT, GraderOu
 
 logger = logging.getLogger(__name__)
 
-# A new worker imports Python only; graders import sympy on their first call, which is given this much more time.
+# What a new process may take to start, and a grader to import what it needs (sympy takes half a second on a free core).
 START_TIMEOUT_S = 60.0
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -142,6 +142,7 @@ class _Worker:
         self.process = process
         self.is_healthy = True
         self._buffer = b""
+        self._prepared: set[str] = set()
         os.set_blocking(process.stdout.fileno(), False)
         try:
             self._await_line(time.monotonic() + START_TIMEOUT_S, "start")
@@ -153,14 +154,26 @@ class _Worker:
         return self.is_healthy and self.process.poll() is None
 
     def ask(self, request: dict[str, Any], timeout_s: float) -> GraderOutcome:
-        """The answer to a request, or GRADER_TIMEOUT after `timeout_s`; then the process is to be killed."""
+        """The answer to a request, or GRADER_TIMEOUT after `timeout_s`; then the process is to be killed.
+
+        The time starts once the grader's imports are done.
+        """
+        grader = request["grader"]
+        if grader not in self._prepared:
+            outcome = self._exchange({"id": -1, "prepare": grader}, START_TIMEOUT_S, f"the import of {grader}")
+            if outcome.error is not None:
+                return outcome
+            self._prepared.add(grader)
+        return self._exchange(request, timeout_s, grader)
+
+    def _exchange(self, request: dict[str, Any], timeout_s: float, what: str) -> GraderOutcome:
         try:
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
             self.process.stdin.flush()
-            answer = json.loads(self._await_line(time.monotonic() + timeout_s, request["grader"]))
+            answer = json.loads(self._await_line(time.monotonic() + timeout_s, what))
         except TimeoutError:
             self.is_healthy = False
-            return GraderOutcome(error=GRADER_TIMEOUT, detail=f"{request['grader']} took longer than {timeout_s} s")
+            return GraderOutcome(error=GRADER_TIMEOUT, detail=f"{what} took longer than {timeout_s} s")
         except (OSError, ValueError) as error:
             self.is_healthy = False
             raise _WorkerGone(f"the grader process answered with no result: {error}") from error
