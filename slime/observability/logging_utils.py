@@ -147,7 +147,7 @@ class Tracking:
             if self.lost[FILE_NAME]:
                 record["lost_before"] = self.lost[FILE_NAME]
             with self._lock:
-                self._attempt(FILE_NAME, lambda: self._writer.write(record))  # type: ignore[union-attr]
+                self._attempt(FILE_NAME, lambda: self._writer.write(record))
         self._send(values, step_key)
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class Tracking:
             if not admitted:
                 return
             for sink in self._sinks:
-                self._attempt(sink.name, lambda sink=sink: sink.write(admitted, step_key))  # type: ignore[misc]
+                self._attempt(sink.name, lambda sink=sink: sink.write(admitted, step_key))
 
     def _attempt(self, name: str, action: Any) -> None:
         """Runs `action`; its failure is counted under `name` and said the first time."""

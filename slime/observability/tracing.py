@@ -53,7 +53,7 @@ def bind_trace(target: Any, trace: dict[str, Any] | None = None) -> dict[str, An
 def _traces(target: Any) -> list[dict[str, Any]]:
     """Returns the distinct traces of one object or of nested lists of them."""
     objects = target if isinstance(target, list | tuple) else [target]
-    found = []
+    found: list[dict[str, Any]] = []
     for one in objects:
         traces = _traces(one) if isinstance(one, list | tuple) else [bind_trace(one)]
         found += [trace for trace in traces if trace is not None and all(trace is not other for other in found)]

@@ -59,7 +59,7 @@ class WandbSink:
         except ImportError as error:
             raise ConfigError("--use-wandb needs the package wandb: pip install 'slime-rl[wandb]'") from error
         init_arguments = build_init_arguments(args, run_dir)
-        settings = {"init_timeout": 60, "console": "off"}
+        settings: dict[str, Any] = {"init_timeout": 60, "console": "off"}
         if args.wandb_host:
             settings["base_url"] = args.wandb_host
         if args.wandb_key and init_arguments["mode"] == "online":
