@@ -51,7 +51,11 @@ def test_text_is_decoded_from_the_tokens_by_default():
 def test_end_and_padding_tokens_are_not_text_and_only_outer_whitespace_is_stripped():
     """A03, A17, A19: a format reward fails on a text that ends in padding."""
     pads = [tokenizer().pad_token_id] * 3
-    ids = tokenizer().encode("<think>x</think><answer>4</answer>\n", add_special_tokens=False) + [tokenizer().eos_token_id] + pads
+    ids = (
+        tokenizer().encode("<think>x</think><answer>4</answer>\n", add_special_tokens=False)
+        + [tokenizer().eos_token_id]
+        + pads
+    )
     out = run([encoded("", ids=ids)], GateConfig(format=FORMAT_PRESETS["think_answer"])).samples[0]
     assert out.response == "<think>x</think><answer>4</answer>" and out.valid
     assert list(out.tokens) == [5, 6, *ids]
@@ -105,7 +109,9 @@ def test_a_mismatch_can_be_corrected_from_the_token_side():
     """A41: correcting changes the text, never the tokens."""
     sample = encoded("a  b", response="a b")
     result = run([sample], GateConfig(text_source="engine", compare_text=True, correct_text=True))
-    assert result.samples[0].valid and result.samples[0].response == "a  b" and result.samples[0].tokens is sample.tokens
+    assert (
+        result.samples[0].valid and result.samples[0].response == "a  b" and result.samples[0].tokens is sample.tokens
+    )
     assert result.statistics.alignment_failure_rate == 1.0
 
 
@@ -152,7 +158,12 @@ def test_blank_responses_are_found_from_tokens_and_cheaply():
 
 def test_finish_reason_is_checked_against_the_last_token():
     """A21: stop without an end token, or length with one, is a series that shows a sampler change."""
-    samples = [encoded("a"), encoded("b", eos=False), encoded("c", finish_reason="length"), encoded("d", finish_reason=None)]
+    samples = [
+        encoded("a"),
+        encoded("b", eos=False),
+        encoded("c", finish_reason="length"),
+        encoded("d", finish_reason=None),
+    ]
     counts = run(samples, GateConfig(level=Level.OFF)).statistics.counts
     assert counts["stop_without_eos"] == 1 and counts["length_with_eos"] == 1 and counts["finish_unknown"] == 1
 
@@ -169,7 +180,9 @@ def test_decoding_by_rule_equals_the_tokenizers_own_skipping():
     rows = [rng.integers(0, len(tokenizer()), size=50) for _ in range(50)]
     expected = [tokenizer().decode(row.tolist(), skip_special_tokens=True) for row in rows]
     assert Codec(tokenizer()).decode(rows) == expected
-    assert Codec(tokenizer(), hide_special_tokens=False).decode(rows) == [tokenizer().decode(row.tolist()) for row in rows]
+    assert Codec(tokenizer(), hide_special_tokens=False).decode(rows) == [
+        tokenizer().decode(row.tolist()) for row in rows
+    ]
 
 
 def test_one_codec_per_tokenizer_and_rule():

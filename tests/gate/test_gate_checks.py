@@ -23,7 +23,10 @@ def reason(config=None, **changes):
     return reasons_of(postprocess_output_data([sound_sample(1, **changes)], config or GateConfig()))[0]
 
 
-@pytest.mark.parametrize("text", ["", " ", "\n\t ", "\u200b", "\ufeff\u00a0", "\u00ad\u2060", "\x00\x1f", "\ufe0f", "\U000e0041", "\u3164\u2800"])
+@pytest.mark.parametrize(
+    "text",
+    ["", " ", "\n\t ", "\u200b", "\ufeff\u00a0", "\u00ad\u2060", "\x00\x1f", "\ufe0f", "\U000e0041", "\u3164\u2800"],
+)
 def test_text_of_invisible_characters_is_blank(text):
     """A25, A26: strip() alone leaves zero-width, BOM, soft hyphen, control, selector and tag characters standing."""
     assert is_blank(text)
@@ -40,7 +43,9 @@ def test_one_visible_character_is_enough(text):
 def test_blank_ranges_are_those_of_the_unicode_database():
     """A26: the written-out ranges cannot drift from the database of this Python."""
     wrong = [hex(point) for point in range(0x110000) if is_invisible(chr(point)) != is_blank(chr(point))]
-    newer = {hex(point) for point in range(0x13430, 0x13456)}  # format controls that later Unicode versions added or changed
+    newer = {
+        hex(point) for point in range(0x13430, 0x13456)
+    }  # format controls that later Unicode versions added or changed
     assert set(wrong) <= newer
 
 
@@ -51,7 +56,9 @@ def test_no_response_token_is_empty_before_anything_else_is_looked_at():
 
 def test_length_thresholds_are_configured_per_task():
     """A34, A35, A36, A71: 1 token is a fine label and a suspicious essay."""
-    config = GateConfig(min_response_tokens=5, max_response_tokens=20, tasks={"label": TaskRules(min_response_tokens=1)})
+    config = GateConfig(
+        min_response_tokens=5, max_response_tokens=20, tasks={"label": TaskRules(min_response_tokens=1)}
+    )
     assert reason(config, length=4) == "too_short"
     assert reason(config, length=5) is None
     assert reason(config, length=1, metadata={"source_name": "label"}) is None
@@ -59,7 +66,10 @@ def test_length_thresholds_are_configured_per_task():
     assert reason(GateConfig(), length=1) is None
 
 
-@pytest.mark.parametrize(("prompt_length", "length", "expected"), [(30, 65, None), (30, 66, "too_long"), (60, 35, None), (60, 36, "too_long")])
+@pytest.mark.parametrize(
+    ("prompt_length", "length", "expected"),
+    [(30, 65, None), (30, 66, "too_long"), (60, 35, None), (60, 36, "too_long")],
+)
 def test_usable_length_is_context_minus_prompt_minus_margin(prompt_length, length, expected):
     """A68, A69, A70: of 100 tokens 5 stay free by default, so a prompt of 30 leaves 65."""
     assert reason(GateConfig(context_length=100), prompt_length=prompt_length, length=length) == expected
@@ -77,13 +87,22 @@ def test_truncation_is_seen_in_status_or_finish_reason():
     assert reason(finish_reason="length") == reason(status=Status.TRUNCATED) == "truncated"
     config = GateConfig(tasks={"prefix": TaskRules(keep_truncated=True)})
     cut = {"status": Status.TRUNCATED, "finish_reason": "length"}
-    result = postprocess_output_data([sound_sample(0, metadata={"source_name": "prefix"}, **cut), sound_sample(1, **cut)], config)
+    result = postprocess_output_data(
+        [sound_sample(0, metadata={"source_name": "prefix"}, **cut), sound_sample(1, **cut)], config
+    )
     assert [(s.valid, s.invalid_reason) for s in result.samples] == [(True, "truncated"), (False, "truncated")]
 
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(math.nan, "bad_logprob"), (math.inf, "bad_logprob"), (-math.inf, "bad_logprob"), (0.2, "bad_logprob"), (0.0, None), (5e-5, None)],
+    [
+        (math.nan, "bad_logprob"),
+        (math.inf, "bad_logprob"),
+        (-math.inf, "bad_logprob"),
+        (0.2, "bad_logprob"),
+        (0.0, None),
+        (5e-5, None),
+    ],
 )
 def test_a_log_prob_is_finite_and_not_positive(value, expected):
     """A94, A105: NaN times mask 0 is still NaN; float32 rounding up to 1e-4 above zero is not a defect."""
@@ -98,7 +117,10 @@ def test_one_log_prob_per_response_token(count):
     assert reason(rollout_log_probs=[-1.0] * count) == "logprob_mismatch"
 
 
-@pytest.mark.parametrize(("token", "expected"), [(-1, "bad_token"), (1000, "bad_token"), (999, None), (2**31, "bad_token"), (1.5, "bad_token")])
+@pytest.mark.parametrize(
+    ("token", "expected"),
+    [(-1, "bad_token"), (1000, "bad_token"), (999, None), (2**31, "bad_token"), (1.5, "bad_token")],
+)
 def test_ids_lie_inside_the_vocabulary(token, expected):
     """A94: an id outside the vocabulary is an out-of-bounds read in the embedding."""
     tokens = [*range(1, 15), token]
@@ -107,8 +129,14 @@ def test_ids_lie_inside_the_vocabulary(token, expected):
 
 def test_a_phrase_repeated_to_the_end_is_a_loop():
     """A35: a loop is refused by its end, whatever its beginning, if the phrase is short and repeats exactly."""
+
     def looped(period, config):
-        return reason(config, length=400, tokens=[1, 2, 3, *range(100), *(i % period + 5 for i in range(300))], rollout_log_probs=[-1.0] * 400)
+        return reason(
+            config,
+            length=400,
+            tokens=[1, 2, 3, *range(100), *(i % period + 5 for i in range(300))],
+            rollout_log_probs=[-1.0] * 400,
+        )
 
     strict = GateConfig(repetition_window=200, repetition_max_period=40)
     lenient = GateConfig(repetition_window=200, repetition_max_period=40, level=Level.LENIENT)
@@ -241,7 +269,10 @@ def test_off_switches_quality_checks_and_never_integrity():
     """A13, A73: there is no option under which a NaN passes or the statistics are absent."""
     config = GateConfig(level=Level.OFF, min_response_tokens=5)
     assert reason(config, length=2) is None and reason(config, finish_reason="length") is None
-    assert reason(config, rollout_log_probs=[math.nan] * 12) == "bad_logprob" and reason(config, status=Status.FAILED) == "failed"
+    assert (
+        reason(config, rollout_log_probs=[math.nan] * 12) == "bad_logprob"
+        and reason(config, status=Status.FAILED) == "failed"
+    )
     with pytest.raises(ConfigError, match="bad_logprob"):
         GateConfig(levels={"bad_logprob": Level.OFF})
 

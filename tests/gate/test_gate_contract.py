@@ -17,6 +17,7 @@ from slime.rollout.postprocess import (
     check_responses,
     postprocess_output_data,
 )
+from slime.rollout.postprocess import gate as gate_module
 from slime.rollout.postprocess.adapters import ADAPTERS
 from slime.rollout.postprocess.contract import REASONS, reason_of_code
 from slime.utils.types import Status
@@ -73,6 +74,17 @@ def test_mark_keeps_every_sample_in_order_and_drop_removes_exactly_the_invalid_o
     assert marked.samples[3].invalid_reason == "empty" and marked.samples[11].invalid_reason == "truncated"
 
 
+def test_output_samples_are_built_after_all_checks_and_only_for_those_that_stay(monkeypatch):
+    """A67: a half-checked sample must not exist; with drop, nothing is built for what leaves."""
+    events = []
+    judge, build = gate_module._judge_chunk, gate_module._marked
+    monkeypatch.setattr(gate_module, "CHUNK_SAMPLES", 5)
+    monkeypatch.setattr(gate_module, "_judge_chunk", lambda chunk: events.append("check") or judge(chunk))
+    monkeypatch.setattr(gate_module, "_marked", lambda *args: events.append("build") or build(*args))
+    postprocess_output_data(dirty_batch(), GateConfig(policies=DROP_ALL))
+    assert events == ["check"] * 4 + ["build"] * 18
+
+
 def test_group_ids_and_metadata_pass_through_untouched():
     """A23, A55, A56, A58: without the sampling group a filtered batch cannot be normalized."""
     batch = [sound_sample(i, metadata={"source_name": "s", "nested": {"i": i}}) for i in range(8)]
@@ -97,7 +109,11 @@ def test_rewards_are_pending_before_scoring_and_required_after_it():
     """A16: the same missing reward is normal before the reward stage and a defect after it."""
     batch = [sound_sample(0, reward=None), sound_sample(1, reward=float("nan")), sound_sample(2)]
     assert reasons_of(postprocess_output_data(batch, GateConfig())) == [None, None, None]
-    assert reasons_of(postprocess_output_data(batch, GateConfig(rewards_expected=True))) == ["bad_reward", "bad_reward", None]
+    assert reasons_of(postprocess_output_data(batch, GateConfig(rewards_expected=True))) == [
+        "bad_reward",
+        "bad_reward",
+        None,
+    ]
 
 
 def test_unknown_finish_reason_is_counted_and_not_guessed():
@@ -155,7 +171,11 @@ def test_prompt_as_text_or_ids_and_other_engines_shapes_come_in_through_an_adapt
             "request": {"input_ids": [5, 6], "group_id": 9},
             "response": {
                 "text": "hi",
-                "meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": token_pairs, "completion_tokens": 2},
+                "meta_info": {
+                    "finish_reason": {"type": "stop"},
+                    "output_token_logprobs": token_pairs,
+                    "completion_tokens": 2,
+                },
             },
         },
         "openai": {
@@ -166,7 +186,10 @@ def test_prompt_as_text_or_ids_and_other_engines_shapes_come_in_through_an_adapt
                         "message": {"content": "hi"},
                         "finish_reason": "stop",
                         "logprobs": {
-                            "content": [{"token": "token_id:11", "logprob": -0.5}, {"token": "token_id:12", "logprob": -0.25}]
+                            "content": [
+                                {"token": "token_id:11", "logprob": -0.5},
+                                {"token": "token_id:12", "logprob": -0.25},
+                            ]
                         },
                     }
                 ]
@@ -192,7 +215,10 @@ def test_prompt_tail_among_the_output_ids_is_refused_on_receipt():
 
 @pytest.mark.parametrize(
     "response",
-    [{"meta_info": {"finish_reason": {"type": "abort"}}}, {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}}],
+    [
+        {"meta_info": {"finish_reason": {"type": "abort"}}},
+        {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}},
+    ],
 )
 def test_an_abort_before_prefill_is_a_valid_empty_partial(response):
     """Engines answer an abort without log-probs, ids or version; none of that is an exception."""

@@ -27,7 +27,7 @@ def test_the_corpus_covers_every_reason_and_enough_valid_samples():
     """A107: empty, truncated, broken markers, overlong, too short - several of each - and 60 that must pass."""
     _, expected = load_corpus()
     counts = collections.Counter(row["reason"] for row in expected)
-    few = {reason.value: counts[reason.value] for reason in REASONS if counts[reason.value] < 8} 
+    few = {reason.value: counts[reason.value] for reason in REASONS if counts[reason.value] < 8}
     assert set(few) <= {"rejected"} and counts[None] >= 60, few
 
 

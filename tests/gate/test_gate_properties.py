@@ -42,7 +42,9 @@ def well_formed_samples(draw):
     if draw(st.booleans()):
         ids = [abs(i) % 50 for i in ids]
     count = length if draw(st.integers(0, 5)) else length + 1
-    log_probs = draw(st.none() | st.lists(FLOATS if draw(st.booleans()) else st.floats(-5, 0), min_size=count, max_size=count))
+    log_probs = draw(
+        st.none() | st.lists(FLOATS if draw(st.booleans()) else st.floats(-5, 0), min_size=count, max_size=count)
+    )
     return Sample(
         index=draw(st.integers(0, 1000)),
         group_index=draw(st.none() | st.integers(0, 3)),
@@ -83,7 +85,11 @@ def test_conservation_order_identity_and_sums_of_parts(samples, policy, cut):
     parts = [postprocess_output_data(part, config) for part in (samples[:cut], samples[cut:])]
     assert again.verdicts == result.verdicts == parts[0].verdicts + parts[1].verdicts
     merged = GateStatistics.merge([part.statistics for part in parts])
-    assert merged.counts == statistics.counts and merged.dropped == statistics.dropped and merged.groups() == statistics.groups()
+    assert (
+        merged.counts == statistics.counts
+        and merged.dropped == statistics.dropped
+        and merged.groups() == statistics.groups()
+    )
 
 
 def test_chunks_are_invisible(monkeypatch):
@@ -104,7 +110,16 @@ JUNK = [
     [], [None], [[]], ["a"], [1.5], [-1], [2**40], [math.nan], {}, {"k": 1}, (), (1, 2), np.zeros(0), np.zeros((2, 2)), np.array(["a"]),
     np.array([1, 2], dtype=np.uint64), np.array(3), np.array([None, 1]), object(), Status.ABORTED, "stop", "length", range(5), 1j,
 ]  # fmt: skip
-FIELDS = ("tokens", "response", "response_length", "rollout_log_probs", "loss_mask", "status", "finish_reason", "reward")
+FIELDS = (
+    "tokens",
+    "response",
+    "response_length",
+    "rollout_log_probs",
+    "loss_mask",
+    "status",
+    "finish_reason",
+    "reward",
+)
 FIELDS += ("group_index", "index", "prompt", "metadata", "valid", "invalid_reason")
 
 
@@ -145,7 +160,9 @@ def test_ten_thousand_mutations_end_as_a_verdict():
             assert out.loss_mask is None or len(out.loss_mask) == out.response_length
     assert statistics.to_record() and statistics.to_metrics() and statistics.summary()
     alone = rng.sample(range(10_000), 300)
-    assert [postprocess_output_data([samples[i]], config).verdicts[0] for i in alone] == [result.verdicts[i] for i in alone]
+    assert [postprocess_output_data([samples[i]], config).verdicts[0] for i in alone] == [
+        result.verdicts[i] for i in alone
+    ]
     assert time.perf_counter() - start < 10
 
 
@@ -154,7 +171,13 @@ def test_mutated_trajectories_of_other_engines_end_as_a_verdict_or_name_the_item
     rng = random.Random(11)
     errors = 0
     for i in range(1500):
-        raw = {"prompt": [1, 2], "response": "r", "response_tokens": [3, 4], "logprobs": [-1.0, -1.0], "finish_reason": "stop"}
+        raw = {
+            "prompt": [1, 2],
+            "response": "r",
+            "response_tokens": [3, 4],
+            "logprobs": [-1.0, -1.0],
+            "finish_reason": "stop",
+        }
         for _ in range(rng.randint(1, 2)):
             key = rng.choice(list(raw))
             if rng.random() < 0.3:

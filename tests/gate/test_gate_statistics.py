@@ -36,7 +36,11 @@ def test_total_is_kept_plus_the_sum_of_all_reasons():
     assert statistics.total == 40 == statistics.kept + sum(statistics.dropped.values())
     assert set(statistics.dropped) == set(InvalidReason) and statistics.dropped[InvalidReason.TRUNCATED] == 4
     metrics = statistics.to_metrics()
-    assert metrics["gate/count/truncated"] == 4 and metrics["gate/ratio/truncated"] == 0.1 and metrics["gate/count/empty"] == 0
+    assert (
+        metrics["gate/count/truncated"] == 4
+        and metrics["gate/ratio/truncated"] == 0.1
+        and metrics["gate/count/empty"] == 0
+    )
     assert metrics["gate/drop_rate"] == pytest.approx(0.1) and metrics["gate/kept"] == 36
 
 
@@ -49,7 +53,9 @@ def test_an_empty_batch_has_statistics_too():
 
 def test_lengths_of_kept_samples_have_mean_and_quantiles():
     """A86, A109: lengths 1..100 of which the longest is invalid: mean 50, median 50."""
-    samples = [sound_sample(i, length=i) for i in range(1, 100)] + [sound_sample(100, length=5000, finish_reason="length")]
+    samples = [sound_sample(i, length=i) for i in range(1, 100)] + [
+        sound_sample(100, length=5000, finish_reason="length")
+    ]
     lengths = statistics_of(samples).length_summary()
     assert (lengths["mean"], lengths["p50"], lengths["min"], lengths["max"]) == (50.0, 50.0, 1, 99)
     assert lengths["p01"] == pytest.approx(1.98) and lengths["p99"] == pytest.approx(98.02)
@@ -59,10 +65,16 @@ def test_parts_add_up_to_the_whole():
     """A79: statistics of parallel workers merge exactly."""
     samples = batch(50, 5)
     whole = statistics_of(samples)
-    merged = GateStatistics.merge([statistics_of(samples[:13]), statistics_of(samples[13:30]), statistics_of(samples[30:])])
+    merged = GateStatistics.merge(
+        [statistics_of(samples[:13]), statistics_of(samples[13:30]), statistics_of(samples[30:])]
+    )
     for name in ("codes", "findings", "lengths", "group_ids", "prompt_digests"):
         assert np.array_equal(getattr(whole, name), getattr(merged, name))
-    assert whole.counts == merged.counts and whole.groups() == merged.groups() and whole.length_summary() == merged.length_summary()
+    assert (
+        whole.counts == merged.counts
+        and whole.groups() == merged.groups()
+        and whole.length_summary() == merged.length_summary()
+    )
 
 
 def test_the_record_is_one_json_dictionary_with_versions_times_and_failures_by_prompt():
@@ -95,7 +107,12 @@ def test_groups_are_counted_with_their_valid_members_and_mixed_prompts_are_repor
     samples[9].prompt = "another prompt"
     samples[2].prompt = samples[5].prompt
     groups = statistics_of(samples).groups()
-    assert groups["count"] == 3 and groups["sizes"] == {4: 3} and groups["without_valid"] == 1 and groups["with_one_valid"] == 1
+    assert (
+        groups["count"] == 3
+        and groups["sizes"] == {4: 3}
+        and groups["without_valid"] == 1
+        and groups["with_one_valid"] == 1
+    )
     assert groups["mixed"] == [0, 2]
     alarms = {alarm.name: alarm.message for alarm in find_alarms(statistics_of(samples), [])}
     assert "2 groups" in alarms["mixed_groups"]
@@ -147,7 +164,10 @@ def test_a_drop_rate_from_10_to_25_percent_fires_and_names_the_reason():
     assert "25.0 %" in alarms[0].message and "10.2 %" in alarms[0].message and "truncated" in alarms[0].message
 
 
-@pytest.mark.parametrize(("now", "before", "fires"), [((16, 64), (32, 320), True), ((2, 8), (4, 40), False), ((110, 1000), (100, 1000), False)])
+@pytest.mark.parametrize(
+    ("now", "before", "fires"),
+    [((16, 64), (32, 320), True), ((2, 8), (4, 40), False), ((110, 1000), (100, 1000), False)],
+)
 def test_a_jump_is_more_than_chance(now, before, fires):
     """2 of 8 against 10 % is chance; 11 % against 10 % is no jump."""
     assert rate_jumped(*now, *before) is fires
@@ -166,6 +186,7 @@ def test_drifting_lengths_and_a_slow_gate_are_said_in_plain_words():
 
 def test_an_alignment_jump_names_the_versions_that_changed_with_it():
     """A92: a rise of alignment failures is attributable to a sampler or tokenizer change."""
+
     def with_alignment(mismatched, version):
         base = statistics_of(batch(100))
         base.counts.update(compared=100, mismatched=mismatched, cause_shifted_ids=mismatched)

@@ -253,6 +253,7 @@ class GateConfig:
     repetition_max_period: int = 64
     rewards_expected: bool = False
     reward_key: str | None = None
+    eval_reward_key: str | None = None
     evaluation: bool = False
     adapter: str | None = None
     trust_earlier_verdicts: bool = True

@@ -99,6 +99,8 @@ class Gate:
         an iteration (the last complete one will do), for the gate's share of it.
         """
         config = dataclasses.replace(self.config_at(rollout_id), rewards_expected=True, evaluation=evaluation)
+        if evaluation:
+            config = dataclasses.replace(config, reward_key=config.eval_reward_key)
         history = list(self._history[evaluation])
         samples = adapt(samples, config)
         if 0 < self._parallel_above < len(samples):
@@ -184,6 +186,7 @@ def gate_config_from_args(args: Any, tokenizer: Any = None) -> GateConfig:
         repetition_window=args.gate_repetition_window,
         repetition_max_period=args.gate_repetition_max_period,
         reward_key=args.reward_key,
+        eval_reward_key=args.eval_reward_key,
         engine_version=engine_version(),
         tokenizer_version=tokenizer_version(tokenizer),
     )

@@ -83,7 +83,7 @@ def reward_ends(
     ]
     scored.sort()
     low = [position for _, position in scored[:num_each]]
-    return low, [position for _, position in reversed(scored[max(num_each, len(scored) - num_each) :])]
+    return low, [position for _, position in reversed(scored[max(0, len(scored) - num_each) :])]
 
 
 def find_mismatches(samples: Sequence[Sample], codec: Codec, *, stop_strings: Sequence[str] = ()) -> list[Mismatch]:

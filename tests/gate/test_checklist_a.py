@@ -1,0 +1,42 @@
+"""Every line A01-A113 of the gate's checklist is named by a test."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+NUM_GPUS = 0
+TESTS = Path(__file__).resolve().parent.parent
+NUM_LINES = 113
+# Lines that a measurement proves and not an assertion; the benchmark prints both numbers.
+MEASURED = {"A81": "tools/bench/gate.py"}
+
+
+def lines_named_by_tests() -> dict[str, list[str]]:
+    """{"A01": [test names]} from the first docstring line of every test function under tests/."""
+    named: dict[str, list[str]] = {}
+    for path in sorted(TESTS.rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                for number in re.findall(r"\bA(\d{2,3})\b", (ast.get_docstring(node) or "").split("\n")[0]):
+                    named.setdefault(f"A{int(number):02d}", []).append(node.name)
+    return named
+
+
+def test_every_line_of_the_checklist_has_a_test_that_names_it():
+    """A requirement without a test is a wish."""
+    named = lines_named_by_tests()
+    wanted = [f"A{number:02d}" for number in range(1, NUM_LINES + 1)]
+    assert [line for line in wanted if line not in named and line not in MEASURED] == []
+    assert sorted(set(named) - set(wanted)) == []
+
+
+def test_measured_lines_are_printed_by_a_benchmark():
+    """The benchmark must exist and name the line whose numbers it prints."""
+    for line, path in MEASURED.items():
+        assert line in (TESTS.parent / path).read_text(encoding="utf-8")
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

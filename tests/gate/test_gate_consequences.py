@@ -1,0 +1,176 @@
+"""What a verdict does to training: baselines, loss denominators, mark against drop, and the path itself."""
+
+import ast
+import dataclasses
+import inspect
+import math
+import textwrap
+
+import numpy as np
+import pytest
+from support.gate_samples import sound_sample
+
+from slime.ray import rollout as manager_module
+from slime.rollout import scoring
+from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
+from slime.rollout.filter_hub.dynamic_sampling_filters import usable_rewards
+from slime.rollout.postprocess import GateConfig, InvalidReason, Policy, postprocess_output_data
+from slime.rollout.postprocess.contract import MODEL_FAILURES, REASONS
+from slime.rollout.rewards import normalize_rewards
+from slime.utils.dp_schedule import ScheduleConfig
+from slime.utils.rollout_split import SplitConfig, plan_split
+
+NUM_GPUS = 0
+SCORED = GateConfig(rewards_expected=True)
+COLUMNS = ColumnsConfig()
+
+
+def group_with_an_invalid_member(reward):
+    """Rewards 1, 0, 1, 0 and an empty fifth member that somebody scored with `reward`."""
+    samples = [sound_sample(i, group_index=0, prompt="p", reward=float(i % 2 == 0)) for i in range(4)]
+    samples.append(
+        sound_sample(4, group_index=0, prompt="p", length=0, rollout_log_probs=[], response="", reward=reward)
+    )
+    return samples
+
+
+def rewards_after_gate(samples, config=SCORED):
+    out = postprocess_output_data(samples, config).samples
+    return compute_rewards(out, COLUMNS)[1], out
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0, -7.5, 1e30, 0.1 + 0.2])
+def test_no_reward_of_an_invalid_sample_moves_its_siblings_by_one_bit(reward):
+    """A11, A51: seven of eight frameworks fail this."""
+    expected, _ = rewards_after_gate(group_with_an_invalid_member(0.0)[:4])
+    actual, _ = rewards_after_gate(group_with_an_invalid_member(reward))
+    assert np.array(actual[:4]).tobytes() == np.array(expected).tobytes()
+    assert actual[4] == 0.0
+
+
+def test_an_empty_answer_scored_zero_does_not_lower_the_group_mean():
+    """A12: the two-day incident: with it 1, 1, 1, 1, 0 trains the four right answers upwards by 0.2."""
+    samples = group_with_an_invalid_member(0.0)
+    for sample in samples[:4]:
+        sample.reward = 1.0
+    rewards, _ = rewards_after_gate(samples)
+    assert rewards == [0.0] * 5
+
+
+def test_a_rejected_member_leaves_mean_and_std():
+    """Rewards 1, 0, 0, 1 with the last rejected: mean of usable is 1/3, so 2/3, -1/3, -1/3 and 0."""
+    normalized, statistics = normalize_rewards([1, 0, 0, 1], [5] * 4, [True, True, True, False], divide_by_std=False)
+    assert normalized == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0]) and statistics.num_excluded_samples == 1
+
+
+def test_groups_with_no_or_one_valid_member_have_a_defined_result_and_a_count():
+    """Nothing to compare with is 0, not NaN and not a number divided by epsilon."""
+    samples = [sound_sample(i, reward=float(i)) for i in range(8)]
+    for i in (0, 1, 2, 3, 5, 6, 7):
+        samples[i].finish_reason = "length"
+    rewards, out = rewards_after_gate(samples)
+    assert rewards == [0.0] * 8
+    groups = postprocess_output_data(samples, SCORED).statistics.groups()
+    assert (groups["without_valid"], groups["with_one_valid"]) == (1, 1)
+
+
+def trained_batch(samples, config):
+    """(plan, columns of the trained samples by index) after gate, rewards, columns and split plan over two ranks."""
+    out = postprocess_output_data(samples, config).samples
+    batch = build_train_columns(out, compute_rewards(out, COLUMNS)[:2], COLUMNS)
+    schedule = ScheduleConfig(dp_size=2, align=1)
+    batch, plan = plan_split(
+        batch, SplitConfig(global_batch_size=14, expected_rollouts=16, schedule=schedule, keep_trailing=True)
+    )
+    rows = {}
+    for rank, part in enumerate(plan.schedule.partitions):
+        for position in part:
+            index = out[position].index
+            rows[index] = (
+                rank,
+                batch.array("rewards")[position].tobytes(),
+                np.asarray(batch["tokens"][position]).tobytes(),
+                np.asarray(batch["loss_masks"][position]).tobytes(),
+                float(plan.rollout_mask_sums_N[position]),
+            )
+    return plan, rows
+
+
+def test_mark_and_drop_train_identically_and_invalid_samples_contribute_nothing():
+    """A49, A50, A52, A53: the same samples, ranks, rewards, masks and denominators; the invalid ones are in no step."""
+    samples = [sound_sample(i, length=6 + i, reward=float(i % 3)) for i in range(16)]
+    samples[5] = sound_sample(5, length=0, response="", rollout_log_probs=[], reward=100.0)
+    samples[9].rollout_log_probs[0] = math.nan
+    marked_plan, marked = trained_batch(samples, SCORED)
+    drop = dataclasses.replace(SCORED, policies=dict.fromkeys(REASONS, Policy.DROP))
+    dropped_plan, dropped = trained_batch(samples, drop)
+    assert marked == dropped and set(marked) == set(range(16)) - {5, 9}
+    assert marked_plan.global_batch_sizes == dropped_plan.global_batch_sizes
+    assert marked_plan.schedule.micro_batch_indices == dropped_plan.schedule.micro_batch_indices
+    assert marked_plan.dropped == {"empty": 1, "bad_logprob": 1}
+
+
+def test_rewards_after_filtering_and_sorting_are_those_by_group_id_on_the_unsorted_data():
+    """A59, A60: filtering is by group id, so no order of rows can mix two groups."""
+    rng = np.random.default_rng(3)
+    samples = [sound_sample(i, length=3 + i % 5, reward=float(rng.integers(3))) for i in range(24)]
+    for i in (2, 13, 14):
+        samples[i].finish_reason = "length"
+    rewards, out = rewards_after_gate(samples)
+    by_index = {sample.index: reward for sample, reward in zip(out, rewards, strict=True) if sample.valid}
+    drop = dataclasses.replace(SCORED, policies=dict.fromkeys(REASONS, Policy.DROP))
+    shuffled = sorted(samples, key=lambda sample: (sample.response_length, -sample.index))
+    again, out = rewards_after_gate(shuffled, drop)
+    assert {sample.index: reward for sample, reward in zip(out, again, strict=True)} == by_index
+
+
+def test_dynamic_filters_see_verdicts():
+    """A group whose only spread comes from an invalid member has no spread."""
+    samples = group_with_an_invalid_member(0.0)
+    for sample in samples[:4]:
+        sample.reward = 1.0
+    out = postprocess_output_data(samples, SCORED).samples
+
+    class Args:
+        reward_key = None
+
+    assert usable_rewards(Args, out) == [1.0] * 4
+
+
+def test_model_failures_and_infrastructure_failures_are_told_apart_for_pass_at_k():
+    """A wrong answer counts as wrong; an answer that the engine lost says nothing about the model."""
+    assert {reason.value for reason in MODEL_FAILURES} == {
+        "empty",
+        "too_short",
+        "too_long",
+        "truncated",
+        "repetitive",
+        "bad_format",
+    }
+    assert not InvalidReason.ABORTED.is_model_failure and not InvalidReason.FAILED.is_model_failure
+
+
+def calls_in_order(function) -> list[str]:
+    """Names of the calls in a function's source, in order of appearance."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls.sort(key=lambda node: (node.lineno, node.col_offset))
+    return [ast.unparse(node.func) for node in calls]
+
+
+def test_every_path_from_engine_to_trainer_goes_through_the_gate():
+    """A01: in the manager for training and evaluation, and before any reward in every rollout function's scoring."""
+    manager = manager_module.RolloutManager
+    generate = calls_in_order(manager.generate)
+    assert (
+        generate.index("self._get_rollout_data")
+        < generate.index("self.gate.run")
+        < generate.index("self._convert_samples_to_train_data")
+    )
+    assert "self.gate.run" in calls_in_order(manager.eval)
+    score = calls_in_order(scoring.score_group)
+    assert score.index("gate.mark") < score.index("_request_rewards")
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

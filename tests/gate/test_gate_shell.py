@@ -1,0 +1,269 @@
+"""The gate of a run: options, records, schedule, alarms aloud, raw snapshots, Ray tasks."""
+
+import dataclasses
+import json
+import logging
+import types
+
+import pytest
+from support.gate_samples import reasons_of, sound_sample
+
+from slime.config.gate import GateOptions
+from slime.exceptions import ConfigError
+from slime.rollout.postprocess import (
+    Gate,
+    GateConfig,
+    InvalidReason,
+    Level,
+    MissingLogProbs,
+    Policy,
+    gate_config_from_args,
+)
+from slime.rollout.postprocess import snapshots as snapshots_module
+from slime.rollout.postprocess.snapshots import SnapshotWriter
+from slime.utils.types import Status
+
+NUM_GPUS = 0
+
+
+def options(**changes):
+    """A namespace as after parsing: every gate option, and what the gate reads of other concerns."""
+    others = {
+        "custom_generate_function_path": None, "ci_test": False, "debug_rollout_only": False, "use_rollout_logprobs": False,
+        "use_tis": False, "get_mismatch_metrics": False, "rollout_max_context_len": None, "vocab_size": None,
+        "rollout_skip_special_tokens": True, "rollout_stop": None, "reward_key": None, "eval_reward_key": None, "run_dir": None,
+    }  # fmt: skip
+    return types.SimpleNamespace(**{**dataclasses.asdict(GateOptions()), **others, **changes})
+
+
+def scored(count=8, num_truncated=0):
+    cut = {"status": Status.TRUNCATED, "finish_reason": "length"}
+    return [sound_sample(i, **(cut if i < num_truncated else {})) for i in range(count)]
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "gate.jsonl").read_text().splitlines()]
+
+
+def test_options_become_one_frozen_config():
+    """A29, A36, A69, A73: every threshold is an option; nothing is a constant in code."""
+    config = gate_config_from_args(
+        options(
+            gate_level="lenient",
+            gate_levels={"bad_format": "strict"},
+            gate_policies={"too_long": "drop"},
+            gate_keep_truncated=True,
+            gate_min_response_tokens=3,
+            gate_max_response_tokens=99,
+            rollout_max_context_len=200,
+            gate_context_margin=0.1,
+            gate_format="think_answer",
+            gate_tasks={"labels": {"min_response_tokens": 1, "format": "none"}},
+        )
+    )
+    assert config.level_of("too_short") is Level.LENIENT and config.level_of("bad_format") is Level.STRICT
+    assert (
+        config.policy_of(InvalidReason.TOO_LONG) is Policy.DROP
+        and config.policy_of(InvalidReason.TRUNCATED) is Policy.KEEP
+    )
+    assert config.policy_of(InvalidReason.EMPTY) is Policy.MARK
+    assert (config.min_response_tokens, config.max_response_tokens, config.context_length, config.margin) == (
+        3,
+        99,
+        200,
+        0.1,
+    )
+    assert config.tasks["labels"].skip_format and config.format.answer == "<answer>"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.margin = 0.0
+
+
+def test_truncated_is_refused_unless_asked_for():
+    """A27, A28: the default of the command line is the default of the gate."""
+    assert gate_config_from_args(options()).policy_of(InvalidReason.TRUNCATED) is Policy.MARK
+
+
+def test_automatic_choices_follow_the_run():
+    """A42: text is compared in debug runs; log-probs are demanded where the loss reads them; own text stays where a plug-in wrote it."""
+    plain = gate_config_from_args(options())
+    assert (plain.compare_text, plain.missing_log_probs, plain.text_source) == (False, MissingLogProbs.ALLOW, "tokens")
+    assert gate_config_from_args(options(ci_test=True)).compare_text
+    assert gate_config_from_args(options(use_tis=True)).missing_log_probs is MissingLogProbs.ERROR
+    assert gate_config_from_args(options(custom_generate_function_path="m.f")).text_source == "engine"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"gate_policies": {"emty": "mark"}}, "emty"),
+        ({"gate_policies": {"empty": "keep"}}, "empty"),
+        ({"gate_levels": {"bad_format": "harsh"}}, "harsh"),
+        ({"gate_schedule": ["soon:lenient"]}, "soon"),
+        ({"gate_tasks": {"a": {"min": 1}}}, "min_response_tokens"),
+        ({"gate_format_spec": {"pairs": [{"opn": "<a>"}]}}, "pair"),
+    ],
+)
+def test_an_option_that_cannot_be_is_named(changes, words):
+    """A wrong policy name must not mean "no policy"."""
+    with pytest.raises(ConfigError, match=words):
+        gate_config_from_args(options(**changes))
+
+
+def test_strictness_is_scheduled_by_rollout_and_by_measured_rate():
+    """A74: strict early, relaxed as format problems decrease."""
+    config = gate_config_from_args(options(gate_schedule=["100:lenient", "rate<0.02:off"]))
+    assert [config.at(i).level for i in (0, 99, 100)] == [Level.STRICT, Level.STRICT, Level.LENIENT]
+    assert (
+        config.at(0, bad_format_rate=0.01).level is Level.OFF
+        and config.at(0, bad_format_rate=0.02).level is Level.STRICT
+    )
+
+
+def test_every_rollout_leaves_one_record_and_one_line_whatever_its_size(tmp_path, caplog):
+    """A66, A84, A90, A91: a time series without gaps, and a log that does not grow with samples."""
+    gate = Gate(GateConfig(), run_dir=tmp_path)
+    with caplog.at_level(logging.INFO, logger="slime"):
+        for rollout_id, count in enumerate((8, 512)):
+            gate.run(scored(count), rollout_id, iteration_seconds=1e9)
+    gate.run(scored(8), 1, evaluation=True)
+    gate.close()
+    assert [(r["rollout_id"], r["evaluation"], r["total"]) for r in records(tmp_path)] == [
+        (0, False, 8),
+        (1, False, 512),
+        (1, True, 8),
+    ]
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert len(lines) == 2 and "512 of 512 kept" in lines[1]
+
+
+def test_an_alarm_is_logged_recorded_and_a_metric(tmp_path, caplog):
+    """A110, A109: 10 % to 25 % must be visible without anyone looking for it."""
+    gate = Gate(GateConfig(), run_dir=tmp_path)
+    for rollout_id in range(3):
+        assert gate.run(scored(200, 20), rollout_id).alarms == ()
+    with caplog.at_level(logging.WARNING, logger="slime"):
+        result = gate.run(scored(200, 50), 3)
+    assert [alarm.name for alarm in result.alarms] == ["drop_rate"] and gate.metrics(result)[
+        "gate/alarm/drop_rate"
+    ] == 1
+    assert "25.0 %" in caplog.text and records(tmp_path)[-1]["alarms"][0]["name"] == "drop_rate"
+
+
+def test_a_slow_gate_says_so(tmp_path):
+    """A75, A82: the share of the iteration is measured against the caller's iteration."""
+    gate = Gate(GateConfig())
+    result = gate.run(scored(64), 0, iteration_seconds=1e-6)
+    assert [alarm.name for alarm in result.alarms] == ["time"]
+
+
+def test_evaluation_has_its_own_history_and_changes_nothing():
+    """Evaluation lengths differ from training lengths; mixing them would be an alarm at every evaluation."""
+    gate = Gate(GateConfig())
+    gate.run(scored(100), 0)
+    result = gate.run([sound_sample(i, length=500, finish_reason="length") for i in range(100)], 0, evaluation=True)
+    assert result.alarms == () and all(sample.valid for sample in result.samples) and result.statistics.kept == 0
+    assert gate.run(scored(100), 1).alarms == ()
+
+
+def test_a_full_disk_costs_a_record_and_no_training(tmp_path, caplog):
+    """The record is lost and said; the rollout goes on."""
+    (tmp_path / "file").write_text("")
+    result = Gate(GateConfig(), run_dir=tmp_path / "file").run(scored(4), 0)
+    assert result.statistics.kept == 4 and "could not be written" in caplog.text
+
+
+def test_snapshots_keep_the_last_rollouts_and_link_rows_to_ranks(tmp_path):
+    """A111, A112, A113: three rollouts stay; a trained sample is found again in its raw row, read without our code."""
+    import pyarrow.parquet as parquet
+
+    gate = Gate(GateConfig(policies={InvalidReason.TRUNCATED: Policy.DROP}), snapshots=SnapshotWriter(tmp_path, keep=3))
+    for rollout_id in range(5):
+        result = gate.run(scored(8, 2), rollout_id)
+        gate.record_placement(rollout_id, result, [[5, 0, 2], [1, 3]])
+        gate.snapshots.flush()
+    gate.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"{kind}_00000{i}.parquet" for kind in ("place", "raw") for i in (2, 3, 4)
+    ]
+    raw = parquet.read_table(tmp_path / "raw_000004.parquet").to_pylist()
+    assert [(row["raw_row"], row["index"], row["reason"], row["dropped"]) for row in raw[:3]] == [
+        (0, 0, "truncated", True), (1, 1, "truncated", True), (2, 2, None, False),
+    ]  # fmt: skip
+    assert raw[3]["tokens"] == [1, 2, 3, *range(300, 312)] and raw[3]["rollout_log_probs"][0] == pytest.approx(-0.1)
+    place = parquet.read_table(tmp_path / "place_000004.parquet").to_pylist()
+    first = next(row for row in place if (row["dp_rank"], row["dp_position"]) == (0, 0))
+    assert raw[first["raw_row"]]["index"] == result.samples[5].index == 7
+
+
+def test_snapshots_are_bounded_by_bytes_and_plain_parquet(tmp_path):
+    """A113: the newest always stays, older ones go when they do not fit; zstd and standard types need none of our code to read."""
+    import pyarrow.parquet as parquet
+
+    writer = SnapshotWriter(tmp_path, keep=10, max_bytes=1)
+    for rollout_id in range(3):
+        writer.submit(rollout_id, scored(4), Gate(GateConfig()).run(scored(4), 0).verdicts)
+        writer.flush()
+    writer.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["raw_000002.parquet"]
+    file = parquet.ParquetFile(tmp_path / "raw_000002.parquet")
+    assert file.metadata.row_group(0).column(0).compression == "ZSTD"
+    assert file.read(columns=["response"]).to_pydict() == {"response": [f"response {i}" for i in range(4)]}
+
+
+def test_snapshots_hold_malformed_samples_too(tmp_path):
+    """A111: the samples worth looking at are the broken ones."""
+    import pyarrow.parquet as parquet
+
+    samples = [
+        sound_sample(0, tokens=["a"] * 15),
+        sound_sample(1, response="\ud800"),
+        sound_sample(2, reward=object(), metadata={"x": {1}}),
+    ]
+    writer = SnapshotWriter(tmp_path)
+    writer.submit(0, samples, Gate(GateConfig()).run(samples, 0).verdicts)
+    writer.close()
+    rows = parquet.read_table(tmp_path / "raw_000000.parquet").to_pylist()
+    assert rows[0]["tokens"] is None and rows[0]["reason"] == "bad_token" and rows[1]["response"] == "?"
+
+
+def test_a_failing_or_missing_writer_is_said_and_costs_nothing(tmp_path, caplog, monkeypatch):
+    """The extra `data` is optional; a disk may fail; both are one line."""
+    (tmp_path / "file").write_text("")
+    gate = Gate(GateConfig(), snapshots=SnapshotWriter(tmp_path / "file"))
+    gate.run(scored(4), 0)
+    gate.close()
+    assert "could not be written" in caplog.text
+    monkeypatch.setattr(snapshots_module, "_pyarrow_available", lambda: False)
+    caplog.clear()
+    gate = Gate(GateConfig(), snapshots=SnapshotWriter(tmp_path / "none"))
+    for rollout_id in range(3):
+        gate.run(scored(4), rollout_id)
+    gate.close()
+    assert caplog.text.count("pyarrow is missing") == 1 and not (tmp_path / "none").exists()
+
+
+def test_ray_tasks_give_the_serial_result(tmp_path):
+    """A78, A79: above a size the checks run in several processes, with identical verdicts and counts."""
+    import ray
+    from support.gate_golden import load_tokenizer
+
+    from slime.rollout.postprocess.parallel import judge_in_parallel
+
+    samples = scored(90, 7)
+    samples[40].rollout_log_probs[3] = float("nan")
+    config = GateConfig(text_source="engine", rewards_expected=True)
+    tokenizer = load_tokenizer()
+    serial = Gate(config, tokenizer=tokenizer).run(samples, 0)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        parallel = Gate(config, tokenizer=tokenizer, parallel_above=50).run(samples, 0)
+        split = judge_in_parallel(samples, dataclasses.replace(config), tokenizer, part_samples=13)
+    finally:
+        ray.shutdown()
+    assert parallel.verdicts == serial.verdicts and reasons_of(parallel).count("truncated") == 7
+    assert parallel.statistics.counts == serial.statistics.counts == dict(split.counts)
+    assert split.codes.tolist() == serial.statistics.codes.tolist()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,165 @@
+"""`slime gate`: the commands on a real dump and a real run folder."""
+
+import functools
+
+import pytest
+from support.gate_golden import GOLDEN_CONFIG, load_corpus, load_tokenizer
+from support.gate_samples import sound_sample
+
+from slime.rollout.postprocess import Gate, GateConfig, tools
+from slime.rollout.postprocess.alignment import Codec
+from slime.rollout.postprocess.cli import main
+from slime.rollout.postprocess.contract import MismatchCause
+from slime.rollout.postprocess.snapshots import SnapshotWriter
+from slime.utils.rollout_dump import save_debug_rollout_data
+from slime.utils.types import Status
+
+NUM_GPUS = 0
+
+
+@functools.lru_cache(maxsize=1)
+def tokenizer():
+    return load_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def dump(tmp_path, samples):
+    return str(
+        save_debug_rollout_data(str(tmp_path / "dump_{rollout_id}.jsonl"), samples, rollout_id=0, evaluation=False)
+    )
+
+
+def rollout(count=40, num_cut=10):
+    cut = {"status": Status.TRUNCATED, "finish_reason": "length"}
+    return [sound_sample(i, length=10 + i, **(cut if i < num_cut else {})) for i in range(count)]
+
+
+def test_check_prints_a_table_of_reasons_and_fails_above_a_rate(tmp_path, capsys):
+    """A regression run over recorded rollouts is one command with an exit status."""
+    path = dump(tmp_path, rollout())
+    assert main(["check", path]) == 0
+    out = capsys.readouterr().out
+    assert "truncated" in out and "25.0 %" in out and "30 of 40 kept" in out
+    assert main(["check", path, "--max-drop-rate", "0.2"]) == 1
+    assert main(["check", path, "--max-drop-rate", "0.2", "--gate-keep-truncated"]) == 0
+    assert "kept: truncated" in capsys.readouterr().out
+
+
+def test_ends_shows_the_kept_samples_with_the_lowest_and_highest_rewards(tmp_path, capsys):
+    """A96, A97: what is malformed at the low end or undeserved at the high end says which way the checks err."""
+    samples = rollout(10, 0)
+    samples[9].valid = False
+    assert tools.reward_ends(samples, 3) == ([0, 1, 2], [8, 7, 6])
+    assert tools.reward_ends(samples[:2], 3) == ([0, 1], [1, 0])
+    assert main(["ends", dump(tmp_path, samples), "--num", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "lowest rewards\n  #0 group 0 reward 0.0" in out and "too weak" in out and "too loose" in out
+
+
+def test_a_two_peaked_reward_with_many_zeros_asks_for_a_look(tmp_path):
+    """A95: empty, truncated or malformed samples that were kept show up as a second peak."""
+    samples = [sound_sample(i, reward=float(i % 2)) for i in range(40)]
+    lines = tools.reward_shape(samples)
+    assert "zeros 50.0 %" in lines[0] and "two peaks" in lines[1] and "truncated" in lines[1]
+    one_peak = [0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 5, 5, 6]
+    assert len(tools.reward_shape([sound_sample(i, reward=float(value)) for i, value in enumerate(one_peak)])) == 1
+    assert tools.reward_shape([]) == ["no valid sample has a reward"]
+
+
+def test_align_lists_every_mismatch_with_its_cause_token_by_token(tmp_path, tokenizer_folder, capsys):
+    """A98, A103: on the corpus the four causes are found where they were put, and nowhere else."""
+    samples, expected = load_corpus()
+    found = tools.find_mismatches(samples, Codec(tokenizer()), stop_strings=GOLDEN_CONFIG.stop_strings)
+    put = {i for i, row in enumerate(expected) if row["reason"] == "misaligned" and "text and tokens" in row["detail"]}
+    assert {mismatch.position for mismatch in found} == put and len(put) == 8
+    assert {mismatch.cause for mismatch in found} == set(MismatchCause)
+    sample = next(m for m in found if m.cause is MismatchCause.SHIFTED_IDS)
+    lines = tools.describe_mismatch(sample)
+    assert "shifted_ids at character" in lines[0] and "tokens" in lines[3] and ":" in lines[3] and "sampler" in lines[4]
+    assert main(["align", dump(tmp_path, [samples[i] for i in sorted(put)]), "--hf-checkpoint", tokenizer_folder]) == 1
+    assert f"{len(put)} of {len(put)} texts differ" in capsys.readouterr().out
+    valid = [sample for sample, row in zip(samples, expected, strict=True) if row["reason"] is None][:30]
+    assert main(["align", dump(tmp_path, valid), "--hf-checkpoint", tokenizer_folder]) == 0
+
+
+def test_groups_finds_mixed_prompts_and_moved_members(tmp_path, capsys):
+    """A61, A62, A104: training runs and the loss looks normal; only this comparison shows it."""
+    samples = rollout(12, 0)
+    path = dump(tmp_path, samples)
+    assert main(["groups", path]) == 0
+    assert "3 groups, sizes {4: 3}" in capsys.readouterr().out
+    moved = rollout(12, 0)
+    moved[3].group_index, moved[5].index = 1, 4
+    assert tools.compare_groups(moved, samples) == [
+        "sample index 3: group 0 when sampled, 1 now",
+        "sample index 4 appears twice",
+    ]
+    (tmp_path / "m").mkdir()
+    assert main(["groups", dump(tmp_path / "m", moved), "--against", path]) == 1
+    assert "group 1 holds samples of different prompts" in capsys.readouterr().out
+
+
+def test_suggest_takes_the_one_percent_quantile_of_responses_that_ended(tmp_path, capsys):
+    """A36, A72: lengths 101..200 ended by themselves: 1 % quantile 101, the cut ones do not count."""
+    samples = [sound_sample(i, length=101 + i) for i in range(100)]
+    samples += [sound_sample(200 + i, length=1, finish_reason="length") for i in range(50)]
+    suggestion = tools.suggest_thresholds(samples)
+    assert (suggestion.num_measured, suggestion.min_response_tokens, suggestion.max_response_tokens) == (100, 101, 300)
+    assert tools.suggest_thresholds(samples, context_length=205).margin == 0.1
+    assert main(["suggest", dump(tmp_path, samples)]) == 0
+    assert "--gate-min-response-tokens 101" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="ended by itself"):
+        tools.suggest_thresholds(samples[100:])
+
+
+def test_doctor_runs_the_three_first_steps_when_the_loss_spikes(tmp_path, tokenizer_folder, capsys):
+    """A93, A105: drop statistics, length drift, and the alignment of a few samples, in this order."""
+    gate = Gate(GateConfig(), run_dir=tmp_path, snapshots=SnapshotWriter(tmp_path / "gate"))
+    for rollout_id in range(3):
+        gate.run(rollout(200, 10), rollout_id)
+    gate.run([sound_sample(i, length=300 + i, finish_reason="length" if i < 80 else "stop") for i in range(200)], 3)
+    gate.close()
+    assert main(["doctor", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    steps = [out.index(f"({step})") for step in (1, 2, 3)]
+    assert (
+        steps == sorted(steps)
+        and "truncated" in out
+        and "<-- rose" in out
+        and "alarm drop_rate" in out
+        and "PSI" in out
+    )
+    # of the three chosen samples only number 0 has ids inside this vocabulary, and its text is not theirs
+    assert main(["doctor", str(tmp_path), "--hf-checkpoint", tokenizer_folder, "--num", "3"]) == 1
+    out = capsys.readouterr().out
+    assert "(3) alignment of raw_000003.parquet: 1 of 3 samples differ" in out and "shifted_ids" in out
+
+
+def test_a_snapshot_is_a_dump_for_every_command(tmp_path, capsys):
+    """A112: what the gate saw can be judged again from the raw snapshot."""
+    gate = Gate(GateConfig(), snapshots=SnapshotWriter(tmp_path))
+    gate.run(rollout(40, 4), 7)
+    gate.close()
+    assert main(["check", str(tmp_path / "raw_000007.parquet"), "--max-drop-rate", "0.1"]) == 0
+    assert "36 of 40 kept" in capsys.readouterr().out
+
+
+def test_command_lines_that_cannot_be_are_explained(tmp_path, capsys):
+    """Exit status 2 and a sentence, not a traceback."""
+    from slime.cli import main as slime
+
+    assert main(["chek", "x"]) == 2 and "Commands: check" in capsys.readouterr().err
+    assert slime(["gate", "check", str(tmp_path / "none.jsonl")]) == 2 and "does not exist" in capsys.readouterr().err
+    assert slime(["gate", "check", "x", "--gate-levl", "off"]) == 2
+    assert slime(["gate", "align", dump(tmp_path, rollout(4, 0))]) == 2 and "--hf-checkpoint" in capsys.readouterr().err
+    assert main(["--help"]) == 0 and "slime gate doctor RUN" in capsys.readouterr().out
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
