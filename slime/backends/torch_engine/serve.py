@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import tyro
 
 from slime.backends.torch_engine.engine_config import EngineConfig
+from slime.backends.torch_engine.model_config import read_decoder_config
 from slime.exceptions import SlimeError
 
 API_KEY_VARIABLE = "SLIME_API_KEY"
@@ -77,6 +78,8 @@ def serve(command: ServeCommand) -> int:
     """Serves until SIGTERM or SIGINT and returns the exit status: 0 after a clean end, 2 if it cannot start (the reason is printed)."""
     try:
         config = command.engine_config()
+        # JSON only: a wrong folder is reported before torch is loaded.
+        read_decoder_config(config.hf_checkpoint)
         return asyncio.run(_serve(config))
     except SlimeError as error:
         print(f"slime serve: {error}", file=sys.stderr)

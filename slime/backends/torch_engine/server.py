@@ -7,6 +7,7 @@ import dataclasses
 import hmac
 import os
 import secrets
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -37,6 +38,7 @@ OPEN_PATHS = ("/health", "/ready")
 KEEPALIVE_SECONDS = 120.0
 HEALTH_GENERATE_TIMEOUT = 20.0
 SHUTDOWN_SECONDS = 5.0
+BACKLOG = 4096
 PAUSE_MODES = ("in_place", "abort")
 
 
@@ -55,14 +57,22 @@ class Waiter:
 
 
 class EngineServer:
-    """One engine behind HTTP, in the event loop that `start` is called in."""
+    """One engine behind HTTP, in the event loop that `start` is called in.
+
+    The constructor binds first and loads the model then, so that a port in use is reported before minutes of loading. ConfigError or
+    EngineError says what does not work.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.loaded: LoadedEngine = load_engine(config, notify=self._notify)
+        self._socket = _bind(config.host, config.port)
+        self.host, self.port = config.host, self._socket.getsockname()[1]
+        try:
+            self.loaded: LoadedEngine = load_engine(config, notify=self._notify)
+        except BaseException:
+            self._socket.close()
+            raise
         self.updater = WeightUpdater(self.loaded)
-        self.host = config.host
-        self.port = config.port
         self._runner: web.AppRunner | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiters: dict[Request, Waiter] = {}
@@ -84,24 +94,13 @@ class EngineServer:
         return self.config.served_model_name or str(self.config.hf_checkpoint)
 
     async def start(self) -> None:
-        """Binds and serves. EngineError if the address is taken."""
+        """Starts to answer."""
         self._loop = asyncio.get_running_loop()
         self._runner = web.AppRunner(
             self._application(), access_log=None, handler_cancellation=True, keepalive_timeout=KEEPALIVE_SECONDS
         )
         await self._runner.setup()
-        site = web.TCPSite(
-            self._runner, self.config.host, self.config.port, shutdown_timeout=SHUTDOWN_SECONDS, backlog=4096
-        )
-        try:
-            await site.start()
-        except OSError as error:
-            await self._runner.cleanup()
-            raise EngineError(
-                f"the engine cannot listen on {self.config.host} port {self.config.port}: {error.strerror or error}. Another process"
-                " may use the port; choose another one, or 0 for any free one."
-            ) from None
-        self.port = self._runner.addresses[0][1]
+        await web.SockSite(self._runner, self._socket, shutdown_timeout=SHUTDOWN_SECONDS).start()
         self.loaded.engine.start()
 
     async def stop(self) -> None:
@@ -109,6 +108,7 @@ class EngineServer:
         await asyncio.to_thread(self.loaded.engine.stop)
         if self._runner is not None:
             await self._runner.cleanup()
+        self._socket.close()
 
     def _application(self) -> web.Application:
         app = web.Application(
@@ -360,6 +360,17 @@ class EngineServer:
             "max_model_len": self.loaded.context_length,
         }
         return json_response({"object": "list", "data": [card]})
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host.strip("[]"), port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise EngineError(
+            f"the engine cannot listen on {host} port {port}: {error.strerror or error}. If another process uses the port, choose"
+            " another one, or 0 for any free one."
+        ) from None
 
 
 def _event(value: Any) -> bytes:
