@@ -23,6 +23,7 @@ from slime.rollout.failures import FailureCounter
 from slime.rollout.group_loop import first_index, pristine, report_progress
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
 from slime.utils.async_utils import run
+from slime.utils.http_utils import close_session
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class AsyncRolloutWorker:
         self.error: BaseException | None = None
         # get_samples is called by this worker's thread, add_samples and commit by the rollout's.
         self.buffer_lock = threading.Lock()
+        self._wake_up: Callable[[], None] = lambda: None  # ends the loop's pause; callable from any thread
 
     def start(self) -> None:
         """Starts the worker's thread; does nothing when it runs."""
@@ -83,6 +85,7 @@ class AsyncRolloutWorker:
     def stop(self) -> None:
         """Ends the worker; groups in flight are cancelled."""
         self.running = False
+        self._wake_up()
         if self.worker_thread is not None and self.worker_thread is not threading.current_thread():
             self.worker_thread.join(timeout=5)
 
@@ -98,6 +101,8 @@ class AsyncRolloutWorker:
                 completed.append(self.output_queue.get_nowait())
             except queue.Empty:
                 break
+        if completed:
+            self._wake_up()
         return completed
 
     def _run(self) -> None:
@@ -110,20 +115,24 @@ class AsyncRolloutWorker:
     async def _loop(self) -> None:
         """Tops up the groups in flight while the trainer keeps up."""
         active: set[asyncio.Task] = set()
+        loop, taken = asyncio.get_running_loop(), asyncio.Event()
+        self._wake_up = lambda: loop.call_soon_threadsafe(taken.set)
         try:
             while self.running:
                 for task in [task for task in active if task.done()]:
                     active.discard(task)
                     task.result()  # ConfigError and the like end the worker
                 self._top_up(active)
-                if active:
-                    await asyncio.wait(active, timeout=self.poll_interval, return_when=asyncio.FIRST_COMPLETED)
-                else:
-                    await asyncio.sleep(self.poll_interval)
+                waiter = asyncio.ensure_future(taken.wait())
+                await asyncio.wait({*active, waiter}, timeout=self.poll_interval, return_when=asyncio.FIRST_COMPLETED)
+                waiter.cancel()
+                taken.clear()
         finally:
+            self._wake_up = lambda: None
             for task in active:
                 task.cancel()
             await asyncio.gather(*active, return_exceptions=True)
+            await close_session()
 
     def _top_up(self, active: set[asyncio.Task]) -> None:
         while len(active) < self.concurrency and self.output_queue.qsize() < self.concurrency:

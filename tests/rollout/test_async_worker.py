@@ -1,0 +1,124 @@
+"""The fully asynchronous worker: exact batches, first in first out, bounded ahead, aborted groups go back."""
+
+import time
+import types
+
+import pytest
+from support.fake_engine import FakeEngine
+from support.rollout_args import fresh_rollout_state, rollout_args, tokenizer_folder, write_prompts
+
+from slime.exceptions import ConfigError
+from slime.rollout import fully_async_rollout as fully_async
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.utils.types import Sample
+
+NUM_GPUS = 0
+
+
+@pytest.fixture
+def rig(tmp_path):
+    with FakeEngine(lambda prompt: [5, 4]) as engine, fresh_rollout_state(engine.url):
+        args = rollout_args(
+            hf_checkpoint=tokenizer_folder(tmp_path / "tok"),
+            prompt_data=write_prompts(tmp_path / "p.jsonl", 100),
+            rm_type="random",
+        )
+        yield engine, args, RolloutDataSourceWithBuffer(args)
+        fully_async.stop_global_worker()
+
+
+def test_each_rollout_takes_exactly_its_batch_and_no_group_is_lost_or_repeated(rig):
+    """Three rollouts of 4 groups use 12 different groups; what is finished beyond waits for the next."""
+    engine, args, source = rig
+    ids = []
+    for rollout_id in range(3):
+        output = fully_async.generate_rollout_fully_async(args, rollout_id, source)
+        assert len(output.samples) == 4 and all(len(group) == 2 for group in output.samples)
+        indices = [sample.index for group in output.samples for sample in group]
+        assert indices == sorted(indices)
+        ids += [group[0].group_index for group in output.samples]
+    assert len(set(ids)) == 12
+    worker = fully_async._get_global_worker(args, source)
+    time.sleep(0.1)
+    assert (
+        worker.queue_size() <= 2 * worker.concurrency and source.sample_group_index <= 12 + 2 * worker.concurrency + 1
+    )
+
+
+def test_the_state_knows_which_groups_are_out(rig, tmp_path):
+    """Groups in flight or waiting were dispatched and not trained: a resume generates them again."""
+    engine, args, source = rig
+    source.args.save = str(tmp_path / "run")
+    used = {group[0].group_index for group in fully_async.generate_rollout_fully_async(args, 0, source).samples}
+    fully_async.stop_global_worker()
+    state = source.state_dict(0)
+    assert {origin["group_index"] for origin in state["untrained"]} == set(range(source.sample_group_index)) - used
+
+
+def test_the_callback_never_blocks_and_the_queue_is_first_in_first_out(rig):
+    """It runs on the event loop: 1001 finished groups must fit without waiting."""
+    _, args, source = rig
+    worker = fully_async.AsyncRolloutWorker(args, source, concurrency=2)
+    for gid in range(1001):
+        worker._make_done_cb(gid)(types.SimpleNamespace(result=lambda gid=gid: [gid]))
+    assert worker.queue_size() == 1001
+    assert [gid for gid, _ in worker.get_completed_groups(limit=3)] == [0, 1, 2]
+    assert len(worker.get_completed_groups()) == 998 and worker.get_completed_groups() == []
+
+
+def test_no_new_work_is_begun_while_the_trainer_is_behind(rig):
+    """A queue that grows for ever holds stale samples only."""
+    _, args, source = rig
+    worker = fully_async.AsyncRolloutWorker(args, source, concurrency=3)
+    worker.poll_interval = 0.01
+    worker.start()
+    time.sleep(0.5)
+    first = worker.queue_size()
+    worker.stop()
+    assert 3 <= first <= 6 and not worker.worker_thread.is_alive()
+
+
+class ScriptedWorker:
+    """Stands for the worker of this process: the groups it has finished are given."""
+
+    poll_interval = 0.01
+
+    def __init__(self, groups):
+        self.groups = groups
+
+    def get_completed_groups(self, limit=None):
+        taken, self.groups = self.groups[:limit], self.groups[limit:]
+        return [(group[0].group_index, group) for group in taken]
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_an_aborted_group_goes_back_as_the_configuration_says(rig, monkeypatch, partial):
+    """Off: the prompt alone. On: with its tokens. Either way it is not trained now."""
+    _, args, source = rig
+    args.partial_rollout, args.rollout_batch_size = partial, 1
+    aborted, done = source.get_samples(2)
+    for sample in aborted:
+        sample.tokens, sample.status = [1], Sample.Status.ABORTED
+        sample.append_response_tokens(tokens=[7, 8], log_probs=[-1.0, -1.0])
+    for sample in done:
+        sample.status, sample.reward = Sample.Status.COMPLETED, 1
+    monkeypatch.setattr(fully_async, "_get_global_worker", lambda args, buffer: ScriptedWorker([aborted, done]))
+    output = fully_async.generate_rollout_fully_async(args, 0, source)
+    assert output.samples == [done]
+    (back,) = source.buffer
+    assert [sample.response_length for sample in back] == ([2, 2] if partial else [0, 0])
+    assert [sample.index for sample in back] == [sample.index for sample in aborted]
+
+
+def test_an_error_of_the_worker_reaches_the_rollout_that_waits(rig):
+    """A dead worker must not look like a slow one."""
+    _, args, source = rig
+    args.rm_type = "ifbench"
+    with pytest.raises(ConfigError, match="IFBench"):
+        fully_async.generate_rollout_fully_async(args, 0, source)
+    with pytest.raises(ValueError, match="no evaluation"):
+        fully_async.generate_rollout_fully_async(args, 0, source, evaluation=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,195 @@
+"""Loss masks: ids equal the full render, exactly the assistant's turns are trained, and what cannot be located is refused."""
+
+import json
+
+import pytest
+from support.rollout_args import rollout_args
+from support.tiny_models import make_char_tokenizer
+
+from slime.exceptions import ConfigError
+from slime.rollout import sft_rollout
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.utils.mask_utils import MultiTurnLossMaskGenerator, get_response_lengths
+from slime.utils.types import Sample
+
+NUM_GPUS = 0
+
+# Qwen3's behaviour in short: consecutive tool results share one user turn, and reasoning stays only behind the last question.
+QWEN3_LIKE = (
+    "{%- set ns = namespace(last=0) -%}"
+    "{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}"
+    "{%- if tools -%}{{ '<|im_start|>system\n' + tools[0].function.name + '<|im_end|>\n' }}{%- endif -%}"
+    "{%- for m in messages -%}"
+    "{%- if m.role == 'tool' -%}"
+    "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}{{ '<|im_start|>user' }}{%- endif -%}"
+    "{{ '\n<tool>' + m.content + '</tool>' }}"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{ '<|im_end|>\n' }}{%- endif -%}"
+    "{%- elif m.role == 'assistant' -%}"
+    "{%- set c = m.content if loop.index0 > ns.last else m.content.split('</think>')[-1] -%}"
+    "{{ '<|im_start|>assistant\n' + c + '<|im_end|>\n' }}"
+    "{%- else -%}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+)
+# A turn ends where the next role's tag begins.
+NO_END_MARK = (
+    "{% for m in messages %}{{ '[' + m.role[0] + ']' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[a]' }}{% endif %}"
+)
+
+
+def say(*contents, roles="ua"):
+    names = {"u": "user", "a": "assistant", "t": "tool", "s": "system"}
+    return [{"role": names[role], "content": text} for role, text in zip(roles, contents, strict=True)]
+
+
+def trained(messages, *, template=None, kind="qwen", tools=None):
+    """(the decoded trained runs, ids, mask); the ids are checked against the full render."""
+    tokenizer = make_char_tokenizer() if template is None else make_char_tokenizer(chat_template=template)
+    generator = MultiTurnLossMaskGenerator(tokenizer, kind)
+    ids, mask = generator.get_loss_mask(messages, tools)
+    full = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    assert ids == tokenizer(full, add_special_tokens=False)["input_ids"] and len(ids) == len(mask)
+    return generator.get_text_from_loss_mask(ids, mask), ids, mask
+
+
+def test_every_assistant_turn_is_trained_with_its_end_and_nothing_else():
+    """u, a, u, a: both answers with their end marks; not a character of the user's."""
+    runs, ids, mask = trained(say("1+1", "2", "1+2", "3", roles="uaua"))
+    assert runs == ["2<|im_end|>\n", "3<|im_end|>\n"]
+    assert sum(mask) == 6 and get_response_lengths([mask]) == [len(mask) - mask.index(1)]
+
+
+def test_a_turn_marked_with_step_loss_mask_0_is_left_out():
+    """Data sets mark turns that are to be read and not learned."""
+    messages = say("1+1", "2", "1+2", "3", roles="uaua")
+    messages[1]["step_loss_mask"] = 0
+    assert trained(messages)[0] == ["3<|im_end|>\n"]
+
+
+def test_parallel_tool_results_are_one_turn_as_at_inference():
+    """Rendering message by message would make two user turns of two results; serial calls stay as they are."""
+    messages = say("q", "call", "r1", "r2", "done", roles="uatta")
+    runs, ids, _ = trained(messages, template=QWEN3_LIKE, kind="qwen3", tools=[{"function": {"name": "add"}}])
+    assert runs == ["call<|im_end|>\n", "done<|im_end|>\n"]
+    text = make_char_tokenizer().decode(ids)
+    assert text.count("<|im_start|>user") == 2 and "<tool>r1</tool>\n<tool>r2</tool>" in text and text.count("add") == 1
+
+
+@pytest.mark.parametrize("kind", ["qwen", "qwen3"])
+def test_reasoning_that_the_template_strips_later_is_neither_rendered_nor_trained(kind):
+    """Earlier renders are no prefix of the full one then; the turns are found by their markers instead of by old lengths."""
+    messages = say("a?", "<think>x</think>A", "b?", "<think>y</think>B", roles="uaua")
+    runs, ids, _ = trained(messages, template=QWEN3_LIKE, kind=kind)
+    assert runs == ["A<|im_end|>\n", "<think>y</think>B<|im_end|>\n"]
+
+
+def test_qwen3_5_leaves_the_think_tag_that_the_prompt_already_holds_out():
+    """At inference the generation prompt ends with <think>; the model never has to produce it."""
+    template = QWEN3_LIKE.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}")
+    messages = say("a?", "<think>\nx</think>A", "b?", "<think>\ny</think>B", roles="uaua")
+    runs, _, _ = trained(messages, template=template, kind="qwen3_5")
+    assert runs == ["A<|im_end|>\n", "y</think>B<|im_end|>\n"]
+
+
+def test_where_the_next_role_tag_ends_a_turn_the_tag_is_trained():
+    """Without an end mark the model must learn to emit the tag; the user's text stays untrained, the last turn has no tag."""
+    runs, _, _ = trained(say("1+1", "2", "1+2", "3", roles="uaua"), template=NO_END_MARK)
+    assert runs == ["2[u]", "3"]
+
+
+def test_distill_qwen_keeps_the_reasoning_of_its_last_message():
+    """That template would strip it from the answer that is to be learned."""
+    template = QWEN3_LIKE.replace("loop.index0 > ns.last", "false")
+    tokenizer = make_char_tokenizer(chat_template=template)
+    generator = MultiTurnLossMaskGenerator(tokenizer, "distill_qwen")
+    ids, mask = generator.get_loss_mask(say("q", "<think>x</think>A"))
+    assert generator.get_text_from_loss_mask(ids, mask) == ["<think>x</think>A<|im_end|>"]
+    with pytest.raises(ConfigError, match="last message"):
+        generator.get_loss_mask(say("q", "A", "r", roles="uau"))
+
+
+def test_what_cannot_be_located_is_refused_and_never_trained_whole():
+    """A mask of all ones trains on the question."""
+    with pytest.raises(ConfigError, match="nothing to train"):
+        trained(say("q", roles="u"))
+    messages = say("a?", "<think>x</think>A <|im_start|>assistant\n", "b?", "B", roles="uaua")
+    with pytest.raises(ConfigError, match="3 assistant headers for 2 assistant messages"):
+        trained(messages, template=QWEN3_LIKE)
+    for broken, words in (
+        (type("Slow", (), {"is_fast": False})(), "fast tokenizer"),
+        (make_char_tokenizer(chat_template=None), "chat template"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            MultiTurnLossMaskGenerator(broken)
+    with pytest.raises(ConfigError, match="loss-mask-type"):
+        MultiTurnLossMaskGenerator(make_char_tokenizer(), "other")
+
+
+def test_media_in_front_shift_the_mask_and_media_behind_are_refused():
+    """Image tokens make the processor's ids longer than the text's; zeros go in front of the mask."""
+    generator = MultiTurnLossMaskGenerator(make_char_tokenizer())
+    messages = say("q", "A")
+    ids, mask = generator.get_loss_mask(messages)
+    assert generator.get_loss_mask_with_multimodal_alignment(messages, [0, 0, *ids]) == ([0, 0, *ids], [0, 0, *mask])
+    with pytest.raises(ConfigError, match="cannot be aligned"):
+        generator.get_loss_mask_with_multimodal_alignment(messages, [*ids, 0, 0])
+
+
+@pytest.fixture
+def sft(tmp_path):
+    def build(rows, **overrides):
+        make_char_tokenizer().save_pretrained(tmp_path / "model")
+        path = tmp_path / "sft.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        values = {
+            "hf_checkpoint": str(tmp_path / "model"),
+            "prompt_data": str(path),
+            "n_samples_per_prompt": 1,
+            "label_key": None,
+        }
+        args = rollout_args(**{**values, "loss_type": "sft_loss", **overrides})
+        return args, RolloutDataSourceWithBuffer(args)
+
+    return build
+
+
+def test_a_supervised_rollout_has_ids_masks_and_lengths_and_generates_nothing(sft):
+    """Messages, or a prompt whose label is the answer; both forms make the same sample."""
+    pairs = [{"input": f"{i}+1=", "label": str(i + 1)} for i in range(4)]
+    chats = [{"input": say(row["input"], row["label"])} for row in pairs]
+    made = []
+    for rows, label_key in ((pairs, "label"), (chats, None)):
+        args, source = sft(rows, label_key=label_key)
+        output = sft_rollout.generate_rollout(args, 0, source)
+        made.append([(s.tokens, s.loss_mask, s.response_length, s.reward, s.status) for (s,) in output.samples])
+    assert made[0] == made[1] and len(made[0]) == 4
+    tokens, mask, length, reward, status = made[0][3]
+    text = "<|im_start|>user\n3+1=<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+    assert tokens == make_char_tokenizer()(text)["input_ids"] and mask == [1, 1, 1] and length == 3
+    assert reward == 0 and status is Sample.Status.PENDING
+
+
+def test_conversations_over_the_context_are_counted_and_a_rendered_prompt_is_refused(sft):
+    """Nothing is cut silently, and a flattened conversation has no turns to find."""
+    rows = [
+        {"input": say("1", "2")},
+        {"input": say("1" * 200, "2")},
+        {"input": say("3", "4")},
+        {"input": say("5", "6")},
+    ]
+    args, source = sft(rows, rollout_max_context_len=100)
+    output = sft_rollout.generate_rollout(args, 0, source)
+    assert len(output.samples) == 3 and output.dropped == {"too_long": 1}
+    args, source = sft(rows, apply_chat_template=True)
+    with pytest.raises(ConfigError, match="--apply-chat-template"):
+        sft_rollout.generate_rollout(args, 0, source)
+    with pytest.raises(ValueError, match="no evaluation"):
+        sft_rollout.generate_rollout(args, 0, source, evaluation=True)
+    args, source = sft([{"input": "q"}])
+    with pytest.raises(ConfigError, match="nothing to train"):
+        sft_rollout.generate_rollout(args, 0, source)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
