@@ -21,6 +21,8 @@ Adaptations, each with the reason it exists:
  9. `token_dispatcher.maybe_move_tensor_to_cpu` gives numpy splits also for CPU tensors: gloo's all_to_all takes no tensors.
 10. `rope_utils._apply_rotary_pos_emb_thd` gathers the angles of a packed row with one index instead of slicing per sequence:
     same numbers, but a row of 64 short sequences costs one operation instead of 64 in every layer.
+11. `mappings._gather/_reduce_scatter_along_first_dim` with parts of unequal size (experts cut over tensor-parallel ranks) pad
+    to the largest part, or sum everything and keep a part: gloo's all_gather and reduce_scatter want equal sizes.
 """
 
 from __future__ import annotations
@@ -76,6 +78,7 @@ def install_cpu_adaptations() -> None:
     _patch_rng()
     _patch_moe()
     _patch_rope()
+    _patch_uneven_collectives()
     if not isinstance(torch.Tensor.type, _TypeMethod):
         torch.Tensor.type = _TypeMethod(torch.Tensor.type)
         torch.Tensor.cuda = _same_tensor
@@ -222,6 +225,37 @@ def _patch_moe() -> None:
         return tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
+
+
+def _patch_uneven_collectives() -> None:
+    from megatron.core.tensor_parallel import mappings
+
+    if getattr(mappings._gather_along_first_dim, "takes_uneven_parts", False):
+        return
+    even_gather, even_reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return even_gather(input_, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = input_.new_zeros(max(sizes), *input_.shape[1:])
+        padded[: input_.shape[0]] = input_
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def reduce_scatter(
+        input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return even_reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
+        total = input_.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total, group=group)
+        return total.split([int(size) for size in input_split_sizes])[group.rank()].clone()
+
+    gather.takes_uneven_parts = True
+    mappings._gather_along_first_dim = gather
+    mappings._reduce_scatter_along_first_dim = reduce_scatter
 
 
 def _patch_rope() -> None:
