@@ -82,15 +82,19 @@ def compute_opsm_mask(
     advantages: Sequence[torch.Tensor],
     loss_masks: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (keep mask [T] of 0.0 and 1.0, sum over samples of dropped / trained tokens). Reads `args.opsm_delta` (nats)."""
+    """Returns (keep mask [T] of 0.0 and 1.0, sum over samples of dropped / trained tokens). Reads `args.opsm_delta` (nats).
+
+    `advantages` may be CP-local while the rest is full; every dropped local token counts then, as their masks are not known here.
+    """
     if not full_log_probs:
         return torch.empty(0), torch.zeros(())
     lengths = [len(advantage) for advantage in advantages]
     kl = _sequence_kl(full_log_probs, full_old_log_probs, loss_masks)
     keep = opsm_keep_mask(kl, torch.cat(list(advantages)), lengths, delta=args.opsm_delta)
-    masks = _concatenate_masks(loss_masks, keep)
-    samples = repeat_per_token(torch.arange(len(lengths), device=masks.device), lengths)
-    mask_sums = sum_per_sample(masks, samples, num_samples=len(lengths))
+    mask_sums = torch.stack([mask.sum() for mask in loss_masks]).to(keep.device)
+    whole = [len(mask) for mask in loss_masks] == lengths
+    masks = _concatenate_masks(loss_masks, keep) if whole else torch.ones_like(keep)
+    samples = repeat_per_token(torch.arange(len(lengths), device=keep.device), lengths)
     dropped = sum_per_sample((1 - keep) * masks, samples, num_samples=len(lengths))
     return keep, (dropped / mask_sums.clamp(min=1)).sum()
 

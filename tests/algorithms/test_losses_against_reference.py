@@ -197,6 +197,26 @@ def test_junk_at_masked_positions_changes_nothing(name, junk):
         assert torch.count_nonzero(dirty_rows.grad[: sample.prompt_length - 1]) == 0
 
 
+@pytest.mark.parametrize("name", [*sorted(VARIANTS), "value loss", "sft loss"])
+def test_loss_gradients_agree_with_finite_differences(name):
+    """fp64 gradcheck from the packed logits to the scaled loss that Megatron's schedule receives."""
+    loss_types = {"value loss": "value_loss", "sft loss": "sft_loss"}
+    options = ReferenceOptions(**VARIANTS.get(name, {}))
+    samples = make_samples([(1, 2), (2, 0), (1, 3)], 4)
+    advantages, _, _ = reference_advantages(samples, options)
+    width = 1 if name == "value loss" else 5
+    for sample in samples:
+        sample.tokens = [token % 5 for token in sample.tokens]
+    batch, packed = pack(samples, make_logits(samples, 6, width=width), advantages, mask_sums_of(samples), padding=1)
+    args = SimpleNamespace(**dataclasses.asdict(options), loss_type=loss_types.get(name, "policy_loss"))
+    with pretend_rank():
+        assert torch.autograd.gradcheck(
+            lambda x: loss.loss_function(args, batch, 2, 3, x)[0],
+            (packed.detach().double().requires_grad_(),),
+            atol=1e-6,
+        )
+
+
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_value_loss_equals_the_reference(cp_size):
     """The critic's loss, its gradient, and NaN in the old values of masked tokens."""

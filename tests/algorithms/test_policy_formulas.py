@@ -105,6 +105,9 @@ def test_opsm_drops_far_responses_of_negative_advantage():
     keep, fraction = ppo_utils.compute_opsm_mask(SimpleNamespace(opsm_delta=0.1), full, old, advantages, masks)
     assert keep.tolist() == [1, 1, 0, 0, 0, 1]
     assert fraction == 1.0
+    local = [tensor(1), tensor(-1), tensor()]  # one context-parallel rank's part
+    keep, fraction = ppo_utils.compute_opsm_mask(SimpleNamespace(opsm_delta=0.1), full, old, local, masks)
+    assert keep.tolist() == [1, 0] and fraction == 0.5
 
 
 def test_tis_truncates_and_icepop_zeroes_outside_the_band():

@@ -405,7 +405,7 @@ def loss_function(
         )
     else:
         loss, metrics = function(args, batch, logits, reducer)
-    if not loss.requires_grad:
+    if logits.requires_grad and not loss.requires_grad:
         # nothing to train on this rank: the backward pass must still run, or the ranks that share its collectives hang
         loss = loss + logits[:, :0].sum()
     if per_token:
