@@ -251,6 +251,8 @@ def pass_rates(batch: Mapping[str, Any], *, config: TrainMetricsConfig) -> dict[
             raw.tolist(), config.n_samples_per_prompt, config.rollout_batch_size, threshold=config.passrate_threshold
         )
     groups = np.asarray(_numbers(batch["group_ids"]), dtype=np.int64)
+    if "valid" in batch:
+        raw = np.where(_numbers(batch["valid"]) != 0, raw, np.nan)  # rejected or dropped, a sample says as little about the prompt
     if "all_rollout_ids" in batch:
         # the samples of one rollout share its reward: count it once, scored where any of them is
         order = np.argsort(~np.isfinite(raw), kind="stable")
