@@ -7,6 +7,7 @@ from typing import Any
 import ray
 
 from slime.ray.placement_group import bundle_strategy, device_options
+from slime.ray.train_worker import MEGATRON_ACTOR, TrainWorker
 from slime.ray.utils import add_default_ray_env_vars, wait_for
 
 
@@ -23,17 +24,15 @@ class RayTrainGroup:
         role: str = "actor",
         with_ref: bool = False,
         with_opd_teacher: bool = False,
-        actor_cls: type | None = None,
+        actor_path: str = MEGATRON_ACTOR,
     ) -> None:
         self.args, self.role, self.with_ref, self.with_opd_teacher = args, role, with_ref, with_opd_teacher
         self.world_size = num_nodes * num_gpus_per_node
-        if actor_cls is None:
-            from slime.backends.megatron_utils.actor import MegatronTrainRayActor as actor_cls
-        self._handlers = self._allocate(actor_cls, pg, num_gpus_per_actor)
+        self._handlers = self._allocate(actor_path, pg, num_gpus_per_actor)
 
-    def _allocate(self, actor_cls: type, pg: tuple, fraction: float) -> list[Any]:
+    def _allocate(self, actor_path: str, pg: tuple, fraction: float) -> list[Any]:
         group, order, _ = pg
-        remote_cls = ray.remote(actor_cls)
+        remote_cls = ray.remote(TrainWorker)
         handlers: list[Any] = []
         master_addr = master_port = None
         for rank in range(self.world_size):
@@ -41,15 +40,15 @@ class RayTrainGroup:
                 "scheduling_strategy": bundle_strategy(group, order[rank]),
                 "runtime_env": {"env_vars": add_default_ray_env_vars()},
             }
-            handlers.append(remote_cls.options(**options).remote(self.world_size, rank, master_addr, master_port))
+            handlers.append(remote_cls.options(**options).remote(actor_path, self.world_size, rank, master_addr, master_port))
             if rank == 0:
                 master_addr, master_port = ray.get(
-                    handlers[0].get_master_addr_and_port.remote(), timeout=self.args.startup_timeout
+                    handlers[0].call.remote("get_master_addr_and_port"), timeout=self.args.startup_timeout
                 )
         return handlers
 
     def _all(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
-        refs = [getattr(handler, method).remote(*args, **kwargs) for handler in self._handlers]
+        refs = [handler.call.remote(method, *args, **kwargs) for handler in self._handlers]
         return wait_for(refs, what=f"{self.role}.{method}", timeout_s=timeout_s or self.args.step_timeout)
 
     def create(self, rollout_manager: Any = None) -> list[int]:
@@ -63,7 +62,7 @@ class RayTrainGroup:
         """Starts one rollout's training on every rank; returns the references. A list of external data is one entry a rank."""
         per_rank = external_data if isinstance(external_data, list) else [external_data] * self.world_size
         return [
-            handler.train.remote(rollout_id, rollout_data_ref, external_data=data)
+            handler.call.remote("train", rollout_id, rollout_data_ref, external_data=data)
             for handler, data in zip(self._handlers, per_rank, strict=True)
         ]
 

@@ -58,7 +58,9 @@ def ray_session(args: Any) -> Iterator[None]:
                 log_to_driver=True,
                 _temp_dir=temp_dir,
             )
-        yield
+        # Ray's core has put its own handlers in place, which print a stack and abort.
+        with interruptible():
+            yield
     finally:
         ray.shutdown()
         if temp_dir is not None:
