@@ -459,7 +459,7 @@ def _device_of(rollout_data: dict[str, Any]) -> torch.device:
         tensors = rollout_data.get(name)
         if tensors is not None and len(tensors):
             return tensors[0].device
-    return get_accelerator().device
+    return get_accelerator().device()
 
 
 def _compute_kl(
