@@ -36,7 +36,9 @@ def rollout(engine, tmp_path, **overrides):
 
 def content(output):
     return [
-        (s.tokens, s.rollout_log_probs, s.response, s.reward, s.finish_reason) for group in output.samples for s in group
+        (s.tokens, s.rollout_log_probs, s.response, s.reward, s.finish_reason)
+        for group in output.samples
+        for s in group
     ]
 
 

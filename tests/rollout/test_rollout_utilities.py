@@ -1,0 +1,387 @@
+"""The small pieces of the rollout side: retries, one loop, loading by name, hooks, filters, evaluation datasets, plug-in signatures."""
+
+import inspect
+import socket
+import subprocess
+import sys
+import time
+import types
+
+import numpy as np
+import pytest
+from support.fake_engine import FakeEngine, Fault
+from support.rollout_args import fresh_rollout_state, rollout_args, tokenizer_folder, write_prompts
+
+from slime.exceptions import ConfigError, EngineError, RolloutDataError
+from slime.rollout import engine_client
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
+from slime.rollout.evaluation import merge_groups
+from slime.rollout.filter_hub.base_types import (
+    DynamicFilterOutput,
+    MetricGatherer,
+    call_dynamic_filter,
+    should_drop_dynamic_filter_output,
+)
+from slime.rollout.filter_hub.dynamic_sampling_filters import (
+    check_reward_nonzero_std,
+    check_reward_nonzero_std_with_fallback,
+)
+from slime.rollout.group_loop import BatchBuilder
+from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
+from slime.rollout.sglang_rollout import generate_rollout
+from slime.utils import http_utils, misc
+from slime.utils.async_utils import get_async_loop, run
+from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs, ensure_dataset_list
+from slime.utils.types import Sample
+
+NUM_GPUS = 0
+
+
+# --- edges -------------------------------------------------------------------------------------------------------------
+
+
+def test_importing_the_rollout_side_is_fast_and_pulls_in_nothing_heavy():
+    """`slime train --help` and every test would pay for torch, ray or transformers."""
+    modules = "slime.rollout.sglang_rollout slime.rollout.rm_hub slime.rollout.data_source slime.utils.data slime.utils.misc".split()
+    code = f"import sys, importlib\nfor m in {modules!r}: importlib.import_module(m)\n" + (
+        "print([m for m in 'torch ray transformers megatron sglang wandb sympy numpy pyarrow'.split() if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_post_tries_again_after_5xx_and_never_after_4xx(monkeypatch):
+    """The same refused request would be refused again; pauses grow up to a cap."""
+    monkeypatch.setattr(http_utils, "FIRST_PAUSE_S", 0.001)
+    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 3}}
+    with FakeEngine() as engine:
+        engine.faults += [Fault(status=500), Fault(close=True), Fault(status=502)]
+        assert run(http_utils.post(engine.url + "/generate", body))["output_ids"] == [5, 6, 7]
+        assert len(engine.requests) == 4
+        engine.faults += [Fault(status=422)]
+        with pytest.raises(EngineError, match="422") as error:
+            run(http_utils.post(engine.url + "/generate", body))
+        assert error.value.status == 422 and len(engine.requests) == 5
+        engine.faults += [Fault(status=500)] * 3
+        with pytest.raises(EngineError, match="500"):
+            run(http_utils.post(engine.url + "/generate", body, max_retries=2))
+        assert len(engine.requests) == 8
+    assert [http_utils.pause_before_try(n) for n in (1, 2, 3, 99)] == [0.001, 0.002, 0.004, http_utils.LONGEST_PAUSE_S]
+
+
+def test_errors_survive_pickling_as_ray_sends_them():
+    """An error that cannot be unpickled arrives as another one, without its message."""
+    import pickle
+
+    error = pickle.loads(pickle.dumps(http_utils.HttpStatusError("POST x was answered with 404", 404, "body")))  # noqa: S301
+    assert (str(error), error.status, error.body) == ("POST x was answered with 404", 404, "body")
+
+
+def test_addresses_and_engine_counts_come_from_the_options():
+    """Set engines go before the router's address, that before external ones; a retry goes to the next engine."""
+    with fresh_rollout_state("http://a:1/", "http://b:2"):
+        engines = engine_client.get_engines(None)
+        assert engines.urls == ("http://a:1", "http://b:2")
+        assert [engine_client.choose_url(engines, key) for key in (0, 1, 2, None)] == [
+            engines.urls[i] for i in (0, 1, 0, 0)
+        ]
+    with fresh_rollout_state():
+        args = rollout_args(sglang_router_ip="::1", sglang_router_port=9)
+        assert engine_client.get_engines(args) == engine_client.Engines(("http://[::1]:9",), is_router=True)
+        args = rollout_args(rollout_external_engine_addrs=["h:1", "https://g"])
+        assert engine_client.get_engines(args).urls == ("http://h:1", "https://g")
+    count = http_utils.get_rollout_num_engines
+    assert count(types.SimpleNamespace(rollout_num_engines=3)) == 3
+    assert count(types.SimpleNamespace(rollout_num_gpus=8, rollout_num_gpus_per_engine=2)) == 4
+    assert count(types.SimpleNamespace(rollout_num_gpus=None)) == 0
+
+
+def test_run_uses_one_loop_gives_errors_back_and_cannot_wait_for_itself():
+    """An HTTP session belongs to a loop; a second loop would open its own."""
+
+    async def loop():
+        import asyncio
+
+        return asyncio.get_running_loop()
+
+    async def fail():
+        raise KeyError("x")
+
+    async def nested():
+        return run(loop())
+
+    assert run(loop()) is run(loop()) is get_async_loop()
+    with pytest.raises(KeyError):
+        run(fail())
+    with pytest.raises(RuntimeError, match="await"):
+        run(nested())
+
+
+def test_functions_are_loaded_by_path_and_what_is_missing_is_named():
+    """A typo in a plug-in path must not look like an error inside the plug-in."""
+    assert misc.load_function("slime.utils.misc.Box") is misc.Box
+    for path, words in (
+        ("os", "dotted"),
+        ("no_such.f", "no module 'no_such'"),
+        ("slime.utils.misc.nope", "has no 'nope'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            misc.load_function(path)
+
+
+def test_small_helpers_do_what_their_names_say():
+    """Pinned by upstream's callers."""
+    due = misc.should_run_periodic_action
+    assert [due(i, 2) for i in range(4)] == [False, True, False, True] and not due(1, None, 1, 2)
+    assert due(4, 100, num_rollout=5) and due(2, 100, num_rollout_per_epoch=3) and not due(3, 100, 3, 9)
+    assert misc.group_by([3, 1, 4, 1], key=lambda x: x % 2) == {1: [3, 1, 1], 0: [4]}
+    box = misc.Box(7)
+    with pytest.raises(AttributeError):
+        box.inner = 8
+    ids = [1, 2, -3]
+    import base64
+
+    raw = np.array(ids, dtype="<i4").tobytes()
+    for value in (ids, np.array(ids), raw, base64.b64encode(raw).decode()):
+        tensor = misc.decode_int32_meta_array({"b": value}, ["a", "b"])
+        assert tensor.tolist() == ids and str(tensor.dtype) == "torch.int32"
+    assert misc.decode_int32_meta_array({}, ["a"]) is None
+    import torch
+
+    named = [(str(i), torch.zeros(n)) for i, n in enumerate((2, 2, 9, 1))]
+    assert [[n for n, _ in chunk] for chunk in misc.chunk_named_params_by_size(named, 20)] == [["0", "1"], ["2"], ["3"]]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert not http_utils.is_port_available(port) and http_utils.find_available_port(port) != port
+    assert http_utils._wrap_ipv6("::1") == "[::1]" and http_utils._wrap_ipv6("h") == "h"
+
+    class One(metaclass=misc.SingletonMeta):
+        pass
+
+    first = One()
+    assert One() is first
+    misc.SingletonMeta.clear_instances(One)
+    assert One() is not first
+
+
+# --- order, filters, hooks -----------------------------------------------------------------------------------------------
+
+
+def test_in_order_of_submission_an_early_finisher_waits_for_its_predecessors():
+    """Completion order would bias the batch to short answers."""
+    builder = BatchBuilder(target=2, in_order=True)
+    builder.add(1, ["g1"], keep=True)
+    builder.add(3, ["g3"], keep=True)
+    assert builder.batch() is None  # two are kept, but group 0 may still come
+    builder.add(0, ["g0"], keep=False)
+    assert builder.batch() is None
+    builder.add(2, ["g2"], keep=True)
+    assert builder.batch() == [1, 2]
+    other = BatchBuilder(target=2, in_order=False)
+    other.add(3, ["g3"], keep=True)
+    other.add(1, ["g1"], keep=True)
+    assert other.batch() == [3, 1]
+
+
+def group(*rewards, valid=None):
+    valid = valid or [True] * len(rewards)
+    return [Sample(reward=reward, valid=ok) for reward, ok in zip(rewards, valid, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("samples", "keep", "reason"),
+    [
+        (group(1, 0, 0, 0), True, None), (group(1, 1, 1, 0), True, None), (group(1, 1, 1, 1), False, "zero_std_1"),
+        (group(0.1 + 0.2, 0.3, 0.3, 0.3), False, "zero_std_0.3"), (group(None, None), False, "no_rewards"),
+        (group(1, float("nan"), 1), False, "zero_std_1"), (group(1, 0, valid=[True, False]), False, "zero_std_1"),
+        ([group(1, 1), group(0)], True, None),
+    ],
+)  # fmt: skip
+def test_a_group_is_kept_whole_or_dropped_whole_by_the_spread_of_its_usable_rewards(samples, keep, reason):
+    """[1,0,0,0] must not lose its only right answer; None, NaN and invalid members have no say."""
+    args = types.SimpleNamespace(reward_key=None)
+    output = check_reward_nonzero_std(args, samples)
+    assert output.keep is keep and (reason is None or output.reason.startswith(reason))
+    assert check_reward_nonzero_std_with_fallback(args, samples).keep_when_insufficient is not keep
+
+
+def test_filter_outputs_are_wrapped_and_counted():
+    """Plug-ins may return a bare bool."""
+    assert call_dynamic_filter(None, 1).keep and not call_dynamic_filter(lambda a: False, 1).keep
+    keep_late = DynamicFilterOutput(False, "r", keep_when_insufficient=True)
+    drop = [should_drop_dynamic_filter_output(keep_late, remaining_batch_size=n, target_data_size=4) for n in (5, 4)]
+    assert drop == [True, False]
+    gatherer = MetricGatherer()
+    for reason in ("a", "a", None, "b"):
+        gatherer.on_dynamic_filter_drop(reason)
+    assert gatherer.collect() == {"rollout/dynamic_filter/drop_a": 2, "rollout/dynamic_filter/drop_b": 1}
+
+
+def hook_sync(args, sample, *, rollout_id=None, evaluation=False):
+    sample.metadata["sync"] = (rollout_id, evaluation)
+
+
+async def hook_async(args, sample):
+    return Sample(index=sample.index + 100, metadata=dict(sample.metadata))
+
+
+def hook_bad(args, sample):
+    return 3
+
+
+def test_hooks_run_in_order_on_every_nested_sample():
+    """Sync or async, with the keywords they name; without hooks the very same object comes back."""
+    set_current_rollout_id(9)
+    value = [[Sample(index=0)], Sample(index=1)]
+    args = types.SimpleNamespace(rollout_sample_hook_path=[f"{__name__}.hook_sync", f"{__name__}.hook_async"])
+    out = run(apply_rollout_sample_hooks(args, value, evaluation=True))
+    assert out[0][0].index == 100 and out[1].index == 101 and out[1].metadata == {"sync": (9, True)}
+    assert run(apply_rollout_sample_hooks(types.SimpleNamespace(), value)) is value
+    args.rollout_sample_hook_path = [f"{__name__}.hook_bad"]
+    with pytest.raises(TypeError, match="expected Sample or None"):
+        run(apply_rollout_sample_hooks(args, value))
+
+
+@pytest.mark.parametrize(
+    ("path", "parameters"),
+    [
+        ("slime.rollout.sglang_rollout.generate_rollout", "args rollout_id data_source evaluation"),
+        ("slime.rollout.sft_rollout.generate_rollout", "args rollout_id data_buffer evaluation"),
+        ("slime.rollout.fully_async_rollout.generate_rollout_fully_async", "args rollout_id data_buffer evaluation"),
+        ("slime.rollout.sglang_rollout.generate", "args sample sampling_params"),
+        ("slime.rollout.sglang_rollout.generate_and_rm", "args sample sampling_params evaluation"),
+        ("slime.rollout.sglang_rollout.generate_and_rm_group", "args group sampling_params evaluation"),
+        ("slime.rollout.rm_hub.async_rm", "args sample kwargs"),
+        ("slime.rollout.rm_hub.batched_async_rm", "args samples kwargs"),
+        ("slime.rollout.data_source.pop_first", "args rollout_id buffer num_samples"),
+        ("slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std", "args samples kwargs"),
+        ("slime.rollout.on_policy_distillation.reward_func", "args sample kwargs"),
+        ("slime.rollout.on_policy_distillation.post_process_rewards", "args samples kwargs"),
+        ("slime.utils.data.filter_long_prompt", "samples tokenizer processor max_length"),
+    ],
+)  # fmt: skip
+def test_plug_in_points_have_upstreams_parameter_names(path, parameters):
+    """Plug-ins call and replace these by keyword."""
+    assert list(inspect.signature(misc.load_function(path)).parameters) == parameters.split()
+
+
+def test_bare_results_of_rollout_functions_are_wrapped():
+    """Plug-ins may return a list of groups or a dict of datasets."""
+    train = call_rollout_fn(lambda args, evaluation: [[1]], None, evaluation=False)
+    assert train == RolloutFnTrainOutput(samples=[[1]]) and train.dropped == {}
+    assert call_rollout_fn(lambda args, evaluation: {"d": {}}, None, evaluation=True) == RolloutFnEvalOutput(
+        data={"d": {}}
+    )
+
+
+# --- evaluation ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_set_takes_its_own_values_then_the_defaults_then_the_options():
+    """HEAD's rule for every field; unknown keys are named, not ignored."""
+    args = types.SimpleNamespace(
+        eval_temperature=0.5, rollout_top_p=0.9, rollout_stop=["x"], eval_min_new_tokens=2, input_key="q"
+    )
+    one, two = build_eval_dataset_configs(
+        args,
+        [{"name": "a", "path": "p", "temperature": 0.1}, {"name": "b", "path": "q"}],
+        {"top_p": 0.8, "rm_type": "f1"},
+    )
+    assert (one.temperature, one.top_p, one.rm_type, one.stop, one.min_new_tokens, one.input_key) == (
+        0.1,
+        0.8,
+        "f1",
+        ["x"],
+        2,
+        "q",
+    )
+    assert two.temperature == 0.5 and one.cache_key != two.cache_key
+    assert one.inject_metadata({"rm_type": "old", "k": 1}) == {"rm_type": "f1", "k": 1}
+    for raw, defaults, words in (
+        ([{"name": "a", "path": "p"}], {"temperatur": 1}, "temperatur"),
+        ([{"name": "a", "path": "p", "n_sample": 1}], {}, "n_sample"),
+        ([{"name": "a"}], {}, "no path"), ([{"path": "p"}], {}, "no name"),
+        ([{"name": "a", "path": "p", "min_eval_samples": 0}], {}, "must be > 0"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            build_eval_dataset_configs(args, raw, defaults)
+    assert ensure_dataset_list({"a": {"path": "p"}, "b": "q"}) == [
+        {"path": "p", "name": "a"},
+        {"path": "q", "name": "b"},
+    ]
+    assert ensure_dataset_list(None) == []
+    with pytest.raises(TypeError):
+        ensure_dataset_list(3)
+    assert EvalDatasetConfig(name="a", path="p", metadata_overrides={"x": 2}).inject_metadata({"x": 1}) == {"x": 2}
+
+
+def test_evaluation_scores_every_dataset_with_its_sampling_and_counts_failures(tmp_path):
+    """Two datasets, two samples a prompt; a failed sample stands in no list and is counted."""
+    path = write_prompts(tmp_path / "p.jsonl", 10)
+    config = tmp_path / "eval.yaml"
+    config.write_text(
+        f"eval:\n  defaults: {{temperature: 0.25}}\n  datasets:\n    - {{name: one, path: {path}, n_samples_per_eval_prompt: 2}}\n"
+        f"    - {{name: two, path: '{path}@[:3]', temperature: 0.75, max_response_len: 2}}\n"
+    )
+    bad = {"text": "", "meta_info": {"completion_tokens": 1, "output_token_logprobs": []}}
+    with FakeEngine(lambda p: bad if p.number == 4 else [5] * (p.number % 3 + 1)) as engine:
+        with fresh_rollout_state(engine.url):
+            args = rollout_args(
+                hf_checkpoint=tokenizer_folder(tmp_path / "tok"), eval_config=str(config), rm_type="random", n_samples_per_eval_prompt=1
+            )  # fmt: skip
+            output = generate_rollout(args, 3, None, evaluation=True)
+    assert [len(output.data[name]["samples"]) for name in ("one", "two")] == [19, 3]
+    assert output.metrics == {"eval/one/failed_samples": 1, "eval/two/failed_samples": 0}
+    assert {p["temperature"] for r in engine.requests[:1] for p in r["sampling_params"]} == {0.25}
+    assert {(p["temperature"], p["max_new_tokens"]) for p in engine.requests[-1]["sampling_params"]} == {(0.75, 2)}
+    data = output.data["one"]
+    assert len(data["rewards"]) == len(data["truncated"]) == 19 and data["samples"][0].group_index == 0
+    assert [s.index for s in data["samples"]] == [i for i in range(20) if i != 4]
+
+
+def test_an_evaluation_that_cannot_be_is_refused(tmp_path):
+    """Nothing to evaluate, half a pair, a broken file: each is named."""
+    for overrides, words in (
+        ({}, "nothing to evaluate"), ({"eval_prompt_data": ["a", "b", "c"]}, "pairs"), ({"eval_config": str(tmp_path / "no.yaml")}, "no.yaml"),
+    ):  # fmt: skip
+        with fresh_rollout_state("http://127.0.0.1:9"), pytest.raises(ConfigError, match=words):
+            generate_rollout(rollout_args(**overrides), 0, None, evaluation=True)
+    assert [len(merged) for merged in merge_groups([[1, 2], [3], [4, 5], [6]], size=3)] == [3, 3]
+
+
+def test_a_teachers_log_probs_are_those_of_the_response(tmp_path):
+    """On-policy distillation: the last response_length entries after the first, which has none."""
+    from slime.rollout.on_policy_distillation import post_process_rewards
+
+    entries = [[None, 1, None], [-1.0, 2, None], [-2.0, 3, None], [-3.0, 4, None]]
+    sample = Sample(response_length=2, reward={"meta_info": {"input_token_logprobs": entries}})
+    assert post_process_rewards(rollout_args(), [sample]) == ([0.0], [0.0])
+    assert sample.teacher_log_probs == [-2.0, -3.0]
+    with pytest.raises(RolloutDataError, match="3 log-probs for 9"):
+        post_process_rewards(rollout_args(), [Sample(response_length=9, reward=sample.reward)])
+
+
+def test_client_and_scripted_engine_together_cost_under_a_millisecond_per_sample(tmp_path):
+    """1024 tiny samples per rollout on two cores: client, gate, reward and the scripted engine, all in this process."""
+    with FakeEngine(lambda prompt: [5, 6, 4]) as engine, fresh_rollout_state(engine.url):
+        from slime.rollout.data_source import RolloutDataSourceWithBuffer
+
+        args = rollout_args(
+            hf_checkpoint=tokenizer_folder(tmp_path / "tok"), prompt_data=write_prompts(tmp_path / "p.jsonl", 200),
+            rollout_batch_size=128, n_samples_per_prompt=8,
+        )  # fmt: skip
+        source = RolloutDataSourceWithBuffer(args)
+        seconds = []
+        for rollout_id in range(4):
+            start = time.process_time()
+            generate_rollout(args, rollout_id, source)
+            seconds.append(time.process_time() - start)
+    assert min(seconds[1:]) / 1024 < 0.001, (
+        f"{min(seconds) / 1024 * 1e3:.2f} ms of CPU per sample with the engine's share"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
