@@ -46,6 +46,7 @@ class RunState:
     values: dict[str, float] = dataclasses.field(default_factory=dict)
     ended_rollouts: list[float] = dataclasses.field(default_factory=list)
     unprinted: bool = False
+    last_printed: int | None = None
 
     def on_progress(self, record: dict[str, Any]) -> None:
         """Takes one record of progress.jsonl."""
@@ -63,14 +64,18 @@ class RunState:
         lines = []
         if key == "rollout/step":
             if self.unprinted and self.rollout is not None and step != self.rollout:
-                lines.append(self.rollout_line())
-            self.rollout, self.unprinted = step, True
+                lines.append(self._finish_line())
+            # records of a rollout may still come after its line: its evaluation, the weight update
+            self.rollout, self.unprinted = step, step != self.last_printed
         self.values.update(pick(metrics, FAMILIES))
-        if key == "rollout/step" and "perf/step_time" in metrics:
-            lines.append(self.rollout_line())
-            self.unprinted = False
+        if key == "rollout/step" and "perf/step_time" in metrics and self.unprinted:
+            lines.append(self._finish_line())
             self.ended_rollouts.append(record.get("time", self.started))
         return lines
+
+    def _finish_line(self) -> str:
+        self.unprinted, self.last_printed = False, self.rollout
+        return self.rollout_line()
 
     def rollout_line(self) -> str:
         """Returns one line: the rollout's number, reward, pass rate, length, KL, speed."""

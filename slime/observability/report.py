@@ -21,7 +21,7 @@ WEIGHT_SIGNS = ("train/weights_checksum_changed", "train/weight_delta")
 # label -> names that may carry it, the first that a run has wins
 FAMILIES: dict[str, tuple[str, ...]] = {
     "reward": ("rollout/raw_reward", "rollout/rewards"),
-    "pass rate": ("passrate/pass@8", "passrate/pass@4", "passrate/pass@2", "passrate/pass@1", "rollout/pass@1"),
+    "pass rate": ("passrate/pass@1", "rollout/pass@1"),
     "loss": ("train/loss",),
     "length": ("rollout/response_lengths", "rollout/response_len/mean"),
     "kl": ("train/kl_loss", "train/ppo_kl", "rollout/kl"),
@@ -37,12 +37,10 @@ def pick(metrics: Mapping[str, Any], families: Mapping[str, Sequence[str]]) -> d
     """Returns the numbers of `metrics` under their short labels; with EVAL_FAMILIES, every evaluation set's mean
     reward by its name."""
     if families is EVAL_FAMILIES:
-        return {
-            name.removeprefix("eval/"): float(value)
-            for name, value in metrics.items()
-            if name.startswith("eval/") and name.count("/") == 1 and name != "eval/step" and _is_number(value)
-            and not name.endswith(("_ratio", "-truncated_ratio"))
-        }  # fmt: skip
+        names = {name for name in metrics if name.startswith("eval/") and name.count("/") == 1 and name != "eval/step"}
+        # eval/<set>-<what> are details of eval/<set>
+        sets = {name for name in names if not any(name.startswith(f"{other}-") for other in names)}
+        return {name.removeprefix("eval/"): float(metrics[name]) for name in sets if _is_number(metrics[name])}
     found = {}
     for label, names in families.items():
         for name in names:
@@ -210,7 +208,7 @@ def summarize_run(run: RunRecords, checks: Checks = Checks()) -> Summary:
     names |= {f"eval {label}": f"eval/{label}" for label in eval_sets(run)}
     rows = []
     for label, name in names.items():
-        if name is not None:
+        if name is not None and (checks.reward or label not in ("reward", "pass rate")):
             values = run.numbers(name)[1]
             rows.append((label, f"{values[0]:.4g}", f"{values[-1]:.4g}", f"{min(values):.4g} .. {max(values):.4g}"))
     ledgers = read_ledgers(run)

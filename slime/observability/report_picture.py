@@ -100,13 +100,13 @@ def draw_report(run: RunRecords, path: Path, *, title: str) -> Path:
             ],
             is_log=True,
         ),
-        lambda axes: _panel(axes, "time per step", [_series(run, "step s", BLUE)], unit="seconds", bottom=0),
+        lambda axes: _panel(axes, "time per rollout", [_series(run, "step s", BLUE)], unit="seconds", bottom=0),
         lambda axes: _panel(axes, "samples", _fates(run), unit="share", bottom=-0.02),
     ]  # fmt: skip
     for axes, draw_one in zip(panels.flat, draw, strict=True):
         draw_one(axes)
-    for axes in panels[1]:
-        axes.set_xlabel("step", fontsize=10, color=INK)
+    for axes, unit in zip(panels[1], ("optimizer step", "rollout", "rollout"), strict=True):
+        axes.set_xlabel(unit, fontsize=10, color=INK)
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, color=INK)
     temporary = path.with_suffix(".png.tmp")
     figure.savefig(temporary, format="png")

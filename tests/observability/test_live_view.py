@@ -33,6 +33,7 @@ def test_one_line_per_rollout_with_what_all_processes_said_about_it():
         metric("rollout/step", 0, rollout__raw_reward=0.25, rollout__response_lengths=3.0),
         metric("train/step", 0, train__grad_norm=0.5),
         metric("rollout/step", 0, perf__step_time=1.25),
+        metric("rollout/step", 0, perf__weight_version=1),
         metric("rollout/step", 1, rollout__raw_reward=0.5),
         metric("rollout/step", 1, perf__step_time=1.0),
     )
@@ -54,7 +55,10 @@ def test_rollout_without_timing_is_printed_when_the_next_begins():
 
 def test_evaluation_has_its_own_line():
     """Held-out accuracy is what the reader waits for."""
-    assert feed(RunState(started=0.0), metric("eval/step", 5, eval__addition=0.31)) == ["evaluation 5  addition 0.31"]
+    assert feed(
+        RunState(started=0.0),
+        metric("eval/step", 5, eval__addition=0.31, **{"eval/addition-num_samples": 512, "eval/addition/failed": 0}),
+    ) == ["evaluation 5  addition 0.31"]
 
 
 def test_remaining_time_follows_the_recent_pace():

@@ -18,7 +18,7 @@ def healthy_records(num_rollouts=10):
     for step in range(num_rollouts):
         yield "rollout/step", step, {
             "rollout/raw_reward": 0.3 + 0.05 * step,
-            "passrate/pass@8": 0.6 + 0.03 * step,
+            "passrate/pass@1": 0.6 + 0.03 * step,
             "rollout/response_lengths": 3.0,
             "rollout/ledger/sampled": 128,
             "rollout/ledger/trained": 120,
