@@ -1,0 +1,88 @@
+"""A checkpoint folder is either published as a whole or not there."""
+
+import pytest
+
+from slime.backends.megatron_utils import checkpoint_files as files
+from slime.exceptions import ConfigError
+
+NUM_GPUS = 0
+
+
+def _publish(save, iteration, text="weights"):
+    temporary = files.temporary_folder(save, iteration)
+    (temporary / "deep").mkdir(parents=True)
+    (temporary / "a.bin").write_text(text)
+    (temporary / "deep" / "b.bin").write_text("deep")
+    final = files.iteration_folder(save, iteration)
+    files.publish(temporary, final, files.hash_files(temporary, files.files_below(temporary), sync=True))
+    files.point_to(save, iteration)
+    return final
+
+
+def test_the_latest_or_an_asked_for_iteration_is_found(tmp_path):
+    """--load names the folder, --ckpt-step the iteration; an iter_ folder may be named itself."""
+    _publish(tmp_path, 3)
+    final = _publish(tmp_path, 12)
+    assert files.find_checkpoint(tmp_path, None) == (final, 12)
+    assert files.find_checkpoint(tmp_path, 3)[1] == 3
+    assert files.find_checkpoint(final, None) == (final, 12)
+    assert files.is_megatron_checkpoint(tmp_path) and files.is_megatron_checkpoint(final)
+    assert not files.is_megatron_checkpoint(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="no checkpoint of iteration 7. It has 3, 12."):
+        files.find_checkpoint(tmp_path, 7)
+
+
+def test_a_pointer_that_is_not_a_number_is_an_error(tmp_path):
+    """A torn pointer file must not mean a fresh start."""
+    _publish(tmp_path, 3)
+    (tmp_path / files.TRACKER).write_text("")
+    with pytest.raises(ConfigError, match="not an iteration"):
+        files.find_checkpoint(tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (lambda path: path.unlink(), "is missing"),
+        (lambda path: path.write_text("weight"), "has 6 bytes instead of 7"),
+        (lambda path: path.write_text("weighty"), "has been changed"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, damage, words):
+    """Missing, cut, or the same size with other content."""
+    final = _publish(tmp_path, 1)
+    manifest = files.read_manifest(final)
+    assert files.damaged_files(final, manifest, sorted(manifest)) == []
+    damage(final / "a.bin")
+    (problem,) = files.damaged_files(final, manifest, sorted(manifest))
+    assert problem.startswith(str(final / "a.bin")) and words in problem
+
+
+def test_a_cut_manifest_is_an_error(tmp_path):
+    """Without it nothing could be checked."""
+    final = _publish(tmp_path, 1)
+    content = (final / files.MANIFEST).read_text()
+    (final / files.MANIFEST).write_text(content[: len(content) // 2])
+    with pytest.raises(ConfigError, match="--ckpt-step"):
+        files.read_manifest(final)
+
+
+def test_publishing_the_same_iteration_again_replaces_it_and_leaves_nothing_else(tmp_path):
+    """A run that was killed after publishing saves the same iteration again."""
+    _publish(tmp_path, 1, "old")
+    final = _publish(tmp_path, 1, "new")
+    assert (final / "a.bin").read_text() == "new"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", files.TRACKER]
+
+
+def test_pruning_keeps_the_newest_and_never_the_current_one_goes(tmp_path):
+    """After a rewind the current checkpoint is not the highest number."""
+    for iteration in (1, 2, 3, 4):
+        _publish(tmp_path, iteration)
+    assert files.prune(tmp_path, keep=None, current=4) == []
+    assert files.prune(tmp_path, keep=2, current=1) == [2]
+    assert files.published_iterations(tmp_path) == [1, 3, 4]
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
