@@ -8,11 +8,25 @@ from typing import Any
 
 import orjson
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
 
 from slime.backends.torch_engine.sampling_params import BadRequest
 from slime.exceptions import EngineError
 
 logger = logging.getLogger(__name__)
+
+
+class _HideMalformed(logging.Filter):
+    """Drops the stack that aiohttp logs for bytes that are not HTTP/1: the router tries HTTP/2 on every worker, and aiohttp has answered
+    with a 400 by then.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], BadHttpMessage))
+
+
+connection_logger = logging.getLogger(__name__ + ".connections")
+connection_logger.addFilter(_HideMalformed())
 
 
 @web.middleware

@@ -18,7 +18,13 @@ from aiohttp import web
 
 from slime.backends.torch_engine.build import LoadedEngine, load_engine
 from slime.backends.torch_engine.engine_config import EngineConfig
-from slime.backends.torch_engine.http_json import answer_errors, error_response, json_response, read_json_body
+from slime.backends.torch_engine.http_json import (
+    answer_errors,
+    connection_logger,
+    error_response,
+    json_response,
+    read_json_body,
+)
 from slime.backends.torch_engine.kv_cache import PAGE_SIZE
 from slime.backends.torch_engine.protocol import (
     EngineLimits,
@@ -97,7 +103,11 @@ class EngineServer:
         """Starts to answer."""
         self._loop = asyncio.get_running_loop()
         self._runner = web.AppRunner(
-            self._application(), access_log=None, handler_cancellation=True, keepalive_timeout=KEEPALIVE_SECONDS
+            self._application(),
+            access_log=None,
+            logger=connection_logger,
+            handler_cancellation=True,
+            keepalive_timeout=KEEPALIVE_SECONDS,
         )
         await self._runner.setup()
         await web.SockSite(self._runner, self._socket, shutdown_timeout=SHUTDOWN_SECONDS).start()

@@ -1,0 +1,170 @@
+"""The real sglang-router in front of two real engines."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from support.tiny_models import make_tiny_checkpoint
+
+import slime.backends.sglang_utils.router as router_module
+from slime.backends.sglang_utils.router import RouterConfig, SglangRouter
+from slime.backends.torch_engine.engine_config import EngineConfig
+from slime.backends.torch_engine.server_thread import EngineServerThread
+from slime.exceptions import EngineError
+
+NUM_GPUS = 0
+ROOT = Path(__file__).resolve().parents[2]
+KEY = "router-test-key"
+
+needs_router = pytest.mark.skipif(
+    not router_module.importlib.util.find_spec("sglang_router"), reason="the extra `router` is not installed"
+)
+
+
+def post(url: str, path: str, body):
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = str(make_tiny_checkpoint(tmp_path_factory.mktemp("m") / "qwen3", "qwen3"))
+    configs = [
+        EngineConfig(folder, deterministic=True, served_model_name="tiny", api_key=KEY, random_seed=i) for i in (1, 2)
+    ]
+    with (
+        EngineServerThread(configs[0]) as first,
+        EngineServerThread(configs[1]) as second,
+        SglangRouter(RouterConfig(policy="round_robin", api_key=KEY)) as router,
+    ):
+        assert not router.is_ready()
+        for engine in (first, second):
+            router.add_worker(engine.url, api_key=KEY)
+        yield router, (first, second)
+
+
+@needs_router
+def test_requests_reach_both_engines_and_results_do_not_depend_on_which(cluster):
+    """12 seeded requests, twice: both engines worked, and deterministic inference makes the answers equal across engines."""
+    router, engines = cluster
+    assert router.is_ready() and set(router.workers()) == {engine.url for engine in engines}
+    before = [engine.loaded.engine.total_generated for engine in engines]
+
+    def ask(seed: int):
+        params = {"max_new_tokens": 8, "sampling_seed": seed, "ignore_eos": True}
+        body = {"input_ids": [5, 6, seed + 7], "sampling_params": params, "return_logprob": True, "rid": f"r{seed}"}
+        status, answer = post(router.url, "/generate", body)
+        assert status == 200 and answer["meta_info"]["id"] == f"r{seed}"
+        return answer["output_ids"], answer["meta_info"]["output_token_logprobs"]
+
+    first_pass = [ask(seed) for seed in range(12)]
+    # One request more moves round robin by one: now the other engine gets each seed.
+    ask(40)
+    assert [ask(seed) for seed in range(12)] == first_pass
+    after = [engine.loaded.engine.total_generated for engine in engines]
+    assert all(new - old >= 8 * 12 for new, old in zip(after, before, strict=True))
+
+
+@needs_router
+def test_lists_and_refusals_pass_through_the_router(cluster):
+    """A group is one list request, and a 400 keeps its reason, or the client could not tell a retry from a mistake."""
+    router, _ = cluster
+    body = {
+        "input_ids": [[5, 6], [7, 8], [9]],
+        "sampling_params": {"max_new_tokens": 3, "ignore_eos": True},
+        "return_logprob": True,
+    }
+    status, answers = post(router.url, "/generate", body)
+    assert status == 200 and [len(answer["output_ids"]) for answer in answers] == [3, 3, 3]
+    status, text = post(router.url, "/generate", {"input_ids": [5], "sampling_params": {"top_p": 0.0}})
+    assert status == 400 and "top_p" in text
+    assert post(router.url, "/flush_cache", {})[0] == 200
+
+
+@needs_router
+def test_a_removed_engine_gets_no_more_requests_and_can_come_back(cluster):
+    """Recovery replaces engines one by one."""
+    router, (first, second) = cluster
+    router.remove_worker(first.url)
+    assert set(router.workers()) == {second.url}
+    before = first.loaded.engine.total_generated
+    for _ in range(4):
+        assert post(router.url, "/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}})[0] == 200
+    assert first.loaded.engine.total_generated == before
+    with pytest.raises(EngineError, match="no healthy worker"):
+        router.remove_worker(first.url)
+    router.add_worker(first.url, api_key=KEY)
+    assert set(router.workers()) == {first.url, second.url}
+
+
+@needs_router
+def test_a_worker_that_does_not_answer_is_an_error_with_its_url(cluster):
+    """Waiting for ever for an engine that is not there would look like a slow start."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        dead = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    with SglangRouter() as router, pytest.raises(EngineError, match=f"find the engine {dead} healthy within 2 s"):
+        router.add_worker(dead, timeout=2)
+
+
+@needs_router
+def test_the_router_dies_with_its_parent():
+    """A killed driver must not leave a process that holds the port."""
+    script = (
+        "import os, time\n"
+        "from slime.backends.sglang_utils.router import SglangRouter\n"
+        "router = SglangRouter().start()\n"
+        "print(router._process.pid, router.port, flush=True)\n"
+        "os._exit(9)\n"
+    )
+    parent = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert parent.returncode == 9, parent.stderr
+    pid, port = (int(word) for word in parent.stdout.split())
+    deadline = time.monotonic() + 10
+    while is_alive(pid) or is_listening(port):
+        assert time.monotonic() < deadline, f"router {pid} outlived its parent"
+        time.sleep(0.05)
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def is_alive(pid: int) -> bool:
+    """False also for a zombie, which holds nothing."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
+    """The package is optional; its absence must not show as a stack trace."""
+    monkeypatch.setattr(router_module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(EngineError, match=r"pip install 'slime-rl\[router\]'"):
+        SglangRouter().start()
+
+
+def test_a_port_in_use_is_named():
+    """The router itself would only say `address in use` in its log."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(EngineError, match=f"port {port}"):
+            SglangRouter(RouterConfig(port=port)).start()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
