@@ -38,6 +38,7 @@ class RunState:
 
     started: float
     num_rollout: int | None = None
+    hidden: tuple[str, ...] = ()
     phase: str = "starting"
     phase_since: float = 0.0
     done: int = 0
@@ -79,7 +80,11 @@ class RunState:
 
     def rollout_line(self) -> str:
         """Returns one line: the rollout's number, reward, pass rate, length, KL, speed."""
-        shown = [f"{label} {self.values[label]:.4g}" for label in FAMILIES if label in self.values]
+        shown = [
+            f"{label} {self.values[label]:.4g}"
+            for label in FAMILIES
+            if label in self.values and label not in self.hidden
+        ]
         of = f"/{self.num_rollout}" if self.num_rollout else ""
         return f"rollout {(self.rollout or 0) + 1}{of}  " + "  ".join(shown)
 
@@ -105,11 +110,12 @@ class LiveView:
         run_dir: str,
         *,
         num_rollout: int | None = None,
+        hidden: tuple[str, ...] = (),
         stream: TextIO | None = None,
         poll_interval_s: float = POLL_INTERVAL_S,
     ) -> None:
         self._stream = stream or sys.stderr
-        self._state = RunState(started=time.time(), num_rollout=num_rollout)
+        self._state = RunState(started=time.time(), num_rollout=num_rollout, hidden=hidden)
         self._metrics = JsonlTail(Path(run_dir) / "metrics.jsonl", from_end=True)
         self._progress = JsonlTail(Path(run_dir) / progress.FILE_NAME, from_end=True)
         self._poll_interval_s = poll_interval_s
@@ -194,7 +200,8 @@ def live_view(args: Any) -> Iterator[None]:
     if not args.live_view:
         yield
         return
-    view = LiveView(start_run_folder(args), num_rollout=args.num_rollout)
+    hidden = ("reward", "pass rate") if args.loss_type == "sft_loss" else ()  # supervised samples have reward 0
+    view = LiveView(start_run_folder(args), num_rollout=args.num_rollout, hidden=hidden)
     view.start()
     try:
         yield

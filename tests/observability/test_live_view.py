@@ -53,6 +53,14 @@ def test_rollout_without_timing_is_printed_when_the_next_begins():
     assert lines == ["rollout 1  reward 0.25"]
 
 
+def test_supervised_run_shows_no_reward():
+    """Its samples have reward 0, which says nothing."""
+    state = RunState(started=0.0, hidden=("reward", "pass rate"))
+    assert feed(state, metric("rollout/step", 0, rollout__raw_reward=0.0, train__loss=2.5, perf__step_time=1.0)) == [
+        "rollout 1  loss 2.5  step s 1"
+    ]
+
+
 def test_evaluation_has_its_own_line():
     """Held-out accuracy is what the reader waits for."""
     assert feed(
