@@ -214,7 +214,9 @@ def test_a_shard_that_reaches_the_wrong_rank_is_refused(identity_get):
 def test_a_partition_that_is_not_what_was_scheduled_is_refused(identity_get):
     """B24: the whole batch's owners travel with each shard, so that a disjoint cover is checked where it is used."""
     shard = next(iter(make_split(make_samples(), 2).shards))
-    shard["partition"] = [position + 1 if position == max(shard["partition"]) else position for position in shard["partition"]]
+    shard["partition"] = [
+        position + 1 if position == max(shard["partition"]) else position for position in shard["partition"]
+    ]
     with pytest.raises(RolloutDataError, match="not what was scheduled|outside a batch"):
         receive([shard, shard], 0)
 
@@ -239,7 +241,10 @@ class Trainer:
 
     def receive(self, boxes, rank, dp_size):
         batch = process_rollout_data(None, boxes, rank, dp_size)
-        return describe(batch) | {"owns_tokens": bool(batch["tokens"][0].flags.owndata), "seq_lens": list(Timer().seq_lens)}
+        return describe(batch) | {
+            "owns_tokens": bool(batch["tokens"][0].flags.owndata),
+            "seq_lens": list(Timer().seq_lens),
+        }
 
     def receive_plain(self, boxes, rank, dp_size):
         batch = process_rollout_data(None, boxes, rank, dp_size)
@@ -258,7 +263,9 @@ def trainers():
 
 
 def start_ray():
-    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=100 * 2**20)
+    ray.init(
+        num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=100 * 2**20
+    )
 
 
 def test_shards_cross_a_real_object_store_without_being_copied(trainers):
@@ -279,7 +286,9 @@ def test_shards_cross_a_real_object_store_without_being_copied(trainers):
 def test_plain_dicts_cross_a_real_object_store(trainers, partitions):
     """B25, B18: a converter that ships lists keeps working, for every partition."""
     boxes = [types.SimpleNamespace(inner=ray.put(shard)) for shard in plain_shards(partitions)]
-    results = ray.get([trainers[rank % 2].receive_plain.remote(boxes, rank, len(partitions)) for rank in range(len(partitions))])
+    results = ray.get(
+        [trainers[rank % 2].receive_plain.remote(boxes, rank, len(partitions)) for rank in range(len(partitions))]
+    )
     for part, (got, totals, raw, local) in zip(partitions, results, strict=True):
         assert (got, totals, raw, local) == (part, [100 + i for i in part], REWARDS, [REWARDS[i] for i in part])
 

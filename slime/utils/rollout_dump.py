@@ -51,14 +51,25 @@ def save_debug_rollout_data(path_template: str, data: Sequence[Any], *, rollout_
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     head = {"format": FORMAT, "rollout_id": rollout_id, "evaluation": evaluation, "num_samples": len(samples)}
-    with open(temporary, "wb") as file:
-        file.write(orjson.dumps(head) + b"\n")
-        for sample in samples:
-            file.write(orjson.dumps(_encode(sample.to_dict()), default=_encode_object, option=_OPTIONS) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(orjson.dumps(head) + b"\n")
+            for sample in samples:
+                file.write(_encode_sample(sample) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     return path
+
+
+def _encode_sample(sample: Sample) -> bytes:
+    try:
+        return orjson.dumps(_encode(sample.to_dict()), default=_encode_object, option=_OPTIONS)
+    except TypeError as error:
+        # orjson wraps what `_encode_object` raised, which says more
+        raise RolloutDataError(f"Sample {sample.index} cannot be dumped: {error.__cause__ or error}") from error
 
 
 def _flatten(data: Any) -> Iterator[Sample]:

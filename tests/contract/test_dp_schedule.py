@@ -89,7 +89,11 @@ def check_plan(plan, lengths, dp_size, cap=None):
 def test_the_pinned_example_of_balanced_data_holds():
     """Upstream's tests pin this result, tie-breaking and the final sort included."""
     partitions, micro_batches, counts, sizes = build_dp_schedule(
-        bare_args(balance_data=True), parallel(2), [1, 2, 3, 4, 5, 7, 9, 10], global_batch_size=8, rollout_indices=list(range(8))
+        bare_args(balance_data=True),
+        parallel(2),
+        [1, 2, 3, 4, 5, 7, 9, 10],
+        global_batch_size=8,
+        rollout_indices=list(range(8)),
     )
     assert partitions == [[1, 2, 5, 6], [0, 3, 4, 7]]
     assert (micro_batches[0], counts, sizes) == ([[0], [1], [2], [3]], [4], [8])
@@ -157,7 +161,9 @@ def test_a_light_rank_runs_as_many_micro_batches_as_a_heavy_one():
 def test_any_number_of_samples_spreads_over_any_number_of_ranks(samples, dp_size, packing):
     """faults, row count not divisible by DP: 3 rows on 4 ranks leave one rank that still joins every collective, with empty micro-batches."""
     cap = None if packing == "static" else 100
-    config = ScheduleConfig(dp_size=dp_size, align=dp_size, token_cap=cap, packing="balanced" if packing == "balanced" else "first_fit")
+    config = ScheduleConfig(
+        dp_size=dp_size, align=dp_size, token_cap=cap, packing="balanced" if packing == "balanced" else "first_fit"
+    )
     lengths = [10 + i % 7 for i in range(samples)]
     plan = plan_schedule(lengths, range(samples), step_sizes=[samples], config=config)
     check_plan(plan, lengths, dp_size, cap=cap)
@@ -317,10 +323,18 @@ def test_forward_flops_are_the_sum_of_the_matrices():
 
 def test_moe_and_mla_sizes_change_the_estimate():
     """Active experts only, and MLA's low-rank projections."""
-    moe = types.SimpleNamespace(**{**SIZES, "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_layer_freq": [0, 1]})
+    moe = types.SimpleNamespace(
+        **{**SIZES, "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_layer_freq": [0, 1]}
+    )
     assert FlopsModel.from_args(moe).linear < FlopsModel.from_args(types.SimpleNamespace(**SIZES)).linear
     mla = types.SimpleNamespace(
-        **SIZES, multi_latent_attention=True, q_lora_rank=8, kv_lora_rank=8, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=16
+        **SIZES,
+        multi_latent_attention=True,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_head_dim=16,
+        qk_pos_emb_head_dim=8,
+        v_head_dim=16,
     )
     assert FlopsModel.from_args(mla).quadratic == 2 * 4 * (24 + 16)
 

@@ -86,7 +86,15 @@ def test_every_field_says_its_scope_extent_and_length():
 def test_identities_and_masks_are_never_metrics():
     """B12, B13, B23: what is a metric is opted into; tokens, masks, indices, ids, sums, sizes, sources and partition are not."""
     metrics = {spec.name for spec in CONTRACT if spec.reduce is not Reduce.NONE}
-    never = {"tokens", "loss_masks", "local_raw_reward", "sample_indices", "rollout_ids", "rollout_mask_sums", "partition"}
+    never = {
+        "tokens",
+        "loss_masks",
+        "local_raw_reward",
+        "sample_indices",
+        "rollout_ids",
+        "rollout_mask_sums",
+        "partition",
+    }
     never |= {"global_batch_sizes", "num_microbatches", "micro_batch_indices", "source_names", "group_ids", "metadata"}
     assert not metrics & never
 
@@ -94,15 +102,22 @@ def test_identities_and_masks_are_never_metrics():
 def test_one_declaration_carries_a_new_field_from_sample_to_rank(declared):
     """B27, B29, B30: a plug-in's field needs one line, and its global and local views come with it."""
     declared("difficulty", source="metadata.difficulty", wire_dtype="float32", reduce=Reduce.SAMPLE_MEAN)
-    declared("prompt_cost", source="metadata.cost", wire_dtype="float64", extent=Extent.WHOLE, local_view="local_prompt_cost")
+    declared(
+        "prompt_cost", source="metadata.cost", wire_dtype="float64", extent=Extent.WHOLE, local_view="local_prompt_cost"
+    )
     declared("local_prompt_cost", wire_dtype="float64", origin=Origin.ARRIVAL)
     declared("uncertainty", scope=Scope.TOKEN, rows=Rows.RESPONSE, wire_dtype="float32", source="metadata.uncertainty")
-    samples = [make_sample(i, metadata={"difficulty": i / 8, "cost": 10.0 * i, "uncertainty": [i / 10] * (4 + i)}) for i in range(4)]
+    samples = [
+        make_sample(i, metadata={"difficulty": i / 8, "cost": 10.0 * i, "uncertainty": [i / 10] * (4 + i)})
+        for i in range(4)
+    ]
     for rank, shard in enumerate(split(convert(samples), 2).shards):
         batch = localize(shard, rank)
         part = batch["partition"]
         assert batch["difficulty"] == [i / 8 for i in part]
-        assert batch["prompt_cost"] == [0.0, 10.0, 20.0, 30.0] and batch["local_prompt_cost"] == [10.0 * i for i in part]
+        assert batch["prompt_cost"] == [0.0, 10.0, 20.0, 30.0] and batch["local_prompt_cost"] == [
+            10.0 * i for i in part
+        ]
         assert [entry.tolist() for entry in batch["uncertainty"]] == [[pytest.approx(i / 10)] * (4 + i) for i in part]
 
 
@@ -138,7 +153,9 @@ def test_optional_fields_are_decided_over_all_samples():
     for lacking in (0, 1):
         samples = [make_sample(i) for i in range(2)]
         samples[lacking].rollout_log_probs = None
-        with pytest.raises(RolloutDataError, match=rf"1 of 2 samples have no rollout_log_probs, for example positions \[{lacking}\]"):
+        with pytest.raises(
+            RolloutDataError, match=rf"1 of 2 samples have no rollout_log_probs, for example positions \[{lacking}\]"
+        ):
             convert(samples)
     assert "rollout_log_probs" not in convert([make_sample(i, rollout_log_probs=None) for i in range(2)])
 
@@ -152,7 +169,11 @@ def test_a_declared_fill_stands_in_for_what_some_samples_lack(declared):
 
 def test_an_invalid_sample_may_lack_what_the_valid_ones_have():
     """An aborted sample has no log-probs; it is marked, never trained, and must not cost the others theirs."""
-    samples = [make_sample(0), make_sample(1, valid=False, invalid_reason="aborted", rollout_log_probs=None), make_sample(2)]
+    samples = [
+        make_sample(0),
+        make_sample(1, valid=False, invalid_reason="aborted", rollout_log_probs=None),
+        make_sample(2),
+    ]
     result = split(convert(samples))
     batch = localize(next(result.shards), 0)
     assert batch["partition"] == [0, 2] and result.plan.dropped == {"aborted": 1}
@@ -179,7 +200,12 @@ def test_a_length_or_value_that_does_not_fit_is_named(changes, said):
 
 def test_rewards_that_are_no_numbers_make_the_sample_invalid():
     """faults, rewards None or NaN: a reason on the sample's row, out of every mean, and the others train."""
-    samples = [make_sample(0, reward=None), make_sample(1, reward=math.nan), make_sample(2, reward=1.0), make_sample(3, reward=0.0)]
+    samples = [
+        make_sample(0, reward=None),
+        make_sample(1, reward=math.nan),
+        make_sample(2, reward=1.0),
+        make_sample(3, reward=0.0),
+    ]
     columns = convert(samples)
     assert columns["valid"] == [False, False, True, True] and columns["invalid_reason"][:2] == ["bad_reward"] * 2
     plan = split(columns).plan
@@ -202,7 +228,10 @@ def test_nucleus_data_is_required_where_the_trainer_replays_it():
     """Sampling renormalized over a nucleus cannot be compared with full log-probs silently."""
     with pytest.raises(RolloutDataError, match="rollout_top_p_token_ids"):
         convert([make_sample(0), make_sample(1)], require_top_p_tokens=True)
-    nucleus = {"rollout_top_p_token_ids": torch.arange(8, dtype=torch.int32), "rollout_top_p_token_offsets": [0, 2, 4, 6, 8]}
+    nucleus = {
+        "rollout_top_p_token_ids": torch.arange(8, dtype=torch.int32),
+        "rollout_top_p_token_offsets": [0, 2, 4, 6, 8],
+    }
     columns = convert([make_sample(0, **nucleus)], require_top_p_tokens=True)
     assert columns["rollout_top_p_token_offsets"][0].tolist() == [0, 2, 4, 6, 8]
 
@@ -220,7 +249,12 @@ def test_expert_ids_travel_in_the_smallest_integers():
 
 def test_a_converters_undeclared_field_is_carried_with_one_warning():
     """faults, `train_metadata` and every custom field dropped by a white-list: carried with its sample, and said once."""
-    data = {"tokens": [[1, 2, 3], [4, 5, 6, 7]], "response_lengths": [1, 2], "rewards": [0.5, -0.5], "notes": ["a", "b"]}
+    data = {
+        "tokens": [[1, 2, 3], [4, 5, 6, 7]],
+        "response_lengths": [1, 2],
+        "rewards": [0.5, -0.5],
+        "notes": ["a", "b"],
+    }
     with pytest.warns(UserWarning, match=r"\['notes'\]") as caught:
         shards = list(split(data, 2).shards)
     assert len(caught) == 1
@@ -237,7 +271,9 @@ def test_rollout_ids_and_masks_may_be_left_out_by_a_converter():
     """faults, documented custom-convert dict lacks rollout_ids -> KeyError: each sample is then its own rollout, fully trained."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        batch = localize(next(split({"tokens": [[1, 2, 3], [4, 5, 6]], "response_lengths": [1, 2], "rewards": [1.0, 2.0]}).shards), 0)
+        batch = localize(
+            next(split({"tokens": [[1, 2, 3], [4, 5, 6]], "response_lengths": [1, 2], "rewards": [1.0, 2.0]}).shards), 0
+        )
     assert batch["rollout_ids"] == [0, 1] and batch["rollout_mask_sums"] == [1.0, 2.0]
     assert [mask.tolist() for mask in batch["loss_masks"]] == [[1], [1, 1]]
 
@@ -276,7 +312,10 @@ def test_marking_and_dropping_ship_the_same_training_data():
     kept = [sample for sample in samples if sample.valid]
     dropped = [localize(shard, rank) for rank, shard in enumerate(split(convert(kept), 2, size=4, expected=8).shards)]
     for a, b in zip(marked, dropped, strict=True):
-        assert a["sample_indices"] == b["sample_indices"] and a["global_batch_sizes"] == b["global_batch_sizes"] == [3, 3]
+        assert a["sample_indices"] == b["sample_indices"] and a["global_batch_sizes"] == b["global_batch_sizes"] == [
+            3,
+            3,
+        ]
         assert a["rewards"] == b["rewards"] and a["rollout_mask_sums"] == b["rollout_mask_sums"]
         assert all(np.array_equal(x, y) for x, y in zip(a["tokens"], b["tokens"], strict=True))
 
@@ -310,8 +349,18 @@ def test_rows_are_padded_where_their_micro_batch_ends():
 
 def test_added_memory_of_split_and_wire_is_the_bytes_shipped():
     """Shards are made one at a time, and each is little more than its tokens, masks and log-probs: 9 bytes per token."""
-    samples = [make_sample(0, tokens=np.arange(3000, dtype=np.int32), response_length=2000, loss_mask=None,
-                           rollout_log_probs=np.zeros(2000, dtype=np.float32), index=i, group_index=i) for i in range(64)]
+    samples = [
+        make_sample(
+            0,
+            tokens=np.arange(3000, dtype=np.int32),
+            response_length=2000,
+            loss_mask=None,
+            rollout_log_probs=np.zeros(2000, dtype=np.float32),
+            index=i,
+            group_index=i,
+        )
+        for i in range(64)
+    ]
     result = split(convert(samples), 8, pad_to=128)
     shipped = sum(shard.num_bytes() for shard in result.shards)
     assert shipped < 1.05 * 64 * (3000 * 4 + 2000 * 5)
@@ -354,7 +403,9 @@ def test_edits_through_the_lists_are_seen_by_the_columns():
 def test_the_wrong_extent_is_an_error_and_never_a_shorter_list():
     """faults, global list indexed with rank-local positions: ask for local() or whole(), and be told when that is not what it is."""
     batch = local_batch()
-    assert batch.whole("raw_reward") == [0.0, 1.0, 10.0, 11.0] and batch.local("local_raw_reward") == batch["raw_reward"]
+    assert (
+        batch.whole("raw_reward") == [0.0, 1.0, 10.0, 11.0] and batch.local("local_raw_reward") == batch["raw_reward"]
+    )
     with pytest.raises(RolloutDataError, match="only this rank's 4 samples"):
         batch.whole("rewards")
     with pytest.raises(RolloutDataError, match="whole rollout batch"):

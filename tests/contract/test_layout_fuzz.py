@@ -98,7 +98,9 @@ def reference(samples, trained):
     if live:
         tokens = [
             samples[i].rollout_log_probs[j] / sums[samples[i].rollout_id]
-            for i in trained for j in range(samples[i].response_length) if masks[i][j]
+            for i in trained
+            for j in range(samples[i].response_length)
+            if masks[i][j]
         ]
         out["rollout_log_probs"] = math.fsum(tokens) / len(live)
     scored = {}
@@ -123,7 +125,10 @@ def reference(samples, trained):
         out["correct_response_length/quantile_50"] = float(np.median(lengths))
         masked = [i for i in correct if sum(masks[i])]
         if masked:
-            entropy = [-sum(p for p, m in zip(samples[i].rollout_log_probs, masks[i], strict=True) if m) / sum(masks[i]) for i in masked]
+            entropy = [
+                -sum(p for p, m in zip(samples[i].rollout_log_probs, masks[i], strict=True) if m) / sum(masks[i])
+                for i in masked
+            ]
             out["correct_entropy"] = math.fsum(entropy) / len(entropy)
     if trained:
         out["turns_max"] = max(samples[i].metadata["round_number"] for i in trained)
@@ -136,7 +141,9 @@ def run_chain(samples, layout):
     settings_ = ColumnsConfig(divide_by_std=True)
     columns = build_train_columns(samples, compute_rewards(samples, settings_)[:2], settings_)
     token_cap = None if packing == "static" else cap
-    schedule = ScheduleConfig(dp_size, dp_size * group, token_cap, 2, "balanced" if packing == "balanced" else "first_fit")
+    schedule = ScheduleConfig(
+        dp_size, dp_size * group, token_cap, 2, "balanced" if packing == "balanced" else "first_fit"
+    )
     config = SplitConfig(4, 8, schedule, keep_trailing=True, pad_to=pad_to if cp_size == 1 else 0)
     split = split_by_dp(columns, config)
     shards = [pickle.loads(pickle.dumps(shard, protocol=5)) for shard in split.shards]
@@ -147,9 +154,16 @@ def run_chain(samples, layout):
             batch = to_train_device(localize(shard, rank, dp_size=dp_size), "cpu", cp_rank=cp_rank, cp_size=cp_size)
             place = TrainMetricsConfig(cp_size=cp_size, cp_rank=cp_rank, rollout_max_response_len=LONGEST)
             advantages.update(zip(batch["sample_indices"], batch["rewards"], strict=True))
-            phase.append(phase_contributions(batch, cp_size=cp_size, cp_rank=cp_rank) | correct_sample_contributions(batch, config=place))
+            phase.append(
+                phase_contributions(batch, cp_size=cp_size, cp_rank=cp_rank)
+                | correct_sample_contributions(batch, config=place)
+            )
             turns = multi_turn_contributions(batch, config=place)
-            panels.append({"turns_max": turns["multi_turn_metric/round_number_max"]} if "multi_turn_metric/round_number_max" in turns else {})
+            panels.append(
+                {"turns_max": turns["multi_turn_metric/round_number_max"]}
+                if "multi_turn_metric/round_number_max" in turns
+                else {}
+            )
             rates = pass_rates(batch, config=place)
     return {**c.merge_all(phase), **c.merge_all(panels), **rates}, advantages, sorted(trained), split.plan
 
@@ -182,8 +196,17 @@ def test_metrics_are_the_same_number_at_dp_1_2_4_and_any_order():
 
 def test_tokens_arrive_on_some_layout_unchanged():
     """A spot check on values, beside the fuzz on metrics: ids are carried, never recomputed."""
-    samples = [Sample(index=i, group_index=i, tokens=[7 * i + t for t in range(5 + i)], response_length=2, reward=1.0,
-                      status=Sample.Status.COMPLETED) for i in range(9)]
+    samples = [
+        Sample(
+            index=i,
+            group_index=i,
+            tokens=[7 * i + t for t in range(5 + i)],
+            response_length=2,
+            reward=1.0,
+            status=Sample.Status.COMPLETED,
+        )
+        for i in range(9)
+    ]
     settings_ = ColumnsConfig(group_baseline=False)
     columns = build_train_columns(samples, compute_rewards(samples, settings_)[:2], settings_)
     split = split_by_dp(columns, SplitConfig(9, 9, ScheduleConfig(3, 3, token_cap=20, packing="balanced"), pad_to=4))

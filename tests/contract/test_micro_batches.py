@@ -106,7 +106,10 @@ def test_rows_hold_the_samples_and_their_masks_on_every_layout(cp_size, tp_size)
                 masks = [
                     full_mask(total, response, mask)
                     for total, response, mask in zip(
-                        micro_batch["total_lengths"], micro_batch["response_lengths"], micro_batch["loss_masks"], strict=True
+                        micro_batch["total_lengths"],
+                        micro_batch["response_lengths"],
+                        micro_batch["loss_masks"],
+                        strict=True,
                     )
                 ]
                 assert torch.equal(micro_batch["full_loss_masks"], reference_row(masks, cp_size, 8 * tp_size)[0][None])
@@ -116,7 +119,9 @@ def test_rows_hold_the_samples_and_their_masks_on_every_layout(cp_size, tp_size)
                 params = micro_batch["packed_seq_params"]
                 assert params.cu_seqlens_q.tolist() == bounds and params.cu_seqlens_q.dtype == torch.int32
                 assert params.max_seqlen_q == max(np.diff(bounds)) and params.qkv_format == "thd"
-                assert len(bounds) == 2 or params.max_seqlen_q < bounds[-1], "the row's length would let positions run on"
+                assert len(bounds) == 2 or params.max_seqlen_q < bounds[-1], (
+                    "the row's length would let positions run on"
+                )
 
 
 @pytest.mark.parametrize("cp_size", [2, 4])
@@ -168,7 +173,10 @@ def test_a_rank_without_samples_runs_rows_of_padding():
                 continue
             assert micro_batch["tokens"].tolist() == [[0] * 8] and micro_batch["full_loss_masks"].sum() == 0
             assert micro_batch["packed_seq_params"].cu_seqlens_q.tolist() == [0, 8 * cp_size]
-            assert micro_batch["unconcat_tokens"] == [] == micro_batch["loss_masks"] and len(micro_batch["rollout_mask_sums"]) == 0
+            assert (
+                micro_batch["unconcat_tokens"] == [] == micro_batch["loss_masks"]
+                and len(micro_batch["rollout_mask_sums"]) == 0
+            )
 
 
 def test_values_follow_their_sample_through_any_packing():

@@ -15,7 +15,9 @@ NUM_GPUS = 0
 
 
 def normalize(rewards, groups, valid=None, *, std=False, **kw):
-    values, statistics = normalize_rewards(rewards, groups, [True] * len(rewards) if valid is None else valid, divide_by_std=std, **kw)
+    values, statistics = normalize_rewards(
+        rewards, groups, [True] * len(rewards) if valid is None else valid, divide_by_std=std, **kw
+    )
     return values.tolist(), statistics
 
 
@@ -52,7 +54,10 @@ def test_rejected_members_change_nothing():
     for x in (1.0, -1e9, math.nan, math.inf):
         values, statistics = normalize([1, 0, 0, x], [0] * 4, [True, True, True, False])
         assert values == pytest.approx(expected, abs=1e-15) and statistics.num_excluded_samples == 1
-    bits = {tuple(normalize([1, 0, 0, x], [0] * 4, [True, True, True, False], std=True)[0]) for x in (0.0, 7.5, -3e5, math.nan)}
+    bits = {
+        tuple(normalize([1, 0, 0, x], [0] * 4, [True, True, True, False], std=True)[0])
+        for x in (0.0, 7.5, -3e5, math.nan)
+    }
     assert len(bits) == 1
 
 
@@ -94,15 +99,22 @@ def test_a_large_common_offset_costs_no_digits():
 
 def test_equal_text_prompts_keep_their_own_groups():
     """faults, labels or group ids attached to the wrong prompt: groups come from ids, never from the prompt's text."""
-    samples = [Sample(index=i, group_index=i // 2, prompt="same", reward=float(i), status=Sample.Status.COMPLETED) for i in range(4)]
+    samples = [
+        Sample(index=i, group_index=i // 2, prompt="same", reward=float(i), status=Sample.Status.COMPLETED)
+        for i in range(4)
+    ]
     _, rewards, _ = compute_rewards(samples, ColumnsConfig(divide_by_std=False))
     assert rewards == [-0.5, 0.5, -0.5, 0.5]
 
 
 def test_aborted_and_removed_samples_do_not_move_the_baseline():
     """faults, Part 1: removed and aborted samples were included. An option gives upstream's meaning of remove_sample back."""
+
     def samples():
-        made = [Sample(index=i, group_index=0, reward=r, status=Sample.Status.COMPLETED) for i, r in enumerate([1.0, 0.0, 9.0, 9.0])]
+        made = [
+            Sample(index=i, group_index=0, reward=r, status=Sample.Status.COMPLETED)
+            for i, r in enumerate([1.0, 0.0, 9.0, 9.0])
+        ]
         made[2].remove_sample = True
         made[3].status = Sample.Status.ABORTED
         return made

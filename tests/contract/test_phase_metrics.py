@@ -1,0 +1,406 @@
+"""Metrics of a rollout batch: the same number at every split, from the mask that trains, and really emitted."""
+
+import logging
+import math
+import types
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from support.distributed import run_distributed
+
+from slime.exceptions import RolloutDataError
+from slime.observability import contributions as c
+from slime.observability import logging_utils, train_metric_utils
+from slime.observability.ledger import Ledger
+from slime.observability.perf import perf_metrics
+from slime.observability.reduction import reduce_log_dicts, rollout_log_metric_contribution
+from slime.observability.train_metric_utils import (
+    TrainMetricsConfig,
+    check_ci,
+    correct_sample_contributions,
+    log_rollout_data,
+    multi_turn_contributions,
+    pass_rates,
+    phase_contributions,
+)
+from slime.utils.metric_utils import (
+    compression_ratio,
+    compute_pass_rate,
+    compute_ragged_pass_rate,
+    compute_rollout_step,
+    compute_statistics,
+    dict_add_prefix,
+    has_repetition,
+)
+from slime.utils.rollout_batch import localize
+
+NUM_GPUS = 0
+
+
+def arrive(shard, rank=0):
+    return localize(shard, rank)
+
+
+def plain_batch(**fields):
+    """A local batch of plain lists. Responses of 1, 2, ... tokens unless given."""
+    count = len(next(iter(fields.values())))
+    lengths = fields.get("response_lengths", list(range(1, count + 1)))
+    base = {
+        "partition": list(range(count)),
+        "total_lengths": [10 + n for n in lengths],
+        "response_lengths": lengths,
+        "loss_masks": [torch.ones(n, dtype=torch.int32) for n in lengths],
+    }
+    return localize({**base, **fields}, 0)
+
+
+def metrics_of(*batches, cp_size=1):
+    return c.merge_all([phase_contributions(batch, cp_size=cp_size) for batch in batches])
+
+
+# --- what is a metric -----------------------------------------------------------------------------------------------------
+
+
+def test_identities_strings_and_layout_are_not_metrics_and_do_not_crash():
+    """B12, B13, B23: strings, None and ints in the batch raise nothing; `partition` and `local_raw_reward` do not leak."""
+    batch = plain_batch(
+        rewards=[1.0, -1.0],
+        raw_reward=[1.0, 0.0],
+        source_names=["a", "b"],
+        sample_indices=[None, 3],
+        metadata=[{"x": 1}, None],
+        micro_batch_indices=[[0], [1]],
+        num_microbatches=[2],
+        global_batch_sizes=[2],
+        undeclared=[5, 6],
+    )
+    names = set(metrics_of(batch))
+    assert names == {"response_lengths", "total_lengths", "rewards", "raw_reward", "num_samples", "num_rollouts"}
+
+
+def test_empty_and_fully_masked_batches_give_no_nan():
+    """faults, empty and zero-length responses: nothing to average is no metric, not NaN, and no exception."""
+    empty = plain_batch(rewards=[], rollout_log_probs=[])
+    masked = plain_batch(
+        rewards=[1.0], rollout_log_probs=[torch.tensor([-1.0])], loss_masks=[torch.zeros(1, dtype=torch.int32)]
+    )
+    assert metrics_of(empty) == {}
+    found = metrics_of(empty, masked)
+    assert "rollout_log_probs" not in found and found["rewards"] == 1.0
+    zero_length = plain_batch(
+        rewards=[1.0, 2.0], response_lengths=[0, 2], rollout_log_probs=[torch.zeros(0), torch.tensor([-1.0, -3.0])]
+    )
+    assert metrics_of(zero_length)["rollout_log_probs"] == -2.0
+
+
+def test_values_at_masked_positions_are_never_read():
+    """faults, train/rollout gap over tokens nobody sampled: NaN and -30 on tool output leave the mean alone."""
+    batch = plain_batch(
+        response_lengths=[6],
+        loss_masks=[torch.tensor([1, 1, 0, 0, 0, 1])],
+        log_probs=[torch.tensor([-1.0, -1.02, float("nan"), -30.0, float("-inf"), -1.0])],
+    )
+    assert metrics_of(batch)["log_probs"] == pytest.approx(-3.02 / 3, rel=1e-6)
+
+
+def test_every_per_token_field_is_a_rollout_mean_under_context_parallelism():
+    """faults, `rollout/kl` and `rollout/entropy` multiplied by cp_size (0.5 became 1.0): two CP ranks report what one does, for any field."""
+    lengths, total = [6], [9]
+    full = torch.arange(1.0, 7.0)
+    whole = plain_batch(response_lengths=lengths, total_lengths=total, kl=[full], entropy=[full], values=[full])
+    owned = {
+        0: [0, 5],
+        1: [1, 2, 3, 4],
+    }  # T=9, R=6, c=2: chunks of 3 logits, rank 0 owns logits 2 and 9.. -> computed by the layout
+    from slime.utils.cp_layout import plan_response_layout
+
+    parts = []
+    for cp_rank in range(2):
+        owned[cp_rank] = plan_response_layout(total, lengths, cp_size=2, cp_rank=cp_rank).response_indices
+        local = {name: [full[owned[cp_rank]]] for name in ("kl", "entropy", "values")}
+        batch = plain_batch(response_lengths=lengths, total_lengths=total, **local)
+        parts.append(phase_contributions(batch, cp_size=2, cp_rank=cp_rank))
+    assert c.merge_all(parts) == pytest.approx(metrics_of(whole))
+    assert c.merge_all(parts)["kl"] == 3.5
+
+
+def test_the_mean_reward_gives_each_rollout_one_vote():
+    """faults, reward mean weighted by number of turns: (reward, rows) = (1,2), (1,3), (0,10) -> 0.667, not 0.333; both counts are told."""
+    rewards = [1.0] * 5 + [0.0] * 10
+    counts = [2] * 2 + [3] * 3 + [10] * 10
+    batch = plain_batch(rewards=rewards, rollout_sample_counts=counts)
+    found = metrics_of(batch)
+    assert found["rewards"] == pytest.approx(2 / 3)
+    assert (found["num_samples"], found["num_rollouts"]) == (15, pytest.approx(3))
+
+
+def test_a_denominator_comes_from_the_mask_of_its_numerator():
+    """faults, denominator does not match the mask: 4 tokens and one fully masked row -> the mean over 4, and over one rollout."""
+    batch = plain_batch(
+        response_lengths=[4, 8],
+        loss_masks=[torch.ones(4), torch.zeros(8)],
+        log_probs=[torch.full((4,), -1.0), torch.full((8,), -100.0)],
+    )
+    assert metrics_of(batch)["log_probs"] == -1.0
+
+
+def test_whole_batch_values_are_counted_once():
+    """faults, global values summed again on each rank: raw_reward is on four ranks, and its mean is the batch's."""
+    batches = [
+        plain_batch(raw_reward=[1.0, 0.0, 0.0, 1.0, 1.0][:count], response_lengths=[1] * count) for count in (5, 5)
+    ]
+    assert metrics_of(*batches)["raw_reward"] == 0.6
+
+
+def test_lengths_are_the_partitions_lengths():
+    """faults, global list indexed with local positions: lengths [10, 20, 30, 40], r0 = [3, 0], r1 = [1, 2], rewards [1, 0, 1, 1] -> 26.67."""
+    shards = [
+        {
+            "partition": part,
+            "total_lengths": [100, 101, 102, 103],
+            "response_lengths": [10 * (i + 1) for i in part],
+            "raw_reward": [1.0, 0.0, 1.0, 1.0],
+        }
+        for part in ([3, 0], [1, 2], [2, 0, 3, 1])
+    ]
+    config = TrainMetricsConfig()
+    parts = [correct_sample_contributions(arrive(shard), config=config) for shard in shards[:2]]
+    assert c.merge_all(parts)["correct_response_lengths"] == pytest.approx(80 / 3)
+    permuted = correct_sample_contributions(arrive(shards[2]), config=config)
+    assert c.merge_all([permuted])["correct_response_lengths"] == pytest.approx(80 / 3)
+
+
+# --- panels ---------------------------------------------------------------------------------------------------------------
+
+
+def correct_batch(**fields):
+    base = {
+        "raw_reward": [1.0, 0.0, 1.0, 1.0],
+        "response_lengths": [1, 2, 3, 9],
+        "loss_masks": [torch.ones(1), torch.ones(2), torch.tensor([1, 0, 1]), torch.ones(9)],
+    }
+    return plain_batch(**{**base, **fields})
+
+
+def test_correct_length_shares_are_of_quarters_and_keep_the_longest():
+    """faults, `quantile`: lengths over the maximum disappeared. Quarters of 8: 1 -> p25, 3 -> p50, 9 -> p100 (B21)."""
+    found = c.merge_all(
+        [correct_sample_contributions(correct_batch(), config=TrainMetricsConfig(rollout_max_response_len=8))]
+    )
+    shares = [found[f"correct_length/{q}"] for q in ("p25", "p50", "p75", "p100")]
+    assert shares == [pytest.approx(1 / 3), pytest.approx(1 / 3), 0.0, pytest.approx(1 / 3)]
+    assert found["correct_response_length/quantile_50"] == 3.0 and found["correct_response_length/quantile_100"] == 9.0
+
+
+def test_correct_entropy_takes_the_best_source_there_is(caplog):
+    """B31: entropy if computed, else -log p of the trainer, else of the engine; else left out and said once. Means over samples, not sums."""
+    ones = [torch.full((n,), 1.0) for n in (1, 2, 3, 9)]
+    entropy = [torch.tensor([0.5]), torch.zeros(2), torch.tensor([1.0, 99.0, 2.0]), torch.full((9,), 0.25)]
+    config = TrainMetricsConfig()
+
+    def value(**fields):
+        return c.merge_all([correct_sample_contributions(correct_batch(**fields), config=config)]).get(
+            "correct_entropy"
+        )
+
+    engine = [-2 * x for x in ones]
+    trainer = [-3 * x for x in ones]
+    assert value(entropy=entropy, log_probs=trainer, rollout_log_probs=engine) == pytest.approx((0.5 + 1.5 + 0.25) / 3)
+    assert value(log_probs=trainer, rollout_log_probs=engine) == 3.0
+    assert value(rollout_log_probs=engine) == 2.0
+    train_metric_utils._said.clear()
+    with caplog.at_level(logging.WARNING):
+        assert value() is None and value() is None
+    assert caplog.text.count("correct_entropy is left out") == 1
+
+
+def test_a_rank_without_correct_samples_contributes_count_zero():
+    """B22: it neither drags the mean down nor makes NaN."""
+    none = plain_batch(raw_reward=[0.0, 0.0], rollout_log_probs=[torch.zeros(1), torch.zeros(2)])
+    config = TrainMetricsConfig(rollout_max_response_len=8)
+    parts = [correct_sample_contributions(batch, config=config) for batch in (none, correct_batch())]
+    assert c.merge_all(parts)["correct_response_lengths"] == pytest.approx(13 / 3)
+    assert c.merge_all(parts[:1]) == {}
+
+
+def test_multi_turn_max_is_the_phases_max():
+    """faults, multi-turn max/min are averaged over ranks, means unweighted by rank sizes: ranks of 3 and 1 samples."""
+    first = plain_batch(response_lengths=[2, 4, 6], round_number=[1, 2, 3])
+    second = plain_batch(response_lengths=[20], round_number=[9], loss_masks=[torch.tensor([1] * 5 + [0] * 15)])
+    config = TrainMetricsConfig(rollout_max_response_len=20)
+    found = c.merge_all([multi_turn_contributions(batch, config=config) for batch in (first, second)])
+    assert (
+        found["raw_response_length/response_length_max"] == 20
+        and found["raw_response_length/response_length_mean"] == 8
+    )
+    assert (
+        found["wo_obs_response_length/response_length_max"] == 6
+        and found["raw_response_length/response_length_clip_ratio"] == 0.25
+    )
+    assert found["multi_turn_metric/round_number_max"] == 9 and found["multi_turn_metric/round_number_min"] == 1
+
+
+def test_pass_at_k_is_unbiased_for_groups_of_any_size():
+    """By hand: groups (n=4, c=1), (n=2, c=2) -> pass@1 = (1/4 + 1) / 2, pass@2 = (1 - C(3,2)/C(4,2) + 1) / 2, pass@4 = 1."""
+    rewards, groups = [1, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1]
+    assert compute_ragged_pass_rate(rewards, groups) == {"pass@1": 0.625, "pass@2": 0.75, "pass@4": 1.0}
+    assert compute_pass_rate([1, 0, 0, 0], 4) == {"pass@1": 0.25, "pass@2": 0.5, "pass@4": 1.0}
+    assert compute_pass_rate([1, 0], 1) == {}
+    assert compute_ragged_pass_rate([0.5, 0.9], [0, 0], threshold=0.8)["pass@1"] == 0.5
+    with pytest.raises(AssertionError, match="5 rewards are not 2 groups of 2"):
+        compute_pass_rate([1] * 5, 2, 2)
+
+
+def test_pass_rate_reshapes_the_whole_rewards_of_a_plain_batch():
+    """B02: [rollout_batch_size, n_samples_per_prompt]; a count that does not fit is refused."""
+    batch = plain_batch(raw_reward=[1.0, 0.0, 0.0, 0.0])
+    assert pass_rates(batch, config=TrainMetricsConfig(n_samples_per_prompt=2, rollout_batch_size=2)) == {
+        "pass@1": 0.25,
+        "pass@2": 0.5,
+    }
+    with pytest.raises(AssertionError):
+        pass_rates(batch, config=TrainMetricsConfig(n_samples_per_prompt=3, rollout_batch_size=2))
+
+
+# --- reduction ------------------------------------------------------------------------------------------------------------
+
+
+def test_keys_are_the_union_over_ranks():
+    """faults, gather_and_reduce_log_dict takes the source rank's keys: one missing there was lost, one missing elsewhere a KeyError."""
+    found = reduce_log_dicts([{"a": (1.0, 2), "b": 5.0}, {"a": (3.0, 2), "c": (0.0, 0)}])
+    assert found == {"a": 1.0, "b": 5.0, "c": 0.0}
+    assert rollout_log_metric_contribution(3.0, cp_size=2, num_rollouts_in_rollout=8, dp_size=4) == (6.0, 2.0)
+
+
+def test_quantiles_of_ranks_are_quantiles_of_the_union():
+    """A mean of medians is no median."""
+    values = np.arange(101.0)
+    for ranks in (1, 2, 4):
+        parts = [c.quantiles(piece, [("/p50", 0.5), ("/p90", 0.9)]) for piece in np.array_split(values[::-1], ranks)]
+        assert c.merge_all([{"x": part} for part in parts]) == {"x/p50": 50.0, "x/p90": 90.0}
+
+
+def test_ranks_that_disagree_about_a_reduction_are_told():
+    """A sum and a mean under one name have no common value."""
+    with pytest.raises(ValueError, match="disagree"):
+        c.merge([c.total([1.0]), c.maximum([1.0])])
+
+
+def _log_on_rank(rank, world_size):
+    """One of the ranks of data x context parallel; Megatron's questions are answered here, the gathering is real."""
+    import unittest.mock as mock
+
+    sent = []
+    answers = {
+        "get_tensor_model_parallel_rank": lambda: 0,
+        "is_pipeline_last_stage": lambda: True,
+        "get_context_parallel_world_size": lambda: 1,
+        "get_data_parallel_world_size": lambda with_context_parallel=False: world_size,
+        "get_data_parallel_src_rank": lambda with_context_parallel=False: 0,
+        "get_data_parallel_group_gloo": lambda with_context_parallel=False: dist.group.WORLD,
+    }
+    args = types.SimpleNamespace(
+        log_correct_samples=True,
+        log_multi_turn=True,
+        log_passrate=True,
+        ci_test=False,
+        rollout_max_response_len=8,
+        n_samples_per_prompt=2,
+        rollout_batch_size=2,
+        passrate_threshold=None,
+        wandb_always_use_train_step=False,
+    )
+    part = [[3, 0], [1, 2]][rank] if world_size == 2 else [2, 0, 3, 1]
+    log_probs = {i: torch.full((i + 1,), -float(i + 1)) for i in range(4)}
+    batch = localize(
+        {
+            "partition": part,
+            "total_lengths": [10 + i for i in range(4)],
+            "response_lengths": [i + 1 for i in part],
+            "loss_masks": [torch.ones(i + 1, dtype=torch.int32) for i in part],
+            "raw_reward": [1.0, 0.0, 1.0, 1.0],
+            "rewards": [float(i) for i in part],
+            "log_probs": [log_probs[i] for i in part],
+            **({"kl": [log_probs[i] * 0 for i in part]} if rank == 1 or world_size == 1 else {}),
+        },
+        rank,
+    )
+    with (
+        mock.patch.multiple(mpu, **answers),
+        mock.patch.object(logging_utils, "log", lambda a, m, step_key: sent.append(m)),
+    ):
+        result = log_rollout_data(7, args, batch)
+    return result, sent
+
+
+def test_log_rollout_data_sends_the_same_numbers_from_one_and_from_two_processes():
+    """B14, B21, B22: through real gathering; everything that is computed is sent, once, by one rank, at rollout/step."""
+    ((one, sent_one),) = run_distributed(_log_on_rank, 1)
+    (two, sent_two), (other, sent_other) = run_distributed(_log_on_rank, 2)
+    assert other is None and sent_other == []
+    assert two == pytest.approx(one, rel=1e-12) and sent_two == [pytest.approx(m, rel=1e-12) for m in sent_one]
+    assert len(sent_two) == 3 and all(m["rollout/step"] == 7 for m in sent_two)
+    assert two["rollout/raw_reward"] == 0.75 and two["rollout/correct_response_lengths"] == pytest.approx(8 / 3)
+    assert two["rollout/log_probs"] == -2.5 and two["rollout/correct_entropy"] == pytest.approx(8 / 3)
+    assert two["rollout/kl"] == 0.0, "a key that the source rank lacks is not lost"
+    assert {"rollout/correct_length/p25", "rollout/correct_length/p100"} <= set(two)
+    assert (
+        sent_two[2]["passrate/pass@2"] == 1.0 and sent_two[1]["multi_turn/raw_response_length/response_length_max"] == 4
+    )
+
+
+# --- checks, ledger, helpers ----------------------------------------------------------------------------------------------
+
+
+def test_ci_checks_name_the_numbers():
+    """A first rollout whose policy is not its reference means that two forward passes disagree."""
+    check_ci({"rollout/log_probs": -0.5, "rollout/ref_log_probs": -0.5, "rollout/entropy": 0.5}, 0, check_kl=True)
+    with pytest.raises(AssertionError, match="differ before the first step"):
+        check_ci({"rollout/log_probs": -0.5, "rollout/ref_log_probs": -0.6}, 0, check_kl=True)
+    with pytest.raises(AssertionError, match="rollout/entropy is 2"):
+        check_ci({"rollout/entropy": 2}, 3, check_kl=False)
+
+
+def test_samples_are_conserved_or_the_ledger_says_all_numbers():
+    """A lost sample is an error with the whole account in it."""
+    ledger = Ledger(sampled=10, trained=7, dropped={"empty": 2, "trailing": 1})
+    ledger.check()
+    assert ledger.metrics()["rollout/ledger/dropped/empty"] == 2 and ledger.metrics()["rollout/ledger/dropped"] == 3
+    assert ledger.plus(ledger) == Ledger(20, 14, {"empty": 4, "trailing": 2})
+    with pytest.raises(RolloutDataError, match=r"11 sampled, but 7 trained \+ 3 dropped = 10"):
+        Ledger(11, 7, {"empty": 3}).check()
+    with pytest.raises(RolloutDataError, match="not conserved"):
+        Ledger(5, 6, {"empty": -1}).check()
+
+
+def test_throughput_is_of_what_was_trained():
+    """faults, `Timer().seq_lens` holds dropped samples, tok/s global and TFLOPs per GPU: units are stated, and FLOPs are the trained ones."""
+    found = perf_metrics(
+        {"actor_train": 2.0, "train": 3.0, "train_wait": 1.0}, forward_flops=4e12, num_tokens=100, world_size=2
+    )
+    assert found["perf/actor_train_tflops"] == 3.0 and found["perf/actor_train_tok_per_s"] == 50
+    assert found["perf/step_time"] == 4.0 and found["perf/wait_time_ratio"] == 0.25
+    from slime.utils.rollout_data import _trained_lengths
+
+    assert _trained_lengths({"owner_ranks": [0, -1, 1]}, [5, 6, 7]) == [5, 7]
+
+
+def test_small_helpers():
+    """Upstream's helpers, by hand."""
+    assert dict_add_prefix({"a": 1}, "x/") == {"x/a": 1}
+    assert compute_statistics([1, 2, 6]) == {"mean": 3.0, "median": 2.0, "max": 6.0, "min": 1.0}
+    with pytest.raises(ValueError, match="no values"):
+        compute_statistics([])
+    assert compression_ratio("") == (math.inf, 0.0)
+    assert has_repetition("ab" * 6000) and not has_repetition("ab" * 100)
+    args = types.SimpleNamespace(
+        wandb_always_use_train_step=True, rollout_batch_size=8, n_samples_per_prompt=4, global_batch_size=16
+    )
+    assert compute_rollout_step(args, 3) == 6
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,303 @@
+"""Metrics and dumps of the rollout side: nothing that was collected goes unused, and a dump gives back what was saved."""
+
+import json
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from slime.exceptions import ConfigError, RolloutDataError
+from slime.observability.rollout_metrics import (
+    RolloutMetricsConfig,
+    _compute_top_p_kept_vocab_metrics,
+    compute_metrics_from_samples,
+    compute_perf_metrics_from_samples,
+    eval_metrics,
+    parse_weight_version,
+    request_metrics,
+    staleness_metrics,
+    zero_spread_metrics,
+)
+from slime.utils.rollout_dump import (
+    dump_path,
+    load_debug_rollout_data,
+    read_rollout_dump,
+    save_debug_rollout_data,
+    subsample_groups,
+)
+from slime.utils.types import Sample
+
+NUM_GPUS = 0
+CONFIG = RolloutMetricsConfig()
+
+
+def make_sample(i, **changes):
+    fields = {
+        "index": i,
+        "group_index": i // 2,
+        "response_length": 10 + i,
+        "reward": float(i % 2),
+        "status": Sample.Status.COMPLETED,
+        "weight_versions": ["3"],
+    }
+    return Sample(**{**fields, **changes})
+
+
+def test_status_sources_and_removed_samples_are_counted():
+    """faults, collected but never used: status counts, per-source metrics, removed samples."""
+    samples = [
+        make_sample(0, metadata={"source_name": "math"}),
+        make_sample(1, metadata={"source_name": "code"}, status=Sample.Status.TRUNCATED),
+        make_sample(2, metadata={"source_name": "math"}, status=Sample.Status.FAILED, reward=None),
+        make_sample(3, status=Sample.Status.ABORTED, remove_sample=True, valid=False),
+    ]
+    found = compute_metrics_from_samples(CONFIG, samples)
+    counts = {name: found[f"status/{name}"] for name in ("completed", "truncated", "failed", "aborted")}
+    assert counts == {"completed": 1, "truncated": 1, "failed": 1, "aborted": 1}
+    assert (
+        found["source/math/count"] == 2
+        and found["source/math/reward"] == 0.0
+        and found["source/code/truncated_ratio"] == 1.0
+    )
+    assert found["source/unknown/count"] == 1 and found["truncated_ratio"] == 0.25
+    assert (found["removed_count"], found["invalid_count"], found["reward/missing_count"]) == (1, 1, 1)
+
+
+def test_rewards_that_are_none_nan_or_keyed_do_not_crash_a_metric():
+    """faults, None has no round: missing rewards are counted, and one accessor serves dicts too."""
+    samples = [
+        make_sample(0, reward=None),
+        make_sample(1, reward=math.nan),
+        make_sample(2, reward={"score": 1.0}),
+        make_sample(3, reward={"score": 0.0}),
+    ]
+    keyed = compute_metrics_from_samples(RolloutMetricsConfig(reward_key="score"), samples)
+    assert keyed["reward/mean"] == 0.5 and keyed["reward/missing_count"] == 2
+    assert compute_metrics_from_samples(CONFIG, samples)["reward/missing_count"] == 4
+
+
+def test_the_mean_reward_has_one_vote_per_rollout():
+    """faults, reward mean weighted by number of turns: 0.667, not 0.333."""
+    rows = [(1.0, 0)] * 2 + [(1.0, 1)] * 3 + [(0.0, 2)] * 10
+    samples = [
+        make_sample(i, reward=reward, rollout_id=rollout, group_index=0) for i, (reward, rollout) in enumerate(rows)
+    ]
+    found = compute_metrics_from_samples(CONFIG, samples)
+    assert found["reward/mean"] == pytest.approx(2 / 3) and (found["num_samples"], found["num_rollouts"]) == (15, 3)
+
+
+def test_groups_without_spread_have_a_fixed_set_of_names():
+    """faults, `zero_std/count_<reward>` makes an unbounded set of metric names; singletons have no spread to lack."""
+    found = zero_spread_metrics({0: [1.0, 1.0], 1: [0.0, 0.0], 2: [0.1 + 0.2, 0.3], 3: [0.0, 1.0], 4: [5.0]})
+    assert found == {
+        "zero_std/count_all_solved": 1,
+        "zero_std/count_all_failed": 1,
+        "zero_std/count_other": 1,
+        "zero_std/count": 3,
+        "zero_std/frac": 0.75,
+    }
+    samples = [make_sample(i, group_index=None) for i in range(4)]
+    assert compute_metrics_from_samples(CONFIG, samples)["zero_std/count"] == 0, (
+        "samples without a group are not one group"
+    )
+
+
+def test_staleness_is_versions_between_oldest_token_and_now():
+    """faults, `weight_versions` never used: segments at v3 and v4, trainer at v5 -> staleness 2; unknown versions are counted."""
+    samples = [
+        make_sample(0, weight_versions=["3", "4"]),
+        make_sample(1, weight_versions=["v5"]),
+        make_sample(2, weight_versions=[]),
+    ]
+    found = staleness_metrics(samples, current_version=5)
+    assert found == {
+        "staleness/mean": 1.0,
+        "staleness/max": 2.0,
+        "staleness/mixed_frac": 0.5,
+        "staleness/unknown_count": 1.0,
+    }
+    assert staleness_metrics([make_sample(0, weight_versions=["default"])]) == {}
+    assert parse_weight_version("v12") == 12 and parse_weight_version("main") is None
+
+
+def test_requests_are_counted():
+    """faults, perf/request/count and profiled_count were promised and never sent."""
+    samples = [make_sample(0), make_sample(1)]
+    samples[0].trace = {
+        "events": [
+            {
+                "type": "span_end",
+                "name": "sglang_generate",
+                "attrs": {"e2e_latency": 2.0, "decode_throughput": 50.0, "prefill_launch_delay": 0.5},
+            },
+            {"type": "span_end", "name": "reward", "attrs": {"e2e_latency": 9.0}},
+        ]
+    }
+    samples[1].trace = {"events": [{"type": "span_end", "name": "sglang_generate", "attrs": {}}]}
+    found = request_metrics(samples)
+    assert found["request/count"] == 2 and found["request/profiled_count"] == 1
+    assert (
+        found["request/e2e_latency/mean"] == 2.0
+        and found["decode/throughput/max"] == 50.0
+        and found["prefill/launch_delay/min"] == 0.5
+    )
+
+
+def test_kept_nucleus_ids_are_per_trainable_token():
+    """Upstream pins 3.5: 2 + 5 ids on two trainable tokens; masked tokens and removed samples do not count."""
+    sample = make_sample(
+        0,
+        response_length=3,
+        loss_mask=[1, 0, 1],
+        rollout_top_p_token_ids=list(range(16)),
+        rollout_top_p_token_offsets=[0, 2, 11, 16],
+    )
+    removed = make_sample(1, remove_sample=True, rollout_top_p_token_ids=[1], rollout_top_p_token_offsets=[0, 1])
+    assert _compute_top_p_kept_vocab_metrics(None, [sample, removed]) == {"top_p_kept_vocab_per_token": 3.5}
+    assert _compute_top_p_kept_vocab_metrics(None, [make_sample(0)]) == {}
+
+
+def test_throughput_is_per_second_and_gpu():
+    """Units: tokens per second and GPU over the rollout's time; the longest sample without its waiting."""
+    samples = [
+        make_sample(0, response_length=100),
+        make_sample(1, response_length=300, loss_mask=[1] * 200 + [0] * 100, non_generation_time=5.0),
+    ]
+    found = compute_perf_metrics_from_samples(RolloutMetricsConfig(rollout_num_gpus=2), samples, 10.0)
+    assert found["tokens_per_gpu_per_sec"] == 20.0 and found["effective_tokens_per_gpu_per_sec"] == 15.0
+    assert (
+        found["longest_sample_tokens_per_sec"] == 30.0
+        and found["longest_sample_tokens_per_sec_without_non_generation"] == 60.0
+    )
+    assert (
+        compute_perf_metrics_from_samples(CONFIG, [], 1.0) == {"rollout_time": 1.0}
+        and compute_metrics_from_samples(CONFIG, []) == {}
+    )
+
+
+def test_evaluation_counts_every_row_once_and_groups_by_id():
+    """faults, evaluation rows grouped by text: 3 items, n = 2 -> 3 groups of 2, also in any order; None is not scored."""
+    order = [0, 2, 4, 1, 3, 5]
+    samples = [make_sample(i, group_index=i // 2) for i in order]
+    rewards = [[1.0, 0.0, 1.0, 1.0, 0.0, 0.0][i] for i in order]
+    found = eval_metrics(
+        RolloutMetricsConfig(log_passrate=True),
+        {"rewards": rewards, "truncated": [True] + [False] * 5, "samples": samples},
+        group_size=2,
+    )
+    assert (
+        found[""] == 0.5
+        and found["-pass@1"] == 0.5
+        and found["-pass@2"] == pytest.approx(2 / 3)
+        and found["-truncated_ratio"] == pytest.approx(1 / 6)
+    )
+    assert eval_metrics(CONFIG, {"rewards": [1.0, None]}, group_size=1)[""] == 1.0
+
+
+# --- dumps ----------------------------------------------------------------------------------------------------------------
+
+
+def full_sample(i):
+    sample = make_sample(
+        i,
+        prompt=[{"role": "user", "content": "2+2 = ? \u2603"}],
+        tokens=[1, 2, 3 + i],
+        loss_mask=[1, 0],
+        rollout_log_probs=[-0.1, -float(np.float32(0.3))],
+        rollout_top_p_token_ids=torch.arange(3, dtype=torch.int32),
+        rollout_routed_experts=np.ones((2, 1, 2), dtype=np.uint8),
+        multimodal_train_inputs={"pixels": torch.ones(1, 2, dtype=torch.bfloat16)},
+        reward={"score": math.inf, "acc": math.nan},
+        metadata={"k": {1: "int keys become strings"}, "nested": [[1.5, None], "x"]},
+        valid=False,
+        invalid_reason="empty",
+        finish_reason="length",
+    )
+    sample.custom_attribute = {"kept": True}
+    return sample
+
+
+def test_a_dump_gives_back_exactly_what_was_saved(tmp_path):
+    """faults, debug dump: ids, mask, log-probs (bit for bit), reward, group, version, order and extra attributes."""
+    samples = [full_sample(i) for i in range(3)]
+    path = save_debug_rollout_data(
+        str(tmp_path / "d" / "{rollout_id}.jsonl"), [samples[:2], samples[2:]], rollout_id=7, evaluation=False
+    )
+    assert path.name == "7.jsonl"
+    for saved, read in zip(samples, read_rollout_dump(path), strict=True):
+        for name in (
+            "index",
+            "group_index",
+            "tokens",
+            "loss_mask",
+            "rollout_log_probs",
+            "prompt",
+            "weight_versions",
+            "valid",
+            "invalid_reason",
+        ):
+            assert getattr(read, name) == getattr(saved, name), name
+        assert read.status is Sample.Status.COMPLETED and read.custom_attribute == {"kept": True}
+        assert read.reward["score"] == math.inf and math.isnan(read.reward["acc"])
+        assert torch.equal(read.rollout_top_p_token_ids, saved.rollout_top_p_token_ids)
+        assert (
+            read.rollout_routed_experts.dtype == np.uint8
+            and read.multimodal_train_inputs["pixels"].dtype == torch.bfloat16
+        )
+    evaluation = save_debug_rollout_data(
+        str(tmp_path / "{rollout_id}"), {"set": {"samples": samples}}, rollout_id=7, evaluation=True
+    )
+    assert evaluation.name == "eval_7" and len(read_rollout_dump(evaluation)) == 3
+
+
+def test_a_dump_is_json_and_executes_nothing(tmp_path):
+    """faults, torch.load(weights_only=False): a pickle in place of a dump is refused by its first line."""
+    path = save_debug_rollout_data(str(tmp_path / "{rollout_id}"), [full_sample(0)], rollout_id=0, evaluation=False)
+    assert json.loads(path.read_text().splitlines()[0])["num_samples"] == 1
+    path.write_bytes(pickle.dumps({"samples": []}))
+    with pytest.raises(RolloutDataError, match="line 1|not a rollout dump"):
+        read_rollout_dump(path)
+
+
+def test_a_damaged_or_missing_dump_is_named(tmp_path):
+    """faults, incomplete dump detected: a lost line, a cut line and a missing file each say what is wrong."""
+    path = save_debug_rollout_data(
+        str(tmp_path / "{rollout_id}"), [full_sample(i) for i in range(3)], rollout_id=0, evaluation=False
+    )
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]))
+    with pytest.raises(RolloutDataError, match="holds 2 samples, its head says 3"):
+        read_rollout_dump(path)
+    path.write_bytes(b"".join([*lines[:-1], lines[-1][:20]]))
+    with pytest.raises(RolloutDataError, match="line 4: not JSON"):
+        read_rollout_dump(path)
+    with pytest.raises(RolloutDataError, match="no rollout dump"):
+        load_debug_rollout_data(str(tmp_path / "{rollout_id}"), rollout_id=99)
+    with pytest.raises(RolloutDataError, match="cannot store"):
+        save_debug_rollout_data(
+            str(tmp_path / "{rollout_id}"), [make_sample(0, metadata={"f": object()})], rollout_id=1, evaluation=False
+        )
+
+
+def test_a_path_that_would_overwrite_itself_is_refused():
+    """faults, debug dump overwritten: one file per rollout, so the template must hold the rollout id."""
+    with pytest.raises(ConfigError, match="needs {rollout_id}"):
+        dump_path("dump.jsonl", 3, evaluation=False)
+    with pytest.raises(ConfigError, match="placeholder other than"):
+        dump_path("{rollout_id}_{rank}.jsonl", 3, evaluation=False)
+
+
+def test_subsampling_keeps_whole_groups_and_at_least_one():
+    """faults, sub-sampling: a ratio that rounds to 0 returned everything, odd counts were biased to the tail, groups were cut."""
+    samples = [make_sample(i, group_index=i // 3) for i in range(15)]
+    for ratio, groups in {0.01: [0], 0.4: [0, 2], 0.6: [0, 1, 3], 1.0: [0, 1, 2, 3, 4]}.items():
+        kept = subsample_groups(samples, ratio)
+        assert sorted({s.group_index for s in kept}) == groups and len(kept) == 3 * len(groups)
+    with pytest.raises(ConfigError, match="in \\(0, 1\\]"):
+        subsample_groups(samples, 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
