@@ -17,6 +17,8 @@ from slime.rollout.postprocess import (
     Level,
     MissingLogProbs,
     Policy,
+    apply_verdicts,
+    check_responses,
     gate_config_from_args,
 )
 from slime.rollout.postprocess import snapshots as snapshots_module
@@ -32,6 +34,7 @@ def options(**changes):
         "custom_generate_function_path": None, "ci_test": False, "debug_rollout_only": False, "use_rollout_logprobs": False,
         "use_tis": False, "get_mismatch_metrics": False, "rollout_max_context_len": None, "vocab_size": None,
         "rollout_skip_special_tokens": True, "rollout_stop": None, "reward_key": None, "eval_reward_key": None, "run_dir": None,
+        "start_rollout_id": None,
     }  # fmt: skip
     return types.SimpleNamespace(**{**dataclasses.asdict(GateOptions()), **others, **changes})
 
@@ -117,6 +120,35 @@ def test_strictness_is_scheduled_by_rollout_and_by_measured_rate():
         config.at(0, bad_format_rate=0.01).level is Level.OFF
         and config.at(0, bad_format_rate=0.02).level is Level.STRICT
     )
+
+
+def test_the_check_before_rewards_follows_the_schedule_and_is_part_of_the_record():
+    """A45, A74, A75, A88: it runs inside the rollout, long before the record is written."""
+    from support.gate_golden import load_tokenizer
+
+    tokenizer = load_tokenizer()
+    ids = tokenizer.encode("the tokens' text", add_special_tokens=False)
+
+    def group(text):
+        fields = {
+            "tokens": [5, *ids],
+            "response_length": len(ids),
+            "rollout_log_probs": [-1.0] * len(ids),
+            "response": text,
+        }
+        return [sound_sample(i, **fields) for i in range(4)]
+
+    gate = Gate.from_args(options(gate_compare_text="on", gate_schedule=["1:lenient"]), tokenizer)
+    for rollout_id, expected in enumerate(["misaligned", None]):
+        batch = []
+        for text in ("the tokens' text", "the  tokens' text"):
+            samples = group(text)
+            batch += apply_verdicts(samples, check_responses(samples, gate.config, tokenizer=tokenizer))
+        result = gate.run(batch, rollout_id)
+        assert reasons_of(result) == [None] * 4 + [expected] * 4
+        assert result.statistics.counts["compared"] == 8 and result.statistics.counts["cause_whitespace"] == 4
+        assert result.statistics.alignment_failure_rate == 0.5 and result.statistics.seconds["before_rewards"] > 0
+    assert "before_rewards" not in gate.run(scored(4), 2).statistics.seconds
 
 
 def test_every_rollout_leaves_one_record_and_one_line_whatever_its_size(tmp_path, caplog):

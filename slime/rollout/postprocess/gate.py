@@ -20,6 +20,7 @@ from slime.rollout.postprocess.alignment import Codec, codec_of
 from slime.rollout.postprocess.checks import CHECKS, Check, earlier_reason, is_kept
 from slime.rollout.postprocess.chunk import FINISH_NAMES, Chunk
 from slime.rollout.postprocess.contract import GateConfig, Policy, Verdict, reason_of_code
+from slime.rollout.postprocess.early import EARLY
 from slime.rollout.postprocess.statistics import GateStatistics, describe_samples
 from slime.utils.types import Sample
 
@@ -92,10 +93,15 @@ def postprocess_output_data(
 
 
 def check_responses(samples: Sequence[Sample], config: GateConfig, *, tokenizer: Any = None) -> list[Verdict]:
-    """One verdict per sample, before rewards, without statistics. Apply them with `apply_verdicts`."""
-    before_rewards = dataclasses.replace(config, rewards_expected=False) if config.rewards_expected else config
-    outcome = judge(adapt(samples, before_rewards), before_rewards, codec_of(tokenizer, before_rewards))
-    return _verdicts(outcome, before_rewards)
+    """One verdict per sample, before rewards, without statistics. Apply them with `apply_verdicts`.
+
+    A schedule of levels follows the rollout that `Gate.run` last reported in this process.
+    """
+    start = time.perf_counter()
+    config = dataclasses.replace(config.at(EARLY.rollout_id, EARLY.bad_format_rate), rewards_expected=False)
+    outcome = judge(adapt(samples, config), config, codec_of(tokenizer, config))
+    EARLY.add(outcome.counts, time.perf_counter() - start)
+    return _verdicts(outcome, config)
 
 
 def apply_verdicts(samples: Sequence[Sample], verdicts: Sequence[Verdict]) -> list[Sample]:

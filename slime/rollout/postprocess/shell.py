@@ -28,6 +28,7 @@ from slime.rollout.postprocess.contract import (
     ScheduleStep,
     TaskRules,
 )
+from slime.rollout.postprocess.early import EARLY
 from slime.rollout.postprocess.gate import PostprocessResult, adapt, assemble, judge
 from slime.rollout.postprocess.parallel import judge_in_parallel
 from slime.rollout.postprocess.snapshots import SnapshotWriter
@@ -70,6 +71,7 @@ class Gate:
         if args.gate_snapshots > 0 and args.run_dir is not None:
             max_bytes = int(args.gate_snapshots_max_gib * 2**30)
             snapshots = SnapshotWriter(Path(args.run_dir) / "gate", keep=args.gate_snapshots, max_bytes=max_bytes)
+        EARLY.reached(args.start_rollout_id or 0, None)
         return Gate(
             gate_config_from_args(args, tokenizer),
             tokenizer=tokenizer,
@@ -109,6 +111,9 @@ class Gate:
             outcome = judge(samples, config, codec_of(self._tokenizer, config))
         result = assemble(samples, outcome, config, previous=history)
         statistics = result.statistics.with_iteration(iteration_seconds)
+        if not evaluation:
+            statistics = statistics.with_early_check(*EARLY.take())
+            EARLY.reached(rollout_id + 1, statistics.rate_of(InvalidReason.BAD_FORMAT))
         alarms = tuple(find_alarms(statistics, history))
         self._history[evaluation].append(statistics)
         result = dataclasses.replace(result, statistics=statistics, alarms=alarms)

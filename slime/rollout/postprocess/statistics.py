@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -196,6 +196,23 @@ class GateStatistics:
     def with_iteration(self, seconds: float | None) -> GateStatistics:
         """These statistics with the length of the iteration they belong to, in seconds."""
         return dataclasses.replace(self, iteration_seconds=seconds)
+
+    def with_early_check(self, counts: Mapping[str, int], seconds: float) -> GateStatistics:
+        """These statistics with the time of the check before rewards, and its comparisons in place of this call's.
+
+        After that check a text is the tokens' text, or its sample is out: only the first comparison says anything.
+        """
+        own = self.counts
+        if counts.get("compared", 0):
+            own = {
+                name: n
+                for name, n in own.items()
+                if name not in ("compared", "mismatched") and not name.startswith("cause_")
+            }
+            own.update(counts)
+        return dataclasses.replace(
+            self, counts=own, seconds={**self.seconds, **({"before_rewards": seconds} if seconds else {})}
+        )
 
     def length_summary(self) -> dict[str, float]:
         """Mean, extremes and quantiles of kept response lengths, in tokens; {} if none is kept."""

@@ -1,0 +1,47 @@
+"""What the check before rewards leaves for the rollout's record, and what it needs to know of it. One object per process.
+
+`check_responses` runs inside the rollout function, group by group; `Gate.run` later sees samples whose text already is the tokens'
+text and whose verdict already stands. Time spent and texts compared are therefore counted here and taken by `Gate.run`, which in
+turn says how far the run is, for the schedule of levels.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Mapping
+
+_COMPARISON = ("compared", "mismatched")
+
+
+class EarlyFindings:
+    """Sums over the calls of `check_responses` since the last `take`. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._seconds = 0.0
+        self.rollout_id = 0
+        self.bad_format_rate: float | None = None
+
+    def add(self, counts: Mapping[str, int], seconds: float) -> None:
+        """Adds one call's comparisons and its time in seconds."""
+        compared = {name: n for name, n in counts.items() if name in _COMPARISON or name.startswith("cause_")}
+        with self._lock:
+            self._counts.update(compared)
+            self._seconds += seconds
+
+    def take(self) -> tuple[dict[str, int], float]:
+        """(counts of comparisons, seconds) since the last call; both start again at zero."""
+        with self._lock:
+            taken = dict(self._counts), self._seconds
+            self._counts.clear()
+            self._seconds = 0.0
+        return taken
+
+    def reached(self, rollout_id: int, bad_format_rate: float | None) -> None:
+        """Says which rollout is generated from now on, and the last measured share of bad formats."""
+        self.rollout_id, self.bad_format_rate = rollout_id, bad_format_rate
+
+
+EARLY = EarlyFindings()
