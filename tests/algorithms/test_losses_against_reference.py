@@ -30,7 +30,7 @@ from slime.exceptions import ConfigError, RolloutDataError
 
 NUM_GPUS = 0
 
-SHAPES = [(3, 4), (1, 6), (5, 1), (2, 0), (2, 5), (4, 3)]
+SHAPES = [(3, 8), (1, 11), (5, 1), (2, 0), (2, 9), (4, 7)]
 ROLLOUT_IDS = [0, 0, 1, 2, 3, 3]  # samples 0 and 1 are parts of one rollout, and so are 4 and 5
 
 VARIANTS = {
@@ -381,6 +381,21 @@ def test_a_missing_field_is_named_with_the_option_that_needs_it(options, missing
         call_loss(args, batch, packed)
     with pytest.raises(ConfigError, match="--dr-grpo-length"):
         call_loss(one_batch(advantage_estimator="dr_grpo", rollout_max_response_len=None)[0], batch, packed)
+
+
+def test_the_cases_reach_every_branch():
+    """A case without a clipped token of either sign would let a wrong bound pass."""
+    samples = make_samples(SHAPES, 5, rollout_ids=ROLLOUT_IDS)
+    log_probs, _ = reference_of(samples, make_logits(samples, 6), ReferenceOptions())
+    seen = set()
+    for sample, new in zip(samples, log_probs, strict=True):
+        for t, mask in enumerate(sample.loss_mask):
+            ratio = float((new[t] - sample.log_probs[t]).exp())
+            side = "below" if ratio < 0.8 else "inside" if ratio <= 1.2 else "dual" if ratio > 1.5 else "above"
+            if mask:
+                seen.add((sample.reward > 0, side))
+    wanted = {(sign, side) for sign in (True, False) for side in ("below", "inside", "dual")}
+    assert wanted <= seen, wanted - seen
 
 
 def test_a_shifted_or_short_log_prob_fails():

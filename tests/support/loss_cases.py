@@ -15,7 +15,8 @@ VOCABULARY = 13
 def make_samples(
     shapes: Sequence[tuple[int, int]], seed: int, *, rollout_ids: Sequence[int] | None = None
 ) -> list[ReferenceSample]:
-    """Returns samples of (prompt, response) lengths. Masks are random with some samples fully masked; old log-probs are plausible ones."""
+    """Returns samples of (prompt, response) lengths. Masks are random, rewards alternate in sign, log-probs are plausible
+    ones with ratios from 0.2 to 4."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for index, (prompt, response) in enumerate(shapes):
@@ -29,7 +30,7 @@ def make_samples(
                 tokens=torch.randint(0, VOCABULARY, (prompt + response,), generator=generator).tolist(),
                 response_length=response,
                 loss_mask=(torch.rand(response, generator=generator) < 0.75).int().tolist(),
-                reward=float(torch.randn((), generator=generator)),
+                reward=(-1) ** index * (0.5 + float(torch.rand((), generator=generator))),
                 rollout_id=index if rollout_ids is None else rollout_ids[index],
                 log_probs=old,
                 rollout_log_probs=[value + 0.3 * noise for value, noise in zip(old, draw(1.0, 0.0), strict=True)],
