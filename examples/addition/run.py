@@ -11,6 +11,7 @@ balance, or when a run of the unchanged recipe did not at least double the accur
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import os
 import shutil
@@ -29,6 +30,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 EVAL_METRIC = "eval/addition"
 MIN_RATIO = 2.0
+PR_SET_PDEATHSIG = 1
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # the ranks and the engine are the parallelism
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -71,17 +73,24 @@ def grpo_command(data: Path, run_dir: Path, model: Path, extra: Sequence[str]) -
     ]  # fmt: skip
 
 
+def _join_own_group() -> None:
+    """Runs in the child: a group of its own, so that it gets each signal once, from us; it is ended when we die unheard."""
+    os.setpgrp()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
 def run_stage(stage: str, command: Sequence[str]) -> None:
-    """Runs one stage in this terminal. StageFailed for a status other than 0; a signal to us ends it first."""
+    """Runs one stage in this terminal. StageFailed for a status other than 0. Ctrl-C and SIGTERM reach the stage, which stops cleanly."""
     path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
-    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path})
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, preexec_fn=_join_own_group)
 
     def forward(number: int, frame: Any) -> None:
         process.send_signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGHUP)}
-    # Ctrl-C reaches the whole foreground group, the stage included: it stops by itself and says so in its status
-    previous[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, forward) for number in signals}
     try:
         status = process.wait()
     finally:

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import signal
 import time
 from pathlib import Path
 
@@ -166,6 +167,23 @@ def test_failed_stage_ends_the_job_with_its_status(monkeypatch, folder, tmp_path
     monkeypatch.setattr(run, "warm_up", lambda *rest, **options: folder / "model")
     assert run.main(["--run-dir", str(tmp_path), "--data", str(folder)]) == 3
     assert "GRPO ended with status 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_signal_to_the_job_reaches_the_stage_once_and_its_status_comes_back(tmp_path, number):
+    """The stage stops its Ray session by itself; the job waits for that and ends with its status."""
+    script = (
+        "import os, pathlib, signal, sys, time\n"
+        "def stop(number, frame):\n"
+        "    with open(sys.argv[1], 'a') as file: file.write(str(number) + ' ')\n"
+        "    time.sleep(0.3); sys.exit(130)\n"
+        "signal.signal(signal.SIGINT, stop); signal.signal(signal.SIGTERM, stop)\n"
+        "os.kill(os.getppid(), int(sys.argv[2])); time.sleep(30)\n"
+    )
+    with pytest.raises(run.StageFailed) as failure:
+        run.run_stage("the stage", [run.sys.executable, "-c", script, str(tmp_path / "got"), str(int(number))])
+    assert failure.value.status == 130
+    assert (tmp_path / "got").read_text().split() == [str(int(number))]
 
 
 def test_interrupted_warm_up_is_not_reused_and_a_finished_one_is(monkeypatch, tmp_path, capsys):
