@@ -5,11 +5,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import shutil
+
 import pytest
 import torch
+import torch.distributed as dist
 from support.distributed import run_distributed
 from support.megatron_worker import built, exported, local_batch, log_probs_of, train_steps
 from support.tiny_models import make_tiny_checkpoint
+
+from slime.exceptions import ConfigError, SlimeError
 
 NUM_GPUS = 0
 
@@ -22,34 +27,58 @@ LOADED_UNDER = {
 }
 
 
-def _save_and_resume(rank, world_size, folder, save):
-    """Saves after one rollout without dropout noise in the comparison of layouts: see the keys of the result."""
+def _save_and_resume(rank, world_size, folder, save, saved_under, loaded_under):
+    """Everything the tests compare; see the keys of the result."""
     from slime.backends.megatron_utils.checkpoint import save_checkpoint, save_hf_checkpoint
 
     result = {}
-    with built(folder, **SAVED_UNDER, save_hf=f"{save}/hf_{{rollout_id}}") as (args, *state):
-        data, mine = local_batch(args)
+    with built(folder, **saved_under, save_hf=f"{save}/hf_{{rollout_id}}") as (args, *state):
+        data, _ = local_batch(args)
         train_steps(args, state, data, rollout_id=0)
         save_checkpoint(args, 0, *state, save_dir=save, write_extra=lambda path: (path / "data_position.json").write_text("{}"))
         save_hf_checkpoint(args, 0, state[0])
         result["saved"] = exported(args, state[0])
         train_steps(args, state, data, rollout_id=1)
         result["uninterrupted"] = (exported(args, state[0]), torch.rand(4))
-    with built(folder, load_dir=save, **SAVED_UNDER) as (args, *state):
+    with built(folder, load_dir=save, **saved_under) as (args, *state):
         result["resumed_lr"] = state[1].param_groups[0]["lr"]
         train_steps(args, state, data, rollout_id=1)
         result["resumed"] = (exported(args, state[0]), torch.rand(4))
 
     # Without dropout the layouts must agree; each continues from the same checkpoint.
     result["continued"] = {}
-    for name, options in {"same": {"use_distributed_optimizer": True}, **LOADED_UNDER}.items():
+    for name, options in {"same": {**saved_under, "hidden_dropout": 0.0}, **loaded_under}.items():
         with built(folder, load_dir=save, **options) as (args, *state):
             data, mine = local_batch(args)
             log_probs = log_probs_of(args, state[0], data, mine)
             loaded = exported(args, state[0])
             train_steps(args, state, data, rollout_id=1)
             result["continued"][name] = (log_probs, loaded, exported(args, state[0]))
+    result["damaged"], result["full_disk"] = _damage(rank, folder, Path(save))
     return result
+
+
+def _damage(rank, folder, save):
+    """What the ranks say of a copy of the checkpoint with one flipped bit, and of a disk that is full while rank 0 writes."""
+    from slime.backends.megatron_utils.checkpoint import save_checkpoint
+
+    copy = save.with_name("damaged")
+    if rank == 0:
+        shutil.copytree(save, copy)
+        victim = copy / "iter_0000000" / "__0_0.distcp"
+        content = bytearray(victim.read_bytes())
+        content[len(content) // 2] ^= 1
+        victim.write_bytes(content)
+    dist.barrier()
+    with pytest.raises(ConfigError) as damaged, built(folder, load_dir=str(copy)):
+        pass
+    with pytest.raises(SlimeError) as full, built(folder) as (args, *state):
+        save_checkpoint(args, 7, *state, save_dir=str(copy), write_extra=_full_disk)
+    return str(damaged.value), str(full.value)
+
+
+def _full_disk(path):
+    raise OSError(28, "No space left on device")
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +87,7 @@ def run(tmp_path_factory):
     root = tmp_path_factory.mktemp("run")
     folder = str(make_tiny_checkpoint(root / "hf", "qwen3", num_hidden_layers=4))
     save = str(root / "save")
-    return run_distributed(_save_and_resume, 2, folder, save, timeout=150), Path(save), Path(folder)
+    return run_distributed(_save_and_resume, 2, folder, save, SAVED_UNDER, LOADED_UNDER, timeout=150), Path(save), Path(folder)
 
 
 def _main(run, pick):
@@ -123,46 +152,40 @@ def test_the_hugging_face_export_loads_as_a_model_with_its_tokenizer(run):
     assert AutoTokenizer.from_pretrained(exported_folder)("7").input_ids == AutoTokenizer.from_pretrained(run[2])("7").input_ids
 
 
-def _load_damaged(rank, world_size, folder, save):
-    from slime.exceptions import ConfigError, SlimeError
-
-    messages = []
-    try:
-        with built(folder, load_dir=save):
-            pass
-    except ConfigError as error:
-        messages.append(str(error))
-    try:
-        with built(folder) as (args, *state):
-            from slime.backends.megatron_utils.checkpoint import save_checkpoint
-
-            save_checkpoint(args, 7, *state, save_dir=save, write_extra=_full_disk)
-    except SlimeError as error:
-        messages.append(str(error))
-    return messages
-
-
-def _full_disk(path):
-    raise OSError(28, "No space left on device")
-
-
-def test_damage_is_named_on_every_rank_and_a_failed_save_changes_nothing(run, tmp_path):
+def test_damage_is_named_on_every_rank_and_a_failed_save_changes_nothing(run):
     """A flipped bit must not become weights, and a full disk must not cost the last good checkpoint."""
-    import shutil
-
-    save = tmp_path / "save"
-    shutil.copytree(run[1], save)
-    victim = next(iter(sorted((save / "iter_0000000").glob("*.distcp"))))
-    content = bytearray(victim.read_bytes())
-    content[len(content) // 2] ^= 1
-    victim.write_bytes(content)
-    for damaged, full in run_distributed(_load_damaged, 2, str(run[2]), str(save), timeout=100):
-        assert f"{victim} has been changed" in damaged
-        assert "--ckpt-step" in damaged
-        assert "No space left on device" in full
-        assert "previous one is intact" in full
+    save = run[1].with_name("damaged")
+    for rank_result in run[0]:
+        assert f"{save / 'iter_0000000' / '__0_0.distcp'} has been changed" in rank_result["damaged"]
+        assert "--ckpt-step" in rank_result["damaged"]
+        assert "No space left on device" in rank_result["full_disk"]
+        assert "previous one is intact" in rank_result["full_disk"]
     assert sorted(path.name for path in save.glob("*iter*")) == ["iter_0000000", "latest_checkpointed_iteration.txt"]
     assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == "0"
+
+
+MOE_SAVED_UNDER = {"expert_model_parallel_size": 2, "use_distributed_optimizer": True}
+MOE_LOADED_UNDER = {
+    "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "dp2-distributed-optimizer": {"use_distributed_optimizer": True},
+}
+
+
+@pytest.mark.slow_layouts
+def test_experts_and_their_optimizer_state_fit_every_layout(tmp_path):
+    """Experts are cut over ranks of their own groups; their moments must find them again."""
+    folder = str(make_tiny_checkpoint(tmp_path / "hf", "qwen3_moe", num_hidden_layers=4))
+    results = run_distributed(
+        _save_and_resume, 2, folder, str(tmp_path / "save"), MOE_SAVED_UNDER, MOE_LOADED_UNDER, timeout=150
+    )
+    uninterrupted = next(r["uninterrupted"][0] for r in results if r["uninterrupted"][0])
+    resumed = next(r["resumed"][0] for r in results if r["resumed"][0])
+    for name, tensor in uninterrupted.items():
+        assert torch.equal(resumed[name], tensor), name
+        for layout in MOE_LOADED_UNDER:
+            continued = next(r["continued"][layout][2] for r in results if r["continued"][layout][2])
+            torch.testing.assert_close(continued[name], tensor, rtol=0, atol=3e-6, msg=lambda text, n=(layout, name): f"{n}: {text}")
 
 
 if __name__ == "__main__":

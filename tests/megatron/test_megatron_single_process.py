@@ -1,0 +1,234 @@
+"""Megatron-core's GPTModel on the CPU, one process: the same numbers as Hugging Face's eager model, and what happens at the edges."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import math
+import subprocess
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.megatron_worker import (
+    LENGTHS,
+    built,
+    exported,
+    fixed_tokens,
+    folder_tensors,
+    local_batch,
+    log_probs_of,
+    reference_run,
+    train_steps,
+)
+from support.tiny_models import make_tiny_checkpoint
+
+NUM_GPUS = 0
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group(tmp_path_factory):
+    store = tmp_path_factory.mktemp("store") / "file"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {family: make_tiny_checkpoint(root / family, family) for family in FAMILIES}
+
+
+def _packed(ids):
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    lengths = [len(sequence) for sequence in ids]
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    return torch.cat(ids)[None], PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths)
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_of_a_packed_row_are_those_of_the_hugging_face_model(family, folders):
+    """One row of eight sequences against one eager forward pass each: 1e-5 on logits, 1e-6 on gradients."""
+    from transformers import AutoModelForCausalLM
+
+    from slime.backends.megatron_utils.local_params import local_parameters
+    from slime.backends.megatron_utils.megatron_to_hf import _convert_to_hf_core
+
+    reference = AutoModelForCausalLM.from_pretrained(folders[family], attn_implementation="eager", dtype=torch.float32)
+    ids = [torch.tensor(sequence) for sequence in fixed_tokens(reference.config.vocab_size)]
+    expected = torch.cat([reference(sequence[None]).logits[0] for sequence in ids])
+    weight = torch.linspace(-1, 1, expected.numel()).view_as(expected) / expected.numel()
+    (expected * weight).sum().backward()
+
+    with built(folders[family]) as (args, model, optimizer, _):
+        tokens, packed = _packed(ids)
+        logits = model[0](input_ids=tokens, position_ids=None, attention_mask=None, packed_seq_params=packed)[0]
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+        (logits * weight).sum().backward()
+        gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+        compared = 0
+        for local in local_parameters(model):
+            for name, gradient in _convert_to_hf_core(args, family, local.name, local.parameter.main_grad):
+                if name in gradients:
+                    torch.testing.assert_close(gradient, gradients[name], rtol=0, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+                    compared += 1
+    # transformers fuses experts in memory: only their gradients have no counterpart by name.
+    assert compared == len([name for name in gradients if ".experts." not in name])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_come_back_byte_for_byte(family, folders):
+    """Load and export: names, dtypes, shapes and bytes of every tensor."""
+    with built(folders[family]) as (args, model, *_):
+        out = exported(args, model)
+    stored = folder_tensors(folders[family])
+    assert list(sorted(out)) == sorted(stored)
+    for name, tensor in stored.items():
+        assert out[name].dtype == tensor.dtype and torch.equal(out[name], tensor), name
+
+
+def test_padding_of_the_vocabulary_has_no_probability(folders):
+    """104 tokens in a table of 1024 rows: with zero rows in the softmax every log-prob would be off by more than 1."""
+    expected = reference_run(folders["qwen3"])
+    with built(folders["qwen3"], make_vocab_size_divisible_by=1024) as (args, model, *rest):
+        data, mine = local_batch(args)
+        log_probs = log_probs_of(args, model, data, mine)
+        metrics = train_steps(args, (model, *rest), data)
+        assert model[0].module.output_layer.weight.shape[0] == 1024
+    for index, tensor in expected["log_probs"].items():
+        torch.testing.assert_close(log_probs[index], tensor, rtol=0, atol=1e-5)
+    assert [step["train/grad_norm"] for step in metrics] == pytest.approx(expected["grad_norms"], rel=1e-4)
+
+
+def test_an_empty_micro_batch_changes_nothing(folders):
+    """A rank without samples still runs the schedule, or the others hang in a collective."""
+    results = []
+    for empty in (False, True):
+        with built(folders["llama"]) as (args, model, *rest):
+            data, _ = local_batch(args)
+            if empty:
+                indices = data["micro_batch_indices"]
+                data |= {"num_microbatches": [3, 3], "micro_batch_indices": [*indices[:2], [], [], *indices[2:]]}
+            metrics = train_steps(args, (model, *rest), data)
+            results.append(([step["train/loss"] for step in metrics], exported(args, model)))
+    assert results[1][0] == pytest.approx(results[0][0], rel=1e-6)
+    for name, tensor in results[0][1].items():
+        torch.testing.assert_close(results[1][1][name], tensor, rtol=0, atol=1e-6)
+
+
+def test_per_token_loss_weighs_tokens_alike(folders):
+    """One 17-token response counts 17 times a one-token response; per rollout they count the same."""
+    reference = reference_run(folders["llama"])
+    first_step = [reference["log_probs"][index] for index in range(4)]
+    with built(folders["llama"], calculate_per_token_loss=True) as (args, *state):
+        data, _ = local_batch(args)
+        metrics = train_steps(args, state, data)
+    assert metrics[0]["train/loss"] == pytest.approx(-float(torch.cat(first_step).mean()), rel=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(folders):
+    """One NaN must not reach the weights, Adam's moments or the schedule."""
+    with built(folders["llama"]) as (args, model, optimizer, scheduler):
+        before = exported(args, model)
+        data, _ = local_batch(args)
+        model[0].module.decoder.final_layernorm.register_forward_hook(lambda module, inputs, output: output * math.nan)
+        metrics = train_steps(args, (model, optimizer, scheduler), data)
+        after = exported(args, model)
+        assert scheduler.num_steps == 0
+    assert [step["train/update_skipped"] for step in metrics] == [1.0, 1.0]
+    assert all(math.isnan(step["train/grad_norm"]) for step in metrics)
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor), name
+
+
+def test_weight_decay_leaves_norms_and_biases_alone(folders):
+    """Megatron's optimizer alone decays them too; with a learning rate but no gradient only matrices may shrink."""
+    with built(folders["qwen2"], clip_grad=0.0) as (args, model, optimizer, scheduler):
+        before = exported(args, model)
+        optimizer.step()
+        after = exported(args, model)
+    for name, tensor in before.items():
+        if tensor.dim() == 1:
+            assert torch.equal(after[name], tensor), name
+        else:
+            torch.testing.assert_close(after[name], tensor * (1 - 1e-2 * 0.1), rtol=1e-6, atol=1e-8)
+
+
+def test_a_critic_gives_one_value_per_response_token(folders):
+    """The value head replaces the output layer; it is new, so it does not come from the checkpoint, and it trains."""
+    from slime.backends.megatron_utils.checkpoint import load_checkpoint
+    from slime.backends.megatron_utils.data import get_data_iterator
+    from slime.backends.megatron_utils.loss import get_values
+    from slime.backends.megatron_utils.model import forward_only
+    from slime.backends.megatron_utils.optimizer import setup_model_and_optimizer
+
+    with built(folders["qwen3"]) as (args, *_):
+        model, optimizer, scheduler = setup_model_and_optimizer(args, role="critic")
+        load_checkpoint(args, model, optimizer, scheduler, load_dir=None)
+        data, _ = local_batch(args)
+        iterator = get_data_iterator(data)
+        data |= forward_only(get_values, args, model, iterator, data["num_microbatches"])
+        assert [len(values) for values in data["values"]] == [response for _, response in LENGTHS]
+        data["returns"] = [torch.ones_like(values) for values in data["values"]]
+        head = model[0].module.output_layer.weight.detach().clone()
+        args.loss_type = "value_loss"
+        metrics = train_steps(args, (model, optimizer, scheduler), data)
+        assert metrics[0]["train/value_loss"] > 0
+        assert not torch.equal(model[0].module.output_layer.weight, head)
+
+
+def test_adaptations_leave_the_rest_of_the_process_alone(folders):
+    """Also when Megatron was imported first: transformers must load the same weights and rotary frequencies afterwards, and torch
+    itself must still refuse CUDA. (Every other test of this file installs them before Megatron's import.)"""
+    script = f"""
+import sys, torch
+sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})
+import megatron.core.models.gpt.gpt_model as g
+from slime.utils.accelerator import get_accelerator
+from transformers import AutoModelForCausalLM
+ids = torch.arange(10, 40)[None]
+before = AutoModelForCausalLM.from_pretrained({str(folders["qwen3"])!r})(ids).logits
+get_accelerator().prepare_megatron()
+get_accelerator().prepare_megatron()
+after = AutoModelForCausalLM.from_pretrained({str(folders["qwen3"])!r})(ids).logits
+assert torch.equal(before, after)
+assert g.torch is not torch and g.torch.zeros(1, device="cuda").device.type == "cpu"
+assert str(g.torch.cuda.current_device()) == "cpu" and not torch.cuda.is_available()
+assert torch.zeros(1).type() == "torch.FloatTensor" == str(torch.zeros(1).type()) and torch.zeros(1).type() == "torch.cuda.FloatTensor"
+try:
+    torch.zeros(1, device="cuda")
+except (AssertionError, RuntimeError):
+    print("fine")
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.stdout.strip().endswith("fine"), done.stderr[-2000:]
+
+
+def test_bfloat16_training_resumes_bit_for_bit(folders, tmp_path):
+    """The fp32 main weights, which the bfloat16 model does not hold, must be in the checkpoint."""
+    from slime.backends.megatron_utils.checkpoint import save_checkpoint
+
+    results = []
+    with built(folders["qwen3"], bf16=True) as (args, *state):
+        data, _ = local_batch(args)
+        train_steps(args, state, data)
+        save_checkpoint(args, 3, *state, save_dir=str(tmp_path))
+        train_steps(args, state, data)
+        results.append(exported(args, state[0]))
+    with built(folders["qwen3"], bf16=True, load_dir=str(tmp_path)) as (args, *state):
+        train_steps(args, state, data)
+        results.append(exported(args, state[0]))
+    for name, tensor in results[0].items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(results[1][name], tensor), name
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
