@@ -8,8 +8,18 @@ from support.gate_reference import is_invisible
 from support.gate_samples import reasons_of, sound_sample
 
 from slime.exceptions import ConfigError
-from slime.rollout.postprocess import FormatSpec, GateConfig, Level, TagPair, TaskRules, postprocess_output_data
-from slime.rollout.postprocess.checks import CHECKS
+from slime.rollout.postprocess import (
+    FormatSpec,
+    GateConfig,
+    InvalidReason,
+    Level,
+    Policy,
+    TagPair,
+    TaskRules,
+    postprocess_output_data,
+)
+from slime.rollout.postprocess import gate as gate_module
+from slime.rollout.postprocess.checks import CHECKS, Check
 from slime.rollout.postprocess.contract import FORMAT_PRESETS
 from slime.rollout.postprocess.text import answer_of, format_problem, is_blank
 from slime.utils.types import Status
@@ -275,6 +285,26 @@ def test_off_switches_quality_checks_and_never_integrity():
     )
     with pytest.raises(ConfigError, match="bad_logprob"):
         GateConfig(levels={"bad_logprob": Level.OFF})
+
+
+def test_a_check_is_one_function_and_one_line(monkeypatch):
+    """The example of docs/gate.md, at the end of the list."""
+
+    def find_shouting(chunk, rows):
+        texts = chunk.text_of(rows)
+        return np.array([texts[row].isupper() for row in rows.tolist()], dtype=bool)
+
+    shouting = Check(InvalidReason.BAD_FORMAT, find_shouting, lambda chunk, row: "all capitals", "bad_format")
+    monkeypatch.setattr(gate_module, "CHECKS", (*CHECKS, shouting))
+    assert reason(response="LISTEN") == "bad_format" and reason(response="listen") is None
+    assert reason(GateConfig(level=Level.OFF), response="LISTEN") is None
+
+
+def test_lengths_that_do_not_fit_are_refused_even_where_misaligned_text_is_kept():
+    """A04, A10: a mask of another length cannot be lined up with anything."""
+    config = GateConfig(policies={InvalidReason.MISALIGNED: Policy.KEEP})
+    assert postprocess_output_data([sound_sample(0, response_length=99)], config).samples[0].valid is False
+    assert postprocess_output_data([sound_sample(0, loss_mask=[1])], config).samples[0].valid is False
 
 
 def test_a_long_text_costs_linear_time():

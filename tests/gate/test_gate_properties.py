@@ -1,6 +1,7 @@
 """Properties that hold for any input: conservation, order, identity, determinism, sums of parts; and 10,000 mutations."""
 
 import copy
+import dataclasses
 import math
 import random
 import time
@@ -13,9 +14,9 @@ from support.gate_reference import reason_of
 from support.gate_samples import reasons_of, sound_sample
 
 from slime.exceptions import RolloutDataError
-from slime.rollout.postprocess import GateConfig, MissingLogProbs, Policy, postprocess_output_data
+from slime.rollout.postprocess import GateConfig, Level, MissingLogProbs, Policy, postprocess_output_data
 from slime.rollout.postprocess import gate as gate_module
-from slime.rollout.postprocess.contract import FORMAT_PRESETS, REASONS
+from slime.rollout.postprocess.contract import FORMAT_PRESETS, NEVER_KEPT, REASONS
 from slime.rollout.postprocess.statistics import GateStatistics
 from slime.utils.types import Sample, Status
 
@@ -143,6 +144,18 @@ def mutate(rng: random.Random, sample: Sample) -> Sample:
     return sample
 
 
+def _is_trainable(out: Sample) -> bool:
+    """Whether nothing of a valid sample can break the trainer or poison a gradient."""
+    log_probs = out.rollout_log_probs
+    return (
+        0 < out.response_length <= len(out.tokens)
+        and all(0 <= token < 10**6 for token in out.tokens)
+        and math.isfinite(out.reward)
+        and (log_probs is None or (len(log_probs) == out.response_length and all(math.isfinite(v) for v in log_probs)))
+        and (out.loss_mask is None or len(out.loss_mask) == out.response_length)
+    )
+
+
 def test_ten_thousand_mutations_end_as_a_verdict():
     """A10: malformed data is marked with a reason or named in an error; it never raises something else and never passes silently."""
     rng = random.Random(7)
@@ -153,12 +166,11 @@ def test_ten_thousand_mutations_end_as_a_verdict():
     statistics = result.statistics
     assert statistics.total == 10_000 == statistics.kept + sum(statistics.dropped.values())
     assert len({reason for reason, count in statistics.dropped.items() if count}) >= 8
-    for out in result.samples:
-        if out.valid is True:
-            assert 0 < out.response_length <= len(out.tokens) and math.isfinite(out.reward)
-            assert out.rollout_log_probs is None or all(math.isfinite(v) for v in out.rollout_log_probs)
-            assert out.loss_mask is None or len(out.loss_mask) == out.response_length
+    assert all(_is_trainable(out) for out in result.samples if out.valid is True)
     assert statistics.to_record() and statistics.to_metrics() and statistics.summary()
+    kept = {reason: Policy.KEEP for reason in REASONS if reason not in NEVER_KEPT}
+    lax = postprocess_output_data(samples, dataclasses.replace(config, policies=kept, level=Level.LENIENT))
+    assert lax.statistics.kept > statistics.kept and all(_is_trainable(out) for out in lax.samples if out.valid is True)
     alone = rng.sample(range(10_000), 300)
     assert [postprocess_output_data([samples[i]], config).verdicts[0] for i in alone] == [
         result.verdicts[i] for i in alone

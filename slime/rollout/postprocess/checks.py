@@ -405,6 +405,7 @@ class Check:
     find: Find
     describe: Callable[[Chunk, int], str]
     quality: str | None = None  # the name under which it has a level; None: integrity, always on
+    may_be_kept: bool = True  # False where the later checks and the trainer could not read the sample
 
     @property
     def name(self) -> str:
@@ -431,7 +432,7 @@ CHECKS: tuple[Check, ...] = (
         find_no_tokens,
         lambda c, r: f"tokens are {type(c.samples[r].tokens).__name__}, no sequence",
     ),
-    Check(InvalidReason.MISALIGNED, find_broken_lengths, _lengths),
+    Check(InvalidReason.MISALIGNED, find_broken_lengths, _lengths, may_be_kept=False),
     Check(InvalidReason.EMPTY, find_no_response, lambda c, r: "no response token"),
     Check(InvalidReason.TOO_SHORT, find_too_short, _describe_too_short, "too_short"),
     Check(InvalidReason.TOO_LONG, find_too_long, _describe_too_long, "too_long"),

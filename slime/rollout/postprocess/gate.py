@@ -190,7 +190,7 @@ def _judge_chunk(chunk: Chunk) -> Outcome:
 def _record(chunk: Chunk, check: Check, alive, failed, codes, findings, details) -> np.ndarray:
     """Writes the reason of the failed rows and returns the rows that go on: the others, and those kept by policy."""
     rows = alive[failed]
-    kept = is_kept(chunk, check.reason, rows)
+    kept = is_kept(chunk, check.reason, rows) & check.may_be_kept
     first_finding = rows[kept & (findings[rows] == 0)]
     findings[first_finding] = check.reason.code
     codes[rows[~kept]] = check.reason.code

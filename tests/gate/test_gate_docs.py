@@ -1,0 +1,39 @@
+"""docs/gate.md says what the code does."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from slime.config.gate import GateOptions
+from slime.rollout.postprocess.cli import COMMANDS
+from slime.rollout.postprocess.contract import NEVER_KEPT, QUALITY_CHECKS, REASONS
+
+NUM_GPUS = 0
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "gate.md").read_text(encoding="utf-8")
+
+
+def test_every_reason_has_a_row_with_its_level_keepability_and_part_in_pass_at_k():
+    """A104: a table that lies about what may be trained is worse than none."""
+    rows = {
+        row[0].strip("` "): [cell.strip(" *") for cell in row]
+        for row in re.findall(r"^\| (`\w+`) \| (.+) \| (.+) \| (.+) \| (.+) \|$", TEXT, re.M)
+    }
+    for reason in REASONS:
+        _, example, level, keep, pass_at_k = rows[reason.value]
+        assert example and (level == "always") is (reason.value not in QUALITY_CHECKS), reason
+        assert (keep in ("no", "never")) is (reason in NEVER_KEPT), reason
+        assert (pass_at_k == "wrong") is reason.is_model_failure, reason
+
+
+def test_every_flag_and_command_in_the_text_exists():
+    """A93: the documented first step must run."""
+    flags = set(re.findall(r"--(gate-[a-z-]+)", TEXT))
+    assert flags <= {name.replace("_", "-") for name in GateOptions.__dataclass_fields__} and len(flags) > 12
+    assert set(re.findall(r"slime gate (\w+)", TEXT)) <= set(COMMANDS)
+    first = [TEXT.index(f"({step})") for step in (1, 2, 3)]
+    assert first == sorted(first)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
