@@ -16,6 +16,7 @@ import logging
 import os
 import socket
 import weakref
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -140,6 +141,31 @@ async def request_once(
         return content.decode("utf-8", errors="replace")
 
 
+async def stream_lines(
+    method: str, url: str, payload: Any = None, *, timeout_s: float | None = None
+) -> AsyncIterator[bytes]:
+    """The reply's lines as they arrive, without their ends. Errors as in `request_once`, also in the middle."""
+    limit = aiohttp.ClientTimeout(total=_settings.timeout_s if timeout_s is None else timeout_s)
+    body = None if payload is None else orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
+    send = {"Content-Type": "application/json"}
+    try:
+        async with _session().request(method, url, data=body, headers=send, timeout=limit) as reply:
+            if not 200 <= reply.status < 300:
+                text = (await reply.read())[:500].decode("utf-8", errors="replace")
+                raise HttpStatusError(f"{method} {url} was answered with {reply.status}: {text}", reply.status, text)
+            pending = b""
+            async for chunk in reply.content.iter_any():
+                *lines, pending = (pending + chunk).split(b"\n")
+                for line in lines:
+                    yield line.rstrip(b"\r")
+            if pending:
+                yield pending
+    except asyncio.TimeoutError as error:
+        raise EngineError(f"{method} {url} did not end within {limit.total} s") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise EngineError(f"{method} {url} failed: {type(error).__name__}: {error}") from error
+
+
 def is_worth_retrying(error: EngineError) -> bool:
     """False for a 4xx reply: the same request would be refused again."""
     return not (isinstance(error, HttpStatusError) and 400 <= error.status < 500)
@@ -151,12 +177,18 @@ def pause_before_try(attempt: int) -> float:
 
 
 async def request_with_retries(
-    method: str, url: str, payload: Any = None, *, max_retries: int, headers: dict | None = None
+    method: str,
+    url: str,
+    payload: Any = None,
+    *,
+    max_retries: int,
+    headers: dict | None = None,
+    timeout_s: float | None = None,
 ) -> Any:
     """`request_once`, tried again at most `max_retries` times where that can help; then the last error."""
     for attempt in range(max_retries + 1):
         try:
-            return await request_once(method, url, payload, headers=headers)
+            return await request_once(method, url, payload, headers=headers, timeout_s=timeout_s)
         except EngineError as error:
             if attempt == max_retries or not is_worth_retrying(error):
                 raise

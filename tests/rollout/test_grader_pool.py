@@ -1,5 +1,6 @@
 """Graders that hang, crash or eat memory are killed; what comes back is a typed outcome, never a reward of 0."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -88,6 +89,28 @@ def test_the_result_is_the_same_from_a_thread_and_from_an_event_loop(pool, where
         for thread in threads:
             thread.join()
     assert results and set(results) == {GraderOutcome(value=1)}
+
+
+def test_the_result_is_the_same_inside_a_ray_actor():
+    """Rewards are computed in an actor, whose methods do not run in the main thread."""
+    ray = pytest.importorskip("ray")
+
+    class Scorer:
+        def score(self, response, label):
+            return run(async_rm(rollout_args(rm_type="math"), Sample(response=response, label=label)))
+
+    paths = os.pathsep.join((str(TESTS), str(TESTS.parent)))
+    ray.init(
+        num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False,
+        runtime_env={"env_vars": {"PYTHONPATH": paths}},
+    )  # fmt: skip
+    try:
+        actor = ray.remote(Scorer).remote()
+        answers = [(r"\boxed{\frac{1}{2}}", "0.5"), (r"\boxed{3}", "0.5"), (r"\boxed{x^2+x}", "x(x+1)")]
+        there = ray.get([actor.score.remote(*answer) for answer in answers], timeout=60)
+        assert there == [Scorer().score(*answer) for answer in answers] == [1, 0, 1]
+    finally:
+        ray.shutdown()
 
 
 def test_workers_end_with_their_parent_even_when_it_is_killed(tmp_path):

@@ -1,6 +1,7 @@
 """The rollout function against a scripted remote engine on loopback: order, failures, aborts, filters, gate, seeds."""
 
 import contextlib
+import json
 import types
 
 import pytest
@@ -355,6 +356,47 @@ def test_a_custom_generate_function_may_return_several_samples_and_hooks_see_eac
     parts = [part for group in output.samples for member in group for part in member]
     assert [part.rollout_id for part in parts] == [index for index in range(8) for _ in range(2)]
     assert all(part.reward == 1 and part.metadata["seen_in"] == 5 for part in parts) and engine.requests == []
+
+
+@pytest.mark.parametrize(("events", "kept"), [(2, 2), (0, None)])
+def test_a_stream_that_breaks_off_keeps_the_tokens_that_arrived(events, kept, model):
+    """A lost connection in the middle of a long response costs the rest of it, not all of it."""
+    from aiohttp import web
+
+    from slime.rollout.sglang_streaming_rollout import generate_streaming
+
+    async def scenario():
+        async def stream(request):
+            response = web.StreamResponse()
+            await response.prepare(request)
+            for count in range(1, events + 1):
+                reply = make_reply(list(range(5, 5 + count)))
+                reply["meta_info"]["finish_reason"] = None
+                await response.write(b"data: " + json.dumps(reply).encode() + b"\n\n")
+            request.transport.close()
+            return response
+
+        app = web.Application()
+        app.router.add_post("/generate", stream)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        args = rollout_args(hf_checkpoint=model)
+        sample = Sample(prompt="p1=", label="1")
+        try:
+            with fresh_rollout_state(f"http://127.0.0.1:{runner.addresses[0][1]}"):
+                return await generate_streaming(args, sample, dict(sglang_rollout.GenerateState(args).sampling_params))
+        finally:
+            await runner.cleanup()
+
+    if kept is None:
+        with pytest.raises(EngineError):
+            run(scenario())
+        return
+    sample = run(scenario())
+    assert sample.response_length == kept and sample.status is Sample.Status.ABORTED
+    assert sample.rollout_log_probs == [-0.125, -0.25]
 
 
 def test_one_sample_alone_raises_what_went_wrong(rig):

@@ -51,6 +51,7 @@ def test_two_runs_and_every_way_of_asking_make_identical_samples(engine, tmp_pat
         {"rollout_group_requests": "off"},
         {"rollout_return_arrays": True},
         {"sglang_server_concurrency": 1, "rollout_group_requests": "off"},
+        {"custom_generate_function_path": "slime.rollout.sglang_streaming_rollout.generate_streaming"},
     ):
         got = content(rollout(engine, tmp_path, **ways)[0])
         assert [row[0] for row in got] == [row[0] for row in expected], ways

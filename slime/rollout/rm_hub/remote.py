@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime.exceptions import ConfigError
-from slime.utils.http_utils import post
+from slime.utils.http_utils import request_with_retries
 from slime.utils.types import Sample
 
 
@@ -15,4 +15,6 @@ async def request_remote_reward(args: Any, sample: Sample, max_retries: int = 10
         raise ConfigError("reward type remote_rm needs --rm-url.")
     payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
     headers = {"X-Session-Id": sample.session_id} if sample.session_id else None
-    return await post(args.rm_url, payload, max_retries=max_retries, headers=headers)
+    return await request_with_retries(
+        "POST", args.rm_url, payload, max_retries=max_retries, headers=headers, timeout_s=args.rm_timeout
+    )

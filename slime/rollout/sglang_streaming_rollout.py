@@ -1,0 +1,65 @@
+"""Generation over server-sent events: what arrived before a lost connection or an abort is not lost.
+
+For `--custom-generate-function-path slime.rollout.sglang_streaming_rollout.generate_streaming`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orjson
+
+from slime.exceptions import EngineError
+from slime.rollout import generation
+from slime.rollout.engine_client import choose_url, get_engines
+from slime.rollout.sglang_rollout import GenerateState, prepare_request
+from slime.utils import http_utils
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+
+async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """The sample with what one streamed generation made of it.
+
+    Each event holds the whole response so far, so the last one is the result. When the stream breaks off after some
+    tokens they are kept, and the sample is ABORTED: it is continued under partial rollout and generated again without.
+    EngineError where nothing arrived.
+    """
+    request = prepare_request(args, GenerateState(args), sample, sampling_params)
+    if request is None:
+        return sample
+    url = choose_url(get_engines(args), sample.group_index)
+    last = None
+    try:
+        async for event in _events(f"{url}/generate", {**request, "stream": True}):
+            last = event
+    except EngineError as error:
+        if last is None:
+            raise
+        logger.warning("sample %s: the stream broke off, its tokens so far are kept: %s", sample.index, error)
+    if last is None:
+        raise EngineError(f"{url}/generate ended its stream without an event")
+    if last["meta_info"].get("finish_reason") is None:
+        last = {**last, "meta_info": {**last["meta_info"], "finish_reason": {"type": "abort"}}}
+    return generation.apply_response(sample, last, args=args)
+
+
+async def _events(url: str, payload: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    """The JSON of each "data: ..." line up to "data: [DONE]". EngineError for an error event or a broken stream."""
+    async for line in http_utils.stream_lines("POST", url, payload):
+        if not line.startswith(b"data:"):
+            continue
+        data = line.removeprefix(b"data:").strip()
+        if data == b"[DONE]":
+            return
+        try:
+            event = orjson.loads(data)
+        except orjson.JSONDecodeError as error:
+            raise EngineError(f"{url} sent an event that is not JSON: {data[:100]!r}") from error
+        if "error" in event:
+            raise EngineError(f"{url} sent an error: {event['error']}")
+        yield event
+    raise EngineError(f"{url} closed the stream before its end mark")
