@@ -151,6 +151,7 @@ def reinforce_plus_plus_baseline_advantages(
 def ppo_advantages(columns: ResponseColumns, config: EstimatorConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns GAE over the trained tokens of each response: PPO with a critic (arXiv:1707.06347, arXiv:1506.02438, token rewards as in
     arXiv:2203.02155). Tokens nobody sampled (mask 0) are no actions: they are left out of the recursion and get 0."""
+    assert columns.values_T is not None, "GAE needs the critic's values"
     rewards_T = token_rewards(columns, config)
     return masked_generalized_advantages(
         rewards_T, columns.values_T, columns.masks_T, columns.lengths_N, gamma=config.gamma, lambd=config.lambd
@@ -179,10 +180,11 @@ def masked_generalized_advantages(
     pick = (lambda flat: flat) if kept is None else (lambda flat: flat[kept])
     gae = generalized_advantages if chunked else generalized_advantages_stepwise
     padded = gae(_pad(pick(rewards_T), lengths), _pad(pick(values_T), lengths), gamma=gamma, lambd=lambd)
-    flat = [_unpad(result, lengths) for result in padded]
+    advantages, returns = (_unpad(result, lengths) for result in padded)
     if kept is None:
-        return flat[0], flat[1]
-    return tuple(torch.zeros_like(values_T).masked_scatter(kept, result) for result in flat)
+        return advantages, returns
+    zeros = torch.zeros_like(values_T)
+    return zeros.masked_scatter(kept, advantages), zeros.masked_scatter(kept, returns)
 
 
 @dataclasses.dataclass(frozen=True)

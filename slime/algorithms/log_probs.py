@@ -70,12 +70,11 @@ class _LogProbAndEntropy(torch.autograd.Function):
             weighted_sum = shard.reduce_sum((full_softmax * logits).sum(dim=-1))
             entropy = maximum + log_total - weighted_sum
         ctx.entropy_grad = entropy_mode == "grad"
-        saved = (softmax, columns, owned)
         if ctx.entropy_grad:
-            saved += (full_softmax, logits, weighted_sum)
+            ctx.save_for_backward(softmax, columns, owned, full_softmax, logits, weighted_sum)
         else:
             ctx.mark_non_differentiable(entropy)
-        ctx.save_for_backward(*saved)
+            ctx.save_for_backward(softmax, columns, owned)
         return log_prob.unsqueeze(-1), entropy
 
     @staticmethod

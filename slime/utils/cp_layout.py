@@ -58,14 +58,19 @@ def compute_zigzag_ranges(
     logits[k] is the part of chunk k whose logits predict response tokens, tokens[k] the tokens they predict; (0, 0) where none.
     """
     chunk = compute_chunk_size(total_length, cp_size)
-    chunks = tuple((index * chunk, (index + 1) * chunk) for index in (cp_rank, 2 * cp_size - 1 - cp_rank))
+    mirrored = 2 * cp_size - 1 - cp_rank
+    chunks = (cp_rank * chunk, (cp_rank + 1) * chunk), (mirrored * chunk, (mirrored + 1) * chunk)
     first_logit = total_length - response_length - 1
-    logits, tokens = [], []
-    for start, end in chunks:
-        low, high = max(start, first_logit), min(end, total_length - 1)
-        logits.append((low, high) if low < high else (0, 0))
-        tokens.append((low + 1, high + 1) if low < high else (0, 0))
-    return chunk, chunks, tuple(logits), tuple(tokens)
+
+    def cut(piece: Range) -> Range:
+        low, high = max(piece[0], first_logit), min(piece[1], total_length - 1)
+        return (low, high) if low < high else (0, 0)
+
+    def shift(piece: Range) -> Range:
+        return (piece[0] + 1, piece[1] + 1) if piece[0] < piece[1] else (0, 0)
+
+    logits = cut(chunks[0]), cut(chunks[1])
+    return chunk, chunks, logits, (shift(logits[0]), shift(logits[1]))
 
 
 def plan_response_layout(
@@ -131,8 +136,8 @@ def _plan_zigzag(
         rows.append(offsets + half * chunks + low - chunk_index * chunks)
         positions.append(low)
         counts.append(np.maximum(high - low, 0))
-    halves = [np.stack(pair, axis=1).reshape(-1) for pair in (rows, positions, counts)]
-    return _build_layout(*halves, 2, (total_lengths, response_lengths))
+    first_rows, first_positions, run_counts = (np.stack(pair, axis=1).reshape(-1) for pair in (rows, positions, counts))
+    return _build_layout(first_rows, first_positions, run_counts, 2, (total_lengths, response_lengths))
 
 
 def _build_layout(

@@ -313,6 +313,8 @@ def test_unknown_estimators_and_wrong_lengths_are_named():
         compute(data, advantage_estimator="pg")
     with pytest.raises(RolloutDataError, match="log_probs of sample 0 .* 1 entries, expected 2"):
         compute({**data, "log_probs": [torch.zeros(1)]})
+    with pytest.raises(RolloutDataError, match="2 rewards for 1 samples"):
+        compute({**data, "rewards": [1.0, 2.0]})
     with pytest.raises(RolloutDataError, match="no values, which --advantage-estimator ppo"):
         compute(data, advantage_estimator="ppo")
 

@@ -116,7 +116,7 @@ def get_log_probs_and_entropy(
     log_probs, entropy = compute_response_log_probs(logits, config, packed, with_entropy=with_entropy)
     lengths = list(get_response_layout(total_lengths, response_lengths).local_lengths)
     result = {"log_probs": list(log_probs.split(lengths)) if lengths else []}
-    if with_entropy:
+    if entropy is not None:
         result["entropy"] = list(entropy.split(lengths)) if lengths else []
     return torch.empty(0, device=logits.device), result
 
@@ -490,6 +490,10 @@ def _estimate(
         return [], []
     local_kl = torch.cat(kl)
     rewards = torch.as_tensor(rollout_data["rewards"], dtype=local_kl.dtype, device=local_kl.device)
+    if rewards.numel() != len(layout.local_lengths):
+        raise RolloutDataError(
+            f"{rewards.numel()} rewards for {len(layout.local_lengths)} samples: need one per sample of this rank."
+        )
     full_masks = concatenate(rollout_data["loss_masks"]).to(local_kl.device)
     check_lengths(rollout_data["loss_masks"], layout.response_lengths, name="loss_masks")
     if estimator.needs_values:
@@ -498,11 +502,12 @@ def _estimate(
         full_kl = all_gather_responses_with_cp(local_kl, layout)
         columns = ResponseColumns(rewards, layout.response_lengths, full_masks, full_kl)
         results = estimator.compute(columns, config.estimator)
-        return tuple(cut_to_local(result, layout) for result in results)
+        return cut_to_local(results[0], layout), cut_to_local(results[1], layout)
     local_masks = slice_responses_with_cp(rollout_data["loss_masks"], layout, name="loss_masks").to(local_kl.device)
     columns = ResponseColumns(rewards, layout.local_lengths, local_masks, local_kl)
     results = estimator.compute(columns, config.estimator)
-    return tuple(list(result.split(list(layout.local_lengths))) for result in results)
+    lengths = list(layout.local_lengths)
+    return list(results[0].split(lengths)), list(results[1].split(lengths))
 
 
 def _estimate_with_critic(
