@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime.exceptions import ConfigError
+from slime.utils.chat_render import ChatTemplate
 
 TOKENIZER_TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
@@ -147,9 +148,7 @@ class MultiTurnLossMaskGenerator:
         return Rendered(text, [(len(before), len(text))] if is_trained else [])
 
     def _template(self, messages: list[dict], tools: list | None, *, add_generation_prompt: bool = False) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        return ChatTemplate(self.tokenizer, tools).render(messages, add_generation_prompt=add_generation_prompt)
 
     def get_text_from_loss_mask(self, token_ids: Sequence[int], loss_masks: Sequence[int]) -> list[str]:
         """The decoded text of each run of ones, for a look at what is trained."""
