@@ -61,6 +61,12 @@ def _series(
     return steps, values, shown or label, colour
 
 
+def _rewards(run: RunRecords) -> list[tuple[list[int], list[float], str, str]]:
+    """Reward and pass rate; with rewards 0 and 1 they are one curve."""
+    reward, pass_rate = _series(run, "reward", BLUE), _series(run, "pass rate", ORANGE)
+    return [reward] if reward[:2] == pass_rate[:2] else [reward, pass_rate]
+
+
 def _positive(line: tuple[list[int], list[float], str, str]) -> tuple[list[int], list[float], str, str]:
     """Absolute values, without the zeros that a logarithmic axis cannot hold."""
     steps, values, label, colour = line
@@ -89,7 +95,7 @@ def draw_report(run: RunRecords, path: Path, *, title: str) -> Path:
     colours = (BLUE, ORANGE, GREEN, RED)
     evaluations = [(*run.numbers(f"eval/{name}"), name, colours[i % 4]) for i, name in enumerate(eval_sets(run))]
     draw: list[Callable[[Any], None]] = [
-        lambda axes: _panel(axes, "reward", [_series(run, "reward", BLUE), _series(run, "pass rate", ORANGE)]),
+        lambda axes: _panel(axes, "reward", _rewards(run)),
         lambda axes: _panel(axes, "evaluation", evaluations, bottom=0),
         lambda axes: _panel(axes, "response length", [_series(run, "length", BLUE)], unit="tokens", bottom=0),
         lambda axes: _panel(
