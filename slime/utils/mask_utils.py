@@ -103,8 +103,11 @@ class MultiTurnLossMaskGenerator:
         upto = text if is_last else self._template(messages[: position + 1], tools)
         if not (text.startswith(upto) and upto.startswith(before)):
             return None
-        end = len(upto) if is_last else len(upto) + _next_header_length(text, upto, before, messages, position)
-        return len(before), end
+        if is_last or not _ends_with_content(upto[len(before) :], messages[position]):
+            return len(before), len(upto)
+        # Nothing marks the turn's end but the next role's tag, which the model therefore has to produce.
+        tag = ChatTemplate(self.tokenizer, tools).text_between(messages, position) or ""
+        return len(before), len(upto) + (len(tag) if text.startswith(tag, len(upto)) else 0)
 
     def _spans_by_markers(self, text: str, messages: list[dict]) -> list[Span | None]:
         """The assistant turns of a ChatML text by its markers, for templates that render a turn differently later on."""
@@ -190,18 +193,10 @@ def mask_of_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> list[int]:
     return mask
 
 
-def _next_header_length(text: str, upto: str, before: str, messages: list[dict], position: int) -> int:
-    """Characters of the next role's header, where it is what ends the assistant's turn: the turn has no end mark
-    itself.
-    """
-    content = messages[position].get("content")
-    following = messages[position + 1].get("content")
-    if not isinstance(content, str) or not isinstance(following, str) or not following:
-        return 0
-    if upto[len(before) :].strip() != content.strip():
-        return 0
-    start = text.find(following, len(upto))
-    return start - len(upto) if start > len(upto) else 0
+def _ends_with_content(turn: str, message: dict) -> bool:
+    """Whether a rendered turn is its content and nothing else."""
+    content = message.get("content")
+    return isinstance(content, str) and turn.strip() == content.strip()
 
 
 def _assistant_positions(messages: list[dict]) -> list[int]:

@@ -98,6 +98,13 @@ def test_where_the_next_role_tag_ends_a_turn_the_tag_is_trained():
     assert runs == ["2[u]", "3"]
 
 
+@pytest.mark.parametrize("said", ["u", "]", "[u]", "2", ""])
+def test_the_tag_is_found_whatever_the_next_turn_says(said):
+    """Looked up by the next message's text, "u" is found inside the tag [u], and an empty one nowhere."""
+    runs, _, _ = trained(say("1+1", "2", said, "3", roles="uaua"), template=NO_END_MARK)
+    assert runs == ["2[u]", "3"]
+
+
 def test_distill_qwen_keeps_the_reasoning_of_its_last_message():
     """That template would strip it from the answer that is to be learned."""
     template = QWEN3_LIKE.replace("loop.index0 > ns.last", "false")
