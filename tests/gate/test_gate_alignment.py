@@ -1,6 +1,10 @@
 """Tokens are the truth: decoding by rule, comparing, causes, cache. On a real byte-level BPE."""
 
 import functools
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import pytest

@@ -1,6 +1,10 @@
 """Each check by itself: what it refuses, what it leaves alone, in which order, at which cost."""
 
 import math
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import pytest

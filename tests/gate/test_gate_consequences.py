@@ -4,7 +4,11 @@ import ast
 import dataclasses
 import inspect
 import math
+import sys
 import textwrap
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import pytest

@@ -1,6 +1,10 @@
 """What the gate promises whatever it finds: order, ids, tokens, one reason, a marked copy, adapters."""
 
 import copy
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import pytest

@@ -1,6 +1,10 @@
 """The golden corpus: a fixed set of samples whose verdicts change only on purpose."""
 
 import collections
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest
 from support.gate_golden import GOLDEN_CONFIG, differences, expectation_of, load_corpus, load_tokenizer

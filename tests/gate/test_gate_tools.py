@@ -1,6 +1,10 @@
 """`slime gate`: the commands on a real dump and a real run folder."""
 
 import functools
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest
 from support.gate_golden import GOLDEN_CONFIG, load_corpus, load_tokenizer

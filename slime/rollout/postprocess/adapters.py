@@ -129,7 +129,7 @@ def _build(*, prompt, prompt_ids, response_ids, log_probs, text, finish, fields:
         response_length=len(response_ids),
         rollout_log_probs=log_probs,
         finish_reason=known,
-        status=STATUS_OF_FINISH_REASON.get(known, Status.COMPLETED),
+        status=STATUS_OF_FINISH_REASON[known] if known is not None else Status.COMPLETED,
         **fields,
     )
 

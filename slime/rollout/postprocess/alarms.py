@@ -72,7 +72,7 @@ def _rate_alarms(statistics: GateStatistics, history: Sequence[GateStatistics]) 
         return []
     dropped = statistics.dropped
     rises = {reason: dropped[reason] / total - sum(s.dropped[reason] for s in history) / before for reason in dropped}
-    reason = max(rises, key=rises.get)
+    reason = max(rises, key=lambda name: rises[name])
     cause = _CAUSES_OF_RATE.get(reason, "the engine, its version and its tokenizer")
     return [
         Alarm(
@@ -121,7 +121,7 @@ def _time_alarms(statistics: GateStatistics) -> list[Alarm]:
     share = statistics.share_of_iteration
     if not share > MAX_SHARE_OF_ITERATION:
         return []
-    slowest = max(statistics.seconds, key=statistics.seconds.get)
+    slowest = max(statistics.seconds, key=lambda name: statistics.seconds[name])
     return [
         Alarm(
             "time",

@@ -107,7 +107,7 @@ def codec_of(tokenizer: Any, config: GateConfig) -> Codec | None:
 
 def content_key(ids: np.ndarray, response: Any, rule: bytes) -> bytes:
     """Identity of (ids, text, rule): 16 bytes."""
-    digest = hashlib.blake2b(np.ascontiguousarray(ids, dtype=np.int64), digest_size=16)
+    digest = hashlib.blake2b(np.ascontiguousarray(ids, dtype=np.int64).data, digest_size=16)
     digest.update(rule)
     if isinstance(response, str):
         digest.update(response.encode("utf-8", "surrogatepass"))

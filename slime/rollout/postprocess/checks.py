@@ -194,7 +194,7 @@ def _repair_by_mask(chunk: Chunk, rows: np.ndarray, unreadable: np.ndarray) -> n
                 f"Sample {chunk.first_position + row} (index {chunk.samples[row].index}) has {int(missing.sum())} log-probs that are None, "
                 f"the first at response token {int(np.argmax(missing))}. Fix the engine, or set --gate-missing-log-probs to mark or mask."
             )
-        rest = [value for value in chunk.samples[row].rollout_log_probs if value is not None]
+        rest = [value for value in chunk.samples[row].rollout_log_probs or () if value is not None]
         sound = all(_is_number(value) and -math.inf < value <= chunk.config.log_prob_tolerance for value in rest)
         if chunk.config.missing_log_probs is MissingLogProbs.MASK and sound:
             chunk.masks[row] = (~missing).astype(int).tolist()
@@ -271,6 +271,7 @@ def find_misaligned(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
 def _text_findings(chunk: Chunk, rows: np.ndarray) -> dict[int, TextFinding]:
     """Compares decoded ids with the engine's text for `rows`; what was compared before (same ids, text, rule) comes from the cache."""
     codec, stops = chunk.codec, chunk.config.stop_strings
+    assert codec is not None, "needs_text is False for every row without a codec"
     rule = repr((stops, chunk.config.compare_text)).encode()
     keys = {row: content_key(chunk.response_ids(row), chunk.samples[row].response, rule) for row in rows.tolist()}
     findings = {row: codec.cache[key] for row, key in keys.items() if key in codec.cache}

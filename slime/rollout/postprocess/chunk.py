@@ -68,7 +68,8 @@ class Chunk:
                 if isinstance(sample.status, Status)
                 else STATUS_UNKNOWN
             )
-            finish.append(FINISH_CODES.get(sample.finish_reason, 0) if isinstance(sample.finish_reason, str) else 0)
+            reason = sample.finish_reason
+            finish.append(FINISH_CODES.get(reason, 0) if isinstance(reason, str) else 0)
             length = sample.response_length
             is_count = isinstance(length, int | np.integer) and 0 <= length < 2**31
             response.append(int(length) if is_count else -1)
@@ -90,7 +91,7 @@ class Chunk:
             return
         names = list(tasks)
         self.rules = [NO_RULES, *(tasks[name] for name in names)]
-        index = {name: position + 1 for position, name in enumerate(names)}
+        index: dict[str | None, int] = {name: position + 1 for position, name in enumerate(names)}
         self.rule_index = np.array([index.get(task_name(sample), 0) for sample in self.samples], dtype=np.int32)
 
     def per_task(self, field: str, default: Any, missing: int) -> np.ndarray:
@@ -128,7 +129,7 @@ class Chunk:
 
     def _gather(self, rows: np.ndarray, read, dtype) -> Gathered:
         place = np.full(self.num_samples, -1, dtype=np.int64)
-        arrays = []
+        arrays: list[np.ndarray] = []
         for row in rows.tolist():
             values = read(self.samples[row])
             if isinstance(values, str):
@@ -140,6 +141,7 @@ class Chunk:
 
     def response_ids(self, row: int) -> np.ndarray:
         """[T] ids of the response. The row's tokens have been gathered and read."""
+        assert self._tokens is not None, "a check read response ids before any check gathered tokens"
         ids = self._tokens.ragged.row(self._tokens.place[row])
         return ids[len(ids) - self.response_lengths[row] :]
 

@@ -141,7 +141,9 @@ def _codec(args: Any, config: GateConfig) -> Codec:
     tokenizer = _tokenizer(args)
     if tokenizer is None:
         raise ConfigError("this command decodes tokens: give --hf-checkpoint FOLDER, the folder with the tokenizer.")
-    return codec_of(tokenizer, config)
+    codec = codec_of(tokenizer, config)
+    assert codec is not None, "only a missing tokenizer has no codec"
+    return codec
 
 
 def _check(own: argparse.Namespace, args: Any) -> int:

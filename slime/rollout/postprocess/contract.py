@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
+from typing import Any
 
 from slime.exceptions import ConfigError
 
@@ -171,7 +172,7 @@ class FormatSpec:
             raise ConfigError(
                 f"Gate format: a pair is not understood: {error}. Fields: open, close, required, max_count."
             ) from error
-        rest = {
+        rest: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list | tuple) else value
             for key, value in data.items()
             if key != "pairs"

@@ -28,6 +28,10 @@ CHUNK_TOKENS = 1 << 20
 CHUNK_SAMPLES = 8192
 
 
+def _no_seconds() -> collections.defaultdict[str, float]:
+    return collections.defaultdict(float)
+
+
 @dataclasses.dataclass
 class Outcome:
     """What the checks said about N samples. `codes` [N] int8: reason code of invalid samples, 0 = valid. `findings` [N] int8: the
@@ -41,7 +45,7 @@ class Outcome:
     masks: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     answers: dict[int, str] = dataclasses.field(default_factory=dict)
     counts: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-    seconds: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    seconds: collections.defaultdict[str, float] = dataclasses.field(default_factory=_no_seconds)
 
     @staticmethod
     def concatenate(parts: Sequence[Outcome]) -> Outcome:
@@ -54,7 +58,8 @@ class Outcome:
             for name in ("details", "texts", "masks", "answers"):
                 getattr(total, name).update({first + row: value for row, value in getattr(part, name).items()})
             total.counts.update(part.counts)
-            total.seconds.update(part.seconds)
+            for name, value in part.seconds.items():
+                total.seconds[name] += value
             first += len(part.codes)
         return total
 
@@ -160,7 +165,7 @@ def _chunk_bounds(samples: Sequence[Sample]) -> Iterator[tuple[int, int]]:
 def _judge_chunk(chunk: Chunk) -> Outcome:
     codes = np.zeros(chunk.num_samples, dtype=np.int8)
     findings = np.zeros(chunk.num_samples, dtype=np.int8)
-    seconds: collections.Counter = collections.Counter()
+    seconds = _no_seconds()
     details: dict[int, str] = {}
     if chunk.config.trust_earlier_verdicts:
         for row, sample in enumerate(chunk.samples):
@@ -236,7 +241,7 @@ def _verdicts(outcome: Outcome, config: GateConfig) -> list[Verdict]:
             text=outcome.texts.get(row) if valid else None,
             keep_mask=outcome.masks.get(row),
             answer=outcome.answers.get(row) if valid else None,
-            dropped=not valid and config.policy_of(reason) is Policy.DROP and not config.evaluation,
+            dropped=reason is not None and config.policy_of(reason) is Policy.DROP and not config.evaluation,
         )
     return verdicts
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime.rollout.postprocess.contract import REASONS, GateConfig, InvalidReason, MismatchCause, reason_of_code
+from slime.rollout.postprocess.contract import REASONS, GateConfig, InvalidReason, MismatchCause
 from slime.rollout.postprocess.drift import expected_psi_noise, kolmogorov_smirnov, population_stability_index
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class GateStatistics:
             counts.update(part.counts)
             seconds.update(part.seconds)
         names = ("codes", "findings", "lengths", "group_ids", "prompt_digests")
-        columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+        columns: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
         return GateStatistics(**columns, counts=dict(counts), seconds=dict(seconds), versions=dict(parts[0].versions))
 
     @property
@@ -170,7 +170,7 @@ class GateStatistics:
         failures: dict[int, dict[str, int]] = {}
         for row in np.flatnonzero(self.codes):
             reasons = failures.setdefault(int(self.group_ids[row]), {})
-            name = reason_of_code(int(self.codes[row])).value
+            name = REASONS[self.codes[row] - 1].value
             reasons[name] = reasons.get(name, 0) + 1
         return failures
 

@@ -55,7 +55,7 @@ def reason_table(result: PostprocessResult) -> list[str]:
     """Lines of a table: reason, count, share, one example with its detail."""
     statistics = result.statistics
     lines = [f"{'reason':<18}{'count':>8}{'share':>9}  example"]
-    examples = {}
+    examples: dict[tuple[bool, Any], str] = {}
     for position, verdict in enumerate(result.verdicts):
         if verdict.reason is not None:
             examples.setdefault((verdict.valid, verdict.reason), f"#{position}: {verdict.detail}")
@@ -72,12 +72,16 @@ def reason_table(result: PostprocessResult) -> list[str]:
     return [*lines, f"{'total':<18}{statistics.total:>8}"]
 
 
+def _number_in(reward: Any, reward_key: str | None) -> float:
+    return float(reward[reward_key] if reward_key else reward)
+
+
 def reward_ends(
     samples: Sequence[Sample], num_each: int, *, reward_key: str | None = None
 ) -> tuple[list[int], list[int]]:
     """(lowest, highest): positions of the valid samples with the smallest and the largest rewards; samples without a number are left out."""
     scored = [
-        (float(sample.reward[reward_key] if reward_key else sample.reward), position)
+        (_number_in(sample.reward, reward_key), position)
         for position, sample in enumerate(samples)
         if sample.valid and reward_problem(sample.reward, reward_key) is None
     ]
@@ -214,7 +218,7 @@ def reward_shape(samples: Sequence[Sample], *, reward_key: str | None = None) ->
     """Lines about the distribution of kept rewards: share of zeros, and the two halves of a two-peaked one."""
     values = np.array(
         [
-            float(sample.reward[reward_key] if reward_key else sample.reward)
+            _number_in(sample.reward, reward_key)
             for sample in samples
             if sample.valid and reward_problem(sample.reward, reward_key) is None
         ]
