@@ -179,19 +179,20 @@ def _run_session(args: Any, loop: Callable[[Run], None], started: float) -> int:
 
 
 def _print_failure(error: Exception) -> None:
-    """A short panel in place of Ray's pages: which actor, what it raised, where the rest can be read."""
+    """A short panel in place of Ray's pages: what an actor raised, the end of its stack, where the rest can be read."""
     import traceback
 
     import ray
 
     if isinstance(error, ray.exceptions.RayTaskError):
-        cause = error.cause if error.cause is not None else error
-        tail = "\n".join(str(error).strip().splitlines()[-12:])
-        print(f"error in {error.function_name} (pid {error.pid}): {type(cause).__name__}: {cause}\n{tail}", file=sys.stderr)
+        # Ray raises a class made of RayTaskError and the cause's class; its text begins with the actor and ends with the cause.
+        lines = str(error).strip().splitlines()
+        print("\n".join([f"error in an actor: {lines[0]}", *lines[1:][-12:]]), file=sys.stderr)
     elif isinstance(error, ray.exceptions.ActorDiedError):
         print(f"error: an actor's process died: {error}", file=sys.stderr)
     else:
         traceback.print_exception(error)
+    print("each process's log is in the run folder, below logs/", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
