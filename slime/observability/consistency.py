@@ -25,7 +25,8 @@ def consistency_contributions(batch: Mapping[str, Any], *, cp_size: int = 1, cp_
     if batch.get("log_probs") is None or batch.get("rollout_log_probs") is None or "loss_masks" not in batch:
         return {}
     tokens = sample_tokens(batch, cp_size=cp_size, cp_rank=cp_rank)
-    kept = tokens.mask_T
+    sample_T = np.repeat(np.arange(len(tokens.lengths_N)), tokens.lengths_N)
+    kept = slice(None) if tokens.mask_T is None else tokens.mask_T
     difference = (flat_tokens(batch, "log_probs").astype(np.float64) - flat_tokens(batch, "rollout_log_probs"))[kept]
     distance = np.abs(difference)
     result = {
@@ -35,14 +36,13 @@ def consistency_contributions(batch: Mapping[str, Any], *, cp_size: int = 1, cp_
         "logprob_kl/k1": c.mean(-difference, len(difference)),
         "logprob_kl/k3": c.mean(np.expm1(difference) - difference, len(difference)),
     }
-    sample_T = tokens.sample_T[kept]
-    result |= _by_label("position", _quarters(tokens.sample_T, batch, cp_size=cp_size, cp_rank=cp_rank)[kept], QUARTERS, distance)
+    result |= _by_label("position", _quarters(sample_T, batch, cp_size=cp_size, cp_rank=cp_rank)[kept], QUARTERS, distance)
     names = batch.get("source_names")
     if names is not None and len(names):
         sources = sorted(set(names))
         label_of = {name: index for index, name in enumerate(sources)}
         label_N = np.array([label_of[name] for name in names])
-        result |= _by_label("source", label_N[sample_T], sources, distance)
+        result |= _by_label("source", label_N[sample_T[kept]], sources, distance)
     return result
 
 
