@@ -37,9 +37,9 @@ def pick(metrics: Mapping[str, Any], families: Mapping[str, Sequence[str]]) -> d
     """Returns the numbers of `metrics` under their short labels; with EVAL_FAMILIES, every evaluation set's mean
     reward by its name."""
     if families is EVAL_FAMILIES:
-        names = {name for name in metrics if name.startswith("eval/") and name.count("/") == 1 and name != "eval/step"}
+        known = {name for name in metrics if name.startswith("eval/") and name.count("/") == 1 and name != "eval/step"}
         # eval/<set>-<what> are details of eval/<set>
-        sets = {name for name in names if not any(name.startswith(f"{other}-") for other in names)}
+        sets = {name for name in known if not any(name.startswith(f"{other}-") for other in known)}
         return {name.removeprefix("eval/"): float(metrics[name]) for name in sets if _is_number(metrics[name])}
     found = {}
     for label, names in families.items():
