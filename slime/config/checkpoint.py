@@ -35,7 +35,9 @@ class CheckpointOptions:
         None, "Weights of the reference policy: Megatron checkpoint or Hugging Face folder; None: the initial weights."
     )
     ref_ckpt_step: int | None = option(None, "Iteration of --ref-load; None: its latest.")
-    ref_update_interval: int | None = option(None, "Rollouts after which the policy becomes the new reference; None: never.")
+    ref_update_interval: int | None = option(
+        None, "Rollouts after which the policy becomes the new reference; None: never."
+    )
     critic_load: str | None = option(
         None, "Folder the critic resumes from; None: the critic starts from --hf-checkpoint with a new value head."
     )

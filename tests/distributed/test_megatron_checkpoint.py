@@ -21,7 +21,11 @@ NUM_GPUS = 0
 # Dropout makes the random states matter.
 SAVED_UNDER = {"use_distributed_optimizer": True, "hidden_dropout": 0.1}
 LOADED_UNDER = {
-    "tp2-sp-plain-optimizer": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "make_vocab_size_divisible_by": 128},
+    "tp2-sp-plain-optimizer": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "make_vocab_size_divisible_by": 128,
+    },
     "pp2-distributed-optimizer": {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True},
     "pp2-vpp2": {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
 }
@@ -35,7 +39,9 @@ def _save_and_resume(rank, world_size, folder, save, saved_under, loaded_under):
     with built(folder, **saved_under, save_hf=f"{save}/hf_{{rollout_id}}") as (args, *state):
         data, _ = local_batch(args)
         train_steps(args, state, data, rollout_id=0)
-        save_checkpoint(args, 0, *state, save_dir=save, write_extra=lambda path: (path / "data_position.json").write_text("{}"))
+        save_checkpoint(
+            args, 0, *state, save_dir=save, write_extra=lambda path: (path / "data_position.json").write_text("{}")
+        )
         save_hf_checkpoint(args, 0, state[0])
         result["saved"] = exported(args, state[0])
         train_steps(args, state, data, rollout_id=1)
@@ -87,7 +93,11 @@ def run(tmp_path_factory):
     root = tmp_path_factory.mktemp("run")
     folder = str(make_tiny_checkpoint(root / "hf", "qwen3", num_hidden_layers=4))
     save = str(root / "save")
-    return run_distributed(_save_and_resume, 2, folder, save, SAVED_UNDER, LOADED_UNDER, timeout=150), Path(save), Path(folder)
+    return (
+        run_distributed(_save_and_resume, 2, folder, save, SAVED_UNDER, LOADED_UNDER, timeout=150),
+        Path(save),
+        Path(folder),
+    )
 
 
 def _main(run, pick):
@@ -114,7 +124,9 @@ def test_another_layout_continues_from_the_same_checkpoint(run, layout):
     continued = _main(run, lambda r: r["continued"][layout][2])
     for name, tensor in saved.items():
         assert torch.equal(loaded[name], tensor), name
-        torch.testing.assert_close(continued[name], same[name], rtol=0, atol=3e-6, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            continued[name], same[name], rtol=0, atol=3e-6, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 def test_log_probs_after_loading_do_not_depend_on_the_layout(run):
@@ -137,7 +149,14 @@ def test_a_checkpoint_is_published_as_a_whole(run):
     assert sorted(path.name for path in save.iterdir()) == ["hf_0", "iter_0000000", "latest_checkpointed_iteration.txt"]
     assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == "0"
     names = {path.name for path in (save / "iter_0000000").iterdir()}
-    assert {"manifest.json", ".metadata", "data_position.json", "state.json", "rng_00001.json", "optimizer_00001.safetensors"} <= names
+    assert {
+        "manifest.json",
+        ".metadata",
+        "data_position.json",
+        "state.json",
+        "rng_00001.json",
+        "optimizer_00001.safetensors",
+    } <= names
 
 
 def test_the_hugging_face_export_loads_as_a_model_with_its_tokenizer(run):
@@ -149,7 +168,10 @@ def test_the_hugging_face_export_loads_as_a_model_with_its_tokenizer(run):
     saved = _main(run, lambda r: r["saved"])
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, saved[name]), name
-    assert AutoTokenizer.from_pretrained(exported_folder)("7").input_ids == AutoTokenizer.from_pretrained(run[2])("7").input_ids
+    assert (
+        AutoTokenizer.from_pretrained(exported_folder)("7").input_ids
+        == AutoTokenizer.from_pretrained(run[2])("7").input_ids
+    )
 
 
 def test_damage_is_named_on_every_rank_and_a_failed_save_changes_nothing(run):
@@ -185,7 +207,9 @@ def test_experts_and_their_optimizer_state_fit_every_layout(tmp_path):
         assert torch.equal(resumed[name], tensor), name
         for layout in MOE_LOADED_UNDER:
             continued = next(r["continued"][layout][2] for r in results if r["continued"][layout][2])
-            torch.testing.assert_close(continued[name], tensor, rtol=0, atol=3e-6, msg=lambda text, n=(layout, name): f"{n}: {text}")
+            torch.testing.assert_close(
+                continued[name], tensor, rtol=0, atol=3e-6, msg=lambda text, n=(layout, name): f"{n}: {text}"
+            )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ TWO_RANKS = {
     "pp2-vpp2-qwen3": ("qwen3", {**PP2, **VPP}),
     "cp2-qwen2": ("qwen2", CP2),
     "cp2-recompute-qwen3": ("qwen3", {**CP2, **RECOMPUTE}),
-    "dp2-qwen3": ("qwen3", {}),
+    "dp2-selective-recompute-qwen3": ("qwen3", {"recompute_granularity": "selective"}),
     "dp2-distributed-optimizer-llama": ("llama-tied", DISTRIBUTED),
     "ep2-moe": ("qwen3_moe", EP2),
     "tp2-sp-moe": ("qwen3_moe", {**TP2, **SP}),
@@ -54,9 +54,7 @@ def folders(tmp_path_factory):
     made = {}
     for name in ("qwen2", "qwen3", "llama-tied", "qwen3_moe"):
         family, _, tied = name.partition("-")
-        made[name] = str(
-            make_tiny_checkpoint(root / name, family, num_hidden_layers=4, tie_word_embeddings=bool(tied))
-        )
+        made[name] = str(make_tiny_checkpoint(root / name, family, num_hidden_layers=4, tie_word_embeddings=bool(tied)))
     return made
 
 
@@ -87,7 +85,9 @@ def _check(results, reference, folder):
         log_probs.update(rank_result["log_probs"])
     assert sorted(log_probs) == sorted(reference["log_probs"])
     for index, expected in reference["log_probs"].items():
-        torch.testing.assert_close(log_probs[index], expected, rtol=0, atol=1e-5, msg=lambda text, i=index: f"sample {i}: {text}")
+        torch.testing.assert_close(
+            log_probs[index], expected, rtol=0, atol=1e-5, msg=lambda text, i=index: f"sample {i}: {text}"
+        )
 
     metrics = next(rank_result["metrics"] for rank_result in results if rank_result["metrics"])
     assert [step["train/loss"] for step in metrics] == pytest.approx(reference["losses"], rel=1e-5)

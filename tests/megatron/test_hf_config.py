@@ -74,7 +74,14 @@ def test_what_megatron_would_compute_differently_is_refused(change, words):
 def test_flags_that_contradict_the_model_are_named_with_both_values():
     """All of them at once; what is not given, and a longer context, are no contradiction."""
     problems = check_against_hf(
-        {"num_layers": 12, "rotary_base": 500000, "hidden_size": None, "max_position_embeddings": 4096, "vocab_size": 7}, LLAMA
+        {
+            "num_layers": 12,
+            "rotary_base": 500000,
+            "hidden_size": None,
+            "max_position_embeddings": 4096,
+            "vocab_size": 7,
+        },
+        LLAMA,
     )
     assert len(problems) == 2
     assert problems[0].startswith("--num-layers is 12, but the model's config.json says 16.")

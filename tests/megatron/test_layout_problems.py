@@ -52,7 +52,10 @@ def test_layouts_that_work_have_no_problem(changes):
         ({PP: 12, VPP: 1}, "Drop it: one layer per stage"),
         ({EP: 2}, "this one is dense. Use 1."),
         ({EP: 3, "num_moe_experts": 4}, "4 experts. Use 1 or 2 or 4."),
-        ({TP: 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1, "num_moe_experts": 4}, "unreduced. Use 2"),
+        (
+            {TP: 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1, "num_moe_experts": 4},
+            "unreduced. Use 2",
+        ),
         ({TP: 2, "num_moe_experts": 4}, "only with --sequence-parallel"),
         ({PP: 2, "moe_token_dispatcher_type": "allgather"}, "Use alltoall"),
         ({"recompute_granularity": "full"}, "Add --recompute-method uniform"),

@@ -49,7 +49,11 @@ def _packed(ids):
     lengths = [len(sequence) for sequence in ids]
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     return torch.cat(ids)[None], PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths)
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
     )
 
 
@@ -77,10 +81,47 @@ def test_logits_and_gradients_of_a_packed_row_are_those_of_the_hugging_face_mode
         for local in local_parameters(model):
             for name, gradient in _convert_to_hf_core(args, family, local.name, local.parameter.main_grad):
                 if name in gradients:
-                    torch.testing.assert_close(gradient, gradients[name], rtol=0, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+                    torch.testing.assert_close(
+                        gradient, gradients[name], rtol=0, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+                    )
                     compared += 1
     # transformers fuses experts in memory: only their gradients have no counterpart by name.
     assert compared == len([name for name in gradients if ".experts." not in name])
+
+
+def test_scaled_rotary_frequencies_are_those_of_the_hugging_face_model(tmp_path):
+    """Llama 3.1's scaling: ignoring it would go unnoticed on short contexts and be wrong on long ones."""
+    scaling = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192}  # fmt: skip
+    folder = make_tiny_checkpoint(tmp_path / "scaled", "llama", rope_parameters=scaling, head_dim=16)
+    plain = make_tiny_checkpoint(
+        tmp_path / "plain", "llama", rope_parameters={"rope_theta": 500000.0, "rope_type": "default"}, head_dim=16
+    )
+    expected, unscaled = reference_run(folder)["log_probs"], reference_run(plain)["log_probs"]
+    with built(folder) as (args, model, *_):
+        data, mine = local_batch(args)
+        log_probs = log_probs_of(args, model, data, mine)
+    assert max(float((expected[index] - unscaled[index]).abs().max()) for index in expected) > 1e-4
+    for index, tensor in expected.items():
+        torch.testing.assert_close(log_probs[index], tensor, rtol=0, atol=1e-5)
+
+
+def test_an_index_that_would_run_code_is_refused(tmp_path):
+    """The index of a distributed checkpoint is a pickle, and a checkpoint may come from anywhere."""
+    import os
+    import pickle
+
+    from slime.backends.megatron_utils.weights_state import load_weights_into
+    from slime.exceptions import ConfigError
+
+    class Harmful:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps({"state": Harmful()}))
+    with pytest.raises(ConfigError, match="mkdir"):
+        load_weights_into(tmp_path, [])
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

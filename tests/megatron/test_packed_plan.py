@@ -59,9 +59,7 @@ def test_every_token_comes_back_from_its_bucket(lengths):
     """Gather into buckets, restore: the identity, for any lengths, empty sequences included."""
     plan = _plan(lengths)
     tokens = torch.arange(sum(lengths))
-    flat = [
-        tokens if bucket.query_rows is None else tokens[bucket.query_rows].flatten() for bucket in plan.buckets
-    ]
+    flat = [tokens if bucket.query_rows is None else tokens[bucket.query_rows].flatten() for bucket in plan.buckets]
     restored = torch.cat(flat)
     restored = restored if plan.restore_T is None else restored[plan.restore_T]
     assert torch.equal(restored, tokens)

@@ -31,7 +31,9 @@ def test_names_of_layers_and_experts_are_those_of_the_whole_model():
     """Wrappers' prefixes are no part of a name."""
     args = argparse.Namespace(num_attention_heads=4, num_query_groups=2, vocab_size=10)
     named = convert_qwen3_moe_to_hf(
-        args, "module.module.decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight", torch.arange(8.0).view(4, 2)
+        args,
+        "module.module.decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight",
+        torch.arange(8.0).view(4, 2),
     )
     assert [name for name, _ in named] == [
         "model.layers.3.mlp.experts.7.gate_proj.weight",

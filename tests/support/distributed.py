@@ -57,7 +57,9 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
         f"--- rank {rank}: {text}\n{stacks.get(rank, '')}" for rank, (ok, text) in enumerate(outcomes) if not ok
     ]
     if failures:
-        raise DistributedFailure(f"{len(failures)} of {world_size} ranks failed in {fn.__name__}\n" + "\n".join(failures))
+        raise DistributedFailure(
+            f"{len(failures)} of {world_size} ranks failed in {fn.__name__}\n" + "\n".join(failures)
+        )
     return [value for _ok, value in outcomes]
 
 

@@ -183,7 +183,13 @@ def reference_run(folder: str | Path) -> dict[str, Any]:
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         losses.append(float(loss.detach()))
-    return {"log_probs": before, "losses": losses, "grad_norms": norms, "gradients": gradients, "after": saved_tensors(model)}
+    return {
+        "log_probs": before,
+        "losses": losses,
+        "grad_norms": norms,
+        "gradients": gradients,
+        "after": saved_tensors(model),
+    }
 
 
 def saved_tensors(model: Any) -> dict[str, Any]:

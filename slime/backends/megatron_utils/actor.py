@@ -7,6 +7,8 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import slime.utils.accelerator.before_megatron  # noqa: F401  isort: skip
+
 import torch
 from megatron.core import mpu
 

@@ -100,7 +100,9 @@ def _tell_optimizer(optimizer: Any) -> None:
 def _verify(folder: Path) -> None:
     manifest = files.read_manifest(folder)
     if manifest is None:
-        logger.warning("%s has no %s: it was not saved by slime, and its files cannot be checked.", folder, files.MANIFEST)
+        logger.warning(
+            "%s has no %s: it was not saved by slime, and its files cannot be checked.", folder, files.MANIFEST
+        )
         return
     names = sorted(manifest)[dist.get_rank() :: dist.get_world_size()]
     problems = _from_all_ranks(files.damaged_files(folder, manifest, names))
@@ -111,7 +113,9 @@ def _verify(folder: Path) -> None:
 def _read_state(folder: Path) -> dict[str, Any]:
     path = folder / _STATE
     if not path.is_file():
-        raise ConfigError(f"{folder} was not saved by slime ({_STATE} is missing): only its weights can be loaded. Use --finetune.")
+        raise ConfigError(
+            f"{folder} was not saved by slime ({_STATE} is missing): only its weights can be loaded. Use --finetune."
+        )
     return json.loads(path.read_text())
 
 
@@ -120,7 +124,9 @@ def _load_scheduler(folder: Path, state: dict[str, Any], scheduler: Any) -> None
     if saved is None or scheduler is None:
         raise ConfigError(f"{folder} holds no scheduler state. Resume with --no-load-optim.")
     own = scheduler.state_dict()
-    differing = [f"{key} {saved[key]!r} (now {own[key]!r})" for key in own if key != "num_steps" and saved.get(key) != own[key]]
+    differing = [
+        f"{key} {saved[key]!r} (now {own[key]!r})" for key in own if key != "num_steps" and saved.get(key) != own[key]
+    ]
     if differing:
         logger.warning("The checkpoint's learning-rate schedule stays in force: %s.", ", ".join(differing))
     scheduler.num_steps = 0
@@ -130,7 +136,9 @@ def _load_scheduler(folder: Path, state: dict[str, Any], scheduler: Any) -> None
 def _load_rng(folder: Path, state: dict[str, Any]) -> None:
     path = folder / _rng_file(dist.get_rank())
     if state["layout"] != _layout():
-        logger.warning("Random states are not restored: the checkpoint's layout is %s, this run's %s.", state["layout"], _layout())
+        logger.warning(
+            "Random states are not restored: the checkpoint's layout is %s, this run's %s.", state["layout"], _layout()
+        )
     elif not path.is_file():
         raise ConfigError(f"{folder} holds no random states. Resume with --no-load-rng.")
     else:
@@ -167,7 +175,9 @@ def save_checkpoint(
         if not args.no_save_rng:
             (temporary / _rng_file(dist.get_rank())).write_text(json.dumps(collect_rng_state()))
         if is_first:
-            scheduler = opt_param_scheduler.state_dict() if opt_param_scheduler is not None and not args.no_save_optim else None
+            scheduler = (
+                opt_param_scheduler.state_dict() if opt_param_scheduler is not None and not args.no_save_optim else None
+            )
             state = {"iteration": iteration, "layout": _layout(), "scheduler": scheduler}
             (temporary / _STATE).write_text(json.dumps(state, indent=1))
             if write_extra is not None:
@@ -175,7 +185,9 @@ def save_checkpoint(
 
     _together(write, temporary)
     manifest: dict[str, Any] = {}
-    for entries in _together(lambda: files.hash_files(temporary, _my_share(files.files_below(temporary)), sync=True), temporary):
+    for entries in _together(
+        lambda: files.hash_files(temporary, _my_share(files.files_below(temporary)), sync=True), temporary
+    ):
         manifest.update(entries)
     _together(lambda: files.publish(temporary, final, manifest) if is_first else None, temporary)
     damaged = _from_all_ranks(files.damaged_files(final, manifest, _my_share(sorted(manifest))))

@@ -1,7 +1,7 @@
 """A checkpoint folder on disk: written under a temporary name, hashed, renamed as a whole, pointed to last. No torch, no ranks.
 
-    SAVE/iter_0000012/...            one checkpoint, with manifest.json: blake2b and size of every other file
-    SAVE/latest_checkpointed_iteration.txt   "12"
+SAVE/iter_0000012/...            one checkpoint, with manifest.json: blake2b and size of every other file
+SAVE/latest_checkpointed_iteration.txt   "12"
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def find_checkpoint(path: str | Path, step: int | None) -> tuple[Path, int]:
     if step is None:
         text = (path / TRACKER).read_text().strip()
         if not text.isdigit():
-            raise ConfigError(f"{path / TRACKER} holds {text!r}, not an iteration. Write the number of one of {_listed(path)}.")
+            raise ConfigError(
+                f"{path / TRACKER} holds {text!r}, not an iteration. Write the number of one of {_listed(path)}."
+            )
         step = int(text)
     folder = iteration_folder(path, step)
     if not folder.is_dir():
@@ -126,7 +128,9 @@ def read_manifest(folder: str | Path) -> dict[str, dict[str, object]] | None:
     try:
         return json.loads(path.read_text())["files"]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is damaged ({error}). Resume from an earlier checkpoint with --ckpt-step.") from error
+        raise ConfigError(
+            f"{path} is damaged ({error}). Resume from an earlier checkpoint with --ckpt-step."
+        ) from error
 
 
 def damaged_files(folder: str | Path, manifest: Mapping[str, Mapping[str, object]], names: Sequence[str]) -> list[str]:

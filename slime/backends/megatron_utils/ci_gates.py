@@ -43,7 +43,9 @@ def ci_problems(
     problems = []
     difference = metrics.get("train_rollout_logprob_abs_diff")
     if difference is not None and not difference <= gates.log_prob_diff_threshold:
-        problems.append(f"train_rollout_logprob_abs_diff is {difference:.3g}, above {gates.log_prob_diff_threshold:.3g}.")
+        problems.append(
+            f"train_rollout_logprob_abs_diff is {difference:.3g}, above {gates.log_prob_diff_threshold:.3g}."
+        )
     if gates.check_kl and step_id == 0:
         for name in ("ppo_kl", "kl_loss") if rollout_id == 0 else ("ppo_kl",):
             value = metrics.get(name)

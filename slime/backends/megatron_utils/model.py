@@ -44,7 +44,10 @@ def forward_only(
     f: `get_log_probs_and_entropy` or `get_values`, or a function like them. num_microbatches: per optimizer step.
     No gradient, dropout off; the model is back in training mode afterwards. All ranks call it together.
     """
-    def forward_step(iterator: Any, chunk: torch.nn.Module, return_schedule_plan: bool = False) -> tuple[torch.Tensor, Any]:
+
+    def forward_step(
+        iterator: Any, chunk: torch.nn.Module, return_schedule_plan: bool = False
+    ) -> tuple[torch.Tensor, Any]:
         batch = _next_batch(args, iterator)
         nucleus = get_rollout_top_p_logprob_kwargs(args, batch) if use_rollout_top_p_replay else {}
         collect = partial(
@@ -93,7 +96,10 @@ def train_one_step(
     pipeline stage. A gradient that is not finite on any rank leaves weights, optimizer and scheduler as they are: the norm is then
     NaN and `update_skipped` is 1. The scheduler's clock advances by `step_global_batch_size`. All ranks call it together.
     """
-    def forward_step(iterator: Any, chunk: torch.nn.Module, return_schedule_plan: bool = False) -> tuple[torch.Tensor, Any]:
+
+    def forward_step(
+        iterator: Any, chunk: torch.nn.Module, return_schedule_plan: bool = False
+    ) -> tuple[torch.Tensor, Any]:
         batch = _next_batch(args, iterator)
         return _run_chunk(chunk, batch), partial(loss_function, args, batch, num_microbatches, step_global_batch_size)
 
@@ -108,10 +114,9 @@ def train_one_step(
     if updated:
         opt_param_scheduler.step(increment=step_global_batch_size)
     else:
-        logger.warning("The gradient is not finite: this step changes nothing. Look at the rollout's log-probs and advantages.")
-    for chunk in model:
-        # Megatron's schedule leaves the last micro-batch's gradients alive otherwise.
-        chunk.zero_grad_buffer()
+        logger.warning(
+            "The gradient is not finite: this step changes nothing. Look at the rollout's log-probs and advantages."
+        )
     if not mpu.is_pipeline_last_stage(ignore_virtual=True):
         return {}, _as_float(grad_norm)
     metrics = reduce_train_step_metrics(

@@ -77,7 +77,9 @@ def load_optimizer_state(folder: str | Path, model: Sequence[torch.nn.Module], o
     """Fills this rank's optimizer state. Raises `ConfigError` where the checkpoint has no state for a parameter that is trained."""
     path = Path(folder) / INDEX
     if not path.exists():
-        raise ConfigError(f"{folder} holds no optimizer state. Resume with --no-load-optim, or from a checkpoint saved with it.")
+        raise ConfigError(
+            f"{folder} holds no optimizer state. Resume with --no-load-optim, or from a checkpoint saved with it."
+        )
     index = json.loads(path.read_text())
     reader = _Reader(Path(folder), index["params"])
     kinds = [kind for kind in index["kinds"] if kind != _MAIN_PARAM]
@@ -88,7 +90,9 @@ def load_optimizer_state(folder: str | Path, model: Sequence[torch.nn.Module], o
                 slot.main_param.copy_(reader.piece(kind, slot).view(slot.main_param.shape))
         if not kinds:
             continue
-        state = {kind: reader.piece(kind, slot).view(slot.main_param.shape).to(slot.main_param.device) for kind in kinds}
+        state = {
+            kind: reader.piece(kind, slot).view(slot.main_param.shape).to(slot.main_param.device) for kind in kinds
+        }
         if _step_is_per_tensor(slot.inner):
             state["step"] = torch.tensor(float(index["step"]), dtype=torch.float32)
         slot.inner.state[slot.main_param] = state
@@ -97,7 +101,9 @@ def load_optimizer_state(folder: str | Path, model: Sequence[torch.nn.Module], o
             for group in part.optimizer.param_groups:
                 group["step"] = int(index["step"])
         if scaler is not None and part.grad_scaler is not None:
-            part.grad_scaler.load_state_dict({key: torch.tensor([value]) if key == "scale" else value for key, value in scaler.items()})
+            part.grad_scaler.load_state_dict(
+                {key: torch.tensor([value]) if key == "scale" else value for key, value in scaler.items()}
+            )
 
 
 class _Reader:
@@ -112,12 +118,16 @@ class _Reader:
         local = slot.local
         entry = self._params.get(local.name)
         if entry is None:
-            raise ConfigError(f"The checkpoint {self._folder} has no optimizer state for {local.name}. Resume with --no-load-optim.")
+            raise ConfigError(
+                f"The checkpoint {self._folder} has no optimizer state for {local.name}. Resume with --no-load-optim."
+            )
         same_cut = (entry["num_shards"], entry["shape"]) == (local.parallel_size, list(local.parameter.shape))
         if same_cut:
             return self._shard(kind, local.name, local.parallel_rank, slot.start, slot.end)
         count = torch.Size(entry["shape"]).numel()
-        shards = [self._shard(kind, local.name, index, 0, count).view(entry["shape"]) for index in range(entry["num_shards"])]
+        shards = [
+            self._shard(kind, local.name, index, 0, count).view(entry["shape"]) for index in range(entry["num_shards"])
+        ]
         whole = unshard(local.name, shards, dim=entry["dim"], stride=entry["stride"])
         if local.is_vocab:
             whole = _resize_rows(whole, local.parameter.shape[0] * local.parallel_size)
@@ -131,7 +141,9 @@ class _Reader:
                 stride=local.partition_stride,
             )
         if whole.shape != local.parameter.shape:
-            raise ConfigError(f"{local.name} is {list(local.parameter.shape)} here, its optimizer state {list(whole.shape)}.")
+            raise ConfigError(
+                f"{local.name} is {list(local.parameter.shape)} here, its optimizer state {list(whole.shape)}."
+            )
         return whole.reshape(-1)[slot.start : slot.end]
 
     def _shard(self, kind: str, name: str, index: int, start: int, end: int) -> torch.Tensor:
@@ -144,7 +156,9 @@ class _Reader:
             parts.append(stored[at - low : min(end, high) - low])
             at = min(end, high)
         if at != end:
-            raise ConfigError(f"The optimizer state of {name} in {self._folder} is not complete: element {at} of {end} is in no file.")
+            raise ConfigError(
+                f"The optimizer state of {name} in {self._folder} is not complete: element {at} of {end} is in no file."
+            )
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
     def _handle(self, file: str) -> Any:

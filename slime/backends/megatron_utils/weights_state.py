@@ -34,7 +34,9 @@ class _SaveInThisProcess(TorchDistSaveShardedStrategy):
             storage_writer=torch_checkpoint.FileSystemWriter(
                 checkpoint_dir, single_file_per_rank=True, sync_files=False, thread_count=1
             ),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False),
+            planner=MCoreSavePlanner(
+                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
+            ),
         )
 
 
@@ -50,7 +52,9 @@ def load_weights_into(folder: str | Path, model: Sequence[torch.nn.Module]) -> N
     """
     folder = Path(folder)
     if not (folder / ".metadata").is_file():
-        raise ConfigError(f"{folder} is not a distributed checkpoint (torch_dist). Convert it with Megatron, or load a Hugging Face folder.")
+        raise ConfigError(
+            f"{folder} is not a distributed checkpoint (torch_dist). Convert it with Megatron, or load a Hugging Face folder."
+        )
     _check_index(folder / ".metadata")
     wanted = _sharded(model)
     loaded = dist_checkpointing.load(wanted, str(folder))
@@ -76,10 +80,14 @@ class _IndexOnly(pickle.Unpickler):
     }  # fmt: skip
 
     def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout | torch.memory_format)
+        is_dtype = module == "torch" and isinstance(
+            getattr(torch, name, None), torch.dtype | torch.layout | torch.memory_format
+        )
         if is_dtype or module.startswith(self._MODULES) or (module, name) in self._NAMES:
             return super().find_class(module, name)
-        raise ConfigError(f"The checkpoint's index names {module}.{name}, which no index needs. Do not load this checkpoint.")
+        raise ConfigError(
+            f"The checkpoint's index names {module}.{name}, which no index needs. Do not load this checkpoint."
+        )
 
 
 def _check_index(path: Path) -> None:
@@ -88,4 +96,6 @@ def _check_index(path: Path) -> None:
         try:
             _IndexOnly(file).load()
         except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as error:
-            raise ConfigError(f"{path} is damaged ({error}). Resume from an earlier checkpoint with --ckpt-step.") from error
+            raise ConfigError(
+                f"{path} is damaged ({error}). Resume from an earlier checkpoint with --ckpt-step."
+            ) from error

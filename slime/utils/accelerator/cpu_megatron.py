@@ -16,7 +16,9 @@ Adaptations, each with the reason it exists:
  5. `torch.Tensor.type()` returns a name that equals both "torch.FloatTensor" and "torch.cuda.FloatTensor": the optimizers and
     gradient clipping sort parameters by the latter. Process-wide, because it is a method of every tensor.
  6. `torch.Tensor.cuda()` returns the tensor itself. Process-wide, same reason.
- 7. Functions that megatron wrapped in `torch.compile` are unwrapped: the compiler costs minutes and gains nothing here.
+ 7. Functions that megatron wraps in `torch.compile` stay, or become again, what they were: compiling costs minutes and gains
+    nothing here. While megatron is imported by this module, `torch.compile` is the identity and wandb (which megatron's
+    inference code looks for) is not found: importing the compiler and wandb would double the start of every rank.
  8. `moe_utils.te_general_gemm = None`: unbound without Transformer Engine, NameError in the router.
  9. `token_dispatcher.maybe_move_tensor_to_cpu` gives numpy splits also for CPU tensors: gloo's all_to_all takes no tensors.
 10. `rope_utils._apply_rotary_pos_emb_thd` gathers the angles of a packed row with one index instead of slicing per sequence:
@@ -32,6 +34,7 @@ import functools
 import importlib
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -66,8 +69,9 @@ _patched_modules: set[str] = set()
 def install_cpu_adaptations() -> None:
     """Installs all adaptations of this module's docstring. Idempotent; works before and after megatron's own import,
     and a second call also covers megatron modules that were imported in between."""
-    for name in _MODULES:
-        importlib.import_module(name)
+    with _light_imports():
+        for name in _MODULES:
+            importlib.import_module(name)
     proxy = _torch_for_megatron()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core.") and name not in _patched_modules and module is not None:
@@ -82,6 +86,24 @@ def install_cpu_adaptations() -> None:
     if not isinstance(torch.Tensor.type, _TypeMethod):
         torch.Tensor.type = _TypeMethod(torch.Tensor.type)
         torch.Tensor.cuda = _same_tensor
+
+
+@contextlib.contextmanager
+def _light_imports() -> Iterator[None]:
+    compiler, knows_wandb = torch.compile, "wandb" in sys.modules
+
+    def leave_as_is(function: Any = None, **options: Any) -> Any:
+        return function if function is not None else lambda decorated: decorated
+
+    torch.compile = leave_as_is
+    if not knows_wandb:
+        sys.modules["wandb"] = None  # type: ignore[assignment]  # makes `import wandb` an ImportError
+    try:
+        yield
+    finally:
+        torch.compile = compiler
+        if not knows_wandb:
+            del sys.modules["wandb"]
 
 
 @functools.cache
@@ -234,7 +256,9 @@ def _patch_uneven_collectives() -> None:
         return
     even_gather, even_reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
-    def gather(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+    def gather(
+        input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
             return even_gather(input_, group, output_split_sizes, use_global_buffer)
         sizes = [int(size) for size in output_split_sizes]
