@@ -9,7 +9,7 @@ from support.tiny_models import make_char_tokenizer
 from slime.exceptions import ConfigError
 from slime.rollout import sft_rollout
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.utils.mask_utils import MultiTurnLossMaskGenerator, get_response_lengths
+from slime.utils.mask_utils import MultiTurnLossMaskGenerator, get_response_lengths, mask_of_spans
 from slime.utils.types import Sample
 
 NUM_GPUS = 0
@@ -51,6 +51,13 @@ def trained(messages, *, template=None, kind="qwen", tools=None):
     full = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
     assert ids == tokenizer(full, add_special_tokens=False)["input_ids"] and len(ids) == len(mask)
     return generator.get_text_from_loss_mask(ids, mask), ids, mask
+
+
+def test_a_token_across_a_border_is_not_trained():
+    """Where a merge joins the prompt's end with the answer's beginning, the model could not have sampled that token."""
+    offsets = [(0, 3), (3, 6), (6, 9), (9, 9)]
+    assert mask_of_spans(offsets, [(4, 9)]) == [0, 0, 1, 0] and mask_of_spans(offsets, [(3, 7)]) == [0, 1, 0, 0]
+    assert mask_of_spans(offsets, [(0, 3), (6, 10)]) == [1, 0, 1, 1]
 
 
 def test_every_assistant_turn_is_trained_with_its_end_and_nothing_else():

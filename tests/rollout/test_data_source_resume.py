@@ -26,7 +26,7 @@ def make(tmp_path):
 
 
 def names(groups):
-    return [(group[0].group_index, group[0].prompt) for group in groups]
+    return [(group[0].group_index, group[0].prompt, [sample.index for sample in group]) for group in groups]
 
 
 def step(source, rollout_id, count=3):

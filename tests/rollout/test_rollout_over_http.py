@@ -121,6 +121,16 @@ def test_seeds_make_two_runs_identical_and_prompts_different(rig, group_requests
     assert len(flat) == 16 and len(set(flat)) == 16
 
 
+def test_a_continued_response_does_not_repeat_its_first_random_numbers():
+    """Under partial rollout the same seed would sample the same numbers twice within one response."""
+    args = rollout_args(sglang_enable_deterministic_inference=True)
+    fresh, continued = Sample(index=3), Sample(index=3, response_length=5)
+    seeds = [sglang_rollout.member_params(args, s, {}, 1, True)["sampling_seed"] for s in (fresh, continued, fresh)]
+    assert seeds[0] != seeds[1] and seeds[0] == seeds[2]
+    args.sglang_enable_deterministic_inference = False
+    assert sglang_rollout.member_params(args, fresh, {"top_p": 1.0}, 1, True) == {"top_p": 1.0}
+
+
 @pytest.mark.parametrize("fault", [Fault(status=500), Fault(status=503), Fault(close=True)])
 def test_a_passing_fault_is_tried_again_and_costs_nothing(rig, fault):
     """5xx and lost connections pass; the retry replaces the sample, it never adds one."""

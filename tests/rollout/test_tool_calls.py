@@ -68,7 +68,9 @@ def test_content_reasoning_and_calls_come_apart_in_order():
 
 def test_marks_and_their_reading_are_the_models_own():
     """A tiny model calls its calculator with [1+2]."""
-    turn = parse_turn("[1+2]", marks=("[", "]"), read_call=lambda text: ToolCall(text, "calculator", {"expression": text}))
+    turn = parse_turn(
+        "[1+2]", marks=("[", "]"), read_call=lambda text: ToolCall(text, "calculator", {"expression": text})
+    )
     assert turn.calls[0].arguments == {"expression": "1+2"}
 
 

@@ -157,7 +157,9 @@ def test_reasoning_that_the_template_strips_is_kept_or_forked_and_never_cut(poli
     kept, forked = rollout.rows
     assert kept is first and (kept.rollout_id, forked.rollout_id, forked.index) == (7, 7, 7)
     assert (sum(kept.loss_mask), sum(forked.loss_mask), forked.response_length) == (20, 4, 4)
-    assert "<think>" not in texts[1] and texts[1].startswith("<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nc<|im_end|>")
+    assert "<think>" not in texts[1] and texts[1].startswith(
+        "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nc<|im_end|>"
+    )
     assert forked.tokens[:-4] == delta.rerender.token_ids
 
 
@@ -189,7 +191,14 @@ def test_assistant_turns_of_the_prompt_are_not_trained():
     rollout.sampled_turn("hi", "hi")
     sample = rollout.sample
     assert sum(sample.loss_mask) == 6 and sample.response_length == 4 + len(delta.token_ids) + 2
-    assert [log_prob for log_prob in sample.rollout_log_probs if log_prob] == [-0.125, -0.25, -0.375, -0.5, -0.125, -0.25]
+    assert [log_prob for log_prob in sample.rollout_log_probs if log_prob] == [
+        -0.125,
+        -0.25,
+        -0.375,
+        -0.5,
+        -0.125,
+        -0.25,
+    ]
 
 
 def test_an_end_token_that_the_model_did_not_emit_has_mask_0():
@@ -371,7 +380,9 @@ def test_tools_and_template_arguments_reach_every_render():
     assert json.dumps({"name": "add"}) in prompt and prompt.endswith("<think>\n\n</think>\n\n")
     delta = rollout.turn("A<|im_end|>", "A", user("r"))
     assert delta.text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert delta.rerender.kept.startswith("<think>\n\n</think>\n\nA") and delta.rerender.rendered.startswith("A<|im_end|>")
+    assert delta.rerender.kept.startswith("<think>\n\n</think>\n\nA") and delta.rerender.rendered.startswith(
+        "A<|im_end|>"
+    )
 
 
 if __name__ == "__main__":
