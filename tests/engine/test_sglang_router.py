@@ -1,5 +1,6 @@
 """The real sglang-router in front of two real engines."""
 
+import argparse
 import json
 import os
 import socket
@@ -10,14 +11,16 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import pytest
 from support.tiny_models import make_tiny_checkpoint
 
 import slime.backends.sglang_utils.router as router_module
-from slime.backends.sglang_utils.router import RouterConfig, SglangRouter
+from slime.backends.sglang_utils.router import RouterConfig, SglangRouter, start_router
 from slime.backends.torch_engine.engine_config import EngineConfig
 from slime.backends.torch_engine.server_thread import EngineServerThread
-from slime.exceptions import EngineError
+from slime.exceptions import ConfigError, EngineError
 
 NUM_GPUS = 0
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,6 +113,23 @@ def test_a_removed_engine_gets_no_more_requests_and_can_come_back(cluster):
 
 
 @needs_router
+def test_a_router_that_runs_already_is_used_and_left_running(cluster):
+    """--sglang-router-ip: our engines join it, and leave it when we end; it is not ours to stop."""
+    router, (first, second) = cluster
+    options = {"sglang_router_policy": "round_robin", "sglang_api_key": KEY}
+    address = {"sglang_router_ip": "127.0.0.1", "sglang_router_port": router.port}
+    router.remove_worker(second.url)
+    attached = start_router(argparse.Namespace(**options, **address), [second.url])
+    assert attached.url == router.url and set(router.workers()) == {first.url, second.url}
+    attached.stop()
+    wait_for(lambda: set(router.workers()) == {first.url})
+    assert router.is_ready()
+    router.add_worker(second.url, api_key=KEY)
+    with pytest.raises(ConfigError, match="--sglang-router-port"):
+        start_router(argparse.Namespace(**options, sglang_router_ip="127.0.0.1", sglang_router_port=None), [])
+
+
+@needs_router
 def test_a_worker_that_does_not_answer_is_an_error_with_its_url(cluster):
     """Waiting for ever for an engine that is not there would look like a slow start."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -131,9 +151,13 @@ def test_the_router_dies_with_its_parent():
     parent = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert parent.returncode == 9, parent.stderr
     pid, port = (int(word) for word in parent.stdout.split())
-    deadline = time.monotonic() + 10
-    while is_alive(pid) or is_listening(port):
-        assert time.monotonic() < deadline, f"router {pid} outlived its parent"
+    wait_for(lambda: not is_alive(pid) and not is_listening(port))
+
+
+def wait_for(condition, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.05)
 
 

@@ -13,6 +13,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import numpy as np
 import pytest
 import torch
@@ -34,6 +36,12 @@ TIMEOUT = 60
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return make_tiny_checkpoint(tmp_path_factory.mktemp("m") / "qwen3", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def long_folder(tmp_path_factory):
+    """The same weights with a context of 60000 tokens: a response that goes on until it is aborted."""
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("m") / "long", "qwen3", max_position_embeddings=60000)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +159,7 @@ def test_the_stream_cumulates_and_ends_with_the_same_response(url):
     """SGLang's SSE: every chunk holds all so far, the last one is the whole response, then [DONE]."""
     body = {
         "input_ids": [5, 6],
-        "sampling_params": {"max_new_tokens": 40, "sampling_seed": 2, "ignore_eos": True},
+        "sampling_params": {"max_new_tokens": 400, "sampling_seed": 2, "ignore_eos": True},
         "return_logprob": True,
     }
     plain = generate(url, **body)
@@ -283,17 +291,16 @@ def running(url: str) -> int:
     return call(url, "/get_load")[1][0]["num_reqs"]
 
 
-def test_an_aborted_request_answers_with_what_it_has(folder):
+ENDLESS = {"max_new_tokens": 50000, "ignore_eos": True}
+
+
+def test_an_aborted_request_answers_with_what_it_has(long_folder):
     """Partial rollout keeps these tokens: ids, log-probs and version must be there; one that never ran answers with none."""
     with (
-        EngineServerThread(EngineConfig(str(folder), max_running_requests=1)) as server,
+        EngineServerThread(EngineConfig(str(long_folder), max_running_requests=1)) as server,
         concurrent.futures.ThreadPoolExecutor(4) as pool,
     ):
-        body = {
-            "input_ids": [5, 6],
-            "sampling_params": {"max_new_tokens": 500, "ignore_eos": True},
-            "return_logprob": True,
-        }
+        body = {"input_ids": [5, 6], "sampling_params": ENDLESS, "return_logprob": True}
         first = pool.submit(generate, server.url, **body, rid="first")
         wait_for(lambda: call(server.url, "/server_info")[1]["total_generated_tokens"] > 3)
         call(server.url, "/pause_generation", {})
@@ -304,7 +311,7 @@ def test_an_aborted_request_answers_with_what_it_has(folder):
         answer = first.result(TIMEOUT)
         meta = answer["meta_info"]
         assert meta["finish_reason"]["type"] == "abort" and meta["weight_version"] == "0"
-        assert 3 < len(answer["output_ids"]) == len(meta["output_token_logprobs"]) == meta["completion_tokens"] < 500
+        assert 3 < len(answer["output_ids"]) == len(meta["output_token_logprobs"]) == meta["completion_tokens"] < 50000
         assert not second.done()
         call(server.url, "/abort_request", {"abort_all": True})
         meta = second.result(TIMEOUT)["meta_info"]
@@ -327,26 +334,32 @@ def test_a_client_that_goes_away_leaves_nothing_running(folder):
         wait_for(lambda: running(server.url) == 0)
 
 
-def test_weights_come_from_disk_and_the_version_with_them(folder, other_folder):
+def test_weights_come_from_disk_and_the_version_with_them(long_folder, other_folder):
     """A running request keeps its tokens and says under which version each was sampled; publishing aborts nothing."""
     with (
-        EngineServerThread(EngineConfig(str(folder))) as server,
+        EngineServerThread(EngineConfig(str(long_folder))) as server,
         concurrent.futures.ThreadPoolExecutor(1) as pool,
     ):
-        body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
-        crossing = pool.submit(generate, server.url, **body)
-        wait_for(lambda: call(server.url, "/server_info")[1]["total_generated_tokens"] > 3)
+
+        def num_tokens() -> int:
+            return call(server.url, "/server_info")[1]["total_generated_tokens"]
+
+        crossing = pool.submit(generate, server.url, input_ids=[5, 6], sampling_params=ENDLESS)
+        wait_for(lambda: num_tokens() > 3)
         call(server.url, "/pause_generation", {})
         update = {"model_path": str(other_folder), "weight_version": "1"}
         status, answer = call(server.url, "/update_weights_from_disk", update)
         assert (status, answer["success"], answer["weight_version"]) == (200, True, "1")
         assert answer["checksum"] == weights_checksum(load_file(other_folder / "model.safetensors"))
         assert call(server.url, "/weights_checksum")[1] == {"checksum": answer["checksum"], "weight_version": "1"}
+        num_old = num_tokens()
         call(server.url, "/continue_generation", {})
+        wait_for(lambda: num_tokens() > num_old)
+        call(server.url, "/abort_request", {"abort_all": True})
         meta = crossing.result(TIMEOUT)["meta_info"]
-        assert meta["finish_reason"]["type"] == "length" and meta["weight_version"] == "0"
-        assert [version for version, _ in meta["weight_versions"]] == ["0", "1"]
-        assert sum(count for _, count in meta["weight_versions"]) == 500
+        assert meta["finish_reason"]["type"] == "abort" and meta["weight_version"] == "0"
+        num_new = meta["completion_tokens"] - num_old
+        assert num_new > 0 and meta["weight_versions"] == [["0", num_old], ["1", num_new]]
         assert generate(server.url, input_ids=[5])["meta_info"]["weight_version"] == "1"
 
 

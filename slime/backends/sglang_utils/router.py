@@ -22,7 +22,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from slime.exceptions import EngineError
+from slime.exceptions import ConfigError, EngineError
 
 START_TIMEOUT_SECONDS = 60.0
 WORKER_TIMEOUT_SECONDS = 60.0
@@ -34,7 +34,7 @@ LOG_LINES = 40
 
 @dataclasses.dataclass(frozen=True)
 class RouterConfig:
-    """host must be loopback unless there is an api_key; port None takes a free one."""
+    """port None takes a free one. attach: a router runs there already, start none."""
 
     host: str = "127.0.0.1"
     port: int | None = None
@@ -42,6 +42,13 @@ class RouterConfig:
     api_key: str | None = dataclasses.field(default=None, repr=False)
     request_timeout_seconds: int = 1800
     max_concurrent_requests: int = -1
+    attach: bool = False
+
+    def __post_init__(self) -> None:
+        if self.attach and self.port is None:
+            raise ConfigError(
+                "--sglang-router-ip names a router that runs already; give its port with --sglang-router-port."
+            )
 
 
 class SglangRouter:
@@ -52,7 +59,7 @@ class SglangRouter:
         self.port: int | None = None
         self._process: subprocess.Popen | None = None
         self._log: collections.deque[str] = collections.deque(maxlen=LOG_LINES)
-        self._is_stopping = threading.Event()
+        self._added: list[str] = []
 
     @property
     def url(self) -> str:
@@ -64,6 +71,10 @@ class SglangRouter:
 
     def start(self) -> SglangRouter:
         """Returns self once the router answers. EngineError if the extra is missing, the port is taken, or it does not come up."""
+        if self.config.attach:
+            self.port = self.config.port
+            self._wait_until(self._answers, START_TIMEOUT_SECONDS, "answer")
+            return self
         if importlib.util.find_spec("sglang_router") is None:
             raise EngineError(
                 "--use-sglang-router needs the package sglang-router, which is not installed."
@@ -159,6 +170,7 @@ class SglangRouter:
         status, answer = self._request("POST", "/workers", body)
         if status not in (200, 201, 202):
             raise EngineError(f"the router refused the worker {url} with {status}: {answer}")
+        self._added.append(url)
         self._wait_until(lambda: url in self.workers(), timeout, f"find the engine {url} healthy")
         return self.workers()[url]
 
@@ -191,7 +203,12 @@ class SglangRouter:
             raise EngineError(f"the router at {self.url} does not answer {method} {path}: {error}") from None
 
     def stop(self) -> None:
-        """Ends the router; nothing listens afterwards. Harmless when it does not run."""
+        """Ends the router, and nothing listens afterwards; from one that ran already it only takes out the engines that were added.
+        Harmless when called twice.
+        """
+        if self.config.attach:
+            self._leave()
+            return
         process, self._process = self._process, None
         if process is None:
             return
@@ -201,6 +218,17 @@ class SglangRouter:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+    def _leave(self) -> None:
+        added, self._added = self._added, []
+        try:
+            known = self.workers()
+            for url in added:
+                if url in known:
+                    self._request("DELETE", f"/workers/{known[url]}")
+        except EngineError:
+            # It is gone, or going: then there is nothing to take out.
+            return
 
     def __enter__(self) -> SglangRouter:
         return self.start()
@@ -216,7 +244,20 @@ def router_config_from_args(args: Any) -> RouterConfig:
         port=args.sglang_router_port,
         policy=args.sglang_router_policy,
         api_key=args.sglang_api_key,
+        attach=args.sglang_router_ip is not None,
     )
+
+
+def start_router(args: Any, engine_urls: list[str]) -> SglangRouter:
+    """Returns a router with all `engine_urls` registered and healthy. EngineError says what does not answer; nothing is left running."""
+    router = SglangRouter(router_config_from_args(args)).start()
+    try:
+        for url in engine_urls:
+            router.add_worker(url, api_key=args.sglang_api_key)
+    except BaseException:
+        router.stop()
+        raise
+    return router
 
 
 def _usable_port(host: str, port: int | None) -> int:
