@@ -13,6 +13,9 @@ from slime.utils import http_utils
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
 
+# A group's members follow each other closely; the fully asynchronous worker never starts over.
+MAX_REMEMBERED_PROMPTS = 4096
+
 
 def rollout_sampling_params(args: Any) -> dict[str, Any]:
     """The engine's sampling parameters of a training rollout. ConfigError where no limit bounds a response."""
@@ -88,6 +91,8 @@ class GenerateState(metaclass=SingletonMeta):
         """The ids of a rendered prompt, tokenized once for all members of its group; a new list each time."""
         ids = self._prompt_ids.get(text)
         if ids is None:
+            if len(self._prompt_ids) >= MAX_REMEMBERED_PROMPTS:
+                self._prompt_ids.clear()
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             self._prompt_ids[text] = ids
         return list(ids)
