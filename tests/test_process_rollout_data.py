@@ -197,7 +197,7 @@ def check_rank(found, dp_rank_parts):
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_our_shards_arrive_aligned_and_cover_every_sample_once(identity_get, dp_size):
     """B24, B29: tokens, log-probs, source names and rewards travel with their sample, and ranks share nothing."""
-    shards = [pickle.loads(pickle.dumps(shard, protocol=5)) for shard in make_split(make_samples(), dp_size).shards]
+    shards = [pickle.loads(pickle.dumps(shard, protocol=5)) for shard in make_split(make_samples(), dp_size).shards]  # noqa: S301  our own bytes
     parts = []
     for rank in range(dp_size):
         check_rank(describe(receive(shards, rank)), parts)
@@ -227,7 +227,7 @@ def test_arrays_on_arrival_are_views_of_the_wire(identity_get):
     buffers = []
     blob = pickle.dumps(shard, protocol=5, buffer_callback=buffers.append)
     assert len(blob) < 3000 < sum(len(buffer.raw()) for buffer in buffers)
-    batch = localize(pickle.loads(blob, buffers=[buffer.raw().toreadonly() for buffer in buffers]), 0)
+    batch = localize(pickle.loads(blob, buffers=[buffer.raw().toreadonly() for buffer in buffers]), 0)  # noqa: S301  our own bytes
     assert not batch["tokens"][0].flags.owndata
     with pytest.raises(ValueError, match="read-only"):
         batch["tokens"][0][0] = 7

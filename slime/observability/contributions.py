@@ -15,6 +15,8 @@ import numpy as np
 
 from slime.utils.rollout_fields import Reduce
 
+BLOCK_TOKENS = 1 << 16
+
 
 @dataclasses.dataclass(frozen=True)
 class Contribution:
@@ -102,26 +104,45 @@ def merge_all(per_rank: Sequence[dict[str, Contribution]]) -> dict[str, float]:
 # --- per-token and per-sample fields -------------------------------------------------------------------------------------
 
 
+def segment_sums(values_T: np.ndarray, lengths_N: np.ndarray, mask_T: np.ndarray | None = None) -> np.ndarray:
+    """float64 [N]: the sum of each sample's values, in float64; entries where `mask_T` is False are not read. Block by block, so that the
+    float64 copy of a block stays in the cache."""
+    sums_N = np.zeros(len(lengths_N))
+    ends = np.cumsum(lengths_N)
+    filled = np.flatnonzero(lengths_N)
+    starts = (ends - lengths_N)[filled]
+    first = 0
+    while first < len(filled):
+        low = int(starts[first])
+        last = max(first + 1, int(np.searchsorted(starts, low + BLOCK_TOKENS)))
+        high = int(ends[filled[last - 1]])
+        block = values_T[low:high].astype(np.float64)
+        if mask_T is not None:
+            np.copyto(block, 0.0, where=~mask_T[low:high])
+        sums_N[filled[first:last]] = np.add.reduceat(block, starts[first:last] - low)
+        first = last
+    return sums_N
+
+
 @dataclasses.dataclass(frozen=True)
 class SampleTokens:
-    """This rank's response tokens: which sample each belongs to, whether it is trained, and each sample's denominators.
+    """This rank's response tokens: how many each sample has here, which are trained, and each sample's denominators.
 
-    `sample_T` int64, `mask_T` bool; `mask_sums_N`: trainable tokens of the full response; `rollout_mask_sums_N`: of its whole rollout.
-    `copies`: ranks that report the same samples (context parallelism), each with its own tokens.
+    `lengths_N`: tokens on this rank; `mask_T` bool over them, None where all are trained; `mask_sums_N`: trainable tokens of the full response;
+    `rollout_mask_sums_N`: of its whole rollout. `copies`: ranks that report the same samples (context parallelism), each with its own tokens.
     """
 
-    sample_T: np.ndarray
-    mask_T: np.ndarray
+    lengths_N: np.ndarray
+    mask_T: np.ndarray | None
     mask_sums_N: np.ndarray
     rollout_mask_sums_N: np.ndarray
     copies: int = 1
 
     def masked_sums(self, values_T: np.ndarray) -> np.ndarray:
-        """float64 [N]: the sum of each sample's trained tokens; entries at masked positions are not read."""
-        if len(values_T) != len(self.sample_T):
-            raise ValueError(f"{len(values_T)} values for {len(self.sample_T)} response tokens on this rank")
-        keep = self.mask_T
-        return np.bincount(self.sample_T[keep], weights=values_T[keep], minlength=len(self.mask_sums_N))
+        """float64 [N]: the sum of each sample's trained tokens."""
+        if len(values_T) != int(self.lengths_N.sum()):
+            raise ValueError(f"{len(values_T)} values for {int(self.lengths_N.sum())} response tokens on this rank")
+        return segment_sums(values_T, self.lengths_N, self.mask_T)
 
     def rollout_mean(self, values_T: np.ndarray) -> Contribution:
         """Masked token mean within each rollout, then the mean over rollouts that have a trainable token."""

@@ -97,22 +97,21 @@ def sample_tokens(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: int = 
     """Which response tokens this rank holds, and the denominators, from the full masks."""
     responses = _sample_field(batch, "response_lengths").astype(np.int64)
     mask_T = flat_tokens(batch, "loss_masks") != 0
-    sample_T = np.repeat(np.arange(len(responses)), responses)
-    if len(mask_T) != len(sample_T):
-        raise RolloutDataError(f"The loss masks hold {len(mask_T)} tokens, the responses {len(sample_T)}.")
-    mask_sums = np.bincount(sample_T[mask_T], minlength=len(responses)).astype(np.float64)
+    if len(mask_T) != responses.sum():
+        raise RolloutDataError(f"The loss masks hold {len(mask_T)} tokens, the responses {responses.sum()}.")
+    every = bool(mask_T.all())
+    mask_sums = responses.astype(np.float64) if every else c.segment_sums(mask_T, responses)
     rollout_sums = _sample_field(batch, "rollout_mask_sums")
+    lengths = responses
     if cp_size > 1:
         from slime.utils.cp_layout import plan_response_layout
 
         layout = plan_response_layout(
             _sample_field(batch, "total_lengths").astype(np.int64), responses, cp_size=cp_size, cp_rank=cp_rank
         )
-        local = layout.response_indices.numpy()
-        sample_T, mask_T = sample_T[local], mask_T[local]
-    return SampleTokens(
-        sample_T, mask_T, mask_sums, mask_sums if rollout_sums is None else rollout_sums, copies=cp_size
-    )
+        lengths, mask_T = np.asarray(layout.local_lengths, dtype=np.int64), mask_T[layout.response_indices.numpy()]
+    sums = mask_sums if rollout_sums is None else rollout_sums
+    return SampleTokens(lengths, None if every else mask_T, mask_sums, sums, copies=cp_size)
 
 
 def phase_contributions(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: int = 0) -> dict[str, Contribution]:
@@ -155,7 +154,7 @@ def _token_contribution(batch: Mapping[str, Any], spec: FieldSpec, tokens: Sampl
         return tokens.token_mean(values_T)
     if spec.reduce is Reduce.ROLLOUT_MEAN:
         return tokens.rollout_mean(values_T)
-    kept = values_T[tokens.mask_T]
+    kept = values_T if tokens.mask_T is None else values_T[tokens.mask_T]
     return _plain_contribution(spec, kept, np.ones(len(kept)), copies=1)
 
 
@@ -252,7 +251,9 @@ def pass_rates(batch: Mapping[str, Any], *, config: TrainMetricsConfig) -> dict[
         )
     groups = np.asarray(_numbers(batch["group_ids"]), dtype=np.int64)
     if "valid" in batch:
-        raw = np.where(_numbers(batch["valid"]) != 0, raw, np.nan)  # rejected or dropped, a sample says as little about the prompt
+        raw = np.where(
+            _numbers(batch["valid"]) != 0, raw, np.nan
+        )  # rejected or dropped, a sample says as little about the prompt
     if "all_rollout_ids" in batch:
         # the samples of one rollout share its reward: count it once, scored where any of them is
         order = np.argsort(~np.isfinite(raw), kind="stable")

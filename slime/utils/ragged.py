@@ -143,11 +143,12 @@ class Ragged(Column):
         """The concatenation of the entries (`values` itself when there is no padding)."""
         if self.is_dense:
             return self.values
-        return self.values[self.dense_index()]
+        entries = self.as_list() or [self.values[:0]]
+        if is_tensor(self.values):
+            import torch
 
-    def dense_index(self) -> np.ndarray:
-        """Positions in `values` of every row of every entry [sum of lengths]."""
-        return concatenated_ranges(self.offsets[:-1], self.lengths)
+            return torch.cat(entries)
+        return np.concatenate(entries)
 
 
 class Parts(Column):

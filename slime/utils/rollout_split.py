@@ -196,16 +196,22 @@ def make_shards(batch: RolloutBatch, plan: SplitPlan, config: SplitConfig) -> It
         positions = np.asarray(partition, dtype=np.int64)
         info = {"num_whole": len(plan.owner_ranks_N), "dp_rank": rank, "dp_size": len(plan.schedule.partitions)}
         shard = RolloutBatch(stage=Stage.SHARD, info=info)
+        gaps: dict[str, tuple[np.ndarray, int]] = {}
+        if config.pad_to:
+            gaps, rows = plan_gaps(
+                columns["tokens"].lengths[positions],
+                columns["loss_masks"].lengths[positions],
+                micro_batches,
+                config.pad_to,
+            )
+            shard.info.update(pad_to=config.pad_to, row_offsets=rows)
         for name, column in {**columns, **made}.items():
             spec = CONTRACT.find(name) or FieldSpec(name, Scope.SAMPLE)
             if spec.extent is Extent.WHOLE or spec.ships_whole:
                 shard[name] = column
-            elif isinstance(column, Parts) and name == "tokens" and config.pad_to:
-                padding, lead, rows = plan_row_padding(column.lengths[positions], micro_batches, pad_to=config.pad_to)
-                shard[name] = column.gather(partition, dtype=dtypes[name], padding=padding, lead=lead)
-                shard.info.update(pad_to=config.pad_to, row_offsets=rows)
             elif isinstance(column, Parts):
-                shard[name] = column.gather(partition, dtype=dtypes[name])
+                padding, lead = gaps.get(name, (None, 0))
+                shard[name] = column.gather(partition, dtype=dtypes[name], padding=padding, lead=lead)
             elif isinstance(column, Scalars):
                 shard[name] = column.select(positions)
             else:
@@ -257,6 +263,23 @@ def plan_row_padding(
             padding[last] += width - tokens
         rows.append(rows[-1] + width)
     return padding, lead, rows
+
+
+def plan_gaps(
+    totals: np.ndarray, responses: np.ndarray, micro_batches: list[list[int]], pad_to: int
+) -> tuple[dict[str, tuple[np.ndarray, int]], list[int]]:
+    """`({field: (padding after each entry, rows before the first)}, row_offsets)`, so that a micro-batch of tokens is one padded row, and the same
+    slice of the loss masks' buffer is its mask, each response token's at the position whose logit predicts it.
+
+    A sample without a prompt has no such position: then masks are not laid out here.
+    """
+    padding, lead, rows = plan_row_padding(totals, micro_batches, pad_to=pad_to)
+    gaps = {"tokens": (padding, lead)}
+    prompts = totals - responses
+    if len(totals) and prompts.min() >= 1:
+        following = np.append(prompts[1:] - 1, 0)
+        gaps["loss_masks"] = (padding + 1 + following, lead + int(prompts[0]) - 1)
+    return gaps, rows
 
 
 @dataclasses.dataclass(frozen=True)

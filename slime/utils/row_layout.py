@@ -18,22 +18,29 @@ from slime.utils.ragged import concatenated_ranges
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """Where everything lies in the concatenation of one rank's rows.
+    """The rows of one rank, one after the other. `row_offsets` [M + 1] bounds each micro-batch's row, in tokens of this rank.
 
-    `row_offsets` [M + 1]: bounds of each micro-batch's row. `places` [L] and `sources` [L]: the token at `sources` of the concatenated samples
-    goes to `places` of the rows. `mask_places`, `mask_sources`: likewise for the loss mask, read from the concatenated responses, at the
-    position whose logit predicts the token. `cu_seqlens` (int32) holds every micro-batch's sequence bounds, over all context-parallel ranks;
-    micro-batch m's are `cu_seqlens[cu_offsets[m] : cu_offsets[m + 1]]`. `max_seqlens` [M]: its longest sequence.
+    `cu_seqlens` (int32) holds every micro-batch's sequence bounds, over all context-parallel ranks; micro-batch m's are
+    `cu_seqlens[cu_offsets[m] : cu_offsets[m + 1]]`. `max_seqlens` [M]: its longest sequence. `starts` [N]: where each sample starts.
     """
 
     row_offsets: np.ndarray
+    cu_seqlens: np.ndarray
+    cu_offsets: np.ndarray
+    max_seqlens: list[int]
+    starts: np.ndarray
+    chunks: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class RowIndices:
+    """`places` [L] and `sources` [L]: the token at `sources` of the concatenated samples goes to `places` of the rows. `mask_places` and
+    `mask_sources`: likewise for the loss mask, read from the concatenated responses, at the position whose logit predicts the token."""
+
     places: np.ndarray
     sources: np.ndarray
     mask_places: np.ndarray
     mask_sources: np.ndarray
-    cu_seqlens: np.ndarray
-    cu_offsets: np.ndarray
-    max_seqlens: list[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,15 +59,9 @@ class RowShape:
         return math.lcm(self.pad_to, 2) if self.cp_size > 1 else self.pad_to
 
 
-def plan_rows(
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    micro_batches: Sequence[Sequence[int]],
-    *,
-    shape: RowShape,
-) -> RowLayout:
-    """The layout of samples with these total and response lengths [N] in `micro_batches`, whose concatenation is 0..N-1."""
-    totals, responses = np.asarray(total_lengths, dtype=np.int64), np.asarray(response_lengths, dtype=np.int64)
+def plan_rows(total_lengths: Sequence[int], micro_batches: Sequence[Sequence[int]], *, shape: RowShape) -> RowLayout:
+    """The rows of samples with these total lengths [N] in `micro_batches`, whose concatenation is 0..N-1. Work per sample, not per token."""
+    totals = np.asarray(total_lengths, dtype=np.int64)
     counts = np.array([len(indices) for indices in micro_batches], dtype=np.int64)
     contiguous = shape.contiguous and shape.cp_size > 1
     chunks = -(-totals // (2 * shape.cp_size))
@@ -71,20 +72,29 @@ def plan_rows(
     row_widths = np.maximum(unit, -(-used // unit) * unit)
     row_offsets = np.concatenate(([0], np.cumsum(row_widths)))
     starts = _starts_within(widths, micro_batch_of, used) + row_offsets[:-1][micro_batch_of]
-    places, samples, positions = _token_places(totals, starts, chunks, shape, contiguous)
+    factor = 1 if contiguous else shape.cp_size
+    cu_seqlens, cu_offsets, max_seqlens = _sequence_bounds(widths * factor, counts, (row_widths - used) * factor)
+    if contiguous:
+        row_offsets = row_offsets // shape.cp_size
+    return RowLayout(row_offsets, cu_seqlens, cu_offsets, max_seqlens, starts, chunks)
+
+
+def plan_row_indices(
+    total_lengths: Sequence[int], response_lengths: Sequence[int], layout: RowLayout, *, shape: RowShape
+) -> RowIndices:
+    """Where every token of the samples goes in the rows of `layout`."""
+    totals, responses = np.asarray(total_lengths, dtype=np.int64), np.asarray(response_lengths, dtype=np.int64)
+    contiguous = shape.contiguous and shape.cp_size > 1
+    places, samples, positions = _token_places(totals, layout.starts, layout.chunks, shape, contiguous)
     mask_index = positions + 1 - (totals - responses)[samples]
     in_response = (mask_index >= 0) & (mask_index < responses[samples])
     sources = (np.cumsum(totals) - totals)[samples] + positions
-    mask_sources = (np.cumsum(responses) - responses)[samples] + mask_index
+    mask_sources = ((np.cumsum(responses) - responses)[samples] + mask_index)[in_response]
     mask_places = places[in_response]
-    mask_sources = mask_sources[in_response]
     if contiguous:
-        places, sources, mask_places, mask_sources, row_offsets = _cut_rows(
-            shape, row_offsets, (places, sources), (mask_places, mask_sources)
-        )
-    factor = 1 if contiguous else shape.cp_size
-    cu_seqlens, cu_offsets, max_seqlens = _sequence_bounds(widths * factor, counts, (row_widths - used) * factor)
-    return RowLayout(row_offsets, places, sources, mask_places, mask_sources, cu_seqlens, cu_offsets, max_seqlens)
+        places, sources = _cut_rows(layout.row_offsets, places, sources, shape)
+        mask_places, mask_sources = _cut_rows(layout.row_offsets, mask_places, mask_sources, shape)
+    return RowIndices(places, sources, mask_places, mask_sources)
 
 
 def _starts_within(widths: np.ndarray, micro_batch_of: np.ndarray, used: np.ndarray) -> np.ndarray:
@@ -119,21 +129,14 @@ def _token_places(
 
 
 def _cut_rows(
-    shape: RowShape,
-    row_offsets: np.ndarray,
-    tokens: tuple[np.ndarray, np.ndarray],
-    masks: tuple[np.ndarray, np.ndarray],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Keeps this rank's contiguous piece of every row."""
-    pieces = np.diff(row_offsets) // shape.cp_size
-    new_offsets = np.concatenate(([0], np.cumsum(pieces)))
-    result = []
-    for places, sources in (tokens, masks):
-        row = np.searchsorted(row_offsets, places, side="right") - 1
-        local = places - row_offsets[row] - shape.cp_rank * pieces[row]
-        mine = (local >= 0) & (local < pieces[row])
-        result += [(local + new_offsets[row])[mine], sources[mine]]
-    return (*result, new_offsets)
+    row_offsets: np.ndarray, places: np.ndarray, sources: np.ndarray, shape: RowShape
+) -> tuple[np.ndarray, np.ndarray]:
+    """Keeps this rank's contiguous piece of every row; `places` are in whole rows before and in pieces after."""
+    row = np.searchsorted(row_offsets * shape.cp_size, places, side="right") - 1
+    pieces = np.diff(row_offsets)[row]
+    local = places - row_offsets[row] * shape.cp_size - shape.cp_rank * pieces
+    mine = (local >= 0) & (local < pieces)
+    return (local + row_offsets[row])[mine], sources[mine]
 
 
 def _sequence_bounds(

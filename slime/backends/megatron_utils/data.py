@@ -28,7 +28,7 @@ from slime.utils.cp_layout import plan_response_layout
 from slime.utils.ragged import Parts, Ragged
 from slime.utils.rollout_batch import RolloutBatch, Stage, column_dtype
 from slime.utils.rollout_fields import CONTRACT, Extent, FieldSpec, Scope
-from slime.utils.row_layout import RowLayout, RowShape, plan_rows
+from slime.utils.row_layout import RowLayout, RowShape, plan_row_indices, plan_rows
 
 # --- to the device -------------------------------------------------------------------------------------------------------
 
@@ -145,22 +145,25 @@ class PackedRows:
 
 
 def pack_rows(batch: Mapping[str, Any], micro_batches: Sequence[Sequence[int]], *, shape: RowShape) -> PackedRows:
-    """Lays out all samples of `batch` (a local `RolloutBatch`, or a dict of lists) in rows. Tokens that arrived laid out so are not copied."""
-    layout = plan_rows(batch["total_lengths"], batch["response_lengths"], micro_batches, shape=shape)
-    size = int(layout.row_offsets[-1])
-    tokens = _laid_out_tokens(batch, layout, shape)
-    if tokens is None:
-        dense = _dense(batch, "tokens")
-        tokens = dense.new_zeros(size)
-        tokens[_index(layout.places, dense)] = dense[_index(layout.sources, dense)]
-    if "loss_masks" in batch:
-        dense = _dense(batch, "loss_masks")
-        masks = dense.new_zeros(size)
-        masks[_index(layout.mask_places, dense)] = dense[_index(layout.mask_sources, dense)]
-    else:
-        masks = torch.zeros(size, dtype=torch.int32, device=tokens.device)
-        masks[_index(layout.mask_places, masks)] = 1
+    """Lays out all samples of `batch` (a local `RolloutBatch`, or a dict of lists) in rows. What arrived laid out so is not copied."""
+    layout = plan_rows(batch["total_lengths"], micro_batches, shape=shape)
+    tokens, masks = (_laid_out(batch, name, layout, shape) for name in ("tokens", "loss_masks"))
+    if tokens is None or masks is None:
+        indices = plan_row_indices(batch["total_lengths"], batch["response_lengths"], layout, shape=shape)
+        size = int(layout.row_offsets[-1])
+        tokens = _place(_dense(batch, "tokens"), size, indices.places, indices.sources)
+        if "loss_masks" in batch:
+            masks = _place(_dense(batch, "loss_masks"), size, indices.mask_places, indices.mask_sources)
+        else:
+            masks = torch.zeros(size, dtype=torch.int32, device=tokens.device)
+            masks[_index(indices.mask_places, masks)] = 1
     return PackedRows(tokens, masks, torch.from_numpy(layout.cu_seqlens).to(tokens.device), layout)
+
+
+def _place(dense: torch.Tensor, size: int, places: np.ndarray, sources: np.ndarray) -> torch.Tensor:
+    rows = dense.new_zeros(size)
+    rows[_index(places, dense)] = dense[_index(sources, dense)]
+    return rows
 
 
 def _index(positions: np.ndarray, like: torch.Tensor) -> torch.Tensor:
@@ -180,17 +183,26 @@ def _dense(batch: Mapping[str, Any], name: str) -> torch.Tensor:
     return torch.cat(entries) if entries else torch.zeros(0, dtype=torch.int64)
 
 
-def _laid_out_tokens(batch: Mapping[str, Any], layout: RowLayout, shape: RowShape) -> torch.Tensor | None:
-    """The tokens' own buffer where the split already padded it to exactly these rows."""
-    if not isinstance(batch, RolloutBatch) or shape.cp_size > 1 or batch.info.get("pad_to") != shape.pad_to:
+def _laid_out(batch: Mapping[str, Any], name: str, layout: RowLayout, shape: RowShape) -> torch.Tensor | None:
+    """The field's own buffer where the split already padded it to exactly these rows."""
+    if (
+        not isinstance(batch, RolloutBatch)
+        or shape.cp_size > 1
+        or batch.info.get("pad_to") != shape.pad_to
+        or name not in batch
+    ):
         return None
-    column = batch.column("tokens")
-    same = (
-        isinstance(column, Ragged)
-        and isinstance(column.values, torch.Tensor)
-        and batch.info["row_offsets"] == layout.row_offsets.tolist()
-    )
-    return column.values if same and len(column.values) == layout.row_offsets[-1] else None
+    column = batch.column(name)
+    if (
+        not isinstance(column, Ragged)
+        or not isinstance(column.values, torch.Tensor)
+        or len(column.values) != layout.row_offsets[-1]
+    ):
+        return None
+    starts = layout.starts
+    if name == "loss_masks":
+        starts = starts + batch.array("total_lengths") - batch.array("response_lengths") - 1
+    return column.values if np.array_equal(column.offsets[:-1], starts) else None
 
 
 class DataIterator:
