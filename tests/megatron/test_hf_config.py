@@ -63,6 +63,8 @@ def test_a_moe_config_says_which_layers_have_experts():
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
         ({"rope_scaling": {**LLAMA["rope_scaling"], "low_freq_factor": 2.0}}, "low_freq_factor"),
         ({"mlp_bias": True}, "mlp_bias"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding"),
     ],
 )
 def test_what_megatron_would_compute_differently_is_refused(change, words):

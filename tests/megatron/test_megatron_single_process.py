@@ -126,10 +126,16 @@ def test_an_index_that_would_run_code_is_refused(tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_come_back_byte_for_byte(family, folders):
-    """Load and export: names, dtypes, shapes and bytes of every tensor."""
+    """Load and export: names, dtypes, shapes and bytes of every tensor, and so the checksum that an engine compares."""
+    from slime.backends.megatron_utils.hf_config import read_hf_config
+    from slime.backends.megatron_utils.update_weight import named_hf_weights_checksum
+    from slime.utils.checksum import weights_checksum
+
     with built(folders[family]) as (args, model, *_):
         out = exported(args, model)
+        checksum = named_hf_weights_checksum(args, model, read_hf_config(folders[family]))
     stored = folder_tensors(folders[family])
+    assert checksum == weights_checksum(stored)
     assert list(sorted(out)) == sorted(stored)
     for name, tensor in stored.items():
         assert out[name].dtype == tensor.dtype and torch.equal(out[name], tensor), name

@@ -11,7 +11,7 @@ from typing import Any
 from slime.exceptions import ConfigError
 
 # model_type of config.json -> what differs between the families.
-_QKV_BIAS = {"qwen2": True, "qwen3": False, "llama": False, "mistral": False, "qwen3_moe": False}
+_QKV_BIAS = {"qwen2": True, "qwen3": False, "llama": False, "qwen3_moe": False}
 _QK_NORM = {"qwen3", "qwen3_moe"}
 SUPPORTED_MODEL_TYPES = tuple(_QKV_BIAS)
 
@@ -49,11 +49,14 @@ def megatron_fields_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     if config.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"hidden_act {config['hidden_act']!r} is not supported, only silu.")
-    if config.get("use_sliding_window"):
-        raise ConfigError("use_sliding_window is true; sliding-window attention is not supported.")
+    if config.get("use_sliding_window") or set(config.get("layer_types") or ()) - {"full_attention"}:
+        raise ConfigError("Some layers use sliding-window or linear attention, which is not supported.")
+    if (config.get("attention_bias") and family != "qwen2") or config.get("mlp_bias"):
+        raise ConfigError(
+            "attention_bias or mlp_bias is true: biases in the output projection and the MLP are not supported."
+        )
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
-    output_bias = bool(config.get("attention_bias", False)) and family == "llama"
     fields: dict[str, Any] = {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"],
@@ -72,15 +75,11 @@ def megatron_fields_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
         "layernorm_epsilon": config.get("rms_norm_eps", 1e-6),
         "swiglu": True,
         "disable_bias_linear": True,
-        "add_qkv_bias": _QKV_BIAS[family] or bool(config.get("attention_bias", False)),
+        "add_qkv_bias": _QKV_BIAS[family],
         "qk_layernorm": family in _QK_NORM,
         "attention_dropout": float(config.get("attention_dropout") or 0.0),
         "hidden_dropout": 0.0,
     }
-    if output_bias or config.get("mlp_bias"):
-        raise ConfigError(
-            "attention_bias or mlp_bias is true: biases in the output projection and the MLP are not supported."
-        )
     fields.update(_rope_scaling_fields(config))
     if family == "qwen3_moe":
         fields.update(_moe_fields(config))

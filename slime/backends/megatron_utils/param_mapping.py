@@ -78,7 +78,6 @@ MOE_RULES = (
 # Keys are the model types of config.json.
 FAMILIES: dict[str, tuple[Rule, ...]] = {
     "llama": DENSE_RULES,
-    "mistral": DENSE_RULES,
     "qwen2": DENSE_RULES,
     "qwen3": DENSE_RULES,
     "qwen3_moe": DENSE_RULES[:-2] + MOE_RULES + DENSE_RULES[-2:],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,6 @@ qwen3_moe_hf_tensor = _loader("qwen3_moe")
 
 _LOADERS = {
     "llama": llama_hf_tensor,
-    "mistral": llama_hf_tensor,
     "qwen2": qwen2_hf_tensor,
     "qwen3": qwen3_hf_tensor,
     "qwen3_moe": qwen3_moe_hf_tensor,
@@ -97,8 +96,3 @@ def _pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     if rows <= tensor.shape[0]:
         return tensor
     return torch.cat((tensor, tensor.new_zeros(rows - tensor.shape[0], *tensor.shape[1:])))
-
-
-def loadable_families() -> Iterator[str]:
-    """The model types that `load_hf_weights` reads."""
-    return iter(_LOADERS)
