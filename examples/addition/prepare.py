@@ -129,6 +129,11 @@ def build_model(tokenizer, seed: int = SEED):
     )
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        # transformers leaves the padding row at zero, where RMSNorm's gradient is a thousand times that of any other row:
+        # an untrained model that samples the padding token would be trained on that token alone.
+        padding = model.get_input_embeddings().weight[tokenizer.pad_token_id]
+        padding.normal_(std=config.initializer_range, generator=torch.Generator().manual_seed(seed))
     model.generation_config = GenerationConfig(
         eos_token_id=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
     )
