@@ -1,0 +1,69 @@
+"""A tiny model learns to call a calculator and to repeat its result: two turns, supervised warm-up and GRPO, in about a minute.
+
+    python -m examples.calculator.run                    # any `slime train` option may follow
+
+The last line is the held-out accuracy before and after GRPO and the mean number of turns. Exit status 1 when training failed or
+the run's books do not balance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from examples.addition.run import ROOT, StageFailed, run_stage
+from examples.calculator import prepare
+from slime.observability.report import read_run, summarize_run
+
+HERE = Path(__file__).resolve().parent
+ACCURACY, TURNS = "eval/calculator", "multi_turn/multi_turn_metric/round_number_mean"
+
+
+def commands(data: Path, run_dir: Path, extra: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Returns the two stages, each a name and a command line; `extra` options come last in GRPO's and win."""
+    slime, warm = [sys.executable, "-m", "slime.train"], run_dir / "warm-up"
+    sft = ["--prompt-data", data / "sft.jsonl", "--hf-checkpoint", data / "model", "--run-dir", warm]
+    sft += ["--save", warm / "checkpoints", "--save-hf", warm / "model"]
+    grpo = ["--prompt-data", data / "train.jsonl", "--eval-prompt-data", "calculator", data / "eval.jsonl"]
+    grpo += ["--hf-checkpoint", warm / "model", "--run-dir", run_dir, *extra]
+    stages = (("the warm-up", "sft.yaml", sft), ("GRPO", "grpo.yaml", grpo))
+    return [(name, [*slime, "--config", str(HERE / recipe), *map(str, rest)]) for name, recipe, rest in stages]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    started = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0], allow_abbrev=False)
+    parser.add_argument("--run-dir", type=Path, help="Folder of this run; default: runs/calculator-<start time>.")
+    parser.add_argument("--data", type=Path, default=prepare.DATA, help="Folder of the data and the untrained model.")
+    options, extra = parser.parse_known_args(argv)
+    run_dir = (options.run_dir or ROOT / "runs" / time.strftime("calculator-%Y%m%d-%H%M%S")).resolve()
+    data = prepare.prepare(options.data.resolve())
+    try:
+        for name, command in commands(data, run_dir, extra):
+            run_stage(name, command)
+    except StageFailed as failure:
+        print(f"{failure}; its messages are above", file=sys.stderr)
+        return failure.status
+    return conclude(run_dir, started=started)
+
+
+def conclude(run_dir: Path, *, started: float) -> int:
+    """Prints the last line, `accuracy: 0.31 -> 0.94 with 1.98 turns in 55 s`, and returns the exit status."""
+    run = read_run(run_dir)
+    problems = summarize_run(run).problems
+    accuracies, turns = run.numbers(ACCURACY)[1], run.numbers(TURNS)[1]
+    if len(accuracies) < 2 or not turns:
+        problems.append(f"{ACCURACY} was logged {len(accuracies)} times and {TURNS} {len(turns)} times")
+    for problem in problems:
+        print(f"PROBLEM: {problem}", file=sys.stderr, flush=True)
+    if len(accuracies) >= 2 and turns:
+        seconds = time.monotonic() - started
+        print(f"accuracy: {accuracies[0]:.2f} -> {accuracies[-1]:.2f} with {turns[-1]:.2f} turns in {seconds:.0f} s", flush=True)
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
