@@ -88,6 +88,9 @@ async def run_round(url: str, command: BenchCommand, *, as_list: bool, arrays: b
                     raise SystemExit(f"the engine answered {response.status}: {answer}")
                 return sum(one["meta_info"]["completion_tokens"] for one in (answer if as_list else [answer]))
 
+        # Prompts of an earlier setting must not be in the cache.
+        async with session.post(f"{url}/flush_cache") as response:
+            response.raise_for_status()
         started = time.perf_counter()
         counts = await asyncio.gather(*(post(body) for body in bodies))
         elapsed = time.perf_counter() - started
