@@ -1,6 +1,8 @@
 """Multi-turn responses: sampled ids stay, everything else is masked, and a template that changes earlier turns is seen."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -14,9 +16,11 @@ from support.chat_templates import (
     QWEN3,
     bpe_tokenizer,
     chat_tokenizer,
+    space_first_tokenizer,
 )
 
 from slime.exceptions import ConfigError, RolloutDataError
+from slime.rollout.structure import flatten_samples, validate_rollout_id_annotated
 from slime.rollout.turns import append_turn_delta, compute_turn_delta, turn_text
 from slime.utils.chat_render import ChatTemplate
 from slime.utils.types import Sample
@@ -261,6 +265,16 @@ def test_a_tool_result_is_written_under_the_call_it_answers():
         Rollout(template, user("q")).turn("so<|im_end|>", "so", tool("r"))
 
 
+def test_tokenizers_that_put_a_space_before_the_first_word_do_not_put_one_before_a_delta():
+    """Sentencepiece models mark the beginning of a text; the middle of a conversation is none."""
+    template = ChatTemplate(space_first_tokenizer(NO_END))
+    space = template.tokenizer.convert_tokens_to_ids("▁")
+    assert template.encode("[u]")[0] == space
+    rollout = Rollout(template, user("q"))
+    delta = rollout.turn(template.encode("A")[1:], "A", user("r"))
+    assert space not in delta.token_ids and rollout.sample.tokens == rollout.full_ids
+
+
 # --- what cannot be handled, and policies -----------------------------------------------------------------------------------
 
 
@@ -315,6 +329,28 @@ def test_a_fork_keeps_identity_and_metadata_and_nothing_generated():
         nameless.turn(THINK_AND_CALL, THINK_AND_CALL.removesuffix("<|im_end|>"), user("r"))
 
 
+def test_forked_samples_share_one_loss_denominator_and_one_baseline_entry():
+    """A rollout of two samples must not weigh twice: 20 + 4 trained tokens, one rollout id, rewards normalized over two rollouts."""
+    from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
+
+    forked = Rollout(TEMPLATES[QWEN3], user("q"), index=7, on_rerender="fork")
+    forked.turn(THINK_AND_CALL, THINK_AND_CALL.removesuffix("<|im_end|>"), user("result"))
+    forked.sampled_turn("yes<|im_end|>", "yes")
+    plain = Rollout(TEMPLATES[QWEN3], user("q"), index=8)
+    plain.sampled_turn("no<|im_end|>", "no")
+    output = [[forked.rows, [plain.sample]]]
+    samples = flatten_samples(output)
+    for sample, reward in zip(samples, (1.0, 1.0, 0.0), strict=True):
+        sample.reward, sample.status, sample.group_index = reward, Sample.Status.COMPLETED, 0
+    validate_rollout_id_annotated(output)
+    config = ColumnsConfig(divide_by_std=False)
+    rewards = compute_rewards(samples, config)[:2]
+    batch = build_train_columns(samples, rewards, config)
+    ids = list(batch["rollout_ids"])
+    assert ids[0] == ids[1] == 7 != ids[2] and [int(mask.sum()) for mask in batch["loss_masks"]] == [20, 4, 3]
+    assert rewards[1] == [0.5, 0.5, -0.5]
+
+
 def test_words_of_the_conversation_are_never_taken_for_the_probe():
     """A tool may return anything, the probe's word included."""
     rollout = Rollout(TEMPLATES[CHATML], user("Zq0jX"))
@@ -358,7 +394,8 @@ def test_whatever_is_sampled_is_stored_as_sampled(name, sampled_turns, result, p
         assert all((p < 0) == bool(m) for p, m in zip(row.rollout_log_probs or [], mask, strict=True))
 
 
-calls = st.lists(st.tuples(st.text("0123456789+= ", max_size=5), st.lists(st.text("0123 \nab", max_size=4), min_size=1, max_size=3)), min_size=1, max_size=4)  # fmt: skip
+results = st.lists(st.text("0123 \nab", max_size=4), min_size=1, max_size=3)
+calls = st.lists(st.tuples(st.text("0123456789+= ", max_size=5), results), min_size=1, max_size=4)
 
 
 @settings(max_examples=60, deadline=None)
@@ -383,6 +420,14 @@ def test_tools_and_template_arguments_reach_every_render():
     assert delta.rerender.kept.startswith("<think>\n\n</think>\n\nA") and delta.rerender.rendered.startswith(
         "A<|im_end|>"
     )
+
+
+def test_the_code_in_the_documentation_runs():
+    """docs/multi_turn.md is what people copy."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "multi_turn.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert code.count("assert") == 2
+    exec(compile(code, str(page), "exec"), {})
 
 
 if __name__ == "__main__":

@@ -107,3 +107,18 @@ def bpe_tokenizer(chat_template: str) -> Any:
     )
     tokenizer.chat_template = chat_template
     return tokenizer
+
+
+def space_first_tokenizer(chat_template: str) -> Any:
+    """A character tokenizer in the manner of sentencepiece: a text's first word gets a space in front of it."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: index for index, token in enumerate(["<unk>", "<s>", "</s>", "▁", *"[]uatqrA"])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = chat_template
+    return tokenizer
