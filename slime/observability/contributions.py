@@ -15,7 +15,7 @@ import numpy as np
 
 from slime.utils.rollout_fields import Reduce
 
-BLOCK_TOKENS = 1 << 16
+BLOCK_TOKENS = 1 << 15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +104,11 @@ def merge_all(per_rank: Sequence[dict[str, Contribution]]) -> dict[str, float]:
 # --- per-token and per-sample fields -------------------------------------------------------------------------------------
 
 
-def segment_sums(values_T: np.ndarray, lengths_N: np.ndarray, mask_T: np.ndarray | None = None) -> np.ndarray:
-    """float64 [N]: the sum of each sample's values, in float64; entries where `mask_T` is False are not read. Block by block, so that the
-    float64 copy of a block stays in the cache."""
+def segment_sums(values_T: Any, lengths_N: np.ndarray, mask_T: np.ndarray | None = None) -> np.ndarray:
+    """float64 [N]: the sum of each sample's values, in float64; entries where `mask_T` is False are not read.
+
+    `values_T` is the concatenation, or a list with one CPU tensor per sample. Block by block, so that the float64 copy stays in the cache.
+    """
     sums_N = np.zeros(len(lengths_N))
     ends = np.cumsum(lengths_N)
     filled = np.flatnonzero(lengths_N)
@@ -116,12 +118,21 @@ def segment_sums(values_T: np.ndarray, lengths_N: np.ndarray, mask_T: np.ndarray
         low = int(starts[first])
         last = max(first + 1, int(np.searchsorted(starts, low + BLOCK_TOKENS)))
         high = int(ends[filled[last - 1]])
-        block = values_T[low:high].astype(np.float64)
+        if isinstance(values_T, list):
+            block = _concatenate(values_T[filled[first] : filled[last - 1] + 1]).astype(np.float64)
+        else:
+            block = values_T[low:high].astype(np.float64)
         if mask_T is not None:
             np.copyto(block, 0.0, where=~mask_T[low:high])
         sums_N[filled[first:last]] = np.add.reduceat(block, starts[first:last] - low)
         first = last
     return sums_N
+
+
+def _concatenate(tensors: list) -> np.ndarray:
+    import torch
+
+    return torch.cat(tensors).detach().numpy()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,13 +149,14 @@ class SampleTokens:
     rollout_mask_sums_N: np.ndarray
     copies: int = 1
 
-    def masked_sums(self, values_T: np.ndarray) -> np.ndarray:
-        """float64 [N]: the sum of each sample's trained tokens."""
-        if len(values_T) != int(self.lengths_N.sum()):
-            raise ValueError(f"{len(values_T)} values for {int(self.lengths_N.sum())} response tokens on this rank")
+    def masked_sums(self, values_T: Any) -> np.ndarray:
+        """float64 [N]: the sum of each sample's trained tokens. `values_T` as in `segment_sums`."""
+        size = sum(map(len, values_T)) if isinstance(values_T, list) else len(values_T)
+        if size != int(self.lengths_N.sum()):
+            raise ValueError(f"{size} values for {int(self.lengths_N.sum())} response tokens on this rank")
         return segment_sums(values_T, self.lengths_N, self.mask_T)
 
-    def rollout_mean(self, values_T: np.ndarray) -> Contribution:
+    def rollout_mean(self, values_T: Any) -> Contribution:
         """Masked token mean within each rollout, then the mean over rollouts that have a trainable token."""
         has = self.rollout_mask_sums_N > 0
         denominators = self.rollout_mask_sums_N[has]
@@ -152,11 +164,11 @@ class SampleTokens:
         count = math.fsum((self.mask_sums_N[has] / denominators).tolist()) / self.copies
         return mean(self.masked_sums(values_T)[has] / denominators, count)
 
-    def token_mean(self, values_T: np.ndarray) -> Contribution:
+    def token_mean(self, values_T: Any) -> Contribution:
         """Mean over all trained tokens."""
         return mean(self.masked_sums(values_T), int(self.mask_sums_N.sum()) / self.copies)
 
-    def sample_mean(self, values_T: np.ndarray, chosen_N: np.ndarray) -> Contribution:
+    def sample_mean(self, values_T: Any, chosen_N: np.ndarray) -> Contribution:
         """Masked token mean within each chosen sample, then the mean over those that have a trainable token."""
         has = chosen_N & (self.mask_sums_N > 0)
         return mean(self.masked_sums(values_T)[has] / self.mask_sums_N[has], int(has.sum()) / self.copies)

@@ -93,14 +93,33 @@ def flat_tokens(batch: Mapping[str, Any], name: str) -> np.ndarray:
     return np.concatenate(entries) if len(entries) else np.zeros(0)
 
 
+def token_values(batch: Mapping[str, Any], name: str) -> Any:
+    """A TOKEN field as `segment_sums` reads it: the list of its CPU tensors where it is one, so that nothing is copied, else the concatenation."""
+    value = batch.raw(name) if isinstance(batch, RolloutBatch) else batch[name]
+    on_cpu = (
+        isinstance(value, list) and value and all(is_tensor(entry) and entry.device.type == "cpu" for entry in value)
+    )
+    return value if on_cpu else flat_tokens(batch, name)
+
+
+def _trains_every_token(batch: Mapping[str, Any], num_tokens: int) -> bool:
+    """Whether no response token is masked, told without touching each mask: rows between the entries are zero."""
+    if not isinstance(batch, RolloutBatch):
+        return False
+    column = batch.column("loss_masks")
+    if not isinstance(column, Ragged) or int(column.lengths.sum()) != num_tokens:
+        return False
+    return int((column.values != 0).sum()) == num_tokens
+
+
 def sample_tokens(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: int = 0) -> SampleTokens:
     """Which response tokens this rank holds, and the denominators, from the full masks."""
     responses = _sample_field(batch, "response_lengths").astype(np.int64)
-    mask_T = flat_tokens(batch, "loss_masks") != 0
-    if len(mask_T) != responses.sum():
+    every = _trains_every_token(batch, int(responses.sum()))
+    mask_T = None if every else flat_tokens(batch, "loss_masks") != 0
+    if mask_T is not None and len(mask_T) != responses.sum():
         raise RolloutDataError(f"The loss masks hold {len(mask_T)} tokens, the responses {responses.sum()}.")
-    every = bool(mask_T.all())
-    mask_sums = responses.astype(np.float64) if every else c.segment_sums(mask_T, responses)
+    mask_sums = responses.astype(np.float64) if mask_T is None else c.segment_sums(mask_T, responses)
     rollout_sums = _sample_field(batch, "rollout_mask_sums")
     lengths = responses
     if cp_size > 1:
@@ -109,9 +128,10 @@ def sample_tokens(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: int = 
         layout = plan_response_layout(
             _sample_field(batch, "total_lengths").astype(np.int64), responses, cp_size=cp_size, cp_rank=cp_rank
         )
-        lengths, mask_T = np.asarray(layout.local_lengths, dtype=np.int64), mask_T[layout.response_indices.numpy()]
+        lengths = np.asarray(layout.local_lengths, dtype=np.int64)
+        mask_T = None if mask_T is None else mask_T[layout.response_indices.numpy()]
     sums = mask_sums if rollout_sums is None else rollout_sums
-    return SampleTokens(lengths, None if every else mask_T, mask_sums, sums, copies=cp_size)
+    return SampleTokens(lengths, mask_T, mask_sums, sums, copies=cp_size)
 
 
 def phase_contributions(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: int = 0) -> dict[str, Contribution]:
@@ -145,7 +165,7 @@ def phase_contributions(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: 
 def _token_contribution(batch: Mapping[str, Any], spec: FieldSpec, tokens: SampleTokens | None) -> Contribution | None:
     if tokens is None:
         return None
-    values_T = flat_tokens(batch, spec.name)
+    values_T = token_values(batch, spec.name)
     if not spec.cp_sharded and tokens.copies > 1:
         raise RolloutDataError(
             f"The metric field {spec.name!r} must be declared cp_sharded=True to be reduced under context parallelism."
@@ -154,6 +174,7 @@ def _token_contribution(batch: Mapping[str, Any], spec: FieldSpec, tokens: Sampl
         return tokens.token_mean(values_T)
     if spec.reduce is Reduce.ROLLOUT_MEAN:
         return tokens.rollout_mean(values_T)
+    values_T = flat_tokens(batch, spec.name)
     kept = values_T if tokens.mask_T is None else values_T[tokens.mask_T]
     return _plain_contribution(spec, kept, np.ones(len(kept)), copies=1)
 

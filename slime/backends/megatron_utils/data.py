@@ -124,24 +124,19 @@ def tensors_to_gpu(tensors: list | None, device: Any = None) -> list | None:
 
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-    """All rows of a rank for one `RowShape`: `tokens` and `loss_masks` [all rows], and the layout that says where each row is."""
+    """All rows of a rank for one `RowShape`: `tokens` and `loss_masks` [all rows], and where each row is."""
 
     tokens: torch.Tensor
     loss_masks: torch.Tensor
     cu_seqlens: torch.Tensor
-    layout: RowLayout
+    bounds: list[
+        tuple[int, int, int, int, int]
+    ]  # per micro-batch: its row, its slice of cu_seqlens, its longest sequence
 
     def row(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
         """Views for micro-batch `index`: tokens [1, T], loss masks [1, T], sequence bounds, and the longest sequence."""
-        low, high = self.layout.row_offsets[index : index + 2].tolist()
-        first, last = self.layout.cu_offsets[index : index + 2].tolist()
-        bounds = self.cu_seqlens[first:last]
-        return (
-            self.tokens[low:high].unsqueeze(0),
-            self.loss_masks[low:high].unsqueeze(0),
-            bounds,
-            self.layout.max_seqlens[index],
-        )
+        low, high, first, last, longest = self.bounds[index]
+        return self.tokens[None, low:high], self.loss_masks[None, low:high], self.cu_seqlens[first:last], longest
 
 
 def pack_rows(batch: Mapping[str, Any], micro_batches: Sequence[Sequence[int]], *, shape: RowShape) -> PackedRows:
@@ -157,7 +152,9 @@ def pack_rows(batch: Mapping[str, Any], micro_batches: Sequence[Sequence[int]], 
         else:
             masks = torch.zeros(size, dtype=torch.int32, device=tokens.device)
             masks[_index(indices.mask_places, masks)] = 1
-    return PackedRows(tokens, masks, torch.from_numpy(layout.cu_seqlens).to(tokens.device), layout)
+    rows, cu = layout.row_offsets.tolist(), layout.cu_offsets.tolist()
+    bounds = list(zip(rows[:-1], rows[1:], cu[:-1], cu[1:], layout.max_seqlens, strict=True))
+    return PackedRows(tokens, masks, torch.from_numpy(layout.cu_seqlens).to(tokens.device), bounds)
 
 
 def _place(dense: torch.Tensor, size: int, places: np.ndarray, sources: np.ndarray) -> torch.Tensor:
@@ -212,6 +209,7 @@ class DataIterator:
         self.rollout_data = rollout_data
         self.micro_batch_indices = micro_batch_indices
         self.offset = 0
+        self._local: set[str] = set()  # fields known to be about this rank's samples
         self._rows: dict[RowShape, tuple[tuple, Any, PackedRows]] = {}
 
     def reset(self) -> DataIterator:
@@ -235,13 +233,15 @@ class DataIterator:
         return {key: self._take(key, indices) for key in keys}
 
     def _take(self, key: str, indices: Sequence[int]) -> Any:
-        if key not in self.rollout_data or self.rollout_data[key] is None:
+        values = self.rollout_data.get(key)
+        if values is None:
             return None
-        if not is_local_field(self.rollout_data, key):
-            raise RolloutDataError(
-                f"{key!r} is not a list over this rank's samples, so it has no part in a micro-batch."
-            )
-        values = self.rollout_data[key]
+        if key not in self._local:
+            if not is_local_field(self.rollout_data, key):
+                raise RolloutDataError(
+                    f"{key!r} is not a list over this rank's samples, so it has no part in a micro-batch."
+                )
+            self._local.add(key)
         if not len(indices):
             return values[:0]
         low, high = indices[0], indices[-1] + 1
