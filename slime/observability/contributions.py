@@ -15,7 +15,7 @@ import numpy as np
 
 from slime.utils.rollout_fields import Reduce
 
-BLOCK_TOKENS = 1 << 15
+BLOCK_TOKENS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,6 +65,8 @@ def _numbers(value: Any) -> np.ndarray:
     """A per-sample field as float64 [N]; None is NaN."""
     if is_tensor(value):
         return value.detach().double().cpu().numpy().reshape(-1)
+    if isinstance(value, np.ndarray):
+        return value.astype(np.float64)
     return np.array([np.nan if entry is None else float(entry) for entry in value], dtype=np.float64)
 
 
