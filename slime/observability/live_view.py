@@ -11,7 +11,7 @@ import dataclasses
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -43,11 +43,11 @@ class RunState:
     phase_since: float = 0.0
     done: int = 0
     total: int | None = None
-    rollout: int | None = None
     values: dict[str, float] = dataclasses.field(default_factory=dict)
-    ended_rollouts: list[float] = dataclasses.field(default_factory=list)
-    unprinted: bool = False
+    pending: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)  # unprinted rollouts, in order
     last_printed: int | None = None
+    num_steps: dict[int, int] = dataclasses.field(default_factory=dict)  # rollout -> its optimizer steps
+    ended: dict[int, float] = dataclasses.field(default_factory=dict)  # rollout -> when its training ended
 
     def on_progress(self, record: dict[str, Any]) -> None:
         """Takes one record of progress.jsonl."""
@@ -56,29 +56,57 @@ class RunState:
         self.phase, self.done, self.total = str(record.get("phase")), record.get("done") or 0, record.get("total")
 
     def on_metrics(self, record: dict[str, Any]) -> list[str]:
-        """Takes one record of metrics.jsonl; returns the lines that are now complete: of a finished rollout, of an
-        evaluation."""
+        """Takes one record of metrics.jsonl; returns the lines that are now complete: of rollouts, of an evaluation.
+
+        Generation may be a rollout ahead of training, so records of two rollouts come mixed. A rollout is complete when it was trained and
+        the next one has begun; where its training is not timed, when the one after that has.
+        """
         key, step, metrics = record.get("step_key"), record.get("step"), record.get("metrics") or {}
         if key == "eval/step":
             scores = [f"{name} {value:.4g}" for name, value in sorted(pick(metrics, EVAL_FAMILIES).items())]
-            return [f"evaluation {step}  " + "  ".join(scores)] if scores else []
+            trained = self._take(lambda rollout, later: rollout in self.ended)
+            return trained + ([f"evaluation {step}  " + "  ".join(scores)] if scores else [])
+        shown = pick(metrics, FAMILIES)
+        if key != "rollout/step":
+            self.pending.get(self._rollout_of(step), self.values).update(shown)
+            return []
+        if step not in self.pending:
+            if self.last_printed is not None and step <= self.last_printed:
+                return []  # the weight update after a rollout, which was printed when its evaluation came
+            self.pending[step] = {}
+            self.pending = dict(sorted(self.pending.items()))
+        self.pending[step].update(shown)
+        if "schedule/num_steps" in metrics:
+            self.num_steps[step] = int(metrics["schedule/num_steps"])
+        if "perf/step_time" in metrics:
+            self.ended.setdefault(step, record.get("time", self.started))
+        return self._take(lambda rollout, later: later > 1 or (later == 1 and rollout in self.ended))
+
+    def on_end(self) -> list[str]:
+        """Returns the lines of the rollouts that are not printed yet: the run is over."""
+        return self._take(lambda rollout, later: True)
+
+    def _rollout_of(self, train_step: Any) -> int | None:
+        """The pending rollout that optimizer step `train_step` belongs to: by the numbers where they fit, else the first untrained one."""
+        for rollout in self.pending:
+            num_steps = self.num_steps.get(rollout)
+            if num_steps and isinstance(train_step, int) and train_step // num_steps == rollout:
+                return rollout
+        return next((rollout for rollout in self.pending if rollout not in self.ended), None)
+
+    def _take(self, is_complete: Callable[[int, int], bool]) -> list[str]:
+        """The lines of the first pending rollouts for which `is_complete(rollout, number of later ones)`, in order."""
         lines = []
-        if key == "rollout/step":
-            if self.unprinted and self.rollout is not None and step != self.rollout:
-                lines.append(self._finish_line())
-            # records of a rollout may still come after its line: its evaluation, the weight update
-            self.rollout, self.unprinted = step, step != self.last_printed
-        self.values.update(pick(metrics, FAMILIES))
-        if key == "rollout/step" and "perf/step_time" in metrics and self.unprinted:
-            lines.append(self._finish_line())
-            self.ended_rollouts.append(record.get("time", self.started))
+        while self.pending:
+            rollout = next(iter(self.pending))
+            if not is_complete(rollout, len(self.pending) - 1):
+                break
+            self.values.update(self.pending.pop(rollout))
+            self.last_printed = rollout
+            lines.append(self.rollout_line(rollout))
         return lines
 
-    def _finish_line(self) -> str:
-        self.unprinted, self.last_printed = False, self.rollout
-        return self.rollout_line()
-
-    def rollout_line(self) -> str:
+    def rollout_line(self, rollout: int) -> str:
         """Returns one line: the rollout's number, reward, pass rate, length, KL, speed."""
         shown = [
             f"{label} {self.values[label]:.4g}"
@@ -86,15 +114,15 @@ class RunState:
             if label in self.values and label not in self.hidden
         ]
         of = f"/{self.num_rollout}" if self.num_rollout else ""
-        return f"rollout {(self.rollout or 0) + 1}{of}  " + "  ".join(shown)
+        return f"rollout {rollout + 1}{of}  " + "  ".join(shown)
 
     def remaining_s(self, now: float) -> float | None:
         """Returns the expected seconds to the end from the last rollouts' pace, None before two of them are over."""
-        recent = self.ended_rollouts[-8:]
-        if len(recent) < 2 or not self.num_rollout or self.rollout is None:
+        recent = list(self.ended.values())[-8:]
+        if len(recent) < 2 or not self.num_rollout:
             return None
         pace = (recent[-1] - recent[0]) / (len(recent) - 1)
-        return max(0.0, (self.num_rollout - 1 - self.rollout) * pace - (now - recent[-1]))
+        return max(0.0, (self.num_rollout - 1 - max(self.ended)) * pace - (now - recent[-1]))
 
     def progress_line(self, now: float) -> str:
         """Returns one line for a silent moment: what is going on and for how long."""
@@ -150,8 +178,8 @@ class LiveView:
             for line in self._read():
                 self._print(line)
             if stopping:
-                if self._state.unprinted:
-                    self._print(self._state.rollout_line())
+                for line in self._state.on_end():
+                    self._print(line)
                 return
             if time.monotonic() - self._last_line > SILENCE_S:
                 self._print(self._state.progress_line(time.time()))
@@ -187,8 +215,8 @@ class LiveView:
                 bars.update(phase_bar, completed=state.done, total=state.total)
                 remaining = state.remaining_s(time.time())
                 note = "" if remaining is None else f"about {format_duration(remaining)} left"
-                bars.update(run_bar, completed=len(state.ended_rollouts), note=note)
-            for line in self._read():
+                bars.update(run_bar, completed=len(state.ended), note=note)
+            for line in (*self._read(), *self._state.on_end()):
                 live.console.print(line, highlight=False, markup=False)
 
 

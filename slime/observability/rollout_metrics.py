@@ -83,7 +83,7 @@ def compute_metrics_from_samples(config: RolloutMetricsConfig, samples: Sequence
     metrics.update(_reward_metrics(config, samples, rewards))
     metrics.update(_status_metrics(samples))
     metrics.update(_source_metrics(samples, rewards))
-    metrics.update(staleness_metrics(samples))
+    metrics.update(staleness_metrics(samples, current_version=config.trainer_weight_version))
     metrics.update(_engine_metrics(samples))
     metrics.update(compute_top_p_kept_vocab_metrics(samples))
     metrics["repetition_frac"] = sum(has_repetition(sample.response or "") for sample in samples) / len(samples)
@@ -299,9 +299,14 @@ def log_rollout_data(
     samples: Sequence[Any],
     rollout_extra_metrics: dict[str, Any] | None,
     rollout_time: float,
+    *,
+    trainer_weight_version: int | None = None,
 ) -> dict[str, Any] | None:
     """Logs one rollout's `rollout/*` and `perf/*` at `rollout/step`, beside the rollout function's own metrics. A custom log function that returns
-    True replaces all of it; so does reading the samples from a dump. Returns what was logged."""
+    True replaces all of it; so does reading the samples from a dump. Returns what was logged.
+
+    trainer_weight_version: the newest published version, from which staleness is counted; None: the newest that a sample has.
+    """
     from slime.observability import logging_utils
     from slime.utils.misc import load_function
 
@@ -311,7 +316,7 @@ def log_rollout_data(
             return None
     if args.load_debug_rollout_data:
         return None
-    config = RolloutMetricsConfig.from_args(args)
+    config = dataclasses.replace(RolloutMetricsConfig.from_args(args), trainer_weight_version=trainer_weight_version)
     metrics = {
         **(rollout_extra_metrics or {}),
         **dict_add_prefix(compute_metrics_from_samples(config, samples), "rollout/"),

@@ -122,6 +122,14 @@ def test_staleness_is_versions_between_oldest_token_and_now():
     assert parse_weight_version("v12") == 12 and parse_weight_version("main") is None
 
 
+def test_staleness_counts_from_what_the_engines_serve_now():
+    """A fully asynchronous batch sampled before the last publish is stale as a whole: no sample of it knows the newest version."""
+    config = RolloutMetricsConfig(trainer_weight_version=3)
+    samples = [make_sample(0, weight_versions=["1"]), make_sample(1, weight_versions=["2"])]
+    assert compute_metrics_from_samples(config, samples)["staleness/mean"] == 1.5
+    assert compute_metrics_from_samples(CONFIG, samples)["staleness/mean"] == 0.5
+
+
 def test_requests_are_counted():
     """faults, perf/request/count and profiled_count were promised and never sent."""
     samples = [make_sample(0), make_sample(1)]

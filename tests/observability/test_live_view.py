@@ -28,8 +28,9 @@ def feed(state, *records):
 
 def test_one_line_per_rollout_with_what_all_processes_said_about_it():
     """Rollout manager and trainer log in separate records; a person reads one line."""
+    state = RunState(started=0.0, num_rollout=2)
     lines = feed(
-        RunState(started=0.0, num_rollout=2),
+        state,
         metric("rollout/step", 0, rollout__raw_reward=0.25, rollout__response_lengths=3.0),
         metric("train/step", 0, train__grad_norm=0.5),
         metric("rollout/step", 0, perf__step_time=1.25),
@@ -37,28 +38,66 @@ def test_one_line_per_rollout_with_what_all_processes_said_about_it():
         metric("rollout/step", 1, rollout__raw_reward=0.5),
         metric("rollout/step", 1, perf__step_time=1.0),
     )
-    assert lines == [
-        "rollout 1/2  reward 0.25  length 3  grad norm 0.5  step s 1.25",
-        "rollout 2/2  reward 0.5  length 3  grad norm 0.5  step s 1",
-    ]
+    assert lines == ["rollout 1/2  reward 0.25  length 3  grad norm 0.5  step s 1.25"]
+    assert state.on_end() == ["rollout 2/2  reward 0.5  length 3  grad norm 0.5  step s 1"]
+    assert state.on_end() == []
 
 
-def test_rollout_without_timing_is_printed_when_the_next_begins():
-    """A custom loop that logs no perf/step_time still gets its lines."""
+def test_rollout_is_printed_once_and_whole_while_the_next_is_generated():
+    """train-async: rollout 1's samples are logged before rollout 0 is trained, its weight update after rollout 0's line."""
+    state = RunState(started=0.0)
     lines = feed(
-        RunState(started=0.0),
+        state,
         metric("rollout/step", 0, rollout__raw_reward=0.25),
         metric("rollout/step", 1, rollout__raw_reward=0.5),
+        metric("train/step", 0, train__grad_norm=1.5),
+        metric("rollout/step", 0, perf__step_time=2.0),
+        metric("rollout/step", 0, perf__weight_version=2),
+        metric("train/step", 1, train__grad_norm=2.5),
+        metric("rollout/step", 1, perf__step_time=3.0),
+        metric("rollout/step", 1, perf__weight_version=3),
     )
-    assert lines == ["rollout 1  reward 0.25"]
+    assert lines == ["rollout 1  reward 0.25  grad norm 1.5  step s 2"]
+    assert state.on_end() == ["rollout 2  reward 0.5  grad norm 2.5  step s 3"]
+
+
+def test_rollout_without_timing_is_printed_too():
+    """Rollouts that train only the critic, or none, have no perf/step_time and still get their lines."""
+    state = RunState(started=0.0)
+    assert feed(state, *(metric("rollout/step", step, rollout__raw_reward=0.25 * (step + 1)) for step in range(3))) == [
+        "rollout 1  reward 0.25"
+    ]
+    assert state.on_end() == ["rollout 2  reward 0.5", "rollout 3  reward 0.75"]
+
+
+def test_steps_are_shown_with_their_rollout():
+    """Rollout 0 trained only the critic: the policy's first step, number 2, is of rollout 1."""
+    state = RunState(started=0.0)
+    feed(
+        state,
+        metric("rollout/step", 0, rollout__raw_reward=0.25, schedule__num_steps=2),
+        metric("rollout/step", 1, rollout__raw_reward=0.5, schedule__num_steps=2),
+        metric("train/step", 2, train__grad_norm=1.5),
+    )
+    assert state.on_end() == ["rollout 1  reward 0.25", "rollout 2  reward 0.5  grad norm 1.5"]
+
+
+def test_evaluation_stands_below_the_rollout_it_follows():
+    """The accuracy after rollout 0 must not look like that of before."""
+    lines = feed(
+        RunState(started=0.0),
+        metric("rollout/step", 0, rollout__raw_reward=0.25, perf__step_time=1.0),
+        metric("eval/step", 1, eval__addition=0.5),
+        metric("rollout/step", 0, perf__weight_version=2),
+    )
+    assert lines == ["rollout 1  reward 0.25  step s 1", "evaluation 1  addition 0.5"]
 
 
 def test_supervised_run_shows_no_reward():
     """Its samples have reward 0, which says nothing."""
     state = RunState(started=0.0, hidden=("reward", "pass rate"))
-    assert feed(state, metric("rollout/step", 0, rollout__raw_reward=0.0, train__loss=2.5, perf__step_time=1.0)) == [
-        "rollout 1  loss 2.5  step s 1"
-    ]
+    feed(state, metric("rollout/step", 0, rollout__raw_reward=0.0, train__loss=2.5, perf__step_time=1.0))
+    assert state.on_end() == ["rollout 1  loss 2.5  step s 1"]
 
 
 def test_evaluation_has_its_own_line():
