@@ -80,7 +80,7 @@ def _dump_paths(args: argparse.Namespace) -> dict[str, Any]:
         "save_debug_rollout_data": args.save_debug_rollout_data
         or f"{args.dump_details}/rollout_data/{{rollout_id}}.jsonl",
         "save_debug_train_data": args.save_debug_train_data
-        or f"{args.dump_details}/train_data/{{rollout_id}}_{{rank}}.pt",
+        or f"{args.dump_details}/train_data/{{rollout_id}}.safetensors",
     }
 
 

@@ -424,6 +424,24 @@ def delta_updates_are_possible(args):
     return problems
 
 
+@rule("save_debug_rollout_data", "save_debug_train_data")
+def dumps_have_a_file_per_rollout(args):
+    problems = []
+    for name, others in (("save_debug_rollout_data", {}), ("save_debug_train_data", {"rank": 0})):
+        template = getattr(args, name)
+        if template is None:
+            continue
+        known = " and ".join(["{rollout_id}", *(f"{{{other}}}" for other in others)])
+        try:
+            names = {template.format(rollout_id=rollout_id, **others) for rollout_id in (0, 1)}
+        except (KeyError, IndexError, ValueError) as error:
+            problems.append(f"{_flag(name)} {template} has a placeholder other than {known} ({error}). Double a brace that is meant: {{{{.")
+            continue
+        if len(names) == 1:
+            problems.append(f"{_flag(name)} {template} needs {{rollout_id}}, or each rollout overwrites the one before.")
+    return problems
+
+
 @rule("kl_coef", "use_kl_loss", "ref_load", "hf_checkpoint")
 def reference_exists(args):
     if (args.kl_coef != 0 or args.use_kl_loss) and args.ref_load is None and args.hf_checkpoint is None:

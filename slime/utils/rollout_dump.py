@@ -83,6 +83,19 @@ def _flatten(data: Any) -> Iterator[Sample]:
             yield from _flatten(entry)
 
 
+def encode_json(value: Any) -> bytes:
+    """One JSON text of `value`, which may hold arrays, tensors and floats that are no numbers. `RolloutDataError` for other objects."""
+    try:
+        return orjson.dumps(_encode(value), default=_encode_object, option=_OPTIONS)
+    except TypeError as error:
+        raise RolloutDataError(str(error.__cause__ or error)) from error
+
+
+def decode_json(text: bytes) -> Any:
+    """What `encode_json` was given; tuples come back as lists."""
+    return _decode(orjson.loads(text))
+
+
 def _encode(value: Any) -> Any:
     """`value` with what JSON lacks made explicit: arrays with their dtype, and the floats that are no numbers."""
     if isinstance(value, float) and not math.isfinite(value):

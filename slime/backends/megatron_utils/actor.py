@@ -43,6 +43,7 @@ from slime.utils.metric_utils import compute_rollout_step
 from slime.utils.misc import load_function
 from slime.utils.rollout_batch import RolloutBatch
 from slime.utils.rollout_data import process_rollout_data
+from slime.utils.train_dump_utils import save_debug_train_data
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +149,7 @@ class MegatronTrainRayActor(TrainRayActor):
         if args.keep_old_actor:
             self.weights.backup("old_actor")
         self.weights.backup("actor")
+        save_debug_train_data(args, rollout_id=rollout_id, rollout_data=rollout_data)
         if self.with_ref and args.ref_update_interval is not None and (rollout_id + 1) % args.ref_update_interval == 0:
             self.weights.backup("ref")
             self.weights.active = "actor"
