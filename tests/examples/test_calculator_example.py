@@ -1,5 +1,10 @@
 """Two turns with a tool on the real embedded engine: what is sampled, what is added, and what is logged about it."""
 
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[depth]) for depth in (1, 2)]
+
 import json
 
 import pytest

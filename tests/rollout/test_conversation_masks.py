@@ -1,5 +1,10 @@
 """Loss masks: ids equal the full render, exactly the assistant's turns are trained, and what cannot be located is refused."""
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import json
 
 import pytest

@@ -1,8 +1,12 @@
 """Multi-turn responses: sampled ids stay, everything else is masked, and a template that changes earlier turns is seen."""
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import json
 import re
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
