@@ -98,9 +98,9 @@ def flat_tokens(batch: Mapping[str, Any], name: str) -> np.ndarray:
 def token_values(batch: Mapping[str, Any], name: str) -> Any:
     """A TOKEN field as `segment_sums` reads it: the list of its CPU tensors where it is one, so that nothing is copied, else the concatenation."""
     value = batch.raw(name) if isinstance(batch, RolloutBatch) else batch[name]
-    on_cpu = (
-        isinstance(value, list) and value and all(is_tensor(entry) and entry.device.type == "cpu" for entry in value)
-    )
+    # one look at the first: tensors of one field live on one device
+    one_kind = isinstance(value, list) and len(set(map(type, value))) == 1
+    on_cpu = one_kind and is_tensor(value[0]) and value[0].device.type == "cpu"
     return value if on_cpu else flat_tokens(batch, name)
 
 
@@ -263,7 +263,8 @@ def _spread(name: str, values: np.ndarray) -> dict[str, Contribution]:
 
 
 def pass_rates(batch: Mapping[str, Any], *, config: TrainMetricsConfig) -> dict[str, float]:
-    """`{"pass@k": ...}` over the whole rollout batch: one vote per rollout, groups by id and of any size, unscored samples left out.
+    """`{"pass@k": ...}` over the whole rollout batch: one vote per rollout, groups by id and of any size; samples that were lost are left out,
+    those rejected as model failures count as wrong.
 
     Without group ids (a plain dict), groups are `rollout_batch_size` blocks of `n_samples_per_prompt`; AssertionError when they do not fit.
     """
@@ -274,9 +275,10 @@ def pass_rates(batch: Mapping[str, Any], *, config: TrainMetricsConfig) -> dict[
         )
     groups = np.asarray(_numbers(batch["group_ids"]), dtype=np.int64)
     if "valid" in batch:
-        raw = np.where(
-            _numbers(batch["valid"]) != 0, raw, np.nan
-        )  # rejected or dropped, a sample says as little about the prompt
+        # an answer that was lost says nothing about the prompt; one that the gate rejected for what it says is a wrong one
+        raw = np.where(_numbers(batch["valid"]) != 0, raw, np.nan)
+    if "model_failure" in batch:
+        raw = np.where(_numbers(batch["model_failure"]) != 0, 0.0, raw)
     if "all_rollout_ids" in batch:
         # the samples of one rollout share its reward: count it once, scored where any of them is
         order = np.argsort(~np.isfinite(raw), kind="stable")

@@ -28,11 +28,13 @@ class ColumnsConfig:
     divide_by_std: bool = True
     removed_samples_in_baseline: bool = False
     require_top_p_tokens: bool = False
+    model_failures: frozenset[str] = frozenset()  # reasons that say the model answered badly, not that its answer was lost
 
     @staticmethod
     def from_args(args: Any) -> ColumnsConfig:
         """From the reward, algorithm and rollout options; which baseline an estimator has is written down beside the estimators."""
         from slime.algorithms.baselines import BASELINES
+        from slime.rollout.postprocess.contract import InvalidReason
 
         baseline = BASELINES.get(args.advantage_estimator)
         return ColumnsConfig(
@@ -42,6 +44,7 @@ class ColumnsConfig:
             divide_by_std=baseline is not None and baseline.may_divide_by_std and args.grpo_std_normalization,
             removed_samples_in_baseline=args.removed_samples_in_baseline,
             require_top_p_tokens=args.rollout_top_p != 1.0,
+            model_failures=frozenset(reason.value for reason in InvalidReason if reason.is_model_failure),
         )
 
 
@@ -148,6 +151,7 @@ def build_train_columns(
             entries[spec.name] = values
     if not valid.all():
         entries["invalid_reason"] = reasons
+        entries["model_failure"] = [reason in config.model_failures for reason in reasons]
     for name, values in entries.items():
         batch[name] = build_column(CONTRACT[name], values, required=valid)
     _check_masks(batch)

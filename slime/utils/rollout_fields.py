@@ -263,6 +263,12 @@ CONTRACT = Contract(
         ),
         # verdicts
         _sample("valid", "bool", extent=Extent.WHOLE, source="valid", missing=Missing.FILL, fill=True),
+        _sample(
+            "model_failure",
+            "bool",
+            extent=Extent.WHOLE,
+            help="Rejected for what the model wrote (empty, cut, malformed): wrong in pass@k. Infrastructure failures are left out of it.",
+        ),
         _sample("invalid_reason", None, source="invalid_reason", missing=Missing.NONE),
         # identities
         _sample("sample_indices", "int64", source="index", missing=Missing.NONE),

@@ -26,6 +26,7 @@ from slime.observability.train_metric_utils import (
     pass_rates,
     phase_contributions,
 )
+from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
 from slime.utils.metric_utils import (
     compression_ratio,
     compute_pass_rate,
@@ -36,6 +37,7 @@ from slime.utils.metric_utils import (
     has_repetition,
 )
 from slime.utils.rollout_batch import localize
+from slime.utils.types import Sample
 
 NUM_GPUS = 0
 
@@ -252,6 +254,18 @@ def test_pass_at_k_is_unbiased_for_groups_of_any_size():
     assert compute_ragged_pass_rate([0.5, 0.9], [0, 0], threshold=0.8)["pass@1"] == 0.5
     with pytest.raises(AssertionError, match="5 rewards are not 2 groups of 2"):
         compute_pass_rate([1] * 5, 2, 2)
+
+
+def test_pass_at_k_counts_what_the_model_spoiled_as_wrong_and_leaves_out_what_was_lost():
+    """A cut answer is a wrong answer; an answer that a crashed request lost says nothing: pass@1 = ((1 + 0) / 2 + 1) / 2."""
+    verdicts = [(0, 1.0, None), (0, None, "truncated"), (1, None, "failed"), (1, 1.0, None)]
+    samples = [
+        Sample(index=i, group_index=group, tokens=[1, 2, 3], response_length=2, reward=reward, valid=reason is None, invalid_reason=reason)
+        for i, (group, reward, reason) in enumerate(verdicts)
+    ]
+    config = ColumnsConfig(model_failures=frozenset({"truncated"}))
+    batch = build_train_columns(samples, compute_rewards(samples, config)[:2], config)
+    assert pass_rates(batch, config=TrainMetricsConfig())["pass@1"] == 0.75
 
 
 def test_pass_rate_reshapes_the_whole_rewards_of_a_plain_batch():
