@@ -10,10 +10,12 @@ import dataclasses
 import logging
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from slime.exceptions import ConfigError, SlimeError
+from slime.exceptions import ConfigError
+from slime.observability.progress import report
 
 logger = logging.getLogger("slime")
 
@@ -29,6 +31,7 @@ class Run:
     start_rollout_id: int
     num_rollout: int
     num_rollout_per_epoch: int | None
+    begun_at: dict[int, int] = dataclasses.field(default_factory=dict)  # rollout -> versions published when it was begun
 
     def is_due(self, rollout_id: int, interval: int | None) -> bool:
         """True after the rollouts at which a periodic action (save, evaluation) falls due."""
@@ -48,11 +51,17 @@ def build_run(args: Any) -> Iterator[Run]:
     from slime.ray.placement_group import create_placement_groups, create_rollout_manager, create_training_models
     from slime.ray.utils import wait_for
 
+    report(phase="starting engines and trainers")
     placements = create_placement_groups(args)
     rollout_manager = create_rollout_manager(args, placements["rollout"])
     actor = critic = None
     try:
-        actor, critic, start = create_training_models(args, placements, rollout_manager)
+        if not args.debug_rollout_only:
+            report(phase="loading trainers")
+            actor, critic, start = create_training_models(args, placements, rollout_manager)
+        else:
+            start = 0
+        report(phase="starting engines")
         (num_rollout_per_epoch,) = wait_for(
             [rollout_manager.get_num_rollout_per_epoch.remote()], what="starting the engines", timeout_s=args.startup_timeout
         )
@@ -60,7 +69,8 @@ def build_run(args: Any) -> Iterator[Run]:
         if start > 0 and args.load:
             wait_for([rollout_manager.load.remote(start - 1)], what="loading the data position", timeout_s=args.startup_timeout)
         num_rollout = args.num_rollout if args.num_rollout is not None else args.num_epoch * num_rollout_per_epoch
-        if not args.debug_train_only:
+        if actor is not None and not args.debug_train_only:
+            report(phase="updating weights")
             actor.update_weights()
         yield Run(args, rollout_manager, actor, critic, start, num_rollout, num_rollout_per_epoch)
     finally:
@@ -80,22 +90,33 @@ def _quietly(action: Callable[[], Any]) -> None:
 
 def generate(run: Run, rollout_id: int) -> Any:
     """The reference to rollout `rollout_id`'s shards, one a data-parallel rank."""
+    if run.actor is not None:
+        run.begun_at[rollout_id] = run.actor.num_published
     return run.rollout_manager.generate.remote(rollout_id)
 
 
 def train_on(run: Run, rollout_id: int, shards: list) -> None:
     """One rollout's optimizer steps on every rank, with the critic's values where there is one."""
+    report(phase="training")
+    sampler_age = run.actor.num_published - run.begun_at.pop(rollout_id)
     values = None
     if run.critic is not None:
         values = run.critic.train(rollout_id, shards)
     if run.critic is None or rollout_id >= run.args.num_critic_only_steps:
-        run.actor.train(rollout_id, shards, external_data=values)
+        run.actor.train(rollout_id, shards, external_data=values, sampler_age=sampler_age)
+
+
+def update_weights(run: Run) -> None:
+    """Gives the engines the trained weights."""
+    report(phase="updating weights")
+    run.actor.update_weights()
 
 
 def save(run: Run, rollout_id: int) -> None:
     """One checkpoint: the data position first, then the models, whose published pointer makes both current."""
     from slime.ray.utils import wait_for
 
+    report(phase="saving")
     wait_for([run.rollout_manager.save.remote(rollout_id)], what="saving the data position", timeout_s=run.args.step_timeout)
     for group in (run.critic, run.actor):
         if group is not None:
@@ -106,6 +127,7 @@ def evaluate(run: Run, rollout_id: int) -> None:
     """Scores the evaluation datasets with the engines' current weights."""
     from slime.ray.utils import wait_for
 
+    report(phase="evaluating")
     wait_for([run.rollout_manager.eval.remote(rollout_id)], what="evaluation", timeout_s=run.args.step_timeout)
 
 
@@ -125,7 +147,7 @@ def train(run: Run) -> None:
         if run.is_due_to_save(rollout_id):
             save(run, rollout_id)
         if not args.debug_train_only:
-            run.actor.update_weights()
+            update_weights(run)
         if evaluates and run.is_due(rollout_id, args.eval_interval):
             evaluate(run, rollout_id + 1)
 
@@ -165,34 +187,36 @@ def _run_session(args: Any, loop: Callable[[Run], None], started: float) -> int:
         except KeyboardInterrupt as error:
             print(f"interrupted ({error or 'SIGINT'}): everything is stopped; continue with --load", file=sys.stderr)
             status = 130
-        except ConfigError as error:
-            print(f"error: {error}", file=sys.stderr)
-            status = 2
-        except SlimeError as error:
-            print(f"error: {error}", file=sys.stderr)
-        except Exception as error:  # noqa: BLE001 - the last resort names the actor and the cause, then fails
-            _print_failure(error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is named, and the run fails
+            status = print_failure(error)
         finally:
             finish_tracking(args)
     logger.info("finished with status %d after %.0f s", status, time.monotonic() - started)
     return status
 
 
-def _print_failure(error: Exception) -> None:
-    """A short panel in place of Ray's pages: what an actor raised, the end of its stack, where the rest can be read."""
-    import traceback
+def print_failure(error: Exception) -> int:
+    """Says on standard error what ended the run, in place of Ray's pages; returns the exit status: 2 for a ConfigError, else 1.
 
+    An error that slime raised on purpose, in this process or in an actor, is its one message. Of any other, the actor that raised it and
+    the end of its stack are shown.
+    """
     import ray
 
-    if isinstance(error, ray.exceptions.RayTaskError):
-        # Ray raises a class made of RayTaskError and the cause's class; its text begins with the actor and ends with the cause.
-        lines = str(error).strip().splitlines()
+    from slime.ray.utils import plain_text, slime_error_of
+
+    known = slime_error_of(error)
+    if known is not None:
+        print(f"error: {known}", file=sys.stderr)
+        return 2 if isinstance(known, ConfigError) else 1
+    if isinstance(error, ray.exceptions.RayError):
+        # Ray's text begins with the actor and ends with the cause.
+        lines = plain_text(error).splitlines()
         print("\n".join([f"error in an actor: {lines[0]}", *lines[1:][-12:]]), file=sys.stderr)
-    elif isinstance(error, ray.exceptions.ActorDiedError):
-        print(f"error: an actor's process died: {error}", file=sys.stderr)
     else:
         traceback.print_exception(error)
     print("each process's log is in the run folder, below logs/", file=sys.stderr)
+    return 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from slime.exceptions import ConfigError
 from slime.ray.utils import wait_for
-from slime.train import Run, evaluate, generate, launch, save, train_on
+from slime.train import Run, evaluate, generate, launch, save, train_on, update_weights
 
 
 def train(run: Run) -> None:
@@ -35,7 +35,7 @@ def train(run: Run) -> None:
             if ahead is not None:
                 # No weights may change under a running generation, or one sample would mix two policies unnoticed.
                 wait_for([ahead], what=f"rollout {rollout_id + 1}", timeout_s=args.step_timeout)
-            run.actor.update_weights()
+            update_weights(run)
         if evaluates and run.is_due(rollout_id, args.eval_interval):
             evaluate(run, rollout_id + 1)
 

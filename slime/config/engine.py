@@ -44,7 +44,7 @@ class EngineOptions:
 
     sglang_dtype: str = option(
         "auto",
-        "Data type of weights and KV cache; auto is the checkpoint's own.",
+        "Data type of weights and KV cache; auto is the trainer's (--bf16, --fp16, else float32).",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     sglang_context_length: int | None = option(

@@ -301,6 +301,26 @@ def one_kl(args):
         )
 
 
+@rule("kl_coef", "advantage_estimator")
+def critic_sees_the_whole_reward(args):
+    if args.kl_coef != 0 and args.advantage_estimator == "ppo":
+        return (
+            f"--kl-coef {args.kl_coef} puts the KL into the token rewards, which the critic of --advantage-estimator ppo does not see: its "
+            f"returns would miss it. Use --use-kl-loss --kl-loss-coef {args.kl_coef}."
+        )
+
+
+@rule("critic_num_nodes", "critic_num_gpus_per_node", "actor_num_nodes", "actor_num_gpus_per_node", "advantage_estimator")
+def critic_is_laid_out_like_the_policy(args):
+    critic = (args.critic_num_nodes, args.critic_num_gpus_per_node)
+    policy = (args.actor_num_nodes, args.actor_num_gpus_per_node)
+    if args.advantage_estimator == "ppo" and critic != policy:
+        return (
+            f"--critic-num-nodes {critic[0]} --critic-num-gpus-per-node {critic[1]} differ from the policy's {policy[0]} and {policy[1]}: "
+            "each critic rank gives its values to the policy rank of the same number. Leave both out."
+        )
+
+
 @rule("advantage_estimator", "normalize_advantages")
 def reinforce_needs_normalization(args):
     if (
@@ -404,6 +424,24 @@ def dumps_have_two_paths(args):
         )
 
 
+@rule("save_debug_rollout_data", "save_debug_train_data")
+def dumps_have_a_file_per_rollout(args):
+    problems = []
+    for name, others in (("save_debug_rollout_data", {}), ("save_debug_train_data", {"rank": 0})):
+        template = getattr(args, name)
+        if template is None:
+            continue
+        known = " and ".join(["{rollout_id}", *(f"{{{other}}}" for other in others)])
+        try:
+            names = {template.format(rollout_id=rollout_id, **others) for rollout_id in (0, 1)}
+        except (KeyError, IndexError, ValueError) as error:
+            problems.append(f"{_flag(name)} {template} has a placeholder other than {known} ({error}). Double a brace that is meant: {{{{.")
+            continue
+        if len(names) == 1:
+            problems.append(f"{_flag(name)} {template} needs {{rollout_id}}, or each rollout overwrites the one before.")
+    return problems
+
+
 @rule("update_weight_transport", "update_weight_disk_dir")
 def disk_transport_has_a_folder(args):
     if args.update_weight_transport == "disk" and args.update_weight_disk_dir is None:
@@ -421,24 +459,6 @@ def delta_updates_are_possible(args):
         problems.append("--update-weight-mode=delta is not supported with --colocate.")
     if args.update_weight_local_checkpoint_dir is None:
         problems.append("--update-weight-mode=delta requires --update-weight-local-checkpoint-dir.")
-    return problems
-
-
-@rule("save_debug_rollout_data", "save_debug_train_data")
-def dumps_have_a_file_per_rollout(args):
-    problems = []
-    for name, others in (("save_debug_rollout_data", {}), ("save_debug_train_data", {"rank": 0})):
-        template = getattr(args, name)
-        if template is None:
-            continue
-        known = " and ".join(["{rollout_id}", *(f"{{{other}}}" for other in others)])
-        try:
-            names = {template.format(rollout_id=rollout_id, **others) for rollout_id in (0, 1)}
-        except (KeyError, IndexError, ValueError) as error:
-            problems.append(f"{_flag(name)} {template} has a placeholder other than {known} ({error}). Double a brace that is meant: {{{{.")
-            continue
-        if len(names) == 1:
-            problems.append(f"{_flag(name)} {template} needs {{rollout_id}}, or each rollout overwrites the one before.")
     return problems
 
 

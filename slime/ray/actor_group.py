@@ -28,6 +28,7 @@ class RayTrainGroup:
     ) -> None:
         self.args, self.role, self.with_ref, self.with_opd_teacher = args, role, with_ref, with_opd_teacher
         self.world_size = num_nodes * num_gpus_per_node
+        self.num_published = 0  # versions that the engines got
         self._handlers = self._allocate(actor_path, pg, num_gpus_per_actor)
 
     def _allocate(self, actor_path: str, pg: tuple, fraction: float) -> list[Any]:
@@ -49,7 +50,11 @@ class RayTrainGroup:
 
     def _all(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         refs = [handler.call.remote(method, *args, **kwargs) for handler in self._handlers]
-        return wait_for(refs, what=f"{self.role}.{method}", timeout_s=timeout_s or self.args.step_timeout)
+        return self._wait(refs, method, timeout_s or self.args.step_timeout)
+
+    def _wait(self, refs: list[Any], doing: str, timeout_s: float) -> list[Any]:
+        names = [f"{self.role} rank {rank}" for rank in range(self.world_size)]
+        return wait_for(refs, what=f"{self.role}: {doing}", timeout_s=timeout_s, names=names)
 
     def create(self, rollout_manager: Any = None) -> list[int]:
         """Builds the models; returns each rank's first rollout to run."""
@@ -58,18 +63,25 @@ class RayTrainGroup:
             self.set_rollout_manager(rollout_manager)
         return start_ids
 
-    def async_train(self, rollout_id: int, rollout_data_ref: list, external_data: Any = None) -> list[Any]:
-        """Starts one rollout's training on every rank; returns the references. A list of external data is one entry a rank."""
+    def async_train(
+        self, rollout_id: int, rollout_data_ref: list, external_data: Any = None, *, sampler_age: int | None = None
+    ) -> list[Any]:
+        """Starts one rollout's training on every rank; returns the references. A list of external data is one entry a rank.
+
+        sampler_age: how many versions were published since the rollout was begun; None: not known.
+        """
         per_rank = external_data if isinstance(external_data, list) else [external_data] * self.world_size
         return [
-            handler.call.remote("train", rollout_id, rollout_data_ref, external_data=data)
+            handler.call.remote("train", rollout_id, rollout_data_ref, external_data=data, sampler_age=sampler_age)
             for handler, data in zip(self._handlers, per_rank, strict=True)
         ]
 
-    def train(self, rollout_id: int, rollout_data_ref: list, external_data: Any = None) -> list[Any]:
+    def train(
+        self, rollout_id: int, rollout_data_ref: list, external_data: Any = None, *, sampler_age: int | None = None
+    ) -> list[Any]:
         """`async_train`, waited for."""
-        refs = self.async_train(rollout_id, rollout_data_ref, external_data)
-        return wait_for(refs, what=f"{self.role}.train of rollout {rollout_id}", timeout_s=self.args.step_timeout)
+        refs = self.async_train(rollout_id, rollout_data_ref, external_data, sampler_age=sampler_age)
+        return self._wait(refs, f"train of rollout {rollout_id}", self.args.step_timeout)
 
     def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
         """Writes a checkpoint; returns when it is published."""
@@ -78,6 +90,7 @@ class RayTrainGroup:
     def update_weights(self) -> None:
         """Publishes the weights to every engine as a new version."""
         self._all("update_weights")
+        self.num_published += 1
 
     def onload(self) -> None:
         self._all("wake_up")

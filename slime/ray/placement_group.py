@@ -143,5 +143,14 @@ def create_training_models(args: Any, placements: dict[str, Placement], rollout_
     critic = None
     if args.advantage_estimator == "ppo":
         critic = allocate_train_group(args, placements["critic"], role="critic")
-        critic.create()
+        _check_critic_start(args, start, set(critic.create()))
     return actor, critic, start
+
+
+def _check_critic_start(args: Any, actor_start: int, critic_starts: set[int]) -> None:
+    """ConfigError where a critic that was loaded belongs to another rollout than the policy; a new critic may join a trained policy."""
+    if args.critic_load and max(critic_starts) > 0 and critic_starts != {actor_start}:
+        raise ConfigError(
+            f"the policy (--load {args.load}) would start at rollout {actor_start}, the critic (--critic-load {args.critic_load}) at "
+            f"{max(critic_starts)}. Choose the same iteration with --ckpt-step, or leave --critic-load out for a new critic."
+        )

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import ray
 
-from slime.exceptions import RolloutDataError
+from slime.exceptions import EngineError, RolloutDataError
 from slime.observability import rollout_metrics
 from slime.observability.ledger import Ledger
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log, log_dir_of
@@ -55,6 +57,7 @@ class RolloutManager:
             set_engines(self.server.client_urls, is_router=self.server.router is not None)
             init_http_client(args)
         self._num_new_engines = len(self.server.engines)
+        self._weight_version: int | None = None  # what the engines serve now
         self._last_generate_started: float | None = None
 
     # --- what the driver calls ---------------------------------------------------------------------------------------
@@ -74,7 +77,9 @@ class RolloutManager:
         if self.args.save_debug_rollout_data:
             save_debug_rollout_data(self.args.save_debug_rollout_data, samples, rollout_id=rollout_id, evaluation=False)
         extra = {**(output.metrics or {}), **self.gate.metrics(judged)}
-        rollout_metrics.log_rollout_data(rollout_id, self.args, samples, extra, rollout_time)
+        rollout_metrics.log_rollout_data(
+            rollout_id, self.args, samples, extra, rollout_time, trainer_weight_version=self._weight_version
+        )
         if self.args.debug_rollout_only:
             return None
         with timer("convert_samples"):
@@ -89,7 +94,8 @@ class RolloutManager:
         if self.args.debug_train_only:
             return
         set_current_rollout_id(rollout_id)
-        output = call_rollout_fn(self.eval_generate_rollout, self.args, rollout_id, self.data_source, evaluation=True)
+        with self._blaming_engines():
+            output = call_rollout_fn(self.eval_generate_rollout, self.args, rollout_id, self.data_source, evaluation=True)
         samples = [sample for dataset in output.data.values() for sample in flatten_samples(dataset["samples"])]
         if self.args.save_debug_rollout_data:
             save_debug_rollout_data(self.args.save_debug_rollout_data, samples, rollout_id=rollout_id, evaluation=True)
@@ -136,9 +142,10 @@ class RolloutManager:
         """Every engine's own address, also behind a router."""
         return self.server.urls
 
-    def clear_updatable_num_new_engines(self) -> None:
-        """Notes that every engine has the current weights."""
+    def clear_updatable_num_new_engines(self, weight_version: int | None = None) -> None:
+        """Notes that every engine has the current weights, and their version."""
         self._num_new_engines = 0
+        self._weight_version = weight_version
 
     def check_weights(self, action: str = "checksum") -> list[str]:
         """Each engine's checksum of its weights."""
@@ -157,10 +164,21 @@ class RolloutManager:
                 subsample_ratio=self.args.load_debug_rollout_data_subsample,
             )
             return RolloutFnTrainOutput(samples=samples)
-        with timer("generate"):
+        with timer("generate"), self._blaming_engines():
             output = call_rollout_fn(self.generate_rollout, self.args, rollout_id, self.data_source, evaluation=False)
         validate_rollout_id_annotated(output.samples)
         return output
+
+    @contextlib.contextmanager
+    def _blaming_engines(self) -> Iterator[None]:
+        """An error inside becomes an EngineError where an engine is what failed: many failed samples are then its consequence."""
+        try:
+            yield
+        except Exception as error:
+            failures = self.server.failures()
+            if failures:
+                raise EngineError(" ".join(failures)) from error
+            raise
 
     def _post_process_rewards(self, samples: list[Sample]) -> tuple[list[float], list[float]]:
         """(raw rewards, rewards): as scored, and normalized by group where the estimator asks for it."""

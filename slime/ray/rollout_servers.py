@@ -10,10 +10,11 @@ import ray
 
 from slime.ray.placement_group import ENGINE_FRACTION, Placement, bundle_strategy, device_options
 from slime.ray.rollout_validation import validate_server_group_gpu_indices
-from slime.ray.utils import add_default_ray_env_vars, wait_for
+from slime.ray.utils import add_default_ray_env_vars, reason_of_death, slime_error_of, wait_for
 from slime.rollout.engine_client import with_scheme
 from slime.utils.http_utils import get_rollout_num_engines
 
+HEALTH_TIMEOUT_S = 10.0
 logger = logging.getLogger(__name__)
 
 
@@ -29,6 +30,20 @@ class RolloutServers:
     def client_urls(self) -> list[str]:
         """Where requests go: the router where there is one, else every engine."""
         return [self.router.url] if self.router is not None else self.urls
+
+    def failures(self) -> list[str]:
+        """One sentence per engine of ours that is gone or whose thread has failed: why requests to it get no answer."""
+        found = []
+        for rank, (engine, url) in enumerate(zip(self.engines, self.urls, strict=True)):
+            try:
+                ray.get(engine.health.remote(), timeout=HEALTH_TIMEOUT_S)
+            except ray.exceptions.GetTimeoutError:
+                found.append(f"engine {rank} ({url}) does not answer within {HEALTH_TIMEOUT_S:.0f} s.")
+            except ray.exceptions.RayActorError as error:
+                found.append(f"the process of engine {rank} ({url}) died. {reason_of_death(error)}")
+            except Exception as error:  # noqa: BLE001 - Ray mixes its class into whatever the engine raised
+                found.append(str(slime_error_of(error) or error))
+        return found
 
     def stop(self) -> None:
         """Ends the router, then the engines. Their processes are gone when it returns."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 
+from slime import exceptions
 from slime.exceptions import SlimeError
 
 NOSET_VISIBLE_DEVICES_ENV_VARS_LIST = [
@@ -65,9 +67,12 @@ class Lock:
         self._locked = False
 
 
-def wait_for(refs: Sequence[Any], *, what: str, timeout_s: float) -> list[Any]:
+def wait_for(refs: Sequence[Any], *, what: str, timeout_s: float, names: Sequence[str] | None = None) -> list[Any]:
     """The results of `refs` in order. Raises the first failure as soon as it happens, whichever actor it is on, and
-    SlimeError after `timeout_s` seconds: with one rank dead, its peers would otherwise wait in a collective."""
+    SlimeError after `timeout_s` seconds: with one rank dead, its peers would otherwise wait in a collective.
+
+    A process that died is a SlimeError that says what was going on and, with `names` (one a reference), whose it was.
+    """
     deadline = time.monotonic() + timeout_s
     pending = list(refs)
     while pending:
@@ -75,5 +80,43 @@ def wait_for(refs: Sequence[Any], *, what: str, timeout_s: float) -> list[Any]:
         if left <= 0:
             raise SlimeError(f"{what}: {len(pending)} of {len(refs)} actors gave no answer within {timeout_s:.0f} s")
         done, pending = ray.wait(pending, num_returns=1, timeout=min(left, 10.0))
-        ray.get(done)
+        try:
+            ray.get(done)
+        except ray.exceptions.RayActorError as error:
+            if error.actor_init_failed:
+                raise
+            name = "an actor" if names is None else names[list(refs).index(done[0])]
+            raise SlimeError(f"{what}: the process of {name} died. {reason_of_death(error)}") from error
     return ray.get(list(refs))
+
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_RAISED = re.compile(r"^slime\.exceptions\.(\w+): ", re.MULTILINE)
+
+
+def plain_text(error: BaseException) -> str:
+    """The error's message without the colours that Ray puts into it."""
+    return _COLOURS.sub("", str(error)).strip()
+
+
+def slime_error_of(error: BaseException) -> SlimeError | None:
+    """The error that slime raised on purpose, here or in an actor (also in its constructor), with its own message alone; None if it is
+    another error. What an actor got from a further actor is followed to its beginning."""
+    while isinstance(error, ray.exceptions.RayTaskError):
+        error = error.cause
+    if isinstance(error, SlimeError):
+        return error
+    if isinstance(error, ray.exceptions.RayError):
+        # Of a constructor that failed Ray keeps the text only; the last error of a chain is what was raised.
+        text = plain_text(error)
+        found = list(_RAISED.finditer(text))
+        if found:
+            kind = getattr(exceptions, found[-1].group(1), SlimeError)
+            return kind(text[found[-1].end() :].strip())
+    return None
+
+
+def reason_of_death(error: Exception) -> str:
+    """The lines of Ray's message that say more than that the actor died."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return " ".join(line for line in lines if line.startswith(("pid:", "The actor died", "The actor is dead")))[:600]

@@ -66,6 +66,7 @@ class MegatronTrainRayActor(TrainRayActor):
         start = self._load()
         self.weight_version = start
         self._weights_fingerprint: str | None = None
+        self._last_rollout_id: int | None = None
         Timer().start("train_wait")
         return start
 
@@ -78,9 +79,6 @@ class MegatronTrainRayActor(TrainRayActor):
         source = args.load if self.role == "actor" else args.critic_load
         iteration = checkpoint.load_checkpoint(args, self.model, self.optimizer, self.opt_param_scheduler, load_dir=source)
         self.weights.backup("actor")
-        if args.keep_old_actor:
-            self.weights.backup("old_actor")
-            self.weights.active = "actor"
         return 0 if iteration is None else iteration + 1
 
     def load_other_checkpoint(self, tag: str, path: str | None) -> None:
@@ -103,9 +101,15 @@ class MegatronTrainRayActor(TrainRayActor):
 
     # --- one rollout -------------------------------------------------------------------------------------------------
 
-    def train(self, rollout_id: int, rollout_data_ref: list, external_data: Any = None) -> Any:
-        """Trains on one rollout. A critic returns {"values": per-sample CPU tensors} on the last pipeline stage, else None."""
+    def train(
+        self, rollout_id: int, rollout_data_ref: list, external_data: Any = None, *, sampler_age: int | None = None
+    ) -> Any:
+        """Trains on one rollout. A critic returns {"values": per-sample CPU tensors} on the last pipeline stage, else None.
+
+        sampler_age: how many versions the engines got since the rollout was begun, for --keep-old-actor; None: not known.
+        """
         Timer().end("train_wait")
+        self._last_rollout_id, self._sampler_age = rollout_id, sampler_age
         with timer("train"):
             with timer("data_preprocess"):
                 rollout_data = self._get_rollout_data(rollout_data_ref)
@@ -145,11 +149,9 @@ class MegatronTrainRayActor(TrainRayActor):
         with captured_log_probs(rollout_data):
             self._step(rollout_id, data_iterator, rollout_data)
         log_consistency(rollout_id, args, rollout_data)
-        self._log_weight_change(rollout_id)
-        if args.keep_old_actor:
-            self.weights.backup("old_actor")
-        self.weights.backup("actor")
         save_debug_train_data(args, rollout_id=rollout_id, rollout_data=rollout_data)
+        self._log_weight_change(rollout_id)
+        self.weights.backup("actor")
         if self.with_ref and args.ref_update_interval is not None and (rollout_id + 1) % args.ref_update_interval == 0:
             self.weights.backup("ref")
             self.weights.active = "actor"
@@ -188,11 +190,12 @@ class MegatronTrainRayActor(TrainRayActor):
 
     @contextlib.contextmanager
     def _old_weights(self) -> Iterator[None]:
-        """Inside, the weights that sampled the rollout, where --keep-old-actor keeps them."""
-        if "old_actor" not in self.weights:
+        """Inside, the weights that sampled the rollout, where --keep-old-actor keeps them: those of the engines, or those before."""
+        tag = "old_actor" if self._sampler_age else "rollout_actor"
+        if self._sampler_age is None or tag not in self.weights:
             yield
             return
-        with self.weights.borrowed("old_actor"):
+        with self.weights.borrowed(tag):
             yield
 
     def _log_probs(self, data_iterator: list, num_microbatches: list[int], *, store_prefix: str) -> dict[str, list]:
@@ -208,8 +211,15 @@ class MegatronTrainRayActor(TrainRayActor):
         compute_advantages_and_returns(self.args, rollout_data)
         self._step(rollout_id, data_iterator, rollout_data)
         with inverse_timer("train"):
-            log_perf_data(rollout_id, self.args)
+            self._log_critic_times(rollout_id)
         return {"values": tensors_to_cpu(list(rollout_data["values"]))} if mpu.is_pipeline_last_stage() else None
+
+    def _log_critic_times(self, rollout_id: int) -> None:
+        """Under names of its own: the policy's ranks log perf/ of the same rollout."""
+        metrics = {f"perf/critic-{name}_time": seconds for name, seconds in Timer().log_dict().items()}
+        Timer().reset()
+        if initialize.is_megatron_main_rank():
+            log(self.args, metrics | {"rollout/step": compute_rollout_step(self.args, rollout_id)}, step_key="rollout/step")
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
@@ -233,12 +243,15 @@ class MegatronTrainRayActor(TrainRayActor):
                 self._weights_fingerprint,
                 publish_weights(self.args, self.model, self.hf_config, self.rollout_manager, self.weight_version),
             )
-        if before is not None:
-            # Version v is published after rollout v - 2: the first version is the weights that were loaded.
+        if self.args.keep_old_actor:
+            self.weights.move("rollout_actor", to="old_actor")
+            self.weights.backup("rollout_actor")
+            self.weights.active = "actor"
+        if before is not None and self._last_rollout_id is not None:
             metrics = {
                 "perf/weight_version": self.weight_version,
                 "train/weights_checksum_changed": int(before != self._weights_fingerprint),
-                "rollout/step": compute_rollout_step(self.args, self.weight_version - 2),
+                "rollout/step": compute_rollout_step(self.args, self._last_rollout_id),
             }
             log(self.args, metrics, step_key="rollout/step")
 

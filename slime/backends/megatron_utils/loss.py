@@ -367,7 +367,9 @@ def sft_loss_function(
     return loss, {"loss": loss.detach()}
 
 
-def _loss_function_of(config: LossConfig) -> Callable[..., tuple[torch.Tensor, Metrics]]:
+def _loss_function_of(config: LossConfig, role: str) -> Callable[..., tuple[torch.Tensor, Metrics]]:
+    if role == "critic":
+        return value_loss_function
     losses = {"policy_loss": policy_loss_function, "value_loss": value_loss_function, "sft_loss": sft_loss_function}
     if config.loss_type == "custom_loss":
         if config.custom_loss_function_path is None:
@@ -379,9 +381,17 @@ def _loss_function_of(config: LossConfig) -> Callable[..., tuple[torch.Tensor, M
 
 
 def loss_function(
-    args: Any, batch: dict[str, Any], num_microbatches: int, step_global_batch_size: int, logits: torch.Tensor
+    args: Any,
+    batch: dict[str, Any],
+    num_microbatches: int,
+    step_global_batch_size: int,
+    logits: torch.Tensor,
+    *,
+    role: str = "actor",
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Returns (loss, normaliser, {"keys", "values"}) of one micro-batch, scaled for Megatron's schedule.
+
+    A critic minimizes its value loss, whatever the policy's `loss_type` is.
 
     Megatron divides by max(normaliser, 1) and by `num_microbatches` and averages gradients over DP x CP; in per-token mode it divides the
     summed gradient once, by the normaliser summed over DP x CP. So the gradient of a step is that of the sum over rollouts /
@@ -390,7 +400,7 @@ def loss_function(
     rank's sums, which the step divides the same way.
     """
     config = LossConfig.from_args(args)
-    function = _loss_function_of(config)
+    function = _loss_function_of(config, role)
     per_token = config.calculate_per_token_loss
     reducer = get_sum_of_sample_mean(
         batch["total_lengths"],

@@ -89,6 +89,7 @@ def train_one_step(
     *,
     num_microbatches: int,
     step_global_batch_size: int,
+    role: str = "actor",
 ) -> tuple[dict[str, float], float]:
     """One optimizer step over the next `num_microbatches` of the iterator. Returns (metrics, gradient norm before clipping).
 
@@ -101,7 +102,8 @@ def train_one_step(
         iterator: Any, chunk: torch.nn.Module, return_schedule_plan: bool = False
     ) -> tuple[torch.Tensor, Any]:
         batch = _next_batch(args, iterator)
-        return _run_chunk(chunk, batch), partial(loss_function, args, batch, num_microbatches, step_global_batch_size)
+        loss = partial(loss_function, args, batch, num_microbatches, step_global_batch_size, role=role)
+        return _run_chunk(chunk, batch), loss
 
     for chunk in model:
         chunk.zero_grad_buffer()
@@ -164,6 +166,7 @@ def train(
             opt_param_scheduler,
             num_microbatches=int(num_microbatches),
             step_global_batch_size=int(step_global_batch_size),
+            role=role,
         )
         if not mpu.is_pipeline_last_stage(ignore_virtual=True):
             continue

@@ -39,6 +39,14 @@ class WeightsBackup:
             torch.cuda.synchronize()
         self.active = tag
 
+    def move(self, tag: str, *, to: str) -> None:
+        """Renames the set `tag`, if there is one, to `to`, whose memory is used for the next set of that name."""
+        if tag in self._sets:
+            earlier = self._sets.pop(to, None)
+            self._sets[to] = self._sets.pop(tag)
+            if earlier is not None:
+                self._sets[tag] = earlier
+
     @torch.no_grad()
     def largest_change(self, tag: str, *, limit: int = CHANGE_LIMIT) -> float:
         """The largest |present - stored| over the first tensors of `tag`, up to `limit` numbers: 0 means that training did nothing."""

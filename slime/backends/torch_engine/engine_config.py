@@ -66,14 +66,18 @@ def is_loopback(host: str) -> bool:
 
 
 def engine_config_from_args(args: Any, rank: int, *, host: str | None = None) -> EngineConfig:
-    """Returns the configuration of engine `rank` from the flat options namespace. `host` overrides --sglang-host (multi-node)."""
+    """Returns the configuration of engine `rank` from the flat options namespace. `host` overrides --sglang-host (multi-node).
+
+    Without a --sglang-dtype the engine computes in the trainer's type, in which its weights arrive, whatever the checkpoint's is.
+    """
+    trainer_dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
     return EngineConfig(
         hf_checkpoint=args.hf_checkpoint,
         host=host or args.sglang_host,
         port=0 if args.sglang_port is None else args.sglang_port + rank,
         api_key=args.sglang_api_key,
         device=args.rollout_engine_device,
-        dtype=args.sglang_dtype,
+        dtype=trainer_dtype if args.sglang_dtype == "auto" else args.sglang_dtype,
         deterministic=args.sglang_enable_deterministic_inference,
         # Engines must not draw the same numbers for requests that bring no seed.
         random_seed=args.sglang_random_seed + rank,

@@ -35,6 +35,7 @@ def publish_through_disk(
     if args.custom_update_weight_post_write_path is not None:
         engines = ray.get(rollout_manager.get_updatable_engines_and_lock.remote(), timeout=args.step_timeout)[0]
         load_function(args.custom_update_weight_post_write_path)(args, str(folder), engines)
+    ray.get(rollout_manager.clear_updatable_num_new_engines.remote(version), timeout=args.step_timeout)
     for old in root.glob("weight_v*"):
         if old != folder:
             shutil.rmtree(old, ignore_errors=True)

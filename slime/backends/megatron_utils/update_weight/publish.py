@@ -75,7 +75,7 @@ def _updating(args: Any, rollout_manager: Any, version: int, fingerprint: Finger
         checksum = fingerprint.value() if args.check_weight_update_equal else None
         _ask(args, engines, "end_weight_update", str(version), checksum)
         _ask(args, engines, "resume")
-        ray.get(rollout_manager.clear_updatable_num_new_engines.remote(), timeout=args.step_timeout)
+        ray.get(rollout_manager.clear_updatable_num_new_engines.remote(version), timeout=args.step_timeout)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,98 @@
+"""Small parts between the training loop and its processes: weight sets by name, errors out of actors, the engines' type."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import pytest
+import ray
+import torch
+from support.options import write_run_inputs
+
+from slime import train
+from slime.backends.megatron_utils.weights_backup import WeightsBackup
+from slime.backends.torch_engine.engine_config import engine_config_from_args
+from slime.exceptions import ConfigError, EngineError
+from slime.ray.placement_group import _check_critic_start
+from slime.ray.utils import slime_error_of
+from slime.utils.arguments import parse_args
+
+NUM_GPUS = 0
+
+
+def holding(value):
+    """A model of one number."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, value)
+    return model
+
+
+def test_moved_weight_set_makes_room_for_the_next():
+    """--keep-old-actor: at each publish the engines' set becomes the old one and the trained weights the engines' set."""
+    model = holding(0.0)
+    weights = WeightsBackup([model])
+    weights.backup("actor")
+    for published in (1.0, 2.0, 3.0):
+        torch.nn.init.constant_(model.weight, published)
+        weights.move("rollout_actor", to="old_actor")
+        weights.backup("rollout_actor")
+    held = {}
+    for tag in ("actor", "old_actor", "rollout_actor"):
+        with weights.borrowed(tag):
+            held[tag] = model.weight.item()
+    assert held == {"actor": 0.0, "old_actor": 2.0, "rollout_actor": 3.0}
+    assert model.weight.item() == 3.0
+
+
+def raised_in_actor(error):
+    """What ray.get raises when an actor's method raised `error`."""
+    return ray.exceptions.RayTaskError("call", "Traceback ...\n", error, pid=7, ip="127.0.0.1").as_instanceof_cause()
+
+
+def raised_in_constructor(error):
+    """What ray.get raises when the actor's constructor raised `error`: Ray keeps the text alone."""
+    text = f"\x1b[36mray::RolloutManager.__init__()\x1b[39m (pid=7)\n  File ...\n{type(error).__module__}.{type(error).__name__}: {error}"
+    return ray.exceptions.ActorDiedError(ray.exceptions.RayTaskError("__init__", text, error, pid=7, ip="127.0.0.1"))
+
+
+@pytest.mark.parametrize("wrapped", [lambda error: error, raised_in_actor, raised_in_constructor, lambda e: raised_in_actor(raised_in_actor(e))])
+def test_error_from_an_actor_is_its_message_alone(wrapped, capsys):
+    """A user reads what to change, not Ray's stack; the status tells bad options from the rest."""
+    found = slime_error_of(wrapped(ConfigError("--load x is not there.\nUse another.")))
+    assert type(found) is ConfigError
+    assert str(found) == "--load x is not there.\nUse another."
+    assert train.print_failure(wrapped(ConfigError("--load x is not there."))) == 2
+    assert train.print_failure(wrapped(EngineError("engine 0 is gone."))) == 1
+    assert capsys.readouterr().err == "error: --load x is not there.\nerror: engine 0 is gone.\n"
+
+
+def test_other_error_from_an_actor_names_the_actor_and_the_cause(capsys):
+    """A bug is told with the end of its stack."""
+    assert slime_error_of(raised_in_actor(KeyError("x"))) is None
+    assert train.print_failure(raised_in_actor(KeyError("x"))) == 1
+    assert "error in an actor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype"),
+    [("", "float32"), ("--bf16", "bfloat16"), ("--fp16", "float16"), ("--bf16 --sglang-dtype float32", "float32")],
+)
+def test_engine_computes_in_the_trainers_type(words, dtype, tmp_path):
+    """A float32 checkpoint trained in bfloat16: the engine would refuse its weights and, in float32, disagree on log-probs."""
+    args = parse_args([*write_run_inputs(tmp_path), *words.split()])
+    assert engine_config_from_args(args, 0).dtype == dtype
+
+
+def test_critic_continues_with_its_policy():
+    """Values of another rollout's critic would be wrong targets; a new critic may join a trained policy."""
+    args = SimpleNamespace(load="policy", critic_load="critic")
+    _check_critic_start(args, 3, {3})
+    _check_critic_start(args, 3, {0})
+    with pytest.raises(ConfigError, match="would start at rollout 3, the critic .* at 2"):
+        _check_critic_start(args, 3, {2})
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
