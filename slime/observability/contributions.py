@@ -108,7 +108,11 @@ def segment_sums(values_T: Any, lengths_N: np.ndarray, mask_T: np.ndarray | None
     """float64 [N]: the sum of each sample's values, in float64; entries where `mask_T` is False are not read.
 
     `values_T` is the concatenation, or a list with one CPU tensor per sample. Block by block, so that the float64 copy stays in the cache.
+    ValueError where there are more or fewer values than the lengths say.
     """
+    expected = len(lengths_N) if isinstance(values_T, list) else int(np.sum(lengths_N))
+    if len(values_T) != expected:
+        raise ValueError(f"{len(values_T)} entries where the samples of this rank have {expected}")
     sums_N = np.zeros(len(lengths_N))
     ends = np.cumsum(lengths_N)
     filled = np.flatnonzero(lengths_N)
@@ -122,6 +126,8 @@ def segment_sums(values_T: Any, lengths_N: np.ndarray, mask_T: np.ndarray | None
             block = _concatenate(values_T[filled[first] : filled[last - 1] + 1]).astype(np.float64)
         else:
             block = values_T[low:high].astype(np.float64)
+        if len(block) != high - low:
+            raise ValueError(f"{len(block)} values for the {high - low} response tokens of some samples")
         if mask_T is not None:
             np.copyto(block, 0.0, where=~mask_T[low:high])
         sums_N[filled[first:last]] = np.add.reduceat(block, starts[first:last] - low)
@@ -151,9 +157,6 @@ class SampleTokens:
 
     def masked_sums(self, values_T: Any) -> np.ndarray:
         """float64 [N]: the sum of each sample's trained tokens. `values_T` as in `segment_sums`."""
-        size = sum(map(len, values_T)) if isinstance(values_T, list) else len(values_T)
-        if size != int(self.lengths_N.sum()):
-            raise ValueError(f"{size} values for {int(self.lengths_N.sum())} response tokens on this rank")
         return segment_sums(values_T, self.lengths_N, self.mask_T)
 
     def rollout_mean(self, values_T: Any) -> Contribution:

@@ -21,9 +21,16 @@ def test_the_example_logs_its_fields_equally_on_one_and_two_ranks():
 def test_the_guide_shows_what_the_example_runs():
     """A guide that drifts from the code teaches errors."""
     guide = (ROOT / "docs" / "data_contract.md").read_text()
-    for text in ('source="metadata.answer_length", wire_dtype="int32"', 'source="metadata.surprise"', "examples/data_contract/declare_field.py"):
+    for text in (
+        'source="metadata.answer_length", wire_dtype="int32"',
+        'source="metadata.surprise"',
+        "examples/data_contract/declare_field.py",
+    ):
         assert text in guide
-    assert 'source="metadata.answer_length", wire_dtype="int32"' in (ROOT / "examples" / "data_contract" / "declare_field.py").read_text()
+    assert (
+        'source="metadata.answer_length", wire_dtype="int32"'
+        in (ROOT / "examples" / "data_contract" / "declare_field.py").read_text()
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,16 @@ from slime.utils.train_dump_utils import Place, save_debug_train_data, write_tra
 from slime.utils.types import Sample
 
 NUM_GPUS = 0
-LENGTHS = [(3, 5), (1, 0), (2, 7), (4, 1), (9, 4), (1, 2), (6, 12), (3, 3)]  # prompt and response tokens; sample 3 is invalid
+LENGTHS = [
+    (3, 5),
+    (1, 0),
+    (2, 7),
+    (4, 1),
+    (9, 4),
+    (1, 2),
+    (6, 12),
+    (3, 3),
+]  # prompt and response tokens; sample 3 is invalid
 
 
 def make_samples():
@@ -56,12 +65,16 @@ def trained_batch(*, dp_rank=0, dp_size=1, cp_rank=0, cp_size=1):
     settings = ColumnsConfig(group_baseline=False)
     samples = make_samples()
     columns = build_train_columns(samples, compute_rewards(samples, settings)[:2], settings)
-    config = SplitConfig(4, 8, ScheduleConfig(dp_size, dp_size, 24, 2, "balanced"), keep_trailing=True, pad_to=4 if cp_size == 1 else 0)
+    config = SplitConfig(
+        4, 8, ScheduleConfig(dp_size, dp_size, 24, 2, "balanced"), keep_trailing=True, pad_to=4 if cp_size == 1 else 0
+    )
     shard = list(split_by_dp(columns, config).shards)[dp_rank]
     batch = to_train_device(localize(shard, dp_rank), "cpu", cp_rank=cp_rank, cp_size=cp_size)
     for name, scale in (("log_probs", 10), ("advantages", 7)):
         full = [-(p + torch.arange(LENGTHS[p][1], dtype=torch.float32) / scale) for p in batch["partition"]]
-        layout = plan_response_layout(batch["total_lengths"], batch["response_lengths"], cp_size=cp_size, cp_rank=cp_rank)
+        layout = plan_response_layout(
+            batch["total_lengths"], batch["response_lengths"], cp_size=cp_size, cp_rank=cp_rank
+        )
         batch[name] = list(torch.cat(full)[layout.response_indices].split(list(layout.local_lengths))) if full else []
     batch["plugin"] = [{"position": int(p), "nan": float("nan")} for p in batch["partition"]]
     return batch
@@ -103,7 +116,9 @@ def test_every_trained_sample_is_there_in_whole_batch_order_with_its_own_data(al
         assert sample["tokens"].tolist() == [1000 * p + t for t in range(prompt + response)]
         assert sample["loss_masks"].tolist() == [j % 2 for j in range(response)]
         assert sample["rollout_log_probs"].tolist() == [-(p + j / 16) for j in range(response)]
-        assert sample["log_probs"].tobytes() == (-(p + np.arange(response, dtype=np.float32) / np.float32(10))).tobytes()
+        assert (
+            sample["log_probs"].tobytes() == (-(p + np.arange(response, dtype=np.float32) / np.float32(10))).tobytes()
+        )
         assert (sample["raw_reward"], sample["group_ids"], sample["source_names"]) == (p, p // 2, f"set-{p % 2}")
         assert sample["metadata"] == ({"difficulty": p / 3} if p % 2 else None)
         assert sample["plugin"]["position"] == p and np.isnan(sample["plugin"]["nan"])
@@ -284,7 +299,10 @@ def test_dump_details_sets_both_paths_to_templates_that_pass():
 def test_the_checksum_is_the_common_one(alone):
     """So that another program can check a file: zlib's crc32 of head and tensors."""
     data = alone.path.read_bytes()
-    assert zlib.crc32(data[: 8 + int.from_bytes(data[:8], "little")]) in np.frombuffer(data[-400:], dtype=np.uint32).tolist()[-100:]
+    assert (
+        zlib.crc32(data[: 8 + int.from_bytes(data[:8], "little")])
+        in np.frombuffer(data[-400:], dtype=np.uint32).tolist()[-100:]
+    )
     assert train_dump.FORMAT == "slime-train-2"
 
 
