@@ -85,7 +85,7 @@ class TrainDump:
         }
 
 
-def train_dump_path(path_template: str, rollout_id: int, *, rank: int) -> Path:
+def train_dump_path(path_template: str, rollout_id: int, *, rank: int | str) -> Path:
     """The file of one rollout: {rollout_id} in the template is replaced, and {rank} by the writer's rank. `ConfigError` without {rollout_id}."""
     try:
         name, other = (path_template.format(rollout_id=value, rank=rank) for value in (rollout_id, rollout_id + 1))
