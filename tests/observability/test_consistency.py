@@ -1,0 +1,265 @@
+"""Trainer against engine: the numbers count trained tokens alone, exactly, at every split; `slime consistency` shows where they come from."""
+
+import io
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from slime import cli
+from slime.observability import consistency_report as report_module
+from slime.observability import contributions as c
+from slime.observability.consistency import consistency_alarm, consistency_contributions
+from slime.observability.consistency_report import (
+    build_report,
+    main,
+    print_report,
+    printable,
+    rollout_of_step,
+    worst_tokens,
+)
+from slime.utils.cp_layout import plan_response_layout
+from slime.utils.rollout_batch import RolloutBatch, Stage
+from slime.utils.rollout_dump import save_debug_rollout_data
+from slime.utils.train_dump import read_train_dump
+from slime.utils.train_dump_utils import Place, write_train_dump
+from slime.utils.types import Sample
+
+NUM_GPUS = 0
+
+
+def batch_of(trainer, engine, masks=None, *, prompts=None, sources=None):
+    """A local batch; prompts of 2 tokens unless given."""
+    lengths = [len(entry) for entry in trainer]
+    prompts = prompts or [2] * len(lengths)
+    batch = {
+        "partition": list(range(len(lengths))),
+        "tokens": [torch.arange(p + n) + 10 * i for i, (p, n) in enumerate(zip(prompts, lengths, strict=True))],
+        "loss_masks": [torch.tensor(mask, dtype=torch.int32) for mask in masks or [[1] * n for n in lengths]],
+        "response_lengths": lengths,
+        "total_lengths": [p + n for p, n in zip(prompts, lengths, strict=True)],
+        "log_probs": [torch.tensor(entry, dtype=torch.float32) for entry in trainer],
+        "rollout_log_probs": [torch.tensor(entry, dtype=torch.float32) for entry in engine],
+    }
+    return batch | ({"source_names": sources} if sources else {})
+
+
+def metrics_of(*batches, cp_size=1):
+    """Reduced over the given ranks; with cp_size > 1 the batches are those of its ranks in order."""
+    parts = [consistency_contributions(batch, cp_size=cp_size, cp_rank=i if cp_size > 1 else 0) for i, batch in enumerate(batches)]
+    return c.merge_all(parts)
+
+
+def test_tool_output_between_sampled_tokens_does_not_count():
+    """faults, gap over tokens nobody sampled: placeholders 0.0 would give a gap of 15 nats; the true one is .02 / 3."""
+    found = metrics_of(batch_of([[-1, -1, -30, -30, -30, -1]], [[-1, -1.02, 0, 0, 0, -1]], [[1, 1, 0, 0, 0, 1]]))
+    assert found["logprob_abs_diff/mean"] == pytest.approx(0.02 / 3, rel=1e-5)
+    assert found["logprob_abs_diff/max"] == pytest.approx(0.02, rel=1e-5)
+    broken = metrics_of(batch_of([[-1, math.nan]], [[-1.5, math.inf]], [[1, 0]]))
+    assert broken["logprob_abs_diff/mean"] == broken["logprob_abs_diff/max"] == 0.5
+
+
+def test_without_a_trained_token_there_is_no_number_and_no_crash():
+    """A mean over nothing would be NaN in the charts, or a 0 that looks like agreement."""
+    assert metrics_of(batch_of([[-1, -1]], [[-2, -2]], [[0, 0]])) == {}
+    assert metrics_of(batch_of([[]], [[]])) == {}
+    assert consistency_contributions({"log_probs": [torch.zeros(1)], "loss_masks": [torch.ones(1)]}) == {}
+
+
+def test_quantiles_and_both_kl_estimates_by_hand():
+    """d = trainer - engine = 0.5, -0.25, 0, 1: k1 = mean(-d), k3 = mean(e^d - 1 - d)."""
+    found = metrics_of(batch_of([[-1.0, -2.0, -3.0, -1.0]], [[-1.5, -1.75, -3.0, -2.0]]))
+    assert found["logprob_abs_diff/mean"] == 1.75 / 4 and found["logprob_abs_diff/max"] == 1.0
+    assert found["logprob_abs_diff/p50"] == 0.375  # between 0.25 and 0.5
+    assert found["logprob_abs_diff/p90"] == pytest.approx(0.5 + 0.7 * 0.5)  # rank 2.7 of 0, .25, .5, 1
+    assert found["logprob_kl/k1"] == -1.25 / 4
+    by_hand = sum(math.exp(d) - 1 - d for d in (0.5, -0.25, 0.0, 1.0)) / 4
+    assert found["logprob_kl/k3"] == pytest.approx(by_hand, rel=1e-15)
+
+
+def test_parts_are_quarters_of_each_response_and_sources():
+    """A gap at the end of long responses, or in one data set, disappears in the mean."""
+    trainer = [[-1.0] * 8, [-1.0] * 4]
+    engine = [[-1, -1, -1, -1, -1, -1, -2, -2], [-1, -1, -1, -4]]
+    found = metrics_of(batch_of(trainer, engine, sources=["long", "short"]))
+    assert [found[f"logprob_abs_diff/position/q{q}"] for q in (1, 2, 3, 4)] == [0, 0, 0, 5 / 3]
+    assert found["logprob_abs_diff/source/long"] == 0.25 and found["logprob_abs_diff/source/short"] == 0.75
+
+
+def random_batch(seed, count=12):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 30, count).tolist()
+    trainer = [(-rng.random(n) * 5).tolist() for n in lengths]
+    engine = [(np.array(entry) + rng.normal(0, 0.1, len(entry))).tolist() for entry in trainer]
+    masks = [rng.integers(0, 2, n).tolist() for n in lengths]
+    return batch_of(trainer, engine, masks, prompts=rng.integers(1, 9, count).tolist(), sources=[f"set-{i % 3}" for i in range(count)])
+
+
+def test_the_numbers_are_the_same_over_one_and_over_three_ranks():
+    """Means over ranks of means would weigh tokens by the rank they are on; quantiles need the union of all values."""
+    whole = random_batch(0)
+    expected = metrics_of(whole)
+    parts = [{name: values[low : low + 5] for name, values in whole.items()} for low in (0, 5, 10)]
+    assert metrics_of(*parts) == expected and len(expected) == 14
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_context_parallel_ranks_give_the_numbers_of_the_whole(cp_size):
+    """Each rank has its tokens of every response, and counts no token twice."""
+    whole = random_batch(1)
+    ranks = []
+    for cp_rank in range(cp_size):
+        layout = plan_response_layout(whole["total_lengths"], whole["response_lengths"], cp_size=cp_size, cp_rank=cp_rank)
+        local = dict(whole)
+        for name in ("log_probs", "rollout_log_probs"):
+            local[name] = list(torch.cat(whole[name])[layout.response_indices].split(list(layout.local_lengths)))
+        ranks.append(local)
+    assert metrics_of(*ranks, cp_size=cp_size) == metrics_of(whole)
+
+
+def test_the_alarm_says_how_much_and_what_to_look_at():
+    """A warning that names neither number nor cause is ignored."""
+    metrics = {"rollout/logprob_abs_diff/mean": 0.25, "rollout/logprob_abs_diff/max": 3.0}
+    text = consistency_alarm(metrics, 0.1)
+    for part in ("0.25 nats", "largest 3", "--logprob-diff-alarm 0.1", "perf/weight_version", "temperature"):
+        assert part in text
+    assert consistency_alarm(metrics, 0.25) is None and consistency_alarm({}, 0.1) is None
+    assert consistency_alarm({name: math.nan for name in metrics}, 0.1) is not None
+
+
+# --- slime consistency ---------------------------------------------------------------------------------------------------
+
+GAPS = {(1, 2): 0.5, (0, 1): -0.25, (2, 0): 0.125}  # (sample, response token): trainer - engine
+
+
+def write_run(folder, *, means=(0.01, 0.02), dumps=True, gaps=GAPS, **config):
+    """A run folder of two rollouts; the dumps of rollout 1 hold three samples with indices 100, 101, 102 of 4 tokens and the given gaps."""
+    folder.mkdir(exist_ok=True)
+    lines = []
+    for step, mean in enumerate(means):
+        metrics = {f"rollout/logprob_abs_diff/{name}": mean * factor for name, factor in (("mean", 1), ("p50", 0.5), ("max", 10))}
+        metrics |= {"rollout/logprob_kl/k1": -mean, "rollout/logprob_abs_diff/source/arithmetic": mean}
+        metrics = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+        lines.append({"time": 1.0 + step, "process": "a", "step_key": "rollout/step", "step": step, "metrics": metrics})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if dumps:
+        config = {"dump_details": str(folder / "dumps"), **config}
+        write_dumps(folder / "dumps", gaps)
+    (folder / "config.yaml").write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in config.items()))
+    return folder
+
+
+def write_dumps(folder, gaps):
+    engine = [[-1.0 - i - j / 4 for j in range(4)] for i in range(3)]
+    trainer = [[value + gaps.get((i, j), 0.0) for j, value in enumerate(entry)] for i, entry in enumerate(engine)]
+    masks = [[1, 1, 1, 0]] * 3
+    trainer[2][3] = 99.0  # masked
+    entries = batch_of(trainer, engine, masks, sources=["arithmetic"] * 3) | {"sample_indices": [100, 101, 102]}
+    batch = RolloutBatch(entries, stage=Stage.LOCAL, info={"num_whole": 3})
+    header = {"rollout_id": 1, "rank": 0}
+    write_train_dump(folder / "train_data/1.safetensors", batch, header=header, place=Place(), gather=lambda v: [v], share=lambda v: [v])
+    samples = [Sample(index=100 + i, tokens=[0] * 6, response_length=4, weight_versions=[str(7 + i)]) for i in range(3)]
+    save_debug_rollout_data(str(folder / "rollout_data/{rollout_id}.jsonl"), samples, rollout_id=1, evaluation=False)
+
+
+def test_worst_tokens_come_with_their_place_and_origin(tmp_path):
+    """Largest first, masked tokens never, and everything that is needed to find the token again."""
+    report = build_report(write_run(tmp_path / "run"), top=2)
+    assert report.step == 1, "the rollout with the largest mean"
+    first, second = report.tokens
+    assert (first.sample_index, first.response_token, first.response_length, first.token_id) == (101, 2, 4, 14)
+    assert (first.trainer, first.engine, first.difference) == (-2.0, -2.5, 0.5)
+    assert (first.source, first.weight_versions, first.position_in_batch, first.rank) == ("arithmetic", ["8"], 1, 0)
+    assert (second.sample_index, second.difference) == (100, -0.25)
+    assert "no text" in report.note
+
+
+def test_the_text_around_a_token_is_decoded_and_cannot_drive_the_terminal(tmp_path, monkeypatch):
+    """A model may sample escape sequences; they are shown, not obeyed."""
+    monkeypatch.setattr(report_module, "_decoder", lambda folder: (lambda ids: "".join(f"<{i}>" if i != 14 else "\x1b[2J" for i in ids), None))
+    stream = io.StringIO()
+    print_report(build_report(write_run(tmp_path / "run"), top=1), stream=stream)
+    assert "<10><11><12><13>[\\x1b[2J]<15>" in stream.getvalue() and "\x1b" not in stream.getvalue()
+    assert printable("a\nb\u202ec\u00e9") == "a\\nb\\u202ec\u00e9"
+
+
+def test_a_log_prob_that_is_no_number_is_the_worst(tmp_path):
+    """Sorting would put NaN anywhere."""
+    write_dumps(tmp_path, {(0, 0): math.nan, (1, 1): 50.0})
+    tokens = worst_tokens(read_train_dump(tmp_path / "train_data/1.safetensors"), top=2)
+    assert [(token.sample_index, token.response_token) for token in tokens] == [(100, 0), (101, 1)]
+    report = build_report(write_run(tmp_path / "run", means=(math.nan, 0.01), dumps=False))
+    assert report.step == 0 and report.has_alarm
+
+
+def test_exit_status_tells_agreement_alarm_and_no_run_apart(tmp_path, capsys):
+    """For scripts: 0, 1, 2."""
+    calm = write_run(tmp_path / "calm")
+    assert cli.main(["consistency", str(calm)]) == 0
+    out = capsys.readouterr().out
+    assert "no alarm: every mean is at most 0.1" in out and "ALARM" not in out
+    loud = write_run(tmp_path / "loud", means=(0.01, 0.3), dumps=False)
+    assert main([str(loud)]) == 1
+    out = capsys.readouterr().out
+    assert "ALARM step 1: trainer and engine disagree by 0.3 nats" in out and "the run wrote no train dumps" in out
+    assert main([str(loud), "--step", "0"]) == 0
+    assert main([str(loud), "--threshold", "0.5"]) == 0
+    assert main([str(write_run(tmp_path / "strict", dumps=False, logprob_diff_alarm=0.015))]) == 1
+    capsys.readouterr()
+    assert main([str(tmp_path / "absent")]) == 2
+    assert "metrics.jsonl is missing" in capsys.readouterr().err
+    assert main([str(calm), "--step", "9"]) == 2
+    assert "has no rollout 9" in capsys.readouterr().err
+    (tmp_path / "absent").mkdir()
+    (tmp_path / "absent" / "metrics.jsonl").write_text("")
+    assert main([str(tmp_path / "absent")]) == 2
+
+
+def test_json_has_the_table_and_the_tokens(tmp_path, capsys):
+    """For notebooks and other programs."""
+    assert main([str(write_run(tmp_path / "run")), "--json", "--top", "3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [step["metrics"]["rollout/logprob_abs_diff/mean"] for step in found["steps"]] == [0.01, 0.02]
+    assert [token["difference"] for token in found["worst_tokens"]] == [0.5, -0.25, 0.125]
+    assert found["alarm"] is False and found["threshold"] == 0.1
+
+
+def test_a_terminal_gets_tables_and_a_file_plain_columns(tmp_path):
+    """Boxes in a log file are noise, and rich would cut long rows there."""
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    report = build_report(write_run(tmp_path / "run", means=(0.01, 0.2)))
+    terminal, plain = Terminal(), io.StringIO()
+    print_report(report, stream=terminal)
+    print_report(report, stream=plain)
+    assert "\u2502" in terminal.getvalue() and "\u2502" not in plain.getvalue()
+    lines = plain.getvalue().splitlines()
+    assert lines[1].split() == ["step", "mean", "p50", "p90", "p99", "max", "k1", "k3"]
+    assert lines[3].split() == ["1", "0.2", "0.1", "-", "-", "2", "-0.2", "-", "ALARM"]
+    assert any(line.split() == ["source/arithmetic", "0.2"] for line in lines)
+
+
+def test_a_damaged_dump_does_not_hide_the_table(tmp_path):
+    """The metrics are good whatever became of the dump."""
+    run = write_run(tmp_path / "run")
+    path = run / "dumps/train_data/1.safetensors"
+    os.truncate(path, path.stat().st_size - 3)
+    report = build_report(run)
+    assert len(report.steps) == 2 and report.tokens == [] and "cut short" in report.note
+
+
+def test_the_step_axis_is_translated_where_it_counts_optimizer_steps():
+    """With --wandb-always-use-train-step rollout 3 of two steps each stands at 6."""
+    sizes = {"global_batch_size": 16, "rollout_batch_size": 8, "n_samples_per_prompt": 4}
+    assert rollout_of_step(6, {"wandb_always_use_train_step": True, **sizes}) == 3
+    assert rollout_of_step(6, {"wandb_always_use_train_step": False, **sizes}) == 6
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
