@@ -104,7 +104,8 @@ def _path_name(field: str, part: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    text = repr(value.item() if isinstance(value, np.generic) else value)
+    # str() of a numpy number has the digits of its own dtype, and no more
+    text = str(value) if isinstance(value, np.generic) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -204,8 +205,6 @@ def _only(a: Records, b: Records) -> list[str]:
 
 def read_records(path: Path) -> Records:
     """The samples of a train dump or a rollout dump. `RolloutDataError` for any other file."""
-    if not path.is_file():
-        raise RolloutDataError(f"There is no dump at {path}.")
     if is_train_dump(path):
         dump = read_train_dump(path)
         trained = {int(position): i for i, position in enumerate(dump.positions.tolist())}
@@ -237,7 +236,12 @@ def _is_dump(path: Path) -> bool:
 
 def compare_paths(a: Path, b: Path, *, tolerance: Tolerance = Tolerance()) -> dict[str, Comparison]:
     """Comparisons by name: one for two files, one per common dump for two folders. A dump that only one folder has is a difference."""
-    if not (a.is_dir() and b.is_dir()):
+    for path in (a, b):
+        if not path.exists():
+            raise RolloutDataError(f"There is no dump at {path}.")
+    if a.is_dir() != b.is_dir():
+        raise RolloutDataError(f"{a} and {b}: one is a folder, the other a file. Give two files, or two folders.")
+    if not a.is_dir():
         return {"": compare_records(read_records(a), read_records(b), tolerance=tolerance)}
     names_a, names_b = find_dumps(a), find_dumps(b)
     if not names_a and not names_b:

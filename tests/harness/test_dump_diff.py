@@ -84,7 +84,7 @@ def test_the_first_differing_token_is_named_and_all_are_counted(tmp_path):
     (exact,) = compare_paths(a, b).values()
     assert (exact.first.sample_index, exact.first.field, exact.first.path) == (102, "log_probs", (2,))
     assert exact.num_differences == 2 and exact.fields["log_probs"].samples == 1
-    assert "log_probs, response token 2" in str(exact.first)
+    assert "log_probs, response token 2: -2.25 in A, -2.2499998 in B" in str(exact.first)
     (near,) = compare_paths(a, b, tolerance=Tolerance(rtol=1e-6)).values()
     assert near.identical and "largest difference within tolerance: 2.38e-07" in describe(near)[1]
 
@@ -157,8 +157,14 @@ def test_files_that_are_no_dumps_are_errors_not_differences(tmp_path, capsys):
     """Exit status 2, as for any command line that cannot be."""
     with pytest.raises(RolloutDataError, match="no dump at"):
         compare_paths(tmp_path / "a", tmp_path / "b")
-    assert cli.main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
-    assert "no dump at" in capsys.readouterr().err
+    a = write_dump(tmp_path / "a")
+    assert cli.main(["diff", str(a), str(tmp_path / "b")]) == 2
+    assert f"no dump at {tmp_path / 'b'}" in capsys.readouterr().err
+    with pytest.raises(RolloutDataError, match="one is a folder"):
+        compare_paths(a, tmp_path)
+    (tmp_path / "b").write_text("anything")
+    with pytest.raises(RolloutDataError, match="b, line 1: not JSON"):
+        compare_paths(a, tmp_path / "b")
 
 
 if __name__ == "__main__":
