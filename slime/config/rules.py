@@ -448,6 +448,16 @@ def disk_transport_has_a_folder(args):
         return "--update-weight-transport disk needs --update-weight-disk-dir, a folder that all nodes share."
 
 
+@rule("rollout_external_engine_addrs", "update_weight_transport", "debug_train_only", "debug_rollout_only")
+def external_engines_get_weights(args):
+    trains_and_generates = not (args.debug_train_only or args.debug_rollout_only)
+    if args.rollout_external_engine_addrs and args.update_weight_transport != "disk" and trains_and_generates:
+        return (
+            f"--update-weight-transport {args.update_weight_transport} reaches only engines that the run starts; those of "
+            "--rollout-external-engine-addrs would keep their weights. Use --update-weight-transport disk --update-weight-disk-dir FOLDER."
+        )
+
+
 @rule("update_weight_mode", "update_weight_transport", "colocate", "update_weight_local_checkpoint_dir")
 def delta_updates_are_possible(args):
     if args.update_weight_mode != "delta":

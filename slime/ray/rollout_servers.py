@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import itertools
 import logging
+import time
 from typing import Any
 
 import ray
 
+from slime.exceptions import EngineError
 from slime.ray.placement_group import ENGINE_FRACTION, Placement, bundle_strategy, device_options
 from slime.ray.rollout_validation import validate_server_group_gpu_indices
 from slime.ray.utils import add_default_ray_env_vars, reason_of_death, slime_error_of, wait_for
 from slime.rollout.engine_client import with_scheme
-from slime.utils.http_utils import get_rollout_num_engines
+from slime.utils.async_utils import run
+from slime.utils.http_utils import (
+    HttpStatusError,
+    get_rollout_num_engines,
+    init_http_client,
+    pause_before_try,
+    request_once,
+)
 
 HEALTH_TIMEOUT_S = 10.0
+MIN_HEALTH_TRIES = 4
 logger = logging.getLogger(__name__)
 
 
@@ -61,7 +73,10 @@ def start_rollout_servers(args: Any, placement: Placement) -> RolloutServers:
     if args.debug_train_only:
         return RolloutServers([], [])
     if args.rollout_external_engine_addrs:
-        return RolloutServers([], [with_scheme(address) for address in args.rollout_external_engine_addrs])
+        urls = [with_scheme(address) for address in args.rollout_external_engine_addrs]
+        init_http_client(args)
+        run(_check_external_engines(urls, timeout_s=args.rollout_engine_start_timeout))
+        return RolloutServers([], urls)
     engines = _create_engines(args, placement)
     infos = wait_for(
         [engine.start.remote() for engine in engines], what="starting the engines", timeout_s=args.rollout_engine_start_timeout
@@ -72,6 +87,24 @@ def start_rollout_servers(args: Any, placement: Placement) -> RolloutServers:
 
         servers.router = start_router(args, servers.urls)
     return servers
+
+
+async def _check_external_engines(urls: list[str], *, timeout_s: float) -> None:
+    """Returns once every server answers /health. EngineError for one that does not: at once where nothing listens at its address,
+    otherwise after `timeout_s`, which a server that still loads its model has."""
+    deadline = time.monotonic() + timeout_s
+    for url in urls:
+        for attempt in itertools.count(1):
+            try:
+                await request_once("GET", f"{url}/health", timeout_s=HEALTH_TIMEOUT_S)
+                break
+            except EngineError as error:
+                starting = isinstance(error, HttpStatusError) and error.status >= 500
+                if time.monotonic() > deadline or not (starting or attempt < MIN_HEALTH_TRIES):
+                    raise EngineError(
+                        f"the engine at {url} does not answer: {error} Start it, or correct --rollout-external-engine-addrs."
+                    ) from error
+                await asyncio.sleep(pause_before_try(attempt))
 
 
 def _create_engines(args: Any, placement: Placement) -> list[Any]:

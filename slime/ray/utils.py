@@ -23,6 +23,8 @@ NOSET_VISIBLE_DEVICES_ENV_VARS_LIST = [
     "RAY_EXPERIMENTAL_NOSET_ONEAPI_DEVICE_SELECTOR",
 ]
 
+DEATH_NOTICE_S = 3.0  # how much later than its peers' errors the death of a process may be heard of
+
 # Passed on from the driver to every actor, so that a test or a user sets them once.
 _FORWARDED = ("SLIME_ACCELERATOR", "HF_HUB_OFFLINE", "HF_HOME", "TOKENIZERS_PARALLELISM", "CUDA_DEVICE_MAX_CONNECTIONS")
 
@@ -82,12 +84,32 @@ def wait_for(refs: Sequence[Any], *, what: str, timeout_s: float, names: Sequenc
         done, pending = ray.wait(pending, num_returns=1, timeout=min(left, 10.0))
         try:
             ray.get(done)
-        except ray.exceptions.RayActorError as error:
-            if error.actor_init_failed:
+        except Exception as error:
+            death = _death_among([*done, *pending], error)
+            if death is None:
                 raise
-            name = "an actor" if names is None else names[list(refs).index(done[0])]
-            raise SlimeError(f"{what}: the process of {name} died. {reason_of_death(error)}") from error
+            dead, cause = death
+            of = "" if names is None else f" of {names[list(refs).index(dead)]}"
+            raise SlimeError(f"{what}: the process{of} died. {reason_of_death(cause)}") from cause
     return ray.get(list(refs))
+
+
+def _death_among(refs: list[Any], first: Exception) -> tuple[Any, Exception] | None:
+    """(reference, error) of an actor whose process died, None where none did. `first` is what refs[0] raised: where the others share
+    a collective with a dead one, a lost connection is often the first that is heard of it."""
+    if isinstance(first, ray.exceptions.RayActorError):
+        return None if first.actor_init_failed else (refs[0], first)
+    if isinstance(first, SlimeError):
+        return None
+    ended, _ = ray.wait(refs[1:], num_returns=len(refs) - 1, timeout=DEATH_NOTICE_S) if len(refs) > 1 else ([], [])
+    for ref in ended:
+        try:
+            ray.get(ref)
+        except ray.exceptions.RayActorError as error:
+            return ref, error
+        except Exception:  # noqa: BLE001 - another consequence
+            continue
+    return None
 
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -117,6 +139,12 @@ def slime_error_of(error: BaseException) -> SlimeError | None:
 
 
 def reason_of_death(error: Exception) -> str:
-    """The lines of Ray's message that say more than that the actor died."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    return " ".join(line for line in lines if line.startswith(("pid:", "The actor died", "The actor is dead")))[:600]
+    """One sentence on how an actor's process ended, from Ray's page about it."""
+    text = plain_text(error)
+    pid = re.search(r"^\s*pid: (\d+)", text, re.MULTILINE)
+    number = f"It had process id {pid.group(1)}. " if pid else ""
+    if "OUT_OF_MEMORY" in text or "memory monitor" in text:
+        return number + "Ray ended it for want of memory: use smaller batches, fewer processes, or a larger machine."
+    if "SYSTEM_ERROR" in text:
+        return number + "It crashed or was killed from outside; where memory was short, dmesg tells that the kernel did it."
+    return number + " ".join(text.split())[:300]

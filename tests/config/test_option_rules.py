@@ -56,6 +56,7 @@ def problems_of(words: str, tmp_path) -> str:
             "--kl-coef 0.1 (in the reward) and --kl-loss-coef 0.2 (in the loss) exclude each other",
         ),
         ("--advantage-estimator reinforce_plus_plus", "reinforce_plus_plus needs --normalize-advantages"),
+        ("--rollout-external-engine-addrs 127.0.0.1:9", "would keep their weights. Use --update-weight-transport disk"),
         ("--advantage-estimator ppo --kl-coef 0.1", "returns would miss it. Use --use-kl-loss --kl-loss-coef 0.1"),
         ("--advantage-estimator ppo --critic-num-gpus-per-node 2", "2 differ from the policy's 1 and 1"),
         ("--use-tis --use-rollout-logprobs", "they exclude each other"),

@@ -16,7 +16,7 @@ from slime.backends.megatron_utils.weights_backup import WeightsBackup
 from slime.backends.torch_engine.engine_config import engine_config_from_args
 from slime.exceptions import ConfigError, EngineError
 from slime.ray.placement_group import _check_critic_start
-from slime.ray.utils import slime_error_of
+from slime.ray.utils import reason_of_death, slime_error_of
 from slime.utils.arguments import parse_args
 
 NUM_GPUS = 0
@@ -73,6 +73,14 @@ def test_other_error_from_an_actor_names_the_actor_and_the_cause(capsys):
     assert slime_error_of(raised_in_actor(KeyError("x"))) is None
     assert train.print_failure(raised_in_actor(KeyError("x"))) == 1
     assert "error in an actor" in capsys.readouterr().err
+
+
+def test_death_of_a_process_is_one_sentence():
+    """Ray's page about it is ten lines of guesses; what helps is whose process it was, and where to look."""
+    page = "The actor died unexpectedly before finishing this task.\n\tclass_name: EngineActor\n\tpid: 4711\n\tnamespace: x\n"
+    killed = ray.exceptions.RayActorError(error_msg=page + "The actor is dead because ... Worker exit type: SYSTEM_ERROR Worker exit detail: ...")
+    assert reason_of_death(killed).startswith("It had process id 4711. It crashed or was killed from outside;")
+    assert reason_of_death(ray.exceptions.RayActorError(error_msg="gone")) == "gone"
 
 
 @pytest.mark.parametrize(

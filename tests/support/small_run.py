@@ -31,24 +31,32 @@ async def ends_in_time(args, sample, **kwargs) -> float:
     return sum(token % 2 == 0 for token in response) / max(1, len(response))
 
 
-def command(data: Path, run_dir: Path, *options: object) -> list[str]:
-    """The command line of a small GRPO run; `options` come last and win."""
+def command(data: Path, run_dir: Path, *options: object, asynchronous: bool = False) -> list[str]:
+    """The command line of a small GRPO run; `options` come last and win. asynchronous: of train-async, on devices of their own."""
     base = ["--prompt-data", data / "train.jsonl", "--hf-checkpoint", data / "model", "--run-dir", run_dir]
-    return [sys.executable, "-m", "slime.train", *map(str, base), *OPTIONS, *map(str, options)]
+    module = "slime.train_async" if asynchronous else "slime.train"
+    shared = [option for option in OPTIONS if option != "--colocate" or not asynchronous]
+    return [sys.executable, "-m", module, *map(str, base), *shared, *map(str, options)]
 
 
-def start(data: Path, run_dir: Path, *options: object, env: dict | None = None) -> subprocess.Popen:
+def start(data: Path, run_dir: Path, *options: object, asynchronous: bool = False) -> subprocess.Popen:
     """The run as a process group of its own."""
-    environment = {**os.environ, **ENVIRONMENT, **(env or {})}
+    environment = {**os.environ, **ENVIRONMENT}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     return subprocess.Popen(
-        command(data, run_dir, *options), cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        command(data, run_dir, *options, asynchronous=asynchronous),
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
 
 
-def run(data: Path, run_dir: Path, *options: object, timeout: float = 240) -> str:
+def run(data: Path, run_dir: Path, *options: object, asynchronous: bool = False, timeout: float = 240) -> str:
     """Runs to the end and returns what was printed; AssertionError with it for another status than 0."""
-    process = start(data, run_dir, *options)
+    process = start(data, run_dir, *options, asynchronous=asynchronous)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

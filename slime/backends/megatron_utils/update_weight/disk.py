@@ -13,7 +13,7 @@ import torch
 from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_direct_to_path
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_weight_buckets
 from slime.utils.async_utils import run
-from slime.utils.http_utils import post
+from slime.utils.http_utils import init_http_client, post
 from slime.utils.misc import load_function
 
 
@@ -30,6 +30,7 @@ def publish_through_disk(
         return None
     urls = ray.get(rollout_manager.get_engine_urls.remote(), timeout=args.step_timeout)
     body = {"model_path": str(folder.resolve()), "weight_version": str(version), "flush_cache": True}
+    init_http_client(args)  # the servers' key
     for url in urls:
         run(post(f"{url}/update_weights_from_disk", body, max_retries=2))
     if args.custom_update_weight_post_write_path is not None:

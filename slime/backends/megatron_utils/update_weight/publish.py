@@ -96,7 +96,8 @@ def held(lock: Any, *, timeout_s: float) -> Iterator[None]:
 
 def _ask(args: Any, engines: Sequence[Any], method: str, *values: Any) -> list[Any]:
     refs = [getattr(engine, method).remote(*values) for engine in engines]
-    return wait_for(refs, what=f"engines: {method}", timeout_s=args.step_timeout)
+    names = [f"engine {rank}" for rank in range(len(engines))]
+    return wait_for(refs, what=f"weight update ({method})", timeout_s=args.step_timeout, names=names)
 
 
 def _as_numpy(tensor: torch.Tensor) -> Any:
