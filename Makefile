@@ -21,7 +21,7 @@ export PYTHONUNBUFFERED := 1
 help:
 	@echo "make train         train the addition example: data, warm-up, GRPO, report (about 5 minutes, no GPU)"
 	@echo "make test          lint, repository shape, workflows, tests"
-	@echo "make test-layouts  every parallel layout with real processes"
+	@echo "make test-layouts  every parallel layout with every algorithm, in real processes (minutes)"
 	@echo "make lint          ruff and mypy only"
 	@echo "make clean         remove .venv and runs/"
 
@@ -47,7 +47,8 @@ test: $(STAMP)
 
 test-layouts: $(STAMP)
 	@mkdir -p runs
-	@$(BIN)/python -m pytest -q -m slow_layouts --durations=15 --junitxml=runs/test-layouts-report.xml $(ARGS)
+	@$(BIN)/python -m pytest -q -m slow_layouts --durations=15 --junitxml=runs/test-layouts-report.xml
+	@$(BIN)/python tools/layout_matrix.py $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

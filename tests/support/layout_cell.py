@@ -23,6 +23,9 @@ TOKEN_FIELDS = (
 SAMPLE_FIELDS = "rewards response_lengths total_lengths".split()
 FULL_FIELDS = ("loss_masks",)  # not cut over context-parallel ranks
 
+# Making the groups of a layout takes longer than a cell.
+_layout_of_groups: dict[str, Any] = {}
+
 
 @dataclasses.dataclass
 class RankResult:
@@ -48,7 +51,7 @@ def owned_places(total: int, response: int, *, cp_size: int, cp_rank: int) -> li
 
 
 def run_cells(rank: int, world_size: int, cells: list[tuple[str, Any]]) -> dict[str, RankResult]:
-    """{cell: result} for (name, args) of one parallel layout, one after the other: its process groups are made once."""
+    """{cell: result} for each (cell, args), one after the other. Cells of the same parallel layout that follow each other share its groups."""
     os.environ["SLIME_ACCELERATOR"] = "cpu"
     from slime.backends.megatron_utils import initialize  # noqa: F401  before anything imports Megatron
 
@@ -68,8 +71,13 @@ def _without_ray_and_with_our_groups() -> Iterator[None]:
     made = mpu.initialize_model_parallel
 
     def initialize_model_parallel(**layout: Any) -> None:
-        if not mpu.model_parallel_is_initialized():
-            made(**layout)
+        if _layout_of_groups == layout:
+            return
+        if mpu.model_parallel_is_initialized():
+            mpu.destroy_model_parallel()
+        made(**layout)
+        _layout_of_groups.clear()
+        _layout_of_groups.update(layout)
 
     with (
         mock.patch("ray.get", lambda reference, **_: reference),

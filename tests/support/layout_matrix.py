@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from support.distributed import run_distributed
-from support.layout_batch import ROLLOUT_ID, ROWS, TEMPLATE, make_folders, read_records, values_of
+from support.layout_batch import ROWS, TEMPLATE, make_folders, read_records, values_of
 from support.layout_cell import FULL_FIELDS, RankResult, owned_places, run_cells
 from support.layout_reference import Expected, reference_of
 
@@ -36,6 +36,7 @@ class Layout:
 
 LAYOUTS = {
     "dp1": Layout(1),
+    "dp1 trailing": Layout(1, TRAILING),
     "dp1 dynamic": Layout(1, DYNAMIC),
     "dp1 recompute": Layout(1, RECOMPUTE | {"recompute_loss_function": True}),
     "dp2": Layout(2),
@@ -65,7 +66,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "gspo": {"advantage_estimator": "gspo", "eps_clip": 0.05, "eps_clip_high": 0.06},
     "cispo": {"advantage_estimator": "cispo", "eps_clip_high": 0.28, "rollout_temperature": 0.8},
-    "ppo": {"advantage_estimator": "ppo", "gamma": 0.95, "lambd": 0.9, "kl_coef": 0.05, "kl_loss_type": "k2"},
+    "ppo": {"advantage_estimator": "ppo", "gamma": 0.95, "lambd": 0.9, "use_kl_loss": True, "kl_loss_coef": 0.05, "kl_loss_type": "k2"},
     "ppo whitened": {"advantage_estimator": "ppo", "lambd": 0.9, "eps_clip_c": 3.0} | WHITENED,
     "reinforce++": {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.9, "kl_coef": 0.1} | WHITENED,
     "reinforce++ baseline": {"advantage_estimator": "reinforce_plus_plus_baseline", "kl_coef": 0.1} | WHITENED,
@@ -133,7 +134,10 @@ class Cell:
 
 
 class Matrix:
-    """Runs layouts in `root` and compares them; references are computed once per family, algorithm and batch."""
+    """Runs layouts in `root` and compares them; references are computed once per family, algorithm and batch.
+
+    A one-process layout that has run is also what the others' metrics are compared with, those that the reference has no number for included.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -141,36 +145,46 @@ class Matrix:
         self.folders = make_folders(root / "models", families)
         self.records = read_records()
         self._expected: dict[tuple, Expected] = {}
+        self._single: dict[tuple, dict[str, list]] = {}
         self._runs = 0
 
     def expected(self, layout: str, algorithm: str) -> Expected:
-        family, options = LAYOUTS[layout].family, algorithm_options(algorithm, layout)
-        key = (family, algorithm, "keep_trailing_rollouts" in options)
+        """The reference's numbers for a cell."""
+        key, options = batch_key(layout, algorithm), algorithm_options(algorithm, layout)
         if key not in self._expected:
-            models = {"policy": self.folders[family], "ref": self.folders[f"{family}-ref"]}
+            models = {"policy": self.folders[key[0]], "ref": self.folders[f"{key[0]}-ref"]}
             values = [values_of(index) for index in range(len(ROWS))]
             self._expected[key] = reference_of(self.records, models, options, values)
         return self._expected[key]
 
-    def run_layout(self, layout: str, algorithms: Iterable[str], *, timeout: float) -> list[Cell]:
-        """The compared cells of one layout. A failure of its processes is every cell's failure."""
+    def run(self, layouts: Iterable[str], algorithms: Iterable[str], *, timeout: float) -> list[Cell]:
+        """The compared cells of layouts with one number of ranks, in one set of processes. Their failure is every cell's failure."""
         from slime.utils.arguments import parse_args
 
-        algorithms, self._runs = list(algorithms), self._runs + 1
-        folders = {name: self.root / "runs" / f"{self._runs}-{index}" for index, name in enumerate(algorithms)}
-        arguments = []
-        for name, folder in folders.items():
+        cells, arguments = [(layout, name) for layout in layouts for name in algorithms], []
+        (ranks,) = {LAYOUTS[layout].ranks for layout, _ in cells}
+        folders = {}
+        for layout, name in cells:
+            self._runs += 1
+            folder = folders[layout, name] = self.root / "runs" / str(self._runs)
             folder.mkdir(parents=True)
-            arguments.append((name, parse_args(command_line(name, layout, self.folders, folder))))
+            arguments.append(((layout, name), parse_args(command_line(name, layout, self.folders, folder))))
         try:
-            by_rank = run_distributed(run_cells, LAYOUTS[layout].ranks, arguments, timeout=timeout)
+            by_rank = run_distributed(run_cells, ranks, arguments, timeout=timeout)
         except AssertionError as error:
-            return [Cell(layout, name, failure=str(error)) for name in algorithms]
-        cells = []
-        for name in algorithms:
-            comparison = Comparison(self.expected(layout, name), [results[name] for results in by_rank], read_metrics(folders[name]))
-            cells.append(comparison.cell(layout, name))
-        return cells
+            return [Cell(*cell, failure=str(error)) for cell in cells]
+        return [self._compared(cell, [results[cell] for results in by_rank], folders[cell]) for cell in cells]
+
+    def _compared(self, cell: tuple[str, str], by_rank: list[RankResult], folder: Path) -> Cell:
+        metrics, key = read_metrics(folder), batch_key(*cell)
+        if len(by_rank) == 1:
+            self._single.setdefault(key, metrics)
+        return Comparison(self.expected(*cell), by_rank, metrics, self._single.get(key)).cell(*cell)
+
+
+def batch_key(layout: str, algorithm: str) -> tuple[str, str, bool]:
+    """What decides which numbers are right: the model, the algorithm, and whether the last rollouts make a step."""
+    return LAYOUTS[layout].family, algorithm, "keep_trailing_rollouts" in LAYOUTS[layout].options
 
 
 def read_metrics(folder: Path) -> dict[str, list[tuple[int, dict[str, float]]]]:
@@ -206,8 +220,26 @@ def gather_field(by_rank: list[RankResult], name: str) -> dict[int, torch.Tensor
 # Sums whose terms are differences of log-probs (nats), or advantages of both signs: they may vanish, so they are compared on the scale of one.
 CANCELLING = (
     "loss pg_loss ppo_kl kl kl_loss opd_reverse_kl advantages returns values rewards raw_reward logprob_kl/k1 logprob_kl/k3 pg_clipfrac "
-    "train_rollout_logprob_abs_diff tis_abs opsm_clipfrac tis_clipfrac logprob_abs_diff log_probs ref_log_probs"
+    "train_rollout_logprob_abs_diff tis_abs opsm_clipfrac tis_clipfrac logprob_abs_diff logprob_kl log_probs ref_log_probs"
 ).split()
+TIMES = ("perf/", "schedule/")
+# Megatron's optimizer has a parameter group more where experts are spread over ranks.
+GROUPS = "train/lr-pg_"
+
+
+def _cancels(name: str) -> bool:
+    return name in CANCELLING or name.partition("/")[0] in CANCELLING
+
+
+def named_metrics(metrics: dict[str, list]) -> dict[str, float]:
+    """{"<step> <metric>": value} of a run folder's metrics that a layout must not change."""
+    return {
+        f"{step} {name}": value
+        for records in metrics.values()
+        for step, values in records
+        for name, value in values.items()
+        if not name.startswith((*TIMES, GROUPS))
+    }
 
 
 def relative(actual: float, expected: float, *, scale: float = 0.0) -> float:
@@ -230,14 +262,14 @@ def tensor_difference(actual: torch.Tensor, expected: torch.Tensor, *, scale: fl
 class Comparison:
     """One cell's results against what is expected."""
 
-    def __init__(self, expected: Expected, by_rank: list[RankResult], metrics: dict[str, list]) -> None:
-        self.expected, self.by_rank, self.metrics = expected, by_rank, metrics
+    def __init__(self, expected: Expected, by_rank: list[RankResult], metrics: dict, single: dict | None) -> None:
+        self.expected, self.by_rank, self.metrics, self.single = expected, by_rank, metrics, single
         self.values: dict[str, float] = {}
         self.gradients: dict[str, float] = {}
         self.problems: list[str] = []
 
     def cell(self, layout: str, algorithm: str) -> Cell:
-        for part in (self._fields, self._steps, self._phase, self._rollout_side, self._tensors):
+        for part in (self._fields, self._steps, self._phase, self._rollout_side, self._one_process, self._tensors):
             part()
         self.problems += [f"{name} differs by {d:.2e}" for name, d in self.values.items() if not d <= VALUE_TOLERANCE]
         self.problems += [f"{name} differs by {d:.2e}" for name, d in self.gradients.items() if not d <= GRADIENT_TOLERANCE]
@@ -272,14 +304,16 @@ class Comparison:
             self.problems.append(f"steps {[step for step, _ in logged]} were logged, expected {len(self.expected.steps)}")
             return
         for (step, actual), expected in zip(logged, self.expected.steps, strict=True):
-            extra = {name for name in actual if "lr-pg" not in name} - {f"train/{name}" for name in expected}
+            extra = {name for name in actual if not name.startswith(GROUPS)} - {f"train/{name}" for name in expected}
+            if {value for name, value in actual.items() if name.startswith(GROUPS)} != {COMMON["lr"]}:
+                self.problems.append(f"step {step} has another learning rate than {COMMON['lr']}")
             if extra:
                 self.problems.append(f"step {step} also logs {sorted(extra)}")
             for name, value in expected.items():
                 if f"train/{name}" not in actual:
                     self.problems.append(f"step {step} lacks train/{name}")
                     continue
-                scale = 1.0 if name in CANCELLING else 0.0
+                scale = 1.0 if _cancels(name) else 0.0
                 target = self.gradients if name == "grad_norm" else self.values
                 target[f"step {step} {name}"] = relative(actual[f"train/{name}"], value, scale=scale)
 
@@ -289,13 +323,25 @@ class Comparison:
             if f"rollout/{name}" not in actual:
                 self.problems.append(f"rollout/{name} is missing")
                 continue
-            scale = 1.0 if name.partition("/")[0] in CANCELLING or name in CANCELLING else 0.0
+            scale = 1.0 if _cancels(name) else 0.0
             self.values[f"rollout/{name}"] = relative(actual[f"rollout/{name}"], value, scale=scale)
 
     def _rollout_side(self) -> None:
         """What both sides say must be one number."""
         for rank in self.by_rank:
             self.values["reward on both sides"] = relative(rank.rollout_side["reward/mean"], self.expected.phase["raw_reward"])
+
+    def _one_process(self) -> None:
+        """Every metric but times is what one process logs, those that the reference does not compute included."""
+        if self.single is None:
+            return
+        mine, theirs = named_metrics(self.metrics), named_metrics(self.single)
+        if sorted(mine) != sorted(theirs):
+            self.problems.append(f"metrics {sorted(set(mine) ^ set(theirs))} are logged by one process or by these ranks only")
+        for name in set(mine) & set(theirs):
+            scale = 1.0 if _cancels(name.partition(" ")[2].partition("/")[2]) else 0.0
+            target = self.gradients if name.endswith(("grad_norm", "weight_delta")) else self.values
+            target[f"{name} of one process"] = relative(mine[name], theirs[name], scale=scale)
 
     def _tensors(self) -> None:
         (weights,) = (rank.weights for rank in self.by_rank if rank.weights)
@@ -317,8 +363,3 @@ def last_line(cells: list[Cell]) -> str:
     passed = [cell for cell in cells if not cell.failure]
     largest = max((cell.difference for cell in passed), default=0.0)
     return f"layouts: {len(passed)} cells passed, {len(cells) - len(passed)} failed, max relative difference {largest:.1e}"
-
-
-def is_written() -> bool:
-    """Whether the recorded batch is there."""
-    return Path(TEMPLATE.format(rollout_id=ROLLOUT_ID)).exists()

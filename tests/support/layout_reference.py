@@ -43,7 +43,9 @@ class ReferenceModel:
     def __init__(self, folder: str | Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float64)
+        # the other implementations of experts have no fp64
+        eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **eager)
 
     def log_probs(self, sample: ReferenceSample, options: ReferenceOptions) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probs [R], entropies [R]) with gradient."""

@@ -10,6 +10,7 @@ from typing import Any
 import slime.utils.accelerator.before_megatron  # noqa: F401  isort: skip
 
 import torch
+import torch.distributed as dist
 from megatron.core import mpu
 
 from slime.backends.megatron_utils import checkpoint, initialize
@@ -39,6 +40,7 @@ from slime.observability.logging_utils import configure_logger, finish_tracking,
 from slime.observability.timer import Timer, inverse_timer, timer
 from slime.ray.train_actor import TrainRayActor
 from slime.utils.accelerator import get_accelerator
+from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.metric_utils import compute_rollout_step
 from slime.utils.misc import load_function
 from slime.utils.rollout_batch import RolloutBatch
@@ -159,8 +161,11 @@ class MegatronTrainRayActor(TrainRayActor):
             log_perf_data(rollout_id, args)
 
     def _log_weight_change(self, rollout_id: int) -> None:
+        # every rank looks at its own part of the model
+        change = torch.tensor(self.weights.largest_change("actor"))
+        dist.all_reduce(change, op=dist.ReduceOp.MAX, group=get_gloo_group())
         if initialize.is_megatron_main_rank():
-            metrics = {"train/weight_delta": self.weights.largest_change("actor")}
+            metrics = {"train/weight_delta": change.item()}
             log(self.args, metrics | {"rollout/step": compute_rollout_step(self.args, rollout_id)}, step_key="rollout/step")
 
     def _step(self, rollout_id: int, data_iterator: list, rollout_data: RolloutBatch) -> None:
