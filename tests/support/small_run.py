@@ -17,10 +17,11 @@ ENVIRONMENT = {
     "SLIME_ACCELERATOR": "cpu",
     "PYTHONPATH": str(ROOT),
 }
+RUN_VARIABLE = "SLIME_TEST_RUN"
 OPTIONS = (
     "--input-key prompt --label-key label --apply-chat-template --custom-rm-path support.small_run.ends_in_time "
     "--rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 16 --micro-batch-size 8 --rollout-max-response-len 6 "
-    "--lr 1e-3 --colocate --rollout-num-gpus 1 --num-cpus 2 --sglang-enable-deterministic-inference --rollout-shuffle "
+    "--lr 1e-3 --lr-decay-style constant --colocate --rollout-num-gpus 1 --num-cpus 2 --sglang-enable-deterministic-inference --rollout-shuffle "
     "--data-pad-size-multiplier 16 --no-live-view --no-write-report --gate-keep-truncated"
 ).split()
 
@@ -42,6 +43,7 @@ def command(data: Path, run_dir: Path, *options: object, asynchronous: bool = Fa
 def start(data: Path, run_dir: Path, *options: object, asynchronous: bool = False) -> subprocess.Popen:
     """The run as a process group of its own."""
     environment = {**os.environ, **ENVIRONMENT}
+    environment[RUN_VARIABLE] = str(run_dir)  # inherited by every process of the run, whatever it makes of its command line
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     return subprocess.Popen(
         command(data, run_dir, *options, asynchronous=asynchronous),
