@@ -95,6 +95,11 @@ TABLE: tuple[CompatFlag, ...] = (
     ),
     *_listed(
         REFUSED,
+        "rows are always packed (thd): context parallelism and samples of any length need it. Leave the flag out",
+        "qkv_format",
+    ),
+    *_listed(
+        REFUSED,
         "the learning-rate schedule is saved and loaded with the checkpoint; start a new run to change it",
         "use_checkpoint_opt_param_scheduler override_opt_param_scheduler",
     ),

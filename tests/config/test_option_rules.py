@@ -79,6 +79,7 @@ def problems_of(words: str, tmp_path) -> str:
             "leaves some of the 16 data-parallel ranks without a sample. Use 16",
         ),
         ("--sequence-parallel", "--sequence-parallel needs --tensor-model-parallel-size"),
+        ("--context-parallel-size 2 --qkv-format bshd", "rows are always packed (thd): context parallelism"),
         ("--bf16 --fp16", "--bf16 and --fp16 exclude each other"),
         ("--num-layers 3", "--num-layers is 3, but the model's config.json says 2"),
         ("--rotary-base 500", "--rotary-base is 500.0, but the model's config.json says 10000.0"),
