@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from support import small_run
 
+from slime.harness.diff import Tolerance, compare_paths
+from slime.observability.consistency_report import build_report
+
 NUM_GPUS = 0
 
 EXACT = ("rollout/raw_reward", "rollout/rollout_log_probs", "train/loss", "train/grad_norm", "rollout/response_lengths")
@@ -28,7 +31,7 @@ def whole_run(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     options = ["--actor-num-gpus-per-node", 2, "--num-rollout", 4, "--save", folder / "checkpoints", "--save-interval", 2]
     options += ["--eval-prompt-data", "addition", data / "eval.jsonl", "--eval-interval", 2, "--eval-max-response-len", 6]
-    options += ["--eval-temperature", 0, "--check-weight-update-equal"]
+    options += ["--eval-temperature", 0, "--check-weight-update-equal", "--dump-details", folder / "dumps"]
     small_run.run(data, folder, *options)
     return folder
 
@@ -90,6 +93,32 @@ def test_a_resumed_run_continues_the_same_stream(data, whole_run, tmp_path):
     for name in EXACT:
         whole, resumed = small_run.series(whole_run, name), small_run.series(tmp_path, name)
         assert resumed == whole[len(whole) // 2 :], name
+
+
+@pytest.mark.timeout(300)
+def test_a_recorded_run_replays_on_one_rank_without_an_engine(data, whole_run, tmp_path):
+    """docs/debugging.md: every field of every sample that two ranks trained on comes back, so a bug found on many ranks can be hunted on one."""
+    samples = whole_run / "dumps" / "rollout_data" / "{rollout_id}.jsonl"
+    options = ["--actor-num-gpus-per-node", 1, "--num-rollout", 4, "--load-debug-rollout-data", samples]
+    small_run.run(data, tmp_path, *options, "--save-debug-train-data", tmp_path / "{rollout_id}.safetensors")
+    for rollout_id in range(4):
+        recorded = whole_run / "dumps" / "train_data" / f"{rollout_id}.safetensors"
+        (found,) = compare_paths(recorded, tmp_path / recorded.name, tolerance=Tolerance(rtol=1e-5, atol=1e-6)).values()
+        assert found.identical, found.first
+        assert found.num_samples == 32
+        assert {"tokens", "loss_masks", "rewards", "rollout_log_probs", "log_probs", "advantages", "raw_reward"} <= set(found.fields)
+
+
+@pytest.mark.timeout(300)
+def test_the_worst_tokens_of_a_run_are_shown_in_their_text(whole_run):
+    """`slime consistency RUN`: healthy, and the largest difference is the one that was logged."""
+    report = build_report(whole_run, top=3)
+    assert [step.step for step in report.steps] == [0, 1, 2, 3] and not report.has_alarm
+    largest = max(small_run.series(whole_run, "rollout/logprob_abs_diff/mean"))
+    assert report.steps[report.step].metrics["rollout/logprob_abs_diff/mean"] == largest
+    assert abs(report.tokens[0].difference) == pytest.approx(report.steps[report.step].metrics["rollout/logprob_abs_diff/max"], rel=1e-6)
+    assert all("<|assistant|>" in token.before + token.text for token in report.tokens if token.response_token == 0)
+    assert all(token.weight_versions == [str(report.step + 1)] for token in report.tokens)
 
 
 @pytest.mark.timeout(300)
