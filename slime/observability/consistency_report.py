@@ -221,8 +221,9 @@ def _tokens_of_step(config: Mapping[str, Any], rollout_id: int, *, top: int) -> 
 
 
 def _samples_by_index(config: Mapping[str, Any], rollout_id: int) -> dict[Any, Sample]:
-    """The samples of the rollout dump; {} where there is none."""
-    template = config.get("save_debug_rollout_data") or _detail(config, "rollout_data/{rollout_id}.jsonl")
+    """The samples of the rollout dump, written or replayed; {} where there is none."""
+    written = config.get("save_debug_rollout_data") or _detail(config, "rollout_data/{rollout_id}.jsonl")
+    template = written or config.get("load_debug_rollout_data")
     path = dump_path(template, rollout_id, evaluation=False) if template else None
     return {sample.index: sample for sample in read_rollout_dump(path)} if path is not None and path.exists() else {}
 

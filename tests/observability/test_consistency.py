@@ -254,6 +254,15 @@ def test_a_damaged_dump_does_not_hide_the_table(tmp_path):
     assert len(report.steps) == 2 and report.tokens == [] and "cut short" in report.note
 
 
+def test_a_replay_finds_the_versions_in_the_dump_it_was_given(tmp_path):
+    """It samples nothing, so it writes no samples of its own."""
+    run = write_run(tmp_path / "run")
+    dumps = run / "dumps"
+    paths = {"save_debug_train_data": f"{dumps}/train_data/{{rollout_id}}.safetensors", "load_debug_rollout_data": f"{dumps}/rollout_data/{{rollout_id}}.jsonl"}
+    (run / "config.yaml").write_text("".join(f"{name}: {json.dumps(path)}\n" for name, path in paths.items()))
+    assert build_report(run).tokens[0].weight_versions == ["8"]
+
+
 def test_the_step_axis_is_translated_where_it_counts_optimizer_steps():
     """With --wandb-always-use-train-step rollout 3 of two steps each stands at 6."""
     sizes = {"global_batch_size": 16, "rollout_batch_size": 8, "n_samples_per_prompt": 4}
