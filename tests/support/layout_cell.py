@@ -30,7 +30,8 @@ _layout_of_groups: dict[str, Any] = {}
 @dataclasses.dataclass
 class RankResult:
     """What one rank ended with. fields: {name: one tensor or number per sample, in the order of `positions`} on the last pipeline stage;
-    gradients per step and weights under Hugging Face names on the main rank; rollout_side: metrics of the rollout side."""
+    gradients per step and weights under Hugging Face names on the main rank; held: this rank's own parameters by (name in the whole model, shard);
+    rollout_side: metrics of the rollout side."""
 
     cp_rank: int
     cp_size: int
@@ -38,8 +39,8 @@ class RankResult:
     fields: dict[str, list]
     gradients: list[dict[str, torch.Tensor]]
     weights: dict[str, torch.Tensor]
+    held: dict[tuple[str, int], torch.Tensor]
     rollout_side: dict[str, float]
-    boxes: int
 
 
 def owned_places(total: int, response: int, *, cp_size: int, cp_rank: int) -> list[int]:
@@ -50,15 +51,15 @@ def owned_places(total: int, response: int, *, cp_size: int, cp_rank: int) -> li
     return [place for place, row in enumerate(rows) if cp_size == 1 or row // chunk in (cp_rank, 2 * cp_size - 1 - cp_rank)]
 
 
-def run_cells(rank: int, world_size: int, cells: list[tuple[str, Any]]) -> dict[str, RankResult]:
-    """{cell: result} for each (cell, args), one after the other. Cells of the same parallel layout that follow each other share its groups."""
+def run_cells(rank: int, world_size: int, cells: list[tuple[Any, str, Any]]) -> dict[Any, RankResult]:
+    """{cell: result} for each (cell, role, args), one after the other. Cells of the same parallel layout that follow each other share its groups."""
     os.environ["SLIME_ACCELERATOR"] = "cpu"
     from slime.backends.megatron_utils import initialize  # noqa: F401  before anything imports Megatron
 
     results = {}
-    for name, args in cells:
+    for name, role, args in cells:
         try:
-            results[name] = _run_cell(rank, world_size, args)
+            results[name] = _run_cell(rank, world_size, role, args)
         except Exception as error:
             raise RuntimeError(f"cell {name}: {error}") from error
     return results
@@ -88,7 +89,7 @@ def _without_ray_and_with_our_groups() -> Iterator[None]:
         yield
 
 
-def _run_cell(rank: int, world_size: int, args: Any) -> RankResult:
+def _run_cell(rank: int, world_size: int, role: str, args: Any) -> RankResult:
     from slime.backends.megatron_utils.actor import MegatronTrainRayActor
     from slime.observability.logging_utils import finish_tracking
     from slime.observability.timer import Timer
@@ -106,11 +107,12 @@ def _run_cell(rank: int, world_size: int, args: Any) -> RankResult:
     args = copy.copy(args)
     with _without_ray_and_with_our_groups():
         actor = CellActor()
-        actor.init(args, "actor", args.kl_coef != 0 or args.use_kl_loss, args.use_opd and args.opd_type == "megatron")
+        with_ref, with_teacher = args.kl_coef != 0 or args.use_kl_loss, args.use_opd and args.opd_type == "megatron"
+        actor.init(args, role, role == "actor" and with_ref, with_teacher)
         boxes, rollout_side = _boxes(args, actor.train_parallel_config)
         gradients = _keep_gradients(actor)
-        actor.train(ROLLOUT_ID, boxes, _critic_values(args, boxes))
-        result = _result(actor, gradients, rollout_side, len(boxes))
+        actor.train(ROLLOUT_ID, boxes, _critic_values(args, boxes) if role == "actor" else None)
+        result = _result(actor, gradients, rollout_side)
         finish_tracking(args)
         Timer().end("train_wait")
         Timer().reset()
@@ -174,7 +176,7 @@ def _exported_gradients(actor: Any) -> dict[str, torch.Tensor]:
                 _gather_parts(bucket.grad_data, buffer.data_parallel_group)
     for parameter in parameters:
         parameter.copy_(parameter.main_grad)
-    exported = _export(actor)
+    exported = _export(actor) | _value_head(actor)
     for parameter, weight in zip(parameters, weights, strict=True):
         parameter.copy_(weight)
     for buffer, data in zip(buffers, sums, strict=True):
@@ -195,8 +197,19 @@ def _export(actor: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
 
 
-def _result(actor: Any, gradients: list, rollout_side: dict[str, float], boxes: int) -> RankResult:
+def _value_head(actor: Any) -> dict[str, torch.Tensor]:
+    """{"value_head.weight": tensor} on the main rank of a critic, which no Hugging Face model has."""
+    from slime.backends.megatron_utils.initialize import is_megatron_main_rank
+    from slime.backends.megatron_utils.local_params import local_parameters
+
+    heads = [p.parameter.detach().clone() for p in local_parameters(actor.model) if p.is_value_head]
+    return {"value_head.weight": heads[0]} if heads and is_megatron_main_rank() else {}
+
+
+def _result(actor: Any, gradients: list, rollout_side: dict[str, float]) -> RankResult:
     from megatron.core import mpu
+
+    from slime.backends.megatron_utils.local_params import local_parameters
 
     batch, fields = actor.batch, {}
     if mpu.is_pipeline_last_stage(ignore_virtual=True):
@@ -209,7 +222,7 @@ def _result(actor: Any, gradients: list, rollout_side: dict[str, float], boxes: 
         positions=[int(position) for position in batch["partition"]],
         fields=fields,
         gradients=gradients,
-        weights=_export(actor),
+        weights=_export(actor) | _value_head(actor),
+        held={(p.name, p.parallel_rank): p.parameter.detach().clone() for p in local_parameters(actor.model)},
         rollout_side=rollout_side,
-        boxes=boxes,
     )

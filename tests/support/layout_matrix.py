@@ -12,7 +12,7 @@ import torch
 from support.distributed import run_distributed
 from support.layout_batch import ROWS, TEMPLATE, make_folders, read_records, values_of
 from support.layout_cell import FULL_FIELDS, RankResult, owned_places, run_cells
-from support.layout_reference import Expected, reference_of
+from support.layout_reference import Expected, critic_reference_of, reference_of
 
 VALUE_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
 
@@ -45,6 +45,7 @@ LAYOUTS = {
     "tp2": Layout(2, TP2),
     "tp2 sp": Layout(2, TP2 | SP),
     "pp2": Layout(2, PP2),
+    "pp2 uneven": Layout(2, PP2 | {"num_layers_in_first_pipeline_stage": 1}),
     "pp2 vpp2": Layout(2, PP2 | VPP2),
     "cp2": Layout(2, CP2),
     "cp2 dynamic recompute": Layout(2, CP2 | DYNAMIC | RECOMPUTE),
@@ -67,6 +68,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "gspo": {"advantage_estimator": "gspo", "eps_clip": 0.05, "eps_clip_high": 0.06},
     "cispo": {"advantage_estimator": "cispo", "eps_clip_high": 0.28, "rollout_temperature": 0.8},
     "ppo": {"advantage_estimator": "ppo", "gamma": 0.95, "lambd": 0.9, "use_kl_loss": True, "kl_loss_coef": 0.05, "kl_loss_type": "k2"},
+    "ppo critic": {"advantage_estimator": "ppo", "gamma": 0.95, "lambd": 0.9, "value_clip": 0.01},
     "ppo whitened": {"advantage_estimator": "ppo", "lambd": 0.9, "eps_clip_c": 3.0} | WHITENED,
     "reinforce++": {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.9, "kl_coef": 0.1} | WHITENED,
     "reinforce++ baseline": {"advantage_estimator": "reinforce_plus_plus_baseline", "kl_coef": 0.1} | WHITENED,
@@ -87,6 +89,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     } | WHITENED,
 }  # fmt: skip
 
+CRITIC = "ppo critic"  # trains the value model, from values that it computes itself
+
 COMMON: dict[str, Any] = {
     "rollout_batch_size": 6, "n_samples_per_prompt": 2, "global_batch_size": 6, "num_rollout": 1, "micro_batch_size": 2,
     "rollout_max_response_len": 16, "lr": 1e-2, "lr_decay_style": "constant", "weight_decay": 0.1, "clip_grad": 1.0, "adam_beta1": 0.9,
@@ -106,7 +110,7 @@ def command_line(algorithm: str, layout: str, folders: dict[str, Path], run_dir:
     chosen = LAYOUTS[layout]
     model, ref = folders[chosen.family], folders[f"{chosen.family}-ref"]
     options = algorithm_options(algorithm, layout) | chosen.options
-    options |= {"hf_checkpoint": model, "load": model, "ref_load": ref, "actor_num_gpus_per_node": chosen.ranks, "run_dir": run_dir}
+    options |= {"hf_checkpoint": model, "load": model, "critic_load": model, "ref_load": ref, "actor_num_gpus_per_node": chosen.ranks, "run_dir": run_dir}
     if options.get("opd_type") == "megatron":
         options["opd_teacher_load"] = ref
     if chosen.family == "qwen3_moe":
@@ -154,7 +158,10 @@ class Matrix:
         if key not in self._expected:
             models = {"policy": self.folders[key[0]], "ref": self.folders[f"{key[0]}-ref"]}
             values = [values_of(index) for index in range(len(ROWS))]
-            self._expected[key] = reference_of(self.records, models, options, values)
+            if algorithm == CRITIC:
+                self._expected[key] = critic_reference_of(self.records, models["policy"], options)
+            else:
+                self._expected[key] = reference_of(self.records, models, options, values)
         return self._expected[key]
 
     def run(self, layouts: Iterable[str], algorithms: Iterable[str], *, timeout: float) -> list[Cell]:
@@ -168,7 +175,8 @@ class Matrix:
             self._runs += 1
             folder = folders[layout, name] = self.root / "runs" / str(self._runs)
             folder.mkdir(parents=True)
-            arguments.append(((layout, name), parse_args(command_line(name, layout, self.folders, folder))))
+            args = parse_args(command_line(name, layout, self.folders, folder))
+            arguments.append(((layout, name), "critic" if name == CRITIC else "actor", args))
         try:
             by_rank = run_distributed(run_cells, ranks, arguments, timeout=timeout)
         except AssertionError as error:
@@ -224,7 +232,7 @@ CANCELLING = (
 ).split()
 TIMES = ("perf/", "schedule/")
 # Megatron's optimizer has a parameter group more where experts are spread over ranks.
-GROUPS = "train/lr-pg_"
+GROUPS = ("train/lr-pg_", "train/critic-lr-pg_")
 
 
 def _cancels(name: str) -> bool:
@@ -238,7 +246,7 @@ def named_metrics(metrics: dict[str, list]) -> dict[str, float]:
         for records in metrics.values()
         for step, values in records
         for name, value in values.items()
-        if not name.startswith((*TIMES, GROUPS))
+        if not name.startswith((*TIMES, *GROUPS))
     }
 
 
@@ -269,7 +277,7 @@ class Comparison:
         self.problems: list[str] = []
 
     def cell(self, layout: str, algorithm: str) -> Cell:
-        for part in (self._fields, self._steps, self._phase, self._rollout_side, self._one_process, self._tensors):
+        for part in (self._fields, self._steps, self._phase, self._rollout_side, self._one_process, self._tensors, self._replicas):
             part()
         self.problems += [f"{name} differs by {d:.2e}" for name, d in self.values.items() if not d <= VALUE_TOLERANCE]
         self.problems += [f"{name} differs by {d:.2e}" for name, d in self.gradients.items() if not d <= GRADIENT_TOLERANCE]
@@ -314,7 +322,7 @@ class Comparison:
                     self.problems.append(f"step {step} lacks train/{name}")
                     continue
                 scale = 1.0 if _cancels(name) else 0.0
-                target = self.gradients if name == "grad_norm" else self.values
+                target = self.gradients if name.endswith("grad_norm") else self.values
                 target[f"step {step} {name}"] = relative(actual[f"train/{name}"], value, scale=scale)
 
     def _phase(self) -> None:
@@ -328,7 +336,7 @@ class Comparison:
 
     def _rollout_side(self) -> None:
         """What both sides say must be one number."""
-        for rank in self.by_rank:
+        for rank in self.by_rank if "raw_reward" in self.expected.phase else ():
             self.values["reward on both sides"] = relative(rank.rollout_side["reward/mean"], self.expected.phase["raw_reward"])
 
     def _one_process(self) -> None:
@@ -349,6 +357,14 @@ class Comparison:
         self._compare_tensors("weight", weights, self.expected.weights, self.values)
         for step, (actual, expected) in enumerate(zip(gradients[0], self.expected.gradients, strict=True)):
             self._compare_tensors(f"step {step} gradient", actual, expected, self.gradients)
+
+    def _replicas(self) -> None:
+        """Ranks that hold the same part of the model have the same bits."""
+        first: dict[tuple[str, int], torch.Tensor] = {}
+        for rank in self.by_rank:
+            for key, tensor in rank.held.items():
+                if not torch.equal(first.setdefault(key, tensor), tensor):
+                    self.problems.append(f"replicas of {key[0]} differ by {float((first[key] - tensor).abs().max()):.1e}")
 
     def _compare_tensors(self, kind: str, actual: dict, expected: dict, into: dict[str, float]) -> None:
         if sorted(actual) != sorted(expected):

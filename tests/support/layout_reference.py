@@ -19,6 +19,7 @@ from support.reference import (
     reference_advantages,
     reference_log_probs,
     reference_policy_loss,
+    reference_value_loss,
 )
 
 BETAS, ADAM_EPS, WEIGHT_DECAY, CLIP_GRAD = (0.9, 0.999), 1e-2, 0.1, 1.0
@@ -165,6 +166,57 @@ def reference_of(
         optimizer.step()
     phase = phase_metrics(records, samples, fields)
     return Expected(fields, metrics, gradients, phase, policy.tensors())
+
+
+def critic_reference_of(records: list[dict], folder: Path, options: dict[str, Any]) -> Expected:
+    """What a critic must give on every layout: the policy's layers below a linear head, drawn with seed 0 and deviation 0.02."""
+    known = {field.name for field in dataclasses.fields(ReferenceOptions)}
+    settings = ReferenceOptions(**{name: value for name, value in options.items() if name in known})
+    critic = ReferenceModel(folder)
+    size = critic.model.config.hidden_size
+    head = torch.empty(1, size).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(0)).double()
+    critic.model.value_head = torch.nn.Linear(size, 1, bias=False)
+    critic.model.value_head.weight = torch.nn.Parameter(head)
+    del critic.model.lm_head
+
+    def values_of(sample: ReferenceSample) -> torch.Tensor:
+        hidden = critic.model.model(torch.tensor([sample.tokens])).last_hidden_state[0]
+        return critic.model.value_head(hidden[sample.prompt_length - 1 : -1])[:, 0]
+
+    steps = step_positions(records, options["global_batch_size"], keep_trailing=options.get("keep_trailing_rollouts", False))
+    samples = {}
+    for i in (i for step in steps for i in step):
+        record = records[i]
+        mask = [0] * record["response_length"] if record["remove_sample"] else record["loss_mask"]
+        sample = ReferenceSample(record["tokens"], record["response_length"], mask, float(record["reward"]), record["rollout_id"])
+        with torch.no_grad():
+            sample.values = values_of(sample).tolist()
+        samples[i] = sample
+    advantages, returns, _ = reference_advantages(list(samples.values()), settings)
+    fields = {name: dict(zip(samples, rows, strict=True)) for name, rows in (("advantages", advantages), ("returns", returns))}
+    fields["values"] = {i: s.values for i, s in samples.items()}
+    optimizer, metrics, gradients = critic.optimizer(options["lr"]), [], []
+    for positions in steps:
+        rollouts = {samples[i].rollout_id for i in positions if any(samples[i].loss_mask)}
+        chosen = {i: samples[i] for i in positions if samples[i].rollout_id in rollouts}
+        optimizer.zero_grad()
+        values = {i: values_of(sample) for i, sample in chosen.items()}
+        loss = reference_value_loss(list(chosen.values()), list(values.values()), [fields["returns"][i] for i in chosen], settings)
+        loss.backward()
+        gradients.append(critic.tensors(gradients=True))
+        clipped = {i: _clipped_values(sample, values[i].detach(), fields["returns"][i], settings) for i, sample in chosen.items()}
+        norm = float(torch.nn.utils.clip_grad_norm_(critic.model.parameters(), CLIP_GRAD))
+        named = {"value_loss": float(loss.detach()), "value_clipfrac": _mean_over(chosen, clipped), "grad_norm": norm}
+        metrics.append({f"critic-{name}": value for name, value in (named | {"global_batch_size": float(len(rollouts))}).items()})
+        optimizer.step()
+    return Expected(fields, metrics, gradients, {}, critic.tensors())
+
+
+def _clipped_values(sample: ReferenceSample, new: torch.Tensor, targets: list[float], settings: ReferenceOptions) -> list[float]:
+    """1.0 where the bound on the value's move makes the loss larger, per response token."""
+    old, target = torch.tensor(sample.values, dtype=torch.float64), torch.tensor(targets, dtype=torch.float64)
+    bounded = old + (new - old).clamp(-settings.value_clip, settings.value_clip)
+    return ((bounded - target).abs() > (new - target).abs()).double().tolist()
 
 
 def _fields(samples: dict[int, ReferenceSample], entropies: dict[int, list], options: dict[str, Any], computed: tuple) -> dict[str, dict]:
