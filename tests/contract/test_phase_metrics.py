@@ -2,13 +2,17 @@
 
 import logging
 import math
+import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
 from support.distributed import run_distributed
 
 from slime.exceptions import RolloutDataError

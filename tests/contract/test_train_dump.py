@@ -3,12 +3,16 @@
 import argparse
 import errno
 import json
+import sys
 import types
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
 from support.distributed import run_distributed
 
 from slime.backends.megatron_utils.data import to_train_device

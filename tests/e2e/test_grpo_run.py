@@ -4,10 +4,13 @@ One uninterrupted run of four rollouts is the reference; the others must agree w
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
 from support import small_run
 
 from slime.harness.diff import Tolerance, compare_paths

@@ -1,9 +1,13 @@
 """The fully asynchronous worker: exact batches, first in first out, bounded ahead, aborted groups go back."""
 
+import sys
 import time
 import types
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
 from support.fake_engine import FakeEngine
 from support.rollout_args import fresh_rollout_state, rollout_args, tokenizer_folder, write_prompts
 

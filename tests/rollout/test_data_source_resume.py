@@ -1,8 +1,12 @@
 """The prompt stream after any number of resumes equals the uninterrupted one; what was out is sent again, once."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
 from support.rollout_args import rollout_args, write_prompts
 
 from slime.exceptions import ConfigError

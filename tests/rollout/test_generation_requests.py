@@ -1,8 +1,13 @@
 """Requests and replies without a network: what is asked, what is stored, and what is refused whole."""
 
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
 from support.fake_engine import make_reply
 
 from slime.exceptions import RolloutDataError

@@ -1,8 +1,12 @@
 """Built-in scorers by their pinned cases, and the door to them."""
 
+import sys
 import types
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
 from support.rollout_args import rollout_args
 
 from slime.exceptions import ConfigError

@@ -2,9 +2,13 @@
 
 import contextlib
 import json
+import sys
 import types
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
 from support.fake_engine import FakeEngine, Fault, make_reply
 from support.rollout_args import fresh_rollout_state, rollout_args, tokenizer_folder, write_prompts
 from support.tiny_models import make_char_tokenizer

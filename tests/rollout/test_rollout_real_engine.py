@@ -1,6 +1,11 @@
 """The rollout against the embedded engine itself: the same client, the same API, real sampling."""
 
+import sys
+from pathlib import Path
+
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
 from support.rollout_args import fresh_rollout_state, rollout_args, write_prompts
 from support.tiny_models import make_tiny_checkpoint
 

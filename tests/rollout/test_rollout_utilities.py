@@ -6,9 +6,12 @@ import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
 from support.fake_engine import FakeEngine, Fault
 from support.rollout_args import fresh_rollout_state, rollout_args, tokenizer_folder, write_prompts
 
