@@ -62,8 +62,9 @@ def build_run(args: Any) -> Iterator[Run]:
         else:
             start = 0
         report(phase="starting engines")
+        wait_for([rollout_manager.ready.remote()], what="starting the engines", timeout_s=args.startup_timeout)
         (num_rollout_per_epoch,) = wait_for(
-            [rollout_manager.get_num_rollout_per_epoch.remote()], what="starting the engines", timeout_s=args.startup_timeout
+            [rollout_manager.get_num_rollout_per_epoch.remote()], what="counting the prompts", timeout_s=args.step_timeout
         )
         start = start if args.start_rollout_id is None else args.start_rollout_id
         if start > 0 and args.load:

@@ -53,12 +53,15 @@ class RayTrainGroup:
         return self._wait(refs, method, timeout_s or self.args.step_timeout)
 
     def _wait(self, refs: list[Any], doing: str, timeout_s: float) -> list[Any]:
-        names = [f"{self.role} rank {rank}" for rank in range(self.world_size)]
+        names = [*(f"{self.role} rank {rank}" for rank in range(self.world_size)), "the rollout manager"]
         return wait_for(refs, what=f"{self.role}: {doing}", timeout_s=timeout_s, names=names)
 
     def create(self, rollout_manager: Any = None) -> list[int]:
-        """Builds the models; returns each rank's first rollout to run."""
-        start_ids = self._all("init", self.args, self.role, self.with_ref, self.with_opd_teacher, timeout_s=self.args.startup_timeout)
+        """Builds the models; returns each rank's first rollout to run. A rollout manager that cannot start ends the wait."""
+        refs = [handler.call.remote("init", self.args, self.role, self.with_ref, self.with_opd_teacher) for handler in self._handlers]
+        if rollout_manager is not None:
+            refs.append(rollout_manager.ready.remote())
+        start_ids = self._wait(refs, "loading", self.args.startup_timeout)[: self.world_size]
         if rollout_manager is not None:
             self.set_rollout_manager(rollout_manager)
         return start_ids

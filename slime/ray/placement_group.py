@@ -104,9 +104,9 @@ def create_placement_groups(args: Any) -> dict[str, Placement]:
 
 def create_rollout_manager(args: Any, placement: Placement) -> Any:
     """The RolloutManager actor, still starting: engines and trainers load side by side."""
-    from slime.ray.rollout import RolloutManager
+    from slime.ray.rollout import RolloutManagerActor
 
-    manager = ray.remote(RolloutManager).options(num_cpus=0, max_concurrency=4, runtime_env={"env_vars": add_default_ray_env_vars()})
+    manager = ray.remote(RolloutManagerActor).options(num_cpus=0, max_concurrency=4, runtime_env={"env_vars": add_default_ray_env_vars()})
     return manager.remote(args, placement)
 
 

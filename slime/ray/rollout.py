@@ -216,11 +216,37 @@ class RolloutManager:
             dropped[reason] = dropped.get(reason, 0) + count
         ledger = Ledger(sampled=num_sampled, trained=plan.num_trained_samples, dropped=dropped)
         ledger.check()
+        if ledger.sampled and not ledger.trained:
+            logger.warning("rollout %d trains nothing: all of its %d samples were dropped: %s", rollout_id, ledger.sampled, dropped)
         times = {f"perf/{name}_time": seconds for name, seconds in Timer().log_dict().items()}
         Timer().reset()
         metrics = {**ledger.metrics(), **plan.metrics(), **self._reward_metrics, **times}
         metrics["rollout/step"] = compute_rollout_step(self.args, rollout_id)
         log(self.args, metrics, step_key="rollout/step")
+
+
+class RolloutManagerActor(RolloutManager):
+    """`RolloutManager` in its process. What its start raises is raised by `ready`: Ray answers an exception in a constructor by aborting
+    the process, with pages of native stack."""
+
+    def __init__(self, args: Any, pg: tuple) -> None:
+        self._failure: Exception | None = None
+        try:
+            super().__init__(args, pg)
+        except Exception as error:  # noqa: BLE001 - raised again by `ready`
+            self._failure = error
+
+    def ready(self) -> None:
+        """Returns once the engines answer; raises what kept the manager from starting."""
+        if self._failure is not None:
+            raise self._failure
+
+    def dispose(self) -> None:
+        """Stops engines and writers, as far as they were started."""
+        if self._failure is None:
+            super().dispose()
+        else:
+            finish_tracking(self.args)
 
 
 def _load_optional(path: str | None) -> Any:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from typing import Any
 
 from slime.exceptions import ConfigError, EngineError
 from slime.utils import http_utils
 
+RETRY_WARNING_INTERVAL_S = 5.0
 logger = logging.getLogger(__name__)
+_last_warning: dict[str, float] = {}  # by engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +77,18 @@ async def request_generate(
         except EngineError as error:
             if attempt == retries or not http_utils.is_worth_retrying(error):
                 raise
-            logger.warning("%s; try %d of %d follows", error, attempt + 2, retries + 1)
+            _log_retry(url, error, f"try {attempt + 2} of {retries + 1} follows")
             await asyncio.sleep(http_utils.pause_before_try(attempt + 1))
     raise AssertionError("the loop returns or raises")
+
+
+def _log_retry(url: str, error: EngineError, what_follows: str) -> None:
+    """One warning per engine and few seconds: a dead engine fails every request that runs on it, and each of their repetitions."""
+    now = time.monotonic()
+    is_news = now - _last_warning.get(url, -RETRY_WARNING_INTERVAL_S) >= RETRY_WARNING_INTERVAL_S
+    if is_news:
+        _last_warning[url] = now
+    logger.log(logging.WARNING if is_news else logging.DEBUG, "%s; %s", error, what_follows)
 
 
 def _renamed(payload: dict[str, Any], attempt: int) -> dict[str, Any]:

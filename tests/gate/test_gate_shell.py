@@ -38,7 +38,7 @@ def options(**changes):
         "custom_generate_function_path": None, "ci_test": False, "debug_rollout_only": False, "use_rollout_logprobs": False,
         "use_tis": False, "get_mismatch_metrics": False, "rollout_max_context_len": None, "vocab_size": None,
         "rollout_skip_special_tokens": True, "rollout_stop": None, "reward_key": None, "eval_reward_key": None, "run_dir": None,
-        "start_rollout_id": None,
+        "start_rollout_id": None, "custom_reward_post_process_path": None,
     }  # fmt: skip
     return types.SimpleNamespace(**{**dataclasses.asdict(GateOptions()), **others, **changes})
 
@@ -276,6 +276,16 @@ def test_a_failing_or_missing_writer_is_said_and_costs_nothing(tmp_path, caplog,
         gate.run(scored(4), rollout_id)
     gate.close()
     assert caplog.text.count("pyarrow is missing") == 1 and not (tmp_path / "none").exists()
+
+
+def test_scores_that_a_users_function_makes_later_are_not_judged_here():
+    """On-policy distillation: a sample carries its teacher's whole reply, from which --custom-reward-post-process-path makes the reward."""
+    samples = scored(4)
+    for sample in samples:
+        sample.reward = {"meta_info": {}}
+    distilling = Gate.from_args(options(custom_reward_post_process_path="package.module.function"))
+    assert reasons_of(distilling.run(samples, 0)) == [None] * 4
+    assert reasons_of(Gate.from_args(options()).run(samples, 0)) == ["bad_reward"] * 4
 
 
 def test_ray_tasks_give_the_serial_result(tmp_path):

@@ -12,6 +12,7 @@ import torch
 from support.options import write_run_inputs
 
 from slime import train
+from slime.backends.megatron_utils.update_weight.disk import update_problem
 from slime.backends.megatron_utils.weights_backup import WeightsBackup
 from slime.backends.torch_engine.engine_config import engine_config_from_args
 from slime.exceptions import ConfigError, EngineError
@@ -91,6 +92,17 @@ def test_engine_computes_in_the_trainers_type(words, dtype, tmp_path):
     """A float32 checkpoint trained in bfloat16: the engine would refuse its weights and, in float32, disagree on log-probs."""
     args = parse_args([*write_run_inputs(tmp_path), *words.split()])
     assert engine_config_from_args(args, 0).dtype == dtype
+
+
+def test_server_that_has_other_weights_is_noticed():
+    """A reply with status 200 may still say that nothing was loaded; --check-weight-update-equal compares every byte."""
+    assert update_problem({"success": True}, expected=None) is None
+    assert update_problem({"success": True, "checksum": "ab"}, expected="ab") is None
+    assert update_problem({"success": False, "message": "no such folder"}, expected=None) == (
+        "it answered {'success': False, 'message': 'no such folder'}"
+    )
+    assert update_problem({"success": True, "checksum": "ab"}, expected="cd") == "its checksum is ab, the trainer's cd"
+    assert "tells no checksum" in update_problem({"success": True}, expected="cd")
 
 
 def test_critic_continues_with_its_policy():

@@ -54,11 +54,13 @@ class Gate:
         window: int = 5,
         snapshots: SnapshotWriter | None = None,
         parallel_above: int = 0,
+        rewards_in_samples: bool = True,
     ):
         self.config = config
         self.snapshots = snapshots
         self._tokenizer = tokenizer
         self._parallel_above = parallel_above
+        self._rewards_in_samples = rewards_in_samples
         self._writer = None if run_dir is None else JsonlWriter(Path(run_dir) / RECORD_FILE)
         self._history: dict[bool, collections.deque[GateStatistics]] = {
             evaluation: collections.deque(maxlen=max(window, 1)) for evaluation in (False, True)
@@ -79,6 +81,8 @@ class Gate:
             window=args.gate_window,
             snapshots=snapshots,
             parallel_above=args.gate_parallel_above,
+            # else the user's function makes rewards of what the samples carry, a teacher's reply for instance
+            rewards_in_samples=args.custom_reward_post_process_path is None,
         )
 
     def config_at(self, rollout_id: int) -> GateConfig:
@@ -100,7 +104,8 @@ class Gate:
         evaluation: report only; samples come back unmarked and only sane scores are expected of them. iteration_seconds: length of
         an iteration (the last complete one will do), for the gate's share of it.
         """
-        config = dataclasses.replace(self.config_at(rollout_id), rewards_expected=True, evaluation=evaluation)
+        rewards_expected = evaluation or self._rewards_in_samples
+        config = dataclasses.replace(self.config_at(rollout_id), rewards_expected=rewards_expected, evaluation=evaluation)
         if evaluation:
             config = dataclasses.replace(config, reward_key=config.eval_reward_key)
         history = list(self._history[evaluation])

@@ -12,9 +12,25 @@ import torch
 
 from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_direct_to_path
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_weight_buckets
+from slime.exceptions import EngineError
 from slime.utils.async_utils import run
 from slime.utils.http_utils import init_http_client, post
 from slime.utils.misc import load_function
+
+
+def update_problem(reply: Any, *, expected: str | None) -> str | None:
+    """Why a server's reply to a weight update does not mean that it has the weights; None where it does. `expected`: their checksum."""
+    told = reply if isinstance(reply, dict) else {}
+    if not told.get("success"):
+        return f"it answered {str(reply)[:300]}"
+    if expected is not None and told.get("checksum") != expected:
+        found = told.get("checksum")
+        return (
+            "it tells no checksum, which --check-weight-update-equal needs; leave that out with this server"
+            if found is None
+            else f"its checksum is {found}, the trainer's {expected}"
+        )
+    return None
 
 
 def publish_through_disk(
@@ -32,7 +48,10 @@ def publish_through_disk(
     body = {"model_path": str(folder.resolve()), "weight_version": str(version), "flush_cache": True}
     init_http_client(args)  # the servers' key
     for url in urls:
-        run(post(f"{url}/update_weights_from_disk", body, max_retries=2))
+        reply = run(post(f"{url}/update_weights_from_disk", body, max_retries=2))
+        problem = update_problem(reply, expected=fingerprint.value() if args.check_weight_update_equal else None)
+        if problem is not None:
+            raise EngineError(f"the engine at {url} did not take the weights of version {version}: {problem}")
     if args.custom_update_weight_post_write_path is not None:
         engines = ray.get(rollout_manager.get_updatable_engines_and_lock.remote(), timeout=args.step_timeout)[0]
         load_function(args.custom_update_weight_post_write_path)(args, str(folder), engines)

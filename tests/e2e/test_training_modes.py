@@ -1,0 +1,153 @@
+"""Each way to run `slime train`, on the real command line, engine and ranks; one run covers many options that may stand together."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support import small_run
+
+NUM_GPUS = 0
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    from examples.addition.prepare import prepare
+
+    return Path(prepare(tmp_path_factory.mktemp("addition")))
+
+
+def metrics_are_finite(run_dir):
+    """Every number that was logged, and the ledger of every rollout balances."""
+    for record in small_run.records(run_dir):
+        for name, value in record.get("metrics", {}).items():
+            assert not isinstance(value, float) or math.isfinite(value), (name, value)
+    parts = [small_run.series(run_dir, f"rollout/ledger/{name}") for name in ("sampled", "trained", "dropped")]
+    return all(sampled == trained + dropped for sampled, trained, dropped in zip(*parts, strict=True))
+
+
+def processes_of(run_dir):
+    """(process id, command line) of the running processes of a run, Ray's among them."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                command, environment = (entry / "cmdline").read_bytes(), (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if str(run_dir).encode() in command + environment:
+                found.append((int(entry.name), command.decode(errors="replace")))
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_ppo_trains_a_critic_beside_the_policy(data, tmp_path):
+    """The critic minimizes its value loss while --loss-type is the policy's; with gamma = lambda = 1, value + advantage = return = reward."""
+    options = ["--advantage-estimator", "ppo", "--num-critic-only-steps", 1, "--num-rollout", 2, "--use-kl-loss", "--kl-loss-coef", 0.1]
+    options += ["--save", tmp_path / "policy", "--critic-save", tmp_path / "critic", "--ref-load", data / "model"]
+    small_run.run(data, tmp_path, *options)
+    assert metrics_are_finite(tmp_path)
+    critic = small_run.series(tmp_path, "train/critic-value_loss")
+    assert len(critic) == 4 and critic[-1] < critic[0]
+    assert len(small_run.series(tmp_path, "train/pg_loss")) == 2  # the first rollout trained the critic alone
+    (value,), (advantage,), (reward,) = (small_run.series(tmp_path, f"rollout/{name}") for name in ("values", "advantages", "raw_reward"))
+    assert value + advantage == pytest.approx(reward, abs=1e-6)
+    assert max(small_run.series(tmp_path, "rollout/logprob_abs_diff/max")) < 1e-4
+    assert [(tmp_path / role / "latest_checkpointed_iteration.txt").read_text().strip() for role in ("policy", "critic")] == ["1", "1"]
+
+
+@pytest.mark.timeout(300)
+def test_old_log_probs_come_from_the_weights_that_sampled(data, tmp_path):
+    """train-async trains on samples of older weights; --keep-old-actor computes their log-probs with those, so the engine's agree to 1e-4."""
+    options = ["--num-rollout", 4, "--global-batch-size", 32, "--update-weights-interval", 2, "--keep-old-actor"]
+    small_run.run(data, tmp_path, *options, asynchronous=True)
+    assert metrics_are_finite(tmp_path)
+    assert small_run.series(tmp_path, "perf/weight_version") == [2, 3]
+    assert max(small_run.series(tmp_path, "rollout/logprob_abs_diff/max")) < 1e-4
+    moved = small_run.series(tmp_path, "train/ppo_kl")
+    assert abs(moved[0]) < 1e-6 and max(abs(value) for value in moved[1:]) > 1e-4  # later rollouts are off-policy
+
+
+@pytest.mark.timeout(300)
+def test_distillation_in_bfloat16_with_dynamic_batches(data, tmp_path):
+    """Reference and teacher are the first weights: distance 0 in the first rollout and above it in the second, engine and trainer in bfloat16."""
+    options = ["--use-opd", "--opd-type", "megatron", "--opd-teacher-load", data / "model", "--kl-coef", 0.1, "--bf16", "--num-rollout", 2]
+    options += ["--advantage-estimator", "reinforce_plus_plus", "--normalize-advantages", "--global-batch-size", 32]
+    options += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", 256, "--use-distributed-optimizer", "--calculate-per-token-loss"]
+    options += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1]
+    options += ["--save-hf", tmp_path / "hf_{rollout_id}", "--check-weight-update-equal", "--actor-num-gpus-per-node", 2]
+    small_run.run(data, tmp_path, *options)
+    assert metrics_are_finite(tmp_path)
+    reverse_kl = small_run.series(tmp_path, "train/opd_reverse_kl")
+    assert reverse_kl[0] == 0 and abs(reverse_kl[1]) > 1e-3
+    assert max(small_run.series(tmp_path, "train/train_rollout_logprob_abs_diff")) < 0.02  # bfloat16 has 8 bits
+    assert json.loads((tmp_path / "hf_1" / "config.json").read_text())["model_type"] == "qwen3"
+
+
+@pytest.mark.timeout(300)
+def test_plug_ins_and_an_external_engine(data, tmp_path):
+    """Every hook is called with what interface.md 17 promises; a server of its own, behind a key, gets each version over the disk."""
+    engine = subprocess.Popen(
+        [sys.executable, "-m", "slime.cli", "serve", "--hf-checkpoint", data / "model", "--port", "0", "--deterministic"],
+        cwd=small_run.ROOT,
+        env={**os.environ, **small_run.ENVIRONMENT, "SLIME_API_KEY": "key7"},
+        text=True,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        url = engine.stdout.readline().split(" at ")[1].split(",")[0]
+        plug = "support.training_plugins."
+        options = ["--rollout-external-engine-addrs", url, "--sglang-api-key", "key7", "--update-weight-transport", "disk"]
+        options += ["--update-weight-disk-dir", tmp_path / "weights", "--check-weight-update-equal", "--num-rollout", 2]
+        options += ["--custom-generate-function-path", f"{plug}generate", "--custom-rm-path", f"{plug}group_reward", "--group-rm"]
+        options += ["--reward-key", "score", "--custom-reward-post-process-path", f"{plug}rewards_above_half"]
+        options += ["--rollout-sample-hook-path", f"{plug}sample_hook", "--rollout-sample-filter-path", f"{plug}remove_first"]
+        options += ["--rollout-all-samples-process-path", f"{plug}all_groups", "--custom-rollout-log-function-path", f"{plug}rollout_log"]
+        options += ["--custom-advantage-function-path", f"{plug}advantages", "--rollout-data-postprocess-path", f"{plug}train_data"]
+        options += ["--loss-type", "custom_loss", "--custom-loss-function-path", f"{plug}loss"]
+        small_run.run(data, tmp_path, *options)
+    finally:
+        engine.terminate()
+        engine.communicate(timeout=20)
+    assert metrics_are_finite(tmp_path)
+    assert small_run.series(tmp_path, "rollout/ledger/sampled") == [64, 64]  # 8 prompts x 4 rollouts x 2 samples
+    assert len(small_run.series(tmp_path, "train/one")) == 4  # 32 rollouts in steps of 16
+    assert max(small_run.series(tmp_path, "rollout/logprob_abs_diff/max")) < 1e-4
+    assert (tmp_path / "weights" / "weight_v3").is_dir() and not (tmp_path / "weights" / "weight_v2").exists()
+    notes = [json.loads(line) for line in (tmp_path / "plugins.jsonl").read_text().splitlines()]
+    assert [n["num_groups"] for n in notes if n["hook"] == "all_groups"] == [8, 8]
+    assert [(n["rollout_id"], n["num_samples"], n["seen_in"]) for n in notes if n["hook"] == "rollout_log"] == [(0, 64, [0]), (1, 64, [1])]
+    trained = [n["advantages"] for n in notes if n["hook"] == "train_data"]
+    assert [len(values) for values in trained] == [64, 64] and all(-0.5 <= value <= 0.5 for values in trained for value in values)
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_rank_ends_the_run_with_its_name(data, tmp_path):
+    """SIGKILL of rank 1: no hang in a collective, one sentence in place of Ray's pages, and nothing is left."""
+    process = small_run.start(data, tmp_path, "--actor-num-gpus-per-node", 2, "--num-rollout", 1000)
+    metrics = tmp_path / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and not (metrics.exists() and "train/step" in metrics.read_text()):
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.2)
+    ranks = sorted(pid for pid, command in processes_of(tmp_path) if command.startswith("ray::TrainWorker"))
+    os.kill(ranks[1], signal.SIGKILL)
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 1, output[-3000:]
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "the process of actor rank" in errors[0] and str(ranks[1]) in errors[0]
+    assert len(output.splitlines()) < 40
+    deadline = time.monotonic() + 10
+    while processes_of(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert processes_of(tmp_path) == []
+    assert not [path for path in Path("/tmp").glob("slime-ray-*/session_*") if path.name.endswith(f"_{process.pid}")]
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
