@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -98,10 +99,12 @@ def flat_tokens(batch: Mapping[str, Any], name: str) -> np.ndarray:
 def token_values(batch: Mapping[str, Any], name: str) -> Any:
     """A TOKEN field as `segment_sums` reads it: the list of its CPU tensors where it is one, so that nothing is copied, else the concatenation."""
     value = batch.raw(name) if isinstance(batch, RolloutBatch) else batch[name]
-    # one look at the first: tensors of one field live on one device
-    one_kind = isinstance(value, list) and len(set(map(type, value))) == 1
-    on_cpu = one_kind and is_tensor(value[0]) and value[0].device.type == "cpu"
-    return value if on_cpu else flat_tokens(batch, name)
+    if not isinstance(value, list) or not value or not all(map(is_tensor, value)):
+        return flat_tokens(batch, name)
+    # the entries of one field live on one device; numpy has no bfloat16
+    dtypes = set(map(operator.attrgetter("dtype"), value))
+    plain = len(dtypes) == 1 and "bfloat16" not in str(value[0].dtype) and value[0].device.type == "cpu"
+    return value if plain else flat_tokens(batch, name)
 
 
 def _trains_every_token(batch: Mapping[str, Any], num_tokens: int) -> bool:
@@ -111,7 +114,7 @@ def _trains_every_token(batch: Mapping[str, Any], num_tokens: int) -> bool:
     column = batch.column("loss_masks")
     if not isinstance(column, Ragged) or int(column.lengths.sum()) != num_tokens:
         return False
-    return int((column.values != 0).sum()) == num_tokens
+    return int(np.count_nonzero(as_array(column.values))) == num_tokens
 
 
 def sample_tokens(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: int = 0) -> SampleTokens:
@@ -121,19 +124,19 @@ def sample_tokens(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: int = 
     mask_T = None if every else flat_tokens(batch, "loss_masks") != 0
     if mask_T is not None and len(mask_T) != responses.sum():
         raise RolloutDataError(f"The loss masks hold {len(mask_T)} tokens, the responses {responses.sum()}.")
-    mask_sums = responses.astype(np.float64) if mask_T is None else c.segment_sums(mask_T, responses)
+    plan = c.SegmentPlan(responses)
+    mask_sums = responses.astype(np.float64) if mask_T is None else c.segment_sums(mask_T, plan)
     rollout_sums = _sample_field(batch, "rollout_mask_sums")
-    lengths = responses
     if cp_size > 1:
         from slime.utils.cp_layout import plan_response_layout
 
         layout = plan_response_layout(
             _sample_field(batch, "total_lengths").astype(np.int64), responses, cp_size=cp_size, cp_rank=cp_rank
         )
-        lengths = np.asarray(layout.local_lengths, dtype=np.int64)
+        plan = c.SegmentPlan(layout.local_lengths)
         mask_T = None if mask_T is None else mask_T[layout.response_indices.numpy()]
     sums = mask_sums if rollout_sums is None else rollout_sums
-    return SampleTokens(lengths, mask_T, mask_sums, sums, copies=cp_size)
+    return SampleTokens(plan, mask_T, mask_sums, sums, copies=cp_size)
 
 
 def phase_contributions(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: int = 0) -> dict[str, Contribution]:
@@ -154,7 +157,7 @@ def phase_contributions(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: 
         contribution = (
             _token_contribution(batch, spec, tokens)
             if spec.scope is Scope.TOKEN
-            else _sample_contribution(batch, spec, counts)
+            else _sample_contribution(batch, spec, counts, cp_rank=cp_rank)
         )
         if contribution is not None:
             result[spec.metric_name] = contribution
@@ -181,8 +184,20 @@ def _token_contribution(batch: Mapping[str, Any], spec: FieldSpec, tokens: Sampl
     return _plain_contribution(spec, kept, np.ones(len(kept)), copies=1)
 
 
-def _sample_contribution(batch: Mapping[str, Any], spec: FieldSpec, counts: np.ndarray) -> Contribution | None:
+def _is_first_copy(batch: Mapping[str, Any], spec: FieldSpec, cp_rank: int) -> bool:
+    """Whether this rank speaks for values that its context-parallel peers have too, and every rank where the field is whole."""
+    if cp_rank or spec.extent is not Extent.WHOLE or not isinstance(batch, RolloutBatch):
+        return cp_rank == 0
+    owners = batch.array("owner_ranks") if "owner_ranks" in batch else np.zeros(1)
+    return batch.info.get("dp_rank", 0) == owners[owners >= 0].min()
+
+
+def _sample_contribution(
+    batch: Mapping[str, Any], spec: FieldSpec, counts: np.ndarray, *, cp_rank: int
+) -> Contribution | None:
     values = _sample_field(batch, spec.name)
+    if spec.reduce in (Reduce.SUM, Reduce.QUANTILES) and not _is_first_copy(batch, spec, cp_rank):
+        values = values[:0]  # said once; a mean, a maximum and a minimum are the same of any number of copies
     if spec.extent is Extent.WHOLE:
         weights = _sample_field(batch, "raw_reward_weights")
         weights = np.ones(len(values)) if weights is None or len(weights) != len(values) else weights
@@ -280,8 +295,8 @@ def pass_rates(batch: Mapping[str, Any], *, config: TrainMetricsConfig) -> dict[
     if "model_failure" in batch:
         raw = np.where(_numbers(batch["model_failure"]) != 0, 0.0, raw)
     if "all_rollout_ids" in batch:
-        # the samples of one rollout share its reward: count it once, scored where any of them is
-        order = np.argsort(~np.isfinite(raw), kind="stable")
+        # one vote per rollout: its best score, so that the order of its samples is nothing
+        order = np.lexsort((groups, -np.where(np.isfinite(raw), raw, -np.inf)))
         _, first = np.unique(_numbers(batch["all_rollout_ids"])[order], return_index=True)
         raw, groups = raw[order][first], groups[order][first]
     return compute_ragged_pass_rate(raw, groups, threshold=config.passrate_threshold)

@@ -12,7 +12,7 @@ import numpy as np
 from slime.exceptions import RolloutDataError
 from slime.rollout.rewards import RewardStatistics, normalize_rewards, raw_rewards_of, reward_number
 from slime.utils.ragged import as_array
-from slime.utils.rollout_batch import RolloutBatch, build_column, check_rows
+from slime.utils.rollout_batch import RolloutBatch, build_column, check_masks, check_rows
 from slime.utils.rollout_fields import CONTRACT, FieldSpec, Origin
 
 logger = logging.getLogger(__name__)
@@ -72,12 +72,16 @@ def group_ids_of(samples: Sequence[Any]) -> list[int]:
 
 
 def counts_in_baseline(sample: Any, *, removed_count: bool = False) -> bool:
-    """Whether the sample's reward may shift its siblings' baseline: it is valid, not aborted or failed, and not removed from the loss."""
-    return (
-        sample.valid
-        and sample.status.value not in ("aborted", "failed")
-        and (removed_count or not sample.remove_sample)
-    )
+    """Whether the sample's reward may shift its siblings' baseline: it is valid, not aborted or failed, and trains: neither removed from the
+    loss nor masked in every token. `removed_count`: what does not train counts too."""
+    if not sample.valid or sample.status.value in ("aborted", "failed"):
+        return False
+    return removed_count or not (sample.remove_sample or _is_fully_masked(sample))
+
+
+def _is_fully_masked(sample: Any) -> bool:
+    mask = sample.loss_mask
+    return mask is not None and not (any(mask) if isinstance(mask, list) else as_array(mask).any())
 
 
 # --- rewards -------------------------------------------------------------------------------------------------------------
@@ -154,7 +158,7 @@ def build_train_columns(
         entries["model_failure"] = [reason in config.model_failures for reason in reasons]
     for name, values in entries.items():
         batch[name] = build_column(CONTRACT[name], values, required=valid)
-    _check_masks(batch)
+    check_masks(batch)
     check_rows(batch, positions=np.flatnonzero(valid))
     if config.require_top_p_tokens and "rollout_top_p_token_ids" not in batch and valid.any():
         raise RolloutDataError(
@@ -210,11 +214,3 @@ def _loss_masks(samples: Sequence[Any], responses: np.ndarray) -> list[np.ndarra
         else:
             masks.append(as_array(sample.loss_mask, "uint8", what=f"loss_mask of sample {sample.index}"))
     return masks
-
-
-def _check_masks(batch: RolloutBatch) -> None:
-    for i, mask in enumerate(batch.column("loss_masks").parts):
-        if mask.size and mask.max() > 1:
-            raise RolloutDataError(
-                f"The loss mask at position {i} has the value {int(mask.max())}; a loss mask holds 0 and 1."
-            )

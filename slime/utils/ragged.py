@@ -44,8 +44,8 @@ def as_array(value: Any, dtype: str | None = None, *, what: str = "value") -> np
         return array
     target = np.dtype(dtype)
     converted = array.astype(target)
-    lossy = array.dtype.kind == "f" or (array.dtype.kind in "iu" and array.dtype.itemsize > target.itemsize)
-    if target.kind in "iu" and lossy and not np.array_equal(converted, array):
+    lossy = target.kind in "iu" and not np.can_cast(array.dtype, target, "safe")
+    if lossy and not np.array_equal(converted, array):
         raise RolloutDataError(f"{what} has values that do not fit {dtype}: {_preview(array[converted != array])}")
     return converted
 

@@ -11,6 +11,7 @@ On the wire a shard is numpy arrays, which the object store maps without copying
 from __future__ import annotations
 
 import enum
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 
 from slime.exceptions import RolloutDataError
 from slime.utils.ragged import SMALLEST_INT, Column, Parts, Ragged, Scalars, as_array, is_tensor, smallest_int_dtype
-from slime.utils.rollout_fields import CONTRACT, Extent, FieldSpec, Missing, Reduce, Rows, Scope
+from slime.utils.rollout_fields import CONTRACT, Extent, FieldSpec, Missing, Origin, Reduce, Rows, Scope
 
 _ABSENT = object()
 
@@ -245,7 +246,7 @@ def build_column(spec: FieldSpec, entries: Any, *, required: np.ndarray | None =
     if not spec.per_sample:
         return entries
     if spec.scope is Scope.SAMPLE:
-        return _build_scalars(spec, entries)
+        return _build_scalars(spec, entries, required)
     if is_tensor(entries):
         raise RolloutDataError(
             f"{spec.name} must be a list with one array per sample, got one tensor of shape {tuple(entries.shape)}."
@@ -273,7 +274,9 @@ def fill_missing(spec: FieldSpec, entries: list, required: np.ndarray | None) ->
             f"sample of the rollout, or on none, or declare the field with missing=Missing.FILL and fill=<value>."
         )
     stand_in = spec.fill
-    if spec.scope is Scope.TOKEN and stand_in is None:
+    if spec.scope is Scope.SAMPLE and stand_in is None:
+        stand_in = math.nan if np.dtype(spec.wire_dtype).kind == "f" else 0
+    elif stand_in is None:
         shape = next((np.shape(entry)[1:] for entry in entries if entry is not None), ())
         stand_in = np.zeros((0, *shape), dtype=spec.wire_dtype if spec.wire_dtype not in (None, SMALLEST_INT) else None)
     filled = list(entries)
@@ -282,23 +285,24 @@ def fill_missing(spec: FieldSpec, entries: list, required: np.ndarray | None) ->
     return filled
 
 
-def _build_scalars(spec: FieldSpec, entries: Any) -> Any:
+def _build_scalars(spec: FieldSpec, entries: Any, required: np.ndarray | None) -> Any:
     if spec.wire_dtype is None or is_tensor(entries):
         return entries if is_tensor(entries) else list(entries)
-    if isinstance(entries, np.ndarray):
-        return Scalars(entries.astype(spec.wire_dtype, copy=False))
-    entries = list(entries)
-    if any(entry is None for entry in entries):
-        if spec.missing is Missing.NONE:
-            return entries
-        if np.dtype(spec.wire_dtype).kind == "f":
-            entries = [float("nan") if entry is None else entry for entry in entries]
-        else:
-            entries = fill_missing(spec, entries, None)
+    if not isinstance(entries, np.ndarray):
+        entries = list(entries)
+        if any(entry is None for entry in entries):
+            if spec.missing is Missing.NONE:
+                return entries
+            entries = fill_missing(spec, entries, required)
     try:
-        return Scalars(np.asarray(entries, dtype=spec.wire_dtype).reshape(len(entries)))
-    except (TypeError, ValueError, OverflowError) as error:
+        array = np.asarray(entries)
+    except (TypeError, ValueError) as error:
         raise RolloutDataError(f"{spec.name} must be one number per sample ({spec.wire_dtype}): {error}") from None
+    if array.ndim != 1 and array.size != len(entries):
+        raise RolloutDataError(
+            f"{spec.name} must be one number per sample ({spec.wire_dtype}), got shape {array.shape}."
+        )
+    return Scalars(as_array(array.reshape(len(entries)), spec.wire_dtype, what=spec.name))
 
 
 def _ragged_from_tensors(entries: list) -> Ragged:
@@ -337,7 +341,10 @@ def batch_from_lists(data: Mapping[str, Any]) -> RolloutBatch:
         if spec is None:
             undeclared.append(name)
             spec = FieldSpec(name, Scope.SAMPLE)
-        if entries is None or not spec.per_sample:
+        if entries is None or (not spec.per_sample and spec.origin is not Origin.ROLLOUT):
+            continue
+        if not spec.per_sample:
+            dict.__setitem__(batch, name, entries)
             continue
         if not hasattr(entries, "__len__") or isinstance(entries, str | dict) or len(entries) != num_samples:
             size = f"{len(entries)} entries" if hasattr(entries, "__len__") else repr(entries)[:60]
@@ -349,7 +356,11 @@ def batch_from_lists(data: Mapping[str, Any]) -> RolloutBatch:
                     else "."
                 )
             )
+        if is_tensor(entries) and spec.scope is Scope.SAMPLE and spec.wire_dtype is not None:
+            entries = as_array(entries)
         dict.__setitem__(batch, name, build_column(spec, entries, required=valid))
+    if "loss_masks" in batch:
+        check_masks(batch)
     if undeclared:
         warnings.warn(
             f"Undeclared fields {undeclared} are shipped with their samples and are not metrics. Declare them with "
@@ -387,7 +398,37 @@ def localize(shard: Mapping[str, Any], dp_rank: int, *, dp_size: int | None = No
         elif spec.extent is Extent.WHOLE and spec.local_view:
             dict.__setitem__(batch, spec.local_view, _take(batch.raw(name), partition))
     _check_counts(batch, num_local=len(partition), num_whole=num_whole)
+    _check_micro_batches(batch, len(partition), dp_rank=dp_rank)
+    if "owner_ranks" in batch:  # made by our own split: what must agree is there
+        _check_order(batch, partition, dp_rank=dp_rank)
     return batch
+
+
+def _check_micro_batches(batch: RolloutBatch, num_local: int, *, dp_rank: int) -> None:
+    """Every sample in one micro-batch, and as many micro-batches as the steps have: else peers wait, or samples train twice or never."""
+    if batch.get("micro_batch_indices") is None:
+        return
+    micro_batches = batch["micro_batch_indices"]
+    if sorted(i for indices in micro_batches for i in indices) != list(range(num_local)):
+        raise RolloutDataError(
+            f"Data-parallel rank {dp_rank}: micro_batch_indices do not hold each of its {num_local} samples once."
+        )
+    planned = batch.get("num_microbatches")
+    if planned is not None and sum(planned) != len(micro_batches):
+        raise RolloutDataError(
+            f"Data-parallel rank {dp_rank} has {len(micro_batches)} micro-batches where its steps have {list(planned)}."
+        )
+
+
+def _check_order(batch: RolloutBatch, partition: np.ndarray, *, dp_rank: int) -> None:
+    """The lists stand in the partition's order: whole fields read through it agree with what was shipped sample by sample."""
+    known, shipped = batch.array("all_rollout_ids")[partition], batch.array("rollout_ids")
+    if not np.array_equal(known, shipped):
+        differ = partition[known != shipped][:5].tolist()
+        raise RolloutDataError(
+            f"Data-parallel rank {dp_rank}: the partition is not in the order of the samples; positions {differ} hold other rollouts."
+        )
+    check_rows(batch)
 
 
 def _whole_size(batch: RolloutBatch) -> int:
@@ -471,6 +512,16 @@ def check_rows(batch: RolloutBatch, names: Iterable[str] | None = None, *, posit
             raise RolloutDataError(
                 f"{name}[{i}] has {lengths[i]} rows, expected {expected[i]} ({spec.rows.value}; total_length {totals[i]}, "
                 f"response_length {responses[i]}); {len(bad)} of {len(chosen)} samples differ."
+            )
+
+
+def check_masks(batch: RolloutBatch) -> None:
+    """`RolloutDataError` naming the first sample whose loss mask holds something else than 0 and 1."""
+    column = batch.column("loss_masks")
+    for i, mask in enumerate(column.parts if isinstance(column, Parts) else column.as_list()):
+        if mask.size and mask.max() > 1:
+            raise RolloutDataError(
+                f"The loss mask at position {i} has the value {int(mask.max())}; a loss mask holds 0 and 1."
             )
 
 

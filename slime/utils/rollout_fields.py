@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from typing import Any
 
 from slime.exceptions import RolloutDataError
@@ -75,7 +76,6 @@ class Reduce(enum.Enum):
     MIN = "min"
     MAX = "max"
     QUANTILES = "quantiles"  # over the union of all ranks' values
-    COUNTS = "counts"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,12 +242,21 @@ CONTRACT = Contract(
         _sample("response_lengths", "int32", reduce=Reduce.SAMPLE_MEAN),
         _sample("total_lengths", "int32", reduce=Reduce.SAMPLE_MEAN, ships_whole=True),
         # rewards
-        _sample("rewards", "float32", reduce=Reduce.SAMPLE_MEAN, help="Normalized by group; what the estimator reads."),
+        _sample(
+            "rewards",
+            "float32",
+            missing=Missing.FILL,
+            fill=math.nan,
+            reduce=Reduce.SAMPLE_MEAN,
+            help="Normalized by group; what the estimator reads. A sample without one does not train.",
+        ),
         _sample(
             "raw_reward",
             "float64",
             extent=Extent.WHOLE,
             local_view="local_raw_reward",
+            missing=Missing.FILL,
+            fill=math.nan,
             reduce=Reduce.SAMPLE_MEAN,
             help="As scored; NaN where there is no score. Whole, because pass@k needs all siblings.",
         ),
@@ -358,6 +367,7 @@ def declare_field(name: str, *, scope: Scope = Scope.SAMPLE, **kw: Any) -> Field
     a different declaration under a known name raises `RolloutDataError`.
     """
     spec = FieldSpec(name, scope, **kw)
+    _check_kinds(spec)
     if spec.scope is Scope.TOKEN and spec.rows is None:
         raise RolloutDataError(
             f"declare_field({name!r}, scope=Scope.TOKEN) needs rows=Rows.RESPONSE or another member of Rows."
@@ -368,9 +378,68 @@ def declare_field(name: str, *, scope: Scope = Scope.SAMPLE, **kw: Any) -> Field
         raise RolloutDataError(
             f"declare_field({name!r}, cp_sharded=True) needs scope=Scope.TOKEN and rows=Rows.RESPONSE."
         )
-    if spec.reduce is Reduce.ROLLOUT_MEAN and spec.rows is not Rows.RESPONSE:
+    if spec.cp_sharded and not spec.to_device and spec.shipped:
         raise RolloutDataError(
-            f"declare_field({name!r}, reduce=Reduce.ROLLOUT_MEAN) needs one value per response token (rows=Rows.RESPONSE)."
+            f"declare_field({name!r}, cp_sharded=True) needs to_device=True: it is cut on its way to the device."
         )
+    _check_reduce(spec)
     CONTRACT.add(spec)
     return spec
+
+
+def _check_kinds(spec: FieldSpec) -> None:
+    kinds = {"scope": Scope, "extent": Extent, "origin": Origin, "missing": Missing, "reduce": Reduce}
+    for attribute, kind in kinds.items():
+        value = getattr(spec, attribute)
+        if not isinstance(value, kind):
+            raise RolloutDataError(
+                f"declare_field({spec.name!r}, {attribute}={value!r}) needs one of {', '.join(map(str, kind))}."
+            )
+    for attribute in ("wire_dtype", "device_dtype"):
+        dtype = getattr(spec, attribute)
+        if dtype is not None and dtype != "smallest" and not _is_dtype(dtype):
+            raise RolloutDataError(
+                f"declare_field({spec.name!r}, {attribute}={dtype!r}) needs a numpy dtype's name, for example 'float32'."
+            )
+
+
+def _is_dtype(name: str) -> bool:
+    import numpy as np
+
+    try:
+        np.dtype(name)
+    except TypeError:
+        return False
+    return True
+
+
+SAMPLE_REDUCTIONS = (Reduce.SAMPLE_MEAN, Reduce.MEAN, Reduce.SUM, Reduce.MIN, Reduce.MAX, Reduce.QUANTILES)
+TOKEN_REDUCTIONS = (
+    Reduce.ROLLOUT_MEAN,
+    Reduce.TOKEN_MEAN,
+    Reduce.MEAN,
+    Reduce.SUM,
+    Reduce.MIN,
+    Reduce.MAX,
+    Reduce.QUANTILES,
+)
+
+
+def _check_reduce(spec: FieldSpec) -> None:
+    """A metric that no reduction could make would be left out without a word."""
+    if spec.reduce is Reduce.NONE:
+        return
+    allowed = {Scope.TOKEN: TOKEN_REDUCTIONS, Scope.SAMPLE: SAMPLE_REDUCTIONS}.get(spec.scope, ())
+    if spec.reduce not in allowed:
+        raise RolloutDataError(
+            f"declare_field({spec.name!r}, scope={spec.scope}, reduce={spec.reduce}): a field of this scope can be reduced by "
+            f"{', '.join(map(str, allowed)) or 'nothing'}."
+        )
+    if spec.scope is Scope.TOKEN and spec.rows is not Rows.RESPONSE:
+        raise RolloutDataError(
+            f"declare_field({spec.name!r}, reduce={spec.reduce}) needs one value per response token (rows=Rows.RESPONSE)."
+        )
+    if spec.wire_dtype is None and spec.shipped:
+        raise RolloutDataError(
+            f"declare_field({spec.name!r}, reduce={spec.reduce}) needs numbers: give wire_dtype, for example 'float32'."
+        )

@@ -121,7 +121,24 @@ def _complete(batch: RolloutBatch) -> RolloutBatch:
         spec = CONTRACT.find(name)
         if spec is not None and spec.per_sample and len(batch.raw(name)) != num_samples:
             raise RolloutDataError(f"{name!r} has {len(batch.raw(name))} entries for {num_samples} samples.")
+    _reject_bad_rewards(batch)
     return batch
+
+
+def _reject_bad_rewards(batch: RolloutBatch) -> None:
+    """A sample without a finite reward does not train, for the reason "bad_reward": one NaN would spoil every gradient."""
+    if "rewards" not in batch:
+        return
+    rewards_N, valid_N = batch.array("rewards"), batch.array("valid")
+    bad_N = valid_N & ~np.isfinite(rewards_N)
+    if not bad_N.any():
+        return
+    reasons = batch["invalid_reason"] if "invalid_reason" in batch else [None] * len(bad_N)
+    batch["invalid_reason"] = [
+        "bad_reward" if bad else reason for bad, reason in zip(bad_N.tolist(), reasons, strict=True)
+    ]
+    batch["valid"] = Scalars(valid_N & ~bad_N)
+    batch["rewards"] = Scalars(np.where(np.isfinite(rewards_N), rewards_N, 0.0).astype(np.float32))
 
 
 def _owners(partitions: list[list[int]], num_samples: int) -> np.ndarray:
@@ -207,7 +224,7 @@ def make_shards(batch: RolloutBatch, plan: SplitPlan, config: SplitConfig) -> It
             shard.info.update(pad_to=config.pad_to, row_offsets=rows)
         for name, column in {**columns, **made}.items():
             spec = CONTRACT.find(name) or FieldSpec(name, Scope.SAMPLE)
-            if spec.extent is Extent.WHOLE or spec.ships_whole:
+            if spec.extent is Extent.WHOLE or spec.ships_whole or not spec.per_sample:
                 shard[name] = column
             elif isinstance(column, Parts):
                 padding, lead = gaps.get(name, (None, 0))
