@@ -37,6 +37,9 @@ def train(run: Run) -> None:
                 wait_for([ahead], what=f"rollout {rollout_id + 1}", timeout_s=args.step_timeout)
             update_weights(run)
         if evaluates and run.is_due(rollout_id, args.eval_interval):
+            if ahead is not None:
+                # The end of a generation aborts every request on the engines, those of an evaluation too.
+                wait_for([ahead], what=f"rollout {rollout_id + 1}", timeout_s=args.step_timeout)
             evaluate(run, rollout_id + 1)
 
 

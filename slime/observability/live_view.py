@@ -172,7 +172,7 @@ class LiveView:
         return [line for record in self._metrics.read() for line in self._state.on_metrics(record)]
 
     def _run_lines(self) -> None:
-        self._print(f"run started, {self._state.num_rollout or '?'} rollouts")
+        self._print(f"run started, {'?' if self._state.num_rollout is None else self._state.num_rollout} rollouts")
         while True:
             stopping = self._stop.wait(self._poll_interval_s)
             for line in self._read():
