@@ -25,7 +25,7 @@ def consistency_contributions(batch: Mapping[str, Any], *, cp_size: int = 1, cp_
     if batch.get("log_probs") is None or batch.get("rollout_log_probs") is None or "loss_masks" not in batch:
         return {}
     tokens = sample_tokens(batch, cp_size=cp_size, cp_rank=cp_rank)
-    sample_T = np.repeat(np.arange(len(tokens.lengths_N)), tokens.lengths_N)
+    sample_T = np.repeat(np.arange(len(tokens.plan.lengths_N)), tokens.plan.lengths_N)
     kept = slice(None) if tokens.mask_T is None else tokens.mask_T
     difference = (flat_tokens(batch, "log_probs").astype(np.float64) - flat_tokens(batch, "rollout_log_probs"))[kept]
     distance = np.abs(difference)

@@ -7,15 +7,17 @@ are spread over ranks, also where positive and negative terms cancel. Suffixes: 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from slime.utils.rollout_fields import Reduce
 
-BLOCK_TOKENS = 1 << 16
+BLOCK_TOKENS = 1 << 15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,68 +106,141 @@ def merge_all(per_rank: Sequence[dict[str, Contribution]]) -> dict[str, float]:
 # --- per-token and per-sample fields -------------------------------------------------------------------------------------
 
 
-def segment_sums(values_T: Any, lengths_N: np.ndarray, mask_T: np.ndarray | None = None) -> np.ndarray:
+class SegmentPlan:
+    """Where each sample's values stand in a concatenation of `lengths_N` values, and the blocks of whole samples to walk over. Made once per
+    batch and used for every field."""
+
+    def __init__(self, lengths_N: Any) -> None:
+        self.lengths_N = np.asarray(lengths_N, dtype=np.int64)
+        self.num_tokens = int(self.lengths_N.sum())
+        self.filled = np.flatnonzero(self.lengths_N)  # reduceat would give an empty sample its neighbour's value
+        self.ends = np.cumsum(self.lengths_N)[self.filled]
+        self.starts = self.ends - self.lengths_N[self.filled]
+        firsts = np.flatnonzero(np.diff(self.starts // BLOCK_TOKENS, prepend=-1))
+        lasts = np.append(firsts[1:], len(self.filled))[: len(firsts)]
+        lows, highs = self.starts[firsts], self.ends[lasts - 1]
+        self.starts_in_block = self.starts - np.repeat(lows, lasts - firsts)
+        self.blocks = list(zip(firsts.tolist(), lasts.tolist(), lows.tolist(), highs.tolist(), strict=True))
+        self.longest_block = int((highs - lows).max(initial=0))
+
+
+def segment_sums(values_T: Any, plan: SegmentPlan, mask_T: np.ndarray | None = None) -> np.ndarray:
     """float64 [N]: the sum of each sample's values, in float64; entries where `mask_T` is False are not read.
 
-    `values_T` is the concatenation, or a list with one CPU tensor per sample. Block by block, so that the float64 copy stays in the cache.
-    ValueError where there are more or fewer values than the lengths say.
+    `values_T` is the concatenation, or a list with one CPU tensor per sample, all of one dtype that numpy has.
+    ValueError where there are more or fewer values than the plan's lengths say.
     """
-    expected = len(lengths_N) if isinstance(values_T, list) else int(np.sum(lengths_N))
-    if len(values_T) != expected:
-        raise ValueError(f"{len(values_T)} entries where the samples of this rank have {expected}")
-    sums_N = np.zeros(len(lengths_N))
-    ends = np.cumsum(lengths_N)
-    filled = np.flatnonzero(lengths_N)
-    starts = (ends - lengths_N)[filled]
-    first = 0
-    while first < len(filled):
-        low = int(starts[first])
-        last = max(first + 1, int(np.searchsorted(starts, low + BLOCK_TOKENS)))
-        high = int(ends[filled[last - 1]])
-        if isinstance(values_T, list):
-            block = _concatenate(values_T[filled[first] : filled[last - 1] + 1]).astype(np.float64)
-        else:
-            block = values_T[low:high].astype(np.float64)
-        if len(block) != high - low:
-            raise ValueError(f"{len(block)} values for the {high - low} response tokens of some samples")
+    if isinstance(values_T, list):
+        read_block = _block_reader(values_T, plan)
+    else:
+        if len(values_T) != plan.num_tokens:
+            raise ValueError(f"{len(values_T)} entries where the samples of this rank have {plan.num_tokens}")
+
+        def read_block(first: int, last: int, low: int, high: int) -> np.ndarray:
+            return values_T[low:high]
+
+    sums = np.empty(len(plan.filled))
+    # one buffer that stays in the cache: fresh memory for every block costs more than the sums
+    buffer = np.empty(plan.longest_block)
+    for first, last, low, high in plan.blocks:
+        block = buffer[: high - low]
+        np.copyto(block, read_block(first, last, low, high), casting="unsafe")
         if mask_T is not None:
             np.copyto(block, 0.0, where=~mask_T[low:high])
-        sums_N[filled[first:last]] = np.add.reduceat(block, starts[first:last] - low)
-        first = last
+        np.add.reduceat(block, plan.starts_in_block[first:last], 0, None, sums[first:last])
+    sums_N = np.zeros(len(plan.lengths_N))
+    sums_N[plan.filled] = sums
     return sums_N
 
 
-def _concatenate(tensors: list) -> np.ndarray:
+def _block_reader(tensors: list, plan: SegmentPlan) -> Callable[[int, int, int, int], np.ndarray]:
+    """Gathers one block after the other into one buffer."""
     import torch
 
-    return torch.cat(tensors).detach().numpy()
+    check_lengths(tensors, plan)
+    filled = [tensors[i] for i in plan.filled.tolist()] if len(plan.filled) < len(tensors) else tensors
+    if any(map(operator.attrgetter("requires_grad"), filled)):
+        filled = [tensor.detach() for tensor in filled]
+    buffer = torch.empty(plan.longest_block, dtype=tensors[0].dtype if tensors else None)
+    array = buffer.numpy()
+
+    def read_block(first: int, last: int, low: int, high: int) -> np.ndarray:
+        torch.cat(filled[first:last], out=buffer[: high - low])
+        return array[: high - low]
+
+    return read_block
+
+
+def check_lengths(tensors: list, plan: SegmentPlan) -> None:
+    """ValueError naming the first sample whose tensor has not its number of values."""
+    if len(tensors) != len(plan.lengths_N):
+        raise ValueError(f"{len(tensors)} entries where this rank has {len(plan.lengths_N)} samples")
+    if not tensors:
+        return
+    lengths_N = np.fromiter(map(type(tensors[0]).numel, tensors), dtype=np.int64, count=len(tensors))
+    wrong = np.flatnonzero(lengths_N != plan.lengths_N)
+    if len(wrong):
+        i = int(wrong[0])
+        raise ValueError(f"{lengths_N[i]} values for the {plan.lengths_N[i]} response tokens of the sample at {i}")
+
+
+def borrow_flat(tensors: list, plan: SegmentPlan) -> np.ndarray | None:
+    """The concatenation of `tensors` without a copy, where they lie one after the other in one storage (as `split` leaves them); else None.
+
+    ValueError as `segment_sums`.
+    """
+    check_lengths(tensors, plan)
+    if not len(plan.filled):
+        return None
+    head, tail = tensors[plan.filled[0]], tensors[plan.filled[-1]]
+    expected = head.data_ptr() + plan.starts * head.element_size()
+    same_storage = head.untyped_storage().data_ptr() == tail.untyped_storage().data_ptr()
+    if not same_storage or tail.data_ptr() != expected[-1] or head.dim() != 1:
+        return None
+    addresses = np.fromiter(map(type(head).data_ptr, tensors), dtype=np.int64, count=len(tensors))[plan.filled]
+    if not np.array_equal(addresses, expected) or not all(map(type(head).is_contiguous, tensors)):
+        return None
+    return head.detach().as_strided((plan.num_tokens,), (1,)).numpy()
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleTokens:
     """This rank's response tokens: how many each sample has here, which are trained, and each sample's denominators.
 
-    `lengths_N`: tokens on this rank; `mask_T` bool over them, None where all are trained; `mask_sums_N`: trainable tokens of the full response;
+    `plan`: tokens on this rank; `mask_T` bool over them, None where all are trained; `mask_sums_N`: trainable tokens of the full response;
     `rollout_mask_sums_N`: of its whole rollout. `copies`: ranks that report the same samples (context parallelism), each with its own tokens.
+    Sums are remembered by the memory they are of, so values must not change while this object is in use.
     """
 
-    lengths_N: np.ndarray
+    plan: SegmentPlan
     mask_T: np.ndarray | None
     mask_sums_N: np.ndarray
     rollout_mask_sums_N: np.ndarray
     copies: int = 1
+    known: dict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict, repr=False)
 
     def masked_sums(self, values_T: Any) -> np.ndarray:
         """float64 [N]: the sum of each sample's trained tokens. `values_T` as in `segment_sums`."""
-        return segment_sums(values_T, self.lengths_N, self.mask_T)
+        flat = borrow_flat(values_T, self.plan) if isinstance(values_T, list) else values_T
+        if flat is None or not flat.flags.c_contiguous:
+            return segment_sums(values_T, self.plan, self.mask_T)
+        # group estimators make one tensor, which is both the advantages and the returns
+        key = (flat.ctypes.data, flat.dtype.str)
+        if key not in self.known:
+            self.known[key] = (flat, segment_sums(flat, self.plan, self.mask_T))  # holds it: its address stays its own
+        return self.known[key][1]
+
+    @functools.cached_property
+    def rollout_count(self) -> float:
+        """This rank's part of the number of rollouts that have a trainable token."""
+        has = self.rollout_mask_sums_N > 0
+        # a rollout's samples share one count, in proportion to their tokens, wherever they are
+        return math.fsum((self.mask_sums_N[has] / self.rollout_mask_sums_N[has]).tolist()) / self.copies
 
     def rollout_mean(self, values_T: Any) -> Contribution:
         """Masked token mean within each rollout, then the mean over rollouts that have a trainable token."""
         has = self.rollout_mask_sums_N > 0
-        denominators = self.rollout_mask_sums_N[has]
-        # a rollout's samples share one count, in proportion to their tokens, wherever they are
-        count = math.fsum((self.mask_sums_N[has] / denominators).tolist()) / self.copies
-        return mean(self.masked_sums(values_T)[has] / denominators, count)
+        return mean(self.masked_sums(values_T)[has] / self.rollout_mask_sums_N[has], self.rollout_count)
 
     def token_mean(self, values_T: Any) -> Contribution:
         """Mean over all trained tokens."""

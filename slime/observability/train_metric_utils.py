@@ -99,7 +99,11 @@ def flat_tokens(batch: Mapping[str, Any], name: str) -> np.ndarray:
 def token_values(batch: Mapping[str, Any], name: str) -> Any:
     """A TOKEN field as `segment_sums` reads it: the list of its CPU tensors where it is one, so that nothing is copied, else the concatenation."""
     value = batch.raw(name) if isinstance(batch, RolloutBatch) else batch[name]
-    if not isinstance(value, list) or not value or not all(map(is_tensor, value)):
+    if (
+        not isinstance(value, list)
+        or not value
+        or not all(map(is_tensor, {type(entry): entry for entry in value}.values()))
+    ):
         return flat_tokens(batch, name)
     # the entries of one field live on one device; numpy has no bfloat16
     dtypes = set(map(operator.attrgetter("dtype"), value))
