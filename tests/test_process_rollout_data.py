@@ -6,6 +6,7 @@ Values name their sample: total length 100 + i, response length 200 + i, raw rew
 import os
 import pickle
 import types
+import weakref
 from pathlib import Path
 from unittest import mock
 
@@ -14,6 +15,7 @@ import pytest
 import ray
 
 from slime.exceptions import RolloutDataError
+from slime.ray import rollout
 from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
 from slime.utils.data import process_rollout_data
 from slime.utils.dp_schedule import ScheduleConfig
@@ -231,6 +233,38 @@ def test_arrays_on_arrival_are_views_of_the_wire(identity_get):
     assert not batch["tokens"][0].flags.owndata
     with pytest.raises(ValueError, match="read-only"):
         batch["tokens"][0][0] = 7
+
+
+def test_no_shard_is_in_memory_while_the_next_one_is_made(monkeypatch):
+    """Must hold, memory of split and put at most 1.3 of the bytes shipped: the store's copy and one shard beside it, not two."""
+    alive, put = [], []
+
+    def fake_put(shard):
+        alive.append(sum(reference() is not None for reference in put))
+        put.append(weakref.ref(shard))
+        return "ref"
+
+    monkeypatch.setattr(rollout.ray, "put", fake_put)
+    monkeypatch.setattr(rollout, "split_by_dp", lambda data, config: make_split(make_samples(), 4))
+    monkeypatch.setattr(rollout.SplitConfig, "from_args", lambda *args: None)
+    manager = types.SimpleNamespace(args=None, train_parallel_config={})
+    boxes, _ = rollout.RolloutManager._split(manager, None)
+    assert [box.inner for box in boxes] == ["ref"] * 4
+    assert alive == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("converted", "dropped", "sampled"), [(6, {"left_out_by_converter": 2}, 8), (8, {}, 8), (11, {}, 11)])
+def test_what_a_custom_converter_leaves_out_or_adds_is_in_the_ledger(monkeypatch, converted, dropped, sampled):
+    """Conservation: a converter that keeps 6 of 8 samples, or makes 11 rows of them, neither ends the run nor loses count."""
+    sent = {}
+    monkeypatch.setattr(rollout, "log", lambda args, metrics, step_key: sent.update(metrics))
+    manager = types.SimpleNamespace(args=types.SimpleNamespace(wandb_always_use_train_step=False), _reward_metrics={})
+    judged = types.SimpleNamespace(samples=make_samples(8), raw_rows=list(range(8)), verdicts=[None] * 8)
+    output = types.SimpleNamespace(dropped={})
+    plan = make_split(make_samples(converted), 2).plan
+    rollout.RolloutManager._log_split(manager, 0, 8, plan, output, judged)
+    reasons = {name.split("/")[-1]: count for name, count in sent.items() if name.startswith("rollout/ledger/dropped/")}
+    assert (sent["rollout/ledger/sampled"], sent["rollout/ledger/trained"], reasons) == (sampled, converted, dropped)
 
 
 # --- through a real object store ------------------------------------------------------------------------------------------

@@ -199,7 +199,8 @@ class RolloutManager:
         if self.train_parallel_config is None:
             raise RolloutDataError("the trainers have not told how they are laid out; call set_train_parallel_config first")
         split = split_by_dp(data, SplitConfig.from_args(self.args, self.train_parallel_config))
-        return [Box(ray.put(shard)) for shard in split.shards], split.plan
+        # map lets go of a shard before the next one is made: a loop's variable would keep a second one in memory
+        return [Box(ref) for ref in map(ray.put, split.shards)], split.plan
 
     def _split_train_data_by_dp(self, data: Any) -> list[Box]:
         """One box per data-parallel rank, index = rank without CP."""
@@ -214,6 +215,10 @@ class RolloutManager:
                 dropped[str(verdict.reason.value)] = dropped.get(str(verdict.reason.value), 0) + 1
         for reason, count in plan.dropped.items():
             dropped[reason] = dropped.get(reason, 0) + count
+        made = len(plan.owner_ranks_N) - len(judged.samples)  # a custom converter may leave samples out, or make several of one
+        if made < 0:
+            dropped["left_out_by_converter"] = -made
+        num_sampled += max(made, 0)
         ledger = Ledger(sampled=num_sampled, trained=plan.num_trained_samples, dropped=dropped)
         ledger.check()
         if ledger.sampled and not ledger.trained:

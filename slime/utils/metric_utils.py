@@ -128,3 +128,13 @@ def compute_rollout_step(args: Any, rollout_id: int) -> int:
     if args.wandb_always_use_train_step:
         return rollout_id * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
     return rollout_id
+
+
+def compute_train_step(args: Any, rollout_id: int, step_id: int, *, last: int) -> int:
+    """The value of the train axis: the planned optimizer steps of the rollouts before, plus `step_id`; always above `last`, the step logged before.
+
+    From the plan and not from this rollout's own steps: rejected samples or a trailing step change their number, and the axis must neither go back
+    nor repeat, also after a resume.
+    """
+    planned = -(-args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size)
+    return max(rollout_id * max(planned, 1) + step_id, last + 1)

@@ -37,6 +37,7 @@ from slime.utils.metric_utils import (
     compute_ragged_pass_rate,
     compute_rollout_step,
     compute_statistics,
+    compute_train_step,
     dict_add_prefix,
     has_repetition,
 )
@@ -424,6 +425,20 @@ def test_small_helpers():
         wandb_always_use_train_step=True, rollout_batch_size=8, n_samples_per_prompt=4, global_batch_size=16
     )
     assert compute_rollout_step(args, 3) == 6
+
+
+def test_the_train_axis_never_repeats_or_goes_back_when_rollouts_have_different_numbers_of_steps():
+    """faults, `train/step` = phase*steps+step: 2 planned steps a rollout; one of 2, one cut to 1 by rejections, one of 3 from a generous source."""
+    args = types.SimpleNamespace(rollout_batch_size=8, n_samples_per_prompt=4, global_batch_size=16)
+    axis, last = [], -1
+    for rollout_id, steps in enumerate([2, 1, 3, 2]):
+        for step_id in range(steps):
+            last = compute_train_step(args, rollout_id, step_id, last=last)
+            axis.append(last)
+    assert axis == [0, 1, 2, 4, 5, 6, 7, 8]
+    assert compute_train_step(args, 3, 0, last=-1) == 6  # a resumed run goes on where the plan says
+    args.global_batch_size = 12  # with --keep-trailing-rollouts: 12 + 12 + 8
+    assert compute_train_step(args, 1, 0, last=2) == 3
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def our_phase(samples: list[Sample], dp: int) -> list[Any]:
     """Convert, split, put, get, localize: every rank's batch as it arrives."""
     config = ColumnsConfig()
     columns = build_train_columns(samples, compute_rewards(samples, config)[:2], config)
-    refs = [ray.put(shard) for shard in split_by_dp(columns, split_config(len(samples), dp)).shards]
+    refs = list(map(ray.put, split_by_dp(columns, split_config(len(samples), dp)).shards))  # as RolloutManager does
     return [localize(ray.get(ref), rank, dp_size=dp) for rank, ref in enumerate(refs)]
 
 
@@ -160,7 +160,7 @@ def list_get_batch(batch: dict[str, Any], indices: list[int]) -> dict[str, Any]:
 def list_log(batch: dict[str, Any]) -> dict[str, float]:
     """Per-field reducers over lists of tensors: a loop over samples for every per-token field."""
     out: dict[str, float] = {}
-    for name in ("rollout_log_probs", "log_probs", "ref_log_probs", "advantages", "returns"):
+    for name in ("rollout_log_probs", "log_probs", "ref_log_probs", "kl", "advantages", "returns"):
         values = torch.cat(batch[name]).split(batch["response_lengths"])
         total = 0.0
         for value, mask, denominator in zip(values, batch["loss_masks"], batch["rollout_mask_sums"], strict=True):
@@ -198,10 +198,22 @@ def report(name: str, reference: float, ours: float, target: float) -> None:
     print(f"{name:42s} {reference * 1e3:9.1f} ms {ours * 1e3:9.1f} ms  {ratio:7.1f}x  (target {target}x)")
 
 
-def with_computed(batch: Any) -> Any:
-    """The batch with what training adds: four fields beside the engine's log-probs."""
-    for name in ("log_probs", "ref_log_probs", "advantages", "returns"):
-        batch[name] = [torch.as_tensor(value).clone() for value in batch["rollout_log_probs"]]
+def with_computed(batch: Any, micro_batches: list[list[int]]) -> Any:
+    """The batch with what training adds, in the memory in which training leaves it: log-probs as one tensor per micro-batch, split by sample
+    (`forward_only`); KL and advantages as one tensor per rank, split by sample (`compute_advantages_and_returns` under GRPO, where the
+    returns are the advantages)."""
+    source = [torch.as_tensor(value) for value in batch["rollout_log_probs"]]
+    lengths = [len(value) for value in source]
+    for name in ("log_probs", "ref_log_probs"):
+        by_sample: list[Any] = [None] * len(source)
+        for indices in micro_batches:
+            made = torch.cat([source[i] for i in indices])
+            for i, value in zip(indices, made.split([lengths[i] for i in indices]), strict=True):
+                by_sample[i] = value
+        batch[name] = by_sample
+    batch["kl"] = list(torch.cat(source).split(lengths))
+    advantages = torch.cat(source)
+    batch["advantages"], batch["returns"] = list(advantages.split(lengths)), list(advantages.split(lengths))
     return batch
 
 
@@ -236,11 +248,15 @@ def run_columns(count: int, mean: int, dp: int, repeats: int) -> dict[str, float
     config = ColumnsConfig()
     columns = build_train_columns(samples, compute_rewards(samples, config)[:2], config)
     before = private_bytes()
-    shipped, peak, refs = 0, 0, []
-    for shard in split_by_dp(columns, split_config(count, dp)).shards:
-        shipped += shard.num_bytes()
-        refs.append(ray.put(shard))
-        peak = max(peak, private_bytes() - before)
+    shipped = peak = 0
+
+    def put(shard: Any) -> Any:
+        nonlocal shipped, peak
+        ref = ray.put(shard)
+        shipped, peak = shipped + shard.num_bytes(), max(peak, private_bytes() - before)
+        return ref
+
+    refs = list(map(put, split_by_dp(columns, split_config(count, dp)).shards))
     found.update(memory=(shipped + peak) / shipped, shipped=shipped, getter=measure_getter(refs[0]))
     del refs
     local = [to_train_device(batch, "cpu") for batch in batches]
@@ -255,7 +271,7 @@ def run_columns(count: int, mean: int, dp: int, repeats: int) -> dict[str, float
 
     with no_parallelism():
         _, found["get_batch"], _ = steady(micro_batches, repeats)
-    local = [with_computed(batch) for batch in local]
+    local = [with_computed(batch, batch["micro_batch_indices"]) for batch in local]
     _, found["log"], _ = steady(lambda: [phase_contributions(batch) for batch in local], repeats)
     rewards, groups = [sample.reward for sample in samples], [sample.group_index for sample in samples]
     _, found["grpo"], _ = steady(lambda: normalize_rewards(rewards, groups, [True] * count, divide_by_std=True), 9)
@@ -276,7 +292,7 @@ def run_lists(count: int, mean: int, dp: int, repeats: int) -> dict[str, float]:
                 list_get_batch(batch, indices)
 
     _, found["get_batch"], _ = steady(micro_batches, repeats)
-    batches = [with_computed(batch) for batch in batches]
+    batches = [with_computed(*pair) for pair in zip(batches, plan.micro_batch_indices, strict=True)]
     _, found["log"], _ = steady(lambda: [list_log(batch) for batch in batches], repeats)
     rewards, groups = [sample.reward for sample in samples], [sample.group_index for sample in samples]
     _, found["grpo"], theirs = steady(lambda: list_rewards(rewards, groups), 9)

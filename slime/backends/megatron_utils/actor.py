@@ -69,6 +69,7 @@ class MegatronTrainRayActor(TrainRayActor):
         self.weight_version = start
         self._weights_fingerprint: str | None = None
         self._last_rollout_id: int | None = None
+        self._last_train_step = -1
         Timer().start("train_wait")
         return start
 
@@ -170,7 +171,7 @@ class MegatronTrainRayActor(TrainRayActor):
 
     def _step(self, rollout_id: int, data_iterator: list, rollout_data: RolloutBatch) -> None:
         with timer("actor_train"):
-            train(
+            logged = train(
                 self.args,
                 rollout_id,
                 self.model,
@@ -178,7 +179,10 @@ class MegatronTrainRayActor(TrainRayActor):
                 self.opt_param_scheduler,
                 data_iterator,
                 role=self.role,
+                last_step=self._last_train_step,
             )
+        if logged:
+            self._last_train_step = int(logged[-1]["train/step"])
 
     def _compute_log_probs(self, rollout_data: RolloutBatch, data_iterator: list) -> None:
         num_microbatches = rollout_data["num_microbatches"]

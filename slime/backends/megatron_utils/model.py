@@ -24,6 +24,7 @@ from slime.backends.megatron_utils.loss_config import LossConfig
 from slime.backends.megatron_utils.optimizer import setup_model_and_optimizer
 from slime.exceptions import RolloutDataError
 from slime.observability.logging_utils import log
+from slime.utils.metric_utils import compute_train_step
 
 __all__ = ["forward_only", "load_checkpoint", "save_checkpoint", "setup_model_and_optimizer", "train", "train_one_step"]
 
@@ -142,8 +143,11 @@ def train(
     data_iterator: Sequence[Any],
     *,
     role: str = "actor",
+    last_step: int = -1,
 ) -> list[dict[str, float]]:
     """All optimizer steps of one rollout. Returns per step the metrics that were logged, on the last pipeline stage ([] elsewhere).
+
+    `last_step` is the value of the train axis that was logged before, -1 for none.
 
     The rollout data says how many steps, micro-batches and rollouts per step there are. Raises `RolloutDataError` when a CI gate
     (--ci-test) does not hold.
@@ -175,7 +179,7 @@ def train(
         for index, group in enumerate(optimizer.param_groups):
             named[f"{prefix}lr-pg_{index}"] = group["lr"]
         named[f"{prefix}global_batch_size"] = float(step_global_batch_size)
-        named["train/step"] = rollout_id * len(steps) + step_id
+        named["train/step"] = last_step = compute_train_step(args, rollout_id, step_id, last=last_step)
         logged.append(named)
         if not is_megatron_main_rank():
             continue
