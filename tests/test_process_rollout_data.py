@@ -19,7 +19,7 @@ from slime.ray import rollout
 from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
 from slime.utils.data import process_rollout_data
 from slime.utils.dp_schedule import ScheduleConfig
-from slime.utils.rollout_batch import localize
+from slime.utils.rollout_batch import RolloutBatch, localize
 from slime.utils.rollout_split import SplitConfig, split_by_dp
 from slime.utils.timer import Timer
 from slime.utils.types import Sample
@@ -237,19 +237,22 @@ def test_arrays_on_arrival_are_views_of_the_wire(identity_get):
 
 def test_no_shard_is_in_memory_while_the_next_one_is_made(monkeypatch):
     """Must hold, memory of split and put at most 1.3 of the bytes shipped: the store's copy and one shard beside it, not two."""
-    alive, put = [], []
+    alive, made = [], []
 
-    def fake_put(shard):
-        alive.append(sum(reference() is not None for reference in put))
-        put.append(weakref.ref(shard))
-        return "ref"
+    def shards():
+        for rank in range(4):
+            alive.append(sum(reference() is not None for reference in made))
+            shard = RolloutBatch({"partition": [rank]})
+            made.append(weakref.ref(shard))
+            yield shard
+            del shard
 
-    monkeypatch.setattr(rollout.ray, "put", fake_put)
-    monkeypatch.setattr(rollout, "split_by_dp", lambda data, config: make_split(make_samples(), 4))
+    monkeypatch.setattr(rollout.ray, "put", lambda shard: shard["partition"])
+    monkeypatch.setattr(rollout, "split_by_dp", lambda data, config: types.SimpleNamespace(shards=shards(), plan=None))
     monkeypatch.setattr(rollout.SplitConfig, "from_args", lambda *args: None)
     manager = types.SimpleNamespace(args=None, train_parallel_config={})
     boxes, _ = rollout.RolloutManager._split(manager, None)
-    assert [box.inner for box in boxes] == ["ref"] * 4
+    assert [box.inner for box in boxes] == [[0], [1], [2], [3]]
     assert alive == [0, 0, 0, 0]
 
 
