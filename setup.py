@@ -38,6 +38,7 @@ EXTRAS["test"] = sorted(
     {requirement for extra in EXTRAS.values() for requirement in extra}
     | {
         "check-jsonschema>=0.29",
+        "duckdb>=1.0",
         "httpx>=0.27",
         "hypothesis>=6.100",
         "mypy>=1.11",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from slime.utils.ragged import is_tensor
 from slime.utils.types import Sample
 
 FORMAT = "slime-rollout-1"
-_ARRAY, _NAN = "__array__", "__float__"
+_ARRAY, _NAN, _TEXT = "__array__", "__float__", "__text__"
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _OPTIONS = orjson.OPT_NON_STR_KEYS
 
 
@@ -109,6 +111,8 @@ def _encode(value: Any) -> Any:
         return [_encode(entry) for entry in value]
     if isinstance(value, np.ndarray) or is_tensor(value):
         return _encode_object(value)
+    if isinstance(value, str) and not value.isascii() and _SURROGATE.search(value):  # half an emoji of an engine: JSON text has no form for it
+        return {_TEXT: value.encode("utf-16-le", "surrogatepass").hex()}
     return value
 
 
@@ -143,6 +147,8 @@ def _decode(value: Any) -> Any:
     if isinstance(value, dict):
         if _NAN in value and len(value) == 1:
             return float(value[_NAN])
+        if _TEXT in value and len(value) == 1:
+            return bytes.fromhex(value[_TEXT]).decode("utf-16-le", "surrogatepass")
         if _ARRAY in value:
             return _decode_array(value)
         return {key: _decode(entry) for key, entry in value.items()}
@@ -175,11 +181,19 @@ def read_rollout_dump(path: str | os.PathLike) -> list[Sample]:
         raise RolloutDataError(
             f"{path} is not a rollout dump of this version: it begins with {bytes(lines[0][:60]) if lines else b''!r}."
         )
-    if len(lines) - 1 != head["num_samples"]:
+    if len(lines) - 1 != head.get("num_samples"):
         raise RolloutDataError(
-            f"{path} holds {len(lines) - 1} samples, its head says {head['num_samples']}. It was cut short or edited."
+            f"{path} holds {len(lines) - 1} samples, its head says {head.get('num_samples')}. It was cut short or edited."
         )
-    return [Sample.from_dict(_decode(_parse(path, number, line))) for number, line in enumerate(lines[1:], start=2)]
+    return [_read_sample(path, number, line) for number, line in enumerate(lines[1:], start=2)]
+
+
+def _read_sample(path: Path, number: int, line: bytes) -> Sample:
+    entry = _parse(path, number, line)
+    try:
+        return Sample.from_dict(_decode(entry))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RolloutDataError(f"{path}, line {number}: not a sample ({type(error).__name__}: {error}).") from error
 
 
 def _parse(path: Path, number: int, line: bytes) -> Any:

@@ -6,6 +6,7 @@ import inspect
 import math
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -13,15 +14,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import pytest
 from support.gate_samples import sound_sample
+from support.rollout_args import rollout_args
 
+from slime.observability import logging_utils
 from slime.ray import rollout as manager_module
 from slime.rollout import scoring
 from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
 from slime.rollout.filter_hub.dynamic_sampling_filters import usable_rewards
-from slime.rollout.postprocess import GateConfig, InvalidReason, Policy, postprocess_output_data
+from slime.rollout.postprocess import Gate, GateConfig, InvalidReason, Policy, postprocess_output_data
 from slime.rollout.postprocess.contract import MODEL_FAILURES, REASONS
 from slime.rollout.rewards import normalize_rewards
 from slime.utils.dp_schedule import ScheduleConfig
+from slime.utils.rollout_dump import save_debug_rollout_data
 from slime.utils.rollout_split import SplitConfig, plan_split
 
 NUM_GPUS = 0
@@ -154,6 +158,66 @@ def test_model_failures_and_infrastructure_failures_are_told_apart_for_pass_at_k
     assert not InvalidReason.ABORTED.is_model_failure and not InvalidReason.FAILED.is_model_failure
 
 
+def manager_of(samples, tmp_path, monkeypatch, **options):
+    """A RolloutManager without Ray: its own `generate` over a rollout function that returns `samples` as they are."""
+    manager = manager_module.RolloutManager.__new__(manager_module.RolloutManager)
+    manager.args = rollout_args(run_dir=str(tmp_path), global_batch_size=len(samples), rollout_batch_size=len(samples) // 4,
+                                n_samples_per_prompt=4, advantage_estimator="grpo", **options)  # fmt: skip
+    monkeypatch.setattr(manager_module.ray, "put", lambda shard: shard)
+    manager.logged = {}
+    for module in (manager_module, logging_utils):
+        monkeypatch.setattr(module, "log", lambda args, metrics, step_key: manager.logged.update(metrics))
+    manager.data_source, manager.generate_rollout = None, lambda args, rollout_id, source, evaluation: samples
+    manager.eval_generate_rollout = lambda args, rollout_id, source, evaluation: {"set": evaluated(samples)}
+    manager.custom_reward_post_process_func = manager.custom_convert_samples_to_train_data_func = None
+    manager.gate, manager.server = Gate.from_args(manager.args), types.SimpleNamespace(failures=lambda: [])
+    manager._weight_version = manager._last_generate_started = None
+    manager.set_train_parallel_config(
+        {"dp_size": 2, "cp_size": 1, "tp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
+    )
+    return manager
+
+
+def evaluated(samples):
+    return {"rewards": [0.5] * len(samples), "truncated": [False] * len(samples), "samples": samples}
+
+
+def dirty_rollout():
+    """Sixteen samples of four groups that no scoring has seen; five of them must never reach a gradient."""
+    samples = [sound_sample(i, length=6 + i, reward=float(i % 3)) for i in range(16)]
+    samples[1].rollout_log_probs[2] = math.nan
+    samples[4].tokens[-1] = -7
+    samples[6].reward = "excellent"
+    samples[11] = sound_sample(11, length=0, response="", rollout_log_probs=[], reward=50.0)
+    samples[14].finish_reason = "length"
+    return samples
+
+
+def test_a_rollout_function_that_scores_by_itself_still_goes_through_the_gate(tmp_path, monkeypatch):
+    """A01, A10: what RolloutManager.generate hands to the ranks holds no sample that the gate refuses, whoever generated it."""
+    manager = manager_of(dirty_rollout(), tmp_path, monkeypatch)
+    shards = [box.inner for box in manager.generate(0)]
+    trained = sorted(int(index) for shard in shards for index in shard["sample_indices"])
+    assert trained == [i for i in range(16) if i not in (1, 4, 6, 11, 14)]
+    assert manager.logged["rollout/ledger/sampled"] == 16 and manager.logged["rollout/ledger/trained"] == 11
+    dropped = {name.split("/")[-1]: v for name, v in manager.logged.items() if name.startswith("rollout/ledger/dropped/")}
+    assert dropped == {"bad_logprob": 1, "bad_token": 1, "bad_reward": 1, "empty": 1, "truncated": 1}
+    assert manager.logged["gate/drop_rate"] == 5 / 16 and (tmp_path / "gate.jsonl").exists()
+    manager.gate.close()
+
+
+def test_a_recorded_rollout_and_an_evaluation_go_through_the_gate_too(tmp_path, monkeypatch):
+    """A01: replaying a dump is a path to the trainer as well; an evaluation is reported under eval/gate/ and marks nothing."""
+    template = str(tmp_path / "dump_{rollout_id}.jsonl")
+    save_debug_rollout_data(template, dirty_rollout(), rollout_id=0, evaluation=False)
+    manager = manager_of(dirty_rollout(), tmp_path, monkeypatch, load_debug_rollout_data=template)
+    shards = [box.inner for box in manager.generate(0)]
+    assert len([index for shard in shards for index in shard["sample_indices"]]) == 11
+    manager.eval(0)
+    assert manager.logged["eval/gate/total"] == 16 and manager.logged["eval/gate/count/bad_token"] == 1
+    manager.gate.close()
+
+
 def calls_in_order(function) -> list[str]:
     """Names of the calls in a function's source, in order of appearance."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
@@ -163,7 +227,7 @@ def calls_in_order(function) -> list[str]:
 
 
 def test_every_path_from_engine_to_trainer_goes_through_the_gate():
-    """A01: in the manager for training and evaluation, and before any reward in every rollout function's scoring."""
+    """A01: also in the source: before columns in the manager, and before any reward in every rollout function's scoring."""
     manager = manager_module.RolloutManager
     generate = calls_in_order(manager.generate)
     assert (

@@ -1,5 +1,6 @@
 """The numbers of a rollout, their drift and the alarms."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -181,9 +182,10 @@ def test_drifting_lengths_and_a_slow_gate_are_said_in_plain_words():
     """A82, A83, A109: above 10 % of the iteration the order of optimisation is part of the message."""
     history = [statistics_of(batch(300, length=lambda i: 10 + i % 9))]
     moved = statistics_of(batch(300, length=lambda i: 30 + i % 9), previous=history)
-    slow = moved.with_iteration(moved.gate_seconds * 5)
+    slow = dataclasses.replace(moved, seconds={"bad_token": 1.5, "blank": 0.5}).with_iteration(10.0)
     alarms = {alarm.name: alarm.message for alarm in find_alarms(slow, history)}
     assert set(alarms) == {"length_drift", "time"} and "20.0 %" in alarms["time"]
+    assert "2.0 s, most of it in 'bad_token'" in alarms["time"]
     positions = [alarms["time"].index(word) for word in ("short circuit", "vectorise", "parallel", "cache")]
     assert positions == sorted(positions)
 

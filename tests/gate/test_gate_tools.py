@@ -162,6 +162,12 @@ def test_command_lines_that_cannot_be_are_explained(tmp_path, capsys):
     assert slime(["gate", "check", str(tmp_path / "none.jsonl")]) == 2 and "does not exist" in capsys.readouterr().err
     assert slime(["gate", "check", "x", "--gate-levl", "off"]) == 2
     assert slime(["gate", "align", dump(tmp_path, rollout(4, 0))]) == 2 and "--hf-checkpoint" in capsys.readouterr().err
+    assert slime(["gate", "ends", dump(tmp_path, rollout(4, 0)), "--num", "0"]) == 2 and "--num 0" in capsys.readouterr().err
+    (tmp_path / "other.parquet").write_bytes(b"PAR1 nothing")
+    assert slime(["gate", "check", str(tmp_path / "other.parquet")]) == 2
+    (tmp_path / "gate.jsonl").write_text('{"a": 1}\nno json\n[3]\n')
+    capsys.readouterr()
+    assert main(["doctor", str(tmp_path)]) == 0 and "no rollout has been recorded" in capsys.readouterr().out
     assert main(["--help"]) == 0 and "slime gate doctor RUN" in capsys.readouterr().out
 
 

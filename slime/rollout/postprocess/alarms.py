@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 
 from slime.rollout.postprocess.contract import InvalidReason
-from slime.rollout.postprocess.statistics import GateStatistics
+from slime.rollout.postprocess.statistics import MAX_SHARE_OF_ITERATION, GateStatistics
 
-MAX_SHARE_OF_ITERATION = 0.10
+MIN_SECONDS_TO_ALARM = 0.5  # a toy iteration of a second is not worth a warning; the summary line says the share anyway
 MIN_RATE_STEP = 0.05
 MIN_RATE_FACTOR = 1.5
 MIN_STANDARD_ERRORS = 2.5
@@ -119,7 +119,7 @@ def _drift_alarms(statistics: GateStatistics) -> list[Alarm]:
 
 def _time_alarms(statistics: GateStatistics) -> list[Alarm]:
     share = statistics.share_of_iteration
-    if not share > MAX_SHARE_OF_ITERATION:
+    if not share > MAX_SHARE_OF_ITERATION or statistics.gate_seconds < MIN_SECONDS_TO_ALARM:
         return []
     slowest = max(statistics.seconds, key=lambda name: statistics.seconds[name])
     return [

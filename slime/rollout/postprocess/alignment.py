@@ -42,17 +42,16 @@ class Codec:
         self.special_strings = tuple(sorted((text for text in special.values() if text), key=len, reverse=True))
         self.vocab_size = _vocab_size(tokenizer, special)
         shown = set(shown)
-        self.hidden = np.zeros(
-            self.vocab_size + 1, dtype=bool
-        )  # the last entry stands for every id outside the vocabulary
+        # The last entry stands for every id beyond the tokenizer's: models pad their vocabulary, and such an id has no text.
+        self.hidden = np.zeros(self.vocab_size + 1, dtype=bool)
         self.all_special = np.zeros(self.vocab_size + 1, dtype=bool)
+        self.hidden[-1] = self.all_special[-1] = True
         for token_id, text in special.items():
             self.all_special[token_id] = True
             self.hidden[token_id] = hide_special_tokens and text not in shown
         self.has_shown_special = bool((self.all_special & ~self.hidden).any()) and hide_special_tokens
         self.eos_token_ids = _eos_token_ids(tokenizer)
         self._visible = np.full(self.vocab_size + 1, -1, dtype=np.int8)
-        self._visible[-1] = 1
         self._visible[np.flatnonzero(self.hidden)] = 0
         self.cache: collections.OrderedDict[bytes, TextFinding] = collections.OrderedDict()
 
@@ -61,16 +60,19 @@ class Codec:
         return np.where((ids >= 0) & (ids < self.vocab_size), ids, self.vocab_size)
 
     def decode(self, rows: list[np.ndarray], *, hide_all_special: bool = False) -> list[str]:
-        """One text per row of ids, hidden ids left out, in one batch. Rows must be inside the vocabulary."""
+        """One text per row of ids, hidden ids left out, in one batch. Ids must not be negative."""
         table = self.all_special if hide_all_special else self.hidden
-        ids = [row[~table[row]].tolist() for row in rows]
+        ids = [row[~table[np.minimum(row, self.vocab_size)]].tolist() for row in rows]
         if self._backend is not None:
             return self._backend.decode_batch(ids, skip_special_tokens=False)
         return [self.tokenizer.decode(row, skip_special_tokens=False) for row in ids]
 
     def shows_special(self, row: np.ndarray) -> bool:
         """True if the row holds a special token that the text shows on purpose."""
-        return self.has_shown_special and bool((self.all_special[row] & ~self.hidden[row]).any())
+        if not self.has_shown_special:
+            return False
+        positions = np.minimum(row, self.vocab_size)
+        return bool((self.all_special[positions] & ~self.hidden[positions]).any())
 
     def proves_visible(self, ids: np.ndarray) -> np.ndarray:
         """[any shape] bool: the id alone decodes to something a reader sees, so a response that holds it is not empty."""

@@ -25,6 +25,7 @@ from slime.rollout.postprocess.contract import (
     MissingLogProbs,
     Policy,
 )
+from slime.rollout.postprocess.ragged import mask_array
 from slime.rollout.postprocess.text import answer_of, format_problem, is_blank
 
 Find = Callable[[Chunk, np.ndarray], np.ndarray]
@@ -47,6 +48,11 @@ def find_failed(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
     return (chunk.status[rows] == STATUS_FAILED) | (chunk.status[rows] == STATUS_UNKNOWN)
 
 
+def find_no_identity(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
+    """Samples whose group, index or metadata is of a wrong type: nobody can say whose baseline they belong to."""
+    return np.array([row in chunk.identity_problems for row in rows.tolist()], dtype=bool)
+
+
 def find_aborted(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
     return (chunk.status[rows] == STATUS_ABORTED) | (chunk.finish[rows] == 3)
 
@@ -55,6 +61,18 @@ def find_broken_lengths(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
     """A response length that is no count or exceeds the tokens, or a mask of another length: nothing can be lined up."""
     response, total, mask = chunk.response_lengths[rows], chunk.total_lengths[rows], chunk.mask_lengths[rows]
     return (response < 0) | ((total >= 0) & (response > total)) | (mask == -2) | ((mask >= 0) & (mask != response))
+
+
+def find_broken_mask(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
+    """A loss mask that holds something else than 0 and 1."""
+    broken = np.zeros(len(rows), dtype=bool)
+    for position in np.flatnonzero(chunk.mask_lengths[rows] >= 0).tolist():
+        row = int(rows[position])
+        problem = mask_array(chunk.samples[row].loss_mask)
+        if isinstance(problem, str):
+            broken[position] = True
+            chunk.details[row] = problem
+    return broken
 
 
 def find_no_tokens(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
@@ -105,17 +123,17 @@ def find_log_prob_mismatch(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
     missing = lengths == -1
     chunk.counts["missing_log_probs"] += int(missing.sum())
     if missing.any():
-        if config.missing_log_probs is MissingLogProbs.ERROR:
+        if config.log_prob_policy is MissingLogProbs.ERROR:
             position = int(rows[np.flatnonzero(missing)[0]])
             raise RolloutDataError(
                 f"Sample {chunk.first_position + position} (index {chunk.samples[position].index}) has no rollout_log_probs and this "
                 "run needs them. Make the engine return log-probs, or set --gate-missing-log-probs to mark, mask or allow."
             )
-        if config.missing_log_probs is MissingLogProbs.MASK:
+        if config.log_prob_policy is MissingLogProbs.MASK:
             for row in rows[missing].tolist():
                 chunk.masks[row] = [0] * int(chunk.response_lengths[row])
     wrong = (lengths >= 0) & (lengths != chunk.response_lengths[rows])
-    return wrong | (missing if config.missing_log_probs is MissingLogProbs.MARK else False)
+    return wrong | (missing if config.log_prob_policy is MissingLogProbs.MARK else False)
 
 
 def find_unreadable_tokens(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
@@ -156,11 +174,8 @@ def find_blank(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
     undecided = rows[~seen]
     undecided = undecided[[not chunk.codec.proves_visible(chunk.response_ids(row)).any() for row in undecided.tolist()]]
     if len(undecided):
-        in_vocabulary = undecided[
-            [bool((chunk.response_ids(row) < chunk.codec.vocab_size).all()) for row in undecided.tolist()]
-        ]
-        texts = chunk.text_of(in_vocabulary)
-        hidden = {row for row in in_vocabulary.tolist() if is_blank(texts[row])}
+        texts = chunk.text_of(undecided)
+        hidden = {row for row in undecided.tolist() if is_blank(texts[row])}
         blank = np.array([row in hidden for row in rows.tolist()], dtype=bool)
     return blank
 
@@ -189,14 +204,14 @@ def _repair_by_mask(chunk: Chunk, rows: np.ndarray, unreadable: np.ndarray) -> n
         if missing is None:
             continue
         chunk.counts["missing_log_prob_tokens"] += int(missing.sum())
-        if chunk.config.missing_log_probs is MissingLogProbs.ERROR:
+        if chunk.config.log_prob_policy is MissingLogProbs.ERROR:
             raise RolloutDataError(
                 f"Sample {chunk.first_position + row} (index {chunk.samples[row].index}) has {int(missing.sum())} log-probs that are None, "
                 f"the first at response token {int(np.argmax(missing))}. Fix the engine, or set --gate-missing-log-probs to mark or mask."
             )
         rest = [value for value in chunk.samples[row].rollout_log_probs or () if value is not None]
         sound = all(_is_number(value) and -math.inf < value <= chunk.config.log_prob_tolerance for value in rest)
-        if chunk.config.missing_log_probs is MissingLogProbs.MASK and sound:
+        if chunk.config.log_prob_policy is MissingLogProbs.MASK and sound:
             chunk.masks[row] = (~missing).astype(int).tolist()
             chunk.details.pop(row, None)
             repaired[position] = True
@@ -358,7 +373,10 @@ def reward_problem(reward: Any, reward_key: str | None) -> str | None:
         reward = reward.item()
     if not _is_number(reward):
         return f"reward is {type(reward).__name__}, not a number"
-    return None if math.isfinite(reward) else f"reward is {reward}"
+    try:
+        return None if math.isfinite(reward) else f"reward is {reward}"
+    except OverflowError:
+        return "reward is an integer beyond the range of a float"
 
 
 def _is_number(value: Any) -> bool:
@@ -427,6 +445,7 @@ CHECKS: tuple[Check, ...] = (
         lambda c, r: f"marked before the gate: {c.samples[r].invalid_reason}",
     ),
     Check(InvalidReason.FAILED, find_failed, _status),
+    Check(InvalidReason.FAILED, find_no_identity, lambda c, r: c.identity_problems[r]),
     Check(InvalidReason.ABORTED, find_aborted, _status),
     Check(
         InvalidReason.BAD_TOKEN,
@@ -434,6 +453,7 @@ CHECKS: tuple[Check, ...] = (
         lambda c, r: f"tokens are {type(c.samples[r].tokens).__name__}, no sequence",
     ),
     Check(InvalidReason.MISALIGNED, find_broken_lengths, _lengths, may_be_kept=False),
+    Check(InvalidReason.MISALIGNED, find_broken_mask, lambda c, r: "the loss mask cannot be read", may_be_kept=False),
     Check(InvalidReason.EMPTY, find_no_response, lambda c, r: "no response token"),
     Check(InvalidReason.TOO_SHORT, find_too_short, _describe_too_short, "too_short"),
     Check(InvalidReason.TOO_LONG, find_too_long, _describe_too_long, "too_long"),

@@ -17,6 +17,7 @@ from slime.exceptions import RolloutDataError
 from slime.rollout.postprocess.alignment import Codec
 from slime.rollout.postprocess.contract import GateConfig, Level, TaskRules
 from slime.rollout.postprocess.ragged import Ragged, length_of, log_prob_array, missing_positions, token_array
+from slime.rollout.postprocess.readable import identity_problem
 from slime.utils.types import Sample, Status
 
 FINISH_CODES = {"stop": 1, "length": 2, "abort": 3}  # 0 = unknown: never guessed
@@ -48,6 +49,7 @@ class Chunk:
         self.texts: dict[int, str] = {}
         self.masks: dict[int, list[int]] = {}
         self.answers: dict[int, str] = {}
+        self.identity_problems: dict[int, str] = {}
         self.counts: collections.Counter = collections.Counter()
         self._text_view: dict[int, str] = {}
         self._tokens: Gathered | None = None
@@ -76,6 +78,8 @@ class Chunk:
             total.append(length_of(sample.tokens))
             log_probs.append(length_of(sample.rollout_log_probs))
             mask.append(length_of(sample.loss_mask))
+            if (problem := identity_problem(sample)) is not None:
+                self.identity_problems[position] = problem
         self.status = np.array(status, dtype=np.int8)
         self.finish = np.array(finish, dtype=np.int8)
         self.response_lengths = np.array(response, dtype=np.int64)

@@ -58,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(format_help([spec for spec in all_specs() if _is_ours(spec.name)]))
         return 0
     own, rest = _own_parser(command).parse_known_args(words[1:])
+    if own.num < 1 or not 0 <= own.max_drop_rate <= 1:
+        raise ConfigError(f"--num {own.num} must be >= 1 and --max-drop-rate {own.max_drop_rate} between 0 and 1.")
     args = _gate_args(rest)
     try:
         return _RUN[command](own, args)
@@ -117,7 +119,11 @@ def read_snapshot(path: Path) -> list[Sample]:
         "finish_reason",
     )
     samples = []
-    for row in pyarrow.parquet.read_table(path).to_pylist():
+    table = pyarrow.parquet.read_table(path)
+    absent = sorted({*names, "tokens", "status", "metadata", "reward"} - set(table.column_names))
+    if absent:
+        raise ValueError(f"{path} is no raw snapshot of the gate: it lacks the columns {absent}")
+    for row in table.to_pylist():
         fields = {name: row[name] for name in names}
         status = Status(row["status"]) if row["status"] in {s.value for s in Status} else Status.FAILED
         metadata = json.loads(row["metadata"])

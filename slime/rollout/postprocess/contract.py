@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -141,6 +142,11 @@ class FormatSpec:
     answer: str | None = None
 
     def __post_init__(self):
+        texts = {"pairs": [m for p in self.pairs for m in (p.open, p.close)], "order": self.order, "forbidden": self.forbidden}
+        texts.update({name: [v] for name in ("end_marker", "answer") if (v := getattr(self, name)) is not None})
+        for name, values in texts.items():
+            if isinstance(values, str) or not all(isinstance(value, str) for value in values):
+                raise ConfigError(f"Gate format: `{name}` must hold strings, got {values!r}.")
         markers = self.markers
         if len(set(markers)) != len(markers) or any(not marker for marker in markers):
             raise ConfigError(f"Gate format: markers must be non-empty and different from each other, got {markers}.")
@@ -211,6 +217,14 @@ class TaskRules:
     format: FormatSpec | None = None
     skip_format: bool = False
 
+    def __post_init__(self):
+        for name in ("min_response_tokens", "max_response_tokens"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ConfigError(f"Gate task rules: {name} is {value!r}, not a whole number of tokens.")
+        if self.keep_truncated is not None and not isinstance(self.keep_truncated, bool):
+            raise ConfigError(f"Gate task rules: keep_truncated is {self.keep_truncated!r}, not true or false.")
+
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleStep:
@@ -280,6 +294,33 @@ class GateConfig:
             raise ConfigError(
                 f"Gate lengths: minimum {self.min_response_tokens} must be >= 0, maximum {self.max_response_tokens} >= 1."
             )
+        if self.repetition_window < 0 or self.repetition_max_period < 1:
+            raise ConfigError(
+                f"Gate repetition: window {self.repetition_window} must be >= 0 (0 turns the check off), "
+                f"period {self.repetition_max_period} >= 1."
+            )
+        self._check_that_some_length_passes("", TaskRules())
+        for name, rules in self.tasks.items():
+            self._check_that_some_length_passes(f" of task '{name}'", rules)
+
+    def _check_that_some_length_passes(self, where: str, rules: TaskRules) -> None:
+        """ConfigError where no response can be long enough and short enough at once: the whole run would train on nothing."""
+        least = self.min_response_tokens if rules.min_response_tokens is None else rules.min_response_tokens
+        most = self.max_response_tokens if rules.max_response_tokens is None else rules.max_response_tokens
+        if most is not None and least > most:
+            raise ConfigError(f"Gate lengths{where}: minimum {least} exceeds maximum {most}; no response could be valid.")
+        if self.context_length is not None:
+            room = self.context_length - math.ceil(self.context_length * self.margin)
+            if room < max(least, 1):
+                raise ConfigError(
+                    f"Gate lengths{where}: a context of {self.context_length} tokens with margin {self.margin} leaves {room} for prompt "
+                    f"and response, the minimum response is {max(least, 1)}; no response could be valid."
+                )
+
+    @property
+    def log_prob_policy(self) -> MissingLogProbs:
+        """What missing log-probs mean for this call: nothing in an evaluation, which trains on none."""
+        return MissingLogProbs.ALLOW if self.evaluation else self.missing_log_probs
 
     def policy_of(self, reason: InvalidReason) -> Policy:
         """What happens to samples with `reason`: `mark` unless stated."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,10 +18,11 @@ import numpy as np
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.rollout.postprocess.adapters import ADAPTERS
 from slime.rollout.postprocess.alignment import Codec, codec_of
-from slime.rollout.postprocess.checks import CHECKS, Check, earlier_reason, is_kept
+from slime.rollout.postprocess.checks import CHECKS, Check, earlier_reason, is_kept, reward_problem
 from slime.rollout.postprocess.chunk import FINISH_NAMES, Chunk
 from slime.rollout.postprocess.contract import GateConfig, Policy, Verdict, reason_of_code
 from slime.rollout.postprocess.early import EARLY
+from slime.rollout.postprocess.readable import stand_ins
 from slime.rollout.postprocess.statistics import GateStatistics, describe_samples
 from slime.utils.types import Sample
 
@@ -128,7 +130,7 @@ def adapt(raw_outputs: Sequence[Any], config: GateConfig) -> Sequence[Sample]:
             continue
         try:
             samples.append(convert(raw))
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise RolloutDataError(
                 f"Gate input {position} cannot be read by adapter '{config.adapter}': {type(error).__name__}: {error}"
             ) from error
@@ -266,15 +268,16 @@ def _marked(sample: Sample, verdict: Verdict) -> Sample:
     return marked
 
 
+def _is_bad_reward(config: GateConfig, reward: Any) -> bool:
+    return config.rewards_expected and reward_problem(reward, config.reward_key) is not None
+
+
 def _masked_columns(sample: Sample, keep_mask: list[int]) -> tuple[list[int], list[float]]:
     """Loss mask and log-probs where missing entries carry no loss. Their log-prob reads 0.0 and is never used."""
-    mask = (
-        keep_mask
-        if sample.loss_mask is None
-        else [int(a) & b for a, b in zip(sample.loss_mask, keep_mask, strict=True)]
-    )
-    given = sample.rollout_log_probs if sample.rollout_log_probs is not None else [0.0] * len(keep_mask)
-    return mask, [value if value is not None else 0.0 for value in given]
+    given = keep_mask if sample.loss_mask is None else [int(value) for value in sample.loss_mask]
+    mask = [a & b for a, b in zip(given, keep_mask, strict=True)]
+    log_probs = sample.rollout_log_probs if sample.rollout_log_probs is not None else [0.0] * len(keep_mask)
+    return mask, [value if value is not None else 0.0 for value in log_probs]
 
 
 def assemble(
@@ -292,6 +295,9 @@ def assemble(
         marked = [_copied(sample) for sample in samples]
     else:
         marked = [_marked(samples[row], verdicts[row]) for row in raw_rows]
+        for sample in marked:
+            if not sample.valid:
+                sample.__dict__.update(stand_ins(sample, functools.partial(_is_bad_reward, config)))
     outcome.seconds["assemble"] += time.perf_counter() - start
     statistics = describe_samples(samples, outcome, config).with_history(previous)
     return PostprocessResult(marked, statistics, verdicts, raw_rows)

@@ -47,6 +47,10 @@ def token_array(tokens: Any) -> np.ndarray | str:
     values = _as_numpy(tokens)
     if values is None or values.ndim != 1 or (values.dtype.kind not in "iu" and values.size):
         return f"tokens must be a flat sequence of integers, got {_kind(tokens, values)}"
+    if values.dtype == np.uint64:  # numpy makes floats of uint64 next to int64
+        if values.size and values.max() >= 2**63:
+            return f"tokens are not 63-bit integers: entry {int(values.argmax())} is {values.max()}"
+        return values.astype(np.int64)
     return values if values.size else values.astype(np.int32)
 
 
@@ -61,6 +65,18 @@ def log_prob_array(log_probs: Any) -> np.ndarray | str:
     if values is None or values.ndim != 1 or (values.dtype.kind not in "fiu" and values.size):
         return f"log-probs must be a flat sequence of numbers, got {_kind(log_probs, values)}"
     return values
+
+
+def mask_array(mask: Any) -> np.ndarray | str:
+    """A loss mask as a 1-D array of 0 and 1; a string that says what is wrong otherwise."""
+    try:
+        values = np.frombuffer(bytes(mask), dtype=np.uint8) if isinstance(mask, list) else _as_numpy(mask)
+    except (TypeError, ValueError):  # floats, or no numbers at all
+        values = _as_numpy(tuple(mask))
+    if values is None or values.ndim != 1 or (values.dtype.kind not in "biuf" and values.size):
+        return f"loss mask must be a flat sequence of 0 and 1, got {_kind(mask, values)}"
+    wrong = np.flatnonzero((values != 0) & (values != 1))
+    return f"entry {wrong[0]} of the loss mask is {values[wrong[0]]}, not 0 or 1" if len(wrong) else values
 
 
 def missing_positions(log_probs: Any) -> np.ndarray | None:
@@ -86,12 +102,24 @@ def _as_numpy(values: Any) -> np.ndarray | None:
         return values
     try:
         if hasattr(values, "detach"):  # a tensor, without importing torch
-            return values.detach().cpu().numpy()
+            return _tensor_as_numpy(values.detach().cpu())
         if isinstance(values, tuple | range | array.array):
             return np.asarray(values)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
     return None
+
+
+def _tensor_as_numpy(tensor: Any) -> np.ndarray:
+    try:
+        return tensor.numpy()
+    except TypeError:  # bfloat16 has no numpy type
+        return tensor.float().numpy()
+
+
+def as_int(value: Any) -> int | None:
+    """`value` as int where it is one, of Python or numpy; None otherwise."""
+    return int(value) if isinstance(value, int | np.integer) else None
 
 
 def _first_bad(values: list, kind: type) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import queue
 import threading
@@ -16,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from slime.observability.jsonl import plain_value
 from slime.rollout.postprocess.contract import Verdict
-from slime.rollout.postprocess.ragged import log_prob_array, token_array
+from slime.rollout.postprocess.ragged import as_int, log_prob_array, missing_positions, token_array
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -117,13 +119,18 @@ class SnapshotWriter:
         self._prune()
 
     def _prune(self) -> None:
-        """Removes all but the newest `keep` rollouts, and older ones beyond `max_bytes`; the newest always stays."""
+        """Removes all but the newest `keep` rollouts, and older ones beyond `max_bytes`; the newest always stays.
+
+        Newest is the one written last: a resumed run writes lower numbers than the run before it left.
+        """
         files: dict[str, list[Path]] = {}
         for pattern in _PATTERNS:
             for path in self.folder.glob(pattern):
-                files.setdefault(path.stem.partition("_")[2], []).append(path)
+                if (number := path.stem.partition("_")[2]).isdigit():
+                    files.setdefault(number, []).append(path)
+        written = {number: max(path.stat().st_mtime_ns for path in paths) for number, paths in files.items()}
         total = 0
-        for rank, number in enumerate(sorted(files, key=int, reverse=True)):
+        for rank, number in enumerate(sorted(files, key=lambda n: (written[n], int(n)), reverse=True)):
             total += sum(path.stat().st_size for path in files[number])
             if rank >= self.keep or (rank > 0 and total > self.max_bytes):
                 for path in files[number]:
@@ -135,9 +142,7 @@ def raw_table(samples: Sequence[Sample], verdicts: Sequence[Verdict]) -> Any:
     import pyarrow
 
     tokens = [_readable(token_array(sample.tokens)) for sample in samples]
-    log_probs = [
-        None if s.rollout_log_probs is None else _readable(log_prob_array(s.rollout_log_probs)) for s in samples
-    ]
+    log_probs = [_log_probs(sample.rollout_log_probs) for sample in samples]
     columns = {
         "raw_row": pyarrow.array(range(len(samples)), pyarrow.int64()),
         "index": pyarrow.array([_int(s.index) for s in samples], pyarrow.int64()),
@@ -153,8 +158,8 @@ def raw_table(samples: Sequence[Sample], verdicts: Sequence[Verdict]) -> Any:
         ),
         "status": pyarrow.array([_text(getattr(s.status, "value", s.status)) for s in samples], pyarrow.string()),
         "weight_versions": pyarrow.array([_text(s.weight_versions) for s in samples], pyarrow.string()),
-        "reward": pyarrow.array([_text(s.reward) for s in samples], pyarrow.string()),
-        "metadata": pyarrow.array([_text(s.metadata) for s in samples], pyarrow.string()),
+        "reward": pyarrow.array([_json(s.reward) for s in samples], pyarrow.string()),
+        "metadata": pyarrow.array([_json(s.metadata) for s in samples], pyarrow.string()),
         "valid": pyarrow.array([v.valid for v in verdicts], pyarrow.bool_()),
         "reason": pyarrow.array([v.reason.value if v.reason else None for v in verdicts], pyarrow.string()),
         "detail": pyarrow.array([_text(v.detail) for v in verdicts], pyarrow.string()),
@@ -183,7 +188,7 @@ def _list_column(rows: list[np.ndarray | None], value_type: Any) -> Any:
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     present = [row.astype(dtype, copy=False) for row in rows if row is not None and len(row)]
     values = pyarrow.array(np.concatenate(present) if present else np.zeros(0, dtype=dtype), value_type)
-    missing = pyarrow.array([row is None for row in rows])
+    missing = pyarrow.array([row is None for row in rows], pyarrow.bool_())
     return pyarrow.LargeListArray.from_arrays(pyarrow.array(offsets), values, mask=missing)
 
 
@@ -191,12 +196,31 @@ def _readable(values: np.ndarray | str) -> np.ndarray | None:
     return None if isinstance(values, str) else values
 
 
+def _log_probs(values: Any) -> np.ndarray | None:
+    """Numbers as they came; entries that are None read NaN; None where there is nothing to read."""
+    if values is None:
+        return None
+    if missing_positions(values) is not None:
+        values = [math.nan if value is None else value for value in values]
+    return _readable(log_prob_array(values))
+
+
 def _int(value: Any) -> int | None:
-    return int(value) if isinstance(value, int) and abs(value) < 2**63 else None
+    number = as_int(value)
+    return number if number is not None and abs(number) < 2**63 else None
+
+
+def _json(value: Any) -> str:
+    """JSON text, also of a string, so that reading gives the same value back; numpy and torch scalars as numbers."""
+    try:
+        text = json.dumps(value, default=plain_value, ensure_ascii=False)
+    except (TypeError, ValueError):  # keys that are no strings, or a structure that holds itself
+        text = json.dumps(str(value), ensure_ascii=False)
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _text(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    text = value if isinstance(value, str) else _json(value)
     return text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates have no UTF-8 form
 
 

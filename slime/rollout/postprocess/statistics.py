@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import hashlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +17,17 @@ import numpy as np
 
 from slime.rollout.postprocess.contract import REASONS, GateConfig, InvalidReason, MismatchCause
 from slime.rollout.postprocess.drift import expected_psi_noise, kolmogorov_smirnov, population_stability_index
+from slime.rollout.postprocess.ragged import as_int
 
 if TYPE_CHECKING:
     from slime.rollout.postprocess.gate import Outcome
     from slime.utils.types import Sample
 
 NO_GROUP = -1
+MAX_SHARE_OF_ITERATION = 0.10
 _QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 _MAX_GROUPS_IN_RECORD = 500
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 # Reasons found from scalars alone, before any token is read.
 CHEAP_REASONS = frozenset(
     {
@@ -291,7 +295,8 @@ class GateStatistics:
             if lengths
             else "nothing kept"
         )
-        share = f" ({100 * self.share_of_iteration:.2f} % of the iteration)" if self.iteration_seconds else ""
+        too_much = f", above {100 * MAX_SHARE_OF_ITERATION:.0f} %" if self.share_of_iteration > MAX_SHARE_OF_ITERATION else ""
+        share = f" ({100 * self.share_of_iteration:.2f} % of the iteration{too_much})" if self.iteration_seconds else ""
         return (
             f"gate: {self.kept} of {self.total} kept ({100 * self.drop_rate:.1f} % invalid: {reasons}); {length}; "
             f"{self.gate_seconds:.3f} s{share}"
@@ -301,11 +306,10 @@ class GateStatistics:
 def describe_samples(samples: Sequence[Sample], outcome: Outcome, config: GateConfig) -> GateStatistics:
     """Statistics of one judged batch."""
     lengths = [
-        s.response_length if isinstance(s.response_length, int) and 0 <= s.response_length < 2**31 else 0
-        for s in samples
+        length if (length := as_int(s.response_length)) is not None and 0 <= length < 2**31 else 0 for s in samples
     ]
     groups = [
-        s.group_index if isinstance(s.group_index, int) and abs(s.group_index) < 2**62 else NO_GROUP for s in samples
+        group if (group := as_int(s.group_index)) is not None and abs(group) < 2**62 else NO_GROUP for s in samples
     ]
     return GateStatistics(
         codes=outcome.codes,
@@ -327,7 +331,9 @@ def _prompt_digests(samples: Sequence[Sample]) -> np.ndarray:
         prompt = sample.prompt
         digest = seen.get(id(prompt))
         if digest is None:
-            data = (prompt if isinstance(prompt, str) else repr(prompt)).encode("utf-8", "surrogatepass")
+            # an object without a repr of its own (an image in a message) shows its address, which says nothing about content
+            text = prompt if isinstance(prompt, str) else _ADDRESS.sub("", repr(prompt))
+            data = text.encode("utf-8", "surrogatepass")
             digest = seen[id(prompt)] = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
         digests.append(digest)
     return np.array(digests, dtype=np.uint64)

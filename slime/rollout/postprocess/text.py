@@ -64,12 +64,17 @@ def format_problem(text: str, spec: FormatSpec, level: Level, *, ends_with_end_t
     """
     if not spec.markers and not spec.end_marker:
         return None
-    found = [(m.group(), m.start()) for m in _marker_pattern(spec).finditer(text)] if spec.markers else []
-    found = _outside_opaque_pairs(found, spec)
+    found = _markers_in(text, spec)
     problem = _pairing_problem(found, spec)
     if problem is None and level is Level.STRICT:
         problem = _position_problem(found, spec) or _end_problem(text, spec, ends_with_end_token)
     return problem
+
+
+def _markers_in(text: str, spec: FormatSpec) -> list[tuple[str, int]]:
+    """(marker, character) in order, without what opaque pairs quote."""
+    found = [(m.group(), m.start()) for m in _marker_pattern(spec).finditer(text)] if spec.markers else []
+    return _outside_opaque_pairs(found, spec)
 
 
 def _outside_opaque_pairs(found: list[tuple[str, int]], spec: FormatSpec) -> list[tuple[str, int]]:
@@ -136,13 +141,18 @@ def _position_problem(found: list[tuple[str, int]], spec: FormatSpec) -> str | N
 
 
 def answer_of(text: str, spec: FormatSpec) -> str | None:
-    """Stripped content of the last pair that `spec.answer` names, None if there is none. No reasoning outside it comes along."""
+    """Stripped content of the last pair that `spec.answer` names, None if there is none. Neither reasoning outside
+    the pair comes along, nor an answer that an opaque pair quotes."""
     pair = next((pair for pair in spec.pairs if pair.open == spec.answer), None)
     if pair is None:
         return None
-    end = text.rfind(pair.close)
-    start = text.rfind(pair.open, 0, max(end, 0))
-    return text[start + len(pair.open) : end].strip() if start >= 0 else None
+    start, answer = 0 if pair.opened_by_prompt else None, None
+    for marker, position in _markers_in(text, spec):
+        if marker == pair.open:
+            start = position + len(marker)
+        elif marker == pair.close and start is not None:
+            start, answer = None, text[start:position].strip()
+    return answer
 
 
 def _end_problem(text: str, spec: FormatSpec, ends_with_end_token: bool | None) -> str | None:

@@ -13,7 +13,7 @@ from slime.rollout.postprocess.alignment import Codec, classify_mismatch
 from slime.rollout.postprocess.checks import reward_problem
 from slime.rollout.postprocess.contract import MismatchCause
 from slime.rollout.postprocess.gate import PostprocessResult
-from slime.rollout.postprocess.ragged import token_array
+from slime.rollout.postprocess.ragged import as_int, length_of, token_array
 from slime.utils.types import Sample
 
 ADVICE_OF_CAUSE = {
@@ -101,7 +101,7 @@ def find_mismatches(samples: Sequence[Sample], codec: Codec, *, stop_strings: Se
         length = sample.response_length
         if (
             isinstance(ids, str)
-            or not isinstance(length, int)
+            or as_int(length) is None
             or not 0 < length <= len(ids)
             or not isinstance(sample.response, str)
         ):
@@ -197,14 +197,14 @@ def suggest_thresholds(samples: Sequence[Sample], *, context_length: int | None 
     ended = [
         s
         for s in samples
-        if s.finish_reason != "length" and s.status.value != "truncated" and s.valid and s.response_length > 0
+        if s.finish_reason != "length" and s.status.value != "truncated" and s.valid and (as_int(s.response_length) or 0) > 0
     ]
     if not ended:
         raise ValueError("no response in the dump ended by itself: thresholds cannot be measured on it.")
     lengths = np.array([sample.response_length for sample in ended])
     margin = 0.05
     if context_length is not None:
-        totals = np.array([len(sample.tokens) for sample in samples])
+        totals = np.array([max(length_of(sample.tokens), 0) for sample in samples])
         margin = 0.1 if (totals > context_length * (1 - margin)).mean() > 0.01 else margin
     return Suggestion(
         num_measured=len(ended),
@@ -239,7 +239,8 @@ def reward_shape(samples: Sequence[Sample], *, reward_key: str | None = None) ->
 
 def diagnose_records(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """The first two steps when the loss spikes, from the rollouts' records: what changed in the drop statistics and in the lengths."""
-    training = [record for record in records if not record.get("evaluation")]
+    needed = ("rollout_id", "drop_rate", "total", "dropped", "drift", "lengths", "alarms")
+    training = [record for record in records if not record.get("evaluation") and all(name in record for name in needed)]
     if not training:
         return ["no rollout has been recorded"]
     last, earlier = training[-1], training[:-1][-5:]

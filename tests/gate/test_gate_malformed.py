@@ -1,0 +1,233 @@
+"""What engines and plug-ins get wrong: each ends as a reason or as a sentence, and whatever stays in the batch stops nobody after the gate."""
+
+import collections
+import dataclasses
+import functools
+import random
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import pytest
+from support.gate_golden import load_tokenizer
+from support.gate_mutations import mutate
+from support.gate_samples import reasons_of, sound_sample
+
+from slime.exceptions import ConfigError, RolloutDataError
+from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
+from slime.rollout.postprocess import (
+    FormatSpec,
+    GateConfig,
+    MissingLogProbs,
+    Policy,
+    TagPair,
+    TaskRules,
+    postprocess_output_data,
+)
+from slime.rollout.postprocess.contract import FORMAT_PRESETS, REASONS
+from slime.rollout.postprocess.text import answer_of
+from slime.utils.dp_schedule import ScheduleConfig
+from slime.utils.rollout_dump import read_rollout_dump, save_debug_rollout_data
+from slime.utils.rollout_split import SplitConfig, split_by_dp
+from slime.utils.types import Status
+
+NUM_GPUS = 0
+SCORED = GateConfig(rewards_expected=True, repetition_window=8)
+
+
+@functools.lru_cache(maxsize=1)
+def tokenizer():
+    return load_tokenizer()
+
+
+def said(ids=None, **changes):
+    """A sample whose response ids are text of the corpus's tokenizer."""
+    ids = list(ids) if ids is not None else tokenizer().encode("Hello world", add_special_tokens=False)
+    fields = {"tokens": [5, 6, *ids], "response_length": len(ids), "rollout_log_probs": [-1.0] * len(ids), "response": ""}
+    return sound_sample(0, **{**fields, **changes})
+
+
+def reasons(samples, config=None, **kwargs):
+    return reasons_of(postprocess_output_data(samples, config or GateConfig(), **kwargs))
+
+
+@pytest.mark.parametrize("extra", [{}, {"format": FORMAT_PRESETS["roles"]}, {"compare_text": True, "text_source": "engine"}])
+def test_an_id_between_the_tokenizers_size_and_the_models_padded_vocabulary_has_no_text(extra):
+    """A40, A94: Qwen's model has 151,936 rows, its tokenizer 151,669 ids; an untrained model samples the ones between."""
+    size = len(tokenizer())
+    hello = tokenizer().encode("Hello world", add_special_tokens=False)
+    config = GateConfig(vocab_size=size + 100, **extra)
+    batch = [said([*hello, size + 5]), said([size, size + 1, size + 99]), said([*hello, size + 100])]
+    result = postprocess_output_data(batch, config, tokenizer=tokenizer())
+    assert reasons_of(result) == [None, "empty", "bad_token"] and result.samples[0].response == "Hello world"
+    assert result.samples[0].tokens is batch[0].tokens
+
+
+def test_unsigned_and_signed_ids_in_one_batch_stay_integers():
+    """A02: numpy concatenates uint64 with int64 to floats, and a float is no index."""
+    ids = said().tokens
+    batch = [said(tokens=np.array(ids, dtype=kind)) for kind in (np.uint64, np.int64, np.int32, np.uint16)]
+    assert reasons([*batch, said()], tokenizer=tokenizer()) == [None] * 5
+    assert reasons([said(tokens=np.array([*ids[:-1], 2**63], dtype=np.uint64))]) == ["bad_token"]
+
+
+def test_bfloat16_log_probs_are_log_probs():
+    """An engine in bfloat16 hands over its own dtype, which numpy lacks."""
+    import torch
+
+    values = torch.full((12,), -1.0, dtype=torch.bfloat16)
+    assert reasons([sound_sample(0, rollout_log_probs=values)]) == [None]
+    values[3] = float("nan")
+    assert reasons([sound_sample(0, rollout_log_probs=values)]) == ["bad_logprob"]
+
+
+def test_numpy_integers_count_in_statistics():
+    """A86: a length that is np.int64(12) is 12 tokens, and its group is a group."""
+    sample = sound_sample(0, response_length=np.int64(12), group_index=np.int64(3))
+    statistics = postprocess_output_data([sample], GateConfig()).statistics
+    assert statistics.length_summary()["mean"] == 12 and statistics.groups()["count"] == 1
+
+
+@pytest.mark.parametrize("mask", [["x"] * 12, [None] * 12, [2] * 12, [0.5] * 12, [-1] * 12, "x" * 12, [[1]] * 12])
+def test_a_loss_mask_holds_zeros_and_ones(mask):
+    """A10: a mask of 2 doubles a token's gradient, and None is an exception after the gate."""
+    for policy in (MissingLogProbs.ALLOW, MissingLogProbs.MASK):
+        sample = sound_sample(0, loss_mask=mask, rollout_log_probs=None)
+        assert reasons([sample], GateConfig(missing_log_probs=policy)) == ["misaligned"]
+    good = ([1, 0] * 6, [True, False] * 6, [1.0, 0.0] * 6, np.ones(12), (1,) * 12)
+    assert reasons([sound_sample(0, loss_mask=value) for value in good]) == [None] * 5
+
+
+@pytest.mark.parametrize(
+    "changes", [{"group_index": "g"}, {"group_index": 2**70}, {"index": [1]}, {"rollout_id": 1.5}, {"metadata": "text"}]
+)
+def test_a_sample_that_nobody_can_place_is_refused_by_name(changes):
+    """A55: a baseline needs to know whose sibling a sample is."""
+    result = postprocess_output_data([sound_sample(0, **changes)], GateConfig())
+    assert reasons_of(result) == ["failed"] and result.verdicts[0].detail.startswith(next(iter(changes)))
+
+
+def train_side(samples, policy):
+    """What reads samples after the gate: rewards, columns and the split over two ranks."""
+    config = dataclasses.replace(SCORED, policies=dict.fromkeys(REASONS, policy))
+    out = postprocess_output_data(samples, config).samples
+    batch = build_train_columns(out, compute_rewards(out, ColumnsConfig())[:2], ColumnsConfig())
+    schedule = ScheduleConfig(dp_size=2, align=1)
+    split_by_dp(batch, SplitConfig(global_batch_size=4, expected_rollouts=4, schedule=schedule, keep_trailing=True))
+    valid = np.array([sample.valid for sample in out], dtype=bool)
+    return [(out[i].index, batch.array("rewards")[i].tobytes()) for i in np.flatnonzero(valid)]
+
+
+def test_whatever_the_gate_marks_can_be_carried_by_what_follows():
+    """A10, A49, A53: marking must not end a run that dropping survives; 500 mutations go through columns and split both ways."""
+    rng = random.Random(3)
+    stopped = collections.Counter()
+    for _ in range(500):
+        samples = [*(sound_sample(i) for i in range(3)), mutate(rng, sound_sample(3))]
+        try:
+            dropped = train_side(samples, Policy.DROP)
+        except RolloutDataError as error:
+            stopped[str(error)[:40]] += 1
+            continue
+        assert train_side(samples, Policy.MARK) == dropped, samples[3]
+    # what remains is about valid samples: log-probs that only some of them have, under the policy that allows it
+    assert sum(stopped.values()) < 20, stopped
+
+
+def test_what_stood_in_an_unreadable_field_is_kept_in_words():
+    """A04, A05: the stand-in makes nothing valid, and nobody has to guess what was there."""
+    sample = sound_sample(0, tokens=["a"] * 15, reward="excellent", status="done", metadata={"k": 1})
+    out = postprocess_output_data([sample], GateConfig(rewards_expected=True)).samples[0]
+    assert (out.valid, out.tokens, out.response_length, out.reward, out.status) == (False, [], 0, None, Status.FAILED)
+    assert out.metadata["k"] == 1 and set(out.metadata["unreadable"]) == {"tokens", "reward", "status"}
+    assert out.metadata["unreadable"]["reward"] == "'excellent'" and sample.tokens == ["a"] * 15
+    marked = postprocess_output_data([sound_sample(1, finish_reason="length")], GateConfig()).samples[0]
+    assert marked.metadata == {} and marked.response_length == 12
+
+
+def test_half_an_emoji_can_be_dumped_and_comes_back(tmp_path):
+    """Engines cut texts between the halves of an emoji; JSON text has no form for one half."""
+    samples = [sound_sample(0, response="cut \ud83d", metadata={"tool": ["\udc00 x"]}), sound_sample(1, response="caf\u00e9 \U0001f600")]
+    path = save_debug_rollout_data(str(tmp_path / "d_{rollout_id}.jsonl"), samples, rollout_id=0, evaluation=False)
+    assert read_rollout_dump(path) == samples
+
+
+@pytest.mark.parametrize(
+    "line", [b"[1]", b"3", b'{"tokens": [1]}', b'{"status": "zzz"}', b'{"status": "completed", "spec_info": 3}']
+)
+def test_a_line_that_is_no_sample_is_named_with_its_file(tmp_path, line):
+    """A dump may come from anywhere; the answer is a sentence, not a KeyError."""
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b'{"format": "slime-rollout-1", "num_samples": 1}\n' + line + b"\n")
+    with pytest.raises(RolloutDataError, match="d.jsonl, line 2: not a sample"):
+        read_rollout_dump(path)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "raw"),
+    [
+        ("openai", {"request": {"prompt_token_ids": [1]}, "response": {"choices": []}}),
+        ("sglang", {"request": {"input_ids": [1]}, "response": {"meta_info": {"output_token_logprobs": [[-0.5]]}}}),
+    ],
+)
+def test_replies_with_missing_entries_name_the_input(adapter, raw):
+    """A10, A14: a list that is shorter than its shape is an IndexError inside."""
+    with pytest.raises(RolloutDataError, match="input 0.*IndexError"):
+        postprocess_output_data([raw], GateConfig(adapter=adapter))
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: GateConfig(min_response_tokens=50, max_response_tokens=20), "minimum 50 exceeds maximum 20"),
+        (lambda: GateConfig(max_response_tokens=20, tasks={"a": TaskRules(min_response_tokens=30)}), "task 'a'.*30"),
+        (lambda: GateConfig(context_length=10, min_response_tokens=50), "context of 10 .* leaves 9"),
+        (lambda: GateConfig(context_length=-5), "context of -5"),
+        (lambda: GateConfig(repetition_window=-1), "window -1"),
+        (lambda: TaskRules(min_response_tokens="5"), "'5', not a whole number"),
+        (lambda: TaskRules(keep_truncated="no"), "'no', not true or false"),
+        (lambda: FormatSpec.from_dict({"pairs": [{"open": 1, "close": 2}]}), "pairs.*strings"),
+        (lambda: FormatSpec.from_dict({"forbidden": "<|x|>"}), "forbidden.*strings"),
+        (lambda: FormatSpec.from_dict({"end_marker": 5}), "end_marker.*strings"),
+    ],
+)
+def test_thresholds_that_contradict_each_other_are_refused_at_the_start(build, words):
+    """A run in which no response can be valid trains on nothing, and finds out after its first rollout."""
+    with pytest.raises(ConfigError, match=words):
+        build()
+
+
+def test_missing_log_probs_do_not_stop_an_evaluation():
+    """Evaluation is reported only; nothing of it is trained, so no log-prob is missing."""
+    config = GateConfig(missing_log_probs=MissingLogProbs.ERROR, evaluation=True)
+    assert reasons([sound_sample(0, rollout_log_probs=None)], config) == [None]
+
+
+def test_a_reward_beyond_the_floats_is_no_reward():
+    """A10: math.isfinite raises on it."""
+    assert reasons([sound_sample(0, reward=2**2000)], SCORED) == ["bad_reward"]
+
+
+def test_an_answer_quoted_in_the_reasoning_is_not_the_answer():
+    """A08, A47: the scored answer must never be read out of the thoughts, wherever they stand."""
+    spec = FormatSpec(
+        pairs=(TagPair("<think>", "</think>", opaque=True), TagPair("<answer>", "</answer>")), answer="<answer>"
+    )
+    assert answer_of("<answer>8</answer><think><answer>7</answer></think>", spec) == "8"
+    assert answer_of("<answer>1<answer>2</answer></answer>", spec) == "2"
+    opened = FormatSpec(pairs=(TagPair("<answer>", "</answer>", opened_by_prompt=True),), answer="<answer>")
+    assert answer_of("4</answer>", opened) == "4"
+
+
+def test_siblings_whose_prompt_holds_an_object_share_it():
+    """A62: an image in a message shows its address in repr; copies of one prompt are not different prompts."""
+    samples = [sound_sample(i, prompt=[{"role": "user", "content": object()}]) for i in range(4)]
+    samples.append(sound_sample(4, group_index=0, prompt=[{"role": "user", "content": "other"}]))
+    assert postprocess_output_data(samples[:4], GateConfig()).statistics.groups()["mixed"] == []
+    assert postprocess_output_data(samples, GateConfig()).statistics.groups()["mixed"] == [0]
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
