@@ -205,12 +205,20 @@ def test_workflow_matches_githubs_schema(tmp_path):
     assert run(*command, broken).returncode != 0
 
 
-def test_workflow_has_no_security_findings():
-    """Broad permissions, kept credentials and template injection are found offline."""
+def test_workflow_has_no_security_findings(tmp_path):
+    """Broad permissions, kept credentials and template injection are found offline; a workflow that has one is red."""
     zizmor = Path(sys.executable).parent / "zizmor"
-    command = [zizmor, "--offline", "--config", ROOT / ".github" / "zizmor.yml", WORKFLOWS / "pr-test.yml"]
-    result = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+
+    def findings(workflow):
+        command = [zizmor, "--offline", "--config", ROOT / ".github" / "zizmor.yml", workflow]
+        return subprocess.run(list(map(str, command)), capture_output=True, text=True)
+
+    result = findings(WORKFLOWS / "pr-test.yml")
     assert result.returncode == 0, result.stdout + result.stderr
+    broken = tmp_path / "broken.yml"
+    broken.write_text((WORKFLOWS / "pr-test.yml").read_text().replace("contents: read", "contents: write"))
+    result = findings(broken)
+    assert result.returncode and "excessive-permissions" in result.stdout
 
 
 if __name__ == "__main__":
