@@ -399,7 +399,7 @@ def test_the_cases_reach_every_branch():
 
 
 def test_a_shifted_or_short_log_prob_fails():
-    """5 ids with 4 log-probs: refuse; the right ones give ratio 1 everywhere, shifted ones do not."""
+    """faults, missing or shifted logprobs: 5 ids with 4 log-probs: refuse; the right ones give ratio 1 everywhere, shifted ones do not."""
     args, batch, packed = one_batch()
     with pretend_rank():
         out = loss.get_log_probs_and_entropy(

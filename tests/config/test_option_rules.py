@@ -105,6 +105,13 @@ def test_each_rule_names_flags_values_and_a_way_out(tmp_path, words, message):
     assert message in problems_of(words, tmp_path)
 
 
+def test_a_batch_that_leaves_a_rest_is_accepted_where_the_rest_trains(tmp_path):
+    """8 samples in steps of 5: 5 and 3. The rule that refuses it names the option that allows it."""
+    words = "--global-batch-size 5 --keep-trailing-rollouts"
+    args = parse_args([*write_run_inputs(tmp_path), *words.split()])
+    assert (args.global_batch_size, args.keep_trailing_rollouts) == (5, True)
+
+
 def test_all_broken_rules_are_shown_at_once():
     """Five mistakes are one message, not five runs."""
     with pytest.raises(ConfigError) as caught:

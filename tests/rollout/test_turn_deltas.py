@@ -94,7 +94,7 @@ class Rollout:
 
 
 def test_tokens_he_llo_stay_two_tokens_in_the_next_prompt():
-    """Decoding and encoding between turns trains on ids that nobody sampled: [he, llo] would come back as [hello]."""
+    """B28: decoding and encoding between turns trains on ids that nobody sampled: [he, llo] would come back as [hello]."""
     template = ChatTemplate(bpe_tokenizer(CHATML))
     he, llo, hello, end = template.tokenizer.convert_tokens_to_ids(["he", "llo", "hello", "<|im_end|>"])
     assert template.encode("hello") == [hello] and template.decode([he, llo]) == "hello"
