@@ -17,7 +17,7 @@ import numpy as np
 
 from slime.utils.rollout_fields import Reduce
 
-BLOCK_TOKENS = 1 << 15
+BLOCK_TOKENS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,72 +107,66 @@ def merge_all(per_rank: Sequence[dict[str, Contribution]]) -> dict[str, float]:
 
 
 class SegmentPlan:
-    """Where each sample's values stand in a concatenation of `lengths_N` values, and the blocks of whole samples to walk over. Made once per
-    batch and used for every field."""
+    """Where each sample's values stand in a concatenation of `lengths_N` values, the blocks of whole samples to walk over, and the memory for
+    one block. Made once per batch and used for every field."""
 
     def __init__(self, lengths_N: Any) -> None:
         self.lengths_N = np.asarray(lengths_N, dtype=np.int64)
         self.num_tokens = int(self.lengths_N.sum())
         self.filled = np.flatnonzero(self.lengths_N)  # reduceat would give an empty sample its neighbour's value
-        self.ends = np.cumsum(self.lengths_N)[self.filled]
-        self.starts = self.ends - self.lengths_N[self.filled]
+        ends = np.cumsum(self.lengths_N)[self.filled]
+        self.starts = ends - self.lengths_N[self.filled]
         firsts = np.flatnonzero(np.diff(self.starts // BLOCK_TOKENS, prepend=-1))
         lasts = np.append(firsts[1:], len(self.filled))[: len(firsts)]
-        lows, highs = self.starts[firsts], self.ends[lasts - 1]
+        lows, highs = self.starts[firsts], ends[lasts - 1]
         self.starts_in_block = self.starts - np.repeat(lows, lasts - firsts)
         self.blocks = list(zip(firsts.tolist(), lasts.tolist(), lows.tolist(), highs.tolist(), strict=True))
         self.longest_block = int((highs - lows).max(initial=0))
+        self.tensors: dict[Any, Any] = {}  # a block in each dtype that is gathered
+
+    @functools.cached_property
+    def buffer(self) -> np.ndarray:
+        """float64 [longest block]. One that stays in the cache: fresh memory for every block costs more than the sums."""
+        return np.empty(self.longest_block)
 
 
 def segment_sums(values_T: Any, plan: SegmentPlan, mask_T: np.ndarray | None = None) -> np.ndarray:
     """float64 [N]: the sum of each sample's values, in float64; entries where `mask_T` is False are not read.
 
-    `values_T` is the concatenation, or a list with one CPU tensor per sample, all of one dtype that numpy has.
-    ValueError where there are more or fewer values than the plan's lengths say.
+    `values_T` is the concatenation, or a list with one CPU tensor per sample. ValueError where there are more or fewer values than the
+    plan's lengths say.
     """
-    if isinstance(values_T, list):
-        read_block = _block_reader(values_T, plan)
-    else:
+    return _sum_blocks(borrow_flat(values_T, plan), plan, mask_T)
+
+
+def borrow_flat(values_T: Any, plan: SegmentPlan) -> Any:
+    """The concatenation without a copy, where a list's tensors lie one after the other in one storage, as `split` leaves them; else `values_T`.
+
+    ValueError as `segment_sums`.
+    """
+    if not isinstance(values_T, list):
         if len(values_T) != plan.num_tokens:
-            raise ValueError(f"{len(values_T)} entries where the samples of this rank have {plan.num_tokens}")
-
-        def read_block(first: int, last: int, low: int, high: int) -> np.ndarray:
-            return values_T[low:high]
-
-    sums = np.empty(len(plan.filled))
-    # one buffer that stays in the cache: fresh memory for every block costs more than the sums
-    buffer = np.empty(plan.longest_block)
-    for first, last, low, high in plan.blocks:
-        block = buffer[: high - low]
-        np.copyto(block, read_block(first, last, low, high), casting="unsafe")
-        if mask_T is not None:
-            np.copyto(block, 0.0, where=~mask_T[low:high])
-        np.add.reduceat(block, plan.starts_in_block[first:last], 0, None, sums[first:last])
-    sums_N = np.zeros(len(plan.lengths_N))
-    sums_N[plan.filled] = sums
-    return sums_N
-
-
-def _block_reader(tensors: list, plan: SegmentPlan) -> Callable[[int, int, int, int], np.ndarray]:
-    """Gathers one block after the other into one buffer."""
-    import torch
-
-    check_lengths(tensors, plan)
-    filled = [tensors[i] for i in plan.filled.tolist()] if len(plan.filled) < len(tensors) else tensors
-    if any(map(operator.attrgetter("requires_grad"), filled)):
-        filled = [tensor.detach() for tensor in filled]
-    buffer = torch.empty(plan.longest_block, dtype=tensors[0].dtype if tensors else None)
-    array = buffer.numpy()
-
-    def read_block(first: int, last: int, low: int, high: int) -> np.ndarray:
-        torch.cat(filled[first:last], out=buffer[: high - low])
-        return array[: high - low]
-
-    return read_block
+            raise ValueError(
+                f"{len(values_T)} values where the samples of this rank have {plan.num_tokens} response tokens"
+            )
+        return values_T
+    _check_lengths(values_T, plan)
+    if not len(plan.filled):
+        return np.zeros(0)
+    head, tail = values_T[plan.filled[0]], values_T[plan.filled[-1]]
+    expected = head.data_ptr() + plan.starts * head.element_size()
+    same_storage = head.untyped_storage().data_ptr() == tail.untyped_storage().data_ptr()
+    if not same_storage or tail.data_ptr() != expected[-1] or head.dim() != 1 or _lacks_numpy_dtype(head):
+        return values_T
+    addresses = np.fromiter(map(type(head).data_ptr, values_T), dtype=np.int64, count=len(values_T))[plan.filled]
+    if not np.array_equal(addresses, expected) or not all(map(type(head).is_contiguous, values_T)):
+        return values_T
+    if len(set(map(operator.attrgetter("dtype"), values_T))) > 1:
+        return values_T
+    return head.detach().as_strided((plan.num_tokens,), (1,)).numpy()
 
 
-def check_lengths(tensors: list, plan: SegmentPlan) -> None:
-    """ValueError naming the first sample whose tensor has not its number of values."""
+def _check_lengths(tensors: list, plan: SegmentPlan) -> None:
     if len(tensors) != len(plan.lengths_N):
         raise ValueError(f"{len(tensors)} entries where this rank has {len(plan.lengths_N)} samples")
     if not tensors:
@@ -184,23 +178,46 @@ def check_lengths(tensors: list, plan: SegmentPlan) -> None:
         raise ValueError(f"{lengths_N[i]} values for the {plan.lengths_N[i]} response tokens of the sample at {i}")
 
 
-def borrow_flat(tensors: list, plan: SegmentPlan) -> np.ndarray | None:
-    """The concatenation of `tensors` without a copy, where they lie one after the other in one storage (as `split` leaves them); else None.
+def _lacks_numpy_dtype(tensor: Any) -> bool:
+    return str(tensor.dtype) == "torch.bfloat16"
 
-    ValueError as `segment_sums`.
-    """
-    check_lengths(tensors, plan)
-    if not len(plan.filled):
-        return None
-    head, tail = tensors[plan.filled[0]], tensors[plan.filled[-1]]
-    expected = head.data_ptr() + plan.starts * head.element_size()
-    same_storage = head.untyped_storage().data_ptr() == tail.untyped_storage().data_ptr()
-    if not same_storage or tail.data_ptr() != expected[-1] or head.dim() != 1:
-        return None
-    addresses = np.fromiter(map(type(head).data_ptr, tensors), dtype=np.int64, count=len(tensors))[plan.filled]
-    if not np.array_equal(addresses, expected) or not all(map(type(head).is_contiguous, tensors)):
-        return None
-    return head.detach().as_strided((plan.num_tokens,), (1,)).numpy()
+
+def _sum_blocks(values_T: Any, plan: SegmentPlan, mask_T: np.ndarray | None) -> np.ndarray:
+    """`segment_sums` of values whose lengths were checked."""
+    gather = _gatherer(values_T, plan) if isinstance(values_T, list) else None
+    sums = np.empty(len(plan.filled))
+    for first, last, low, high in plan.blocks:
+        block = plan.buffer[: high - low]
+        np.copyto(block, values_T[low:high] if gather is None else gather(first, last, high - low), casting="unsafe")
+        if mask_T is not None:
+            np.copyto(block, 0.0, where=~mask_T[low:high])
+        np.add.reduceat(block, plan.starts_in_block[first:last], 0, None, sums[first:last])
+    sums_N = np.zeros(len(plan.lengths_N))
+    sums_N[plan.filled] = sums
+    return sums_N
+
+
+def _gatherer(tensors: list, plan: SegmentPlan) -> Callable[[int, int, int], np.ndarray]:
+    """A function that copies the tensors of one block together, always to the same place."""
+    import torch
+
+    dtypes = set(map(operator.attrgetter("dtype"), tensors))
+    if len(dtypes) > 1 or _lacks_numpy_dtype(tensors[0]):
+        tensors, dtypes = [tensor.double() for tensor in tensors], {torch.float64}
+    if any(map(operator.attrgetter("requires_grad"), tensors)):
+        tensors = [tensor.detach() for tensor in tensors]
+    filled = [tensors[i] for i in plan.filled.tolist()] if len(plan.filled) < len(tensors) else tensors
+    dtype = dtypes.pop()
+    if dtype not in plan.tensors:
+        plan.tensors[dtype] = torch.empty(plan.longest_block, dtype=dtype)
+    buffer = plan.tensors[dtype]
+    array = buffer.numpy()
+
+    def gather(first: int, last: int, size: int) -> np.ndarray:
+        torch.cat(filled[first:last], out=buffer[:size])
+        return array[:size]
+
+    return gather
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,13 +238,14 @@ class SampleTokens:
 
     def masked_sums(self, values_T: Any) -> np.ndarray:
         """float64 [N]: the sum of each sample's trained tokens. `values_T` as in `segment_sums`."""
-        flat = borrow_flat(values_T, self.plan) if isinstance(values_T, list) else values_T
-        if flat is None or not flat.flags.c_contiguous:
-            return segment_sums(values_T, self.plan, self.mask_T)
+        values_T = borrow_flat(values_T, self.plan)
+        if isinstance(values_T, list) or not values_T.flags.c_contiguous:
+            return _sum_blocks(values_T, self.plan, self.mask_T)
         # group estimators make one tensor, which is both the advantages and the returns
-        key = (flat.ctypes.data, flat.dtype.str)
+        key = (values_T.ctypes.data, values_T.dtype.str)
         if key not in self.known:
-            self.known[key] = (flat, segment_sums(flat, self.plan, self.mask_T))  # holds it: its address stays its own
+            # keeps the array, so that its address stays its own
+            self.known[key] = (values_T, _sum_blocks(values_T, self.plan, self.mask_T))
         return self.known[key][1]
 
     @functools.cached_property

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -99,16 +98,10 @@ def flat_tokens(batch: Mapping[str, Any], name: str) -> np.ndarray:
 def token_values(batch: Mapping[str, Any], name: str) -> Any:
     """A TOKEN field as `segment_sums` reads it: the list of its CPU tensors where it is one, so that nothing is copied, else the concatenation."""
     value = batch.raw(name) if isinstance(batch, RolloutBatch) else batch[name]
-    if (
-        not isinstance(value, list)
-        or not value
-        or not all(map(is_tensor, {type(entry): entry for entry in value}.values()))
-    ):
-        return flat_tokens(batch, name)
-    # the entries of one field live on one device; numpy has no bfloat16
-    dtypes = set(map(operator.attrgetter("dtype"), value))
-    plain = len(dtypes) == 1 and "bfloat16" not in str(value[0].dtype) and value[0].device.type == "cpu"
-    return value if plain else flat_tokens(batch, name)
+    # one look at the first: tensors of one field live on one device
+    one_kind = isinstance(value, list) and len(set(map(type, value))) == 1
+    on_cpu = one_kind and is_tensor(value[0]) and value[0].device.type == "cpu"
+    return value if on_cpu else flat_tokens(batch, name)
 
 
 def _trains_every_token(batch: Mapping[str, Any], num_tokens: int) -> bool:
