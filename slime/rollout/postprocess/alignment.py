@@ -77,8 +77,9 @@ class Codec:
     def proves_visible(self, ids: np.ndarray) -> np.ndarray:
         """[any shape] bool: the id alone decodes to something a reader sees, so a response that holds it is not empty."""
         positions = self._clip(ids)
-        unknown = np.unique(positions[self._visible[positions] < 0])
+        unknown = positions[self._visible[positions] < 0]
         if len(unknown):
+            unknown = np.unique(unknown)
             texts = self.decode([np.array([token_id]) for token_id in unknown])
             self._visible[unknown] = [not is_blank(text.replace(REPLACEMENT, "")) for text in texts]
         return self._visible[positions] == 1

@@ -7,6 +7,7 @@ cost belongs in CHECKS, and give `slime gate` golden samples for it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import numbers
 from collections.abc import Callable
@@ -261,6 +262,8 @@ def find_misaligned(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
     if len(due):
         findings = _text_findings(chunk, due)
         compare = chunk.config.compare_text and chunk.level("misaligned") is not Level.OFF
+        if chunk.config.text_source == "tokens":  # in one batch, also where the comparison came from the cache
+            chunk.text_of(np.array([row for row, finding in findings.items() if not finding.text_is_response], dtype=np.int64))
         for row, finding in findings.items():
             text = chunk.samples[row].response
             if compare and text not in ("", None):
@@ -426,7 +429,7 @@ class Check:
     quality: str | None = None  # the name under which it has a level; None: integrity, always on
     may_be_kept: bool = True  # False where the later checks and the trainer could not read the sample
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         return self.find.__name__.removeprefix("find_")
 

@@ -100,6 +100,8 @@ class Chunk:
 
     def per_task(self, field: str, default: Any, missing: int) -> np.ndarray:
         """[N] the task's number for `field`, `default` where the task says nothing, `missing` where that is None too."""
+        if len(self.rules) == 1:
+            return np.full(self.num_samples, missing if default is None else default, dtype=np.int64)
         values = [default if getattr(rules, field) is None else getattr(rules, field) for rules in self.rules]
         return np.array([missing if value is None else value for value in values], dtype=np.int64)[self.rule_index]
 
@@ -156,6 +158,8 @@ class Chunk:
     def text_of(self, rows: np.ndarray) -> dict[int, str]:
         """Text by row that the checks read: decoded from the ids where a codec is given, else the engine's. Decodes in one batch."""
         wanted = [row for row in rows.tolist() if row not in self._text_view]
+        if not wanted:
+            return self._text_view
         if self.codec is not None:
             self.counts["decoded"] += len(wanted)
             texts = self.codec.decode([self.response_ids(row) for row in wanted])

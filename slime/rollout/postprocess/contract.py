@@ -336,6 +336,8 @@ class GateConfig:
         A step with a `rollout_id` is reached from that rollout on; one with `below_rate` when the measured rate is below it.
         The last reached step wins.
         """
+        if not self.schedule:
+            return self
         level = self.level
         for step in self.schedule:
             by_id = step.rollout_id is not None and rollout_id >= step.rollout_id

@@ -104,10 +104,13 @@ def check_responses(samples: Sequence[Sample], config: GateConfig, *, tokenizer:
 
     A schedule of levels follows the rollout that `Gate.run` last reported in this process.
     """
-    start = time.perf_counter()
-    config = dataclasses.replace(config.at(EARLY.rollout_id, EARLY.bad_format_rate), rewards_expected=False)
+    wall, processor = time.perf_counter(), time.process_time()
+    config = config.at(EARLY.rollout_id, EARLY.bad_format_rate)
+    if config.rewards_expected:
+        config = dataclasses.replace(config, rewards_expected=False)
     outcome = judge(adapt(samples, config), config, codec_of(tokenizer, config))
-    EARLY.add(outcome.counts, time.perf_counter() - start)
+    # Engines generate meanwhile: where they use the same cores, waiting for one is their time and not the gate's.
+    EARLY.add(outcome.counts, min(time.perf_counter() - wall, time.process_time() - processor))
     return _verdicts(outcome, config)
 
 
@@ -219,7 +222,7 @@ def _count_finish_reasons(chunk: Chunk) -> None:
         return
     rows = np.flatnonzero((gathered.place >= 0) & (chunk.response_lengths > 0))
     last = gathered.ragged.values[gathered.ragged.offsets[gathered.place[rows] + 1] - 1]
-    ends = np.isin(last, list(eos))
+    ends = (last[:, None] == np.array(list(eos))).any(axis=1)
     chunk.counts["stop_without_eos"] += int(((chunk.finish[rows] == 1) & ~ends).sum())
     chunk.counts["length_with_eos"] += int(((chunk.finish[rows] == 2) & ends).sum())
 

@@ -36,8 +36,9 @@ def _is_length(value: Any) -> bool:
 
 
 def _are_log_probs(value: Any) -> bool:
-    # beside what the gate reads: integers that only a Python list can hold
-    return not isinstance(log_prob_array(value), str) and not (isinstance(value, list) and np.asarray(value).dtype == object)
+    values = log_prob_array(value)
+    # a Python list may hold integers that no array does
+    return not isinstance(values, str) and not (np.isfinite(values) & (np.abs(values) >= 2.0**63)).any()
 
 
 _RULES: tuple[tuple[str, Callable[[Any], bool], Any], ...] = (
