@@ -201,7 +201,8 @@ def test_ppo_entry_of_the_table_is_what_the_trainer_computes():
 
 @pytest.mark.parametrize("estimator", ["ppo", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_the_logged_kl_stays_raw(estimator):
-    """faults, logged KL is overwritten: KL .1 .1 .1, coefficient .5, reward 1: the metric is .1, not .383 (coefficient * KL with the reward on the last token)."""
+    """faults, logged KL is overwritten: KL .1 .1 .1, coefficient .5, reward 1: the metric is .1, not .383 (coefficient * KL with the reward on the
+    last token)."""
     data = {
         "total_lengths": [5],
         "response_lengths": [3],

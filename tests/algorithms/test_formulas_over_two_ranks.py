@@ -277,7 +277,8 @@ def test_gathered_responses_are_in_order_and_differentiable(ranks):
 
 
 def test_whitening_is_over_all_ranks(ranks):
-    """faults, advantage whitening per CP slice: slices 1 1 1 and 5: mean 2, variance 4 (Bessel). A slice by itself would give zeros, and 0/0 on the other rank."""
+    """faults, advantage whitening per CP slice: slices 1 1 1 and 5: mean 2, variance 4 (Bessel). A slice by itself would give zeros, and 0/0 on the
+    other rank."""
     first, second = (rank["whitening"] for rank in ranks)
     for name in ("ragged", "far from zero"):
         assert first[name] == pytest.approx([-0.5] * 3) and second[name] == pytest.approx([1.5])
