@@ -73,6 +73,7 @@ def test_a_two_peaked_reward_with_many_zeros_asks_for_a_look(tmp_path):
     assert "zeros 50.0 %" in lines[0] and "two peaks" in lines[1] and "truncated" in lines[1]
     one_peak = [0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 5, 5, 6]
     assert len(tools.reward_shape([sound_sample(i, reward=float(value)) for i, value in enumerate(one_peak)])) == 1
+    assert len(tools.reward_shape([sound_sample(i, reward=float(i)) for i in range(16)])) == 1  # every value once: no peak
     assert tools.reward_shape([]) == ["no valid sample has a reward"]
 
 

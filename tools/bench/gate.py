@@ -102,7 +102,7 @@ def bench_checks(count: int, length: int) -> list[str]:
     print(f"  gate on arrays      {seconds:8.3f} s   {count * length / seconds / 1e6:8.1f} M tokens/s")
     print(f"  gate on lists       {on_lists:8.3f} s   (measured on {part} samples)")
     print(f"  per-sample loop     {loop:8.3f} s   (measured on {part} samples)")
-    print(f"  loop / gate         {loop / seconds:8.1f} x on arrays, {loop / on_lists:.1f} x on lists   [A81: 5 x]")
+    print(f"  loop / gate         {loop / seconds:8.1f} x on arrays [A81: 5 x], {loop / on_lists:.1f} x on lists")
     print(f"  added memory        {added / 2**20:8.1f} MiB = {added / token_bytes:.2f} of the token bytes")
     print(
         f"  share of a 60 s iteration: loop {100 * loop / 60:.1f} %, gate {100 * seconds / 60:.2f} %   [A81: 15 % to 3 %]"
