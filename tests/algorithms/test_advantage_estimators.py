@@ -27,6 +27,7 @@ from slime.backends.megatron_utils import loss
 from slime.exceptions import RolloutDataError
 from slime.utils import ppo_utils
 from slime.utils.cp_layout import plan_response_layout
+from slime.utils.distributed_utils import distributed_masked_whiten
 
 NUM_GPUS = 0
 
@@ -318,6 +319,12 @@ def test_unknown_estimators_and_wrong_lengths_are_named():
         compute({**data, "rewards": [1.0, 2.0]})
     with pytest.raises(RolloutDataError, match="no values, which --advantage-estimator ppo"):
         compute(data, advantage_estimator="ppo")
+
+
+def test_whitening_nothing_is_one_clear_error():
+    """faults, advantage whitening: all masks 0 everywhere is no 0/0 and no hang: every rank has the global count, so every rank raises."""
+    with pytest.raises(ValueError, match="no position has mask 1 on any rank"):
+        distributed_masked_whiten(torch.ones(3), torch.zeros(3))
 
 
 def test_other_pipeline_stages_have_nothing_to_do():
