@@ -21,7 +21,7 @@ from slime.ray import rollout as manager_module
 from slime.rollout import scoring
 from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
 from slime.rollout.filter_hub.dynamic_sampling_filters import usable_rewards
-from slime.rollout.postprocess import Gate, GateConfig, InvalidReason, Policy, postprocess_output_data
+from slime.rollout.postprocess import GateConfig, InvalidReason, Policy, postprocess_output_data
 from slime.rollout.postprocess.contract import MODEL_FAILURES, REASONS
 from slime.rollout.rewards import normalize_rewards
 from slime.utils.dp_schedule import ScheduleConfig
@@ -159,19 +159,20 @@ def test_model_failures_and_infrastructure_failures_are_told_apart_for_pass_at_k
 
 
 def manager_of(samples, tmp_path, monkeypatch, **options):
-    """A RolloutManager without Ray: its own `generate` over a rollout function that returns `samples` as they are."""
-    manager = manager_module.RolloutManager.__new__(manager_module.RolloutManager)
-    manager.args = rollout_args(run_dir=str(tmp_path), global_batch_size=len(samples), rollout_batch_size=len(samples) // 4,
-                                n_samples_per_prompt=4, advantage_estimator="grpo", **options)  # fmt: skip
+    """A RolloutManager without Ray and engines: its own constructor, and `generate` over a function that returns `samples` as they are."""
+    servers = types.SimpleNamespace(client_urls=[], engines=[], urls=[], router=None, failures=lambda: [])
+    args = rollout_args(run_dir=str(tmp_path), global_batch_size=len(samples), rollout_batch_size=len(samples) // 4, hf_checkpoint=None,
+                        n_samples_per_prompt=4, advantage_estimator="grpo", rollout_global_dataset=False, **options)  # fmt: skip
+    replaced = {"configure_logger": lambda *a, **k: None, "init_tracking": lambda *a, **k: None, "start_rollout_servers": lambda *a: servers}
+    for name, value in {**replaced, "Lock": types.SimpleNamespace(remote=lambda: None)}.items():
+        monkeypatch.setattr(manager_module, name, value)
     monkeypatch.setattr(manager_module.ray, "put", lambda shard: shard)
+    manager = manager_module.RolloutManager(args, ())
     manager.logged = {}
     for module in (manager_module, logging_utils):
         monkeypatch.setattr(module, "log", lambda args, metrics, step_key: manager.logged.update(metrics))
-    manager.data_source, manager.generate_rollout = None, lambda args, rollout_id, source, evaluation: samples
+    manager.generate_rollout = lambda args, rollout_id, source, evaluation: samples
     manager.eval_generate_rollout = lambda args, rollout_id, source, evaluation: {"set": evaluated(samples)}
-    manager.custom_reward_post_process_func = manager.custom_convert_samples_to_train_data_func = None
-    manager.gate, manager.server = Gate.from_args(manager.args), types.SimpleNamespace(failures=lambda: [])
-    manager._weight_version = manager._last_generate_started = None
     manager.set_train_parallel_config(
         {"dp_size": 2, "cp_size": 1, "tp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
     )

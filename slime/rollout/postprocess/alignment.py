@@ -19,6 +19,7 @@ from slime.rollout.postprocess.contract import GateConfig, MismatchCause
 from slime.rollout.postprocess.text import is_blank
 
 _CACHE_ENTRIES = 200_000
+_SERIAL_DECODE_TOKENS = 4096  # below it, waking the tokenizer's threads takes longer than the decoding
 _WHITESPACE = re.compile(r"\s+")
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
 REPLACEMENT = "\ufffd"
@@ -64,6 +65,8 @@ class Codec:
         table = self.all_special if hide_all_special else self.hidden
         ids = [row[~table[np.minimum(row, self.vocab_size)]].tolist() for row in rows]
         if self._backend is not None:
+            if sum(map(len, ids)) < _SERIAL_DECODE_TOKENS:
+                return [self._backend.decode(row, skip_special_tokens=False) for row in ids]
             return self._backend.decode_batch(ids, skip_special_tokens=False)
         return [self.tokenizer.decode(row, skip_special_tokens=False) for row in ids]
 
