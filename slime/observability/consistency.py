@@ -56,7 +56,7 @@ def _by_label(kind: str, label_T: np.ndarray, names: Sequence[str], distance: np
 def _quarters(sample_T: np.ndarray, batch: Mapping[str, Any], *, cp_size: int, cp_rank: int) -> np.ndarray:
     """int64 [tokens on this rank]: the quarter of its response in which each token stands."""
     responses = np.asarray(batch["response_lengths"], dtype=np.int64)
-    starts = np.concatenate(([0], np.cumsum(responses)[:-1]))
+    starts = np.cumsum(responses) - responses
     whole_T = np.arange(int(responses.sum())) - np.repeat(starts, responses)
     if cp_size > 1:
         from slime.utils.cp_layout import plan_response_layout

@@ -66,6 +66,7 @@ def test_without_a_trained_token_there_is_no_number_and_no_crash():
     """A mean over nothing would be NaN in the charts, or a 0 that looks like agreement."""
     assert metrics_of(batch_of([[-1, -1]], [[-2, -2]], [[0, 0]])) == {}
     assert metrics_of(batch_of([[]], [[]])) == {}
+    assert metrics_of(batch_of([], [])) == {}  # a rank without samples, where there are fewer samples than ranks
     assert consistency_contributions({"log_probs": [torch.zeros(1)], "loss_masks": [torch.ones(1)]}) == {}
 
 
