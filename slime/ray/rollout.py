@@ -30,7 +30,7 @@ from slime.utils.http_utils import init_http_client
 from slime.utils.metric_utils import compute_rollout_step
 from slime.utils.misc import Box, load_function
 from slime.utils.processing_utils import shared_tokenizer
-from slime.utils.rollout_dump import load_debug_rollout_data, save_debug_rollout_data
+from slime.utils.rollout_dump import RolloutDumper, load_debug_rollout_data
 from slime.utils.rollout_split import SplitConfig, SplitPlan, split_by_dp
 from slime.utils.types import Sample
 
@@ -57,6 +57,7 @@ class RolloutManager:
             set_engines(self.server.client_urls, is_router=self.server.router is not None)
             init_http_client(args)
         self._num_new_engines = len(self.server.engines)
+        self.dumper = RolloutDumper(args.save_debug_rollout_data)
         self._weight_version: int | None = None  # what the engines serve now
         self._last_generate_started: float | None = None
 
@@ -74,9 +75,8 @@ class RolloutManager:
         with timer("gate"):
             judged = self.gate.run(all_samples, rollout_id, iteration_seconds=iteration_seconds)
         samples = judged.samples
-        if self.args.save_debug_rollout_data:
-            save_debug_rollout_data(self.args.save_debug_rollout_data, samples, rollout_id=rollout_id, evaluation=False)
-        extra = {**(output.metrics or {}), **self.gate.metrics(judged)}
+        dumped = self.dumper.save(samples, rollout_id=rollout_id, evaluation=False)
+        extra = {**(output.metrics or {}), **self.gate.metrics(judged), **dumped}
         rollout_metrics.log_rollout_data(
             rollout_id, self.args, samples, extra, rollout_time, trainer_weight_version=self._weight_version
         )
@@ -97,8 +97,7 @@ class RolloutManager:
         with self._blaming_engines():
             output = call_rollout_fn(self.eval_generate_rollout, self.args, rollout_id, self.data_source, evaluation=True)
         samples = [sample for dataset in output.data.values() for sample in flatten_samples(dataset["samples"])]
-        if self.args.save_debug_rollout_data:
-            save_debug_rollout_data(self.args.save_debug_rollout_data, samples, rollout_id=rollout_id, evaluation=True)
+        self.dumper.save(samples, rollout_id=rollout_id, evaluation=True)
         judged = self.gate.run(samples, rollout_id, evaluation=True)
         extra = {**(output.metrics or {}), **{f"eval/{name}": value for name, value in self.gate.metrics(judged).items()}}
         rollout_metrics.log_eval_rollout_data(rollout_id, self.args, output.data, extra)

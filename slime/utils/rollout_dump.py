@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import base64
+import logging
 import math
 import os
 import re
@@ -20,6 +21,8 @@ import orjson
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.utils.ragged import is_tensor
 from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
 
 FORMAT = "slime-rollout-1"
 _ARRAY, _NAN, _TEXT = "__array__", "__float__", "__text__"
@@ -64,6 +67,32 @@ def save_debug_rollout_data(path_template: str, data: Sequence[Any], *, rollout_
     finally:
         temporary.unlink(missing_ok=True)
     return path
+
+
+class RolloutDumper:
+    """Saves the rollouts of a run below `path_template` (None: nothing is saved). A disk that takes no more costs dumps, never the run."""
+
+    def __init__(self, path_template: str | None) -> None:
+        self.path_template = path_template
+        self.lost = 0
+
+    def save(self, data: Sequence[Any], *, rollout_id: int, evaluation: bool) -> dict[str, int]:
+        """Saves as `save_debug_rollout_data` and returns metrics: how many dumps this run has lost, {} while none. The first loss is said."""
+        if not self.path_template:
+            return {}
+        try:
+            save_debug_rollout_data(self.path_template, data, rollout_id=rollout_id, evaluation=evaluation)
+        except OSError as error:
+            if not self.lost:
+                logger.warning(
+                    "rollout %s was not dumped to %s: %s. Training goes on; further losses are only counted, as rollout/dumps_lost. "
+                    "Free the disk, or point --save-debug-rollout-data elsewhere.",
+                    rollout_id,
+                    self.path_template,
+                    error,
+                )
+            self.lost += 1
+        return {"rollout/dumps_lost": self.lost} if self.lost else {}
 
 
 def _encode_sample(sample: Sample) -> bytes:

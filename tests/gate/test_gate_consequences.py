@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import inspect
 import math
+import resource
 import sys
 import textwrap
 import types
@@ -25,7 +26,7 @@ from slime.rollout.postprocess import GateConfig, InvalidReason, Policy, postpro
 from slime.rollout.postprocess.contract import MODEL_FAILURES, REASONS
 from slime.rollout.rewards import normalize_rewards
 from slime.utils.dp_schedule import ScheduleConfig
-from slime.utils.rollout_dump import save_debug_rollout_data
+from slime.utils.rollout_dump import RolloutDumper, save_debug_rollout_data
 from slime.utils.rollout_split import SplitConfig, plan_split
 
 NUM_GPUS = 0
@@ -204,6 +205,34 @@ def test_a_rollout_function_that_scores_by_itself_still_goes_through_the_gate(tm
     dropped = {name.split("/")[-1]: v for name, v in manager.logged.items() if name.startswith("rollout/ledger/dropped/")}
     assert dropped == {"bad_logprob": 1, "bad_token": 1, "bad_reward": 1, "empty": 1, "truncated": 1}
     assert manager.logged["gate/drop_rate"] == 5 / 16 and (tmp_path / "gate.jsonl").exists()
+    manager.gate.close()
+
+
+def test_a_disk_that_takes_no_more_costs_the_dump_and_not_the_rollout(tmp_path, monkeypatch, caplog):
+    """Design 9.8: the samples are trained, the loss is counted and said once, and no half file stays."""
+    folder = tmp_path / "dumps"
+    manager = manager_of(dirty_rollout(), tmp_path / "run", monkeypatch, save_debug_rollout_data=f"{folder}/{{rollout_id}}.jsonl")
+    write = manager.dumper.save
+
+    def write_on_full_disk(*args, **kwargs):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        try:
+            return write(*args, **kwargs)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    monkeypatch.setattr(manager.dumper, "save", write_on_full_disk)
+    for lost in (1, 2):
+        shards = [box.inner for box in manager.generate(lost)]
+        assert sum(len(shard["sample_indices"]) for shard in shards) == 11
+        assert manager.logged["rollout/dumps_lost"] == lost
+    assert list(folder.iterdir()) == []
+    assert caplog.text.count("was not dumped") == 1
+    assert "rollout 1 was not dumped" in caplog.text and "File too large" in caplog.text
+    monkeypatch.setattr(manager.dumper, "save", write)
+    manager.generate(3)
+    assert [path.name for path in folder.iterdir()] == ["3.jsonl"] and manager.logged["rollout/dumps_lost"] == 2
     manager.gate.close()
 
 
