@@ -12,7 +12,7 @@ SPLIT = (
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("example", ["addition", "moe"])
+@pytest.mark.parametrize("example", ["moe", pytest.param("addition", marks=pytest.mark.slow_layouts)])
 def test_a_model_split_over_four_ranks_trains_and_serves(example, tmp_path):
     """The engine computes with whole weights that were gathered from all ranks after training: its log-probs stay the trainer's, step after step."""
     from importlib import import_module

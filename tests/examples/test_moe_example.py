@@ -48,8 +48,10 @@ def test_the_verdict_needs_both_accuracies_and_agreement(distance, accuracies, s
     """A run in which trainer and engine drift apart, or that was not evaluated twice, is no success."""
     records = [{"time": 0, "process": "a", "step_key": "eval/step", "step": i, "metrics": {"eval/addition": a}} for i, a in enumerate(accuracies)]
     record = {"rollout/logprob_abs_diff/max": distance, "rollout/ledger/sampled": 8, "rollout/ledger/trained": 8, "rollout/ledger/dropped": 0}
-    record |= {"rollout/raw_reward": 0.3, "train/weight_delta": 1e-3}
-    records.append({"time": 0, "process": "a", "step_key": "rollout/step", "step": 0, "metrics": record})
+    record["train/weight_delta"] = 1e-3
+    for step in range(2):
+        moved = record | {"rollout/raw_reward": 0.3 + 0.1 * step}
+        records.append({"time": 0, "process": "a", "step_key": "rollout/step", "step": step, "metrics": moved})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     assert run.conclude(tmp_path, started=0.0) == status
     assert ("PROBLEM" in capsys.readouterr().err) == bool(status)
