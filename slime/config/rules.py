@@ -155,27 +155,6 @@ def batches_divide(args):
         )
 
 
-@rule(
-    "global_batch_size",
-    "actor_num_nodes",
-    "actor_num_gpus_per_node",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-)
-def global_batch_reaches_every_rank(args):
-    ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
-    per_replica = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
-    if min(ranks, per_replica) < 1 or ranks % per_replica or args.global_batch_size is None:
-        return None
-    replicas = ranks // per_replica
-    if args.global_batch_size < replicas:
-        return (
-            f"--global-batch-size {args.global_batch_size} leaves some of the {replicas} data-parallel ranks without a sample. "
-            f"Use {replicas} or more."
-        )
-
-
 @rule("over_sampling_batch_size", "rollout_batch_size")
 def over_sampling_is_not_under_sampling(args):
     if (

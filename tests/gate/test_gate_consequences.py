@@ -26,7 +26,7 @@ from slime.rollout.postprocess import GateConfig, InvalidReason, Policy, postpro
 from slime.rollout.postprocess.contract import MODEL_FAILURES, REASONS
 from slime.rollout.rewards import normalize_rewards
 from slime.utils.dp_schedule import ScheduleConfig
-from slime.utils.rollout_dump import RolloutDumper, save_debug_rollout_data
+from slime.utils.rollout_dump import save_debug_rollout_data
 from slime.utils.rollout_split import SplitConfig, plan_split
 
 NUM_GPUS = 0
