@@ -264,13 +264,15 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return self.buffer_filter(self.args, None, self.buffer, num_samples)
 
     def add_samples(self, samples: list[Group]) -> None:
-        """Puts groups at the end of the buffer. AssertionError for anything but full groups."""
+        """Puts groups into the buffer, which stays in order of identity: the stream does not depend on when a group came back.
+        AssertionError for anything but full groups."""
         assert isinstance(samples, list), f"expected a list of groups, got {type(samples).__name__}"
         size = self.args.n_samples_per_prompt
         for group in samples:
             assert isinstance(group, list), f"expected a group (a list of samples), got {type(group).__name__}"
             assert len(group) == size, f"a group has {len(group)} members, --n-samples-per-prompt is {size}"
         self.buffer += samples
+        self.buffer.sort(key=_stream_position)
         for group in samples:
             self._used_by.pop(group_id_of(group), None)
 
@@ -301,6 +303,12 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def get_buffer_length(self) -> int:
         """Groups in the buffer."""
         return len(self.buffer)
+
+
+def _stream_position(group: Group) -> tuple[bool, int]:
+    """Sort key: the group's identity; groups without one stand last, in their order."""
+    group_id = group_id_of(group)
+    return (group_id is None, group_id or 0)
 
 
 def pop_first(args: Any, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:

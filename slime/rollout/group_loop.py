@@ -66,6 +66,16 @@ class BatchBuilder:
             number += 1
         return chosen
 
+    def used(self, chosen: list[int]) -> set[int]:
+        """The numbers that the rollout used up: the batch, and what the filter dropped. In order, nothing behind the batch's last group is
+        used: how many of those had finished by then is chance, and it must not decide which prompts come next."""
+        last = max(chosen, default=-1) if self.in_order else float("inf")
+        return {*chosen, *(number for number in self.dropped if number < last)}
+
+    def finished(self, number: int, group: list) -> list:
+        """The finished group of that number; `group`, as it was fetched, while it is not finished."""
+        return self.kept.get(number, self.dropped.get(number, group))
+
 
 @dataclasses.dataclass
 class LoopOutcome:
@@ -99,6 +109,7 @@ class GroupLoop:
         )
         self.filter_counts = MetricGatherer()
         self.dropped: collections.Counter[str] = collections.Counter()
+        self.drop_verdicts: dict[int, DynamicFilterOutput] = {}  # by number of submission
         self.submitted: list[list[Sample]] = []  # by number of submission, as they were fetched
         self.number_of: dict[asyncio.Task, int] = {}
         self.engine_aborts: collections.Counter[int] = collections.Counter()  # by number of submission
@@ -152,10 +163,10 @@ class GroupLoop:
         )
         self.builder.add(number, group, keep=not drop)
         if drop:
-            self._count_drop(verdict, len(samples))
+            self.state.remaining_batch_size -= 1
+            self.drop_verdicts[number] = verdict
 
     def _count_drop(self, verdict: DynamicFilterOutput, num_samples: int) -> None:
-        self.state.remaining_batch_size -= 1
         self.filter_counts.on_dynamic_filter_drop(verdict.reason)
         self.dropped[f"dynamic_filter_{verdict.reason or 'dropped'}"] += num_samples
 
@@ -197,12 +208,14 @@ class GroupLoop:
         args = self.args
         groups = [self.builder.kept[number] for number in chosen]
         groups.sort(key=first_index)
-        used = {*chosen, *self.builder.dropped}
+        used = self.builder.used(chosen)
         returned = []
         for number, group in enumerate(self.submitted):
+            result = self.builder.finished(number, group)
             if number in used:
+                if number in self.drop_verdicts:
+                    self._count_drop(self.drop_verdicts[number], len(list(iter_samples(result))))
                 continue
-            result = self.builder.kept.get(number, group)
             given_back = self._given_back(result)
             returned.append(given_back)
             self._count_returned(result)
@@ -210,7 +223,7 @@ class GroupLoop:
             load_function(args.rollout_sample_filter_path)(args, groups)
         metrics = {**self.filter_counts.collect(), **self.failures.metrics()}
         output = RolloutFnTrainOutput(samples=groups, metrics=metrics, dropped=dict(self.dropped))
-        all_groups = [self.builder.kept.get(n, self.builder.dropped.get(n, g)) for n, g in enumerate(self.submitted)]
+        all_groups = [self.builder.finished(n, g) for n, g in enumerate(self.submitted)]
         return LoopOutcome(output, sorted(returned, key=first_index), all_groups)
 
     def _given_back(self, group: list) -> list:

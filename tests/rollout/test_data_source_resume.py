@@ -164,6 +164,17 @@ def test_a_failed_write_leaves_the_last_state_and_no_temporary_file(make, monkey
     assert [path.name for path in source_file(source).parent.iterdir()] == [source_file(source).name]
 
 
+def test_what_comes_next_does_not_depend_on_when_a_group_came_back(make):
+    """Reading ahead by chance 4 or 6 groups, and giving back in any order, leads to the same prompts afterwards."""
+    early, late = make(), make()
+    first = early.get_samples(4)
+    early.add_samples(first[2:])
+    ahead = late.get_samples(6)
+    late.add_samples([ahead[5], ahead[3]])
+    late.add_samples([ahead[2], ahead[4]])
+    assert names(early.get_samples(5)) == names(late.get_samples(5))
+
+
 def test_the_buffer_is_served_first_and_takes_only_full_groups():
     """Contract with plug-ins: pop_first removes what it returns."""
     args = rollout_args(rollout_global_dataset=False)
