@@ -1,5 +1,6 @@
 """The small pieces of the rollout side: retries, one loop, loading by name, hooks, filters, evaluation datasets, plug-in signatures."""
 
+import asyncio
 import inspect
 import socket
 import subprocess
@@ -31,6 +32,7 @@ from slime.rollout.filter_hub.dynamic_sampling_filters import (
 )
 from slime.rollout.group_loop import BatchBuilder
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
+from slime.rollout.scoring import Gate
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils import http_utils, misc
 from slime.utils.async_utils import get_async_loop, run
@@ -170,6 +172,27 @@ def test_small_helpers_do_what_their_names_say():
 
 
 # --- order, filters, hooks -----------------------------------------------------------------------------------------------
+
+
+def test_groups_that_finish_together_are_judged_in_one_pass_and_an_error_reaches_each():
+    """A pass over 8 short samples costs about as much as one over 800; a group must not wait for ever when the pass fails."""
+    passes = []
+
+    def check(samples):
+        passes.append(len(samples))
+        if len(samples) == 1:
+            raise ValueError("no verdict")
+        return [True] * len(samples)
+
+    gate = Gate(check, lambda samples, verdicts: samples)
+
+    async def three_groups():
+        await asyncio.gather(*(gate.mark_soon([Sample()] * 2) for _ in range(3)))
+        with pytest.raises(ValueError, match="no verdict"):
+            await gate.mark_soon([Sample()])
+
+    asyncio.run(three_groups())
+    assert passes == [6, 1]
 
 
 def test_what_lies_behind_the_batch_is_not_used_up_whether_it_had_finished_or_not():
