@@ -106,8 +106,8 @@ def _reward_metrics(config: RolloutMetricsConfig, samples: Sequence[Any], reward
         metrics["reward/mean"] = math.fsum(math.fsum(values) / len(values) for values in by_rollout.values()) / len(
             by_rollout
         )
-    metrics["num_rollouts"] = float(len(by_rollout))
-    metrics["num_samples"] = float(len(samples))
+    metrics["num_sampled_rollouts"] = float(len(by_rollout))
+    metrics["num_sampled_samples"] = float(len(samples))
     if config.advantage_estimator != "ppo":
         metrics.update(zero_spread_metrics(by_group))
     return metrics

@@ -85,7 +85,7 @@ def test_the_mean_reward_has_one_vote_per_rollout():
         make_sample(i, reward=reward, rollout_id=rollout, group_index=0) for i, (reward, rollout) in enumerate(rows)
     ]
     found = compute_metrics_from_samples(CONFIG, samples)
-    assert found["reward/mean"] == pytest.approx(2 / 3) and (found["num_samples"], found["num_rollouts"]) == (15, 3)
+    assert found["reward/mean"] == pytest.approx(2 / 3) and (found["num_sampled_samples"], found["num_sampled_rollouts"]) == (15, 3)
 
 
 def test_groups_without_spread_have_a_fixed_set_of_names():
