@@ -49,7 +49,7 @@ class Run:
 def build_run(args: Any) -> Iterator[Run]:
     """Starts the actors, loads the weights and publishes them to the engines; takes everything down again."""
     from slime.ray.placement_group import create_placement_groups, create_rollout_manager, create_training_models
-    from slime.ray.utils import wait_for
+    from slime.ray.utils import STOP_TIMEOUT_S, wait_for
 
     report(phase="starting engines and trainers")
     placements = create_placement_groups(args)
@@ -78,7 +78,7 @@ def build_run(args: Any) -> Iterator[Run]:
         for group in (critic, actor):
             if group is not None:
                 _quietly(group.release)
-        _quietly(lambda: wait_for([rollout_manager.dispose.remote()], what="stopping the engines", timeout_s=20))
+        _quietly(lambda: wait_for([rollout_manager.dispose.remote()], what="stopping the engines", timeout_s=STOP_TIMEOUT_S))
 
 
 def _quietly(action: Callable[[], Any]) -> None:

@@ -8,7 +8,7 @@ import ray
 
 from slime.ray.placement_group import bundle_strategy, device_options
 from slime.ray.train_worker import MEGATRON_ACTOR, TrainWorker
-from slime.ray.utils import add_default_ray_env_vars, wait_for
+from slime.ray.utils import STOP_TIMEOUT_S, add_default_ray_env_vars, wait_for
 
 
 class RayTrainGroup:
@@ -110,7 +110,7 @@ class RayTrainGroup:
     def release(self) -> None:
         """Ends all ranks: they leave their process group, then their processes end."""
         try:
-            self._all("stop", timeout_s=10)
+            self._all("stop", timeout_s=STOP_TIMEOUT_S)
         finally:
             for handler in self._handlers:
                 ray.kill(handler)

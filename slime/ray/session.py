@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,6 +47,9 @@ def ray_session(args: Any) -> Iterator[None]:
     address = args.ray_address or os.environ.get("RAY_ADDRESS")
     # Ray puts unix sockets below it, whose paths are limited to about 100 characters.
     temp_dir = None if address else tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp")
+    if temp_dir is not None:
+        # Registered before Ray's own exit handler, so it runs after it: an interrupt inside ray.init leaves processes that write until then.
+        atexit.register(_remove_folder, temp_dir)
     try:
         if address:
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=True)
@@ -64,7 +69,15 @@ def ray_session(args: Any) -> Iterator[None]:
     finally:
         ray.shutdown()
         if temp_dir is not None:
-            shutil.rmtree(temp_dir, ignore_errors=True)
+            _remove_folder(temp_dir)
+
+
+def _remove_folder(folder: str, *, patience_s: float = 3.0) -> None:
+    """Removes the folder, also while processes that are just ending still write into it."""
+    deadline = time.monotonic() + patience_s
+    while os.path.exists(folder) and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.05)
 
 
 def _object_store_bytes() -> int:

@@ -31,6 +31,9 @@ _FORWARDED = ("SLIME_ACCELERATOR", "HF_HUB_OFFLINE", "HF_HOME", "TOKENIZERS_PARA
 # Megatron-core says these at import, before any logging of ours is set up: both are as intended.
 _EXPECTED_WARNINGS = "ignore:Apex is not installed,ignore:Transformer Engine and Apex are not installed,ignore:full scope is deprecated"
 
+# How long actors may take to leave in good order when a run ends; busy ones are ended with the session. Two groups fit into 10 seconds.
+STOP_TIMEOUT_S = 3.5
+
 
 def ray_noset_visible_devices(env_vars: Any = os.environ) -> bool:
     """True if Ray was told not to set the visible devices of its workers."""
