@@ -106,7 +106,7 @@ def build_tokenizer():
 def build_model(tokenizer, seed: int = SEED):
     """Returns an untrained Qwen3ForCausalLM in float32: 2 layers, hidden 128, 4 heads, about 0.4 M parameters."""
     import torch
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -128,12 +128,19 @@ def build_model(tokenizer, seed: int = SEED):
         dtype="float32",
     )
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(config)
+    return complete_model(Qwen3ForCausalLM(config), tokenizer, seed)
+
+
+def complete_model(model, tokenizer, seed: int):
+    """Returns `model` with a padding embedding like any other row, and with the tokenizer's end and padding tokens for generation."""
+    import torch
+    from transformers import GenerationConfig
+
     with torch.no_grad():
         # transformers leaves the padding row at zero, where RMSNorm's gradient is a thousand times that of any other row:
         # an untrained model that samples the padding token would be trained on that token alone.
         padding = model.get_input_embeddings().weight[tokenizer.pad_token_id]
-        padding.normal_(std=config.initializer_range, generator=torch.Generator().manual_seed(seed))
+        padding.normal_(std=model.config.initializer_range, generator=torch.Generator().manual_seed(seed))
     model.generation_config = GenerationConfig(
         eos_token_id=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
     )

@@ -80,6 +80,18 @@ def _join_own_group() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
+def two_stages(recipes: Path, evaluation: str, *, data: Path, run_dir: Path, extra: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Returns warm-up and GRPO of an example, each a name and a command line, from `recipes`/{sft,grpo}.yaml; `evaluation` names the held-out
+    set. `extra` options come last in GRPO's and win."""
+    slime, warm = [sys.executable, "-m", "slime.train"], run_dir / "warm-up"
+    sft = ["--prompt-data", data / "sft.jsonl", "--hf-checkpoint", data / "model", "--run-dir", warm]
+    sft += ["--save", warm / "checkpoints", "--save-hf", warm / "model"]
+    grpo = ["--prompt-data", data / "train.jsonl", "--eval-prompt-data", evaluation, data / "eval.jsonl"]
+    grpo += ["--hf-checkpoint", warm / "model", "--run-dir", run_dir, *extra]
+    stages = (("the warm-up", "sft.yaml", sft), ("GRPO", "grpo.yaml", grpo))
+    return [(name, [*slime, "--config", str(recipes / recipe), *map(str, rest)]) for name, recipe, rest in stages]
+
+
 def run_stage(stage: str, command: Sequence[str]) -> None:
     """Runs one stage in this terminal. StageFailed for a status other than 0. Ctrl-C and SIGTERM reach the stage, which stops cleanly."""
     path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)

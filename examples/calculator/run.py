@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from examples.addition.run import ROOT, StageFailed, run_stage
+from examples.addition.run import ROOT, StageFailed, run_stage, two_stages
 from examples.calculator import prepare
 from slime.observability.report import read_run, summarize_run
 
@@ -24,13 +24,7 @@ ACCURACY, TURNS = "eval/calculator", "multi_turn/multi_turn_metric/round_number_
 
 def commands(data: Path, run_dir: Path, extra: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Returns the two stages, each a name and a command line; `extra` options come last in GRPO's and win."""
-    slime, warm = [sys.executable, "-m", "slime.train"], run_dir / "warm-up"
-    sft = ["--prompt-data", data / "sft.jsonl", "--hf-checkpoint", data / "model", "--run-dir", warm]
-    sft += ["--save", warm / "checkpoints", "--save-hf", warm / "model"]
-    grpo = ["--prompt-data", data / "train.jsonl", "--eval-prompt-data", "calculator", data / "eval.jsonl"]
-    grpo += ["--hf-checkpoint", warm / "model", "--run-dir", run_dir, *extra]
-    stages = (("the warm-up", "sft.yaml", sft), ("GRPO", "grpo.yaml", grpo))
-    return [(name, [*slime, "--config", str(HERE / recipe), *map(str, rest)]) for name, recipe, rest in stages]
+    return two_stages(HERE, "calculator", data=data, run_dir=run_dir, extra=extra)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from examples.addition.prepare import SEED, build_tokenizer, write_data
+from examples.addition.prepare import SEED, build_tokenizer, complete_model, write_data
 
 DATA = Path(__file__).resolve().parent / "data"
 NUM_EXPERTS, EXPERTS_PER_TOKEN = 4, 2
@@ -18,7 +18,7 @@ NUM_EXPERTS, EXPERTS_PER_TOKEN = 4, 2
 def build_model(tokenizer, seed: int = SEED):
     """Returns an untrained Qwen3MoeForCausalLM in float32: 2 layers, hidden 128, 4 heads, 4 experts of width 192, 0.8 M parameters."""
     import torch
-    from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer),
@@ -43,15 +43,7 @@ def build_model(tokenizer, seed: int = SEED):
         dtype="float32",
     )
     torch.manual_seed(seed)
-    model = Qwen3MoeForCausalLM(config)
-    with torch.no_grad():
-        # transformers leaves the padding row at zero, where RMSNorm's gradient drowns all others
-        padding = model.get_input_embeddings().weight[tokenizer.pad_token_id]
-        padding.normal_(std=config.initializer_range, generator=torch.Generator().manual_seed(seed))
-    model.generation_config = GenerationConfig(
-        eos_token_id=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
-    )
-    return model
+    return complete_model(Qwen3MoeForCausalLM(config), tokenizer, seed)
 
 
 def prepare(folder: Path = DATA, seed: int = SEED) -> Path:

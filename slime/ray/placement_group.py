@@ -25,7 +25,7 @@ Placement = tuple[Any, list[int], list[Any]]
 
 def device_resource() -> str:
     """The Ray resource that one bundle holds: "GPU", or "CPU" where no CUDA device is used."""
-    return "GPU" if get_accelerator().name == "cuda" else "CPU"
+    return get_accelerator().ray_resource
 
 
 def device_options(fraction: float) -> dict[str, Any]:

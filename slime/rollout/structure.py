@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from slime.rollout.data_source import iter_samples
 from slime.utils.types import Sample
 
 
@@ -28,6 +29,4 @@ def validate_rollout_id_annotated(node: Any, depth: int = 0) -> None:
 
 def flatten_samples(node: Any) -> list[Sample]:
     """All samples of a nested output, in order."""
-    if isinstance(node, Sample):
-        return [node]
-    return [sample for entry in node for sample in flatten_samples(entry)]
+    return [node] if isinstance(node, Sample) else list(iter_samples(node))
