@@ -68,8 +68,10 @@ class RunState:
             return trained + ([f"evaluation {step}  " + "  ".join(scores)] if scores else [])
         shown = pick(metrics, FAMILIES)
         if key != "rollout/step":
-            self.pending.get(self._rollout_of(step), self.values).update(shown)
+            rollout = self._rollout_of(step)
+            (self.values if rollout is None else self.pending[rollout]).update(shown)
             return []
+        assert isinstance(step, int), f"a record of rollout/step has the step {step!r}"
         if step not in self.pending:
             if self.last_printed is not None and step <= self.last_printed:
                 return []  # the weight update after a rollout, which was printed when its evaluation came
