@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Iterator
@@ -72,8 +73,11 @@ class RolloutManager:
         output = self._get_rollout_data(rollout_id)
         all_samples = flatten_samples(output.samples)
         rollout_time = time.monotonic() - started
+        dropped_groups = [(reason, flatten_samples(group)) for reason, group in output.dropped_groups]
         with timer("gate"):
-            judged = self.gate.run(all_samples, rollout_id, iteration_seconds=iteration_seconds)
+            judged = self.gate.run(all_samples, rollout_id, iteration_seconds=iteration_seconds, dropped_groups=dropped_groups)
+        del dropped_groups  # they are the snapshot writer's now, and go with the write
+        output = dataclasses.replace(output, dropped_groups=[])
         samples = judged.samples
         dumped = self.dumper.save(samples, rollout_id=rollout_id, evaluation=False)
         extra = {**(output.metrics or {}), **self.gate.metrics(judged), **dumped}

@@ -14,12 +14,14 @@ class RolloutFnTrainOutput:
     """The groups of one rollout, in order of sample index.
 
     `metrics` are logged beside the rollout's own; `dropped` counts the samples that were generated or begun for this
-    rollout and are not in `samples`, by reason.
+    rollout and are not in `samples`, by reason. `dropped_groups` are (reason, group) of those among them that are gone for
+    good, for the raw snapshot; what was given back to the data source is counted and not among them.
     """
 
     samples: list[list[Sample]]
     metrics: dict[str, Any] | None = None
     dropped: dict[str, int] = dataclasses.field(default_factory=dict)
+    dropped_groups: list[tuple[str, list]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass

@@ -109,6 +109,7 @@ class GroupLoop:
         )
         self.filter_counts = MetricGatherer()
         self.dropped: collections.Counter[str] = collections.Counter()
+        self.dropped_groups: list[tuple[str, list]] = []  # used up and not in the batch
         self.drop_verdicts: dict[int, DynamicFilterOutput] = {}  # by number of submission
         self.submitted: list[list[Sample]] = []  # by number of submission, as they were fetched
         self.number_of: dict[asyncio.Task, int] = {}
@@ -166,9 +167,9 @@ class GroupLoop:
             self.state.remaining_batch_size -= 1
             self.drop_verdicts[number] = verdict
 
-    def _count_drop(self, verdict: DynamicFilterOutput, num_samples: int) -> None:
-        self.filter_counts.on_dynamic_filter_drop(verdict.reason)
-        self.dropped[f"dynamic_filter_{verdict.reason or 'dropped'}"] += num_samples
+    def _drop(self, reason: str, group: list) -> None:
+        self.dropped[reason] += len(list(iter_samples(group)))
+        self.dropped_groups.append((reason, group))
 
     def _resubmit(self, number: int, group: list) -> None:
         """An engine ended a request that we did not abort (a weight update, a restart): the group is generated again."""
@@ -214,17 +215,31 @@ class GroupLoop:
             result = self.builder.finished(number, group)
             if number in used:
                 if number in self.drop_verdicts:
-                    self._count_drop(self.drop_verdicts[number], len(list(iter_samples(result))))
+                    why = self.drop_verdicts[number].reason
+                    self.filter_counts.on_dynamic_filter_drop(why)
+                    self._drop(f"dynamic_filter_{why or 'dropped'}", result)
                 continue
             given_back = self._given_back(result)
             returned.append(given_back)
             self._count_returned(result)
         if args.rollout_sample_filter_path:
-            load_function(args.rollout_sample_filter_path)(args, groups)
+            self._filter_samples(groups)
+        self.dropped_groups.sort(key=lambda pair: first_index(pair[1]))
         metrics = {**self.filter_counts.collect(), **self.failures.metrics()}
-        output = RolloutFnTrainOutput(samples=groups, metrics=metrics, dropped=dict(self.dropped))
+        output = RolloutFnTrainOutput(groups, metrics, dict(self.dropped), self.dropped_groups)
         all_groups = [self.builder.finished(n, g) for n, g in enumerate(self.submitted)]
         return LoopOutcome(output, sorted(returned, key=first_index), all_groups)
+
+    def _filter_samples(self, groups: list[list]) -> None:
+        """Calls the user's filter, which marks samples (`remove_sample`) in place. Those that it takes out of their lists are counted."""
+        before = [list(iter_samples(group)) for group in groups]
+        load_function(self.args.rollout_sample_filter_path)(self.args, groups)
+        left = {id(sample) for sample in iter_samples(groups)}
+        gone = [[sample for sample in samples if id(sample) not in left] for samples in before]
+        # a filter that put other objects in their place cannot be followed, and took nothing out
+        if sum(map(len, gone)) == sum(map(len, before)) - len(left):
+            for samples in filter(None, gone):
+                self._drop("sample_filter", samples)
 
     def _given_back(self, group: list) -> list:
         """What the data source gets of a group that was not needed: as it is under partial rollout, else as it was fetched."""

@@ -38,6 +38,7 @@ def generate_rollout(args: Any, rollout_id: int, data_buffer: Any, evaluation: b
     samples = [sample for group in groups for sample in group]
     fill_samples(samples, _generator(str(args.hf_checkpoint), args.loss_mask_type))
     limit = args.rollout_max_context_len
+    too_long = [[s for s in group if limit is not None and len(s.tokens) > limit] for group in groups]
     kept = [[s for s in group if limit is None or len(s.tokens) <= limit] for group in groups]
     kept = [group for group in kept if group]
     num_kept = sum(map(len, kept))
@@ -48,7 +49,8 @@ def generate_rollout(args: Any, rollout_id: int, data_buffer: Any, evaluation: b
         commit(rollout_id, [group[0].group_index for group in groups])
     report_progress("generate", num_kept, num_kept)
     dropped = {"too_long": len(samples) - num_kept} if num_kept < len(samples) else {}
-    return RolloutFnTrainOutput(samples=kept, dropped=dropped)
+    dropped_groups = [("too_long", group) for group in too_long if group]
+    return RolloutFnTrainOutput(samples=kept, dropped=dropped, dropped_groups=dropped_groups)
 
 
 def fill_samples(samples: list[Sample], generator: MultiTurnLossMaskGenerator) -> None:

@@ -208,6 +208,31 @@ def test_a_rollout_function_that_scores_by_itself_still_goes_through_the_gate(tm
     manager.gate.close()
 
 
+def test_what_the_rollout_function_dropped_is_in_the_ledger_and_in_the_raw_snapshot(tmp_path, monkeypatch):
+    """A111: two groups of a dynamic filter are as raw as the batch; a plug-in that only counts its drops works as before."""
+    from slime.rollout.base_types import RolloutFnTrainOutput
+    from slime.rollout.postprocess.cli import read_snapshot
+
+    manager = manager_of(dirty_rollout(), tmp_path, monkeypatch)
+    gone = [[sound_sample(first + i) for i in range(4)] for first in (40, 60)]
+    outputs = [
+        RolloutFnTrainOutput(
+            samples=dirty_rollout(), dropped={"dynamic_filter_easy": 8}, dropped_groups=[("dynamic_filter_easy", g) for g in gone]
+        ),
+        RolloutFnTrainOutput(samples=dirty_rollout(), metrics=None, dropped={"dynamic_filter_easy": 8}),
+    ]
+    manager.generate_rollout = lambda args, rollout_id, source, evaluation: outputs[rollout_id]
+    for rollout_id in (0, 1):
+        shards = [box.inner for box in manager.generate(rollout_id)]
+        assert sum(len(shard["sample_indices"]) for shard in shards) == 11
+        assert manager.logged["rollout/ledger/sampled"] == 24 and manager.logged["rollout/ledger/dropped/dynamic_filter_easy"] == 8
+    manager.gate.close()
+    path = tmp_path / "gate" / "raw_000000.parquet"
+    assert [s.index for s in read_snapshot(path)] == list(range(16))
+    assert [s.index for s in read_snapshot(path, with_dropped=True)][16:] == [40, 41, 42, 43, 60, 61, 62, 63]
+    assert len(read_snapshot(tmp_path / "gate" / "raw_000001.parquet", with_dropped=True)) == 16
+
+
 def test_a_disk_that_takes_no_more_costs_the_dump_and_not_the_rollout(tmp_path, monkeypatch, caplog):
     """Design 9.8: the samples are trained, the loss is counted and said once, and no half file stays."""
     folder = tmp_path / "dumps"

@@ -237,6 +237,54 @@ def test_snapshots_keep_the_last_rollouts_and_link_rows_to_ranks(tmp_path):
     assert raw[first["raw_row"]]["index"] == result.samples[5].index == 7
 
 
+def test_a_snapshot_holds_what_the_rollout_dropped_behind_the_batch(tmp_path):
+    """A111, A112: raw data is everything the engine sent; rows of the batch keep their numbers, so that links to ranks stay right."""
+    import pyarrow.parquet as parquet
+
+    gate = Gate(GateConfig(), snapshots=SnapshotWriter(tmp_path))
+    empty = sound_sample(21, valid=False, invalid_reason="empty", reward=None)
+    groups = [("dynamic_filter_zero_std", [sound_sample(20), empty]), ("sample_filter", [sound_sample(30)])]
+    result = gate.run(scored(4, 1), 7, dropped_groups=groups)
+    gate.record_placement(7, result, [[0, 2], [1, 3]])
+    gate.close()
+    assert result.statistics.total == 4 and len(result.samples) == 4
+    rows = parquet.read_table(tmp_path / "raw_000007.parquet").to_pylist()
+    assert [row["raw_row"] for row in rows] == list(range(7)) and [row["index"] for row in rows] == [0, 1, 2, 3, 20, 21, 30]
+    assert [(row["dropped_by"], row["valid"], row["reason"], row["dropped"]) for row in rows] == [
+        (None, False, "truncated", False), *[(None, True, None, False)] * 3, ("dynamic_filter_zero_std", True, None, True),
+        ("dynamic_filter_zero_std", False, "empty", True), ("sample_filter", True, None, True),
+    ]  # fmt: skip
+    assert rows[4]["tokens"] == [1, 2, 3, *range(2000, 2012)] and rows[4]["reward"] == "20.0"
+    place = parquet.read_table(tmp_path / "place_000007.parquet").to_pylist()
+    assert sorted(rows[row["raw_row"]]["index"] for row in place) == [0, 1, 2, 3]
+
+
+def test_dropped_groups_share_the_byte_limit_and_are_let_go_after_the_write(tmp_path, caplog):
+    """A filter may drop ten times the batch: what does not fit is counted aloud, and nothing stays in memory for it."""
+    import weakref
+
+    import pyarrow.parquet as parquet
+
+    def group(first):
+        return [sound_sample(first + i, length=100, rollout_log_probs=None) for i in range(4)]
+
+    # a group: 4 x (103 ids x 8 bytes + texts) is above 3,296 bytes, below 3,500
+    writer = SnapshotWriter(tmp_path, max_bytes=4 * 3_500)
+    gate = Gate(GateConfig(), snapshots=writer)
+    groups = [("dynamic_filter_x", group(100 * number)) for number in range(1, 6)]
+    dropped = weakref.ref(groups[4][1][0]), weakref.ref(groups[0][1][0])
+    gate.run(group(0), 0, dropped_groups=groups)
+    assert "2 of 5 groups" in caplog.text and "--gate-snapshots-max-gib" in caplog.text
+    del groups
+    writer.flush()
+    table = parquet.read_table(tmp_path / "raw_000000.parquet").to_pydict()
+    gate.run(group(0), 1)  # the thread's last job was the one before
+    writer.flush()
+    assert [ref() for ref in dropped] == [None, None]
+    gate.close()
+    assert [index for index in table["index"] if index % 100 == 0] == [0, 100, 200, 300]
+
+
 def test_snapshots_are_bounded_by_bytes_and_plain_parquet(tmp_path):
     """A113: the newest always stays, older ones go when they do not fit; zstd and standard types need none of our code to read."""
     import pyarrow.parquet as parquet

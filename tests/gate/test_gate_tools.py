@@ -155,6 +155,22 @@ def test_a_snapshot_is_a_dump_for_every_command(tmp_path, capsys):
     assert "36 of 40 kept" in capsys.readouterr().out
 
 
+def test_what_the_rollout_dropped_is_read_only_where_that_is_asked_for(tmp_path, capsys):
+    """A104, A112: the verdicts on a batch stay the batch's; a sampling group is looked for among everything that was sampled."""
+    gate = Gate(GateConfig(), snapshots=SnapshotWriter(tmp_path))
+    late = sound_sample(48)
+    gate.run(rollout(40, 4), 7, dropped_groups=[("dynamic_filter_x", [late, *(sound_sample(49 + i) for i in range(3))])])
+    gate.close()
+    raw = str(tmp_path / "raw_000007.parquet")
+    for words, line in (([], "36 of 40 kept"), (["--with-dropped"], "40 of 44 kept")):
+        assert main(["check", raw, *words]) == 0 and line in capsys.readouterr().out
+    assert main(["groups", raw]) == 0 and "10 groups" in capsys.readouterr().out
+    assert main(["groups", raw, "--with-dropped"]) == 0 and "11 groups" in capsys.readouterr().out
+    assert main(["groups", dump(tmp_path, [late, sound_sample(80)]), "--against", raw]) == 1
+    out = capsys.readouterr().out
+    assert "index 80 was never sampled" in out and "48" not in out
+
+
 def test_command_lines_that_cannot_be_are_explained(tmp_path, capsys):
     """Exit status 2 and a sentence, not a traceback."""
     from slime.cli import main as slime

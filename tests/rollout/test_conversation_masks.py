@@ -200,6 +200,7 @@ def test_conversations_over_the_context_are_counted_and_a_rendered_prompt_is_ref
     args, source = sft(rows, rollout_max_context_len=100)
     output = sft_rollout.generate_rollout(args, 0, source)
     assert len(output.samples) == 3 and output.dropped == {"too_long": 1}
+    assert [(reason, [s.index for s in group]) for reason, group in output.dropped_groups] == [("too_long", [1])]
     args, source = sft(rows, apply_chat_template=True)
     with pytest.raises(ConfigError, match="--apply-chat-template"):
         sft_rollout.generate_rollout(args, 0, source)

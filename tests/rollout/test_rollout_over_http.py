@@ -271,9 +271,46 @@ def test_dropped_groups_are_replaced_and_counted(rig):
     used = sum(output.dropped.values()) // 2
     assert output.dropped == {"dynamic_filter_even": 2 * used} and used >= 4
     assert output.metrics["rollout/dynamic_filter/drop_even"] == used
+    reasons, groups = zip(*output.dropped_groups, strict=True)
+    assert set(reasons) == {"dynamic_filter_even"} and labels(groups)[:4] == [[str(i)] * 2 for i in (0, 2, 4, 6)]
+    assert len(groups) == used and all(sample.reward == 1 and sample.response for group in groups for sample in group)
     # Groups beyond the batch are served next, whatever was fetched ahead.
     following = generate_rollout(args, 1, source).samples
     assert [group[0].label for group in following][0] in ("9", "8")
+
+
+def test_a_group_that_is_given_back_is_not_dropped(rig):
+    """In order of submission, even prompts behind the batch's last group are served again: they are not lost, whatever the filter said."""
+    engine, args, source = rig(
+        engine={"delay": lambda prompt: 0.3 if number_of(prompt) == 1 else 0.0},
+        dynamic_sampling_filter_path=f"{__name__}.keep_odd", over_sampling_batch_size=6, rollout_batch_size=1,
+    )  # fmt: skip
+    output = generate_rollout(args, 0, source)
+    assert labels(output.samples) == [["1", "1"]] and output.dropped["dynamic_filter_even"] == 2
+    assert [(reason, group[0].label) for reason, group in output.dropped_groups] == [("dynamic_filter_even", "0")]
+    assert {"2", "4"} <= {group[0].label for group in source.buffer}
+
+
+def take_out_first(args, groups):
+    for group in groups:
+        del group[0]
+
+
+def replace_by_copies(args, groups):
+    import copy
+
+    groups[:] = copy.deepcopy(groups)
+
+
+def test_samples_that_a_sample_filter_takes_out_are_counted(rig):
+    """The filter is to set `remove_sample`; one that deletes must not make samples vanish, and one that copies loses none."""
+    engine, args, source = rig(rollout_sample_filter_path=f"{__name__}.take_out_first")
+    output = generate_rollout(args, 0, source)
+    assert labels(output.samples) == [["0"], ["1"], ["2"], ["3"]] and output.dropped == {"sample_filter": 4}
+    assert [(reason, group[0].index) for reason, group in output.dropped_groups] == [("sample_filter", i) for i in (0, 2, 4, 6)]
+    args.rollout_sample_filter_path = f"{__name__}.replace_by_copies"
+    output = generate_rollout(args, 1, source)
+    assert output.dropped == {} and output.dropped_groups == [] and len(labels(output.samples)) == 4
 
 
 def test_only_valid_responses_see_the_reward_function(rig):

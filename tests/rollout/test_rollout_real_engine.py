@@ -10,6 +10,9 @@ from support.rollout_args import fresh_rollout_state, rollout_args, write_prompt
 from support.tiny_models import make_tiny_checkpoint
 
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.postprocess import Gate, GateConfig
+from slime.rollout.postprocess.snapshots import SnapshotWriter
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.types import Sample
 
@@ -85,6 +88,30 @@ def test_the_nucleus_comes_back_where_top_p_cuts(engine, tmp_path):
         assert len(offsets) == sample.response_length + 1
         for position, token in enumerate(sample.tokens[-sample.response_length :]):
             assert token in ids[offsets[position] : offsets[position + 1]]
+
+
+def keep_third(args, samples, **kwargs):
+    return DynamicFilterOutput(keep=int(samples[0].label) % 3 == 0, reason="not_third")
+
+
+def test_the_raw_snapshot_of_a_filtered_rollout_holds_every_response(engine, tmp_path):
+    """A111: 2 groups are kept of prompts 0 to 3; what the engine said to the other two is there with the reason, token for token."""
+    import pyarrow.parquet as parquet
+
+    options = {"rollout_batch_size": 2, "over_sampling_batch_size": 4, "dynamic_sampling_filter_path": f"{__name__}.keep_third"}
+    output, _ = rollout(engine, tmp_path, **options)
+    plain = content(rollout(engine, tmp_path)[0])  # the same four prompts without a filter
+    gate = Gate(GateConfig(), snapshots=SnapshotWriter(tmp_path / "gate"))
+    judged = gate.run([s for group in output.samples for s in group], 0, dropped_groups=output.dropped_groups)
+    gate.record_placement(0, judged, [[1, 0], [3, 2]])
+    gate.close()
+    rows = parquet.read_table(tmp_path / "gate" / "raw_000000.parquet").to_pylist()
+    assert [(row["index"], row["dropped_by"]) for row in rows] == [
+        *((index, None) for index in (0, 1, 6, 7)), *((index, "dynamic_filter_not_third") for index in (2, 3, 4, 5)),
+    ]  # fmt: skip
+    assert [row["tokens"] for row in sorted(rows, key=lambda row: row["index"])] == [tokens for tokens, *_ in plain]
+    place = parquet.read_table(tmp_path / "gate" / "place_000000.parquet").to_pylist()
+    assert [rows[p["raw_row"]]["index"] for p in place] == [1, 0, 7, 6]
 
 
 def test_greedy_evaluation_takes_the_same_path_and_repeats(engine, tmp_path):

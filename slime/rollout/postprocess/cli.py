@@ -7,7 +7,8 @@
     slime gate suggest DUMP    thresholds measured on the dump
     slime gate doctor RUN      the first three steps when the loss spikes
 
-All --gate-* options of training are understood. --hf-checkpoint FOLDER gives the tokenizer.
+All --gate-* options of training are understood. --hf-checkpoint FOLDER gives the tokenizer. Of a raw snapshot the batch is read;
+--with-dropped adds what the rollout dropped before it.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def _own_parser(command: str) -> argparse.ArgumentParser:
     parser.add_argument("--num", type=int, default=5)
     parser.add_argument("--against", type=Path, default=None)
     parser.add_argument("--with-earlier-verdicts", action="store_true")
+    parser.add_argument("--with-dropped", action="store_true")
     return parser
 
 
@@ -91,21 +93,22 @@ def _gate_args(words: list[str]) -> Any:
     return args
 
 
-def _load(path: Path) -> list[Sample]:
-    """Samples of a rollout dump, or of a raw snapshot (.parquet)."""
+def _load(path: Path, *, with_dropped: bool = False) -> list[Sample]:
+    """Samples of a rollout dump, or of a raw snapshot (.parquet), there with what the rollout dropped where that is asked for."""
     if not path.exists():
         raise ConfigError(
             f"{path} does not exist. Give a dump that --save-debug-rollout-data wrote, or a raw_*.parquet snapshot."
         )
     if path.suffix == ".parquet":
-        return read_snapshot(path)
+        return read_snapshot(path, with_dropped=with_dropped)
     from slime.utils.rollout_dump import read_rollout_dump
 
     return read_rollout_dump(path)
 
 
-def read_snapshot(path: Path) -> list[Sample]:
-    """The raw samples of a snapshot, unmarked, in row order. Rewards and metadata come back from their JSON text."""
+def read_snapshot(path: Path, *, with_dropped: bool = False) -> list[Sample]:
+    """The raw samples of a snapshot's batch, unmarked, in row order; `with_dropped` also those that the rollout dropped, which stand
+    behind it. Rewards and metadata come back from their JSON text."""
     import pyarrow.parquet
 
     names = (
@@ -123,6 +126,8 @@ def read_snapshot(path: Path) -> list[Sample]:
     absent = sorted({*names, "tokens", "status", "metadata", "reward"} - set(table.column_names))
     if absent:
         raise ValueError(f"{path} is no raw snapshot of the gate: it lacks the columns {absent}")
+    if not with_dropped and "dropped_by" in table.column_names:
+        table = table.filter(table["dropped_by"].is_null())
     for row in table.to_pylist():
         fields = {name: row[name] for name in names}
         status = Status(row["status"]) if row["status"] in {s.value for s in Status} else Status.FAILED
@@ -153,7 +158,7 @@ def _codec(args: Any, config: GateConfig) -> Codec:
 
 
 def _check(own: argparse.Namespace, args: Any) -> int:
-    samples, tokenizer = _load(own.path), _tokenizer(args)
+    samples, tokenizer = _load(own.path, with_dropped=own.with_dropped), _tokenizer(args)
     scored = any(reward_problem(sample.reward, args.reward_key) is None for sample in samples)
     config = dataclasses.replace(
         gate_config_from_args(args, tokenizer),
@@ -168,7 +173,7 @@ def _check(own: argparse.Namespace, args: Any) -> int:
 
 
 def _ends(own: argparse.Namespace, args: Any) -> int:
-    samples = _load(own.path)
+    samples = _load(own.path, with_dropped=own.with_dropped)
     low, high = tools.reward_ends(samples, own.num, reward_key=args.reward_key)
     for title, positions in (("lowest rewards", low), ("highest rewards", high)):
         print(title)
@@ -183,7 +188,7 @@ def _ends(own: argparse.Namespace, args: Any) -> int:
 
 def _align(own: argparse.Namespace, args: Any) -> int:
     config = gate_config_from_args(args)
-    samples = _load(own.path)
+    samples = _load(own.path, with_dropped=own.with_dropped)
     found = tools.find_mismatches(samples, _codec(args, config), stop_strings=config.stop_strings)
     for mismatch in found[: own.num]:
         print("\n".join(tools.describe_mismatch(mismatch)))
@@ -193,20 +198,21 @@ def _align(own: argparse.Namespace, args: Any) -> int:
 
 
 def _groups(own: argparse.Namespace, args: Any) -> int:
-    samples = _load(own.path)
+    samples = _load(own.path, with_dropped=own.with_dropped)
     config = dataclasses.replace(gate_config_from_args(args), text_source="engine")
     groups = postprocess_output_data(samples, config).statistics.groups()
     print(f"{groups['count']} groups, sizes {groups['sizes']}, {groups['ungrouped']} samples without a group")
     print(f"{groups['without_valid']} groups without a valid sample, {groups['with_one_valid']} with one")
     problems = [f"group {group} holds samples of different prompts" for group in groups["mixed"]]
     if own.against is not None:
-        problems += tools.compare_groups(samples, _load(own.against))
+        problems += tools.compare_groups(samples, _load(own.against, with_dropped=True))
     print("\n".join(problems) or "no problem found")
     return int(bool(problems))
 
 
 def _suggest(own: argparse.Namespace, args: Any) -> int:
-    suggestion = tools.suggest_thresholds(_load(own.path), context_length=args.rollout_max_context_len)
+    samples = _load(own.path, with_dropped=own.with_dropped)
+    suggestion = tools.suggest_thresholds(samples, context_length=args.rollout_max_context_len)
     print(f"# measured on {suggestion.num_measured} responses that ended by themselves")
     print(
         f"--gate-min-response-tokens {suggestion.min_response_tokens} --gate-max-response-tokens {suggestion.max_response_tokens} "

@@ -31,7 +31,7 @@ from slime.rollout.postprocess.contract import (
 from slime.rollout.postprocess.early import EARLY
 from slime.rollout.postprocess.gate import PostprocessResult, adapt, assemble, judge
 from slime.rollout.postprocess.parallel import judge_in_parallel
-from slime.rollout.postprocess.snapshots import SnapshotWriter
+from slime.rollout.postprocess.snapshots import DroppedGroups, SnapshotWriter
 from slime.rollout.postprocess.statistics import GateStatistics
 
 logger = logging.getLogger(__name__)
@@ -98,11 +98,13 @@ class Gate:
         *,
         evaluation: bool = False,
         iteration_seconds: float | None = None,
+        dropped_groups: DroppedGroups = (),
     ) -> PostprocessResult:
         """Judges the whole scored batch of one rollout; returns new samples, statistics and alarms, after recording them.
 
         evaluation: report only; samples come back unmarked and only sane scores are expected of them. iteration_seconds: length of
-        an iteration (the last complete one will do), for the gate's share of it.
+        an iteration (the last complete one will do), for the gate's share of it. dropped_groups: (reason, samples) of what the
+        rollout dropped itself; they are no part of the batch and of its statistics, only of the raw snapshot.
         """
         rewards_expected = evaluation or self._rewards_in_samples
         config = dataclasses.replace(self.config_at(rollout_id), rewards_expected=rewards_expected, evaluation=evaluation)
@@ -124,7 +126,7 @@ class Gate:
         result = dataclasses.replace(result, statistics=statistics, alarms=alarms)
         self._report(result, rollout_id, evaluation, config)
         if self.snapshots is not None and not evaluation:
-            self.snapshots.submit(rollout_id, samples, result.verdicts)
+            self.snapshots.submit(rollout_id, samples, result.verdicts, dropped_groups)
         return result
 
     def metrics(self, result: PostprocessResult) -> dict[str, float]:

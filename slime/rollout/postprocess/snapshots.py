@@ -1,6 +1,7 @@
 """Raw snapshots: the engine's output of the last rollouts as Parquet (zstd), readable by pandas, polars or duckdb without our code.
 
-raw_000007.parquet holds one row per sample that came from the engine, place_000007.parquet where each kept one went.
+raw_000007.parquet holds one row per sample that came from the engine: the batch, then what the rollout dropped, with the reason in the
+column dropped_by. place_000007.parquet says where each kept one went.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from slime.observability.jsonl import plain_value
-from slime.rollout.postprocess.contract import Verdict
-from slime.rollout.postprocess.ragged import as_int, log_prob_array, missing_positions, token_array
+from slime.rollout.postprocess.contract import REASON_OF_VALUE, Verdict
+from slime.rollout.postprocess.ragged import as_int, length_of, log_prob_array, missing_positions, token_array
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -27,13 +28,15 @@ _STOP = object()
 # What a disk, a value or pyarrow can raise (pyarrow's errors derive from these).
 _FAILURES = (OSError, ValueError, TypeError, RuntimeError, MemoryError, LookupError, OverflowError, AttributeError)
 _PATTERNS = ("raw_*.parquet", "place_*.parquet")
+DroppedGroups = Sequence[tuple[str, Sequence[Sample]]]
 
 
 class SnapshotWriter:
     """Writes snapshots on one background thread: temporary name, fsync, rename. Keeps the last `keep` rollouts within `max_bytes`.
 
     Without pyarrow (the extra `data`) nothing is written and that is said once. A failed write is said and never raised; a rollout
-    that arrives while two are waiting is skipped and counted, so that a slow disk cannot fill the memory.
+    that arrives while two are waiting is skipped and counted, so that a slow disk cannot fill the memory. For the same reason what the
+    rollout dropped is taken group by group while the whole, uncompressed, stays within `max_bytes`; the rest is counted aloud.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3, max_bytes: int = 4 << 30):
@@ -50,10 +53,18 @@ class SnapshotWriter:
                 self.folder,
             )
 
-    def submit(self, rollout_id: int, samples: Sequence[Sample], verdicts: Sequence[Verdict]) -> None:
-        """Queues one rollout's raw samples. They are read on the thread and must not change; the gate's are not edited by anyone."""
+    def submit(
+        self, rollout_id: int, samples: Sequence[Sample], verdicts: Sequence[Verdict], dropped_groups: DroppedGroups = ()
+    ) -> None:
+        """Queues one rollout's raw samples, and (reason, group) of what the rollout dropped before the gate saw the batch.
+
+        They are read on the thread and must not change; the gate's are not edited by anyone.
+        """
         samples, verdicts = list(samples), list(verdicts)
-        self._enqueue(rollout_id, lambda: self._publish(f"raw_{rollout_id:06d}.parquet", raw_table(samples, verdicts)))
+        dropped = self._fitting(rollout_id, samples, dropped_groups)
+        self._enqueue(
+            rollout_id, lambda: self._publish(f"raw_{rollout_id:06d}.parquet", raw_table(samples, verdicts, dropped))
+        )
 
     def submit_placement(self, rollout_id: int, raw_rows: Sequence[int], partitions: Sequence[Sequence[int]]) -> None:
         """Queues the table raw_row -> (dp_rank, dp_position). `partitions[rank]` lists positions in the gate's output."""
@@ -72,6 +83,24 @@ class SnapshotWriter:
             self._queue.put(_STOP)
             self._thread.join()
             self._thread = None
+
+    def _fitting(self, rollout_id: int, samples: list[Sample], groups: DroppedGroups) -> list[tuple[str, Sample]]:
+        """(reason, sample) of the dropped groups that have room beside the batch, in order."""
+        room = self.max_bytes - sum(map(_num_bytes, samples))
+        taken: list[tuple[str, Sample]] = []
+        for number, (reason, group) in enumerate(groups):
+            room -= sum(map(_num_bytes, group))
+            if room < 0:
+                logger.warning(
+                    "rollout %d: %d of %d groups that the rollout dropped are not in its raw snapshot; raise --gate-snapshots-max-gib "
+                    "to keep them.",
+                    rollout_id,
+                    len(groups) - number,
+                    len(groups),
+                )
+                break
+            taken += [(str(reason), sample) for sample in group]
+        return taken
 
     def _enqueue(self, rollout_id: int, job: Callable[[], None]) -> None:
         if not self._available:
@@ -137,10 +166,19 @@ class SnapshotWriter:
                     path.unlink(missing_ok=True)
 
 
-def raw_table(samples: Sequence[Sample], verdicts: Sequence[Verdict]) -> Any:
-    """A pyarrow table, one row per raw sample: identity, text, ids, log-probs, finish reason, reward, metadata and the verdict."""
+def raw_table(
+    samples: Sequence[Sample], verdicts: Sequence[Verdict], dropped: Sequence[tuple[str, Sample]] = ()
+) -> Any:
+    """A pyarrow table, one row per raw sample: identity, text, ids, log-probs, finish reason, reward, metadata and the verdict.
+
+    Rows 0 .. len(samples) - 1 are the batch (dropped_by is null), the others what the rollout dropped before, each with its reason and
+    with the verdict that it had by then.
+    """
     import pyarrow
 
+    dropped_by = [None] * len(samples) + [reason for reason, _ in dropped]
+    verdicts = [*verdicts, *(_verdict_on(sample) for _, sample in dropped)]
+    samples = [*samples, *(sample for _, sample in dropped)]
     tokens = [_readable(token_array(sample.tokens)) for sample in samples]
     log_probs = [_log_probs(sample.rollout_log_probs) for sample in samples]
     columns = {
@@ -164,6 +202,7 @@ def raw_table(samples: Sequence[Sample], verdicts: Sequence[Verdict]) -> Any:
         "reason": pyarrow.array([v.reason.value if v.reason else None for v in verdicts], pyarrow.string()),
         "detail": pyarrow.array([_text(v.detail) for v in verdicts], pyarrow.string()),
         "dropped": pyarrow.array([v.dropped for v in verdicts], pyarrow.bool_()),
+        "dropped_by": pyarrow.array(dropped_by, pyarrow.string()),
     }
     return pyarrow.table(columns)
 
@@ -177,6 +216,18 @@ def placement_table(raw_rows: Sequence[int], partitions: Sequence[Sequence[int]]
     return pyarrow.table(
         {name: pyarrow.array([row[i] for row in rows], pyarrow.int64()) for i, name in enumerate(names)}
     )
+
+
+def _verdict_on(sample: Sample) -> Verdict:
+    """The verdict that a sample carries which the rollout dropped."""
+    reason = REASON_OF_VALUE.get(sample.invalid_reason) if isinstance(sample.invalid_reason, str) else None
+    return Verdict(valid=bool(sample.valid), reason=reason, dropped=True)
+
+
+def _num_bytes(sample: Sample) -> int:
+    """About what a row takes before compression."""
+    numbers = 8 * max(length_of(sample.tokens), 0) + 4 * max(length_of(sample.rollout_log_probs), 0)
+    return numbers + sum(len(text) for text in (sample.prompt, sample.response) if isinstance(text, str))
 
 
 def _list_column(rows: list[np.ndarray | None], value_type: Any) -> Any:
