@@ -362,6 +362,39 @@ def test_snapshots_are_read_by_duckdb_as_the_guide_says(tmp_path):
     assert joined[0][4] == pytest.approx(-0.1)
 
 
+def read_with_pandas(path):
+    import pandas
+
+    return lambda name: pandas.read_parquet(path / name).to_dict("records")
+
+
+def read_with_polars(path):
+    import polars
+
+    return lambda name: polars.read_parquet(path / name).to_dicts()
+
+
+@pytest.mark.parametrize("reader", [read_with_pandas, read_with_polars])
+def test_snapshots_are_read_by_pandas_and_polars(reader, tmp_path):
+    """A111, A112: every value of every kind of column arrives: nested lists, texts, nulls, numbers."""
+    read = reader(tmp_path)
+    gate = Gate(GateConfig(), snapshots=SnapshotWriter(tmp_path))
+    samples = [*scored(5, 2), sound_sample(5, tokens=["a"] * 15, response="caf\u00e9 \U0001f600")]
+    result = gate.run(samples, 41, dropped_groups=[("dynamic_filter_easy", [sound_sample(8)])])
+    gate.record_placement(41, result, [[4, 2], [3]])
+    gate.close()
+    rows, places = read("raw_000041.parquet"), read("place_000041.parquet")
+    assert [row["index"] for row in rows] == [0, 1, 2, 3, 4, 5, 8]
+    missing = [str(row["dropped_by"]) in ("None", "nan") for row in rows]
+    assert missing == [True] * 6 + [False] and rows[6]["dropped_by"] == "dynamic_filter_easy"
+    assert [rows[i]["reason"] for i in (0, 1, 5)] == ["truncated", "truncated", "bad_token"]
+    assert list(rows[3]["tokens"]) == [1, 2, 3, *range(300, 312)] and rows[5]["tokens"] is None
+    assert rows[3]["rollout_log_probs"][0] == pytest.approx(-0.1) and rows[5]["response"] == "caf\u00e9 \U0001f600"
+    assert json.loads(rows[3]["reward"]) == 3.0 and [row["valid"] for row in rows] == [False, False, *[True] * 3, False, True]
+    where = {rows[place["raw_row"]]["index"]: (place["dp_rank"], place["dp_position"]) for place in places}
+    assert where == {4: (0, 0), 2: (0, 1), 3: (1, 0)}
+
+
 def test_a_failing_or_missing_writer_is_said_and_costs_nothing(tmp_path, caplog, monkeypatch):
     """The extra `data` is optional; a disk may fail; both are one line."""
     (tmp_path / "file").write_text("")
