@@ -14,7 +14,7 @@ import numpy as np
 
 from slime.observability import contributions as c
 from slime.observability.contributions import Contribution
-from slime.observability.train_metric_utils import flat_tokens, sample_tokens
+from slime.observability.train_metric_utils import flat_tokens, raw_entry, sample_tokens
 
 QUANTILES = (("/p50", 0.5), ("/p90", 0.9), ("/p99", 0.99))
 QUARTERS = ("q1", "q2", "q3", "q4")
@@ -22,12 +22,13 @@ QUARTERS = ("q1", "q2", "q3", "q4")
 
 def consistency_contributions(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: int = 0) -> dict[str, Contribution]:
     """This rank's part of the metrics below `rollout/`; {} for a batch that lacks either kind of log-probs."""
-    if batch.get("log_probs") is None or batch.get("rollout_log_probs") is None or "loss_masks" not in batch:
+    if raw_entry(batch, "log_probs") is None or raw_entry(batch, "rollout_log_probs") is None or "loss_masks" not in batch:
         return {}
     tokens = sample_tokens(batch, cp_size=cp_size, cp_rank=cp_rank)
     sample_T = np.repeat(np.arange(len(tokens.plan.lengths_N)), tokens.plan.lengths_N)
     kept = slice(None) if tokens.mask_T is None else tokens.mask_T
-    difference = (flat_tokens(batch, "log_probs").astype(np.float64) - flat_tokens(batch, "rollout_log_probs"))[kept]
+    trainer_T, engine_T = (flat_tokens(batch, name, tokens.plan.lengths_N) for name in ("log_probs", "rollout_log_probs"))
+    difference = (trainer_T.astype(np.float64) - engine_T)[kept]
     distance = np.abs(difference)
     result = {
         "logprob_abs_diff/mean": c.mean(distance, len(distance)),

@@ -9,15 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from slime.utils.rollout_fields import Reduce
 
-BLOCK_TOKENS = 1 << 16
+BLOCK_TOKENS = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +121,6 @@ class SegmentPlan:
         self.starts_in_block = self.starts - np.repeat(lows, lasts - firsts)
         self.blocks = list(zip(firsts.tolist(), lasts.tolist(), lows.tolist(), highs.tolist(), strict=True))
         self.longest_block = int((highs - lows).max(initial=0))
-        self.tensors: dict[Any, Any] = {}  # a block in each dtype that is gathered
 
     @functools.cached_property
     def buffer(self) -> np.ndarray:
@@ -130,94 +128,23 @@ class SegmentPlan:
         return np.empty(self.longest_block)
 
 
-def segment_sums(values_T: Any, plan: SegmentPlan, mask_T: np.ndarray | None = None) -> np.ndarray:
-    """float64 [N]: the sum of each sample's values, in float64; entries where `mask_T` is False are not read.
+def segment_sums(values_T: np.ndarray, plan: SegmentPlan, mask_T: np.ndarray | None = None) -> np.ndarray:
+    """float64 [N]: the sum of each sample's values, added in float64, in their order; entries where `mask_T` is False are not read.
 
-    `values_T` is the concatenation, or a list with one CPU tensor per sample. ValueError where there are more or fewer values than the
-    plan's lengths say.
+    `values_T` is the concatenation of the samples' values. ValueError where it has more or fewer than the plan's lengths say.
     """
-    return _sum_blocks(borrow_flat(values_T, plan), plan, mask_T)
-
-
-def borrow_flat(values_T: Any, plan: SegmentPlan) -> Any:
-    """The concatenation without a copy, where a list's tensors lie one after the other in one storage, as `split` leaves them; else `values_T`.
-
-    ValueError as `segment_sums`.
-    """
-    if not isinstance(values_T, list):
-        if len(values_T) != plan.num_tokens:
-            raise ValueError(
-                f"{len(values_T)} values where the samples of this rank have {plan.num_tokens} response tokens"
-            )
-        return values_T
-    _check_lengths(values_T, plan)
-    if not len(plan.filled):
-        return np.zeros(0)
-    head, tail = values_T[plan.filled[0]], values_T[plan.filled[-1]]
-    expected = head.data_ptr() + plan.starts * head.element_size()
-    same_storage = head.untyped_storage().data_ptr() == tail.untyped_storage().data_ptr()
-    if not same_storage or tail.data_ptr() != expected[-1] or head.dim() != 1 or _lacks_numpy_dtype(head):
-        return values_T
-    addresses = np.fromiter(map(type(head).data_ptr, values_T), dtype=np.int64, count=len(values_T))[plan.filled]
-    if not np.array_equal(addresses, expected) or not all(map(type(head).is_contiguous, values_T)):
-        return values_T
-    if len(set(map(operator.attrgetter("dtype"), values_T))) > 1:
-        return values_T
-    return head.detach().as_strided((plan.num_tokens,), (1,)).numpy()
-
-
-def _check_lengths(tensors: list, plan: SegmentPlan) -> None:
-    if len(tensors) != len(plan.lengths_N):
-        raise ValueError(f"{len(tensors)} entries where this rank has {len(plan.lengths_N)} samples")
-    if not tensors:
-        return
-    lengths_N = np.fromiter(map(type(tensors[0]).numel, tensors), dtype=np.int64, count=len(tensors))
-    wrong = np.flatnonzero(lengths_N != plan.lengths_N)
-    if len(wrong):
-        i = int(wrong[0])
-        raise ValueError(f"{lengths_N[i]} values for the {plan.lengths_N[i]} response tokens of the sample at {i}")
-
-
-def _lacks_numpy_dtype(tensor: Any) -> bool:
-    return str(tensor.dtype) == "torch.bfloat16"
-
-
-def _sum_blocks(values_T: Any, plan: SegmentPlan, mask_T: np.ndarray | None) -> np.ndarray:
-    """`segment_sums` of values whose lengths were checked."""
-    gather = _gatherer(values_T, plan) if isinstance(values_T, list) else None
+    if len(values_T) != plan.num_tokens:
+        raise ValueError(f"{len(values_T)} values where the samples of this rank have {plan.num_tokens} response tokens")
     sums = np.empty(len(plan.filled))
     for first, last, low, high in plan.blocks:
         block = plan.buffer[: high - low]
-        np.copyto(block, values_T[low:high] if gather is None else gather(first, last, high - low), casting="unsafe")
+        np.copyto(block, values_T[low:high], casting="unsafe")
         if mask_T is not None:
             np.copyto(block, 0.0, where=~mask_T[low:high])
         np.add.reduceat(block, plan.starts_in_block[first:last], 0, None, sums[first:last])
     sums_N = np.zeros(len(plan.lengths_N))
     sums_N[plan.filled] = sums
     return sums_N
-
-
-def _gatherer(tensors: list, plan: SegmentPlan) -> Callable[[int, int, int], np.ndarray]:
-    """A function that copies the tensors of one block together, always to the same place."""
-    import torch
-
-    dtypes = set(map(operator.attrgetter("dtype"), tensors))
-    if len(dtypes) > 1 or _lacks_numpy_dtype(tensors[0]):
-        tensors, dtypes = [tensor.double() for tensor in tensors], {torch.float64}
-    if any(map(operator.attrgetter("requires_grad"), tensors)):
-        tensors = [tensor.detach() for tensor in tensors]
-    filled = [tensors[i] for i in plan.filled.tolist()] if len(plan.filled) < len(tensors) else tensors
-    dtype = dtypes.pop()
-    if dtype not in plan.tensors:
-        plan.tensors[dtype] = torch.empty(plan.longest_block, dtype=dtype)
-    buffer = plan.tensors[dtype]
-    array = buffer.numpy()
-
-    def gather(first: int, last: int, size: int) -> np.ndarray:
-        torch.cat(filled[first:last], out=buffer[:size])
-        return array[:size]
-
-    return gather
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,18 +161,15 @@ class SampleTokens:
     mask_sums_N: np.ndarray
     rollout_mask_sums_N: np.ndarray
     copies: int = 1
-    known: dict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict, repr=False)
+    known: dict[tuple[int, int, str], tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict, repr=False)
 
-    def masked_sums(self, values_T: Any) -> np.ndarray:
+    def masked_sums(self, values_T: np.ndarray) -> np.ndarray:
         """float64 [N]: the sum of each sample's trained tokens. `values_T` as in `segment_sums`."""
-        values_T = borrow_flat(values_T, self.plan)
-        if isinstance(values_T, list) or not values_T.flags.c_contiguous:
-            return _sum_blocks(values_T, self.plan, self.mask_T)
         # group estimators make one tensor, which is both the advantages and the returns
-        key = (values_T.ctypes.data, values_T.dtype.str)
+        key = (values_T.ctypes.data, values_T.strides[0], values_T.dtype.str)
         if key not in self.known:
             # keeps the array, so that its address stays its own
-            self.known[key] = (values_T, _sum_blocks(values_T, self.plan, self.mask_T))
+            self.known[key] = (values_T, segment_sums(values_T, self.plan, self.mask_T))
         return self.known[key][1]
 
     @functools.cached_property
@@ -255,19 +179,19 @@ class SampleTokens:
         # a rollout's samples share one count, in proportion to their tokens, wherever they are
         return math.fsum((self.mask_sums_N[has] / self.rollout_mask_sums_N[has]).tolist()) / self.copies
 
-    def rollout_mean(self, values_T: Any) -> Contribution:
+    def rollout_mean(self, values_T: np.ndarray) -> Contribution:
         """Masked token mean within each rollout, then the mean over rollouts that have a trainable token."""
         has = self.rollout_mask_sums_N > 0
         return mean(self.masked_sums(values_T)[has] / self.rollout_mask_sums_N[has], self.rollout_count)
 
-    def token_mean(self, values_T: Any) -> Contribution:
+    def token_mean(self, values_T: np.ndarray) -> Contribution:
         """Mean over all trained tokens."""
         return mean(self.masked_sums(values_T), int(self.mask_sums_N.sum()) / self.copies)
 
-    def sample_mean(self, values_T: Any, chosen_N: np.ndarray) -> Contribution:
-        """Masked token mean within each chosen sample, then the mean over those that have a trainable token."""
+    def sample_mean(self, values_T: np.ndarray, chosen_N: np.ndarray, *, sign: int = 1) -> Contribution:
+        """`sign` times the masked token mean within each chosen sample, then the mean over those that have a trainable token."""
         has = chosen_N & (self.mask_sums_N > 0)
-        return mean(self.masked_sums(values_T)[has] / self.mask_sums_N[has], int(has.sum()) / self.copies)
+        return mean(sign * self.masked_sums(values_T)[has] / self.mask_sums_N[has], int(has.sum()) / self.copies)
 
 
 def weighted_mean(values_N: Any, weights_N: Any) -> Contribution:

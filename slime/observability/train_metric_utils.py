@@ -79,29 +79,41 @@ def _sample_field(batch: Mapping[str, Any], name: str, default: float | None = N
     )
 
 
+def raw_entry(batch: Mapping[str, Any], name: str) -> Any:
+    """What the batch stores under `name`, a column or a list; None where it lacks it. No list is made of a column."""
+    if name not in batch:
+        return None
+    return batch.raw(name) if isinstance(batch, RolloutBatch) else batch[name]
+
+
 def _num_local(batch: Mapping[str, Any]) -> int:
     return batch.num_samples if isinstance(batch, RolloutBatch) else len(batch["response_lengths"])
 
 
-def flat_tokens(batch: Mapping[str, Any], name: str) -> np.ndarray:
-    """The concatenated entries of a TOKEN field on the CPU, in their own dtype."""
+def flat_tokens(batch: Mapping[str, Any], name: str, lengths_N: np.ndarray) -> np.ndarray:
+    """The concatenated entries of a TOKEN field on the CPU, in their own dtype; not copied where the batch holds one column on the CPU.
+
+    RolloutDataError naming the sample that has another number of entries than `lengths_N` says.
+    """
     if isinstance(batch, RolloutBatch) and name in CONTRACT:
         column = batch.column(name)
         if isinstance(column, Ragged):
+            _check_lengths(name, column.lengths, lengths_N)
             return as_array(column.dense_values(), what=name)
         entries = column.parts if isinstance(column, Parts) else column.as_list()
     else:
         entries = [as_array(entry, what=name) for entry in batch[name]]
+    _check_lengths(name, np.fromiter(map(len, entries), dtype=np.int64, count=len(entries)), lengths_N)
     return np.concatenate(entries) if len(entries) else np.zeros(0)
 
 
-def token_values(batch: Mapping[str, Any], name: str) -> Any:
-    """A TOKEN field as `segment_sums` reads it: the list of its CPU tensors where it is one, so that nothing is copied, else the concatenation."""
-    value = batch.raw(name) if isinstance(batch, RolloutBatch) else batch[name]
-    # one look at the first: tensors of one field live on one device
-    one_kind = isinstance(value, list) and len(set(map(type, value))) == 1
-    on_cpu = one_kind and is_tensor(value[0]) and value[0].device.type == "cpu"
-    return value if on_cpu else flat_tokens(batch, name)
+def _check_lengths(name: str, found_N: np.ndarray, lengths_N: np.ndarray) -> None:
+    if len(found_N) != len(lengths_N):
+        raise RolloutDataError(f"{name} has {len(found_N)} entries where this rank has {len(lengths_N)} samples.")
+    wrong = np.flatnonzero(found_N != lengths_N)
+    if len(wrong):
+        i = int(wrong[0])
+        raise RolloutDataError(f"{name} has {found_N[i]} values for the {lengths_N[i]} response tokens of the sample at {i}.")
 
 
 def _trains_every_token(batch: Mapping[str, Any], num_tokens: int) -> bool:
@@ -118,9 +130,7 @@ def sample_tokens(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: int = 
     """Which response tokens this rank holds, and the denominators, from the full masks."""
     responses = _sample_field(batch, "response_lengths").astype(np.int64)
     every = _trains_every_token(batch, int(responses.sum()))
-    mask_T = None if every else flat_tokens(batch, "loss_masks") != 0
-    if mask_T is not None and len(mask_T) != responses.sum():
-        raise RolloutDataError(f"The loss masks hold {len(mask_T)} tokens, the responses {responses.sum()}.")
+    mask_T = None if every else flat_tokens(batch, "loss_masks", responses) != 0
     plan = c.SegmentPlan(responses)
     mask_sums = responses.astype(np.float64) if mask_T is None else c.segment_sums(mask_T, plan)
     rollout_sums = _sample_field(batch, "rollout_mask_sums")
@@ -149,7 +159,7 @@ def phase_contributions(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: 
     counts = _sample_field(batch, "rollout_sample_counts", default=1.0)
     for name in dict.keys(batch):
         spec = CONTRACT.find(name)
-        if spec is None or spec.reduce is Reduce.NONE or batch[name] is None or spec.extent is Extent.EQUAL:
+        if spec is None or spec.reduce is Reduce.NONE or raw_entry(batch, name) is None or spec.extent is Extent.EQUAL:
             continue
         contribution = (
             _token_contribution(batch, spec, tokens)
@@ -167,16 +177,15 @@ def phase_contributions(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: 
 def _token_contribution(batch: Mapping[str, Any], spec: FieldSpec, tokens: SampleTokens | None) -> Contribution | None:
     if tokens is None:
         return None
-    values_T = token_values(batch, spec.name)
     if not spec.cp_sharded and tokens.copies > 1:
         raise RolloutDataError(
             f"The metric field {spec.name!r} must be declared cp_sharded=True to be reduced under context parallelism."
         )
+    values_T = flat_tokens(batch, spec.name, tokens.plan.lengths_N)
     if spec.reduce is Reduce.TOKEN_MEAN:
         return tokens.token_mean(values_T)
     if spec.reduce is Reduce.ROLLOUT_MEAN:
         return tokens.rollout_mean(values_T)
-    values_T = flat_tokens(batch, spec.name)
     kept = values_T if tokens.mask_T is None else values_T[tokens.mask_T]
     return _plain_contribution(spec, kept, np.ones(len(kept)), copies=1)
 
@@ -239,15 +248,15 @@ def correct_sample_contributions(batch: Mapping[str, Any], *, config: TrainMetri
     if config.rollout_max_response_len:
         shares = c.length_share_by_quarter(chosen, config.rollout_max_response_len)
         result.update({f"correct_length/{quarter}": share for quarter, share in zip(QUARTERS, shares, strict=True)})
-    source = next((name for name in ("entropy", "log_probs", "rollout_log_probs") if batch.get(name) is not None), None)
+    source = next((name for name in ("entropy", "log_probs", "rollout_log_probs") if raw_entry(batch, name) is not None), None)
     if source is None:
         _say_once(
             "--log-correct-samples: there is neither entropy nor any log-prob, so rollout/correct_entropy is left out."
         )
     elif "loss_masks" in batch:
         tokens = sample_tokens(batch, cp_size=config.cp_size, cp_rank=config.cp_rank)
-        values_T = flat_tokens(batch, source)
-        result["correct_entropy"] = tokens.sample_mean(values_T if source == "entropy" else -values_T, correct)
+        values_T = flat_tokens(batch, source, tokens.plan.lengths_N)
+        result["correct_entropy"] = tokens.sample_mean(values_T, correct, sign=1 if source == "entropy" else -1)
     return result
 
 

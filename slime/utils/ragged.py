@@ -124,6 +124,20 @@ class Ragged(Column):
         self.offsets = offsets
         self.lengths = np.diff(offsets) if lengths is None else lengths
 
+    @staticmethod
+    def of_lengths(values: Any, lengths: Sequence[int]) -> Ragged:
+        """Entries of these lengths that stand one after another in `values`."""
+        offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        return Ragged(values, offsets)
+
+    @staticmethod
+    def of_tensors(entries: Sequence[Any]) -> Ragged:
+        """The torch tensors `entries` (at least one), copied one after another into one."""
+        import torch
+
+        return Ragged.of_lengths(torch.cat(list(entries)), [len(entry) for entry in entries])
+
     def __len__(self) -> int:
         return len(self.lengths)
 

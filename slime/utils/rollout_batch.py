@@ -81,7 +81,12 @@ class RolloutBatch(dict):
         return self[name]
 
     def update(self, *args: Any, **kw: Any) -> None:
-        for name, value in dict(*args, **kw).items():
+        for other in args:
+            # columns stay columns
+            pairs = [(name, other.raw(name)) for name in other] if isinstance(other, RolloutBatch) else dict(other).items()
+            for name, value in pairs:
+                self[name] = value
+        for name, value in kw.items():
             self[name] = value
 
     def copy(self) -> RolloutBatch:
@@ -116,7 +121,7 @@ class RolloutBatch(dict):
         spec = CONTRACT[name]
         on_device = spec.scope is Scope.TOKEN and isinstance(entries, list) and entries and all(map(is_tensor, entries))
         if self.stage is Stage.LOCAL and on_device:
-            column = _ragged_from_tensors(entries)
+            column = Ragged.of_tensors(entries)
         else:
             column = build_column(spec, entries)
         if isinstance(value, Column) and isinstance(column, Column):
@@ -253,7 +258,7 @@ def build_column(spec: FieldSpec, entries: Any, *, required: np.ndarray | None =
         )
     entries = fill_missing(spec, list(entries), required)
     if entries and all(map(is_tensor, entries)) and spec.wire_dtype is None:
-        return _ragged_from_tensors(entries)
+        return Ragged.of_tensors(entries)
     if spec.wire_dtype is None:
         return Parts([as_array(entry, what=f"{spec.name}[{i}]") for i, entry in enumerate(entries)])
     dtype = None if spec.wire_dtype == SMALLEST_INT else spec.wire_dtype
@@ -303,15 +308,6 @@ def _build_scalars(spec: FieldSpec, entries: Any, required: np.ndarray | None) -
             f"{spec.name} must be one number per sample ({spec.wire_dtype}), got shape {array.shape}."
         )
     return Scalars(as_array(array.reshape(len(entries)), spec.wire_dtype, what=spec.name))
-
-
-def _ragged_from_tensors(entries: list) -> Ragged:
-    import torch
-
-    lengths = np.fromiter((len(entry) for entry in entries), dtype=np.int64, count=len(entries))
-    offsets = np.zeros(len(entries) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return Ragged(torch.cat(list(entries)), offsets)
 
 
 def column_dtype(spec: FieldSpec, column: Parts) -> str:

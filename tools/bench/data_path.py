@@ -35,7 +35,8 @@ from slime.observability.train_metric_utils import phase_contributions  # noqa: 
 from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards  # noqa: E402
 from slime.rollout.rewards import normalize_rewards  # noqa: E402
 from slime.utils.dp_schedule import ScheduleConfig, plan_schedule  # noqa: E402
-from slime.utils.rollout_batch import localize  # noqa: E402
+from slime.utils.ragged import Ragged  # noqa: E402
+from slime.utils.rollout_batch import RolloutBatch, localize  # noqa: E402
 from slime.utils.rollout_split import SplitConfig, split_by_dp  # noqa: E402
 from slime.utils.types import Sample  # noqa: E402
 
@@ -199,21 +200,22 @@ def report(name: str, reference: float, ours: float, target: float) -> None:
 
 
 def with_computed(batch: Any, micro_batches: list[list[int]]) -> Any:
-    """The batch with what training adds, in the memory in which training leaves it: log-probs as one tensor per micro-batch, split by sample
-    (`forward_only`); KL and advantages as one tensor per rank, split by sample (`compute_advantages_and_returns` under GRPO, where the
-    returns are the advantages)."""
+    """The batch with what training adds, as each side's training leaves it. Lists: log-probs as one tensor per micro-batch, KL and advantages as
+    one per rank, split by sample. Columns: one column per field (`forward_only`, `compute_advantages_and_returns`). Under GRPO the returns are
+    the advantages."""
     source = [torch.as_tensor(value) for value in batch["rollout_log_probs"]]
     lengths = [len(value) for value in source]
+    columns = isinstance(batch, RolloutBatch)
     for name in ("log_probs", "ref_log_probs"):
         by_sample: list[Any] = [None] * len(source)
         for indices in micro_batches:
             made = torch.cat([source[i] for i in indices])
             for i, value in zip(indices, made.split([lengths[i] for i in indices]), strict=True):
                 by_sample[i] = value
-        batch[name] = by_sample
-    batch["kl"] = list(torch.cat(source).split(lengths))
+        batch[name] = Ragged.of_tensors(by_sample) if columns else by_sample
     advantages = torch.cat(source)
-    batch["advantages"], batch["returns"] = list(advantages.split(lengths)), list(advantages.split(lengths))
+    for name, flat in (("kl", torch.cat(source)), ("advantages", advantages), ("returns", advantages)):
+        batch[name] = Ragged.of_lengths(flat, lengths) if columns else list(flat.split(lengths))
     return batch
 
 

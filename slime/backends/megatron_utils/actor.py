@@ -207,7 +207,7 @@ class MegatronTrainRayActor(TrainRayActor):
         with self.weights.borrowed(tag):
             yield
 
-    def _log_probs(self, data_iterator: list, num_microbatches: list[int], *, store_prefix: str) -> dict[str, list]:
+    def _log_probs(self, data_iterator: list, num_microbatches: list[int], *, store_prefix: str) -> RolloutBatch:
         return forward_only(
             get_log_probs_and_entropy, self.args, self.model, data_iterator, num_microbatches, store_prefix=store_prefix
         )
@@ -221,7 +221,9 @@ class MegatronTrainRayActor(TrainRayActor):
         self._step(rollout_id, data_iterator, rollout_data)
         with inverse_timer("train"):
             self._log_critic_times(rollout_id)
-        return {"values": tensors_to_cpu(list(rollout_data["values"]))} if mpu.is_pipeline_last_stage() else None
+        # a rollout without a valid sample has no micro-batch, and so no values
+        values = rollout_data.get("values", [])
+        return {"values": tensors_to_cpu(list(values))} if mpu.is_pipeline_last_stage() else None
 
     def _log_critic_times(self, rollout_id: int) -> None:
         """Under names of its own: the policy's ranks log perf/ of the same rollout."""

@@ -59,6 +59,8 @@ from slime.utils.cp_layout import ResponseLayout
 from slime.utils.distributed_utils import distributed_masked_whiten
 from slime.utils.misc import load_function
 from slime.utils.ppo_utils import cut_to_local, get_advantages_and_returns_batch
+from slime.utils.ragged import Ragged
+from slime.utils.rollout_batch import RolloutBatch
 
 Reducer = Callable[[torch.Tensor], torch.Tensor]
 Metrics = dict[str, torch.Tensor]
@@ -448,19 +450,35 @@ def compute_advantages_and_returns(args: Any, rollout_data: dict[str, Any]) -> N
     config = LossConfig.from_args(args)
     layout = get_response_layout(rollout_data["total_lengths"], rollout_data["response_lengths"])
     log_probs = rollout_data.get("rollout_log_probs" if config.use_rollout_logprobs else "log_probs")
-    rollout_data["kl"] = kl = _compute_kl(config, layout, rollout_data, log_probs)
-
+    kl = _compute_kl(config, layout, rollout_data, log_probs)
+    _store(rollout_data, layout, kl=kl)
     if config.custom_advantage_function_path is not None:
         load_function(config.custom_advantage_function_path)(args, rollout_data)
         reason = f"--custom-advantage-function-path {config.custom_advantage_function_path} must set, and what follows"
-        advantages, returns = (_required(rollout_data, name, reason) for name in ("advantages", "returns"))
+        advantages, returns = (_join(layout, _required(rollout_data, name, reason), name) for name in ("advantages", "returns"))
     else:
         advantages, returns = _estimate(config, layout, rollout_data, kl)
     if config.use_opd:
-        advantages = apply_opd_kl_to_advantages(args, rollout_data, advantages, log_probs)
+        advantages = concatenate(apply_opd_kl_to_advantages(args, rollout_data, _split(layout, advantages), log_probs))
     if config.normalize_advantages:
         advantages = _whiten(layout, rollout_data, advantages)
-    rollout_data["advantages"], rollout_data["returns"] = advantages, returns
+    _store(rollout_data, layout, advantages=advantages, returns=returns)
+
+
+def _store(rollout_data: dict[str, Any], layout: ResponseLayout, **fields: torch.Tensor) -> None:
+    """Puts flat fields [L] into the batch, each as one column; into a plain dict as lists of views."""
+    for name, flat in fields.items():
+        as_column = isinstance(rollout_data, RolloutBatch)
+        rollout_data[name] = Ragged.of_lengths(flat, layout.local_lengths) if as_column else _split(layout, flat)
+
+
+def _split(layout: ResponseLayout, flat: torch.Tensor) -> list[torch.Tensor]:
+    return list(flat.split(list(layout.local_lengths))) if layout.local_lengths else []
+
+
+def _join(layout: ResponseLayout, values: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+    check_lengths(values, layout.local_lengths, name=name)
+    return concatenate(values)
 
 
 def _device_of(rollout_data: dict[str, Any]) -> torch.device:
@@ -472,33 +490,27 @@ def _device_of(rollout_data: dict[str, Any]) -> torch.device:
     return get_accelerator().device()
 
 
-def _compute_kl(
-    config: LossConfig, layout: ResponseLayout, rollout_data: dict[str, Any], log_probs
-) -> list[torch.Tensor]:
-    lengths = list(layout.local_lengths)
-    if not lengths:
-        return []
+def _compute_kl(config: LossConfig, layout: ResponseLayout, rollout_data: dict[str, Any], log_probs: Any) -> torch.Tensor:
+    """Returns the KL to the reference [L], 0 where --kl-coef asks for none."""
+    lengths = layout.local_lengths
     if log_probs is not None:
         check_lengths(log_probs, lengths, name="log_probs")
-    if config.kl_coef == 0 or log_probs is None:
-        return list(torch.zeros(layout.num_local_tokens, device=_device_of(rollout_data)).split(lengths))
+    if config.kl_coef == 0 or log_probs is None or not lengths:
+        return torch.zeros(layout.num_local_tokens, device=_device_of(rollout_data))
     reference = _required(rollout_data, "ref_log_probs", "--kl-coef")
-    check_lengths(reference, lengths, name="ref_log_probs")
-    kl = approximate_kl(torch.cat(list(log_probs)), torch.cat(list(reference)), kind=config.kl_loss_type)
-    return list(kl.split(lengths))
+    return approximate_kl(concatenate(log_probs), _join(layout, reference, "ref_log_probs"), kind=config.kl_loss_type)
 
 
 def _estimate(
-    config: LossConfig, layout: ResponseLayout, rollout_data: dict[str, Any], kl: list[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Returns (advantages, returns) per sample by the estimator of the options."""
+    config: LossConfig, layout: ResponseLayout, rollout_data: dict[str, Any], local_kl: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (advantages [L], returns [L]) by the estimator of the options."""
     estimator = ADVANTAGE_ESTIMATORS.get(config.advantage_estimator)
     if estimator is None:
         known = ", ".join(ADVANTAGE_ESTIMATORS)
         raise NotImplementedError(f"unknown advantage estimator {config.advantage_estimator!r}. Use one of {known}.")
     if not layout.local_lengths:
-        return [], []
-    local_kl = torch.cat(kl)
+        return local_kl, local_kl
     rewards = torch.as_tensor(rollout_data["rewards"], dtype=local_kl.dtype, device=local_kl.device)
     if rewards.numel() != len(layout.local_lengths):
         raise RolloutDataError(
@@ -511,13 +523,10 @@ def _estimate(
     if estimator.whole_response:
         full_kl = all_gather_responses_with_cp(local_kl, layout)
         columns = ResponseColumns(rewards, layout.response_lengths, full_masks, full_kl)
-        results = estimator.compute(columns, config.estimator)
-        return cut_to_local(results[0], layout), cut_to_local(results[1], layout)
+        advantages, returns = estimator.compute(columns, config.estimator)
+        return torch.cat(cut_to_local(advantages, layout)), torch.cat(cut_to_local(returns, layout))
     local_masks = slice_responses_with_cp(rollout_data["loss_masks"], layout, name="loss_masks").to(local_kl.device)
-    columns = ResponseColumns(rewards, layout.local_lengths, local_masks, local_kl)
-    results = estimator.compute(columns, config.estimator)
-    lengths = list(layout.local_lengths)
-    return list(results[0].split(lengths)), list(results[1].split(lengths))
+    return estimator.compute(ResponseColumns(rewards, layout.local_lengths, local_masks, local_kl), config.estimator)
 
 
 def _estimate_with_critic(
@@ -525,19 +534,20 @@ def _estimate_with_critic(
     layout: ResponseLayout,
     rollout_data: dict[str, Any],
     columns: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     rewards, local_kl, full_masks = columns
     values = _required(rollout_data, "values", "--advantage-estimator ppo")
     check_lengths(values, layout.local_lengths, name="values")
     placed = torch.cat(cut_to_local(place_rewards(rewards, full_masks, layout.response_lengths), layout))
     local_masks = torch.cat(cut_to_local(full_masks, layout))
     token_rewards = placed - kl_penalty(local_kl, local_masks, kl_coef=config.kl_coef)
-    lists = (values, list(token_rewards.split(list(layout.local_lengths))))
     # with nothing masked the call is upstream's own, which plug-ins replace
     masks = {} if bool((full_masks != 0).all()) else {"loss_masks": rollout_data["loss_masks"]}
-    return get_advantages_and_returns_batch(
-        rollout_data["total_lengths"], rollout_data["response_lengths"], *lists, config.gamma, config.lambd, **masks
+    lengths = (rollout_data["total_lengths"], rollout_data["response_lengths"])
+    advantages, returns = get_advantages_and_returns_batch(
+        *lengths, values, _split(layout, token_rewards), config.gamma, config.lambd, **masks
     )
+    return torch.cat(advantages), torch.cat(returns)
 
 
 def apply_opd_kl_to_advantages(
@@ -564,11 +574,8 @@ def apply_opd_kl_to_advantages(
     return advantages
 
 
-def _whiten(layout: ResponseLayout, rollout_data: dict[str, Any], advantages: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns advantages whitened over the trained tokens of all DP x CP ranks."""
-    device = advantages[0].device if advantages else _device_of(rollout_data)
-    flat = concatenate(advantages).to(device)
-    masks = slice_responses_with_cp(rollout_data["loss_masks"], layout, name="loss_masks").to(device)
+def _whiten(layout: ResponseLayout, rollout_data: dict[str, Any], advantages: torch.Tensor) -> torch.Tensor:
+    """Returns the advantages [L] whitened over the trained tokens of all DP x CP ranks; as they are where no rank trains a token."""
+    masks = slice_responses_with_cp(rollout_data["loss_masks"], layout, name="loss_masks").to(advantages.device)
     group = mpu.get_data_parallel_group(with_context_parallel=True)
-    whitened = distributed_masked_whiten(flat, masks, process_group=group, shift_mean=True)
-    return list(whitened.split(list(layout.local_lengths))) if advantages else []
+    return distributed_masked_whiten(advantages, masks, process_group=group, shift_mean=True, allow_empty=True)

@@ -25,6 +25,8 @@ from slime.backends.megatron_utils.optimizer import setup_model_and_optimizer
 from slime.exceptions import RolloutDataError
 from slime.observability.logging_utils import log
 from slime.utils.metric_utils import compute_train_step
+from slime.utils.ragged import Ragged
+from slime.utils.rollout_batch import RolloutBatch, Stage
 
 __all__ = ["forward_only", "load_checkpoint", "save_checkpoint", "setup_model_and_optimizer", "train", "train_one_step"]
 
@@ -39,7 +41,7 @@ def forward_only(
     num_microbatches: Sequence[int],
     store_prefix: str = "",
     use_rollout_top_p_replay: bool = False,
-) -> dict[str, list[torch.Tensor]]:
+) -> RolloutBatch:
     """Returns {store_prefix + key: one tensor per sample of this rank, in local order} on the last pipeline stage, {} on the others.
 
     f: `get_log_probs_and_entropy` or `get_values`, or a function like them. num_microbatches: per optimizer step.
@@ -77,7 +79,7 @@ def forward_only(
         for iterator in data_iterator:
             iterator.reset()
     if not mpu.is_pipeline_last_stage(ignore_virtual=True):
-        return {}
+        return RolloutBatch(stage=Stage.LOCAL)
     return _in_local_order(collected, data_iterator[0].micro_batch_indices, store_prefix)
 
 
@@ -245,15 +247,17 @@ def _in_local_order(
     collected: Sequence[tuple[torch.Tensor, dict[str, list[torch.Tensor]]]],
     micro_batch_indices: Sequence[Sequence[int]],
     prefix: str,
-) -> dict[str, list[torch.Tensor]]:
+) -> RolloutBatch:
     positions = [int(position) for indices in micro_batch_indices for position in indices]
-    results: dict[str, list[torch.Tensor]] = {}
+    results = RolloutBatch(stage=Stage.LOCAL)
     for key in collected[0][1] if collected else ():
+        if not positions:
+            results[prefix + key] = []
+            continue
         values = [tensor for _, outputs in collected for tensor in outputs[key]]
-        ordered: list[Any] = [None] * len(positions)
-        for position, value in zip(positions, values, strict=True):
-            ordered[position] = value
-        results[prefix + key] = ordered
+        by_position = dict(zip(positions, values, strict=True))
+        # one column: what follows, metrics among them, reads one piece of memory and not one per micro-batch
+        results[prefix + key] = Ragged.of_tensors([by_position[position] for position in range(len(positions))])
     return results
 
 
