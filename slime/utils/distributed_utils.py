@@ -81,17 +81,21 @@ def distributed_masked_whiten(
     process_group: Any = None,
     shift_mean: bool = True,
     epsilon: float = 1e-8,
+    *,
+    allow_empty: bool = False,
 ) -> torch.Tensor:
     """Returns (values - mean) / sqrt(variance + epsilon), or values / sqrt(variance + epsilon) without `shift_mean`; shape and dtype of `values`.
 
     Mean and variance are over the positions with mask 1 on all ranks of `process_group` (None = the world); the variance has Bessel's correction from
     two positions on. Two passes in fp64: squares of large values with a small spread do not cancel. Every rank must call it, also with no
-    values. Raises ValueError on every rank when no position at all is unmasked.
+    values. When no position at all is unmasked, every rank raises ValueError, or with `allow_empty` every rank returns `values` as they are.
     """
     trained = mask.to(values.device) != 0
     selected = torch.where(trained, values, 0).to(torch.float64)
     totals = _sum_over_ranks(torch.stack([trained.sum().to(torch.float64), selected.sum()]), process_group)
     count, total = totals.tolist()
+    if count == 0 and allow_empty:
+        return values
     if count == 0:
         raise ValueError(
             "cannot whiten: no position has mask 1 on any rank (global mask sum is 0). Every response of this step is masked; "
