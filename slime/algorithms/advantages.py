@@ -17,26 +17,28 @@ from slime.algorithms.reducers import repeat_per_token
 def chunked_discounted_sum(rewards: torch.Tensor, discount: float, *, chunk_size: int = 128) -> torch.Tensor:
     """Returns S [B, T] with S_t = rewards_t + discount * S_{t+1}, S after the end = 0; dtype and device of `rewards`.
 
-    Inside a chunk the recursion is one multiplication by the triangular matrix of powers of the discount, so that only T / chunk_size
-    steps are sequential. Zeros on the right stay exactly zero.
+    Inside a chunk sums over 1, 2, 4, ... steps are made of each other, so that only T / chunk_size steps are sequential. A row's bits depend on
+    nothing but the row: not on the other rows (as those of a matrix product do), and not on T, as zeros on the right stay exactly zero.
     """
     batch, length = rewards.shape
     if length == 0:
         return rewards.clone()
-    chunk_size = min(chunk_size, length)
-    num_chunks = -(-length // chunk_size)
-    padded = torch.nn.functional.pad(rewards, (0, num_chunks * chunk_size - length))
-    steps = torch.arange(chunk_size, device=rewards.device)
-    distance = steps.unsqueeze(1) - steps.unsqueeze(0)
+    width = min(chunk_size, length)
+    num_chunks = -(-length // width)
+    padded = torch.nn.functional.pad(rewards, (0, num_chunks * width - length))
+    sums = padded.reshape(batch, num_chunks, width).clone()
+    span = 1
+    while span < width:
+        # the product is rounded before it is added: a fused multiply-add would round otherwise at the end of a row
+        sums[..., :-span] += sums[..., span:] * discount**span
+        span *= 2
     base = torch.tensor(discount, dtype=torch.float64, device=rewards.device)
-    powers = torch.where(distance >= 0, base ** distance.clamp(min=0), 0.0).to(rewards.dtype)
-    sums = (padded.reshape(batch * num_chunks, chunk_size) @ powers).reshape(batch, num_chunks, chunk_size)
-    carry_powers = (base ** (chunk_size - steps)).to(rewards.dtype)
+    carry_powers = (base ** (width - torch.arange(width, device=rewards.device))).to(rewards.dtype)
     carry = rewards.new_zeros(batch, 1)
     for index in reversed(range(num_chunks)):
         sums[:, index] += carry * carry_powers
         carry = sums[:, index, :1]
-    return sums.reshape(batch, num_chunks * chunk_size)[:, :length]
+    return sums.reshape(batch, num_chunks * width)[:, :length]
 
 
 def _temporal_differences(rewards: torch.Tensor, values: torch.Tensor, gamma: float) -> torch.Tensor:

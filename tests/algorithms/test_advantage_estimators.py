@@ -118,6 +118,16 @@ def test_padding_on_the_right_stays_exactly_zero():
     assert ppo_utils.chunked_discounted_returns(torch.zeros(2, 0), 0.5).shape == (2, 0)
 
 
+def test_a_response_has_the_same_returns_alone_and_beside_others():
+    """Bit for bit: the shape of a padded batch is the layout's, and a matrix product's rounding depends on its shape."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(n, generator=generator) for n in (1, 5, 127, 128, 129, 256, 300, 77)]
+    together = ppo_utils.chunked_discounted_returns(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), 0.97)
+    for row, beside in zip(rows, together, strict=True):
+        alone = ppo_utils.chunked_discounted_returns(row.unsqueeze(0), 0.97)[0]
+        assert torch.equal(alone, beside[: len(row)]), len(row)
+
+
 @pytest.mark.parametrize("chunk_size", [1, 3, 128])
 def test_chunked_gae_equals_the_definition(chunk_size):
     """Rewards 0, 0, 1, values .5, .5, .5, gamma 1, lambda .5: deltas 0, 0, .5 -> advantages .125, .25, .5."""
@@ -322,9 +332,27 @@ def test_unknown_estimators_and_wrong_lengths_are_named():
 
 
 def test_whitening_nothing_is_one_clear_error():
-    """faults, advantage whitening: all masks 0 everywhere is no 0/0 and no hang: every rank has the global count, so every rank raises."""
+    """faults, advantage whitening: all masks 0 everywhere is no 0/0 and no hang: every rank has the global count, so every rank raises, or none."""
     with pytest.raises(ValueError, match="no position has mask 1 on any rank"):
         distributed_masked_whiten(torch.ones(3), torch.zeros(3))
+    assert distributed_masked_whiten(torch.ones(3), torch.zeros(3), allow_empty=True).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("estimator", sorted(ADVANTAGE_ESTIMATORS))
+def test_a_rollout_that_is_masked_whole_is_left_as_it_is(estimator):
+    """A long run must not end because a rollout trains nothing: with --normalize-advantages its advantages are those without, which no loss reads;
+    a rank without samples takes part."""
+    samples = make_samples([(2, 5), (1, 3)], 3)
+    for sample in samples:
+        sample.loss_mask = [0] * sample.response_length
+    plain, whitened = (
+        compute(make_data(samples), advantage_estimator=estimator, kl_coef=0.3, gamma=0.9, normalize_advantages=on)
+        for on in (False, True)
+    )
+    assert as_lists(whitened["advantages"]) == as_lists(plain["advantages"])
+    assert as_lists(whitened["returns"]) == as_lists(plain["returns"])
+    empty = {"total_lengths": [], "response_lengths": [], "loss_masks": [], "values": [], "rewards": []}
+    assert list(compute(empty, advantage_estimator=estimator, normalize_advantages=True)["advantages"]) == []
 
 
 def test_other_pipeline_stages_have_nothing_to_do():

@@ -14,10 +14,13 @@ from types import SimpleNamespace
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import mpu
 from support.distributed import run_distributed
+from support.dp_shards import advantages_of, make_long_samples, shards_of
 from support.loss_cases import make_logits, make_samples, mask_sums_of, pack, reference_of
 from support.pretend_rank import pretend_rank
 from support.reference import ReferenceOptions, reference_advantages, reference_policy_loss
@@ -48,6 +51,9 @@ ESTIMATOR_OPTIONS = {
     },
     "grpo whitened": {"normalize_advantages": True},
 }
+
+
+WHITENED = ("grpo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 def _vocabulary_case():
@@ -161,6 +167,23 @@ def _whitening(rank: int) -> dict:
     }
     with pytest.raises(ValueError, match="no position has mask 1 on any rank"):
         run(([1.0], [2.0]), ([0], [0]))
+    results["nothing"] = run(([1.0, 3.0], []), ([0, 0], []), allow_empty=True)
+    return results
+
+
+def _whitened_shards(rank: int, alone) -> dict:
+    """{(estimator, data-parallel size): {sample: whitened advantages at its trained tokens}} of this rank's samples, in an order of each size's own."""
+    results = {}
+    for dp_size, group, local in ((1, alone, 0), (2, None, rank)):
+        samples = [make_long_samples()[i] for i in np.random.default_rng(dp_size).permutation(24)]
+        for estimator in WHITENED:
+            with pretend_rank(dp_size=dp_size), pytest.MonkeyPatch.context() as patch:
+                patch.setattr(mpu, "get_data_parallel_group", lambda group=group, **_: group)
+                batch = shards_of(samples, estimator, dp_size)[local]
+                advantages_of(batch, estimator, normalize_advantages=True, kl_coef=0.1)
+            pairs = zip(batch["advantages"], batch["loss_masks"], strict=True)
+            kept = [values[mask != 0].tolist() for values, mask in pairs]
+            results[estimator, dp_size] = dict(zip(batch["sample_indices"], kept, strict=True))
     return results
 
 
@@ -195,6 +218,7 @@ def _everything(rank, world_size, folder):
         "allgather": _allgather_cp(rank, alone),
         "gradient": _gather_gradient(rank),
         "whitening": _whitening(rank),
+        "whitened shards": _whitened_shards(rank, alone),
         "groups": _groups(rank, folder),
     }
 
@@ -284,9 +308,23 @@ def test_whitening_is_over_all_ranks(ranks):
         assert first[name] == pytest.approx([-0.5] * 3) and second[name] == pytest.approx([1.5])
     assert first["empty rank"] == [] and second["empty rank"] == pytest.approx([-0.70710678, 0.70710678])
     assert first["scale only"] == pytest.approx([0.5] * 3) and second["scale only"] == pytest.approx([2.5])
+    assert (first["nothing"], second["nothing"]) == ([1.0, 3.0], [])
     assert [first["junk"][i] for i in (0, 2, 3)] == pytest.approx([-0.5] * 3) and second["junk"][0] == pytest.approx(
         1.5
     )
+
+
+@pytest.mark.parametrize("estimator", WHITENED)
+def test_whitened_advantages_do_not_depend_on_the_split(ranks, estimator):
+    """Mean and variance are sums over ranks, added up in the layout's order: in float64, so what may differ is the last bit of float32."""
+    first, second = (rank["whitened shards"] for rank in ranks)
+    alone, parts = first[estimator, 1], (first[estimator, 2], second[estimator, 2])
+    assert alone == second[estimator, 1]
+    assert sorted(alone) == sorted([*parts[0], *parts[1]]) and len(alone) == 23 and min(map(len, parts)) > 1
+    for index, values in {**parts[0], **parts[1]}.items():
+        assert values == pytest.approx(alone[index], rel=2**-23, abs=0), index
+    flat = np.array([value for values in alone.values() for value in values])
+    assert flat.mean() == pytest.approx(0, abs=1e-6) and flat.std(ddof=1) == pytest.approx(1, abs=1e-6)
 
 
 def test_further_groups_have_their_own_ranks(ranks):

@@ -12,7 +12,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.dp_shards import advantages_of, make_long_samples, shards_of
+from support.pretend_rank import pretend_rank
 
+from slime.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from slime.backends.megatron_utils.data import to_train_device
 from slime.observability import contributions as c
 from slime.observability.train_metric_utils import (
@@ -182,6 +185,40 @@ def test_every_layout_gives_the_single_process_numbers(samples, layout):
     assert advantages == again[1], "bit-identical at every split"
     for name in set(found) & set(again[0]):
         assert found[name] == pytest.approx(again[0][name], rel=1e-9, abs=1e-15), name
+
+
+# what each estimator is given beside the reward: everything it may take per token
+PER_TOKEN = {
+    "plain": {},
+    "kl k1": {"kl_coef": 0.2, "kl_loss_type": "k1"},
+    "kl k2": {"kl_coef": 0.2, "kl_loss_type": "k2"},
+    "kl k3": {"kl_coef": 0.2, "kl_loss_type": "k3"},
+    "low_var_kl and distillation": {"kl_coef": 0.2, "kl_loss_type": "low_var_kl", "use_opd": True, "opd_kl_coef": 0.3},
+}
+
+
+@pytest.mark.parametrize("per_token", sorted(PER_TOKEN))
+@pytest.mark.parametrize("estimator", sorted(ADVANTAGE_ESTIMATORS))
+def test_advantages_and_returns_have_the_same_bits_on_every_rank_count_and_in_every_order(estimator, per_token):
+    """Must hold: a sample's advantages are its own. Neither who shares its rank, nor the longest response there, nor its place changes a bit."""
+    samples, options = make_long_samples(), PER_TOKEN[per_token]
+    layouts = [(24, 1, "static"), (24, 2, "balanced"), (24, 2, "static"), (24, 4, "balanced"), (24, 4, "first_fit")]
+    # two groups; one sample, so that three ranks have none
+    few = [(8, 4, "balanced"), (8, 2, "static"), (1, 4, "balanced")]
+    with pretend_rank():
+        (batch,) = shards_of(samples, estimator, 1)
+        expected = advantages_of(batch, estimator, **options)
+        assert sorted(expected) == [i for i in range(24) if i != 14]
+        for seed, (num_samples, dp_size, packing) in enumerate(layouts + few):
+            order = np.random.default_rng(seed).permutation(num_samples)
+            if num_samples == 1:  # a group of one has another baseline
+                expected = advantages_of(*shards_of(samples[:1], estimator, 1), estimator, **options)
+            found = {}
+            for batch in shards_of([samples[i] for i in order], estimator, dp_size, packing=packing):
+                found |= advantages_of(batch, estimator, **options)
+            assert sorted(found) == [i for i in sorted(expected) if i < num_samples]
+            wrong = [i for i in found if found[i] != expected[i]]
+            assert not wrong, f"samples whose bits differ at dp {dp_size}, {packing}: {wrong}"
 
 
 def test_metrics_are_the_same_number_at_dp_1_2_4_and_any_order():
