@@ -107,12 +107,16 @@ class RolloutManager:
         rollout_metrics.log_eval_rollout_data(rollout_id, self.args, output.data, extra)
 
     def save(self, rollout_id: int) -> None:
-        """Writes the data position in which `rollout_id` is the last rollout trained."""
+        """Writes the data position in which `rollout_id` is the last rollout trained, and what the gate remembers at that point."""
         self.data_source.save(rollout_id)
+        if self.args.save is not None:
+            self.gate.save(self.args.save, rollout_id)
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Restores that position."""
+        """Restores both."""
         self.data_source.load(rollout_id)
+        if self.args.load is not None and rollout_id is not None and rollout_id >= 0:
+            self.gate.load(self.args.load, rollout_id)
 
     def get_num_rollout_per_epoch(self) -> int | None:
         """Rollouts that one pass over the prompts makes; None without a dataset."""

@@ -15,6 +15,7 @@ from support import small_run
 
 from slime.harness.diff import Tolerance, compare_paths
 from slime.observability.consistency_report import build_report
+from slime.observability.jsonl import read_jsonl
 
 NUM_GPUS = 0
 
@@ -96,6 +97,16 @@ def test_a_resumed_run_continues_the_same_stream(data, whole_run, tmp_path):
     for name in EXACT:
         whole, resumed = small_run.series(whole_run, name), small_run.series(tmp_path, name)
         assert resumed == whole[len(whole) // 2 :], name
+    # what the gate compares with comes from the checkpoint: times differ, and what a cache of compared texts had seen
+    whole, resumed = ([gate_numbers(r) for r in read_jsonl(d / "gate.jsonl")[0] if not r["evaluation"]] for d in (whole_run, tmp_path))
+    assert [record["rollout_id"] for record in resumed] == [2, 3] and resumed == whole[2:]
+    assert resumed[0]["drift"]["psi_previous"] is not None
+
+
+def gate_numbers(record):
+    """A record of gate.jsonl without what depends on the clock and on earlier work of the process."""
+    counts = {name: count for name, count in record["counts"].items() if not name.startswith("cache_")}
+    return {**record, "counts": counts, "seconds": 0, "gate_seconds": 0, "share_of_iteration": 0}
 
 
 @pytest.mark.timeout(300)

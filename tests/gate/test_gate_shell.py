@@ -16,18 +16,23 @@ from support.gate_samples import reasons_of, sound_sample
 from slime.config.gate import GateOptions
 from slime.exceptions import ConfigError
 from slime.rollout.postprocess import (
+    FormatSpec,
     Gate,
     GateConfig,
     InvalidReason,
     Level,
     MissingLogProbs,
     Policy,
+    TagPair,
     apply_verdicts,
     check_responses,
     gate_config_from_args,
 )
 from slime.rollout.postprocess import alarms as alarms_module
 from slime.rollout.postprocess import snapshots as snapshots_module
+from slime.rollout.postprocess.contract import ScheduleStep
+from slime.rollout.postprocess.early import EARLY
+from slime.rollout.postprocess.shell import history_path
 from slime.rollout.postprocess.snapshots import SnapshotWriter
 from slime.utils.types import Status
 
@@ -172,6 +177,102 @@ def test_every_rollout_leaves_one_record_and_one_line_whatever_its_size(tmp_path
     ]
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     assert len(lines) == 2 and "512 of 512 kept" in lines[1]
+
+
+def shifting(rollout_id):
+    """A batch whose invalid share, reasons, lengths and bad formats change from rollout to rollout, by no chance."""
+    samples = [sound_sample(i, length=20 + (i * 7) % (30 + 9 * rollout_id)) for i in range(120)]
+    for i in range(5 + 4 * rollout_id + 30 * (rollout_id in (7, 8))):
+        samples[i].finish_reason = "length" if i % 3 else "stop"
+        samples[i].rollout_log_probs = samples[i].rollout_log_probs if i % 3 else [0.5] * samples[i].response_length
+    for i in range(60, 60 + 10 - rollout_id):
+        samples[i].response = "<answer>1"
+    return samples
+
+
+def without_times(record):
+    return {name: value for name, value in record.items() if "seconds" not in name and name != "share_of_iteration"}
+
+
+def drive(gate, first, last, checkpoints, *, ahead=0):
+    """Rollouts as the loops call them: generated `ahead` of the one that is saved, an evaluation after every second one."""
+    seen = []
+    generated = first - 1
+    for rollout_id in range(first, last):
+        while generated < min(rollout_id + ahead, last - 1):
+            generated += 1
+            gate.run(shifting(generated), generated)
+            seen.append((EARLY.rollout_id, EARLY.bad_format_rate))
+        gate.save(checkpoints, rollout_id)
+        if rollout_id % 2:
+            gate.run(shifting(rollout_id)[::3], rollout_id + 1, evaluation=True)
+    gate.close()
+    return seen
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("resumed_after", [0, 3, 5, 6])
+def test_a_resumed_run_has_the_records_of_one_that_was_not_interrupted(tmp_path, resumed_after, ahead):
+    """A87, A110: drift, alarms and levels after a crash at rollout 8 are those of a run without it; what the dead run had generated beyond
+    its checkpoint does not count, although a rollout was ahead of training. Evaluations are compared with evaluations."""
+    spec = FormatSpec(pairs=(TagPair("<answer>", "</answer>"),))
+    config = GateConfig(format=spec, schedule=(ScheduleStep(Level.LENIENT, below_rate=0.04),))
+    whole = Gate(config, run_dir=tmp_path / "whole", window=3)
+    levels = drive(whole, 0, 10, tmp_path / "c", ahead=ahead)
+    drive(Gate(config, run_dir=tmp_path / "dead", window=3), 0, 9, tmp_path / "d", ahead=ahead)
+    EARLY.reached(0, None)
+    resumed = Gate(config, run_dir=tmp_path / "resumed", window=3)
+    resumed.load(tmp_path / "d", resumed_after)
+    assert (EARLY.rollout_id, EARLY.bad_format_rate) == levels[resumed_after]
+    assert drive(resumed, resumed_after + 1, 10, tmp_path / "d", ahead=ahead) == levels[resumed_after + 1 :]
+    everything = list(map(without_times, records(tmp_path / "whole")))
+    expected = [record for record in everything if record["rollout_id"] > resumed_after + record["evaluation"]]
+    assert list(map(without_times, records(tmp_path / "resumed"))) == expected
+    alarms = {(record["rollout_id"], alarm["name"]) for record in expected for alarm in record["alarms"]}
+    assert (7, "drop_rate") in alarms and {record["level"] for record in everything} == {"strict", "lenient"}
+    assert all(record["drift"]["psi_window"] is not None for record in expected if record["rollout_id"] > 2)
+
+
+def test_what_a_history_lacks_is_said_once_and_skipped(tmp_path, caplog):
+    """A damaged line costs its rollout; a missing, foreign or headless file is named; none of them stops a resume."""
+    gate = Gate(GateConfig())
+    for rollout_id in range(4):
+        gate.run(scored(200, 20), rollout_id)
+    gate.save(tmp_path, 3)
+    path = history_path(tmp_path, 3)
+    good = path.read_bytes().splitlines(keepends=True)
+    bad = json.loads(good[1])
+    cases = {
+        "1 of 4 lines": [good[0], b'{"rollout_id": 0, "evalu\n', *good[2:]],
+        " 1 of 4 lines": [*good[:4], good[4][:30]],
+        "2 of 4 lines": [*good[:2], json.dumps({**bad, "kept_lengths": {"tokens": [1], "samples": [10**12]}}).encode() + b"\n",
+                         json.dumps({**bad, "rollout_id": 9}).encode() + b"\n", good[4]],
+        "0 of 4 lines": [*good, b"\xff\n"],
+        "head": good[1:],
+        "slime-gate-history-9": [good[0].replace(b"history-1", b"history-9"), *good[1:]],
+        "there is no": None,
+    }  # fmt: skip
+    for words, lines in cases.items():
+        caplog.clear()
+        path.unlink(missing_ok=True)
+        if lines is not None:
+            path.write_bytes(b"".join(lines))
+        resumed = Gate(GateConfig())
+        resumed.load(tmp_path, 3)
+        assert caplog.text.count("compare with less") == 1 and words in caplog.text, caplog.text
+        alarms = [alarm.name for alarm in resumed.run(scored(200, 50), 4).alarms]
+        assert alarms == ([] if words in ("slime-gate-history-9", "there is no") else ["drop_rate"]), words
+    path.write_bytes(b"".join(good))
+    caplog.clear()
+    resumed.load(tmp_path, 3)
+    assert caplog.text == "" and [s.kept for s in resumed._history.last(evaluation=False)] == [180] * 4
+
+
+def test_a_disk_without_room_costs_the_history_and_not_the_checkpoint(tmp_path, caplog):
+    """What a resume would compare with is not worth a training run."""
+    (tmp_path / "rollout").write_text("")
+    Gate(GateConfig()).save(tmp_path, 3)
+    assert "history could not be written" in caplog.text
 
 
 def test_an_alarm_is_logged_recorded_and_a_metric(tmp_path, caplog):

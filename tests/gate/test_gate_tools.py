@@ -146,6 +146,18 @@ def test_doctor_runs_the_three_first_steps_when_the_loss_spikes(tmp_path, tokeni
     assert "(3) alignment of raw_000003.parquet: 1 of 3 samples differ" in out and "shifted_ids" in out
 
 
+def test_doctor_forgets_the_rollouts_that_a_resume_generated_again(tmp_path, capsys):
+    """A93: rollouts 2 and 3 of the run that died were never trained; comparing with them would hide or invent a change."""
+    for first, num_cut in ((0, 10), (2, 60), (2, 10)):
+        gate = Gate(GateConfig(), run_dir=tmp_path)
+        for rollout_id in range(first, 4 if num_cut == 60 else first + 2):
+            gate.run(rollout(100, num_cut), rollout_id)
+        gate.close()
+    assert main(["doctor", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "rollout 3: 10.0 % invalid" in out and "truncated           10.0 %   before   10.0 %\n" in out and "alarm" not in out
+
+
 def test_a_snapshot_is_a_dump_for_every_command(tmp_path, capsys):
     """A112: what the gate saw can be judged again from the raw snapshot."""
     gate = Gate(GateConfig(), snapshots=SnapshotWriter(tmp_path))

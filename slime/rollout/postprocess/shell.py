@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import importlib.metadata
 import logging
@@ -30,9 +29,9 @@ from slime.rollout.postprocess.contract import (
 )
 from slime.rollout.postprocess.early import EARLY
 from slime.rollout.postprocess.gate import PostprocessResult, adapt, assemble, judge
+from slime.rollout.postprocess.history import GateHistory
 from slime.rollout.postprocess.parallel import judge_in_parallel
 from slime.rollout.postprocess.snapshots import DroppedGroups, SnapshotWriter
-from slime.rollout.postprocess.statistics import GateStatistics
 
 logger = logging.getLogger(__name__)
 RECORD_FILE = "gate.jsonl"
@@ -41,8 +40,8 @@ RECORD_FILE = "gate.jsonl"
 class Gate:
     """The gate of one run. `run` is called once per rollout with the whole batch, after rewards.
 
-    Holds the statistics of the last `window` rollouts (training and evaluation apart), the writer of <run_dir>/gate.jsonl, and the
-    raw snapshots in <run_dir>/gate. A full disk is said once per rollout and never stops training.
+    Holds the statistics of the last `window` rollouts (training and evaluation apart; `save` and `load` carry them over a resume), the
+    writer of <run_dir>/gate.jsonl, and the raw snapshots in <run_dir>/gate. A full disk is said once per rollout and never stops training.
     """
 
     def __init__(
@@ -62,9 +61,8 @@ class Gate:
         self._parallel_above = parallel_above
         self._rewards_in_samples = rewards_in_samples
         self._writer = None if run_dir is None else JsonlWriter(Path(run_dir) / RECORD_FILE)
-        self._history: dict[bool, collections.deque[GateStatistics]] = {
-            evaluation: collections.deque(maxlen=max(window, 1)) for evaluation in (False, True)
-        }
+        self._history = GateHistory(window)
+        self._saved: tuple[str | Path, int] | None = None  # the last checkpoint
 
     @staticmethod
     def from_args(args: Any, tokenizer: Any = None) -> Gate:
@@ -87,9 +85,11 @@ class Gate:
 
     def config_at(self, rollout_id: int) -> GateConfig:
         """The config that the schedule gives for a rollout, by its number and by the last measured bad-format rate."""
-        history = self._history[False]
-        rate = history[-1].rate_of(InvalidReason.BAD_FORMAT) if history else None
-        return self.config.at(rollout_id, rate)
+        return self.config.at(rollout_id, self._bad_format_rate())
+
+    def _bad_format_rate(self) -> float | None:
+        history = self._history.last(evaluation=False)
+        return history[-1].rate_of(InvalidReason.BAD_FORMAT) if history else None
 
     def run(
         self,
@@ -110,7 +110,7 @@ class Gate:
         config = dataclasses.replace(self.config_at(rollout_id), rewards_expected=rewards_expected, evaluation=evaluation)
         if evaluation:
             config = dataclasses.replace(config, reward_key=config.eval_reward_key)
-        history = list(self._history[evaluation])
+        history = self._history.last(evaluation=evaluation)
         samples = adapt(samples, config)
         if 0 < self._parallel_above < len(samples):
             outcome = judge_in_parallel(samples, config, self._tokenizer)
@@ -122,12 +122,31 @@ class Gate:
             statistics = statistics.with_early_check(*EARLY.take())
             EARLY.reached(rollout_id + 1, statistics.rate_of(InvalidReason.BAD_FORMAT))
         alarms = tuple(find_alarms(statistics, history))
-        self._history[evaluation].append(statistics)
+        self._history.add(rollout_id, statistics, evaluation=evaluation)
+        if evaluation and self._saved is not None and self._saved[1] == rollout_id - 1:
+            self.save(*self._saved)  # the evaluation of the weights in that checkpoint is part of what came before its resume
         result = dataclasses.replace(result, statistics=statistics, alarms=alarms)
         self._report(result, rollout_id, evaluation, config)
         if self.snapshots is not None and not evaluation:
             self.snapshots.submit(rollout_id, samples, result.verdicts, dropped_groups)
         return result
+
+    def save(self, folder: str | Path, rollout_id: int) -> None:
+        """Writes, into a checkpoint folder, what this gate remembers with rollout `rollout_id` the last one trained. A full disk is said."""
+        self._saved = (folder, rollout_id)
+        path = history_path(folder, rollout_id)
+        try:
+            self._history.write(path, rollout_id)
+        except OSError as error:
+            logger.error("rollout %d: the gate's history could not be written to %s: %s", rollout_id, path, error)
+
+    def load(self, folder: str | Path, rollout_id: int) -> None:
+        """Remembers what `save` wrote after rollout `rollout_id`, so that the next rollout gets the record, the drift, the alarms and the
+        level that it would have had without the interruption. What is missing or damaged is said once and left out."""
+        missing = self._history.read(history_path(folder, rollout_id), rollout_id)
+        if missing is not None:
+            logger.warning("drift and alarms of the rollouts after %d compare with less than they could: %s", rollout_id, missing)
+        EARLY.reached(rollout_id + 1, self._bad_format_rate())
 
     def metrics(self, result: PostprocessResult) -> dict[str, float]:
         """gate/... numbers of a result, with gate/alarm/<name> = 1 for each alarm."""
@@ -165,6 +184,11 @@ class Gate:
             logger.error(
                 "%s %d: the gate's record could not be written to %s: %s", kind, rollout_id, self._writer.path, error
             )
+
+
+def history_path(folder: str | Path, rollout_id: int) -> Path:
+    """Where a checkpoint folder keeps what the gate remembers after a rollout: beside the data position."""
+    return Path(folder) / "rollout" / f"gate_history_{rollout_id}.jsonl"
 
 
 def gate_config_from_args(args: Any, tokenizer: Any = None) -> GateConfig:

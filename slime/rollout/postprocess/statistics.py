@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime.rollout.postprocess.contract import REASONS, GateConfig, InvalidReason, MismatchCause
+from slime.rollout.postprocess.contract import REASON_OF_VALUE, REASONS, GateConfig, InvalidReason, MismatchCause
 from slime.rollout.postprocess.drift import expected_psi_noise, kolmogorov_smirnov, population_stability_index
 from slime.rollout.postprocess.ragged import as_int
 
@@ -27,6 +27,7 @@ NO_GROUP = -1
 MAX_SHARE_OF_ITERATION = 0.10
 _QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 _MAX_GROUPS_IN_RECORD = 500
+_MAX_SAMPLES = 1 << 28  # of one rollout in a file: above it a digit is wrong
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 # Reasons found from scalars alone, before any token is read.
 CHEAP_REASONS = frozenset(
@@ -196,6 +197,38 @@ class GateStatistics:
             psi_noise=expected_psi_noise(len(last), len(kept)),
         )
         return dataclasses.replace(self, drift=drift)
+
+    def to_history(self) -> dict[str, Any]:
+        """What a later rollout is compared with, as JSON-able values: invalid samples by reason, kept lengths, counts, versions."""
+        values, times = np.unique(self.kept_lengths, return_counts=True)
+        return {
+            "dropped": {reason.value: count for reason, count in self.dropped.items() if count},
+            "kept_lengths": {"tokens": values.tolist(), "samples": times.tolist()},
+            "counts": {name: int(count) for name, count in sorted(self.counts.items())},
+            "versions": dict(self.versions),
+        }
+
+    @staticmethod
+    def from_history(record: Mapping[str, Any]) -> GateStatistics:
+        """Statistics that compare as those of `to_history` did; order, groups and times are gone. ValueError, TypeError or LookupError
+        for a record that is none."""
+        codes = {REASON_OF_VALUE[name].code: int(count) for name, count in record["dropped"].items()}
+        tokens, times = (np.array(record["kept_lengths"][name], dtype=np.int64) for name in ("tokens", "samples"))
+        num_invalid = sum(codes.values())
+        total = int(times.sum()) + num_invalid
+        if tokens.ndim != 1 or tokens.shape != times.shape or not 0 <= total < _MAX_SAMPLES:
+            raise ValueError(f"{len(tokens)} lengths, {len(times)} numbers of samples with them, {total} samples: no gate record.")
+        kept = np.repeat(tokens.astype(np.int32), times)
+        return GateStatistics(
+            codes=np.repeat(np.array([0, *codes], dtype=np.int8), [len(kept), *codes.values()]),
+            findings=np.zeros(total, dtype=np.int8),
+            lengths=np.concatenate([kept, np.zeros(num_invalid, dtype=np.int32)]),
+            group_ids=np.full(total, NO_GROUP, dtype=np.int64),
+            prompt_digests=np.zeros(total, dtype=np.uint64),
+            counts={str(name): int(count) for name, count in record["counts"].items()},
+            seconds={},
+            versions=dict(record["versions"]),
+        )
 
     def with_iteration(self, seconds: float | None) -> GateStatistics:
         """These statistics with the length of the iteration they belong to, in seconds."""

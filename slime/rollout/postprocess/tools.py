@@ -240,7 +240,13 @@ def reward_shape(samples: Sequence[Sample], *, reward_key: str | None = None) ->
 def diagnose_records(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """The first two steps when the loss spikes, from the rollouts' records: what changed in the drop statistics and in the lengths."""
     needed = ("rollout_id", "drop_rate", "total", "dropped", "drift", "lengths", "alarms")
-    training = [record for record in records if not record.get("evaluation") and all(name in record for name in needed)]
+    training: list[Mapping[str, Any]] = []
+    for record in records:
+        if record.get("evaluation") or not all(name in record for name in needed) or not isinstance(record["rollout_id"], int):
+            continue
+        while training and training[-1]["rollout_id"] >= record["rollout_id"]:  # a resume generated it again
+            training.pop()
+        training.append(record)
     if not training:
         return ["no rollout has been recorded"]
     last, earlier = training[-1], training[:-1][-5:]
