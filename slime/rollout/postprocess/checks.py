@@ -147,12 +147,9 @@ def find_unreadable_tokens(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
 def find_bad_token(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
     """Ids below zero or outside the vocabulary, in prompt or response."""
     gathered, size = chunk.tokens(rows), _vocab_size(chunk)
-    values = gathered.ragged.values
-    # Two reductions over contiguous memory decide the usual case without making a mask.
-    if not len(values) or (values.min() >= 0 and (size is None or values.max() < size)):
-        return np.zeros(len(rows), dtype=bool)
-    flags = values < 0 if size is None else (values < 0) | (values >= size)
-    return gathered.ragged.rows_with(flags)[gathered.place[rows]]
+    lows, highs = gathered.ragged.row_extremes()
+    wrong = lows < 0 if size is None else (lows < 0) | (highs >= size)
+    return wrong[gathered.place[rows]]
 
 
 def _vocab_size(chunk: Chunk) -> int | None:
@@ -189,14 +186,10 @@ def find_bad_log_prob(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
     gathered = chunk.log_probs(rows)
     unreadable = (gathered.place[rows] < 0) & (chunk.log_prob_lengths[rows] != -1)
     unreadable &= ~_repair_by_mask(chunk, rows, unreadable)
-    values = gathered.ragged.values
-    if len(values) and not (
-        values.max() <= chunk.config.log_prob_tolerance and values.min() > -np.inf
-    ):  # NaN fails both
-        flags = ~(values <= chunk.config.log_prob_tolerance) | (values == -np.inf)
-        bad = gathered.ragged.rows_with(flags)
-        return unreadable | (bad[gathered.place[rows]] & (gathered.place[rows] >= 0))
-    return unreadable
+    lows, highs = gathered.ragged.row_extremes()
+    wrong = ~(highs <= chunk.config.log_prob_tolerance) | (lows == -np.inf)  # NaN fails the first
+    places = gathered.place[rows]
+    return unreadable | ((places >= 0) & np.append(wrong, False)[places])  # row -1, absent, is the one appended
 
 
 def _repair_by_mask(chunk: Chunk, rows: np.ndarray, unreadable: np.ndarray) -> np.ndarray:

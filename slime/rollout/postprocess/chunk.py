@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from slime.exceptions import RolloutDataError
 from slime.rollout.postprocess.alignment import Codec
 from slime.rollout.postprocess.contract import GateConfig, Level, TaskRules
-from slime.rollout.postprocess.ragged import Ragged, length_of, log_prob_array, missing_positions, token_array
+from slime.rollout.postprocess.ragged import Ragged, Scratch, length_of, log_prob_array, missing_positions, token_array
 from slime.rollout.postprocess.readable import identity_problem
 from slime.utils.types import Sample, Status
 
@@ -37,9 +37,20 @@ class Gathered:
 
 
 class Chunk:
-    """N samples seen as columns, plus what the checks leave behind: details, texts, masks, counts."""
+    """N samples seen as columns, plus what the checks leave behind: details, texts, masks, counts.
 
-    def __init__(self, samples: Sequence[Sample], config: GateConfig, codec: Codec | None, first_position: int = 0):
+    The columns are valid until another chunk is made with the same `scratch`.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        config: GateConfig,
+        codec: Codec | None,
+        *,
+        first_position: int = 0,
+        scratch: Scratch | None = None,
+    ):
         self.samples = samples
         self.config = config
         self.codec = codec
@@ -52,6 +63,7 @@ class Chunk:
         self.identity_problems: dict[int, str] = {}
         self.counts: collections.Counter = collections.Counter()
         self._text_view: dict[int, str] = {}
+        self._scratch = scratch or Scratch()
         self._tokens: Gathered | None = None
         self._log_probs: Gathered | None = None
         self._read_scalars()
@@ -123,17 +135,17 @@ class Chunk:
     def tokens(self, rows: np.ndarray) -> Gathered:
         """Token ids (prompt + response) of at least `rows`. Rows whose tokens cannot be read have none (see `unreadable`)."""
         if self._tokens is None:
-            self._tokens = self._gather(rows, lambda sample: token_array(sample.tokens), np.int32)
+            self._tokens = self._gather(rows, lambda sample: token_array(sample.tokens), "tokens")
         return self._tokens
 
     def log_probs(self, rows: np.ndarray) -> Gathered:
         """Log-probs of at least `rows`; unreadable or absent ones have none."""
         if self._log_probs is None:
             present = rows[self.log_prob_lengths[rows] >= 0]
-            self._log_probs = self._gather(present, lambda sample: log_prob_array(sample.rollout_log_probs), np.float64)
+            self._log_probs = self._gather(present, lambda sample: log_prob_array(sample.rollout_log_probs), "log_probs")
         return self._log_probs
 
-    def _gather(self, rows: np.ndarray, read, dtype) -> Gathered:
+    def _gather(self, rows: np.ndarray, read: Callable[[Sample], np.ndarray | str], name: str) -> Gathered:
         place = np.full(self.num_samples, -1, dtype=np.int64)
         arrays: list[np.ndarray] = []
         for row in rows.tolist():
@@ -143,7 +155,7 @@ class Chunk:
             else:
                 place[row] = len(arrays)
                 arrays.append(values)
-        return Gathered(Ragged.of(arrays, dtype), place)
+        return Gathered(Ragged.of(arrays, name, self._scratch), place)
 
     def response_ids(self, row: int) -> np.ndarray:
         """[T] ids of the response. The row's tokens have been gathered and read."""

@@ -22,11 +22,12 @@ from slime.rollout.postprocess.checks import CHECKS, Check, earlier_reason, is_k
 from slime.rollout.postprocess.chunk import FINISH_NAMES, Chunk
 from slime.rollout.postprocess.contract import GateConfig, Policy, Verdict, reason_of_code
 from slime.rollout.postprocess.early import EARLY
+from slime.rollout.postprocess.ragged import Scratch
 from slime.rollout.postprocess.readable import stand_ins
 from slime.rollout.postprocess.statistics import GateStatistics, describe_samples
 from slime.utils.types import Sample
 
-CHUNK_TOKENS = 1 << 20
+CHUNK_TOKENS = 1 << 18  # their columns stay in a core's cache
 CHUNK_SAMPLES = 8192
 
 
@@ -142,11 +143,13 @@ def adapt(raw_outputs: Sequence[Any], config: GateConfig) -> Sequence[Sample]:
 
 def judge(samples: Sequence[Sample], config: GateConfig, codec: Codec | None, *, first_position: int = 0) -> Outcome:
     """The outcome of all checks over `samples`, chunk by chunk. `first_position`: of samples[0] in the batch, for messages."""
-    bounds = _chunk_bounds(samples)
+    scratch = Scratch()
     return Outcome.concatenate(
         [
-            _judge_chunk(Chunk(samples[low:high], config, codec, first_position=first_position + low))
-            for low, high in bounds
+            _judge_chunk(
+                Chunk(samples[low:high], config, codec, first_position=first_position + low, scratch=scratch)
+            )
+            for low, high in _chunk_bounds(samples)
         ]
     )
 

@@ -10,6 +10,20 @@ from typing import Any
 import numpy as np
 
 
+class Scratch:
+    """Memory that one chunk after another is gathered into: fresh memory for each would cost more than the checks."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, str], np.ndarray] = {}
+
+    def take(self, name: str, dtype: np.dtype, size: int) -> np.ndarray:
+        """[size] values of `dtype`, not initialised; what was taken by this name and dtype before is overwritten."""
+        key = (name, dtype.str)
+        if key not in self._buffers or len(self._buffers[key]) < size:
+            self._buffers[key] = np.empty(size, dtype=dtype)
+        return self._buffers[key][:size]
+
+
 @dataclasses.dataclass(frozen=True)
 class Ragged:
     """Rows of different lengths without padding."""
@@ -18,23 +32,27 @@ class Ragged:
     offsets: np.ndarray
 
     @staticmethod
-    def of(rows: list[np.ndarray], dtype: Any) -> Ragged:
-        """Concatenates `rows`; `dtype` is used when there is nothing to infer it from."""
+    def of(rows: list[np.ndarray], name: str, scratch: Scratch) -> Ragged:
+        """The rows, one after another, in memory of `scratch`."""
         offsets = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum([len(row) for row in rows], out=offsets[1:])
-        values = np.concatenate(rows) if len(rows) and offsets[-1] else np.zeros(0, dtype=dtype)
+        dtype = np.result_type(*{row.dtype for row in rows}) if rows else np.dtype(np.int32)
+        values = scratch.take(name, dtype, int(offsets[-1]))
+        if len(values):
+            np.concatenate(rows, out=values)
         return Ragged(values, offsets)
 
     def row(self, index: int) -> np.ndarray:
         return self.values[self.offsets[index] : self.offsets[index + 1]]
 
-    def rows_with(self, flags: np.ndarray) -> np.ndarray:
-        """[N] bool: rows with at least one True in `flags` (aligned with values). Cheap when nothing is flagged."""
-        result = np.zeros(len(self.offsets) - 1, dtype=bool)
-        positions = np.flatnonzero(flags)
-        if len(positions):
-            result[np.searchsorted(self.offsets, positions, side="right") - 1] = True
-        return result
+    def row_extremes(self) -> tuple[np.ndarray, np.ndarray]:
+        """[N] smallest and [N] largest value of each row: NaN where a row holds one, 0 for an empty row."""
+        filled = np.flatnonzero(np.diff(self.offsets))  # reduceat would give an empty row its neighbour's value
+        lows, highs = np.zeros((2, len(self.offsets) - 1), dtype=self.values.dtype)
+        if len(filled):
+            lows[filled] = np.minimum.reduceat(self.values, self.offsets[filled])
+            highs[filled] = np.maximum.reduceat(self.values, self.offsets[filled])
+        return lows, highs
 
 
 def token_array(tokens: Any) -> np.ndarray | str:
