@@ -13,6 +13,7 @@ import struct
 from typing import Any
 
 from slime.exceptions import RolloutDataError
+from slime.rollout.postprocess.early import ENGINE_TEXT
 from slime.utils.types import Sample
 
 # What SGLang reports as weight version when nobody set one.
@@ -203,5 +204,5 @@ def reset_to_prompt(sample: Sample) -> Sample:
     )
 
 
-# Metadata that generation and scoring write; they do not belong to the prompt.
-GENERATED_METADATA = frozenset({"start_rollout_id", "failure", "reward_error", "raw_reward"})
+# Metadata that generation, the gate and scoring write; they do not belong to the prompt.
+GENERATED_METADATA = frozenset({"start_rollout_id", "failure", "reward_error", "raw_reward", "answer_text", ENGINE_TEXT})

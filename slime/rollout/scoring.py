@@ -10,6 +10,7 @@ from typing import Any
 
 from slime.exceptions import ConfigError
 from slime.rollout.failures import describe_error, mark_failed
+from slime.rollout.postprocess.early import with_engine_text
 from slime.rollout.rm_hub import async_rm, batched_async_rm, is_immediate
 from slime.rollout.rm_hub.outcomes import GraderFailed
 from slime.utils.types import Sample
@@ -32,9 +33,11 @@ class Gate:
     _waiting: list[tuple[list[Sample], asyncio.Future]] = dataclasses.field(default_factory=list)
 
     def mark(self, samples: list[Sample]) -> None:
-        """Sets `valid`, `invalid_reason` and what else a verdict carries."""
+        """Sets `valid`, `invalid_reason` and what else a verdict carries. A text that is replaced stays in the metadata, for raw snapshots."""
         verdicts = self.check(samples)
         for sample, marked in zip(samples, self.apply(samples, verdicts), strict=True):
+            if sample.response and marked.response != sample.response:
+                marked.metadata = with_engine_text(marked.metadata, sample.response)
             sample.__dict__.update(marked.__dict__)
 
     async def mark_soon(self, samples: list[Sample]) -> None:

@@ -139,8 +139,9 @@ def test_seeds_differ_by_member_prompt_rollout_and_segment_and_repeat_exactly():
 
 
 def test_a_reset_sample_has_its_identity_and_nothing_generated():
-    """Off-policy tokens, masks or rewards that stay attached are trained under the wrong policy."""
-    sample = Sample(index=5, group_index=2, prompt="p", label="l", metadata={"a": 1, "failure": "x"}, tokens=[1])
+    """Off-policy tokens, masks or rewards that stay attached are trained under the wrong policy; an old answer would be scored again."""
+    left = {"failure": "x", "answer_text": "41", "engine_text": "<answer>41</answer>"}
+    sample = Sample(index=5, group_index=2, prompt="p", label="l", metadata={"a": 1, **left}, tokens=[1])
     apply_response(sample, make_reply([7, 8], "abort"))
     sample.reward, sample.valid, sample.invalid_reason = 1.0, False, "failed"
     expected = Sample(index=5, group_index=2, prompt="p", label="l", metadata={"a": 1})

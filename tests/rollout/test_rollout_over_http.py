@@ -17,6 +17,8 @@ from slime.exceptions import ConfigError, EngineError, RolloutDataError
 from slime.rollout import sglang_rollout
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.postprocess import tools
+from slime.rollout.postprocess.alignment import Codec
 from slime.rollout.sglang_rollout import generate_rollout, get_model_url
 from slime.utils import http_utils
 from slime.utils.async_utils import run
@@ -319,6 +321,29 @@ def test_only_valid_responses_see_the_reward_function(rig):
     samples = [sample for group in generate_rollout(args, 0, source).samples for sample in group]
     assert [sample.reward for sample in samples] == [None, None, 1, 1, 1, 1, 1, 1]
     assert [sample.invalid_reason for sample in samples[:2]] == ["empty", "empty"] and samples[2].valid
+
+
+def test_the_raw_snapshot_has_the_text_that_the_engine_sent(rig, tmp_path):
+    """A111, A98: rewards read the tokens' text, and a detokenizer that loses a character is still found in what it sent."""
+    from slime.rollout.postprocess import Gate, GateConfig
+    from slime.rollout.postprocess.cli import main, read_snapshot
+    from slime.rollout.postprocess.snapshots import SnapshotWriter
+
+    wrong = {"1": "I", "2": " 2\n"}  # of prompt 2 only outer whitespace differs, which is no fault
+    engine, args, source = rig(gate_compare_text="off")
+    engine.decode = lambda ids: wrong.get(decode(ids), decode(ids))
+    samples = [sample for group in generate_rollout(args, 0, source).samples for sample in group]
+    assert [sample.response for sample in samples[::2]] == ["0", "1", "2", "3"] and all(sample.reward == 1 for sample in samples)
+    gate = Gate(GateConfig(), snapshots=SnapshotWriter(tmp_path))
+    gate.run(samples, 0)
+    gate.close()
+    raw = read_snapshot(tmp_path / "raw_000000.parquet")
+    assert [sample.response for sample in raw[::2]] == ["0", "I", " 2\n", "3"]
+    assert [sample.metadata for sample in raw] == [{}] * 8 and samples[2].metadata == {"engine_text": "I"}
+    found = tools.find_mismatches(raw, Codec(TOKENIZER))
+    assert [(m.position, m.decoded, m.text) for m in found] == [(2, "1", "I"), (3, "1", "I")]
+    assert [m.position for m in tools.find_mismatches(samples, Codec(TOKENIZER))] == [2, 3]
+    assert main(["align", str(tmp_path / "raw_000000.parquet"), "--hf-checkpoint", args.hf_checkpoint]) == 1
 
 
 async def failing_reward(args, sample, **kwargs):

@@ -10,7 +10,10 @@ from __future__ import annotations
 import collections
 import threading
 from collections.abc import Mapping
+from typing import Any
 
+# Metadata key of the text that the engine sent, on samples whose response was replaced by its tokens' text.
+ENGINE_TEXT = "engine_text"
 _COMPARISON = ("compared", "mismatched")
 
 
@@ -42,6 +45,16 @@ class EarlyFindings:
     def reached(self, rollout_id: int, bad_format_rate: float | None) -> None:
         """Says which rollout is generated from now on, and the last measured share of bad formats."""
         self.rollout_id, self.bad_format_rate = rollout_id, bad_format_rate
+
+
+def with_engine_text(metadata: Any, text: Any) -> Any:
+    """Metadata that keeps the engine's `text`, the first one where several passes replaced it; anything but a dictionary as it is."""
+    return {ENGINE_TEXT: text, **metadata} if isinstance(metadata, dict) else metadata
+
+
+def engine_text_of(sample: Any) -> Any:
+    """The response text as the engine sent it."""
+    return sample.metadata.get(ENGINE_TEXT, sample.response) if isinstance(sample.metadata, dict) else sample.response
 
 
 EARLY = EarlyFindings()

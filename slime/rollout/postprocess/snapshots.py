@@ -20,6 +20,7 @@ import numpy as np
 
 from slime.observability.jsonl import plain_value
 from slime.rollout.postprocess.contract import REASON_OF_VALUE, Verdict
+from slime.rollout.postprocess.early import ENGINE_TEXT, engine_text_of
 from slime.rollout.postprocess.ragged import as_int, length_of, log_prob_array, missing_positions, token_array
 from slime.utils.types import Sample
 
@@ -169,7 +170,7 @@ class SnapshotWriter:
 def raw_table(
     samples: Sequence[Sample], verdicts: Sequence[Verdict], dropped: Sequence[tuple[str, Sample]] = ()
 ) -> Any:
-    """A pyarrow table, one row per raw sample: identity, text, ids, log-probs, finish reason, reward, metadata and the verdict.
+    """A pyarrow table, one row per raw sample: identity, the engine's text, ids, log-probs, finish reason, reward, metadata and the verdict.
 
     Rows 0 .. len(samples) - 1 are the batch (dropped_by is null), the others what the rollout dropped before, each with its reason and
     with the verdict that it had by then.
@@ -187,7 +188,7 @@ def raw_table(
         "group_index": pyarrow.array([_int(s.group_index) for s in samples], pyarrow.int64()),
         "rollout_id": pyarrow.array([_int(s.rollout_id) for s in samples], pyarrow.int64()),
         "prompt": pyarrow.array([_text(s.prompt) for s in samples], pyarrow.string()),
-        "response": pyarrow.array([_text(s.response) for s in samples], pyarrow.string()),
+        "response": pyarrow.array([_text(engine_text_of(s)) for s in samples], pyarrow.string()),
         "tokens": _list_column(tokens, pyarrow.int64()),
         "response_length": pyarrow.array([_int(s.response_length) for s in samples], pyarrow.int64()),
         "rollout_log_probs": _list_column(log_probs, pyarrow.float32()),
@@ -197,7 +198,7 @@ def raw_table(
         "status": pyarrow.array([_text(getattr(s.status, "value", s.status)) for s in samples], pyarrow.string()),
         "weight_versions": pyarrow.array([_text(s.weight_versions) for s in samples], pyarrow.string()),
         "reward": pyarrow.array([_json(s.reward) for s in samples], pyarrow.string()),
-        "metadata": pyarrow.array([_json(s.metadata) for s in samples], pyarrow.string()),
+        "metadata": pyarrow.array([_json(_own_metadata(s.metadata)) for s in samples], pyarrow.string()),
         "valid": pyarrow.array([v.valid for v in verdicts], pyarrow.bool_()),
         "reason": pyarrow.array([v.reason.value if v.reason else None for v in verdicts], pyarrow.string()),
         "detail": pyarrow.array([_text(v.detail) for v in verdicts], pyarrow.string()),
@@ -216,6 +217,13 @@ def placement_table(raw_rows: Sequence[int], partitions: Sequence[Sequence[int]]
     return pyarrow.table(
         {name: pyarrow.array([row[i] for row in rows], pyarrow.int64()) for i, name in enumerate(names)}
     )
+
+
+def _own_metadata(metadata: Any) -> Any:
+    """Metadata without the engine's text, which has a column of its own."""
+    if not isinstance(metadata, dict) or ENGINE_TEXT not in metadata:
+        return metadata
+    return {key: value for key, value in metadata.items() if key != ENGINE_TEXT}
 
 
 def _verdict_on(sample: Sample) -> Verdict:

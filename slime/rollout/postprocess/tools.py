@@ -12,6 +12,7 @@ import numpy as np
 from slime.rollout.postprocess.alignment import Codec, classify_mismatch
 from slime.rollout.postprocess.checks import reward_problem
 from slime.rollout.postprocess.contract import MismatchCause
+from slime.rollout.postprocess.early import engine_text_of
 from slime.rollout.postprocess.gate import PostprocessResult
 from slime.rollout.postprocess.ragged import as_int, length_of, token_array
 from slime.utils.types import Sample
@@ -91,7 +92,7 @@ def reward_ends(
 
 
 def find_mismatches(samples: Sequence[Sample], codec: Codec, *, stop_strings: Sequence[str] = ()) -> list[Mismatch]:
-    """Every sample whose response text differs from its decoded ids, with the cause and the tokens around the first difference.
+    """Every sample whose response text, as the engine sent it, differs from its decoded ids, with the cause and the tokens around the first difference.
 
     Samples whose ids cannot be read or lie outside the vocabulary are not compared; the gate names those.
     """
@@ -103,7 +104,7 @@ def find_mismatches(samples: Sequence[Sample], codec: Codec, *, stop_strings: Se
             isinstance(ids, str)
             or as_int(length) is None
             or not 0 < length <= len(ids)
-            or not isinstance(sample.response, str)
+            or not isinstance(engine_text_of(sample), str)
         ):
             continue
         ids = ids[len(ids) - length :]
@@ -113,7 +114,7 @@ def find_mismatches(samples: Sequence[Sample], codec: Codec, *, stop_strings: Se
     shown = codec.decode([ids for _, ids in readable])
     found = []
     for (position, ids), decoded, with_shown in zip(readable, texts, shown, strict=True):
-        text = samples[position].response
+        text = engine_text_of(samples[position])
         cause = classify_mismatch(decoded, text, special_strings=codec.special_strings, stop_strings=stop_strings)
         if cause is None or classify_mismatch(with_shown, text, stop_strings=stop_strings) is None:
             continue
