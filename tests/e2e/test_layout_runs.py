@@ -1,7 +1,22 @@
-"""Whole runs with the model split over four ranks: tensor parallel 2 x context parallel 2, dense and mixture of experts."""
+"""Whole runs under layouts: the model split over four ranks (tensor parallel 2 x context parallel 2, dense and mixture of experts), and the same
+recorded rollouts trained on one and on two data-parallel ranks."""
+
+import json
+import sys
+from pathlib import Path
 
 import pytest
 from support import small_run
+from support.layout_batch import TEMPLATE, make_folders
+from support.layout_matrix import (
+    CANCELLING,
+    GRADIENT_TOLERANCE,
+    VALUE_TOLERANCE,
+    command_line,
+    named_metrics,
+    read_metrics,
+    relative,
+)
 
 NUM_GPUS = 0
 
@@ -27,6 +42,103 @@ def test_a_model_split_over_four_ranks_trains_and_serves(example, tmp_path):
     assert len(losses) == 4 and all(abs(loss) < 10 for loss in losses)
     assert small_run.series(run_dir, "rollout/ledger/sampled") == [32, 32]
     assert min(small_run.series(run_dir, "train/weight_delta")) > 0
+
+
+# What a forward pass has a part in: equal to float32's accuracy. All other metrics come from the samples alone: equal to float64's.
+OF_THE_MODEL = (
+    "advantages",
+    "returns",
+    "kl",
+    "log_probs",
+    "ref_log_probs",
+    "correct_entropy",
+    "logprob_abs_diff",
+    "logprob_kl",
+)
+
+
+def write_rollouts(folder: Path) -> str:
+    """Four rollouts from the recorded one: as it is, with every token masked, with every sample rejected, as it is. Returns the template."""
+    header, *lines = Path(TEMPLATE.format(rollout_id=0)).read_text().splitlines()
+    for rollout_id, change in enumerate(("none", "masked", "rejected", "none")):
+        records = [json.loads(line) for line in lines]
+        for record in records:
+            if change == "masked":
+                record["loss_mask"] = [0] * record["response_length"]
+            if change == "rejected":
+                record |= {"valid": False, "invalid_reason": "too_short"}
+        written = [{**json.loads(header), "rollout_id": rollout_id}, *records]
+        (folder / f"rollout_{rollout_id}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
+    return str(folder / "rollout_{rollout_id}.jsonl")
+
+
+@pytest.fixture(scope="module")
+def replayed(tmp_path_factory):
+    """{data-parallel size: metrics by step key} of runs on the same recorded rollouts, at the same time."""
+    root = tmp_path_factory.mktemp("replay")
+    folders, template = make_folders(root / "models", ("qwen3",)), write_rollouts(root)
+    processes = {}
+    for dp_size in (1, 2):
+        run_dir = root / f"dp{dp_size}"
+        run_dir.mkdir()
+        words = command_line(
+            "reinforce++", "dp1 trailing", folders, run_dir
+        )  # --normalize-advantages, a KL in the reward
+        words += [
+            "--actor-num-gpus-per-node",
+            str(dp_size),
+            "--num-rollout",
+            "4",
+            "--load-debug-rollout-data",
+            template,
+        ]
+        words += ["--disable-rollout-global-dataset", "--gate-keep-truncated", "--no-live-view", "--no-write-report"]
+        processes[dp_size] = small_run.launch([sys.executable, "-m", "slime.train", *words], run_dir)
+    for process in processes.values():
+        small_run.finish(process, timeout=150)
+    return {dp_size: read_metrics(root / f"dp{dp_size}") for dp_size in processes}
+
+
+@pytest.mark.timeout(200)
+def test_recorded_rollouts_train_alike_on_one_and_on_two_ranks(replayed):
+    """Must hold: the last step of a rollout is one rollout of two samples, one micro-batch (the second has three), so that the second rank's is empty:
+    nothing hangs, and every number is the same."""
+    name, empty = "schedule/empty_micro_batches", {}
+    for dp_size, metrics in replayed.items():
+        empty[dp_size] = [values[name] for _, values in metrics["rollout/step"] if name in values]
+    assert empty == {1: [0, 0, 0], 2: [2, 2, 2]}
+    one, two = (named_metrics(replayed[dp_size]) for dp_size in (1, 2))
+    assert sorted(one) == sorted(two)
+    exact = 0
+    for key, value in one.items():
+        family, _, name = key.partition(" ")[2].partition("/")
+        if family == "train" or name.partition("/")[0] in OF_THE_MODEL:
+            tolerance = GRADIENT_TOLERANCE if name in ("grad_norm", "weight_delta") else VALUE_TOLERANCE
+            scale = 1.0 if name.partition("/")[0] in CANCELLING else 0.0
+            assert relative(two[key], value, scale=scale) < tolerance, (key, value, two[key])
+        else:
+            exact += 1
+            assert two[key] == pytest.approx(value, rel=1e-9, abs=0), key
+    assert exact > 100
+    # one of the second six is masked whole
+    assert [one[f"{step} train/global_batch_size"] for step in (0, 1, 2)] == [6, 5, 1]
+
+
+@pytest.mark.timeout(200)
+def test_a_rollout_that_trains_nothing_does_not_end_the_run(replayed):
+    """Whitening has no mean over no token: a rollout that is masked whole is steps of gradient 0, one that was rejected whole is no step, and the
+    next one trains."""
+    for metrics in replayed.values():
+        named = named_metrics(metrics)
+        ledger = [[named[f"{i} rollout/ledger/{name}"] for name in ("sampled", "trained", "dropped")] for i in range(4)]
+        assert ledger == [[18, 15, 3], [18, 0, 18], [18, 0, 18], [18, 15, 3]]
+        assert named["1 rollout/ledger/dropped/fully_masked"] == 16
+        assert named["2 rollout/ledger/dropped/too_short"] == 18
+        norms = {step: values["train/grad_norm"] for step, values in metrics["train/step"]}
+        assert [step for step, norm in norms.items() if norm == 0] == [3, 4, 5]
+        assert sorted(norms) == list(range(9))  # three of each rollout but the rejected one
+        assert named["2 train/weight_delta"] == 0 < named["3 train/weight_delta"]
+        assert not [name for name in named if name.startswith(("1 rollout/advantages", "2 rollout/advantages"))]
 
 
 if __name__ == "__main__":

@@ -42,11 +42,17 @@ def command(data: Path, run_dir: Path, *options: object, asynchronous: bool = Fa
 
 def start(data: Path, run_dir: Path, *options: object, asynchronous: bool = False) -> subprocess.Popen:
     """The run as a process group of its own."""
+    return launch(command(data, run_dir, *options, asynchronous=asynchronous), run_dir)
+
+
+def launch(words: list[str], run_dir: Path) -> subprocess.Popen:
+    """A command of a run, as a process group of its own."""
     environment = {**os.environ, **ENVIRONMENT}
-    environment[RUN_VARIABLE] = str(run_dir)  # inherited by every process of the run, whatever it makes of its command line
+    # inherited by every process of the run, whatever it makes of its command line
+    environment[RUN_VARIABLE] = str(run_dir)
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     return subprocess.Popen(
-        command(data, run_dir, *options, asynchronous=asynchronous),
+        words,
         cwd=ROOT,
         env=environment,
         text=True,
@@ -58,7 +64,11 @@ def start(data: Path, run_dir: Path, *options: object, asynchronous: bool = Fals
 
 def run(data: Path, run_dir: Path, *options: object, asynchronous: bool = False, timeout: float = 240) -> str:
     """Runs to the end and returns what was printed; AssertionError with it for another status than 0."""
-    process = start(data, run_dir, *options, asynchronous=asynchronous)
+    return finish(start(data, run_dir, *options, asynchronous=asynchronous), timeout=timeout)
+
+
+def finish(process: subprocess.Popen, *, timeout: float = 240) -> str:
+    """Waits for the end of a run and returns what was printed; AssertionError with it for another status than 0."""
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
