@@ -23,7 +23,7 @@ Bins = list[list[int]]
 
 
 def pack_balanced(
-    lengths: Sequence[int], work: Sequence[float], *, cap: int, num_ranks: int, align: int
+    lengths: Sequence[int] | np.ndarray, work: Sequence[float] | np.ndarray, *, cap: int, num_ranks: int, align: int
 ) -> list[list[list[int]]]:
     """Per rank, the same number of micro-batches, as lists of positions: the fewest that were found to fit, a multiple of `align` in all.
 
@@ -92,7 +92,8 @@ def _subset_sums(order: list[int], lengths: np.ndarray, *, cap: int, count: int)
     """Bin after bin: the longest sample left, and the subset of the others that fills the bin best. Sums are bits of an integer."""
     if len(order) * count > SUBSET_SUM_LIMIT:
         return None
-    left, bins = list(order), []
+    left = list(order)
+    bins: Bins = []
     for _ in range(count):
         if not left:
             bins.append([])

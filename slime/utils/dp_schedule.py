@@ -142,7 +142,11 @@ def group_by_rollout(rollout_ids: Sequence[int]) -> list[list[int]]:
 
 
 def plan_schedule(
-    total_lengths: Sequence[int], rollout_ids: Sequence[int], *, step_sizes: Sequence[int], config: ScheduleConfig
+    total_lengths: Sequence[int] | np.ndarray,
+    rollout_ids: Sequence[int],
+    *,
+    step_sizes: Sequence[int],
+    config: ScheduleConfig,
 ) -> SchedulePlan:
     """The schedule of samples with these lengths [N] and rollout ids [N], with `step_sizes[s]` rollouts in step s."""
     lengths_N = np.asarray(total_lengths, dtype=np.int64)

@@ -106,10 +106,10 @@ def _complete(batch: RolloutBatch) -> RolloutBatch:
     """The batch with every field that the split needs; what a custom converter left out gets its neutral value."""
     batch = batch.copy()
     num_samples = len(batch.raw("tokens"))
-    token_lengths = batch.column("tokens").lengths
+    token_lengths = _lengths_of(batch, "tokens")
     defaults: dict[str, Any] = {
         "total_lengths": lambda: token_lengths,
-        "response_lengths": lambda: batch.column("loss_masks").lengths if "loss_masks" in batch else token_lengths,
+        "response_lengths": lambda: _lengths_of(batch, "loss_masks") if "loss_masks" in batch else token_lengths,
         "loss_masks": lambda: [np.ones(n, dtype=np.uint8) for n in batch.array("response_lengths").tolist()],
         "rollout_ids": lambda: np.arange(num_samples),
         "valid": lambda: np.ones(num_samples, dtype=bool),
@@ -123,6 +123,13 @@ def _complete(batch: RolloutBatch) -> RolloutBatch:
             raise RolloutDataError(f"{name!r} has {len(batch.raw(name))} entries for {num_samples} samples.")
     _reject_bad_rewards(batch)
     return batch
+
+
+def _lengths_of(batch: RolloutBatch, name: str) -> np.ndarray:
+    """Entries per sample of a field that has an array per sample, int64 [N]."""
+    column = batch.column(name)
+    assert isinstance(column, (Parts, Ragged)), f"{name} has one value per sample"
+    return column.lengths
 
 
 def _reject_bad_rewards(batch: RolloutBatch) -> None:
