@@ -11,11 +11,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest
 import torch
-from support.layout_batch import ROWS, make_samples, read_records
-from support.layout_cell import owned_places
-from support.layout_matrix import LAYOUTS, Comparison, Matrix
+from support.distributed import run_distributed
+from support.layout_batch import ROWS, make_samples, read_records, write_rollouts
+from support.layout_cell import owned_places, run_cells
+from support.layout_matrix import CRITIC, LAYOUTS, Comparison, Matrix, command_line, named_metrics, read_metrics
 from support.layout_reference import normalized_rewards, step_positions
 
+from slime.utils.arguments import parse_args
 from slime.utils.rollout_dump import read_rollout_dump
 
 NUM_GPUS = 0
@@ -74,6 +76,37 @@ def test_two_processes_compute_what_plain_torch_computes(layout, algorithm, two_
 def test_ranks_without_samples_take_part(layout, algorithm, four_processes):
     """The last step has one rollout for four data-parallel ranks: nothing hangs, and the idle ranks weigh nothing."""
     _check(four_processes, layout, algorithm)
+
+
+@pytest.fixture(scope="module")
+def nothing(matrix, tmp_path_factory):
+    """{(what was done to all samples, algorithm): (the ranks' results, metrics)} of rollouts in which nothing can be trained, on two ranks."""
+    root = tmp_path_factory.mktemp("nothing")
+    template, cells, folders = write_rollouts(root), [], {}
+    for number, change in ((1, "masked"), (2, "rejected")):
+        Path(template.format(rollout_id=number)).rename(root / f"{change}_0.jsonl")
+        for algorithm in ("grpo", "ppo whitened", "all together", CRITIC):
+            folder = folders[change, algorithm] = root / f"{change}-{len(folders)}"
+            folder.mkdir()
+            words = command_line(algorithm, "dp2", matrix.folders, folder)
+            words += ["--load-debug-rollout-data", str(root / f"{change}_{{rollout_id}}.jsonl")]
+            cells.append(((change, algorithm), "critic" if algorithm == CRITIC else "actor", parse_args(words)))
+    by_rank = run_distributed(run_cells, 2, cells, timeout=200)
+    return {cell: ([rank[cell] for rank in by_rank], read_metrics(folder)) for cell, folder in folders.items()}
+
+
+@pytest.mark.timeout(300)
+def test_a_rollout_in_which_nothing_can_be_trained_is_no_step_or_one_of_gradient_zero(nothing):
+    """A long run must not end because every token is masked or every sample rejected: whitened or not, policy and critic, per sample or per token."""
+    for (change, algorithm), (by_rank, metrics) in nothing.items():
+        (gradients,) = (rank.gradients for rank in by_rank if any(rank.weights))
+        assert len(gradients) == len(metrics.get("train/step", [])) == (2 if change == "masked" else 0), (change, algorithm)
+        assert all(int(torch.count_nonzero(tensor)) == 0 for step in gradients for tensor in step.values())
+        named = named_metrics(metrics)
+        assert all(value == value for value in named.values())
+        assert all(value == 0 for name, value in named.items() if name.endswith(("loss", "grad_norm")))
+        if change == "rejected" and algorithm != CRITIC:
+            assert named["0 train/weight_delta"] == 0
 
 
 def test_the_recorded_batch_is_what_its_script_says():

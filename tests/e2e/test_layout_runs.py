@@ -1,13 +1,11 @@
 """Whole runs under layouts: the model split over four ranks (tensor parallel 2 x context parallel 2, dense and mixture of experts), and the same
 recorded rollouts trained on one and on two data-parallel ranks."""
 
-import json
 import sys
-from pathlib import Path
 
 import pytest
 from support import small_run
-from support.layout_batch import TEMPLATE, make_folders
+from support.layout_batch import make_folders, write_rollouts
 from support.layout_matrix import (
     CANCELLING,
     GRADIENT_TOLERANCE,
@@ -55,21 +53,6 @@ OF_THE_MODEL = (
     "logprob_abs_diff",
     "logprob_kl",
 )
-
-
-def write_rollouts(folder: Path) -> str:
-    """Four rollouts from the recorded one: as it is, with every token masked, with every sample rejected, as it is. Returns the template."""
-    header, *lines = Path(TEMPLATE.format(rollout_id=0)).read_text().splitlines()
-    for rollout_id, change in enumerate(("none", "masked", "rejected", "none")):
-        records = [json.loads(line) for line in lines]
-        for record in records:
-            if change == "masked":
-                record["loss_mask"] = [0] * record["response_length"]
-            if change == "rejected":
-                record |= {"valid": False, "invalid_reason": "too_short"}
-        written = [{**json.loads(header), "rollout_id": rollout_id}, *records]
-        (folder / f"rollout_{rollout_id}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
-    return str(folder / "rollout_{rollout_id}.jsonl")
 
 
 @pytest.fixture(scope="module")

@@ -130,6 +130,21 @@ def read_records() -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[1:]]
 
 
+def write_rollouts(folder: Path) -> str:
+    """Four rollouts from the recorded one: as it is, with every token masked, with every sample rejected, as it is. Returns the template."""
+    header, *lines = Path(TEMPLATE.format(rollout_id=ROLLOUT_ID)).read_text().splitlines()
+    for rollout_id, change in enumerate(("none", "masked", "rejected", "none")):
+        records = [json.loads(line) for line in lines]
+        for record in records:
+            if change == "masked":
+                record["loss_mask"] = [0] * record["response_length"]
+            if change == "rejected":
+                record |= {"valid": False, "invalid_reason": "too_short"}
+        written = [{**json.loads(header), "rollout_id": rollout_id}, *records]
+        (folder / f"rollout_{rollout_id}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
+    return str(folder / "rollout_{rollout_id}.jsonl")
+
+
 def main() -> None:
     """Writes the file: log-probs come from a Hugging Face model in plain torch."""
     import tempfile
