@@ -6,6 +6,10 @@ masks, fan-out, caps, data and context parallel sizes, there is no layout on whi
 
 import math
 import pickle
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import pytest

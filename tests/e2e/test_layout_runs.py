@@ -2,6 +2,9 @@
 recorded rollouts trained on one and on two data-parallel ranks."""
 
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest
 from support import small_run
