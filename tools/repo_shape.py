@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, int], ...] = (
     ("slime.config.*", 0),
     ("slime.utils.types", 1),
     ("slime.utils.rollout_fields", 1),
+    ("slime.utils.number_list", 1),
     ("slime.algorithms*", 2),
     ("slime.utils.rollout_batch", 2),
     ("slime.utils.dp_schedule", 2),

@@ -14,6 +14,7 @@ from typing import Any
 
 from slime.exceptions import RolloutDataError
 from slime.rollout.postprocess.early import ENGINE_TEXT
+from slime.utils.number_list import known_array, number_list
 from slime.utils.types import Sample
 
 # What SGLang reports as weight version when nobody set one.
@@ -132,7 +133,7 @@ def _ids_and_log_probs(payload: dict, meta: dict) -> tuple[list[int], list[float
         token_ids, log_probs = decode_response_arrays(meta)
         if log_probs is None and len(token_ids):
             raise RolloutDataError("the engine's reply has token ids but no log-probs")
-        return token_ids.tolist(), [] if log_probs is None else log_probs.tolist()
+        return number_list(token_ids), number_list(log_probs)
     entries = meta.get("output_token_logprobs")
     if entries is None:
         if payload.get("output_ids") or meta.get("completion_tokens"):
@@ -154,7 +155,7 @@ def _count_problem(payload: dict, reply: Reply) -> str | None:
         return f"{len(output_ids)} output_ids and {num_ids} log-probs (ids of the prompt among them?)"
     if output_ids is not None and list(output_ids) != reply.token_ids:
         return "output_ids and the ids in output_token_logprobs differ"
-    if any(value is None for value in reply.log_probs):
+    if known_array(reply.log_probs) is None and any(value is None for value in reply.log_probs):
         return f"{sum(value is None for value in reply.log_probs)} of {num_ids} log-probs are null"
     if num_ids == 0 and reply.finish_type not in ("abort", "stop", "length"):
         return f"it has no tokens and the finish reason {reply.meta_info.get('finish_reason')!r}"

@@ -14,8 +14,11 @@ from typing import Any
 import numpy as np
 
 from slime.exceptions import RolloutDataError
+from slime.utils.number_list import packed
 
 SMALLEST_INT = "smallest"
+# By dtype, how a list of its numbers is packed: several times faster than numpy reads it.
+PACK_CODES = {"int32": "i", "int64": "i", "float32": "d", "float64": "d", "uint8": "B"}
 
 
 def is_tensor(value: Any) -> bool:
@@ -30,6 +33,8 @@ def as_array(value: Any, dtype: str | None = None, *, what: str = "value") -> np
     """
     if type(value) is np.ndarray:
         array = value
+    elif isinstance(value, list) and dtype in PACK_CODES and (found := packed(value, PACK_CODES[dtype])) is not None:
+        array = found
     elif is_tensor(value):
         tensor = value.detach().cpu()
         array = (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()

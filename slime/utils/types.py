@@ -9,14 +9,9 @@ import dataclasses
 import enum
 from typing import Any
 
+from slime.utils.number_list import joined, number_list
+
 RolloutBatch = dict[str, list]
-
-
-def _as_list(values: Any) -> list:
-    """A Python list of `values` (list, tuple, numpy array or tensor)."""
-    if values is None:
-        return []
-    return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
 @dataclasses.dataclass
@@ -159,7 +154,7 @@ class Sample:
     @property
     def effective_response_length(self) -> int:
         """Trainable response tokens: the mask's sum, or the response length without a mask."""
-        return sum(_as_list(self.loss_mask)) if self.loss_mask is not None else self.response_length
+        return sum(self.loss_mask if isinstance(self.loss_mask, list) else number_list(self.loss_mask)) if self.loss_mask is not None else self.response_length
 
     def append_response_tokens(
         self,
@@ -178,7 +173,7 @@ class Sample:
         Raises ValueError where lengths disagree, where trainable tokens lack log-probs, or non-trainable ones have them.
         Nothing is changed when it raises on its arguments.
         """
-        tokens, log_probs = _as_list(tokens), None if log_probs is None else _as_list(log_probs)
+        tokens, log_probs = number_list(tokens), None if log_probs is None else number_list(log_probs)
         _check_append(self, tokens, log_probs, trainable)
         nucleus = _new_nucleus(meta_info or {}, len(tokens)) if tokens and trainable else None
         if text:
@@ -198,9 +193,9 @@ class Sample:
             self.loss_mask = [1] * had
         if self.rollout_log_probs is None:
             self.rollout_log_probs = [0.0] * had
-        self.tokens = _as_list(self.tokens) + tokens
-        self.loss_mask = _as_list(self.loss_mask) + [int(trainable)] * len(tokens)
-        self.rollout_log_probs = _as_list(self.rollout_log_probs) + (log_probs if trainable else [0.0] * len(tokens))
+        self.tokens = joined(self.tokens, tokens)
+        self.loss_mask = joined(self.loss_mask, [int(trainable)] * len(tokens))
+        self.rollout_log_probs = joined(self.rollout_log_probs, log_probs if trainable else [0.0] * len(tokens))
         self.response_length = had + len(tokens)
 
     def _set_terminal_info(self, args: Any, meta_info: dict) -> None:
@@ -272,8 +267,8 @@ def _append_nucleus(sample: Sample, nucleus: tuple[list[int], list[int]] | None,
         return
     import torch
 
-    old_ids = _as_list(sample.rollout_top_p_token_ids)
-    old_offsets = _as_list(sample.rollout_top_p_token_offsets) or [0] * (sample.response_length - num_tokens + 1)
+    old_ids = number_list(sample.rollout_top_p_token_ids)
+    old_offsets = number_list(sample.rollout_top_p_token_offsets) or [0] * (sample.response_length - num_tokens + 1)
     ids, offsets = nucleus if nucleus is not None else ([], [0] * (num_tokens + 1))
     shifted = [old_offsets[-1] + offset for offset in offsets[1:]]
     sample.rollout_top_p_token_ids = torch.tensor(old_ids + ids, dtype=torch.int32)

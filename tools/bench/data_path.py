@@ -3,8 +3,9 @@
     python tools/bench/data_path.py [--samples 8192] [--tokens 2000] [--dp 8]
 
 The reference does what list-based frameworks do: Python lists per sample, `torch.as_tensor` per sample, a dict of tensors per rank through Ray,
-`torch.cat` per micro-batch and per metric, rewards by group in a loop. Both sides start from the same samples: responses as the engine's client
-holds them - arrays here, lists there - and end on the training ranks. CPU seconds are of this process, which puts and gets.
+`torch.cat` per micro-batch and per metric, rewards by group in a loop. Both sides start from the same samples, as `append_response_tokens` fills
+them from an engine's arrays and the gate leaves them: lists, which here remember their arrays. Both end on the training ranks. A last line gives
+this side from lists that remember nothing, as a plug-in may build them. CPU seconds are of this process, which puts and gets.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from megatron.core import mpu  # noqa: E402
 from slime.backends.megatron_utils.data import DataIterator, get_batch, to_train_device  # noqa: E402
 from slime.observability.train_metric_utils import phase_contributions  # noqa: E402
 from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards  # noqa: E402
+from slime.rollout.postprocess import GateConfig, postprocess_output_data  # noqa: E402
 from slime.rollout.rewards import normalize_rewards  # noqa: E402
 from slime.utils.dp_schedule import ScheduleConfig, plan_schedule  # noqa: E402
 from slime.utils.ragged import Ragged  # noqa: E402
@@ -45,7 +47,7 @@ PAD = 128
 GROUP = 8
 
 
-def make_samples(count: int, mean: int, *, as_lists: bool, seed: int = 0) -> list[Sample]:
+def make_samples(count: int, mean: int, *, plain_lists: bool, seed: int = 0) -> list[Sample]:
     """Lognormal lengths of this mean, at most 8192; a prompt of 200 tokens; log-probs of every response token."""
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(np.log(mean) - 0.32, 0.8, count), 210, 8192).astype(int).tolist()
@@ -53,18 +55,13 @@ def make_samples(count: int, mean: int, *, as_lists: bool, seed: int = 0) -> lis
     for i, total in enumerate(lengths):
         tokens = rng.integers(0, 150_000, total, dtype=np.int32)
         log_probs = -rng.random(total - 200, dtype=np.float32)
-        samples.append(
-            Sample(
-                index=i,
-                group_index=i // GROUP,
-                tokens=tokens.tolist() if as_lists else tokens,
-                response_length=total - 200,
-                loss_mask=[1] * (total - 200) if as_lists else None,
-                rollout_log_probs=log_probs.tolist() if as_lists else log_probs,
-                reward=float(i % 3 == 0),
-                status=Sample.Status.COMPLETED,
-            )
-        )
+        sample = Sample(index=i, group_index=i // GROUP, tokens=tokens[:200].tolist(), reward=float(i % 3 == 0))
+        sample.append_response_tokens(tokens=tokens[200:], log_probs=log_probs)
+        sample.status = Sample.Status.COMPLETED
+        if plain_lists:
+            for name in ("tokens", "loss_mask", "rollout_log_probs"):
+                setattr(sample, name, list(getattr(sample, name)))
+        samples.append(sample)
     return samples
 
 
@@ -194,9 +191,10 @@ def steady(fn: Callable[[], Any], repeats: int = 5) -> tuple[float, float, Any]:
     return first, statistics.median(times), result
 
 
-def report(name: str, reference: float, ours: float, target: float) -> None:
+def report(name: str, reference: float, ours: float, target: float | None = None) -> None:
     ratio = reference / ours if ours else float("inf")
-    print(f"{name:42s} {reference * 1e3:9.1f} ms {ours * 1e3:9.1f} ms  {ratio:7.1f}x  (target {target}x)")
+    wanted = "" if target is None else f"  (target {target}x)"
+    print(f"{name:42s} {reference * 1e3:9.1f} ms {ours * 1e3:9.1f} ms  {ratio:7.1f}x{wanted}")
 
 
 def with_computed(batch: Any, micro_batches: list[list[int]]) -> Any:
@@ -244,8 +242,10 @@ def no_parallelism() -> Any:
 
 def run_columns(count: int, mean: int, dp: int, repeats: int) -> dict[str, float]:
     """This package's numbers, in seconds of CPU, and its memory."""
-    samples = make_samples(count, mean, as_lists=False)
+    samples = make_samples(count, mean, plain_lists=True)
     found: dict[str, float] = {"tokens": float(sum(len(sample.tokens) for sample in samples))}
+    _, found["plain"], _ = steady(lambda: our_phase(samples, dp), 2)
+    samples = [sample for sample in postprocess_output_data(make_samples(count, mean, plain_lists=False), GateConfig()).samples]
     found["first"], found["phase"], batches = steady(lambda: our_phase(samples, dp), repeats)
     config = ColumnsConfig()
     columns = build_train_columns(samples, compute_rewards(samples, config)[:2], config)
@@ -282,7 +282,7 @@ def run_columns(count: int, mean: int, dp: int, repeats: int) -> dict[str, float
 
 def run_lists(count: int, mean: int, dp: int, repeats: int) -> dict[str, float]:
     """The reference's numbers. Its schedule is ours, made beforehand: scheduling is not what is compared."""
-    samples = make_samples(count, mean, as_lists=True)
+    samples = make_samples(count, mean, plain_lists=True)
     lengths = [len(sample.tokens) for sample in samples]
     plan = plan_schedule(lengths, range(count), step_sizes=[count], config=split_config(count, dp).schedule)
     found: dict[str, float] = {}
@@ -317,6 +317,7 @@ def print_report(lists: dict[str, float], columns: dict[str, float], args: argpa
     print(f"{'':42s} {'lists':>12s} {'columns':>12s}")
     report("convert + split + put + get, steady", lists["phase"], columns["phase"], 20)
     report("convert + split + put + get, first call", lists["first"], columns["first"], 12)
+    report("the same from lists without arrays", lists["phase"], columns["plain"])
     report("get_batch over a phase", lists["get_batch"], columns["get_batch"], 5)
     report("log_rollout_data, all ranks", lists["log"], columns["log"], 10)
     report("GRPO normalization", lists["grpo"], columns["grpo"], 5)

@@ -69,10 +69,7 @@ def find_broken_mask(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
     broken = np.zeros(len(rows), dtype=bool)
     for position in np.flatnonzero(chunk.mask_lengths[rows] >= 0).tolist():
         row = int(rows[position])
-        mask = chunk.samples[row].loss_mask
-        if isinstance(mask, list) and mask.count(1) + mask.count(0) == len(mask):
-            continue  # as nearly all are; counting in C is far cheaper than an array per sample
-        problem = mask_array(mask)
+        problem = mask_array(chunk.samples[row].loss_mask)
         if isinstance(problem, str):
             broken[position] = True
             chunk.details[row] = problem

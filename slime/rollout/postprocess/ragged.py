@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import array
 import dataclasses
-import struct
 from typing import Any
 
 import numpy as np
+
+from slime.utils.number_list import packed
 
 
 class Scratch:
@@ -57,12 +58,9 @@ class Ragged:
 
 def token_array(tokens: Any) -> np.ndarray | str:
     """Token ids as a 1-D integer array without copying where they are one already; a string that says what is wrong otherwise."""
-    if isinstance(tokens, list):
-        try:  # struct is strict about types and twice as fast as numpy on a list
-            return np.frombuffer(struct.pack(f"{len(tokens)}i", *tokens), dtype=np.int32)
-        except (struct.error, TypeError, OverflowError):
-            return f"tokens are not 32-bit integers: {_first_bad(tokens, int)}"
-    values = _as_numpy(tokens)
+    values = packed(tokens, "i") if isinstance(tokens, list) else _as_numpy(tokens)
+    if values is None and isinstance(tokens, list):
+        return f"tokens are not 32-bit integers: {_first_bad(tokens, int)}"
     if values is None or values.ndim != 1 or (values.dtype.kind not in "iu" and values.size):
         return f"tokens must be a flat sequence of integers, got {_kind(tokens, values)}"
     if values.dtype == np.uint64:  # numpy makes floats of uint64 next to int64
@@ -74,12 +72,9 @@ def token_array(tokens: Any) -> np.ndarray | str:
 
 def log_prob_array(log_probs: Any) -> np.ndarray | str:
     """Log-probs as a 1-D float array; None entries become NaN only in `missing_positions`, here they are an error string."""
-    if isinstance(log_probs, list):
-        try:
-            return np.frombuffer(struct.pack(f"{len(log_probs)}d", *log_probs), dtype=np.float64)
-        except (struct.error, TypeError, OverflowError):
-            return f"log-probs are not numbers: {_first_bad(log_probs, float)}"
-    values = _as_numpy(log_probs)
+    values = packed(log_probs, "d") if isinstance(log_probs, list) else _as_numpy(log_probs)
+    if values is None and isinstance(log_probs, list):
+        return f"log-probs are not numbers: {_first_bad(log_probs, float)}"
     if values is None or values.ndim != 1 or (values.dtype.kind not in "fiu" and values.size):
         return f"log-probs must be a flat sequence of numbers, got {_kind(log_probs, values)}"
     return values
@@ -87,12 +82,13 @@ def log_prob_array(log_probs: Any) -> np.ndarray | str:
 
 def mask_array(mask: Any) -> np.ndarray | str:
     """A loss mask as a 1-D array of 0 and 1; a string that says what is wrong otherwise."""
-    try:
-        values = np.frombuffer(bytes(mask), dtype=np.uint8) if isinstance(mask, list) else _as_numpy(mask)
-    except (TypeError, ValueError):  # floats, or no numbers at all
+    values = packed(mask, "B") if isinstance(mask, list) else _as_numpy(mask)
+    if values is None and isinstance(mask, list):  # floats, or no numbers at all
         values = _as_numpy(tuple(mask))
     if values is None or values.ndim != 1 or (values.dtype.kind not in "biuf" and values.size):
         return f"loss mask must be a flat sequence of 0 and 1, got {_kind(mask, values)}"
+    if values.dtype == np.uint8 and (not values.size or values.max() <= 1):
+        return values
     wrong = np.flatnonzero((values != 0) & (values != 1))
     return f"entry {wrong[0]} of the loss mask is {values[wrong[0]]}, not 0 or 1" if len(wrong) else values
 
