@@ -11,6 +11,7 @@ this side from lists that remember nothing, as a plug-in may build them. CPU sec
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -240,12 +241,10 @@ def no_parallelism() -> Any:
     )
 
 
-def run_columns(count: int, mean: int, dp: int, repeats: int) -> dict[str, float]:
-    """This package's numbers, in seconds of CPU, and its memory."""
-    samples = make_samples(count, mean, plain_lists=True)
+def measure_phase(count: int, mean: int, dp: int, repeats: int) -> tuple[dict[str, float], list[Any], list[Sample]]:
+    """(seconds and bytes of the way from samples to ranks, every rank's batch, the samples)."""
+    samples = postprocess_output_data(make_samples(count, mean, plain_lists=False), GateConfig()).samples
     found: dict[str, float] = {"tokens": float(sum(len(sample.tokens) for sample in samples))}
-    _, found["plain"], _ = steady(lambda: our_phase(samples, dp), 2)
-    samples = [sample for sample in postprocess_output_data(make_samples(count, mean, plain_lists=False), GateConfig()).samples]
     found["first"], found["phase"], batches = steady(lambda: our_phase(samples, dp), repeats)
     config = ColumnsConfig()
     columns = build_train_columns(samples, compute_rewards(samples, config)[:2], config)
@@ -260,7 +259,16 @@ def run_columns(count: int, mean: int, dp: int, repeats: int) -> dict[str, float
 
     refs = list(map(put, split_by_dp(columns, split_config(count, dp)).shards))
     found.update(memory=(shipped + peak) / shipped, shipped=shipped, getter=measure_getter(refs[0]))
-    del refs
+    return found, batches, samples
+
+
+def run_columns(count: int, mean: int, dp: int, repeats: int) -> dict[str, float]:
+    """This package's numbers, in seconds of CPU, and its memory."""
+    found, batches, samples = measure_phase(count, mean, dp, repeats)
+    rewards, groups = [sample.reward for sample in samples], [sample.group_index for sample in samples]
+    samples = make_samples(count, mean, plain_lists=True)
+    found["plain"] = steady(functools.partial(our_phase, samples, dp), 2)[1]
+    samples.clear()  # a training rank holds none, and Python's collector would walk over them
     local = [to_train_device(batch, "cpu") for batch in batches]
     keys = ["tokens", "loss_masks", "rollout_log_probs", "total_lengths", "response_lengths", "rollout_mask_sums"]
 
@@ -275,7 +283,6 @@ def run_columns(count: int, mean: int, dp: int, repeats: int) -> dict[str, float
         _, found["get_batch"], _ = steady(micro_batches, repeats)
     local = [with_computed(batch, batch["micro_batch_indices"]) for batch in local]
     _, found["log"], _ = steady(lambda: [phase_contributions(batch) for batch in local], repeats)
-    rewards, groups = [sample.reward for sample in samples], [sample.group_index for sample in samples]
     _, found["grpo"], _ = steady(lambda: normalize_rewards(rewards, groups, [True] * count, divide_by_std=True), 9)
     return found
 
