@@ -28,7 +28,8 @@ class NumberList(list):
 
     @property
     def array(self) -> np.ndarray | None:
-        return self._array if self._array is not None and len(self._array) == len(self) else None
+        array = self._array
+        return array if array is not None and len(array) == len(self) else None
 
     def __reduce__(self) -> tuple:
         # an array travels several times faster than its numbers

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from slime.exceptions import RolloutDataError
-from slime.utils.number_list import packed
+from slime.utils.number_list import NumberList, packed
 
 SMALLEST_INT = "smallest"
 # By dtype, how a list of its numbers is packed: several times faster than numpy reads it.
@@ -33,6 +33,8 @@ def as_array(value: Any, dtype: str | None = None, *, what: str = "value") -> np
     """
     if type(value) is np.ndarray:
         array = value
+    elif type(value) is NumberList and value.array is not None:
+        array = value.array
     elif isinstance(value, list) and dtype in PACK_CODES and (found := packed(value, PACK_CODES[dtype])) is not None:
         array = found
     elif is_tensor(value):

@@ -48,15 +48,21 @@ PAD = 128
 GROUP = 8
 
 
+def make_rewards(count: int) -> tuple[list[float], list[int]]:
+    """(rewards, groups) of `count` samples."""
+    return [float(i % 3 == 0) for i in range(count)], [i // GROUP for i in range(count)]
+
+
 def make_samples(count: int, mean: int, *, plain_lists: bool, seed: int = 0) -> list[Sample]:
     """Lognormal lengths of this mean, at most 8192; a prompt of 200 tokens; log-probs of every response token."""
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(np.log(mean) - 0.32, 0.8, count), 210, 8192).astype(int).tolist()
+    rewards, groups = make_rewards(count)
     samples = []
     for i, total in enumerate(lengths):
         tokens = rng.integers(0, 150_000, total, dtype=np.int32)
         log_probs = -rng.random(total - 200, dtype=np.float32)
-        sample = Sample(index=i, group_index=i // GROUP, tokens=tokens[:200].tolist(), reward=float(i % 3 == 0))
+        sample = Sample(index=i, group_index=groups[i], tokens=tokens[:200].tolist(), reward=rewards[i])
         sample.append_response_tokens(tokens=tokens[200:], log_probs=log_probs)
         sample.status = Sample.Status.COMPLETED
         if plain_lists:
@@ -264,8 +270,10 @@ def measure_phase(count: int, mean: int, dp: int, repeats: int) -> tuple[dict[st
 
 def run_columns(count: int, mean: int, dp: int, repeats: int) -> dict[str, float]:
     """This package's numbers, in seconds of CPU, and its memory."""
+    rewards, groups = make_rewards(count)
+    grpo = steady(lambda: normalize_rewards(rewards, groups, [True] * count, divide_by_std=True), 9)[1]
     found, batches, samples = measure_phase(count, mean, dp, repeats)
-    rewards, groups = [sample.reward for sample in samples], [sample.group_index for sample in samples]
+    found["grpo"] = grpo
     samples = make_samples(count, mean, plain_lists=True)
     found["plain"] = steady(functools.partial(our_phase, samples, dp), 2)[1]
     samples.clear()  # a training rank holds none, and Python's collector would walk over them
@@ -283,16 +291,18 @@ def run_columns(count: int, mean: int, dp: int, repeats: int) -> dict[str, float
         _, found["get_batch"], _ = steady(micro_batches, repeats)
     local = [with_computed(batch, batch["micro_batch_indices"]) for batch in local]
     _, found["log"], _ = steady(lambda: [phase_contributions(batch) for batch in local], repeats)
-    _, found["grpo"], _ = steady(lambda: normalize_rewards(rewards, groups, [True] * count, divide_by_std=True), 9)
     return found
 
 
 def run_lists(count: int, mean: int, dp: int, repeats: int) -> dict[str, float]:
     """The reference's numbers. Its schedule is ours, made beforehand: scheduling is not what is compared."""
+    rewards, groups = make_rewards(count)
+    _, grpo, theirs = steady(lambda: list_rewards(rewards, groups), 9)
+    assert np.allclose(normalize_rewards(rewards, groups, [True] * count, divide_by_std=True)[0], theirs)
     samples = make_samples(count, mean, plain_lists=True)
     lengths = [len(sample.tokens) for sample in samples]
     plan = plan_schedule(lengths, range(count), step_sizes=[count], config=split_config(count, dp).schedule)
-    found: dict[str, float] = {}
+    found: dict[str, float] = {"grpo": grpo}
     found["first"], found["phase"], batches = steady(lambda: list_phase(samples, dp, plan.partitions), repeats)
 
     def micro_batches() -> None:
@@ -303,9 +313,6 @@ def run_lists(count: int, mean: int, dp: int, repeats: int) -> dict[str, float]:
     _, found["get_batch"], _ = steady(micro_batches, repeats)
     batches = [with_computed(*pair) for pair in zip(batches, plan.micro_batch_indices, strict=True)]
     _, found["log"], _ = steady(lambda: [list_log(batch) for batch in batches], repeats)
-    rewards, groups = [sample.reward for sample in samples], [sample.group_index for sample in samples]
-    _, found["grpo"], theirs = steady(lambda: list_rewards(rewards, groups), 9)
-    assert np.allclose(normalize_rewards(rewards, groups, [True] * count, divide_by_std=True)[0], theirs)
     return found
 
 
