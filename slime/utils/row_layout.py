@@ -143,14 +143,12 @@ def _sequence_bounds(
     seqlens: np.ndarray, counts: np.ndarray, padding: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """Cumulative sequence bounds per micro-batch, its padding being a last sequence; where each micro-batch's start; the longest sequence."""
-    bounds, offsets, longest, start = [], [0], [], 0
-    for count, pad in zip(counts.tolist(), padding.tolist(), strict=True):
-        lens = seqlens[start : start + count]
-        start += count
-        if pad:
-            lens = np.concatenate((lens, [pad]))
-        bounds.append(np.concatenate(([0], np.cumsum(lens))))
-        offsets.append(offsets[-1] + len(lens) + 1)
-        longest.append(int(lens.max(initial=0)))
-    cu = np.concatenate(bounds) if bounds else np.zeros(0)
-    return cu.astype(np.int32), np.asarray(offsets, dtype=np.int64), longest
+    padded = padding > 0
+    offsets = np.concatenate(([0], np.cumsum(counts + padded + 1)))
+    lens = np.zeros(int(offsets[-1]), dtype=np.int64)  # per micro-batch a zero, its sequences, its padding
+    lens[np.arange(len(seqlens)) + np.repeat(offsets[:-1] + 1 - (np.cumsum(counts) - counts), counts)] = seqlens
+    lens[offsets[1:][padded] - 1] = padding[padded]
+    ends = np.cumsum(lens)
+    cu = ends - np.repeat(ends[offsets[:-1]], np.diff(offsets))
+    longest = np.maximum.reduceat(lens, offsets[:-1]).tolist() if len(counts) else []
+    return cu.astype(np.int32), offsets, longest
