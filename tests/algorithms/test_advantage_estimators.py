@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -28,6 +29,8 @@ from slime.exceptions import RolloutDataError
 from slime.utils import ppo_utils
 from slime.utils.cp_layout import plan_response_layout
 from slime.utils.distributed_utils import distributed_masked_whiten
+from slime.utils.ragged import Ragged
+from slime.utils.rollout_batch import RolloutBatch, Stage
 
 NUM_GPUS = 0
 
@@ -89,6 +92,32 @@ def make_samples(shapes, seed: int, *, mask_some: bool = True) -> list[Reference
             )
         )
     return samples
+
+
+@pytest.mark.parametrize("options", ({}, {"kl_coef": 0.1}, {"advantage_estimator": "ppo"}, {"use_opd": True, "opd_kl_coef": 0.5}))
+def test_a_batch_keeps_each_computed_field_as_one_column_with_the_numbers_of_the_lists(options):
+    """What follows reads one piece of memory per field; a plain dict and a plug-in's list view hold the same numbers."""
+    samples = make_samples([(2, 3), (1, 0), (4, 5)], seed=0)
+    lists = compute(make_data(samples), **options)
+    batch = compute(RolloutBatch(make_data(samples), stage=Stage.LOCAL), **options)
+    for name in ("kl", "advantages", "returns"):
+        assert isinstance(batch.raw(name), Ragged) and batch.raw(name).lengths.tolist() == [3, 0, 5]
+        assert as_lists(batch[name]) == as_lists(lists[name])
+    other = RolloutBatch({"rewards": batch["rewards"]}, stage=Stage.LOCAL)
+    other.update(batch, extra=[1, 2, 3])
+    assert other.raw("kl") is batch.raw("kl") and other["extra"] == [1, 2, 3]
+
+
+def test_a_custom_advantage_function_whose_entries_do_not_fit_is_told_which_sample():
+    """Flat storage would give the next sample's tokens to this one."""
+    with mock.patch.object(loss, "load_function", lambda path: _set_short_advantages):
+        with pytest.raises(RolloutDataError, match="advantages of sample 1 .* has 2 entries, expected 3"):
+            compute(make_data(make_samples([(1, 3), (1, 3)], seed=0)), custom_advantage_function_path="some.function")
+
+
+def _set_short_advantages(args, rollout_data) -> None:
+    rollout_data["advantages"] = [torch.zeros(3), torch.zeros(2)]
+    rollout_data["returns"] = [torch.zeros(3), torch.zeros(3)]
 
 
 SHAPES = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9)), min_size=1, max_size=5)
