@@ -20,6 +20,15 @@ from slime.utils.types import Sample
 # What SGLang reports as weight version when nobody set one.
 UNNAMED_WEIGHT_VERSION = "default"
 MAX_SEED = 2**31 - 1
+# What a reply's meta_info counts, as far as it is added up.
+_COUNTS = (
+    "completion_tokens",
+    "prompt_tokens",
+    "cached_tokens",
+    "spec_accept_token_num",
+    "spec_draft_token_num",
+    "spec_verify_ct",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,11 +128,30 @@ def parse_reply(payload: Any) -> Reply:
     if not isinstance(payload, dict) or not isinstance(payload.get("meta_info"), dict):
         raise RolloutDataError(f"the engine's reply has no meta_info: {str(payload)[:200]}")
     meta = payload["meta_info"]
-    reply = Reply(*_ids_and_log_probs(payload, meta), text=payload.get("text") or "", meta_info=meta)
-    problem = _count_problem(payload, reply)
-    if problem:
+    if problem := _type_problem(payload, meta):
+        raise RolloutDataError(f"the engine's reply {meta.get('id')!r} cannot be read: {problem}")
+    try:
+        token_ids, log_probs = _ids_and_log_probs(payload, meta)
+    except (TypeError, LookupError) as error:
+        raise RolloutDataError(
+            f"the engine's reply {meta.get('id')!r} cannot be read: output_token_logprobs is no list of [log-prob, id, text]: {error}"
+        ) from error
+    reply = Reply(token_ids, log_probs, text=payload.get("text") or "", meta_info=meta)
+    if problem := _count_problem(payload, reply):
         raise RolloutDataError(f"the engine's reply {meta.get('id')!r} is inconsistent: {problem}")
     return reply
+
+
+def _type_problem(payload: dict, meta: dict) -> str | None:
+    text, output_ids, reason = payload.get("text"), payload.get("output_ids"), meta.get("finish_reason")
+    if not isinstance(text, str | None):
+        return f"text is {text!r:.40}, no string"
+    if not isinstance(output_ids, list | None):
+        return f"output_ids is {output_ids!r:.40}, no list"
+    if not isinstance(reason.get("type") if isinstance(reason, dict) else reason or "", str):
+        return f"finish_reason is {reason!r:.40}, neither a name nor a dictionary with a type"
+    wrong = [name for name in _COUNTS if not isinstance(meta.get(name), int | None)]
+    return f"{wrong[0]} is {meta[wrong[0]]!r:.40}, no whole number" if wrong else None
 
 
 def _ids_and_log_probs(payload: dict, meta: dict) -> tuple[list[int], list[float]]:
@@ -169,7 +197,7 @@ def apply_response(sample: Sample, payload: Any, *, args: Any = None) -> Sample:
     earlier ones. `args` is only handed on for the shape of routed experts.
     """
     reply = parse_reply(payload)
-    meta = dict(reply.meta_info)
+    meta = {key: value for key, value in reply.meta_info.items() if value is not None}
     if reply.token_ids:
         meta["weight_version"] = str(meta.get("weight_version") or UNNAMED_WEIGHT_VERSION)
     else:
@@ -177,11 +205,13 @@ def apply_response(sample: Sample, payload: Any, *, args: Any = None) -> Sample:
         meta.pop("routed_experts", None)
     if isinstance(meta.get("finish_reason"), str):
         meta["finish_reason"] = {"type": meta["finish_reason"]}
+    before = dict(sample.__dict__)
     try:
         sample.append_response_tokens(
             args, tokens=reply.token_ids, log_probs=reply.log_probs, meta_info=meta, text=reply.text
         )
-    except ValueError as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # torch answers some payloads with the last
+        sample.__dict__.update(before)
         raise RolloutDataError(
             f"the engine's reply {meta.get('id')!r} does not fit sample {sample.index}: {error}"
         ) from error

@@ -65,10 +65,16 @@ def broken(change):
         (lambda r: r["meta_info"].pop("output_token_logprobs"), "no output_token_logprobs"),
         (lambda r: r["meta_info"]["output_token_logprobs"][2].__setitem__(0, None), "1 of 4 log-probs are null"),
         (lambda r: r.pop("meta_info"), "no meta_info"),
+        (lambda r: r["meta_info"]["output_token_logprobs"].__setitem__(2, None), r"no list of \[log-prob, id, text\]"),
+        (lambda r: r["meta_info"].update(finish_reason={}), "finish_reason is {}"),
+        (lambda r: r["meta_info"].update(cached_tokens="3"), "cached_tokens is '3', no whole number"),
+        (lambda r: r["meta_info"].update(routed_experts="AAAA"), "does not fit sample"),
+        (lambda r: r.update(text=["t"]), r"text is \['t'\], no string"),
+        (lambda r: r.update(output_ids=7), "output_ids is 7, no list"),
         (lambda r: r["meta_info"].update(output_token_logprobs=[], completion_tokens=0, finish_reason=None), "inconsistent"),
     ],
 )  # fmt: skip
-def test_a_reply_whose_counts_disagree_is_refused_and_nothing_is_stored(change, words):
+def test_a_reply_whose_counts_or_types_disagree_is_refused_and_nothing_is_stored(change, words):
     """Half-stored replies pair tokens with the wrong log-probs."""
     sample = Sample(tokens=[1, 2])
     before = sample.to_dict()
