@@ -29,6 +29,7 @@ from slime.rollout.postprocess import (
 from slime.rollout.postprocess.contract import FORMAT_PRESETS, REASONS
 from slime.rollout.postprocess.text import answer_of
 from slime.utils.dp_schedule import ScheduleConfig
+from slime.utils.number_list import number_list
 from slime.utils.rollout_dump import read_rollout_dump, save_debug_rollout_data
 from slime.utils.rollout_split import SplitConfig, split_by_dp
 from slime.utils.types import Status
@@ -71,6 +72,50 @@ def test_unsigned_and_signed_ids_in_one_batch_stay_integers():
     batch = [said(tokens=np.array(ids, dtype=kind)) for kind in (np.uint64, np.int64, np.int32, np.uint16)]
     assert reasons([*batch, said()], tokenizer=tokenizer()) == [None] * 5
     assert reasons([said(tokens=np.array([*ids[:-1], 2**63], dtype=np.uint64))]) == ["bad_token"]
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int8, np.int16, np.uint16])
+def test_ids_narrower_than_the_vocabularys_size_are_ids(kind):
+    """A07: numpy refuses to compare such an id with 151,936, the size of Qwen's vocabulary."""
+
+    class LargeTokenizer:
+        def __len__(self):
+            return 151_936
+
+        def decode(self, ids, **_):
+            return "".join(chr(token_id) for token_id in ids)
+
+    batch = [said(tokens=np.array([5, 6, 72, 105], dtype=kind), response_length=2, rollout_log_probs=[-1.0] * 2)]
+    result = postprocess_output_data(batch, GateConfig(), tokenizer=LargeTokenizer())
+    assert reasons_of(result) == [None] and result.samples[0].response == "Hi"
+
+
+def test_an_id_beyond_32_bits_is_no_id_in_a_list_and_in_an_array():
+    """A10: the trainers' ids are 32-bit integers; such an array passed where no vocabulary size was known, and ended the run after it."""
+    ids = [1, 2**31, 3]
+    kinds = (ids, tuple(ids), np.array(ids), np.array(ids, dtype=np.uint64), number_list(np.array(ids)))
+    assert reasons([said(tokens=value, response_length=1, rollout_log_probs=[-1.0]) for value in kinds]) == ["bad_token"] * 5
+    assert reasons([said(tokens=np.array([2**31 - 1] * 3), response_length=1, rollout_log_probs=[-1.0])]) == [None]
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [(np.float16, 1e-4), (np.float32, 0.1)])
+def test_a_log_prob_at_the_tolerance_has_one_verdict_whatever_its_neighbours_are(kind, tolerance):
+    """A78, A79: numpy compares a column in its own precision, which a neighbour in double precision changes: parts did not add up."""
+    config = GateConfig(log_prob_tolerance=tolerance)
+    edge = sound_sample(0, rollout_log_probs=np.full(12, kind(tolerance)))
+    assert float(kind(tolerance)) > tolerance
+    assert reasons([edge], config) == ["bad_logprob"] and reasons([edge, sound_sample(1)], config) == ["bad_logprob", None]
+    assert reasons([sound_sample(0, rollout_log_probs=[float(kind(tolerance))] * 12)], config) == ["bad_logprob"]
+
+
+@pytest.mark.parametrize("response", [5, b"x", ["a"], {"a": 1}, np.array(["a", "b"])])
+def test_a_response_that_is_no_text_is_decoded_from_its_tokens_or_refused(response):
+    """A44: with the engine's text as the source it went to the reward function as it was, and an array was an exception."""
+    for extra in ({}, {"text_source": "engine"}, {"text_source": "engine", "compare_text": True}, {"compare_text": True}):
+        result = postprocess_output_data([said(response=response)], GateConfig(**extra), tokenizer=tokenizer())
+        assert reasons_of(result) == [None] and result.samples[0].response == "Hello world"
+        result = postprocess_output_data([said(response=response)], GateConfig(**extra))
+        assert reasons_of(result) == ["misaligned"] and result.verdicts[0].detail == f"response is {type(response).__name__}, no text"
 
 
 def test_bfloat16_log_probs_are_log_probs():

@@ -145,14 +145,14 @@ def find_bad_token(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
     """Ids below zero or outside the vocabulary, in prompt or response."""
     gathered, size = chunk.tokens(rows), _vocab_size(chunk)
     lows, highs = gathered.ragged.row_extremes()
-    wrong = lows < 0 if size is None else (lows < 0) | (highs >= size)
-    return wrong[gathered.place[rows]]
+    return ((lows < 0) | (highs >= size))[gathered.place[rows]]
 
 
-def _vocab_size(chunk: Chunk) -> int | None:
+def _vocab_size(chunk: Chunk) -> int:
+    """Ids below it have a meaning; where nobody says how many there are, all that 32 bits hold, as in a list."""
     if chunk.config.vocab_size is not None:
         return chunk.config.vocab_size
-    return chunk.codec.vocab_size if chunk.codec is not None else None
+    return chunk.codec.vocab_size if chunk.codec is not None else 2**31
 
 
 def find_blank(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
@@ -184,7 +184,8 @@ def find_bad_log_prob(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
     unreadable = (gathered.place[rows] < 0) & (chunk.log_prob_lengths[rows] != -1)
     unreadable &= ~_repair_by_mask(chunk, rows, unreadable)
     lows, highs = gathered.ragged.row_extremes()
-    wrong = ~(highs <= chunk.config.log_prob_tolerance) | (lows == -np.inf)  # NaN fails the first
+    # The tolerance in double precision, whatever the neighbours' precision makes of the column. NaN fails the first.
+    wrong = ~(highs <= np.float64(chunk.config.log_prob_tolerance)) | (lows == -np.inf)
     places = gathered.place[rows]
     return unreadable | ((places >= 0) & np.append(wrong, False)[places])  # row -1, absent, is the one appended
 
@@ -245,21 +246,29 @@ def needs_text(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
         chunk.config.compare_text and chunk.level("misaligned") is not Level.OFF
     ):
         return np.ones(len(rows), dtype=bool)
-    return np.array([chunk.samples[row].response in ("", None) for row in rows.tolist()], dtype=bool)
+    return np.array([not _has_text(chunk, row) for row in rows.tolist()], dtype=bool)
+
+
+def _has_text(chunk: Chunk, row: int) -> bool:
+    text = chunk.samples[row].response
+    return isinstance(text, str) and text != ""
 
 
 def find_misaligned(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
     """Engine text that is not what the ids say. Also sets the response text where the tokens are its source."""
     due = rows[needs_text(chunk, rows)]
     failed = set()
+    if chunk.codec is None:  # nothing says what such a response should be
+        failed = {row for row in rows.tolist() if not isinstance(chunk.samples[row].response, str | None)}
+        chunk.details.update({row: f"response is {type(chunk.samples[row].response).__name__}, no text" for row in failed})
     if len(due):
         findings = _text_findings(chunk, due)
         compare = chunk.config.compare_text and chunk.level("misaligned") is not Level.OFF
         if chunk.config.text_source == "tokens":  # in one batch, also where the comparison came from the cache
             chunk.text_of(np.array([row for row, finding in findings.items() if not finding.text_is_response], dtype=np.int64))
         for row, finding in findings.items():
-            text = chunk.samples[row].response
-            if compare and text not in ("", None):
+            has_text = _has_text(chunk, row)
+            if compare and has_text:
                 chunk.counts["compared"] += 1
                 if finding.cause is not None:
                     chunk.counts[f"cause_{finding.cause.value}"] += 1
@@ -272,7 +281,7 @@ def find_misaligned(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
                         chunk.details[row] = f"text and tokens differ: {finding.cause.value}"
                         continue
             replace = (
-                chunk.config.text_source == "tokens" or text in ("", None) or (compare and finding.cause is not None)
+                chunk.config.text_source == "tokens" or not has_text or (compare and finding.cause is not None)
             )
             if replace and not finding.text_is_response:
                 chunk.texts[row] = chunk.text_of(np.array([row]))[row].strip()
@@ -285,7 +294,8 @@ def _text_findings(chunk: Chunk, rows: np.ndarray) -> dict[int, TextFinding]:
     assert codec is not None, "needs_text is False for every row without a codec"
     rule = repr((stops, chunk.config.compare_text)).encode()
     keys = {row: content_key(chunk.response_ids(row), chunk.samples[row].response, rule) for row in rows.tolist()}
-    findings = {row: codec.cache[key] for row, key in keys.items() if key in codec.cache}
+    # one look each: another thread's check may push an entry out in between
+    findings = {row: found for row, key in keys.items() if (found := codec.cache.get(key)) is not None}
     fresh = np.array([row for row in rows.tolist() if row not in findings], dtype=np.int64)
     chunk.counts["cache_hits"] += len(findings)
     chunk.counts["cache_misses"] += len(fresh)
@@ -302,7 +312,7 @@ def _text_findings(chunk: Chunk, rows: np.ndarray) -> dict[int, TextFinding]:
                 plain = codec.decode([ids], hide_all_special=True)[0]
                 cause = classify_mismatch(plain, text, special_strings=codec.special_strings, stop_strings=stops)
         stripped = texts[row].strip()
-        findings[row] = TextFinding(cause, text == stripped)
+        findings[row] = TextFinding(cause, isinstance(text, str) and text == stripped)
         codec.remember(keys[row], findings[row])
         if cause is None:  # the second look, after the text was replaced, must not decode again
             codec.remember(content_key(ids, stripped, rule), TextFinding(None, True))
@@ -399,7 +409,7 @@ def _describe_too_long(chunk: Chunk, row: int) -> str:
 def _describe_bad_token(chunk: Chunk, row: int) -> str:
     ids = chunk.tokens(np.array([row])).ragged.row(chunk.tokens(np.array([row])).place[row])
     size = _vocab_size(chunk)
-    wrong = (ids < 0) | (ids >= size) if size is not None else ids < 0
+    wrong = (ids < 0) | (ids >= size)
     return f"token {int(np.argmax(wrong))} has id {int(ids[np.argmax(wrong)])}, vocabulary size {size}"
 
 
@@ -408,7 +418,7 @@ def _describe_bad_log_prob(chunk: Chunk, row: int) -> str:
     if place < 0:
         return f"log-probs of type {type(chunk.samples[row].rollout_log_probs).__name__} cannot be read as numbers"
     values = chunk.log_probs(np.array([row])).ragged.row(place)
-    wrong = ~(values <= chunk.config.log_prob_tolerance) | (values == -np.inf)
+    wrong = ~(values <= np.float64(chunk.config.log_prob_tolerance)) | (values == -np.inf)
     return f"log-prob of response token {int(np.argmax(wrong))} is {float(values[np.argmax(wrong)])}"
 
 

@@ -67,7 +67,8 @@ def token_array(tokens: Any) -> np.ndarray | str:
         if values.size and values.max() >= 2**63:
             return f"tokens are not 63-bit integers: entry {int(values.argmax())} is {values.max()}"
         return values.astype(np.int64)
-    return values if values.size else values.astype(np.int32)
+    # a vocabulary's size does not fit narrower integers
+    return values if values.size and values.dtype.itemsize >= 4 else values.astype(np.int32)
 
 
 def log_prob_array(log_probs: Any) -> np.ndarray | str:

@@ -38,7 +38,7 @@ def _is_length(value: Any) -> bool:
 def _are_log_probs(value: Any) -> bool:
     values = log_prob_array(value)
     # a Python list may hold integers that no array does
-    return not isinstance(values, str) and not (np.isfinite(values) & (np.abs(values) >= 2.0**63)).any()
+    return not isinstance(values, str) and not (np.isfinite(values) & (np.abs(values) >= np.float64(2.0**63))).any()
 
 
 _RULES: tuple[tuple[str, Callable[[Any], bool], Any], ...] = (
