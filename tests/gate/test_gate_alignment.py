@@ -1,5 +1,6 @@
 """Tokens are the truth: decoding by rule, comparing, causes, cache. On a real byte-level BPE."""
 
+import dataclasses
 import functools
 import sys
 from pathlib import Path
@@ -168,8 +169,14 @@ def test_finish_reason_is_checked_against_the_last_token():
         encoded("c", finish_reason="length"),
         encoded("d", finish_reason=None),
     ]
-    counts = run(samples, GateConfig(level=Level.OFF)).statistics.counts
-    assert counts["stop_without_eos"] == 1 and counts["length_with_eos"] == 1 and counts["finish_unknown"] == 1
+    for level in Level:  # a check that stops a truncated response before its tokens are read does not end the series
+        counts = run(samples, GateConfig(level=level)).statistics.counts
+        assert counts["stop_without_eos"] == 1 and counts["length_with_eos"] == 1 and counts["finish_unknown"] == 1
+    unread = [encoded("e", eos=False), encoded("f", finish_reason="length"), encoded("g", finish_reason="length", tokens=["h"])]
+    as_arrays = [dataclasses.replace(sample, tokens=np.array(sample.tokens)) for sample in unread]
+    for batch in (unread, as_arrays):
+        counts = run(batch, GateConfig(min_response_tokens=99)).statistics.counts
+        assert counts["stop_without_eos"] == 1 and counts["length_with_eos"] == 1 and "decoded" not in counts
 
 
 def test_ids_beyond_the_tokenizer_are_refused_before_decoding():

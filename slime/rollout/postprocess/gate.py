@@ -22,7 +22,7 @@ from slime.rollout.postprocess.checks import CHECKS, Check, earlier_reason, is_k
 from slime.rollout.postprocess.chunk import FINISH_NAMES, Chunk
 from slime.rollout.postprocess.contract import GateConfig, Policy, Verdict, reason_of_code
 from slime.rollout.postprocess.early import EARLY
-from slime.rollout.postprocess.ragged import Scratch
+from slime.rollout.postprocess.ragged import Scratch, token_array
 from slime.rollout.postprocess.readable import stand_ins
 from slime.rollout.postprocess.statistics import GateStatistics, describe_samples
 from slime.utils.types import Sample
@@ -220,14 +220,30 @@ def _count_finish_reasons(chunk: Chunk) -> None:
     for code, name in enumerate(FINISH_NAMES):
         chunk.counts[f"finish_{name}"] += int((chunk.finish == code).sum())
     eos = chunk.config.eos_token_ids or (chunk.codec.eos_token_ids if chunk.codec is not None else frozenset())
-    gathered = chunk.gathered_tokens
-    if not eos or gathered is None:
+    if not eos:
         return
-    rows = np.flatnonzero((gathered.place >= 0) & (chunk.response_lengths > 0))
-    last = gathered.ragged.values[gathered.ragged.offsets[gathered.place[rows] + 1] - 1]
-    ends = (last[:, None] == np.array(list(eos))).any(axis=1)
-    chunk.counts["stop_without_eos"] += int(((chunk.finish[rows] == 1) & ~ends).sum())
+    rows = np.flatnonzero(((chunk.finish == 1) | (chunk.finish == 2)) & (chunk.response_lengths > 0) & (chunk.total_lengths > 0))
+    last = _last_ids(chunk, rows)
+    ends = np.isin(last, list(eos))
+    chunk.counts["stop_without_eos"] += int(((chunk.finish[rows] == 1) & ~ends & (last >= 0)).sum())
     chunk.counts["length_with_eos"] += int(((chunk.finish[rows] == 2) & ends).sum())
+
+
+def _last_ids(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
+    """[len(rows)] id of the last token, -1 where it cannot be read. A row that failed before any token was gathered has one too: most of
+    those with finish reason "length" do."""
+    last = np.full(len(rows), -1, dtype=np.int64)
+    absent = np.ones(len(rows), dtype=bool)
+    if (gathered := chunk.gathered_tokens) is not None:
+        places = gathered.place[rows]
+        absent = places < 0
+        last[~absent] = gathered.ragged.values[gathered.ragged.offsets[places[~absent] + 1] - 1]
+    for position in np.flatnonzero(absent).tolist():
+        tokens = chunk.samples[rows[position]].tokens
+        values = token_array(list(tokens[-1:]) if isinstance(tokens, list | tuple) else tokens)
+        if not isinstance(values, str):
+            last[position] = values[-1]
+    return last
 
 
 def _verdicts(outcome: Outcome, config: GateConfig) -> list[Verdict]:
