@@ -162,6 +162,22 @@ def test_the_check_before_rewards_follows_the_schedule_and_is_part_of_the_record
     assert "before_rewards" not in gate.run(scored(4), 2).statistics.seconds
 
 
+@pytest.mark.parametrize(
+    ("policy", "in_a_list", "missing_tokens"), [("mask", 1, 1), ("mark", 1, 1), ("allow", 0, 0), ("allow", 1, 1)]
+)
+def test_log_probs_that_the_check_before_rewards_masks_or_refuses_are_counted(policy, in_a_list, missing_tokens):
+    """A20, A65: after it they are filled, or their sample is out, and the record of the rollout said that none were missing."""
+    gate = Gate.from_args(options(gate_missing_log_probs=policy))
+    samples = [sound_sample(i, rollout_log_probs=None if i < 3 else [-1.0] * 12) for i in range(8)]
+    if in_a_list:
+        samples[5].rollout_log_probs[7] = None
+    batch = apply_verdicts(samples, check_responses(samples, gate.config))
+    counts = gate.run(batch, 0).statistics.counts
+    assert (counts["missing_log_probs"], counts.get("missing_log_prob_tokens", 0)) == (3, missing_tokens)
+    again = gate.run(scored(8), 1)
+    assert gate.metrics(again)["gate/missing_log_probs"] == 0
+
+
 def test_every_rollout_leaves_one_record_and_one_line_whatever_its_size(tmp_path, caplog):
     """A66, A84, A90, A91: a time series without gaps, and a log that does not grow with samples."""
     gate = Gate(GateConfig(), run_dir=tmp_path)

@@ -1,8 +1,8 @@
 """What the check before rewards leaves for the rollout's record, and what it needs to know of it. One object per process.
 
 `check_responses` runs inside the rollout function, group by group; `Gate.run` later sees samples whose text already is the tokens'
-text and whose verdict already stands. Time spent and texts compared are therefore counted here and taken by `Gate.run`, which in
-turn says how far the run is, for the schedule of levels.
+text and whose verdict already stands. Time spent, texts compared and log-probs missed are therefore counted here and taken by `Gate.run`,
+which in turn says how far the run is, for the schedule of levels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 # Metadata key of the text that the engine sent, on samples whose response was replaced by its tokens' text.
 ENGINE_TEXT = "engine_text"
-_COMPARISON = ("compared", "mismatched")
+MISSING_LOG_PROBS = ("missing_log_probs", "missing_log_prob_tokens")
+_COUNTS = ("compared", "mismatched", *MISSING_LOG_PROBS)
 
 
 class EarlyFindings:
@@ -28,14 +29,14 @@ class EarlyFindings:
         self.bad_format_rate: float | None = None
 
     def add(self, counts: Mapping[str, int], seconds: float) -> None:
-        """Adds one call's comparisons and its time in seconds."""
-        compared = {name: n for name, n in counts.items() if name in _COMPARISON or name.startswith("cause_")}
+        """Adds one call's comparisons, the log-probs that it missed, and its time in seconds."""
+        counted = {name: n for name, n in counts.items() if name in _COUNTS or name.startswith("cause_")}
         with self._lock:
-            self._counts.update(compared)
+            self._counts.update(counted)
             self._seconds += seconds
 
     def take(self) -> tuple[dict[str, int], float]:
-        """(counts of comparisons, seconds) since the last call; both start again at zero."""
+        """(counts, seconds) since the last call; both start again at zero."""
         with self._lock:
             taken = dict(self._counts), self._seconds
             self._counts.clear()

@@ -20,7 +20,7 @@ from slime.rollout.postprocess.adapters import ADAPTERS
 from slime.rollout.postprocess.alignment import Codec, codec_of
 from slime.rollout.postprocess.checks import CHECKS, Check, earlier_reason, is_kept, reward_problem
 from slime.rollout.postprocess.chunk import FINISH_NAMES, Chunk
-from slime.rollout.postprocess.contract import GateConfig, Policy, Verdict, reason_of_code
+from slime.rollout.postprocess.contract import GateConfig, MissingLogProbs, Policy, Verdict, reason_of_code
 from slime.rollout.postprocess.early import EARLY
 from slime.rollout.postprocess.ragged import Scratch, token_array
 from slime.rollout.postprocess.readable import stand_ins
@@ -110,9 +110,12 @@ def check_responses(samples: Sequence[Sample], config: GateConfig, *, tokenizer:
     if config.rewards_expected:
         config = dataclasses.replace(config, rewards_expected=False)
     outcome = judge(adapt(samples, config), config, codec_of(tokenizer, config))
+    verdicts = _verdicts(outcome, config)
+    if config.log_prob_policy is MissingLogProbs.ALLOW:  # they stay absent, and `Gate.run` counts them
+        outcome.counts.pop("missing_log_probs", None)
     # Engines generate meanwhile: where they use the same cores, waiting for one is their time and not the gate's.
     EARLY.add(outcome.counts, min(time.perf_counter() - wall, time.process_time() - processor))
-    return _verdicts(outcome, config)
+    return verdicts
 
 
 def apply_verdicts(samples: Sequence[Sample], verdicts: Sequence[Verdict]) -> list[Sample]:

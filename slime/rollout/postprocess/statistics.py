@@ -17,6 +17,7 @@ import numpy as np
 
 from slime.rollout.postprocess.contract import REASON_OF_VALUE, REASONS, GateConfig, InvalidReason, MismatchCause
 from slime.rollout.postprocess.drift import expected_psi_noise, kolmogorov_smirnov, population_stability_index
+from slime.rollout.postprocess.early import MISSING_LOG_PROBS
 from slime.rollout.postprocess.ragged import as_int
 
 if TYPE_CHECKING:
@@ -235,18 +236,17 @@ class GateStatistics:
         return dataclasses.replace(self, iteration_seconds=seconds)
 
     def with_early_check(self, counts: Mapping[str, int], seconds: float) -> GateStatistics:
-        """These statistics with the time of the check before rewards, and its comparisons in place of this call's.
+        """These statistics with the time of the check before rewards, its comparisons in place of this call's, and the log-probs that it
+        missed beside those that this call did.
 
-        After that check a text is the tokens' text, or its sample is out: only the first comparison says anything.
+        After that check a text is the tokens' text, or its sample is out: only the first comparison says anything. Likewise a missing
+        log-prob is masked or its sample is out.
         """
-        own = self.counts
+        own = dict(self.counts)
         if counts.get("compared", 0):
-            own = {
-                name: n
-                for name, n in own.items()
-                if name not in ("compared", "mismatched") and not name.startswith("cause_")
-            }
-            own.update(counts)
+            own = {n: c for n, c in own.items() if n not in ("compared", "mismatched") and not n.startswith("cause_")}
+            own.update({name: count for name, count in counts.items() if name not in MISSING_LOG_PROBS})
+        own.update({name: own.get(name, 0) + counts[name] for name in MISSING_LOG_PROBS if counts.get(name, 0)})
         return dataclasses.replace(
             self, counts=own, seconds={**self.seconds, **({"before_rewards": seconds} if seconds else {})}
         )
