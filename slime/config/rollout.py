@@ -79,7 +79,7 @@ class RolloutOptions:
     )
     rollout_data_transport: str = option(
         "object-store",
-        "How the rollout batch reaches the trainers: Ray object store, or nixl.",
+        "How the rollout batch reaches the trainers: Ray's object store; upstream's nixl is refused.",
         choices=("object-store", "nixl"),
     )
 

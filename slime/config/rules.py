@@ -421,6 +421,15 @@ def dumps_have_a_file_per_rollout(args):
     return problems
 
 
+@rule("rollout_data_transport")
+def rollout_batches_travel_through_the_object_store(args):
+    if args.rollout_data_transport != "object-store":
+        return (
+            f"--rollout-data-transport {args.rollout_data_transport} is not built in: shards travel through Ray's object store, where ranks of a "
+            "node share one copy. Leave the option out."
+        )
+
+
 @rule("update_weight_transport", "update_weight_disk_dir")
 def disk_transport_has_a_folder(args):
     if args.update_weight_transport == "disk" and args.update_weight_disk_dir is None:

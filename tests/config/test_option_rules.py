@@ -47,6 +47,7 @@ def problems_of(words: str, tmp_path) -> str:
         ("--balance-by-flops", "--balance-by-flops needs --use-dynamic-batch-size"),
         ("--rollout-temperature 0", "--rollout-temperature must be > 0, it is 0.0"),
         ("--rollout-top-k 0", "--rollout-top-k is 0: use -1"),
+        ("--rollout-data-transport nixl", "--rollout-data-transport nixl is not built in"),
         ("--rollout-top-p 1.5", "--rollout-top-p is 1.5, must be in (0, 1]"),
         ("--rollout-max-prompt-len 9 --rollout-max-context-len 9", "Use 8 or less"),
         ("--eval-interval 2", "--eval-interval 2 needs --eval-prompt-data NAME PATH"),
