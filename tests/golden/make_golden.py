@@ -256,7 +256,8 @@ def write_samples() -> None:
     corpus = Corpus(tokenizer)
     for part in (add_valid, add_empty, add_lengths, add_engine_faults, add_misaligned, add_bad_format):
         part(corpus)
-    corpus.add("rejected", CHAT[0], valid=False, invalid_reason="my plug-in said no")
+    for position, word in enumerate(("my plug-in said no", "toxic", "", "TRUNCATED", "毒性", "duplicate of 3", None, "bad format")):
+        corpus.add("rejected", CHAT[position], valid=False, invalid_reason=word)
     samples = [sample for _, sample in corpus.rows]
     result = postprocess_output_data(samples, GOLDEN_CONFIG, tokenizer=tokenizer)
     lines, wrong = [], []
