@@ -16,6 +16,7 @@ from slime.utils.rollout_batch import RolloutBatch, build_column, check_masks, c
 from slime.utils.rollout_fields import CONTRACT, FieldSpec, Origin
 
 logger = logging.getLogger(__name__)
+_said_singletons = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,9 @@ def compute_rewards(
         leave_one_out=config.leave_one_out,
         rollout_ids=rollout_ids_of(samples),
     )
-    if statistics.num_groups and statistics.num_groups == statistics.num_singleton_groups:
+    global _said_singletons
+    if statistics.num_groups and statistics.num_groups == statistics.num_singleton_groups and not _said_singletons:
+        _said_singletons = True  # the count is a metric of every rollout; the sentence is said once
         logger.warning(
             "Every group has one member that counts, so every group-normalized reward is 0 and nothing is learned. Raise "
             "--n-samples-per-prompt, or pass --disable-rewards-normalization."
@@ -141,7 +144,8 @@ def build_train_columns(
         "rewards": np.where(np.isfinite(normalized), normalized, 0.0),
         "valid": valid,
         "raw_reward": _override_raw_rewards(samples, raw_rewards, config),
-        "truncated": [int(sample.status.value == "truncated") for sample in samples],
+        # a custom generate function may keep only the engine's word for it
+        "truncated": [int(s.status.value == "truncated" or s.finish_reason == "length") for s in samples],
         "loss_masks": _loss_masks(samples, responses),
         "rollout_ids": rollout_ids_of(samples),
         "group_ids": group_ids_of(samples),

@@ -120,15 +120,6 @@ def reward_number(reward: Any, reward_key: str | None, *, index: Any = None) -> 
         raise RolloutDataError(f"The reward of sample {index} is {reward!r}, which is not a number.") from None
 
 
-def bad_reward_reason(value: float) -> str | None:
-    """Why this number cannot be a reward: "missing_reward", "nan_reward", "infinite_reward"; None where it can. Pass None for a missing one."""
-    if value is None:
-        return "missing_reward"
-    if math.isnan(value):
-        return "nan_reward"
-    return "infinite_reward" if math.isinf(value) else None
-
-
 def raw_rewards_of(samples: Sequence[Any], reward_key: str | None) -> np.ndarray:
     """The scored reward of each sample, float64 [N], NaN where there is none. See `reward_number`."""
     return np.array(

@@ -1,6 +1,7 @@
 """What the gate promises whatever it finds: order, ids, tokens, one reason, a marked copy, adapters."""
 
 import copy
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -8,22 +9,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import pytest
+from support.gate_golden import GOLDEN_CONFIG, load_corpus, load_tokenizer
 from support.gate_samples import reasons_of, sound_sample
 
 from slime.exceptions import ConfigError, RolloutDataError
+from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
 from slime.rollout.postprocess import (
     GateConfig,
     InvalidReason,
     MissingLogProbs,
     Policy,
-    TaskRules,
     apply_verdicts,
     check_responses,
     postprocess_output_data,
 )
 from slime.rollout.postprocess import gate as gate_module
 from slime.rollout.postprocess.adapters import ADAPTERS
-from slime.rollout.postprocess.contract import REASONS, reason_of_code
+from slime.rollout.postprocess.contract import FORMAT_PRESETS, REASONS, reason_of_code
 from slime.utils.types import Status
 
 NUM_GPUS = 0
@@ -50,13 +52,20 @@ def test_kept_samples_carry_the_same_token_ids_and_the_input_is_not_edited():
 
 
 def test_no_invalid_sample_becomes_valid_by_being_changed():
-    """A05: a gate that repairs markers would train on text that the model did not write."""
-    batch = [sound_sample(0, response="<answer>4"), sound_sample(1, response="", length=0, rollout_log_probs=[])]
-    config = GateConfig(tasks={"": TaskRules()}, format=None)
-    result = postprocess_output_data(batch, config)
-    assert [out.response for out in result.samples] == ["<answer>4", ""]
-    twice = postprocess_output_data(result.samples, config)
-    assert [out.valid for out in twice.samples] == [out.valid for out in result.samples] == [True, False]
+    """A05: a gate that repairs markers would train on text that the model did not write. What came out is judged again by a gate that has
+    not heard the first word: no defect of the golden corpus is gone, beside the plug-in's own word, which stands in no text."""
+    broken = "<think>2 + 2</think><answer>4"
+    config = GateConfig(format=FORMAT_PRESETS["think_answer"])
+    out = postprocess_output_data([sound_sample(0, response=broken)], config).samples[0]
+    assert (out.valid, out.invalid_reason, out.response) == (False, "bad_format", broken)
+    corpus, expected = load_corpus()
+    tokenizer = load_tokenizer()
+    fresh = dataclasses.replace(GOLDEN_CONFIG, trust_earlier_verdicts=False)
+    result = postprocess_output_data(corpus, GOLDEN_CONFIG, tokenizer=tokenizer)
+    again = reasons_of(postprocess_output_data(result.samples, fresh, tokenizer=tokenizer))
+    was = [row["reason"] for row in expected]
+    assert {first for first, second in zip(was, again, strict=True) if first is not None and second is None} == {"rejected"}
+    assert [second for first, second in zip(was, again, strict=True) if first is None] == [None] * was.count(None)
 
 
 def test_each_defect_of_a_usual_batch_is_classified_and_the_rest_passes():
@@ -134,6 +143,15 @@ def test_a_kept_truncated_sample_stays_visibly_truncated():
     assert postprocess_output_data(batch, GateConfig()).samples[0].valid is False
     out = postprocess_output_data(batch, GateConfig(policies={InvalidReason.TRUNCATED: Policy.KEEP})).samples[0]
     assert out.valid is True and out.invalid_reason == "truncated" and out.status is Status.TRUNCATED
+
+
+def test_the_trainer_sees_a_kept_cut_also_where_only_the_finish_reason_tells_it():
+    """A22: a custom generate function may leave the status alone; the trainer's column must not read 0 for a response the gate calls cut."""
+    batch = [sound_sample(0, finish_reason="length"), sound_sample(1, status=Status.TRUNCATED, finish_reason=None), sound_sample(2)]
+    kept = postprocess_output_data(batch, GateConfig(policies={InvalidReason.TRUNCATED: Policy.KEEP})).samples
+    assert [sample.invalid_reason for sample in kept] == ["truncated", "truncated", None]
+    columns = build_train_columns(kept, compute_rewards(kept, ColumnsConfig())[:2], ColumnsConfig())
+    assert columns["valid"] == [True] * 3 and columns["truncated"] == [1, 1, 0]
 
 
 def test_a_sample_kept_in_spite_of_one_finding_is_still_refused_for_a_worse_one():
