@@ -163,7 +163,7 @@ def test_whole_batch_values_are_counted_once():
 
 
 def test_lengths_are_the_partitions_lengths():
-    """faults, global list indexed with local positions: lengths [10, 20, 30, 40], r0 = [3, 0], r1 = [1, 2], rewards [1, 0, 1, 1] -> 26.67."""
+    """B31; faults, global list indexed with local positions: lengths [10, 20, 30, 40], r0 = [3, 0], r1 = [1, 2], rewards [1, 0, 1, 1] -> 26.67."""
     shards = [
         {
             "partition": part,
@@ -178,6 +178,10 @@ def test_lengths_are_the_partitions_lengths():
     assert c.merge_all(parts)["correct_response_lengths"] == pytest.approx(80 / 3)
     permuted = correct_sample_contributions(arrive(shards[2]), config=config)
     assert c.merge_all([permuted])["correct_response_lengths"] == pytest.approx(80 / 3)
+    # whoever compares with figures of an earlier version, on one rank too, reads why they changed
+    root = Path(__file__).resolve().parents[2]
+    assert "with one rank, figures of earlier versions change too" in (root / "CHANGELOG.md").read_text()
+    assert "also on one rank, so figures differ" in " ".join((root / "docs" / "data_contract.md").read_text().split())
 
 
 # --- panels ---------------------------------------------------------------------------------------------------------------
@@ -203,7 +207,7 @@ def test_correct_length_shares_are_of_quarters_and_keep_the_longest():
 
 
 def test_correct_entropy_takes_the_best_source_there_is(caplog):
-    """B31: entropy if computed, else -log p of the trainer, else of the engine; else left out and said once. Means over samples, not sums."""
+    """Entropy if computed, else -log p of the trainer, else of the engine; else left out and said once. Means over samples, not sums."""
     ones = [torch.full((n,), 1.0) for n in (1, 2, 3, 9)]
     entropy = [torch.tensor([0.5]), torch.zeros(2), torch.tensor([1.0, 99.0, 2.0]), torch.full((9,), 0.25)]
     config = TrainMetricsConfig()
