@@ -168,9 +168,11 @@ def phase_contributions(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: 
         )
         if contribution is not None:
             result[spec.metric_name] = contribution
+    # what trains: the samples of rollouts with a trainable token, as the ledger counts them
+    trained_N = tokens.rollout_mask_sums_N > 0 if tokens is not None else np.ones(len(counts), dtype=bool)
     copies = float(cp_size)
-    result["num_samples"] = c.total([_num_local(batch) / copies])
-    result["num_rollouts"] = c.total(1.0 / counts / copies)
+    result["num_samples"] = c.total([int(trained_N.sum()) / copies])
+    result["num_rollouts"] = c.total(1.0 / counts[trained_N] / copies)
     return result
 
 

@@ -63,13 +63,14 @@ class SplitPlan:
     owner_ranks_N: np.ndarray  # int16 [N]: -1 where no step trains the sample
     global_batch_sizes: list[int]  # per step, rollouts with a trainable token (at least 1, the loss divides by it)
     num_trained_samples: int
+    num_trained_rollouts: int
     dropped: dict[str, int]  # samples by reason
 
     def metrics(self) -> dict[str, float]:
         """`schedule/...` numbers of the batch."""
         return {
             **self.schedule.metrics(),
-            "schedule/trained_rollouts": sum(self.global_batch_sizes) if self.num_trained_samples else 0,
+            "schedule/trained_rollouts": self.num_trained_rollouts,
         }
 
 
@@ -184,6 +185,7 @@ def _with_denominators(batch: RolloutBatch, schedule: SchedulePlan, owner_ranks_
         owner_ranks_N=owner_ranks_N,
         global_batch_sizes=[max(size, 1) for size in sizes],
         num_trained_samples=int((trained_N & ~masked_N).sum()),
+        num_trained_rollouts=sum(sizes),
         dropped={reason: count for reason, count in dropped.items() if count},
     )
 

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from slime.exceptions import RolloutDataError
-from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards, rollout_ids_of
+from slime.observability.contributions import merge_all
+from slime.observability.train_metric_utils import phase_contributions
+from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards, group_ids_of, rollout_ids_of
 from slime.utils.dp_schedule import ScheduleConfig
 from slime.utils.ragged import Ragged, as_array, smallest_int_dtype
 from slime.utils.rollout_batch import RolloutBatch, Stage, localize
@@ -361,6 +363,15 @@ def test_added_memory_of_split_and_wire_is_the_bytes_shipped():
         )
         for i in range(64)
     ]
+def test_a_step_that_is_masked_whole_trains_no_rollout():
+    """The loss divides by 1 there, so that it is 0 and not NaN; that 1 is no rollout, in the schedule's count or in the phase's."""
+    result = split(convert([make_sample(i, remove_sample=i < 2) for i in range(4)]), size=2)
+    assert result.plan.global_batch_sizes == [1, 2] and result.plan.metrics()["schedule/trained_rollouts"] == 2
+    found = merge_all([phase_contributions(localize(shard, rank)) for rank, shard in enumerate(result.shards)])
+    assert found["num_samples"] == found["num_rollouts"] == result.plan.num_trained_samples == 2
+    assert found["response_lengths"] == (4 + 5 + 6 + 7) / 4, "what they are is known, whether they train or not"
+
+
     result = split(convert(samples), 8, pad_to=128)
     shipped = sum(shard.num_bytes() for shard in result.shards)
     assert shipped < 1.05 * 64 * (3000 * (4 + 1) + 2000 * 4)

@@ -97,6 +97,7 @@ def test_empty_and_fully_masked_batches_give_no_nan():
     assert metrics_of(empty) == {}
     found = metrics_of(empty, masked)
     assert "rollout_log_probs" not in found and found["rewards"] == 1.0
+    assert (found["num_samples"], found["num_rollouts"]) == (0, 0), "nothing of it trains, and the ledger says so too"
     zero_length = plain_batch(
         rewards=[1.0, 2.0], response_lengths=[0, 2], rollout_log_probs=[torch.zeros(0), torch.tensor([-1.0, -3.0])]
     )

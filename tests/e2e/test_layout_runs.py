@@ -119,6 +119,7 @@ def test_a_rollout_that_trains_nothing_does_not_end_the_run(replayed):
         ledger = [[named[f"{i} rollout/ledger/{name}"] for name in ("sampled", "trained", "dropped")] for i in range(4)]
         assert ledger == [[18, 15, 3], [18, 0, 18], [18, 0, 18], [18, 15, 3]]
         assert named["1 rollout/ledger/dropped/fully_masked"] == 16
+        assert [named.get(f"{i} rollout/num_samples") for i in range(4)] == [15, 0, None, 15]
         assert named["2 rollout/ledger/dropped/too_short"] == 18
         norms = {step: values["train/grad_norm"] for step, values in metrics["train/step"]}
         assert [step for step, norm in norms.items() if norm == 0] == [3, 4, 5]

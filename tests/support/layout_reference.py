@@ -276,7 +276,9 @@ def phase_metrics(records: list[dict], samples: dict[int, ReferenceSample], fiel
     for name in ("truncated", "round_number"):
         row = {i: float(records[i]["status"] == name) if name == "truncated" else records[i]["metadata"][name] for i in samples}
         metrics[name] = _vote_per_rollout(row, rollout_ids)
-    metrics["num_samples"], metrics["num_rollouts"] = len(samples), len(set(rollout_ids.values()))
+    trained = {sample.rollout_id for sample in samples.values() if any(sample.loss_mask)}
+    metrics["num_samples"] = sum(sample.rollout_id in trained for sample in samples.values())
+    metrics["num_rollouts"] = len(trained)
     gaps = [
         (a - b, 4 * place // sample.response_length, records[i]["metadata"]["source_name"])
         for i, sample in samples.items()
