@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,22 +56,24 @@ class ColumnsConfig:
 
 def rollout_ids_of(samples: Sequence[Any]) -> list[int]:
     """`Sample.rollout_id`, where None ("its own rollout") becomes the smallest unused id >= 0, in order."""
-    used = {sample.rollout_id for sample in samples if sample.rollout_id is not None}
-    result, candidate = [], 0
-    for sample in samples:
-        if sample.rollout_id is not None:
-            result.append(int(sample.rollout_id))
-            continue
-        while candidate in used:
-            candidate += 1
-        result.append(candidate)
-        candidate += 1
-    return result
+    return _ids(samples, "rollout_id", itertools.count())
 
 
 def group_ids_of(samples: Sequence[Any]) -> list[int]:
-    """`Sample.group_index`; a sample without one is a group of its own, with a negative id that no data source gives out."""
-    return [int(sample.group_index) if sample.group_index is not None else -1 - i for i, sample in enumerate(samples)]
+    """`Sample.group_index`; a sample without one is a group of its own, with the largest unused id < 0."""
+    return _ids(samples, "group_index", itertools.count(-1, -1))
+
+
+def _ids(samples: Sequence[Any], attribute: str, candidates: Iterator[int]) -> list[int]:
+    """The attribute of each sample, where None becomes the next candidate that no sample has."""
+    given = [getattr(sample, attribute) for sample in samples]
+    try:
+        ids = [None if value is None else operator.index(value) for value in given]
+    except TypeError as error:
+        raise RolloutDataError(f"Sample.{attribute} must be an integer: {error}. Number what has a name.") from None
+    used = set(ids)
+    unused = (candidate for candidate in candidates if candidate not in used)
+    return [next(unused) if value is None else value for value in ids]
 
 
 def counts_in_baseline(sample: Any, *, removed_count: bool = False) -> bool:
@@ -133,7 +137,7 @@ def build_train_columns(
         if len(values) != len(samples):
             raise RolloutDataError(f"{len(values)} {name} for {len(samples)} samples.")
     batch = RolloutBatch()
-    normalized = np.array([np.nan if value is None else value for value in normalized], dtype=np.float64)
+    normalized = _numbers(samples, normalized, config)
     valid, reasons = _verdicts(samples, normalized)
     responses = np.fromiter((sample.response_length for sample in samples), dtype=np.int64, count=len(samples))
     tokens = [sample.tokens for sample in samples]
@@ -172,6 +176,12 @@ def build_train_columns(
     return batch
 
 
+def _numbers(samples: Sequence[Any], rewards: Sequence[Any], config: ColumnsConfig) -> np.ndarray:
+    """float64 [N]: what a custom reward function returned, NaN where there is no number."""
+    pairs = zip(samples, rewards, strict=True)
+    return np.array([reward_number(value, config.reward_key, index=sample.index) for sample, value in pairs], dtype=np.float64)
+
+
 def _verdicts(samples: Sequence[Any], rewards_N: np.ndarray) -> tuple[np.ndarray, list[str | None]]:
     """`(valid [N], reasons)`: the gate's verdict, and "bad_reward" where it passed but there is no finite reward to learn from."""
     marked = np.fromiter((bool(sample.valid) for sample in samples), dtype=bool, count=len(samples))
@@ -198,7 +208,7 @@ def _read_source(samples: Sequence[Any], spec: FieldSpec) -> list:
 
 def _override_raw_rewards(samples: Sequence[Any], raw_rewards: Sequence[float], config: ColumnsConfig) -> np.ndarray:
     """metadata["raw_reward"] where a sample has it (a reward model's score before shaping), else the raw reward. NaN for None."""
-    raw_N = np.array([np.nan if value is None else value for value in raw_rewards], dtype=np.float64)
+    raw_N = _numbers(samples, raw_rewards, config)
     for i, sample in enumerate(samples):
         if sample.metadata and "raw_reward" in sample.metadata:
             raw_N[i] = reward_number(sample.metadata["raw_reward"], config.reward_key, index=sample.index)

@@ -116,7 +116,7 @@ def reward_number(reward: Any, reward_key: str | None, *, index: Any = None) -> 
         return math.nan
     try:
         return float(reward)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # torch's own for several elements
         raise RolloutDataError(f"The reward of sample {index} is {reward!r}, which is not a number.") from None
 
 

@@ -214,6 +214,16 @@ def test_rewards_that_are_no_numbers_make_the_sample_invalid():
     assert plan.dropped == {"bad_reward": 2} and plan.num_trained_samples == 2
 
 
+@pytest.mark.parametrize("value", (3, "3", True + 2, np.float16(3), torch.tensor([3.0]), torch.tensor(3.0, dtype=torch.bfloat16, requires_grad=True)))
+def test_a_custom_reward_function_may_return_any_number(value):
+    """--custom-reward-post-process-path computes with what it likes; what is no number is said with the sample."""
+    batch = build_train_columns([make_sample(7)], ([value], [value]), ColumnsConfig())
+    assert batch["raw_reward"] == batch["rewards"] == [3.0]
+    for bad in ({"score": 3.0}, torch.tensor([1.0, 2.0]), 10**400):
+        with pytest.raises(RolloutDataError, match="The reward of sample 7"):
+            build_train_columns([make_sample(7)], ([value], [bad]), ColumnsConfig())
+
+
 def test_raw_reward_before_shaping_wins_and_needs_its_key_too():
     """faults, `raw_reward` mixes metadata values and un-keyed rewards: both go through one accessor."""
     samples = [make_sample(0, reward={"a": 1.0}, metadata={"raw_reward": 0.25}), make_sample(1, reward={"a": 3.0})]
@@ -224,6 +234,26 @@ def test_missing_rollout_ids_take_the_smallest_unused_ones():
     """A sample without an id is its own rollout, and must not join one that has an id."""
     samples = [make_sample(0), make_sample(1, rollout_id=0), make_sample(2, rollout_id=2), make_sample(3)]
     assert rollout_ids_of(samples) == [1, 0, 2, 3]
+
+
+def test_a_sample_without_a_group_never_joins_one_that_has_an_id():
+    """A data source may number its groups from -1 down: the first sample, of no group, is alone all the same."""
+    groups = (None, -1, -1, None)
+    samples = [
+        Sample(index=i, group_index=group, reward=10.0 * i, status=Sample.Status.COMPLETED) for i, group in enumerate(groups)
+    ]
+    assert group_ids_of(samples) == [-2, -1, -1, -3]
+    assert compute_rewards(samples, ColumnsConfig(divide_by_std=False))[1] == [0.0, -5.0, 5.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ("rollout_id", "group_index"))
+@pytest.mark.parametrize("bad", ("session-7", 1.5))
+def test_an_id_that_is_no_integer_is_said(name, bad):
+    """1.5 and 1.7 are two rollouts; as integers they would share one denominator."""
+    ids_of = rollout_ids_of if name == "rollout_id" else group_ids_of
+    with pytest.raises(RolloutDataError, match=f"{name} must be an integer"):
+        ids_of([Sample(**{name: bad})])
+    assert ids_of([Sample(**{name: np.int64(7)}), Sample(**{name: torch.tensor(-7)})]) == [7, -7]
 
 
 def test_nucleus_data_is_required_where_the_trainer_replays_it():
@@ -333,6 +363,15 @@ def test_every_sample_is_trained_or_counted_with_a_reason():
     assert plan.global_batch_sizes == [3, 4]
 
 
+def test_a_step_that_is_masked_whole_trains_no_rollout():
+    """The loss divides by 1 there, so that it is 0 and not NaN; that 1 is no rollout, in the schedule's count or in the phase's."""
+    result = split(convert([make_sample(i, remove_sample=i < 2) for i in range(4)]), size=2)
+    assert result.plan.global_batch_sizes == [1, 2] and result.plan.metrics()["schedule/trained_rollouts"] == 2
+    found = merge_all([phase_contributions(localize(shard, rank)) for rank, shard in enumerate(result.shards)])
+    assert found["num_samples"] == found["num_rollouts"] == result.plan.num_trained_samples == 2
+    assert found["response_lengths"] == (4 + 5 + 6 + 7) / 4, "what they are is known, whether they train or not"
+
+
 def test_a_batch_without_a_valid_sample_has_no_step():
     """Everything rejected is a rollout without a step, not a division by zero."""
     samples = [make_sample(i, valid=False, invalid_reason="empty") for i in range(4)]
@@ -363,15 +402,6 @@ def test_added_memory_of_split_and_wire_is_the_bytes_shipped():
         )
         for i in range(64)
     ]
-def test_a_step_that_is_masked_whole_trains_no_rollout():
-    """The loss divides by 1 there, so that it is 0 and not NaN; that 1 is no rollout, in the schedule's count or in the phase's."""
-    result = split(convert([make_sample(i, remove_sample=i < 2) for i in range(4)]), size=2)
-    assert result.plan.global_batch_sizes == [1, 2] and result.plan.metrics()["schedule/trained_rollouts"] == 2
-    found = merge_all([phase_contributions(localize(shard, rank)) for rank, shard in enumerate(result.shards)])
-    assert found["num_samples"] == found["num_rollouts"] == result.plan.num_trained_samples == 2
-    assert found["response_lengths"] == (4 + 5 + 6 + 7) / 4, "what they are is known, whether they train or not"
-
-
     result = split(convert(samples), 8, pad_to=128)
     shipped = sum(shard.num_bytes() for shard in result.shards)
     assert shipped < 1.05 * 64 * (3000 * (4 + 1) + 2000 * 4)
