@@ -27,6 +27,7 @@ from slime.rollout.postprocess import (
     apply_verdicts,
     check_responses,
     gate_config_from_args,
+    shell,
 )
 from slime.rollout.postprocess import alarms as alarms_module
 from slime.rollout.postprocess import snapshots as snapshots_module
@@ -160,6 +161,17 @@ def test_the_check_before_rewards_follows_the_schedule_and_is_part_of_the_record
         assert result.statistics.counts["compared"] == 8 and result.statistics.counts["cause_whitespace"] == 4
         assert result.statistics.alignment_failure_rate == 0.5 and result.statistics.seconds["before_rewards"] > 0
     assert "before_rewards" not in gate.run(scored(4), 2).statistics.seconds
+
+
+def test_the_gates_time_is_all_that_the_call_took_and_work_side_by_side_counts_once(monkeypatch):
+    """A75: reading fields and statistics belong to no check, and were a half to two thirds of a small rollout's gate."""
+    clock = iter([100.0, 105.0])
+    monkeypatch.setattr(shell, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    statistics = Gate(GateConfig()).run(scored(8), 0, iteration_seconds=50.0).statistics
+    assert statistics.gate_seconds == pytest.approx(5.0) and statistics.share_of_iteration == pytest.approx(0.1)
+    assert 4.0 < statistics.seconds["rest"] < 5.0
+    in_two_processes = dataclasses.replace(statistics, seconds={"bad_token": 6.0, "bad_log_prob": 2.0}).with_elapsed(4.0)
+    assert in_two_processes.seconds == {"bad_token": 3.0, "bad_log_prob": 1.0, "rest": 0.0}
 
 
 @pytest.mark.parametrize(

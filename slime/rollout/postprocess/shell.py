@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,7 @@ class Gate:
         an iteration (the last complete one will do), for the gate's share of it. dropped_groups: (reason, samples) of what the
         rollout dropped itself; they are no part of the batch and of its statistics, only of the raw snapshot.
         """
+        started = time.perf_counter()
         rewards_expected = evaluation or self._rewards_in_samples
         config = dataclasses.replace(self.config_at(rollout_id), rewards_expected=rewards_expected, evaluation=evaluation)
         if evaluation:
@@ -117,7 +119,7 @@ class Gate:
         else:
             outcome = judge(samples, config, codec_of(self._tokenizer, config))
         result = assemble(samples, outcome, config, previous=history)
-        statistics = result.statistics.with_iteration(iteration_seconds)
+        statistics = result.statistics.with_iteration(iteration_seconds).with_elapsed(time.perf_counter() - started)
         if not evaluation:
             statistics = statistics.with_early_check(*EARLY.take())
             EARLY.reached(rollout_id + 1, statistics.rate_of(InvalidReason.BAD_FORMAT))

@@ -235,6 +235,13 @@ class GateStatistics:
         """These statistics with the length of the iteration they belong to, in seconds."""
         return dataclasses.replace(self, iteration_seconds=seconds)
 
+    def with_elapsed(self, seconds: float) -> GateStatistics:
+        """These statistics with times that add up to the `seconds` that the call took: work of several processes at once counts once, and
+        what belongs to no check (reading fields, statistics, building samples) is in "rest"."""
+        factor = min(1.0, seconds / self.gate_seconds) if self.gate_seconds else 1.0
+        stages = {name: value * factor for name, value in self.seconds.items()}
+        return dataclasses.replace(self, seconds={**stages, "rest": max(seconds - sum(stages.values()), 0.0)})
+
     def with_early_check(self, counts: Mapping[str, int], seconds: float) -> GateStatistics:
         """These statistics with the time of the check before rewards, its comparisons in place of this call's, and the log-probs that it
         missed beside those that this call did.
