@@ -81,9 +81,11 @@ class RolloutManager:
         samples = judged.samples
         dumped = self.dumper.save(samples, rollout_id=rollout_id, evaluation=False)
         extra = {**(output.metrics or {}), **self.gate.metrics(judged), **dumped}
-        rollout_metrics.log_rollout_data(
+        logged = rollout_metrics.log_rollout_data(
             rollout_id, self.args, samples, extra, rollout_time, trainer_weight_version=self._weight_version
         )
+        if logged is None:
+            self._log_gate(self.gate.metrics(judged), rollout_id, step_key="rollout/step")
         if self.args.debug_rollout_only:
             return None
         with timer("convert_samples"):
@@ -103,8 +105,10 @@ class RolloutManager:
         samples = [sample for dataset in output.data.values() for sample in flatten_samples(dataset["samples"])]
         self.dumper.save(samples, rollout_id=rollout_id, evaluation=True)
         judged = self.gate.run(samples, rollout_id, evaluation=True)
-        extra = {**(output.metrics or {}), **{f"eval/{name}": value for name, value in self.gate.metrics(judged).items()}}
-        rollout_metrics.log_eval_rollout_data(rollout_id, self.args, output.data, extra)
+        found = {f"eval/{name}": value for name, value in self.gate.metrics(judged).items()}
+        extra = {**(output.metrics or {}), **found}
+        if rollout_metrics.log_eval_rollout_data(rollout_id, self.args, output.data, extra) is None:
+            self._log_gate(found, rollout_id, step_key="eval/step")
 
     def save(self, rollout_id: int) -> None:
         """Writes the data position in which `rollout_id` is the last rollout trained, and what the gate remembers at that point."""
@@ -212,6 +216,10 @@ class RolloutManager:
     def _split_train_data_by_dp(self, data: Any) -> list[Box]:
         """One box per data-parallel rank, index = rank without CP."""
         return self._split(data)[0]
+
+    def _log_gate(self, metrics: dict[str, float], rollout_id: int, *, step_key: str) -> None:
+        """The gate's numbers alone, where a user's function, or reading the samples from a dump, takes the place of the rollout's log."""
+        log(self.args, {**metrics, step_key: compute_rollout_step(self.args, rollout_id)}, step_key=step_key)
 
     def _log_split(self, rollout_id: int, num_sampled: int, plan: SplitPlan, output: RolloutFnTrainOutput, judged: Any) -> None:
         """Conservation - sampled = trained + dropped by reason - checked and logged, with the schedule and the timers."""

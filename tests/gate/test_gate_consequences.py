@@ -268,8 +268,23 @@ def test_a_recorded_rollout_and_an_evaluation_go_through_the_gate_too(tmp_path, 
     manager = manager_of(dirty_rollout(), tmp_path, monkeypatch, load_debug_rollout_data=template)
     shards = [box.inner for box in manager.generate(0)]
     assert len([index for shard in shards for index in shard["sample_indices"]]) == 11
+    assert manager.logged["gate/total"] == 16 and manager.logged["gate/count/bad_token"] == 1
     manager.eval(0)
     assert manager.logged["eval/gate/total"] == 16 and manager.logged["eval/gate/count/bad_token"] == 1
+    manager.gate.close()
+
+
+def test_a_log_function_of_the_users_own_does_not_take_the_gates_numbers_away(tmp_path, monkeypatch):
+    """A13: such a function that returns True replaces the rollout's log; why samples were dropped still reaches every tracker, also of an evaluation."""
+    monkeypatch.setitem(sys.modules, "my_log", types.SimpleNamespace(log=lambda *args: True))
+    paths = {f"custom_{kind}rollout_log_function_path": "my_log.log" for kind in ("", "eval_")}
+    manager = manager_of(dirty_rollout(), tmp_path, monkeypatch, **paths)
+    manager.generate(0)
+    manager.eval(0)
+    reasons = {name: n for name, n in manager.logged.items() if name.startswith(("gate/count/", "eval/gate/count/")) and n}
+    counts = {"bad_logprob": 1, "bad_token": 1, "bad_reward": 1, "empty": 1, "truncated": 1}
+    assert reasons == {f"{kind}gate/count/{name}": n for kind in ("", "eval/") for name, n in counts.items()}
+    assert "rollout/response_len/mean" not in manager.logged and manager.logged["eval/step"] == 0
     manager.gate.close()
 
 
