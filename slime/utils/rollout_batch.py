@@ -321,18 +321,23 @@ def column_dtype(spec: FieldSpec, column: Parts) -> str:
 
 
 def batch_from_lists(data: Mapping[str, Any]) -> RolloutBatch:
-    """The whole-batch `RolloutBatch` of a plain dict of lists, as a custom converter makes it.
+    """The whole-batch `RolloutBatch` of a plain dict of lists, as a custom converter makes it; or of a `RolloutBatch`, where what a converter
+    added to the columns, or edited of them, is taken like a list of its own.
 
     Undeclared fields with one entry per sample are carried as objects, never as metrics, with one warning naming them; any other
     undeclared field is a `RolloutDataError`. Fields that the split makes itself are recomputed, so they are left out.
     """
-    if isinstance(data, RolloutBatch):
-        return data
     if "tokens" not in data:
         raise RolloutDataError(f"The train data has no 'tokens'; its keys are {sorted(data)}.")
     batch, num_samples, undeclared = RolloutBatch(), len(data["tokens"]), []
-    valid = np.asarray(data["valid"], dtype=bool) if data.get("valid") is not None else None
-    for name, entries in data.items():
+    columns = data if isinstance(data, RolloutBatch) else None
+    stored = data.__getitem__ if columns is None else columns.raw
+    valid = None
+    if "valid" in data and stored("valid") is not None:
+        valid = np.asarray(data["valid"] if columns is None else columns.array("valid"), dtype=bool)
+    for name in data:
+        entries = stored(name)
+        entries = entries.as_list() if isinstance(entries, Column) and entries.was_edited() else entries
         spec = CONTRACT.find(name)
         if spec is None:
             undeclared.append(name)
@@ -355,8 +360,8 @@ def batch_from_lists(data: Mapping[str, Any]) -> RolloutBatch:
         if is_tensor(entries) and spec.scope is Scope.SAMPLE and spec.wire_dtype is not None:
             entries = as_array(entries)
         dict.__setitem__(batch, name, build_column(spec, entries, required=valid))
-    if "loss_masks" in batch:
-        check_masks(batch)
+    if "loss_masks" in batch and (columns is None or batch.raw("loss_masks") is not columns.raw("loss_masks")):
+        check_masks(batch)  # untouched columns were checked when they were built
     if undeclared:
         warnings.warn(
             f"Undeclared fields {undeclared} are shipped with their samples and are not metrics. Declare them with "

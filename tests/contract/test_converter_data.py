@@ -121,6 +121,32 @@ def test_an_undeclared_field_travels_with_its_sample_whatever_holds_it(mine):
     assert {p: int(row[0]) for p, row in by_position(batches, "mine").items()} == {0: 0, 1: 3, 2: 6, 3: 9}
 
 
+def test_a_converter_may_add_to_slimes_own_columns_and_edit_them():
+    """A converter that calls `build_train_columns` and changes the result gets the same checks as one that makes lists."""
+    samples = [Sample(index=i, tokens=list(range(5 + i)), response_length=2 + i, reward=10.0 * i) for i in range(4)]
+
+    def changed(**changes):
+        batch = build_train_columns(samples, compute_rewards(samples, CONFIG)[:2], CONFIG)
+        for name, value in changes.items():
+            batch[name] = value
+        return batch
+
+    batch = changed(mine=["of 0", "of 1", "of 2", "of 3"], rewards=[None, 1.0, 2.0, 3.0])
+    batch["loss_masks"][2] = [0, 1, 0, 0]
+    with pytest.warns(UserWarning, match="Undeclared fields"):
+        result = split(batch)
+    batches = [localize(shard, rank) for rank, shard in enumerate(result.shards)]
+    assert by_position(batches, "mine") == {i: f"of {i}" for i in (1, 2, 3)} and result.plan.dropped == {"bad_reward": 1}
+    assert by_position(batches, "rollout_mask_sums") == {1: 3, 2: 1, 3: 5}
+    for bad, said in (
+        ({"mine": [1, 2, 3, 4, 5, 6]}, "'mine' has 6 entries for 4 samples"),
+        ({"mine": 3.0}, "'mine' has 3.0 for 4 samples"),
+        ({"loss_masks": [[3] * (2 + i) for i in range(4)]}, "loss mask at position 0 has the value 3"),
+    ):
+        with pytest.raises(RolloutDataError, match=said):
+            split(changed(**bad))
+
+
 def test_a_declared_field_that_is_not_per_sample_arrives_on_every_rank(declared):
     """Nothing a converter put in is dropped silently: one temperature per step is the same on all ranks."""
     declared("temperatures", scope=Scope.STEP, extent=Extent.EQUAL)
