@@ -88,7 +88,9 @@ def joined(first: Any, second: list) -> NumberList:
         return values
     import numpy as np
 
-    values._array = np.concatenate([head, tail]) if len(head) else tail
+    array = np.concatenate([head, tail]) if len(head) else tail
+    array.flags.writeable = False
+    values._array = array
     return values
 
 

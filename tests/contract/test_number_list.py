@@ -88,8 +88,10 @@ def test_the_array_is_not_the_callers_memory():
         values = number_list(buffer)
         buffer[0] = 9
         assert values == [0, 1, 2] and known_array(values).tolist() == [0, 1, 2]
-    with pytest.raises(ValueError, match="read-only"):
-        known_array(values)[0] = 1
+    for remembered in (values, joined(values, values), NumberList([1])):
+        packed(remembered, "i")
+        with pytest.raises(ValueError, match="read-only"):
+            known_array(remembered)[0] = 1
 
 
 def test_a_list_that_was_changed_behind_its_back_is_packed_anew():
