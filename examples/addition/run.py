@@ -121,10 +121,15 @@ def warm_up(data: Path, run_dir: Path, *, redo: bool) -> Path:
         print(f"[2/3] supervised warm-up: reusing {result.name} (--redo-warm-up trains it again)", flush=True)
         return result
     print("[2/3] supervised warm-up, to about a third of the held-out problems", flush=True)
-    temporary = result.with_name(result.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    run_stage("the warm-up", warm_up_command(data, run_dir, temporary))
-    temporary.rename(result)  # a warm-up that was interrupted is never reused
+    temporary = result.with_name(f"{result.name}.{os.getpid()}.tmp")
+    try:
+        run_stage("the warm-up", warm_up_command(data, run_dir, temporary))
+        temporary.rename(result)  # whole or not at all: a warm-up that was interrupted is never reused
+    except OSError:
+        if not (result / "config.json").exists():  # else another run, started beside this one, was faster
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return result
 
 
