@@ -10,7 +10,7 @@ import pytest
 from support.gate_golden import GOLDEN_CONFIG, load_corpus, load_tokenizer
 from support.gate_samples import sound_sample
 
-from slime.rollout.postprocess import Gate, GateConfig, tools
+from slime.rollout.postprocess import Gate, GateConfig, postprocess_output_data, tools
 from slime.rollout.postprocess.alignment import Codec
 from slime.rollout.postprocess.cli import main
 from slime.rollout.postprocess.contract import MismatchCause
@@ -198,6 +198,48 @@ def test_command_lines_that_cannot_be_are_explained(tmp_path, capsys):
     capsys.readouterr()
     assert main(["doctor", str(tmp_path)]) == 0 and "no rollout has been recorded" in capsys.readouterr().out
     assert main(["--help"]) == 0 and "slime gate doctor RUN" in capsys.readouterr().out
+
+
+def test_what_cannot_be_read_in_a_dump_or_a_snapshot_is_named(tmp_path, capsys):
+    """Exit status 2 or a finding, not a traceback: a response that is a number, an index that is a list, metadata that is null."""
+    import pyarrow
+    import pyarrow.parquet
+
+    from slime.cli import main as slime
+    from slime.rollout.postprocess.contract import Verdict
+    from slime.rollout.postprocess.snapshots import raw_table
+
+    odd = dump(tmp_path, [sound_sample(0, response=5), sound_sample(1, index=[1])])
+    assert main(["ends", odd]) == 0 and "'5'" in capsys.readouterr().out
+    assert main(["groups", odd, "--against", odd]) == 1 and "sample index [1] is no number" in capsys.readouterr().out
+    table = raw_table(rollout(1, 0), [Verdict(True)])
+    column = table.column_names.index("metadata")
+    table = table.set_column(column, "metadata", pyarrow.array([None], pyarrow.string()))
+    pyarrow.parquet.write_table(table, tmp_path / "raw_000001.parquet")
+    assert slime(["gate", "check", str(tmp_path / "raw_000001.parquet")]) == 2
+    assert "row 0: metadata or reward is no JSON text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"alarms": None}, {"alarms": [1]}, {"drift": {}}, {"drift": None}, {"lengths": 5}, {"lengths": {"mean": None}}, {"dropped": []},
+        {"dropped": {"empty": "x"}}, {"drop_rate": "x"}, {"total": [1]}, {"rollout_id": "7"},
+    ],
+)  # fmt: skip
+def test_doctor_leaves_out_records_that_hold_something_else_than_the_gate_writes(damage):
+    """A93: the command for the worst day must not end in a traceback."""
+    record = {"rollout_id": 0, "alarms": [], **postprocess_output_data(rollout(8, 2), GateConfig()).statistics.to_record()}
+    assert tools.diagnose_records([record, {**record, "rollout_id": 1, **damage}]) == tools.diagnose_records([record])
+
+
+def test_doctor_looks_at_the_snapshot_that_was_written_last(tmp_path, capsys):
+    """A111: a run resumed at rollout 2 finds the snapshot of the rollout 9 that it never trained."""
+    for rollout_id in (9, 2):
+        gate = Gate(GateConfig(), run_dir=tmp_path, snapshots=SnapshotWriter(tmp_path / "gate"))
+        gate.run(rollout(8, 0), rollout_id)
+        gate.close()
+    assert main(["doctor", str(tmp_path)]) == 0 and "alignment of raw_000002.parquet" in capsys.readouterr().out
 
 
 if __name__ == "__main__":

@@ -128,15 +128,14 @@ def read_snapshot(path: Path, *, with_dropped: bool = False) -> list[Sample]:
         raise ValueError(f"{path} is no raw snapshot of the gate: it lacks the columns {absent}")
     if not with_dropped and "dropped_by" in table.column_names:
         table = table.filter(table["dropped_by"].is_null())
-    for row in table.to_pylist():
+    for number, row in enumerate(table.to_pylist()):
         fields = {name: row[name] for name in names}
         status = Status(row["status"]) if row["status"] in {s.value for s in Status} else Status.FAILED
-        metadata = json.loads(row["metadata"])
-        samples.append(
-            Sample(
-                **fields, tokens=row["tokens"] or [], status=status, metadata=metadata, reward=json.loads(row["reward"])
-            )
-        )
+        try:
+            metadata, reward = json.loads(row["metadata"]), json.loads(row["reward"])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}, row {number}: metadata or reward is no JSON text ({error})") from error
+        samples.append(Sample(**fields, tokens=row["tokens"] or [], status=status, metadata=metadata, reward=reward))
     return samples
 
 
@@ -180,7 +179,7 @@ def _ends(own: argparse.Namespace, args: Any) -> int:
         for position in positions:
             sample = samples[position]
             print(
-                f"  #{position} group {sample.group_index} reward {sample.reward} length {sample.response_length}: {sample.response[:200]!r}"
+                f"  #{position} group {sample.group_index} reward {sample.reward} length {sample.response_length}: {str(sample.response)[:200]!r}"
             )
     print("\n".join([*tools.reward_shape(samples, reward_key=args.reward_key), tools.HOW_TO_READ_ENDS]))
     return 0
@@ -229,7 +228,8 @@ def _doctor(own: argparse.Namespace, args: Any) -> int:
     if malformed:
         print(f"{malformed} lines of {path} could not be read")
     print("\n".join(tools.diagnose_records(records)))
-    snapshots = sorted((own.path / "gate").glob("raw_*.parquet"))
+    # the last one written: a resumed run writes lower numbers than those that the run before it left
+    snapshots = sorted((own.path / "gate").glob("raw_*.parquet"), key=lambda path: path.stat().st_mtime_ns)
     if not snapshots:
         print("(3) alignment: no raw snapshot in this run (--gate-snapshots)")
         return 0

@@ -15,6 +15,7 @@ from slime.rollout.postprocess.contract import MismatchCause
 from slime.rollout.postprocess.early import engine_text_of
 from slime.rollout.postprocess.gate import PostprocessResult
 from slime.rollout.postprocess.ragged import as_int, length_of, token_array
+from slime.rollout.postprocess.readable import is_identity
 from slime.utils.types import Sample
 
 ADVICE_OF_CAUSE = {
@@ -23,6 +24,7 @@ ADVICE_OF_CAUSE = {
     MismatchCause.WHITESPACE: "whitespace policies differ: take the text from the tokens everywhere (--gate-text-source tokens)",
     MismatchCause.SHIFTED_IDS: "the ids are not this text's: check what the sampler returns as ids, and the tokenizer's version",
 }
+_LENGTHS = ("mean", "p01", "p50", "p99", "max")
 HOW_TO_READ_ENDS = (
     "malformed samples at the low end: the checks are too weak; undeserved ones at the high end: the checks are too loose, "
     "or the reward has a hole"
@@ -175,9 +177,12 @@ def compare_groups(processed: Sequence[Sample], sampled: Sequence[Sample]) -> li
 
     Names samples whose group changed, samples that were never sampled, and indices that appear twice.
     """
-    group_of = {sample.index: sample.group_index for sample in sampled}
+    group_of = {sample.index: sample.group_index for sample in sampled if is_identity(sample.index)}
     problems, seen = [], set()
     for sample in processed:
+        if not is_identity(sample.index):
+            problems.append(f"sample index {sample.index!r} is no number")
+            continue
         if sample.index in seen:
             problems.append(f"sample index {sample.index} appears twice")
         seen.add(sample.index)
@@ -240,10 +245,9 @@ def reward_shape(samples: Sequence[Sample], *, reward_key: str | None = None) ->
 
 def diagnose_records(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """The first two steps when the loss spikes, from the rollouts' records: what changed in the drop statistics and in the lengths."""
-    needed = ("rollout_id", "drop_rate", "total", "dropped", "drift", "lengths", "alarms")
     training: list[Mapping[str, Any]] = []
     for record in records:
-        if record.get("evaluation") or not all(name in record for name in needed) or not isinstance(record["rollout_id"], int):
+        if record.get("evaluation") or not _is_whole(record):
             continue
         while training and training[-1]["rollout_id"] >= record["rollout_id"]:  # a resume generated it again
             training.pop()
@@ -276,9 +280,22 @@ def diagnose_records(records: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
+def _is_whole(record: Mapping[str, Any]) -> bool:
+    """True for a record that has what `diagnose_records` reads, of the types that the gate writes."""
+    try:
+        lengths, drift = record["lengths"], record["drift"]
+        numbers = [record["drop_rate"], record["total"], *record["dropped"].values(), *(lengths[name] for name in _LENGTHS if lengths)]
+        numbers += [0 if drift[name] is None else drift[name] for name in ("psi_previous", "ks_previous", "ks_previous_p")]
+        texts = [alarm[name] for alarm in record["alarms"] for name in ("name", "message")]
+    except (TypeError, LookupError, AttributeError):
+        return False
+    are_numbers = all(isinstance(number, int | float) for number in numbers)
+    return are_numbers and isinstance(record.get("rollout_id"), int) and all(isinstance(text, str) for text in texts)
+
+
 def _lengths(lengths: Mapping[str, float]) -> str:
     return (
-        " ".join(f"{name} {lengths[name]:.0f}" for name in ("mean", "p01", "p50", "p99", "max"))
+        " ".join(f"{name} {lengths[name]:.0f}" for name in _LENGTHS)
         if lengths
         else "nothing kept"
     )
