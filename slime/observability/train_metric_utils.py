@@ -99,6 +99,8 @@ def flat_tokens(batch: Mapping[str, Any], name: str, lengths_N: np.ndarray) -> n
         column = batch.column(name)
         if isinstance(column, Ragged):
             _check_lengths(name, column.lengths, lengths_N)
+            if column.values.ndim != 1:
+                raise RolloutDataError(f"{name} must have one number per token, got shape {list(column.values.shape)} for all samples.")
             return as_array(column.dense_values(), what=name)
         entries = column.parts if isinstance(column, Parts) else column.as_list()
     else:

@@ -119,9 +119,9 @@ class RolloutBatch(dict):
             return value
         entries = value.as_list() if isinstance(value, Column) else value
         spec = CONTRACT[name]
-        on_device = spec.scope is Scope.TOKEN and isinstance(entries, list) and entries and all(map(is_tensor, entries))
+        on_device = spec.scope is Scope.TOKEN and isinstance(entries, list) and any(map(is_tensor, entries))
         if self.stage is Stage.LOCAL and on_device:
-            column = Ragged.of_tensors(entries)
+            column = Ragged.of_tensors(_all_tensors(name, entries))
         else:
             column = build_column(spec, entries)
         if isinstance(value, Column) and isinstance(column, Column):
@@ -212,6 +212,13 @@ class RolloutBatch(dict):
         return total
 
 
+def _all_tensors(name: str, entries: list) -> list:
+    for i, entry in enumerate(entries):
+        if not is_tensor(entry):
+            raise RolloutDataError(f"{name}[{i}] is a {type(entry).__name__} where other entries are tensors; a hook that replaces one gives a tensor.")
+    return entries
+
+
 def _to_wire(value: Any) -> Any:
     if isinstance(value, Column) and value.was_edited():
         return ("list", value.as_list())
@@ -264,6 +271,10 @@ def build_column(spec: FieldSpec, entries: Any, *, required: np.ndarray | None =
     dtype = None if spec.wire_dtype == SMALLEST_INT else spec.wire_dtype
     if dtype is None or not all(type(entry) is np.ndarray and entry.dtype == dtype for entry in entries):
         entries = [as_array(entry, dtype, what=f"{spec.name}[{i}]") for i, entry in enumerate(entries)]
+    if spec.one_number_per_row:
+        for i, entry in enumerate(entries):
+            if entry.ndim != 1:
+                raise RolloutDataError(f"{spec.name}[{i}] must have one number per token, got shape {list(entry.shape)}.")
     return Parts(entries)
 
 

@@ -90,6 +90,7 @@ class FieldSpec:
     device_dtype: str | None = None  # dtype for the model; None keeps the wire dtype
     to_device: bool = False
     cp_sharded: bool = False
+    flat: bool = False  # TOKEN: one number per row; metrics are always so, other fields may have more dimensions
     ships_whole: bool = False  # whole on the wire, this rank's part after `localize`
     local_view: str | None = None  # name under which a WHOLE field's local part appears after `localize`
     origin: Origin = Origin.ROLLOUT
@@ -113,6 +114,11 @@ class FieldSpec:
     def ragged(self) -> bool:
         """True when entries are arrays that travel as one values array and one offsets array."""
         return self.scope is Scope.TOKEN and (self.wire_dtype is not None or self.origin is Origin.TRAINING)
+
+    @property
+    def one_number_per_row(self) -> bool:
+        """True when an entry of this TOKEN field has one dimension."""
+        return self.scope is Scope.TOKEN and (self.flat or self.reduce is not Reduce.NONE)
 
     @property
     def metric_name(self) -> str:
@@ -196,13 +202,13 @@ def _computed(name: str, help: str) -> FieldSpec:
 
 
 _LOG_PROBS = {"to_device": True, "cp_sharded": True, "reduce": Reduce.ROLLOUT_MEAN}
-_NUCLEUS = {"to_device": True}
+_NUCLEUS = {"to_device": True, "flat": True}
 
 CONTRACT = Contract(
     (
         # what the model reads
         _token(
-            "tokens", Rows.TOTAL, "int32", device_dtype="int64", to_device=True, help="Prompt and response token ids."
+            "tokens", Rows.TOTAL, "int32", device_dtype="int64", to_device=True, flat=True, help="Prompt and response token ids."
         ),
         _token(
             "loss_masks",
@@ -210,6 +216,7 @@ CONTRACT = Contract(
             "uint8",
             device_dtype="int32",
             to_device=True,
+            flat=True,
             help="1 where a response token is trained.",
         ),
         _token(

@@ -220,6 +220,16 @@ def test_a_hooks_edits_reach_the_micro_batches():
     assert first["tokens"].shape[0] == 1
 
 
+def test_a_hook_that_mixes_tensors_with_something_else_is_told_where():
+    """The tensors beside it would have become numpy arrays, and the loss would have blamed the first of them."""
+    batch = ready(shards_of(LENGTHS)[0])
+    batch["loss_masks"][2] = [0] * len(batch["loss_masks"][2])
+    with pytest.raises(RolloutDataError, match=r"loss_masks\[2\] is a list where other entries are tensors"):
+        batch.column("loss_masks")
+    with parallel(), pytest.raises(RolloutDataError, match=r"loss_masks\[2\] is a list"):
+        walk(batch)
+
+
 def test_plain_dicts_of_tensors_work_too():
     """Everything that accepts a RolloutBatch accepts a dict of lists with the same keys."""
     batch = ready(shards_of(LENGTHS)[0])

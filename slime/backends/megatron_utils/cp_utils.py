@@ -104,13 +104,17 @@ def slice_responses_with_cp(responses: Sequence[torch.Tensor], layout: ResponseL
 
 
 def check_lengths(tensors: Sequence[torch.Tensor], lengths: Sequence[int], *, name: str) -> None:
-    """Raises RolloutDataError naming the first sample whose tensor has another length than `lengths` says."""
+    """Raises RolloutDataError naming the first sample whose entry is no tensor of one dimension with the length that `lengths` says.
+
+    [R, 1] beside [R] would be broadcast to [R, R] in a loss.
+    """
     if len(tensors) != len(lengths):
         raise RolloutDataError(f"{name} has {len(tensors)} entries for {len(lengths)} samples of the micro-batch.")
     for index, (tensor, length) in enumerate(zip(tensors, lengths, strict=True)):
-        size = (
-            tensor.shape[0] if isinstance(tensor, torch.Tensor) else len(tensor)
-        )  # len() of a tensor is ten times slower
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 1:
+            found = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise RolloutDataError(f"{name} of sample {index} must be a tensor [{length}], one number per token, got {found}.")
+        size = tensor.shape[0]  # len() of a tensor is ten times slower
         if size != length:
             raise RolloutDataError(
                 f"{name} of sample {index} of the micro-batch has {size} entries, expected {length} "
