@@ -108,16 +108,40 @@ def test_a_batch_keeps_each_computed_field_as_one_column_with_the_numbers_of_the
     assert other.raw("kl") is batch.raw("kl") and other["extra"] == [1, 2, 3]
 
 
-def test_a_custom_advantage_function_whose_entries_do_not_fit_is_told_which_sample():
-    """Flat storage would give the next sample's tokens to this one."""
-    with mock.patch.object(loss, "load_function", lambda path: _set_short_advantages):
-        with pytest.raises(RolloutDataError, match="advantages of sample 1 .* has 2 entries, expected 3"):
-            compute(make_data(make_samples([(1, 3), (1, 3)], seed=0)), custom_advantage_function_path="some.function")
+def compute_with(advantages, **options):
+    """Two samples of three tokens, whose advantages, and returns, a custom function sets."""
+
+    def set_both(args, rollout_data) -> None:
+        rollout_data["advantages"], rollout_data["returns"] = advantages, [torch.zeros(3), torch.zeros(3)]
+
+    with mock.patch.object(loss, "load_function", lambda path: set_both):
+        data = make_data(make_samples([(1, 3), (1, 3)], seed=0))
+        return compute(data, custom_advantage_function_path="some.function", **options)
 
 
-def _set_short_advantages(args, rollout_data) -> None:
-    rollout_data["advantages"] = [torch.zeros(3), torch.zeros(2)]
-    rollout_data["returns"] = [torch.zeros(3), torch.zeros(3)]
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        (torch.zeros(2), "advantages of sample 1 .* has 2 entries, expected 3"),
+        (torch.zeros(3, 1), r"advantages of sample 1 must be a tensor \[3\], one number per token, got \[3, 1\]"),
+        ([0.0, 0.0, 0.0], r"advantages of sample 1 must be a tensor \[3\], one number per token, got list"),
+    ],
+)
+def test_a_custom_advantage_function_whose_entries_do_not_fit_is_told_which_sample(second, said):
+    """Flat storage would give the next sample's tokens to this one, and a loss would broadcast a column over all tokens."""
+    with pytest.raises(RolloutDataError, match=said):
+        compute_with([torch.zeros(3), second])
+
+
+def test_a_custom_functions_advantages_are_float_constants(monkeypatch):
+    """`torch.full((n,), reward)` of a whole reward gives integers, in which whitening would leave -1, 0 and 1; a graph would be run backward twice."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: None)
+    monkeypatch.setattr(loss, "_whiten", lambda layout, data, flat: distributed_masked_whiten(flat, torch.ones(6)))
+    whole = [torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])]
+    floats = [(part.float() * torch.ones((), requires_grad=True)) for part in whole]
+    results = [compute_with(part, normalize_advantages=True)["advantages"] for part in (whole, floats)]
+    assert as_lists(results[0]) == as_lists(results[1]) and results[0][0][0] == pytest.approx(-2.5 / 3.5**0.5)
+    assert not any(part.requires_grad for part in results[1])
 
 
 SHAPES = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9)), min_size=1, max_size=5)

@@ -477,8 +477,10 @@ def _split(layout: ResponseLayout, flat: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _join(layout: ResponseLayout, values: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+    """The entries that a function or another pass made, as one field [L] of constants: floats, as whitening would round in integers."""
     check_lengths(values, layout.local_lengths, name=name)
-    return concatenate(values)
+    flat = concatenate(values).detach()
+    return flat if flat.is_floating_point() else flat.float()
 
 
 def _device_of(rollout_data: dict[str, Any]) -> torch.device:
