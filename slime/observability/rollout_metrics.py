@@ -74,12 +74,15 @@ def effective_lengths(samples: Sequence[Any]) -> np.ndarray:
 def compute_metrics_from_samples(config: RolloutMetricsConfig, samples: Sequence[Any]) -> dict[str, float]:
     """`response_len/*`, reward, group spread, status counts, sources, staleness, speculation, cache and repetition of these samples.
 
-    Lengths are trainable tokens. {} for no samples.
+    Lengths are trainable tokens. Means of rewards and lengths are over the samples that the gate let pass. {} for no samples.
     """
     if not samples:
         return {}
     rewards = np.array([_reward(sample, config.reward_key) for sample in samples])
-    metrics: dict[str, float] = dict_add_prefix(compute_statistics(effective_lengths(samples)), "response_len/")
+    valid = [sample for sample in samples if sample.valid]
+    metrics: dict[str, float] = {}
+    if valid:
+        metrics.update(dict_add_prefix(compute_statistics(effective_lengths(valid)), "response_len/"))
     metrics.update(_reward_metrics(config, samples, rewards))
     metrics.update(_status_metrics(samples))
     metrics.update(_source_metrics(samples, rewards))
@@ -97,16 +100,17 @@ def _reward_metrics(config: RolloutMetricsConfig, samples: Sequence[Any], reward
     metrics = {"reward/missing_count": float((~np.isfinite(rewards)).sum())}
     by_rollout: dict[Any, list[float]] = collections.defaultdict(list)
     by_group: dict[Any, list[float]] = collections.defaultdict(list)
+    rollouts = [("own", i) if sample.rollout_id is None else sample.rollout_id for i, sample in enumerate(samples)]
     for position, (sample, reward) in enumerate(zip(samples, rewards.tolist(), strict=True)):
         if not math.isfinite(reward) or not sample.valid:
             continue
-        by_rollout[("own", position) if sample.rollout_id is None else sample.rollout_id].append(reward)
+        by_rollout[rollouts[position]].append(reward)
         by_group[_group_of(sample, position)].append(reward)
     if by_rollout:
         metrics["reward/mean"] = math.fsum(math.fsum(values) / len(values) for values in by_rollout.values()) / len(
             by_rollout
         )
-    metrics["num_sampled_rollouts"] = float(len(by_rollout))
+    metrics["num_sampled_rollouts"] = float(len(set(rollouts)))
     metrics["num_sampled_samples"] = float(len(samples))
     if config.advantage_estimator != "ppo":
         metrics.update(zero_spread_metrics(by_group))
@@ -143,7 +147,7 @@ def _status_metrics(samples: Sequence[Any]) -> dict[str, float]:
 
 
 def _source_metrics(samples: Sequence[Any], rewards: np.ndarray) -> dict[str, float]:
-    """Per data source: samples, mean reward, mean trainable length, truncated share. Nothing where there is one source only."""
+    """Per data source: samples and truncated share; mean reward and trainable length of its valid ones. Nothing where there is one source only."""
     from slime.rollout.columns import source_name_of
 
     names = [source_name_of(sample) for sample in samples]
@@ -156,9 +160,11 @@ def _source_metrics(samples: Sequence[Any], rewards: np.ndarray) -> dict[str, fl
         rows[name if name in known else "other"].append(position)
     lengths, metrics = effective_lengths(samples), {}
     for name, positions in sorted(rows.items()):
-        scored = rewards[positions][np.isfinite(rewards[positions])]
+        valid = [i for i in positions if samples[i].valid]
+        scored = rewards[valid][np.isfinite(rewards[valid])]
         metrics[f"source/{name}/count"] = float(len(positions))
-        metrics[f"source/{name}/response_len"] = float(lengths[positions].mean())
+        if valid:
+            metrics[f"source/{name}/response_len"] = float(lengths[valid].mean())
         metrics[f"source/{name}/truncated_ratio"] = sum(
             samples[i].status.value == "truncated" for i in positions
         ) / len(positions)

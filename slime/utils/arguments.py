@@ -62,7 +62,12 @@ def resolve(line: CommandLine) -> argparse.Namespace:
     args.dry_run, args.given_options, args.flag_counts = line.dry_run, line.given, line.counts
     apply_derived(args, derive(args))
     problems = (
-        broken_rules(args) + machine_problems(args) + model_problems(args) + layout_rules(args) + dataset_problems(args)
+        broken_rules(args)
+        + machine_problems(args)
+        + model_problems(args)
+        + layout_rules(args)
+        + gate_problems(args)
+        + dataset_problems(args)
     )
     if problems:
         raise ConfigError(join_problems(list(dict.fromkeys(problems))))
@@ -109,6 +114,17 @@ def layout_rules(args: argparse.Namespace) -> list[str]:
 
     ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
     return layout_problems(args, world_size=None if args.debug_rollout_only or ranks < 1 else ranks)
+
+
+def gate_problems(args: argparse.Namespace) -> list[str]:
+    """Returns what is wrong with the --gate-* options, as the gate itself would say at its first rollout."""
+    from slime.rollout.postprocess.shell import gate_config_from_args
+
+    try:
+        gate_config_from_args(args)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def dataset_problems(args: argparse.Namespace, *, seconds: float = PREFLIGHT_SECONDS) -> list[str]:

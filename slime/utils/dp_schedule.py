@@ -95,10 +95,17 @@ class SchedulePlan:
     steps: list[StepReport]
 
     def metrics(self) -> dict[str, float]:
-        """`schedule/...` numbers over the steps of the batch."""
+        """`schedule/...` numbers over the steps of the batch, and, where there are several, of each: `schedule/step_0/...`."""
         if not self.steps:
             return {"schedule/num_steps": 0, "schedule/dropped_samples": len(self.dropped)}
+        per_step = {}
+        for number, step in enumerate(self.steps if len(self.steps) > 1 else ()):
+            per_step[f"schedule/step_{number}/micro_batches"] = step.num_micro_batches
+            per_step[f"schedule/step_{number}/micro_batches_lower_bound"] = step.lower_bound
+            per_step[f"schedule/step_{number}/fill"] = step.fill
+            per_step[f"schedule/step_{number}/work_max_over_mean"] = step.work_max_over_mean
         return {
+            **per_step,
             "schedule/num_steps": len(self.steps),
             "schedule/micro_batches": sum(s.num_micro_batches for s in self.steps),
             "schedule/micro_batches_lower_bound": sum(s.lower_bound for s in self.steps),

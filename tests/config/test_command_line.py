@@ -185,6 +185,21 @@ def test_a_valid_command_line_gives_a_complete_namespace(tmp_path):
     assert args.dry_run is False and isinstance(args, argparse.Namespace)
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    (
+        (["--gate-min-response-tokens", "50", "--gate-max-response-tokens", "20"], "minimum 50 exceeds maximum 20"),
+        (["--gate-policies", '{"emty": "drop"}'], "names the reason 'emty'"),
+        (["--gate-levels", '{"truncated": "harsh"}'], "'harsh' is not one of"),
+        (["--gate-schedule", "soon:lenient"], "'soon:lenient' is not understood"),
+    ),
+)
+def test_a_gate_that_cannot_be_built_is_said_before_anything_starts(tmp_path, flags, said):
+    """Not by an actor once Ray, engines and model are up."""
+    with pytest.raises(ConfigError, match=said):
+        parse_args([*write_run_inputs(tmp_path), *flags])
+
+
 def test_without_megatron_core_the_message_says_so(tmp_path, monkeypatch):
     """--hidden-size would otherwise look like a typo."""
     from slime.config import megatron, specs

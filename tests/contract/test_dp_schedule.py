@@ -297,6 +297,15 @@ def test_the_report_tells_bins_fill_and_imbalance():
     assert (report.num_micro_batches, report.lower_bound, report.fill, report.work_max_over_mean) == (2, 2, 1.0, 1.0)
     assert plan.metrics()["schedule/fill"] == 1.0
     assert dataclasses.asdict(report)["num_empty"] == 0
+    assert not [name for name in plan.metrics() if "/step_" in name]
+
+
+def test_each_of_several_steps_is_reported():
+    """A full first step hides a half-empty second one in their sum."""
+    config = ScheduleConfig(dp_size=1, align=1, token_cap=100, packing="balanced")
+    found = plan_schedule([60, 40, 25, 25], range(4), step_sizes=[2, 2], config=config).metrics()
+    assert (found["schedule/step_0/fill"], found["schedule/step_1/fill"], found["schedule/fill"]) == (1.0, 0.5, 0.75)
+    assert found["schedule/step_1/micro_batches"] == found["schedule/step_1/micro_batches_lower_bound"] == 1
 
 
 # --- FLOPs ----------------------------------------------------------------------------------------------------------------

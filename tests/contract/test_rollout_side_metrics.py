@@ -65,6 +65,20 @@ def test_status_sources_and_removed_samples_are_counted():
     assert (found["removed_count"], found["invalid_count"], found["reward/missing_count"]) == (1, 1, 1)
 
 
+def test_an_invalid_sample_moves_no_mean_and_is_still_counted():
+    """Its reward of 1000 and its 4000 tokens are about nothing; a rollout of which nothing is valid was sampled all the same."""
+    samples = [
+        make_sample(i, response_length=12, rollout_id=i, metadata={"source_name": "ab"[i % 2]}, reward=1.0) for i in range(3)
+    ]
+    bad = {"valid": False, "invalid_reason": "too_long", "reward": 1000.0, "response_length": 4000, "rollout_id": 3}
+    found = compute_metrics_from_samples(CONFIG, [*samples, make_sample(3, metadata={"source_name": "b"}, **bad)])
+    assert (found["response_len/mean"], found["response_len/max"], found["reward/mean"]) == (12, 12, 1)
+    assert (found["source/b/reward"], found["source/b/response_len"], found["source/b/count"]) == (1, 12, 2)
+    assert (found["num_sampled_rollouts"], found["num_sampled_samples"], found["invalid_count"]) == (4, 4, 1)
+    nothing = compute_metrics_from_samples(CONFIG, [make_sample(3, **bad)])
+    assert not [name for name in nothing if name.startswith("response_len/") or name.startswith("reward/mean")]
+
+
 def test_rewards_that_are_none_nan_or_keyed_do_not_crash_a_metric():
     """faults, None has no round: missing rewards are counted, and one accessor serves dicts too."""
     samples = [
