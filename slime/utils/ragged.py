@@ -76,6 +76,7 @@ class Column:
 
     _list: list | None = None
     _snapshot: tuple | None = None
+    _memory: list | None = None
 
     def __len__(self) -> int:
         raise RolloutDataError("a column needs a length")
@@ -86,20 +87,28 @@ class Column:
     def as_list(self) -> list:
         """The entries as a list; the same list object every time."""
         if self._list is None:
-            self._list = self._build_list()
-            self._snapshot = tuple(self._list)
+            self._hand_out(self._build_list())
         return self._list
 
     def was_edited(self) -> bool:
         """True when the list that was handed out no longer holds the entries of this column."""
         if self._list is None:
             return False
-        return len(self._list) != len(self._snapshot) or not all(map(operator.is_, self._list, self._snapshot))
+        if len(self._list) != len(self._snapshot) or not all(map(operator.is_, self._list, self._snapshot)):
+            return True
+        return self._memory_of(self._list) != self._memory
 
     def adopt_list(self, entries: list) -> None:
         """Makes `entries`, which was handed out before, this column's list: the same object, its entries now views of this column."""
         entries[:] = self._build_list()
-        self._list, self._snapshot = entries, tuple(entries)
+        self._hand_out(entries)
+
+    def _hand_out(self, entries: list) -> None:
+        self._list, self._snapshot, self._memory = entries, tuple(entries), self._memory_of(entries)
+
+    def _memory_of(self, entries: list) -> list | None:
+        """Where each entry's numbers are; None where an entry cannot be given others without being replaced."""
+        return None
 
 
 class Scalars(Column):
@@ -159,6 +168,10 @@ class Ragged(Column):
             return list(self.values.split(self.lengths.tolist())) if len(self) else []
         values = self.values
         return [values[start : start + length] for start, length in zip(starts, self.lengths.tolist(), strict=True)]
+
+    def _memory_of(self, entries: list) -> list | None:
+        # `tensor.data = other` leaves the tensor in the list, with other numbers
+        return [entry.data_ptr() for entry in entries] if is_tensor(self.values) else None
 
     def dense_values(self) -> Any:
         """The concatenation of the entries (`values` itself when there is no padding)."""

@@ -220,6 +220,34 @@ def test_a_hooks_edits_reach_the_micro_batches():
     assert first["tokens"].shape[0] == 1
 
 
+def test_a_hook_that_gives_a_tensor_other_memory_is_seen_too():
+    """`mask.data = ...` keeps the tensor in the list: the masks of the loss were the new ones, those of the rows and the metrics the old."""
+    with parallel():
+        batch = ready(shards_of(LENGTHS)[0])
+        walk(batch)
+        for mask in batch["loss_masks"]:
+            mask.data = torch.zeros_like(mask)
+        assert all(not micro_batch["full_loss_masks"].any() for micro_batch in walk(batch))
+    assert not batch.column("loss_masks").values.any() and not batch.column("loss_masks").was_edited()
+
+
+def test_what_a_hook_adds_is_in_the_micro_batches_where_it_has_an_entry_per_sample():
+    """A number for a custom loss, or a list of another length, is not cut into pieces; a known field of another length is an error."""
+    batch = ready(shards_of(LENGTHS)[0])
+    batch["mine"] = [f"of {position}" for position in batch["partition"]]
+    batch["scale"], batch["longer"], batch["beta"] = 3.0, [0] * (len(LENGTHS) + 1), torch.tensor(3.0)
+    with parallel():
+        micro_batches = walk(batch)
+        assert [entry for micro_batch in micro_batches for entry in micro_batch["mine"]] == batch["mine"]
+        assert not {"scale", "longer", "beta"} & set(micro_batches[0])
+        for name, said in (("scale", "'scale' has 3.0"), ("beta", r"'beta' has tensor\(3.\)"), ("longer", "'longer' has 7 entries for the 6 samples")):
+            with pytest.raises(RolloutDataError, match=said):
+                walk(batch, ["tokens", name])
+        batch["rollout_log_probs"].append(torch.zeros(3))
+        with pytest.raises(RolloutDataError, match="'rollout_log_probs' has 7 entries for the 6 samples"):
+            walk(batch)
+
+
 def test_a_hook_that_mixes_tensors_with_something_else_is_told_where():
     """The tensors beside it would have become numpy arrays, and the loss would have blamed the first of them."""
     batch = ready(shards_of(LENGTHS)[0])

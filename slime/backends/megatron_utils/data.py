@@ -209,7 +209,8 @@ class DataIterator:
         self.rollout_data = rollout_data
         self.micro_batch_indices = micro_batch_indices
         self.offset = 0
-        self._local: set[str] = set()  # fields known to be about this rank's samples
+        self._num_samples = sum(map(len, micro_batch_indices))
+        self._local: set[str] = set()  # fields known to have an entry per sample of this rank
         self._rows: dict[RowShape, tuple[tuple, Any, PackedRows]] = {}
 
     def reset(self) -> DataIterator:
@@ -218,7 +219,8 @@ class DataIterator:
         return self
 
     def get_next(self, keys: Sequence[str] | None) -> dict[str, Any]:
-        """The next micro-batch: for each key the entries of its samples, None where the batch lacks the field. `keys` None: every local field.
+        """The next micro-batch: for each key the entries of its samples, None where the batch lacks the field. `keys` None: every local field;
+        what a hook added without a declaration is one if it is a list (tensor, array) with an entry per sample.
 
         IndexError past the last micro-batch; `RolloutDataError` for a field that is not about this rank's samples.
         """
@@ -230,6 +232,7 @@ class DataIterator:
         self.offset += 1
         if keys is None:
             keys = [name for name in dict.keys(self.rollout_data) if is_local_field(self.rollout_data, name)]
+            keys = [name for name in keys if name in CONTRACT or self._has_entry_per_sample(self.rollout_data[name])]
         return {key: self._take(key, indices) for key in keys}
 
     def _take(self, key: str, indices: Sequence[int]) -> Any:
@@ -241,6 +244,9 @@ class DataIterator:
                 raise RolloutDataError(
                     f"{key!r} is not a list over this rank's samples, so it has no part in a micro-batch."
                 )
+            if not self._has_entry_per_sample(values):
+                count = f"{len(values)} entries" if isinstance(values, list) else repr(values)[:40]
+                raise RolloutDataError(f"{key!r} has {count} for the {self._num_samples} samples of this rank.")
             self._local.add(key)
         if not len(indices):
             return values[:0]
@@ -248,6 +254,10 @@ class DataIterator:
         if high - low == len(indices):
             return values[low:high]
         return values[list(indices)] if isinstance(values, torch.Tensor) else [values[i] for i in indices]
+
+    def _has_entry_per_sample(self, values: Any) -> bool:
+        is_array = isinstance(values, np.ndarray | torch.Tensor) and values.ndim > 0
+        return (is_array or isinstance(values, list | tuple)) and len(values) == self._num_samples
 
     def packed_rows(self, shape: RowShape) -> PackedRows:
         """The rows of all micro-batches, laid out once per shape and batch (the virtual pipeline stages share them)."""
