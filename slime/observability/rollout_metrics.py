@@ -142,6 +142,8 @@ def _status_metrics(samples: Sequence[Any]) -> dict[str, float]:
     }
     metrics["truncated_ratio"] = counts["truncated"] / len(samples)
     metrics["removed_count"] = float(sum(bool(sample.remove_sample) for sample in samples))
+    # begun in an earlier rollout, and generated on under partial rollout
+    metrics["resumed_count"] = float(sum("start_rollout_id" in (sample.metadata or {}) for sample in samples))
     metrics["invalid_count"] = float(sum(not sample.valid for sample in samples))
     return metrics
 

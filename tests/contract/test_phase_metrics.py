@@ -155,12 +155,12 @@ def test_a_denominator_comes_from_the_mask_of_its_numerator():
     assert metrics_of(batch)["log_probs"] == -1.0
 
 
-def test_whole_batch_values_are_counted_once():
-    """faults, global values summed again on each rank: raw_reward is on four ranks, and its mean is the batch's."""
-    batches = [
-        plain_batch(raw_reward=[1.0, 0.0, 0.0, 1.0, 1.0][:count], response_lengths=[1] * count) for count in (5, 5)
-    ]
-    assert metrics_of(*batches)["raw_reward"] == 0.6
+def test_the_mean_of_a_whole_batch_field_is_the_batchs_however_uneven_the_ranks():
+    """faults, global values summed again on each rank: ranks with 4 and 1 samples both hold all rewards. Sums: see the converter's tests."""
+    whole = {"total_lengths": [11] * 5, "raw_reward": [1.0, 0.0, 0.0, 1.0, 1.0]}
+    shards = [{**whole, "partition": p, "response_lengths": [1] * len(p), "rewards": [0.5] * len(p)} for p in ([0, 1, 2, 3], [4])]
+    found = metrics_of(*[arrive(shard, rank) for rank, shard in enumerate(shards)])
+    assert found["raw_reward"] == 0.6 and found["num_samples"] == 5
 
 
 def test_lengths_are_the_partitions_lengths():

@@ -46,9 +46,9 @@ def make_sample(i, **changes):
 
 
 def test_status_sources_and_removed_samples_are_counted():
-    """faults, collected but never used: status counts, per-source metrics, removed samples."""
+    """faults, collected but never used: status counts, per-source metrics, removed samples, samples begun in an earlier rollout."""
     samples = [
-        make_sample(0, metadata={"source_name": "math"}),
+        make_sample(0, metadata={"source_name": "math", "start_rollout_id": 3}),
         make_sample(1, metadata={"source_name": "code"}, status=Sample.Status.TRUNCATED),
         make_sample(2, metadata={"source_name": "math"}, status=Sample.Status.FAILED, reward=None),
         make_sample(3, status=Sample.Status.ABORTED, remove_sample=True, valid=False),
@@ -63,6 +63,7 @@ def test_status_sources_and_removed_samples_are_counted():
     )
     assert found["source/unknown/count"] == 1 and found["truncated_ratio"] == 0.25
     assert (found["removed_count"], found["invalid_count"], found["reward/missing_count"]) == (1, 1, 1)
+    assert found["resumed_count"] == 1
 
 
 def test_an_invalid_sample_moves_no_mean_and_is_still_counted():
