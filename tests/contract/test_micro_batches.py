@@ -1,7 +1,9 @@
 """Micro-batches: what the model is given is exactly the samples, on every context-parallel layout, with padding that is nobody's."""
 
+import gc
 import itertools
 import pickle
+import weakref
 from unittest import mock
 
 import numpy as np
@@ -218,6 +220,18 @@ def test_a_hooks_edits_reach_the_micro_batches():
     rows = torch.cat([micro_batch["tokens"].reshape(-1) for micro_batch in micro_batches])
     assert sorted(rows[rows > 0].tolist()) == sorted(torch.cat(batch["tokens"]).tolist())
     assert first["tokens"].shape[0] == 1
+
+
+def test_what_rows_were_laid_out_from_is_kept_so_that_nothing_else_gets_its_id():
+    """Two edits in a row freed the masks that the rows came from; now and then the next ones got their id, and the old rows were trained on."""
+    with parallel():
+        batch = ready(shards_of(LENGTHS)[0])
+        walk(batch, pad=16)  # not the split's padding: the rows are copies
+        origin = weakref.ref(batch.column("loss_masks").values)
+        batch["loss_masks"][:] = [torch.zeros_like(mask) for mask in batch["loss_masks"]]
+        batch.column("loss_masks")
+        gc.collect()
+        assert origin() is not None and not any(row["full_loss_masks"].any() for row in walk(batch, pad=16))
 
 
 def test_a_hook_that_gives_a_tensor_other_memory_is_seen_too():

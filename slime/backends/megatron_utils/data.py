@@ -211,7 +211,7 @@ class DataIterator:
         self.offset = 0
         self._num_samples = sum(map(len, micro_batch_indices))
         self._local: set[str] = set()  # fields known to have an entry per sample of this rank
-        self._rows: dict[RowShape, tuple[tuple, Any, PackedRows]] = {}
+        self._rows: dict[RowShape, tuple[_Stamp, Any, PackedRows]] = {}
 
     def reset(self) -> DataIterator:
         """Back to the first micro-batch."""
@@ -268,27 +268,32 @@ class DataIterator:
         fresh = (
             known is not None
             and known[1] is self.micro_batch_indices
-            and (self.offset > 0 or known[0] == _stamp(self.rollout_data))
+            and (self.offset > 0 or known[0] == _Stamp.of(self.rollout_data))
         )
         if not fresh:
             rows = pack_rows(self.rollout_data, self.micro_batch_indices, shape=shape)
-            known = cache[shape] = (_stamp(self.rollout_data), self.micro_batch_indices, rows)
+            known = cache[shape] = (_Stamp.of(self.rollout_data), self.micro_batch_indices, rows)
         return known[2]
 
 
-def _stamp(batch: Mapping[str, Any]) -> tuple:
-    """Changes when tokens or loss masks are replaced or edited, entries and contents included."""
-    stamp: list[Any] = []
-    for name in ("tokens", "loss_masks"):
-        if name not in batch:
-            continue
-        if isinstance(batch, RolloutBatch):
-            column = batch.column(name)
-            buffers = [column.values] if isinstance(column, Ragged) else column.parts
-        else:
-            buffers = batch[name]
-        stamp += [(id(buffer), buffer._version if isinstance(buffer, torch.Tensor) else None) for buffer in buffers]
-    return tuple(stamp)
+@dataclasses.dataclass(frozen=True)
+class _Stamp:
+    """Unequal to another when tokens or loss masks were replaced or edited in between, entries and contents included."""
+
+    versions: tuple[tuple[int, int | None], ...]
+    buffers: list[Any] = dataclasses.field(compare=False)  # kept, as another buffer may get the id of one that is gone
+
+    @staticmethod
+    def of(batch: Mapping[str, Any]) -> _Stamp:
+        buffers = [buffer for name in ("tokens", "loss_masks") if name in batch for buffer in _buffers_of(batch, name)]
+        return _Stamp(tuple((id(buffer), buffer._version if isinstance(buffer, torch.Tensor) else None) for buffer in buffers), buffers)
+
+
+def _buffers_of(batch: Mapping[str, Any], name: str) -> list[Any]:
+    if not isinstance(batch, RolloutBatch):
+        return list(batch[name])
+    column = batch.column(name)
+    return [column.values] if isinstance(column, Ragged) else column.parts
 
 
 def is_local_field(batch: Mapping[str, Any], name: str) -> bool:
