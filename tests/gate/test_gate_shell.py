@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from slime.rollout.postprocess import (
     MissingLogProbs,
     Policy,
     TagPair,
+    TaskRules,
     apply_verdicts,
     check_responses,
     gate_config_from_args,
@@ -551,14 +553,16 @@ def test_scores_that_a_users_function_makes_later_are_not_judged_here():
 
 
 def test_ray_tasks_give_the_serial_result(tmp_path):
-    """A78, A79: above a size the checks run in several processes, with identical verdicts and counts."""
+    """A78, A79: above a size the checks run in several processes, with identical verdicts and counts, whatever plug-ins hang onto samples."""
     import ray
 
     from slime.rollout.postprocess.parallel import judge_in_parallel
 
     samples = scored(90, 7)
     samples[40].rollout_log_probs[3] = float("nan")
-    config = GateConfig(rewards_expected=True)
+    samples[41].label, samples[41].metadata = threading.Lock(), {"environment": threading.Lock()}  # neither can travel
+    samples[42].metadata = {"source_name": "short"}
+    config = GateConfig(rewards_expected=True, tasks={"short": TaskRules(max_response_tokens=2)})
     serial = Gate(config).run(samples, 0)
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
@@ -567,6 +571,7 @@ def test_ray_tasks_give_the_serial_result(tmp_path):
     finally:
         ray.shutdown()
     assert parallel.verdicts == serial.verdicts and reasons_of(parallel).count("truncated") == 7
+    assert reasons_of(parallel)[40:43] == ["bad_logprob", None, "too_long"]
     assert parallel.statistics.counts == serial.statistics.counts == dict(split.counts)
     assert split.codes.tolist() == serial.statistics.codes.tolist()
 

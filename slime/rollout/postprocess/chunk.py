@@ -26,6 +26,7 @@ _STATUS_CODES = {Status.PENDING: 0, Status.COMPLETED: 1, Status.TRUNCATED: 2, St
 STATUS_UNKNOWN = 5
 STATUS_TRUNCATED, STATUS_ABORTED, STATUS_FAILED = 2, 3, 4
 NO_RULES = TaskRules()
+TASK_NAME_KEYS = ("source_name", "rm_type")
 
 
 @dataclasses.dataclass
@@ -189,5 +190,6 @@ class Chunk:
 def task_name(sample: Sample) -> str | None:
     """The name that per-task rules go by: metadata["source_name"], else metadata["rm_type"]."""
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
-    name = metadata.get("source_name") or metadata.get("rm_type")
+    first, second = TASK_NAME_KEYS
+    name = metadata.get(first) or metadata.get(second)
     return name if isinstance(name, str) else None

@@ -6,20 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.rollout.postprocess.alignment import codec_of
+from slime.rollout.postprocess.chunk import TASK_NAME_KEYS
 from slime.rollout.postprocess.contract import GateConfig
 from slime.rollout.postprocess.gate import Outcome, judge
 from slime.utils.types import Sample
 
 PART_SAMPLES = 8192
-# What no check reads; left behind so that it is not copied to the workers.
-_HEAVY_FIELDS = (
-    "multimodal_inputs",
-    "multimodal_train_inputs",
-    "rollout_top_p_token_ids",
-    "rollout_top_p_token_offsets",
-    "rollout_routed_experts",
-    "teacher_log_probs",
-)
+# What the checks read. The rest is left behind: it need not be copied to the workers, and may be what cannot be.
+_READ = (
+    "group_index", "index", "rollout_id", "tokens", "response", "response_length", "loss_mask", "rollout_log_probs", "reward", "status",
+    "finish_reason", "valid", "invalid_reason", "metadata",
+)  # fmt: skip
 
 
 def judge_in_parallel(
@@ -48,7 +45,7 @@ def _judge_part(samples: list[Sample], first_position: int, shared: tuple[GateCo
 def _light(sample: Any) -> Any:
     if not isinstance(sample, Sample):
         return sample  # the checks refuse it and say where it stands
-    light = object.__new__(type(sample))
-    light.__dict__.update(sample.__dict__)
-    light.__dict__.update(dict.fromkeys(_HEAVY_FIELDS))
+    light = Sample(**{name: getattr(sample, name) for name in _READ})
+    if isinstance(sample.metadata, dict):
+        light.metadata = {name: sample.metadata[name] for name in TASK_NAME_KEYS if name in sample.metadata}
     return light
