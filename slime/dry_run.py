@@ -253,6 +253,9 @@ def _probe_all(args: argparse.Namespace) -> bool:
     tokenizer = load_tokenizer(args.hf_checkpoint)
     lines, _ = probe_template(tokenizer, args.apply_chat_template_kwargs or {})
     _section("Chat template", lines)
+    if args.load_debug_rollout_data:
+        _section("Prompts", ["- none: the samples come from --load-debug-rollout-data"])
+        return True
     if args.prompt_data is None or not args.rollout_global_dataset:
         _section("Prompts", ["- none from --prompt-data; the rollout function brings its own"])
         return True

@@ -74,12 +74,14 @@ def rollout_batch_size_is_given(args):
         return "--rollout-batch-size is missing: give the number of prompts per rollout, for instance 32."
 
 
-@rule("num_rollout", "num_epoch", "rollout_global_dataset")
+@rule("num_rollout", "num_epoch", "rollout_global_dataset", "load_debug_rollout_data")
 def number_of_rollouts_is_given(args):
     if args.num_rollout is None and args.num_epoch is None:
         return "--num-rollout is missing: give it, or --num-epoch."
     if args.num_rollout is None and not args.rollout_global_dataset:
         return "--num-epoch counts passes over --prompt-data, which --disable-rollout-global-dataset turns off. Use --num-rollout."
+    if args.num_rollout is None and args.load_debug_rollout_data:
+        return "--num-epoch counts passes over --prompt-data, which --load-debug-rollout-data does not read. Use --num-rollout, as many as were recorded."
 
 
 @rule("debug_train_only", "debug_rollout_only")

@@ -45,7 +45,8 @@ class RolloutManager:
         configure_logger("rollout-manager", log_dir=log_dir_of(args))
         self.args = args
         init_tracking(args, primary=False)
-        self.data_source = load_function(args.data_source_path)(args)
+        # a replay asks for no prompt: None then, and the checkpoint of a replay has no data position
+        self.data_source = None if args.load_debug_rollout_data else load_function(args.data_source_path)(args)
         self.generate_rollout = load_function(args.rollout_function_path)
         self.eval_generate_rollout = load_function(args.eval_function_path or args.rollout_function_path)
         self.custom_reward_post_process_func = _load_optional(args.custom_reward_post_process_path)
@@ -112,18 +113,22 @@ class RolloutManager:
 
     def save(self, rollout_id: int) -> None:
         """Writes the data position in which `rollout_id` is the last rollout trained, and what the gate remembers at that point."""
-        self.data_source.save(rollout_id)
+        if self.data_source is not None:
+            self.data_source.save(rollout_id)
         if self.args.save is not None:
             self.gate.save(self.args.save, rollout_id)
 
     def load(self, rollout_id: int | None = None) -> None:
         """Restores both."""
-        self.data_source.load(rollout_id)
+        if self.data_source is not None:
+            self.data_source.load(rollout_id)
         if self.args.load is not None and rollout_id is not None and rollout_id >= 0:
             self.gate.load(self.args.load, rollout_id)
 
     def get_num_rollout_per_epoch(self) -> int | None:
         """Rollouts that one pass over the prompts makes; None without a dataset."""
+        if self.data_source is None:
+            return None
         return len(self.data_source) // self.args.rollout_batch_size if len(self.data_source) else None
 
     def set_train_parallel_config(self, config: dict[str, int]) -> None:

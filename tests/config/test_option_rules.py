@@ -109,6 +109,17 @@ def test_a_batch_that_leaves_a_rest_is_accepted_where_the_rest_trains(tmp_path):
     assert (args.global_batch_size, args.keep_trailing_rollouts) == (5, True)
 
 
+def test_a_replay_needs_no_prompts_and_counts_none(tmp_path):
+    """Samples come from the recording: without prompts nothing is missing, and passes over them are no number of rollouts."""
+    words = [*write_run_inputs(tmp_path), "--load-debug-rollout-data", str(tmp_path / "{rollout_id}.jsonl")]
+    at = words.index("--prompt-data")
+    words = words[:at] + words[at + 2 :]
+    assert parse_args(words).prompt_data is None
+    words[words.index("--num-rollout")] = "--num-epoch"
+    with pytest.raises(ConfigError, match="--load-debug-rollout-data does not read. Use --num-rollout"):
+        parse_args(words)
+
+
 def test_all_broken_rules_are_shown_at_once():
     """Five mistakes are one message, not five runs."""
     with pytest.raises(ConfigError) as caught:

@@ -60,7 +60,7 @@ OF_THE_MODEL = (
 
 @pytest.fixture(scope="module")
 def replayed(tmp_path_factory):
-    """{data-parallel size: metrics by step key} of runs on the same recorded rollouts, at the same time."""
+    """{data-parallel size: metrics by step key} of runs on the same recorded rollouts, at the same time, which need no prompts."""
     root = tmp_path_factory.mktemp("replay")
     folders, template = make_folders(root / "models", ("qwen3",)), write_rollouts(root)
     processes = {}
@@ -78,7 +78,7 @@ def replayed(tmp_path_factory):
             "--load-debug-rollout-data",
             template,
         ]
-        words += ["--disable-rollout-global-dataset", "--gate-keep-truncated", "--no-live-view", "--no-write-report"]
+        words += ["--gate-keep-truncated", "--no-live-view", "--no-write-report"]
         processes[dp_size] = small_run.launch([sys.executable, "-m", "slime.train", *words], run_dir)
     for process in processes.values():
         small_run.finish(process, timeout=150)
