@@ -8,7 +8,7 @@ numpy only: torch values are accepted by duck typing, so that importing this cos
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,13 @@ PACK_CODES = {"int32": "i", "int64": "i", "float32": "d", "float64": "d", "uint8
 def is_tensor(value: Any) -> bool:
     """True for a torch tensor, without importing torch."""
     return hasattr(value, "detach") and hasattr(value, "numel")
+
+
+def num_entries(value: Any) -> int | None:
+    """Entries of a column, list, array [N, ...] or the like; None for what is no list of anything: a number, a text, a mapping, a set."""
+    if isinstance(value, str | bytes | Mapping | Set) or not hasattr(value, "__len__") or getattr(value, "ndim", 1) == 0:
+        return None
+    return len(value)
 
 
 def as_array(value: Any, dtype: str | None = None, *, what: str = "value") -> np.ndarray:

@@ -19,7 +19,17 @@ from typing import Any
 import numpy as np
 
 from slime.exceptions import RolloutDataError
-from slime.utils.ragged import SMALLEST_INT, Column, Parts, Ragged, Scalars, as_array, is_tensor, smallest_int_dtype
+from slime.utils.ragged import (
+    SMALLEST_INT,
+    Column,
+    Parts,
+    Ragged,
+    Scalars,
+    as_array,
+    is_tensor,
+    num_entries,
+    smallest_int_dtype,
+)
 from slime.utils.rollout_fields import CONTRACT, Extent, FieldSpec, Missing, Origin, Reduce, Rows, Scope
 
 _ABSENT = object()
@@ -358,8 +368,8 @@ def batch_from_lists(data: Mapping[str, Any]) -> RolloutBatch:
         if not spec.per_sample:
             dict.__setitem__(batch, name, entries)
             continue
-        if not hasattr(entries, "__len__") or isinstance(entries, str | dict) or len(entries) != num_samples:
-            size = f"{len(entries)} entries" if hasattr(entries, "__len__") else repr(entries)[:60]
+        if num_entries(entries) != num_samples:
+            size = repr(entries)[:60] if num_entries(entries) is None else f"{len(entries)} entries"
             raise RolloutDataError(
                 f"{name!r} has {size} for {num_samples} samples. A field needs one entry per sample"
                 + (
@@ -490,7 +500,7 @@ def _check_partition(
 def _check_counts(batch: RolloutBatch, *, num_local: int, num_whole: int) -> None:
     for name in dict.keys(batch):
         spec, value = CONTRACT.find(name), batch.raw(name)
-        if value is None or (spec is not None and not spec.per_sample) or not hasattr(value, "__len__"):
+        if value is None or (spec is not None and not spec.per_sample) or num_entries(value) is None:
             continue
         whole = spec is not None and spec.extent is Extent.WHOLE
         expected = num_whole if whole else num_local

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from slime.exceptions import RolloutDataError
-from slime.utils.ragged import Ragged, as_array, concatenated_ranges, is_tensor
+from slime.utils.ragged import Ragged, as_array, concatenated_ranges, is_tensor, num_entries
 from slime.utils.rollout_batch import RolloutBatch, Stage
 from slime.utils.rollout_fields import CONTRACT, Extent, Origin, Scope
 from slime.utils.train_dump import (
@@ -64,7 +64,7 @@ def field_kinds(batch: RolloutBatch) -> tuple[dict[str, str], dict[str, str]]:
         if value is None or name in LAYOUT_FIELDS or (spec is not None and spec.origin is Origin.ARRIVAL):
             continue
         whole = spec is not None and spec.extent is Extent.WHOLE
-        if not hasattr(value, "__len__") or len(value) != (batch.num_whole if whole else batch.num_samples):
+        if num_entries(value) != (batch.num_whole if whole else batch.num_samples):
             left_out[name] = "it does not have one entry per sample"
         elif spec is not None and spec.scope is Scope.TOKEN:
             kinds[name] = "rows"

@@ -102,6 +102,8 @@ def test_numbers_per_sample_may_come_as_tensors_or_arrays(valid):
         ({"response_lengths": [2.5, 3, 4, 5]}, "response_lengths has values that do not fit int32"),
         ({"rewards": ["a", "b", "c", "d"]}, "rewards must hold numbers"),
         ({"mine": 3}, "'mine' has 3 for 4 samples"),
+        ({"mine": torch.tensor(3)}, r"'mine' has tensor\(3\) for 4 samples"),
+        ({"mine": {0: "a", 1: "b", 2: "c", 3: "d"}}, "'mine' has {0: 'a', .* for 4 samples"),
         ({"rollout_log_probs": [torch.zeros(2 + i, 1) for i in range(4)]}, r"rollout_log_probs\[0\] must have one number per token, got shape \[2, 1\]"),
         ({"loss_masks": [[[1]] * (2 + i) for i in range(4)]}, r"loss_masks\[0\] must have one number per token, got shape \[2, 1\]"),
     ],

@@ -237,8 +237,9 @@ def test_ranks_that_do_not_fit_together_are_an_error_with_the_field(tmp_path):
 def test_what_cannot_be_stored_is_said_and_the_rest_is_there(tmp_path, caplog):
     """A plug-in's object must neither end the training nor vanish from the dump without a word."""
     batch = trained_batch()
-    dump = read_train_dump(dump_alone(tmp_path / "7", batch, odd=[object() for _ in batch["partition"]], number=5))
-    assert "object" in dump.left_out["odd"] and dump.left_out["number"] == "it does not have one entry per sample"
+    dump = read_train_dump(dump_alone(tmp_path / "7", batch, odd=[object() for _ in batch["partition"]], number=5, beta=torch.tensor(3.0)))
+    assert "object" in dump.left_out["odd"]
+    assert dump.left_out["number"] == dump.left_out["beta"] == "it does not have one entry per sample"
     assert "left out" in caplog.text and "log_probs" in dump.token_fields
 
 

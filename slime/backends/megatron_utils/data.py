@@ -25,7 +25,7 @@ from slime.observability.train_metric_utils import (  # noqa: F401  upstream imp
     log_rollout_data,
 )
 from slime.utils.cp_layout import plan_response_layout
-from slime.utils.ragged import Parts, Ragged
+from slime.utils.ragged import Parts, Ragged, num_entries
 from slime.utils.rollout_batch import RolloutBatch, Stage, column_dtype
 from slime.utils.rollout_fields import CONTRACT, Extent, FieldSpec, Scope
 from slime.utils.row_layout import RowLayout, RowShape, plan_row_indices, plan_rows
@@ -232,7 +232,7 @@ class DataIterator:
         self.offset += 1
         if keys is None:
             keys = [name for name in dict.keys(self.rollout_data) if is_local_field(self.rollout_data, name)]
-            keys = [name for name in keys if name in CONTRACT or self._has_entry_per_sample(self.rollout_data[name])]
+            keys = [name for name in keys if name in CONTRACT or num_entries(self.rollout_data[name]) == self._num_samples]
         return {key: self._take(key, indices) for key in keys}
 
     def _take(self, key: str, indices: Sequence[int]) -> Any:
@@ -244,8 +244,8 @@ class DataIterator:
                 raise RolloutDataError(
                     f"{key!r} is not a list over this rank's samples, so it has no part in a micro-batch."
                 )
-            if not self._has_entry_per_sample(values):
-                count = f"{len(values)} entries" if isinstance(values, list) else repr(values)[:40]
+            if num_entries(values) != self._num_samples:
+                count = repr(values)[:40] if num_entries(values) is None else f"{len(values)} entries"
                 raise RolloutDataError(f"{key!r} has {count} for the {self._num_samples} samples of this rank.")
             self._local.add(key)
         if not len(indices):
@@ -254,10 +254,6 @@ class DataIterator:
         if high - low == len(indices):
             return values[low:high]
         return values[list(indices)] if isinstance(values, torch.Tensor) else [values[i] for i in indices]
-
-    def _has_entry_per_sample(self, values: Any) -> bool:
-        is_array = isinstance(values, np.ndarray | torch.Tensor) and values.ndim > 0
-        return (is_array or isinstance(values, list | tuple)) and len(values) == self._num_samples
 
     def packed_rows(self, shape: RowShape) -> PackedRows:
         """The rows of all micro-batches, laid out once per shape and batch (the virtual pipeline stages share them)."""
