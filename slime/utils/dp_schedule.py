@@ -98,7 +98,7 @@ class SchedulePlan:
         """`schedule/...` numbers over the steps of the batch, and, where there are several, of each: `schedule/step_0/...`."""
         if not self.steps:
             return {"schedule/num_steps": 0, "schedule/dropped_samples": len(self.dropped)}
-        per_step = {}
+        per_step: dict[str, float] = {}
         for number, step in enumerate(self.steps if len(self.steps) > 1 else ()):
             per_step[f"schedule/step_{number}/micro_batches"] = step.num_micro_batches
             per_step[f"schedule/step_{number}/micro_batches_lower_bound"] = step.lower_bound
