@@ -53,6 +53,21 @@ def test_text_is_decoded_from_the_tokens_by_default():
     assert run([encoded("filled in", response="")], GateConfig(text_source="engine")).samples[0].response == "filled in"
 
 
+@pytest.mark.parametrize("text_source", ("tokens", "engine"))
+@pytest.mark.parametrize("hide", (True, False))
+def test_special_tokens_alone_are_an_empty_response_whether_or_not_the_text_shows_them(hide, text_source):
+    """A24, A25, A26: a run shows special tokens by default, and a model that ends at once has still answered nothing."""
+    end, pad = tokenizer().eos_token_id, tokenizer().pad_token_id
+    (space,) = tokenizer().encode(" ", add_special_tokens=False)
+    config = GateConfig(hide_special_tokens=hide, text_source=text_source)
+    shown = tokenizer().convert_ids_to_tokens(end)
+    samples = [encoded("", response=shown, ids=ids) for ids in ([end], [end, pad, pad], [space, end])]
+    results = [postprocess_output_data([sample], config, tokenizer=tokenizer()) for sample in samples]
+    assert [reasons_of(result) for result in results] == [["empty"]] * 3
+    named = dataclasses.replace(config, keep_special_tokens=(shown,))
+    assert postprocess_output_data(samples[:1], named, tokenizer=tokenizer()).samples[0].valid, "what a task names is its answer"
+
+
 def test_end_and_padding_tokens_are_not_text_and_only_outer_whitespace_is_stripped():
     """A03, A17, A19: a format reward fails on a text that ends in padding."""
     pads = [tokenizer().pad_token_id] * 3

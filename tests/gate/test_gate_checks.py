@@ -220,7 +220,7 @@ def test_a_sample_with_damaged_markers_is_never_scored():
     """A32: the reward function would raise on it."""
     sample = sound_sample(0, response="<answer>5", reward=None)
     result = postprocess_output_data([sample], GateConfig(format=THINK_ANSWER))
-    assert not result.verdicts[0].needs_reward
+    assert not result.verdicts[0].valid
 
 
 def test_tag_opened_by_the_prompt_is_closed_by_the_response():
@@ -282,7 +282,9 @@ def test_a_sample_with_many_defects_has_the_first_as_its_one_reason():
 def test_off_switches_quality_checks_and_never_integrity():
     """A13, A73: there is no option under which a NaN passes or the statistics are absent."""
     config = GateConfig(level=Level.OFF, min_response_tokens=5)
-    assert reason(config, length=2) is None and reason(config, finish_reason="length") is None
+    assert reason(config, length=2) is None and reason(config, finish_reason="length") == "truncated"
+    cut = postprocess_output_data([sound_sample(0, finish_reason="length")], config).samples[0]
+    assert cut.valid and cut.invalid_reason == "truncated", "A22, A28: a cut that trains is marked, whatever let it pass"
     assert (
         reason(config, rollout_log_probs=[math.nan] * 12) == "bad_logprob"
         and reason(config, status=Status.FAILED) == "failed"

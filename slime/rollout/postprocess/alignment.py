@@ -44,25 +44,28 @@ class Codec:
         self.vocab_size = _vocab_size(tokenizer, special)
         shown = set(shown)
         # The last entry stands for every id beyond the tokenizer's: models pad their vocabulary, and such an id has no text.
-        self.hidden = np.zeros(self.vocab_size + 1, dtype=bool)
         self.all_special = np.zeros(self.vocab_size + 1, dtype=bool)
-        self.hidden[-1] = self.all_special[-1] = True
+        self.unseen = np.zeros(self.vocab_size + 1, dtype=bool)  # says nothing to a reader, whether the text shows it or not
+        self.all_special[-1] = self.unseen[-1] = True
         for token_id, text in special.items():
             self.all_special[token_id] = True
-            self.hidden[token_id] = hide_special_tokens and text not in shown
+            self.unseen[token_id] = text not in shown
+        nothing = np.zeros_like(self.unseen)
+        nothing[-1] = True
+        self.hidden = self.unseen if hide_special_tokens else nothing  # what the text leaves out
         self.has_shown_special = bool((self.all_special & ~self.hidden).any()) and hide_special_tokens
         self.eos_token_ids = _eos_token_ids(tokenizer)
         self._visible = np.full(self.vocab_size + 1, -1, dtype=np.int8)
-        self._visible[np.flatnonzero(self.hidden)] = 0
+        self._visible[np.flatnonzero(self.unseen)] = 0
         self.cache: collections.OrderedDict[bytes, TextFinding] = collections.OrderedDict()
 
     def _clip(self, ids: np.ndarray) -> np.ndarray:
         """Ids as table positions; anything outside the vocabulary becomes the last entry."""
         return np.where((ids >= 0) & (ids < self.vocab_size), ids, self.vocab_size)
 
-    def decode(self, rows: list[np.ndarray], *, hide_all_special: bool = False) -> list[str]:
-        """One text per row of ids, hidden ids left out, in one batch. Ids must not be negative."""
-        table = self.all_special if hide_all_special else self.hidden
+    def decode(self, rows: list[np.ndarray], *, without: np.ndarray | None = None) -> list[str]:
+        """One text per row of ids, in one batch, the ids of the table `without` (default: `hidden`) left out. Ids must not be negative."""
+        table = self.hidden if without is None else without
         ids = [row[~table[np.minimum(row, self.vocab_size)]].tolist() for row in rows]
         if self._backend is not None:
             if sum(map(len, ids)) < _SERIAL_DECODE_TOKENS:

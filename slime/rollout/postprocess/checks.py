@@ -109,10 +109,11 @@ def find_truncated(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
 
 
 def is_kept(chunk: Chunk, reason: InvalidReason, rows: np.ndarray) -> np.ndarray:
-    """[len(rows)] bool: a finding with `reason` is kept by policy, or by the rules of the row's task (truncated only)."""
+    """[len(rows)] bool: a finding with `reason` is kept by policy; a cut also by level "off" or by the rules of the row's task."""
     by_policy = chunk.config.policy_of(reason) is Policy.KEEP
     if reason is not InvalidReason.TRUNCATED:
         return np.full(len(rows), by_policy)
+    by_policy = by_policy or chunk.level("truncated") is Level.OFF
     return np.array([by_policy if r.keep_truncated is None else r.keep_truncated for r in chunk.rules])[
         chunk.rule_index[rows]
     ]
@@ -156,7 +157,8 @@ def _vocab_size(chunk: Chunk) -> int:
 
 
 def find_blank(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
-    """Responses with nothing to see. A visible token among the first few decides most rows; only the others are decoded."""
+    """Responses with nothing to see: special tokens are nothing, also where the text shows them. A visible token among the first few decides
+    most rows; only the others are decoded."""
     blank = np.zeros(len(rows), dtype=bool)
     if chunk.codec is None:
         for position, row in enumerate(rows.tolist()):
@@ -172,8 +174,9 @@ def find_blank(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
     undecided = rows[~seen]
     undecided = undecided[[not chunk.codec.proves_visible(chunk.response_ids(row)).any() for row in undecided.tolist()]]
     if len(undecided):
-        texts = chunk.text_of(undecided)
-        hidden = {row for row in undecided.tolist() if is_blank(texts[row])}
+        chunk.counts["decoded"] += len(undecided)
+        texts = chunk.codec.decode([chunk.response_ids(row) for row in undecided.tolist()], without=chunk.codec.unseen)
+        hidden = {row for row, text in zip(undecided.tolist(), texts, strict=True) if is_blank(text)}
         blank = np.array([row in hidden for row in rows.tolist()], dtype=bool)
     return blank
 
@@ -309,7 +312,7 @@ def _text_findings(chunk: Chunk, rows: np.ndarray) -> dict[int, TextFinding]:
         if chunk.config.compare_text and isinstance(text, str) and text:
             cause = classify_mismatch(texts[row], text, special_strings=codec.special_strings, stop_strings=stops)
             if cause is MismatchCause.SPECIAL_TOKENS and codec.shows_special(ids):
-                plain = codec.decode([ids], hide_all_special=True)[0]
+                plain = codec.decode([ids], without=codec.all_special)[0]
                 cause = classify_mismatch(plain, text, special_strings=codec.special_strings, stop_strings=stops)
         stripped = texts[row].strip()
         findings[row] = TextFinding(cause, isinstance(text, str) and text == stripped)
@@ -437,7 +440,8 @@ class Check:
         return self.find.__name__.removeprefix("find_")
 
     def is_on(self, chunk: Chunk) -> bool:
-        return self.quality is None or self.quality == "misaligned" or chunk.level(self.quality) is not Level.OFF
+        """Whether the check is made. Of a cut, `off` says that it trains, marked, and not that nobody looks."""
+        return self.quality in (None, "misaligned", "truncated") or chunk.level(self.quality) is not Level.OFF
 
 
 def _status(chunk: Chunk, row: int) -> str:

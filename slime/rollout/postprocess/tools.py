@@ -112,7 +112,7 @@ def find_mismatches(samples: Sequence[Sample], codec: Codec, *, stop_strings: Se
         ids = ids[len(ids) - length :]
         if ids.min() >= 0 and ids.max() < codec.vocab_size:
             readable.append((position, ids))
-    texts = codec.decode([ids for _, ids in readable], hide_all_special=True)
+    texts = codec.decode([ids for _, ids in readable], without=codec.all_special)
     shown = codec.decode([ids for _, ids in readable])
     found = []
     for (position, ids), decoded, with_shown in zip(readable, texts, shown, strict=True):
@@ -152,7 +152,7 @@ def _pieces(ids: np.ndarray, codec: Codec, decoded: str, character: int) -> list
         middle = (low + high) // 2
         low, high = (
             (low, middle)
-            if len(codec.decode([ids[: middle + 1]], hide_all_special=True)[0]) > character
+            if len(codec.decode([ids[: middle + 1]], without=codec.all_special)[0]) > character
             else (middle + 1, high)
         )
     around = ids[max(0, low - 4) : low + 5].tolist()
