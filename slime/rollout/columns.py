@@ -77,9 +77,10 @@ def _ids(samples: Sequence[Any], attribute: str, candidates: Iterator[int]) -> l
 
 
 def counts_in_baseline(sample: Any, *, removed_count: bool = False) -> bool:
-    """Whether the sample's reward may shift its siblings' baseline: it is valid, not aborted or failed, and trains: neither removed from the
-    loss nor masked in every token. `removed_count`: what does not train counts too."""
-    if not sample.valid or sample.status.value in ("aborted", "failed"):
+    """Whether the sample's reward may shift its siblings' baseline: it is valid, not failed, not aborted unless the gate keeps such ones, and
+    trains: neither removed from the loss nor masked in every token. `removed_count`: what does not train counts too."""
+    lost = sample.status.value == "failed" or (sample.status.value == "aborted" and sample.invalid_reason != "aborted")
+    if not sample.valid or lost:
         return False
     return removed_count or not (sample.remove_sample or _is_fully_masked(sample))
 
@@ -149,7 +150,7 @@ def build_train_columns(
         "valid": valid,
         "raw_reward": _override_raw_rewards(samples, raw_rewards, config),
         # a custom generate function may keep only the engine's word for it
-        "truncated": [int(s.status.value == "truncated" or s.finish_reason == "length") for s in samples],
+        "truncated": [int(s.status.value == "truncated" or _was_cut(s.finish_reason)) for s in samples],
         "loss_masks": _loss_masks(samples, responses),
         "rollout_ids": rollout_ids_of(samples),
         "group_ids": group_ids_of(samples),
@@ -191,6 +192,10 @@ def _verdicts(samples: Sequence[Any], rewards_N: np.ndarray) -> tuple[np.ndarray
         for sample, is_finite in zip(samples, finite.tolist(), strict=True)
     ]
     return marked & finite, reasons
+
+
+def _was_cut(finish_reason: Any) -> bool:
+    return isinstance(finish_reason, str) and finish_reason == "length"
 
 
 def source_name_of(sample: Any) -> str:

@@ -126,6 +126,15 @@ def test_aborted_and_removed_samples_do_not_move_the_baseline():
     assert rewards == pytest.approx([1 - 10 / 3, -10 / 3, 9 - 10 / 3, 0.0])
 
 
+def test_an_aborted_sample_that_the_gate_keeps_counts_in_its_group():
+    """It trains, so that a reward of 0 without its group's mean would push it for nothing."""
+    kept = [Sample(index=i, group_index=0, reward=float(i), status=Sample.Status.ABORTED) for i in range(2)]
+    for sample in kept:
+        sample.invalid_reason = "aborted"
+    _, rewards, _ = compute_rewards(kept, ColumnsConfig(divide_by_std=False))
+    assert rewards == [-0.5, 0.5]
+
+
 def test_one_response_per_prompt_is_said_once(caplog, monkeypatch):
     """faults, n = 1: all-zero rewards are silent no-learning, so they are not silent; but said once, not in each of a thousand rollouts."""
     samples = [Sample(index=i, group_index=i, reward=1.0, status=Sample.Status.COMPLETED) for i in range(3)]

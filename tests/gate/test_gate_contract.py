@@ -111,7 +111,7 @@ def test_each_sample_says_whether_it_needs_a_reward():
     batch = [sound_sample(i, reward=None) for i in range(4)]
     batch[2].tokens, batch[2].response_length, batch[2].rollout_log_probs = [1, 2, 3], 0, []
     verdicts = check_responses(batch, GateConfig())
-    scored = [sample.index for sample, verdict in zip(batch, verdicts, strict=True) if verdict.needs_reward]
+    scored = [sample.index for sample, verdict in zip(batch, verdicts, strict=True) if verdict.valid]
     assert scored == [0, 1, 3]
     marked = apply_verdicts(batch, verdicts)
     assert [s.valid for s in marked] == [True, True, False, True] and all(s.reward is None for s in marked)

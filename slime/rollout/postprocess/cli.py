@@ -7,8 +7,8 @@
     slime gate suggest DUMP    thresholds measured on the dump
     slime gate doctor RUN      the first three steps when the loss spikes
 
-All --gate-* options of training are understood. --hf-checkpoint FOLDER gives the tokenizer. Of a raw snapshot the batch is read;
---with-dropped adds what the rollout dropped before it.
+All --gate-* options of training are understood; --rollout-id N (default 0) says where on a --gate-schedule the dump stands. --hf-checkpoint
+FOLDER gives the tokenizer. Of a raw snapshot the batch is read; --with-dropped adds what the rollout dropped before it.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ def _own_parser(command: str) -> argparse.ArgumentParser:
     parser.add_argument("--max-drop-rate", type=float, default=0.5)
     parser.add_argument("--num", type=int, default=5)
     parser.add_argument("--against", type=Path, default=None)
+    parser.add_argument("--rollout-id", type=int, default=0)
     parser.add_argument("--with-earlier-verdicts", action="store_true")
     parser.add_argument("--with-dropped", action="store_true")
     return parser
@@ -160,7 +161,7 @@ def _check(own: argparse.Namespace, args: Any) -> int:
     samples, tokenizer = _load(own.path, with_dropped=own.with_dropped), _tokenizer(args)
     scored = any(reward_problem(sample.reward, args.reward_key) is None for sample in samples)
     config = dataclasses.replace(
-        gate_config_from_args(args, tokenizer),
+        gate_config_from_args(args, tokenizer).at(own.rollout_id),
         rewards_expected=scored,
         compare_text=tokenizer is not None and args.gate_compare_text != "off",
         trust_earlier_verdicts=own.with_earlier_verdicts,

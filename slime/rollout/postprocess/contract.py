@@ -363,8 +363,3 @@ class Verdict:
     keep_mask: list[int] | None = None
     answer: str | None = None
     dropped: bool = False
-
-    @property
-    def needs_reward(self) -> bool:
-        """True if a reward function may be called for the sample; False says it is skipped for invalidity."""
-        return self.valid
