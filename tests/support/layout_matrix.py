@@ -230,7 +230,7 @@ CANCELLING = (
     "loss pg_loss ppo_kl kl kl_loss opd_reverse_kl advantages returns values rewards raw_reward logprob_kl/k1 logprob_kl/k3 pg_clipfrac "
     "train_rollout_logprob_abs_diff tis_abs opsm_clipfrac tis_clipfrac logprob_abs_diff logprob_kl log_probs ref_log_probs"
 ).split()
-TIMES = ("perf/", "schedule/")
+TIMES = ("perf/", "schedule/", "gate/time/")
 # Megatron's optimizer has a parameter group more where experts are spread over ranks.
 GROUPS = ("train/lr-pg_", "train/critic-lr-pg_")
 
