@@ -28,9 +28,11 @@ from slime.rollout.postprocess.contract import (
 )
 from slime.rollout.postprocess.ragged import mask_array
 from slime.rollout.postprocess.text import answer_of, format_problem, is_blank
+from slime.utils.number_list import NumberList
 
 Find = Callable[[Chunk, np.ndarray], np.ndarray]
 _LENIENT_PERIOD = 8
+_SHORT_MASK = 256
 
 
 def find_rejected_earlier(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
@@ -69,7 +71,10 @@ def find_broken_mask(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
     broken = np.zeros(len(rows), dtype=bool)
     for position in np.flatnonzero(chunk.mask_lengths[rows] >= 0).tolist():
         row = int(rows[position])
-        problem = mask_array(chunk.samples[row].loss_mask)
+        mask = chunk.samples[row].loss_mask
+        if type(mask) in (list, NumberList) and len(mask) < _SHORT_MASK and mask.count(1) + mask.count(0) == len(mask):
+            continue  # an array of a few numbers costs more than counting them
+        problem = mask_array(mask)
         if isinstance(problem, str):
             broken[position] = True
             chunk.details[row] = problem

@@ -18,6 +18,7 @@ from slime.rollout.postprocess.alignment import Codec
 from slime.rollout.postprocess.contract import GateConfig, Level, TaskRules
 from slime.rollout.postprocess.ragged import Ragged, Scratch, length_of, log_prob_array, missing_positions, token_array
 from slime.rollout.postprocess.readable import identity_problem
+from slime.utils.number_list import NumberList
 from slime.utils.types import Sample, Status
 
 FINISH_CODES = {"stop": 1, "length": 2, "abort": 3}  # 0 = unknown: never guessed
@@ -136,26 +137,31 @@ class Chunk:
     def tokens(self, rows: np.ndarray) -> Gathered:
         """Token ids (prompt + response) of at least `rows`. Rows whose tokens cannot be read have none (see `unreadable`)."""
         if self._tokens is None:
-            self._tokens = self._gather(rows, lambda sample: token_array(sample.tokens), "tokens")
+            self._tokens = self._gather(rows, "tokens", token_array, np.dtype(np.int32))
         return self._tokens
 
     def log_probs(self, rows: np.ndarray) -> Gathered:
         """Log-probs of at least `rows`; unreadable or absent ones have none."""
         if self._log_probs is None:
             present = rows[self.log_prob_lengths[rows] >= 0]
-            self._log_probs = self._gather(present, lambda sample: log_prob_array(sample.rollout_log_probs), "log_probs")
+            self._log_probs = self._gather(present, "rollout_log_probs", log_prob_array, np.dtype(np.float32))
         return self._log_probs
 
-    def _gather(self, rows: np.ndarray, read: Callable[[Sample], np.ndarray | str], name: str) -> Gathered:
+    def _gather(
+        self, rows: np.ndarray, name: str, read: Callable[[Any], np.ndarray | str], usual: np.dtype
+    ) -> Gathered:
         place = np.full(self.num_samples, -1, dtype=np.int64)
         arrays: list[np.ndarray] = []
         for row in rows.tolist():
-            values = read(self.samples[row])
-            if isinstance(values, str):
-                self.details[row] = values
+            values = getattr(self.samples[row], name)
+            known = values.array if type(values) is NumberList else None
+            if known is None or known.dtype is not usual:
+                known = read(values)
+            if isinstance(known, str):
+                self.details[row] = known
             else:
                 place[row] = len(arrays)
-                arrays.append(values)
+                arrays.append(known)
         return Gathered(Ragged.of(arrays, name, self._scratch), place)
 
     def response_ids(self, row: int) -> np.ndarray:
