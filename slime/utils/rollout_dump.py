@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import orjson
@@ -202,19 +202,25 @@ def read_rollout_dump(path: str | os.PathLike) -> list[Sample]:
     """The samples of a dump, in order, equal to what was saved. `RolloutDataError` naming the file and line where it is damaged or cut short."""
     path = Path(path)
     try:
-        lines = path.read_bytes().splitlines()
+        with open(path, "rb") as file:
+            return _read_lines(path, file)
     except FileNotFoundError:
         raise RolloutDataError(f"There is no rollout dump at {path}.") from None
-    head = _parse(path, 1, lines[0]) if lines else {}
+
+
+def _read_lines(path: Path, file: BinaryIO) -> list[Sample]:
+    """The samples, a line at a time: the file's text is never in memory beside them."""
+    first = file.readline()
+    head = _parse(path, 1, first) if first else {}
     if not isinstance(head, dict) or head.get("format") != FORMAT:
+        raise RolloutDataError(f"{path} is not a rollout dump of this version: it begins with {first[:60].rstrip()!r}.")
+    count = sum(1 for _ in file)  # said first: the line at which a file was cut is rarely whole
+    if count != head.get("num_samples"):
         raise RolloutDataError(
-            f"{path} is not a rollout dump of this version: it begins with {bytes(lines[0][:60]) if lines else b''!r}."
+            f"{path} holds {count} samples, its head says {head.get('num_samples')}. It was cut short or edited."
         )
-    if len(lines) - 1 != head.get("num_samples"):
-        raise RolloutDataError(
-            f"{path} holds {len(lines) - 1} samples, its head says {head.get('num_samples')}. It was cut short or edited."
-        )
-    return [_read_sample(path, number, line) for number, line in enumerate(lines[1:], start=2)]
+    file.seek(len(first))
+    return [_read_sample(path, number, line) for number, line in enumerate(file, start=2)]
 
 
 def _read_sample(path: Path, number: int, line: bytes) -> Sample:

@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -273,6 +274,33 @@ def test_a_dump_gives_back_exactly_what_was_saved(tmp_path):
         str(tmp_path / "{rollout_id}"), {"set": {"samples": samples}}, rollout_id=7, evaluation=True
     )
     assert evaluation.name == "eval_7" and len(read_rollout_dump(evaluation)) == 3
+
+
+def test_to_dict_shares_its_lists_as_upstreams_does_and_what_keeps_them_copies(tmp_path):
+    """faults, `to_dict` aliases lists: whoever calls it reads that it does; a dump has the numbers of its time, whatever happens to the sample."""
+    sample = full_sample(0)
+    assert "aliased" in Sample.to_dict.__doc__ and sample.to_dict()["tokens"] is sample.tokens
+    path = save_debug_rollout_data(str(tmp_path / "{rollout_id}"), [sample], rollout_id=0, evaluation=False)
+    sample.tokens.append(9)
+    assert read_rollout_dump(path)[0].tokens == [1, 2, 3]
+    as_dict = sample.to_dict()
+    keys = list(as_dict)
+    assert Sample.from_dict(as_dict).tokens == [1, 2, 3, 9] and list(as_dict) == keys and as_dict["status"] == "completed"
+
+
+def test_a_dump_is_written_and_read_a_sample_at_a_time(tmp_path):
+    """faults, debug dumps hold the whole file in memory: beside its 100 samples of 100 kB, a file of 10 MB costs 2 MB at most."""
+    samples = [make_sample(i, response=chr(97 + i % 26) * 100_000) for i in range(100)]
+    tracemalloc.start()
+    try:
+        path = save_debug_rollout_data(str(tmp_path / "{rollout_id}"), samples, rollout_id=0, evaluation=False)
+        assert path.stat().st_size > 10e6 and tracemalloc.get_traced_memory()[1] < 2e6
+        tracemalloc.reset_peak()
+        read = read_rollout_dump(path)
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert read[99].response == samples[99].response and kept > 10e6 and peak - kept < 2e6
 
 
 def test_a_dump_is_json_and_executes_nothing(tmp_path):
