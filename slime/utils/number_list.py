@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 class NumberList(list):
     """A list in every respect. `array`: its numbers as a numpy array [N] where they are known as one, else None; nobody may write to it.
 
-    Every method that changes the list forgets the array. A sum of lists, a slice and a copy are plain lists; see `joined`.
+    Every method that changes the list forgets the array, also one that another thread is just making. C code that writes into a list's memory
+    (heapq) goes past them. A sum of lists, a slice and a copy are plain lists; see `joined`.
     """
 
-    __slots__ = ("_array",)
+    __slots__ = ("_array", "_changes")
 
     def __init__(self, values: Iterable = (), *, array: np.ndarray | None = None) -> None:
         super().__init__(values)
         self._array = array
+        self._changes = 0
 
     @property
     def array(self) -> np.ndarray | None:
@@ -40,8 +42,11 @@ def _forgetting(name: str) -> Callable[..., Any]:
     change = getattr(list, name)
 
     def method(self: NumberList, *args: Any, **kw: Any) -> Any:
-        self._array = None
-        return change(self, *args, **kw)
+        try:
+            return change(self, *args, **kw)
+        finally:  # counted after the change: what was packed before it is told by the count, see `packed`
+            self._changes += 1
+            self._array = None
 
     method.__name__, method.__doc__ = name, change.__doc__
     return method
@@ -108,6 +113,7 @@ def packed(values: list, code: str) -> np.ndarray | None:
         return array
     import numpy as np
 
+    changes = values._changes if isinstance(values, NumberList) else None
     try:
         data = bytes(values) if code == "B" else struct.pack(f"{len(values)}{code}", *values)
     except (struct.error, TypeError, ValueError, OverflowError):
@@ -115,4 +121,6 @@ def packed(values: list, code: str) -> np.ndarray | None:
     array = np.frombuffer(data, dtype=code)
     if isinstance(values, NumberList):
         values._array = array
+        if values._changes != changes:  # the list was changed meanwhile
+            values._array = None
     return array

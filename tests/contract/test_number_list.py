@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from slime.rollout.postprocess.ragged import log_prob_array, mask_array, token_array
+from slime.utils import number_list as number_list_module
 from slime.utils.number_list import NumberList, joined, known_array, number_list, packed
 from slime.utils.ragged import as_array
 from slime.utils.types import Sample
@@ -99,6 +100,24 @@ def test_a_list_that_was_changed_behind_its_back_is_packed_anew():
     values = number_list(np.arange(3, dtype=np.int32))
     list.append(values, 7)
     assert known_array(values) is None and packed(values, "i").tolist() == [0, 1, 2, 7]
+
+
+@pytest.mark.parametrize("when", ("while it is packed", "before it is remembered"))
+def test_an_array_that_was_packed_around_a_change_is_not_remembered(when, monkeypatch):
+    """The snapshot's thread packs a list that a plug-in changes at the same time."""
+    values = NumberList([1, 2, 3])
+    where, real = (number_list_module.struct, "pack") if when == "while it is packed" else (np, "frombuffer")
+    original = getattr(where, real)
+
+    def change_too(*args, **kw):
+        made = original(*args, **kw)
+        values[0] = 9
+        return made
+
+    monkeypatch.setattr(where, real, change_too)
+    assert packed(values, "i").tolist() == [1, 2, 3], "what the list was when the other thread looked"
+    monkeypatch.undo()
+    assert known_array(values) is None and packed(values, "i").tolist() == values == [9, 2, 3]
 
 
 numbers = st.lists(st.one_of(st.integers(-(2**31), 2**31 - 1), st.floats(width=32, allow_nan=False), st.booleans()), max_size=6)
