@@ -198,7 +198,7 @@ def check_rank(found, dp_rank_parts):
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_our_shards_arrive_aligned_and_cover_every_sample_once(identity_get, dp_size):
-    """B24, B29: tokens, log-probs, source names and rewards travel with their sample, and ranks share nothing."""
+    """B24, B29; faults, the split without a CPU test: tokens, log-probs, source names and rewards travel with their sample, and ranks share nothing."""
     shards = [pickle.loads(pickle.dumps(shard, protocol=5)) for shard in make_split(make_samples(), dp_size).shards]  # noqa: S301  our own bytes
     parts = []
     for rank in range(dp_size):
@@ -224,7 +224,7 @@ def test_a_partition_that_is_not_what_was_scheduled_is_refused(identity_get):
 
 
 def test_arrays_on_arrival_are_views_of_the_wire(identity_get):
-    """B26: the local view of a whole field is small, and heavy fields are not copied."""
+    """B26; faults, Python lists everywhere: the local view of a whole field is small, and heavy fields are not copied."""
     shard = next(iter(make_split(make_samples(), 1).shards))
     buffers = []
     blob = pickle.dumps(shard, protocol=5, buffer_callback=buffers.append)
@@ -306,7 +306,7 @@ def start_ray():
 
 
 def test_shards_cross_a_real_object_store_without_being_copied(trainers):
-    """B25: the box is dereferenced in other processes, by two ranks, for every dp size; the tokens there are the store's memory."""
+    """B25; faults, not zero-copy in Ray: the box is dereferenced by two ranks in other processes; the tokens there are the store's memory."""
     from slime.utils.misc import Box
 
     for dp_size in (1, 2, 4):

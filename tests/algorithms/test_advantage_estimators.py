@@ -284,7 +284,7 @@ def test_the_logged_kl_stays_raw(estimator):
 @pytest.mark.parametrize(("total", "response"), [(5, 3), (7, 3), (13, 6), (12, 4)])
 @pytest.mark.parametrize("cp_size", [2, 4])
 def test_ppo_reward_lands_on_the_true_last_token_of_the_rank_that_owns_it(monkeypatch, total, response, cp_size):
-    """CP 2, total 5, response 3: added to the last entry of rank 0, the reward sits on token 2 in place of 4; with total 7 nothing is there."""
+    """faults, PPO reward under CP: at CP 2, total 5, response 3 rank 0's last entry is token 2, not 4; at total 7 it has none."""
     seen = {}
     monkeypatch.setattr(
         loss, "get_advantages_and_returns_batch", lambda t, r, values, rewards, gamma, lambd: (rewards, values)
@@ -306,7 +306,7 @@ def test_ppo_reward_lands_on_the_true_last_token_of_the_rank_that_owns_it(monkey
 
 
 def test_gae_skips_tokens_nobody_sampled():
-    """A tool's tokens (mask 0) hold untrained values, here NaN; the recursion goes from one sampled token to the next."""
+    """faults, PPO reward added on masked tokens: a tool's tokens hold untrained values, here NaN; the recursion goes from one sampled token to the next."""
     nan = float("nan")
     data = {
         "total_lengths": [6],

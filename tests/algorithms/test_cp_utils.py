@@ -210,5 +210,22 @@ def test_train_step_metrics_divide_by_what_the_step_holds(monkeypatch):
     assert cp_utils.reduce_train_step_metrics(empty, calculate_per_token_loss=True, **options) == {"loss": 0.0}
 
 
+@pytest.mark.parametrize(("num_micro_batches", "num_metrics"), [(1, 1), (16, 9)])
+def test_a_step_reduces_and_reads_its_metrics_once(monkeypatch, num_micro_batches, num_metrics):
+    """faults, one sync per metric per micro-batch: 16 micro-batches of 9 metrics are one collective and one read of the device."""
+    calls = []
+    monkeypatch.setattr(cp_utils.dist, "all_reduce", lambda tensor, group: calls.append("all_reduce"))
+    for name in ("item", "tolist", "__float__"):
+        real = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self, name=name, real=real: calls.append(name) or real(self))
+    keys = [f"m{i}" for i in range(num_metrics)]
+    losses = [{"keys": keys, "values": torch.arange(1.0 + num_metrics)} for _ in range(num_micro_batches)]
+    found = cp_utils.reduce_train_step_metrics(
+        losses, calculate_per_token_loss=False, step_global_batch_size=num_micro_batches, cp_size=1, dp_with_cp_group=None
+    )
+    assert found == {f"m{i}": i + 1.0 for i in range(num_metrics)}
+    assert calls == ["all_reduce", "tolist"]
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))

@@ -24,6 +24,7 @@ from support.reference import (
     reference_sft_loss,
     reference_value_loss,
 )
+from torch.overrides import TorchFunctionMode
 
 from slime.backends.megatron_utils import loss
 from slime.exceptions import ConfigError, RolloutDataError
@@ -120,7 +121,7 @@ def assert_metrics(metrics, expected):
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))
 def test_one_rank_equals_the_reference(name):
-    """Loss and metrics within 1e-5, gradients within 1e-4; three micro-batches, one of them empty, a fully masked and an empty sample."""
+    """faults, the losses end to end without a CPU test: metrics within 1e-5, gradients within 1e-4; empty micro-batch, masked and empty sample."""
     options = ReferenceOptions(**VARIANTS[name])
     samples, logits = make_samples(SHAPES, 5, rollout_ids=ROLLOUT_IDS), None
     samples[2].loss_mask = [0] * samples[2].response_length
@@ -295,7 +296,7 @@ def call_loss(args, batch, packed):
 
 
 def test_entropy_is_computed_only_when_asked_for(monkeypatch):
-    """A full-vocabulary pass for a number nobody reads; `report_entropy` reads it without touching loss or gradient."""
+    """faults, unneeded entropy computed: a full-vocabulary pass for a number nobody reads; `report_entropy` reads it without touching loss or gradient."""
     args, batch, packed = one_batch()
     asked = []
     real = loss.compute_response_log_probs
@@ -311,8 +312,39 @@ def test_entropy_is_computed_only_when_asked_for(monkeypatch):
     assert reporting[2]["entropy_loss"] > 0 and reporting[0].item() == plain[0].item()
 
 
+class HostReads(TorchFunctionMode):
+    """Notes where a tensor's value is asked for by Python: on a GPU each is a synchronisation."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        if name in ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"):
+            self.found.append(name)
+        if name in ("tensor", "as_tensor") and isinstance(args[0], list | tuple):
+            self.found += [name for value in args[0] if isinstance(value, torch.Tensor)]
+        return function(*args, **(kwargs or {}))
+
+
+def test_more_metrics_read_no_more_values_from_the_device():
+    """faults, one sync per metric per micro-batch: the metrics leave the loss as one tensor, whether there are 5 or 11 of them."""
+    reads = {}
+    for options in ({}, {"use_kl_loss": True, "kl_loss_coef": 0.2, "entropy_coef": 0.1, "use_tis": True}):
+        args, batch, packed = one_batch(**options)
+        with pretend_rank(), HostReads() as mode:
+            reported = loss.loss_function(args, batch, 1, 2, packed)[2]
+        assert reported["values"].shape == (1 + len(reported["keys"]),)
+        reads[len(reported["keys"])] = mode.found
+    assert list(reads) == [5, 11] and reads[5] == reads[11] and len(reads[5]) <= 5
+    with HostReads() as mode:
+        torch.tensor([torch.ones(()), torch.ones(())])
+    assert mode.found == ["tensor", "tensor"], "the fault itself is seen"
+
+
 def test_a_correction_may_reject_tokens_from_the_loss_but_not_from_the_metrics(monkeypatch):
-    """The loss keeps its own denominators; KL and clip fraction are reported over the batch's masks."""
+    """faults, metrics after TIS use the rejected masks: the loss keeps its own denominators; KL and clip fraction are reported over the batch's masks."""
     args, batch, packed = one_batch(use_tis=True, custom_tis_function_path="my.function")
 
     def reject_the_first_token(args, *, pg_loss, loss_masks, total_lengths, response_lengths, **kwargs):
@@ -326,15 +358,27 @@ def test_a_correction_may_reject_tokens_from_the_loss_but_not_from_the_metrics(m
     _, _, metrics = call_loss(args, batch, packed)
     assert metrics["pg_loss"] == pytest.approx(3 / 4 + 2 / 3)  # denominators 4 and 3 stay
     assert metrics["mine"] == pytest.approx(2.0)
+    uncorrected = call_loss(one_batch(entropy_coef=0.1)[0], batch, packed)[2]
+    args.entropy_coef = 0.1
+    corrected = call_loss(args, batch, packed)[2]
+    assert all(corrected[name] == uncorrected[name] for name in ("ppo_kl", "pg_clipfrac", "entropy_loss"))
     metrics_only = SimpleNamespace(**{**vars(args), "use_tis": False, "get_mismatch_metrics": True})
     _, _, metrics = call_loss(metrics_only, batch, packed)
     _, _, plain = call_loss(one_batch()[0], batch, packed)
     assert metrics["pg_loss"] == plain["pg_loss"] and metrics["mine"] == pytest.approx(2.0)
 
 
+def test_the_distance_to_the_teacher_is_among_the_metrics_of_the_step():
+    """faults, `opd_reverse_kl` missing from the key list: what the loss reports is what is logged, here .5 nats per token of two rollouts."""
+    args, batch, packed = one_batch()
+    assert "opd_reverse_kl" not in call_loss(args, batch, packed)[2]
+    batch["opd_reverse_kl"] = [torch.full_like(mask, 0.5, dtype=torch.float32) for mask in batch["loss_masks"]]
+    assert call_loss(args, batch, packed)[2]["opd_reverse_kl"] == pytest.approx(0.5 + 0.5)
+
+
 @pytest.mark.parametrize("takes_denominators", [True, False])
 def test_custom_reducer_gets_the_denominators_when_it_names_them(monkeypatch, takes_denominators):
-    """Upstream's four arguments cannot express the per-rollout mean; a fifth, by name, can."""
+    """faults, custom pg reducer gets no `rollout_mask_sums`: upstream's four arguments cannot express the per-rollout mean; a fifth, by name, can."""
     args, batch, packed = one_batch(custom_pg_loss_reducer_function_path="my.reducer")
     seen = {}
 

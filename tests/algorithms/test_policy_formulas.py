@@ -30,7 +30,7 @@ def tensor(*values: float) -> torch.Tensor:
 
 
 def test_kl_kinds_of_a_token_that_became_twice_as_likely():
-    """d = ln 2: k1 = .693, k2 = .240, k3 = 1/2 - 1 + .693 = .193."""
+    """faults, KL estimators without a CPU test: d = ln 2, k1 = .693, k2 = .240, k3 = 1/2 - 1 + .693 = .193."""
     new, base = tensor(-1.0), tensor(-1.0 - LN2)
     expected = {"k1": LN2, "k2": LN2**2 / 2, "k3": 0.5 - 1 + LN2, "low_var_kl": 0.5 - 1 + LN2}
     for kind, value in expected.items():
@@ -87,7 +87,7 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient():
 
 
 def test_gspo_kl_is_the_masked_mean_over_the_full_response():
-    """Sample 0: differences 1, 3, (100 masked) -> 2 at each of its 2 local tokens; sample 1: fully masked -> 0."""
+    """faults, GSPO without a CPU test: sample 0 has differences 1, 3, (100 masked) -> 2 at each of its 2 local tokens; sample 1: fully masked -> 0."""
     full = [tensor(-1, -2, -3), tensor(-1, -1)]
     old = [tensor(0, 1, 97), tensor(9, 9)]
     masks = [torch.tensor([1, 1, 0]), torch.tensor([0, 0])]
@@ -97,7 +97,7 @@ def test_gspo_kl_is_the_masked_mean_over_the_full_response():
 
 
 def test_opsm_drops_far_responses_of_negative_advantage():
-    """KL .5 and .5 and .0: only the second has A < 0 and is far. Dropped share: both of its trained tokens."""
+    """faults, OPSM without a CPU test: KL .5 and .5 and .0: only the second has A < 0 and is far. Dropped share: both of its trained tokens."""
     full = [tensor(-1, -1), tensor(-1, -1, -9), tensor(-1)]
     old = [tensor(-0.5, -0.5), tensor(-0.5, -0.5, 0), tensor(-1)]
     masks = [torch.tensor([1, 1]), torch.tensor([1, 1, 0]), torch.tensor([1])]
@@ -111,7 +111,7 @@ def test_opsm_drops_far_responses_of_negative_advantage():
 
 
 def test_tis_truncates_and_icepop_zeroes_outside_the_band():
-    """Ratios 4, 1, .25 with the band [.5, 2]."""
+    """faults, TIS without a CPU test: ratios 4, 1, .25 with the band [.5, 2]."""
     train, rollout = tensor(math.log(4), 0, -math.log(4)), tensor(0, 0, 0)
     band = BandConfig(0.5, 2.0)
     tis = truncated_importance_weights(train, rollout, band)

@@ -14,8 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.pretend_rank import pretend_rank
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from slime.backends.megatron_utils import loss
+from slime.backends.megatron_utils import loss, response_rows
 from slime.exceptions import RolloutDataError
 from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 
@@ -135,6 +136,41 @@ def test_keep_mask_on_a_vocabulary_shard_and_for_tokens_nobody_sampled():
     assert mask[2].tolist() == [False, False, True, True]
     with pretend_rank(), pytest.raises(RolloutDataError, match="nucleus of sample 0 .* 4 offsets ending at 4 for 2"):
         loss._build_topp_keep_mask(7, 8, torch.device("cpu"), ids, offsets, [4, 3], [2, 1], False)
+
+
+class CountOperations(TorchDispatchMode):
+    """Counts what torch is asked to compute."""
+
+    num = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.num += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_nucleus_and_softmax_are_for_trained_tokens_alone_and_filled_at_once(monkeypatch):
+    """faults, log-probs and nucleus mask for prompt tokens, rows filled by Python loops: rows as trained tokens, as many operations for 400."""
+    sizes, operations = [], []
+    real = response_rows.calculate_log_probs_and_entropy
+
+    def spy(selected, targets, *positional, log_prob_keep_mask, **options):
+        sizes.append((len(selected), len(targets), len(log_prob_keep_mask)))
+        return real(selected, targets, *positional, log_prob_keep_mask=log_prob_keep_mask, **options)
+
+    monkeypatch.setattr(response_rows, "calculate_log_probs_and_entropy", spy)
+    args = SimpleNamespace(rollout_temperature=1.0, log_probs_chunk_size=-1, allgather_cp=False, entropy_coef=0.0)
+    for response in (4, 400):
+        total, ids, offsets = 1000 + response, *_nucleus([response])
+        mask = torch.ones(response)
+        mask[1] = 0  # one token that nobody trains
+        packed = response_rows.PackedResponses([torch.ones(total, dtype=torch.int64)], [total], [response], [mask], ids, offsets)
+        with pretend_rank(), CountOperations() as counting:
+            response_rows.compute_response_log_probs(
+                torch.zeros(1, total, 4), loss.LossConfig.from_args(args), packed, with_entropy=False
+            )
+        operations.append(counting.num)
+    assert sizes == [(3, 3, 3), (399, 399, 399)]
+    assert operations[0] == operations[1]
 
 
 def test_replay_without_its_fields_is_refused():

@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import yaml
 
 NUM_GPUS = 0
 
@@ -87,6 +88,15 @@ def test_committed_workflow_is_what_its_template_renders_to():
 def test_every_test_file_of_this_repository_is_registered():
     """B19; faults, tests that never run: a file in no job is never run, and its green is nobody's."""
     assert generator.find_registration_problems(WORKFLOWS / "pr-test.yml", ROOT / "tests") == []
+
+
+def test_no_change_is_too_small_for_the_cpu_tests():
+    """faults, change-detect ignores folders: the job of all CPU tests runs for every push and pull request, whatever files changed."""
+    workflow = yaml.safe_load((WORKFLOWS / "pr-test.yml").read_text())
+    triggers = workflow[True]  # YAML 1.1 reads the key `on` as a boolean
+    assert {"push", "pull_request"} <= set(triggers)
+    assert not [name for event in triggers.values() for name in event or {} if name.startswith("paths")]
+    assert "if" not in workflow["jobs"]["cpu-unittest"]
 
 
 def test_consistent_checkout_has_no_problems(checkout):

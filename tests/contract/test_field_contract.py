@@ -102,7 +102,7 @@ def test_identities_and_masks_are_never_metrics():
 
 
 def test_one_declaration_carries_a_new_field_from_sample_to_rank(declared):
-    """B27, B29, B30: a plug-in's field needs one line, and its global and local views come with it."""
+    """B27, B29, B30; faults, new key added in 3-4 places: a plug-in's field needs one line, and its global and local views come with it."""
     declared("difficulty", source="metadata.difficulty", wire_dtype="float32", reduce=Reduce.SAMPLE_MEAN)
     declared(
         "prompt_cost", source="metadata.cost", wire_dtype="float64", extent=Extent.WHOLE, local_view="local_prompt_cost"
@@ -389,7 +389,7 @@ def test_rows_are_padded_where_their_micro_batch_ends():
 
 
 def test_added_memory_of_split_and_wire_is_the_bytes_shipped():
-    """Shards are made one at a time, and each is little more than 5 bytes per token and 4 per response token."""
+    """faults, Python lists before the split, loss masks as ints: each shard is little more than 5 bytes per token and 4 per response token."""
     samples = [
         make_sample(
             0,

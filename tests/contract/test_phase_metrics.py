@@ -31,6 +31,7 @@ from slime.observability.train_metric_utils import (
     phase_contributions,
 )
 from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
+from slime.utils.cp_layout import plan_response_layout
 from slime.utils.metric_utils import (
     compression_ratio,
     compute_pass_rate,
@@ -72,7 +73,7 @@ def metrics_of(*batches, cp_size=1):
 
 
 def test_identities_strings_and_layout_are_not_metrics_and_do_not_crash():
-    """B12, B13, B23: strings, None and ints in the batch raise nothing; `partition` and `local_raw_reward` do not leak."""
+    """B12, B13, B23; faults, hard-coded ignore list: strings, None and ints in the batch raise nothing; `partition` and `local_raw_reward` do not leak."""
     batch = plain_batch(
         rewards=[1.0, -1.0],
         raw_reward=[1.0, 0.0],
@@ -114,34 +115,33 @@ def test_values_at_masked_positions_are_never_read():
     assert metrics_of(batch)["log_probs"] == pytest.approx(-3.02 / 3, rel=1e-6)
 
 
-def test_every_per_token_field_is_a_rollout_mean_under_context_parallelism():
+@pytest.mark.parametrize(("total", "response", "mean"), [(9, 6, 4.0), (10, 2, 1.5)])  # of the second, rank 0 owns no response token
+def test_every_per_token_field_is_a_rollout_mean_under_context_parallelism(total, response, mean):
     """faults, `rollout/kl` and `rollout/entropy` multiplied by cp_size (0.5 became 1.0): two CP ranks report what one does, for any field."""
-    lengths, total = [6], [9]
-    full = torch.arange(1.0, 7.0)
-    whole = plain_batch(response_lengths=lengths, total_lengths=total, kl=[full], entropy=[full], values=[full])
-    owned = {
-        0: [0, 5],
-        1: [1, 2, 3, 4],
-    }  # T=9, R=6, c=2: chunks of 3 logits, rank 0 owns logits 2 and 9.. -> computed by the layout
-    from slime.utils.cp_layout import plan_response_layout
-
+    full = torch.arange(1.0, response + 1)
+    mask = torch.ones(response, dtype=torch.int32)
+    mask[0] = response < 6  # the longer one's first token, value 1, does not train
+    shape = {"response_lengths": [response], "total_lengths": [total], "loss_masks": [mask]}
+    whole = plain_batch(**shape, kl=[full], entropy=[full], values=[full])
     parts = []
     for cp_rank in range(2):
-        owned[cp_rank] = plan_response_layout(total, lengths, cp_size=2, cp_rank=cp_rank).response_indices
-        local = {name: [full[owned[cp_rank]]] for name in ("kl", "entropy", "values")}
-        batch = plain_batch(response_lengths=lengths, total_lengths=total, **local)
+        owned = plan_response_layout([total], [response], cp_size=2, cp_rank=cp_rank).response_indices
+        assert (len(owned) == 0) == (total == 10 and cp_rank == 0)
+        batch = plain_batch(**shape, **{name: [full[owned]] for name in ("kl", "entropy", "values")})
         parts.append(phase_contributions(batch, cp_size=2, cp_rank=cp_rank))
     assert c.merge_all(parts) == pytest.approx(metrics_of(whole))
-    assert c.merge_all(parts)["kl"] == 3.5
+    assert c.merge_all(parts)["kl"] == c.merge_all(parts)["entropy"] == mean
 
 
-def test_the_mean_reward_gives_each_rollout_one_vote():
-    """faults, reward mean weighted by number of turns: (reward, rows) = (1,2), (1,3), (0,10) -> 0.667, not 0.333; both counts are told."""
+def test_rewards_lengths_and_truncation_give_each_rollout_one_vote():
+    """faults, reward mean weighted by number of turns; rewards, `truncated`, lengths per sample: (1,2), (1,3), (0,10) -> 0.667, not 0.333."""
     rewards = [1.0] * 5 + [0.0] * 10
     counts = [2] * 2 + [3] * 3 + [10] * 10
-    batch = plain_batch(rewards=rewards, rollout_sample_counts=counts)
+    truncated, lengths = [1 - int(reward) for reward in rewards], [3 + 6 * int(reward) for reward in rewards]
+    batch = plain_batch(rewards=rewards, truncated=truncated, response_lengths=lengths, rollout_sample_counts=counts)
     found = metrics_of(batch)
-    assert found["rewards"] == pytest.approx(2 / 3)
+    assert (found["rewards"], found["truncated"]) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
+    assert (found["response_lengths"], found["total_lengths"]) == (pytest.approx(7), pytest.approx(17))
     assert (found["num_samples"], found["num_rollouts"]) == (15, pytest.approx(3))
 
 
@@ -208,7 +208,7 @@ def test_correct_length_shares_are_of_quarters_and_keep_the_longest():
 
 
 def test_correct_entropy_takes_the_best_source_there_is(caplog):
-    """Entropy if computed, else -log p of the trainer, else of the engine; else left out and said once. Means over samples, not sums."""
+    """faults, `correct_entropy` is -log p and a sum, KeyError `log_probs`: entropy, else -log p of trainer or engine, else said once; a mean."""
     ones = [torch.full((n,), 1.0) for n in (1, 2, 3, 9)]
     entropy = [torch.tensor([0.5]), torch.zeros(2), torch.tensor([1.0, 99.0, 2.0]), torch.full((9,), 0.25)]
     config = TrainMetricsConfig()
@@ -256,7 +256,7 @@ def test_multi_turn_max_is_the_phases_max():
 
 
 def test_pass_at_k_is_unbiased_for_groups_of_any_size():
-    """By hand: groups (n=4, c=1), (n=2, c=2) -> pass@1 = (1/4 + 1) / 2, pass@2 = (1 - C(3,2)/C(4,2) + 1) / 2, pass@4 = 1."""
+    """faults, pass rates without a CPU test: groups (n=4, c=1), (n=2, c=2) -> pass@1 = (1/4 + 1) / 2, pass@2 = (1 - C(3,2)/C(4,2) + 1) / 2, pass@4 = 1."""
     rewards, groups = [1, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1]
     assert compute_ragged_pass_rate(rewards, groups) == {"pass@1": 0.625, "pass@2": 0.75, "pass@4": 1.0}
     assert compute_pass_rate([1, 0, 0, 0], 4) == {"pass@1": 0.25, "pass@2": 0.5, "pass@4": 1.0}
@@ -369,7 +369,7 @@ def _log_on_rank(rank, world_size):
 
 
 def test_log_rollout_data_sends_the_batchs_numbers_from_two_processes():
-    """B14, B21, B22: through real gathering; everything that is computed is sent, once, by one rank, at rollout/step."""
+    """B14, B21, B22; faults, `--log-correct-samples` results never sent: through real gathering, all that is computed is sent once, at rollout/step."""
     (two, sent_two), (other, sent_other) = run_distributed(_log_on_rank, 2)
     assert other is None and sent_other == []
     assert len(sent_two) == 3 and all(m["rollout/step"] == 7 for m in sent_two)

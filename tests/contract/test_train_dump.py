@@ -1,9 +1,11 @@
 """Train dumps: one file per rollout that says what training computed, the same whatever the layout, and whole or named as damaged."""
 
 import argparse
+import copy
 import errno
 import json
 import sys
+import tracemalloc
 import types
 import zlib
 from pathlib import Path
@@ -173,7 +175,7 @@ def _dump_on_two_ranks(rank, world_size, folder):
 
 @pytest.mark.timeout(300)
 def test_two_ranks_write_the_file_that_one_would(tmp_path, alone):
-    """DP 2 and CP 2 over a real gloo group: every field bit for bit, once, by rank 0."""
+    """faults, every rank writes its own train dump: DP 2 and CP 2 over a real gloo group: every field bit for bit, once, by rank 0."""
     written, nothing = run_distributed(_dump_on_two_ranks, 2, str(tmp_path), timeout=240)
     assert [path.name for path in written] == ["dp_7_0.safetensors", "cp_7_0.safetensors"]
     assert nothing == [None, None]
@@ -183,6 +185,25 @@ def test_two_ranks_write_the_file_that_one_would(tmp_path, alone):
     assert_same_dump(by_cp, alone)
     assert set(by_dp.owner_ranks.tolist()) == {0, 1}
     assert np.array_equal(by_dp.owner_ranks, by_dp.whole_fields["owner_ranks"][by_dp.positions])
+
+
+def test_the_writer_holds_one_field_at_a_time(tmp_path):
+    """faults, all shards gathered on one rank (O(total) memory): of all ranks, one field at a time is there, so ten fields cost what one does."""
+    names = ("log_probs", "ref_log_probs", "teacher_log_probs", "rollout_log_probs", "values", "advantages", "returns", "kl", "entropy", "opd_reverse_kl")
+    count, peaks = 50_000, {}
+    arrive = {"gather": lambda value: [copy.deepcopy(value)], "share": lambda value: [value]}  # a rank's values come as memory of their own
+    for num_fields in (1, 10):
+        batch = {"partition": [0], "total_lengths": [count + 1], "response_lengths": [count], "tokens": [torch.zeros(count + 1, dtype=torch.int64)]}
+        batch |= {"loss_masks": [torch.ones(count, dtype=torch.int32)], **{name: [torch.full((count,), 0.5)] for name in names[:num_fields]}}
+        batch, path = localize(batch, 0), tmp_path / str(num_fields)
+        tracemalloc.start()
+        try:
+            write_train_dump(path, batch, header={"rollout_id": 7, "rank": 0, "cp_size": 1}, place=Place(), **arrive)
+            peaks[num_fields] = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert path.stat().st_size > num_fields * 4 * count and set(names[:num_fields]) < set(read_train_dump(path).token_fields)
+    assert peaks[10] - peaks[1] < 2 * 4 * count, f"{peaks} bytes"
 
 
 @pytest.mark.parametrize("share", [0.01, 0.3, 0.999])

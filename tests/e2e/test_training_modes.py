@@ -75,7 +75,7 @@ def test_old_log_probs_come_from_the_weights_that_sampled(data, tmp_path):
 
 @pytest.mark.timeout(300)
 def test_distillation_in_bfloat16_with_dynamic_batches(data, tmp_path):
-    """Reference and teacher are the first weights: distance 0 in the first rollout and above it in the second, engine and trainer in bfloat16."""
+    """faults, `opd_reverse_kl` never appears: reference and teacher are the first weights: 0 in the first rollout, above it in the second; all in bfloat16."""
     options = ["--use-opd", "--opd-type", "megatron", "--opd-teacher-load", data / "model", "--kl-coef", 0.1, "--bf16", "--num-rollout", 2]
     options += ["--advantage-estimator", "reinforce_plus_plus", "--normalize-advantages", "--global-batch-size", 32]
     options += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", 256, "--use-distributed-optimizer", "--calculate-per-token-loss"]

@@ -17,6 +17,7 @@ from slime.backends.megatron_utils.weights_backup import WeightsBackup
 from slime.backends.torch_engine.engine_config import engine_config_from_args
 from slime.exceptions import ConfigError, EngineError
 from slime.ray.placement_group import _check_critic_start
+from slime.ray.rollout_servers import RolloutServers
 from slime.ray.utils import reason_of_death, slime_error_of
 from slime.utils.arguments import parse_args
 
@@ -103,6 +104,21 @@ def test_server_that_has_other_weights_is_noticed():
     )
     assert update_problem({"success": True, "checksum": "ab"}, expected="cd") == "its checksum is ab, the trainer's cd"
     assert "tells no checksum" in update_problem({"success": True}, expected="cd")
+
+
+def test_engine_that_does_not_answer_is_reported_and_not_waited_for(monkeypatch):
+    """faults, health check `ray.get` has no timeout: an engine that hangs would hang whoever asks how it is."""
+    health = {"well": None, "stuck": ray.exceptions.GetTimeoutError("no reply"), "failed": raised_in_actor(EngineError("engine 2 has failed"))}
+
+    def get(ref, timeout=None):
+        assert timeout is not None and 0 < timeout <= 60, "a stuck engine would be waited for"
+        if health[ref] is not None:
+            raise health[ref]
+
+    monkeypatch.setattr(ray, "get", get)
+    engines = [SimpleNamespace(health=SimpleNamespace(remote=lambda name=name: name)) for name in health]
+    stuck, failed = RolloutServers(engines, ["http://a", "http://b", "http://c"]).failures()
+    assert stuck == "engine 1 (http://b) does not answer within 10 s." and failed == "engine 2 has failed"
 
 
 def test_critic_continues_with_its_policy():

@@ -24,7 +24,7 @@ def test_one_timer_per_process_also_under_upstreams_path():
 
 
 def test_seconds_of_one_name_add_up_until_reset():
-    """Two log-prob passes of a step are one number."""
+    """faults, timers without a CPU test: two log-prob passes of a step are one number."""
     for _ in range(2):
         with timer("log_probs"):
             time.sleep(0.01)

@@ -73,7 +73,7 @@ def records(run_dir):
 
 
 def test_a_record_is_one_line_with_its_step_and_its_values(tmp_path):
-    """The file is read without slime: plain JSON, tensors as numbers, the step beside the metrics."""
+    """faults, no local machine-readable record: the file is read without slime: plain JSON, tensors as numbers, the step beside the metrics."""
     import numpy as np
     import torch
 

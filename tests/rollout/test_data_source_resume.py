@@ -40,7 +40,7 @@ def step(source, rollout_id, count=3):
 
 
 def test_groups_and_samples_are_numbered_for_ever(make):
-    """Identity is given at dispatch; the same prompt text in two epochs makes two groups."""
+    """faults, epoch logic without a CPU test: identity is given at dispatch; the same prompt text in two epochs makes two groups."""
     source = make()
     groups = source.get_samples(13)
     assert [group[0].group_index for group in groups] == list(range(13))
@@ -51,12 +51,16 @@ def test_groups_and_samples_are_numbered_for_ever(make):
 
 
 def test_members_share_no_container(make):
-    """A hook that edits one member's metadata must not edit its siblings or the dataset."""
+    """faults, `deepcopy` of each prompt with its images n times: members have lists and dicts of their own and one image, which nobody edits."""
     source = make()
+    image = object()
+    for prompt in source.dataset.origin_samples:
+        prompt.multimodal_inputs = {"images": [image]}
     one, two = source.get_samples(1)[0]
     one.metadata["x"] = 1
     one.tokens.append(1)
     assert two.metadata == {} and two.tokens == [] and source.dataset[0].metadata == {}
+    assert one.multimodal_inputs["images"][0] is two.multimodal_inputs["images"][0] is image
 
 
 @pytest.mark.parametrize("save_at", [[0], [0, 1], [2], [0, 2, 4], [1, 5, 6]])

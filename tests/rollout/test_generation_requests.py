@@ -127,7 +127,7 @@ def test_stored_ids_equal_generated_ids_over_any_segments(segments, arrays):
     [(0, 8, None, 8), (3, 8, None, 5), (8, 8, None, 0), (0, 8, 12, 2), (2, 8, 12, 0), (0, None, 10, 0), (0, None, None, None)],
 )  # fmt: skip
 def test_the_budget_is_what_response_and_context_limit_leave(response, max_response, max_context, budget):
-    """The context limit holds while generating: a prompt of 10 with limit 12 leaves 2."""
+    """faults, `--rollout-max-context-len` not enforced: the context limit holds while generating: a prompt of 10 with limit 12 leaves 2."""
     sample = Sample(response_length=response)
     limits = {"max_response_len": max_response, "max_context_len": max_context}
     assert response_budget(sample, **limits, prompt_length=10) == budget

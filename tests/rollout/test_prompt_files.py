@@ -62,7 +62,7 @@ def test_a_path_with_brackets_that_are_no_slice_stays_a_path():
     ],
 )  # fmt: skip
 def test_a_bad_row_stops_with_file_line_reason_and_remedy(tmp_path, content, words):
-    """A silent skip would train on other data than the user gave."""
+    """faults, malformed JSON lines skipped, missing prompt key gives None: a silent skip would train on other data than the user gave."""
     path = write(tmp_path / "d.jsonl", content)
     with pytest.raises(ConfigError) as error:
         Dataset(path, None, None, None, prompt_key="input", label_key="label")
@@ -113,7 +113,7 @@ def test_nested_parquet_columns_read_the_same_in_one_row_group_and_in_many(tmp_p
 
 
 def test_memory_is_bounded_by_what_is_kept(tmp_path):
-    """A 100 MB file of which 100 rows are wanted must not be read into memory: growth stays under 20 MB."""
+    """faults, `Dataset` holds the whole file in memory: a 100 MB file of which 100 rows are wanted must not be read into memory: growth stays under 20 MB."""
     path = write(tmp_path / "big.jsonl", (json.dumps({"input": "x" * 1000}) + "\n") * 100_000)
     code = f"""
 import resource
@@ -190,7 +190,7 @@ def test_nothing_left_after_the_filter_is_an_error_with_counts(tmp_path):
 
 
 def test_shuffle_is_a_function_of_seed_and_epoch_and_leaves_the_global_generator_alone(tmp_path):
-    """Resumes re-make the order; a reseeded global generator would change everything else that is random."""
+    """faults, `shuffle` reseeds the global RNG: resumes re-make the order; a reseeded global generator would change everything else that is random."""
     path = numbered(tmp_path / "d.jsonl", 50)
     data, other = (Dataset(path, None, None, None, prompt_key="input", seed=7) for _ in range(2))
     random.seed(1)

@@ -157,7 +157,7 @@ def test_a_timeout_is_tried_again_under_a_new_request_id(rig):
 
 
 def test_a_4xx_is_never_tried_again_and_only_the_culprit_fails(rig):
-    """A refused group is repeated member by member; the refused member is asked once more and then marked."""
+    """faults, one failing generation ends the phase, FAILED unused: a refused group is repeated member by member; the refused member is then marked."""
     engine, args, source = rig(max_failed_ratio=0.5, rollout_batch_size=1, n_samples_per_prompt=2)
     engine.faults += [Fault(status=400), Fault(status=400)]
     output = generate_rollout(args, 0, source)
@@ -357,7 +357,7 @@ async def group_reward(args, samples, **kwargs):
 
 
 def test_a_failing_reward_call_marks_its_sample_and_not_the_run(rig):
-    """Reward None with the reason, never a made-up 0."""
+    """faults, one failing reward call ends the phase: reward None with the reason, never a made-up 0."""
     engine, args, source = rig(custom_rm_path=f"{__name__}.failing_reward", max_failed_ratio=0.2)
     samples = [sample for group in generate_rollout(args, 0, source).samples for sample in group]
     assert [sample.reward for sample in samples] == [2.5, 2.5, 2.5, None, 2.5, 2.5, 2.5, 2.5]

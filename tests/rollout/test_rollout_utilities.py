@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
 from support.fake_engine import FakeEngine, Fault
@@ -46,7 +48,7 @@ NUM_GPUS = 0
 
 
 def test_importing_the_rollout_side_is_fast_and_pulls_in_nothing_heavy():
-    """`slime train --help` and every test would pay for torch, ray or transformers."""
+    """faults, wandb imported unconditionally: `slime train --help` and every test would pay for torch, ray or transformers."""
     modules = "slime.rollout.sglang_rollout slime.rollout.rm_hub slime.rollout.data_source slime.utils.data slime.utils.misc".split()
     code = f"import sys, importlib\nfor m in {modules!r}: importlib.import_module(m)\n" + (
         "print([m for m in 'torch ray transformers megatron sglang wandb sympy numpy pyarrow'.split() if m in sys.modules])"
@@ -56,7 +58,7 @@ def test_importing_the_rollout_side_is_fast_and_pulls_in_nothing_heavy():
 
 
 def test_post_tries_again_after_5xx_and_never_after_4xx(monkeypatch):
-    """The same refused request would be refused again; pauses grow up to a cap."""
+    """faults, `_post` retries also for 4xx: the same refused request would be refused again; pauses grow up to a cap."""
     monkeypatch.setattr(http_utils, "FIRST_PAUSE_S", 0.001)
     body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 3}}
     with FakeEngine() as engine:
@@ -72,6 +74,35 @@ def test_post_tries_again_after_5xx_and_never_after_4xx(monkeypatch):
             run(http_utils.post(engine.url + "/generate", body, max_retries=2))
         assert len(engine.requests) == 8
     assert [http_utils.pause_before_try(n) for n in (1, 2, 3, 99)] == [0.001, 0.002, 0.004, http_utils.LONGEST_PAUSE_S]
+
+
+@pytest.mark.parametrize(("replies", "seen"), [((503, 500), 3), ((404,), 1), ((500,) * 9, 4)])
+def test_get_tries_again_where_post_does(monkeypatch, replies, seen):
+    """faults, `get` has no retry: a server that is busy once must not end the run; 4xx at once, 5xx after four tries are errors."""
+    monkeypatch.setattr(http_utils, "FIRST_PAUSE_S", 0.001)
+    left, asked = list(replies), []
+
+    async def answer(request):
+        asked.append(request.path)
+        return web.json_response({"status": "up"}, status=left.pop(0) if left else 200)
+
+    async def ask():
+        app = web.Application()
+        app.router.add_get("/info", answer)
+        server = TestServer(app)
+        await server.start_server()
+        try:
+            return await http_utils.get(str(server.make_url("/info")))
+        finally:
+            await http_utils.close_session()
+            await server.close()
+
+    if len(replies) == 2:
+        assert asyncio.run(ask()) == {"status": "up"}
+    else:
+        with pytest.raises(EngineError, match=str(replies[0])):
+            asyncio.run(ask())
+    assert asked == ["/info"] * seen
 
 
 def test_errors_survive_pickling_as_ray_sends_them():
