@@ -227,7 +227,7 @@ def _count_finish_reasons(chunk: Chunk) -> None:
         return
     rows = np.flatnonzero(((chunk.finish == 1) | (chunk.finish == 2)) & (chunk.response_lengths > 0) & (chunk.total_lengths > 0))
     last = _last_ids(chunk, rows)
-    ends = np.isin(last, list(eos))
+    ends = (last[:, None] == np.array(list(eos))).any(axis=1)
     chunk.counts["stop_without_eos"] += int(((chunk.finish[rows] == 1) & ~ends & (last >= 0)).sum())
     chunk.counts["length_with_eos"] += int(((chunk.finish[rows] == 2) & ends).sum())
 
