@@ -116,11 +116,9 @@ def codec_of(tokenizer: Any, config: GateConfig) -> Codec | None:
 
 def content_key(ids: np.ndarray, response: Any, rule: bytes) -> bytes:
     """Identity of (ids, text, rule): 16 bytes."""
-    digest = hashlib.blake2b(np.ascontiguousarray(ids, dtype=np.int64).data, digest_size=16)
-    digest.update(rule)
-    if isinstance(response, str):
-        digest.update(response.encode("utf-8", "surrogatepass"))
-    return digest.digest()
+    text = response.encode("utf-8", "surrogatepass") if isinstance(response, str) else b""
+    head = b"%d %b " % (len(ids), ids.dtype.str.encode())
+    return hashlib.blake2b(b"".join((rule, head, ids.tobytes(), text)), digest_size=16).digest()
 
 
 def classify_mismatch(

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,12 @@ def find_rejected_earlier(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
 
 
 def _is_true(value: Any) -> bool:
-    return isinstance(value, bool | np.bool_) and bool(value)
+    return value is True or (isinstance(value, np.bool_) and bool(value))
+
+
+def _rows_in(rows: np.ndarray, chosen: Container[int]) -> np.ndarray:
+    """[len(rows)] bool: which of the rows are in `chosen`."""
+    return np.array([row in chosen for row in rows.tolist()], dtype=bool) if chosen else np.zeros(len(rows), dtype=bool)
 
 
 def find_failed(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
@@ -53,7 +58,7 @@ def find_failed(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
 
 def find_no_identity(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
     """Samples whose group, index or metadata is of a wrong type: nobody can say whose baseline they belong to."""
-    return np.array([row in chunk.identity_problems for row in rows.tolist()], dtype=bool)
+    return _rows_in(rows, chunk.identity_problems)
 
 
 def find_aborted(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
@@ -128,8 +133,9 @@ def find_log_prob_mismatch(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
     """Log-probs that are absent under a policy that needs them, or not one per response token."""
     lengths, config = chunk.log_prob_lengths[rows], chunk.config
     missing = lengths == -1
-    chunk.counts["missing_log_probs"] += int(missing.sum())
-    if missing.any():
+    num_missing = np.count_nonzero(missing)
+    chunk.counts["missing_log_probs"] += num_missing
+    if num_missing:
         if config.log_prob_policy is MissingLogProbs.ERROR:
             position = int(rows[np.flatnonzero(missing)[0]])
             raise RolloutDataError(
@@ -182,7 +188,7 @@ def find_blank(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
         chunk.counts["decoded"] += len(undecided)
         texts = chunk.codec.decode([chunk.response_ids(row) for row in undecided.tolist()], without=chunk.codec.unseen)
         hidden = {row for row, text in zip(undecided.tolist(), texts, strict=True) if is_blank(text)}
-        blank = np.array([row in hidden for row in rows.tolist()], dtype=bool)
+        blank = _rows_in(rows, hidden)
     return blank
 
 
@@ -293,7 +299,7 @@ def find_misaligned(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
             )
             if replace and not finding.text_is_response:
                 chunk.texts[row] = chunk.text_of(np.array([row]))[row].strip()
-    return np.array([row in failed for row in rows.tolist()], dtype=bool)
+    return _rows_in(rows, failed)
 
 
 def _text_findings(chunk: Chunk, rows: np.ndarray) -> dict[int, TextFinding]:
@@ -301,7 +307,8 @@ def _text_findings(chunk: Chunk, rows: np.ndarray) -> dict[int, TextFinding]:
     codec, stops = chunk.codec, chunk.config.stop_strings
     assert codec is not None, "needs_text is False for every row without a codec"
     rule = repr((stops, chunk.config.compare_text)).encode()
-    keys = {row: content_key(chunk.response_ids(row), chunk.samples[row].response, rule) for row in rows.tolist()}
+    ids_of = {row: chunk.response_ids(row) for row in rows.tolist()}
+    keys = {row: content_key(ids, chunk.samples[row].response, rule) for row, ids in ids_of.items()}
     # one look each: another thread's check may push an entry out in between
     findings = {row: found for row, key in keys.items() if (found := codec.cache.get(key)) is not None}
     fresh = np.array([row for row in rows.tolist() if row not in findings], dtype=np.int64)
@@ -312,7 +319,7 @@ def _text_findings(chunk: Chunk, rows: np.ndarray) -> dict[int, TextFinding]:
             chunk.set_text_view(row, chunk.samples[row].response)
     texts = chunk.text_of(fresh)
     for row in fresh.tolist():
-        text, ids = chunk.samples[row].response, chunk.response_ids(row)
+        text, ids = chunk.samples[row].response, ids_of[row]
         cause = None
         if chunk.config.compare_text and isinstance(text, str) and text:
             cause = classify_mismatch(texts[row], text, special_strings=codec.special_strings, stop_strings=stops)
@@ -443,6 +450,11 @@ class Check:
     @functools.cached_property
     def name(self) -> str:
         return self.find.__name__.removeprefix("find_")
+
+    @functools.cached_property
+    def counter(self) -> str:
+        """The count of samples it looked at."""
+        return f"checked_{self.name}"
 
     def is_on(self, chunk: Chunk) -> bool:
         """Whether the check is made. Of a cut, `off` says that it trains, marked, and not that nobody looks."""

@@ -79,19 +79,16 @@ class Chunk:
                     f"Gate input {self.first_position + position} is {type(sample).__name__}, not a Sample. "
                     "Give Samples, or name an adapter (GateConfig.adapter) that makes one of this shape."
                 )
-            status.append(
-                _STATUS_CODES.get(sample.status, STATUS_UNKNOWN)
-                if isinstance(sample.status, Status)
-                else STATUS_UNKNOWN
-            )
+            status.append(_STATUS_CODES[sample.status] if type(sample.status) is Status else STATUS_UNKNOWN)
             reason = sample.finish_reason
             finish.append(FINISH_CODES.get(reason, 0) if isinstance(reason, str) else 0)
             length = sample.response_length
             is_count = isinstance(length, int | np.integer) and 0 <= length < 2**31
             response.append(int(length) if is_count else -1)
-            total.append(length_of(sample.tokens))
-            log_probs.append(length_of(sample.rollout_log_probs))
-            mask.append(length_of(sample.loss_mask))
+            for values, lengths in (
+                (sample.tokens, total), (sample.rollout_log_probs, log_probs), (sample.loss_mask, mask)
+            ):  # fmt: skip
+                lengths.append(len(values) if isinstance(values, list) else length_of(values))
             if (problem := identity_problem(sample)) is not None:
                 self.identity_problems[position] = problem
         self.status = np.array(status, dtype=np.int8)

@@ -180,8 +180,7 @@ def _judge_chunk(chunk: Chunk) -> Outcome:
     details: dict[int, str] = {}
     if chunk.config.trust_earlier_verdicts:
         for row, sample in enumerate(chunk.samples):
-            reason = earlier_reason(sample)
-            if reason is not None:
+            if sample.valid is not True and (reason := earlier_reason(sample)) is not None:
                 codes[row] = reason.code
     alive = np.flatnonzero(codes == 0)
     chunk.counts["judged_earlier"] += chunk.num_samples - len(alive)
@@ -192,8 +191,8 @@ def _judge_chunk(chunk: Chunk) -> Outcome:
             continue
         start = time.perf_counter()
         failed = check.find(chunk, alive)
-        chunk.counts[f"checked_{check.name}"] += len(alive)
-        if failed.any():
+        chunk.counts[check.counter] += len(alive)
+        if np.count_nonzero(failed):  # several times as fast as any()
             alive = _record(chunk, check, alive, failed, codes, findings, details)
         seconds[check.name] += time.perf_counter() - start
     _count_finish_reasons(chunk)
@@ -221,15 +220,15 @@ def _record(chunk: Chunk, check: Check, alive, failed, codes, findings, details)
 def _count_finish_reasons(chunk: Chunk) -> None:
     """Counts finish reasons, and how they agree with the last token: "stop" without an end token, "length" with one."""
     for code, name in enumerate(FINISH_NAMES):
-        chunk.counts[f"finish_{name}"] += int((chunk.finish == code).sum())
+        chunk.counts[f"finish_{name}"] += np.count_nonzero(chunk.finish == code)
     eos = chunk.config.eos_token_ids or (chunk.codec.eos_token_ids if chunk.codec is not None else frozenset())
     if not eos:
         return
     rows = np.flatnonzero(((chunk.finish == 1) | (chunk.finish == 2)) & (chunk.response_lengths > 0) & (chunk.total_lengths > 0))
     last = _last_ids(chunk, rows)
     ends = (last[:, None] == np.array(list(eos))).any(axis=1)
-    chunk.counts["stop_without_eos"] += int(((chunk.finish[rows] == 1) & ~ends & (last >= 0)).sum())
-    chunk.counts["length_with_eos"] += int(((chunk.finish[rows] == 2) & ends).sum())
+    chunk.counts["stop_without_eos"] += np.count_nonzero((chunk.finish[rows] == 1) & ~ends & (last >= 0))
+    chunk.counts["length_with_eos"] += np.count_nonzero((chunk.finish[rows] == 2) & ends)
 
 
 def _last_ids(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
