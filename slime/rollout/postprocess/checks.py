@@ -133,7 +133,7 @@ def find_log_prob_mismatch(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
     """Log-probs that are absent under a policy that needs them, or not one per response token."""
     lengths, config = chunk.log_prob_lengths[rows], chunk.config
     missing = lengths == -1
-    num_missing = np.count_nonzero(missing)
+    num_missing = int(np.count_nonzero(missing))
     chunk.counts["missing_log_probs"] += num_missing
     if num_missing:
         if config.log_prob_policy is MissingLogProbs.ERROR:

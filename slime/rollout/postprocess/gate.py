@@ -220,15 +220,15 @@ def _record(chunk: Chunk, check: Check, alive, failed, codes, findings, details)
 def _count_finish_reasons(chunk: Chunk) -> None:
     """Counts finish reasons, and how they agree with the last token: "stop" without an end token, "length" with one."""
     for code, name in enumerate(FINISH_NAMES):
-        chunk.counts[f"finish_{name}"] += np.count_nonzero(chunk.finish == code)
+        chunk.counts[f"finish_{name}"] += int(np.count_nonzero(chunk.finish == code))
     eos = chunk.config.eos_token_ids or (chunk.codec.eos_token_ids if chunk.codec is not None else frozenset())
     if not eos:
         return
     rows = np.flatnonzero(((chunk.finish == 1) | (chunk.finish == 2)) & (chunk.response_lengths > 0) & (chunk.total_lengths > 0))
     last = _last_ids(chunk, rows)
     ends = (last[:, None] == np.array(list(eos))).any(axis=1)
-    chunk.counts["stop_without_eos"] += np.count_nonzero((chunk.finish[rows] == 1) & ~ends & (last >= 0))
-    chunk.counts["length_with_eos"] += np.count_nonzero((chunk.finish[rows] == 2) & ends)
+    chunk.counts["stop_without_eos"] += int(np.count_nonzero((chunk.finish[rows] == 1) & ~ends & (last >= 0)))
+    chunk.counts["length_with_eos"] += int(np.count_nonzero((chunk.finish[rows] == 2) & ends))
 
 
 def _last_ids(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
