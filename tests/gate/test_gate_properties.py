@@ -2,8 +2,10 @@
 
 import copy
 import dataclasses
+import importlib.util
 import math
 import random
+import re
 import sys
 import time
 from pathlib import Path
@@ -170,6 +172,21 @@ def test_mutated_trajectories_of_other_engines_end_as_a_verdict_or_name_the_item
             errors += 1
             assert "input 1" in str(error), (i, raw)
     assert 0 < errors < 1500
+
+
+def test_the_benchmark_compares_loop_and_gate_on_the_same_samples(capsys):
+    """A81: both numbers are printed, the verdicts agree, and the limits are judged on what was measured; no time is asserted here."""
+    path = Path(__file__).resolve().parents[2] / "tools" / "bench" / "gate.py"
+    spec = importlib.util.spec_from_file_location("bench_gate", path)
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    broken = bench.bench_checks(160, 40)
+    printed = capsys.readouterr().out
+    ratios = [float(text) for text in re.findall(r"loop / gate +([0-9.]+) x", printed)]
+    shares = re.search(r"share of a 60 s iteration: loop ([0-9.]+) %, gate ([0-9.]+) %", printed)
+    assert len(ratios) == 3 and min(ratios) > 0 and shares is not None
+    too_slow = any("faster than the loop" in line for line in broken)
+    assert too_slow == (ratios[0] < 5) or abs(ratios[0] - 5) < 0.1, (ratios, broken)
 
 
 if __name__ == "__main__":
