@@ -30,7 +30,7 @@ from slime.utils.ragged import (
     num_entries,
     smallest_int_dtype,
 )
-from slime.utils.rollout_fields import CONTRACT, Extent, FieldSpec, Missing, Origin, Reduce, Rows, Scope
+from slime.utils.rollout_fields import CONTRACT, Extent, FieldSpec, Missing, Origin, Rows, Scope
 
 _ABSENT = object()
 
@@ -415,10 +415,13 @@ def localize(shard: Mapping[str, Any], dp_rank: int, *, dp_size: int | None = No
         spec = CONTRACT.find(name)
         if spec is None or not spec.per_sample:
             continue
-        if spec.ships_whole:
-            dict.__setitem__(batch, name, _take(batch.raw(name), partition))
-        elif spec.extent is Extent.WHOLE and spec.local_view:
-            dict.__setitem__(batch, spec.local_view, _take(batch.raw(name), partition))
+        view = name if spec.ships_whole else spec.local_view if spec.extent is Extent.WHOLE else None
+        value = batch.raw(name)
+        if view is None or value is None:
+            continue
+        if num_entries(value) != num_whole:
+            raise RolloutDataError(f"{name!r} has {num_entries(value)} entries, but the whole batch has {num_whole} samples.")
+        dict.__setitem__(batch, view, _take(value, partition))
     _check_counts(batch, num_local=len(partition), num_whole=num_whole)
     _check_micro_batches(batch, len(partition), dp_rank=dp_rank)
     if "owner_ranks" in batch:  # made by our own split: what must agree is there
@@ -550,8 +553,3 @@ def check_masks(batch: RolloutBatch) -> None:
             raise RolloutDataError(
                 f"The loss mask at position {i} has the value {int(mask.max())}; a loss mask holds 0 and 1."
             )
-
-
-def metric_fields() -> list[FieldSpec]:
-    """The declared fields that become metrics, in contract order."""
-    return [spec for spec in CONTRACT if spec.reduce is not Reduce.NONE]
