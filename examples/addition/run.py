@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,32 @@ def two_stages(recipes: Path, evaluation: str, *, data: Path, run_dir: Path, ext
     grpo += ["--hf-checkpoint", warm / "model", "--run-dir", run_dir, *extra]
     stages = (("the warm-up", "sft.yaml", sft), ("GRPO", "grpo.yaml", grpo))
     return [(name, [*slime, "--config", str(recipes / recipe), *map(str, rest)]) for name, recipe, rest in stages]
+
+
+def run_two_stages(
+    name: str,
+    argv: Sequence[str] | None,
+    *,
+    prepare: Any,
+    commands: Callable[..., list[tuple[str, list[str]]]],
+    conclude: Callable[..., int],
+) -> int:
+    """The command line of the example `name`: its module `prepare`, its stages `commands(data, run_dir, extra)`, and `conclude(run_dir, started=...)`,
+    which gives the exit status."""
+    started = time.monotonic()
+    parser = argparse.ArgumentParser(prog=f"python -m examples.{name}.run", allow_abbrev=False)
+    parser.add_argument("--run-dir", type=Path, help=f"Folder of this run; default: runs/{name}-<start time>.")
+    parser.add_argument("--data", type=Path, default=prepare.DATA, help="Folder of the data and the untrained model.")
+    options, extra = parser.parse_known_args(argv)
+    run_dir = (options.run_dir or ROOT / "runs" / time.strftime(f"{name}-%Y%m%d-%H%M%S")).resolve()
+    data = prepare.prepare(options.data.resolve())
+    try:
+        for stage, command in commands(data, run_dir, extra):
+            run_stage(stage, command)
+    except StageFailed as failure:
+        print(f"{failure}; its messages are above", file=sys.stderr)
+        return failure.status
+    return conclude(run_dir, started=started)
 
 
 def run_stage(stage: str, command: Sequence[str]) -> None:

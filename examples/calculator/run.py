@@ -8,13 +8,12 @@ the run's books do not balance.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from examples.addition.run import ROOT, StageFailed, run_stage, two_stages
+from examples.addition.run import run_two_stages, two_stages
 from examples.calculator import prepare
 from slime.observability.report import read_run, summarize_run
 
@@ -28,20 +27,7 @@ def commands(data: Path, run_dir: Path, extra: Sequence[str]) -> list[tuple[str,
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    started = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0], allow_abbrev=False)
-    parser.add_argument("--run-dir", type=Path, help="Folder of this run; default: runs/calculator-<start time>.")
-    parser.add_argument("--data", type=Path, default=prepare.DATA, help="Folder of the data and the untrained model.")
-    options, extra = parser.parse_known_args(argv)
-    run_dir = (options.run_dir or ROOT / "runs" / time.strftime("calculator-%Y%m%d-%H%M%S")).resolve()
-    data = prepare.prepare(options.data.resolve())
-    try:
-        for name, command in commands(data, run_dir, extra):
-            run_stage(name, command)
-    except StageFailed as failure:
-        print(f"{failure}; its messages are above", file=sys.stderr)
-        return failure.status
-    return conclude(run_dir, started=started)
+    return run_two_stages("calculator", argv, prepare=prepare, commands=commands, conclude=conclude)
 
 
 def conclude(run_dir: Path, *, started: float) -> int:
