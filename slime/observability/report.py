@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from slime.observability.jsonl import read_jsonl
 
 LEDGER = "rollout/ledger/"
+GATE_SHARE = "gate/time/share_of_iteration"
 WEIGHT_SIGNS = ("train/weights_checksum_changed", "train/weight_delta")
 
 # label -> names that may carry it, the first that a run has wins
@@ -224,6 +226,9 @@ def summarize_run(run: RunRecords, checks: Checks = Checks()) -> Summary:
             facts.append(f"weights: changed in {sum(map(bool, values))} of {len(values)} updates")
     if checks.reward:
         problems += find_reward_problems(run)
+    if GATE_SHARE in run.series:
+        shares = run.numbers(GATE_SHARE)[1]
+        facts.append(f"gate: {statistics.median(shares):.1%} of an iteration (median of {len(shares)}; largest {max(shares):.1%})")
     if run.num_unreadable:
         facts.append(f"metrics: {run.num_unreadable} torn lines were skipped")
     return Summary(rows, facts, problems)

@@ -52,6 +52,18 @@ def changed(change):
         yield key, step, change(key, step, dict(metrics))
 
 
+def test_the_summary_says_what_the_gate_costs(tmp_path):
+    """Its share of the iteration, of which the first rollout has none to compare with."""
+
+    def with_share(key, step, metrics):
+        share = {"gate/time/share_of_iteration": None if step == 0 else 0.05 if step == 7 else 0.02}
+        return metrics | share if key == "rollout/step" else metrics
+
+    summary = summarize_run(read_run(write_run(tmp_path, changed(with_share))))
+    (line,) = [fact for fact in summary.facts if fact.startswith("gate:")]
+    assert line.startswith("gate: 2.0% of an iteration (median of ") and line.endswith("; largest 5.0%)")
+
+
 def problems_of(folder, records):
     return summarize_run(read_run(write_run(folder, records))).problems
 
