@@ -12,6 +12,7 @@ import torch
 from support.options import write_run_inputs
 
 from slime import train
+from slime.backends.megatron_utils.model import _in_local_order
 from slime.backends.megatron_utils.update_weight.disk import update_problem
 from slime.backends.megatron_utils.weights_backup import WeightsBackup
 from slime.backends.torch_engine.engine_config import engine_config_from_args
@@ -29,6 +30,19 @@ def holding(value):
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(model.weight, value)
     return model
+
+
+def test_outputs_of_a_forward_pass_come_back_in_the_order_of_the_samples():
+    """Rows become one column; a function of one's own may also give a number per sample, or rows of several numbers."""
+    rows = [torch.full((n + 1,), float(n)) for n in range(3)]
+    wide = [torch.full((n, 2), float(n)) for n in range(3)]
+    numbers = [torch.tensor(float(n)) for n in range(3)]
+    walked = [[2, 0], [1]]
+    collected = [(torch.zeros(()), {"a": [rows[i] for i in w], "b": [wide[i] for i in w], "c": [numbers[i] for i in w]}) for w in walked]
+    results = _in_local_order(collected, walked, "my_")
+    for name, expected in (("my_a", rows), ("my_b", wide), ("my_c", numbers)):
+        assert all(map(torch.equal, results[name], expected)) and len(results[name]) == 3
+    assert results.raw("my_a").values.tolist() == [0, 1, 1, 2, 2, 2]
 
 
 def test_moved_weight_set_makes_room_for_the_next():

@@ -256,8 +256,9 @@ def _in_local_order(
             continue
         values = [tensor for _, outputs in collected for tensor in outputs[key]]
         by_position = dict(zip(positions, values, strict=True))
-        # one column: what follows, metrics among them, reads one piece of memory and not one per micro-batch
-        results[prefix + key] = Ragged.of_tensors([by_position[position] for position in range(len(positions))])
+        ordered = [by_position[position] for position in range(len(positions))]
+        # one column: what follows, metrics among them, reads one piece of memory and not one per micro-batch; a number per sample has no rows
+        results[prefix + key] = Ragged.of_tensors(ordered) if ordered[0].dim() else ordered
     return results
 
 
