@@ -57,6 +57,7 @@ for _name in ("__setitem__", "__delitem__", "__iadd__", "__imul__", "append", "c
 
 
 def _from_array(array: np.ndarray) -> NumberList:
+    array.flags.writeable = False  # a copy and a pickle of a read-only array can be written to
     return NumberList(array.tolist(), array=array)
 
 

@@ -77,6 +77,7 @@ def test_copies_are_independent_lists_with_the_same_numbers(copied):
     values = number_list(np.array([0.1, -2.5], dtype=np.float32))
     other = copied(values)
     assert type(other) is NumberList and other == values and known_array(other).tolist() == values
+    assert not known_array(other).flags.writeable
     other[0] = 7.0
     assert values[0] == float(np.float32(0.1)) and known_array(values) is not None
     plain = copied(NumberList([1, None]))
