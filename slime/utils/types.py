@@ -154,7 +154,9 @@ class Sample:
     @property
     def effective_response_length(self) -> int:
         """Trainable response tokens: the mask's sum, or the response length without a mask."""
-        return sum(self.loss_mask if isinstance(self.loss_mask, list) else number_list(self.loss_mask)) if self.loss_mask is not None else self.response_length
+        if self.loss_mask is None:
+            return self.response_length
+        return sum(self.loss_mask if isinstance(self.loss_mask, list) else number_list(self.loss_mask))
 
     def append_response_tokens(
         self,
