@@ -96,14 +96,15 @@ def run_two_stages(
     name: str,
     argv: Sequence[str] | None,
     *,
+    description: str,
     prepare: Any,
     commands: Callable[..., list[tuple[str, list[str]]]],
     conclude: Callable[..., int],
 ) -> int:
-    """The command line of the example `name`: its module `prepare`, its stages `commands(data, run_dir, extra)`, and `conclude(run_dir, started=...)`,
-    which gives the exit status."""
+    """The command line of the example `name`: what --help says of it, its module `prepare`, its stages `commands(data, run_dir, extra)`, and
+    `conclude(run_dir, started=...)`, which gives the exit status."""
     started = time.monotonic()
-    parser = argparse.ArgumentParser(prog=f"python -m examples.{name}.run", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog=f"python -m examples.{name}.run", description=description, allow_abbrev=False)
     parser.add_argument("--run-dir", type=Path, help=f"Folder of this run; default: runs/{name}-<start time>.")
     parser.add_argument("--data", type=Path, default=prepare.DATA, help="Folder of the data and the untrained model.")
     options, extra = parser.parse_known_args(argv)

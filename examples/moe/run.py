@@ -30,7 +30,8 @@ def commands(data: Path, run_dir: Path, extra: Sequence[str]) -> list[tuple[str,
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_two_stages("moe", argv, prepare=prepare, commands=commands, conclude=conclude)
+    description = __doc__.split("\n", 1)[0]
+    return run_two_stages("moe", argv, description=description, prepare=prepare, commands=commands, conclude=conclude)
 
 
 def conclude(run_dir: Path, *, started: float) -> int:
