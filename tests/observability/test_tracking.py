@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -280,7 +281,10 @@ def test_wandb_offline_run_holds_records_with_their_own_axes(tmp_path, monkeypat
     logging_utils.finish_tracking(args)
     assert tracking.lost == {}
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    content = file.read_bytes()
+    deadline = time.monotonic() + 20
+    # wandb's own process answers before it has closed the file
+    while b"eval/accuracy" not in (content := file.read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert b"eval/accuracy" in content and b"rollout/reward" in content
     assert b"secret-of-nobody" not in content
 
