@@ -174,7 +174,7 @@ def plugins_can_be_found(args: argparse.Namespace) -> list[str]:
                 problems.append(f"{flag_of(name)} {path}: not a dotted name like package.module.function.")
             elif importlib.util.find_spec(package) is None:
                 problems.append(
-                    f"{flag_of(name)} {path}: there is no module {package!r} on the Python path. Run from its folder, or set PYTHONPATH."
+                    f"{flag_of(name)} {path}: there is no module {package!r} on the Python path. Set PYTHONPATH to the folder that holds it."
                 )
     return problems
 

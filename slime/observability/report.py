@@ -171,7 +171,7 @@ def find_reward_problems(run: RunRecords) -> list[str]:
     if name is None:
         return [f"no reward: no record has {' or '.join(FAMILIES['reward'])}"]
     values = run.numbers(name)[1]
-    if max(values) - min(values) <= 1e-9:
+    if len(values) > 1 and max(values) - min(values) <= 1e-9:
         return [
             f"reward did not move: {name} is {values[0]:g} in all {len(values)} rollouts. "
             "Does the reward function tell responses apart?"

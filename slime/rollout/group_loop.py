@@ -111,6 +111,7 @@ class GroupLoop:
         self.dropped: collections.Counter[str] = collections.Counter()
         self.dropped_groups: list[tuple[str, list]] = []  # used up and not in the batch
         self.drop_verdicts: dict[int, DynamicFilterOutput] = {}  # by number of submission
+        self.drops_to_say = 2 * args.rollout_batch_size  # twice as many each time
         self.submitted: list[list[Sample]] = []  # by number of submission, as they were fetched
         self.number_of: dict[asyncio.Task, int] = {}
         self.engine_aborts: collections.Counter[int] = collections.Counter()  # by number of submission
@@ -166,6 +167,24 @@ class GroupLoop:
         if drop:
             self.state.remaining_batch_size -= 1
             self.drop_verdicts[number] = verdict
+            self._say_drops()
+
+    def _say_drops(self) -> None:
+        """Says that the filter drops most of what is generated, which from outside looks like an engine that hangs."""
+        if len(self.drop_verdicts) < self.drops_to_say:
+            return
+        self.drops_to_say *= 2
+        reasons = collections.Counter(verdict.reason or "dropped" for verdict in self.drop_verdicts.values())
+        logger.warning(
+            "rollout %d: %s dropped %d groups (%s) and kept %d of the %d that the batch needs. Look at the rewards: does any group have "
+            "two different ones?",
+            self.rollout_id,
+            self.args.dynamic_sampling_filter_path,
+            len(self.drop_verdicts),
+            ", ".join(f"{count} {reason}" for reason, count in reasons.most_common()),
+            len(self.builder.kept),
+            self.args.rollout_batch_size,
+        )
 
     def _drop(self, reason: str, group: list) -> None:
         self.dropped[reason] += len(list(iter_samples(group)))

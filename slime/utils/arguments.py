@@ -121,9 +121,14 @@ def gate_problems(args: argparse.Namespace) -> list[str]:
     from slime.rollout.postprocess.shell import gate_config_from_args
 
     try:
-        gate_config_from_args(args)
+        config = gate_config_from_args(args)
     except ConfigError as error:
         return [str(error)]
+    longest = args.rollout_max_response_len
+    if longest is not None and config.min_response_tokens > longest:
+        return [
+            f"--gate-min-response-tokens {config.min_response_tokens} exceeds --rollout-max-response-len {longest}: no response could be valid."
+        ]
     return []
 
 

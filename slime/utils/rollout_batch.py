@@ -51,7 +51,7 @@ class RolloutBatch(dict):
     ) -> None:
         super().__init__()
         self.stage = stage
-        self.info: dict[str, Any] = dict(info or {})  # json-able: num_whole, dp_rank, dp_size, pad_to, row_offsets, ...
+        self.info: dict[str, Any] = dict(info or {})  # small: num_whole, dp_rank, dp_size, pad_to, row_offsets, declared, ...
         self.cache: dict[str, Any] = {}  # derived layouts, never shipped
         for name, value in dict(entries).items():
             dict.__setitem__(self, name, value)
@@ -402,6 +402,8 @@ def localize(shard: Mapping[str, Any], dp_rank: int, *, dp_size: int | None = No
     the partition is not a set of positions, is not what the schedule gave this rank, or a list has another rank's length.
     """
     batch = shard.copy() if isinstance(shard, RolloutBatch) else RolloutBatch(shard)
+    for spec in batch.info.get("declared", ()):
+        CONTRACT.add(spec)  # nothing else imports a rollout plug-in here
     if "partition" not in batch:
         raise RolloutDataError(
             f"The shard for data-parallel rank {dp_rank} has no 'partition'; its keys are {sorted(batch)}."

@@ -173,6 +173,11 @@ class Contract:
             raise RolloutDataError(f"The field {spec.name!r} is {kind}: {known}. Choose another name for {spec}.")
         self._specs[spec.name] = spec
 
+    @property
+    def of_plug_ins(self) -> tuple[FieldSpec, ...]:
+        """The declarations that are not slime's own."""
+        return tuple(spec for spec in self if spec.name not in self._builtin)
+
     def remove(self, name: str) -> None:
         """Forgets a plug-in's field (for tests and for reloading plug-ins). slime's own fields stay."""
         if name in self._builtin:
@@ -367,7 +372,8 @@ CONTRACT = Contract(
 
 
 def declare_field(name: str, *, scope: Scope = Scope.SAMPLE, **kw: Any) -> FieldSpec:
-    """Adds a plug-in's field to the contract and returns its `FieldSpec`. Call it at import time of the plug-in, in every process.
+    """Adds a plug-in's field to the contract and returns its `FieldSpec`. Call it at import time of the plug-in: what the rollout side knows
+    travels with the data and is declared on the training ranks as it arrives.
 
     `source` names the `Sample` attribute it is read from ("train_metadata.difficulty" reads a key); without it a custom converter provides
     the list. A TOKEN field needs `rows` and `wire_dtype`, unless `origin=Origin.TRAINING`. Declaring the same thing twice is fine;

@@ -19,7 +19,7 @@ from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_re
 from slime.utils.dp_schedule import ScheduleConfig
 from slime.utils.ragged import Ragged, as_array, smallest_int_dtype
 from slime.utils.rollout_batch import RolloutBatch, Stage, localize
-from slime.utils.rollout_fields import CONTRACT, Extent, Missing, Origin, Reduce, Rows, Scope, declare_field
+from slime.utils.rollout_fields import CONTRACT, Extent, FieldSpec, Missing, Origin, Reduce, Rows, Scope, declare_field
 from slime.utils.rollout_split import SplitConfig, plan_row_padding, plan_split, split_by_dp
 from slime.utils.types import Sample
 
@@ -69,6 +69,21 @@ def declared():
     yield declare
     for name in names:
         CONTRACT.remove(name)
+
+
+@pytest.mark.parametrize("dp_size", (1, 2))
+def test_a_field_that_only_the_rollout_side_declared_is_a_metric_on_the_training_ranks(declared, dp_size):
+    """Nothing imports a rollout plug-in on the ranks; without its declaration the field came without a metric and without a word."""
+    declared("answer_length", source="metadata.answer_length", wire_dtype="int32", reduce=Reduce.SAMPLE_MEAN)
+    samples = [make_sample(i, metadata={"answer_length": i}) for i in range(4)]
+    wire = [pickle.dumps(shard) for shard in split(convert(samples), dp_size).shards]
+    CONTRACT.remove("answer_length")  # as in the process of a rank
+    batches = [localize(pickle.loads(data), rank, dp_size=dp_size) for rank, data in enumerate(wire)]
+    assert merge_all([phase_contributions(batch) for batch in batches])["answer_length"] == 1.5
+    CONTRACT.remove("answer_length")
+    CONTRACT.add(FieldSpec("answer_length", Scope.SAMPLE, wire_dtype="float32"))
+    with pytest.raises(RolloutDataError, match="already declared differently"):
+        localize(pickle.loads(wire[0]), 0, dp_size=dp_size)
 
 
 # --- declarations ---------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ _CAUSES_OF_RATE = {
     InvalidReason.REPETITIVE: "sampling temperature, or a collapsing policy",
     InvalidReason.BAD_FORMAT: "sampling temperature, the chat template, or a policy that drifts from its format",
     InvalidReason.BAD_REWARD: "the reward function or its server",
+    InvalidReason.REJECTED: "the plug-in that sets valid=False; the raw snapshot's column detail has its words",
 }
 
 
