@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import sys
 import types
 from pathlib import Path
@@ -280,6 +281,19 @@ def test_dropped_groups_are_replaced_and_counted(rig):
     # Groups beyond the batch are served next, whatever was fetched ahead.
     following = generate_rollout(args, 1, source).samples
     assert [group[0].label for group in following][0] in ("9", "8")
+
+
+def test_a_filter_that_drops_nearly_everything_is_said_while_it_does(rig, caplog):
+    """From outside it looks like an engine that hangs: 4 groups are wanted, one prompt in six is kept."""
+    engine, args, source = rig(dynamic_sampling_filter_path=f"{__name__}.keep_sixth", over_sampling_batch_size=4)
+    with caplog.at_level(logging.WARNING):
+        generate_rollout(args, 0, source)
+    said = [record.getMessage() for record in caplog.records if "keep_sixth dropped" in record.getMessage()]
+    assert len(said) == 2 and "dropped 8 groups (8 not_a_sixth) and kept" in said[0] and "dropped 16 groups" in said[1]
+
+
+def keep_sixth(args, samples, **kwargs):
+    return DynamicFilterOutput(keep=int(samples[0].label) % 6 == 5, reason="not_a_sixth")
 
 
 def test_a_group_that_is_given_back_is_not_dropped(rig):
