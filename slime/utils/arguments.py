@@ -124,6 +124,8 @@ def gate_problems(args: argparse.Namespace) -> list[str]:
         config = gate_config_from_args(args)
     except ConfigError as error:
         return [str(error)]
+    if args.gate_snapshots < 0:
+        return [f"--gate-snapshots {args.gate_snapshots} is below 0, which keeps none."]
     longest = args.rollout_max_response_len
     if longest is not None and config.min_response_tokens > longest:
         return [

@@ -298,12 +298,13 @@ def test_a_check_is_one_function_and_one_line(monkeypatch):
 
     def find_shouting(chunk, rows):
         texts = chunk.text_of(rows)
-        return np.array([texts[row].isupper() for row in rows.tolist()], dtype=bool)
+        return np.array([len(texts[row]) > 20 and texts[row].isupper() for row in rows.tolist()], dtype=bool)
 
     shouting = Check(InvalidReason.BAD_FORMAT, find_shouting, lambda chunk, row: "all capitals", "bad_format")
     monkeypatch.setattr(gate_module, "CHECKS", (*CHECKS, shouting))
-    assert reason(response="LISTEN") == "bad_format" and reason(response="listen") is None
-    assert reason(GateConfig(level=Level.OFF), response="LISTEN") is None
+    loud = "LISTEN, ALL OF YOU, LISTEN"
+    assert reason(response=loud) == "bad_format" and reason(response="A") is None and reason(response=loud.lower()) is None
+    assert reason(GateConfig(level=Level.OFF), response=loud) is None
 
 
 def test_lengths_that_do_not_fit_are_refused_even_where_misaligned_text_is_kept():
