@@ -220,7 +220,7 @@ def make_shards(batch: RolloutBatch, plan: SplitPlan, config: SplitConfig) -> It
     for rank, partition in enumerate(plan.schedule.partitions):
         micro_batches = plan.schedule.micro_batch_indices[rank]
         positions = np.asarray(partition, dtype=np.int64)
-        info = {"num_whole": len(plan.owner_ranks_N), "dp_rank": rank, "dp_size": len(plan.schedule.partitions)}
+        info: dict[str, Any] = {"num_whole": len(plan.owner_ranks_N), "dp_rank": rank, "dp_size": len(plan.schedule.partitions)}
         info["declared"] = CONTRACT.of_plug_ins
         shard = RolloutBatch(stage=Stage.SHARD, info=info)
         gaps: dict[str, tuple[np.ndarray, int]] = {}
