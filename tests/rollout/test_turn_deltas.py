@@ -430,7 +430,7 @@ def test_the_code_in_the_documentation_runs():
     """docs/multi_turn.md is what people copy."""
     page = Path(__file__).resolve().parents[2] / "docs" / "multi_turn.md"
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    assert code.count("assert") == 2
+    assert code.count("assert") == 3
     exec(compile(code, str(page), "exec"), {})
 
 
