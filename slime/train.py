@@ -186,7 +186,8 @@ def _run_session(args: Any, loop: Callable[[Run], None], started: float) -> int:
                     loop(run)
             status = 0
         except KeyboardInterrupt as error:
-            print(f"interrupted ({error or 'SIGINT'}): everything is stopped; continue with --load", file=sys.stderr)
+            go_on = "; continue with --load" if args.save is not None else ""
+            print(f"interrupted ({str(error) or 'SIGINT'}): everything is stopped{go_on}", file=sys.stderr)
             status = 130
         except Exception as error:  # noqa: BLE001 - whatever it is, it is named, and the run fails
             status = print_failure(error)
