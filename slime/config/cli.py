@@ -145,7 +145,7 @@ def parse_command_line(argv: Sequence[str] | None = None, add_custom_arguments: 
 
     given = argparse.Namespace(**dict.fromkeys(own_names, NOT_GIVEN))
     given, unknown = parser.parse_known_args(list(outcome.words), given)
-    problems += parser.value_problems + _describe_unknown(unknown, declared)
+    problems += parser.value_problems + describe_unknown(unknown, declared)
     plugin = {name: value for name, value in vars(given).items() if name not in own_names}
     control = {flag: plugin.pop(flag[2:].replace("-", "_")) for flag in COMMAND_FLAGS}
 
@@ -214,7 +214,8 @@ def _join_negative_numbers(words: Sequence[str]) -> list[str]:
     return joined
 
 
-def _describe_unknown(words: Sequence[str], declared: Sequence[str]) -> list[str]:
+def describe_unknown(words: Sequence[str], declared: Sequence[str]) -> list[str]:
+    """A sentence for each of the words that no option took, with the nearest declared flag."""
     problems, after_flag = [], False
     for word in words:
         if not word.startswith("-") or NUMBER.fullmatch(word):

@@ -189,6 +189,9 @@ def test_command_lines_that_cannot_be_are_explained(tmp_path, capsys):
 
     assert main(["chek", "x"]) == 2 and "Commands: check" in capsys.readouterr().err
     assert slime(["gate", "check", str(tmp_path / "none.jsonl")]) == 2 and "does not exist" in capsys.readouterr().err
+    assert slime(["gate", "check", str(tmp_path)]) == 2 and "is a folder. Give a dump in it" in capsys.readouterr().err
+    assert slime(["gate", "check", "x", "--gate-min-response-tokns", "3"]) == 2
+    assert "Did you mean --gate-min-response-tokens?" in capsys.readouterr().err
     assert slime(["gate", "check", "x", "--gate-levl", "off"]) == 2
     assert slime(["gate", "align", dump(tmp_path, rollout(4, 0))]) == 2 and "--hf-checkpoint" in capsys.readouterr().err
     assert slime(["gate", "ends", dump(tmp_path, rollout(4, 0)), "--num", "0"]) == 2 and "--num 0" in capsys.readouterr().err

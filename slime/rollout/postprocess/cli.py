@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.config.cli import OptionParser, build_parser, format_help
+from slime.config.cli import OptionParser, build_parser, describe_unknown, format_help
 from slime.config.specs import all_specs
 from slime.exceptions import ConfigError
 from slime.observability.jsonl import read_jsonl
@@ -88,9 +88,10 @@ def _gate_args(words: list[str]) -> Any:
     """A namespace of the gate's options; the other options have their defaults, as in training."""
     parser: OptionParser = build_parser(all_specs())
     args, unknown = parser.parse_known_args(words)
-    problems = [*parser.value_problems, *(f"{word} is no option of slime gate" for word in unknown)]
+    flags = [flag for action in parser._actions for flag in action.option_strings if _is_ours(action.dest)]
+    problems = [*parser.value_problems, *describe_unknown(unknown, flags)]
     if problems:
-        raise ConfigError("; ".join(problems))
+        raise ConfigError(" ".join(problems))
     return args
 
 
@@ -100,6 +101,8 @@ def _load(path: Path, *, with_dropped: bool = False) -> list[Sample]:
         raise ConfigError(
             f"{path} does not exist. Give a dump that --save-debug-rollout-data wrote, or a raw_*.parquet snapshot."
         )
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder. Give a dump in it, or a snapshot: a run's are gate/raw_*.parquet in its folder.")
     if path.suffix == ".parquet":
         return read_snapshot(path, with_dropped=with_dropped)
     from slime.utils.rollout_dump import read_rollout_dump
