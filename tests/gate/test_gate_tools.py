@@ -77,6 +77,17 @@ def test_a_two_peaked_reward_with_many_zeros_asks_for_a_look(tmp_path):
     assert tools.reward_shape([]) == ["no valid sample has a reward"]
 
 
+def test_check_says_which_flag_of_the_run_is_missing(tmp_path, tokenizer_folder, capsys):
+    """A run that hid special tokens looks wholly misaligned to a check that shows them."""
+    samples, expected = load_corpus()
+    valid = [sample for sample, row in zip(samples, expected, strict=True) if row["reason"] is None][:30]
+    line = ["check", dump(tmp_path, valid), "--hf-checkpoint", tokenizer_folder]
+    main(line)
+    assert "give --rollout-skip-special-tokens if the run had it" in capsys.readouterr().out
+    main([*line, "--rollout-skip-special-tokens"])
+    assert "if the run had it" not in capsys.readouterr().out
+
+
 def test_align_lists_every_mismatch_with_its_cause_token_by_token(tmp_path, tokenizer_folder, capsys):
     """A98, A103: on the corpus the four causes are found where they were put, and nowhere else."""
     samples, expected = load_corpus()

@@ -172,6 +172,8 @@ def _check(own: argparse.Namespace, args: Any) -> int:
     result = postprocess_output_data(samples, config, tokenizer=tokenizer)
     print("\n".join(tools.reason_table(result)))
     print(result.statistics.summary())
+    if 2 * result.statistics.counts.get("cause_special_tokens", 0) > len(samples):
+        print("Most texts differ from their tokens in special tokens alone: give --rollout-skip-special-tokens if the run had it, leave it out if not.")
     return int(result.statistics.drop_rate > own.max_drop_rate)
 
 
