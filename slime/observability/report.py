@@ -226,8 +226,7 @@ def summarize_run(run: RunRecords, checks: Checks = Checks()) -> Summary:
             facts.append(f"weights: changed in {sum(map(bool, values))} of {len(values)} updates")
     if checks.reward:
         problems += find_reward_problems(run)
-    if GATE_SHARE in run.series:
-        shares = run.numbers(GATE_SHARE)[1]
+    if shares := run.numbers(GATE_SHARE)[1]:
         facts.append(f"gate: {statistics.median(shares):.1%} of an iteration (median of {len(shares)}; largest {max(shares):.1%})")
     if run.num_unreadable:
         facts.append(f"metrics: {run.num_unreadable} torn lines were skipped")

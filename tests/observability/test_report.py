@@ -62,6 +62,8 @@ def test_the_summary_says_what_the_gate_costs(tmp_path):
     summary = summarize_run(read_run(write_run(tmp_path, changed(with_share))))
     (line,) = [fact for fact in summary.facts if fact.startswith("gate:")]
     assert line.startswith("gate: 2.0% of an iteration (median of ") and line.endswith("; largest 5.0%)")
+    first = [record for record in changed(with_share) if record[1] == 0]
+    assert not [fact for fact in summarize_run(read_run(write_run(tmp_path, first))).facts if fact.startswith("gate:")]
 
 
 def problems_of(folder, records):
