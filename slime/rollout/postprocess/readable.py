@@ -17,18 +17,12 @@ _REPR.maxstring = _REPR.maxother = 100
 
 def is_identity(value: Any) -> bool:
     """True for None and for integers that fit 64 bits: what an index, a group or a rollout id may be."""
-    return value is None or (isinstance(value, int | np.integer) and -(2**63) <= int(value) < 2**63)
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or (type(value) is int and -(2**63) <= value < 2**63)
+    whole = type(value) is int or isinstance(value, int | np.integer)  # the first answers at once for nearly all
+    return value is None or (whole and -(2**63) <= int(value) < 2**63)
 
 
 def identity_problem(sample: Sample) -> str | None:
     """Which of the fields that say whose sample this is cannot be one, in words; None if all can."""
-    group, index, rollout, metadata = sample.group_index, sample.index, sample.rollout_id, sample.metadata
-    if _is_plain(group) and _is_plain(index) and _is_plain(rollout) and (metadata is None or type(metadata) is dict):
-        return None  # as nearly all are
     for name in ("group_index", "index", "rollout_id"):
         if not is_identity(value := getattr(sample, name)):
             return f"{name} is {_REPR.repr(value)} of type {type(value).__name__}, not an integer"
