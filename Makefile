@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help train test test-layouts lint clean
+.PHONY: help train test test-layouts test-mutants lint clean
 
 # The first interpreter that starts and is 3.10 to 3.13; `make PYTHON=/path/to/python3.12 train` overrides.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; do \
@@ -22,6 +22,7 @@ help:
 	@echo "make train         train the addition example: data, warm-up, GRPO, report (about 5 minutes, no GPU)"
 	@echo "make test          lint, repository shape, workflows, tests"
 	@echo "make test-layouts  every parallel layout with every algorithm, in real processes (minutes)"
+	@echo "make test-mutants  every planted fault against the tests that concern it; prints the survivors (half an hour)"
 	@echo "make lint          ruff and mypy only"
 	@echo "make clean         remove .venv and runs/"
 
@@ -49,6 +50,9 @@ test-layouts: $(STAMP)
 	@mkdir -p runs
 	@$(BIN)/python -m pytest -q -m slow_layouts --durations=15 --junitxml=runs/test-layouts-report.xml
 	@$(BIN)/python tools/layout_matrix.py $(ARGS)
+
+test-mutants: $(STAMP)
+	@$(BIN)/python tools/mutants/run.py --jobs 2 $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

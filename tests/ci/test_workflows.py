@@ -60,7 +60,9 @@ def checkout(tmp_path):
     start = text.index("<% set cpu_unittest = [")
     end = text.index("] %>", start)
     entries = "".join(f"  {{'test_file': '{name}', 'num_gpus': 0}},\n" for name in ("test_a.py", "sub/test_b.py"))
-    template.write_text(text[:start] + "<% set cpu_unittest = [\n" + entries + text[end:])
+    text = text[:start] + "<% set cpu_unittest = [\n" + entries + text[end:]
+    start = text.index("<% set slow_layouts = [")
+    template.write_text(text[:start] + "<% set slow_layouts = [\n" + text[text.index("] %>", start) :])
     (folder / "pr-test.yml").write_text(generator.render(template))
     tests = tmp_path / "tests"
     (tests / "sub").mkdir(parents=True)
@@ -88,6 +90,23 @@ def test_committed_workflow_is_what_its_template_renders_to():
 def test_every_test_file_of_this_repository_is_registered():
     """B19; faults, tests that never run: a file in no job is never run, and its green is nobody's."""
     assert generator.find_registration_problems(WORKFLOWS / "pr-test.yml", ROOT / "tests") == []
+
+
+def test_every_file_with_slow_layouts_is_in_the_job_that_runs_that_mark():
+    """`make test` and cpu-unittest leave them out: without a job of their own, re-sharding over four ranks would be tested by nobody."""
+    tests = ROOT / "tests"
+    marked = {p.relative_to(tests).as_posix() for p in tests.rglob("test_*.py") if "mark.slow_layouts" in p.read_text()}
+    marked -= {"ci/test_workflows.py"}
+    job = yaml.safe_load((WORKFLOWS / "pr-test.yml").read_text())["jobs"]["slow-layouts"]
+    assert "if" not in job and job["env"]["PYTEST_ADDOPTS"] == "-m slow_layouts"
+    assert {entry["test_file"] for entry in job["strategy"]["matrix"]["info"]} == marked
+
+
+def test_planted_faults_run_in_a_job_of_their_own():
+    """A sample of the table on every push: a test that stopped looking is noticed where it stopped."""
+    job = yaml.safe_load((WORKFLOWS / "pr-test.yml").read_text())["jobs"]["planted-faults"]
+    assert "if" not in job
+    assert job["steps"][-1]["run"] == "python tools/mutants/run.py --sample 30 --seed 0 --jobs 2"
 
 
 def test_no_change_is_too_small_for_the_cpu_tests():

@@ -1,0 +1,146 @@
+"""The table of planted faults can be planted, covers every part of the code, and its runner tells a killed fault from a survivor."""
+
+import importlib.util
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+NUM_GPUS = 0
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ROOT / "tools" / "mutants"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"mutants_{name}", TOOLS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+table, run = load("table"), load("run")
+
+MINIMUM_TOTAL = 300
+MINIMUM_BY_AREA = {
+    "algorithms": 40,
+    "checkpoint": 30,
+    "engine": 60,
+    "layout": 40,
+    "metrics": 25,
+    "schedule": 30,
+    "split": 40,
+    "tools": 20,
+    "weights": 25,
+}
+
+
+def fault(**changes):
+    values = {
+        "id": "part-a",
+        "area": "part",
+        "file": "slime/part.py",
+        "kind": "off by one",
+        "old": "n + 1",
+        "new": "n",
+        "tests": ("tests/test_part.py",),
+    }
+    return table.Fault(**{**values, **changes})
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A repository with one function and two tests of it, of which one looks."""
+    (tmp_path / "slime").mkdir()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "slime" / "part.py").write_text("def following(n):\n    return n + 1\n")
+    (tmp_path / "tests" / "test_part.py").write_text(
+        "from slime.part import following\n\n\ndef test_looks():\n    assert following(1) == 2\n\n\ndef test_does_not():\n    following(1)\n"
+    )
+    return tmp_path
+
+
+def test_every_fault_can_be_planted():
+    """Code that moved takes its faults along: old text that is there once, tests that exist, ids that are unique."""
+    assert table.find_problems(table.read_faults()) == []
+
+
+def test_every_part_of_the_code_has_its_share_of_faults():
+    """A net with a hole in it says nothing about what falls through."""
+    counts = Counter(fault.area for fault in table.read_faults())
+    assert {area: counts[area] for area in MINIMUM_BY_AREA if counts[area] < MINIMUM_BY_AREA[area]} == {}
+    assert set(counts) == set(MINIMUM_BY_AREA) and counts.total() >= MINIMUM_TOTAL
+
+
+def test_at_most_three_percent_of_the_faults_are_explained_away():
+    """An explanation says in words why nobody could notice."""
+    faults = table.read_faults()
+    explained = [fault for fault in faults if fault.equivalent]
+    assert all(len(fault.equivalent.split()) >= 5 for fault in explained)
+    assert len(explained) <= 0.03 * len(faults)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"old": "n + 2"}, "'n + 2' occurs 0 times in slime/part.py, not once"),
+        ({"old": "n", "new": "m"}, "'n' occurs 4 times in slime/part.py, not once"),
+        ({"new": "n + 1"}, "part-a changes nothing"),
+        ({"file": "slime/gone.py"}, "slime/gone.py is not there"),
+        ({"tests": ("tests/test_gone.py",)}, "tests/test_gone.py is not there"),
+        ({"tests": ("tests/test_part.py::test_sees",)}, "tests/test_part.py has no test_sees"),
+        ({"area": "whole"}, "its id must start with whole-"),
+    ],
+)
+def test_a_fault_that_cannot_be_planted_is_named(small, changes, said):
+    """The one problem that the entry has, and nothing else."""
+    assert table.find_problems([fault()], small) == []
+    (problem,) = table.find_problems([fault(**changes)], small)
+    assert said in problem
+
+
+def test_an_entry_with_a_field_too_few_or_too_many_is_refused():
+    """A misspelt `equivalent` must not turn a survivor into a failure of the run."""
+    entry = {"id": "a-b", "file": "f", "kind": "k", "old": "o", "new": "n", "tests": "t"}
+    assert table.read_fault("a", entry).tests == ("t",)
+    with pytest.raises(ValueError, match=r"missing \['kind'\]"):
+        table.read_fault("a", {**entry, "kind": None})
+    with pytest.raises(ValueError, match=r"not known \['equivalant'\]"):
+        table.read_fault("a", {**entry, "equivalant": "x"})
+
+
+def test_a_fault_is_killed_by_a_test_that_looks_and_survives_one_that_does_not(small):
+    """And the copy is what it was before, for the next fault."""
+    before = (small / "slime" / "part.py").read_text()
+    verdicts = {}
+    for name in ("test_looks", "test_does_not", "test_of_another_name"):
+        planted = fault(tests=(f"tests/test_part.py::{name}",))
+        verdicts[name] = run.plant_and_run(small, planted, timeout=60).verdict
+    assert verdicts == {"test_looks": "killed", "test_does_not": "survived", "test_of_another_name": "broken"}
+    assert (small / "slime" / "part.py").read_text() == before
+    endless = fault(new="n + following(n)", tests=("tests/test_part.py::test_looks",))
+    assert run.plant_and_run(small, endless, timeout=60).verdict == "killed"
+
+
+def test_a_survivor_is_right_only_where_the_table_explains_it():
+    """And an explained fault that is killed after all makes the explanation wrong."""
+    explained = fault(equivalent="nothing reads it")
+    outcomes = {(f.equivalent, v): run.Outcome(f, v, 0.0, "").is_right for f in (fault(), explained) for v in ("killed", "survived", "broken")}
+    assert {key for key, right in outcomes.items() if right} == {(None, "killed"), ("nothing reads it", "survived")}
+
+
+def test_a_sample_is_the_same_for_the_same_seed_and_names_are_checked():
+    """CI must not be red today and green tomorrow by chance."""
+    faults = [fault(id=f"part-{i}") for i in range(50)] + [fault(id="other-0", area="other")]
+    first = run.select(faults, [], sample=30, seed=0)
+    assert first == run.select(faults, [], sample=30, seed=0) != run.select(faults, [], sample=30, seed=1)
+    assert len({fault.id for fault in first}) == 30
+    assert [fault.id for fault in run.select(faults, ["other", "part-7"], sample=None, seed=0)] == ["part-7", "other-0"]
+    with pytest.raises(ValueError, match="no area and no fault is called part-99"):
+        run.select(faults, ["part-99"], sample=None, seed=0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

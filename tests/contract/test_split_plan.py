@@ -1,0 +1,131 @@
+"""The plan of a split: what the options make of it, and which samples each of its numbers is about."""
+
+import types
+
+import numpy as np
+import pytest
+
+from slime.exceptions import ConfigError, RolloutDataError
+from slime.utils.dp_schedule import ScheduleConfig
+from slime.utils.rollout_batch import localize
+from slime.utils.rollout_split import SplitConfig, _owners, make_shards, plan_gaps, plan_split
+
+NUM_GPUS = 0
+
+OPTIONS = {
+    "rollout_batch_size": 8,
+    "n_samples_per_prompt": 4,
+    "global_batch_size": None,
+    "num_steps_per_rollout": 2,
+    "keep_trailing_rollouts": False,
+    "data_pad_size_multiplier": 16,
+    "micro_batch_size": 1,
+    "use_dynamic_batch_size": False,
+    "max_tokens_per_gpu": None,
+}
+
+
+def config_of(parallel=None, **options):
+    return SplitConfig.from_args(types.SimpleNamespace(**{**OPTIONS, **options}), {"dp_size": 2, **(parallel or {})})
+
+
+def lists(totals, **fields):
+    """A converter's dict: samples of these many tokens, all but the first of each in the response."""
+    return {
+        "tokens": [list(range(total)) for total in totals],
+        "loss_masks": [[1] * (total - 1) for total in totals],
+        "response_lengths": [total - 1 for total in totals],
+        "rewards": [0.0] * len(totals),
+        **fields,
+    }
+
+
+def plan_of(data, *, size=None, cap=None, dp_size=1):
+    count = len(data["tokens"])
+    return plan_split(data, SplitConfig(size or count, size or count, ScheduleConfig(dp_size, dp_size, token_cap=cap)))
+
+
+def test_options_become_the_split_that_they_ask_for():
+    """8 prompts of 4 samples in 2 steps are steps of 16; a row's padding is for one tensor-parallel group, and is the trainer's under CP."""
+    config = config_of({"tp_size": 2})
+    assert (config.global_batch_size, config.expected_rollouts, config.keep_trailing, config.pad_to) == (16, 32, False, 32)
+    assert config_of(keep_trailing_rollouts=True).keep_trailing
+    assert config_of({"cp_size": 2, "tp_size": 2}).pad_to == 0
+    assert config_of(global_batch_size=5).global_batch_size == 5
+    assert config_of(num_steps_per_rollout=99).global_batch_size == 1
+    with pytest.raises(ConfigError, match="Give --global-batch-size, or --num-steps-per-rollout"):
+        config_of(num_steps_per_rollout=None)
+
+
+def test_denominators_follow_the_rollout_and_not_the_position():
+    """Rollouts 6, 5, 6, 5 of 1, 2, 3 and 4 trained tokens: 1 + 3 and 2 + 4."""
+    _, plan = plan_of(lists([2, 3, 4, 5], rollout_ids=[6, 5, 6, 5]))
+    assert plan.rollout_mask_sums_N.tolist() == [4, 6, 4, 6]
+    assert plan.rollout_sample_counts_N.tolist() == [2, 2, 2, 2]
+
+
+def test_the_schedule_knows_the_lengths_of_the_samples_that_train():
+    """The first sample is rejected: 10 and 90 tokens share a micro-batch of 100, which its 100 and the 10 would not."""
+    _, plan = plan_of(lists([100, 10, 90], valid=[False, True, True]), cap=100)
+    assert plan.schedule.num_microbatches == [1]
+    assert plan.schedule.partitions == [[1, 2]]
+
+
+def test_trailing_samples_are_named_by_their_place_in_the_whole_batch():
+    """Of samples 1, 2 and 3 (0 is rejected) a step takes two; what is left over is sample 3."""
+    _, plan = plan_of(lists([5, 5, 5, 5], valid=[False, True, True, True]), size=2)
+    assert (plan.schedule.partitions, plan.schedule.dropped) == ([[1, 2]], [3])
+    assert plan.owner_ranks_N.tolist() == [-1, 0, 0, -1]
+
+
+@pytest.mark.parametrize("partitions", [[[0, 0]], [[0], [0]]], ids=["twice on a rank", "on two ranks"])
+def test_a_sample_belongs_to_one_rank_once(partitions):
+    """It would count twice in the gradient."""
+    with pytest.raises(RolloutDataError, match="twice, or to two ranks"):
+        _owners(partitions, 2)
+
+
+def test_each_rollout_has_one_vote_in_the_mean_of_raw_rewards():
+    """Two samples of one rollout share it; a sample that was rejected or not scored has none, and its sibling has the whole."""
+    data = lists(
+        [2] * 5,
+        rollout_ids=[0, 0, 1, 1, 2],
+        raw_reward=[1.0, 0.0, 1.0, float("nan"), 7.0],
+        valid=[True, True, True, True, False],
+    )
+    config = SplitConfig(3, 3, ScheduleConfig(1, 1))
+    batch, plan = plan_split(data, config)
+    (shard,) = make_shards(batch, plan, config)
+    assert shard["raw_reward_weights"] == [0.5, 0.5, 1.0, 0.0, 0.0]
+
+
+def test_every_sample_that_trains_must_fit_its_lengths():
+    """Not the first alone: the third has four log-probs for three response tokens."""
+    data = lists([4, 4, 4], rollout_log_probs=[[0.0] * 3, [0.0] * 3, [0.0] * 4])
+    with pytest.raises(RolloutDataError, match=r"rollout_log_probs\[2\] has 4 rows, expected 3"):
+        plan_of(data)
+    with pytest.raises(RolloutDataError, match="position 1 has response_length -1"):
+        plan_of(lists([4, 4], response_lengths=[3, -1], loss_masks=[[1] * 3, []]))
+
+
+def test_masks_stand_where_their_tokens_are_predicted():
+    """Prompts 2 and 3, responses 3 and 1 in a row of 16 and an empty one of 8: each mask begins one place before its response."""
+    gaps, rows = plan_gaps(np.array([5, 4]), np.array([3, 1]), [[0, 1], []], 8)
+    padding, lead = gaps["tokens"]
+    assert (padding.tolist(), lead, rows) == ([0, 7 + 8], 0, [0, 16, 24])
+    padding, lead = gaps["loss_masks"]
+    # sample 0 is at 0: its response is predicted at 1, 2, 3; sample 1 is at 5: its response token 8 is predicted at 7
+    assert lead == 1 and lead + 3 + padding[0] == 7 and 7 + 1 + padding[1] == 24
+
+
+def test_an_invalid_sample_neither_trains_nor_blocks_the_batch():
+    """Its lists need not fit; the shard of the others arrives."""
+    data = lists([4, 4], valid=[True, False], rollout_log_probs=[[0.0] * 3, []])
+    config = SplitConfig(1, 1, ScheduleConfig(1, 1))
+    batch, plan = plan_split(data, config)
+    (shard,) = make_shards(batch, plan, config)
+    assert localize(shard, 0)["partition"] == [0] and plan.dropped == {"invalid": 1}
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
