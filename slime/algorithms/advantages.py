@@ -191,7 +191,8 @@ def masked_generalized_advantages(
 
 @dataclasses.dataclass(frozen=True)
 class Estimator:
-    """`compute` works on full responses when `whole_response`, otherwise on any part of them; `needs_values` asks for a critic."""
+    """`compute` works on full responses when `whole_response`, otherwise on any part of them; `needs_values` asks for a critic, whose
+    estimator the trainer calls with full responses too."""
 
     compute: Callable[[ResponseColumns, EstimatorConfig], tuple[torch.Tensor, torch.Tensor]]
     whole_response: bool = False
@@ -204,7 +205,7 @@ ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
     "cispo": Estimator(group_advantages),
     "rloo": Estimator(group_advantages),
     "dr_grpo": Estimator(group_advantages),
-    "ppo": Estimator(ppo_advantages, whole_response=True, needs_values=True),
+    "ppo": Estimator(ppo_advantages, needs_values=True),
     "reinforce_plus_plus": Estimator(reinforce_plus_plus_advantages, whole_response=True),
     "reinforce_plus_plus_baseline": Estimator(reinforce_plus_plus_baseline_advantages),
 }

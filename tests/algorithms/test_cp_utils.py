@@ -147,8 +147,9 @@ def test_reducers_refuse_wrong_lengths_and_name_the_sample():
     with pretend_rank():
         with pytest.raises(RolloutDataError, match="loss_masks of sample 1 .* 1 entries, expected 2"):
             cp_utils.get_sum_of_sample_mean([5, 5], [3, 2], [torch.ones(3), torch.ones(1)])
-        with pytest.raises(RolloutDataError, match="3 loss denominators for 2 samples"):
-            cp_utils.get_sum_of_sample_mean([5, 5], [3, 2], [torch.ones(3), torch.ones(2)], [1, 1, 1])
+        for denominators in ([1, 1, 1], [1]):
+            with pytest.raises(RolloutDataError, match=f"{len(denominators)} loss denominators for 2 samples"):
+                cp_utils.get_sum_of_sample_mean([5, 5], [3, 2], [torch.ones(3), torch.ones(2)], denominators)
         with pytest.raises(RolloutDataError, match="got 4 entries, .* 5 response tokens"):
             cp_utils.get_sum_of_sample_mean([5, 5], [3, 2], [torch.ones(3), torch.ones(2)])(torch.ones(4))
 

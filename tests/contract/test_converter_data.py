@@ -219,7 +219,10 @@ def test_a_rejected_sample_may_lack_a_number_that_the_others_have(declared, wire
     declared("difficulty", source="metadata.difficulty", wire_dtype=wire_dtype)
     samples = make_samples(difficulty=[1, 2, 3, None])
     samples[3].valid = False
-    assert by_position(arrive(convert(samples)), "difficulty") == {0: 1, 1: 2, 2: 3}
+    columns = convert(samples)
+    assert by_position(arrive(columns), "difficulty") == {0: 1, 1: 2, 2: 3}
+    # what stands in for it is no number where the dtype has that: a mean over all samples must not read a 0
+    assert np.isnan(columns.array("difficulty")[3]) if wire_dtype == "float32" else columns.array("difficulty")[3] == 0
 
 
 @pytest.mark.parametrize("mask", [[0, 0, 0], np.zeros(3, np.uint8), torch.zeros(3)])
@@ -246,6 +249,11 @@ def swap_two(shard, name):
     shard[name] = [entries[1], entries[0], *entries[2:]]
 
 
+def _first_sample_twice(micro_batches):
+    """As many entries as before; the sample at local position 1 is not among them."""
+    return [[0 if i == 1 else i for i in indices] for indices in micro_batches]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -254,10 +262,13 @@ def swap_two(shard, name):
         (lambda s: swap_two(s, "tokens"), r"tokens\[0\] has .* rows"),
         (lambda s: s.update(micro_batch_indices=s["micro_batch_indices"] + [[]]), "micro-batches where its steps have"),
         (lambda s: s.update(micro_batch_indices=[[0]] * len(s["micro_batch_indices"])), "do not hold each of its"),
+        (lambda s: s.update(micro_batch_indices=_first_sample_twice(s["micro_batch_indices"])), "do not hold each of its"),
+        (lambda s: s.update(num_microbatches=[0]), r"where its steps have \[0\]"),
         (lambda s: s.update(num_microbatches=[99]), r"where its steps have \[99\]"),
         (lambda s: s.update(owner_ranks=[0] * 8), "not what was scheduled"),
+        (lambda s: s.update(owner_ranks=[1 - rank for rank in s["owner_ranks"]]), "not what was scheduled"),
     ],
-    ids=["partition", "total_lengths", "tokens", "too many", "repeated", "counts", "owners"],
+    ids=["partition", "total_lengths", "tokens", "too many", "repeated", "swapped for another", "fewer", "counts", "owners", "other owners"],
 )
 def test_a_shard_that_was_changed_on_the_wire_is_refused(change, said):
     """B24: right counts are not enough; order, lengths and micro-batches must agree with each other."""

@@ -120,8 +120,43 @@ def test_first_fit_fills_in_given_order_and_static_blocks_are_consecutive():
     assert partitions == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
+def test_a_last_static_block_that_is_not_full_is_a_micro_batch_too():
+    """Five samples in blocks of two are three micro-batches: the fifth one trains."""
+    partitions, micro_batches, counts, _ = build_dp_schedule(
+        bare_args(micro_batch_size=2), parallel(1), [5] * 5, global_batch_size=5, rollout_indices=list(range(5))
+    )
+    assert (partitions, micro_batches, counts) == ([[0, 1, 2, 3, 4]], [[[0, 1], [2, 3], [4]]], [3])
+
+
+def test_options_become_the_schedule_that_they_ask_for():
+    """Each option reaches the plan; --balance-by-flops balances ranks too, and "balanced" packing weighs samples by their FLOPs."""
+    config = ScheduleConfig.from_args(bare_args(micro_batch_packing="balanced"), parallel(2, cp_size=2))
+    assert (config.packing, config.balance_data, config.flops) == ("balanced", False, FlopsModel.from_args(bare_args()))
+    config = ScheduleConfig.from_args(bare_args(balance_by_flops=True), parallel(2))
+    assert config.balance_data and config.balance_by_flops and config.flops == FlopsModel.from_args(bare_args())
+    assert ScheduleConfig.from_args(bare_args(), parallel(2)).flops is None
+    with pytest.raises(ConfigError, match="--use-dynamic-batch-size needs --max-tokens-per-gpu"):
+        ScheduleConfig.from_args(bare_args(use_dynamic_batch_size=True), parallel(2))
+    with pytest.raises(ConfigError, match="need the model's sizes"):
+        ScheduleConfig.from_args(bare_args(balance_data=True, hidden_size=None), parallel(2))
+
+
+def test_parts_of_equal_flops_are_not_parts_of_equal_tokens():
+    """Squares of [6, 5, 4, 3, 2] are 36 + 9 = 25 + 16 + 4; tokens would be 6 + 4 = 5 + 3 + 2."""
+    config = ScheduleConfig(
+        dp_size=1, align=1, token_cap=10, balance_by_flops=True, flops=FlopsModel(linear=0.0, quadratic=1.0)
+    )
+    plan = plan_schedule([6, 5, 4, 3, 2], range(5), step_sizes=[5], config=config)
+    assert sorted(sorted(plan.partitions[0][i] for i in items) for items in plan.micro_batch_indices[0]) == [[0, 3], [1, 2, 4]]
+
+
 def test_context_parallel_size_widens_the_cap_and_vpp_aligns_the_count():
     """The cap is per GPU; interleaved pipelines need a multiple of their group of micro-batches."""
+    args = bare_args(use_dynamic_batch_size=True, max_tokens_per_gpu=50)
+    _, micro_batches, counts, _ = build_dp_schedule(
+        args, parallel(1, cp_size=2), [60, 40], global_batch_size=2, rollout_indices=[0, 1]
+    )
+    assert (micro_batches, counts) == ([[[0, 1]]], [1])  # 100 tokens are 50 on each of two GPUs
     args = bare_args(use_dynamic_batch_size=True, max_tokens_per_gpu=50)
     config = parallel(2, cp_size=2, vpp_size=2, group=4)
     partitions, micro_batches, counts, _ = build_dp_schedule(
@@ -243,6 +278,9 @@ def test_splitting_bins_halves_the_fullest_and_stops_at_singletons():
     assert sorted(map(sorted, bins)) == [[0], [1, 2, 3], [4]]
     expand_bins_by_splitting(bins, 99, [8, 1, 1, 6, 100])
     assert sorted(map(sorted, bins)) == [[0], [1], [2], [3], [4]]
+    bins = [[0, 1], [2, 3]]
+    expand_bins_by_splitting(bins, 3, [1, 1, 9, 9])
+    assert sorted(map(sorted, bins)) == [[0, 1], [2], [3]]
 
 
 class CountingLengths(list):
@@ -282,6 +320,9 @@ def test_karmarkar_karp_balances_and_equal_size_means_equal_count():
         karmarkar_karp([8, 7, 6, 5, 4], 2, equal_size=True)
     assert [len(part) for part in get_seqlen_balanced_partitions(list(range(12)), 3, equal_size=True)] == [4, 4, 4]
     assert sorted(i for part in greedy_partition([3, 1, 2, 2], 2, equal_size=True) for i in part) == [0, 1, 2, 3]
+    # the long one takes one of the two places of its part, whatever its sum; without places the sums decide: 4 + 1 = 3 + 2
+    assert greedy_partition([5, 1, 1, 1], 2, equal_size=True) == [[0, 3], [1, 2]]
+    assert greedy_partition([1, 2, 3, 4], 2, equal_size=False) == [[3, 0], [2, 1]]
     assert get_reverse_idx([2, 0, 1]) == [1, 2, 0]
 
 
@@ -318,8 +359,23 @@ def test_balanced_packing_of_anything_keeps_its_promises():
         assert all(sum(lengths[i] for i in items) <= cap or len(items) == 1 for bins in packed for items in bins)
 
 
+def test_two_samples_of_more_than_half_the_cap_never_share_a_bin():
+    """Three of 60 tokens need three bins of 100, though their sum fits into two."""
+    assert minimum_bins(np.array([60, 60, 60]), cap=100) == 3
+    assert minimum_bins(np.array([50, 50, 50]), cap=100) == 2
+    assert minimum_bins(np.array([130, 10]), cap=100) == 2
+
+
 def test_the_report_tells_bins_fill_and_imbalance():
     """An operator sees how well a step is packed."""
+    first_fit = ScheduleConfig(dp_size=1, align=1, token_cap=100)
+    (report,) = plan_schedule([60, 60, 80], range(3), step_sizes=[3], config=first_fit).steps
+    assert (report.num_micro_batches, report.lower_bound) == (3, 2)  # 200 tokens would fit two of 100
+    static = ScheduleConfig(dp_size=2, align=2)
+    plan = plan_schedule([30, 10, 10, 10, 5, 5], range(6), step_sizes=[4, 2], config=static)
+    # ranks have 40 and 20 tokens, 30 on average; then 5 and 5: the worst step is what an operator looks for
+    assert [step.work_max_over_mean for step in plan.steps] == [40 / 30, 1.0]
+    assert plan.metrics()["schedule/work_max_over_mean"] == 40 / 30
     config = ScheduleConfig(dp_size=2, align=2, token_cap=100, packing="balanced")
     plan = plan_schedule([60, 40, 50, 50], range(4), step_sizes=[4], config=config)
     report = plan.steps[0]
@@ -364,7 +420,13 @@ def test_moe_and_mla_sizes_change_the_estimate():
     moe = types.SimpleNamespace(
         **{**SIZES, "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_layer_freq": [0, 1]}
     )
-    assert FlopsModel.from_args(moe).linear < FlopsModel.from_args(types.SimpleNamespace(**SIZES)).linear
+    attention, dense, head = 2 * (2 * 64 * 8 * 16 + 2 * 4 * 16 * 64), 2 * 64 * 128 * 3, 2 * 64 * 100
+    assert FlopsModel.from_args(moe).linear == attention + dense + head + 2 * 64 * (2 * 32) * 3 + 2 * 64 * 8
+    moe.moe_shared_expert_intermediate_size = 16
+    assert FlopsModel.from_args(moe).linear == attention + dense + head + 2 * 64 * (2 * 32 + 16) * 3 + 2 * 64 * 8
+    every_second = types.SimpleNamespace(**{**vars(moe), "num_layers": 3, "moe_layer_freq": 2})
+    listed = types.SimpleNamespace(**{**vars(moe), "num_layers": 3, "moe_layer_freq": [1, 0, 1]})
+    assert FlopsModel.from_args(every_second) == FlopsModel.from_args(listed)
     mla = types.SimpleNamespace(
         **SIZES,
         multi_latent_attention=True,

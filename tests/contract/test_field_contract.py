@@ -288,6 +288,9 @@ def test_expert_ids_travel_in_the_smallest_integers():
     experts = np.full((9, 2, 4), 127, dtype=np.int64)
     shard = next(split(convert([make_sample(0, rollout_routed_experts=experts)])).shards)
     assert shard.raw("rollout_routed_experts").values.dtype == np.uint8
+    # one size for the whole batch: the sample with expert 300 needs two bytes, whoever comes first
+    samples = [make_sample(i, rollout_routed_experts=np.full((9 + i, 2, 4), top)) for i, top in enumerate((300, 3))]
+    assert next(split(convert(samples)).shards).raw("rollout_routed_experts").values.dtype == np.int16
     assert smallest_int_dtype(-1, 300) == "int16" and smallest_int_dtype(0, 2**40) == "int64"
 
 

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from slime.config.cli import parse_command_line
 from slime.exceptions import RolloutDataError
 from slime.rollout import columns
 from slime.rollout.columns import ColumnsConfig, compute_rewards
@@ -84,6 +85,28 @@ def test_samples_of_one_execution_are_one_member():
     """faults, compact siblings count as members: executions with rewards 1 (three samples) and 0 (one) have mean .5, not .75."""
     values, _ = normalize([1, 1, 1, 0], [0] * 4, rollout_ids=[5, 5, 5, 6])
     assert values == [0.5, 0.5, 0.5, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "options", "expected"),
+    [
+        ("grpo", [], [2 / (3**0.5 + 1e-6), -1 / (3**0.5 + 1e-6), -1 / (3**0.5 + 1e-6)]),
+        ("gspo", [], [2 / (3**0.5 + 1e-6), -1 / (3**0.5 + 1e-6), -1 / (3**0.5 + 1e-6)]),
+        ("cispo", [], [2 / (3**0.5 + 1e-6), -1 / (3**0.5 + 1e-6), -1 / (3**0.5 + 1e-6)]),
+        ("grpo", ["--disable-grpo-std-normalization"], [2, -1, -1]),
+        ("dr_grpo", [], [2, -1, -1]),
+        ("reinforce_plus_plus_baseline", [], [2, -1, -1]),
+        ("rloo", [], [3, -1.5, -1.5]),
+        ("ppo", [], [3, 0, 0]),
+        ("reinforce_plus_plus", [], [3, 0, 0]),
+        ("grpo", ["--disable-rewards-normalization"], [3, 0, 0]),
+    ],
+)
+def test_each_estimator_has_the_baseline_of_its_paper(estimator, options, expected):
+    """Rewards (3, 0, 0) of one group: mean 1, deviation sqrt(3); Dr. GRPO is GRPO without the division, RLOO subtracts the others' mean."""
+    config = ColumnsConfig.from_args(parse_command_line(["--advantage-estimator", estimator, *options]).args)
+    samples = [Sample(index=i, group_index=0, tokens=[1, 2], response_length=1, reward=r) for i, r in enumerate((3.0, 0.0, 0.0))]
+    assert list(compute_rewards(samples, config)[1]) == pytest.approx(expected)
 
 
 def test_leave_one_out_subtracts_the_others():
