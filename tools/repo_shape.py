@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, int], ...] = (
     ("slime.utils.types", 1),
     ("slime.utils.rollout_fields", 1),
     ("slime.utils.number_list", 1),
+    ("slime.utils.exact_json", 1),
     ("slime.algorithms*", 2),
     ("slime.utils.rollout_batch", 2),
     ("slime.utils.dp_schedule", 2),

@@ -14,6 +14,8 @@ from typing import Any
 
 import orjson
 
+from slime.utils import exact_json
+
 
 def plain_value(value: Any) -> Any:
     """Returns `value` as something JSON has: tensors and numpy scalars of one element as numbers, not-a-number as a
@@ -36,7 +38,7 @@ def plain_value(value: Any) -> Any:
 def encode(record: dict[str, Any]) -> bytes:
     """Returns one JSON line with its newline. Keys are text; values may be nested dicts, lists and anything
     `plain_value` takes."""
-    return orjson.dumps(record, default=plain_value, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE)
+    return exact_json.dumps(record, default=plain_value, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE)
 
 
 class JsonlWriter:
@@ -93,7 +95,7 @@ class JsonlTail:
             if not line:
                 continue
             try:
-                record = orjson.loads(line)
+                record = exact_json.loads(line)
             except orjson.JSONDecodeError:
                 self.malformed += 1
                 continue

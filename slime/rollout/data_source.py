@@ -22,6 +22,7 @@ from typing import Any
 import orjson
 
 from slime.exceptions import ConfigError
+from slime.utils import exact_json
 from slime.utils.data import Dataset
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
@@ -361,7 +362,7 @@ def write_json(path: Path, state: dict[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
-            file.write(orjson.dumps(state, option=orjson.OPT_SERIALIZE_NUMPY))
+            file.write(exact_json.dumps(state, option=orjson.OPT_SERIALIZE_NUMPY))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -372,7 +373,7 @@ def write_json(path: Path, state: dict[str, Any]) -> None:
 def read_state(path: Path) -> dict[str, Any]:
     """The state in a file of `write_json`. ConfigError for a damaged one."""
     try:
-        return orjson.loads(path.read_bytes())
+        return exact_json.loads(path.read_bytes())
     except orjson.JSONDecodeError as error:
         raise ConfigError(
             f"the data position {str(path)!r} is damaged ({error}). Resume from an earlier rollout."
@@ -399,7 +400,7 @@ def _encode_sample(sample: Sample) -> dict[str, Any]:
         if hasattr(values[name], "tolist"):
             values[name] = values[name].tolist()
     try:
-        orjson.dumps(values)
+        exact_json.dumps(values)
     except orjson.JSONEncodeError as error:
         raise ConfigError(
             f"sample {sample.index} is unfinished and cannot be saved with the data position: {error}. "

@@ -12,7 +12,7 @@ from slime.rollout.failures import FailureCounter
 from slime.rollout.group_loop import report_progress
 from slime.utils.data import Dataset
 from slime.utils.eval_config import EvalDatasetConfig, eval_datasets_of
-from slime.utils.types import Sample
+from slime.utils.types import Sample, chosen_reward
 
 # Samples of one HTTP request in evaluation, where prompts usually have one sample each.
 MERGED_SIZE = 32
@@ -152,7 +152,7 @@ def eval_columns(args: Any, samples: list[Sample]) -> dict[str, list]:
     scored = [sample for sample in samples if sample.reward is not None]
     key = args.eval_reward_key or args.reward_key
     return {
-        "rewards": [sample.reward[key] if key else sample.reward for sample in scored],
+        "rewards": [chosen_reward(sample.reward, key, index=sample.index) for sample in scored],
         "truncated": [sample.status is Sample.Status.TRUNCATED for sample in scored],
         "samples": scored,
     }

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from slime.exceptions import RolloutDataError
+from slime.utils.types import chosen_reward
 
 STD_EPSILON = 1e-6
 SPREAD_TOLERANCE = 1e-9  # relative: 0.1 + 0.2 and 0.3 are the same reward
@@ -104,14 +105,7 @@ def reward_number(reward: Any, reward_key: str | None, *, index: Any = None) -> 
 
     `RolloutDataError` naming the keys for a dict without a usable `reward_key`, or for something that is not a number.
     """
-    if isinstance(reward, dict):
-        if not reward_key or reward_key not in reward:
-            raise RolloutDataError(
-                f"The reward of sample {index} is a dict with keys {sorted(map(str, reward))}; "
-                + (f"it has no key {reward_key!r}. " if reward_key else "")
-                + "Choose one of them with --reward-key."
-            )
-        reward = reward[reward_key]
+    reward = chosen_reward(reward, reward_key, index=index)
     if reward is None:
         return math.nan
     try:

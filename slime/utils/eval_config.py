@@ -68,8 +68,10 @@ class EvalDatasetConfig:
     message_processor: Any = None
     reward_model: Any = None
     remote_environment: Any = None
+    rm_type_is_fallback: dataclasses.InitVar[bool] = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, rm_type_is_fallback: bool) -> None:
+        self._rm_type_is_fallback = rm_type_is_fallback
         if self.min_eval_samples is not None and self.min_eval_samples <= 0:
             raise ConfigError(f"evaluation {self.name!r}: min_eval_samples is {self.min_eval_samples}; it must be > 0.")
         if not isinstance(self.metadata_overrides, dict):
@@ -86,9 +88,13 @@ class EvalDatasetConfig:
         return (*keys, media, self.apply_chat_template, repr(sorted(self.apply_chat_template_kwargs.items())))
 
     def inject_metadata(self, metadata: dict | None) -> dict[str, Any]:
-        """A new dict: the row's metadata, then this dataset's reward type, then its overrides."""
+        """A new dict: the row's metadata with a reward type, then this dataset's overrides.
+
+        A type that the evaluation's configuration names replaces the row's own; --rm-type is for rows without one, as in
+        training.
+        """
         merged = dict(metadata or {})
-        if self.rm_type is not None:
+        if self.rm_type is not None and not (self._rm_type_is_fallback and merged.get("rm_type")):
             merged["rm_type"] = self.rm_type
         merged.update(self.metadata_overrides)
         return merged
@@ -135,7 +141,8 @@ def _build(args: Any, entry: dict[str, Any], defaults: dict[str, Any]) -> EvalDa
     values.update((name, value) for name, value in entry.items() if value is not None)
     if not values.get("path"):
         raise ConfigError(f"evaluation {entry['name']!r} has no path.")
-    return EvalDatasetConfig(**values)
+    is_fallback = entry.get("rm_type") is None and defaults.get("rm_type") is None
+    return EvalDatasetConfig(**values, rm_type_is_fallback=is_fallback)
 
 
 def _from_args(args: Any, field: str) -> Any:

@@ -23,6 +23,7 @@ import aiohttp
 import orjson
 
 from slime.exceptions import EngineError
+from slime.utils import exact_json
 from slime.utils.misc import is_port_free
 
 logger = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ async def request_once(
     Raises HttpStatusError for any status but 2xx, EngineError when the engine cannot be reached, closes the connection
     or does not answer in time.
     """
-    body = None if payload is None else orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
+    body = None if payload is None else exact_json.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
     send = {"Content-Type": "application/json", **(headers or {})} if body is not None else headers
     limit = aiohttp.ClientTimeout(total=_settings.timeout_s if timeout_s is None else timeout_s)
     try:
@@ -136,7 +137,7 @@ async def request_once(
     except (aiohttp.ClientError, OSError) as error:
         raise EngineError(f"{method} {url} failed: {type(error).__name__}: {error}") from error
     try:
-        return orjson.loads(content) if content else None
+        return exact_json.loads(content) if content else None
     except orjson.JSONDecodeError:
         return content.decode("utf-8", errors="replace")
 
@@ -146,7 +147,7 @@ async def stream_lines(
 ) -> AsyncIterator[bytes]:
     """The reply's lines as they arrive, without their ends. Errors as in `request_once`, also in the middle."""
     limit = aiohttp.ClientTimeout(total=_settings.timeout_s if timeout_s is None else timeout_s)
-    body = None if payload is None else orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
+    body = None if payload is None else exact_json.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
     send = {"Content-Type": "application/json"}
     try:
         async with _session().request(method, url, data=body, headers=send, timeout=limit) as reply:

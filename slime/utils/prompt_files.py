@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from slime.exceptions import ConfigError
+from slime.utils import exact_json
 
 SUFFIXES = (".jsonl", ".parquet")
 # A parquet batch holds about this many bytes, so that nested columns stay in one Arrow chunk whatever the file's size.
@@ -115,8 +114,8 @@ def _without_byte_order_mark(line: bytes, file: Path) -> bytes:
 
 def _parse_line(line: bytes, file: Path, number: int) -> dict[str, Any]:
     try:
-        data = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
+        data = exact_json.loads(line)
+    except exact_json.JSONDecodeError as error:
         start = line[:80].decode("utf-8", errors="replace").strip()
         raise ConfigError(
             f"{file}, line {number}: not valid JSON ({error}). The line begins with {start!r}. "

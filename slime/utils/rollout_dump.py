@@ -19,6 +19,7 @@ import numpy as np
 import orjson
 
 from slime.exceptions import ConfigError, RolloutDataError
+from slime.utils import exact_json
 from slime.utils.ragged import is_tensor
 from slime.utils.types import Sample
 
@@ -97,7 +98,7 @@ class RolloutDumper:
 
 def _encode_sample(sample: Sample) -> bytes:
     try:
-        return orjson.dumps(_encode(sample.to_dict()), default=_encode_object, option=_OPTIONS)
+        return exact_json.dumps(_encode(sample.to_dict()), default=_encode_object, option=_OPTIONS)
     except TypeError as error:
         # orjson wraps what `_encode_object` raised, which says more
         raise RolloutDataError(f"Sample {sample.index} cannot be dumped: {error.__cause__ or error}") from error
@@ -117,14 +118,14 @@ def _flatten(data: Any) -> Iterator[Sample]:
 def encode_json(value: Any) -> bytes:
     """One JSON text of `value`, which may hold arrays, tensors and floats that are no numbers. `RolloutDataError` for other objects."""
     try:
-        return orjson.dumps(_encode(value), default=_encode_object, option=_OPTIONS)
+        return exact_json.dumps(_encode(value), default=_encode_object, option=_OPTIONS)
     except TypeError as error:
         raise RolloutDataError(str(error.__cause__ or error)) from error
 
 
 def decode_json(text: bytes) -> Any:
     """What `encode_json` was given; tuples come back as lists."""
-    return _decode(orjson.loads(text))
+    return _decode(exact_json.loads(text))
 
 
 def _encode(value: Any) -> Any:
@@ -233,7 +234,7 @@ def _read_sample(path: Path, number: int, line: bytes) -> Sample:
 
 def _parse(path: Path, number: int, line: bytes) -> Any:
     try:
-        return orjson.loads(line)
+        return exact_json.loads(line)
     except orjson.JSONDecodeError as error:
         raise RolloutDataError(f"{path}, line {number}: not JSON ({error}).") from None
 

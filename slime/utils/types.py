@@ -9,6 +9,7 @@ import dataclasses
 import enum
 from typing import Any
 
+from slime.exceptions import RolloutDataError
 from slime.utils.number_list import joined, number_list
 
 RolloutBatch = dict[str, list]
@@ -148,8 +149,8 @@ class Sample:
         return sample
 
     def get_reward_value(self, args: Any) -> Any:
-        """`reward`, or `reward[args.reward_key]` where a key is set."""
-        return self.reward if not args.reward_key else self.reward[args.reward_key]
+        """`reward`, or `reward[args.reward_key]` where a key is set. RolloutDataError naming the keys where it is not one."""
+        return chosen_reward(self.reward, args.reward_key, index=self.index) if args.reward_key else self.reward
 
     @property
     def effective_response_length(self) -> int:
@@ -335,3 +336,16 @@ class MultimodalTypes:
     def get(cls, name: str) -> MultimodalType | None:
         """The kind of that name, None if unknown."""
         return next((kind for kind in cls.all() if kind.name == name), None)
+
+
+def chosen_reward(reward: Any, reward_key: str | None, *, index: Any = None) -> Any:
+    """The reward itself, or what a dict of rewards holds under `reward_key`. RolloutDataError names the keys where it lacks that key."""
+    if not isinstance(reward, dict):
+        return reward
+    if not reward_key or reward_key not in reward:
+        raise RolloutDataError(
+            f"The reward of sample {index} is a dict with keys {sorted(map(str, reward))}; "
+            + (f"it has no key {reward_key!r}. " if reward_key else "")
+            + "Choose one of them with --reward-key (in evaluation: --eval-reward-key)."
+        )
+    return reward[reward_key]

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.rewards import reward_number
 from slime.utils.types import Sample
 
 # Rewards closer than this are equal: 0.1 + 0.2 and 0.3 are one reward.
@@ -30,8 +31,8 @@ def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **k
 def usable_rewards(args: Any, samples: Iterable[Any]) -> list[float]:
     """The finite rewards of a group's valid members. None, NaN and invalid members are left out."""
     flat = (member for item in samples for member in (item if isinstance(item, list) else [item]))
-    values = [sample.get_reward_value(args) for sample in flat if sample.valid and sample.reward is not None]
-    return [float(value) for value in values if value is not None and math.isfinite(value)]
+    values = [reward_number(sample.reward, args.reward_key, index=sample.index) for sample in flat if sample.valid]
+    return [value for value in values if math.isfinite(value)]
 
 
 def _std(rewards: list[float]) -> float:
