@@ -20,6 +20,7 @@ from slime.config.derive import DerivedSizes, derived_sizes, process_layout
 from slime.config.specs import all_specs
 from slime.config.yaml_file import mask_urls, write_resolved_config
 from slime.exceptions import SlimeError
+from slime.utils.hooks import format_hooks
 
 PROMPTS_SHOWN = 3
 RANKS_SHOWN = 16
@@ -240,6 +241,9 @@ def dry_run(args: argparse.Namespace) -> int:
         _section("Derived sizes", format_sizes(sizes))
         layout = format_layout(sizes, ranks_per_node=args.actor_num_gpus_per_node, is_colocated=args.colocate)
         _section("Processes (training ranks, then engines)", layout)
+    hooks = format_hooks(args)
+    if hooks:
+        _section("Functions of yours (loaded, and called as slime calls them: docs/hooks.md)", hooks)
     try:
         return 0 if _probe_all(args) else 1
     except SlimeError as error:
@@ -285,7 +289,8 @@ def format_prompts(samples: Sequence[Any], tokenizer: Any, *, longest: int = 600
 
 def _probe_reward(args: argparse.Namespace, samples: Sequence[Any], tokenizer: Any) -> bool:
     if args.rm_type is None and args.custom_rm_path is None:
-        _section("Reward", ["- no reward function in this run"])
+        sets_it = args.custom_generate_function_path
+        _section("Reward", [f"- not tried: {sets_it} sets it" if sets_it else "- no reward function in this run"])
         return True
     if (args.rm_type or "").endswith("remote_rm"):
         _section("Reward", [f"- not tried: it is a server ({mask_urls(args.rm_url)})"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from slime.config.extension_points import help_of
 from slime.config.option import option
 
 LOSS_TYPES = ("policy_loss", "sft_loss", "custom_loss")
@@ -105,16 +106,7 @@ class AlgorithmOptions:
     recompute_loss_function: bool = option(False, "Recompute the loss in the backward pass: less memory, more time.")
     log_probs_chunk_size: int = option(-1, "Rows of logits per log-prob computation; -1: all at once.")
 
-    custom_loss_function_path: str | None = option(
-        None, "Function (args, batch, logits, sum_of_sample_mean) -> (loss, metrics) for --loss-type custom_loss."
-    )
-    custom_advantage_function_path: str | None = option(
-        None, "Function (args, rollout_data) that sets advantages and returns in place of the estimator."
-    )
-    custom_tis_function_path: str | None = option(
-        None, "Keyword function that returns (pg_loss, loss_masks, metrics) in place of truncated importance sampling."
-    )
-    custom_pg_loss_reducer_function_path: str | None = option(
-        None,
-        "Function (total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> reducer of the policy loss.",
-    )
+    custom_loss_function_path: str | None = option(None, help_of("custom_loss_function_path"))
+    custom_advantage_function_path: str | None = option(None, help_of("custom_advantage_function_path"))
+    custom_tis_function_path: str | None = option(None, help_of("custom_tis_function_path"))
+    custom_pg_loss_reducer_function_path: str | None = option(None, help_of("custom_pg_loss_reducer_function_path"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from slime.config.extension_points import help_of
 from slime.config.option import option
 
 PACKINGS = ("balanced", "first_fit")
@@ -59,10 +60,5 @@ class BatchingOptions:
     passrate_threshold: float | None = option(
         None, "A response counts as solved for pass@k from this raw reward on. Default: only a raw reward of exactly 1."
     )
-    custom_rollout_log_function_path: str | None = option(
-        None,
-        "Function (rollout_id, args, samples, rollout_extra_metrics, rollout_time) -> bool; True replaces the rollout's own log.",
-    )
-    custom_eval_rollout_log_function_path: str | None = option(
-        None, "Function (rollout_id, args, data, extra_metrics) -> bool; True replaces the evaluation's own log."
-    )
+    custom_rollout_log_function_path: str | None = option(None, help_of("custom_rollout_log_function_path"))
+    custom_eval_rollout_log_function_path: str | None = option(None, help_of("custom_eval_rollout_log_function_path"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from slime.config.extension_points import help_of
 from slime.config.option import option
 
 
@@ -59,9 +60,7 @@ class WeightUpdateOptions:
         choices=("tensor", "disk"),
     )
     update_weight_disk_dir: str | None = option(None, "Folder for --update-weight-transport disk.")
-    custom_update_weight_post_write_path: str | None = option(
-        None, "Function(args, version_dir, rollout_engines) called after an update through the disk."
-    )
+    custom_update_weight_post_write_path: str | None = option(None, help_of("custom_update_weight_post_write_path"))
     check_weight_update_equal: bool = option(
         False, "After each update compare the engines' weight checksum with the trainer's; stop if they differ."
     )
@@ -77,9 +76,5 @@ class TrainedParameterOptions:
     freeze_params_name_list: list[str] | None = option(
         None, "Regular expressions; parameters whose Megatron name matches one are not trained."
     )
-    custom_megatron_init_path: str | None = option(
-        None, "Function(args) called on every training rank after model-parallel groups exist."
-    )
-    rollout_data_postprocess_path: str | None = option(
-        None, "Function(args, rollout_id, rollout_data) called on every rank between advantages and training."
-    )
+    custom_megatron_init_path: str | None = option(None, help_of("custom_megatron_init_path"))
+    rollout_data_postprocess_path: str | None = option(None, help_of("rollout_data_postprocess_path"))

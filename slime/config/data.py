@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from slime.config.extension_points import help_of
 from slime.config.option import option
 
 
@@ -35,8 +36,7 @@ class DataOptions:
         disable_flag="--disable-rollout-global-dataset",
     )
     data_source_path: str = option(
-        "slime.rollout.data_source.RolloutDataSourceWithBuffer",
-        "Class that hands out groups of samples; built with (args).",
+        "slime.rollout.data_source.RolloutDataSourceWithBuffer", help_of("data_source_path")
     )
     rollout_shuffle: bool = option(False, "Shuffle the prompts anew in each epoch, from --rollout-seed.")
     rollout_seed: int = option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from slime.config.extension_points import help_of
 from slime.config.option import option
 
 
@@ -17,9 +18,7 @@ class EvaluationOptions:
     eval_config: str | None = option(
         None, "YAML file with eval.datasets (one entry per set) and eval.defaults, in place of --eval-prompt-data."
     )
-    eval_function_path: str | None = option(
-        None, "Function that evaluates; default: --rollout-function-path with evaluation=True."
-    )
+    eval_function_path: str | None = option(None, help_of("eval_function_path"))
     n_samples_per_eval_prompt: int = option(1, "Responses per evaluation prompt.")
     eval_temperature: float | None = option(None, "Temperature in evaluation; 0 is greedy.")
     eval_top_p: float | None = option(None, "Nucleus mass in evaluation.")

@@ -6,7 +6,6 @@ Like `rules`, each returns sentences; unlike them, these look at the disk and th
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import re
 import socket
@@ -19,9 +18,6 @@ from slime.config.specs import flag_of, nearest_names
 MODEL_FOLDERS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "critic_load")
 FILES = ("eval_config", "custom_config_path")
 WRITABLE = ("save", "critic_save", "dump_details", "run_dir", "update_weight_disk_dir")
-PLUGIN_NAME = re.compile(
-    r"(_function_path|_filter_path|_hook_path|_process_path|_init_path|_log_prob_hook_path|^custom_rm_path|^data_source_path)$"
-)
 
 
 def machine_problems(args: argparse.Namespace) -> list[str]:
@@ -32,7 +28,6 @@ def machine_problems(args: argparse.Namespace) -> list[str]:
         files_exist,
         folders_can_be_written,
         ports_are_free,
-        plugins_can_be_found,
         devices_are_enough,
     )
     return [problem for check in checks for problem in check(args)]
@@ -159,23 +154,6 @@ def ports_are_free(args: argparse.Namespace) -> list[str]:
         and not port_is_free(args.sglang_host, args.sglang_router_port)
     ):
         problems.append(f"--sglang-router-port {args.sglang_router_port} is in use. Leave it out, or choose another.")
-    return problems
-
-
-def plugins_can_be_found(args: argparse.Namespace) -> list[str]:
-    """Plug-in paths are dotted names whose first package exists. They are imported later: user code may need torch and time."""
-    problems = []
-    for name, value in vars(args).items():
-        if not PLUGIN_NAME.search(name) or not value:
-            continue
-        for path in value if isinstance(value, list) else [value]:
-            package = path.split(".")[0]
-            if "." not in path or not all(part.isidentifier() for part in path.split(".")):
-                problems.append(f"{flag_of(name)} {path}: not a dotted name like package.module.function.")
-            elif importlib.util.find_spec(package) is None:
-                problems.append(
-                    f"{flag_of(name)} {path}: there is no module {package!r} on the Python path. Set PYTHONPATH to the folder that holds it."
-                )
     return problems
 
 

@@ -14,6 +14,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+from slime.config.extension_points import help_of
 from slime.config.option import option
 from slime.config.specs import OptionSpec, flag_of
 from slime.exceptions import ConfigError
@@ -124,8 +125,7 @@ class TrainDataPluginOptions:
     """Plug-ins between rollout and training."""
 
     custom_convert_samples_to_train_data_path: str | None = option(
-        None,
-        "Function (args, samples) that makes the train data, a dict of lists with one entry per sample, in place of slime's.",
+        None, help_of("custom_convert_samples_to_train_data_path")
     )
 
 

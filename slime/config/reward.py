@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from slime.config.extension_points import help_of
 from slime.config.option import option
 
 
@@ -16,9 +17,7 @@ class RewardOptions:
         "Built-in scorer: exact_match, math, math_verify, dapo, deepscaler, f1, gpqa, ifbench, remote_rm, random; "
         "the prefix boxed_ extracts the \\boxed answer first. A row's metadata may name its own rm_type.",
     )
-    custom_rm_path: str | None = option(
-        None, "Async scorer in place of --rm-type: (args, sample); with --group-rm (args, samples)."
-    )
+    custom_rm_path: str | None = option(None, help_of("custom_rm_path"))
     rm_url: str | None = option(None, "Address of the remote reward model for remote_rm and on-policy distillation.")
     rm_timeout: float = option(
         600.0, "Seconds after which one call of the remote reward model is given up and tried again."
@@ -26,9 +25,7 @@ class RewardOptions:
     group_rm: bool = option(False, "Score the members of a group together, once all of them are generated.")
     reward_key: str | None = option(None, "Key of the number to train on where a scorer returns a dictionary.")
     eval_reward_key: str | None = option(None, "The same for evaluation; default: --reward-key.")
-    custom_reward_post_process_path: str | None = option(
-        None, "Function in place of reward normalization: (args, samples) -> (raw_rewards, rewards)."
-    )
+    custom_reward_post_process_path: str | None = option(None, help_of("custom_reward_post_process_path"))
     grader_workers: int = option(
         2, "Processes for scorers that evaluate mathematics (math, deepscaler, math_verify); started when first needed."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from slime.config.extension_points import help_of
 from slime.config.option import REQUIRED, option
 
 
@@ -84,29 +85,11 @@ class RolloutOptions:
     )
 
     rollout_function_path: str = option(
-        "slime.rollout.sglang_rollout.generate_rollout",
-        "Function that makes one rollout: (args, rollout_id, data_source, evaluation=False).",
+        "slime.rollout.sglang_rollout.generate_rollout", help_of("rollout_function_path")
     )
-    custom_generate_function_path: str | None = option(
-        None, "Async function that generates one sample: (args, sample, sampling_params[, evaluation])."
-    )
-    rollout_sample_hook_path: list[str] | None = option(
-        None,
-        "Function called on each generated sample before its reward: (args, sample, *, rollout_id, "
-        "evaluation); may be repeated.",
-        repeat=True,
-    )
-    dynamic_sampling_filter_path: str | None = option(
-        None, "Function that keeps or drops a finished group: (args, samples); dropped groups are replaced by new ones."
-    )
-    buffer_filter_path: str | None = option(
-        None,
-        "Function that takes groups out of the buffer: (args, rollout_id, buffer, num_samples); default: the "
-        "oldest first.",
-    )
-    rollout_sample_filter_path: str | None = option(
-        None, "Function that sets remove_sample on members of the final groups: (args, groups)."
-    )
-    rollout_all_samples_process_path: str | None = option(
-        None, "Function that sees every group of the rollout, dropped ones too: (args, all_groups, data_source)."
-    )
+    custom_generate_function_path: str | None = option(None, help_of("custom_generate_function_path"))
+    rollout_sample_hook_path: list[str] | None = option(None, help_of("rollout_sample_hook_path"), repeat=True)
+    dynamic_sampling_filter_path: str | None = option(None, help_of("dynamic_sampling_filter_path"))
+    buffer_filter_path: str | None = option(None, help_of("buffer_filter_path"))
+    rollout_sample_filter_path: str | None = option(None, help_of("rollout_sample_filter_path"))
+    rollout_all_samples_process_path: str | None = option(None, help_of("rollout_all_samples_process_path"))

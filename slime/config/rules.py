@@ -245,9 +245,11 @@ def off_policy_mask_needs_partial_rollout(args):
 # ---- reward and evaluation
 
 
-@rule("rm_type", "custom_rm_path", "rm_url", "rollout_function_path", "debug_train_only")
+@rule("rm_type", "custom_rm_path", "rm_url", "rollout_function_path", "custom_generate_function_path", "debug_train_only")
 def reward_is_chosen(args):
-    if _generates(args) and args.rm_type is None and args.custom_rm_path is None:
+    # a generate function may set the reward itself; where it does not, scoring says that no reward function was given
+    chosen = args.rm_type or args.custom_rm_path or args.custom_generate_function_path
+    if _generates(args) and not chosen:
         return (
             "--rm-type is missing: name a built-in scorer, for instance exact_match or math, or give --custom-rm-path."
         )

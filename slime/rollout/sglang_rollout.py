@@ -30,6 +30,7 @@ from slime.rollout.sample_hooks import apply_rollout_sample_hooks, get_current_r
 from slime.rollout.scoring import score_group
 from slime.utils.async_utils import run
 from slime.utils.data import prompt_text
+from slime.utils.hooks import load_hook
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
@@ -160,7 +161,11 @@ async def _call_generate(args: Any, sample: Sample, sampling_params: dict[str, A
     path = sample.generate_function_path or args.custom_generate_function_path
     if path is None:
         return await generate(args, sample, sampling_params)
-    function = load_function(path)
+    if sample.generate_function_path:
+        where = f"sample {sample.index}: generate_function_path {path}"
+        function = load_hook("custom_generate_function_path", path, where=where, load=load_function)
+    else:
+        function = load_function(path)
     extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
     return await function(args, sample, sampling_params, **extra)
 

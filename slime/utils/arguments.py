@@ -18,6 +18,7 @@ from slime.config.rules import broken_rules
 from slime.config.specs import all_specs, flag_of, nearest_names, require_choice, specs_by_name
 from slime.config.yaml_file import format_resolved
 from slime.exceptions import ConfigError
+from slime.utils.hooks import hook_problems
 
 __all__ = ["parse_args", "parse_megatron_role_args", "reset_arg", "resolve", "slime_validate_args"]
 
@@ -43,9 +44,6 @@ def parse_args(
     for warning in line.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     args = resolve(line)
-    if args.accelerator != "auto":
-        # get_accelerator() asks the environment, which reaches every process of the run.
-        os.environ["SLIME_ACCELERATOR"] = args.accelerator
     if line.print_config:
         print(format_resolved(args, all_specs()), end="")
         raise SystemExit(0)
@@ -61,6 +59,9 @@ def resolve(line: CommandLine) -> argparse.Namespace:
     args = line.args
     args.dry_run, args.given_options, args.flag_counts = line.dry_run, line.given, line.counts
     apply_derived(args, derive(args))
+    if args.accelerator != "auto":
+        # get_accelerator() asks the environment, which reaches every process of the run; a user's module may ask while it is imported.
+        os.environ["SLIME_ACCELERATOR"] = args.accelerator
     problems = (
         broken_rules(args)
         + machine_problems(args)
@@ -68,6 +69,7 @@ def resolve(line: CommandLine) -> argparse.Namespace:
         + layout_rules(args)
         + gate_problems(args)
         + dataset_problems(args)
+        + hook_problems(args)
     )
     if problems:
         raise ConfigError(join_problems(list(dict.fromkeys(problems))))

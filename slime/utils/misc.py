@@ -6,11 +6,15 @@ import base64
 import functools
 import importlib
 import logging
+import pkgutil
 import socket
 import subprocess
+import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+from slime.config.specs import nearest_names
 from slime.exceptions import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -18,21 +22,52 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def load_function(path: str) -> Any:
-    """The object at a dotted path "package.module.name". ConfigError where the module or the name is missing."""
+    """The object at a dotted path "package.module.name". ConfigError, with the nearest name, where the module or the name is missing, and
+    with the place where the import of the module failed."""
     module_path, _, name = path.rpartition(".")
-    if not module_path:
-        raise ConfigError(f"{path!r} is not a dotted path. Write it as package.module.function.")
+    if not module_path or not all(part.isidentifier() for part in path.split(".")):
+        raise ConfigError(f"cannot load {path!r}: it is not a dotted path. Write it as package.module.function.")
     try:
         module = importlib.import_module(module_path)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module_path == error.name or module_path.startswith(error.name + ".")):
-            raise
-        raise ConfigError(
-            f"cannot load {path!r}: there is no module {error.name!r}. Is its folder on PYTHONPATH?"
-        ) from error
+    except SystemExit as error:
+        raise ConfigError(f"cannot load {path!r}: {module_path} ends the process when it is imported.") from error
+    except Exception as error:  # noqa: BLE001 - a user's module may raise anything
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and (module_path == missing or module_path.startswith(missing + ".")):
+            raise ConfigError(f"cannot load {path!r}: there is no module {missing!r}.{_module_hint(missing)}") from error
+        raise ConfigError(f"cannot load {path!r}: importing {module_path} fails: {_where_it_failed(error)}") from error
     if not hasattr(module, name):
-        raise ConfigError(f"cannot load {path!r}: module {module_path!r} has no {name!r}.")
+        raise ConfigError(f"cannot load {path!r}: module {module_path!r} has no {name!r}.{_name_hint(module, name)}")
     return getattr(module, name)
+
+
+def _module_hint(missing: str) -> str:
+    """What may have been meant by a module that does not exist."""
+    parent, _, last = missing.rpartition(".")
+    folders = getattr(importlib.import_module(parent), "__path__", []) if parent else None
+    near = nearest_names(last, sorted(module.name for module in pkgutil.iter_modules(folders)))
+    if near:
+        return f" Did you mean {'.'.join(filter(None, [parent, near[0]]))!r}?"
+    if parent:
+        return ""
+    here = Path(last).is_dir() or Path(f"{last}.py").is_file()
+    return f" It is in this folder: set PYTHONPATH={Path.cwd()}" if here else " Is its folder on PYTHONPATH?"
+
+
+def _name_hint(module: Any, name: str) -> str:
+    own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    near = nearest_names(name, own)
+    if near:
+        return f" Did you mean {module.__name__}.{near[0]}?"
+    own = [key for key in own if getattr(getattr(module, key), "__module__", None) == module.__name__]
+    return f" It has {', '.join(own[:8])}." if own else ""
+
+
+def _where_it_failed(error: BaseException) -> str:
+    """The error with the file and line of the last frame (of a syntax error: where it stands)."""
+    text = f"{type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    return text if isinstance(error, SyntaxError) or not frames else f"{text} ({frames[-1].filename}:{frames[-1].lineno})"
 
 
 class SingletonMeta(type):

@@ -11,6 +11,7 @@ import asyncio
 import random
 from typing import Any
 
+from slime.utils.hooks import load_hook
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
@@ -27,7 +28,11 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
     In this order: the sample's own `custom_rm_path`, --custom-rm-path, metadata["rm_type"], --rm-type. GraderFailed when a
     grader was killed or broke; NotImplementedError for an unknown type.
     """
-    custom = sample.custom_rm_path or getattr(args, "custom_rm_path", None)
+    if sample.custom_rm_path:
+        where = f"sample {sample.index}: custom_rm_path {sample.custom_rm_path}"
+        function = load_hook("custom_rm_path", sample.custom_rm_path, where=where, load=load_function)
+        return await function(args, sample, **kwargs)
+    custom = getattr(args, "custom_rm_path", None)
     if custom is not None:
         return await load_function(custom)(args, sample, **kwargs)
     rm_type, response = split_rm_type(args, sample)
@@ -100,7 +105,8 @@ def _text_reward(rm_type: str, response: str, sample: Sample) -> Any:
         return random.randint(0, 1)
     if not rm_type:
         raise NotImplementedError(
-            f"no reward function: give --rm-type (one of {sorted(RM_TYPES)}), --custom-rm-path, or rm_type in the metadata."
+            f"no reward function: give --rm-type (one of {sorted(RM_TYPES)}), --custom-rm-path, or rm_type in the metadata, "
+            "or set sample.reward in your generate function."
         )
     raise NotImplementedError(f"reward type {rm_type!r} is not known; known are {sorted(RM_TYPES)}.")
 
