@@ -1,5 +1,6 @@
 """Each check by itself: what it refuses, what it leaves alone, in which order, at which cost."""
 
+import collections
 import math
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from slime.rollout.postprocess import (
     TaskRules,
     postprocess_output_data,
 )
+from slime.rollout.postprocess import checks
 from slime.rollout.postprocess import gate as gate_module
 from slime.rollout.postprocess.checks import CHECKS, Check
 from slime.rollout.postprocess.contract import FORMAT_PRESETS
@@ -312,6 +314,25 @@ def test_lengths_that_do_not_fit_are_refused_even_where_misaligned_text_is_kept(
     config = GateConfig(policies={InvalidReason.MISALIGNED: Policy.KEEP})
     assert postprocess_output_data([sound_sample(0, response_length=99)], config).samples[0].valid is False
     assert postprocess_output_data([sound_sample(0, loss_mask=[1])], config).samples[0].valid is False
+
+
+@pytest.mark.parametrize("count", (100, 1000))
+def test_each_check_looks_at_a_whole_batch_at_once(count):
+    """A76: lengths, ids, log-probs and texts are compared as arrays: ten times the samples are not ten times the calls of a check."""
+    calls = collections.Counter()
+
+    def note(frame, event, argument):
+        if event == "call" and frame.f_code.co_name.startswith("find_") and frame.f_code.co_filename == checks.__file__:
+            calls[frame.f_code.co_name] += 1
+
+    samples = [sound_sample(i, length=5 + i % 9) for i in range(count)]
+    sys.setprofile(note)
+    try:
+        postprocess_output_data(samples, GateConfig())
+    finally:
+        sys.setprofile(None)
+    assert {"find_too_short", "find_too_long", "find_truncated", "find_blank", "find_bad_token", "find_bad_log_prob"} <= set(calls)
+    assert set(calls.values()) == {1}
 
 
 def test_a_long_text_costs_linear_time():

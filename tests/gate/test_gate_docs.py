@@ -14,7 +14,7 @@ TEXT = (Path(__file__).resolve().parents[2] / "docs" / "gate.md").read_text(enco
 
 
 def test_every_reason_has_a_row_with_its_level_keepability_and_part_in_pass_at_k():
-    """A104: a table that lies about what may be trained is worse than none."""
+    """A table that lies about what may be trained is worse than none."""
     rows = {
         row[0].strip("` "): [cell.strip(" *") for cell in row]
         for row in re.findall(r"^\| (`\w+`) \| (.+) \| (.+) \| (.+) \| (.+) \|$", TEXT, re.M)
@@ -24,6 +24,15 @@ def test_every_reason_has_a_row_with_its_level_keepability_and_part_in_pass_at_k
         assert example and (level == "always") is (reason.value not in QUALITY_CHECKS), reason
         assert (keep in ("no", "never")) is (reason in NEVER_KEPT), reason
         assert (pass_at_k == "wrong") is reason.is_model_failure, reason
+
+
+def test_the_symptom_of_wrong_groups_stands_beside_its_spot_check():
+    """A104: nothing looks wrong, so who reads it must find in one paragraph what it looks like and which command shows it."""
+    (paragraph,) = [part for part in TEXT.split("\n\n") if "Mixed groups" in part]
+    words = " ".join(paragraph.split())
+    assert "training runs, the loss is normal, the model slowly gets worse" in words
+    assert "`slime gate groups DUMP`" in words and "`--against" in words and "spot check" in words
+    assert "groups" in COMMANDS
 
 
 def test_every_flag_and_command_in_the_text_exists():

@@ -78,7 +78,7 @@ def test_the_vectorised_gate_says_what_a_plain_loop_says(samples):
 @settings(max_examples=80, deadline=None)
 @given(st.lists(well_formed_samples(), max_size=12), st.sampled_from([Policy.MARK, Policy.DROP]), st.integers(0, 12))
 def test_conservation_order_identity_and_sums_of_parts(samples, policy, cut):
-    """A57, A64, A76, A78, A79: nothing vanishes, moves or changes, and parts judged apart add up."""
+    """A57, A64, A78, A79: nothing vanishes, moves or changes, and parts judged apart add up."""
     config = GateConfig(policies=dict.fromkeys(REASONS, policy), rewards_expected=True)
     before = copy.deepcopy(samples)
     result = postprocess_output_data(samples, config)
