@@ -211,13 +211,13 @@ def test_a_shard_that_reaches_the_wrong_rank_is_refused(identity_get):
 
 
 @pytest.mark.parametrize(
-    ("position", "said"), [(7, r"not what was scheduled; positions \[6, 7\] differ"), (8, r"positions \[8\] are outside a batch of 8 samples")]
+    ("position", "said"), [(6, r"not what was scheduled; positions \[6, 7\] differ"), (8, r"positions \[8\] are outside a batch of 8 samples")]
 )
 def test_a_partition_that_is_not_what_was_scheduled_is_refused(identity_get, position, said):
     """B24: the whole batch's owners travel with each shard, so that a disjoint cover is checked where it is used."""
     shard = next(iter(make_split(make_samples(), 2).shards))
-    assert sorted(shard["partition"]) == [0, 2, 4, 6]
-    shard["partition"] = [position if owned == 6 else owned for owned in shard["partition"]]
+    assert sorted(shard["partition"]) == [0, 2, 5, 7]
+    shard["partition"] = [position if owned == 7 else owned for owned in shard["partition"]]
     with pytest.raises(RolloutDataError, match=said):
         receive([shard, shard], 0)
 

@@ -41,17 +41,13 @@ def gather_and_reduce_log_dict(
 
 def reduce_log_dicts(per_rank: list[dict[str, Any]]) -> dict[str, float]:
     """The arithmetic of `gather_and_reduce_log_dict`, without the collective."""
-    metrics: dict[str, float] = {}
-    for name in dict.fromkeys(name for log_dict in per_rank for name in log_dict):
-        parts = [log_dict[name] for log_dict in per_rank if name in log_dict]
-        if isinstance(parts[0], Contribution):
-            metrics.update({f"{name}{suffix}": value for suffix, value in contributions.merge(parts).items()})
-            continue
-        pairs = [part if isinstance(part, tuple) else (part, 1) for part in parts]
-        merged = contributions.merge([_as_mean(total, count) for total, count in pairs])
-        metrics[name] = merged.get("", 0.0)
-    return metrics
+    means = {name: 0.0 for log_dict in per_rank for name, value in log_dict.items() if not isinstance(value, Contribution)}
+    parts = [{name: _as_contribution(value) for name, value in log_dict.items()} for log_dict in per_rank]
+    return {**means, **contributions.merge_all(parts)}
 
 
-def _as_mean(total: Any, count: Any) -> Contribution:
+def _as_contribution(value: Any) -> Contribution:
+    if isinstance(value, Contribution):
+        return value
+    total, count = value if isinstance(value, tuple) else (value, 1)
     return Contribution(Reduce.MEAN, total=float(total), count=float(count))

@@ -297,10 +297,6 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             self.buffer.append(self._make_group(origin) if progress is None else decode_group(progress))
         self.buffer += [decode_group(group) for group in encoded.values()]
 
-    def update_metadata(self, metadata: dict) -> None:
-        """Adds JSON-able values that are saved and restored with the position."""
-        self.metadata.update(metadata)
-
     def get_buffer_length(self) -> int:
         """Groups in the buffer."""
         return len(self.buffer)

@@ -21,9 +21,9 @@ from slime.rollout.postprocess import (
     Policy,
     TagPair,
     TaskRules,
+    checks,
     postprocess_output_data,
 )
-from slime.rollout.postprocess import checks
 from slime.rollout.postprocess import gate as gate_module
 from slime.rollout.postprocess.checks import CHECKS, Check
 from slime.rollout.postprocess.contract import FORMAT_PRESETS

@@ -150,7 +150,7 @@ class MegatronTrainRayActor(TrainRayActor):
             load_function(args.rollout_data_postprocess_path)(args, rollout_id, rollout_data)
         log_rollout_data(rollout_id, args, rollout_data)
         with captured_log_probs(rollout_data):
-            self._step(rollout_id, data_iterator, rollout_data)
+            self._step(rollout_id, data_iterator)
         log_consistency(rollout_id, args, rollout_data)
         save_debug_train_data(args, rollout_id=rollout_id, rollout_data=rollout_data)
         self._log_weight_change(rollout_id)
@@ -169,7 +169,7 @@ class MegatronTrainRayActor(TrainRayActor):
             metrics = {"train/weight_delta": change.item()}
             log(self.args, metrics | {"rollout/step": compute_rollout_step(self.args, rollout_id)}, step_key="rollout/step")
 
-    def _step(self, rollout_id: int, data_iterator: list, rollout_data: RolloutBatch) -> None:
+    def _step(self, rollout_id: int, data_iterator: list) -> None:
         with timer("actor_train"):
             logged = train(
                 self.args,
@@ -218,7 +218,7 @@ class MegatronTrainRayActor(TrainRayActor):
         with timer("values"):
             rollout_data.update(forward_only(get_values, self.args, self.model, data_iterator, rollout_data["num_microbatches"]))
         compute_advantages_and_returns(self.args, rollout_data)
-        self._step(rollout_id, data_iterator, rollout_data)
+        self._step(rollout_id, data_iterator)
         with inverse_timer("train"):
             self._log_critic_times(rollout_id)
         # a rollout without a valid sample has no micro-batch, and so no values
@@ -235,7 +235,11 @@ class MegatronTrainRayActor(TrainRayActor):
     # --- weights -----------------------------------------------------------------------------------------------------
 
     def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
-        """Publishes a checkpoint of iteration `rollout_id`, and a Hugging Face folder where --save-hf asks for one."""
+        """Publishes a checkpoint of iteration `rollout_id`, and a Hugging Face folder where --save-hf asks for one.
+
+        Every save has been read back when this returns, so upstream's `force_sync` has nothing to force.
+        """
+        del force_sync
         args = self.args
         folder = args.save if self.role == "actor" else args.critic_save
         if folder is not None:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
-from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from slime.backends.megatron_utils.checkpoint import load_checkpoint, save_checkpoint
@@ -191,11 +190,6 @@ def train(
         if problems:
             raise RolloutDataError(f"CI gates of rollout {rollout_id}, step {step_id}: " + " ".join(problems))
     return logged
-
-
-def current_lr(optimizer: Any) -> float | None:
-    """The learning rate of the parameters without an exception of their own."""
-    return get_canonical_lr_for_logging(optimizer.param_groups)
 
 
 def _next_batch(args: Any, iterator: Any) -> dict[str, Any]:

@@ -150,10 +150,6 @@ class SglangRouter:
         """Returns the last lines that the router wrote."""
         return "\n".join(self._log)
 
-    def is_ready(self) -> bool:
-        """True if at least one worker is healthy."""
-        return self._request("GET", "/readiness")[0] == 200
-
     def workers(self) -> dict[str, str]:
         """Returns worker id by URL of the workers that are registered and healthy."""
         status, answer = self._request("GET", "/workers")
@@ -225,7 +221,7 @@ class SglangRouter:
             known = self.workers()
             for url in added:
                 if url in known:
-                    self._request("DELETE", f"/workers/{known[url]}")
+                    self.remove_worker(url, timeout=STOP_TIMEOUT_SECONDS)
         except EngineError:
             # It is gone, or going: then there is nothing to take out.
             return

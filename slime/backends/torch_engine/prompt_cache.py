@@ -83,11 +83,6 @@ class Admission:
         self._allocator = allocator
         self._cache = cache
 
-    @staticmethod
-    def pages_needed(length: int, limit: int) -> int:
-        """Returns the most pages that a request for `limit` tokens after a prompt of `length` takes, its cached prompt included."""
-        return num_pages(length + limit) - length // PAGE_SIZE + num_pages(length)
-
     def choose(self, waiting: collections.deque[Request], *, num_slots: int) -> list[tuple[Request, PromptState]]:
         """Takes requests from the front of `waiting` while slots and pages last. States without logits must be run next."""
         chosen: list[tuple[Request, PromptState]] = []

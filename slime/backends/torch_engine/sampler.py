@@ -71,7 +71,7 @@ def sample_tokens(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
     probabilities = log_probs.exp() if edited is None else torch.softmax(edited, dim=-1)
     truncates = batch.top_ks is not None
     if truncates:
-        probabilities = _truncated(probabilities, batch, count)
+        probabilities = _truncated(probabilities, batch)
     kept = []
     if batch.keep_rows is not None:
         kept = [probabilities[row].nonzero(as_tuple=True)[0].cpu().numpy() for row in batch.keep_rows.tolist()]
@@ -112,7 +112,7 @@ def _apply_penalties(edited: torch.Tensor, penalties: PenaltyRows, temperatures:
     edited[rows] = logits / divisors
 
 
-def _truncated(probabilities: torch.Tensor, batch: SamplingBatch, count: int) -> torch.Tensor:
+def _truncated(probabilities: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Returns probabilities with 0 for tokens outside top_k, then top_p of what is left, then below min_p times the largest."""
     vocab = probabilities.shape[1]
     needs = (batch.top_ks > 0) & (batch.top_ks < vocab) | (batch.top_ps < 1.0) | (batch.min_ps > 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -21,28 +21,12 @@ class Accelerator(abc.ABC):
         """The device that tensors of this process live on."""
 
     @abc.abstractmethod
-    def device_count(self) -> int:
-        """Devices of this kind visible to this process."""
-
-    @abc.abstractmethod
     def set_device(self, local_rank: int) -> None:
         """Binds this process to one device of the machine."""
 
     @abc.abstractmethod
-    def synchronize(self) -> None:
-        """Returns when all queued work of the device is done."""
-
-    @abc.abstractmethod
     def empty_cache(self) -> None:
         """Gives cached, unused device memory back."""
-
-    @abc.abstractmethod
-    def memory_stats(self) -> dict[str, float]:
-        """Memory in GB: `allocated`, `peak`, `free`, `total`."""
-
-    @abc.abstractmethod
-    def manual_seed(self, seed: int) -> None:
-        """Seeds the device's default generator (and nothing else)."""
 
     @abc.abstractmethod
     def rng_state(self) -> torch.Tensor:
@@ -55,15 +39,3 @@ class Accelerator(abc.ABC):
     @abc.abstractmethod
     def prepare_megatron(self) -> None:
         """Makes Megatron-core usable on this device. Idempotent; call it before any Megatron function that makes tensors."""
-
-    def to_device(self, value: Any) -> Any:
-        """`value` with every tensor in it (also in lists, tuples and dicts) on `device()`; other values unchanged."""
-        import torch
-
-        if isinstance(value, torch.Tensor):
-            return value.to(self.device(), non_blocking=True)
-        if isinstance(value, dict):
-            return {key: self.to_device(entry) for key, entry in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(self.to_device(entry) for entry in value)
-        return value

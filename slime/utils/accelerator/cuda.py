@@ -6,8 +6,6 @@ import torch
 
 from slime.utils.accelerator.base import Accelerator
 
-_GB = 1024**3
-
 
 class CudaAccelerator(Accelerator):
     name = "cuda"
@@ -17,29 +15,11 @@ class CudaAccelerator(Accelerator):
     def device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
 
-    def device_count(self) -> int:
-        return torch.cuda.device_count()
-
     def set_device(self, local_rank: int) -> None:
         torch.cuda.set_device(local_rank)
 
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
-
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
-
-    def memory_stats(self) -> dict[str, float]:
-        free, total = torch.cuda.mem_get_info()
-        return {
-            "allocated": torch.cuda.memory_allocated() / _GB,
-            "peak": torch.cuda.max_memory_allocated() / _GB,
-            "free": free / _GB,
-            "total": total / _GB,
-        }
-
-    def manual_seed(self, seed: int) -> None:
-        torch.cuda.manual_seed(seed)
 
     def rng_state(self) -> torch.Tensor:
         return torch.cuda.get_rng_state()
