@@ -105,6 +105,17 @@ def train_on(run: Run, rollout_id: int, shards: list) -> None:
         values = run.critic.train(rollout_id, shards)
     if run.critic is None or rollout_id >= run.args.num_critic_only_steps:
         run.actor.train(rollout_id, shards, external_data=values, sampler_age=sampler_age)
+    log_trained(run.args, rollout_id, shards)
+
+
+def log_trained(args: Any, rollout_id: int, shards: list) -> None:
+    """Closes the rollout's ledger: what was planned has trained."""
+    from slime.observability.ledger import finished_metrics
+    from slime.observability.logging_utils import log
+    from slime.utils.metric_utils import compute_rollout_step
+
+    metrics = finished_metrics(sum(box.num_trained for box in shards))
+    log(args, {**metrics, "rollout/step": compute_rollout_step(args, rollout_id)}, step_key="rollout/step")
 
 
 def update_weights(run: Run) -> None:

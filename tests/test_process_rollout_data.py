@@ -15,6 +15,7 @@ import pytest
 import ray
 
 from slime.exceptions import RolloutDataError
+from slime.observability.ledger import ledger_of_rollout
 from slime.ray import rollout
 from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
 from slime.utils.data import process_rollout_data
@@ -237,6 +238,7 @@ def test_arrays_on_arrival_are_views_of_the_wire(identity_get):
 def test_no_shard_is_in_memory_while_the_next_one_is_made(monkeypatch):
     """Must hold, memory of split and put at most 1.3 of the bytes shipped: the store's copy and one shard beside it, not two."""
     alive, made = [], []
+    plan = types.SimpleNamespace(num_trained_by_rank=[2, 2, 1, 2])
 
     def shards():
         for rank in range(4):
@@ -247,26 +249,36 @@ def test_no_shard_is_in_memory_while_the_next_one_is_made(monkeypatch):
             del shard
 
     monkeypatch.setattr(rollout.ray, "put", lambda shard: shard["partition"])
-    monkeypatch.setattr(rollout, "split_by_dp", lambda data, config: types.SimpleNamespace(shards=shards(), plan=None))
+    monkeypatch.setattr(rollout, "split_by_dp", lambda data, config: types.SimpleNamespace(shards=shards(), plan=plan))
     monkeypatch.setattr(rollout.SplitConfig, "from_args", lambda *args: None)
     manager = types.SimpleNamespace(args=None, train_parallel_config={})
     boxes, _ = rollout.RolloutManager._split(manager, None)
-    assert [box.inner for box in boxes] == [[0], [1], [2], [3]]
+    assert [(box.inner, box.num_trained) for box in boxes] == [([0], 2), ([1], 2), ([2], 1), ([3], 2)]
     assert alive == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize(("converted", "dropped", "sampled"), [(6, {"left_out_by_converter": 2}, 8), (8, {}, 8), (11, {}, 11)])
-def test_what_a_custom_converter_leaves_out_or_adds_is_in_the_ledger(monkeypatch, converted, dropped, sampled):
-    """Conservation: a converter that keeps 6 of 8 samples, or makes 11 rows of them, neither ends the run nor loses count."""
-    sent = {}
-    monkeypatch.setattr(rollout, "log", lambda args, metrics, step_key: sent.update(metrics))
-    manager = types.SimpleNamespace(args=types.SimpleNamespace(wandb_always_use_train_step=False), _reward_metrics={})
-    judged = types.SimpleNamespace(samples=make_samples(8), raw_rows=list(range(8)), verdicts=[None] * 8)
-    output = types.SimpleNamespace(dropped={})
-    plan = make_split(make_samples(converted), 2).plan
-    rollout.RolloutManager._log_split(manager, 0, 8, plan, output, judged)
-    reasons = {name.split("/")[-1]: count for name, count in sent.items() if name.startswith("rollout/ledger/dropped/")}
-    assert (sent["rollout/ledger/sampled"], sent["rollout/ledger/trained"], reasons) == (sampled, converted, dropped)
+@pytest.mark.parametrize(
+    ("sources", "dropped", "sampled"),
+    [
+        ([0, 1, 2, 3, 4, 5], {"left_out_by_converter": 2}, 8),
+        ([0, 1, 2, 3, 4, 5, 6, 7], {}, 8),
+        ([0, 0, 1, 2, 3, 4, 5, 6, 7, 7, 7], {}, 11),
+        ([0, 0, 0, 3, 4, 5, 6, 7], {"left_out_by_converter": 2}, 10),
+    ],
+)
+def test_what_a_custom_converter_leaves_out_or_adds_is_in_the_ledger(sources, dropped, sampled):
+    """Conservation: a converter that keeps 6 of 8 samples, or makes 11 rows of them, neither ends the run nor loses count; nor does one that
+    leaves out two and makes three rows of another."""
+    plan = make_split(make_samples(len(sources)), 2).plan
+    owned = (plan.owner_ranks_N >= 0).tolist()
+    ledger = ledger_of_rollout(
+        [None] * 8, sources, trains=owned, num_trained=plan.num_trained_samples, dropped_by_split=plan.dropped, dropped_before={}
+    )
+    assert (ledger.sampled, ledger.trained, ledger.dropped) == (sampled, len(sources), dropped)
+    with pytest.raises(RolloutDataError, match="The gate and the ledger disagree: .* at position 3 .* 'empty'"):
+        ledger_of_rollout(
+            [None, None, None, "empty", None, None, None, None], sources, trains=owned, num_trained=8, dropped_by_split={}, dropped_before={}
+        )
 
 
 # --- through a real object store ------------------------------------------------------------------------------------------

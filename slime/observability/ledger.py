@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from slime.exceptions import RolloutDataError
+
+LEFT_OUT = "left_out_by_converter"
+CRITIC_ONLY = "critic_only"  # the policy does not train in this rollout
+PREFIX = "rollout/ledger/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +39,51 @@ class Ledger:
             reasons[reason] = reasons.get(reason, 0) + count
         return Ledger(self.sampled + other.sampled, self.trained + other.trained, reasons)
 
-    def metrics(self) -> dict[str, float]:
-        """`rollout/ledger/...` numbers of samples."""
+    def plan_metrics(self) -> dict[str, float]:
+        """`rollout/ledger/...` numbers of samples, before training: what will train is `planned`. See `finished_metrics`."""
         return {
-            "rollout/ledger/sampled": self.sampled,
-            "rollout/ledger/trained": self.trained,
-            "rollout/ledger/dropped": sum(self.dropped.values()),
-            **{f"rollout/ledger/dropped/{reason}": count for reason, count in sorted(self.dropped.items())},
+            f"{PREFIX}sampled": self.sampled,
+            f"{PREFIX}planned": self.trained,
+            f"{PREFIX}dropped": sum(self.dropped.values()),
+            **{f"{PREFIX}dropped/{reason}": count for reason, count in sorted(self.dropped.items())},
         }
+
+
+def finished_metrics(num_trained: int) -> dict[str, float]:
+    """`rollout/ledger/trained`, logged once a rollout's training is done: a run that ends before it has no such number for the rollout."""
+    return {f"{PREFIX}trained": num_trained}
+
+
+def ledger_of_rollout(
+    rejected: Sequence[str | None],
+    sources: Sequence[int],
+    *,
+    trains: Sequence[bool],
+    num_trained: int,
+    dropped_by_split: Mapping[str, int],
+    dropped_before: Mapping[str, int],
+) -> Ledger:
+    """The balanced ledger of one rollout. RolloutDataError where a rejected sample would train, or samples are lost.
+
+    rejected: the gate's reason against each judged sample, None for those that passed. sources: per row of the train data, the position of its
+    sample. trains: whether a training step owns the row. num_trained: rows with a trainable token. dropped_by_split, dropped_before: counts by
+    reason of the other rows, and of samples that never came to the gate.
+    """
+    wrong = [source for source, owned in zip(sources, trains, strict=True) if owned and rejected[source] is not None]
+    if wrong:
+        raise RolloutDataError(
+            f"The gate and the ledger disagree: {len(wrong)} rows of samples that the gate rejected would train, first the sample at position "
+            f"{wrong[0]} of the rollout, rejected as {rejected[wrong[0]]!r}."
+        )
+    dropped = collections.Counter(dropped_before)
+    covered = set(sources)
+    dropped.update(reason or LEFT_OUT for position, reason in enumerate(rejected) if position not in covered)
+    dropped.update(dropped_by_split)
+    copies = len(sources) - len(covered)  # a custom converter may make several rows of one sample
+    ledger = Ledger(
+        sampled=len(rejected) + copies + sum(dropped_before.values()),
+        trained=num_trained,
+        dropped=dict(dropped),
+    )
+    ledger.check()
+    return ledger

@@ -17,6 +17,7 @@ from typing import Any
 from slime.observability.jsonl import read_jsonl
 
 LEDGER = "rollout/ledger/"
+UNFINISHED = "training_not_finished"
 GATE_SHARE = "gate/time/share_of_iteration"
 WEIGHT_SIGNS = ("train/weights_checksum_changed", "train/weight_delta")
 
@@ -114,22 +115,20 @@ class Ledger:
 
 
 def read_ledgers(run: RunRecords) -> dict[int, Ledger]:
-    """Returns the ledger of every rollout that reported one."""
+    """Returns the ledger of every rollout that reported one. Samples of a rollout whose training did not finish are not trained."""
     steps = run.numbers(LEDGER + "sampled")[0]
     reasons = [name for name in run.series if name.startswith(LEDGER + "dropped/")]
+    finished = run.series.get(LEDGER + "trained", {})
 
     def count(name: str, step: int) -> int:
         value = run.series.get(name, {}).get(step, 0)
         return int(value) if _is_number(value) else 0
 
-    return {
-        step: Ledger(
-            count(LEDGER + "sampled", step),
-            count(LEDGER + "trained", step),
-            {name.removeprefix(LEDGER + "dropped/"): count(name, step) for name in reasons},
-        )
-        for step in steps
-    }
+    def dropped(step: int) -> dict[str, int]:
+        by_reason = {name.removeprefix(LEDGER + "dropped/"): count(name, step) for name in reasons}
+        return by_reason if step in finished else {**by_reason, UNFINISHED: count(LEDGER + "planned", step)}
+
+    return {step: Ledger(count(LEDGER + "sampled", step), count(LEDGER + "trained", step), dropped(step)) for step in steps}
 
 
 def total_ledger(ledgers: Mapping[int, Ledger]) -> Ledger:

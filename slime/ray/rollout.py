@@ -17,14 +17,16 @@ import ray
 
 from slime.exceptions import EngineError, RolloutDataError
 from slime.observability import rollout_metrics
-from slime.observability.ledger import Ledger
+from slime.observability.ledger import CRITIC_ONLY, Ledger, ledger_of_rollout
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log, log_dir_of
 from slime.observability.timer import Timer, timer
 from slime.ray.rollout_servers import start_rollout_servers
 from slime.ray.utils import Lock, wait_for
+from slime.rollout.attribution import marks_of, restore_marks, with_marks
 from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
 from slime.rollout.engine_client import set_engines
+from slime.rollout.postprocess.gate import PostprocessResult
 from slime.rollout.postprocess.shell import Gate
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.structure import flatten_samples, validate_rollout_id_annotated
@@ -91,11 +93,11 @@ class RolloutManager:
         if self.args.debug_rollout_only:
             return None
         with timer("convert_samples"):
-            data = self._convert_samples_to_train_data(samples)
+            data, sources = self._train_data(judged)
             boxes, plan = self._split(data)
-        self.gate.record_placement(rollout_id, judged, plan.schedule.partitions)
-        self._log_split(rollout_id, len(all_samples) + sum(output.dropped.values()), plan, output, judged)
-        return boxes
+        self.gate.record_placement(rollout_id, sources, plan.schedule.partitions)
+        planned = self._log_split(rollout_id, plan, output, judged, sources)
+        return boxes if planned else [Box(box.inner) for box in boxes]
 
     def eval(self, rollout_id: int) -> None:
         """Scores the evaluation datasets and logs the result under eval/."""
@@ -200,7 +202,7 @@ class RolloutManager:
     def _post_process_rewards(self, samples: list[Sample]) -> tuple[list[float], list[float]]:
         """(raw rewards, rewards): as scored, and normalized by group where the estimator asks for it."""
         if self.custom_reward_post_process_func is not None:
-            return self.custom_reward_post_process_func(self.args, samples)
+            return self.custom_reward_post_process_func(self.args, list(samples))
         raw, rewards, statistics = compute_rewards(samples, ColumnsConfig.from_args(self.args))
         self._reward_metrics = statistics.metrics() if statistics is not None else {}
         return raw, rewards
@@ -209,15 +211,27 @@ class RolloutManager:
         """The whole batch as columns, or what a custom converter makes of it."""
         self._reward_metrics = {}
         if self.custom_convert_samples_to_train_data_func is not None:
-            return self.custom_convert_samples_to_train_data_func(self.args, samples)
+            return self.custom_convert_samples_to_train_data_func(self.args, list(samples))
         return build_train_columns(samples, self._post_process_rewards(samples), ColumnsConfig.from_args(self.args))
+
+    def _train_data(self, judged: PostprocessResult) -> tuple[Any, list[int]]:
+        """The train data, in which no row of a rejected sample is valid, and the position among all judged samples of each row's sample.
+
+        Users' functions hold the samples before and while this is made. The verdicts are the gate's, whatever they wrote into a sample.
+        """
+        marks = marks_of(judged.verdicts)
+        restore_marks(judged.judged, marks)
+        data = self._convert_samples_to_train_data(judged.samples)
+        restore_marks(judged.judged, marks)
+        return with_marks(data, judged.judged, marks, batch_rows=judged.raw_rows)
 
     def _split(self, data: Any) -> tuple[list[Box], SplitPlan]:
         if self.train_parallel_config is None:
             raise RolloutDataError("the trainers have not told how they are laid out; call set_train_parallel_config first")
         split = split_by_dp(data, SplitConfig.from_args(self.args, self.train_parallel_config))
         # map lets go of a shard before the next one is made: a loop's variable would keep a second one in memory
-        return [Box(ref) for ref in map(ray.put, split.shards)], split.plan
+        refs = list(map(ray.put, split.shards))
+        return [Box(ref, num_samples) for ref, num_samples in zip(refs, split.plan.num_trained_by_rank, strict=True)], split.plan
 
     def _split_train_data_by_dp(self, data: Any) -> list[Box]:
         """One box per data-parallel rank, index = rank without CP."""
@@ -227,28 +241,29 @@ class RolloutManager:
         """The gate's numbers alone, where a user's function, or reading the samples from a dump, takes the place of the rollout's log."""
         log(self.args, {**metrics, step_key: compute_rollout_step(self.args, rollout_id)}, step_key=step_key)
 
-    def _log_split(self, rollout_id: int, num_sampled: int, plan: SplitPlan, output: RolloutFnTrainOutput, judged: Any) -> None:
-        """Conservation - sampled = trained + dropped by reason - checked and logged, with the schedule and the timers."""
-        dropped = dict(output.dropped)
-        kept = set(judged.raw_rows)
-        for row, verdict in enumerate(judged.verdicts):
-            if row not in kept:
-                dropped[str(verdict.reason.value)] = dropped.get(str(verdict.reason.value), 0) + 1
-        for reason, count in plan.dropped.items():
-            dropped[reason] = dropped.get(reason, 0) + count
-        made = len(plan.owner_ranks_N) - len(judged.samples)  # a custom converter may leave samples out, or make several of one
-        if made < 0:
-            dropped["left_out_by_converter"] = -made
-        num_sampled += max(made, 0)
-        ledger = Ledger(sampled=num_sampled, trained=plan.num_trained_samples, dropped=dropped)
-        ledger.check()
-        if ledger.sampled and not ledger.trained:
-            logger.warning("rollout %d trains nothing: all of its %d samples were dropped: %s", rollout_id, ledger.sampled, dropped)
+    def _log_split(
+        self, rollout_id: int, plan: SplitPlan, output: RolloutFnTrainOutput, judged: PostprocessResult, sources: list[int]
+    ) -> int:
+        """Conservation - sampled = trained + dropped by reason - checked and logged, with the schedule and the timers. Returns the number of
+        samples that are planned to train; that they did, the driver logs."""
+        ledger = ledger_of_rollout(
+            [mark.reason for mark in marks_of(judged.verdicts)],
+            sources,
+            trains=(plan.owner_ranks_N >= 0).tolist(),
+            num_trained=plan.num_trained_samples,
+            dropped_by_split=plan.dropped,
+            dropped_before=output.dropped,
+        )
+        if rollout_id < self.args.num_critic_only_steps and self.args.use_critic:
+            ledger = Ledger(ledger.sampled, 0, {**ledger.dropped, CRITIC_ONLY: ledger.trained})
+        elif ledger.sampled and not ledger.trained:
+            logger.warning("rollout %d trains nothing: all of its %d samples were dropped: %s", rollout_id, ledger.sampled, dict(ledger.dropped))
         times = {f"perf/{name}_time": seconds for name, seconds in Timer().log_dict().items()}
         Timer().reset()
-        metrics = {**ledger.metrics(), **plan.metrics(), **self._reward_metrics, **times}
+        metrics = {**ledger.plan_metrics(), **plan.metrics(), **self._reward_metrics, **times}
         metrics["rollout/step"] = compute_rollout_step(self.args, rollout_id)
         log(self.args, metrics, step_key="rollout/step")
+        return ledger.trained
 
 
 class RolloutManagerActor(RolloutManager):

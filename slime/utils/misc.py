@@ -87,10 +87,11 @@ class SingletonMeta(type):
 
 
 class Box:
-    """Holds one object (an object reference) so that Ray does not resolve it in an argument list."""
+    """Holds one object (an object reference) so that Ray does not resolve it in an argument list. `num_trained`: samples in it that train."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, num_trained: int = 0) -> None:
         self._inner = inner
+        self.num_trained = num_trained
 
     @property
     def inner(self) -> Any:

@@ -62,9 +62,13 @@ class SplitPlan:
     rollout_sample_counts_N: np.ndarray  # int32 [N]: trained samples of the sample's rollout
     owner_ranks_N: np.ndarray  # int16 [N]: -1 where no step trains the sample
     global_batch_sizes: list[int]  # per step, rollouts with a trainable token (at least 1, the loss divides by it)
-    num_trained_samples: int
+    num_trained_by_rank: list[int]  # samples with a trainable token in their rollout
     num_trained_rollouts: int
     dropped: dict[str, int]  # samples by reason
+
+    @property
+    def num_trained_samples(self) -> int:
+        return sum(self.num_trained_by_rank)
 
     def metrics(self) -> dict[str, float]:
         """`schedule/...` numbers of the batch."""
@@ -184,7 +188,7 @@ def _with_denominators(batch: RolloutBatch, schedule: SchedulePlan, owner_ranks_
         rollout_sample_counts_N=counts[rollout_N].astype(np.int32),
         owner_ranks_N=owner_ranks_N,
         global_batch_sizes=[max(size, 1) for size in sizes],
-        num_trained_samples=int((trained_N & ~masked_N).sum()),
+        num_trained_by_rank=np.bincount(owner_ranks_N[trained_N & ~masked_N], minlength=len(schedule.partitions)).tolist(),
         num_trained_rollouts=sum(sizes),
         dropped={reason: count for reason, count in dropped.items() if count},
     )

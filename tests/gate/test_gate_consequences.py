@@ -15,9 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import pytest
 from support.gate_samples import sound_sample
-from support.rollout_args import rollout_args
+from support.manager import dirty_rollout, manager_of
 
-from slime.observability import logging_utils
 from slime.ray import rollout as manager_module
 from slime.rollout import scoring
 from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
@@ -25,6 +24,7 @@ from slime.rollout.filter_hub.dynamic_sampling_filters import usable_rewards
 from slime.rollout.postprocess import GateConfig, InvalidReason, Policy, postprocess_output_data
 from slime.rollout.postprocess.contract import MODEL_FAILURES, REASONS
 from slime.rollout.rewards import normalize_rewards
+from slime.train import log_trained
 from slime.utils.dp_schedule import ScheduleConfig
 from slime.utils.rollout_dump import save_debug_rollout_data
 from slime.utils.rollout_split import SplitConfig, plan_split
@@ -159,49 +159,13 @@ def test_model_failures_and_infrastructure_failures_are_told_apart_for_pass_at_k
     assert not InvalidReason.ABORTED.is_model_failure and not InvalidReason.FAILED.is_model_failure
 
 
-def manager_of(samples, tmp_path, monkeypatch, **options):
-    """A RolloutManager without Ray and engines: its own constructor, and `generate` over a function that returns `samples` as they are."""
-    servers = types.SimpleNamespace(client_urls=[], engines=[], urls=[], router=None, failures=lambda: [])
-    args = rollout_args(run_dir=str(tmp_path), global_batch_size=len(samples), rollout_batch_size=len(samples) // 4, hf_checkpoint=None,
-                        n_samples_per_prompt=4, advantage_estimator="grpo", rollout_global_dataset=False, **options)  # fmt: skip
-    replaced = {"configure_logger": lambda *a, **k: None, "init_tracking": lambda *a, **k: None, "start_rollout_servers": lambda *a: servers}
-    for name, value in {**replaced, "Lock": types.SimpleNamespace(remote=lambda: None)}.items():
-        monkeypatch.setattr(manager_module, name, value)
-    monkeypatch.setattr(manager_module.ray, "put", lambda shard: shard)
-    manager = manager_module.RolloutManager(args, ())
-    manager.logged = {}
-    for module in (manager_module, logging_utils):
-        monkeypatch.setattr(module, "log", lambda args, metrics, step_key: manager.logged.update(metrics))
-    manager.generate_rollout = lambda args, rollout_id, source, evaluation: samples
-    manager.eval_generate_rollout = lambda args, rollout_id, source, evaluation: {"set": evaluated(samples)}
-    manager.set_train_parallel_config(
-        {"dp_size": 2, "cp_size": 1, "tp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
-    )
-    return manager
-
-
-def evaluated(samples):
-    return {"rewards": [0.5] * len(samples), "truncated": [False] * len(samples), "samples": samples}
-
-
-def dirty_rollout():
-    """Sixteen samples of four groups that no scoring has seen; five of them must never reach a gradient."""
-    samples = [sound_sample(i, length=6 + i, reward=float(i % 3)) for i in range(16)]
-    samples[1].rollout_log_probs[2] = math.nan
-    samples[4].tokens[-1] = -7
-    samples[6].reward = "excellent"
-    samples[11] = sound_sample(11, length=0, response="", rollout_log_probs=[], reward=50.0)
-    samples[14].finish_reason = "length"
-    return samples
-
-
 def test_a_rollout_function_that_scores_by_itself_still_goes_through_the_gate(tmp_path, monkeypatch):
     """A01, A10: what RolloutManager.generate hands to the ranks holds no sample that the gate refuses, whoever generated it."""
     manager = manager_of(dirty_rollout(), tmp_path, monkeypatch)
     shards = [box.inner for box in manager.generate(0)]
     trained = sorted(int(index) for shard in shards for index in shard["sample_indices"])
     assert trained == [i for i in range(16) if i not in (1, 4, 6, 11, 14)]
-    assert manager.logged["rollout/ledger/sampled"] == 16 and manager.logged["rollout/ledger/trained"] == 11
+    assert manager.logged["rollout/ledger/sampled"] == 16 and manager.logged["rollout/ledger/planned"] == 11
     dropped = {name.split("/")[-1]: v for name, v in manager.logged.items() if name.startswith("rollout/ledger/dropped/")}
     assert dropped == {"bad_logprob": 1, "bad_token": 1, "bad_reward": 1, "empty": 1, "truncated": 1}
     assert manager.logged["gate/drop_rate"] == 5 / 16 and (tmp_path / "gate.jsonl").exists()
@@ -231,6 +195,23 @@ def test_what_the_rollout_function_dropped_is_in_the_ledger_and_in_the_raw_snaps
     assert [s.index for s in read_snapshot(path)] == list(range(16))
     assert [s.index for s in read_snapshot(path, with_dropped=True)][16:] == [40, 41, 42, 43, 60, 61, 62, 63]
     assert len(read_snapshot(tmp_path / "gate" / "raw_000001.parquet", with_dropped=True)) == 16
+
+
+def test_samples_count_as_trained_when_the_policy_has_trained_on_them(tmp_path, monkeypatch):
+    """Before training they are planned; the driver closes the ledger after it. Where only the critic trains, the policy trains on none."""
+    manager = manager_of(dirty_rollout(), tmp_path, monkeypatch, num_critic_only_steps=1)
+    manager.args.use_critic = True
+    manager.args.wandb_always_use_train_step = False
+    ledgers = []
+    for rollout_id in (0, 1):
+        manager.logged.clear()
+        boxes = manager.generate(rollout_id)
+        ledger = {name.split("/")[-1]: count for name, count in manager.logged.items() if name.startswith("rollout/ledger/")}
+        assert "trained" not in ledger
+        log_trained(manager.args, rollout_id, boxes)
+        ledgers.append((ledger["planned"], ledger.get("critic_only", 0), ledger["dropped"], manager.logged["rollout/ledger/trained"]))
+    assert ledgers == [(0, 11, 16, 0), (11, 0, 5, 11)]
+    manager.gate.close()
 
 
 def test_a_disk_that_takes_no_more_costs_the_dump_and_not_the_rollout(tmp_path, monkeypatch, caplog):
@@ -303,7 +284,7 @@ def test_every_path_from_engine_to_trainer_goes_through_the_gate():
     assert (
         generate.index("self._get_rollout_data")
         < generate.index("self.gate.run")
-        < generate.index("self._convert_samples_to_train_data")
+        < generate.index("self._train_data")
     )
     assert "self.gate.run" in calls_in_order(manager.eval)
     score = calls_in_order(scoring.score_group)

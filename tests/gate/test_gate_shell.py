@@ -352,7 +352,7 @@ def test_snapshots_keep_the_last_rollouts_and_link_rows_to_ranks(tmp_path):
     gate = Gate(GateConfig(policies={InvalidReason.TRUNCATED: Policy.DROP}), snapshots=SnapshotWriter(tmp_path, keep=3))
     for rollout_id in range(5):
         result = gate.run(scored(8, 2), rollout_id)
-        gate.record_placement(rollout_id, result, [[5, 0, 2], [1, 3]])
+        gate.record_placement(rollout_id, result.raw_rows, [[5, 0, 2], [1, 3]])
         gate.snapshots.flush()
     gate.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -376,7 +376,7 @@ def test_a_snapshot_holds_what_the_rollout_dropped_behind_the_batch(tmp_path):
     empty = sound_sample(21, valid=False, invalid_reason="empty", reward=None)
     groups = [("dynamic_filter_zero_std", [sound_sample(20), empty]), ("sample_filter", [sound_sample(30)])]
     result = gate.run(scored(4, 1), 7, dropped_groups=groups)
-    gate.record_placement(7, result, [[0, 2], [1, 3]])
+    gate.record_placement(7, result.raw_rows, [[0, 2], [1, 3]])
     gate.close()
     assert result.statistics.total == 4 and len(result.samples) == 4
     rows = parquet.read_table(tmp_path / "raw_000007.parquet").to_pylist()
@@ -481,7 +481,7 @@ def test_snapshots_are_read_by_duckdb_as_the_guide_says(tmp_path):
 
     gate = Gate(GateConfig(), snapshots=SnapshotWriter(tmp_path))
     result = gate.run(scored(8, 2), 41)
-    gate.record_placement(41, result, [[5, 2], [3]])
+    gate.record_placement(41, result.raw_rows, [[5, 2], [3]])
     gate.close()
     counts = duckdb.sql(f"select reason, count(*) from '{tmp_path}/raw_000041.parquet' group by 1 order by 1").fetchall()
     assert counts == [("truncated", 2), (None, 6)]
@@ -512,7 +512,7 @@ def test_snapshots_are_read_by_pandas_and_polars(reader, tmp_path):
     gate = Gate(GateConfig(), snapshots=SnapshotWriter(tmp_path))
     samples = [*scored(5, 2), sound_sample(5, tokens=["a"] * 15, response="caf\u00e9 \U0001f600")]
     result = gate.run(samples, 41, dropped_groups=[("dynamic_filter_easy", [sound_sample(8)])])
-    gate.record_placement(41, result, [[4, 2], [3]])
+    gate.record_placement(41, result.raw_rows, [[4, 2], [3]])
     gate.close()
     rows, places = read("raw_000041.parquet"), read("place_000041.parquet")
     assert [row["index"] for row in rows] == [0, 1, 2, 3, 4, 5, 8]

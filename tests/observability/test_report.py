@@ -112,6 +112,20 @@ def test_sample_that_is_counted_twice_is_named_too(tmp_path):
     ]
 
 
+def test_rollout_whose_training_did_not_finish_is_not_counted_as_trained(tmp_path):
+    """A run that is killed while its tenth rollout trains: 9 x 120 samples trained, the 120 planned ones of the tenth did not."""
+
+    def crash(key, step, metrics):
+        if "rollout/ledger/trained" in metrics:
+            planned = {**metrics, "rollout/ledger/planned": 120}
+            return planned if step < 9 else {name: value for name, value in planned.items() if name != "rollout/ledger/trained"}
+        return metrics
+
+    summary = summarize_run(read_run(write_run(tmp_path, changed(crash))))
+    assert summary.problems == []
+    assert summary.facts[0] == "samples: 1280 sampled = 1080 trained + 200 dropped (30 empty, 120 training_not_finished, 50 truncated)"
+
+
 def test_zero_learning_rate_is_found(tmp_path):
     """Everything runs, nothing is learnt: the weights are the same bytes."""
 

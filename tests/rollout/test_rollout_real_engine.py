@@ -103,7 +103,7 @@ def test_the_raw_snapshot_of_a_filtered_rollout_holds_every_response(engine, tmp
     plain = content(rollout(engine, tmp_path)[0])  # the same four prompts without a filter
     gate = Gate(GateConfig(), snapshots=SnapshotWriter(tmp_path / "gate"))
     judged = gate.run([s for group in output.samples for s in group], 0, dropped_groups=output.dropped_groups)
-    gate.record_placement(0, judged, [[1, 0], [3, 2]])
+    gate.record_placement(0, judged.raw_rows, [[1, 0], [3, 2]])
     gate.close()
     rows = parquet.read_table(tmp_path / "gate" / "raw_000000.parquet").to_pylist()
     assert [(row["index"], row["dropped_by"]) for row in rows] == [

@@ -70,12 +70,13 @@ class Outcome:
 @dataclasses.dataclass(frozen=True)
 class PostprocessResult:
     """`samples` in input order (dropped ones left out); `raw_rows[i]` is the input position of `samples[i]`; one verdict per
-    *input* sample; statistics of the call; alarms are filled by the shell that knows the history."""
+    *input* sample; statistics of the call; alarms are filled by the shell that knows the history. `judged`: every input sample, marked."""
 
     samples: list[Sample]
     statistics: GateStatistics
     verdicts: list[Verdict]
     raw_rows: list[int]
+    judged: list[Sample]
     alarms: tuple = ()
 
 
@@ -316,12 +317,12 @@ def assemble(
     verdicts = _verdicts(outcome, config)
     raw_rows = [row for row, verdict in enumerate(verdicts) if not verdict.dropped]
     if config.evaluation:
-        marked = [_copied(sample) for sample in samples]
+        judged = [_copied(sample) for sample in samples]
     else:
-        marked = [_marked(samples[row], verdicts[row]) for row in raw_rows]
-        for sample in marked:
+        judged = apply_verdicts(samples, verdicts)
+        for sample in judged:
             if not sample.valid:
                 sample.__dict__.update(stand_ins(sample, functools.partial(_is_bad_reward, config)))
     outcome.seconds["assemble"] += time.perf_counter() - start
     statistics = describe_samples(samples, outcome, config).with_history(previous)
-    return PostprocessResult(marked, statistics, verdicts, raw_rows)
+    return PostprocessResult([judged[row] for row in raw_rows], statistics, verdicts, raw_rows, judged)

@@ -154,10 +154,10 @@ class Gate:
         """gate/... numbers of a result, with gate/alarm/<name> = 1 for each alarm."""
         return {**result.statistics.to_metrics(), **{f"gate/alarm/{alarm.name}": 1 for alarm in result.alarms}}
 
-    def record_placement(self, rollout_id: int, result: PostprocessResult, partitions: Sequence[Sequence[int]]) -> None:
-        """Writes where each sample went: raw row -> (data-parallel rank, place on it). `partitions[r]`: positions in result.samples."""
+    def record_placement(self, rollout_id: int, raw_rows: Sequence[int], partitions: Sequence[Sequence[int]]) -> None:
+        """Writes where each row of the train data went: raw row -> (data-parallel rank, place on it). `partitions[r]`: positions in `raw_rows`."""
         if self.snapshots is not None:
-            self.snapshots.submit_placement(rollout_id, result.raw_rows, partitions)
+            self.snapshots.submit_placement(rollout_id, list(raw_rows), partitions)
 
     def close(self) -> None:
         """Waits for snapshots that are being written."""

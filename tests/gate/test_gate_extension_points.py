@@ -1,0 +1,279 @@
+"""No function of a user's, and no other way to the trainer, trains a sample that the gate rejected; the ledger is the judge."""
+
+import dataclasses
+import functools
+import sys
+import types
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import pytest
+import torch
+from support.gate_samples import sound_sample
+from support.manager import dirty_rollout, manager_of
+from support.rollout_args import fresh_rollout_state, rollout_args, tokenizer_folder
+
+from slime.exceptions import RolloutDataError
+from slime.rollout import sglang_rollout
+from slime.rollout.attribution import attribute_rows
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.columns import ColumnsConfig, build_train_columns
+from slime.utils.misc import load_function
+from slime.utils.rollout_dump import save_debug_rollout_data
+from slime.utils.types import Status
+
+NUM_GPUS = 0
+REJECTED = {1: "bad_logprob", 4: "bad_token", 6: "bad_reward", 11: "empty", 14: "truncated"}
+PASSED = [i for i in range(16) if i not in REJECTED]
+kept_aside = []  # what a function of the user's remembers of an earlier stage
+
+
+def as_dict(samples, **changes):
+    """The dict that a converter written for upstream makes: it does not know of `valid`."""
+    data = {
+        "tokens": [list(s.tokens) for s in samples],
+        "response_lengths": [s.response_length for s in samples],
+        "rewards": [s.reward if isinstance(s.reward, float) else 0.0 for s in samples],
+        "raw_reward": [s.reward if isinstance(s.reward, float) else 0.0 for s in samples],
+        "truncated": [int(s.status is Status.TRUNCATED) for s in samples],
+        "sample_indices": [s.index for s in samples],
+        "loss_masks": [[1] * s.response_length for s in samples],
+        "rollout_ids": list(range(len(samples))),
+    }
+    data.update(changes)
+    return {name: value for name, value in data.items() if value is not None}
+
+
+def unmark(samples):
+    for sample in samples:
+        sample.valid, sample.invalid_reason = True, None
+
+
+def readable(samples):
+    """Those that hold anything a trainer could read."""
+    return [sample for sample in samples if sample.response_length]
+
+
+def shuffled(samples):
+    return [samples[i] for i in np.random.default_rng(0).permutation(len(samples))]
+
+
+def columns_with_every_row_valid(args, samples):
+    unmark(samples)
+    for sample in samples:
+        sample.reward = sample.reward if isinstance(sample.reward, float) else 1.0
+    batch = build_train_columns(samples, ([1.0] * len(samples),) * 2, ColumnsConfig())
+    batch["valid"] = [True] * len(samples)
+    return batch
+
+
+def without_indices(samples):
+    return as_dict(samples, sample_indices=None)
+
+
+CONVERTERS = {
+    "upstream's dict": lambda args, samples: as_dict(samples),
+    "no sample_indices": lambda args, samples: without_indices(samples),
+    "says that all are valid": lambda args, samples: as_dict(samples, valid=[True] * len(samples)),
+    "unmarks the samples": lambda args, samples: unmark(samples) or as_dict(samples),
+    "another order": lambda args, samples: as_dict(shuffled(samples)),
+    "another order, no sample_indices": lambda args, samples: without_indices(shuffled(samples)),
+    "some left out": lambda args, samples: without_indices(readable(samples)[1:]),
+    "tensors": lambda args, samples: as_dict(
+        readable(samples),
+        tokens=[torch.tensor(s.tokens) for s in readable(samples)],
+        sample_indices=torch.tensor([s.index for s in readable(samples)]),
+    ),
+    "every sample twice": lambda args, samples: without_indices([s for s in readable(samples) for _ in range(2)]),
+    "a prompt token removed": lambda args, samples: as_dict(samples, tokens=[list(s.tokens)[1:] for s in samples], sample_indices=None),
+    "a prompt token removed, some left out": lambda args, samples: as_dict(
+        readable(samples)[2:], tokens=[list(s.tokens)[1:] for s in readable(samples)[2:]]
+    ),
+    "what was kept aside": lambda args, samples: without_indices(readable(kept_aside)),
+    "columns": columns_with_every_row_valid,
+}
+LEAVES_OUT = {"some left out", "a prompt token removed, some left out"}
+
+
+def plug_in(monkeypatch, **functions):
+    """A module of that name for one test; functions are remembered by their path."""
+    load_function.cache_clear()
+    monkeypatch.setitem(sys.modules, "user_plug_in", types.SimpleNamespace(**functions))
+
+
+def judged(manager, rollout_id=0):
+    """(sample indices or first response ids that the shards hold, the ledger) of one rollout."""
+    shards = [box.inner for box in manager.generate(rollout_id)]
+    # a sound sample's response ids are 100 * index + 0, 1, ...
+    trained = sorted(int(tokens[-1]) // 100 for shard in shards for tokens in shard["tokens"])
+    names = {name: count for name, count in manager.logged.items() if name.startswith("rollout/ledger/")}
+    manager.gate.close()
+    return trained, {name.removeprefix("rollout/ledger/").removeprefix("dropped/"): count for name, count in names.items()}
+
+
+@pytest.mark.parametrize("policy", ["mark", "drop"])
+@pytest.mark.parametrize("kind", CONVERTERS)
+def test_no_converter_trains_a_rejected_sample(kind, policy, tmp_path, monkeypatch):
+    """What the gate rejected stays out, and under its reason in the ledger, whatever dict a converter makes of the samples."""
+    kept_aside[:] = dirty_rollout()
+    plug_in(monkeypatch, convert=CONVERTERS[kind])
+    manager = manager_of(
+        dirty_rollout(), tmp_path, monkeypatch, gate_policy=policy, custom_convert_samples_to_train_data_path="user_plug_in.convert"
+    )
+    trained, ledger = judged(manager)
+    assert set(trained) <= set(PASSED)
+    if ledger.get("trailing", 0) == 0 and kind not in LEAVES_OUT:
+        assert sorted(set(trained)) == PASSED, "and every sample that passed does train"
+    assert ledger["planned"] == len(trained)
+    copies = 2 if kind == "every sample twice" else 1
+    for index, reason in REJECTED.items():
+        # an empty response, or one with an unreadable id, has no rows to copy
+        assert ledger[reason] in {1, copies if policy == "mark" and index != 11 else 1}, reason
+    assert ledger["sampled"] == ledger["planned"] + ledger["dropped"]
+
+
+def test_a_converters_row_of_no_known_sample_ends_the_run(tmp_path, monkeypatch):
+    """Nobody can say whether the gate passed it: the error says what to add to the dict."""
+    foreign = lambda args, samples: without_indices([*samples, sound_sample(99)])  # noqa: E731
+    plug_in(monkeypatch, convert=foreign)
+    manager = manager_of(dirty_rollout(), tmp_path, monkeypatch, custom_convert_samples_to_train_data_path="user_plug_in.convert")
+    with pytest.raises(RolloutDataError, match=r"Row 16 of the 17 .* tokens of none of the 16 samples.*sample_indices"):
+        manager.generate(0)
+    manager.gate.close()
+
+
+def test_rows_with_the_tokens_of_several_samples_are_of_those_that_passed_first():
+    """Two samples with the same ids, one rejected: one row is the valid one's, two are one each, a third is a copy of the rejected one."""
+    samples = [sound_sample(0), sound_sample(0), sound_sample(1)]
+    attribute = functools.partial(attribute_rows, samples=samples, valid=[False, True, True], batch_rows=[0, 1, 2])
+    rows = [sample.tokens for sample in samples]
+    assert attribute(rows[:1]) == [1] and attribute(rows[:2]) == [0, 1]
+    assert attribute([rows[0], rows[0], rows[0], rows[2]]) == [0, 1, 0, 2]
+    assert attribute([rows[2], rows[0], rows[1]]) == [2, 1, 0], "in place where the place fits, then what is left"
+
+
+FLIPS = {
+    "custom_reward_post_process_path": lambda args, samples: unmark(samples) or ([1.0] * len(samples), [float(i) for i in range(len(samples))]),
+    "custom_rollout_log_function_path": lambda rollout_id, args, samples, *rest: unmark(samples),
+}
+
+
+@pytest.mark.parametrize("policy", ["mark", "drop"])
+@pytest.mark.parametrize("option", FLIPS)
+def test_no_function_behind_the_gate_takes_a_verdict_back(option, policy, tmp_path, monkeypatch):
+    """It sets valid=True on every sample that it is shown. A reward of its own making does not heal a damaged sample either."""
+    plug_in(monkeypatch, f=FLIPS[option])
+    manager = manager_of(dirty_rollout(), tmp_path, monkeypatch, gate_policy=policy, **{option: "user_plug_in.f"})
+    trained, ledger = judged(manager)
+    # the sample whose reward is a word is judged by what the function makes of it
+    expected = sorted([*PASSED, 6]) if option == "custom_reward_post_process_path" else PASSED
+    assert trained == expected and ledger["planned"] == len(expected)
+    assert ledger["sampled"] == 16 == ledger["planned"] + ledger["dropped"]
+
+
+@pytest.mark.parametrize("policy", ["mark", "drop"])
+def test_a_dump_whose_verdicts_were_edited_is_judged_again(policy, tmp_path, monkeypatch):
+    """A replay is a way to the trainer as well."""
+    template = str(tmp_path / "dump_{rollout_id}.jsonl")
+    samples = dirty_rollout()
+    unmark(samples)
+    save_debug_rollout_data(template, samples, rollout_id=0, evaluation=False)
+    manager = manager_of(samples, tmp_path, monkeypatch, gate_policy=policy, load_debug_rollout_data=template)
+    trained, ledger = judged(manager)
+    assert trained == PASSED and {reason: ledger[reason] for reason in REJECTED.values()} == dict.fromkeys(REJECTED.values(), 1)
+
+
+@pytest.mark.parametrize("policy", ["mark", "drop"])
+def test_a_rejected_row_of_an_execution_that_emitted_several_does_not_train(policy, tmp_path, monkeypatch):
+    """Fan-out: each row has a verdict of its own, as lists in lists from a rollout function of the user's."""
+    samples = dirty_rollout()
+    for sample in samples:
+        sample.rollout_id = sample.index // 2
+    nested = [[samples[i : i + 2], samples[i + 2 : i + 4]] for i in range(0, 16, 4)]
+    manager = manager_of(samples, tmp_path, monkeypatch, gate_policy=policy)
+    manager.generate_rollout = lambda *args, **kwargs: RolloutFnTrainOutput(samples=nested, dropped={"stale": 3})
+    trained, ledger = judged(manager)
+    assert trained == PASSED and ledger["sampled"] == 19 and ledger["stale"] == 3
+
+
+async def generate(args, sample, sampling_params):
+    """Members 0 and 2 of a group end, member 1 is cut, member 3 emits two rows, one of which is empty. All say that they are valid."""
+    fields = {"response_length": 2, "response": "12", "reward": 1.0, "status": Status.COMPLETED, "finish_reason": "stop", "valid": True}
+    made = dataclasses.replace(sample, tokens=[5, 6, 7, 8], rollout_log_probs=[-0.5, -0.5], **fields)
+    made.metadata = dict(sample.metadata)
+    member = sample.index % 4
+    if member == 1:
+        made.status, made.finish_reason = Status.TRUNCATED, "length"
+    if member != 3:
+        return made
+    made.rollout_id = 1000 + sample.index
+    empty = dataclasses.replace(made, tokens=[5, 6], response_length=0, response="", rollout_log_probs=[])
+    return [made, empty]
+
+
+class Prompts:
+    """A data source without end."""
+
+    def __init__(self):
+        self.count = 0
+
+    def get_samples(self, number):
+        first, self.count = self.count, self.count + number
+        return [
+            [
+                sound_sample(4 * g + m, length=0, prompt="12", tokens=[], response="", reward=None, rollout_log_probs=None,
+                             status=Status.PENDING, finish_reason=None)
+                for m in range(4)
+            ]
+            for g in range(first, first + number)
+        ]  # fmt: skip
+
+    def add_samples(self, groups):
+        pass
+
+
+def test_no_hook_inside_the_rollout_trains_a_rejected_sample(tmp_path, monkeypatch):
+    """A generate function, a sample hook, the sample filter, the dynamic filter and the all-samples function unmark whatever they are shown."""
+
+    def hook(args, sample):
+        unmark([sample])
+
+    def flat(groups):
+        return [s for group in groups for item in group for s in (item if isinstance(item, list) else [item])]
+
+    def dynamic(args, group, **kwargs):
+        unmark(flat([group]))
+        return True
+
+    plug_in(
+        monkeypatch,
+        generate=generate,
+        hook=hook,
+        dynamic=dynamic,
+        sample_filter=lambda args, groups: unmark(flat(groups)),
+        all_samples=lambda args, groups, source: unmark(flat(groups)),
+    )
+    paths = {
+        "custom_generate_function_path": "user_plug_in.generate",
+        "rollout_sample_hook_path": ["user_plug_in.hook"],
+        "dynamic_sampling_filter_path": "user_plug_in.dynamic",
+        "rollout_sample_filter_path": "user_plug_in.sample_filter",
+        "rollout_all_samples_process_path": "user_plug_in.all_samples",
+    }
+    manager = manager_of(dirty_rollout(), tmp_path, monkeypatch)
+    args = rollout_args(rollout_batch_size=4, n_samples_per_prompt=4, hf_checkpoint=tokenizer_folder(tmp_path), **paths)
+    source = Prompts()
+    manager.generate_rollout = lambda _, rollout_id, __, evaluation: sglang_rollout.generate_rollout(args, rollout_id, source)
+    with fresh_rollout_state("http://127.0.0.1:1"):
+        shards = [box.inner for box in manager.generate(0)]
+    manager.gate.close()
+    trained = sorted(int(index) for shard in shards for index in shard["sample_indices"])
+    assert trained == [i for i in range(16) if i % 4 != 1]
+    ledger = {name.split("/")[-1]: count for name, count in manager.logged.items() if name.startswith("rollout/ledger/")}
+    assert ledger == {"sampled": 20, "planned": 12, "dropped": 8, "truncated": 4, "empty": 4}
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
