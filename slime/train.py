@@ -69,7 +69,7 @@ def build_run(args: Any) -> Iterator[Run]:
         start = start if args.start_rollout_id is None else args.start_rollout_id
         if start > 0 and args.load:
             wait_for([rollout_manager.load.remote(start - 1)], what="loading the data position", timeout_s=args.startup_timeout)
-        num_rollout = args.num_rollout if args.num_rollout is not None else args.num_epoch * num_rollout_per_epoch
+        num_rollout, num_rollout_per_epoch = planned_rollouts(args, num_rollout_per_epoch)
         if actor is not None and not args.debug_train_only:
             report(phase="updating weights")
             actor.update_weights()
@@ -79,6 +79,18 @@ def build_run(args: Any) -> Iterator[Run]:
             if group is not None:
                 _quietly(group.release)
         _quietly(lambda: wait_for([rollout_manager.dispose.remote()], what="stopping the engines", timeout_s=STOP_TIMEOUT_S))
+
+
+def planned_rollouts(args: Any, num_rollout_per_epoch: int | None) -> tuple[int, int | None]:
+    """(rollouts to run, rollouts per epoch where --num-epoch counts them). ConfigError for --num-epoch without a dataset.
+
+    With --num-rollout an epoch's end is no event: nothing is saved or evaluated because of it.
+    """
+    if args.num_rollout is not None:
+        return args.num_rollout, None
+    if not num_rollout_per_epoch:
+        raise ConfigError(f"--num-epoch {args.num_epoch} counts passes over prompts, and the data source has no length. Use --num-rollout.")
+    return args.num_epoch * num_rollout_per_epoch, num_rollout_per_epoch
 
 
 def _quietly(action: Callable[[], Any]) -> None:

@@ -105,7 +105,7 @@ EXCEPTIONS: tuple[tuple[str, str, str], ...] = (
         ("hidden default", f"slime/{path}", SHORT_NAMESPACE)
         for path in (
             "rollout/engine_client.py",
-            "rollout/fully_async_rollout.py",
+            "rollout/group_selection.py",
             "rollout/rm_hub/__init__.py",
             "rollout/sample_hooks.py",
             "rollout/scoring.py",

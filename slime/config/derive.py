@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 CHECKPOINT_TRACKER = "latest_checkpointed_iteration.txt"
 
 Step = Callable[[argparse.Namespace], dict[str, Any]]
@@ -133,6 +134,13 @@ def _batch_sizes(args: argparse.Namespace) -> dict[str, Any]:
     if args.global_batch_size is None and (args.num_steps_per_rollout is None or args.num_steps_per_rollout > 0):
         values["global_batch_size"] = executions // (args.num_steps_per_rollout or 1)
     return values
+
+
+@step("rollout_batch_order", "rollout_function_path")
+def _batch_order(args: argparse.Namespace) -> dict[str, Any]:
+    if args.rollout_batch_order is not None:
+        return {}
+    return {"rollout_batch_order": "completion" if args.rollout_function_path == FULLY_ASYNC else "submission"}
 
 
 @step("n_samples_per_prompt", "grpo_std_normalization")

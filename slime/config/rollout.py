@@ -16,8 +16,8 @@ class RolloutOptions:
     n_samples_per_prompt: int = option(1, "Responses sampled for each prompt; together they are one group.")
     over_sampling_batch_size: int | None = option(
         None,
-        "Groups fetched at a time while too few are running or kept; at least --rollout-batch-size, which is "
-        "the default.",
+        "Groups fetched at a time while too few are running or kept, with the fully asynchronous rollout groups in flight; at least "
+        "--rollout-batch-size, which is the default.",
     )
     num_rollout: int | None = option(None, "Rollouts (generate + train) to run; this or --num-epoch is needed.")
     num_epoch: int | None = option(None, "Passes over the prompts to run, in place of --num-rollout.")
@@ -50,10 +50,10 @@ class RolloutOptions:
     mask_offpolicy_in_partial_rollout: bool = option(
         False, "With --partial-rollout: exclude tokens that earlier policies sampled from the loss."
     )
-    rollout_batch_order: str = option(
-        "submission",
-        "Which groups fill the batch: the first in order of submission (repeatable, no bias to short responses), "
-        "or the first to finish.",
+    rollout_batch_order: str | None = option(
+        None,
+        "Which groups fill the batch: the first in order of submission (repeatable, no bias to short responses; the default), "
+        "or the first to finish (the only order of the fully asynchronous rollout).",
         choices=("submission", "completion"),
     )
     rollout_group_requests: str = option(
@@ -72,6 +72,18 @@ class RolloutOptions:
         5,
         "Further tries after a connection error, a timeout or a 5xx reply, with growing pauses; 4xx replies "
         "are never tried again.",
+    )
+    abort_timeout: float = option(
+        60.0, "Seconds that aborted requests may take to come back before they are cancelled and their groups given back."
+    )
+    max_engine_aborts: int = option(
+        3,
+        "How often an engine may end a group's requests by itself, without a new token, before its samples count as failed.",
+    )
+    max_dropped_groups: int | None = option(
+        None,
+        "Groups that --dynamic-sampling-filter-path may drop in one rollout; one more ends the run with the reasons and examples. "
+        "Default: 20 x --rollout-batch-size.",
     )
     max_failed_ratio: float = option(
         0.1,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable
 
+from slime.config.derive import FULLY_ASYNC
+
 Rule = Callable[[argparse.Namespace], "str | list[str] | None"]
 RULES: list[tuple[frozenset[str], Rule]] = []
 
@@ -97,11 +99,12 @@ POSITIVE = (
     "actor_num_gpus_per_node rollout_num_gpus_per_engine rollout_num_engines num_gpus_per_node tensor_model_parallel_size "
     "pipeline_model_parallel_size context_parallel_size expert_model_parallel_size distributed_timeout_minutes "
     "update_weights_interval data_pad_size_multiplier startup_timeout step_timeout rollout_request_timeout "
-    "sglang_server_concurrency rollout_engine_threads grader_workers grader_timeout"
+    "sglang_server_concurrency rollout_engine_threads grader_workers grader_timeout abort_timeout"
 ).split()
 NOT_NEGATIVE = (
     "num_rollout start_rollout_id rollout_num_gpus lr min_lr weight_decay clip_grad eps_clip eps_clip_high value_clip kl_coef "
-    "kl_loss_coef tis_clip tis_clip_low opd_kl_coef lr_warmup_iters opsm_delta num_critic_only_steps rollout_request_retries"
+    "kl_loss_coef tis_clip tis_clip_low opd_kl_coef lr_warmup_iters opsm_delta num_critic_only_steps rollout_request_retries "
+    "max_engine_aborts max_dropped_groups max_failed_ratio"
 ).split()
 SHARES = "rollout_top_p eval_top_p load_debug_rollout_data_subsample rotary_percent".split()
 
@@ -220,13 +223,15 @@ def prompt_leaves_room(args):
         )
 
 
-GENERATING = ("sglang_rollout.generate_rollout", "fully_async_rollout.generate_rollout")
-SFT_HINT = " For supervised fine-tuning on given conversations: --rollout-function-path slime.rollout.sft_rollout.generate_rollout."
+SYNCHRONOUS = "slime.rollout.sglang_rollout.generate_rollout"
+SUPERVISED = "slime.rollout.sft_rollout.generate_rollout"
+NONZERO_STD = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+SFT_HINT = f" For supervised fine-tuning on given conversations: --rollout-function-path {SUPERVISED}."
 
 
 def _generates(args: argparse.Namespace) -> bool:
     """Whether slime's own rollout functions sample responses in this run: a user's function has its own needs."""
-    return args.rollout_function_path.endswith(GENERATING) and not args.debug_train_only
+    return args.rollout_function_path in (SYNCHRONOUS, FULLY_ASYNC) and not args.debug_train_only
 
 
 @rule("rollout_max_response_len", "rollout_max_context_len", "debug_train_only", "rollout_function_path", "loss_type")
@@ -234,6 +239,24 @@ def responses_end(args):
     if _generates(args) and args.rollout_max_response_len is None and args.rollout_max_context_len is None:
         hint = SFT_HINT if args.loss_type == "sft_loss" else ""
         return f"--rollout-max-response-len is missing: give it (tokens), or --rollout-max-context-len; responses would not end.{hint}"
+
+
+@rule("rollout_batch_order", "rollout_function_path")
+def fully_async_batches_are_filled_in_order_of_completion(args):
+    if args.rollout_function_path == FULLY_ASYNC and args.rollout_batch_order == "submission":
+        return (
+            "--rollout-batch-order submission cannot hold with the fully asynchronous rollout, whose batches are the first groups to finish. "
+            f"Leave it out, or use --rollout-function-path {SYNCHRONOUS}."
+        )
+
+
+@rule("dynamic_sampling_filter_path", "n_samples_per_prompt", "rollout_function_path", "debug_train_only")
+def the_filter_can_keep_a_group(args):
+    if _generates(args) and args.dynamic_sampling_filter_path == NONZERO_STD and args.n_samples_per_prompt == 1:
+        return (
+            f"--dynamic-sampling-filter-path {NONZERO_STD} keeps groups whose rewards differ, and --n-samples-per-prompt 1 makes groups of one: "
+            "it would drop every group. Use --n-samples-per-prompt 2 or more, or leave the filter out."
+        )
 
 
 @rule("partial_rollout", "mask_offpolicy_in_partial_rollout")
@@ -263,6 +286,22 @@ def evaluation_has_data(args):
         return f"--eval-interval {args.eval_interval} needs --eval-prompt-data NAME PATH (or --eval-config FILE.yaml)."
     if args.eval_prompt_data and args.eval_config:
         return "--eval-prompt-data and --eval-config exclude each other. Put the data sets of the first into the file of the second."
+
+
+@rule("eval_interval", "eval_function_path", "debug_train_only")
+def evaluation_has_a_function(args):
+    if args.eval_interval is None or args.debug_train_only or args.eval_function_path not in (FULLY_ASYNC, SUPERVISED):
+        return None
+    return (
+        f"--eval-interval {args.eval_interval} asks for evaluations, which {args.eval_function_path} does not make. Give --eval-function-path "
+        f"{SYNCHRONOUS}, or leave out --eval-interval."
+    )
+
+
+@rule("apply_chat_template", "rollout_function_path")
+def supervised_training_renders_conversations_itself(args):
+    if args.apply_chat_template and args.rollout_function_path == SUPERVISED:
+        return "supervised training renders conversations itself and needs them as they are: remove --apply-chat-template."
 
 
 @rule("eval_prompt_data")

@@ -32,7 +32,7 @@ from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.structure import flatten_samples, validate_rollout_id_annotated
 from slime.utils.http_utils import init_http_client
 from slime.utils.metric_utils import compute_rollout_step
-from slime.utils.misc import Box, load_function
+from slime.utils.misc import Box, count_rollouts_per_epoch, load_function
 from slime.utils.processing_utils import shared_tokenizer
 from slime.utils.rollout_dump import RolloutDumper, load_debug_rollout_data
 from slime.utils.rollout_split import SplitConfig, SplitPlan, split_by_dp
@@ -129,10 +129,12 @@ class RolloutManager:
             self.gate.load(self.args.load, rollout_id)
 
     def get_num_rollout_per_epoch(self) -> int | None:
-        """Rollouts that one pass over the prompts makes; None without a dataset."""
-        if self.data_source is None:
+        """Rollouts that one pass over the prompts makes; None without a dataset. ConfigError where --num-epoch would run none."""
+        num_prompts = 0 if self.data_source is None else len(self.data_source)
+        if not num_prompts:
             return None
-        return len(self.data_source) // self.args.rollout_batch_size if len(self.data_source) else None
+        num_epoch = self.args.num_epoch if self.args.num_rollout is None else None
+        return count_rollouts_per_epoch(num_prompts, self.args.rollout_batch_size, num_epoch=num_epoch)
 
     def set_train_parallel_config(self, config: dict[str, int]) -> None:
         """How the trainers are laid out: dp_size (without CP), cp_size, vpp_size, microbatch_group_size_per_vp_stage, tp_size."""

@@ -1,7 +1,8 @@
 """Generation that never stops: a worker keeps groups in flight across rollouts, and each rollout takes those that are done.
 
-For use with `slime train-async`. Groups that an abort left unfinished go back to the data source; the state of the data
-source knows which groups are out, so that a resume generates them again.
+For use with `slime train-async`. Whether a finished group stays is decided in group_selection.py, as in the synchronous rollout:
+groups that an abort left unfinished go back to the data source, and the worker replaces those that the filter drops. The state of
+the data source knows which groups are out, so that a resume generates them again.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from slime.exceptions import ConfigError
+from slime.exceptions import ConfigError, RolloutDataError
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.data_source import group_id_of, iter_samples
-from slime.rollout.failures import FailureCounter
-from slime.rollout.group_loop import first_index, pristine, report_progress
+from slime.rollout.data_source import group_id_of
+from slime.rollout.group_loop import report_progress
+from slime.rollout.group_selection import EngineAborts, GroupSelection, SelectionConfig, first_index
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
 from slime.utils.async_utils import run
 from slime.utils.http_utils import close_session
@@ -37,7 +38,9 @@ def _get_global_worker(args: Any, data_buffer: Any) -> AsyncRolloutWorker:
     global _global_worker
     with _worker_lock:
         if _global_worker is None or not _global_worker.worker_thread.is_alive():
-            _global_worker = AsyncRolloutWorker(args, data_buffer, concurrency=args.rollout_batch_size)
+            _global_worker = AsyncRolloutWorker(
+                args, data_buffer, concurrency=SelectionConfig.from_args(args).fetch_size
+            )
             _global_worker.start()
         return _global_worker
 
@@ -73,6 +76,9 @@ class AsyncRolloutWorker:
         self.error: BaseException | None = None
         # get_samples is called by this worker's thread, add_samples and commit by the rollout's.
         self.buffer_lock = threading.Lock()
+        self.engine_aborts = EngineAborts()  # of groups over all rollouts
+        self.is_exhausted = False  # whether the data source had no group when it was asked last
+        self.num_active = 0  # groups in flight
         self._wake_up: Callable[[], None] = lambda: None  # ends the loop's pause; callable from any thread
 
     def start(self) -> None:
@@ -123,6 +129,7 @@ class AsyncRolloutWorker:
                     active.discard(task)
                     task.result()  # ConfigError and the like end the worker
                 self._top_up(active)
+                self.num_active = len(active)
                 waiter = asyncio.ensure_future(taken.wait())
                 await asyncio.wait({*active, waiter}, timeout=self.poll_interval, return_when=asyncio.FIRST_COMPLETED)
                 waiter.cancel()
@@ -138,6 +145,7 @@ class AsyncRolloutWorker:
         while len(active) < self.concurrency and self.output_queue.qsize() < self.concurrency:
             with self.buffer_lock:
                 groups = self.data_buffer.get_samples(1)
+                self.is_exhausted = not groups
             if not groups:
                 return
             for group in groups:
@@ -169,49 +177,71 @@ async def _generate_rollout_async(args: Any, rollout_id: int, data_buffer: Any) 
 
 async def _collect(args: Any, rollout_id: int, data_buffer: Any) -> RolloutFnTrainOutput:
     worker = _get_global_worker(args, data_buffer)
-    target = args.rollout_batch_size
-    max_ratio = getattr(args, "max_failed_ratio", 1.0)
-    group_size = getattr(args, "n_samples_per_prompt", 1)
-    failures = FailureCounter(total=target * group_size, max_ratio=max_ratio)
+    selection = GroupSelection(args, rollout_id, getattr(worker, "engine_aborts", None))
+    target, remaining = selection.config.target, selection.config.fetch_size
     kept: list[list] = []
+    seen: list[list] = []  # every group that this rollout took
+    used_ids: list[int] = []
     started = time.monotonic()
     while len(kept) < target:
         completed = worker.get_completed_groups(limit=target - len(kept))
-        for _, group in completed:
-            samples = list(iter_samples(group))
-            if any(sample.status is Sample.Status.ABORTED for sample in samples):
-                _give_back(args, worker, data_buffer, group)
+        for group_id, group in completed:
+            seen.append(group)
+            is_named = group_id >= 0
+            if selection.is_unfinished(group_id if is_named else first_index(group), group):
+                _give_back(worker, data_buffer, selection.give_back(group, fetched=group))
                 continue
-            failures.add(samples)
-            kept.append(group)
-        report_progress("generate", len(kept) * group_size, failures.total)
+            verdict = selection.verdict_against(group, remaining=remaining, num_kept=len(kept))
+            used_ids += [group_id] if is_named else []
+            if verdict is None:
+                kept.append(group)
+                continue
+            selection.drop_filtered(verdict, group)
+            # The worker goes on without being asked; the groups of a rollout are counted as the synchronous one fetches them.
+            remaining -= 1
+            if remaining < target:
+                remaining += selection.config.fetch_size
+        report_progress("generate", len(kept) * selection.config.group_size, selection.failures.total)
         if len(kept) < target and not completed:
-            _check_alive(worker)
+            _check_alive(worker, rollout_id, num_kept=len(kept), target=target)
             await asyncio.sleep(min(0.05, worker.poll_interval))
     logger.info("rollout %d: %d groups taken in %.1f s", rollout_id, target, time.monotonic() - started)
-    kept.sort(key=first_index)
+    output = selection.output(kept)
     commit = getattr(data_buffer, "commit", None)
     if commit is not None:
         with _buffer_lock(worker):
-            commit(rollout_id, [group_id_of(group) for group in kept])
-    return RolloutFnTrainOutput(samples=kept, metrics=failures.metrics())
-
-
-def _give_back(args: Any, worker: AsyncRolloutWorker, data_buffer: Any, group: list) -> None:
-    """Puts an unfinished group back: with its tokens under partial rollout, else as it was fetched."""
-    again = group if getattr(args, "partial_rollout", False) else pristine(group)
+            commit(rollout_id, used_ids)
     with _buffer_lock(worker):
-        data_buffer.add_samples([again])
+        selection.process_all(seen, data_buffer)
+    return output
+
+
+def _give_back(worker: AsyncRolloutWorker, data_buffer: Any, group: list) -> None:
+    """Puts an unfinished group back into the data source, which the worker asks again."""
+    with _buffer_lock(worker):
+        data_buffer.add_samples([group])
+        worker.is_exhausted = False
 
 
 def _buffer_lock(worker: AsyncRolloutWorker) -> Any:
     return getattr(worker, "buffer_lock", None) or contextlib.nullcontext()
 
 
-def _check_alive(worker: AsyncRolloutWorker) -> None:
+def _check_alive(worker: AsyncRolloutWorker, rollout_id: int, *, num_kept: int, target: int) -> None:
+    """Raises what ended the worker, or that nothing more will come: no wait without an end."""
     error = getattr(worker, "error", None)
     if error is not None:
         raise error
+    thread = getattr(worker, "worker_thread", None)
+    if thread is not None and not thread.is_alive() and not worker.queue_size():
+        raise RolloutDataError(
+            f"rollout {rollout_id}: the asynchronous worker was stopped; {num_kept} of {target} groups are kept."
+        )
+    is_idle = getattr(worker, "is_exhausted", False) and not worker.num_active
+    if is_idle and not worker.queue_size():
+        raise RolloutDataError(
+            f"rollout {rollout_id}: the data source has no more prompts; {num_kept} of {target} groups are kept."
+        )
 
 
 def generate_rollout_fully_async(

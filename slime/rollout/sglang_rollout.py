@@ -193,20 +193,25 @@ def raise_failed(samples: Iterable[Sample]) -> None:
 
 
 async def generate_and_rm_group(
-    args: Any, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
+    args: Any, group: list[Any], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> list[Any]:
     """The group generated and scored: one Sample, or one list of them (fan-out), per member, in order.
 
-    Members whose generation or reward failed are marked FAILED; ConfigError is raised. With an aborted member the group
-    is unfinished and nothing in it is scored under --group-rm.
+    A member of `group` may be the list of an execution that an earlier rollout finished; it stays as it is. An execution that an abort
+    ended among several samples cannot be continued: it comes back as its prompt, ABORTED, to begin again. Members whose generation or
+    reward failed are marked FAILED; ConfigError is raised. With an aborted member the group is unfinished and nothing in it is scored
+    under --group-rm.
     """
     state = GenerateState(args)
     if state.aborted:
         return group
-    for sample in group:
+    for sample in iter_samples(group):
         if sample.session_id is None:
             sample.session_id = f"{sample.group_index}-{sample.index}" if sample.index is not None else uuid.uuid4().hex
-    params = [member_params(args, sample, sampling_params, number, evaluation) for number, sample in enumerate(group)]
+    params = [
+        member_params(args, next(iter_samples([member])), sampling_params, number, evaluation)
+        for number, member in enumerate(group)
+    ]
     context = GroupContext(evaluation)
     token = _group_context.set(context)
     try:
@@ -214,14 +219,29 @@ async def generate_and_rm_group(
             results = await _generate_in_one_request(args, state, group, params, evaluation)
         else:
             members = zip(group, params, strict=True)
-            results = await asyncio.gather(*(_guarded(args, sample, one, evaluation) for sample, one in members))
+            results = await asyncio.gather(*(_guarded(args, member, one, evaluation) for member, one in members))
     finally:
         _group_context.reset(token)
+    results = [_to_continue(member, result) for member, result in zip(group, results, strict=True)]
     is_unfinished = any(sample.status is Sample.Status.ABORTED for sample in iter_samples(results))
     if context.to_score and not (args.group_rm and is_unfinished):
         gate = None if evaluation else getattr(state, "gate", None)
         await score_group(args, context.to_score, gate)
-    return list(results)
+    return results
+
+
+def _to_continue(member: Any, result: Any) -> Any:
+    """A member's result as a later call can go on from it: an execution of several samples with an aborted one begins again."""
+    if isinstance(result, Sample):
+        return result
+    samples = list(iter_samples(result))
+    if not any(sample.status is Sample.Status.ABORTED for sample in samples):
+        return result
+    if len(samples) == 1:
+        return samples[0]
+    again = generation.reset_to_prompt(next(iter_samples([member])))
+    again.status = Sample.Status.ABORTED
+    return again
 
 
 def member_params(
@@ -240,8 +260,13 @@ def member_params(
     return params
 
 
-async def _guarded(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Any:
-    """`generate_and_rm`, where an error marks the sample FAILED."""
+async def _guarded(args: Any, member: Any, sampling_params: dict[str, Any], evaluation: bool) -> Any:
+    """`generate_and_rm` of a sample, where an error marks it FAILED; a finished execution of several samples is only scored."""
+    if not isinstance(member, Sample):
+        for sample in iter_samples(member):
+            mask_offpolicy_part(args, sample)
+        return await _score_or_collect(args, member, evaluation)
+    sample = member
     try:
         return await generate_and_rm(args, sample, sampling_params, evaluation=evaluation)
     except ConfigError:
@@ -251,11 +276,13 @@ async def _guarded(args: Any, sample: Sample, sampling_params: dict[str, Any], e
         return mark_failed(sample, "generation", describe_error(error))
 
 
-def sends_group_requests(args: Any, group: list[Sample]) -> bool:
+def sends_group_requests(args: Any, group: list[Any]) -> bool:
     """Whether the members go to the engine in one request: nothing but the default generation, and no router in between
     (routers re-write a request's sampling parameters and know only one set of them)."""
     choice = getattr(args, "rollout_group_requests", "off")
     if choice == "off" or args.custom_generate_function_path or generate is not _default_generate:
+        return False
+    if any(isinstance(member, list) for member in group):
         return False
     if any(sample.generate_function_path or sample.multimodal_inputs for sample in group):
         return False
@@ -371,7 +398,5 @@ def generate_rollout(
     commit = getattr(data_source, "commit", None)
     if commit is not None:
         commit(rollout_id, outcome.used_group_ids)
-    process = args.rollout_all_samples_process_path
-    if process:
-        load_function(process)(args, outcome.all_groups, data_source)
+    outcome.selection.process_all(outcome.all_groups, data_source)
     return outcome.output

@@ -133,13 +133,28 @@ def _as_int32(value: Any) -> Any:
 def should_run_periodic_action(
     rollout_id: int, interval: int | None, num_rollout_per_epoch: int | None = None, num_rollout: int | None = None
 ) -> bool:
-    """True after every `interval` rollouts, at an epoch's end and after the last rollout; never without interval."""
+    """True after every `interval` rollouts, at an epoch's end (where epochs are counted) and after the last rollout; never without
+    interval."""
     if interval is None:
         return False
     done = rollout_id + 1
     if num_rollout is not None and done == num_rollout:
         return True
-    return done % interval == 0 or (num_rollout_per_epoch is not None and done % num_rollout_per_epoch == 0)
+    return done % interval == 0 or bool(num_rollout_per_epoch and done % num_rollout_per_epoch == 0)
+
+
+def count_rollouts_per_epoch(num_prompts: int, rollout_batch_size: int, *, num_epoch: int | None) -> int:
+    """Whole batches in one pass over the prompts; 0 where the prompts do not fill one and `num_epoch` does not ask for it.
+
+    ConfigError where it does: --num-epoch counts whole batches, and there would be nothing to run.
+    """
+    per_epoch = num_prompts // rollout_batch_size
+    if not per_epoch and num_epoch is not None:
+        raise ConfigError(
+            f"--num-epoch {num_epoch} runs nothing: the {num_prompts} prompts do not fill one batch of --rollout-batch-size "
+            f"{rollout_batch_size}. Use --rollout-batch-size {num_prompts} or less, or --num-rollout, which goes over the prompts as often as needed."
+        )
+    return per_epoch
 
 
 def exec_command(command: str, capture_output: bool = False) -> str | None:

@@ -36,6 +36,7 @@ from slime.rollout.group_loop import BatchBuilder
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
 from slime.rollout.scoring import Gate
 from slime.rollout.sglang_rollout import generate_rollout
+from slime.train import planned_rollouts
 from slime.utils import http_utils, misc
 from slime.utils.async_utils import get_async_loop, run
 from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs, ensure_dataset_list
@@ -200,6 +201,37 @@ def test_small_helpers_do_what_their_names_say():
     assert One() is first
     misc.SingletonMeta.clear_instances(One)
     assert One() is not first
+
+
+def due_after(num_prompts, *, batch, interval, **options):
+    """The rollouts after which an action falls due, as the driver counts them."""
+    args = types.SimpleNamespace(**options)
+    per_epoch = misc.count_rollouts_per_epoch(num_prompts, batch, num_epoch=args.num_epoch)
+    num_rollout, per_epoch = planned_rollouts(args, per_epoch)
+    return [i for i in range(num_rollout) if misc.should_run_periodic_action(i, interval, per_epoch, num_rollout)]
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "options", "expected"),
+    [
+        (5, {"num_rollout": 3}, [2]),  # fewer prompts than the batch of 8
+        (20, {"num_rollout": 7}, [4, 6]),  # an epoch of 2 rollouts is no event of --num-rollout
+        (20, {"num_epoch": 3}, [1, 3, 4, 5]),
+        (20, {"num_epoch": 3, "num_rollout": 6}, [4, 5]),
+    ],
+)
+def test_epochs_are_events_only_where_they_are_counted(num_prompts, options, expected):
+    """Interval 5: with --num-rollout due after every 5th and the last rollout, with --num-epoch at each epoch's end as well."""
+    assert due_after(num_prompts, batch=8, interval=5, **{"num_rollout": None, "num_epoch": None, **options}) == expected
+
+
+def test_an_epoch_without_a_whole_batch_is_refused():
+    """--num-epoch 1 with 5 prompts and batches of 8 ran nothing, with status 0."""
+    with pytest.raises(ConfigError, match="--num-epoch 1 runs nothing: the 5 prompts do not fill .* Use --rollout-batch-size 5 or less"):
+        misc.count_rollouts_per_epoch(5, 8, num_epoch=1)
+    assert misc.count_rollouts_per_epoch(5, 8, num_epoch=None) == 0 and misc.count_rollouts_per_epoch(17, 8, num_epoch=1) == 2
+    with pytest.raises(ConfigError, match="--num-epoch 2 counts passes over prompts"):
+        planned_rollouts(types.SimpleNamespace(num_rollout=None, num_epoch=2), None)
 
 
 # --- order, filters, hooks -----------------------------------------------------------------------------------------------

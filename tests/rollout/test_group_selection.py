@@ -1,0 +1,389 @@
+"""Which groups stay, for both rollout functions: filters, aborts, fan-out, and what ends a rollout that can keep nothing."""
+
+import contextlib
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
+from support.fake_engine import FakeEngine, make_reply
+from support.options import write_run_inputs
+from support.rollout_args import fresh_rollout_state, rollout_args, tokenizer_folder, write_prompts
+from support.tiny_models import make_char_tokenizer
+
+from slime.exceptions import ConfigError, RolloutDataError
+from slime.rollout import fully_async_rollout as fully_async
+from slime.rollout import sglang_rollout
+from slime.rollout.data_source import RolloutDataSourceWithBuffer, iter_samples
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.generate_state import GenerateState
+from slime.rollout.group_selection import EngineAborts
+from slime.rollout.turns import fork_sample
+from slime.utils.arguments import parse_args
+from slime.utils.types import Sample
+
+NUM_GPUS = 0
+TOKENIZER = make_char_tokenizer()
+END = TOKENIZER.eos_token_id
+SYNCHRONOUS, FULLY_ASYNC = sglang_rollout.generate_rollout, fully_async.generate_rollout_fully_async
+BOTH = pytest.mark.parametrize("rollout", [SYNCHRONOUS, FULLY_ASYNC], ids=["synchronous", "fully_async"])
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    return tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def rig(tmp_path, model):
+    """rig(answer, **args) -> (engine, args, data source), cleaned up afterwards."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(fully_async.stop_global_worker)
+
+        def build(answer=None, *, prompts=100, engine=None, source=RolloutDataSourceWithBuffer, **overrides):
+            remote = stack.enter_context(FakeEngine(answer or right_answer, decode=decode, **(engine or {})))
+            stack.enter_context(fresh_rollout_state(remote.url))
+            args = rollout_args(
+                **{
+                    "hf_checkpoint": model,
+                    "prompt_data": write_prompts(tmp_path / "p.jsonl", prompts),
+                    "rollout_skip_special_tokens": True,
+                    **overrides,
+                }
+            )
+            return remote, args, source(args)
+
+        yield build
+
+
+def number_of(prompt):
+    return int(TOKENIZER.decode(prompt.input_ids)[1:].split("=")[0])
+
+
+def right_answer(prompt):
+    return [*TOKENIZER(str(number_of(prompt)))["input_ids"], END]
+
+
+def decode(ids):
+    return TOKENIZER.decode(ids, skip_special_tokens=True)
+
+
+def labels(groups):
+    return [next(iter_samples(group)).label for group in groups]
+
+
+# --- one meaning of the filters ------------------------------------------------------------------------------------------
+
+
+def keep_odd(args, samples, **kwargs):
+    return DynamicFilterOutput(keep=int(samples[0].label) % 2 == 1, reason="even")
+
+
+def remove_first(args, groups):
+    for group in groups:
+        group[0].remove_sample = True
+
+
+SEEN = []
+
+
+def see_all(args, all_groups, data_source):
+    SEEN.extend(labels(all_groups))
+
+
+@BOTH
+def test_filters_and_hooks_of_groups_mean_the_same_in_both_rollout_functions(rig, rollout):
+    """Of the prompts 0, 1, 2, ... only odd ones are trained, the even ones are replaced and counted, and every group is shown."""
+    SEEN.clear()
+    engine, args, source = rig(
+        dynamic_sampling_filter_path=f"{__name__}.keep_odd", rollout_sample_filter_path=f"{__name__}.remove_first",
+        rollout_all_samples_process_path=f"{__name__}.see_all",
+    )  # fmt: skip
+    output = rollout(args, 0, source)
+    kept = labels(output.samples)
+    assert len(kept) == 4 and all(int(label) % 2 == 1 for label in kept)
+    assert all([sample.remove_sample for sample in group] == [True, False] for group in output.samples)
+    even = labels(group for _, group in output.dropped_groups)
+    assert even and all(int(label) % 2 == 0 for label in even)
+    assert output.dropped == {"dynamic_filter_even": 2 * len(even)}
+    assert output.metrics["rollout/dynamic_filter/drop_even"] == len(even)
+    assert {*kept, *even} <= set(SEEN)
+
+
+@BOTH
+def test_what_a_filter_dropped_is_used_up_in_the_data_position(rig, rollout, tmp_path):
+    """After a resume neither the trained nor the dropped prompts are served again."""
+    engine, args, source = rig(dynamic_sampling_filter_path=f"{__name__}.keep_odd", save=str(tmp_path / "run"))
+    output = rollout(args, 0, source)
+    fully_async.stop_global_worker()
+    used = {group[0].group_index for group in [*output.samples, *(group for _, group in output.dropped_groups)]}
+    untrained = {origin["group_index"] for origin in source.state_dict(0)["untrained"]}
+    assert len(used) >= 7 and untrained == set(range(source.sample_group_index)) - used
+
+
+def late_all(args, samples, **kwargs):
+    return DynamicFilterOutput(keep=False, reason="late", keep_when_insufficient=True)
+
+
+@BOTH
+def test_a_filter_may_let_groups_stand_in_where_too_few_remain(rig, rollout):
+    """Of 6 groups that all teach nothing 2 are dropped, and the 4 that remain fill the batch."""
+    engine, args, source = rig(dynamic_sampling_filter_path=f"{__name__}.late_all", over_sampling_batch_size=6)
+    output = rollout(args, 0, source)
+    assert len(output.samples) == 4 and output.metrics["rollout/dynamic_filter/drop_late"] == 2
+
+
+def test_the_fully_asynchronous_rollout_keeps_the_over_sampling_batch_in_flight(rig):
+    """--over-sampling-batch-size 7 with a batch of 4: at most 7 groups (14 samples) are with the engine, and more than 4 are."""
+    engine, args, source = rig(over_sampling_batch_size=7, engine={"delay": lambda prompt: 0.2})
+    FULLY_ASYNC(args, 0, source)
+    assert 8 < engine.most_running <= 14
+
+
+# --- rollouts that can keep nothing --------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_a_filter_that_keeps_nothing_ends_the_run_with_reasons_and_examples(rig, rollout, caplog):
+    """Every reward is 1, so no group has two different ones: after 9 dropped groups, one more than allowed, the run ends."""
+    engine, args, source = rig(
+        dynamic_sampling_filter_path="slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
+        max_dropped_groups=8,
+    )  # fmt: skip
+    with caplog.at_level(logging.WARNING), pytest.raises(RolloutDataError) as caught:
+        rollout(args, 3, source)
+    said = str(caught.value)
+    assert "rollout 3" in said and "dropped 9 groups (9 zero_std_1" in said and "kept 0 of the 4" in said
+    assert "--max-dropped-groups 8" in said and "has the rewards [1, 1]" in said and "prompt 'p" in said
+    assert "dropped 8 groups" in caplog.text
+
+
+@BOTH
+def test_without_the_option_a_filter_may_drop_twenty_batches(rig, rollout):
+    """Batch 1: the 21st dropped group ends the run."""
+    engine, args, source = rig(dynamic_sampling_filter_path=f"{__name__}.keep_none", rollout_batch_size=1)
+    with pytest.raises(RolloutDataError, match=r"dropped 21 groups \(21 dropped\).*--max-dropped-groups 20 allows"):
+        rollout(args, 0, source)
+
+
+def keep_none(args, samples, **kwargs):
+    return False
+
+
+def test_a_batch_may_need_many_drops_within_the_limit(rig):
+    """The limit is per rollout, and what fills the batch in time is trained: 4 kept, as many dropped as allowed."""
+    engine, args, source = rig(dynamic_sampling_filter_path=f"{__name__}.keep_odd", max_dropped_groups=4)
+    for rollout_id in range(3):
+        assert len(SYNCHRONOUS(args, rollout_id, source).samples) == 4
+
+
+@BOTH
+def test_an_engine_that_aborts_everything_ends_the_run(rig, rollout):
+    """Each group is tried 1 + --max-engine-aborts times; then its samples are failures with that reason."""
+    engine, args, source = rig(lambda prompt: make_reply([], "abort", prompt=prompt), max_engine_aborts=2)
+    with pytest.raises(RolloutDataError, match="aborted it 3 times without a new token, more than --max-engine-aborts 2 allows"):
+        rollout(args, 0, source)
+    assert len(engine.requests) <= 3 * 12
+
+
+def test_aborts_that_leave_new_tokens_are_progress():
+    """A long response that a weight update ends each time goes on under partial rollout; one that does not grow is stuck."""
+    aborts = EngineAborts()
+    assert [aborts.note("a", tokens) for tokens in (5, 9, 9, 9, 12)] == [1, 1, 2, 3, 1]
+    assert [aborts.note("b", 0) for _ in range(3)] == [1, 2, 3]
+    aborts.forget("b")
+    assert aborts.note("b", 0) == 1
+
+
+class Ten(RolloutDataSourceWithBuffer):
+    """A data source of the user's own with ten groups and no more."""
+
+    def get_samples(self, num_samples):
+        groups = []
+        for _ in range(num_samples):
+            if self.buffer or self.sample_group_index < 10:
+                groups += super().get_samples(1)
+        return groups
+
+
+@BOTH
+def test_a_data_source_that_is_at_its_end_ends_the_run(rig, rollout):
+    """Ten groups make two batches of four; the third, for which two are left, says so in place of waiting."""
+    engine, args, source = rig(source=Ten)
+    for rollout_id in range(2):
+        assert len(rollout(args, rollout_id, source).samples) == 4
+    with pytest.raises(RolloutDataError, match="rollout 2: the data source has no more prompts; . of 4 groups are kept"):
+        rollout(args, 2, source)
+
+
+def test_a_worker_that_was_stopped_is_not_waited_for(rig, monkeypatch):
+    """Something else in the process may stop it."""
+    engine, args, source = rig(engine={"delay": lambda prompt: 30.0})
+    worker = fully_async._get_global_worker(args, source)
+    worker.stop()
+    monkeypatch.setattr(fully_async, "_get_global_worker", lambda args, buffer: worker)
+    with pytest.raises(RolloutDataError, match="rollout 0: the asynchronous worker was stopped; 0 of 4"):
+        FULLY_ASYNC(args, 0, source)
+
+
+# --- executions of several samples ---------------------------------------------------------------------------------------
+
+
+async def two_samples(args, sample, sampling_params):
+    """An execution of two samples: the answer to the prompt, and a second one that starts from the ids 1, 2."""
+    await sglang_rollout.generate(args, sample, dict(sampling_params))
+    if sample.status is Sample.Status.ABORTED:
+        return [sample, fork_sample(sample, [1, 2])]
+    second = fork_sample(sample, [1, 2])
+    if GenerateState(args).aborted:
+        second.status = Sample.Status.ABORTED
+    else:
+        tokens = [*TOKENIZER("8")["input_ids"], END]
+        second.append_response_tokens(tokens=tokens, log_probs=[-0.5, -0.5], text="8")
+        second.status = Sample.Status.COMPLETED
+    return [sample, second]
+
+
+def as_numbers(member):
+    return [(sample.index, sample.rollout_id, sample.response_length, sample.reward) for sample in member]
+
+
+def test_executions_of_several_samples_survive_partial_rollout(rig):
+    """Batch 2 of 4 groups: what had finished stays as it is, what was aborted among several samples begins again, and each is trained once."""
+    slow = {3}
+    engine, args, source = rig(
+        engine={"delay": lambda prompt: 5.0 if number_of(prompt) in slow else 0.3 * number_of(prompt), "partial": lambda prompt: 1},
+        custom_generate_function_path=f"{__name__}.two_samples", partial_rollout=True, rollout_batch_size=2,
+        over_sampling_batch_size=4, rollout_batch_order="completion",
+    )  # fmt: skip
+    first = SYNCHRONOUS(args, 0, source)
+    assert labels(first.samples) == ["0", "1"] and labels(source.buffer) == ["2", "3"]
+    assert all(len(member) == 2 for group in first.samples for member in group)
+    assert [type(member) for member in source.buffer[1]] == [Sample, Sample]
+    assert all(sample.response_length == 0 for sample in source.buffer[1])
+    slow.clear()
+    engine.weight_version = "2"
+    again = SYNCHRONOUS(args, 1, source)
+    assert labels(again.samples) == ["2", "3"]
+    for group, index in zip(again.samples, (4, 6), strict=True):
+        assert [as_numbers(member) for member in group] == [
+            [(i, i, 2, 1), (i, i, 2, 0)] for i in (index, index + 1)
+        ]
+    assert [sample.weight_versions for sample in iter_samples(again.samples[1])] == [["2"], []] * 2
+
+
+def test_a_finished_execution_of_several_samples_is_not_generated_again(rig):
+    """Group 1 finished during rollout 0 but stood behind the batch: its tokens and rewards are those of then."""
+    engine, args, source = rig(
+        custom_generate_function_path=f"{__name__}.two_samples", partial_rollout=True, rollout_batch_size=1,
+        over_sampling_batch_size=2, engine={"delay": lambda prompt: 0.4 if number_of(prompt) == 0 else 0.0},
+    )  # fmt: skip
+    assert labels(SYNCHRONOUS(args, 0, source).samples) == ["0"]
+    (waiting,) = source.buffer
+    assert all(len(member) == 2 for member in waiting)
+    source.load_state_dict({**source.state_dict(0), "rollout_id": 0})  # also over a resume
+    sent = len(engine.requests)
+    again = SYNCHRONOUS(args, 1, source)
+    assert [as_numbers(member) for member in again.samples[0]] == [as_numbers(member) for member in waiting]
+    assert "p1=" not in {TOKENIZER.decode(body["input_ids"]) for body in engine.requests[sent:]}
+
+
+@BOTH
+@pytest.mark.parametrize("partial", [False, True])
+def test_an_engine_that_ends_a_request_of_several_samples_costs_nothing(rig, rollout, partial):
+    """The first request of prompt 1 is aborted by the engine: the execution is begun again, and trained whole."""
+    ended = []
+
+    def answer(prompt):
+        if number_of(prompt) == 1 and not ended:
+            ended.append(prompt.rid)
+            return make_reply([5], "abort", prompt=prompt)
+        return right_answer(prompt)
+
+    engine, args, source = rig(
+        answer, custom_generate_function_path=f"{__name__}.two_samples", partial_rollout=partial, rollout_batch_size=2, prompts=2,
+    )  # fmt: skip
+    output = rollout(args, 0, source)
+    groups = [group for group in output.samples if labels([group]) == ["1"]]
+    if rollout is SYNCHRONOUS:
+        assert labels(output.samples) == ["0", "1"]
+    for group in groups:
+        assert all([sample.response_length for sample in member] == [2, 2] for member in group)
+        assert all(sample.reward is not None for sample in iter_samples(group))
+
+
+# --- options -------------------------------------------------------------------------------------------------------------
+
+FULLY_ASYNC_PATH = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+NONZERO_STD = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            f"--n-samples-per-prompt 1 --dynamic-sampling-filter-path {NONZERO_STD}",
+            "--n-samples-per-prompt 1 makes groups of one: it would drop every group",
+        ),
+        (
+            f"--rollout-function-path {FULLY_ASYNC_PATH} --n-samples-per-prompt 1 --dynamic-sampling-filter-path {NONZERO_STD}",
+            "it would drop every group",
+        ),
+        (
+            f"--rollout-function-path {FULLY_ASYNC_PATH} --eval-interval 1 --eval-prompt-data a b",
+            "Give --eval-function-path slime.rollout.sglang_rollout.generate_rollout, or leave out --eval-interval",
+        ),
+        (
+            "--rollout-function-path slime.rollout.sft_rollout.generate_rollout --eval-interval 1 --eval-prompt-data a b",
+            "which slime.rollout.sft_rollout.generate_rollout does not make",
+        ),
+        (
+            "--rollout-function-path slime.rollout.sft_rollout.generate_rollout --apply-chat-template",
+            "remove --apply-chat-template",
+        ),
+        (
+            f"--rollout-function-path {FULLY_ASYNC_PATH} --rollout-batch-order submission",
+            "--rollout-batch-order submission cannot hold with the fully asynchronous rollout",
+        ),
+        ("--max-dropped-groups -1", "--max-dropped-groups is -1, must not be negative"),
+        ("--max-engine-aborts -1", "--max-engine-aborts is -1, must not be negative"),
+        ("--abort-timeout 0", "--abort-timeout is 0.0, must be above 0"),
+    ],
+)
+def test_what_cannot_end_well_is_refused_at_start(words, message, tmp_path):
+    """Each of these was found after minutes, or never."""
+    with pytest.raises(ConfigError) as caught:
+        parse_args([*write_run_inputs(tmp_path), *words.split()])
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("missing", ["--rollout-max-response-len", "--rm-type"])
+def test_the_options_of_the_fully_asynchronous_rollout_are_checked_like_the_others(missing, tmp_path):
+    """A rule that names the function by another name checks nothing."""
+    words = [*write_run_inputs(tmp_path), "--rollout-function-path", FULLY_ASYNC_PATH]
+    place = words.index(missing)
+    with pytest.raises(ConfigError, match=f"{missing} is missing"):
+        parse_args(words[:place] + words[place + 2 :])
+
+
+def test_every_function_that_a_rule_names_exists():
+    """A rule about a function of another name would hold for nothing."""
+    from slime.config import rules
+    from slime.utils.misc import load_function
+
+    for path in (rules.SYNCHRONOUS, rules.FULLY_ASYNC, rules.SUPERVISED, rules.NONZERO_STD):
+        assert callable(load_function(path))
+
+
+def test_the_order_of_the_batch_follows_from_the_rollout_function(tmp_path):
+    """Submission for the synchronous rollout, completion for the asynchronous one, and what was asked for before both."""
+    words = write_run_inputs(tmp_path)
+    assert parse_args(words).rollout_batch_order == "submission"
+    assert parse_args([*words, "--rollout-function-path", FULLY_ASYNC_PATH]).rollout_batch_order == "completion"
+    assert parse_args([*words, "--rollout-batch-order", "completion"]).rollout_batch_order == "completion"
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
