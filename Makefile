@@ -7,10 +7,9 @@ SHELL := /bin/bash
 # The first interpreter that starts and is 3.10 to 3.13; `make PYTHON=/path/to/python3.12 train` overrides.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' >/dev/null 2>&1 && { command -v $$p; break; }; done)
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.slime-installed
-TORCH := torch==2.13.0
 
 # one thread per process: the ranks and the engine are the parallelism
 export OMP_NUM_THREADS := 1
@@ -26,14 +25,10 @@ help:
 	@echo "make lint          ruff and mypy only"
 	@echo "make clean         remove .venv and runs/"
 
-# torch first: with it in place nothing below can pull another build of it
-$(STAMP): setup.py pyproject.toml
+$(STAMP): setup.py pyproject.toml tools/install.py slime/tested_versions.py
 	@test -n "$(PYTHON)" || { echo "No Python 3.10 to 3.13 found. Install one, or: make PYTHON=/path/to/python train"; exit 2; }
 	@if [ ! -x $(BIN)/python ]; then echo "[1/3] creating $(VENV) with $(PYTHON)"; "$(PYTHON)" -m venv $(VENV); else echo "[1/3] $(VENV) is there"; fi
-	@echo "[2/3] installing $(TORCH) (the longest download; once)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	@echo "[3/3] installing slime and what it needs (once)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	@$(BIN)/python tools/install.py
 	@touch $(STAMP)
 
 train: $(STAMP)

@@ -2,18 +2,21 @@
 name is `slime`."""
 
 import re
+import runpy
 from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
 
 ROOT = Path(__file__).resolve().parent
+TESTED = runpy.run_path(str(ROOT / "slime" / "tested_versions.py"))
+FIRST_PYTHON, LAST_PYTHON = TESTED["PYTHON"]
 
 CORE = [
-    "torch>=2.10",  # below 2.10 torch.load(weights_only=True) can still execute code
+    TESTED["requirement"]("torch"),  # below 2.10 torch.load(weights_only=True) can still execute code
     "numpy>=1.26",
-    "ray>=2.49",
-    "transformers>=5",
-    "megatron-core>=0.16",
+    TESTED["requirement"]("ray"),
+    TESTED["requirement"]("transformers"),
+    TESTED["requirement"]("megatron-core"),
     "aiohttp>=3.10",
     "jinja2>=3.1",
     "matplotlib>=3.8",
@@ -32,7 +35,6 @@ EXTRAS = {
     "wandb": ["wandb>=0.18"],
     "tensorboard": ["tensorboard>=2.17"],
     "router": ["sglang-router>=0.3", "setproctitle>=1.3", "fastapi>=0.110", "uvicorn>=0.29"],
-    "viewer": ["fastapi>=0.110", "uvicorn>=0.29"],
 }
 EXTRAS["test"] = sorted(
     {requirement for extra in EXTRAS.values() for requirement in extra}
@@ -69,16 +71,13 @@ setup(
     license="Apache-2.0",
     packages=find_namespace_packages(include=["slime", "slime.*"]),
     package_data={"": ["*.html", "*.css", "*.js", "*.jinja", "*.svg", "*.yaml", "*.json", "*.txt", "*.md"]},
-    python_requires=">=3.10,<3.14",
+    python_requires=f">={FIRST_PYTHON[0]}.{FIRST_PYTHON[1]},<{LAST_PYTHON[0]}.{LAST_PYTHON[1] + 1}",
     install_requires=CORE,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["slime = slime.cli:main"]},
     classifiers=[
         "Programming Language :: Python :: 3",
-        "Programming Language :: Python :: 3.10",
-        "Programming Language :: Python :: 3.11",
-        "Programming Language :: Python :: 3.12",
-        "Programming Language :: Python :: 3.13",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(FIRST_PYTHON[1], LAST_PYTHON[1] + 1)),
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
 )

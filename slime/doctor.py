@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime import tested_versions
+
 GIB = 1024**3
 # A default that says "ask the machine"; None is an answer a machine can give.
 ASK: Any = object()
@@ -70,11 +72,12 @@ def installed_version(package: str) -> str | None:
 
 
 def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
-    """Python 3.10 to 3.13."""
-    text = ".".join(map(str, version))
-    if (3, 10) <= tuple(version[:2]) <= (3, 13):
-        return ok("Python", text)
-    return fail("Python", text, "Use Python 3.10 to 3.13; 3.11 is what the tests run on.")
+    """Python is one of the versions that the tests run on."""
+    text, tested = ".".join(map(str, version)), tested_versions.python_range()
+    first, last = tested_versions.PYTHON
+    if first <= tuple(version[:2]) <= last:
+        return ok("Python", f"{text} (tested: {tested})")
+    return fail("Python", text, f"Use Python {tested}: the tests run on each of them.")
 
 
 def usable_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> float:
@@ -161,15 +164,32 @@ def check_disk(free: int | None = None, path: str = ".") -> Finding:
     return state("Disk", detail, "Free at least 4 GiB, or run from a folder on another disk.")
 
 
-def check_package(package: str, *, at_least: str, version: str | None = ASK, remedy: str = "") -> Finding:
+def check_package(package: str, *, at_least: str, version: str | None = ASK) -> Finding:
     """A required package is installed in a version that is new enough."""
     found = installed_version(package) if version is ASK else version
-    remedy = remedy or f"pip install '{package}>={at_least}'"
+    remedy = f"pip install '{package}>={at_least}'"
     if found is None:
         return fail(package, "not installed", remedy)
     if version_numbers(str(found)) < version_numbers(at_least):
         return fail(package, f"{found} is older than {at_least}", remedy)
     return ok(package, str(found))
+
+
+def check_tested(package: str, *, version: str | None = ASK) -> Finding:
+    """A required package is installed in a version of the tested range: older fails, newer than all tests warns."""
+    found = installed_version(package) if version is ASK else version
+    lowest, _, last, below = tested_versions.PACKAGES[package]
+    tested, remedy = tested_versions.tested_range(package), f"pip install '{tested_versions.requirement(package)}'"
+    if found is None:
+        return fail(package, "not installed", remedy)
+    numbers = version_numbers(str(found))
+    if numbers < version_numbers(lowest):
+        return fail(package, f"{found} is older than {lowest}", remedy)
+    if below is not None and numbers >= version_numbers(below):
+        return fail(package, f"{found} is newer than slime knows (tested: {tested})", remedy)
+    if numbers[: len(version_numbers(last))] > version_numbers(last):
+        return warn(package, f"{found} is newer than what is tested ({tested})", "It may work; the tested range surely does.")
+    return ok(package, f"{found} (tested: {tested})")
 
 
 # Imported in a process of its own: a mismatched pair may crash the interpreter, and torch needs seconds.
@@ -225,7 +245,8 @@ def check_torch(report: dict | None = None) -> Finding:
             "torch", report["torch"], "pip install torch==2.13.0: below 2.10, reading a checkpoint can execute code."
         )
     build = f"CUDA {report['cuda_build']}" if report["cuda_build"] else "CPU build"
-    return ok("torch", f"{pair}, {build}")
+    finding = check_tested("torch", version=report["torch"])
+    return dataclasses.replace(finding, detail=f"{pair}, {build}" if finding.state == "ok" else f"{finding.detail}, {build}")
 
 
 def check_gpu(report: dict | None = None, devices: Sequence[str] | None = None, driver: str | None = ASK) -> Finding:
@@ -327,7 +348,6 @@ EXTRAS = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "sglang-router": "router",
-    "fastapi": "viewer",
 }
 
 
@@ -359,9 +379,9 @@ def all_findings() -> list[Finding]:
         check_disk(),
         check_torch(torch_report),
         check_gpu(torch_report),
-        check_package("megatron-core", at_least="0.16"),
-        check_package("ray", at_least="2.49"),
-        check_package("transformers", at_least="5"),
+        check_tested("megatron-core"),
+        check_tested("ray"),
+        check_tested("transformers"),
         check_package("aiohttp", at_least="3.10"),
         check_package("orjson", at_least="3.10"),
         check_package("safetensors", at_least="0.4.5"),

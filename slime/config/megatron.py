@@ -18,6 +18,7 @@ from slime.config.extension_points import help_of
 from slime.config.option import option
 from slime.config.specs import OptionSpec, flag_of
 from slime.exceptions import ConfigError
+from slime.tested_versions import requirement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +201,7 @@ def fields_of_source(source: str, config_class: str) -> list[MegatronField]:
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef) and node.name == config_class:
             return _fields_of_class(node)
-    raise ConfigError(f"megatron-core has no {config_class} where slime looks for it. Install megatron-core 0.16.")
+    raise ConfigError(f"megatron-core has no {config_class} where slime looks for it. Install {requirement('megatron-core')}.")
 
 
 def _fields_of_class(node: ast.ClassDef) -> list[MegatronField]:

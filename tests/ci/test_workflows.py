@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from slime import tested_versions
+
 NUM_GPUS = 0
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,6 +118,17 @@ def test_no_change_is_too_small_for_the_cpu_tests():
     assert {"push", "pull_request"} <= set(triggers)
     assert not [name for event in triggers.values() for name in event or {} if name.startswith("paths")]
     assert "if" not in workflow["jobs"]["cpu-unittest"]
+
+
+def test_every_tested_python_runs_in_a_job():
+    """README and `slime doctor` name a range; each version of it must be run, the newest megatron-core with it."""
+    jobs = yaml.safe_load((WORKFLOWS / "pr-test.yml").read_text())["jobs"]
+    setups = [step["with"]["python-version"] for job in jobs.values() for step in job["steps"] if "setup-python" in step.get("uses", "")]
+    run = {version for version in setups if "matrix" not in version} | set(jobs["interpreters"]["strategy"]["matrix"]["python"])
+    (_, first), (_, last) = tested_versions.PYTHON
+    assert run == {f"3.{minor}" for minor in range(first, last + 1)}
+    commands = " ".join(step.get("run", "") for step in jobs["interpreters"]["steps"])
+    assert "make PYTHON=python train" in commands and "tests/megatron" in commands
 
 
 def test_consistent_checkout_has_no_problems(checkout):

@@ -1,10 +1,15 @@
 """Each check of `slime doctor` on a machine that is broken in one way: it says so, and what to do."""
 
+import runpy
+from pathlib import Path
+
 import pytest
 
-from slime import doctor
+from slime import doctor, tested_versions
 
 NUM_GPUS = 0
+
+ROOT = Path(__file__).resolve().parents[2]
 
 GOOD_TORCH = {"torch": "2.13.0+cpu", "numpy": "2.4.6", "cuda_build": None, "cuda": False, "warnings": []}
 CUDA_TORCH = {**GOOD_TORCH, "torch": "2.13.0", "cuda_build": "12.8", "cuda": True}
@@ -32,7 +37,14 @@ def refuse(host):
         (doctor.check_package("ray", at_least="2.49", version="2.60.0"), "ok", "2.60.0"),
         (doctor.check_package("ray", at_least="2.49", version="2.9.0"), "fail", "2.9.0 is older than 2.49"),
         (doctor.check_package("ray", at_least="2.49", version=None), "fail", "pip install 'ray>=2.49'"),
+        (doctor.check_tested("megatron-core", version="0.16.1"), "ok", "0.16.1 (tested: 0.16 to 0.19)"),
+        (doctor.check_tested("megatron-core", version="0.19.2"), "ok", "0.19.2 (tested: 0.16 to 0.19)"),
+        (doctor.check_tested("megatron-core", version="0.15.3"), "fail", "pip install 'megatron-core>=0.16,<0.20'"),
+        (doctor.check_tested("megatron-core", version="0.20.0"), "fail", "newer than slime knows"),
+        (doctor.check_tested("megatron-core", version=None), "fail", "not installed"),
+        (doctor.check_tested("ray", version="2.61.0"), "warn", "newer than what is tested (2.60)"),
         (doctor.check_torch(GOOD_TORCH), "ok", "CPU build"),
+        (doctor.check_torch({**GOOD_TORCH, "torch": "2.14.1"}), "warn", "newer than what is tested (2.13)"),
         (doctor.check_torch({**GOOD_TORCH, "torch": "2.6.0"}), "fail", "can execute code"),
         (
             doctor.check_torch({**GOOD_TORCH, "bridge_error": "RuntimeError: Numpy is not available", "numpy": "1.26"}),
@@ -95,6 +107,19 @@ def test_an_interpreter_that_dies_is_a_finding(tmp_path):
     python.chmod(0o755)
     assert doctor.probe_torch(str(python)) == {"error": "Segmentation fault"}
     assert "error" in doctor.probe_torch(str(tmp_path / "missing"))
+
+
+def test_readme_and_setup_tell_the_tested_range(monkeypatch):
+    """The range is stated once, in slime/tested_versions.py; what people read must say the same."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"Python {tested_versions.python_range()}" in readme
+    assert f"megatron-core {tested_versions.tested_range('megatron-core')}" in readme
+    captured = {}
+    monkeypatch.setattr("setuptools.setup", captured.update)
+    runpy.run_path(str(ROOT / "setup.py"))
+    assert captured["python_requires"] == ">=3.10,<3.14"
+    assert "megatron-core>=0.16,<0.20" in captured["install_requires"]
+    assert "viewer" not in captured["extras_require"]
 
 
 def test_versions_compare_by_number():

@@ -1,4 +1,4 @@
-"""Every adaptation that makes megatron-core 0.16 run on the CPU over gloo. Installed only where CUDA is not used.
+"""Every adaptation that makes megatron-core (0.16 to 0.19) run on the CPU over gloo. Installed only where CUDA is not used.
 
 Principle: megatron-core's modules, and only they, see a `torch` module whose device "cuda" is the CPU. The process's real
 torch stays as it is, so Hugging Face models, user code and the engine are unaffected. (Wrapping the real torch's factory
@@ -25,6 +25,8 @@ Adaptations, each with the reason it exists:
     same numbers, but a row of 64 short sequences costs one operation instead of 64 in every layer.
 11. `mappings._gather/_reduce_scatter_along_first_dim` with parts of unequal size (experts cut over tensor-parallel ranks) pad
     to the largest part, or sum everything and keep a part: gloo's all_gather and reduce_scatter want equal sizes.
+
+Functions of 7 to 11 are replaced through `stand_in`, so that an argument that a newer megatron-core adds does not break the call.
 """
 
 from __future__ import annotations
@@ -32,12 +34,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from slime.exceptions import ConfigError
 
 _FACTORIES = (
     "tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "eye", "linspace",
@@ -211,6 +216,37 @@ def _same_tensor(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tenso
     return tensor
 
 
+def stand_in(original: Callable, replacement: Callable) -> Callable:
+    """Returns `replacement`, made to accept the arguments that only `original` has, as long as they have `original`'s defaults.
+
+    megatron-core adds arguments from version to version. One that the replacement does not know must not be ignored when it asks
+    for something: then the call raises ConfigError.
+    """
+    original = getattr(original, "stands_in_for", original)  # what a second installation replaces is the first's replacement
+    known = inspect.signature(replacement).parameters
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(original).parameters.items()
+        if name not in known and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    replacement.stands_in_for = original
+    if not defaults:
+        return replacement
+
+    @functools.wraps(replacement)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for name, default in defaults.items():
+            value = kwargs.pop(name, default)
+            if value is not default and value != default:
+                raise ConfigError(
+                    f"{original.__module__}.{original.__name__} was called with {name}={value!r}, which slime's CPU version of it does "
+                    "not know. Use megatron-core 0.16 to 0.19."
+                )
+        return replacement(*args, **kwargs)
+
+    return call
+
+
 def _unwrap_compiled(module: types.ModuleType) -> None:
     owners = [module] + [
         value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__
@@ -231,8 +267,8 @@ def _patch_rng() -> None:
     def set_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
         torch.set_rng_state(new_state)
 
-    megatron_random._get_cuda_rng_state = get_state
-    megatron_random._set_cuda_rng_state = set_state
+    megatron_random._get_cuda_rng_state = stand_in(megatron_random._get_cuda_rng_state, get_state)
+    megatron_random._set_cuda_rng_state = stand_in(megatron_random._set_cuda_rng_state, set_state)
 
 
 def _patch_moe() -> None:
@@ -246,7 +282,7 @@ def _patch_moe() -> None:
             return tensor.numpy()
         return tensor
 
-    token_dispatcher.maybe_move_tensor_to_cpu = to_host
+    token_dispatcher.maybe_move_tensor_to_cpu = stand_in(token_dispatcher.maybe_move_tensor_to_cpu, to_host)
 
 
 def _patch_uneven_collectives() -> None:
@@ -277,9 +313,9 @@ def _patch_uneven_collectives() -> None:
         torch.distributed.all_reduce(total, group=group)
         return total.split([int(size) for size in input_split_sizes])[group.rank()].clone()
 
-    gather.takes_uneven_parts = True
-    mappings._gather_along_first_dim = gather
-    mappings._reduce_scatter_along_first_dim = reduce_scatter
+    mappings._gather_along_first_dim = stand_in(even_gather, gather)
+    mappings._gather_along_first_dim.takes_uneven_parts = True
+    mappings._reduce_scatter_along_first_dim = stand_in(even_reduce_scatter, reduce_scatter)
 
 
 def _patch_rope() -> None:
@@ -292,12 +328,13 @@ def _patch_rope() -> None:
         cu_seqlens: torch.Tensor,
         freqs: torch.Tensor,
         rotary_interleaved: bool = False,
-        multi_latent_attention: bool = False,
+        mla_rotary_interleaved: bool = False,
         mscale: float = 1.0,
         cp_group: Any = None,
+        multi_latent_attention: bool | None = None,  # the same, by its name in megatron-core 0.16
     ) -> torch.Tensor:
         plan = packed_plan(cu_seqlens, cp_size=cp_group.size(), cp_rank=cp_group.rank())
-        if multi_latent_attention:
+        if mla_rotary_interleaved or multi_latent_attention:
             x1, x2 = t[..., 0::2], t[..., 1::2]
             t = torch.cat((x1, x2), dim=-1)
         cos, sin = plan.rotary_tables(freqs, mscale, t.dtype)
@@ -306,4 +343,4 @@ def _patch_rope() -> None:
         rotated = rotated * cos + half * sin
         return torch.cat((rotated, passed), dim=-1) if passed.shape[-1] else rotated
 
-    rope_utils._apply_rotary_pos_emb_thd = apply_rotary_pos_emb_thd
+    rope_utils._apply_rotary_pos_emb_thd = stand_in(rope_utils._apply_rotary_pos_emb_thd, apply_rotary_pos_emb_thd)
