@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from slime.config.compat import apply_compat, off_values
+from slime.config.list_text import convert_list_text, is_list_text
 from slime.config.megatron import megatron_fields
 from slime.config.specs import OptionSpec, all_specs, convert_text, flag_of, nearest_names, specs_by_name
+from slime.config.synonyms import synonym_hint
 from slime.config.yaml_file import read_option_file
 from slime.exceptions import ConfigError
+from slime.tested_versions import requirement
 
 NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 COMMAND_FLAGS = ("--config", "--print-config", "--dry-run", "--help")
@@ -59,7 +62,7 @@ class OptionParser(argparse.ArgumentParser):
 
         def convert(text: str) -> Any:
             try:
-                return convert_text(spec, text)
+                return convert_list_text(spec, text) if is_list_text(spec, text) else convert_text(spec, text)
             except ValueError as error:
                 self.value_problems.append(f"{spec.flag}: {error}")
                 return None
@@ -196,7 +199,12 @@ def join_problems(problems: Sequence[str]) -> str:
 
 
 def _unwrapped(spec: OptionSpec, value: Any) -> Any:
-    return value[0] if spec.unwrap and len(value) == 1 else value
+    """The value of a flag's words: one word is one value where the option takes that, and a list written as one word is its items."""
+    if spec.unwrap and len(value) == 1:
+        return value[0]
+    if spec.many and not spec.repeat and value is not None:
+        return [item for word in value for item in (word if isinstance(word, list) else [word])]
+    return value
 
 
 def _copied(value: Any) -> Any:
@@ -225,11 +233,11 @@ def describe_unknown(words: Sequence[str], declared: Sequence[str]) -> list[str]
         after_flag = True
         flag = word.split("=")[0]
         near = nearest_names(flag, declared)
-        hint = f"Did you mean {near[0]}?" if near else "`slime train --help` lists all flags."
-        problems.append(f"Unknown flag {flag}. {hint}")
+        nearest = f"Did you mean {near[0]}?" if near else "`slime train --help` lists all flags."
+        problems.append(f"Unknown flag {flag}. {synonym_hint(flag) or nearest}")
     if problems and not megatron_fields():
         problems.append(
-            "megatron-core is not installed, so none of its flags is known. pip install 'megatron-core>=0.16'"
+            f"megatron-core is not installed, so none of its flags is known. pip install '{requirement('megatron-core')}'"
         )
     return problems
 

@@ -1,4 +1,5 @@
-"""What follows from the given options: computed once after parsing; nothing given is ever overridden, so deriving twice changes nothing.
+"""What follows from the given options: computed once after parsing; deriving twice changes nothing. What was given stays, except for
+switches that can have no effect (`adjustments`).
 
 Each step reads the named options and returns new values. A step runs when the namespace has all options it reads: the command
 line always has, a caller of `slime_validate_args` with upstream's short namespace may not.
@@ -52,15 +53,23 @@ def uses_cuda(accelerator: str) -> bool:
     return cuda_is_usable() if accelerator == "auto" else accelerator == "cuda"
 
 
-@functools.lru_cache(maxsize=1)
 def cuda_is_usable() -> bool:
     """Whether torch, if it were imported, would find a CUDA device: it was built for CUDA, and a device is there and not hidden."""
+    return why_no_cuda() is None
+
+
+@functools.lru_cache(maxsize=1)
+def why_no_cuda() -> str | None:
+    """Returns why torch would find no CUDA device; None where it would."""
     try:
-        is_cpu_build = importlib.metadata.version("torch").endswith("+cpu")
+        version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        is_cpu_build = True
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return not is_cpu_build and not hidden and Path("/dev/nvidiactl").exists()
+        return "torch is not installed"
+    if version.endswith("+cpu"):
+        return f"torch {version} is a CPU build"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides every device"
+    return None if Path("/dev/nvidiactl").exists() else "this machine has no NVIDIA driver"
 
 
 def has_megatron_checkpoint(folder: str | None) -> bool:
@@ -232,6 +241,19 @@ def _critic(args: argparse.Namespace) -> dict[str, Any]:
 # Derived values which depend on the disk or the clock: a recorded configuration holds what was asked for instead, so that running
 # from it resumes, or opens a new folder, by what is true then.
 VOLATILE = ("load", "finetune", "no_load_optim", "no_load_rng", "start_rollout_id", "run_dir")
+
+
+@step("sequence_parallel", "tensor_model_parallel_size")
+def _sequence_parallel(args: argparse.Namespace) -> dict[str, Any]:
+    # As Megatron does: one rank has nothing to split. `adjustments` says so.
+    return {"sequence_parallel": False} if args.sequence_parallel and args.tensor_model_parallel_size == 1 else {}
+
+
+def adjustments(args: argparse.Namespace) -> list[str]:
+    """Returns one sentence per given option that `derive` turns off because it can have no effect."""
+    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
+        return ["--sequence-parallel has no effect with --tensor-model-parallel-size 1 and was turned off."]
+    return []
 
 
 @step("num_moe_experts")

@@ -6,13 +6,21 @@ Like `rules`, each returns sentences; unlike them, these look at the disk and th
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from slime.config.derive import devices_needed, has_megatron_checkpoint, is_hf_folder, uses_cuda
+from slime.config.derive import (
+    cuda_is_usable,
+    devices_needed,
+    has_megatron_checkpoint,
+    is_hf_folder,
+    uses_cuda,
+    why_no_cuda,
+)
 from slime.config.specs import flag_of, nearest_names
 
 MODEL_FOLDERS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "critic_load")
@@ -28,6 +36,8 @@ def machine_problems(args: argparse.Namespace) -> list[str]:
         files_exist,
         folders_can_be_written,
         ports_are_free,
+        packages_are_installed,
+        cuda_is_here,
         devices_are_enough,
     )
     return [problem for check in checks for problem in check(args)]
@@ -155,6 +165,40 @@ def ports_are_free(args: argparse.Namespace) -> list[str]:
     ):
         problems.append(f"--sglang-router-port {args.sglang_router_port} is in use. Leave it out, or choose another.")
     return problems
+
+
+# (why it is needed, package to import, extra of slime-rl that brings it, whether the options need it)
+OPTIONAL_PACKAGES: tuple[tuple[str, str, str, Callable[[argparse.Namespace], bool]], ...] = (
+    ("--use-wandb", "wandb", "wandb", lambda args: args.use_wandb),
+    ("--use-tensorboard", "tensorboard", "tensorboard", lambda args: args.use_tensorboard),
+    ("--use-sglang-router", "sglang_router", "router", lambda args: args.use_sglang_router and args.sglang_router_ip is None),
+    ("--rm-type math_verify", "math_verify", "math", lambda args: (args.rm_type or "").endswith("math_verify")),
+    ("--prompt-data *.parquet", "pyarrow", "data", lambda args: bool(re.search(r"\.parquet(@\[|$)", str(args.prompt_data)))),
+)
+
+
+def packages_are_installed(args: argparse.Namespace) -> list[str]:
+    """Packages that only some options need are installed."""
+    return [
+        f"{flag} needs the package {package}: pip install 'slime-rl[{extra}]'"
+        for flag, package, extra, is_needed in OPTIONAL_PACKAGES
+        if is_needed(args) and importlib.util.find_spec(package) is None
+    ]
+
+
+def cuda_is_here(args: argparse.Namespace) -> list[str]:
+    """Where CUDA is asked for and the run stays on this machine, torch can use it."""
+    if args.ray_address or os.environ.get("RAY_ADDRESS") or cuda_is_usable():
+        return []
+    wanted = [f"{flag_of(name)} cuda" for name in ("accelerator", "rollout_engine_device") if getattr(args, name) == "cuda"]
+    from_environment = os.environ.get("SLIME_ACCELERATOR", "").strip().lower() if args.accelerator == "auto" else ""
+    if from_environment not in ("", "cpu", "cuda"):
+        return [f"SLIME_ACCELERATOR={from_environment!r} in the environment is not known. Use cpu or cuda, or unset it."]
+    if from_environment == "cuda":
+        wanted.append("SLIME_ACCELERATOR=cuda in the environment")
+    if args.distributed_backend == "nccl" and not uses_cuda(args.accelerator):
+        wanted.append("--distributed-backend nccl")
+    return [f"{asked}: torch cannot use CUDA here, {why_no_cuda()}. Leave it out to run on the CPU." for asked in wanted]
 
 
 def devices_are_enough(args: argparse.Namespace) -> list[str]:

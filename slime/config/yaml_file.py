@@ -16,7 +16,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.config.list_text import convert_list_text, is_list_text
 from slime.config.specs import OptionSpec, convert_text, nearest_names, require_choice
+from slime.config.synonyms import synonym_hint
 from slime.exceptions import ConfigError
 
 NULL_WORDS = ("", "~", "null", "Null", "NULL")
@@ -74,8 +76,8 @@ def read_option_file(
                 found.other[name] = reader.plain(value_node)
             else:
                 near = nearest_names(name, [*specs, *plugin_names])
-                hint = f" Did you mean {near[0]!r}?" if near else " `slime train --help` lists all options."
-                found.problems.append(f"{path}:{line}: unknown key {key!r}.{hint}")
+                nearest = f"Did you mean {near[0]!r}?" if near else "`slime train --help` lists all options."
+                found.problems.append(f"{path}:{line}: unknown key {key!r}. {synonym_hint(name) or nearest}")
         except ValueError as error:
             found.problems.append(f"{path}:{line}: {key}: {error}")
     return found
@@ -103,6 +105,8 @@ class _Reader:
             if not spec.optional:
                 raise ValueError(f"has no value; it needs {spec.type_name}, the default is {spec.default!r}.")
             return None
+        if isinstance(node, yaml.ScalarNode) and is_list_text(spec, node.value):
+            return convert_list_text(spec, node.value)
         if spec.unwrap and isinstance(node, yaml.ScalarNode):
             return self.scalar(spec, node)
         if spec.many:

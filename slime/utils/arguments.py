@@ -8,16 +8,18 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from slime.config.cli import CommandLine, format_help, join_problems, parse_command_line, reset_arg
-from slime.config.derive import apply_derived, derive
+from slime.config.derive import adjustments, apply_derived, derive
 from slime.config.machine_rules import machine_problems, missing_path
 from slime.config.megatron import megatron_fields
 from slime.config.rules import broken_rules
 from slime.config.specs import all_specs, flag_of, nearest_names, require_choice, specs_by_name
 from slime.config.yaml_file import format_resolved
 from slime.exceptions import ConfigError
+from slime.tested_versions import requirement
 from slime.utils.hooks import hook_problems
 
 __all__ = ["parse_args", "parse_megatron_role_args", "reset_arg", "resolve", "slime_validate_args"]
@@ -54,10 +56,12 @@ def resolve(line: CommandLine) -> argparse.Namespace:
     """Returns the namespace of a parsed command line with all derived values. Raises ConfigError with every problem there is."""
     if not megatron_fields():
         raise ConfigError(
-            "megatron-core is not installed, so its options are unknown and nothing can train. pip install 'megatron-core>=0.16'"
+            f"megatron-core is not installed, so its options are unknown and nothing can train. pip install '{requirement('megatron-core')}'"
         )
     args = line.args
     args.dry_run, args.given_options, args.flag_counts = line.dry_run, line.given, line.counts
+    for warning in adjustments(args):
+        print(f"warning: {warning}", file=sys.stderr)
     apply_derived(args, derive(args))
     if args.accelerator != "auto":
         # get_accelerator() asks the environment, which reaches every process of the run; a user's module may ask while it is imported.
@@ -68,6 +72,7 @@ def resolve(line: CommandLine) -> argparse.Namespace:
         + model_problems(args)
         + layout_rules(args)
         + gate_problems(args)
+        + reward_problems(args)
         + dataset_problems(args)
         + hook_problems(args)
     )
@@ -136,6 +141,21 @@ def gate_problems(args: argparse.Namespace) -> list[str]:
     return []
 
 
+def reward_problems(args: argparse.Namespace) -> list[str]:
+    """Returns which reward types do not exist: of --rm-type and of each evaluation dataset. Those of rows are checked with the rows."""
+    from slime.rollout.rm_hub.type_names import rm_type_problem
+    from slime.utils.eval_config import eval_datasets_of
+
+    named = [("--rm-type", args.rm_type)]
+    if args.eval_config is not None and Path(args.eval_config).is_file():
+        try:
+            named += [(f"--eval-config {args.eval_config}: {dataset.name}: rm_type", dataset.rm_type) for dataset in eval_datasets_of(args)]
+        except (ConfigError, TypeError) as error:
+            return [str(error)]
+    problems = [(name, problem) for name, rm_type in named if (problem := rm_type_problem(rm_type))]
+    return list({problem: f"{name}: {problem}" for name, problem in problems[::-1]}.values())[::-1]
+
+
 def dataset_problems(args: argparse.Namespace, *, seconds: float = PREFLIGHT_SECONDS) -> list[str]:
     """Returns the first bad row (file, line, reason) of each prompt file; reading stops after `seconds` without an error."""
     files = []
@@ -160,6 +180,7 @@ def dataset_problems(args: argparse.Namespace, *, seconds: float = PREFLIGHT_SEC
 
 
 def _first_bad_row(args: argparse.Namespace, path: str, keys: tuple, deadline: float) -> str | FileNotFoundError | None:
+    from slime.rollout.rm_hub.type_names import rm_type_problem
     from slime.utils.data import RowFormat, build_sample
     from slime.utils.prompt_files import read_rows
 
@@ -167,7 +188,9 @@ def _first_bad_row(args: argparse.Namespace, path: str, keys: tuple, deadline: f
     try:
         for number, row in enumerate(read_rows(path)):
             # The template is left to the loader: rendering needs the tokenizer, and that needs seconds.
-            build_sample(row, form)
+            problem = rm_type_problem(build_sample(row, form).metadata.get("rm_type"))
+            if problem is not None:
+                return f"{row.place}: rm_type {problem}"
             if number % 256 == 0 and time.monotonic() > deadline:
                 break
     except FileNotFoundError as error:

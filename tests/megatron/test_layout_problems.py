@@ -44,7 +44,6 @@ def test_layouts_that_work_have_no_problem(changes):
     [
         ({TP: 3}, "12 attention heads and 4 key/value heads. Use 1 or 2 or 4."),
         ({TP: 4, "ffn_hidden_size": 98, "sequence_parallel": True}, "98 channels. Use 1 or 2 or 7"),
-        ({"sequence_parallel": True}, "--sequence-parallel needs --tensor-model-parallel-size of at least 2"),
         ({PP: 5}, "12 layers. Use 1 or 2 or 3 or 4"),
         ({VPP: 2}, "needs --pipeline-model-parallel-size of at least 2"),
         ({PP: 2, VPP: 4}, "the 6 layers of a pipeline stage into at least two equal parts. Use 1 or 2 or 3."),

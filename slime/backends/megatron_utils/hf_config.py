@@ -100,13 +100,26 @@ def check_against_hf(args_fields: Mapping[str, Any], config: Mapping[str, Any]) 
         given = args_fields.get(name)
         if given is None or name in ("attention_dropout", "hidden_dropout", "max_position_embeddings"):
             continue
-        same = math.isclose(given, expected, rel_tol=1e-9) if isinstance(expected, float) else given == expected
+        if name == "moe_layer_freq":
+            same = layer_pattern(given, config["num_hidden_layers"]) == layer_pattern(expected, config["num_hidden_layers"])
+        else:
+            same = math.isclose(given, expected, rel_tol=1e-9) if isinstance(expected, float) else given == expected
         if not same:
             flag = "--" + name.replace("_", "-")
             problems.append(
                 f"{flag} is {given!r}, but the model's config.json says {expected!r}. Drop the flag or use {expected!r}."
             )
     return problems
+
+
+def layer_pattern(frequency: int | list[int], num_layers: int) -> list[int]:
+    """Returns 1 for each MoE layer and 0 for each dense one. A number n means every n-th layer from the first; a list says it itself.
+
+    (3, num_layers=4) -> [1, 0, 0, 1]
+    """
+    if isinstance(frequency, list):
+        return frequency
+    return [int(frequency > 0 and layer % frequency == 0) for layer in range(num_layers)]
 
 
 def _rope_scaling_fields(config: Mapping[str, Any]) -> dict[str, Any]:

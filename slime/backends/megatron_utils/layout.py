@@ -95,10 +95,6 @@ def _sizes(layout: Layout) -> list[str]:
 
 def _tensor_parallel(layout: Layout) -> list[str]:
     problems = []
-    if layout.sequence_parallel and layout.tp == 1:
-        problems.append(
-            "--sequence-parallel needs --tensor-model-parallel-size of at least 2; it is 1. Drop --sequence-parallel."
-        )
     heads, groups = layout.num_attention_heads, layout.num_query_groups
     if heads and (heads % layout.tp or (groups and groups % layout.tp)):
         common = [d for d in divisors(heads) if not groups or groups % d == 0]

@@ -33,7 +33,7 @@ def get_accelerator() -> Accelerator:
 
         return CudaAccelerator()
     if wanted == "cuda":
-        raise ConfigError("SLIME_ACCELERATOR=cuda, but torch sees no CUDA device. Unset it to run on the CPU.")
+        raise ConfigError("CUDA was asked for (--accelerator cuda, or SLIME_ACCELERATOR=cuda), but torch sees no CUDA device. Leave it out to run on the CPU.")
     return _cpu()
 
 
