@@ -194,6 +194,7 @@ def launch(argv: Sequence[str] | None, loop: Callable[[Run], None]) -> int:
 
 
 def _run_session(args: Any, loop: Callable[[Run], None], started: float) -> int:
+    from slime.config.derive import has_megatron_checkpoint
     from slime.config.yaml_file import write_resolved_config
     from slime.observability.live_view import live_view
     from slime.observability.logging_utils import finish_tracking, init_tracking
@@ -209,7 +210,7 @@ def _run_session(args: Any, loop: Callable[[Run], None], started: float) -> int:
                     loop(run)
             status = 0
         except KeyboardInterrupt as error:
-            go_on = "; continue with --load" if args.save is not None else ""
+            go_on = f"; continue with --load {args.save}" if has_megatron_checkpoint(args.save) else ""
             print(f"interrupted ({str(error) or 'SIGINT'}): everything is stopped{go_on}", file=sys.stderr)
             status = 130
         except Exception as error:  # noqa: BLE001 - whatever it is, it is named, and the run fails

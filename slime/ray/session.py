@@ -8,16 +8,22 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants, services
 
+from slime.exceptions import ConfigError
 from slime.ray.utils import add_default_ray_env_vars
 
 OBJECT_STORE_BYTES = 2 * 1024**3
+CLUSTER_ANSWER_S = 10.0  # a cluster that is alive answers in milliseconds; Ray itself would try for minutes
 logger = logging.getLogger(__name__)
 
 
@@ -45,15 +51,22 @@ def ray_session(args: Any) -> Iterator[None]:
     os.environ |= {name: value for name, value in add_default_ray_env_vars().items() if name.startswith("RAY_")}
     os.environ.setdefault("RAY_DEDUP_LOGS", "1")
     address = args.ray_address or os.environ.get("RAY_ADDRESS")
-    # Ray puts unix sockets below it, whose paths are limited to about 100 characters.
-    temp_dir = None if address else tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp")
-    if temp_dir is not None:
-        # Registered before Ray's own exit handler, so it runs after it: an interrupt inside ray.init leaves processes that write until then.
-        atexit.register(_remove_folder, temp_dir)
-    try:
-        if address:
+    if address:
+        require_cluster(address, named_by="--ray-address" if args.ray_address else "RAY_ADDRESS in the environment")
+        try:
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=True)
-        else:
+            # Ray's core has put its own handlers in place, which print a stack and abort.
+            with interruptible():
+                yield
+        finally:
+            ray.shutdown()
+        return
+    # Ray puts unix sockets below it, whose paths are limited to about 100 characters.
+    temp_dir = tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp")
+    # Registered before Ray's own exit handler, so it runs after it.
+    atexit.register(_remove_folder, temp_dir)
+    try:
+        with loopback_only():
             ray.init(
                 address="local",
                 num_cpus=args.num_cpus or os.cpu_count(),
@@ -63,13 +76,95 @@ def ray_session(args: Any) -> Iterator[None]:
                 log_to_driver=True,
                 _temp_dir=temp_dir,
             )
-        # Ray's core has put its own handlers in place, which print a stack and abort.
-        with interruptible():
-            yield
+            with interruptible():
+                yield
     finally:
         ray.shutdown()
-        if temp_dir is not None:
-            _remove_folder(temp_dir)
+        # An interrupt inside ray.init leaves processes that Ray does not know of yet.
+        end_processes_of(temp_dir)
+        _remove_folder(temp_dir)
+
+
+def require_cluster(address: str, *, named_by: str, timeout_s: float = CLUSTER_ANSWER_S) -> None:
+    """Raises ConfigError in one sentence unless a Ray cluster answers at `address` within `timeout_s`.
+
+    `address` is what ray.init takes: host:port, ray://host:port, or auto.
+    """
+    remedy = f"Start the cluster (ray start --head), correct {named_by}, or leave it out: the run then starts Ray by itself."
+    if address == "local":
+        return
+    if address == "auto":
+        try:
+            address = services.canonicalize_bootstrap_address_or_die(address)
+        except ConnectionError as error:
+            raise ConfigError(f"{named_by} is auto, but no Ray cluster runs on this machine. {remedy}") from error
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"{named_by} is {address!r}, which is no address. Write HOST:PORT, or auto.")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s):
+            pass
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"no Ray cluster answers at {address} ({named_by}): {error}. {remedy}") from error
+    if not address.startswith("ray://") and not _answers_as_ray(address, timeout_s):
+        raise ConfigError(
+            f"{address} ({named_by}) accepts connections, but does not answer as a Ray cluster within {timeout_s:g} s. {remedy}"
+        )
+
+
+def _answers_as_ray(address: str, timeout_s: float) -> bool:
+    """Whether the cluster's control store answers. Asked from a thread of its own: Ray's client would wait for a minute, then abort."""
+    answered = threading.Event()
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):
+            ray._raylet.GcsClient(address=address).internal_kv_keys(b"", None)
+            answered.set()
+
+    threading.Thread(target=ask, name="ask-ray", daemon=True).start()
+    return answered.wait(timeout_s)
+
+
+@contextlib.contextmanager
+def loopback_only() -> Iterator[None]:
+    """Inside, a private Ray session listens on 127.0.0.1 alone: nobody else may reach the processes of a run on one machine.
+
+    Ray has this as its mode for machines that cannot form a cluster; its servers bind to loopback when that is the node's address.
+    """
+    name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    before, constant = os.environ.get(name), ray_constants.ENABLE_RAY_CLUSTER
+    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = constant
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def processes_of(folder: str) -> list[int]:
+    """Returns the ids of the processes whose command line names `folder`: those of the Ray session that lives there."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int(entry.name) != os.getpid() and folder.encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+def end_processes_of(folder: str, *, patience_s: float = 3.0) -> None:
+    """Ends the processes of the Ray session in `folder`: asked first, killed after `patience_s`."""
+    deadline = time.monotonic() + patience_s
+    while left := processes_of(folder):
+        number = signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+        if number == signal.SIGKILL:
+            return
+        time.sleep(0.1)
 
 
 def _remove_folder(folder: str, *, patience_s: float = 3.0) -> None:
