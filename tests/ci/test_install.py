@@ -1,16 +1,15 @@
 """What `make` installs: the size is told before the download, and a CPU build is taken where there is one and no GPU."""
 
-import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
 
-NUM_GPUS = 0
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-ROOT = Path(__file__).resolve().parents[2]
-spec = importlib.util.spec_from_file_location("install", ROOT / "tools" / "install.py")
-install = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(install)
+import install  # noqa: E402
+
+NUM_GPUS = 0
 
 CPU_WORDS, PLAIN = f"torch=={install.TORCH}+cpu", f"torch=={install.TORCH}"
 

@@ -75,7 +75,6 @@ def problems_of(words: str, tmp_path) -> str:
             "--actor-num-gpus-per-node 4 --tensor-model-parallel-size 4",
             "does not divide the model's 4 attention heads and 2 key/value heads",
         ),
-        ("--sequence-parallel", "--sequence-parallel needs --tensor-model-parallel-size"),
         ("--context-parallel-size 2 --qkv-format bshd", "rows are always packed (thd): context parallelism"),
         ("--bf16 --fp16", "--bf16 and --fp16 exclude each other"),
         ("--num-layers 3", "--num-layers is 3, but the model's config.json says 2"),
