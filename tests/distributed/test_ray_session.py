@@ -63,7 +63,8 @@ def test_every_process_of_a_session_listens_on_loopback_only_and_is_gone_afterwa
         (folder,) = {path for path in os.listdir("/tmp") if path.startswith("slime-ray-")} - before
         pids = session.processes_of(f"/tmp/{folder}")
         assert len(pids) >= 2, "the cluster's control store and its node manager at least"
-        workers = [int(line) for line in subprocess.run(["ps", "-o", "pid=", "--ppid", ",".join(map(str, pids))], capture_output=True, text=True).stdout.split()]
+        children = ["ps", "-o", "pid=", "--ppid", ",".join(map(str, pids))]
+        workers = [int(word) for word in subprocess.run(children, capture_output=True, text=True).stdout.split()]
         found = listening_addresses([os.getpid(), *pids, *workers])
         loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
         assert found and set(found) <= loopback, found
