@@ -89,11 +89,12 @@ def test_no_rows_give_empty_results_that_still_carry_the_graph():
     assert x.grad.shape == (0, 5)
 
 
-def test_nucleus_restricts_the_log_prob_not_the_entropy_and_keeps_the_target():
+@pytest.mark.parametrize("chunk_size", [-1, 1])
+def test_nucleus_restricts_the_log_prob_not_the_entropy_and_keeps_the_target(chunk_size):
     """Probabilities .5 .3 .2: inside the nucleus {0} token 0 has log-prob 0, over the full vocabulary -.693."""
     x = torch.tensor([[0.5, 0.3, 0.2]] * 2).log()
     keep = torch.tensor([[True, False, False], [True, False, False]])
-    log_prob, entropy = calculate_log_probs_and_entropy(x, torch.tensor([0, 2]), None, True, -1, keep)
+    log_prob, entropy = calculate_log_probs_and_entropy(x, torch.tensor([0, 2]), None, True, chunk_size, keep)
     assert log_prob.squeeze(1).tolist() == pytest.approx([0.0, torch.tensor(0.2 / 0.7).log().item()], abs=1e-6)
     assert entropy.tolist() == pytest.approx([1.0296530] * 2, abs=1e-6)
     full, _ = calculate_log_probs_and_entropy(x, torch.tensor([0, 2]), None)

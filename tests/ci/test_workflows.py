@@ -8,6 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import jinja2
 import pytest
 import yaml
 
@@ -169,6 +170,23 @@ def test_rendered_workflow_that_differs_from_its_template_is_found(checkout, cha
         workflow.write_text(workflow.read_text().replace("sub/test_b.py", "sub/test_c.py"))
     (problem,) = generator.find_differences(folder)
     assert problem.startswith("pr-test.yml is ")
+
+
+def test_a_name_that_the_template_does_not_define_stops_the_rendering(tmp_path):
+    """An empty text in its place would be a job that runs nothing."""
+    template = tmp_path / "x.yml.j2"
+    template.write_text("run: << comand >>\n")
+    with pytest.raises(jinja2.UndefinedError, match="comand"):
+        generator.render(template)
+
+
+@pytest.mark.parametrize(("problems", "status"), [([], 0), (["pr-test.yml is missing"], 1)])
+def test_the_check_ends_with_a_status_that_a_job_sees(monkeypatch, capsys, problems, status):
+    """A finding that is only printed leaves CI green."""
+    monkeypatch.setattr(generator, "find_differences", lambda: problems)
+    monkeypatch.setattr(sys, "argv", ["generate_github_workflows.py", "--check"])
+    assert generator.main() == status
+    assert capsys.readouterr().err.splitlines() == problems
 
 
 def test_expressions_of_github_pass_through_the_template():

@@ -141,6 +141,26 @@ def test_weights_come_back_byte_for_byte(family, folders):
         assert out[name].dtype == tensor.dtype and torch.equal(out[name], tensor), name
 
 
+def test_buckets_end_with_the_parameter_that_fills_them_and_are_copies(folders):
+    """A bucket is what is in memory at a time; the receiver may keep its tensors while training goes on."""
+    from slime.backends.megatron_utils.hf_config import read_hf_config
+    from slime.backends.megatron_utils.update_weight import iter_hf_weight_buckets
+
+    config = read_hf_config(folders["qwen3"])
+    with built(folders["qwen3"]) as (args, model, *_):
+        one_by_one = list(iter_hf_weight_buckets(args, model, config, buffer_size=1))
+        parameters = [parameter for chunk in model for parameter in chunk.parameters()]
+        assert len(one_by_one) == len(parameters) and max(map(len, one_by_one)) == 3  # queries, keys and values of one parameter
+        assert [len(bucket) for bucket in iter_hf_weight_buckets(args, model, config, buffer_size=2**40)] == [sum(map(len, one_by_one))]
+        args.update_weight_buffer_size = 1
+        assert len(list(iter_hf_weight_buckets(args, model, config))) == len(parameters)
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.add_(1.0)
+    stored = folder_tensors(folders["qwen3"])
+    assert all(torch.equal(tensor, stored[name]) for bucket in one_by_one for name, tensor in bucket)
+
+
 def test_padding_of_the_vocabulary_has_no_probability(folders):
     """104 tokens in a table of 1024 rows: with zero rows in the softmax every log-prob would be off by more than 1."""
     expected = reference_run(folders["qwen3"])
@@ -225,6 +245,7 @@ def test_a_critic_gives_one_value_per_response_token(folders):
         assert [len(values) for values in data["values"]] == [response for _, response in LENGTHS]
         data["returns"] = [torch.ones_like(values) for values in data["values"]]
         head = model[0].module.output_layer.weight.detach().clone()
+        assert "lm_head.weight" not in exported(args, model), "a head of one value is no vocabulary"
         args.loss_type = "value_loss"
         metrics = train_steps(args, (model, optimizer, scheduler), data)
         assert metrics[0]["train/value_loss"] > 0

@@ -51,6 +51,20 @@ def test_equal_boundaries_share_one_plan():
     first, second = (torch.tensor([0, 3, 8], dtype=torch.int32) for _ in range(2))
     assert packed_plan(first, cp_size=1, cp_rank=0) is packed_plan(second, cp_size=1, cp_rank=0)
     assert packed_plan(first, cp_size=1, cp_rank=0) is not packed_plan(torch.tensor([0, 4, 8]), cp_size=1, cp_rank=0)
+    bounds = torch.tensor([0, 8])
+    by_rank = [packed_plan(bounds, cp_size=2, cp_rank=rank).positions_T.tolist() for rank in (0, 1, 0)]
+    assert by_rank == [[0, 1, 6, 7], [2, 3, 4, 5], [0, 1, 6, 7]]
+
+
+def test_angles_are_kept_for_the_layers_and_made_again_for_other_ones():
+    """Positions 0, 1, 0 at one radian each; another model's frequencies, scale or type must not get the tables of before."""
+    plan, radians = _plan([2, 1]), torch.arange(3.0).view(3, 1, 1, 1)
+    cos, sin = plan.rotary_tables(radians, 1.0, torch.float32)
+    assert torch.equal(sin.flatten(), torch.tensor([0.0, 1.0, 0.0]).sin()) and torch.equal(cos.flatten(), torch.tensor([0.0, 1.0, 0.0]).cos())
+    assert plan.rotary_tables(radians, 1.0, torch.float32)[0] is cos
+    assert torch.equal(plan.rotary_tables(2 * radians, 1.0, torch.float32)[1].flatten(), torch.tensor([0.0, 2.0, 0.0]).sin())
+    assert torch.equal(plan.rotary_tables(radians, 3.0, torch.float32)[0].flatten(), 3 * torch.tensor([0.0, 1.0, 0.0]).cos())
+    assert plan.rotary_tables(radians, 3.0, torch.bfloat16)[0].dtype == torch.bfloat16
 
 
 @settings(max_examples=60, deadline=None)

@@ -153,19 +153,37 @@ def last_failure(log: Path) -> str:
     return (failed or lines or [""])[-1 if not failed else 0]
 
 
-def check_tests_without_faults(scratch: Path, faults: list[Fault], *, timeout: float) -> dict[str, str]:
-    """Returns test file -> last line for every file whose chosen tests fail without a fault."""
+@dataclasses.dataclass
+class Baseline:
+    """How the chosen tests of each file do without a fault: seconds, and the last line where they fail."""
+
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    failed: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def timeout(self, fault: Fault, least: float) -> float:
+        """Seconds after which a fault's tests are taken to hang: `least`, and five times what they need without it."""
+        return least + 5 * sum(self.seconds[file] for file in files_of(fault))
+
+
+def files_of(fault: Fault) -> set[str]:
+    return {test.split("::")[0] for test in fault.tests}
+
+
+def run_without_faults(scratch: Path, faults: list[Fault], *, timeout: float) -> Baseline:
+    """Returns how the tests of these faults do on the code as it is, file by file."""
     by_file: dict[str, set[str]] = collections.defaultdict(set)
     for fault in faults:
         for test in fault.tests:
             by_file[test.split("::")[0]].add(test)
-    failed = {}
+    baseline = Baseline()
     for file, tests in sorted(by_file.items()):
         chosen = (file,) if file in tests else tuple(sorted(tests))
+        started = time.monotonic()
         status = run_tests(scratch, chosen, scratch.with_suffix(".log"), timeout=timeout, write_bytecode=True)
+        baseline.seconds[file] = time.monotonic() - started
         if status != PASSED:
-            failed[file] = "time-out" if status == TIMED_OUT else last_failure(scratch.with_suffix(".log"))
-    return failed
+            baseline.failed[file] = "time-out" if status == TIMED_OUT else last_failure(scratch.with_suffix(".log"))
+    return baseline
 
 
 _scratch: Path
@@ -188,11 +206,11 @@ def run_faults(faults: list[Fault], *, jobs: int, timeout: float) -> tuple[list[
         template = Path(folder) / "original"
         template.mkdir()
         copy_repository(template)
-        broken_files = check_tests_without_faults(template, faults, timeout=10 * timeout)
+        baseline = run_without_faults(template, faults, timeout=10 * timeout)
         outcomes = []
         context = multiprocessing.get_context("fork")
         with concurrent.futures.ProcessPoolExecutor(jobs, context, _start_worker, (template, Path(folder))) as pool:
-            waiting = [pool.submit(_run_in_worker, fault, timeout) for fault in faults]
+            waiting = [pool.submit(_run_in_worker, fault, baseline.timeout(fault, timeout)) for fault in faults]
             for number, future in enumerate(concurrent.futures.as_completed(waiting), 1):
                 outcome = future.result()
                 outcomes.append(outcome)
@@ -200,7 +218,7 @@ def run_faults(faults: list[Fault], *, jobs: int, timeout: float) -> tuple[list[
                 print(f"[{number}/{len(faults)}] {outcome.seconds:5.1f} s  {outcome.verdict:8} {outcome.fault.id}{mark}", flush=True)
                 if mark or os.environ.get("SLIME_MUTANTS_DETAIL"):
                     print(f"      {outcome.detail[:300]}", flush=True)
-        return outcomes, broken_files
+        return outcomes, baseline.failed
 
 
 def select(faults: list[Fault], names: list[str], *, sample: int | None, seed: int) -> list[Fault]:
@@ -238,21 +256,20 @@ def main() -> int:
     parser.add_argument("--sample", type=int, metavar="N", help="N of the chosen faults, drawn with --seed.")
     parser.add_argument("--seed", type=int, default=0, help="Of --sample.")
     parser.add_argument("--jobs", type=int, default=1, help="Faults at a time; each job has its own copy of the repository.")
-    parser.add_argument("--timeout", type=float, default=90.0, help="Seconds after which a fault counts as killed: it made a test hang.")
+    parser.add_argument("--timeout", type=float, default=60.0, help="Seconds beyond five times what a fault's tests need without it; then they hang.")
     parser.add_argument("--list", action="store_true", help="Print the faults instead of planting them.")
     options = parser.parse_args()
-    faults = read_faults()
-    if problems := find_problems(faults):
-        print("\n".join(problems), file=sys.stderr)
-        return 2
     try:
-        chosen = select(faults, options.names, sample=options.sample, seed=options.seed)
+        chosen = select(read_faults(), options.names, sample=options.sample, seed=options.seed)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     if options.list:
         print("\n".join(f"{fault.id}: {fault.file}: {fault.kind}" for fault in chosen))
         return 0
+    if problems := find_problems(chosen):
+        print("\n".join(problems), file=sys.stderr)
+        return 2
     outcomes, broken_files = run_faults(chosen, jobs=options.jobs, timeout=options.timeout)
     print_summary(outcomes, broken_files)
     return int(bool(broken_files) or not all(outcome.is_right for outcome in outcomes))
