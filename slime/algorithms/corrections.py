@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from slime.algorithms.ratios import importance_ratio
 from slime.algorithms.reducers import repeat_per_token, select_masked, sum_per_sample
 
 
@@ -31,14 +32,14 @@ def truncated_importance_weights(
 ) -> Correction:
     """Returns weights clamp(pi_train / pi_rollout, low, high): truncated importance sampling (TIS; Yao et al. 2025,
     "Your efficient RL framework secretly brings you off-policy RL training"; truncation after Ionides 2008)."""
-    ratio = torch.exp(train_log_probs - rollout_log_probs)
+    ratio = importance_ratio(train_log_probs - rollout_log_probs)
     weights = ratio.clamp(band.low, band.high)
     return Correction(weights, _describe(ratio, weights))
 
 
 def icepop_weights(train_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, band: BandConfig) -> Correction:
     """Returns the ratio pi_train / pi_rollout inside the band and 0 outside: IcePop (Ling team 2025, arXiv:2510.18855)."""
-    ratio = torch.exp(train_log_probs - rollout_log_probs)
+    ratio = importance_ratio(train_log_probs - rollout_log_probs)
     inside = (ratio >= band.low) & (ratio <= band.high)
     weights = torch.where(inside, ratio, 0)
     return Correction(weights, _describe(ratio, weights))

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-# exp of more than this overflows fp32; low_var_kl is clamped far below it, so its value does not change, but its gradient stays finite
-_LARGEST_EXPONENT = 80.0
+from slime.algorithms.ratios import MAX_LOG_RATIO, MAX_RATIO
 
 
 def k1(d: torch.Tensor) -> torch.Tensor:
@@ -21,13 +20,15 @@ def k2(d: torch.Tensor) -> torch.Tensor:
 
 
 def k3(d: torch.Tensor) -> torch.Tensor:
-    """Returns exp(-d) - 1 + d: unbiased, low variance, never negative."""
+    """Returns exp(-d) - 1 + d: unbiased, low variance, never negative. A token that the base finds e^MAX_LOG_RATIO times as likely has the value at
+    that bound and no gradient, where exp would overflow."""
+    d = d.clamp(min=-MAX_LOG_RATIO)
     return torch.exp(-d) - 1 + d
 
 
 def low_var_kl(d: torch.Tensor) -> torch.Tensor:
     """Returns k3; `approximate_kl` clamps it to [-10, 10] (GRPO's KL, arXiv:2402.03300 eq. 4)."""
-    return torch.exp((-d).clamp(max=_LARGEST_EXPONENT)) - 1 + d
+    return k3(d)
 
 
 KL_KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "low_var_kl": low_var_kl}
@@ -38,7 +39,8 @@ def approximate_kl(
 ) -> torch.Tensor:
     """Returns the per-token KL estimate in nats, same shape, computed in fp32 (fp64 stays fp64).
 
-    `importance_ratio` = pi / pi_old makes the estimate unbiased for samples of an older policy (DeepSeek-V3.2, arXiv:2512.02556).
+    `importance_ratio` = pi / pi_old makes the estimate unbiased for samples of an older policy (DeepSeek-V3.2, arXiv:2512.02556). Where that ratio is
+    at its bound (`slime.algorithms.ratios`), the token has no gradient.
     Raises ValueError for a kind that is not in `KL_KINDS`.
     """
     if kind not in KL_KINDS:
@@ -46,5 +48,5 @@ def approximate_kl(
     dtype = torch.promote_types(log_probs.dtype, torch.float32)
     kl = KL_KINDS[kind](log_probs.to(dtype) - log_probs_base.to(dtype))
     if importance_ratio is not None:
-        kl = importance_ratio * kl
+        kl = importance_ratio * torch.where(importance_ratio < MAX_RATIO, kl, kl.detach())
     return kl.clamp(min=-10, max=10) if kind == "low_var_kl" else kl

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from slime.algorithms.ratios import importance_ratio
+
 
 @dataclasses.dataclass(frozen=True)
 class ClipConfig:
@@ -23,9 +25,9 @@ def clipped_policy_loss(
     """Returns (loss, clip fraction) per token: max(-r A, -clamp(r) A), PPO (arXiv:1707.06347 eq. 7) with a separate upper bound
     ("clip higher", DAPO, arXiv:2503.14476). With `eps_clip_c` = c: for A < 0 at most -c A, dual clip (arXiv:1912.09729).
 
-    `log_probs` is not used: the ratio carries the gradient.
+    `log_probs` is not used: the ratio carries the gradient, and a token whose log ratio is beyond MAX_LOG_RATIO has none.
     """
-    ratio = torch.exp(-ppo_kl)
+    ratio = importance_ratio(-ppo_kl)
     unclipped = -ratio * advantages
     clipped = -ratio.clamp(1 - clip.eps_clip, 1 + clip.eps_clip_high) * advantages
     loss = torch.maximum(unclipped, clipped)
@@ -41,7 +43,7 @@ def cispo_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (loss, clip fraction) per token: -sg(clamp(r)) A log pi, CISPO (MiniMax-M1, arXiv:2506.13585): clipping
     bounds the weight of a token but never removes its gradient, which flows through `log_probs` only."""
-    ratio = torch.exp(-ppo_kl.detach())
+    ratio = importance_ratio(-ppo_kl.detach())
     clamped = ratio.clamp(1 - clip.eps_clip, 1 + clip.eps_clip_high)
     return -clamped * advantages * log_probs, (clamped != ratio).to(ratio.dtype)
 

@@ -35,7 +35,7 @@ def consistency_contributions(batch: Mapping[str, Any], *, cp_size: int = 1, cp_
         "logprob_abs_diff/max": c.maximum(distance),
         "logprob_abs_diff": c.quantiles(distance, QUANTILES),
         "logprob_kl/k1": c.mean(-difference, len(difference)),
-        "logprob_kl/k3": c.mean(np.expm1(difference) - difference, len(difference)),
+        "logprob_kl/k3": c.mean(_k3(difference), len(difference)),
     }
     result |= _by_label("position", _quarters(sample_T, batch, cp_size=cp_size, cp_rank=cp_rank)[kept], QUARTERS, distance)
     names = batch.get("source_names")
@@ -45,6 +45,12 @@ def consistency_contributions(batch: Mapping[str, Any], *, cp_size: int = 1, cp_
         label_N = np.array([label_of[name] for name in names])
         result |= _by_label("source", label_N[sample_T[kept]], sources, distance)
     return result
+
+
+def _k3(difference: np.ndarray) -> np.ndarray:
+    # beyond this a token is lost whatever the number is, and exp would overflow
+    bounded = np.minimum(difference, 20.0)
+    return np.expm1(bounded) - bounded
 
 
 def _by_label(kind: str, label_T: np.ndarray, names: Sequence[str], distance: np.ndarray) -> dict[str, Contribution]:

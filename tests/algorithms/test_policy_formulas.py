@@ -16,6 +16,7 @@ import torch
 
 from slime.algorithms.corrections import BandConfig, icepop_weights, truncated_importance_weights
 from slime.algorithms.policy_loss import clipped_value_loss
+from slime.algorithms.ratios import importance_ratio
 from slime.backends.megatron_utils import loss
 from slime.config.algorithm import ADVANTAGE_ESTIMATORS, KL_KINDS, LOSS_TYPES, AlgorithmOptions
 from slime.utils import ppo_utils
@@ -41,14 +42,14 @@ def test_kl_kinds_of_a_token_that_became_twice_as_likely():
 
 
 def test_only_low_var_kl_is_clamped_and_its_gradient_survives_overflow():
-    """exp(200) is inf in fp32; inf times the clamp's zero gradient would be NaN for the whole model."""
+    """exp(200) is inf in fp32; inf times the clamp's zero gradient would be NaN for the whole model. k3 stops at e^20."""
     new = torch.tensor([-300.0, 0.0], requires_grad=True)
     base = torch.tensor([-100.0, -300.0])
     kl = ppo_utils.compute_approx_kl(new, base, "low_var_kl")
     assert kl.tolist() == [10.0, 10.0]
     kl.sum().backward()
     assert new.grad.tolist() == [0.0, 0.0]
-    assert ppo_utils.compute_approx_kl(new.detach(), base, "k3")[0] == math.inf
+    assert ppo_utils.compute_approx_kl(new.detach(), base, "k3").tolist() == pytest.approx([math.exp(20) - 21, 299.0])
     assert ppo_utils.compute_approx_kl(new.detach(), base, "k1").tolist() == [-200.0, 300.0]
 
 
@@ -74,6 +75,79 @@ def test_dual_clip_bounds_the_loss_at_negative_advantages():
     assert losses.tolist() == pytest.approx([3.0, -1.2])
     with pytest.raises(AssertionError, match="eps_clip_c > 1"):
         ppo_utils.compute_policy_loss(tensor(0), tensor(1), 0.2, 0.2, 0.9)
+
+
+FAR_LOSSES = {
+    "ppo": lambda d, new, a: ppo_utils.compute_policy_loss(-d, a, 0.2, 0.3)[0],
+    "dual clip": lambda d, new, a: ppo_utils.compute_policy_loss(-d, a, 0.2, 0.3, 3.0)[0],
+    "tis": lambda d, new, a: a * new * truncated_importance_weights(d, torch.zeros_like(d), BandConfig(0, 2)).weights.detach(),
+    "k3": lambda d, new, a: ppo_utils.compute_approx_kl(-d, torch.zeros_like(d), "k3"),
+    "low_var_kl": lambda d, new, a: ppo_utils.compute_approx_kl(-d, torch.zeros_like(d), "low_var_kl"),
+    "unbiased k2": lambda d, new, a: ppo_utils.compute_approx_kl(d, torch.zeros_like(d), "k2", importance_ratio(d)),
+    "unbiased k3": lambda d, new, a: ppo_utils.compute_approx_kl(d, torch.zeros_like(d), "k3", importance_ratio(d)),
+    "cispo": lambda d, new, a: ppo_utils.compute_cispo_loss(-d, new, a, 0.2, 0.3)[0],
+}
+
+
+@pytest.mark.parametrize("advantage", (1.0, -1.0, 0.0))
+@pytest.mark.parametrize("name", FAR_LOSSES)
+def test_a_token_e_to_the_100_away_has_no_gradient_and_the_others_train_as_without_it(name, advantage):
+    """exp(100) is inf in fp32, and inf times a gradient of 0 is NaN: one token of the engine's would cost the whole step."""
+
+    def gradient(log_ratio: float) -> tuple[list[float], list[float]]:
+        new = torch.tensor([-1.0, 0.0, -2.0], requires_grad=True)
+        old = torch.tensor([-1.1, -log_ratio, -2.2])
+        values = FAR_LOSSES[name](new - old, new, torch.full((3,), advantage))
+        values.sum().backward()
+        return values.tolist(), new.grad.tolist()
+
+    _, near = gradient(0.05)
+    values, far = gradient(100.0)
+    assert all(map(math.isfinite, values + far)), (values, far)
+    assert (far[0], far[2]) == (near[0], near[2]) and max(map(abs, far)) < 100
+    if name not in ("cispo", "tis"):  # these weigh a token's log-prob by the clipped ratio and keep its gradient
+        assert far[1] == 0.0
+    back = gradient(-100.0)
+    assert all(map(math.isfinite, back[0] + back[1]))
+
+
+def test_corrections_and_their_metrics_stay_finite_for_a_far_token():
+    """tis, tis_abs: e^20 at most, so that their means over a batch are numbers; the weight is the band's edge, IcePop's is 0."""
+    train, rollout = torch.tensor([0.0, 0.0]), torch.tensor([-100.0, 0.0])
+    for function, weight in ((truncated_importance_weights, 2.0), (icepop_weights, 0.0)):
+        correction = function(train, rollout, BandConfig(0.0, 2.0))
+        assert correction.weights.tolist() == [weight, 1.0]
+        assert correction.metrics["tis"].tolist() == pytest.approx([math.exp(20), 1.0])
+        assert correction.metrics["tis_abs"].tolist() == pytest.approx([math.exp(20) - 1, 0.0])
+
+
+@pytest.mark.parametrize("old", ("rollout", "recomputed"))
+@pytest.mark.parametrize("estimator", ("grpo", "gspo", "cispo", "dr_grpo"))
+def test_the_whole_policy_loss_survives_a_far_token(estimator, old):
+    """Losses, every metric (ois, tis, tis_abs, kl_loss among them) and every gradient are finite, and the near tokens train."""
+    from support.loss_cases import make_logits, make_samples, mask_sums_of, pack
+    from support.pretend_rank import pretend_rank
+
+    samples = make_samples([(2, 4), (1, 3)], 3)
+    for sample in samples:
+        sample.loss_mask = [1] * sample.response_length
+    samples[0].rollout_log_probs[1] = samples[0].log_probs[1] = -130.0
+    samples[1].ref_log_probs[0] = 120.0  # no log-prob, but a finite number: k3's exponent must stand it
+    for advantage in (1.0, -1.0):
+        logits = make_logits(samples, 4)
+        batch, packed = pack(samples, logits, [[advantage] * 4, [advantage] * 3], mask_sums_of(samples))
+        args = SimpleNamespace(
+            advantage_estimator=estimator, use_rollout_logprobs=old == "rollout", use_tis=old != "rollout", eps_clip_c=3.0,
+            use_opsm=True, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3", use_unbiased_kl=True, rollout_max_response_len=8,
+        )  # fmt: skip
+        with pretend_rank():
+            reduce = loss.get_sum_of_sample_mean(*(batch[k] for k in ("total_lengths", "response_lengths", "loss_masks")))
+            value, metrics = loss.policy_loss_function(args, batch, packed, reduce)
+        value.backward()
+        assert all(math.isfinite(number) for number in metrics.values()), metrics
+        gradients = [rows.grad for rows in logits]
+        assert all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+        assert all(float(gradient.abs().max()) > 0 for gradient in gradients) or advantage < 0
 
 
 def test_cispo_clips_the_weight_and_keeps_the_gradient():

@@ -26,6 +26,7 @@ from slime.algorithms.advantages import (
 from slime.algorithms.corrections import compute_sequence_kl, opsm_keep_mask
 from slime.algorithms.kl import approximate_kl
 from slime.algorithms.policy_loss import clipped_value_loss, get_policy_loss
+from slime.algorithms.ratios import importance_ratio
 from slime.algorithms.reducers import repeat_per_token, select_masked, sum_per_sample
 from slime.backends.megatron_utils.cp_utils import (
     all_gather_responses_with_cp,
@@ -320,7 +321,7 @@ def policy_loss_function(
     loss_masks = batch["loss_masks"]
     if config.use_tis or config.get_mismatch_metrics:
         pg_loss, loss_masks, tis_metrics = _correct_off_policy(args, config, batch, tokens, pg_loss, train_log_probs)
-        per_token |= {"ois": torch.exp(-ppo_kl), **tis_metrics}
+        per_token |= {"ois": importance_ratio(-ppo_kl), **tis_metrics}
 
     loss = pg_loss = _pg_loss_reducer(config, batch, loss_masks, sum_of_sample_mean)(pg_loss)
     terms: Metrics = {"pg_loss": pg_loss}
@@ -330,7 +331,7 @@ def policy_loss_function(
             loss = loss - config.entropy_coef * terms["entropy_loss"]
     if config.use_kl_loss:
         reference = tokens.select(_required(batch, "ref_log_probs", "--use-kl-loss"), "ref_log_probs")
-        ratio = torch.exp(log_probs - old_log_probs) if config.use_unbiased_kl else None
+        ratio = importance_ratio(log_probs - old_log_probs) if config.use_unbiased_kl else None
         kl = approximate_kl(log_probs, reference, kind=config.kl_loss_type, importance_ratio=ratio)
         terms["kl_loss"] = sum_of_sample_mean(kl)
         if config.kl_loss_coef != 0:
