@@ -28,17 +28,17 @@ class VocabularyShard:
     reduce_sum: Reduce = _identity
 
 
-def _softmax_parts(
-    x: torch.Tensor, columns: torch.Tensor, shard: VocabularyShard
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (m [T], z at `columns` [T], log s [T], softmax [T, V])."""
+def softmax_parts(x: torch.Tensor, shard: VocabularyShard = VocabularyShard()) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns (m [T], log s [T], softmax [T, V]) of rows `x` [T, V of this rank]. A token's log-prob is (x[token] - m) - log s.
+
+    torch.log_softmax sums float32 one number after the other on the CPU: over a real vocabulary its log-probs are all off to one side. A sum of
+    its own is added in pairs.
+    """
     maximum = shard.reduce_max(x.max(dim=-1).values)
-    shifted = x - maximum.unsqueeze(-1)
-    target_z = shifted.gather(-1, columns).squeeze(-1)
-    softmax = shifted.exp_()  # in place: [T, V] is the largest tensor of a step
+    softmax = (x - maximum.unsqueeze(-1)).exp_()  # in place: [T, V] is the largest tensor of a step
     total = shard.reduce_sum(softmax.sum(dim=-1))
     softmax /= total.unsqueeze(-1)
-    return maximum, target_z, total.log(), softmax
+    return maximum, total.log(), softmax
 
 
 class _LogProbAndEntropy(torch.autograd.Function):
@@ -57,8 +57,8 @@ class _LogProbAndEntropy(torch.autograd.Function):
             keep = keep_mask.scatter(-1, columns, owned.unsqueeze(-1) | keep_mask.gather(-1, columns))
             kept = logits.masked_fill(~keep, float("-inf"))
         # a rank whose columns are all masked contributes exp(-inf) = 0, because the maximum is finite over the ranks
-        maximum, target_z, log_total, softmax = _softmax_parts(kept, columns, shard)
-        target_z = torch.where(owned, target_z, 0)
+        maximum, log_total, softmax = softmax_parts(kept, shard)
+        target_z = torch.where(owned, kept.gather(-1, columns).squeeze(-1) - maximum, 0)
         log_prob = shard.reduce_sum(target_z) - log_total
 
         entropy = logits.new_zeros(logits.size(0))
@@ -66,7 +66,7 @@ class _LogProbAndEntropy(torch.autograd.Function):
         weighted_sum = None
         if entropy_mode != "none":
             if keep_mask is not None:
-                maximum, _, log_total, full_softmax = _softmax_parts(logits, columns, shard)
+                maximum, log_total, full_softmax = softmax_parts(logits, shard)
             weighted_sum = shard.reduce_sum((full_softmax * logits).sum(dim=-1))
             entropy = maximum + log_total - weighted_sum
         ctx.entropy_grad = entropy_mode == "grad"

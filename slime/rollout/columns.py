@@ -46,7 +46,7 @@ class ColumnsConfig:
             leave_one_out=baseline is not None and baseline.leave_one_out,
             divide_by_std=baseline is not None and baseline.may_divide_by_std and args.grpo_std_normalization,
             removed_samples_in_baseline=args.removed_samples_in_baseline,
-            require_top_p_tokens=args.rollout_top_p != 1.0,
+            require_top_p_tokens=args.rollout_top_p != 1.0 and args.loss_type != "sft_loss",
             model_failures=frozenset(reason.value for reason in InvalidReason if reason.is_model_failure),
         )
 

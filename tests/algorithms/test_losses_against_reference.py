@@ -248,14 +248,18 @@ def test_value_loss_equals_the_reference(cp_size):
     assert_same_gradients(take_gradients(logits), gradients)
 
 
-def test_sft_loss_equals_the_reference():
-    """Minus the log-probs, at the rollout temperature."""
-    options = ReferenceOptions(rollout_temperature=0.7)
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.0, 0.9)])
+def test_sft_loss_is_the_references_whatever_a_rollout_would_be_sampled_with(temperature, top_p):
+    """Minus the log-probs. The conversations were written, not sampled: an evaluation at temperature 0.5 must not sharpen the training loss,
+    and there is no nucleus to replay."""
     samples = make_samples(SHAPES, 5, rollout_ids=ROLLOUT_IDS)
     logits = make_logits(samples, 6)
-    expected = reference_sft_loss(samples, reference_of(samples, logits, options)[0])
+    expected = reference_sft_loss(samples, reference_of(samples, logits, ReferenceOptions())[0])
     advantages = [[0.0] * s.response_length for s in samples]
-    step = run_step(samples, logits, advantages, options, bins=[[0, 1, 2], [3, 4, 5]], loss_type="sft_loss")
+    options = ReferenceOptions(rollout_temperature=temperature)
+    step = run_step(
+        samples, logits, advantages, options, bins=[[0, 1, 2], [3, 4, 5]], loss_type="sft_loss", rollout_top_p=top_p
+    )
     assert step[0] == pytest.approx(expected.item(), rel=1e-5) and step[1] == {
         "loss": pytest.approx(expected.item(), rel=1e-5)
     }

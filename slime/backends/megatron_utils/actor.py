@@ -209,7 +209,14 @@ class MegatronTrainRayActor(TrainRayActor):
 
     def _log_probs(self, data_iterator: list, num_microbatches: list[int], *, store_prefix: str) -> RolloutBatch:
         return forward_only(
-            get_log_probs_and_entropy, self.args, self.model, data_iterator, num_microbatches, store_prefix=store_prefix
+            get_log_probs_and_entropy,
+            self.args,
+            self.model,
+            data_iterator,
+            num_microbatches,
+            store_prefix=store_prefix,
+            # the loss replays the nucleus: what it compares with is of the same distribution
+            use_rollout_top_p_replay=True,
         )
 
     def train_critic(self, rollout_id: int, rollout_data: RolloutBatch) -> dict[str, list] | None:

@@ -88,8 +88,8 @@ def get_responses(
     packed = PackedResponses(unconcat_tokens, total_lengths, response_lengths)
     layout = get_logits_layout(total_lengths, response_lengths, num_rows=rows.size(0), allgather_cp=config.allgather_cp)
     selected = take_rows(rows, layout.row_indices)
-    if apply_temperature and config.rollout_temperature != 1.0:
-        selected = selected / config.rollout_temperature
+    if apply_temperature and config.log_prob_temperature != 1.0:
+        selected = selected / config.log_prob_temperature
     lengths = list(layout.local_lengths)
     targets = take_targets(packed, layout, rows.device)
     if lengths:
@@ -151,7 +151,7 @@ def get_values(
 
 def get_rollout_top_p_logprob_kwargs(args: Any, batch: dict[str, Any]) -> dict[str, Any]:
     """Returns the nucleus arguments of `get_log_probs_and_entropy`: none for `rollout_top_p` 1. ValueError when the batch lacks them."""
-    if LossConfig.from_args(args).rollout_top_p == 1.0:
+    if not LossConfig.from_args(args).replays_nucleus:
         return {}
     ids, offsets = (batch.get(key) for key in ROLLOUT_TOP_P_TOKEN_KEYS)
     if ids is None or offsets is None:
@@ -220,7 +220,7 @@ def _current_log_probs(
         batch["total_lengths"],
         batch["response_lengths"],
         batch["loss_masks"],
-        **get_rollout_top_p_logprob_kwargs(args, batch),
+        **(get_rollout_top_p_logprob_kwargs(args, batch) if config.replays_nucleus else {}),
     )
     return compute_response_log_probs(logits, config, packed, with_entropy=with_entropy)
 
@@ -364,8 +364,10 @@ def value_loss_function(
 def sft_loss_function(
     args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
 ) -> tuple[torch.Tensor, Metrics]:
-    """Returns (loss, metrics) of supervised fine-tuning: minus the reduced log-probs of the response, at the rollout temperature."""
-    log_probs, _ = _current_log_probs(LossConfig.from_args(args), args, batch, logits, with_entropy=False)
+    """Returns (loss, metrics) of supervised fine-tuning: minus the reduced log-probs of the response. How a rollout would be sampled (temperature,
+    nucleus) has no part in it."""
+    config = dataclasses.replace(LossConfig.from_args(args), loss_type="sft_loss")
+    log_probs, _ = _current_log_probs(config, args, batch, logits, with_entropy=False)
     loss = -sum_of_sample_mean(log_probs)
     return loss, {"loss": loss.detach()}
 

@@ -30,6 +30,16 @@ class LossConfig(AlgorithmOptions):
         return cls(**{field.name: given[field.name] for field in dataclasses.fields(cls) if field.name in given})
 
     @property
+    def log_prob_temperature(self) -> float:
+        """What logits are divided by. Supervised responses were not sampled, so they have no temperature."""
+        return 1.0 if self.loss_type == "sft_loss" else self.rollout_temperature
+
+    @property
+    def replays_nucleus(self) -> bool:
+        """Whether log-probs are normalized over the ids that nucleus sampling kept."""
+        return self.rollout_top_p != 1.0 and self.loss_type != "sft_loss"
+
+    @property
     def clip(self) -> ClipConfig:
         high = self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
         return ClipConfig(self.eps_clip, high, self.eps_clip_c)

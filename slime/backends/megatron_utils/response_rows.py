@@ -127,8 +127,8 @@ def compute_response_log_probs(
     targets = take_targets(packed, layout, rows.device)
     targets = targets if kept is None else targets[kept.to(targets.device)]
     selected = take_rows(rows, row_indices)
-    if config.rollout_temperature != 1.0:
-        selected = selected / config.rollout_temperature
+    if config.log_prob_temperature != 1.0:
+        selected = selected / config.log_prob_temperature
     keep_mask = None
     if packed.top_p_token_ids is not None and len(packed.top_p_token_ids):
         keep_mask = build_nucleus_mask(

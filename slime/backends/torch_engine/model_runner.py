@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from slime.algorithms.log_probs import VocabularyShard, compute_log_probs_and_entropy
 from slime.backends.torch_engine.kv_cache import PAGE_SIZE, TRASH_PAGE, KvCache
 from slime.backends.torch_engine.model import DecodeGroup, Decoder
 from slime.backends.torch_engine.row_tiles import SMALLEST_TILE, round_up_to_tile
@@ -111,8 +112,8 @@ class ModelRunner:
         for start in range(first, len(prompt.tokens), self.max_decode_rows):
             stop = min(start + self.max_decode_rows, len(prompt.tokens))
             logits = self.decoder.logits(self.pad_rows(states[start - 1 : stop - 1]))
-            log_probs = torch.log_softmax(logits, dim=-1)[: stop - start]
-            scores.append(log_probs.gather(1, targets[start:stop, None])[:, 0].cpu().numpy())
+            log_probs, _ = compute_log_probs_and_entropy(logits[: stop - start], targets[start:stop], VocabularyShard())
+            scores.append(log_probs[:, 0].cpu().numpy())
         return np.concatenate(scores)
 
     @torch.inference_mode()

@@ -1,7 +1,8 @@
 """Draws one token per sequence from the logits of a batch, and says how probable it was.
 
 The log-prob is that of `log_softmax(logits / temperature)` (temperature 1 for greedy requests): the policy that a trainer
-recomputes, before penalties, min_new_tokens, top_k, top_p and min_p change what can be drawn.
+recomputes, before penalties, min_new_tokens, top_k, top_p and min_p change what can be drawn. Where the request asks for the ids that
+truncation kept, the trainer normalizes over these ids, and so does the log-prob.
 
 The token is drawn by inverse transform: the first one whose cumulated probability (float64) exceeds u, with u from `noise`.
 Every row is computed on its own; `_V` is the vocabulary, `_B` the rows of the batch.
@@ -13,6 +14,8 @@ import dataclasses
 
 import numpy as np
 import torch
+
+from slime.algorithms.log_probs import VocabularyShard, compute_log_probs_and_entropy, softmax_parts
 
 # Elements of one [rows, vocab] block; bounds the memory of the float64 copies.
 MAX_BLOCK_ELEMENTS = 2**24
@@ -66,21 +69,25 @@ def sample_tokens(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
         divisors = np.ones(logits.shape[0], dtype=np.float32)
         divisors[:count] = np.where(greedy, 1.0, batch.temperatures)
         scaled = logits / torch.from_numpy(divisors).to(logits.device)[:, None]
-    log_probs = torch.log_softmax(scaled, dim=-1)
+    maximum, log_total, probabilities = softmax_parts(scaled)
     edited = _edited(scaled, batch)
-    probabilities = log_probs.exp() if edited is None else torch.softmax(edited, dim=-1)
+    if edited is not None:
+        probabilities = softmax_parts(edited)[2]
     truncates = batch.top_ks is not None
     if truncates:
         probabilities = _truncated(probabilities, batch)
-    kept = []
-    if batch.keep_rows is not None:
-        kept = [probabilities[row].nonzero(as_tuple=True)[0].cpu().numpy() for row in batch.keep_rows.tolist()]
     tokens = _inverse_transform(probabilities[:count], torch.from_numpy(batch.uniforms).to(logits.device))
     if greedy.any():
         rows = torch.from_numpy(np.flatnonzero(greedy)).to(logits.device)
         source = scaled if edited is None else edited
         tokens[rows] = source[rows].argmax(dim=-1)
-    chosen = log_probs[:count].gather(1, tokens[:, None])[:, 0]
+    chosen = scaled[:count].gather(1, tokens[:, None])[:, 0] - maximum[:count] - log_total[:count]
+    kept = []
+    if batch.keep_rows is not None:
+        rows = torch.from_numpy(batch.keep_rows).to(logits.device)
+        keep = (probabilities[rows] > 0).scatter_(1, tokens[rows, None], True)
+        chosen[rows] = compute_log_probs_and_entropy(scaled[rows], tokens[rows], VocabularyShard(), keep_mask=keep)[0][:, 0]
+        kept = [row.nonzero(as_tuple=True)[0].cpu().numpy() for row in keep]
     return SampledTokens(tokens=tokens.cpu().numpy(), log_probs=chosen.cpu().numpy(), kept=kept)
 
 
