@@ -108,6 +108,12 @@ TABLE: tuple[CompatFlag, ...] = (
         "every update sends all weights here; see --update-weight-transport",
         "update_weight_mode update_weight_delta_encoding update_weight_local_checkpoint_dir",
     ),
+    *_listed(
+        REFUSED,
+        "it edits the logits that tokens are drawn from, and the trainer cannot compute such log-probs again: importance ratios would be wrong from "
+        "the first step on. Use it in evaluation only (--eval-config), or shape the text by the reward",
+        "rollout_repetition_penalty rollout_frequency_penalty rollout_presence_penalty rollout_logit_bias rollout_min_new_tokens",
+    ),
     *_listed(REFUSED, "the critic trains with the policy's learning rate, --lr", "critic_lr critic_lr_warmup_iters"),
     *_listed(
         REFUSED,

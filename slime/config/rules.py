@@ -390,6 +390,17 @@ def distillation_is_complete(args):
         )
 
 
+@rule("use_opd", "opd_type", "custom_rm_path", "rollout_temperature", "rollout_top_p")
+def a_served_teacher_scores_the_students_distribution(args):
+    served = args.use_opd and args.opd_type == "sglang" and (args.custom_rm_path or "").endswith("on_policy_distillation.reward_func")
+    if served and (args.rollout_temperature != 1.0 or args.rollout_top_p != 1.0):
+        return (
+            f"--opd-type sglang with --rollout-temperature {args.rollout_temperature} and --rollout-top-p {args.rollout_top_p}: a server scores given "
+            "tokens at temperature 1 over its whole vocabulary, so student and teacher log-probs would be of different distributions. Use 1.0 "
+            "for both, or --opd-type megatron, whose teacher is computed like the student."
+        )
+
+
 @rule("loss_type", "custom_loss_function_path")
 def custom_loss_has_a_function(args):
     if args.loss_type == "custom_loss" and args.custom_loss_function_path is None:

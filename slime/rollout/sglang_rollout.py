@@ -28,6 +28,7 @@ from slime.rollout.failures import describe_error, mark_failed
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, get_current_rollout_id, set_current_rollout_id
 from slime.rollout.scoring import score_group
+from slime.rollout.trained_sampling import check_trained_sampling
 from slime.utils.async_utils import run
 from slime.utils.data import prompt_text
 from slime.utils.hooks import load_hook
@@ -76,6 +77,9 @@ def prepare_request(args: Any, state: Any, sample: Sample, sampling_params: dict
         raise AssertionError(
             f"sample {sample.index} is {sample.status.value}; only pending and aborted ones are generated"
         )
+    context = _group_context.get()
+    if context is not None and not context.evaluation:
+        check_trained_sampling(sampling_params, temperature=args.rollout_temperature)
     text = images = None
     if sample.multimodal_inputs:
         text, images = _encode_multimodal_prompt(state, sample)

@@ -63,6 +63,11 @@ def problems_of(words: str, tmp_path) -> str:
         ("--use-tis --use-rollout-logprobs", "they exclude each other"),
         ("--get-mismatch-metrics", "needs --custom-tis-function-path"),
         ("--use-opd", "--use-opd needs --opd-type"),
+        (
+            "--use-opd --opd-type sglang --rollout-temperature 0.7 --custom-rm-path slime.rollout.on_policy_distillation.reward_func",
+            "a server scores given tokens at temperature 1 over its whole vocabulary",
+        ),
+        ("--rollout-frequency-penalty 0.5", "it edits the logits that tokens are drawn from"),
         ("--loss-type custom_loss", "needs --custom-loss-function-path"),
         ("--eps-clip-c 0.5", "--eps-clip-c 0.5 must be above 1"),
         ("--lr -1", "--lr is -1.0, must not be negative"),
