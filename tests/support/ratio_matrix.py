@@ -193,9 +193,8 @@ def _train_one_layout(rank: int, world_size: int, args: Any, cells: list[tuple[s
 
 
 def _gap(batch: Any, cp_size: int) -> CellResult:
-    from support.layout_cell import owned_places
-
     from megatron.core import mpu
+    from support.layout_cell import owned_places
 
     largest, count = 0.0, 0
     for index, mask in enumerate(batch["loss_masks"]):
