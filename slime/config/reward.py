@@ -14,8 +14,9 @@ class RewardOptions:
 
     rm_type: str | None = option(
         None,
-        "Built-in scorer: exact_match, math, math_verify, dapo, deepscaler, f1, gpqa, ifbench, remote_rm, random; "
-        "the prefix boxed_ extracts the \\boxed answer first. A row's metadata may name its own rm_type.",
+        "Built-in scorer: exact_match, math_value, math, math_verify, dapo, deepscaler, f1, gpqa, ifbench, remote_rm, random "
+        "(docs/rewards.md says what each accepts); deepscaler scores 0 without </think> or ###Response in the response. The "
+        "prefix boxed_ extracts the \\boxed answer first. A row's metadata may name its own rm_type.",
     )
     custom_rm_path: str | None = option(None, help_of("custom_rm_path"))
     rm_url: str | None = option(None, "Address of the remote reward model for remote_rm and on-policy distillation.")
@@ -27,7 +28,7 @@ class RewardOptions:
     eval_reward_key: str | None = option(None, "The same for evaluation; default: --reward-key.")
     custom_reward_post_process_path: str | None = option(None, help_of("custom_reward_post_process_path"))
     grader_workers: int = option(
-        2, "Processes for scorers that evaluate mathematics (math, deepscaler, math_verify); started when first needed."
+        2, "Processes for scorers that evaluate mathematics (math, deepscaler, dapo, math_verify, math_value); started when first needed."
     )
     grader_timeout: float = option(
         10.0, "Seconds after which one such scoring is killed; the sample then has no reward, with the reason."

@@ -104,7 +104,7 @@ def test_the_math_benchmarks_normal_form(answer, normal):
         ("[1,2]", "(1,2)", False), ("(1,2,3)", "(1,2)", False), ("2/4", "1/2", False), ("4/2", "2", False), ("2.0", "2", True),
         ("1,000", "1000", True), ("x^2-1", "(x-1)(x+1)", True), ("-3", "3", False), ("7 3/4", r"\frac{31}{4}", True),
         ("5 meters", "5", True), ("12 degrees", "12", True), ("abc", "abd", False), ("", "1", False), (None, "1", False),
-        ("__import__('os')", "1", False), ("2 million", "2000000", False), ("3^(1/2)", r"\sqrt{3}", True),
+        ("__import__('os')", "1", False), ("2 million", "2000000", True), ("3^(1/2)", r"\sqrt{3}", True),
     ],
 )  # fmt: skip
 def test_answers_are_compared_by_value_with_strict_integers_and_fractions(given, truth, right):

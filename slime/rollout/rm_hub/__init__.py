@@ -1,8 +1,9 @@
 """Built-in reward functions and the one door to them.
 
 `async_rm(args, sample)` returns the reward of one sample. Scorers that evaluate mathematics run in killable processes
-(grader_pool.py); when they end without a value GraderFailed is raised, never a reward of 0 made up. Upstream's scorers of
-text (f1, gpqa, dapo) run where they are called.
+(grader_pool.py); when they end without a value GraderFailed is raised, never a reward of 0 made up. Scorers of text (f1,
+gpqa, exact_match) run where they are called. All of them read the response without the tokens that end its turn; a custom
+function gets the sample as it is, and `graded_text(args, sample)` is what the built-in ones read.
 """
 
 from __future__ import annotations
@@ -11,15 +12,36 @@ import asyncio
 import random
 from typing import Any
 
+from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
+from slime.rollout.rm_hub.end_tokens import special_tokens_of, without_end_tokens
+from slime.rollout.rm_hub.math_utils import grade_answer_verl
 from slime.utils.hooks import load_hook
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
+__all__ = [
+    "RM_TYPES",
+    "async_rm",
+    "batched_async_rm",
+    "get_deepscaler_rule_based_reward",
+    "grade_answer_verl",
+    "graded_text",
+    "is_immediate",
+]
+
 REMOTE_TYPES = frozenset({"remote_rm"})
-POOL_TYPES = frozenset({"math", "deepscaler", "math_verify"})
-TEXT_TYPES = frozenset({"exact_match", "dapo", "f1", "gpqa", "ifbench", "random"})
+POOL_TYPES = frozenset({"math", "deepscaler", "dapo", "math_verify", "math_value"})
+TEXT_TYPES = frozenset({"exact_match", "f1", "gpqa", "ifbench", "random"})
 RM_TYPES = TEXT_TYPES | POOL_TYPES | REMOTE_TYPES
 BOXED_PREFIX = "boxed_"
+# What a grader that looks for the answer's place reads in place of a bare answer.
+_PLACED = {
+    "math": "\\boxed{{{}}}",
+    "math_verify": "\\boxed{{{}}}",
+    "math_value": "\\boxed{{{}}}",
+    "deepscaler": "</think>\\boxed{{{}}}",
+    "dapo": "Answer: \\boxed{{{}}}",
+}
 
 
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
@@ -39,7 +61,7 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
     if rm_type in REMOTE_TYPES:
         from slime.rollout.rm_hub.remote import request_remote_reward
 
-        return await request_remote_reward(args, sample)
+        return await request_remote_reward(args, sample, response)
     if rm_type in POOL_TYPES:
         return await _pool_reward(args, rm_type, response, sample.label)
     return _text_reward(rm_type, response, sample)
@@ -53,17 +75,29 @@ async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> l
     return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
 
 
+def graded_text(args: Any, sample: Sample) -> str:
+    """The response as built-in graders read it: without the special tokens of the run's tokenizer and --rollout-stop at its end."""
+    stop = getattr(args, "rollout_stop", None) or ()
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    folder = getattr(args, "hf_checkpoint", None)
+    return without_end_tokens(sample.response or "", (*stops, *(special_tokens_of(str(folder)) if folder else ())))
+
+
 def split_rm_type(args: Any, sample: Sample) -> tuple[str, str]:
     """(type without the prefix boxed_, the text to score: the response, or what its last box holds)."""
-    metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
-    rm_type = (metadata.get("rm_type") or getattr(args, "rm_type", None) or "").strip()
-    response = sample.response
+    rm_type, response = _rm_type_of(args, sample), graded_text(args, sample)
     if rm_type.startswith(BOXED_PREFIX):
-        from slime.rollout.rm_hub.math_utils import extract_answer
+        from slime.rollout.rm_hub.answers import boxed_answer
 
         rm_type = rm_type.removeprefix(BOXED_PREFIX)
-        response = extract_answer(response) or ""
+        answer = boxed_answer(response)
+        response = "" if answer is None else _PLACED.get(rm_type, "{}").format(answer)
     return rm_type, response
+
+
+def _rm_type_of(args: Any, sample: Sample) -> str:
+    metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
+    return (metadata.get("rm_type") or getattr(args, "rm_type", None) or "").strip()
 
 
 def is_immediate(args: Any, sample: Sample) -> bool:
@@ -75,8 +109,7 @@ def is_immediate(args: Any, sample: Sample) -> bool:
 
 def split_rm_type_name(args: Any, sample: Sample) -> str:
     """The sample's reward type without the prefix boxed_."""
-    metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
-    return (metadata.get("rm_type") or getattr(args, "rm_type", None) or "").strip().removeprefix(BOXED_PREFIX)
+    return _rm_type_of(args, sample).removeprefix(BOXED_PREFIX)
 
 
 def _text_reward(rm_type: str, response: str, sample: Sample) -> Any:
@@ -85,10 +118,6 @@ def _text_reward(rm_type: str, response: str, sample: Sample) -> Any:
         from slime.rollout.rm_hub.exact_match import compute_exact_match
 
         return compute_exact_match(response, label)
-    if rm_type == "dapo":
-        from slime.rollout.rm_hub.math_dapo_utils import compute_score
-
-        return compute_score(response, label)
     if rm_type == "f1":
         from slime.rollout.rm_hub.f1 import f1_score
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from slime.rollout.rm_hub.labels import label_texts
+
 
 def compute_exact_match(response: str, label: Any) -> int:
-    """1 or 0. A label that is not text is compared by its text; without a label the answer cannot be right."""
-    if label is None or response is None:
-        return 0
-    return int(response.strip() == str(label).strip())
+    """1 or 0. The label's text counts, and the answer inside it ("... #### 72"); of a list any one; without a label nothing is right."""
+    return int(response is not None and response.strip() in label_texts(label))

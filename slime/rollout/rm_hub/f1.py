@@ -5,6 +5,9 @@ from __future__ import annotations
 import collections
 import re
 import string
+from typing import Any
+
+from slime.rollout.rm_hub.labels import label_texts
 
 CLOSED_ANSWERS = ("yes", "no", "noanswer")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -16,11 +19,18 @@ def normalize_answer(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
-def f1_score(prediction: str | None, ground_truth: str | None) -> tuple[float, float, float]:
-    """(F1, precision, recall) over words. (0, 0, 0) for None, without overlap, and for differing closed answers."""
-    if prediction is None or ground_truth is None:
+def f1_score(prediction: str | None, ground_truth: Any) -> tuple[float, float, float]:
+    """(F1, precision, recall) over words, the best over the texts that a label accepts.
+
+    (0, 0, 0) for None, without overlap, and for differing closed answers.
+    """
+    if prediction is None:
         return 0.0, 0.0, 0.0
-    predicted, truth = normalize_answer(prediction), normalize_answer(str(ground_truth))
+    return max((_f1_of(prediction, text) for text in label_texts(ground_truth)), default=(0.0, 0.0, 0.0))
+
+
+def _f1_of(prediction: str, text: str) -> tuple[float, float, float]:
+    predicted, truth = normalize_answer(prediction), normalize_answer(text)
     if predicted != truth and (predicted in CLOSED_ANSWERS or truth in CLOSED_ANSWERS):
         return 0.0, 0.0, 0.0
     words, truth_words = predicted.split(), truth.split()

@@ -10,7 +10,9 @@ from typing import Any
 DEFAULT_VALID_LETTERS = list(string.ascii_uppercase[:10])
 
 # Most explicit first; within one pattern the last match is what the response settled on.
-_LETTER = r"[\(\[\*\s\{\$]*([A-Za-z])\b(?![\w'])"
+# "a mystery" and "I think" are words: such a letter counts where no word follows, or one that gives a reason.
+_NO_WORD = r"(?-i:(?<![aAiI])|(?![ \t]+[a-z])|(?=[ \t]+(?:because|since|as|and|for|with|is|which)\b))"
+_LETTER = rf"[\(\[\*\s\{{\$]*([A-Za-z])\b(?![\w']){_NO_WORD}"
 _PATTERNS = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
@@ -21,7 +23,8 @@ _PATTERNS = tuple(
         rf"\b(?:answer|option|choice)\s+{_LETTER}",
     )
 )
-_STANDALONE = re.compile(r"(?<![A-Za-z0-9'])([A-Z])(?![A-Za-z0-9'])")
+_STANDALONE = re.compile(rf"(?<![A-Za-z0-9'])([A-Z])(?![A-Za-z0-9']){_NO_WORD}")
+_WORD = re.compile(r"(?:(?<![\w.])-)?\d+(?:[.,]\d+)*|\w+")
 
 
 def _extract_letter_from_response(response: str | None, valid_letters: Iterable[str]) -> str | None:
@@ -42,12 +45,14 @@ def compute_gpqa_reward(response: str | None, label: Any, metadata: dict | None 
     """1.0 for the right choice, else 0.0.
 
     metadata may hold `choices` (list, or dict by letter), `valid_letters` and `correct_letter`. A label may be a letter,
-    an index into the choices, or a choice's text. Where no letter can be told on either side, the label's text must occur
-    in the response.
+    an index into the choices, or a choice's text; a list of labels accepts any of them. Where no letter can be told on
+    either side, the label's words must occur in the response.
     """
-    if response is None or label is None and not (metadata or {}).get("correct_letter"):
-        return 0.0
     metadata = metadata or {}
+    if isinstance(label, list | tuple) and not metadata.get("correct_letter"):
+        return max((compute_gpqa_reward(response, one, metadata) for one in label), default=0.0)
+    if response is None or label is None and not metadata.get("correct_letter"):
+        return 0.0
     choices = metadata.get("choices")
     texts = list(choices.values()) if isinstance(choices, dict) else list(choices or [])
     valid = _valid_letters(metadata, choices, texts)
@@ -56,8 +61,10 @@ def compute_gpqa_reward(response: str | None, label: Any, metadata: dict | None 
     if correct is not None and chosen is not None:
         return float(chosen == correct)
     wanted = texts[valid.index(correct)] if correct in valid and valid.index(correct) < len(texts) else label
-    needle = _normalized(wanted)
-    return float(bool(needle) and len(needle) > 1 and needle in _normalized(response.rsplit("</think>", 1)[-1]))
+    needle = _words(wanted)
+    if not needle or (len(needle) == 1 and len(needle[0]) == 1 and not needle[0].isdigit()):
+        return 0.0
+    return float(f" {' '.join(needle)} " in f" {' '.join(_words(response.rsplit('</think>', 1)[-1]))} ")
 
 
 def _valid_letters(metadata: dict, choices: Any, texts: list) -> list[str]:
@@ -79,10 +86,11 @@ def _correct_letter(metadata: dict, label: Any, texts: list, valid: list[str]) -
     if len(label.strip()) == 1 and label.strip().upper() in valid:
         return label.strip().upper()
     for letter, text in zip(valid, texts, strict=False):  # there may be more valid letters than texts
-        if _normalized(text) == _normalized(label):
+        if _words(text) == _words(label):
             return letter
     return None
 
 
-def _normalized(text: Any) -> str:
-    return " ".join(re.sub(r"[^\w\s]", " ", str(text).lower()).split())
+def _words(text: Any) -> list[str]:
+    """The words and numbers of a text in lower case; 10.5, 1,000 and -10 are one number each."""
+    return _WORD.findall(str(text).lower())

@@ -123,9 +123,11 @@ def shared_pool(settings: PoolSettings) -> GraderPool:
 
 def _too_long(response: str, label: Any, limit: int) -> str | None:
     """Why an expression is not graded: the boxed answer (the last box) or the label exceeds the limit."""
-    from slime.rollout.rm_hub.math_utils import extract_answer
+    from slime.rollout.rm_hub.answers import boxed_answer
+    from slime.rollout.rm_hub.labels import label_answers
 
-    for what, text in (("answer", extract_answer(response) or ""), ("label", str(label))):
+    texts = [("answer", boxed_answer(response) or ""), *(("label", text) for text in label_answers(label))]
+    for what, text in texts:
         if len(text) > limit:
             return f"the {what} has {len(text)} characters, --grader-max-length is {limit}"
     return None
@@ -168,7 +170,7 @@ class _Worker:
 
     def _exchange(self, request: dict[str, Any], timeout_s: float, what: str) -> GraderOutcome:
         try:
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+            self.process.stdin.write(json.dumps(request, default=str).encode() + b"\n")
             self.process.stdin.flush()
             answer = json.loads(self._await_line(time.monotonic() + timeout_s, what))
         except TimeoutError:

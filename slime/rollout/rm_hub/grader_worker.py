@@ -20,6 +20,8 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 MEMORY_LIMIT_BYTES = 4 * 2**30
+# math-verify searches the whole text that it is given; the answer stands at its end.
+LAST_CHARS = 20_000
 
 
 def grade_math(response: str, label: Any) -> int:
@@ -36,19 +38,38 @@ def grade_deepscaler(response: str, label: Any) -> int:
     return get_deepscaler_rule_based_reward(response, label)
 
 
+def grade_dapo(response: str, label: Any) -> dict[str, Any]:
+    """DAPO's rule: a score with its parts."""
+    from slime.rollout.rm_hub.math_dapo_utils import compute_score
+
+    return compute_score(response, label)
+
+
+def grade_math_value(response: str, label: Any) -> int:
+    """By value, whatever the spelling."""
+    from slime.rollout.rm_hub import math_value
+
+    return math_value.grade_math_value(response, label)
+
+
 def grade_math_verify(response: str, label: Any) -> int:
     """1 where math-verify finds the response equal to the label, else 0. Its own time limits are off: the pool has one."""
     from math_verify import parse, verify
 
-    truth = str(label)
-    gold = parse(
-        truth if "\\boxed" in truth or "$" in truth else f"${truth}$", parsing_timeout=None, raise_on_error=True
-    )
-    answer = parse(response, parsing_timeout=None, raise_on_error=True)
-    return int(verify(gold, answer, timeout_seconds=None, raise_on_error=True))
+    from slime.rollout.rm_hub.labels import label_answers
+
+    answer = parse(response[-LAST_CHARS:], parsing_timeout=None, raise_on_error=True)
+    golds = [parse(f"${truth}$", parsing_timeout=None, raise_on_error=True) for truth in label_answers(label)]
+    return int(any(verify(gold, answer, timeout_seconds=None, raise_on_error=True) for gold in golds))
 
 
-GRADERS = {"math": grade_math, "deepscaler": grade_deepscaler, "math_verify": grade_math_verify}
+GRADERS = {
+    "math": grade_math,
+    "deepscaler": grade_deepscaler,
+    "dapo": grade_dapo,
+    "math_verify": grade_math_verify,
+    "math_value": grade_math_value,
+}
 
 
 def find_grader(name: str) -> Any:
@@ -63,7 +84,7 @@ def prepare_grader(name: str) -> None:
     """Imports what a grader needs, so that its first call is not slower than the others."""
     grader = find_grader(name)
     if name in GRADERS:
-        grader("\\boxed{x+1}", "1+x")
+        grader("</think>Answer: \\boxed{x+1}", "1+x")
 
 
 def answer_request(request: dict[str, Any]) -> dict[str, Any]:

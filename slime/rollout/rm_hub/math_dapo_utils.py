@@ -1,4 +1,4 @@
-"""DAPO's rule: the last "Answer: ..." of a response (Minerva's normal form), or its last box, against an integer label.
+"""DAPO's rule: the last "Answer: ..." of a response, or its last box, against the label, in Minerva's normal form.
 
 The normal form follows the public lm-evaluation-harness (Minerva MATH), as verl's DAPO recipe uses it.
 """
@@ -7,6 +7,11 @@ from __future__ import annotations
 
 import re
 from typing import Any
+
+from slime.rollout.rm_hub.boxes import last_box
+from slime.rollout.rm_hub.end_tokens import without_end_tokens
+from slime.rollout.rm_hub.equality import is_same_answer
+from slime.rollout.rm_hub.labels import label_answers
 
 LAST_CHARS = 300
 LAST_CHARS_BOXED = 100
@@ -50,8 +55,8 @@ def remove_boxed(string: str) -> str:
 
 
 def normalize_final_answer(final_answer: str) -> str:
-    """Minerva's normal form: right side of an equation, no units, no LaTeX dressing, integers without commas."""
-    answer = final_answer.split("=")[-1]
+    """Minerva's normal form: right side of an equation, no units, no LaTeX dressing, integers without commas, no end tokens."""
+    answer = without_end_tokens(final_answer).split("=")[-1]
     for old, new in _SUBSTITUTIONS:
         answer = answer.replace(old, new)
     for word in _REMOVED:
@@ -68,11 +73,23 @@ def normalize_final_answer(final_answer: str) -> str:
 def is_correct_minerva(
     solution_str: str, gt: Any, gt_need_extract: bool = False, answer_pattern: str = ANSWER_PATTERN
 ) -> tuple[bool, str]:
-    """(whether the last "Answer:" equals the integer truth, that answer in normal form or "[INVALID]")."""
+    """(whether the last "Answer:" is the truth, that answer in normal form or "[INVALID]").
+
+    The two are compared by value, integers exactly; by their normal forms where one of them cannot be read.
+    """
     found = re.findall(answer_pattern, solution_str)
-    prediction = normalize_final_answer(found[-1] if found else "[INVALID]")
-    truth = normalize_final_answer(remove_boxed(last_boxed_only_string(gt))) if gt_need_extract else str(int(float(gt)))
-    return prediction == truth, prediction
+    answer = found[-1] if found else "[INVALID]"
+    prediction = normalize_final_answer(answer)
+    truths = [remove_boxed(last_boxed_only_string(gt))] if gt_need_extract else label_answers(gt)
+    if not found:
+        return False, prediction
+    plain = without_end_tokens(answer).replace("**", "").strip()
+    given = last_box(plain) or plain
+    for truth in truths:
+        verdict = is_same_answer(given, truth, strict=True)
+        if verdict or (verdict is None and prediction == normalize_final_answer(truth)):
+            return True, prediction
+    return False, prediction
 
 
 def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: list[int] | None = None) -> tuple[int, str | None]:

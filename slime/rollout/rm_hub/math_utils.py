@@ -1,21 +1,20 @@
 """Is a mathematical answer the right one? By normalized text, then by value.
 
-The normalization follows the public MATH benchmark (Hendrycks et al., MIT) and DeepScaleR's extension of it. Expressions
-are read by `expressions.parse_expression`, which evaluates nothing that a model wrote.
+The text form is that of the public MATH benchmark (Hendrycks et al., MIT); values are compared by `equality.is_same_answer`,
+which evaluates nothing that a model wrote.
 """
 
 from __future__ import annotations
 
 import re
+from typing import Any
+
+from slime.rollout.rm_hub.answers import boxed_answer
+from slime.rollout.rm_hub.equality import is_same_answer
+from slime.rollout.rm_hub.labels import label_answers
 
 BOX = "\\boxed"
 FRAME = "\\fbox"
-_UNITS = (
-    "degree cm centimeter meter mile second minute hour day week month year foot feet inch yard liter gram kilogram "
-    "dollar cent point unit unitssquare square cubic sq"
-).split()
-_UNIT_WORD = re.compile(rf"(?:{'|'.join(_UNITS)})(?:es|s)?\s*(?:\^\s*\{{?\d+\}}?)?")
-_SCALES = {"trillion": "*10^12", "billion": "*10^9", "million": "*10^6"}
 
 
 def last_boxed_only_string(string: str) -> str | None:
@@ -104,106 +103,25 @@ def _brace_fractions(string: str) -> str:
 
 
 def grade_answer_sympy(given_answer: str | None, ground_truth: str | None) -> bool:
-    """Whether the two are equal in value; element by element for tuples and intervals with the same brackets.
+    """Whether the two are equal in value: a fraction reduced, an integer written as one, tuples with the same brackets.
 
-    Fractions must match literally (the answer is to be reduced), and where the truth is an integer the answer must be
-    one. Needs sympy. May take long on hostile input: call it through the grader pool.
+    Needs sympy. May take long on hostile input: call it through the grader pool.
     """
-    truth, given = _normalize(ground_truth), _normalize(given_answer)
-    if truth is None or given is None or not given:
+    if given_answer is None or ground_truth is None:
         return False
-    if truth == given:
-        return True
-    truths, answers = split_tuple(truth), split_tuple(given)
-    if len(truths) != len(answers):
-        return False
-    if len(truths) > 1 and (truth[0] != given[0] or truth[-1] != given[-1]):
-        return False
-    return all(_is_equal_element(t, g) for t, g in zip(truths, answers, strict=True))
+    return is_same_answer(given_answer, ground_truth, strict=True) is True
 
 
-def _is_equal_element(truth: str, given: str) -> bool:
-    if _is_fraction(truth) and _is_fraction(given):
-        return truth == given
-    if is_integer_text(truth) != is_integer_text(given):
-        return False
-    if is_integer_text(truth):
-        return _as_integer(truth) == _as_integer(given)
-    from slime.rollout.rm_hub.expressions import are_equal_values
-
-    return are_equal_values(truth, given)
-
-
-def grade_answer_verl(solution: str, ground_truth: str | None) -> bool:
+def grade_answer_verl(solution: str, ground_truth: Any) -> bool:
     """Whether the boxed answer of a solution is right, by text or by value. False without truth or without box."""
-    if not ground_truth:
-        return False
-    ground_truth = str(ground_truth)
-    if BOX in ground_truth:
-        ground_truth = extract_answer(ground_truth)
-    answer = extract_answer(solution)
-    if answer is None or ground_truth is None:
-        return False
-    return grade_answer_mathd(answer, ground_truth) or grade_answer_sympy(answer, ground_truth)
+    answer = boxed_answer(solution)
+    return answer is not None and is_right_answer(answer, ground_truth)
 
 
-def _normalize(expression: str | None) -> str | None:
-    """An expression without units, dollar signs and text, in lower case and without spaces; None stays None."""
-    if expression is None:
-        return None
-    enclosed = re.search(r"^\\text\{(?P<text>.+?)\}$", expression)
-    if enclosed is not None:
-        expression = enclosed["text"]
-    for mark in ("\\%", "%", "\\$", "$", "\\!", "\\,", "\\;"):
-        expression = expression.replace(mark, "")
-    expression = expression.replace(" or ", " , ").replace(" and ", " , ").lower()
-    for word, factor in _SCALES.items():
-        expression = re.sub(rf"(?<=\d)\s*{word}s?\b", factor, expression)
-    expression = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", expression)
-    expression = re.sub(rf"(?<![a-z\\]){_UNIT_WORD.pattern}(?![a-z])", "", expression)
-    expression = re.sub(r"\^\s*\{?\s*\\circ\s*\}?", "", expression)
-    if len(expression) > 1 and expression.startswith("{") and expression.endswith("}"):
-        expression = expression[1:-1]
-    expression = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", expression) if _has_thousands(expression) else expression
-    expression = re.sub(r"(\d)\s+(\d+)\s*/\s*(\d+)", r"(\1+\2/\3)", expression)
-    expression = (
-        re.sub(r"-\s+", "-", expression).replace(" ", "").strip("{}")
-        if "{" not in expression
-        else (expression.replace(" ", ""))
-    )
-    if is_integer_text(expression):
-        return str(_as_integer(expression))
-    return expression
-
-
-def _has_thousands(expression: str) -> bool:
-    """Whether commas are those of one long number, and not of a tuple."""
-    return re.fullmatch(r"\s*-?\d{1,3}(,\d{3})+(\.\d+)?\s*", expression) is not None
-
-
-def split_tuple(expression: str) -> list[str]:
-    """The elements of "(a,b)" or "[a,b]", split at its outer commas; the expression itself in a list otherwise."""
-    if len(expression) <= 2 or expression[0] not in "([" or expression[-1] not in ")]":
-        return [expression]
-    parts, depth, start = [], 0, 1
-    for position, char in enumerate(expression[1:-1], start=1):
-        depth += (char in "([{") - (char in ")]}")
-        if depth < 0:
-            return [expression]
-        if char == "," and depth == 0:
-            parts.append(expression[start:position])
-            start = position + 1
-    return [*parts, expression[start:-1]] if parts else [expression]
-
-
-def _is_fraction(text: str) -> bool:
-    return re.fullmatch(r"-?\d+\.?/0*[1-9]\d*\.?", text) is not None
-
-
-def is_integer_text(text: str) -> bool:
-    """Whether a text is an integer, also as 1,000 or 3.0."""
-    return re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.0*)?|-?\d+(\.0*)?", text.strip()) is not None and len(text) < 1000
-
-
-def _as_integer(text: str) -> int:
-    return int(text.strip().replace(",", "").split(".")[0])
+def is_right_answer(answer: str, label: Any) -> bool:
+    """Whether an answer is one that the label accepts, by the strict measure; by the benchmark's text form where it cannot be read."""
+    for truth in label_answers(label):
+        verdict = is_same_answer(answer, truth, strict=True)
+        if verdict or (verdict is None and grade_answer_mathd(answer, truth)):
+            return True
+    return False
