@@ -197,8 +197,9 @@ def _run_session(args: Any, loop: Callable[[Run], None], started: float) -> int:
     from slime.config.derive import has_megatron_checkpoint
     from slime.config.yaml_file import write_resolved_config
     from slime.observability.live_view import live_view
-    from slime.observability.logging_utils import finish_tracking, init_tracking
+    from slime.observability.logging_utils import finish_tracking, init_tracking, log_dir_of
     from slime.ray.session import interruptible, ray_session
+    from slime.utils.watched_calls import last_words
 
     status = 1
     with interruptible():
@@ -215,6 +216,8 @@ def _run_session(args: Any, loop: Callable[[Run], None], started: float) -> int:
             status = 130
         except Exception as error:  # noqa: BLE001 - whatever it is, it is named, and the run fails
             status = print_failure(error)
+            if (words := last_words(log_dir_of(args))) is not None:
+                print(f"error: {words}", file=sys.stderr)
         finally:
             finish_tracking(args)
     logger.info("finished with status %d after %.0f s", status, time.monotonic() - started)

@@ -19,6 +19,11 @@ class RewardOptions:
         "prefix boxed_ extracts the \\boxed answer first. A row's metadata may name its own rm_type.",
     )
     custom_rm_path: str | None = option(None, help_of("custom_rm_path"))
+    reward_timeout: float = option(
+        60.0,
+        "Seconds that one call of --custom-rm-path may take; the sample then has no reward, with the reason. A call that "
+        "holds the event loop for so long ends the run, which names function, sample and line.",
+    )
     rm_url: str | None = option(None, "Address of the remote reward model for remote_rm and on-policy distillation.")
     rm_timeout: float = option(
         600.0, "Seconds after which one call of the remote reward model is given up and tried again."

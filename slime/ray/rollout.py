@@ -37,6 +37,7 @@ from slime.utils.processing_utils import shared_tokenizer
 from slime.utils.rollout_dump import RolloutDumper, load_debug_rollout_data
 from slime.utils.rollout_split import SplitConfig, SplitPlan, split_by_dp
 from slime.utils.types import Sample
+from slime.utils.watched_calls import WATCH
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class RolloutManager:
     def __init__(self, args: Any, pg: tuple) -> None:
         configure_logger("rollout-manager", log_dir=log_dir_of(args))
         self.args = args
+        if log_dir_of(args) is not None:
+            WATCH.record_in(log_dir_of(args))
         init_tracking(args, primary=False)
         # a replay asks for no prompt: None then, and the checkpoint of a replay has no data position
         self.data_source = None if args.load_debug_rollout_data else load_function(args.data_source_path)(args)

@@ -74,10 +74,10 @@ def clone_for_group(prompt: Sample) -> Sample:
     """A new sample of the prompt: containers are its own, texts and media are shared (they are never edited)."""
     return Sample(
         prompt=prompt.prompt if isinstance(prompt.prompt, str) else copy.deepcopy(prompt.prompt),
-        label=prompt.label,
+        label=prompt.label if isinstance(prompt.label, str) else copy.deepcopy(prompt.label),
         metadata=copy.deepcopy(prompt.metadata) if prompt.metadata else {},
         multimodal_inputs=prompt.multimodal_inputs,
-        apply_chat_template_kwargs=dict(prompt.apply_chat_template_kwargs),
+        apply_chat_template_kwargs=copy.deepcopy(prompt.apply_chat_template_kwargs),
         generate_function_path=prompt.generate_function_path,
         custom_rm_path=prompt.custom_rm_path,
     )

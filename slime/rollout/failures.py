@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import collections
 import logging
+import traceback
+from pathlib import Path
 from typing import Any
 
-from slime.exceptions import RolloutDataError
+from slime.exceptions import EngineError, RolloutDataError, SlimeError
 from slime.utils.types import Sample
+from slime.utils.watched_calls import CallTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -15,10 +18,43 @@ logger = logging.getLogger(__name__)
 FAILED_REASON = "failed"
 
 
+# What was said with its stack already: (stage, type, file and line of the innermost call).
+_said: set[tuple[str, str, str, int]] = set()
+
+
 def describe_error(error: BaseException) -> str:
-    """The error's type and the beginning of its text on one line."""
+    """The error's type and the beginning of its text on one line, and where a user's code raised it."""
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+    described = f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+    place = "" if isinstance(error, SlimeError) else _place_of(error)
+    return f"{described} ({place})" if place else described
+
+
+def _place_of(error: BaseException) -> str:
+    """"file:line" of the innermost call outside installed packages; "" where the error has no stack."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+
+
+def log_cause(stage: str, sample: Sample, error: BaseException) -> None:
+    """Logs the error with its stack, once per distinct cause (stage, type and the line that raised it); later ones at debug level.
+
+    An engine's errors and passed limits have no stack worth reading: their sentence says all.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-1] if frames else None
+    cause = (stage, type(error).__name__, last.filename if last else "", (last.lineno or 0) if last else 0)
+    is_news = cause not in _said and not isinstance(error, EngineError | CallTimeout)
+    _said.add(cause)
+    logger.log(
+        logging.WARNING if is_news else logging.DEBUG,
+        "the %s of sample %s raised %s; the stack, once for this cause:",
+        stage,
+        sample.index,
+        type(error).__name__,
+        exc_info=error,
+    )
 
 
 def mark_failed(sample: Sample, stage: str, reason: str) -> Sample:
@@ -29,6 +65,12 @@ def mark_failed(sample: Sample, stage: str, reason: str) -> Sample:
     sample.reward = None
     sample.metadata["failure"] = f"{stage}: {reason}"
     return sample
+
+
+def fail(sample: Sample, stage: str, error: BaseException) -> Sample:
+    """`mark_failed` for what an exception ended; its stack is logged once per distinct cause."""
+    log_cause(stage, sample, error)
+    return mark_failed(sample, stage, describe_error(error))
 
 
 class FailureCounter:

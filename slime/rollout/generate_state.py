@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -28,8 +29,9 @@ def rollout_sampling_params(args: Any) -> dict[str, Any]:
         "top_p": args.rollout_top_p,
         "top_k": args.rollout_top_k,
         "max_new_tokens": args.rollout_max_response_len or args.rollout_max_context_len,
-        "stop": args.rollout_stop,
-        "stop_token_ids": args.rollout_stop_token_ids,
+        # copies: a generate function may edit what it is given, and must not edit the options
+        "stop": copy.copy(args.rollout_stop),
+        "stop_token_ids": copy.copy(args.rollout_stop_token_ids),
         "skip_special_tokens": args.rollout_skip_special_tokens,
         "no_stop_trim": True,
         "spaces_between_special_tokens": False,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import struct
+from collections.abc import Callable
 from typing import Any
 
 from slime.exceptions import RolloutDataError
@@ -216,6 +217,38 @@ def apply_response(sample: Sample, payload: Any, *, args: Any = None) -> Sample:
             f"the engine's reply {meta.get('id')!r} does not fit sample {sample.index}: {error}"
         ) from error
     return sample
+
+
+def apply_segment(
+    sample: Sample, payload: Any, *, decode: Callable[[list[int]], str], args: Any = None
+) -> Sample:
+    """`apply_response`, where the text of a response that goes on is that of all its ids together.
+
+    A character may be split between two segments, and many tokenizers leave out a text's first space: the texts of the segments
+    do not add up. `decode(ids)` is asked only for responses that had begun.
+    """
+    had, before = sample.response_length, sample.response
+    ids_before = sample.tokens[len(sample.tokens) - had :] if had else []
+    apply_response(sample, payload, args=args)
+    if had and sample.response_length > had:
+        ids = sample.tokens[len(sample.tokens) - sample.response_length :]
+        sample.response = continue_text(before, decode(list(ids_before)), decode(list(ids)), appended=sample.response)
+    return sample
+
+
+def continue_text(before: str, decoded_before: str, decoded: str, *, appended: str) -> str:
+    """The text `before`, continued so that its end agrees with `decoded`, the text of all ids; `decoded_before` is that of the earlier ones.
+
+    What a template or a user wrote in place of earlier ids stays. `appended`, where the end of `before` is not the ids' text.
+    """
+    same = next(
+        (i for i, (a, b) in enumerate(zip(decoded_before, decoded, strict=False)) if a != b),
+        min(len(decoded_before), len(decoded)),
+    )
+    changed = decoded_before[same:]
+    if not before.endswith(changed):
+        return appended
+    return before[: len(before) - len(changed)] + decoded[same:]
 
 
 def reset_to_prompt(sample: Sample) -> Sample:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime.exceptions import ConfigError, RolloutDataError
-from slime.utils.http_utils import post
+from slime.utils.http_utils import request_with_retries
 from slime.utils.types import Sample
 
 
@@ -27,7 +27,10 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> dict[str, Any
         "return_logprob": True,
         "logprob_start_len": 0,
     }
-    return await post(args.rm_url, payload, max_retries=10)
+    return await request_with_retries("POST", args.rm_url, payload, max_retries=10, timeout_s=args.rm_timeout)
+
+
+reward_func.bounds_itself = True  # by --rm-timeout: a teacher may have long queues
 
 
 def post_process_rewards(args: Any, samples: list[Sample], **kwargs: Any) -> tuple[list[float], list[float]]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from slime.exceptions import ConfigError
-from slime.rollout.failures import describe_error, mark_failed
+from slime.rollout.failures import describe_error, log_cause, mark_failed
 from slime.rollout.postprocess.early import with_engine_text
 from slime.rollout.rm_hub import async_rm, batched_async_rm, is_immediate
 from slime.rollout.rm_hub.outcomes import GraderFailed
+from slime.utils.misc import load_function
 from slime.utils.types import Sample
+from slime.utils.watched_calls import CallTimeout, call_within
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +93,7 @@ async def score_group(args: Any, group: list[Sample], gate: Gate | None) -> None
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - a user's reward function may raise anything; its samples are marked
-        logger.debug("reward call failed", exc_info=True)
+        log_cause("reward", to_score[0], error)
         rewards = [error] * len(to_score)
     for sample, reward in zip(to_score, rewards, strict=True):
         store_reward(sample, reward)
@@ -100,7 +102,7 @@ async def score_group(args: Any, group: list[Sample], gate: Gate | None) -> None
 async def _request_rewards(args: Any, samples: list[Sample]) -> list[Any]:
     """One reward, or the exception in its place, per sample."""
     if getattr(args, "group_rm", False) and args.custom_rm_path:
-        rewards = await batched_async_rm(args, samples)
+        rewards = await _within_limit(args, args.custom_rm_path, samples, batched_async_rm(args, samples))
         if len(rewards) != len(samples):
             raise ValueError(f"the group reward function returned {len(rewards)} rewards for {len(samples)} samples")
         return list(rewards)
@@ -112,17 +114,27 @@ async def _request_rewards(args: Any, samples: list[Sample]) -> list[Any]:
 
 async def _guarded(args: Any, sample: Sample) -> Any:
     try:
-        return await async_rm(args, sample)
+        return await _within_limit(args, sample.custom_rm_path or args.custom_rm_path, [sample], async_rm(args, sample))
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - see score_group
-        logger.debug("reward call of sample %s failed", sample.index, exc_info=True)
+        log_cause("reward", sample, error)
         return error
+
+
+async def _within_limit(args: Any, path: str | None, samples: list[Sample], call: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a reward call; a user's function has --reward-timeout for it. Built-in scorers, and functions that say so
+    (`bounds_itself`), have limits of their own."""
+    if path is None or getattr(load_function(path), "bounds_itself", False):
+        return await call
+    indices = ", ".join(str(sample.index) for sample in samples[:8]) + (", ..." if len(samples) > 8 else "")
+    what = f"the reward function {path} for sample{'s' if len(samples) > 1 else ''} {indices}"
+    return await call_within(call, what=what, option="--reward-timeout", timeout_s=getattr(args, "reward_timeout", 60.0))
 
 
 def store_reward(sample: Sample, reward: Any) -> None:
     """Sets the reward, or marks the sample FAILED where there is none: an exception or None."""
-    if isinstance(reward, GraderFailed):
+    if isinstance(reward, GraderFailed | CallTimeout):
         reason = str(reward)
     elif isinstance(reward, Exception):
         reason = describe_error(reward)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import copy
 import dataclasses
 import inspect
 import logging
@@ -24,7 +25,7 @@ from slime.rollout import generation
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.data_source import iter_samples
 from slime.rollout.engine_client import abort_engines, choose_url, get_engines, request_generate
-from slime.rollout.failures import describe_error, mark_failed
+from slime.rollout.failures import fail
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, get_current_rollout_id, set_current_rollout_id
 from slime.rollout.scoring import score_group
@@ -67,8 +68,22 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     request = prepare_request(args, state, sample, sampling_params)
     if request is not None:
         reply = await request_generate(args, request, key=sample.group_index, session_id=sample.session_id)
-        generation.apply_response(sample, reply, args=args)
+        store_reply(args, state, sample, reply, sampling_params)
     return sample
+
+
+def store_reply(args: Any, state: Any, sample: Sample, reply: Any, sampling_params: dict[str, Any]) -> None:
+    """Appends the engine's reply to the sample; its text is that of all response ids. RolloutDataError leaves the sample as it was."""
+
+    def decode(ids: list[int]) -> str:
+        return state.tokenizer.decode(
+            ids,
+            skip_special_tokens=bool(sampling_params.get("skip_special_tokens")),
+            spaces_between_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+        )
+
+    generation.apply_segment(sample, reply, decode=decode, args=args)
 
 
 def prepare_request(args: Any, state: Any, sample: Sample, sampling_params: dict[str, Any]) -> dict[str, Any] | None:
@@ -251,8 +266,8 @@ def _to_continue(member: Any, result: Any) -> Any:
 def member_params(
     args: Any, sample: Sample, sampling_params: dict[str, Any], member: int, evaluation: bool
 ) -> dict[str, Any]:
-    """A member's own copy of the sampling parameters, with its seed under deterministic inference."""
-    params = dict(sampling_params)
+    """A member's own copy of the sampling parameters, lists included, with its seed under deterministic inference."""
+    params = copy.deepcopy(sampling_params)
     if getattr(args, "sglang_enable_deterministic_inference", False):
         params["sampling_seed"] = generation.derive_seed(
             args.rollout_seed,
@@ -276,8 +291,7 @@ async def _guarded(args: Any, member: Any, sampling_params: dict[str, Any], eval
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - a user's generate function or hook may raise anything
-        logger.debug("sample %s failed", sample.index, exc_info=True)
-        return mark_failed(sample, "generation", describe_error(error))
+        return fail(sample, "generation", error)
 
 
 def sends_group_requests(args: Any, group: list[Any]) -> bool:
@@ -310,7 +324,7 @@ async def _generate_in_one_request(
                 elif (request := _prepared(args, state, sample, one)) is not None:
                     requests.append((sample, request))
         if requests:
-            await _request_batch(args, requests, key=group[0].group_index)
+            await _request_batch(args, state, requests, key=group[0].group_index)
     return [await _finish_member(args, sample, evaluation) for sample in group]
 
 
@@ -321,11 +335,11 @@ def _prepared(args: Any, state: Any, sample: Sample, sampling_params: dict[str, 
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - a chat template or tokenizer may raise anything
-        mark_failed(sample, "generation", describe_error(error))
+        fail(sample, "generation", error)
         return None
 
 
-async def _request_batch(args: Any, requests: list[tuple[Sample, dict]], *, key: int | None) -> None:
+async def _request_batch(args: Any, state: Any, requests: list[tuple[Sample, dict]], *, key: int | None) -> None:
     session_id = requests[0][0].session_id
     try:
         body = generation.build_batch_request([request for _, request in requests])
@@ -333,16 +347,16 @@ async def _request_batch(args: Any, requests: list[tuple[Sample, dict]], *, key:
         replies = generation.parse_batch_reply(payload, num_requests=len(requests))
     except (EngineError, RolloutDataError) as error:
         if len(requests) > 1 and getattr(error, "status", 0) // 100 == 4:
-            await asyncio.gather(*(_request_batch(args, [one], key=key) for one in requests))
+            await asyncio.gather(*(_request_batch(args, state, [one], key=key) for one in requests))
         else:
             for sample, _ in requests:
-                mark_failed(sample, "generation", describe_error(error))
+                fail(sample, "generation", error)
         return
-    for (sample, _), reply in zip(requests, replies, strict=True):
+    for (sample, request), reply in zip(requests, replies, strict=True):
         try:
-            generation.apply_response(sample, reply, args=args)
+            store_reply(args, state, sample, reply, request["sampling_params"])
         except (EngineError, RolloutDataError) as error:
-            mark_failed(sample, "generation", describe_error(error))
+            fail(sample, "generation", error)
 
 
 async def _finish_member(args: Any, sample: Sample, evaluation: bool) -> Any:
@@ -353,7 +367,7 @@ async def _finish_member(args: Any, sample: Sample, evaluation: bool) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - a user's hook may raise anything
-        return mark_failed(sample, "sample hook", describe_error(error))
+        return fail(sample, "sample hook", error)
     return await _score_or_collect(args, result, evaluation)
 
 

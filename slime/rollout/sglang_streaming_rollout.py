@@ -12,9 +12,8 @@ from typing import Any
 import orjson
 
 from slime.exceptions import EngineError
-from slime.rollout import generation
 from slime.rollout.engine_client import choose_url, get_engines
-from slime.rollout.sglang_rollout import GenerateState, prepare_request
+from slime.rollout.sglang_rollout import GenerateState, prepare_request, store_reply
 from slime.utils import http_utils
 from slime.utils.types import Sample
 
@@ -28,7 +27,8 @@ async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[st
     tokens they are kept, and the sample is ABORTED: it is continued under partial rollout and generated again without.
     EngineError where nothing arrived.
     """
-    request = prepare_request(args, GenerateState(args), sample, sampling_params)
+    state = GenerateState(args)
+    request = prepare_request(args, state, sample, sampling_params)
     if request is None:
         return sample
     url = choose_url(get_engines(args), sample.group_index)
@@ -44,7 +44,8 @@ async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[st
         raise EngineError(f"{url}/generate ended its stream without an event")
     if last["meta_info"].get("finish_reason") is None:
         last = {**last, "meta_info": {**last["meta_info"], "finish_reason": {"type": "abort"}}}
-    return generation.apply_response(sample, last, args=args)
+    store_reply(args, state, sample, last, sampling_params)
+    return sample
 
 
 async def _events(url: str, payload: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:

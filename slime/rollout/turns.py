@@ -91,7 +91,13 @@ def compute_turn_delta(
     ids_so_far = [*context_ids, *sampled_ids, *token_ids]
     full_ids = template.encode(template.render(conversation, add_generation_prompt=True))
     rerender = None if ids_so_far == full_ids else _difference(ids_so_far, full_ids, template)
-    return TurnDelta(token_ids, template.decode(token_ids), rerender)
+    return TurnDelta(token_ids, _text_behind(sampled_ids, token_ids, template), rerender)
+
+
+def _text_behind(sampled_ids: Sequence[int], token_ids: list[int], template: ChatTemplate) -> str:
+    """The text of a delta as it stands behind the turn: alone, many tokenizers would leave out its first space."""
+    turn, both = template.decode(sampled_ids), template.decode([*sampled_ids, *token_ids])
+    return both.removeprefix(turn) if both.startswith(turn) else template.decode(token_ids)
 
 
 def _without_emitted_ids(

@@ -13,8 +13,10 @@ from support.fake_engine import make_reply
 from slime.exceptions import RolloutDataError
 from slime.rollout.generation import (
     apply_response,
+    apply_segment,
     build_batch_request,
     build_request,
+    continue_text,
     derive_seed,
     parse_batch_reply,
     reset_to_prompt,
@@ -142,6 +144,42 @@ def test_seeds_differ_by_member_prompt_rollout_and_segment_and_repeat_exactly():
     assert derive_seed(42, member=1, sample_index=3, rollout_id=0) == derive_seed(
         43, member=0, sample_index=3, rollout_id=0
     )
+
+
+def bytes_as_text(ids):
+    """What a byte-level tokenizer makes of its ids: half a character is a replacement character."""
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+def words_as_text(ids):
+    """What a tokenizer of whole words makes of its ids: the first word's space is left out."""
+    return " ".join({1: "one", 2: "two", 3: "three"}[i] for i in ids)
+
+
+@pytest.mark.parametrize(
+    ("segments", "decode", "text"),
+    [
+        ([[0xE4, 0xBD], [0xA0]], bytes_as_text, "你"),
+        ([[0x41, 0xE4], [0xBD], [0xA0, 0x42]], bytes_as_text, "A你B"),
+        ([[1], [2, 3]], words_as_text, "one two three"),
+        ([[1], [], [2]], words_as_text, "one two"),
+        ([[0xE4], [0x41]], bytes_as_text, "\ufffdA"),
+    ],
+)
+def test_the_text_of_a_continued_response_is_that_of_all_its_ids(segments, decode, text):
+    """An abort after two of the three bytes of a character: the texts of the segments are two replacement characters, and score 0."""
+    sample = Sample(index=0, tokens=[9])
+    for number, ids in enumerate(segments):
+        kind = "stop" if number == len(segments) - 1 else "abort"
+        apply_segment(sample, make_reply(ids, kind, text=decode(ids)), decode=decode)
+    assert sample.response == text == decode(sample.tokens[1:])
+
+
+def test_what_was_written_in_place_of_earlier_ids_stays():
+    """A template's text behind a turn shows end marks that decoding leaves out; only the border of the segments is made right."""
+    assert continue_text("four<end> \ufffd", "four \ufffd", "four 你", appended="x") == "four<end> 你"
+    assert continue_text("four<end>", "four", "four more", appended="x") == "four<end> more"
+    assert continue_text("something else", "four\ufffd", "four你", appended="something else!") == "something else!"
 
 
 def test_a_reset_sample_has_its_identity_and_nothing_generated():

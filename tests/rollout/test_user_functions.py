@@ -1,0 +1,336 @@
+"""Functions of a user's own: what they are given is theirs to edit, what they raise shows its stack, and they must come back."""
+
+import asyncio
+import contextlib
+import logging
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
+from support.chat_templates import bpe_tokenizer
+from support.fake_engine import FakeEngine
+from support.rollout_args import fresh_rollout_state, rollout_args, tokenizer_folder, write_prompts
+
+from slime.rollout import failures, sglang_rollout
+from slime.rollout.data_source import RolloutDataSourceWithBuffer, clone_for_group
+from slime.rollout.sglang_rollout import generate_rollout
+from slime.utils import watched_calls
+from slime.utils.async_utils import run
+from slime.utils.types import Sample
+from slime.utils.watched_calls import CallTimeout, call_within, last_words
+
+NUM_GPUS = 0
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    return tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def rig(tmp_path, model):
+    """rig(answer, **args) -> (engine, args, data source), cleaned up afterwards."""
+    failures._said.clear()
+    with contextlib.ExitStack() as stack:
+
+        def build(answer=lambda prompt: [5, 4], *, engine=None, **overrides):
+            remote = stack.enter_context(FakeEngine(answer, **(engine or {})))
+            stack.enter_context(fresh_rollout_state(remote.url))
+            defaults = {"hf_checkpoint": model, "prompt_data": write_prompts(tmp_path / "p.jsonl", 20), "rm_type": "random"}
+            args = rollout_args(**{**defaults, "max_failed_ratio": 1.0, **overrides})
+            return remote, args, RolloutDataSourceWithBuffer(args)
+
+        yield build
+
+
+def samples_of(output):
+    return [sample for group in output.samples for sample in group]
+
+
+# --- what they are given -------------------------------------------------------------------------------------------------
+
+
+async def generate_with_one_more_stop(args, sample, sampling_params):
+    sampling_params["stop"].append(f"mine-{sample.index}")
+    sampling_params["stop_token_ids"].append(sample.index)
+    return await sglang_rollout.generate(args, sample, sampling_params)
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_sampling_parameters_are_each_samples_own(rig, evaluation, tmp_path):
+    """A generate function that appends a stop string changed it for every later sample, and in the options."""
+    engine, args, source = rig(
+        custom_generate_function_path=f"{__name__}.generate_with_one_more_stop", rollout_stop=["###"], rollout_stop_token_ids=[3],
+        eval_prompt_data=["one", write_prompts(tmp_path / "eval.jsonl", 4)],
+    )  # fmt: skip
+    generate_rollout(args, 0, source, evaluation=evaluation)
+    sent = [body["sampling_params"] for body in engine.requests]
+    assert len(sent) == (4 if evaluation else 8)
+    assert all(len(params["stop"]) == len(params["stop_token_ids"]) == 2 for params in sent)
+    assert args.rollout_stop == ["###"] and args.rollout_stop_token_ids == [3]
+    state = sglang_rollout.GenerateState(args)
+    state.sampling_params["stop"].append("x")  # a rollout function of a user's own gets these
+    assert args.rollout_stop == ["###"]
+
+
+def test_members_of_a_group_share_no_container():
+    """A reward function that pops from a label of several answers would change those of the other members, and of the next epoch."""
+    prompt = Sample(prompt=[{"role": "user"}], label={"answers": [1, 2]}, metadata={"a": [1]}, apply_chat_template_kwargs={"k": {"x": 1}})
+    first, second = clone_for_group(prompt), clone_for_group(prompt)
+    first.label["answers"].pop()
+    first.prompt[0]["role"] = "tool"
+    first.metadata["a"].append(2)
+    first.apply_chat_template_kwargs["k"]["x"] = 2
+    assert second == clone_for_group(prompt) == prompt
+
+
+def test_a_continued_response_of_a_custom_function_is_scored_by_the_text_of_all_its_ids(rig, tmp_path):
+    """Byte-level ids: "你" is three of them, the abort comes after two. The text is "你" in both places, as its label is."""
+    tokenizer = bpe_tokenizer("{{ messages }}")
+    tokenizer.save_pretrained(tmp_path / "bpe")
+    character = tokenizer("你", add_special_tokens=False)["input_ids"]
+    assert len(character) == 3
+    engine, args, source = rig(
+        lambda prompt: character if len(prompt.input_ids) == 1 else character[2:],
+        engine={"delay": lambda prompt: 5.0, "partial": lambda prompt: 2, "decode": tokenizer.decode},
+        hf_checkpoint=str(tmp_path / "bpe"), rm_type="exact_match", partial_rollout=True,
+        custom_generate_function_path="slime.rollout.sglang_rollout.generate",
+    )  # fmt: skip
+    state = sglang_rollout.GenerateState(args)
+    sample = Sample(index=0, prompt="p", label="你")
+    params = {**state.sampling_params, "skip_special_tokens": True}
+
+    async def aborted_then_continued():
+        task = asyncio.ensure_future(sglang_rollout.generate(args, sample, dict(params)))
+        while not engine.running:
+            await asyncio.sleep(0.01)
+        await sglang_rollout.abort(args, 0)
+        await task
+        assert sample.status is Sample.Status.ABORTED and sample.response == "\ufffd"
+        state.aborted = False
+        engine.delay = lambda prompt: 0.0
+        return await sglang_rollout.generate_and_rm(args, sample, dict(params))
+
+    done = run(aborted_then_continued())
+    assert done.tokens[-3:] == character and done.response == "你" and done.reward == 1
+
+
+# --- what they raise -----------------------------------------------------------------------------------------------------
+
+
+async def reward_with_a_slip(args, sample, **kwargs):
+    return {"right": 1}["wrong"]
+
+
+async def generate_with_a_slip(args, sample, sampling_params):
+    return {"right": 1}["wrong"]
+
+
+def hook_with_a_slip(args, sample, **kwargs):
+    return {"right": 1}["wrong"]
+
+
+async def group_reward_with_a_slip(args, samples, **kwargs):
+    return {"right": 1}["wrong"]
+
+
+@pytest.mark.parametrize(
+    ("options", "stage", "function"),
+    [
+        ({"custom_rm_path": "reward_with_a_slip"}, "reward", "reward_with_a_slip"),
+        ({"custom_rm_path": "group_reward_with_a_slip", "group_rm": True}, "reward", "group_reward_with_a_slip"),
+        ({"custom_generate_function_path": "generate_with_a_slip"}, "generation", "generate_with_a_slip"),
+        ({"rollout_sample_hook_path": ["hook_with_a_slip"]}, "sample hook", "hook_with_a_slip"),
+        ({"rollout_sample_hook_path": ["hook_with_a_slip"], "rollout_group_requests": "off"}, "generation", "hook_with_a_slip"),
+    ],
+)
+def test_an_exception_shows_its_stack_once(rig, caplog, options, stage, function):
+    """Eight samples fail for one cause: one stack that names file, line and function; every reason names file and line."""
+    here = {name: [f"{__name__}.{one}" for one in value] if isinstance(value, list) else value for name, value in options.items()}
+    here = {name: f"{__name__}.{value}" if name.startswith("custom") else value for name, value in here.items()}
+    engine, args, source = rig(**here)
+    with caplog.at_level(logging.WARNING):
+        failed = samples_of(generate_rollout(args, 0, source))
+    assert len(failed) == 8 and all(sample.status is Sample.Status.FAILED for sample in failed)
+    reasons = {sample.metadata["failure"] for sample in failed}
+    assert len(reasons) == 1 and reasons.pop().startswith(f"{stage}: KeyError: 'wrong' (test_user_functions.py:")
+    stacks = [record for record in caplog.records if record.exc_info]
+    assert len(stacks) == 1 and f"in {function}" in caplog.text and "test_user_functions.py" in caplog.text
+
+
+def test_distinct_causes_each_show_their_stack(caplog):
+    """Two lines that raise are two causes, whatever their texts say."""
+    failures._said.clear()
+    with caplog.at_level(logging.WARNING):
+        for text in ("a", "b"):
+            for slip in (lambda text=text: {}[text], lambda text=text: [][len(text)]):
+                try:
+                    slip()
+                except LookupError as error:
+                    failures.log_cause("reward", Sample(index=1), error)
+    assert [record.getMessage().split(" raised ")[1] for record in caplog.records] == [
+        "KeyError; the stack, once for this cause:", "IndexError; the stack, once for this cause:",
+    ]  # fmt: skip
+
+
+# --- they come back ------------------------------------------------------------------------------------------------------
+
+
+async def waits_for_ever_for_odd(args, sample, **kwargs):
+    if sample.index % 2:
+        await asyncio.Event().wait()
+    return 1.0
+
+
+async def group_waits_for_ever(args, samples, **kwargs):
+    await asyncio.Event().wait()
+
+
+def test_a_reward_that_waits_for_ever_costs_its_sample_only(rig):
+    """It was ended by --step-timeout, after two hours, under the name of an actor."""
+    engine, args, source = rig(custom_rm_path=f"{__name__}.waits_for_ever_for_odd", reward_timeout=0.3)
+    samples = samples_of(generate_rollout(args, 0, source))
+    assert [sample.reward for sample in samples] == [1.0, None] * 4
+    assert samples[1].metadata["failure"] == (
+        f"reward: the reward function {__name__}.waits_for_ever_for_odd for sample 1 did not return within --reward-timeout 0.3 s. "
+        "Give what it waits for a limit, or raise --reward-timeout."
+    )
+
+
+def test_a_group_reward_that_waits_for_ever_names_its_samples(rig):
+    """The members of a group are scored in one call."""
+    engine, args, source = rig(custom_rm_path=f"{__name__}.group_waits_for_ever", group_rm=True, reward_timeout=0.3, rollout_batch_size=1)
+    failed = samples_of(generate_rollout(args, 0, source))
+    assert all("group_waits_for_ever for samples 0, 1 did not return" in sample.metadata["failure"] for sample in failed)
+
+
+RELEASE = threading.Event()
+
+
+async def blocks_its_loop(args, sample, **kwargs):
+    RELEASE.wait(20)
+    return 1.0
+
+
+@pytest.mark.parametrize("fully_async", [False, True])
+def test_a_reward_that_blocks_the_event_loop_ends_the_run_with_function_sample_and_line(rig, fully_async):
+    """Nothing else of the rollout can run, and no exception can be put into it; later calls of the process get a new loop."""
+    from slime.rollout import fully_async_rollout
+
+    RELEASE.clear()
+    engine, args, source = rig(custom_rm_path=f"{__name__}.blocks_its_loop", reward_timeout=0.5)
+    rollout = fully_async_rollout.generate_rollout_fully_async if fully_async else generate_rollout
+    started = time.monotonic()
+    try:
+        with pytest.raises(CallTimeout) as caught:
+            rollout(args, 0, source)
+        assert time.monotonic() - started < 8
+        said = str(caught.value)
+        assert f"the reward function {__name__}.blocks_its_loop for sample 0 has held its event loop" in said
+        assert "more than --reward-timeout 0.5 allows" in said and "in blocks_its_loop" in said and "test_user_functions.py:" in said
+        assert run(asyncio.sleep(0, "alive")) == "alive"
+    finally:
+        RELEASE.set()
+        fully_async_rollout.stop_global_worker()
+
+
+def test_calls_that_take_turns_do_not_use_up_each_others_time():
+    """Twelve calls of 0.1 s of computing each, one after the other on one loop: 1.2 s, and none took longer than 0.5 s of its own."""
+
+    async def computes():
+        await asyncio.sleep(0)
+        time.sleep(0.1)
+        await asyncio.sleep(0.01)
+        return 1
+
+    async def all_of_them():
+        return await asyncio.gather(*(call_within(computes(), what="f", option="--o", timeout_s=0.5) for _ in range(12)))
+
+    assert run(all_of_them()) == [1] * 12
+
+
+def test_a_limited_call_hands_on_results_errors_and_cancellation():
+    """It is the coroutine that runs, in a task of its own."""
+
+    async def raises():
+        await asyncio.sleep(0)
+        raise KeyError("mine")
+
+    cancelled = []
+
+    async def notes_cancellation():
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    async def scenario():
+        with pytest.raises(KeyError, match="mine"):
+            await call_within(raises(), what="f", option="--o", timeout_s=5)
+        task = asyncio.ensure_future(call_within(notes_cancellation(), what="f", option="--o", timeout_s=5))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(CallTimeout):
+            await call_within(notes_cancellation(), what="f", option="--o", timeout_s=0.05)
+        await asyncio.sleep(0.01)
+        return await call_within(asyncio.sleep(0.01, "result"), what="f", option="--o", timeout_s=5)
+
+    assert run(scenario()) == "result" and cancelled == [True, True]
+
+
+def test_a_call_under_a_debugger_is_not_ended():
+    """Someone who stands at a break point in a reward function takes longer than a minute."""
+    watch = watched_calls.CallWatch()
+    step = watched_calls.Step("f", "--o", 1.0, 0.0)
+    watch._note_overdue(threading.get_ident(), step, 2.0)
+    with pytest.raises(CallTimeout, match="f has held its event loop for 2 s"):
+        watch.raise_overdue()
+    code = compile("watch._note_overdue(ident, step, 2.0)", "/usr/lib/python3/pdb.py", "exec")
+    exec(code, {"watch": watch, "ident": threading.get_ident(), "step": step})
+    watch.raise_overdue()
+
+
+HELD = """
+import asyncio, re, sys
+from slime.utils import watched_calls
+from slime.utils.async_utils import run
+watched_calls.HELD_GRACE_S = 0.5
+watched_calls.WATCH.record_in(sys.argv[1])
+
+async def matches_for_ever():
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+run(watched_calls.call_within(matches_for_ever(), what="the reward function mine.f for sample 7", option="--reward-timeout", timeout_s=0.5))
+"""
+
+
+def test_a_call_that_holds_the_interpreter_ends_its_process_and_leaves_its_name(tmp_path):
+    """A regular expression that backtracks for ever stops every thread; the driver finds function, sample and stack."""
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(HELD), str(tmp_path)], timeout=60, check=False, capture_output=True)
+    assert done.returncode == 1
+    said = last_words(tmp_path)
+    assert said.startswith("the reward function mine.f for sample 7 kept the interpreter to itself for more than --reward-timeout 0.5 s")
+    (stacks,) = tmp_path.glob("*.stacks")
+    assert "in matches_for_ever" in stacks.read_text() and str(stacks) in said
+    watched_calls.CallWatch().record_in(tmp_path)  # the next run in this folder
+    assert last_words(tmp_path) is None and last_words(None) is None
+
+
+def test_functions_with_a_limit_of_their_own_keep_it():
+    """A teacher's queue may be long: --rm-timeout is what bounds on-policy distillation."""
+    from slime.rollout.on_policy_distillation import reward_func
+
+    assert reward_func.bounds_itself
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
