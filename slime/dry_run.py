@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.config.derive import DerivedSizes, derived_sizes, process_layout
+from slime.config.resume import nothing_left
 from slime.config.specs import all_specs
 from slime.config.yaml_file import mask_urls, write_resolved_config
 from slime.exceptions import SlimeError
@@ -232,6 +233,8 @@ def dry_run(args: argparse.Namespace) -> int:
     """Prints the whole preview of a run and returns the exit status: 0 all right, 1 something that was tried failed."""
     print("slime train --dry-run: nothing is started", flush=True)
     _section(format_counts(args.flag_counts), [])
+    if args.num_rollout is not None and (sentence := nothing_left(args, num_rollout=args.num_rollout)) is not None:
+        _section("Rollouts", [f"! {sentence}"])
     _section("Options (those that differ from their defaults)", format_options(args))
     path = os.path.join(args.run_dir, "config.yaml")
     write_resolved_config(args, path)

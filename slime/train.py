@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import logging
 import sys
@@ -14,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from slime.exceptions import ConfigError
+from slime.exceptions import ConfigError, SlimeError
 from slime.observability.progress import report
 
 logger = logging.getLogger("slime")
@@ -56,6 +57,12 @@ def build_run(args: Any) -> Iterator[Run]:
     rollout_manager = create_rollout_manager(args, placements["rollout"])
     actor = critic = None
     try:
+        num_rollout_per_epoch = None
+        if args.num_rollout is None:
+            refs = [rollout_manager.get_num_rollout_per_epoch.remote()]
+            (num_rollout_per_epoch,) = wait_for(refs, what="counting the prompts", timeout_s=args.startup_timeout)
+        num_rollout, num_rollout_per_epoch = planned_rollouts(args, num_rollout_per_epoch)
+        args = with_num_rollout(args, num_rollout)
         if not args.debug_rollout_only:
             report(phase="loading trainers")
             actor, critic, start = create_training_models(args, placements, rollout_manager)
@@ -63,13 +70,9 @@ def build_run(args: Any) -> Iterator[Run]:
             start = 0
         report(phase="starting engines")
         wait_for([rollout_manager.ready.remote()], what="starting the engines", timeout_s=args.startup_timeout)
-        (num_rollout_per_epoch,) = wait_for(
-            [rollout_manager.get_num_rollout_per_epoch.remote()], what="counting the prompts", timeout_s=args.step_timeout
-        )
         start = start if args.start_rollout_id is None else args.start_rollout_id
         if start > 0 and args.load:
             wait_for([rollout_manager.load.remote(start - 1)], what="loading the data position", timeout_s=args.startup_timeout)
-        num_rollout, num_rollout_per_epoch = planned_rollouts(args, num_rollout_per_epoch)
         if actor is not None and not args.debug_train_only:
             report(phase="updating weights")
             actor.update_weights()
@@ -91,6 +94,28 @@ def planned_rollouts(args: Any, num_rollout_per_epoch: int | None) -> tuple[int,
     if not num_rollout_per_epoch:
         raise ConfigError(f"--num-epoch {args.num_epoch} counts passes over prompts, and the data source has no length. Use --num-rollout.")
     return args.num_epoch * num_rollout_per_epoch, num_rollout_per_epoch
+
+
+class NothingLeft(SlimeError):
+    """The run has no rollout to run: its message says why, and how to go on. No failure."""
+
+
+def with_num_rollout(args: Any, num_rollout: int) -> Any:
+    """Returns a copy of `args` whose --num-rollout is the number that follows from --num-epoch: the trainers' schedule needs its end.
+
+    NothingLeft where all rollouts are done; ConfigError where a resumed schedule does not reach the last one.
+    """
+    from slime.config.resume import nothing_left, schedule_problem
+
+    if args.num_rollout is not None:
+        return args
+    if (sentence := nothing_left(args, num_rollout=num_rollout)) is not None:
+        raise NothingLeft(sentence)
+    if not args.debug_rollout_only and (problem := schedule_problem(args, num_rollout=num_rollout)) is not None:
+        raise ConfigError(problem)
+    known = copy.copy(args)
+    known.num_rollout = num_rollout
+    return known
 
 
 def _quietly(action: Callable[[], Any]) -> None:
@@ -177,8 +202,10 @@ def train(run: Run) -> None:
 
 
 def launch(argv: Sequence[str] | None, loop: Callable[[Run], None]) -> int:
-    """Parses the options, runs `loop` inside a Ray session, and returns the exit status: 0 done, 1 failed, 2 bad options, 130 interrupted."""
+    """Parses the options, runs `loop` inside a Ray session, and returns the exit status: 0 done, 1 failed or with problems in its report,
+    2 bad options, 130 interrupted."""
     started = time.monotonic()
+    from slime.config.resume import nothing_left
     from slime.utils.arguments import parse_args
 
     try:
@@ -190,6 +217,9 @@ def launch(argv: Sequence[str] | None, loop: Callable[[Run], None]) -> int:
         from slime.dry_run import dry_run
 
         return dry_run(args)
+    if args.num_rollout is not None and (sentence := nothing_left(args, num_rollout=args.num_rollout)) is not None:
+        print(sentence, file=sys.stderr)
+        return 0
     return _run_session(args, loop, started)
 
 
@@ -201,7 +231,7 @@ def _run_session(args: Any, loop: Callable[[Run], None], started: float) -> int:
     from slime.ray.session import interruptible, ray_session
     from slime.utils.watched_calls import last_words
 
-    status = 1
+    status, is_done = 1, False
     with interruptible():
         try:
             write_resolved_config(args, f"{args.run_dir}/config.yaml")
@@ -209,17 +239,22 @@ def _run_session(args: Any, loop: Callable[[Run], None], started: float) -> int:
                 init_tracking(args, primary=True)
                 with ray_session(args), build_run(args) as run:
                     loop(run)
-            status = 0
+            status, is_done = 0, True
         except KeyboardInterrupt as error:
             go_on = f"; continue with --load {args.save}" if has_megatron_checkpoint(args.save) else ""
             print(f"interrupted ({str(error) or 'SIGINT'}): everything is stopped{go_on}", file=sys.stderr)
             status = 130
+        except NothingLeft as sentence:
+            print(sentence, file=sys.stderr)
+            status = 0
         except Exception as error:  # noqa: BLE001 - whatever it is, it is named, and the run fails
             status = print_failure(error)
             if (words := last_words(log_dir_of(args))) is not None:
                 print(f"error: {words}", file=sys.stderr)
         finally:
-            finish_tracking(args)
+            problems = finish_tracking(args)
+    if is_done and problems:
+        status = 1
     logger.info("finished with status %d after %.0f s", status, time.monotonic() - started)
     return status
 

@@ -25,6 +25,13 @@ class CheckpointOptions:
     finetune: bool = option(False, "Take only the weights from --load and start counting rollouts at 0.")
     no_load_optim: bool = option(False, "Do not load optimizer and scheduler state from --load.")
     no_load_rng: bool = option(False, "Do not load random states from --load.")
+    override_opt_param_scheduler: bool = option(
+        False,
+        "Resume with the learning-rate and weight-decay schedule of this command line, at the checkpoint's position, in place of the checkpoint's.",
+    )
+    use_checkpoint_opt_param_scheduler: bool = option(
+        False, "Resume with the checkpoint's schedule even where it ends before the run does. It is the default elsewhere."
+    )
     no_save_optim: bool = option(
         False, "Leave optimizer and scheduler state out of checkpoints; such a checkpoint cannot be resumed exactly."
     )

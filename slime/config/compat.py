@@ -100,11 +100,6 @@ TABLE: tuple[CompatFlag, ...] = (
     ),
     *_listed(
         REFUSED,
-        "the learning-rate schedule is saved and loaded with the checkpoint; start a new run to change it",
-        "use_checkpoint_opt_param_scheduler override_opt_param_scheduler",
-    ),
-    *_listed(
-        REFUSED,
         "every update sends all weights here; see --update-weight-transport",
         "update_weight_mode update_weight_delta_encoding update_weight_local_checkpoint_dir",
     ),

@@ -23,7 +23,7 @@ class ObservabilityOptions:
         "default: runs/<run name>. An existing one is continued.",
     )
     live_view: bool = option(True, "Show progress in the terminal (plain lines when it is not a terminal).")
-    write_report: bool = option(True, "Print a summary and write report.png when the run ends.")
+    write_report: bool = option(True, "Print a summary and write report.png when the run ends; a problem in it makes the exit status 1.")
     use_wandb: bool = option(False, "Send metrics to Weights & Biases.")
     wandb_mode: str | None = option(
         None, "online sends, offline writes files to sync later; default: WANDB_MODE, else online.",

@@ -443,6 +443,12 @@ def engines_divide(args):
 # ---- checkpoints, dumps, weight updates
 
 
+@rule("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
+def one_schedule_after_a_resume(args):
+    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
+        return "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other. Remove one."
+
+
 @rule("save", "save_interval")
 def saving_has_a_place(args):
     if args.save_interval is not None and args.save is None:

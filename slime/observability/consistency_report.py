@@ -13,17 +13,15 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from slime.config.observability import ObservabilityOptions
 from slime.exceptions import ConfigError, RolloutDataError
-from slime.observability.consistency import consistency_alarm
 from slime.observability.report import RunRecords, read_run
-from slime.utils.rollout_dump import dump_path, read_rollout_dump
-from slime.utils.train_dump import TrainDump, read_train_dump, train_dump_path
-from slime.utils.types import Sample
+
+if TYPE_CHECKING:
+    from slime.utils.train_dump import TrainDump
+    from slime.utils.types import Sample
 
 PREFIXES = ("rollout/logprob_abs_diff", "rollout/logprob_kl")
 MEAN = "rollout/logprob_abs_diff/mean"
@@ -92,6 +90,8 @@ class Report:
 
 def consistency_by_step(run: RunRecords, *, threshold: float) -> list[StepConsistency]:
     """Every rollout that has the metrics, in order."""
+    from slime.observability.consistency import consistency_alarm
+
     names = [name for name in run.series if name.startswith(PREFIXES)]
     steps = []
     for step in sorted(run.series.get(MEAN, {})):
@@ -114,6 +114,8 @@ def worst_tokens(
     lacking = [name for name in ("log_probs", "rollout_log_probs") if name not in dump.token_fields]
     if lacking:
         raise RolloutDataError(f"{dump.path} has no {' and no '.join(lacking)}: nothing to compare.")
+    import numpy as np
+
     fields = dump.token_fields
     gaps: list[tuple[float, int, int]] = []
     for i, (trainer, engine, mask) in enumerate(zip(fields["log_probs"], fields["rollout_log_probs"], fields["loss_masks"], strict=True)):
@@ -155,7 +157,7 @@ def _token_gap(
 
 
 def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
+    return value.item() if hasattr(value, "item") else value  # numpy's scalars
 
 
 def printable(text: str) -> str:
@@ -212,6 +214,8 @@ def _tokens_of_step(config: Mapping[str, Any], rollout_id: int, *, top: int) -> 
     if path is None or not path.exists():
         wanted = f"there is no {path}" if path else "the run wrote no train dumps"
         return [], f"no tokens: {wanted}. Run with --dump-details FOLDER to keep them."
+    from slime.utils.train_dump import read_train_dump
+
     decode, note = _decoder(config.get("hf_checkpoint"))
     try:
         samples = _samples_by_index(config, rollout_id)
@@ -222,6 +226,8 @@ def _tokens_of_step(config: Mapping[str, Any], rollout_id: int, *, top: int) -> 
 
 def _samples_by_index(config: Mapping[str, Any], rollout_id: int) -> dict[Any, Sample]:
     """The samples of the rollout dump, written or replayed; {} where there is none."""
+    from slime.utils.rollout_dump import dump_path, read_rollout_dump
+
     written = config.get("save_debug_rollout_data") or _detail(config, "rollout_data/{rollout_id}.jsonl")
     template = written or config.get("load_debug_rollout_data")
     path = dump_path(template, rollout_id, evaluation=False) if template else None
@@ -229,6 +235,8 @@ def _samples_by_index(config: Mapping[str, Any], rollout_id: int) -> dict[Any, S
 
 
 def _dump_file(config: Mapping[str, Any], rollout_id: int) -> Path | None:
+    from slime.utils.train_dump import train_dump_path
+
     template = config.get("save_debug_train_data") or _detail(config, "train_data/{rollout_id}.safetensors")
     if not template:
         return None

@@ -17,6 +17,10 @@ import orjson
 from slime.utils import exact_json
 
 
+# What `plain_value` makes of a float that JSON does not have.
+NOT_FINITE = frozenset({"nan", "inf", "-inf"})
+
+
 def plain_value(value: Any) -> Any:
     """Returns `value` as something JSON has: tensors and numpy scalars of one element as numbers, not-a-number as a
     string, the rest as text."""

@@ -304,15 +304,19 @@ def log(args: Any, metrics: dict[str, Any], step_key: str) -> None:
         log(args, metrics, step_key)
 
 
-def finish_tracking(args: Any) -> None:
-    """Closes this process's files and trackers. Safe to call twice or without `init_tracking`."""
+def finish_tracking(args: Any) -> list[str]:
+    """Closes this process's files and trackers; in the primary process prints the report and returns the problems in it.
+
+    Safe to call twice or without `init_tracking`.
+    """
     global _tracking
     if _tracking is None:
-        return
+        return []
     tracking, _tracking = _tracking, None
     tracking.close()
     progress.configure(None)
     if _is_primary and args.write_report:
         from slime.observability.report import report_at_end
 
-        report_at_end(args)
+        return report_at_end(args)
+    return []

@@ -14,11 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.observability.jsonl import read_jsonl
+from slime.observability.jsonl import NOT_FINITE, read_jsonl
 
 LEDGER = "rollout/ledger/"
 UNFINISHED = "training_not_finished"
 GATE_SHARE = "gate/time/share_of_iteration"
+UPDATE_SKIPPED = "train/update_skipped"
 WEIGHT_SIGNS = ("train/weights_checksum_changed", "train/weight_delta")
 
 # label -> names that may carry it, the first that a run has wins
@@ -43,11 +44,13 @@ def pick(metrics: Mapping[str, Any], families: Mapping[str, Sequence[str]]) -> d
         known = {name for name in metrics if name.startswith("eval/") and name.count("/") == 1 and name != "eval/step"}
         # eval/<set>-<what> are details of eval/<set>
         sets = {name for name in known if not any(name.startswith(f"{other}-") for other in known)}
-        return {name.removeprefix("eval/"): float(metrics[name]) for name in sets if _is_number(metrics[name])}
+        return {
+            name.removeprefix("eval/"): float(metrics[name]) for name in sets if _is_number(metrics[name]) or is_not_finite(metrics[name])
+        }
     found = {}
     for label, names in families.items():
         for name in names:
-            if _is_number(metrics.get(name)):
+            if _is_number(metrics.get(name)) or is_not_finite(metrics.get(name)):
                 found[label] = float(metrics[name])
                 break
     return found
@@ -55,6 +58,11 @@ def pick(metrics: Mapping[str, Any], families: Mapping[str, Sequence[str]]) -> d
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, bool | int | float)
+
+
+def is_not_finite(value: Any) -> bool:
+    """Whether a recorded value is not-a-number or infinite: metrics.jsonl holds those as text, which JSON has."""
+    return isinstance(value, str) and value in NOT_FINITE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +78,15 @@ class RunRecords:
         """Returns the steps and values of `name` in step order, without what is no number."""
         points = sorted((step, float(value)) for step, value in self.series.get(name, {}).items() if _is_number(value))
         return [step for step, _ in points], [value for _, value in points]
+
+    def not_finite(self, name: str) -> list[int]:
+        """Returns the steps at which `name` was recorded and was no number, ascending."""
+        return sorted(step for step, value in self.series.get(name, {}).items() if is_not_finite(value))
+
+    def ends(self, name: str) -> tuple[int, int]:
+        """Returns the first and the last step at which `name` was recorded, finite or not."""
+        steps = [*self.numbers(name)[0], *self.not_finite(name)]
+        return min(steps), max(steps)
 
     def first_of(self, names: Iterable[str]) -> str | None:
         """Returns the first of `names` that the run has."""
@@ -178,6 +195,24 @@ def find_reward_problems(run: RunRecords) -> list[str]:
     return []
 
 
+def find_number_problems(run: RunRecords) -> list[str]:
+    """Returns a sentence per family that was not a finite number at some step, and one when optimizer steps were skipped for it."""
+    problems = []
+    skipped = [step for step, value in zip(*run.numbers(UPDATE_SKIPPED), strict=True) if value]
+    if skipped:
+        of = len(run.numbers("train/loss")[0]) + len(run.not_finite("train/loss"))
+        problems.append(
+            f"{len(skipped)} of {max(of, len(skipped))} optimizer steps changed nothing, the first at step {skipped[0]}: a gradient was not finite "
+            f"({UPDATE_SKIPPED}). Look at the reward, the log-probs and the learning rate of that step."
+        )
+    names = {name for families in (FAMILIES.values(), [[f"eval/{name}"] for name in eval_sets(run)]) for family in families for name in family}
+    for name in sorted(names):
+        if steps := run.not_finite(name):
+            total = len(steps) + len(run.numbers(name)[0])
+            problems.append(f"{name} is not a finite number in {len(steps)} of {total} records, the first at step {steps[0]}")
+    return problems
+
+
 @dataclasses.dataclass(frozen=True)
 class Checks:
     """Which books a run has to balance. A supervised run has no reward; one without training no new weights."""
@@ -211,11 +246,13 @@ def summarize_run(run: RunRecords, checks: Checks = Checks()) -> Summary:
     for label, name in names.items():
         if name is not None and (checks.reward or label not in ("reward", "pass rate")):
             values = run.numbers(name)[1]
-            rows.append((label, f"{values[0]:.4g}", f"{values[-1]:.4g}", f"{min(values):.4g} .. {max(values):.4g}"))
+            first, last = ((f"{float(run.series[name][step]):.4g}") for step in run.ends(name))
+            rows.append((label, first, last, f"{min(values):.4g} .. {max(values):.4g}"))
     ledgers = read_ledgers(run)
     facts, problems = [], []
     if ledgers:
         facts.append(f"samples: {total_ledger(ledgers)}")
+    problems += find_number_problems(run)
     if checks.ledger:
         problems += find_ledger_problems(ledgers)
     if checks.weights:
@@ -272,16 +309,19 @@ def checks_for(args: Any) -> Checks:
     return Checks(ledger=trains, weights=trains, reward=args.loss_type == "policy_loss")
 
 
-def report_at_end(args: Any) -> None:
-    """Prints the report of the run that `args` describes; a run that logged nothing has none, and a full disk costs
-    only the picture."""
+def report_at_end(args: Any) -> list[str]:
+    """Prints the report of the run that `args` describes and returns its problems; a run that logged nothing has none, and a full
+    disk costs only the picture."""
     try:
-        print_summary(write_report(args.run_dir, checks=checks_for(args)))
+        summary = write_report(args.run_dir, checks=checks_for(args))
     except FileNotFoundError as error:
         print(f"no report: {error}", file=sys.stderr)
+        return []
     except OSError as error:
         print(f"report.png was not written: {error}", file=sys.stderr)
-        print_summary(summarize_run(read_run(args.run_dir), checks_for(args)))
+        summary = summarize_run(read_run(args.run_dir), checks_for(args))
+    print_summary(summary)
+    return summary.problems
 
 
 def main(argv: Sequence[str] | None = None) -> int:

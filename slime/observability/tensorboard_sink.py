@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from slime.exceptions import ConfigError
+from slime.observability.jsonl import NOT_FINITE
 
 
 def resolve_log_dir(run_dir: str, project: str | None, experiment: str | None, *, root: str | None = None) -> str:
@@ -29,10 +30,10 @@ class TensorBoardSink:
         self._writer = SummaryWriter(log_dir=log_dir)
 
     def write(self, metrics: dict[str, Any], step_key: str) -> None:
-        """Adds one scalar per numeric metric at `metrics[step_key]`; the step itself is no scalar."""
+        """Adds one scalar per numeric metric at `metrics[step_key]`, also where it is not finite; the step itself is no scalar."""
         step = int(metrics[step_key])
         for name, value in metrics.items():
-            if name != step_key and isinstance(value, bool | int | float):
+            if name != step_key and (isinstance(value, bool | int | float) or value in NOT_FINITE):
                 self._writer.add_scalar(name, float(value), step)
         self._writer.flush()
 

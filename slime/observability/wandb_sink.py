@@ -8,6 +8,7 @@ from typing import Any
 
 from slime.config.observability import resolve_wandb_run_id
 from slime.exceptions import ConfigError
+from slime.observability.jsonl import NOT_FINITE
 
 # which column is the x axis of which metrics
 AXES = {
@@ -73,7 +74,7 @@ class WandbSink:
 
     def write(self, metrics: dict[str, Any], step_key: str) -> None:
         """Logs one record. Its step is a column, so W&B's own counter never rejects an older step of another axis."""
-        self._run.log(metrics)
+        self._run.log({name: float(value) if value in NOT_FINITE else value for name, value in metrics.items()})
 
     def close(self) -> None:
         """Uploads the rest, for at most a minute: a tracker that does not answer must not keep a finished run alive."""

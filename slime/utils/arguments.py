@@ -15,6 +15,7 @@ from slime.config.cli import CommandLine, format_help, join_problems, parse_comm
 from slime.config.derive import adjustments, apply_derived, derive
 from slime.config.machine_rules import machine_problems, missing_path
 from slime.config.megatron import megatron_fields
+from slime.config.resume import resume_problems
 from slime.config.rules import broken_rules
 from slime.config.specs import all_specs, flag_of, nearest_names, require_choice, specs_by_name
 from slime.config.yaml_file import format_resolved
@@ -73,6 +74,7 @@ def resolve(line: CommandLine) -> argparse.Namespace:
         + layout_rules(args)
         + gate_problems(args)
         + reward_problems(args)
+        + resume_problems(args)
         + dataset_problems(args)
         + hook_problems(args)
     )

@@ -68,7 +68,7 @@ def test_ends_shows_the_kept_samples_with_the_lowest_and_highest_rewards(tmp_pat
 
 def test_a_two_peaked_reward_with_many_zeros_asks_for_a_look(tmp_path):
     """A95: empty, truncated or malformed samples that were kept show up as a second peak."""
-    samples = [sound_sample(i, reward=float(i % 2)) for i in range(40)]
+    samples = [sound_sample(i, reward=(i % 2) * (1 + 0.01 * (i % 20))) for i in range(40)]
     lines = tools.reward_shape(samples)
     assert "zeros 50.0 %" in lines[0] and "two peaks" in lines[1] and "truncated" in lines[1]
     one_peak = [0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 5, 5, 6]
@@ -155,6 +155,34 @@ def test_doctor_runs_the_three_first_steps_when_the_loss_spikes(tmp_path, tokeni
     assert main(["doctor", str(tmp_path), "--hf-checkpoint", tokenizer_folder, "--num", "3"]) == 1
     out = capsys.readouterr().out
     assert "(3) alignment of raw_000003.parquet: 1 of 3 samples differ" in out and "shifted_ids" in out
+
+
+def test_doctor_takes_the_tokenizer_and_the_options_from_the_run(tmp_path, tokenizer_folder, capsys):
+    """The run's own config.yaml names them; asking for them again is asking for a mistake. What is given still wins."""
+    gate = Gate(GateConfig(), run_dir=tmp_path, snapshots=SnapshotWriter(tmp_path / "gate"))
+    gate.run([sound_sample(i, length=300 + i) for i in range(200)], 0)
+    gate.close()
+    config = tmp_path / "config.yaml"
+    config.write_text(f"hf_checkpoint: {tokenizer_folder}\nreward_key: score\nsome_old_option: 1\n")
+    assert main(["doctor", str(tmp_path), "--num", "3"]) == 1
+    out = capsys.readouterr().out
+    assert "(3) alignment of raw_000000.parquet: 1 of 3 samples differ" in out and "no valid sample has a reward" in out
+    assert main(["align", str(tmp_path / "gate" / "raw_000000.parquet")]) == 1
+    assert main(["doctor", str(tmp_path), "--num", "3", "--reward-key", "none"]) == 1
+    assert "200 rewards" not in capsys.readouterr().out
+    config.write_text(f"hf_checkpoint: {tmp_path / 'gone'}\n")
+    assert main(["doctor", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert f"the run's --hf-checkpoint {tmp_path / 'gone'} is not here" in shown.err and "give --hf-checkpoint FOLDER" in shown.out
+
+
+def test_rewards_of_a_few_values_have_shares_and_no_peaks():
+    """0 and 1 are two peaks by construction: the hint pointed at every run with such a reward."""
+    samples = [sound_sample(i, length=10, reward=float(i % 4 == 0)) for i in range(100)]
+    assert tools.reward_shape(samples) == ["100 rewards, mean 0.2500, zeros 75.0 %", "2 values, 0: 75.0%, 1: 25.0%"]
+    graded = [sound_sample(i, length=10, reward=(0.0, 0.1, 1.0)[i % 3]) for i in range(99)]
+    assert tools.reward_shape(graded)[1:] == ["3 values, 0: 33.3%, 0.1: 33.3%, 1: 33.3%"]
+    assert len(tools.reward_shape([sound_sample(i, length=10, reward=1.0) for i in range(9)])) == 1
 
 
 def test_doctor_forgets_the_rollouts_that_a_resume_generated_again(tmp_path, capsys):

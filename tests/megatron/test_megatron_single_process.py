@@ -298,5 +298,63 @@ def test_bfloat16_training_resumes_bit_for_bit(folders, tmp_path):
         assert torch.equal(results[1][name], tensor), name
 
 
+def test_an_extended_run_follows_the_new_schedule_where_that_is_asked_for(folders, tmp_path):
+    """The checkpoint's linear decay has ended: its rate is 0. With --override-opt-param-scheduler the options' schedule goes on from
+    the checkpoint's position, half of the way here."""
+    from slime.backends.megatron_utils.checkpoint import save_checkpoint
+
+    linear = {"lr_decay_style": "linear", "lr": 1e-2, "min_lr": 0.0}
+    with built(folders["llama"], **linear, lr_decay_iters=2) as (args, *state):
+        data, _ = local_batch(args)
+        train_steps(args, state, data)
+        assert state[2].num_steps == state[2].lr_decay_steps == 2 * args.global_batch_size
+        save_checkpoint(args, 0, *state, save_dir=str(tmp_path))
+    rates = {}
+    for override in (False, True):
+        with built(folders["llama"], **linear, lr_decay_iters=4, override_opt_param_scheduler=override, load_dir=str(tmp_path)) as (_, *state):
+            rates[override] = {group["lr"] for group in state[1].param_groups}
+    assert rates[False] == {0.0} and list(rates[True]) == pytest.approx([5e-3])
+
+
+def test_every_stand_in_takes_what_the_installed_megatron_core_passes(folders):
+    """megatron-core 0.19 calls its rotary function with an argument that 0.16 does not have, and the main job crashed on Python 3.12."""
+    import inspect
+
+    from slime.utils.accelerator import get_accelerator
+
+    get_accelerator().prepare_megatron()
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.tensor_parallel import mappings, random
+    from megatron.core.transformer.moe import token_dispatcher
+
+    stand_ins = [
+        rope_utils._apply_rotary_pos_emb_thd,
+        random._get_cuda_rng_state,
+        random._set_cuda_rng_state,
+        mappings._gather_along_first_dim,
+        mappings._reduce_scatter_along_first_dim,
+        token_dispatcher.maybe_move_tensor_to_cpu,
+    ]
+    for function in stand_ins:
+        own = set(inspect.signature(function).parameters) | set(getattr(function, "tolerated", ()))
+        assert set(inspect.signature(function.stands_in_for).parameters) <= own, function
+
+
+def test_a_stand_in_ignores_a_new_argument_only_at_its_default():
+    """An argument that asks for something must not be dropped without a word."""
+    from slime.exceptions import ConfigError
+    from slime.utils.accelerator.cpu_megatron import stand_in
+
+    def original(t, freqs, mscale=1.0, *, offset=None, fused=False):
+        raise AssertionError("the original must not run")
+
+    once = stand_in(original, lambda t, freqs, mscale=1.0: (t, freqs, mscale))
+    assert once(1, freqs=2, offset=None, fused=False) == (1, 2, 1.0)
+    with pytest.raises(ConfigError, match=r"original was called with fused=True, which slime's CPU version of it does not know"):
+        once(1, 2, fused=True)
+    again = stand_in(once, lambda t, freqs, mscale=1.0: "second")
+    assert again(1, 2, offset=None) == "second" and again.stands_in_for is original
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))

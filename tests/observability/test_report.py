@@ -66,6 +66,39 @@ def test_the_summary_says_what_the_gate_costs(tmp_path):
     assert not [fact for fact in summarize_run(read_run(write_run(tmp_path, first))).facts if fact.startswith("gate:")]
 
 
+def test_a_loss_that_is_no_number_from_a_step_on_is_a_problem(tmp_path, capsys):
+    """Optimizer steps 6 to 19 of 20 changed nothing; the summary said "loss 0.1 .. 0.1", and nothing more."""
+
+    def broken(key, step, metrics):
+        lost = {"train/loss": "nan", "train/grad_norm": "inf", "train/update_skipped": 1.0}
+        return metrics | lost if key == "train/step" and step >= 6 else metrics
+
+    write_run(tmp_path, changed(broken))
+    summary = summarize_run(read_run(tmp_path))
+    assert summary.problems == [
+        "14 of 20 optimizer steps changed nothing, the first at step 6: a gradient was not finite (train/update_skipped). "
+        "Look at the reward, the log-probs and the learning rate of that step.",
+        "train/grad_norm is not a finite number in 14 of 14 records, the first at step 6",
+        "train/loss is not a finite number in 14 of 20 records, the first at step 6",
+    ]
+    (row,) = [row for row in summary.rows if row[0] == "loss"]
+    assert row[1:3] == ("0.1", "nan")
+    assert report.main([str(tmp_path)]) == 1
+    assert capsys.readouterr().out.count("PROBLEM") == 3
+
+
+def test_a_loss_that_never_was_a_number_is_a_problem_too(tmp_path):
+    """No row of the table can show it."""
+    lost = changed(lambda key, step, metrics: metrics | ({"train/loss": "nan"} if key == "train/step" else {}))
+    assert problems_of(tmp_path, lost) == ["train/loss is not a finite number in 20 of 20 records, the first at step 0"]
+
+
+def test_an_evaluation_that_is_no_number_is_a_problem(tmp_path):
+    """Evaluation has its own axis and names."""
+    lost = changed(lambda key, step, metrics: metrics | ({"eval/addition": "nan"} if key == "eval/step" and step == 9 else {}))
+    assert problems_of(tmp_path, lost) == ["eval/addition is not a finite number in 1 of 4 records, the first at step 9"]
+
+
 def problems_of(folder, records):
     return summarize_run(read_run(write_run(folder, records))).problems
 

@@ -364,5 +364,31 @@ def test_values_become_what_json_has(value, plain):
     assert plain_value(value) == plain
 
 
+def test_trackers_get_the_points_that_are_no_numbers(tmp_path):
+    """A loss that becomes NaN must end as NaN in the curve, not as a curve that stops."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    args = make_args(tmp_path, use_tensorboard=True)
+    logging_utils.init_tracking(args, primary=True)
+    for step, loss in enumerate([0.5, float("nan"), float("-inf")]):
+        logging_utils.log(args, {"train/step": step, "train/loss": loss, "train/note": "text"}, "train/step")
+    assert logging_utils.finish_tracking(args) == []
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["train/loss"]
+    assert [(event.step, str(event.value)) for event in events.Scalars("train/loss")] == [(0, "0.5"), (1, "nan"), (2, "-inf")]
+
+
+def test_the_end_of_a_run_hands_out_the_problems_of_its_report(tmp_path, capsys):
+    """They decide the exit status: a PROBLEM line above status 0 is read by nobody's script."""
+    args = make_args(tmp_path, write_report=True, debug_rollout_only=False, loss_type="policy_loss")
+    logging_utils.init_tracking(args, primary=True)
+    logging_utils.log(args, {"rollout/step": 0, "rollout/ledger/sampled": 8, "rollout/ledger/trained": 7}, "rollout/step")
+    problems = logging_utils.finish_tracking(args)
+    assert any("ledger of rollout 0 does not balance" in problem for problem in problems)
+    assert capsys.readouterr().out.count("PROBLEM") == len(problems) > 0
+    assert logging_utils.finish_tracking(args) == [], "a second call has nothing to report"
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))

@@ -127,8 +127,12 @@ def _load_scheduler(folder: Path, state: dict[str, Any], scheduler: Any) -> None
     differing = [
         f"{key} {saved[key]!r} (now {own[key]!r})" for key in own if key != "num_steps" and saved.get(key) != own[key]
     ]
-    if differing:
-        logger.warning("The checkpoint's learning-rate schedule stays in force: %s.", ", ".join(differing))
+    if differing and scheduler.override_opt_param_scheduler:
+        logger.info("The schedule of this run replaces the checkpoint's: %s.", ", ".join(differing))
+    elif differing:
+        logger.warning(
+            "The checkpoint's learning-rate schedule stays in force: %s. --override-opt-param-scheduler replaces it.", ", ".join(differing)
+        )
     scheduler.num_steps = 0
     scheduler.load_state_dict(saved)
 

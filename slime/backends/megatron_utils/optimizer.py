@@ -85,8 +85,8 @@ def build_scheduler(args: Any, optimizer: Any) -> OptimizerParamScheduler:
         end_wd=end_wd,
         wd_incr_steps=decay_samples,
         wd_incr_style=args.weight_decay_incr_style,
-        use_checkpoint_opt_param_scheduler=True,
-        override_opt_param_scheduler=False,
+        use_checkpoint_opt_param_scheduler=not args.override_opt_param_scheduler,
+        override_opt_param_scheduler=args.override_opt_param_scheduler,
         wsd_decay_steps=None if wsd_iters is None else wsd_iters * args.global_batch_size,
         lr_wsd_decay_style=given.get("lr_wsd_decay_style") or "exponential",
     )

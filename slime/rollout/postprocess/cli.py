@@ -8,7 +8,7 @@
     slime gate doctor RUN      the first three steps when the loss spikes
 
 All --gate-* options of training are understood; --rollout-id N (default 0) says where on a --gate-schedule the dump stands. --hf-checkpoint
-FOLDER gives the tokenizer. Of a raw snapshot the batch is read; --with-dropped adds what the rollout dropped before it.
+FOLDER gives the tokenizer. For a run folder, and for a snapshot in one, what is not given is taken from the run's config.yaml. Of a raw snapshot the batch is read; --with-dropped adds what the rollout dropped before it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 from slime.config.cli import OptionParser, build_parser, describe_unknown, format_help
 from slime.config.specs import all_specs
+from slime.config.yaml_file import read_option_file
 from slime.exceptions import ConfigError
 from slime.observability.jsonl import read_jsonl
 from slime.rollout.postprocess import tools
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, rest = _own_parser(command).parse_known_args(words[1:])
     if own.num < 1 or not 0 <= own.max_drop_rate <= 1:
         raise ConfigError(f"--num {own.num} must be >= 1 and --max-drop-rate {own.max_drop_rate} between 0 and 1.")
-    args = _gate_args(rest)
+    args = with_recorded_options(_gate_args(rest), own.path)
     try:
         return _RUN[command](own, args)
     except (OSError, ValueError) as error:
@@ -93,6 +94,30 @@ def _gate_args(words: list[str]) -> Any:
     if problems:
         raise ConfigError(" ".join(problems))
     return args
+
+
+def run_folder_of(path: Path) -> Path | None:
+    """Returns the run folder that `path` is or lies in (a snapshot is runs/<name>/gate/raw_*.parquet); None outside of one."""
+    for folder in (path, path.parent, path.parent.parent):
+        if (folder / "config.yaml").is_file() and ((folder / RECORD_FILE).is_file() or (folder / "metrics.jsonl").is_file()):
+            return folder
+    return None
+
+
+def with_recorded_options(args: Any, path: Path) -> Any:
+    """Returns `args`, with what the run that `path` belongs to was started with in place of defaults: tokenizer folder, gate, reward key.
+
+    A recorded tokenizer folder that is not on this machine is left out.
+    """
+    folder = run_folder_of(path)
+    if folder is None:
+        return args
+    specs = {spec.name: spec for spec in all_specs() if _is_ours(spec.name)}
+    recorded = read_option_file(str(folder / "config.yaml"), specs, strict=False).known
+    changed = {name: value for name, value in recorded.items() if getattr(args, name) == specs[name].default and value is not None}
+    if not Path(changed.get("hf_checkpoint", ".")).is_dir():
+        print(f"the run's --hf-checkpoint {changed.pop('hf_checkpoint')} is not here", file=sys.stderr)
+    return argparse.Namespace(**{**vars(args), **changed})
 
 
 def _load(path: Path, *, with_dropped: bool = False) -> list[Sample]:

@@ -220,8 +220,14 @@ def suggest_thresholds(samples: Sequence[Sample], *, context_length: int | None 
     )
 
 
+FEW_REWARDS = 5  # a reward with at most so many values is a grade, not a distribution
+
+
 def reward_shape(samples: Sequence[Sample], *, reward_key: str | None = None) -> list[str]:
-    """Lines about the distribution of kept rewards: share of zeros, and the two halves of a two-peaked one."""
+    """Lines about the distribution of kept rewards: share of zeros, the shares of a few values, else whether there are two peaks.
+
+    A reward of a few values (0 and 1) has peaks by construction, which says nothing.
+    """
     values = np.array(
         [
             _number_in(sample.reward, reward_key)
@@ -232,7 +238,11 @@ def reward_shape(samples: Sequence[Sample], *, reward_key: str | None = None) ->
     if not len(values):
         return ["no valid sample has a reward"]
     lines = [f"{len(values)} rewards, mean {values.mean():.4f}, zeros {100 * (values == 0).mean():.1f} %"]
-    if values.std() > 0:
+    distinct, counts = np.unique(values, return_counts=True)
+    if 1 < len(distinct) <= FEW_REWARDS:
+        shares = ", ".join(f"{value:g}: {count / len(values):.1%}" for value, count in zip(distinct, counts, strict=True))
+        lines.append(f"{len(distinct)} values, {shares}")
+    elif len(distinct) > FEW_REWARDS:
         # 5/9 is the bimodality coefficient of a uniform distribution, a little more of a few equally spaced values; 1 of two points.
         centred = (values - values.mean()) / values.std()
         coefficient = ((centred**3).mean() ** 2 + 1) / (centred**4).mean()

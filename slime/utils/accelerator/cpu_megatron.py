@@ -244,6 +244,7 @@ def stand_in(original: Callable, replacement: Callable) -> Callable:
                 )
         return replacement(*args, **kwargs)
 
+    call.tolerated = tuple(defaults)
     return call
 
 
