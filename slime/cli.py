@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from slime import __version__
 from slime.config.specs import nearest_names
 from slime.exceptions import SlimeError
+from slime.observability.plain_output import keep_output_plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] in ("--version", "-V", "version"):
         print(f"slime {__version__}")
         return 0
+    keep_output_plain()
     name, rest = words[0], words[1:]
     if name not in commands:
         near = nearest_names(name, commands)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from slime.exceptions import ConfigError, SlimeError
+from slime.observability.plain_output import keep_output_plain
 from slime.observability.progress import report
 
 logger = logging.getLogger("slime")
@@ -205,6 +206,7 @@ def launch(argv: Sequence[str] | None, loop: Callable[[Run], None]) -> int:
     """Parses the options, runs `loop` inside a Ray session, and returns the exit status: 0 done, 1 failed or with problems in its report,
     2 bad options, 130 interrupted."""
     started = time.monotonic()
+    keep_output_plain()
     from slime.config.resume import nothing_left
     from slime.utils.arguments import parse_args
 

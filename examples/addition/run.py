@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.addition import prepare
+from slime.observability.plain_output import keep_output_plain
 from slime.observability.report import read_run, summarize_run
 
 HERE = Path(__file__).resolve().parent
@@ -104,6 +105,7 @@ def run_two_stages(
     """The command line of the example `name`: what --help says of it, its module `prepare`, its stages `commands(data, run_dir, extra)`, and
     `conclude(run_dir, started=...)`, which gives the exit status."""
     started = time.monotonic()
+    keep_output_plain()
     parser = argparse.ArgumentParser(prog=f"python -m examples.{name}.run", description=description, allow_abbrev=False)
     parser.add_argument("--run-dir", type=Path, help=f"Folder of this run; default: runs/{name}-<start time>.")
     parser.add_argument("--data", type=Path, default=prepare.DATA, help="Folder of the data and the untrained model.")
@@ -162,6 +164,7 @@ def warm_up(data: Path, run_dir: Path, *, redo: bool) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
     started = time.monotonic()
+    keep_output_plain()
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0], allow_abbrev=False)
     parser.add_argument("--run-dir", type=Path, help="Folder of this run; default: runs/addition-<start time>.")
     parser.add_argument("--data", type=Path, default=prepare.DATA, help="Folder of data, models and the kept warm-up.")

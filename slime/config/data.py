@@ -14,8 +14,8 @@ class DataOptions:
 
     prompt_data: str | None = option(
         None,
-        "Prompts as .jsonl or .parquet; a slice like data.jsonl@[0:1000] takes those rows, a folder or a "
-        "pattern like 'd/*.jsonl' all its files.",
+        "Prompts as .jsonl, .parquet, .json (an array), .csv, .tsv, or a folder of datasets.save_to_disk; a slice like "
+        "data.jsonl@[0:1000] takes those rows, a folder or a pattern like 'd/*.jsonl' all its files.",
     )
     input_key: str = option("input", "Key of the prompt in each row: a text, or a list of chat messages.")
     label_key: str | None = option(None, "Key of the label (ground truth) in each row; every row must have it.")

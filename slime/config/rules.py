@@ -65,7 +65,7 @@ def prompts_are_given(args):
     needs_prompts = args.rollout_global_dataset and not args.load_debug_rollout_data
     if needs_prompts and args.prompt_data is None:
         return (
-            "--prompt-data is missing: give a .jsonl or .parquet file, or --disable-rollout-global-dataset if your rollout "
+            "--prompt-data is missing: give a .jsonl, .parquet, .json or .csv file, or --disable-rollout-global-dataset if your rollout "
             "function brings its own data."
         )
 

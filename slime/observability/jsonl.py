@@ -16,7 +16,6 @@ import orjson
 
 from slime.utils import exact_json
 
-
 # What `plain_value` makes of a float that JSON does not have.
 NOT_FINITE = frozenset({"nan", "inf", "-inf"})
 

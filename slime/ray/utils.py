@@ -12,6 +12,7 @@ import ray
 
 from slime import exceptions
 from slime.exceptions import SlimeError
+from slime.observability.plain_output import PLAIN
 
 NOSET_VISIBLE_DEVICES_ENV_VARS_LIST = [
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
@@ -26,7 +27,7 @@ NOSET_VISIBLE_DEVICES_ENV_VARS_LIST = [
 DEATH_NOTICE_S = 3.0  # how much later than its peers' errors the death of a process may be heard of
 
 # Passed on from the driver to every actor, so that a test or a user sets them once.
-_FORWARDED = ("SLIME_ACCELERATOR", "HF_HUB_OFFLINE", "HF_HOME", "TOKENIZERS_PARALLELISM", "CUDA_DEVICE_MAX_CONNECTIONS")
+_FORWARDED = ("SLIME_ACCELERATOR", "HF_HUB_OFFLINE", "HF_HOME", "TOKENIZERS_PARALLELISM", "CUDA_DEVICE_MAX_CONNECTIONS", *PLAIN)
 
 # Megatron-core says these at import, before any logging of ours is set up: both are as intended.
 _EXPECTED_WARNINGS = "ignore:Apex is not installed,ignore:Transformer Engine and Apex are not installed,ignore:full scope is deprecated"

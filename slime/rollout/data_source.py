@@ -321,7 +321,7 @@ def build_dataset(args: Any) -> Dataset:
 
     if not args.prompt_data:
         raise ConfigError(
-            "--prompt-data is missing. Give a .jsonl or .parquet file, or --disable-rollout-global-dataset with a "
+            "--prompt-data is missing. Give a .jsonl, .parquet, .json or .csv file, or --disable-rollout-global-dataset with a "
             "rollout function that makes its own prompts."
         )
     max_length = args.rollout_max_prompt_len

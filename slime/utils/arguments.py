@@ -184,7 +184,7 @@ def dataset_problems(args: argparse.Namespace, *, seconds: float = PREFLIGHT_SEC
 def _first_bad_row(args: argparse.Namespace, path: str, keys: tuple, deadline: float) -> str | FileNotFoundError | None:
     from slime.rollout.rm_hub.type_names import rm_type_problem
     from slime.utils.data import RowFormat, build_sample
-    from slime.utils.prompt_files import read_rows
+    from slime.utils.prompt_files import parse_generalized_path, read_rows
 
     form = RowFormat(prompt_key=keys[0], label_key=keys[1], tool_key=keys[2], metadata_key=args.metadata_key)
     try:
@@ -196,7 +196,8 @@ def _first_bad_row(args: argparse.Namespace, path: str, keys: tuple, deadline: f
             if number % 256 == 0 and time.monotonic() > deadline:
                 break
     except FileNotFoundError as error:
-        return error
+        # A folder that is there and holds no prompts has its own sentence; near names would give back the same path.
+        return str(error) if Path(parse_generalized_path(path)[0]).expanduser().exists() else error
     except ConfigError as error:
         return str(error)
     except OSError as error:

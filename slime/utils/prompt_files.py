@@ -1,4 +1,6 @@
-"""Reading prompt files row by row: .jsonl and .parquet, slices, folders and patterns. Memory: one row, or one batch.
+"""Reading prompt files row by row: .jsonl, .parquet, .json arrays, .csv and .tsv, data set folders; slices, folders and patterns.
+
+Memory: one row, or one batch; the whole file of a .json array.
 
 A row that cannot be read is an error that names the file, row and remedy; none is skipped. Blank lines are not rows.
 """
@@ -16,8 +18,12 @@ from typing import Any
 
 from slime.exceptions import ConfigError
 from slime.utils import exact_json
+from slime.utils.table_files import DELIMITERS, arrow_files, read_arrow, read_csv, read_json_array
 
-SUFFIXES = (".jsonl", ".parquet")
+SUFFIXES = (".jsonl", ".parquet", ".json", ".csv", ".tsv", ".arrow")
+# In a folder, .json files are descriptions as often as data: they are read when they are named.
+FOLDER_SUFFIXES = (".jsonl", ".parquet", ".csv", ".tsv")
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # A parquet batch holds about this many bytes, so that nested columns stay in one Arrow chunk whatever the file's size.
 PARQUET_BATCH_BYTES = 32 * 2**20
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
@@ -68,8 +74,16 @@ def read_rows(path: str) -> Iterator[Row]:
 def _files_of(path: str) -> list[Path]:
     plain = Path(path).expanduser()
     if plain.is_dir():
-        files = sorted(file for file in plain.iterdir() if file.suffix in SUFFIXES)
-        missing = f"folder {path!r} has no {' or '.join(SUFFIXES)} file"
+        saved = arrow_files(plain)
+        if saved is not None:
+            return saved
+        files = sorted(file for file in plain.iterdir() if file.suffix in FOLDER_SUFFIXES)
+        missing = f"folder {path!r} has no {', '.join(FOLDER_SUFFIXES)} file and is no data set folder"
+    elif HUB_NAME.fullmatch(path) and plain.suffix not in SUFFIXES and not plain.exists() and not plain.parent.exists():
+        raise ConfigError(
+            f"there is no {path!r} here. As a name on the Hugging Face hub it must be downloaded first, with the package datasets: "
+            f'datasets.load_dataset("{path}", split="train").to_json("prompts.jsonl")'
+        )
     elif plain.exists() or not glob.has_magic(path):
         files, missing = [plain], f"prompt file {path!r} does not exist"
     else:
@@ -84,8 +98,36 @@ def _files_of(path: str) -> list[Path]:
     return files
 
 
+def _rows_of(file: Path) -> Iterator[Row]:
+    if file.suffix == ".jsonl" or (file.suffix == ".json" and _is_json_lines(file)):
+        return _read_jsonl(file)
+    if file.suffix == ".json":
+        return (Row(_object(item, f"{file}, item {number}"), f"{file}, item {number}") for number, item in read_json_array(file))
+    if file.suffix in DELIMITERS:
+        return (Row(data, f"{file}, line {number}") for number, data in read_csv(file))
+    if file.suffix == ".arrow":
+        return (Row(data, f"{file}, row {number}") for number, data in enumerate(read_arrow(file), start=1))
+    return _read_parquet(file)
+
+
+def _is_json_lines(file: Path) -> bool:
+    """Whether the first line is a whole object and more lines follow: many files named .json are .jsonl."""
+    with file.open("rb") as lines:
+        first = next(lines, b"").removeprefix(codecs.BOM_UTF8)
+        try:
+            return isinstance(exact_json.loads(first), dict) and any(line.strip() for line in lines)
+        except exact_json.JSONDecodeError:
+            return False
+
+
+def _object(value: Any, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f'{place}: the value is a {type(value).__name__}, not an object. Write {{"input": ...}}.')
+    return value
+
+
 def _read_file(file: Path) -> Iterator[Row]:
-    rows = _read_jsonl(file) if file.suffix == ".jsonl" else _read_parquet(file)
+    rows = _rows_of(file)
     empty = True
     for row in rows:
         empty = False
@@ -121,16 +163,14 @@ def _parse_line(line: bytes, file: Path, number: int) -> dict[str, Any]:
             f"{file}, line {number}: not valid JSON ({error}). The line begins with {start!r}. "
             "Each line must be one complete JSON object; repair or remove this one."
         ) from error
-    if not isinstance(data, dict):
-        raise ConfigError(
-            f'{file}, line {number}: the value is a {type(data).__name__}, not an object. Write {{"input": ...}}.'
-        )
-    return data
+    return _object(data, f"{file}, line {number}")
 
 
 def _count_rows(file: Path) -> int:
     if file.suffix == ".parquet":
         return _parquet().ParquetFile(file).metadata.num_rows
+    if file.suffix != ".jsonl":
+        return sum(1 for _ in _rows_of(file))
     with file.open("rb") as lines:
         return sum(1 for line in lines if line.strip(b"\xef\xbb\xbf \t\r\n"))
 

@@ -8,7 +8,8 @@
     slime gate doctor RUN      the first three steps when the loss spikes
 
 All --gate-* options of training are understood; --rollout-id N (default 0) says where on a --gate-schedule the dump stands. --hf-checkpoint
-FOLDER gives the tokenizer. For a run folder, and for a snapshot in one, what is not given is taken from the run's config.yaml. Of a raw snapshot the batch is read; --with-dropped adds what the rollout dropped before it.
+FOLDER gives the tokenizer. For a run folder, and for a snapshot in one, what is not given is taken from the run's config.yaml. Of a raw
+snapshot the batch is read; --with-dropped adds what the rollout dropped before it.
 """
 
 from __future__ import annotations
