@@ -249,7 +249,7 @@ def test_no_shard_is_in_memory_while_the_next_one_is_made(monkeypatch):
             del shard
 
     monkeypatch.setattr(rollout.ray, "put", lambda shard: shard["partition"])
-    monkeypatch.setattr(rollout, "split_by_dp", lambda data, config: types.SimpleNamespace(shards=shards(), plan=plan))
+    monkeypatch.setattr(rollout, "split_by_dp", lambda data, config, dropped_failures: types.SimpleNamespace(shards=shards(), plan=plan))
     monkeypatch.setattr(rollout.SplitConfig, "from_args", lambda *args: None)
     manager = types.SimpleNamespace(args=None, train_parallel_config={})
     boxes, _ = rollout.RolloutManager._split(manager, None)

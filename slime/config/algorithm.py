@@ -68,6 +68,12 @@ class AlgorithmOptions:
     rewards_normalization: bool = option(
         True, "Subtract the group's baseline from the reward.", disable_flag="--disable-rewards-normalization"
     )
+    fan_out_baseline: str = option(
+        "execution",
+        "Members of a group's baseline where one rollout emits several samples: execution takes a rollout's mean reward and gives all its samples one "
+        "advantage, row takes every sample for itself.",
+        choices=("execution", "row"),
+    )
     grpo_std_normalization: bool = option(
         True,
         "Also divide by the group's standard deviation (grpo, gspo, cispo).",

@@ -44,7 +44,7 @@ class RunState:
     done: int = 0
     total: int | None = None
     values: dict[str, float] = dataclasses.field(default_factory=dict)
-    pending: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)  # unprinted rollouts, in order
+    pending: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)  # metrics of unprinted rollouts, in order
     last_printed: int | None = None
     num_steps: dict[int, int] = dataclasses.field(default_factory=dict)  # rollout -> its optimizer steps
     ended: dict[int, float] = dataclasses.field(default_factory=dict)  # rollout -> when its training ended
@@ -66,10 +66,13 @@ class RunState:
             scores = [f"{name} {value:.4g}" for name, value in sorted(pick(metrics, EVAL_FAMILIES).items())]
             trained = self._take(lambda rollout, later: rollout in self.ended)
             return trained + ([f"evaluation {step}  " + "  ".join(scores)] if scores else [])
-        shown = pick(metrics, FAMILIES)
+        named = {name: metrics[name] for names in FAMILIES.values() for name in names if name in metrics}
         if key != "rollout/step":
             rollout = self._rollout_of(step)
-            (self.values if rollout is None else self.pending[rollout]).update(shown)
+            if rollout is None:
+                self.values.update(pick(named, FAMILIES))
+            else:
+                self.pending[rollout].update(named)
             return []
         assert isinstance(step, int), f"a record of rollout/step has the step {step!r}"
         if step not in self.pending:
@@ -77,7 +80,7 @@ class RunState:
                 return []  # the weight update after a rollout, which was printed when its evaluation came
             self.pending[step] = {}
             self.pending = dict(sorted(self.pending.items()))
-        self.pending[step].update(shown)
+        self.pending[step].update(named)
         if "schedule/num_steps" in metrics:
             self.num_steps[step] = int(metrics["schedule/num_steps"])
         if "perf/step_time" in metrics:
@@ -103,7 +106,8 @@ class RunState:
             rollout = next(iter(self.pending))
             if not is_complete(rollout, len(self.pending) - 1):
                 break
-            self.values.update(self.pending.pop(rollout))
+            # picked once all records are there: several may carry names of one label
+            self.values.update(pick(self.pending.pop(rollout), FAMILIES))
             self.last_printed = rollout
             lines.append(self.rollout_line(rollout))
         return lines

@@ -24,7 +24,9 @@ WEIGHT_SIGNS = ("train/weights_checksum_changed", "train/weight_delta")
 
 # label -> names that may carry it, the first that a run has wins
 FAMILIES: dict[str, tuple[str, ...]] = {
-    "reward": ("rollout/raw_reward", "rollout/rewards"),
+    # over everything sampled, what the gate rejected as 0; then the mean of what it kept
+    "reward": ("rollout/reward/mean", "rollout/raw_reward", "rollout/rewards"),
+    "reward kept": ("rollout/reward/mean_kept",),
     "pass rate": ("passrate/pass@1", "rollout/pass@1"),
     "loss": ("train/loss",),
     "length": ("rollout/response_lengths", "rollout/response_len/mean"),
@@ -244,7 +246,7 @@ def summarize_run(run: RunRecords, checks: Checks = Checks()) -> Summary:
     names |= {f"eval {label}": f"eval/{label}" for label in eval_sets(run)}
     rows = []
     for label, name in names.items():
-        if name is not None and (checks.reward or label not in ("reward", "pass rate")):
+        if name is not None and (checks.reward or label not in ("reward", "reward kept", "pass rate")):
             values = run.numbers(name)[1]
             first, last = ((f"{float(run.series[name][step]):.4g}") for step in run.ends(name))
             rows.append((label, first, last, f"{min(values):.4g} .. {max(values):.4g}"))

@@ -62,9 +62,13 @@ def _series(
 
 
 def _rewards(run: RunRecords) -> list[tuple[list[int], list[float], str, str]]:
-    """Reward and pass rate; with rewards 0 and 1 they are one curve."""
-    reward, pass_rate = _series(run, "reward", BLUE), _series(run, "pass rate", ORANGE)
-    return [reward] if reward[:2] == pass_rate[:2] else [reward, pass_rate]
+    """Reward of everything sampled, that of what the gate kept, and pass rate; curves that are one are drawn once."""
+    lines: list[tuple[list[int], list[float], str, str]] = []
+    for label, colour in (("reward", BLUE), ("reward kept", GREEN), ("pass rate", ORANGE)):
+        line = _series(run, label, colour)
+        if line[:2] not in [drawn[:2] for drawn in lines]:
+            lines.append(line)
+    return lines
 
 
 def _positive(line: tuple[list[int], list[float], str, str]) -> tuple[list[int], list[float], str, str]:

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from slime.exceptions import RolloutDataError
-from slime.rollout.rewards import SPREAD_TOLERANCE, reward_number
+from slime.rollout.columns import source_name_of, was_cut
+from slime.rollout.postprocess.contract import is_model_failure
+from slime.rollout.rewards import SPREAD_TOLERANCE, execution_keys, execution_values, reward_number
 from slime.utils.metric_utils import (
     compute_ragged_pass_rate,
     compute_rollout_step,
@@ -63,56 +65,80 @@ def _group_of(sample: Any, position: int) -> Any:
     return ("own", position) if sample.group_index is None else sample.group_index
 
 
-def effective_lengths(samples: Sequence[Any]) -> np.ndarray:
-    """Trainable response tokens per sample, int64 [N]."""
-    lengths = [
-        s.response_length if s.loss_mask is None else int(np.count_nonzero(as_array(s.loss_mask))) for s in samples
-    ]
-    return np.array(lengths, dtype=np.int64)
+def sampled_lengths(samples: Sequence[Any]) -> np.ndarray:
+    """Response tokens per sample that the model sampled, int64 [N]: not those that an environment wrote, which are masked and have log-prob 0.
+
+    A token that the model sampled and a user's function masked counts. Where no log-prob tells them apart, a response that is masked as a whole counts as
+    a whole, and of any other the trainable tokens count.
+    """
+    return np.array([_sampled_length(sample) for sample in samples], dtype=np.int64)
 
 
-def compute_metrics_from_samples(config: RolloutMetricsConfig, samples: Sequence[Any]) -> dict[str, float]:
+def _sampled_length(sample: Any) -> int:
+    if sample.loss_mask is None:
+        return sample.response_length
+    mask = as_array(sample.loss_mask) != 0
+    log_probs = sample.rollout_log_probs
+    if log_probs is not None and len(log_probs) == len(mask):
+        mask = mask | (as_array(log_probs) != 0)
+    return int(np.count_nonzero(mask)) or sample.response_length
+
+
+def compute_metrics_from_samples(
+    config: RolloutMetricsConfig, samples: Sequence[Any], *, filtered: Sequence[Any] = ()
+) -> dict[str, float]:
     """`response_len/*`, reward, group spread, status counts, sources, staleness, speculation, cache and repetition of these samples.
 
-    Lengths are trainable tokens. Means of rewards and lengths are over the samples that the gate let pass. {} for no samples.
+    `samples` are all that the gate judged. `filtered` are those of groups that a filter dropped before: they count in what is about everything that was sampled
+    (`reward/mean`, `truncated_ratio`, the counts of samples, the sources' counts and cuts) and in nothing else. Lengths are tokens that
+    the model sampled; their means, and `reward/mean_kept`, are over the samples that the gate let pass. {} for no samples.
     """
-    if not samples:
+    if not samples and not filtered:
         return {}
-    rewards = np.array([_reward(sample, config.reward_key) for sample in samples])
+    everything = [*samples, *filtered]
+    rewards = np.array([_reward(sample, config.reward_key) for sample in everything])
     valid = [sample for sample in samples if sample.valid]
     metrics: dict[str, float] = {}
     if valid:
-        metrics.update(dict_add_prefix(compute_statistics(effective_lengths(valid)), "response_len/"))
-    metrics.update(_reward_metrics(config, samples, rewards))
+        metrics.update(dict_add_prefix(compute_statistics(sampled_lengths(valid)), "response_len/"))
+    metrics.update(_reward_metrics(config, everything, rewards, num_batch=len(samples)))
     metrics.update(_status_metrics(samples))
-    metrics.update(_source_metrics(samples, rewards))
+    metrics["truncated_ratio"] = truncated_share(everything)
+    metrics.update(_source_metrics(everything, rewards, num_batch=len(samples)))
     metrics.update(staleness_metrics(samples, current_version=config.trainer_weight_version))
-    metrics.update(_engine_metrics(samples))
+    metrics.update(_engine_metrics(everything))
     metrics.update(compute_top_p_kept_vocab_metrics(samples))
-    metrics["repetition_frac"] = sum(has_repetition(sample.response or "") for sample in samples) / len(samples)
+    if samples:
+        metrics["repetition_frac"] = sum(has_repetition(sample.response or "") for sample in samples) / len(samples)
     if config.log_reward_category:
         metrics.update(_category_metrics(samples, config.log_reward_category))
     return metrics
 
 
-def _reward_metrics(config: RolloutMetricsConfig, samples: Sequence[Any], rewards: np.ndarray) -> dict[str, float]:
-    """Mean reward with one vote per rollout, unscored samples, and groups whose rewards are all equal (not for ppo)."""
+def truncated_share(samples: Sequence[Any]) -> float:
+    """Share of the samples that were cut at a length limit, whatever became of them."""
+    return sum(map(was_cut, samples)) / max(len(samples), 1)
+
+
+def _reward_metrics(
+    config: RolloutMetricsConfig, samples: Sequence[Any], rewards: np.ndarray, *, num_batch: int
+) -> dict[str, float]:
+    """Mean reward of everything sampled, and of what the gate kept of the first `num_batch`, with one vote per rollout; unscored samples; and groups whose
+    rewards are all equal (not for ppo). A sample rejected for what the model wrote has reward 0; one that was lost has none."""
     metrics = {"reward/missing_count": float((~np.isfinite(rewards)).sum())}
-    by_rollout: dict[Any, list[float]] = collections.defaultdict(list)
-    by_group: dict[Any, list[float]] = collections.defaultdict(list)
-    rollouts = [("own", i) if sample.rollout_id is None else sample.rollout_id for i, sample in enumerate(samples)]
-    for position, (sample, reward) in enumerate(zip(samples, rewards.tolist(), strict=True)):
-        if not math.isfinite(reward) or not sample.valid:
-            continue
-        by_rollout[rollouts[position]].append(reward)
-        by_group[_group_of(sample, position)].append(reward)
-    if by_rollout:
-        metrics["reward/mean"] = math.fsum(math.fsum(values) / len(values) for values in by_rollout.values()) / len(
-            by_rollout
-        )
-    metrics["num_sampled_rollouts"] = float(len(set(rollouts)))
+    keys = execution_keys(samples)
+    of_all = [0.0 if is_model_failure(sample) else r if sample.valid else math.nan for sample, r in zip(samples, rewards.tolist(), strict=True)]
+    of_kept = [r if s.valid else math.nan for s, r in zip(samples[:num_batch], rewards.tolist(), strict=False)]
+    for name, values in (("reward/mean", of_all), ("reward/mean_kept", of_kept)):
+        if votes := execution_values(values, keys[: len(values)]):
+            metrics[name] = math.fsum(votes.values()) / len(votes)
+    metrics["num_sampled_rollouts"] = float(len(set(keys)))
     metrics["num_sampled_samples"] = float(len(samples))
     if config.advantage_estimator != "ppo":
+        by_group: dict[Any, list[float]] = collections.defaultdict(list)
+        members = [(_group_of(sample, position), key) for position, (sample, key) in enumerate(zip(samples, keys, strict=True))]
+        for (group, _), value in execution_values(of_kept, members[:num_batch]).items():
+            by_group[group].append(value)
         metrics.update(zero_spread_metrics(by_group))
     return metrics
 
@@ -140,7 +166,6 @@ def _status_metrics(samples: Sequence[Any]) -> dict[str, float]:
         f"status/{status}": float(counts[status])
         for status in ("completed", "truncated", "aborted", "failed", "pending")
     }
-    metrics["truncated_ratio"] = counts["truncated"] / len(samples)
     metrics["removed_count"] = float(sum(bool(sample.remove_sample) for sample in samples))
     # begun in an earlier rollout, and generated on under partial rollout
     metrics["resumed_count"] = float(sum("start_rollout_id" in (sample.metadata or {}) for sample in samples))
@@ -148,28 +173,25 @@ def _status_metrics(samples: Sequence[Any]) -> dict[str, float]:
     return metrics
 
 
-def _source_metrics(samples: Sequence[Any], rewards: np.ndarray) -> dict[str, float]:
-    """Per data source: samples and truncated share; mean reward and trainable length of its valid ones. Nothing where there is one source only."""
-    from slime.rollout.columns import source_name_of
-
+def _source_metrics(samples: Sequence[Any], rewards: np.ndarray, *, num_batch: int) -> dict[str, float]:
+    """Per data source: samples and truncated share of everything sampled; mean reward and length of what the gate kept of the first `num_batch`. Nothing
+    where no sample names its source."""
     names = [source_name_of(sample) for sample in samples]
     counts = collections.Counter(names)
-    if len(counts) < 2:
+    if set(counts) <= {"unknown"}:
         return {}
     known = {name for name, _ in counts.most_common(MAX_SOURCES)}
     rows: dict[str, list[int]] = collections.defaultdict(list)
     for position, name in enumerate(names):
         rows[name if name in known else "other"].append(position)
-    lengths, metrics = effective_lengths(samples), {}
+    lengths, metrics = sampled_lengths(samples), {}
     for name, positions in sorted(rows.items()):
-        valid = [i for i in positions if samples[i].valid]
-        scored = rewards[valid][np.isfinite(rewards[valid])]
+        kept = [i for i in positions if i < num_batch and samples[i].valid]
+        scored = rewards[kept][np.isfinite(rewards[kept])]
         metrics[f"source/{name}/count"] = float(len(positions))
-        if valid:
-            metrics[f"source/{name}/response_len"] = float(lengths[valid].mean())
-        metrics[f"source/{name}/truncated_ratio"] = sum(
-            samples[i].status.value == "truncated" for i in positions
-        ) / len(positions)
+        if kept:
+            metrics[f"source/{name}/response_len"] = float(lengths[kept].mean())
+        metrics[f"source/{name}/truncated_ratio"] = truncated_share([samples[i] for i in positions])
         if scored.size:
             metrics[f"source/{name}/reward"] = math.fsum(scored.tolist()) / scored.size
     return metrics
@@ -199,11 +221,14 @@ def staleness_metrics(samples: Sequence[Any], *, current_version: int | None = N
 
 
 def _engine_metrics(samples: Sequence[Any]) -> dict[str, float]:
+    """Speculation and prefix cache over all requests: a rate is the ratio of two sums, so that a short request counts less than a long one."""
     metrics: dict[str, float] = {}
-    speculative = [sample.spec_info for sample in samples if sample.spec_info.spec_verify_ct]
-    if speculative:
-        metrics["spec_accept_rate"] = math.fsum(info.spec_accept_rate for info in speculative) / len(speculative)
-        metrics["spec_accept_length"] = math.fsum(info.spec_accept_length for info in speculative) / len(speculative)
+    speculative = [sample.spec_info for sample in samples]
+    drafted, passes = (sum(getattr(info, name) for info in speculative) for name in ("spec_draft_token_num", "spec_verify_ct"))
+    if drafted:
+        metrics["spec_accept_rate"] = sum(info.spec_accept_token_num for info in speculative) / drafted
+    if passes:
+        metrics["spec_accept_length"] = sum(info.completion_token_num for info in speculative if info.spec_verify_ct) / passes
     prompts = sum(sample.prefix_cache_info.total_prompt_tokens for sample in samples)
     if prompts:
         cached = sum(sample.prefix_cache_info.cached_tokens for sample in samples)
@@ -240,12 +265,13 @@ def _category_metrics(samples: Sequence[Any], key: str) -> dict[str, float]:
 def compute_perf_metrics_from_samples(
     config: RolloutMetricsConfig, samples: Sequence[Any], rollout_time: float
 ) -> dict[str, float]:
-    """Seconds and tokens per second of one rollout of `rollout_time` seconds, and the requests' own timings from `sample.trace`."""
+    """Seconds and tokens per second of one rollout of `rollout_time` seconds, and the requests' own timings from `sample.trace`. `samples` are all
+    that were generated for it, those of dropped groups included: the engines made their tokens in that time too."""
     metrics: dict[str, float] = {"rollout_time": rollout_time}
     if not samples:
         return metrics
     lengths = np.array([sample.response_length for sample in samples], dtype=np.float64)
-    effective = effective_lengths(samples).astype(np.float64)
+    effective = sampled_lengths(samples).astype(np.float64)
     waiting = [sample.non_generation_time for sample in samples]
     if max(waiting) > 0:
         metrics.update(dict_add_prefix(compute_statistics(waiting), "non_generation_time/"))
@@ -309,11 +335,14 @@ def log_rollout_data(
     rollout_time: float,
     *,
     trainer_weight_version: int | None = None,
+    sampled: Sequence[Any] | None = None,
+    filtered: Sequence[Any] = (),
 ) -> dict[str, Any] | None:
     """Logs one rollout's `rollout/*` and `perf/*` at `rollout/step`, beside the rollout function's own metrics. A custom log function that returns
     True replaces all of it; so does reading the samples from a dump. Returns what was logged.
 
-    trainer_weight_version: the newest published version, from which staleness is counted; None: the newest that a sample has.
+    trainer_weight_version: the newest published version, from which staleness is counted; None: the newest that a sample has. sampled: all samples that the
+    gate judged, where `samples` lacks those that its policy drops. filtered: samples of groups that a filter dropped before.
     """
     from slime.observability import logging_utils
     from slime.utils.misc import load_function
@@ -324,11 +353,12 @@ def log_rollout_data(
             return None
     if args.load_debug_rollout_data:
         return None
+    judged = samples if sampled is None else sampled
     config = dataclasses.replace(RolloutMetricsConfig.from_args(args), trainer_weight_version=trainer_weight_version)
     metrics = {
         **(rollout_extra_metrics or {}),
-        **dict_add_prefix(compute_metrics_from_samples(config, samples), "rollout/"),
-        **dict_add_prefix(compute_perf_metrics_from_samples(config, samples, rollout_time), "perf/"),
+        **dict_add_prefix(compute_metrics_from_samples(config, judged, filtered=filtered), "rollout/"),
+        **dict_add_prefix(compute_perf_metrics_from_samples(config, [*judged, *filtered], rollout_time), "perf/"),
         "rollout/step": compute_rollout_step(args, rollout_id),
     }
     logging_utils.log(args, metrics, step_key="rollout/step")
@@ -358,13 +388,15 @@ def log_eval_rollout_data(
 
 
 def eval_metrics(config: RolloutMetricsConfig, dataset: Mapping[str, Any], *, group_size: int) -> dict[str, float]:
-    """One evaluation dataset's numbers; the key "" is its mean reward. Groups are blocks of `group_size`, or `Sample.group_index` where set."""
+    """One evaluation dataset's numbers; the key "" is its mean reward. An attempt (the samples of one `rollout_id`) has one vote: its mean
+    reward in the mean, its best in pass@k. Groups are blocks of `group_size`, or `Sample.group_index` where set."""
     rewards = np.array([math.nan if r is None else float(r) for r in dataset["rewards"]], dtype=np.float64)
-    scored = rewards[np.isfinite(rewards)]
-    metrics: dict[str, float] = {"-num_samples": float(len(rewards))}
-    if scored.size:
-        metrics[""] = math.fsum(scored.tolist()) / scored.size
     samples = list(dataset.get("samples") or [])
+    keys = execution_keys(samples) if len(samples) == len(rewards) else list(range(len(rewards)))
+    votes = execution_values(rewards.tolist(), keys)
+    metrics: dict[str, float] = {"-num_samples": float(len(rewards))}
+    if votes:
+        metrics[""] = math.fsum(votes.values()) / len(votes)
     if samples:
         metrics.update(dict_add_prefix(compute_metrics_from_samples(config, samples), "/"))
     truncated = dataset.get("truncated")
@@ -372,10 +404,15 @@ def eval_metrics(config: RolloutMetricsConfig, dataset: Mapping[str, Any], *, gr
         metrics["-truncated_ratio"] = sum(map(bool, truncated)) / len(truncated)
     if config.log_passrate:
         by_id = len(samples) == len(rewards) and all(sample.group_index is not None for sample in samples)
-        groups = [sample.group_index for sample in samples] if by_id else [i // group_size for i in range(len(rewards))]
-        metrics.update(
-            dict_add_prefix(compute_ragged_pass_rate(rewards, groups, threshold=config.passrate_threshold), "-")
+        places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+        groups = {
+            key: samples[position].group_index if by_id else places[key] // group_size for position, key in enumerate(keys)
+        }
+        best = execution_values(rewards.tolist(), keys, best=True)
+        rates = compute_ragged_pass_rate(
+            list(best.values()), [groups[key] for key in best], threshold=config.passrate_threshold
         )
+        metrics.update(dict_add_prefix(rates, "-"))
     return metrics
 
 

@@ -211,9 +211,20 @@ def _sample_contribution(
     if spec.extent is Extent.WHOLE:
         weights = _sample_field(batch, "raw_reward_weights")
         weights = np.ones(len(values)) if weights is None or len(weights) != len(values) else weights
+        if spec.name == "raw_reward":
+            values, weights = _with_failures(batch, values, weights)
     else:
         weights = 1.0 / counts
     return _plain_contribution(spec, values, weights, copies=1)
+
+
+def _with_failures(batch: Mapping[str, Any], values: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Raw rewards and weights where what the model failed at is 0, also what is not in the batch: else a policy that fails more often looks better."""
+    failed = _sample_field(batch, "model_failure")
+    if failed is not None:
+        values = np.where(failed != 0, 0.0, values)
+    votes = batch.info.get("dropped_failure_votes", 0.0) if isinstance(batch, RolloutBatch) else 0.0
+    return (np.append(values, 0.0), np.append(weights, votes)) if votes else (values, weights)
 
 
 def _plain_contribution(

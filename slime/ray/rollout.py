@@ -10,7 +10,7 @@ import dataclasses
 import gc
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -26,6 +26,7 @@ from slime.rollout.attribution import marks_of, restore_marks, with_marks
 from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
 from slime.rollout.engine_client import set_engines
+from slime.rollout.postprocess.contract import is_model_failure
 from slime.rollout.postprocess.gate import PostprocessResult
 from slime.rollout.postprocess.shell import Gate
 from slime.rollout.sample_hooks import set_current_rollout_id
@@ -81,25 +82,34 @@ class RolloutManager:
         all_samples = flatten_samples(output.samples)
         rollout_time = time.monotonic() - started
         dropped_groups = [(reason, flatten_samples(group)) for reason, group in output.dropped_groups]
+        filtered = [sample for _, group in dropped_groups for sample in group]
         with timer("gate"):
             judged = self.gate.run(all_samples, rollout_id, iteration_seconds=iteration_seconds, dropped_groups=dropped_groups)
-        del dropped_groups  # they are the snapshot writer's now, and go with the write
-        output = dataclasses.replace(output, dropped_groups=[])
         samples = judged.samples
         dumped = self.dumper.save(samples, rollout_id=rollout_id, evaluation=False)
         extra = {**(output.metrics or {}), **self.gate.metrics(judged), **dumped}
         logged = rollout_metrics.log_rollout_data(
-            rollout_id, self.args, samples, extra, rollout_time, trainer_weight_version=self._weight_version
+            rollout_id,
+            self.args,
+            samples,
+            extra,
+            rollout_time,
+            trainer_weight_version=self._weight_version,
+            sampled=judged.judged,
+            filtered=filtered,
         )
+        truncated = rollout_metrics.truncated_share([*judged.judged, *filtered])
+        del dropped_groups, filtered  # they are the snapshot writer's now, and go with the write
+        output = dataclasses.replace(output, dropped_groups=[])
         if logged is None:
             self._log_gate(self.gate.metrics(judged), rollout_id, step_key="rollout/step")
         if self.args.debug_rollout_only:
             return None
         with timer("convert_samples"):
             data, sources = self._train_data(judged)
-            boxes, plan = self._split(data)
+            boxes, plan = self._split(data, dropped_failures=_failures_outside(judged, sources))
         self.gate.record_placement(rollout_id, sources, plan.schedule.partitions)
-        planned = self._log_split(rollout_id, plan, output, judged, sources)
+        planned = self._log_split(rollout_id, plan, output, judged, sources, {"rollout/truncated": truncated})
         return boxes if planned else [Box(box.inner) for box in boxes]
 
     def eval(self, rollout_id: int) -> None:
@@ -111,7 +121,7 @@ class RolloutManager:
             output = call_rollout_fn(self.eval_generate_rollout, self.args, rollout_id, self.data_source, evaluation=True)
         samples = [sample for dataset in output.data.values() for sample in flatten_samples(dataset["samples"])]
         self.dumper.save(samples, rollout_id=rollout_id, evaluation=True)
-        judged = self.gate.run(samples, rollout_id, evaluation=True)
+        judged = self.gate.run(_groups_apart(output.data), rollout_id, evaluation=True)
         found = {f"eval/{name}": value for name, value in self.gate.metrics(judged).items()}
         extra = {**(output.metrics or {}), **found}
         if rollout_metrics.log_eval_rollout_data(rollout_id, self.args, output.data, extra) is None:
@@ -230,10 +240,11 @@ class RolloutManager:
         restore_marks(judged.judged, marks)
         return with_marks(data, judged.judged, marks, batch_rows=judged.raw_rows)
 
-    def _split(self, data: Any) -> tuple[list[Box], SplitPlan]:
+    def _split(self, data: Any, *, dropped_failures: Sequence[int | None] = ()) -> tuple[list[Box], SplitPlan]:
         if self.train_parallel_config is None:
             raise RolloutDataError("the trainers have not told how they are laid out; call set_train_parallel_config first")
-        split = split_by_dp(data, SplitConfig.from_args(self.args, self.train_parallel_config))
+        config = SplitConfig.from_args(self.args, self.train_parallel_config)
+        split = split_by_dp(data, config, dropped_failures=dropped_failures)
         # map lets go of a shard before the next one is made: a loop's variable would keep a second one in memory
         refs = list(map(ray.put, split.shards))
         return [Box(ref, num_samples) for ref, num_samples in zip(refs, split.plan.num_trained_by_rank, strict=True)], split.plan
@@ -247,7 +258,13 @@ class RolloutManager:
         log(self.args, {**metrics, step_key: compute_rollout_step(self.args, rollout_id)}, step_key=step_key)
 
     def _log_split(
-        self, rollout_id: int, plan: SplitPlan, output: RolloutFnTrainOutput, judged: PostprocessResult, sources: list[int]
+        self,
+        rollout_id: int,
+        plan: SplitPlan,
+        output: RolloutFnTrainOutput,
+        judged: PostprocessResult,
+        sources: list[int],
+        extra_metrics: dict[str, float],
     ) -> int:
         """Conservation - sampled = trained + dropped by reason - checked and logged, with the schedule and the timers. Returns the number of
         samples that are planned to train; that they did, the driver logs."""
@@ -265,7 +282,7 @@ class RolloutManager:
             logger.warning("rollout %d trains nothing: all of its %d samples were dropped: %s", rollout_id, ledger.sampled, dict(ledger.dropped))
         times = {f"perf/{name}_time": seconds for name, seconds in Timer().log_dict().items()}
         Timer().reset()
-        metrics = {**ledger.plan_metrics(), **plan.metrics(), **self._reward_metrics, **times}
+        metrics = {**ledger.plan_metrics(), **plan.metrics(), **self._reward_metrics, **extra_metrics, **times}
         metrics["rollout/step"] = compute_rollout_step(self.args, rollout_id)
         log(self.args, metrics, step_key="rollout/step")
         return ledger.trained
@@ -303,6 +320,25 @@ class RolloutManagerActor(RolloutManager):
             super().dispose()
         else:
             finish_tracking(self.args)
+
+
+def _failures_outside(judged: PostprocessResult, sources: Sequence[int]) -> list[int | None]:
+    """`Sample.rollout_id` of the samples that were rejected for what the model wrote and have no row in the train data."""
+    inside = set(sources)
+    return [s.rollout_id for place, s in enumerate(judged.judged) if place not in inside and is_model_failure(s)]
+
+
+def _groups_apart(data: Mapping[str, Mapping[str, Any]]) -> list[Sample]:
+    """All samples of an evaluation, as copies in which no two datasets share a group id: each dataset counts its groups from 0."""
+    samples: list[Sample] = []
+    offset = 0
+    for dataset in data.values():
+        own = flatten_samples(dataset["samples"])
+        ids = [s.group_index for s in own if type(s.group_index) is int]
+        moved = [dataclasses.replace(s, group_index=s.group_index + offset) if type(s.group_index) is int else s for s in own]
+        samples += moved if offset else own
+        offset += max(ids, default=-1) + 1
+    return samples
 
 
 def _load_optional(path: str | None) -> Any:

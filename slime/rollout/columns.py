@@ -30,6 +30,7 @@ class ColumnsConfig:
     leave_one_out: bool = False
     divide_by_std: bool = True
     removed_samples_in_baseline: bool = False
+    baseline_by_row: bool = False  # every sample of a rollout is a member of its group's baseline, not the rollout
     require_top_p_tokens: bool = False
     model_failures: frozenset[str] = frozenset()  # reasons that say the model answered badly, not that its answer was lost
 
@@ -46,6 +47,7 @@ class ColumnsConfig:
             leave_one_out=baseline is not None and baseline.leave_one_out,
             divide_by_std=baseline is not None and baseline.may_divide_by_std and args.grpo_std_normalization,
             removed_samples_in_baseline=args.removed_samples_in_baseline,
+            baseline_by_row=args.fan_out_baseline == "row",
             require_top_p_tokens=args.rollout_top_p != 1.0 and args.loss_type != "sft_loss",
             model_failures=frozenset(reason.value for reason in InvalidReason if reason.is_model_failure),
         )
@@ -110,7 +112,7 @@ def compute_rewards(
         valid,
         divide_by_std=config.divide_by_std,
         leave_one_out=config.leave_one_out,
-        rollout_ids=rollout_ids_of(samples),
+        rollout_ids=None if config.baseline_by_row else rollout_ids_of(samples),
     )
     global _said_singletons
     if statistics.num_groups and statistics.num_groups == statistics.num_singleton_groups and not _said_singletons:
@@ -149,8 +151,7 @@ def build_train_columns(
         "rewards": np.where(np.isfinite(normalized), normalized, 0.0),
         "valid": valid,
         "raw_reward": _override_raw_rewards(samples, raw_rewards, config),
-        # a custom generate function may keep only the engine's word for it
-        "truncated": [int(s.status.value == "truncated" or _was_cut(s.finish_reason)) for s in samples],
+        "truncated": [int(was_cut(sample)) for sample in samples],
         "loss_masks": _loss_masks(samples, responses),
         "rollout_ids": rollout_ids_of(samples),
         "group_ids": group_ids_of(samples),
@@ -194,8 +195,9 @@ def _verdicts(samples: Sequence[Any], rewards_N: np.ndarray) -> tuple[np.ndarray
     return marked & finite, reasons
 
 
-def _was_cut(finish_reason: Any) -> bool:
-    return isinstance(finish_reason, str) and finish_reason == "length"
+def was_cut(sample: Any) -> bool:
+    """Whether the response was cut at a length limit, by its status or by the engine's word for it, which is all that a custom generate function may keep."""
+    return sample.status.value == "truncated" or (isinstance(sample.finish_reason, str) and sample.finish_reason == "length")
 
 
 def source_name_of(sample: Any) -> str:

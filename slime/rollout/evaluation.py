@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 from slime.exceptions import ConfigError, RolloutDataError
@@ -68,6 +69,7 @@ async def evaluate_dataset(
     finally:
         for task in tasks:
             task.cancel()
+    number_attempts(results[number] for number in range(len(groups)))
     samples = [sample for number in range(len(groups)) for sample in iter_samples(results[number])]
     columns = eval_columns(args, samples)
     if config.min_eval_samples is not None and len(columns["samples"]) < config.min_eval_samples:
@@ -76,6 +78,15 @@ async def evaluate_dataset(
             f"{config.min_eval_samples}"
         )
     return columns, failures
+
+
+def number_attempts(groups: Iterable[list]) -> None:
+    """Gives the samples of an attempt that emitted several one `rollout_id`, -1, -2, ... in order, where they have none: an attempt has one vote."""
+    attempts = [list(iter_samples(member)) for group in groups for member in group if not isinstance(member, Sample)]
+    for number, samples in enumerate(attempts, start=1):
+        for sample in samples:
+            if sample.rollout_id is None:
+                sample.rollout_id = -number
 
 
 def merge_groups(groups: list[list[Sample]], *, size: int) -> list[list[Sample]]:

@@ -42,11 +42,12 @@ def normalize_rewards(
     leave_one_out: bool = False,
     rollout_ids: Sequence[int] | None = None,
 ) -> tuple[np.ndarray, RewardStatistics]:
-    """`(normalized, statistics)`: each reward minus its group's mean, float64 [N]; with `divide_by_std` over (unbiased std + 1e-6),
+    """`(normalized, statistics)`: each member's reward minus its group's mean, float64 [N]; with `divide_by_std` over (unbiased std + 1e-6),
     with `leave_one_out` minus the mean of the other members.
 
-    Mean and std are over the group's valid executions: the samples of one rollout count as one member, with their mean reward. Members that
-    are not valid, or whose reward is not finite, change nothing and get 0. A group with one member, or with no spread, gives 0.
+    Members are the group's valid executions: the samples of one rollout are one member, with their mean reward, and each of them gets that member's
+    value. Without `rollout_ids` every sample is a member of its own. Samples that are not valid, or whose reward is not finite, change nothing and get
+    0. A group with one member, or with no spread between members, gives 0.
     (GRPO, arXiv 2402.03300; without the std, Dr. GRPO, arXiv 2503.20783; leave-one-out, RLOO, arXiv 2402.14740.)
     """
     rewards_N = np.asarray(rewards, dtype=np.float64)
@@ -59,9 +60,9 @@ def normalize_rewards(
     value = rewards_N[chosen]
     _, group = np.unique(np.asarray(group_ids)[chosen], return_inverse=True)
     if rollout_ids is None:
-        member_value, member_group = value, group
+        member_value, member_group, member = value, group, np.arange(len(value))
     else:
-        member_value, member_group = _execution_means(value, group, np.asarray(rollout_ids)[chosen])
+        member_value, member_group, member = _execution_means(value, group, np.asarray(rollout_ids)[chosen])
     num_groups = int(group.max()) + 1
     size_G = np.bincount(member_group, minlength=num_groups)
     low_G, high_G = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
@@ -71,33 +72,47 @@ def normalize_rewards(
     # centred on the group's minimum first, so that a large common offset costs no digits
     shifted = member_value - low_G[member_group]
     mean_G = np.bincount(member_group, weights=shifted, minlength=num_groups) / size_G
-    result = (value - low_G[group]) - mean_G[group]
+    result = shifted - mean_G[member_group]
     if divide_by_std:
-        squares_G = np.bincount(member_group, weights=(shifted - mean_G[member_group]) ** 2, minlength=num_groups)
+        squares_G = np.bincount(member_group, weights=result**2, minlength=num_groups)
         std_G = np.sqrt(squares_G / np.maximum(size_G - 1, 1))
-        result = result / (std_G[group] + STD_EPSILON)
+        result = result / (std_G[member_group] + STD_EPSILON)
     if leave_one_out:
-        result = result * (size_G / np.maximum(size_G - 1, 1))[group]
-    normalized_N[chosen] = np.where(has_spread_G[group], result, 0.0)
+        result = result * (size_G / np.maximum(size_G - 1, 1))[member_group]
+    normalized_N[chosen] = np.where(has_spread_G[member_group], result, 0.0)[member]
     singles = size_G == 1
     return normalized_N, RewardStatistics(
         num_groups, int(singles.sum()), int((~has_spread_G & ~singles).sum()), excluded
     )
 
 
-def _execution_means(value: np.ndarray, group: np.ndarray, rollout_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(mean reward [E], group [E]) of each execution within its group."""
+def _execution_means(value: np.ndarray, group: np.ndarray, rollout_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(mean reward [E], group [E]) of each execution within its group, and each sample's execution [N]."""
     keys = np.stack([group, np.unique(rollout_ids, return_inverse=True)[1]])
     _, first, execution = np.unique(keys, axis=1, return_index=True, return_inverse=True)
     execution = execution.reshape(-1)
     sizes_E = np.bincount(execution)
     if len(sizes_E) == len(value):
-        return value, group
+        return value, group, np.arange(len(value))
     low_E = np.full(len(sizes_E), np.inf)
     np.minimum.at(low_E, execution, value)
     # equal rewards of siblings stay bit-equal: the mean is taken of the differences
     mean_E = low_E + np.bincount(execution, weights=value - low_E[execution]) / sizes_E
-    return mean_E, group[first]
+    return mean_E, group[first], execution
+
+
+def execution_keys(samples: Sequence[Any]) -> list[Any]:
+    """One key per sample, equal for the samples of one execution: its `rollout_id`; a sample without one is an execution of its own."""
+    return [("own", position) if sample.rollout_id is None else sample.rollout_id for position, sample in enumerate(samples)]
+
+
+def execution_values(values: Sequence[float], keys: Sequence[Any], *, best: bool = False) -> dict[Any, float]:
+    """{key: mean of its finite values, or the largest of them}; a key without a finite value is left out."""
+    by_key: dict[Any, list[float]] = {}
+    for key, value in zip(keys, values, strict=True):
+        if math.isfinite(value):
+            by_key.setdefault(key, []).append(value)
+    return {key: max(found) if best else math.fsum(found) / len(found) for key, found in by_key.items()}
 
 
 def reward_number(reward: Any, reward_key: str | None, *, index: Any = None) -> float:

@@ -270,10 +270,11 @@ CONTRACT = Contract(
             missing=Missing.FILL,
             fill=math.nan,
             reduce=Reduce.SAMPLE_MEAN,
-            help="As scored; NaN where there is no score. Whole, because pass@k needs all siblings.",
+            help="As scored; NaN where there is no score. Whole, because pass@k needs all siblings. As a metric, over everything that was sampled: what the "
+            "gate rejected for what the model wrote is 0.",
         ),
         _sample("local_raw_reward", "float64", origin=Origin.ARRIVAL, help="raw_reward of this rank's samples."),
-        _sample("truncated", "int8", reduce=Reduce.SAMPLE_MEAN),
+        _sample("truncated", "int8", help="Cut at a length limit. As a metric, the share of what was sampled, logged on the rollout side."),
         _sample(
             "round_number",
             "int32",
@@ -324,7 +325,7 @@ CONTRACT = Contract(
             "float64",
             extent=Extent.WHOLE,
             origin=Origin.SPLIT,
-            help="One over the scored samples of the sample's rollout; 0 where there is no valid score.",
+            help="The sample's share of its rollout's one vote; 0 for what was lost. What the model failed at counts, with reward 0.",
         ),
         _sample("partition", "int64", origin=Origin.SPLIT, help="Position of the sample in the whole batch."),
         FieldSpec(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -205,8 +206,11 @@ def _steps_of_rollouts(schedule: SchedulePlan, rollout_N: np.ndarray, num_rollou
     return steps
 
 
-def make_shards(batch: RolloutBatch, plan: SplitPlan, config: SplitConfig) -> Iterator[RolloutBatch]:
-    """One shard per data-parallel rank, in rank order, made when asked for."""
+def make_shards(
+    batch: RolloutBatch, plan: SplitPlan, config: SplitConfig, *, dropped_failures: Sequence[int | None] = ()
+) -> Iterator[RolloutBatch]:
+    """One shard per data-parallel rank, in rank order, made when asked for. `dropped_failures`: see `split_by_dp`."""
+    votes = 0.0
     made = {
         "rollout_mask_sums": Scalars(plan.rollout_mask_sums_N),
         "rollout_sample_counts": Scalars(plan.rollout_sample_counts_N),
@@ -214,7 +218,8 @@ def make_shards(batch: RolloutBatch, plan: SplitPlan, config: SplitConfig) -> It
         "all_rollout_ids": Scalars(batch.array("rollout_ids")),
     }
     if "raw_reward" in batch:
-        made["raw_reward_weights"] = Scalars(_raw_reward_weights(batch))
+        weights_N, votes = _raw_reward_weights(batch, dropped_failures)
+        made["raw_reward_weights"] = Scalars(weights_N)
     columns = {
         name: _shippable(batch, name) for name in dict.keys(batch) if name not in made and name != "invalid_reason"
     }
@@ -225,7 +230,7 @@ def make_shards(batch: RolloutBatch, plan: SplitPlan, config: SplitConfig) -> It
         micro_batches = plan.schedule.micro_batch_indices[rank]
         positions = np.asarray(partition, dtype=np.int64)
         info: dict[str, Any] = {"num_whole": len(plan.owner_ranks_N), "dp_rank": rank, "dp_size": len(plan.schedule.partitions)}
-        info["declared"] = CONTRACT.of_plug_ins
+        info.update(declared=CONTRACT.of_plug_ins, dropped_failure_votes=votes)
         shard = RolloutBatch(stage=Stage.SHARD, info=info)
         gaps: dict[str, tuple[np.ndarray, int]] = {}
         if config.pad_to:
@@ -254,12 +259,22 @@ def make_shards(batch: RolloutBatch, plan: SplitPlan, config: SplitConfig) -> It
         yield shard
 
 
-def _raw_reward_weights(batch: RolloutBatch) -> np.ndarray:
-    """float64 [N]: each rollout's one vote in the mean of raw rewards, shared by its samples that are valid and scored."""
-    scored = batch.array("valid") & np.isfinite(batch.array("raw_reward"))
-    _, rollout_N = np.unique(batch.array("rollout_ids"), return_inverse=True)
-    sizes = np.bincount(rollout_N, weights=scored)
-    return np.where(scored, 1.0 / np.maximum(sizes[rollout_N], 1), 0.0)
+def _raw_reward_weights(batch: RolloutBatch, dropped_failures: Sequence[int | None]) -> tuple[np.ndarray, float]:
+    """float64 [N]: each rollout's one vote in the mean of raw rewards, shared by its samples that are valid and scored, or that the model failed at; and
+    the votes of the samples that are not in the batch."""
+    counted = batch.array("valid") & np.isfinite(batch.array("raw_reward"))
+    if "model_failure" in batch:
+        counted = counted | batch.array("model_failure").astype(bool)
+    own = itertools.count(-1, -1)
+    taken = set(batch.array("rollout_ids").tolist())
+    absent = [next(i for i in own if i not in taken) if rollout is None else rollout for rollout in dropped_failures]
+    ids = np.concatenate([batch.array("rollout_ids").astype(np.int64), np.array(absent, dtype=np.int64)])
+    counted = np.concatenate([counted, np.ones(len(absent), dtype=bool)])
+    _, rollout = np.unique(ids, return_inverse=True)
+    sizes = np.bincount(rollout, weights=counted)
+    weights = np.where(counted, 1.0 / np.maximum(sizes[rollout], 1), 0.0)
+    num_samples = len(ids) - len(absent)
+    return weights[:num_samples], float(weights[num_samples:].sum())
 
 
 def _shippable(batch: RolloutBatch, name: str) -> Any:
@@ -321,7 +336,13 @@ class Split:
     shards: Iterator[RolloutBatch]
 
 
-def split_by_dp(data: Mapping[str, Any], config: SplitConfig) -> Split:
-    """Plans the split of `data` and returns it with its shards, one `RolloutBatch` per data-parallel rank."""
+def split_by_dp(
+    data: Mapping[str, Any], config: SplitConfig, *, dropped_failures: Sequence[int | None] = ()
+) -> Split:
+    """Plans the split of `data` and returns it with its shards, one `RolloutBatch` per data-parallel rank.
+
+    dropped_failures: `Sample.rollout_id` of samples that the gate rejected for what the model wrote and that are not in `data`; they count as 0 in
+    the mean of raw rewards.
+    """
     batch, plan = plan_split(data, config)
-    return Split(plan, make_shards(batch, plan, config))
+    return Split(plan, make_shards(batch, plan, config, dropped_failures=dropped_failures))

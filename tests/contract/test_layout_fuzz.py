@@ -100,7 +100,6 @@ def reference(samples, trained):
             out[name] = math.fsum(value(i) / sizes[samples[i].rollout_id] for i in trained) / len(ids)
 
     over_rollouts("response_lengths", lambda i: samples[i].response_length)
-    over_rollouts("truncated", lambda i: float(samples[i].status is Sample.Status.TRUNCATED))
     over_rollouts("round_number", lambda i: samples[i].metadata["round_number"])
     if live:
         tokens = [

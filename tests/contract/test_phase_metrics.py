@@ -32,6 +32,7 @@ from slime.observability.train_metric_utils import (
 )
 from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
 from slime.utils.cp_layout import plan_response_layout
+from slime.utils.dp_schedule import ScheduleConfig
 from slime.utils.metric_utils import (
     compression_ratio,
     compute_pass_rate,
@@ -43,6 +44,7 @@ from slime.utils.metric_utils import (
     has_repetition,
 )
 from slime.utils.rollout_batch import localize
+from slime.utils.rollout_split import SplitConfig, split_by_dp
 from slime.utils.types import Sample
 
 NUM_GPUS = 0
@@ -140,7 +142,8 @@ def test_rewards_lengths_and_truncation_give_each_rollout_one_vote():
     truncated, lengths = [1 - int(reward) for reward in rewards], [3 + 6 * int(reward) for reward in rewards]
     batch = plain_batch(rewards=rewards, truncated=truncated, response_lengths=lengths, rollout_sample_counts=counts)
     found = metrics_of(batch)
-    assert (found["rewards"], found["truncated"]) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
+    assert found["rewards"] == pytest.approx(2 / 3)
+    assert "truncated" not in found, "cuts are of what was sampled, which the trainers do not have"
     assert (found["response_lengths"], found["total_lengths"]) == (pytest.approx(7), pytest.approx(17))
     assert (found["num_samples"], found["num_rollouts"]) == (15, pytest.approx(3))
 
@@ -161,6 +164,19 @@ def test_the_mean_of_a_whole_batch_field_is_the_batchs_however_uneven_the_ranks(
     shards = [{**whole, "partition": p, "response_lengths": [1] * len(p), "rewards": [0.5] * len(p)} for p in ([0, 1, 2, 3], [4])]
     found = metrics_of(*[arrive(shard, rank) for rank, shard in enumerate(shards)])
     assert found["raw_reward"] == 0.6 and found["num_samples"] == 5
+
+
+def test_the_raw_reward_takes_what_the_model_failed_at_as_zero():
+    """Rewards 1, 1 and a cut sample's 7, which the gate rejected, plus a rejected rollout that is not in the batch: (1 + 1 + 0 + 0) / 4."""
+    rows = {"tokens": [[1, 2]] * 3, "response_lengths": [1] * 3, "raw_reward": [1.0, 1.0, 7.0], "rewards": [1.0] * 3}
+    data = {**rows, "valid": [True, True, False], "invalid_reason": [None, None, "truncated"], "model_failure": [False, False, True]}
+    for expected, dropped in ((2 / 3, []), (0.5, [None]), (0.5, [9, 9]), (0.5, [9])):
+        split = split_by_dp(data, SplitConfig(3, 3, ScheduleConfig(2, 2, token_cap=8), pad_to=8), dropped_failures=dropped)
+        assert metrics_of(*[localize(shard, rank) for rank, shard in enumerate(split.shards)])["raw_reward"] == pytest.approx(expected)
+    # a failed sample shares the vote of its rollout, in the batch or not
+    fan_out = {**data, "rollout_ids": [0, 1, 1]}
+    split = split_by_dp(fan_out, SplitConfig(3, 3, ScheduleConfig(1, 1, token_cap=8), pad_to=8), dropped_failures=[0, 0])
+    assert metrics_of(localize(next(iter(split.shards)), 0))["raw_reward"] == pytest.approx((1 / 3 + 1 / 2) / 2)
 
 
 def test_lengths_are_the_partitions_lengths():

@@ -1,10 +1,16 @@
 """Rewards by group: the half of the advantage that needs every sibling. Each test names the report it answers."""
 
+import dataclasses
 import logging
 import math
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import pytest
+from support.rollout_args import rollout_args
 
 from slime.config.cli import parse_command_line
 from slime.exceptions import RolloutDataError
@@ -30,6 +36,52 @@ def test_uneven_groups_are_normalized_by_id_and_not_as_one_batch():
     values, statistics = normalize(rewards, groups)
     assert values == [0.5, -0.5, 0.5, -0.5, 0, 0, 0, -0.5, -0.5, 0.5, 0.5]
     assert (statistics.num_groups, statistics.num_no_spread_groups) == (3, 1)
+
+
+def test_all_samples_of_an_execution_have_its_one_advantage():
+    """Executions A with rewards (1, 0) and B with 0: A's mean 0.5 against B's 0, whatever the estimator divides by, and A's samples share it."""
+    fan = {"rollout_ids": [0, 0, 1]}
+    assert normalize([1, 0, 0], [0] * 3, **fan)[0] == [0.25, 0.25, -0.25]
+    assert normalize([1, 0, 0], [0] * 3, leave_one_out=True, **fan)[0] == [0.5, 0.5, -0.5]
+    assert normalize([1, 0, 0], [0] * 3, std=True, **fan)[0] == pytest.approx([math.sqrt(0.5)] * 2 + [-math.sqrt(0.5)], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "largest"), [([1, 0, 1, 0, 1, 0.02], 1.16), ([1, 0, 1, 0, 1, 0], 0.0), ([1, 0, 0, 1, 0.5, 0.5], 0.0), ([3, 3, 3, 3, 3, 3], 0.0)]
+)
+def test_executions_of_nearly_equal_means_give_advantages_of_ordinary_size(rewards, largest):
+    """Three executions of two samples: (1, 0), (1, 0), (1, 0.02) once gave +-86 under grpo. Equal means have no spread and give 0."""
+    values, statistics = normalize(rewards, [0] * 6, std=True, rollout_ids=[0, 0, 1, 1, 2, 2])
+    assert max(map(abs, values)) == pytest.approx(largest, abs=0.01) and values[0] == values[1] and values[4] == values[5]
+    assert statistics.num_no_spread_groups == (largest == 0.0)
+
+
+@pytest.mark.parametrize("divide_by_std", [True, False])
+@pytest.mark.parametrize("leave_one_out", [True, False])
+def test_advantages_of_any_fan_out_are_finite_and_balance_over_executions(divide_by_std, leave_one_out):
+    """Up to 4 executions of up to 4 samples with rewards of many sizes, some invalid: finite, one value an execution, sum 0 in each group."""
+    rng = np.random.default_rng(5)
+    for _ in range(300):
+        rollouts = np.repeat(np.arange(rng.integers(1, 5)), rng.integers(1, 5))
+        rewards = rng.choice([0, 1, 0.02, 1e-9, 1e6, 1 / 3], size=len(rollouts)) * rng.choice([1, -1])
+        valid = rng.random(len(rollouts)) < 0.8
+        values, _ = normalize(rewards, [7] * len(rollouts), valid.tolist(), std=divide_by_std, leave_one_out=leave_one_out, rollout_ids=rollouts)
+        by_execution = {r: {v for v, rr, ok in zip(values, rollouts, valid, strict=True) if rr == r and ok} for r in set(rollouts[valid])}
+        assert all(len(found) == 1 for found in by_execution.values()), "one advantage per execution"
+        assert np.isfinite(values).all() and abs(sum(max(f) for f in by_execution.values())) < 1e-3 * max(1, np.abs(rewards).max() * 1e-3)
+        if divide_by_std and not leave_one_out:
+            assert np.abs(values).max(initial=0) <= 2.0, "(k - 1) / sqrt(k) is the largest for k <= 4 members"
+
+
+def test_every_sample_may_be_a_member_of_its_own():
+    """--fan-out-baseline row: executions (1, 0) and (0,): the mean is over three samples."""
+    samples = [Sample(group_index=0, rollout_id=r, index=i, reward=reward) for i, (r, reward) in enumerate([(0, 1.0), (0, 0.0), (1, 0.0)])]
+    config = ColumnsConfig(divide_by_std=False)
+    assert compute_rewards(samples, config)[1] == [0.25, 0.25, -0.25]
+    by_row = dataclasses.replace(config, baseline_by_row=True)
+    assert compute_rewards(samples, by_row)[1] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
+    parsed = ColumnsConfig.from_args(rollout_args(fan_out_baseline="row"))
+    assert parsed.baseline_by_row and not ColumnsConfig.from_args(rollout_args()).baseline_by_row
 
 
 def test_order_does_not_matter():

@@ -28,7 +28,7 @@ from slime.utils.rollout_dump import (
     save_debug_rollout_data,
     subsample_groups,
 )
-from slime.utils.types import Sample
+from slime.utils.types import Sample, SpecInfo
 
 NUM_GPUS = 0
 CONFIG = RolloutMetricsConfig()
@@ -68,17 +68,77 @@ def test_status_sources_and_removed_samples_are_counted():
 
 
 def test_an_invalid_sample_moves_no_mean_and_is_still_counted():
-    """Its reward of 1000 and its 4000 tokens are about nothing; a rollout of which nothing is valid was sampled all the same."""
+    """Its reward of 1000 and its 4000 tokens are about nothing; a rollout of which nothing is valid was sampled all the same. What the model wrote
+    was wrong all the same: in the mean over everything sampled it is a 0."""
     samples = [
         make_sample(i, response_length=12, rollout_id=i, metadata={"source_name": "ab"[i % 2]}, reward=1.0) for i in range(3)
     ]
     bad = {"valid": False, "invalid_reason": "too_long", "reward": 1000.0, "response_length": 4000, "rollout_id": 3}
     found = compute_metrics_from_samples(CONFIG, [*samples, make_sample(3, metadata={"source_name": "b"}, **bad)])
-    assert (found["response_len/mean"], found["response_len/max"], found["reward/mean"]) == (12, 12, 1)
+    assert (found["response_len/mean"], found["response_len/max"], found["reward/mean_kept"]) == (12, 12, 1)
     assert (found["source/b/reward"], found["source/b/response_len"], found["source/b/count"]) == (1, 12, 2)
     assert (found["num_sampled_rollouts"], found["num_sampled_samples"], found["invalid_count"]) == (4, 4, 1)
+    assert found["reward/mean"] == 0.75
     nothing = compute_metrics_from_samples(CONFIG, [make_sample(3, **bad)])
-    assert not [name for name in nothing if name.startswith("response_len/") or name.startswith("reward/mean")]
+    assert not [name for name in nothing if name.startswith("response_len/")]
+    assert nothing["reward/mean"] == 0 and "reward/mean_kept" not in nothing
+    lost = compute_metrics_from_samples(CONFIG, [make_sample(3, **{**bad, "invalid_reason": "bad_logprob"})])
+    assert not [name for name in lost if name.startswith("reward/mean")], "an answer that was lost is neither right nor wrong"
+
+
+def test_the_first_reward_is_over_everything_sampled_also_what_filters_dropped():
+    """Two rollouts kept with rewards 1 and 1, one cut at the limit although it was right, and a group of two zeros that a filter dropped: 2 / 5."""
+    samples = [make_sample(i, reward=1.0) for i in range(3)]
+    samples[2].valid, samples[2].invalid_reason, samples[2].status = False, "truncated", Sample.Status.TRUNCATED
+    filtered = [make_sample(8 + i, reward=0.0) for i in range(2)]
+    found = compute_metrics_from_samples(CONFIG, samples, filtered=filtered)
+    assert (found["reward/mean"], found["reward/mean_kept"]) == (0.4, 1.0)
+    assert found["truncated_ratio"] == 0.2 and found["num_sampled_samples"] == 5
+
+
+@pytest.mark.parametrize("masked", [{"loss_mask": [0] * 8}, {"remove_sample": True}])
+def test_a_response_that_a_users_function_masks_keeps_its_length(masked):
+    """Lengths 5 and 8, the second cut and masked, or removed: 5, 8 and 6.5, not 0 and 2.5."""
+    samples = [make_sample(0, response_length=5), make_sample(1, response_length=8, status=Sample.Status.TRUNCATED, **masked)]
+    found = compute_metrics_from_samples(CONFIG, samples)
+    assert [found[f"response_len/{name}"] for name in ("min", "max", "mean")] == [5, 8, 6.5]
+
+
+def test_a_length_counts_what_the_model_sampled_and_not_what_a_tool_wrote():
+    """Seven response tokens: two sampled and trained, two of a tool (log-prob 0), three sampled and masked by a user's function: 5."""
+    sample = make_sample(0, response_length=7, loss_mask=[1, 1, 0, 0, 0, 0, 0], rollout_log_probs=[-0.5, -0.1, 0.0, 0.0, -0.2, -0.3, -0.4])
+    assert compute_metrics_from_samples(CONFIG, [sample])["response_len/mean"] == 5
+    sample.rollout_log_probs = None
+    assert compute_metrics_from_samples(CONFIG, [sample])["response_len/mean"] == 2
+
+
+def test_a_rate_is_the_ratio_of_two_sums():
+    """1 of 2 and 90 of 100 drafted tokens accepted: 91 / 102, not the mean 0.70 of the two rates."""
+    infos = [
+        SpecInfo(spec_accept_token_num=1, spec_draft_token_num=2, spec_verify_ct=2, completion_token_num=3),
+        SpecInfo(spec_accept_token_num=90, spec_draft_token_num=100, spec_verify_ct=20, completion_token_num=110),
+    ]
+    found = compute_metrics_from_samples(CONFIG, [make_sample(i, spec_info=info) for i, info in enumerate(infos)])
+    assert found["spec_accept_rate"] == 91 / 102 and found["spec_accept_length"] == 113 / 22
+
+
+def test_a_source_whose_groups_are_all_filtered_takes_no_other_series_with_it():
+    """Of two sources one is dropped by a filter, or is not in this rollout at all: the other's series go on."""
+    math_ = [make_sample(i, metadata={"source_name": "math"}) for i in range(2)]
+    code = [make_sample(4 + i, metadata={"source_name": "code"}, status=Sample.Status.TRUNCATED) for i in range(2)]
+    found = compute_metrics_from_samples(CONFIG, math_, filtered=code)
+    assert (found["source/math/count"], found["source/math/reward"], found["source/math/response_len"]) == (2, 0.5, 10.5)
+    assert (found["source/code/count"], found["source/code/truncated_ratio"]) == (2, 1) and "source/code/reward" not in found
+    assert compute_metrics_from_samples(CONFIG, math_)["source/math/count"] == 2
+    assert not [name for name in compute_metrics_from_samples(CONFIG, [make_sample(0)]) if name.startswith("source/")]
+
+
+def test_a_groups_spread_is_between_executions():
+    """Two rollouts of one group that emitted rewards (1, 0) and (1, 0) have equal means, so the group has no spread."""
+    samples = [make_sample(i, group_index=0, rollout_id=i // 2, reward=float(i % 2 == 0)) for i in range(4)]
+    assert compute_metrics_from_samples(CONFIG, samples)["zero_std/count"] == 1
+    samples[1].reward = 0.5
+    assert compute_metrics_from_samples(CONFIG, samples)["zero_std/count"] == 0
 
 
 def test_rewards_that_are_none_nan_or_keyed_do_not_crash_a_metric():
@@ -218,6 +278,14 @@ def test_evaluation_counts_every_row_once_and_groups_by_id():
         and found["-truncated_ratio"] == pytest.approx(1 / 6)
     )
     assert eval_metrics(CONFIG, {"rewards": [1.0, None]}, group_size=1)[""] == 1.0
+
+
+@pytest.mark.parametrize("group_index", [0, None])
+def test_an_attempt_of_an_evaluation_has_one_vote_however_many_samples_it_emitted(group_index):
+    """Attempt 1 emits two samples of reward 1, attempt 2 one of 0: mean and pass@1 are 0.5, not 0.667; pass@2 is 1."""
+    samples = [make_sample(i, group_index=group_index, rollout_id=rollout) for i, rollout in enumerate([-1, -1, None])]
+    found = eval_metrics(RolloutMetricsConfig(log_passrate=True), {"rewards": [1.0, 1.0, 0.0], "samples": samples}, group_size=2)
+    assert (found[""], found["-pass@1"], found["-pass@2"]) == (0.5, 0.5, 1.0)
 
 
 # --- dumps ----------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import sys
 from pathlib import Path
 
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 from support.gate_golden import load_tokenizer
 from support.gate_samples import reasons_of
+from support.rollout_args import rollout_args
 
 from slime.rollout.postprocess import GateConfig, Level, check_responses, postprocess_output_data
 from slime.rollout.postprocess.alignment import Codec, classify_mismatch, codec_of
 from slime.rollout.postprocess.contract import FORMAT_PRESETS, MismatchCause
+from slime.rollout.postprocess.shell import gate_config_from_args
 from slime.utils.types import Sample, Status
 
 NUM_GPUS = 0
@@ -192,6 +195,19 @@ def test_finish_reason_is_checked_against_the_last_token():
     for batch in (unread, as_arrays):
         counts = run(batch, GateConfig(min_response_tokens=99)).statistics.counts
         assert counts["stop_without_eos"] == 1 and counts["length_with_eos"] == 1 and "decoded" not in counts
+
+
+def test_every_end_id_of_the_checkpoint_ends_a_response(tmp_path):
+    """A generation config with four end ids, and a stop id of the options: a response that stops at any of them stopped at an end token."""
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6, 7, 8]}))
+    config = gate_config_from_args(rollout_args(hf_checkpoint=str(tmp_path), rollout_stop_token_ids=[9]))
+    assert config.eos_token_ids == {5, 6, 7, 8, 9}
+    ends = [5, 6, 7, 8, 9, 10]
+    samples = [encoded("a", ids=[11, end]) for end in ends]
+    counts = run(samples, dataclasses.replace(config, text_source="engine", context_length=None)).statistics.counts
+    assert counts["stop_without_eos"] == 1, "only the one that ends with 10"
+    own = encoded("a")
+    assert run([own], config).statistics.counts.get("stop_without_eos", 0) == 0, "the tokenizer's end token beside them"
 
 
 def test_ids_beyond_the_tokenizer_are_refused_before_decoding():

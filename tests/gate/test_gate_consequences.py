@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import pytest
 from support.gate_samples import sound_sample
-from support.manager import dirty_rollout, manager_of
+from support.manager import dirty_rollout, evaluated, manager_of
 
 from slime.ray import rollout as manager_module
 from slime.rollout import scoring
@@ -252,6 +252,47 @@ def test_a_recorded_rollout_and_an_evaluation_go_through_the_gate_too(tmp_path, 
     assert manager.logged["gate/total"] == 16 and manager.logged["gate/count/bad_token"] == 1
     manager.eval(0)
     assert manager.logged["eval/gate/total"] == 16 and manager.logged["eval/gate/count/bad_token"] == 1
+    manager.gate.close()
+
+
+def test_the_groups_of_two_evaluation_sets_are_not_one_group(tmp_path, monkeypatch):
+    """Each set counts its groups from 0: group 0 of one and group 0 of the other have different prompts, and nothing is wrong with that."""
+    manager = manager_of(dirty_rollout(), tmp_path, monkeypatch)
+    sets = {name: evaluated([sound_sample(i, prompt=f"{name} {i // 4}") for i in range(8)]) for name in ("one", "two")}
+    manager.eval_generate_rollout = lambda args, rollout_id, source, evaluation: sets
+    manager.eval(0)
+    assert manager.logged["eval/gate/groups/mixed"] == 0 and manager.logged["eval/gate/groups/count"] == 4
+    assert [s.group_index for s in sets["two"]["samples"]] == [0] * 4 + [1] * 4, "the samples themselves stay as they are"
+    manager.gate.close()
+
+
+def test_cuts_and_rewards_are_of_everything_sampled_and_the_same_under_mark_and_drop(tmp_path, monkeypatch):
+    """One of sixteen samples is cut and rejected: rollout/truncated is 1/16 although no cut trains, also in a replay. The first reward takes it, and the empty
+    response with its 50 points, as 0: (0 + 2 + 0 + 2 + 1 + 2 + 0 + 1 + 0 + 1 + 0) / 13."""
+    found = []
+    for policy in ("mark", "drop"):
+        manager = manager_of(dirty_rollout(), tmp_path / policy, monkeypatch, gate_policy=policy)
+        manager.generate(0)
+        manager.gate.close()
+        names = ("truncated", "truncated_ratio", "reward/mean", "reward/mean_kept", "num_sampled_samples", "invalid_count")
+        found.append([manager.logged[f"rollout/{name}"] for name in names])
+    kept = [float(i % 3) for i in range(16) if i not in (1, 4, 6, 11, 14)]
+    assert found[0] == found[1] == [1 / 16, 1 / 16, pytest.approx(sum(kept) / 13), pytest.approx(sum(kept) / 11), 16, 5]
+
+
+def test_tokens_of_dropped_groups_count_in_the_throughput(tmp_path, monkeypatch):
+    """8 tokens kept and 32 dropped by a filter in one second are 40 tokens a second."""
+    from slime.observability import rollout_metrics
+    from slime.rollout.base_types import RolloutFnTrainOutput
+
+    kept, gone = [sound_sample(i, length=2) for i in range(4)], [sound_sample(4 + i, length=8) for i in range(4)]
+    manager = manager_of(kept, tmp_path, monkeypatch, rollout_num_gpus=1)
+    output = RolloutFnTrainOutput(kept, dropped={"easy": 4}, dropped_groups=[("easy", gone)])
+    manager.generate_rollout = lambda *args, **kwargs: output
+    perf = rollout_metrics.compute_perf_metrics_from_samples
+    monkeypatch.setattr(rollout_metrics, "compute_perf_metrics_from_samples", lambda config, samples, seconds: perf(config, samples, 1.0))
+    manager.generate(0)
+    assert manager.logged["perf/tokens_per_gpu_per_sec"] == 40
     manager.gate.close()
 
 

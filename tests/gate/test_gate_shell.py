@@ -48,7 +48,8 @@ def options(**changes):
         "custom_generate_function_path": None, "ci_test": False, "debug_rollout_only": False, "use_rollout_logprobs": False,
         "use_tis": False, "get_mismatch_metrics": False, "rollout_max_context_len": None, "vocab_size": None,
         "rollout_skip_special_tokens": True, "rollout_stop": None, "reward_key": None, "eval_reward_key": None, "run_dir": None,
-        "start_rollout_id": None, "custom_reward_post_process_path": None,
+        "start_rollout_id": None, "custom_reward_post_process_path": None, "hf_checkpoint": None, "rollout_stop_token_ids": None,
+        "rollout_batch_size": 8, "n_samples_per_prompt": 4,
     }  # fmt: skip
     return types.SimpleNamespace(**{**dataclasses.asdict(GateOptions()), **others, **changes})
 

@@ -106,6 +106,15 @@ def test_the_share_removed_by_cheap_checks_is_reported():
     assert statistics_of(samples).cheap_share == 0.75
 
 
+def test_fan_out_samples_with_prompts_of_their_own_are_no_mixed_group():
+    """Executions 1 and 2 of group 0 emitted two samples with a prompt each; executions 3 and 4 of group 1 have one prompt each, and not the same."""
+    rows = [(0, 1, "a"), (0, 1, "b"), (0, 2, "a"), (0, 2, "c"), (1, 3, "d"), (1, 3, "d"), (1, 4, "e"), (2, None, "f"), (2, None, "f")]
+    samples = [sound_sample(i, group_index=g, rollout_id=r, prompt=prompt) for i, (g, r, prompt) in enumerate(rows)]
+    assert postprocess_output_data(samples, GateConfig()).statistics.groups()["mixed"] == [1]
+    halves = [postprocess_output_data(part, GateConfig()).statistics for part in (samples[:5], samples[5:])]
+    assert GateStatistics.merge(halves).groups()["mixed"] == [1]
+
+
 def test_groups_are_counted_with_their_valid_members_and_mixed_prompts_are_reported():
     """A61, A62: a mixed group degrades silently; equal prompt texts in two groups are two groups."""
     samples = batch(12, 7)

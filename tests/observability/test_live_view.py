@@ -61,6 +61,14 @@ def test_rollout_is_printed_once_and_whole_while_the_next_is_generated():
     assert state.on_end() == ["rollout 2  reward 0.5  grad norm 2.5  step s 3"]
 
 
+def test_the_reward_that_is_shown_is_over_everything_sampled_whatever_is_logged_later():
+    """The rollout side logs the mean over everything sampled and that of what the gate kept; the trainers' record comes after them."""
+    state = RunState(started=0.0)
+    first = {"rollout/reward/mean": 0.69, "rollout/reward/mean_kept": 0.87}
+    feed(state, metric("rollout/step", 0) | {"metrics": first}, metric("rollout/step", 0, rollout__raw_reward=0.5))
+    assert state.on_end() == ["rollout 1  reward 0.69  reward kept 0.87"]
+
+
 def test_rollout_without_timing_is_printed_too():
     """Rollouts that train only the critic, or none, have no perf/step_time and still get their lines."""
     state = RunState(started=0.0)

@@ -21,7 +21,7 @@ from support.rollout_args import fresh_rollout_state, rollout_args, tokenizer_fo
 from slime.exceptions import ConfigError, EngineError, RolloutDataError
 from slime.rollout import engine_client
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
-from slime.rollout.evaluation import merge_groups
+from slime.rollout.evaluation import merge_groups, number_attempts
 from slime.rollout.filter_hub.base_types import (
     DynamicFilterOutput,
     MetricGatherer,
@@ -293,11 +293,12 @@ def group(*rewards, valid=None):
         (group(1, 0, 0, 0), True, None), (group(1, 1, 1, 0), True, None), (group(1, 1, 1, 1), False, "zero_std_1"),
         (group(0.1 + 0.2, 0.3, 0.3, 0.3), False, "zero_std_0.3"), (group(None, None), False, "no_rewards"),
         (group(1, float("nan"), 1), False, "zero_std_1"), (group(1, 0, valid=[True, False]), False, "zero_std_1"),
-        ([group(1, 1), group(0)], True, None),
+        ([group(1, 1), group(0)], True, None), ([group(1, 0), group(1, 0)], False, "zero_std_0.5"),
+        ([Sample(reward=r, rollout_id=i // 2) for i, r in enumerate([1, 0, 0, 1])], False, "zero_std_0.5"),
     ],
 )  # fmt: skip
 def test_a_group_is_kept_whole_or_dropped_whole_by_the_spread_of_its_usable_rewards(samples, keep, reason):
-    """[1,0,0,0] must not lose its only right answer; None, NaN and invalid members have no say."""
+    """[1,0,0,0] must not lose its only right answer; None, NaN and invalid members have no say; an execution of several samples has its mean."""
     args = types.SimpleNamespace(reward_key=None)
     output = check_reward_nonzero_std(args, samples)
     assert output.keep is keep and (reason is None or output.reason.startswith(reason))
@@ -436,6 +437,14 @@ def test_evaluation_scores_every_dataset_with_its_sampling_and_counts_failures(t
     data = output.data["one"]
     assert len(data["rewards"]) == len(data["truncated"]) == 19 and data["samples"][0].group_index == 0
     assert [s.index for s in data["samples"]] == [i for i in range(20) if i != 4]
+
+
+def test_the_samples_of_an_attempt_have_one_number():
+    """Attempt 0 of group 0 emitted two samples, the second attempt one, group 1 a list of three that name their rollout."""
+    two, one = [Sample(index=0), Sample(index=0)], Sample(index=1)
+    named = [Sample(index=2, rollout_id=7) for _ in range(3)]
+    number_attempts([[two, one], [named, [Sample(index=3)]]])
+    assert [s.rollout_id for s in two] == [-1, -1] and one.rollout_id is None and {s.rollout_id for s in named} == {7}
 
 
 def test_an_evaluation_that_cannot_be_is_refused(tmp_path):

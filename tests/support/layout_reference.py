@@ -273,9 +273,7 @@ def phase_metrics(records: list[dict], samples: dict[int, ReferenceSample], fiel
     metrics["raw_reward"] = _vote_per_rollout(
         {i: r["reward"] for i, r in valid.items()}, {i: r["rollout_id"] for i, r in valid.items()}
     )
-    for name in ("truncated", "round_number"):
-        row = {i: float(records[i]["status"] == name) if name == "truncated" else records[i]["metadata"][name] for i in samples}
-        metrics[name] = _vote_per_rollout(row, rollout_ids)
+    metrics["round_number"] = _vote_per_rollout({i: records[i]["metadata"]["round_number"] for i in samples}, rollout_ids)
     trained = {sample.rollout_id for sample in samples.values() if any(sample.loss_mask)}
     metrics["num_samples"] = sum(sample.rollout_id in trained for sample in samples.values())
     metrics["num_rollouts"] = len(trained)

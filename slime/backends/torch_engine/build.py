@@ -13,9 +13,10 @@ from slime.backends.torch_engine.model import Decoder
 from slime.backends.torch_engine.model_config import read_decoder_config
 from slime.backends.torch_engine.model_runner import ModelRunner
 from slime.backends.torch_engine.running_batch import RunningBatch
-from slime.backends.torch_engine.tokenizer import EngineTokenizer, read_eos_token_ids
+from slime.backends.torch_engine.tokenizer import EngineTokenizer
 from slime.backends.torch_engine.weights import dtype_name, load_checkpoint
 from slime.exceptions import ConfigError
+from slime.utils.hf_folder import read_eos_token_ids
 
 DEFAULT_MAX_RUNNING = 1024
 DEFAULT_FRACTION = {"cpu": 0.2, "cuda": 0.8}
@@ -64,7 +65,7 @@ def load_engine(config: EngineConfig, *, notify: Notify) -> LoadedEngine:
     if config.deterministic:
         decoder.make_deterministic()
     tokenizer = EngineTokenizer.from_folder(config.hf_checkpoint)
-    eos_token_ids = read_eos_token_ids(config.hf_checkpoint, tokenizer)
+    eos_token_ids = read_eos_token_ids(config.hf_checkpoint, None if tokenizer is None else tokenizer.eos_token_id)
     max_running = config.max_running_requests or DEFAULT_MAX_RUNNING
     pages = 1 + num_pages(_cache_tokens(config, decoder, context_length=context_length, max_running=max_running))
     runner = ModelRunner(

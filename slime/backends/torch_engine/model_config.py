@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 from slime.exceptions import ConfigError
+from slime.utils.hf_folder import read_json
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
@@ -61,21 +61,6 @@ class DecoderConfig:
     def kv_size(self) -> int:
         """Width of all key heads together, equal to that of the value heads."""
         return self.num_kv_heads * self.head_dim
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in `path`. ConfigError names the file when it is missing or malformed."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path} does not exist. Give a Hugging Face folder: config.json, *.safetensors, tokenizer.json."
-        ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds a JSON {type(value).__name__}, expected an object.")
-    return value
 
 
 def read_decoder_config(folder: str | Path) -> DecoderConfig:

@@ -7,23 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.backends.torch_engine.model_config import read_json
 from slime.exceptions import ConfigError
-
-
-def read_eos_token_ids(folder: str | Path, tokenizer: EngineTokenizer | None) -> tuple[int, ...]:
-    """Returns every id that ends a response: those of generation_config.json, config.json and the tokenizer's eos_token together."""
-    found: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        path = Path(folder) / name
-        value = read_json(path).get("eos_token_id") if path.exists() else None
-        found += [value] if isinstance(value, int) else list(value or ())
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        found.append(tokenizer.eos_token_id)
-    bad = [value for value in found if not isinstance(value, int) or value < 0]
-    if bad:
-        raise ConfigError(f"{folder}: eos_token_id has {bad}, expected token ids.")
-    return tuple(dict.fromkeys(found))
+from slime.utils.hf_folder import read_json
 
 
 @dataclasses.dataclass(frozen=True)

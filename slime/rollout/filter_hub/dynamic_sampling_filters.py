@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-from slime.rollout.rewards import reward_number
+from slime.rollout.rewards import execution_values, reward_number
 from slime.utils.types import Sample
 
 # Rewards closer than this are equal: 0.1 + 0.2 and 0.3 are one reward.
@@ -15,7 +15,7 @@ SMALLEST_STD = 1e-6
 
 
 def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
-    """Keeps a group whose rewards differ (standard deviation over its scored, valid members > 1e-6)."""
+    """Keeps a group whose rewards differ (standard deviation over its executions, of what is scored and valid, > 1e-6)."""
     rewards = usable_rewards(args, samples)
     keep = _std(rewards) > SMALLEST_STD
     return DynamicFilterOutput(keep=keep, reason=None if keep else _reason(rewards))
@@ -29,10 +29,16 @@ def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **k
 
 
 def usable_rewards(args: Any, samples: Iterable[Any]) -> list[float]:
-    """The finite rewards of a group's valid members. None, NaN and invalid members are left out."""
-    flat = (member for item in samples for member in (item if isinstance(item, list) else [item]))
-    values = [reward_number(sample.reward, args.reward_key, index=sample.index) for sample in flat if sample.valid]
-    return [value for value in values if math.isfinite(value)]
+    """The finite reward of each execution of a group, the mean over its valid samples, as the group's baseline takes it. A list among `samples` is one
+    execution, as are samples with one `rollout_id`. None, NaN and invalid samples are left out."""
+    rewards: list[float] = []
+    keys: list[Any] = []
+    for position, item in enumerate(samples):
+        for sample in item if isinstance(item, list) else [item]:
+            if sample.valid:
+                rewards.append(reward_number(sample.reward, args.reward_key, index=sample.index))
+                keys.append(("place", position) if sample.rollout_id is None else sample.rollout_id)
+    return list(execution_values(rewards, keys).values())
 
 
 def _std(rewards: list[float]) -> float:

@@ -71,6 +71,11 @@ def reason_of_code(code: int) -> InvalidReason | None:
     return REASONS[code - 1] if code else None
 
 
+def is_model_failure(sample: Any) -> bool:
+    """Whether the gate rejected this sample for what the model wrote, and not because its answer was lost."""
+    return not sample.valid and REASON_OF_VALUE.get(sample.invalid_reason) in MODEL_FAILURES
+
+
 class Policy(str, enum.Enum):
     """What happens to a sample with a reason: stays with valid=False; leaves the list; stays valid with the reason visible."""
 
@@ -239,8 +244,8 @@ class ScheduleStep:
 class GateConfig:
     """All that decides a verdict. Pure code gets this, never `args`.
 
-    Lengths are tokens. `margin` is the share of `context_length` left free. `vocab_size`, `eos_token_ids` None/empty: taken from
-    the tokenizer where one is given, else that part of the check is silent. `rewards_expected`: the batch has been scored.
+    Lengths are tokens. `margin` is the share of `context_length` left free. `vocab_size` None: taken from the tokenizer where one is given.
+    `eos_token_ids`: ids that end a response, beside the tokenizer's own; without any, that part is silent. `rewards_expected`: the batch has been scored.
     `evaluation`: report only; samples come out unmarked.
     """
 

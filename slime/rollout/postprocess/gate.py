@@ -222,7 +222,7 @@ def _count_finish_reasons(chunk: Chunk) -> None:
     """Counts finish reasons, and how they agree with the last token: "stop" without an end token, "length" with one."""
     for code, name in enumerate(FINISH_NAMES):
         chunk.counts[f"finish_{name}"] += int(np.count_nonzero(chunk.finish == code))
-    eos = chunk.config.eos_token_ids or (chunk.codec.eos_token_ids if chunk.codec is not None else frozenset())
+    eos = chunk.config.eos_token_ids | (chunk.codec.eos_token_ids if chunk.codec is not None else frozenset())
     if not eos:
         return
     rows = np.flatnonzero(((chunk.finish == 1) | (chunk.finish == 2)) & (chunk.response_lengths > 0) & (chunk.total_lengths > 0))

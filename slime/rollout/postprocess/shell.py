@@ -33,6 +33,7 @@ from slime.rollout.postprocess.gate import PostprocessResult, adapt, assemble, j
 from slime.rollout.postprocess.history import GateHistory
 from slime.rollout.postprocess.parallel import judge_in_parallel
 from slime.rollout.postprocess.snapshots import DroppedGroups, SnapshotWriter
+from slime.utils.hf_folder import read_eos_token_ids
 
 logger = logging.getLogger(__name__)
 RECORD_FILE = "gate.jsonl"
@@ -212,6 +213,7 @@ def gate_config_from_args(args: Any, tokenizer: Any = None) -> GateConfig:
         context_length=args.rollout_max_context_len,
         margin=args.gate_context_margin,
         vocab_size=args.vocab_size,
+        eos_token_ids=_end_ids(args),
         text_source=text_source,
         compare_text=args.gate_compare_text == "on" or (args.gate_compare_text == "auto" and debugging),
         correct_text=args.gate_correct_text,
@@ -228,6 +230,12 @@ def gate_config_from_args(args: Any, tokenizer: Any = None) -> GateConfig:
         engine_version=engine_version(),
         tokenizer_version=tokenizer_version(tokenizer),
     )
+
+
+def _end_ids(args: Any) -> frozenset[int]:
+    """Every id at which the engine ends a response: the checkpoint's and the stop ids of the options."""
+    of_model = read_eos_token_ids(args.hf_checkpoint) if args.hf_checkpoint else ()
+    return frozenset([*of_model, *(args.rollout_stop_token_ids or ())])
 
 
 def parse_schedule_step(text: str) -> ScheduleStep:

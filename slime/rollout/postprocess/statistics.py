@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from slime.rollout.postprocess.gate import Outcome
     from slime.utils.types import Sample
 
-NO_GROUP = -1
+NO_GROUP = NO_ROLLOUT = -1
 MAX_SHARE_OF_ITERATION = 0.10
 _QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 _MAX_GROUPS_IN_RECORD = 500
@@ -62,14 +62,16 @@ class Drift:
 class GateStatistics:
     """Statistics of one gate call, or of several merged.
 
-    codes, findings [N] int8: reason codes (0 = none); lengths [N] int32 response tokens; group_ids [N] int64 (-1 = none);
-    prompt_digests [N] uint64. counts and seconds are sums over the parts. `iteration_seconds`: the whole iteration, if known.
+    codes, findings [N] int8: reason codes (0 = none); lengths [N] int32 response tokens; group_ids [N] int64 (-1 = none); rollout_ids [N] int64
+    (-1 = an execution of its own); prompt_digests [N] uint64. counts and seconds are sums over the parts. `iteration_seconds`: the whole
+    iteration, if known.
     """
 
     codes: np.ndarray
     findings: np.ndarray
     lengths: np.ndarray
     group_ids: np.ndarray
+    rollout_ids: np.ndarray
     prompt_digests: np.ndarray
     counts: dict[str, int]
     seconds: dict[str, float]
@@ -87,7 +89,7 @@ class GateStatistics:
         for part in parts:
             counts.update(part.counts)
             seconds.update(part.seconds)
-        names = ("codes", "findings", "lengths", "group_ids", "prompt_digests")
+        names = ("codes", "findings", "lengths", "group_ids", "rollout_ids", "prompt_digests")
         columns: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
         return GateStatistics(**columns, counts=dict(counts), seconds=dict(seconds), versions=dict(parts[0].versions))
 
@@ -152,24 +154,32 @@ class GateStatistics:
         )
 
     def groups(self) -> dict[str, Any]:
-        """Group integrity: number, sizes {size: groups}, groups with 0 and with 1 valid member, ids whose members have different prompts."""
+        """Group integrity: number, sizes {size: groups}, groups with 0 and with 1 valid member, ids whose executions have different prompts."""
         grouped = self.group_ids != NO_GROUP
         ids, inverse, sizes = np.unique(self.group_ids[grouped], return_inverse=True, return_counts=True)
         valid = np.bincount(inverse, weights=(self.codes == 0)[grouped], minlength=len(ids))
-        pairs = np.unique(
-            np.stack([self.group_ids[grouped].view(np.uint64), self.prompt_digests[grouped]], axis=1), axis=0
-        )
-        first = pairs[:, 0].view(np.int64)
-        mixed = np.unique(first[1:][first[1:] == first[:-1]])
         counted, times = np.unique(sizes, return_counts=True)
         return {
             "count": len(ids),
             "sizes": {int(size): int(count) for size, count in zip(counted, times, strict=True)},
             "without_valid": int((valid == 0).sum()),
             "with_one_valid": int((valid == 1).sum()),
-            "mixed": mixed.tolist(),
+            "mixed": self._mixed_groups(grouped),
             "ungrouped": int((~grouped).sum()),
         }
+
+    def _mixed_groups(self, grouped: np.ndarray) -> list[int]:
+        """Ids of groups with two executions of different prompts. An execution whose samples have prompts of their own (fan-out) says nothing."""
+        ids, prompts = self.group_ids[grouped].view(np.uint64), self.prompt_digests[grouped]
+        rollouts = self.rollout_ids[grouped]
+        alone = rollouts == NO_ROLLOUT
+        rollouts = np.where(alone, -2 - np.arange(len(rollouts)), rollouts).view(np.uint64)
+        triples = np.unique(np.stack([ids, rollouts, prompts], axis=1), axis=0)
+        _, execution, num_prompts = np.unique(triples[:, :2], axis=0, return_inverse=True, return_counts=True)
+        plain = triples[num_prompts[execution.reshape(-1)] == 1]
+        pairs = np.unique(plain[:, [0, 2]], axis=0)
+        first = pairs[:, 0].view(np.int64)
+        return np.unique(first[1:][first[1:] == first[:-1]]).tolist()
 
     def failures_by_group(self) -> dict[int, dict[str, int]]:
         """{group id: {reason: count}} over invalid samples: on which prompts did the model fail."""
@@ -225,6 +235,7 @@ class GateStatistics:
             findings=np.zeros(total, dtype=np.int8),
             lengths=np.concatenate([kept, np.zeros(num_invalid, dtype=np.int32)]),
             group_ids=np.full(total, NO_GROUP, dtype=np.int64),
+            rollout_ids=np.full(total, NO_ROLLOUT, dtype=np.int64),
             prompt_digests=np.zeros(total, dtype=np.uint64),
             counts={str(name): int(count) for name, count in record["counts"].items()},
             seconds={},
@@ -348,14 +359,16 @@ def describe_samples(samples: Sequence[Sample], outcome: Outcome, config: GateCo
     lengths = [
         length if (length := as_int(s.response_length)) is not None and 0 <= length < 2**31 else 0 for s in samples
     ]
-    groups = [
-        group if (group := as_int(s.group_index)) is not None and abs(group) < 2**62 else NO_GROUP for s in samples
-    ]
+    groups, rollouts = (
+        [number if (number := as_int(getattr(s, name))) is not None and abs(number) < 2**62 else -1 for s in samples]
+        for name in ("group_index", "rollout_id")
+    )
     return GateStatistics(
         codes=outcome.codes,
         findings=outcome.findings,
         lengths=np.array(lengths, dtype=np.int32),
         group_ids=np.array(groups, dtype=np.int64),
+        rollout_ids=np.array(rollouts, dtype=np.int64),
         prompt_digests=_prompt_digests(samples),
         counts=dict(outcome.counts),
         seconds=dict(outcome.seconds),
