@@ -106,24 +106,6 @@ def test_scaled_rotary_frequencies_are_those_of_the_hugging_face_model(tmp_path)
         torch.testing.assert_close(log_probs[index], tensor, rtol=0, atol=1e-5)
 
 
-def test_an_index_that_would_run_code_is_refused(tmp_path):
-    """The index of a distributed checkpoint is a pickle, and a checkpoint may come from anywhere."""
-    import os
-    import pickle
-
-    from slime.backends.megatron_utils.weights_state import load_weights_into
-    from slime.exceptions import ConfigError
-
-    class Harmful:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "ran"),)
-
-    (tmp_path / ".metadata").write_bytes(pickle.dumps({"state": Harmful()}))
-    with pytest.raises(ConfigError, match="mkdir"):
-        load_weights_into(tmp_path, [])
-    assert not (tmp_path / "ran").exists()
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_come_back_byte_for_byte(family, folders):
     """Load and export: names, dtypes, shapes and bytes of every tensor, and so the checksum that an engine compares."""

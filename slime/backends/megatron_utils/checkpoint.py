@@ -1,7 +1,7 @@
 """Saving and resuming a training run: weights, optimizer, schedule, random states, published as one folder.
 
 A checkpoint folder holds the weights in Megatron-core's distributed format, optimizer state in safetensors, everything else as
-JSON, and a manifest of hashes. Nothing in it is unpickled but the distributed format's index, after a check (`weights_state`).
+JSON, and a manifest of hashes. Nothing in it is unpickled: the distributed format's index is taken apart as data (`weights_index`).
 """
 
 from __future__ import annotations

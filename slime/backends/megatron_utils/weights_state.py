@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,14 +11,27 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
+    _replace_sharded_keys_with_state_dict_keys,
     _replace_state_dict_keys_with_sharded_keys,
+    _restore_dict_types,
+    _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
 )
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from slime.backends.megatron_utils.local_params import unwrap
+from slime.backends.megatron_utils.weights_index import INDEX, read_index
 from slime.exceptions import ConfigError
 
 
@@ -48,18 +62,84 @@ def save_weights(folder: str | Path, model: Sequence[torch.nn.Module]) -> None:
 def load_weights_into(folder: str | Path, model: Sequence[torch.nn.Module]) -> None:
     """Fills the model from a distributed checkpoint of any layout. Called by all ranks together.
 
-    Raises `ConfigError` for another checkpoint format, and for an index file that would run code when read.
+    Raises `ConfigError` for another checkpoint format, for an index or an object that would run code when read, and where a
+    parameter of the model is missing or has another shape.
     """
     folder = Path(folder)
-    if not (folder / ".metadata").is_file():
+    if not (folder / INDEX).is_file():
         raise ConfigError(
             f"{folder} is not a distributed checkpoint (torch_dist). Convert it with Megatron, or load a Hugging Face folder."
         )
-    _check_index(folder / ".metadata")
-    wanted = _sharded(model)
-    loaded = dist_checkpointing.load(wanted, str(folder))
-    for index, chunk in enumerate(model):
-        unwrap(chunk).load_state_dict(loaded[_key(index, len(model))], strict=True)
+    index = read_index(folder)
+    # Megatron's `load` is not called: it reads the index and common.pt by itself. These are its other steps.
+    wanted, others, factories = load_preprocess(_sharded(model))
+    wanted, _ = extract_sharded_base(wanted)
+    validate_sharding_integrity(determine_global_metadata(wanted)[1])
+    merge(others, _load_sharded(folder, index, wanted))
+    loaded = apply_factory_merges(others, factories)
+    for position, chunk in enumerate(model):
+        unwrap(chunk).load_state_dict(loaded[_key(position, len(model))], strict=True)
+
+
+def _load_sharded(folder: Path, index: Metadata, wanted: dict[str, Any]) -> dict[str, Any]:
+    """`wanted` with the checkpoint's values: Megatron's loading strategy, on an index that is read already."""
+    leaves = list(nested_values(wanted))
+    _check_kinds(folder, index, leaves)
+    flat, flat_mapping, rename_mapping = _replace_state_dict_keys_with_sharded_keys(wanted)
+    state = mcore_to_pyt_state_dict(flat, True)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
+    planner = _LoadPlanner(
+        shapes_validation_sharded_tensors=[leaf for leaf in tensors if not leaf.allow_shape_mismatch],
+        allow_shape_mismatch_sharded_tensors={leaf.key: leaf for leaf in tensors if leaf.allow_shape_mismatch},
+        flatten_state_dict=False,
+        flatten_sharded_tensors=False,
+    )
+    try:
+        torch_checkpoint.load(state, storage_reader=_IndexedReader(folder, index), planner=planner)
+    except CheckpointException as error:
+        reasons = sorted({str(failure[0]) for failure in error.failures.values()})
+        raise ConfigError(f"{folder} cannot be loaded: {'; '.join(reasons)}") from error
+    values = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
+    result = _replace_sharded_keys_with_state_dict_keys(values, flat_mapping, rename_mapping)
+    _restore_dict_types(result, wanted)
+    return result
+
+
+def _check_kinds(folder: Path, index: Metadata, leaves: Sequence[Any]) -> None:
+    """The checkpoint has a tensor for each tensor of the model, and an object for each object."""
+    for leaf in leaves:
+        is_tensor = isinstance(leaf, ShardedTensor)
+        entry = index.state_dict_metadata.get(leaf.key if is_tensor else leaf.unique_key)
+        if not isinstance(entry, TensorStorageMetadata if is_tensor else BytesStorageMetadata):
+            found = "has no" if entry is None else "has another kind of value for"
+            raise ConfigError(
+                f"{folder} {found} {leaf.key}, which this model needs. Was it saved from another architecture?"
+            )
+
+
+class _IndexedReader(FileSystemReader):
+    """Reads tensors from the files of a checkpoint by an index that was read before; never the index file."""
+
+    def __init__(self, folder: Path, index: Metadata) -> None:
+        super().__init__(folder)
+        self._index = index
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._index
+
+
+class _LoadPlanner(MCoreLoadPlanner):
+    """Megatron's planner, whose objects (a layer's extra state) are plain values: torch's would run what they name."""
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        name = read_item.dest_index.fqn
+        try:
+            with torch.serialization.safe_globals([io.BytesIO]):
+                self.state_dict[name] = torch.load(value, weights_only=True)
+        except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+            raise ConfigError(
+                f"the object {name} is damaged, or would run code when read ({str(error).splitlines()[0]}). Do not load this checkpoint."
+            ) from error
 
 
 def _sharded(model: Sequence[torch.nn.Module]) -> dict[str, Any]:
@@ -68,34 +148,3 @@ def _sharded(model: Sequence[torch.nn.Module]) -> dict[str, Any]:
 
 def _key(index: int, num_chunks: int) -> str:
     return "model" if num_chunks == 1 else f"model{index}"
-
-
-class _IndexOnly(pickle.Unpickler):
-    """Reads a torch_dist index with nothing but the classes that such an index consists of."""
-
-    _MODULES = ("torch.distributed.checkpoint.", "torch.serialization")
-    _NAMES = {
-        ("torch", "Size"), ("torch", "device"), ("torch", "strided"), ("collections", "OrderedDict"), ("pathlib", "PosixPath"),
-        ("torch.storage", "TypedStorage"), ("torch._utils", "_rebuild_tensor_v2"),
-    }  # fmt: skip
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(
-            getattr(torch, name, None), torch.dtype | torch.layout | torch.memory_format
-        )
-        if is_dtype or module.startswith(self._MODULES) or (module, name) in self._NAMES:
-            return super().find_class(module, name)
-        raise ConfigError(
-            f"The checkpoint's index names {module}.{name}, which no index needs. Do not load this checkpoint."
-        )
-
-
-def _check_index(path: Path) -> None:
-    """torch reads this file with plain pickle; it is read here first, by a reader that can only make index entries."""
-    with open(path, "rb") as file:
-        try:
-            _IndexOnly(file).load()
-        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as error:
-            raise ConfigError(
-                f"{path} is damaged ({error}). Resume from an earlier checkpoint with --ckpt-step."
-            ) from error
