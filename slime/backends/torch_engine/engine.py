@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import logging
 import threading
 import time
 import traceback
@@ -26,6 +27,8 @@ from slime.backends.torch_engine.sampler import sample_tokens
 from slime.backends.torch_engine.stop_strings import find_stop
 from slime.backends.torch_engine.tokenizer import EngineTokenizer
 from slime.exceptions import EngineError
+
+logger = logging.getLogger(__name__)
 
 Notify = Callable[[list[Request], list[Request]], None]
 IDLE_WAIT_SECONDS = 1.0
@@ -69,6 +72,7 @@ class Engine:
         self._is_paused = False
         self._is_stopping = False
         self._failure: str | None = None
+        self._failure_stack: str | None = None
         self._finished: list[Request] = []
         self._progressed: list[Request] = []
         self._thread = threading.Thread(target=self._loop, name="slime-engine", daemon=True)
@@ -88,8 +92,13 @@ class Engine:
 
     @property
     def failure(self) -> str | None:
-        """Why the engine thread ended, None while it runs."""
+        """Why the engine thread ended, None while it runs: what any client may read."""
         return self._failure
+
+    @property
+    def failure_stack(self) -> str | None:
+        """The stack of `failure`, with paths of this machine: for the run's own processes."""
+        return self._failure_stack
 
     @property
     def is_paused(self) -> bool:
@@ -192,10 +201,12 @@ class Engine:
                 self._deliver()
                 if is_stopping:
                     return
-        except Exception:  # noqa: BLE001 - the thread ends here, whatever broke
+        except Exception as error:  # noqa: BLE001 - the thread ends here, whatever broke
+            logger.exception("The engine ends.")
             # Whatever broke, no request may wait for ever; /health says why from now on.
             with self._condition:
-                self._failure = traceback.format_exc()
+                self._failure = f"{type(error).__name__}. The engine's log has the stack."
+                self._failure_stack = traceback.format_exc()
             self._fail_everything()
             self._deliver()
 
@@ -262,11 +273,7 @@ class Engine:
             chosen = self._admission.choose(self._waiting, num_slots=self._batch.num_free)
         if not chosen:
             return
-        now = time.monotonic()
-        for request, _ in chosen:
-            request.started_at = now
-            request.note_version(self.weight_version, 0)
-            self._batch.place(request)
+        chosen = [(request, state) for request, state in chosen if self._placed(request)]
         self._run_prompts(chosen)
         going = []
         for request, state in chosen:
@@ -282,6 +289,26 @@ class Engine:
             self._prompts.trim()
         else:
             self._prompts.clear()
+
+    def _placed(self, request: Request) -> bool:
+        """Gives the request its slot. One that cannot have it fails alone; the others of the step go on."""
+        request.started_at = time.monotonic()
+        request.note_version(self.weight_version, 0)
+        try:
+            self._batch.place(request)
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with one request ends that request only
+            self._refuse(request, error)
+            return False
+        return True
+
+    def _refuse(self, request: Request, error: Exception) -> None:
+        logger.error("Request %s failed alone.", request.rid, exc_info=error)
+        request.error = f"the request could not be served: {type(error).__name__}. The engine's log has the stack."
+        if request.slot >= 0:
+            self._batch.remove(np.array([request.slot], dtype=np.int64))
+        self._allocator.release(request.pages)
+        request.pages = None
+        self._conclude(request, {"type": "abort", "message": "the request could not be served"})
 
     @torch.inference_mode()
     def _run_prompts(self, chosen: list[tuple[Request, PromptState]]) -> None:
@@ -341,7 +368,12 @@ class Engine:
             reasons.setdefault(slot, {"type": "stop", "matched": int(batch.last_tokens[slot])})
         for slot in rows[batch.has_stops[rows]].tolist():
             if slot not in reasons:
-                reason = self._stop_reason(slot)
+                try:
+                    reason = self._stop_reason(slot)
+                except Exception as error:  # noqa: BLE001 - a text that cannot be decoded ends its own request only
+                    logger.error("Request %s failed alone.", batch.requests[slot].rid, exc_info=error)
+                    batch.requests[slot].error = f"its stop strings could not be looked for: {type(error).__name__}"
+                    reason = {"type": "abort", "message": "stop strings could not be looked for"}
                 if reason is not None:
                     reasons[slot] = reason
         for slot in rows[batch.ended_by_length(rows)].tolist():

@@ -46,7 +46,8 @@ async def answer_errors(request: web.Request, handler: Callable[[web.Request], A
         raise
     except Exception as error:  # noqa: BLE001 - a fault of one request must not end the server
         logger.exception("%s %s failed", request.method, request.path)
-        return error_response(500, f"internal error: {type(error).__name__}: {error}")
+        # The message may hold paths of this machine, and the client may be anybody.
+        return error_response(500, f"internal error: {type(error).__name__}. The engine's log has the stack.")
 
 
 async def read_json_body(request: web.Request) -> dict[str, Any]:

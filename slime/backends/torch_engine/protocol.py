@@ -21,7 +21,7 @@ from slime.backends.torch_engine.arrays import (
     encode_array,
 )
 from slime.backends.torch_engine.request import Request
-from slime.backends.torch_engine.sampling_params import BadRequest, SamplingParams, parse_sampling_params
+from slime.backends.torch_engine.sampling_params import BadRequest, SamplingParams, parse_sampling_params, shown
 from slime.backends.torch_engine.stop_strings import cut_at_stop, held_back
 from slime.backends.torch_engine.tokenizer import EngineTokenizer
 
@@ -31,11 +31,14 @@ MAX_RID_LENGTH = 256
 
 @dataclasses.dataclass(frozen=True)
 class EngineLimits:
-    """What bounds a request: sizes of vocabulary and context, and the response room that the cache has after a prompt of given length."""
+    """What bounds a call: sizes of vocabulary and context, the response room that the cache has after a prompt of given length, and how
+    many responses the engine can have waiting.
+    """
 
     vocab_size: int
     context_length: int
     longest_response: Callable[[int], int]
+    max_responses: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +69,11 @@ def parse_generate(
     if not isinstance(body, dict):
         raise BadRequest(f"the body is a JSON {type(body).__name__}, expected an object.")
     options = _response_options(body)
-    prompts, is_batch = _prompts(body, limits, tokenizer)
-    params = _spread_params(body.get("sampling_params"), len(prompts), is_batch, limits)
+    name, items, is_batch = _prompt_items(body, tokenizer)
+    params = _spread_params(body.get("sampling_params"), len(items), is_batch, limits)
+    # Before anything is made per response: a short body can ask for millions.
+    _check_total(params, limits)
+    prompts = [_token_array(ids, name, limits) for ids in _encoded(name, items, tokenizer)]
     if tokenizer is None and any(param.stop for param in params):
         raise BadRequest(
             "sampling_params.stop needs a tokenizer, and the model folder has no tokenizer.json. Use stop_token_ids."
@@ -106,14 +112,13 @@ def _response_options(body: dict[str, Any]) -> ResponseOptions:
     for name in names:
         value = body.get(name)
         if value is not None and not isinstance(value, bool):
-            raise BadRequest(f"{name} is {value!r}, expected true or false.")
+            raise BadRequest(f"{name} is {shown(value)}, expected true or false.")
         values[name] = bool(value)
     return ResponseOptions(**values)
 
 
-def _prompts(
-    body: dict[str, Any], limits: EngineLimits, tokenizer: EngineTokenizer | None
-) -> tuple[list[np.ndarray], bool]:
+def _prompt_items(body: dict[str, Any], tokenizer: EngineTokenizer | None) -> tuple[str, list[Any], bool]:
+    """Returns the field that holds the prompts, the prompts as they came, and whether they came as a list."""
     ids, text = body.get("input_ids"), body.get("text")
     if (ids is None) == (text is None):
         raise BadRequest("give exactly one of input_ids (token ids) and text.")
@@ -131,18 +136,32 @@ def _prompts(
             raise BadRequest("text needs a tokenizer, and the model folder has no tokenizer.json. Send input_ids.")
         for item in items:
             if not isinstance(item, str):
-                raise BadRequest(f"text is {str(item)[:80]!r}, expected a text or a list of texts.")
-        items = [tokenizer.encode(item) for item in items]
-    return [_token_array(item, name, limits) for item in items], is_batch
+                raise BadRequest(f"text is {shown(item)}, expected a text or a list of texts.")
+    return name, items, is_batch
+
+
+def _encoded(name: str, items: list[Any], tokenizer: EngineTokenizer | None) -> list[Any]:
+    return [tokenizer.encode(item) for item in items] if name == "text" and tokenizer is not None else items
+
+
+def _check_total(params: list[SamplingParams], limits: EngineLimits) -> None:
+    total = sum(param.n for param in params)
+    if total > limits.max_responses:
+        raise BadRequest(
+            f"the call asks for {total} responses ({len(params)} prompt(s), n up to {max(param.n for param in params)}), and the engine"
+            f" takes at most {limits.max_responses} at once. Send fewer prompts or a smaller n per call."
+        )
 
 
 def _token_array(ids: Any, name: str, limits: EngineLimits) -> np.ndarray:
     if not isinstance(ids, list) or not ids:
         raise BadRequest(f"{name} has an empty prompt or one that is not a list; a prompt needs at least one token.")
+    if len(ids) > limits.context_length:
+        raise _too_long(len(ids), limits)
     # bool is an int to Python, and numpy would truncate floats silently.
     if not set(map(type, ids)) <= {int}:
         raise BadRequest(
-            f"{name} has {next(i for i in ids if type(i) is not int)!r}, expected token ids (whole numbers)."
+            f"{name} has {shown(next(i for i in ids if type(i) is not int))}, expected token ids (whole numbers)."
         )
     if min(ids) < 0 or max(ids) >= limits.vocab_size:
         wrong = next(token for token in ids if not 0 <= token < limits.vocab_size)
@@ -170,7 +189,7 @@ def _rids(raw: Any, count: int, is_batch: bool) -> list[str]:
         rids = raw
     if not isinstance(rids, list) or len(rids) != count or not all(isinstance(rid, str) for rid in rids):
         raise BadRequest(
-            f"rid is {str(raw)[:80]!r}, expected a text, or a list of one text for each of the {count} prompts."
+            f"rid is {shown(raw)}, expected a text, or a list of one text for each of the {count} prompts."
         )
     if any(not 1 <= len(rid) <= MAX_RID_LENGTH for rid in rids):
         raise BadRequest(f"rid has a text that is empty or longer than {MAX_RID_LENGTH} characters.")
@@ -186,19 +205,23 @@ def _score_starts(raw: Any, count: int, is_batch: bool, return_logprob: bool) ->
     for start in starts:
         if start is not None and (type(start) is not int or start < -1):
             raise BadRequest(
-                f"logprob_start_len is {start!r}, expected -1 (response only) or the index of a prompt token."
+                f"logprob_start_len is {shown(start)}, expected -1 (response only) or the index of a prompt token."
             )
     return [start if return_logprob and start is not None and start >= 0 else None for start in starts]
+
+
+def _too_long(length: int, limits: EngineLimits) -> BadRequest:
+    return BadRequest(
+        f"the prompt has {length} tokens and the context length is {limits.context_length}; with a response it may have at most"
+        f" {limits.context_length - 1}."
+    )
 
 
 def _checked_limit(length: int, params: SamplingParams, limits: EngineLimits) -> int:
     """Returns the response tokens that the request may have: what it asks for, cut at the context length."""
     room = limits.context_length - length
     if room < 0 or (room == 0 and params.max_new_tokens != 0):
-        raise BadRequest(
-            f"the prompt has {length} tokens and the context length is {limits.context_length}; with a response it may have at most"
-            f" {limits.context_length - 1}."
-        )
+        raise _too_long(length, limits)
     cache_room = limits.longest_response(length)
     if params.max_new_tokens is None:
         limit = min(room, cache_room)

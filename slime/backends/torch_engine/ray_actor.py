@@ -37,9 +37,9 @@ class EngineActor:
 
     def health(self) -> bool:
         """True while the engine can generate. EngineError with the stack if its thread has failed."""
-        failure = self._server.loaded.engine.failure
-        if failure is not None:
-            raise EngineError(f"engine {self._rank} has failed: {failure}")
+        engine = self._server.loaded.engine
+        if engine.failure is not None:
+            raise EngineError(f"engine {self._rank} has failed: {engine.failure_stack}")
         return True
 
     def pause(self) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
 DEFAULT_MAX_NEW_TOKENS = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKEN_IDS = 1024
 MAX_N = 1024
+MAX_COUNT = 2**31 - 1  # fits every array that a count travels in
+# Below it a division by the temperature or the penalty leaves float32; a temperature is greedy there, as SGLang has it.
+SMALLEST_DIVISOR = 1e-6
+MAX_TEMPERATURE = 1e6
 # SGLang parameters that the embedded engine has no answer for; legal only when they are null or neutral.
 UNSUPPORTED = ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "logit_bias")
 
@@ -57,7 +62,7 @@ def parse_sampling_params(raw: Any, *, vocab_size: int) -> SamplingParams:
     if raw is None:
         raw = {}
     if not isinstance(raw, dict):
-        raise BadRequest(f"sampling_params is {_shown(raw)}, expected an object.")
+        raise BadRequest(f"sampling_params is {shown(raw)}, expected an object.")
     values: dict[str, Any] = {}
     for name, value in raw.items():
         parser = PARSERS.get(name)
@@ -82,28 +87,43 @@ def _check_unsupported(name: str, value: Any) -> None:
         if value is None or value in ([], {}, ""):
             return
         raise BadRequest(
-            f"sampling_params.{name} is {_shown(value)}; the embedded engine does not support it, leave it out."
+            f"sampling_params.{name} is {shown(value)}; the embedded engine does not support it, leave it out."
         )
     known = ", ".join(sorted(PARSERS))
     raise BadRequest(f"sampling_params.{name} is not a sampling parameter. Known are: {known}.")
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+_SHORT.maxdict = _SHORT.maxlist = 4
+
+
+def shown(value: Any) -> str:
+    """`value` as a message shows it: short, however long or deep it is."""
+    return _SHORT.repr(value)
 
 
 def _bad(name: str, value: Any, allowed: str) -> BadRequest:
-    return BadRequest(f"sampling_params.{name} is {_shown(value)}, expected {allowed}.")
+    return BadRequest(f"sampling_params.{name} is {shown(value)}, expected {allowed}.")
 
 
 def _number(test: Callable[[float], bool], allowed: str) -> Callable[[str, Any], dict[str, Any]]:
     def parse(name: str, value: Any) -> dict[str, Any]:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not test(value):
+        # an int may be larger than any float, so it is compared before it is converted
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != value or not test(value):
             raise _bad(name, value, allowed)
         return {name: float(value)}
 
     return parse
+
+
+def _temperature(name: str, value: Any) -> dict[str, Any]:
+    parsed = _number(lambda number: 0 <= number <= MAX_TEMPERATURE, "a number >= 0 (0 is greedy), at most 1e6")(name, value)
+    return {name: 0.0} if parsed[name] < SMALLEST_DIVISOR else parsed
+
+
+def _count(least: int, allowed: str, *, nullable: bool = False) -> Callable[[str, Any], dict[str, Any]]:
+    return _whole(lambda count: least <= count <= MAX_COUNT, f"{allowed} (at most {MAX_COUNT})", nullable=nullable)
 
 
 def _whole(
@@ -143,7 +163,10 @@ def _stop(name: str, value: Any) -> dict[str, Any]:
 def _stop_token_ids(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
         raise _bad(name, value, "a list of token ids")
-    return {name: tuple(value)}
+    distinct = tuple(dict.fromkeys(value))
+    if len(distinct) > MAX_STOP_TOKEN_IDS:
+        raise _bad(name, value, f"at most {MAX_STOP_TOKEN_IDS} different token ids")
+    return {name: distinct}
 
 
 def _custom_params(name: str, value: Any) -> dict[str, Any]:
@@ -157,15 +180,15 @@ def _sampling_seed(name: str, value: Any) -> dict[str, Any]:
 
 
 PARSERS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
-    "max_new_tokens": _whole(
-        lambda count: count >= 0, "a whole number >= 0, or null for no limit but the context", nullable=True
-    ),
-    "min_new_tokens": _whole(lambda count: count >= 0, "a whole number >= 0"),
-    "temperature": _number(lambda value: value >= 0, "a number >= 0 (0 is greedy)"),
+    "max_new_tokens": _count(0, "a whole number >= 0, or null for no limit but the context", nullable=True),
+    "min_new_tokens": _count(0, "a whole number >= 0"),
+    "temperature": _temperature,
     "top_p": _number(lambda value: 0 < value <= 1, "a number in (0, 1]"),
-    "top_k": _whole(lambda count: count == -1 or count >= 1, "-1 (off) or a whole number >= 1"),
+    "top_k": _whole(
+        lambda count: count == -1 or 1 <= count <= MAX_COUNT, f"-1 (off) or a whole number >= 1 (at most {MAX_COUNT})"
+    ),
     "min_p": _number(lambda value: 0 <= value <= 1, "a number in [0, 1]"),
-    "repetition_penalty": _number(lambda value: 0 < value <= 2, "a number in (0, 2]"),
+    "repetition_penalty": _number(lambda value: SMALLEST_DIVISOR <= value <= 2, "a number in (0, 2], at least 1e-6"),
     "frequency_penalty": _number(lambda value: -2 <= value <= 2, "a number in [-2, 2]"),
     "presence_penalty": _number(lambda value: -2 <= value <= 2, "a number in [-2, 2]"),
     "stop": _stop,

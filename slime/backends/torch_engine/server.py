@@ -34,7 +34,7 @@ from slime.backends.torch_engine.protocol import (
     parse_generate,
 )
 from slime.backends.torch_engine.request import Request
-from slime.backends.torch_engine.sampling_params import BadRequest
+from slime.backends.torch_engine.sampling_params import BadRequest, shown
 from slime.backends.torch_engine.weight_endpoints import add_weight_routes
 from slime.backends.torch_engine.weight_update import WeightUpdater
 from slime.exceptions import EngineError
@@ -86,7 +86,12 @@ class EngineServer:
         self._seeds = np.random.default_rng(config.random_seed)
         self._started_at = time.time()
         decoder = self.loaded.decoder.config
-        self._limits = EngineLimits(decoder.vocab_size, self.loaded.context_length, self.loaded.engine.longest_response)
+        self._limits = EngineLimits(
+            decoder.vocab_size,
+            self.loaded.context_length,
+            self.loaded.engine.longest_response,
+            max_responses=config.max_waiting_requests,
+        )
 
     @property
     def url(self) -> str:
@@ -177,7 +182,11 @@ class EngineServer:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await read_json_body(request)
-        call = parse_generate(body, self._limits, tokenizer=self.loaded.tokenizer, next_seed=self._next_seed)
+        if body.get("text") is None:
+            call = self._parse(body)
+        else:
+            # A long text takes seconds to encode, and every other client waits for the loop.
+            call = await asyncio.to_thread(self._parse, body)
         if call.options.stream:
             return await self._stream(request, call)
         await self._run(call.requests)
@@ -186,6 +195,9 @@ class EngineServer:
             return error_response(500, failed)
         responses = build_responses(call.requests, call.options, tokenizer=self.loaded.tokenizer)
         return json_response(responses if call.is_list else responses[0])
+
+    def _parse(self, body: dict[str, Any]) -> GenerateCall:
+        return parse_generate(body, self._limits, tokenizer=self.loaded.tokenizer, next_seed=self._next_seed)
 
     async def _run(self, requests: list[Request]) -> None:
         """Waits until all `requests` have finished. If the client goes away, they are aborted."""
@@ -249,9 +261,9 @@ class EngineServer:
         body = await read_json_body(request)
         rid, everything = body.get("rid"), body.get("abort_all", False)
         if not isinstance(everything, bool):
-            raise BadRequest(f"abort_all is {everything!r}, expected true or false.")
+            raise BadRequest(f"abort_all is {shown(everything)}, expected true or false.")
         if not everything and (not isinstance(rid, str) or not rid):
-            raise BadRequest(f"rid is {rid!r}, expected the rid of a request, or abort_all true.")
+            raise BadRequest(f"rid is {shown(rid)}, expected the rid of a request, or abort_all true.")
         self.loaded.engine.abort(rid, all_requests=everything)
         return json_response({"success": True})
 
@@ -259,7 +271,7 @@ class EngineServer:
         body = await read_json_body(request)
         mode = body.get("mode", "in_place")
         if mode not in PAUSE_MODES:
-            raise BadRequest(f"mode is {mode!r}, expected one of {', '.join(PAUSE_MODES)}.")
+            raise BadRequest(f"mode is {shown(mode)}, expected one of {', '.join(PAUSE_MODES)}.")
         if mode == "abort":
             self.loaded.engine.abort(all_requests=True)
         self.loaded.engine.pause()

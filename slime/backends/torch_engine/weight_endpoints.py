@@ -11,7 +11,7 @@ from safetensors.torch import load as load_safetensors
 
 from slime.backends.torch_engine.build import LoadedEngine
 from slime.backends.torch_engine.http_json import error_response, json_response, read_json_body
-from slime.backends.torch_engine.sampling_params import BadRequest
+from slime.backends.torch_engine.sampling_params import BadRequest, shown
 from slime.backends.torch_engine.weight_update import WeightUpdater
 
 # A safetensors header names every tensor: room for it besides the weights themselves.
@@ -31,7 +31,7 @@ class WeightEndpoints:
         body = await read_json_body(request)
         folder = body.get("model_path")
         if not isinstance(folder, str) or not folder:
-            raise BadRequest(f"model_path is {folder!r}, expected a Hugging Face folder.")
+            raise BadRequest(f"model_path is {shown(folder)}, expected a Hugging Face folder.")
         version = _version(body.get("weight_version"))
         aborts = _boolean("abort_all_requests", body.get("abort_all_requests", False))
         _boolean("flush_cache", body.get("flush_cache", True))
@@ -113,16 +113,16 @@ def add_weight_routes(app: web.Application, loaded: LoadedEngine, updater: Weigh
 def _version(value: Any) -> str | None:
     if value is None or (isinstance(value, str) and 0 < len(value) <= 256):
         return value
-    raise BadRequest(f"weight_version is {value!r}, expected a text of 1 to 256 characters.")
+    raise BadRequest(f"weight_version is {shown(value)}, expected a text of 1 to 256 characters.")
 
 
 def _boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise BadRequest(f"{name} is {value!r}, expected true or false.")
+        raise BadRequest(f"{name} is {shown(value)}, expected true or false.")
     return value
 
 
 def _query_boolean(name: str, value: str) -> bool:
     if value.lower() not in ("true", "false", "1", "0"):
-        raise BadRequest(f"{name} is {value!r}, expected true or false.")
+        raise BadRequest(f"{name} is {shown(value)}, expected true or false.")
     return value.lower() in ("true", "1")
