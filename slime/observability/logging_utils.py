@@ -80,36 +80,40 @@ def log_dir_of(args: Any) -> str | None:
 
 
 class StepAxes:
-    """Keeps a tracker's step axes from going back. Each step key is an axis of its own; equal steps belong to one step.
+    """Keeps every series of a tracker from going back. A series is one metric on one step axis.
 
-    `before` holds records that an earlier process of this run has sent: what it sent is not sent twice.
+    Series that share an axis advance apart: a rollout is logged while the one before still trains, and critic and policy count the
+    same steps one after the other. `before` holds records that an earlier process of this run has sent: they are not sent twice.
     """
 
     def __init__(self, before: list[dict[str, Any]] | None = None) -> None:
-        self._last: dict[str, float] = {}
-        self._sent_at_last: dict[str, set[str]] = collections.defaultdict(set)
+        self.late = 0  # values of steps that are past in this process: a tracker would draw their line backwards
+        self._last: dict[tuple[str, str], float] = {}
         for record in before or []:
-            key, step = record["step_key"], record["step"]
-            if step > self._last.get(key, float("-inf")):
-                self._sent_at_last[key] = set()
-                self._last[key] = step
-            if step == self._last[key]:
-                self._sent_at_last[key].update(record["metrics"])
+            for name in record["metrics"]:
+                series = (record["step_key"], name)
+                self._last[series] = max(record["step"], self._last.get(series, record["step"]))
+        self._from_before = set(self._last)
 
     def admit(self, metrics: dict[str, Any], step_key: str) -> dict[str, Any]:
-        """Returns the part of the record that may be sent: all of it, what is new at a resumed step, or {} for a
-        step that is past."""
+        """Returns the step and the values that may be sent; {} where none may."""
         step = metrics[step_key]
-        last = self._last.get(step_key, float("-inf"))
-        if step < last:
-            return {}
-        if step > last:
-            self._last[step_key] = step
-            self._sent_at_last.pop(step_key, None)
-            return metrics
-        sent = self._sent_at_last.get(step_key, set())
-        new = {name: value for name, value in metrics.items() if name == step_key or name not in sent}
-        return new if len(new) > 1 or len(metrics) == 1 else {}
+        admitted = {step_key: step}
+        for name, value in metrics.items():
+            if name == step_key:
+                continue
+            series = (step_key, name)
+            last = self._last.get(series)
+            if last is None or step > last:
+                self._last[series] = step
+                self._from_before.discard(series)
+            elif series in self._from_before:
+                continue
+            elif step < last:
+                self.late += 1
+                continue
+            admitted[name] = value
+        return admitted if len(admitted) > 1 or len(metrics) == 1 else {}
 
 
 class Tracking:
@@ -160,6 +164,13 @@ class Tracking:
             self._attempt(sink.name, sink.close)
         if self._writer is not None:
             self._writer.close()
+        if self._axes.late:
+            logger.warning(
+                "%d values were not sent to %s: their series had reached a later step. %s has them.",
+                self._axes.late,
+                ", ".join(sink.name for sink in self._sinks),
+                FILE_NAME,
+            )
         if self.lost:
             losses = ", ".join(f"{count} by {name}" for name, count in sorted(self.lost.items()))
             logger.warning("metric records lost: %s. Training data is not affected.", losses)

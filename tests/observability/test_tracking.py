@@ -28,7 +28,7 @@ def make_args(run_dir, **changes):
 
 
 class StrictTracker:
-    """A tracker that drops a step smaller than the last one on the same axis, as single-counter trackers do."""
+    """A tracker that takes no value of a series whose last step was later."""
 
     name = "strict"
 
@@ -37,9 +37,10 @@ class StrictTracker:
         self.rejected = []
 
     def write(self, metrics, step_key):
-        last = max((step for key, step, _ in self.accepted if key == step_key), default=-1)
-        record = (step_key, metrics[step_key], {k: v for k, v in metrics.items() if k != step_key})
-        (self.rejected if metrics[step_key] < last else self.accepted).append(record)
+        step, values = metrics[step_key], {k: v for k, v in metrics.items() if k != step_key}
+        known = [(at, name) for key, at, sent in self.accepted if key == step_key for name in sent]
+        is_past = any(step < at for at, name in known if name in values)
+        (self.rejected if is_past else self.accepted).append((step_key, step, values))
 
     def close(self):
         pass
@@ -213,6 +214,33 @@ def test_resumed_run_sends_nothing_twice_and_nothing_backwards(tmp_path, monkeyp
     sent = [(step, values) for _, step, values in tracker.accepted]
     assert sent[4:] == [(4, {"eval/length": 9.0}), (5, {"eval/accuracy": 0.5})]
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4, 3, 4, 5]
+
+
+def test_series_of_one_axis_that_advance_apart_lose_nothing(tmp_path, monkeypatch, caplog):
+    """train-async: rollout 2 is logged before rollout 1 has trained. PPO: the critic counts both steps before the policy's first."""
+    tracker, args = StrictTracker(), make_args(tmp_path)
+    start(monkeypatch, args, tracker)
+    order = [("rollout/step", 0, "rollout/reward"), ("rollout/step", 1, "rollout/reward"), ("rollout/step", 0, "perf/train_time"),
+             ("rollout/step", 2, "rollout/reward"), ("rollout/step", 1, "perf/train_time"), ("train/step", 0, "train/critic-loss"),
+             ("train/step", 1, "train/critic-loss"), ("train/step", 0, "train/loss"), ("train/step", 1, "train/loss")]  # fmt: skip
+    for key, step, name in order:
+        logging_utils.log(args, {key: step, name: 10.0 * step}, key)
+    with caplog.at_level(logging.WARNING):
+        logging_utils.finish_tracking(args)
+    assert tracker.rejected == [] and caplog.messages == []
+    assert [(key, step, *values) for key, step, values in tracker.accepted] == order
+
+
+def test_a_value_of_a_past_step_is_counted_and_named_at_the_end(tmp_path, monkeypatch, caplog):
+    """One series that goes back cannot be drawn; the file keeps it, and nobody has to find out alone."""
+    tracker, args = StrictTracker(), make_args(tmp_path)
+    start(monkeypatch, args, tracker)
+    for step in (1, 3, 2, 4):
+        logging_utils.log(args, {"train/step": step, "train/loss": 1.0, "train/lr": 0.1}, "train/step")
+    with caplog.at_level(logging.WARNING):
+        logging_utils.finish_tracking(args)
+    assert [step for _, step, _ in tracker.accepted] == [1, 3, 4]
+    assert caplog.messages == ["2 values were not sent to strict: their series had reached a later step. metrics.jsonl has them."]
 
 
 def test_fresh_run_in_an_old_folder_moves_the_old_records_aside(tmp_path, monkeypatch):
