@@ -47,9 +47,11 @@ class CheckpointOptions:
         None, "Rollouts after which the policy becomes the new reference; None: never."
     )
     critic_load: str | None = option(
-        None, "Folder the critic resumes from; None: the critic starts from --hf-checkpoint with a new value head."
+        None,
+        "Folder the critic resumes from; None: the critic that was saved with the policy of --load, else one from --hf-checkpoint with a new "
+        "value head.",
     )
-    critic_save: str | None = option(None, "Folder for the critic's checkpoints; None: they are not saved.")
+    critic_save: str | None = option(None, "Folder for the critic's checkpoints; None: critic/ in --save.")
     save_hf: str | None = option(
         None,
         "Also export Hugging Face weights here at every save; {rollout_id} in the path is replaced by the rollout's number.",

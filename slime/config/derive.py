@@ -219,7 +219,14 @@ def _engines(args: argparse.Namespace) -> dict[str, Any]:
     return {"rollout_num_gpus": (args.rollout_num_engines or 1) * args.rollout_num_gpus_per_engine}
 
 
-@step("load", "ref_load", "no_load_optim", "no_load_rng", "finetune", "start_rollout_id", "save")
+def _reference_weights(args: argparse.Namespace) -> str | None:
+    """Where the reference's weights lie: the same iteration that the reference takes, or the first step's KL would not be 0."""
+    if args.ref_ckpt_step is None or not has_megatron_checkpoint(args.ref_load):
+        return args.ref_load
+    return str(Path(args.ref_load) / f"iter_{args.ref_ckpt_step:07d}")
+
+
+@step("load", "ref_load", "ref_ckpt_step", "no_load_optim", "no_load_rng", "finetune", "start_rollout_id", "save")
 def _where_to_start(args: argparse.Namespace) -> dict[str, Any]:
     """Without a checkpoint to resume, training starts at rollout 0 from the reference's (or the Hugging Face folder's) weights."""
     if has_megatron_checkpoint(args.load):
@@ -228,9 +235,22 @@ def _where_to_start(args: argparse.Namespace) -> dict[str, Any]:
         "no_load_optim": True,
         "no_load_rng": True,
         "finetune": True,
-        "load": args.load if is_hf_folder(args.load) else args.ref_load,
+        "load": args.load if is_hf_folder(args.load) else _reference_weights(args),
         "start_rollout_id": 0 if args.start_rollout_id is None else args.start_rollout_id,
     }
+
+
+@step("advantage_estimator", "save", "critic_save", "load", "critic_load", "finetune")
+def _critic_folders(args: argparse.Namespace) -> dict[str, Any]:
+    """The critic is saved with its policy, and a resumed policy takes the critic that was saved with it."""
+    if args.advantage_estimator != "ppo":
+        return {}
+    values: dict[str, Any] = {}
+    if args.critic_save is None and args.save is not None:
+        values["critic_save"] = f"{args.save}/critic"
+    if args.critic_load is None and not args.finetune and has_megatron_checkpoint(f"{args.load}/critic"):
+        values["critic_load"] = f"{args.load}/critic"
+    return values
 
 
 @step("advantage_estimator")
@@ -238,9 +258,8 @@ def _critic(args: argparse.Namespace) -> dict[str, Any]:
     return {"use_critic": args.advantage_estimator == "ppo"}
 
 
-# Derived values which depend on the disk or the clock: a recorded configuration holds what was asked for instead, so that running
-# from it resumes, or opens a new folder, by what is true then.
-VOLATILE = ("load", "finetune", "no_load_optim", "no_load_rng", "start_rollout_id", "run_dir")
+# Derived values which depend on the disk or the clock: a recorded configuration does not hold what came of them.
+VOLATILE = ("load", "finetune", "no_load_optim", "no_load_rng", "start_rollout_id", "run_dir", "critic_load")
 
 
 @step("sequence_parallel", "tensor_model_parallel_size")
@@ -350,8 +369,10 @@ def devices_needed(args: argparse.Namespace) -> tuple[int, int]:
 
 
 def apply_derived(args: argparse.Namespace, values: Mapping[str, Any]) -> None:
-    """Puts derived values into the namespace, before anyone but the parser has seen it; remembers what was asked for (`VOLATILE`)."""
+    """Puts derived values into the namespace, before anyone but the parser has seen it; `as_requested` remembers what was asked for."""
     if not hasattr(args, "as_requested"):
         args.as_requested = {name: getattr(args, name) for name in VOLATILE if hasattr(args, name)}
     for name, value in values.items():
+        if hasattr(args, name):
+            args.as_requested.setdefault(name, getattr(args, name))
         setattr(args, name, value)

@@ -33,6 +33,8 @@ def machine_problems(args: argparse.Namespace) -> list[str]:
     checks: tuple[Callable[[argparse.Namespace], list[str]], ...] = (
         model_folders_exist,
         resume_folder_has_a_checkpoint,
+        first_iteration_is_one,
+        replay_keeps_what_it_reads,
         files_exist,
         folders_can_be_written,
         ports_are_free,
@@ -92,6 +94,37 @@ def resume_folder_has_a_checkpoint(args: argparse.Namespace) -> list[str]:
         return [missing_path("--load", load, "folder") + " (With --save on the same folder a first start is fine.)"]
     return [
         f"--load {load} holds no published checkpoint and no Hugging Face model. Correct the path, or leave --load out to start anew."
+    ]
+
+
+def first_iteration_is_one(args: argparse.Namespace) -> list[str]:
+    """A first start takes the reference's iteration; --ckpt-step cannot ask for another one there."""
+    load = args.as_requested["load"]
+    fresh = not has_megatron_checkpoint(load) and not is_hf_folder(load) and has_megatron_checkpoint(args.ref_load)
+    if not fresh or args.ref_ckpt_step is None or args.ckpt_step in (None, args.ref_ckpt_step):
+        return []
+    return [
+        f"--ckpt-step {args.ckpt_step} is an iteration of --load, which has no checkpoint: the policy starts from --ref-load, iteration"
+        f" {args.ref_ckpt_step} (--ref-ckpt-step). Leave --ckpt-step out, or give --load {args.ref_load} --finetune."
+    ]
+
+
+def replay_keeps_what_it_reads(args: argparse.Namespace) -> list[str]:
+    """A replay does not write its dumps over those that it reads, under whatever name the folder is given."""
+    read, written = args.load_debug_rollout_data, args.save_debug_rollout_data
+    if read is None or written is None:
+        return []
+    files = []
+    for template in (read, written):
+        try:
+            files.append({os.path.realpath(template.format(rollout_id=name)) for name in (0, "eval_0")})
+        except (KeyError, IndexError, ValueError):
+            return []  # the rules have named the template
+    if not files[0] & files[1]:
+        return []
+    flag = "--save-debug-rollout-data" if args.dump_details is None else f"--dump-details {args.dump_details}"
+    return [
+        f"{flag} would write {written}, the dump that --load-debug-rollout-data reads. Give the replay a --dump-details folder of its own."
     ]
 
 

@@ -16,11 +16,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.config.derive import VOLATILE
 from slime.config.list_text import convert_list_text, is_list_text
 from slime.config.specs import OptionSpec, convert_text, nearest_names, require_choice
 from slime.config.synonyms import synonym_hint
 from slime.exceptions import ConfigError
 
+DERIVED = "derived"
 NULL_WORDS = ("", "~", "null", "Null", "NULL")
 URL_PASSWORD = re.compile(r"(\w+://)([^/\s:@]+):([^/\s@]+)@")
 
@@ -69,6 +71,8 @@ def read_option_file(
             found.problems.append(f"{path}:{line}: {key!r} is given twice (first on line {seen[name]}).")
             continue
         seen[name] = line
+        if name == DERIVED:
+            continue
         try:
             if name in specs:
                 found.known[name] = reader.value(specs[name], value_node)
@@ -147,7 +151,8 @@ def _siblings_hint(path: str) -> str:
 def resolved_values(args: argparse.Namespace, specs: Iterable[OptionSpec]) -> dict[str, Any]:
     """Returns what a resolved configuration records: every option of `args` except those that are None by default and still are.
 
-    For values that were derived from the disk or the clock (`args.as_requested`), what was asked for.
+    For derived values what was asked for: a flag beside the file must reach what follows from it (--eps-clip the upper bound,
+    --dump-details the paths of the dumps, --hf-checkpoint the shape of the model).
     """
     requested = vars(args).get("as_requested", {})
     values = {}
@@ -157,6 +162,13 @@ def resolved_values(args: argparse.Namespace, specs: Iterable[OptionSpec]) -> di
             continue
         values[spec.name] = value
     return values
+
+
+def derived_values(args: argparse.Namespace, specs: Iterable[OptionSpec]) -> dict[str, Any]:
+    """Returns the options that follow from others, as they came out. Not those that follow from the disk or the clock."""
+    requested = vars(args).get("as_requested", {})
+    names = (spec.name for spec in specs if spec.name in requested and spec.name not in VOLATILE)
+    return {name: getattr(args, name) for name in names if getattr(args, name) != requested[name]}
 
 
 def format_resolved(args: argparse.Namespace, specs: Iterable[OptionSpec]) -> str:
@@ -179,6 +191,10 @@ def format_resolved(args: argparse.Namespace, specs: Iterable[OptionSpec]) -> st
             lines.append(f"# {spec.name}: (a secret, not written)")
         else:
             lines.append(format_entry(spec, mask_urls(value)))
+    derived = derived_values(args, specs)
+    if derived:
+        lines += ["", "# What followed from them. A run from this file does not read it: it follows anew.", f"{DERIVED}:"]
+        lines += [f"  {format_entry(spec, mask_urls(derived[spec.name]))}" for spec in specs if spec.name in derived]
     return "\n".join(lines) + "\n"
 
 

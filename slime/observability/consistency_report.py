@@ -176,12 +176,15 @@ def rollout_of_step(step: int, config: Mapping[str, Any]) -> int:
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """The run's config.yaml; {} where it has none."""
+    """The options in force in the run, from its config.yaml; {} where it has none."""
     import yaml
+
+    from slime.config.yaml_file import DERIVED
 
     path = run_dir / "config.yaml"
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8")) or {} if path.exists() else {}
+        config = yaml.safe_load(path.read_text(encoding="utf-8")) or {} if path.exists() else {}
+        return {**config, **config.get(DERIVED, {})}
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
 

@@ -5,12 +5,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import json
 import math
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.options import write_run_inputs
+from support.options import HF_CONFIG, write_run_inputs
 
 from slime.config.cli import parse_command_line
 from slime.config.specs import all_specs, specs_by_name
@@ -22,6 +24,7 @@ from slime.config.yaml_file import (
     write_resolved_config,
 )
 from slime.exceptions import ConfigError
+from slime.observability.consistency_report import read_config
 from slime.utils.arguments import parse_args
 
 NUM_GPUS = 0
@@ -128,6 +131,61 @@ def test_what_depends_on_the_disk_is_recorded_as_asked_for(tmp_path):
     values = resolved_values(args, all_specs())
     assert (values["load"], values["finetune"], values["no_load_optim"]) == (str(tmp_path / "ckpt"), False, False)
     assert "start_rollout_id" not in values
+
+
+def test_a_flag_beside_a_recorded_file_reaches_what_follows_from_it(tmp_path):
+    """The file's derived paths used to beat --dump-details: a replay wrote over the dumps that it was compared with."""
+    first = parse_args([*write_run_inputs(tmp_path), "--dump-details", str(tmp_path / "old"), "--eps-clip", "0.2"])
+    assert first.save_debug_rollout_data == f"{tmp_path}/old/rollout_data/{{rollout_id}}.jsonl"
+    file = tmp_path / "config.yaml"
+    write_resolved_config(first, file)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**HF_CONFIG, "num_hidden_layers": 3}))
+    flags = ["--dump-details", str(tmp_path / "new"), "--eps-clip", "0.3", "--rollout-batch-size", "8"]
+    again = parse_args(["--config", str(file), *flags, "--hf-checkpoint", str(tmp_path / "other")])
+    assert again.save_debug_rollout_data == f"{tmp_path}/new/rollout_data/{{rollout_id}}.jsonl"
+    assert again.save_debug_train_data == f"{tmp_path}/new/train_data/{{rollout_id}}.safetensors"
+    assert (first.eps_clip_high, again.eps_clip_high) == (0.2, 0.3)
+    assert (first.global_batch_size, again.global_batch_size) == (8, 16)
+    assert (first.num_layers, again.num_layers) == (2, 3)
+
+
+def test_a_recorded_file_shows_what_followed_apart_from_what_was_asked_for(tmp_path):
+    """Readers want the batch size that the run had; a run from the file must not take it for a choice."""
+    args = parse_args([*write_run_inputs(tmp_path), "--dump-details", str(tmp_path / "d")])
+    write_resolved_config(args, tmp_path / "config.yaml")
+    content = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert "global_batch_size" not in content and "save_debug_train_data" not in content
+    assert content["derived"]["global_batch_size"] == 8 and content["derived"]["num_layers"] == 2
+    assert content["derived"]["save_debug_train_data"] == f"{tmp_path}/d/train_data/{{rollout_id}}.safetensors"
+    assert read_config(tmp_path)["global_batch_size"] == 8
+
+
+@pytest.mark.parametrize("written", ["d", "d/../d", "link"])
+def test_a_replay_never_writes_over_the_dump_that_it_reads(tmp_path, written):
+    words = write_run_inputs(tmp_path)
+    (tmp_path / "d" / "rollout_data").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "d")
+    words += ["--load-debug-rollout-data", str(tmp_path / "d" / "rollout_data" / "{rollout_id}.jsonl")]
+    with pytest.raises(ConfigError, match="dump that --load-debug-rollout-data reads. Give the replay a --dump-details folder"):
+        parse_args([*words, "--dump-details", str(tmp_path / written)])
+    assert parse_args([*words, "--dump-details", str(tmp_path / "e")]).debug_train_only
+
+
+def test_a_first_start_takes_the_iteration_of_its_reference(tmp_path):
+    """Policy from the latest iteration, reference from iteration 3: the KL of the first step was 0.033 for 0."""
+    words = write_run_inputs(tmp_path)
+    for step in (3, 7):
+        (tmp_path / "x" / f"iter_000000{step}").mkdir(parents=True)
+    (tmp_path / "x" / "latest_checkpointed_iteration.txt").write_text("7")
+    words += ["--ref-load", str(tmp_path / "x"), "--use-kl-loss"]
+    assert parse_args(words).load == str(tmp_path / "x")
+    assert parse_args([*words, "--ref-ckpt-step", "3"]).load == str(tmp_path / "x" / "iter_0000003")
+    assert parse_args([*words, "--ref-ckpt-step", "3", "--ckpt-step", "3"]).load == str(tmp_path / "x" / "iter_0000003")
+    with pytest.raises(ConfigError, match="--ckpt-step 7 is an iteration of --load, which has no checkpoint"):
+        parse_args([*words, "--ref-ckpt-step", "3", "--ckpt-step", "7"])
+    resumed = parse_args([*words, "--load", str(tmp_path / "x"), "--ref-ckpt-step", "3", "--ckpt-step", "7"])
+    assert (resumed.load, resumed.ckpt_step, resumed.finetune) == (str(tmp_path / "x"), 7, False)
 
 
 @pytest.mark.parametrize(
