@@ -138,6 +138,19 @@ def test_a_shard_that_does_not_fit_its_partition_is_refused(identity_get, field,
         receive(shards, 0)
 
 
+@pytest.mark.parametrize("tokens", [[[0] * 102, [0] * 100], [np.zeros(102), np.zeros(100)]], ids=["lists", "arrays"])
+def test_a_foreign_shard_in_another_order_than_its_partition_is_refused(identity_get, tokens):
+    """Right lengths in the wrong order: each of the two samples would train with the other's rewards and masks."""
+    (shard, other) = plain_shards([[0, 2], [1, 3, 4, 5, 6, 7]])
+    with pytest.raises(RolloutDataError, match="rank 0: 'tokens' is not in the order of the partition: entry 0 .*102 .* says 100"):
+        receive([{**shard, "tokens": tokens}, other], 0)
+    assert len(receive([{**shard, "tokens": tokens[::-1]}, other], 0)["tokens"][0]) == 100
+    same_lengths = {"total_lengths": [100] * 8, "tokens": [[0] * 100] * 2, "all_rollout_ids": list(range(8))}
+    with pytest.raises(RolloutDataError, match="'rollout_ids' is not in the order of the partition: entry 0 .*2 .* says 0"):
+        receive([{**shard, **same_lengths, "rollout_ids": [2, 0]}, other], 0)
+    assert receive([{**shard, **same_lengths, "rollout_ids": [0, 2]}, other], 0)["rollout_ids"] == [0, 2]
+
+
 # --- the same through our own split ---------------------------------------------------------------------------------------
 
 

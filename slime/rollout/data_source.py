@@ -13,6 +13,7 @@ from __future__ import annotations
 import abc
 import copy
 import dataclasses
+import hashlib
 import logging
 import os
 from collections.abc import Iterable
@@ -187,6 +188,7 @@ class RolloutDataSource(DataSource):
         shuffled = self.dataset is not None and self.args.rollout_shuffle
         return {
             "num_prompts": None if self.dataset is None else len(self.dataset),
+            "rows_checksum": None if self.dataset is None else self.dataset.rows_checksum,
             "shuffle_seed": self.args.rollout_seed if shuffled else None,
             "n_samples_per_prompt": self.args.n_samples_per_prompt,
         }
@@ -197,14 +199,28 @@ class RolloutDataSource(DataSource):
             raise ConfigError(
                 f"the data position has format {state.get('format')!r}; this version reads {STATE_FORMAT}."
             )
-        saved, now = state["stream"], self._stream()
+        try:
+            self._check_stream(state["stream"])
+            self._restore(state)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"the data position is not one that this version wrote ({type(error).__name__}: {error}). Resume from an earlier rollout."
+            ) from error
+
+    def _check_stream(self, saved: dict[str, Any]) -> None:
+        # earlier versions kept no checksum
+        now = {name: value for name, value in self._stream().items() if name in saved or name != "rows_checksum"}
         different = [f"{name}: saved {saved[name]}, now {now[name]}" for name in now if saved[name] != now[name]]
         if different:
             raise ConfigError(
                 "the prompts are not the ones that the checkpoint was trained on (" + "; ".join(different) + "). "
-                "Use the same --prompt-data, --rollout-shuffle, --rollout-seed and --n-samples-per-prompt, "
+                "Use the same --prompt-data (every row, in its order), --rollout-shuffle, --rollout-seed and --n-samples-per-prompt, "
                 "or start with --start-rollout-id 0."
             )
+
+    def _restore(self, state: dict[str, Any]) -> None:
         self.epoch_id = state["epoch_id"]
         self.sample_offset = state["sample_offset"]
         self.sample_group_index = state["sample_group_index"]
@@ -353,12 +369,12 @@ def state_path(folder: str, rollout_id: int) -> Path:
 
 
 def write_json(path: Path, state: dict[str, Any]) -> None:
-    """Writes the file whole or not at all: a temporary name, flushed to disk, then renamed."""
+    """Writes the file whole or not at all: a temporary name, flushed to disk, then renamed. A hash protects every byte of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
-            file.write(exact_json.dumps(state, option=orjson.OPT_SERIALIZE_NUMPY))
+            file.write(_sealed(exact_json.dumps(state, option=orjson.OPT_SERIALIZE_NUMPY)))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -367,13 +383,32 @@ def write_json(path: Path, state: dict[str, Any]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The state in a file of `write_json`. ConfigError for a damaged one."""
+    """The state in a file of `write_json`, or in one of an earlier version, which had no hash. ConfigError for a damaged one."""
+    content = path.read_bytes()
     try:
-        return exact_json.loads(path.read_bytes())
-    except orjson.JSONDecodeError as error:
+        state = exact_json.loads(content)
+        if not isinstance(state, dict):
+            raise ValueError(f"it holds a {type(state).__name__}")
+        if "format" in state:  # an earlier version's
+            return state
+        state = state["state"]
+        if content != _sealed(content[len(_SEAL.format("")) + _HASH_DIGITS : -1]):
+            raise ValueError("its hash differs")
+    except (ValueError, KeyError) as error:
         raise ConfigError(
             f"the data position {str(path)!r} is damaged ({error}). Resume from an earlier rollout."
         ) from error
+    return state
+
+
+_SEAL = '{{"blake2b":"{}","state":'
+_HASH_DIGITS = 32
+
+
+def _sealed(state: bytes) -> bytes:
+    """The file's bytes: the state's JSON behind its hash."""
+    digest = hashlib.blake2b(state, digest_size=_HASH_DIGITS // 2).hexdigest()
+    return _SEAL.format(digest).encode() + state + b"}"
 
 
 def encode_group(group: Group) -> list:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import logging
 import random
 import re
@@ -12,6 +14,7 @@ from typing import Any
 import orjson
 
 from slime.exceptions import ConfigError
+from slime.utils import exact_json
 from slime.utils.prompt_files import Row, parse_generalized_path, read_rows
 from slime.utils.types import MultimodalTypes, Sample
 
@@ -19,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 # Rows per tokenizer call of the length filter: large enough for the batch to pay, small enough to bound memory.
 FILTER_CHUNK = 1024
+_ROW_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_SORT_KEYS
 _parse_generalized_path = parse_generalized_path
 
 
@@ -204,6 +208,16 @@ class Dataset:
                 f"{max_length} tokens. Raise --rollout-max-prompt-len, or change the slice."
             )
         logger.info("%s: %d prompts, %d longer than %s left out", path, len(self), self.num_too_long, max_length)
+
+    @functools.cached_property
+    def rows_checksum(self) -> str:
+        """Hex digest of prompt, label and metadata of every row in the file's order: another row, or another order, is another digest."""
+        digest = hashlib.blake2b(digest_size=16)
+        for sample in self.origin_samples:
+            row = (sample.prompt, sample.label, sample.metadata)
+            # Media are objects without a stable text; their kind and place count, their content does not.
+            digest.update(exact_json.dumps(row, default=lambda value: type(value).__name__, option=_ROW_OPTIONS) + b"\n")
+        return digest.hexdigest()
 
     def shuffle(self, new_epoch_id: int) -> None:
         """Puts `samples` into the order of an epoch: a function of seed and epoch alone, not of any global state."""

@@ -428,6 +428,8 @@ def localize(shard: Mapping[str, Any], dp_rank: int, *, dp_size: int | None = No
     _check_micro_batches(batch, len(partition), dp_rank=dp_rank)
     if "owner_ranks" in batch:  # made by our own split: what must agree is there
         _check_order(batch, partition, dp_rank=dp_rank)
+    else:
+        _check_foreign_order(batch, dp_rank=dp_rank)
     return batch
 
 
@@ -456,6 +458,25 @@ def _check_order(batch: RolloutBatch, partition: np.ndarray, *, dp_rank: int) ->
             f"Data-parallel rank {dp_rank}: the partition is not in the order of the samples; positions {differ} hold other rollouts."
         )
     check_rows(batch)
+
+
+def _check_foreign_order(batch: RolloutBatch, *, dp_rank: int) -> None:
+    """The same for a shard that somebody else made, as far as it can be told: by identities where it has them, and by the lengths."""
+    if "all_rollout_ids" in batch and "rollout_ids" in batch:
+        known = np.asarray(batch["all_rollout_ids"])[np.asarray(batch["partition"], dtype=np.int64)]
+        _compare_order("rollout_ids", known.tolist(), np.asarray(batch["rollout_ids"]).tolist(), dp_rank=dp_rank)
+    if "total_lengths" in batch and "tokens" in batch and all(hasattr(entry, "__len__") for entry in batch["tokens"]):
+        lengths = [int(length) for length in batch["total_lengths"]]
+        _compare_order("tokens", lengths, [len(entry) for entry in batch["tokens"]], dp_rank=dp_rank)
+
+
+def _compare_order(name: str, expected: list[int], found: list[int], *, dp_rank: int) -> None:
+    if found != expected and sorted(found) == sorted(expected):
+        place = next(i for i, (left, right) in enumerate(zip(found, expected, strict=True)) if left != right)
+        raise RolloutDataError(
+            f"Data-parallel rank {dp_rank}: {name!r} is not in the order of the partition: entry {place} belongs to another sample of this "
+            f"rank ({found[place]} where the whole batch says {expected[place]}). Put every list into the partition's order."
+        )
 
 
 def _whole_size(batch: RolloutBatch) -> int:
