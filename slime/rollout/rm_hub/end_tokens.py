@@ -25,7 +25,7 @@ def without_end_tokens(text: str, ends: Iterable[str] = ()) -> str:
 
     A closing bracket alone is no end: it may close the box of the answer.
     """
-    marks = tuple(mark for mark in (*KNOWN_END_TOKENS, *ends) if mark and not set(mark.strip()) <= _CLOSING)
+    marks = tuple(mark for mark in (*KNOWN_END_TOKENS, *ends) if mark and not (mark.strip() and set(mark.strip()) <= _CLOSING))
     while True:
         for kept in (text, text.rstrip()):
             mark = max((mark for mark in marks if kept.endswith(mark)), key=len, default=None)

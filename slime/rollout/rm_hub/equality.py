@@ -14,7 +14,7 @@ from slime.rollout.rm_hub.expressions import are_equal_values, are_same_equation
 from slime.rollout.rm_hub.normal_form import MARKS, normal_form, squeezed
 from slime.rollout.rm_hub.numbers import read_decimal_comma
 from slime.rollout.rm_hub.units import are_same_dimension, factor_between
-from slime.rollout.rm_hub.values import Based, Group, Matrix, Named, Relation, Scalar, Words, read_value
+from slime.rollout.rm_hub.values import MAX_LENGTH, Based, Group, Matrix, Named, Relation, Scalar, Words, read_value
 
 _OPTION = re.compile(rf"^[{MARKS}\s]*(?:option|choice)\s+(?=[\(\[]?[A-J])", re.IGNORECASE)
 _CHOICE = re.compile(r"(?:⟪)?\s*[\(\[]?\s*([A-Ja-j])\s*[\)\]]\s*\S|(?:⟪)?\s*([A-J])\s*[.:]\s*⟫?\s*\S")
@@ -22,7 +22,9 @@ _ONE_CHOICE = re.compile(r"[(\[]?\s*([A-Ja-j])\s*[)\].:]?")
 
 
 def is_same_answer(answer: str, truth: str, *, strict: bool) -> bool | None:
-    """Whether an answer is the true one. Both are texts as they were written, LaTeX or not."""
+    """Whether an answer is the true one. Both are texts as they were written, LaTeX or not. Of longer ones only the text counts."""
+    if max(len(answer), len(truth)) > MAX_LENGTH:
+        return answer.strip() == truth.strip()
     given, wanted = normal_form(answer), normal_form(truth)
     if not given or not wanted:
         return False

@@ -300,6 +300,8 @@ def _read_plus_minus(text: str, depth: int) -> Group | None:
 
 
 def _read_words(text: str, depth: int) -> Words | None:
+    if re.fullmatch(r"\\mathbb\{[A-Z]\}", text):
+        return Words(squeezed(text))
     plain = re.sub(rf"[{MARKS}\"']", "", text).strip()
     if text.startswith(OPEN) and text.endswith(CLOSE) and text.count(OPEN) == 1 and text.strip(MARKS) != text:
         inner = text.strip(MARKS).strip()
