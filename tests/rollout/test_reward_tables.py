@@ -88,8 +88,8 @@ def test_math_value_is_wrong_less_often_than_math_verify_and_calls_nothing_right
     ("label", "answers"),
     [
         ("He has 8 * 9 = 72.\n#### 72", ["72"]), ("#### 1,200", ["1,200"]), (r"so \boxed{\frac{1}{2}}", [r"\frac{1}{2}"]), ("$72$", ["72"]), ("$$x$$", ["x"]),
-        ("$1$ and $2$", ["$1$ and $2$"]), (72, ["72"]), (0, ["0"]), (72.0, ["72"]), (0.5, ["0.5"]), (["7", "seven"], ["7", "seven"]), (None, []), ("", []), ([], []),
-        ("$5", ["$5"]), (123456789012345678901, ["123456789012345678901"]),
+        ("$1$ and $2$", ["$1$ and $2$"]), (72, ["72"]), (0, ["0"]), (72.0, ["72"]), (0.5, ["0.5"]), (["7", "seven"], ["7", "seven"]), (None, []), ("", []),
+        ([], []), ("$5", ["$5"]), (123456789012345678901, ["123456789012345678901"]),
     ],
 )  # fmt: skip
 def test_labels_are_known_in_the_forms_in_which_data_sets_publish_them(label, answers):
@@ -113,8 +113,8 @@ def test_end_tokens_and_stop_strings_behind_a_response_are_not_graded(text, kept
 @pytest.mark.parametrize(
     ("rm_type", "response", "right"),
     [
-        ("exact_match", "85", 1), ("f1", "85", 1.0), ("gpqa", "The answer is B", 1.0), ("boxed_exact_match", r"so \boxed{85}", 1), ("boxed_f1", r"\boxed{85}", 1.0),
-        ("boxed_gpqa", r"\boxed{B}", 1.0),
+        ("exact_match", "85", 1), ("f1", "85", 1.0), ("gpqa", "The answer is B", 1.0), ("boxed_exact_match", r"so \boxed{85}", 1),
+        ("boxed_f1", r"\boxed{85}", 1.0), ("boxed_gpqa", r"\boxed{B}", 1.0),
     ],
 )  # fmt: skip
 def test_the_door_to_the_graders_strips_the_turns_end(rm_type, response, right):
@@ -151,7 +151,10 @@ def test_pinned_verdicts_of_upstreams_functions():
     assert is_correct_minerva(f"Answer: {big}", big)[0] and not is_correct_minerva(f"Answer: {big + 1}", big)[0]
 
 
-@pytest.mark.parametrize("text", ["1" * 10**6, "(" * 10**6, "\\boxed{" * 10**5, "9^" * 10**5 + "9", "$" * 10**6, "\\frac{" * 10**5, "a " * 10**6, "1,000" * 10**5])
+@pytest.mark.parametrize(
+    "text",
+    ["1" * 10**6, "(" * 10**6, "\\boxed{" * 10**5, "9^" * 10**5 + "9", "$" * 10**6, "\\frac{" * 10**5, "a " * 10**6, "1,000" * 10**5],
+)
 def test_a_megabyte_of_anything_is_graded_and_not_computed(text):
     """The reader has bounds of length, nesting, digits and powers of its own, before the grader process's time limit."""
     pytest.importorskip("sympy")
