@@ -15,6 +15,7 @@ CORE = [
     TESTED["requirement"]("torch"),  # below 2.10 torch.load(weights_only=True) can still execute code
     "numpy>=1.26",
     TESTED["requirement"]("ray"),
+    "requests>=2.31",
     TESTED["requirement"]("transformers"),
     TESTED["requirement"]("megatron-core"),
     "aiohttp>=3.10",

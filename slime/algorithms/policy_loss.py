@@ -54,11 +54,6 @@ PolicyLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ClipConfig], tu
 POLICY_LOSSES: dict[str, PolicyLoss] = {"cispo": cispo_loss}
 
 
-def get_policy_loss(advantage_estimator: str) -> PolicyLoss:
-    """Returns the loss that belongs to an advantage estimator."""
-    return POLICY_LOSSES.get(advantage_estimator, clipped_policy_loss)
-
-
 def clipped_value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, *, value_clip: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

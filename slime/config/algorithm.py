@@ -53,7 +53,7 @@ class AlgorithmOptions:
         0.0, "Weight of the entropy bonus. Other than 0 computes the full-vocabulary entropy with gradient."
     )
     report_entropy: bool = option(
-        False, "Report train/entropy_loss although --entropy-coef is 0; costs one more pass over the logits."
+        True, "Report train/entropy_loss although --entropy-coef is 0; --no-report-entropy saves a pass over the logits."
     )
     use_rollout_entropy: bool = option(
         False, "Compute the entropy in the log-prob pass too: rollout/entropy, and for hooks."

@@ -87,6 +87,7 @@ TABLE: tuple[CompatFlag, ...] = (
         "empty_unused_memory_level train_memory_margin_bytes "
         "record_memory_history memory_snapshot_dir memory_snapshot_num_steps no_offload_train_allocator",
     ),
+    *_listed(IGNORED, "train/entropy_loss is reported by default; --no-report-entropy leaves it out", "report_entropy"),
     *_listed(
         REFUSED,
         "this model family is not supported yet: Llama, Qwen2 and Qwen3 are",

@@ -258,6 +258,11 @@ def _critic(args: argparse.Namespace) -> dict[str, Any]:
     return {"use_critic": args.advantage_estimator == "ppo"}
 
 
+@step("rollout_external_engine_addrs")
+def _external_engines(args: argparse.Namespace) -> dict[str, Any]:
+    return {"rollout_external": bool(args.rollout_external_engine_addrs)}
+
+
 # Derived values which depend on the disk or the clock: a recorded configuration does not hold what came of them.
 VOLATILE = ("load", "finetune", "no_load_optim", "no_load_rng", "start_rollout_id", "run_dir", "critic_load")
 

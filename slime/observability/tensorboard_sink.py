@@ -8,6 +8,8 @@ from typing import Any
 from slime.exceptions import ConfigError
 from slime.observability.jsonl import NOT_FINITE
 
+_STEP = "step"
+
 
 def resolve_log_dir(run_dir: str, project: str | None, experiment: str | None, *, root: str | None = None) -> str:
     """Returns `root` (the environment's TENSORBOARD_DIR) or <run_dir>/tensorboard, with the two names as folders
@@ -39,3 +41,18 @@ class TensorBoardSink:
 
     def close(self) -> None:
         self._writer.close()
+
+
+class TensorboardAdapter:
+    """Upstream's way to TensorBoard, for code that writes series of its own beside the run's: `log(data, step)`, then `finish()`."""
+
+    def __init__(self, args: Any) -> None:
+        root = os.environ.get("TENSORBOARD_DIR")
+        self._sink = TensorBoardSink(resolve_log_dir(args.run_dir, args.tb_project_name, args.tb_experiment_name, root=root))
+
+    def log(self, data: dict[str, Any], step: int) -> None:
+        """Adds one scalar per number of `data` at `step`."""
+        self._sink.write({**data, _STEP: step}, _STEP)
+
+    def finish(self) -> None:
+        self._sink.close()

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import inspect
-import itertools
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -31,58 +32,157 @@ PLAIN_META = ("prompt_tokens", "completion_tokens", "cached_tokens", "queue_time
 STAGES = ("prefill", "decode")
 STAGE_SUFFIXES = ("_duration", "_latency", "_time")
 
-_ids = itertools.count(1)
 _parent: contextvars.ContextVar[int | None] = contextvars.ContextVar("slime_trace_parent", default=None)
 
 
-def bind_trace(target: Any, trace: dict[str, Any] | None = None) -> dict[str, Any] | None:
+@dataclasses.dataclass(frozen=True)
+class TraceHandle:
+    """One trace, and the span below which this holder's spans lie (None: at the top)."""
+
+    trace: dict[str, Any]
+    parent_span_id: int | None = None
+
+    @property
+    def trace_id(self) -> str:
+        return self.trace["trace_id"]
+
+
+class TraceSpanContext(dict[str, Any]):
+    """The attributes of a span that is under way: a dictionary, with upstream's setters beside its own."""
+
+    def set(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    set_attr = set
+
+    def update_attrs(self, attrs: Mapping[str, Any]) -> None:
+        self.update(attrs)
+
+
+def _new_id() -> int:
+    """An id that no other process of the run draws: a trace may go on in another one."""
+    return secrets.randbits(48)
+
+
+def bind_trace(target: Any, trace: TraceHandle | dict[str, Any] | None = None) -> TraceHandle | None:
     """Returns the trace of `target`, made when it has none; `trace` makes several objects share one. None where it cannot be attached."""
     try:
+        if isinstance(target, TraceHandle):
+            return target
         if trace is not None:
-            target.trace = trace
+            target.trace = trace.trace if isinstance(trace, TraceHandle) else trace
         found = getattr(target, "trace", None)
         if not isinstance(found, dict) or "events" not in found:
-            found = {"trace_id": next(_ids), "events": []}
+            found = {"trace_id": f"{_new_id():012x}", "events": []}
             target.trace = found
-        return found
+        return TraceHandle(found)
     except Exception as error:  # noqa: BLE001 - tracing must not reach into what it watches
         logger.debug("no trace on %r: %s", type(target).__name__, error)
         return None
 
 
-def _traces(target: Any) -> list[dict[str, Any]]:
+def bind_trace_carrier(
+    carrier: Any,
+    *,
+    trace_id: str | None = None,
+    sample_id: Any = None,
+    group_id: Any = None,
+    attempt: int = 0,
+    parent_span_id: int | None = None,
+) -> TraceHandle | None:
+    """Returns a trace with these identities (None: left out), attached to `carrier`: under the key "trace" of a dictionary, else as attribute
+    `trace`. None where it cannot be attached."""
+    identities = {"sample_id": sample_id, "group_id": group_id}
+    trace = {
+        "trace_id": trace_id or f"{_new_id():012x}",
+        **{name: value for name, value in identities.items() if value is not None},
+        "attempt": attempt,
+        "events": [],
+    }
+    return TraceHandle(trace, parent_span_id) if _attach(carrier, trace) else None
+
+
+def _attach(carrier: Any, trace: dict[str, Any]) -> bool:
+    try:
+        if isinstance(carrier, dict):
+            carrier["trace"] = trace
+        else:
+            carrier.trace = trace
+    except Exception as error:  # noqa: BLE001 - as above
+        logger.debug("no trace on %r: %s", type(carrier).__name__, error)
+        return False
+    return True
+
+
+def export_trace(handle: TraceHandle) -> dict[str, Any]:
+    """Returns the trace as plain values, for a request or a file; `import_trace` goes on with it in another process."""
+    return {**handle.trace, "events": list(handle.trace["events"]), "parent_span_id": handle.parent_span_id}
+
+
+def import_trace(payload: Mapping[str, Any], carrier: Any = None) -> TraceHandle | None:
+    """Returns the trace that `export_trace` wrote, attached to `carrier` if one is given. None for what is no such payload."""
+    if not isinstance(payload, Mapping) or not isinstance(payload.get("events"), list) or "trace_id" not in payload:
+        logger.debug("no trace in a payload of type %s", type(payload).__name__)
+        return None
+    trace = {name: value for name, value in payload.items() if name != "parent_span_id"}
+    trace["events"] = list(trace["events"])
+    if carrier is not None and not _attach(carrier, trace):
+        return None
+    return TraceHandle(trace, payload.get("parent_span_id"))
+
+
+def _handles(target: Any) -> list[TraceHandle]:
     """Returns the distinct traces of one object or of nested lists of them."""
     objects = target if isinstance(target, list | tuple) else [target]
-    found: list[dict[str, Any]] = []
+    found: list[TraceHandle] = []
     for one in objects:
-        traces = _traces(one) if isinstance(one, list | tuple) else [bind_trace(one)]
-        found += [trace for trace in traces if trace is not None and all(trace is not other for other in found)]
+        handles = _handles(one) if isinstance(one, list | tuple) else [bind_trace(one)]
+        found += [
+            handle
+            for handle in handles
+            if handle is not None and all(handle.trace is not other.trace for other in found)
+        ]
     return found
 
 
 def _append(target: Any, event: dict[str, Any]) -> None:
     with contextlib.suppress(Exception):  # as above
-        for trace in _traces(target):
-            trace["events"].append(dict(event))
+        for handle in _handles(target):
+            entry = dict(event)
+            if entry.get("parent_id", "none") is None:
+                entry["parent_id"] = handle.parent_span_id
+            handle.trace["events"].append(entry)
 
 
 def trace_event(target: Any, name: str, *, attrs: Mapping[str, Any] | None = None) -> None:
-    """Adds one moment to the trace of `target` (a sample or a list of samples)."""
+    """Adds one moment to the trace of `target` (a sample, a handle, or a list of them)."""
     _append(target, {"type": "event", "name": name, "time": time.time(), "attrs": dict(attrs or {})})
 
 
+def trace_next_attempt(target: Any, *, attrs: Mapping[str, Any] | None = None) -> None:
+    """Counts one more attempt in the trace of `target` (a request that is sent again), and adds it as the event `next_attempt`."""
+    with contextlib.suppress(Exception):  # as above
+        for handle in _handles(target):
+            handle.trace["attempt"] = handle.trace.get("attempt", 0) + 1
+            trace_event(handle, "next_attempt", attrs={**(attrs or {}), "attempt": handle.trace["attempt"]})
+
+
 @contextlib.contextmanager
-def trace_span(target: Any, name: str, *, attrs: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-    """Traces the body as a span of `target`; yields its attributes, which the body may extend. An error of the body is noted and raised."""
-    span_id, parent_id = next(_ids), _parent.get()
-    started, values = time.perf_counter(), dict(attrs or {})
+def trace_span(
+    target: Any, name: str, *, attrs: Mapping[str, Any] | None = None, record_error: bool = True
+) -> Iterator[TraceSpanContext]:
+    """Traces the body as a span of `target`; yields its attributes, which the body may extend. An error of the body is raised, and noted unless
+    `record_error` is False."""
+    span_id, parent_id = _new_id(), _parent.get()
+    started, values = time.perf_counter(), TraceSpanContext(attrs or {})
     common = {"name": name, "span_id": span_id, "parent_id": parent_id}
     _append(target, {"type": "span_start", **common, "time": time.time(), "attrs": dict(values)})
     token = _parent.set(span_id)
     try:
         yield values
     except BaseException as error:
-        values["error"] = f"{type(error).__name__}: {error}"
+        if record_error:
+            values["error"] = f"{type(error).__name__}: {error}"
         raise
     finally:
         _parent.reset(token)
@@ -98,30 +198,35 @@ def _append_children(target: Any, parent_id: int, children: Iterable[Mapping[str
     """Adds spans that somebody else measured, as ended children of `parent_id`."""
     with contextlib.suppress(Exception):  # as above
         for child in children:
-            event = {"type": "span_end", "name": child["name"], "span_id": next(_ids), "parent_id": parent_id}
+            event = {"type": "span_end", "name": child["name"], "span_id": _new_id(), "parent_id": parent_id}
             event |= {"time": time.time(), "duration": child["duration"], "attrs": dict(child.get("attrs", {}))}
             _append(target, event)
 
 
 def trace_function(
-    name: str, target: str | Callable[..., Any] = "sample", attrs_getter: Callable[..., Mapping[str, Any]] | None = None
+    name: str,
+    target: Any = None,
+    attrs_getter: Callable[..., Mapping[str, Any]] | None = None,
+    *,
+    target_getter: Callable[..., Any] | None = None,
+    record_error: bool = True,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Returns a decorator that traces every call, of a plain or a coroutine function.
 
-    `target` is the name of the parameter that holds the sample, or a function of the call's arguments that returns it; `attrs_getter`
-    gets the same arguments and returns the span's attributes.
+    `target` is the name of the parameter that holds the sample (None: "sample"), or a function of the call's arguments that returns it, as
+    `target_getter` is; `attrs_getter` gets the same arguments and returns the span's attributes.
     """
+    getter = target_getter or (target if callable(target) else None)
+    parameter = target if isinstance(target, str) else "sample"
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function)
 
         def open_span(args: tuple, kwargs: dict) -> contextlib.AbstractContextManager[Any]:
             try:
-                found = (
-                    target(*args, **kwargs) if callable(target) else signature.bind(*args, **kwargs).arguments[target]
-                )
+                found = getter(*args, **kwargs) if getter else signature.bind(*args, **kwargs).arguments[parameter]
                 attrs = attrs_getter(*args, **kwargs) if attrs_getter is not None else None
-                return trace_span(found, name, attrs=attrs)
+                return trace_span(found, name, attrs=attrs, record_error=record_error)
             except Exception as error:  # noqa: BLE001 - as above
                 logger.debug("call of %s is not traced: %s", name, error)
                 return contextlib.nullcontext()

@@ -16,6 +16,10 @@ import numpy as np
 from slime.exceptions import RolloutDataError
 from slime.observability import contributions as c
 from slime.observability.contributions import Contribution, SampleTokens
+from slime.observability.reduction import (  # noqa: F401  (their later place upstream)
+    gather_and_reduce_log_dict,
+    rollout_log_metric_contribution,
+)
 from slime.observability.train_step_metrics import reduce_train_step_metrics  # noqa: F401  (its later place upstream)
 from slime.utils.metric_utils import compute_pass_rate, compute_ragged_pass_rate, compute_rollout_step, is_solved
 from slime.utils.ragged import Parts, Ragged, as_array, is_tensor
@@ -347,8 +351,6 @@ def gather_log_data(metric_name: str, args: Any, rollout_id: int, log_dict: dict
     from megatron.core import mpu
 
     from slime.observability import logging_utils
-    from slime.observability.reduction import gather_and_reduce_log_dict
-
     reduced = gather_and_reduce_log_dict(
         log_dict,
         dp_size=mpu.get_data_parallel_world_size(with_context_parallel=True),

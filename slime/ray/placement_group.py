@@ -36,9 +36,9 @@ def device_options(fraction: float) -> dict[str, Any]:
 
 
 def _get_placement_group_layout(args: Any) -> tuple[int, int]:
-    """(devices to ask for, index of the first rollout device)."""
+    """(devices to ask for, index of the first rollout device); reads the seven sizes and switches that upstream reads, nothing else."""
     actor = args.actor_num_nodes * args.actor_num_gpus_per_node
-    rollout = 0 if args.rollout_external_engine_addrs else args.rollout_num_gpus
+    rollout = 0 if args.rollout_external else args.rollout_num_gpus
     if args.debug_train_only:
         return actor, 0
     if args.debug_rollout_only:

@@ -15,7 +15,6 @@ from slime.exceptions import EngineError
 from slime.ray.placement_group import ENGINE_FRACTION, Placement, bundle_strategy, device_options
 from slime.ray.rollout_validation import validate_server_group_gpu_indices
 from slime.ray.utils import add_default_ray_env_vars, reason_of_death, slime_error_of, wait_for
-from slime.rollout.engine_client import with_scheme
 from slime.utils.async_utils import run
 from slime.utils.http_utils import (
     HttpStatusError,
@@ -73,10 +72,7 @@ def start_rollout_servers(args: Any, placement: Placement) -> RolloutServers:
     if args.debug_train_only:
         return RolloutServers([], [])
     if args.rollout_external_engine_addrs:
-        urls = [with_scheme(address) for address in args.rollout_external_engine_addrs]
-        init_http_client(args)
-        run(_check_external_engines(urls, timeout_s=args.rollout_engine_start_timeout))
-        return RolloutServers([], urls)
+        return _external_servers(args)
     engines = _create_engines(args, placement)
     infos = wait_for(
         [engine.start.remote() for engine in engines], what="starting the engines", timeout_s=args.rollout_engine_start_timeout
@@ -87,6 +83,16 @@ def start_rollout_servers(args: Any, placement: Placement) -> RolloutServers:
 
         servers.router = start_router(args, servers.urls)
     return servers
+
+
+def _external_servers(args: Any) -> RolloutServers:
+    from slime.backends.sglang_utils.external import normalize_external_engine_addr, start_external_rollout_servers
+    from slime.backends.sglang_utils.router import start_router
+
+    urls = [normalize_external_engine_addr(address) for address in args.rollout_external_engine_addrs]
+    init_http_client(args)
+    run(_check_external_engines(urls, timeout_s=args.rollout_engine_start_timeout))
+    return start_external_rollout_servers(args, start_router=start_router)
 
 
 async def _check_external_engines(urls: list[str], *, timeout_s: float) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from slime.ray.ray_actor import RayActor
 from slime.utils.accelerator import get_accelerator
 from slime.utils.distributed_utils import init_gloo_group
+from slime.utils.memory_utils import clear_memory
 
 
 class TrainRayActor(RayActor):
@@ -52,7 +53,7 @@ class TrainRayActor(RayActor):
 
     def clear_memory(self) -> None:
         """Gives cached device memory back."""
-        get_accelerator().empty_cache()
+        clear_memory()
 
     def stop(self) -> None:
         """Leaves the process group; the actor ends after it."""

@@ -1,10 +1,15 @@
-"""The nesting of a rollout's output - prompts, rollouts, samples - checked and made flat."""
+"""What a rollout hands on, checked: the nesting of prompts, rollouts and samples, and the routing of mixture-of-experts models."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from slime.exceptions import RolloutDataError
 from slime.rollout.data_source import iter_samples
+from slime.utils.ragged import as_array
 from slime.utils.types import Sample
 
 
@@ -30,3 +35,29 @@ def validate_rollout_id_annotated(node: Any, depth: int = 0) -> None:
 def flatten_samples(node: Any) -> list[Sample]:
     """All samples of a nested output, in order."""
     return [node] if isinstance(node, Sample) else list(iter_samples(node))
+
+
+def validate_rollout_routed_experts_for_replay(routed_experts: Sequence[Any], args: Any) -> None:
+    """RolloutDataError (a ValueError) where the expert choices of a rollout cannot be replayed.
+
+    Each entry must be `[rows, args.num_layers, args.moe_router_topk]` with a row. With a top-k above 1 the choices of a token differ, so an
+    MoE layer whose ids are all 0 was never recorded; `args.moe_layer_freq`, if it is a list, says which layers are MoE layers.
+    """
+    if not len(routed_experts):
+        raise RolloutDataError("routed experts: there are none, so nothing can be replayed.")
+    expected = (args.num_layers, args.moe_router_topk)
+    pattern = vars(args).get("moe_layer_freq")
+    is_moe = np.array(pattern, dtype=bool) if isinstance(pattern, list | tuple) else np.ones(args.num_layers, dtype=bool)
+    for index, entry in enumerate(routed_experts):
+        ids = as_array(entry, what="rollout_routed_experts")
+        if ids.ndim != 3 or ids.shape[1:] != expected:
+            raise RolloutDataError(
+                f"Invalid rollout routed-experts shape {list(ids.shape)} of sample {index}: expected [rows, {expected[0]}, {expected[1]}]."
+            )
+        if not len(ids):
+            raise RolloutDataError(f"routed experts of sample {index} have no rows.")
+        silent = np.flatnonzero(is_moe & ~ids.any(axis=(0, 2)))
+        if args.moe_router_topk > 1 and len(silent):
+            raise RolloutDataError(
+                f"routed experts of sample {index} are all zero in layers {silent.tolist()}: the engine did not record them."
+            )

@@ -180,13 +180,16 @@ def get_reinforce_plus_plus_returns(
     gamma: float,
 ) -> list[torch.Tensor]:
     """Returns per sample the discounted sum of token rewards (CP-local if CP is on): -kl_coef * KL at trained tokens plus the reward at the
-    last trained token. AssertionError for a sample without a trained token."""
-    from slime.backends.megatron_utils.cp_utils import all_gather_responses_with_cp, get_response_layout
+    last trained token. A sample may be all response where CP is off. AssertionError for a sample without a trained token."""
+    from slime.backends.megatron_utils.cp_utils import all_gather_responses_with_cp, get_cp_size, get_response_layout
 
     if not len(kl):
         return []
     for index, mask in enumerate(loss_masks):
         assert mask.any(), f"sample {index} has no token with loss mask 1, so its reward has no token to stand on"
+    if get_cp_size() == 1:
+        # returns need no token that predicts the first one, so a sample may be all response
+        total_lengths = [max(int(total), int(r) + 1) for total, r in zip(total_lengths, response_lengths, strict=True)]
     layout = get_response_layout(total_lengths, response_lengths)
     full_kl = all_gather_responses_with_cp(torch.cat(list(kl)), layout)
     columns = ResponseColumns(

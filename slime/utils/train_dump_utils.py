@@ -289,6 +289,32 @@ class DumpAssembly:
         return None
 
 
+def restore_context_parallel_fields_to_cpu(
+    rollout_data: Mapping[str, Any], gather_tensor: Callable[[Any, int, int], Any], *, keep_restored: bool
+) -> dict[str, Any] | None:
+    """Returns `rollout_data` with every context-parallel field restored to full responses on the CPU; None unless `keep_restored`.
+
+    `gather_tensor(tensor, total_length, response_length)` is a collective that every context-parallel rank enters once per tensor, in the same
+    order; one tensor is restored at a time. Raises `RolloutDataError` (a ValueError) without one tensor per sample, TypeError for what is no tensor.
+    """
+    restored = dict(rollout_data)
+    lengths = list(zip(rollout_data["total_lengths"], rollout_data["response_lengths"], strict=True))
+    for name in sorted(name for name in dict.keys(restored) if _is_cp_sharded(name) and rollout_data[name] is not None):
+        entries = list(rollout_data[name])
+        if len(entries) != len(lengths):
+            raise RolloutDataError(f"{name} must have one tensor per sample: {len(entries)} for {len(lengths)} samples.")
+        wrong = next((type(entry).__name__ for entry in entries if not is_tensor(entry)), None)
+        if wrong is not None:
+            raise TypeError(f"{name} must hold tensors, found {wrong}.")
+        full = []
+        for entry, (total, response) in zip(entries, lengths, strict=True):
+            whole = gather_tensor(entry, int(total), int(response))
+            if keep_restored:
+                full.append(whole.detach().cpu())
+        restored[name] = full
+    return restored if keep_restored else None
+
+
 # --- the shell -----------------------------------------------------------------------------------------------------------
 
 

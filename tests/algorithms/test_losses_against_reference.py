@@ -131,8 +131,7 @@ def test_one_rank_equals_the_reference(name):
     step_loss, metrics = run_step(samples, logits, advantages, options, bins=[[0, 3, 4], [5, 1, 2], []])
     assert step_loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-7)
     assert_metrics(metrics, expected)
-    assert {"loss", "pg_loss", "pg_clipfrac", "ppo_kl", "train_rollout_logprob_abs_diff"} <= set(metrics)
-    assert ("entropy_loss" in metrics) == (options.entropy_coef != 0)
+    assert {"loss", "pg_loss", "pg_clipfrac", "ppo_kl", "train_rollout_logprob_abs_diff", "entropy_loss"} <= set(metrics)
     assert_same_gradients(take_gradients(logits), gradients)
 
 
@@ -299,8 +298,8 @@ def call_loss(args, batch, packed):
     return value, normaliser, dict(zip(reported["keys"], reported["values"][1:].tolist(), strict=True))
 
 
-def test_entropy_is_computed_only_when_asked_for(monkeypatch):
-    """faults, unneeded entropy computed: a full-vocabulary pass for a number nobody reads; `report_entropy` reads it without touching loss or gradient."""
+def test_entropy_is_reported_unless_that_is_switched_off(monkeypatch):
+    """Upstream's dashboards watch train/entropy_loss; --no-report-entropy saves the pass over the vocabulary. Neither touches the loss."""
     args, batch, packed = one_batch()
     asked = []
     real = loss.compute_response_log_probs
@@ -310,8 +309,8 @@ def test_entropy_is_computed_only_when_asked_for(monkeypatch):
         return real(*positional, with_entropy=with_entropy)
 
     monkeypatch.setattr(loss, "compute_response_log_probs", spy)
-    plain = call_loss(args, batch, packed)
-    reporting = call_loss(SimpleNamespace(**vars(args), report_entropy=True), batch, packed)
+    plain = call_loss(SimpleNamespace(**vars(args), report_entropy=False), batch, packed)
+    reporting = call_loss(args, batch, packed)
     assert asked == [False, True] and "entropy_loss" not in plain[2]
     assert reporting[2]["entropy_loss"] > 0 and reporting[0].item() == plain[0].item()
 
@@ -333,7 +332,7 @@ class HostReads(TorchFunctionMode):
 
 
 def test_more_metrics_read_no_more_values_from_the_device():
-    """faults, one sync per metric per micro-batch: the metrics leave the loss as one tensor, whether there are 5 or 11 of them."""
+    """faults, one sync per metric per micro-batch: the metrics leave the loss as one tensor, whether there are 6 or 11 of them."""
     reads = {}
     for options in ({}, {"use_kl_loss": True, "kl_loss_coef": 0.2, "entropy_coef": 0.1, "use_tis": True}):
         args, batch, packed = one_batch(**options)
@@ -341,7 +340,7 @@ def test_more_metrics_read_no_more_values_from_the_device():
             reported = loss.loss_function(args, batch, 1, 2, packed)[2]
         assert reported["values"].shape == (1 + len(reported["keys"]),)
         reads[len(reported["keys"])] = mode.found
-    assert list(reads) == [5, 11] and reads[5] == reads[11] and len(reads[5]) <= 5
+    assert list(reads) == [6, 11] and reads[6] == reads[11] and len(reads[6]) <= 5
     with HostReads() as mode:
         torch.tensor([torch.ones(()), torch.ones(())])
     assert mode.found == ["tensor", "tensor"], "the fault itself is seen"

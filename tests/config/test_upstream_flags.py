@@ -14,7 +14,7 @@ from slime.exceptions import ConfigError
 NUM_GPUS = 0
 
 # What parse_args adds: derived values that are no options, and where options came from.
-KNOWN_BESIDE_OPTIONS = {"use_critic", "num_experts", "dry_run", "given_options", "flag_counts", "as_requested"}
+KNOWN_BESIDE_OPTIONS = {"use_critic", "num_experts", "rollout_external", "dry_run", "given_options", "flag_counts", "as_requested"}
 
 # interface.md, section 14 and 17: every option that upstream documents for the data path, and Megatron's in its example scripts.
 UPSTREAM = """

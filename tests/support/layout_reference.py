@@ -160,8 +160,6 @@ def reference_of(
         gradients.append(policy.tensors(gradients=True))
         named["grad_norm"] = float(torch.nn.utils.clip_grad_norm_(policy.model.parameters(), CLIP_GRAD))
         named["global_batch_size"] = float(len(trained_rollouts))
-        if not (options.get("entropy_coef") or options.get("report_entropy")):
-            named.pop("entropy_loss", None)
         metrics.append(named)
         optimizer.step()
     phase = phase_metrics(records, samples, fields)

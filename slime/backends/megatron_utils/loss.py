@@ -25,7 +25,7 @@ from slime.algorithms.advantages import (
 )
 from slime.algorithms.corrections import compute_sequence_kl, opsm_keep_mask
 from slime.algorithms.kl import approximate_kl
-from slime.algorithms.policy_loss import clipped_value_loss, get_policy_loss
+from slime.algorithms.policy_loss import POLICY_LOSSES, ClipConfig, clipped_value_loss
 from slime.algorithms.ratios import importance_ratio
 from slime.algorithms.reducers import repeat_per_token, select_masked, sum_per_sample
 from slime.backends.megatron_utils.cp_utils import (
@@ -59,7 +59,7 @@ from slime.utils.accelerator import get_accelerator
 from slime.utils.cp_layout import ResponseLayout
 from slime.utils.distributed_utils import distributed_masked_whiten
 from slime.utils.misc import load_function
-from slime.utils.ppo_utils import cut_to_local, get_advantages_and_returns_batch
+from slime.utils.ppo_utils import compute_policy_loss, cut_to_local, get_advantages_and_returns_batch
 from slime.utils.ragged import Ragged
 from slime.utils.rollout_batch import RolloutBatch
 
@@ -282,6 +282,16 @@ def _correct_off_policy(
     return corrected, masks, metrics
 
 
+def _token_policy_loss(
+    estimator: str, clip: ClipConfig, ppo_kl: torch.Tensor, log_probs: torch.Tensor, advantages: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (loss, clip fraction) per token. The clipped loss is called by upstream's name, which users' code replaces in this module."""
+    own_loss = POLICY_LOSSES.get(estimator)
+    if own_loss is not None:
+        return own_loss(ppo_kl, log_probs, advantages, clip)
+    return compute_policy_loss(ppo_kl, advantages, clip.eps_clip, clip.eps_clip_high, clip.eps_clip_c)
+
+
 def policy_loss_function(
     args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
 ) -> tuple[torch.Tensor, Metrics]:
@@ -311,7 +321,7 @@ def policy_loss_function(
         )
     if config.advantage_estimator == "gspo":
         ppo_kl = repeat_per_token(sequence_kl, tokens.layout.local_lengths)
-    pg_loss, pg_clipfrac = get_policy_loss(config.advantage_estimator)(ppo_kl, log_probs, advantages, config.clip)
+    pg_loss, pg_clipfrac = _token_policy_loss(config.advantage_estimator, config.clip, ppo_kl, log_probs, advantages)
 
     per_token: Metrics = {"pg_clipfrac": pg_clipfrac, "ppo_kl": ppo_kl}
     if config.use_opsm:

@@ -1,0 +1,5 @@
+"""Upstream's later path of slime.observability.tensorboard_sink."""
+
+from slime.observability.tensorboard_sink import TensorboardAdapter as _TensorboardAdapter
+
+__all__ = ["_TensorboardAdapter"]

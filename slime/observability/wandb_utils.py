@@ -1,0 +1,5 @@
+"""Upstream's later path of slime.observability.wandb_sink."""
+
+from slime.observability.wandb_sink import init_wandb_primary, init_wandb_secondary
+
+__all__ = ["init_wandb_primary", "init_wandb_secondary"]

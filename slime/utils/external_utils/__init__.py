@@ -1,0 +1,1 @@
+"""Helpers for scripts around a training run."""
