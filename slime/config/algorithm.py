@@ -105,6 +105,10 @@ class AlgorithmOptions:
     )
     opd_kl_coef: float = option(1.0, "Weight of that reverse KL.")
     opd_teacher_load: str | None = option(None, "Checkpoint folder of the Megatron teacher.")
+    opd_teacher_ckpt_step: int | None = option(None, "Iteration of --opd-teacher-load; None: its latest.")
+    reset_optimizer_states: bool = option(
+        False, "Start every rollout's training with fresh optimizer moments: its steps follow this rollout alone."
+    )
 
     calculate_per_token_loss: bool = option(
         False, "Divide by all loss tokens of the step, in place of the mean within each rollout and then over rollouts."

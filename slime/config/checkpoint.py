@@ -65,10 +65,13 @@ class WeightUpdateOptions:
     update_weight_buffer_size: int = option(512 * 1024 * 1024, "Bytes of weights gathered and sent at a time.")
     update_weight_transport: str = option(
         "tensor",
-        "How weights reach the engines: in memory without a file, or through a folder both sides see.",
-        choices=("tensor", "disk"),
+        "How weights reach the engines: in memory without a file, through a folder both sides see, or (refused, with what to use) by NCCL.",
+        choices=("tensor", "disk", "nccl"),
     )
     update_weight_disk_dir: str | None = option(None, "Folder for --update-weight-transport disk.")
+    update_weight_disk_keep_files: bool = option(
+        False, "Keep the folders of earlier versions in --update-weight-disk-dir."
+    )
     custom_update_weight_post_write_path: str | None = option(None, help_of("custom_update_weight_post_write_path"))
     check_weight_update_equal: bool = option(
         False, "After each update compare the engines' weight checksum with the trainer's; stop if they differ."

@@ -40,6 +40,10 @@ class ClusterOptions:
     keep_old_actor: bool = option(
         False, "Keep a copy of the weights that the engines use, for old log-probs in the asynchronous loop."
     )
+    train_env_vars: dict = option({}, "Environment variables of the training processes, as a JSON object of texts.")
+    megatron_config_path: str | None = option(
+        None, "YAML file with options of one role: `megatron: [{role: critic, overrides: {lr: 1.0e-5}}]`."
+    )
     train_backend: str = option("megatron", "Training backend.", choices=("megatron",))
     ray_address: str | None = option(
         None, "Address of a running Ray cluster; None: a private one on this machine, ended with the run."

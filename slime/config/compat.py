@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class FlagStatus(enum.Enum):
@@ -85,14 +85,47 @@ TABLE: tuple[CompatFlag, ...] = (
         IGNORED,
         "it tunes CUDA kernels or memory only and changes no result",
         "empty_unused_memory_level train_memory_margin_bytes "
-        "record_memory_history memory_snapshot_dir memory_snapshot_num_steps no_offload_train_allocator",
+        "record_memory_history memory_snapshot_dir memory_snapshot_num_steps memory_recorder no_offload_train_allocator",
+    ),
+    *_listed(IGNORED, "the model family is read from --hf-checkpoint/config.json", "model_name"),
+    *_listed(
+        IGNORED,
+        "an engine is asked for its health whenever a request to it fails; one that is dead ends the run with the reason",
+        "rollout_health_check_interval rollout_health_check_timeout rollout_health_check_first_wait",
+    ),
+    *_listed(REFUSED, "a dead engine ends the run; start it again with --load, which resumes exactly", "use_fault_tolerance"),
+    *_listed(REFUSED, "a checkpoint is published whole before the next rollout begins; leave the flag out", "async_save"),
+    *_listed(
+        REFUSED,
+        "there is no profiler inside a run; py-spy attaches to any of its processes, whose ids are in the run folder's logs",
+        "profile_target use_pytorch_profiler profile_step_start profile_step_end profile_ranks",
+    ),
+    *_listed(
+        REFUSED,
+        "the optimizer keeps its state here; --reset-optimizer-states makes the steps of every rollout independent of earlier ones",
+        "use_stateless_adam",
+    ),
+    *_listed(
+        REFUSED,
+        "forged rollout data are not made here; --load-debug-rollout-data trains on recorded samples",
+        "load_forge_rollout_data",
+    ),
+    *_listed(
+        REFUSED,
+        "there is no rollout buffer server; write the requests to yours as a --rollout-function-path",
+        "rollout_buffer_url fetch_trajectory_retry_times rollout_task_type",
+    ),
+    *_listed(
+        REFUSED,
+        "the padded size follows from --vocab-size, --make-vocab-size-divisible-by and the tensor-parallel size; give those",
+        "padded_vocab_size",
     ),
     *_listed(IGNORED, "train/entropy_loss is reported by default; --no-report-entropy leaves it out", "report_entropy"),
     *_listed(
         REFUSED,
         "this model family is not supported yet: Llama, Qwen2 and Qwen3 are",
         "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_scaling_factor mscale mscale_all_dim "
-        "enable_mtp_training mtp_loss_scaling vision_model freeze_vision_model spec",
+        "enable_mtp_training mtp_loss_scaling vision_model freeze_vision_model spec qwen_gdn_backend freeze_indexer",
     ),
     *_listed(
         REFUSED,
@@ -102,7 +135,12 @@ TABLE: tuple[CompatFlag, ...] = (
     *_listed(
         REFUSED,
         "every update sends all weights here; see --update-weight-transport",
-        "update_weight_mode update_weight_delta_encoding update_weight_local_checkpoint_dir",
+        "update_weight_mode update_weight_delta_encoding update_weight_delta_checksum update_weight_local_checkpoint_dir",
+    ),
+    *_listed(
+        REFUSED,
+        "the critic's own options stand in a file: --megatron-config-path with `megatron: [{role: critic, overrides: {lr: 1.0e-5}}]`",
+        "critic_lr critic_lr_warmup_iters",
     ),
     *_listed(
         REFUSED,
@@ -110,7 +148,6 @@ TABLE: tuple[CompatFlag, ...] = (
         "the first step on. Use it in evaluation only (--eval-config), or shape the text by the reward",
         "rollout_repetition_penalty rollout_frequency_penalty rollout_presence_penalty rollout_logit_bias rollout_min_new_tokens",
     ),
-    *_listed(REFUSED, "the critic trains with the policy's learning rate, --lr", "critic_lr critic_lr_warmup_iters"),
     *_listed(
         REFUSED,
         "it is read nowhere in upstream and would do nothing",
@@ -119,13 +156,18 @@ TABLE: tuple[CompatFlag, ...] = (
     *_listed(
         REFUSED,
         "is not supported yet",
-        "allgather_cp use_routing_replay use_rollout_routing_replay use_fault_tolerance prefill_num_servers "
+        "allgather_cp use_routing_replay use_rollout_routing_replay prefill_num_servers "
         "use_distributed_post slime_router_middleware_paths use_slime_router slime_router_timeout slime_router_max_connections "
         "custom_model_provider_path custom_megatron_before_log_prob_hook_path custom_megatron_before_train_step_hook_path "
         "use_critic critic_train_only",
     ),
 )
 
+
+# Whole families of flags: every flag that begins so.
+FAMILIES: tuple[CompatFlag, ...] = (
+    *_listed(REFUSED, "DeepGEMM's fp8 matrix products are not supported; train in --bf16", "megatron_deepgemm"),
+)
 
 SGLANG_IGNORED = frozenset(
     "chunked_prefill_size schedule_policy schedule_conservativeness "
@@ -214,6 +256,12 @@ class CompatOutcome:
         return [*self.mapped, *self.ignored]
 
 
+def _entry_of(flag: str, table: Mapping[str, CompatFlag]) -> CompatFlag | None:
+    """The table's answer to `flag`: its own, else that of the family whose name it begins with."""
+    family = next((entry for entry in FAMILIES if flag == entry.flag or flag.startswith(f"{entry.flag}-")), None)
+    return table.get(flag, family)
+
+
 def apply_compat(words: Sequence[str], declared: Iterable[str], *, help_words: Iterable[str] = ()) -> CompatOutcome:
     """Returns `words` with upstream flags rewritten or taken out (with their values). A flag in `declared` is left alone."""
     table, declared = compat_flags(), frozenset(declared) | frozenset(help_words)
@@ -224,7 +272,7 @@ def apply_compat(words: Sequence[str], declared: Iterable[str], *, help_words: I
         word = words[index]
         index += 1
         flag, equals, inline = word.partition("=")
-        entry = table.get(flag) if flag not in declared else None
+        entry = _entry_of(flag, table) if flag not in declared else None
         if entry is None:
             kept.append(word)
             continue

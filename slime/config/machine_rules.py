@@ -24,7 +24,7 @@ from slime.config.derive import (
 from slime.config.specs import flag_of, nearest_names
 
 MODEL_FOLDERS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "critic_load")
-FILES = ("eval_config", "custom_config_path")
+FILES = ("eval_config", "custom_config_path", "megatron_config_path")
 WRITABLE = ("save", "critic_save", "dump_details", "run_dir", "update_weight_disk_dir")
 
 
@@ -41,6 +41,7 @@ def machine_problems(args: argparse.Namespace) -> list[str]:
         packages_are_installed,
         cuda_is_here,
         devices_are_enough,
+        weights_have_a_way,
     )
     return [problem for check in checks for problem in check(args)]
 
@@ -252,3 +253,11 @@ def devices_are_enough(args: argparse.Namespace) -> list[str]:
         f"       engines   {engines:4d}   --rollout-num-gpus {args.rollout_num_gpus}\n"
         f"     Lower them, or {'use --ray-address of a cluster' if kind == 'GPUs' else f'let processes share cores with --num-cpus {needed}'}."
     ]
+
+
+def weights_have_a_way(args: argparse.Namespace) -> list[str]:
+    """--update-weight-transport names a way to the engines that exists."""
+    if args.update_weight_transport != "nccl":
+        return []
+    other = "disk --update-weight-disk-dir FOLDER" if args.rollout_external_engine_addrs else "tensor"
+    return [f"--update-weight-transport nccl: trainer and engines have no NCCL group of their own here. Use {other}."]

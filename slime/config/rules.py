@@ -497,6 +497,13 @@ def disk_transport_has_a_folder(args):
         return "--update-weight-transport disk needs --update-weight-disk-dir, a folder that all nodes share."
 
 
+@rule("train_env_vars")
+def environment_of_the_trainers_is_text(args):
+    wrong = {name: value for name, value in args.train_env_vars.items() if not isinstance(value, str)}
+    if wrong:
+        return f"--train-env-vars: values must be texts, got {wrong!r}. Write numbers in quotes."
+
+
 @rule("rollout_external_engine_addrs", "update_weight_transport", "debug_train_only", "debug_rollout_only")
 def external_engines_get_weights(args):
     trains_and_generates = not (args.debug_train_only or args.debug_rollout_only)

@@ -39,7 +39,7 @@ class RayTrainGroup:
         for rank in range(self.world_size):
             options = device_options(fraction) | {
                 "scheduling_strategy": bundle_strategy(group, order[rank]),
-                "runtime_env": {"env_vars": add_default_ray_env_vars()},
+                "runtime_env": {"env_vars": add_default_ray_env_vars(self.args.train_env_vars)},
             }
             handlers.append(remote_cls.options(**options).remote(actor_path, self.world_size, rank, master_addr, master_port))
             if rank == 0:

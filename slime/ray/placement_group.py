@@ -113,7 +113,10 @@ def create_rollout_manager(args: Any, placement: Placement) -> Any:
 def allocate_train_group(args: Any, placement: Placement, *, role: str = "actor", with_ref: bool = False, with_opd_teacher: bool = False) -> Any:
     """The train actors of one role; engines and a critic share their devices by fractions."""
     from slime.ray.actor_group import RayTrainGroup
+    from slime.utils.arguments import parse_megatron_role_args
 
+    if args.megatron_config_path is not None:
+        args = parse_megatron_role_args(args, args.megatron_config_path, role)
     return RayTrainGroup(
         args,
         args.actor_num_nodes,

@@ -72,6 +72,7 @@ def resolve(line: CommandLine) -> argparse.Namespace:
         + machine_problems(args)
         + model_problems(args)
         + layout_rules(args)
+        + role_problems(args)
         + gate_problems(args)
         + reward_problems(args)
         + resume_problems(args)
@@ -123,6 +124,18 @@ def layout_rules(args: argparse.Namespace) -> list[str]:
 
     ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
     return layout_problems(args, world_size=None if args.debug_rollout_only or ranks < 1 else ranks)
+
+
+def role_problems(args: argparse.Namespace) -> list[str]:
+    """Returns what is wrong with the file of --megatron-config-path, which is read when the training processes start."""
+    if args.megatron_config_path is None:
+        return []
+    try:
+        for role in ("actor", "critic"):
+            parse_megatron_role_args(args, args.megatron_config_path, role)
+    except ConfigError as error:
+        return [f"--megatron-config-path: {error}"]
+    return []
 
 
 def gate_problems(args: argparse.Namespace) -> list[str]:

@@ -66,7 +66,11 @@ UPSTREAM = """
 --moe-router-enable-expert-bias --moe-router-bias-update-rate --moe-router-topk-scaling-factor --moe-router-num-groups
 --moe-router-group-topk --moe-enable-deepep --multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim
 --v-head-dim --apply-layernorm-1p --log-interval --train-iters --tokenizer-type --tokenizer-model --ckpt-format --auto-detect-ckpt-format
---no-gradient-accumulation-fusion --no-persist-layer-norm --use-fault-tolerance --train-memory-margin-bytes
+--no-gradient-accumulation-fusion --no-persist-layer-norm --use-fault-tolerance --train-memory-margin-bytes --model-name --train-env-vars
+--async-save --megatron-config-path --rollout-health-check-interval --rollout-health-check-timeout --rollout-health-check-first-wait
+--profile-target --memory-recorder --opd-teacher-ckpt-step --reset-optimizer-states --use-stateless-adam --load-forge-rollout-data
+--update-weight-disk-keep-files --update-weight-delta-checksum --rollout-buffer-url --fetch-trajectory-retry-times --rollout-task-type
+--padded-vocab-size --qwen-gdn-backend --freeze-indexer
 """.split()
 
 
@@ -116,6 +120,14 @@ def test_a_refused_flag_stops_with_its_reason():
     assert "--q-lora-rank: this model family is not supported yet" in text
     assert "--http-proxy: it is read nowhere in upstream" in text
     assert "--sglang-tp-size: the embedded engine runs one process per engine" in text
+
+
+def test_a_family_of_flags_is_refused_by_its_beginning():
+    """Upstream adds such flags faster than a list can follow."""
+    with pytest.raises(ConfigError, match="--megatron-deepgemm-anything: DeepGEMM's fp8 matrix products"):
+        parse_command_line(["--megatron-deepgemm-anything", "1"])
+    with pytest.raises(ConfigError, match="unknown|Unknown|not known"):
+        parse_command_line(["--megatron-deepgemmish", "1"])
 
 
 def test_a_declared_flag_wins_over_the_table():

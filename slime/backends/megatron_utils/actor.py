@@ -86,7 +86,7 @@ class MegatronTrainRayActor(TrainRayActor):
 
     def load_other_checkpoint(self, tag: str, path: str | None) -> None:
         """Loads the weights at `path` (Megatron or Hugging Face; None: --hf-checkpoint) and keeps them under `tag`."""
-        step = self.args.ref_ckpt_step if tag == "ref" else None
+        step = {"ref": self.args.ref_ckpt_step, "teacher": self.args.opd_teacher_ckpt_step}.get(tag)
         checkpoint.load_weights(self.args, self.model, path or self.args.hf_checkpoint, ckpt_step=step)
         self.weights.backup(tag)
 

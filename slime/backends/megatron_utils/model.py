@@ -21,6 +21,7 @@ from slime.backends.megatron_utils.initialize import is_megatron_main_rank
 from slime.backends.megatron_utils.loss import get_rollout_top_p_logprob_kwargs, loss_function
 from slime.backends.megatron_utils.loss_config import LossConfig
 from slime.backends.megatron_utils.optimizer import setup_model_and_optimizer
+from slime.backends.megatron_utils.optimizer_state import reset_optimizer_states
 from slime.exceptions import RolloutDataError
 from slime.observability.logging_utils import log
 from slime.utils.metric_utils import compute_train_step
@@ -159,6 +160,8 @@ def train(
         iterator.reset()
     for chunk in model:
         chunk.train()
+    if args.reset_optimizer_states:
+        reset_optimizer_states(optimizer)
     prefix = "train/critic-" if role == "critic" else "train/"
     gates = CiGates.from_args(args)
     logged = []

@@ -24,6 +24,7 @@ from slime.backends.megatron_utils.sharding import shard, unshard
 from slime.exceptions import ConfigError
 
 INDEX = "optimizer_index.json"
+_MOMENTS = frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
 _MAIN_PARAM = "main_param"
 
 
@@ -165,6 +166,17 @@ class _Reader:
         if file not in self._open:
             self._open[file] = safe_open(str(self._folder / file), framework="pt", device="cpu")
         return self._open[file]
+
+
+def reset_optimizer_states(optimizer: Any) -> None:
+    """Zeroes moments and step counts, so that the next step is the first one of a new optimizer. Main weights stay."""
+    for part in _parts(optimizer):
+        for state in part.optimizer.state.values():
+            for name in _MOMENTS & state.keys():
+                state[name] = state[name].zero_() if isinstance(state[name], torch.Tensor) else 0
+        for group in part.optimizer.param_groups:  # fused optimizers count steps per group
+            if "step" in group:
+                group["step"] = group["step"].zero_() if isinstance(group["step"], torch.Tensor) else 0
 
 
 def _parts(optimizer: Any) -> list[Any]:

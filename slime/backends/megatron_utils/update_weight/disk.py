@@ -36,7 +36,7 @@ def update_problem(reply: Any, *, expected: str | None) -> str | None:
 def publish_through_disk(
     args: Any, model: Sequence[torch.nn.Module], hf_config: Mapping[str, Any], rollout_manager: Any, version: int, fingerprint: Any
 ) -> str | None:
-    """The fingerprint, on the main rank: the weights are written to <dir>/weight_v<version>, every server loads them, older folders go."""
+    """The fingerprint, on the main rank: the weights are written to <dir>/weight_v<version>, every server loads them, older folders go unless they are to be kept."""
     root = Path(args.update_weight_disk_dir)
     folder = root / f"weight_v{version}"
     save_hf_model_direct_to_path(args, folder, model)
@@ -56,7 +56,7 @@ def publish_through_disk(
         engines = ray.get(rollout_manager.get_updatable_engines_and_lock.remote(), timeout=args.step_timeout)[0]
         load_function(args.custom_update_weight_post_write_path)(args, str(folder), engines)
     ray.get(rollout_manager.clear_updatable_num_new_engines.remote(version), timeout=args.step_timeout)
-    for old in root.glob("weight_v*"):
+    for old in () if args.update_weight_disk_keep_files else root.glob("weight_v*"):
         if old != folder:
             shutil.rmtree(old, ignore_errors=True)
     return fingerprint.value()
