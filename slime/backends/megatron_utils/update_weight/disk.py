@@ -36,7 +36,8 @@ def update_problem(reply: Any, *, expected: str | None) -> str | None:
 def publish_through_disk(
     args: Any, model: Sequence[torch.nn.Module], hf_config: Mapping[str, Any], rollout_manager: Any, version: int, fingerprint: Any
 ) -> str | None:
-    """The fingerprint, on the main rank: the weights are written to <dir>/weight_v<version>, every server loads them, older folders go unless they are to be kept."""
+    """The fingerprint, on the main rank: the weights are written to <dir>/weight_v<version>, every server loads them, older folders go
+    unless they are to be kept."""
     root = Path(args.update_weight_disk_dir)
     folder = root / f"weight_v{version}"
     save_hf_model_direct_to_path(args, folder, model)
