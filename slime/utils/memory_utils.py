@@ -12,11 +12,9 @@ logger = logging.getLogger(__name__)
 
 def clear_memory(clear_host_memory: bool = False) -> None:
     """Gives unused device memory back; with `clear_host_memory` also collects Python's garbage first."""
-    accelerator = get_accelerator()
-    accelerator.synchronize()
     if clear_host_memory:
         gc.collect()
-    accelerator.empty_cache()
+    get_accelerator().empty_cache()
 
 
 def available_memory() -> dict[str, float]:

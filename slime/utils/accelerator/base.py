@@ -29,6 +29,10 @@ class Accelerator(abc.ABC):
         """Gives cached, unused device memory back."""
 
     @abc.abstractmethod
+    def memory_stats(self) -> dict[str, float]:
+        """Memory in GB: `allocated`, `peak`, `free`, `total`."""
+
+    @abc.abstractmethod
     def rng_state(self) -> torch.Tensor:
         """State of the device's default generator, uint8 `[n]`."""
 

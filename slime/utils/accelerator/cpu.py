@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import sys
+
 import torch
 
 from slime.utils.accelerator.base import Accelerator
+
+_GB = 1024**3
 
 
 class CpuAccelerator(Accelerator):
@@ -20,6 +26,20 @@ class CpuAccelerator(Accelerator):
 
     def empty_cache(self) -> None:
         pass
+
+    def memory_stats(self) -> dict[str, float]:
+        page = os.sysconf("SC_PAGE_SIZE")
+        total = os.sysconf("SC_PHYS_PAGES") * page
+        # ru_maxrss is in KiB on Linux and in bytes on macOS.
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        if sys.platform == "linux":
+            with open("/proc/self/statm") as statm:
+                allocated = int(statm.read().split()[1]) * page
+            free = os.sysconf("SC_AVPHYS_PAGES") * page
+        else:
+            allocated, free = peak, total - peak
+        return {"allocated": allocated / _GB, "peak": peak / _GB, "free": free / _GB, "total": total / _GB}
 
     def rng_state(self) -> torch.Tensor:
         return torch.get_rng_state()

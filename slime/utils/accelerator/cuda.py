@@ -6,6 +6,8 @@ import torch
 
 from slime.utils.accelerator.base import Accelerator
 
+_GB = 1024**3
+
 
 class CudaAccelerator(Accelerator):
     name = "cuda"
@@ -20,6 +22,15 @@ class CudaAccelerator(Accelerator):
 
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
+
+    def memory_stats(self) -> dict[str, float]:
+        free, total = torch.cuda.mem_get_info()
+        return {
+            "allocated": torch.cuda.memory_allocated() / _GB,
+            "peak": torch.cuda.max_memory_allocated() / _GB,
+            "free": free / _GB,
+            "total": total / _GB,
+        }
 
     def rng_state(self) -> torch.Tensor:
         return torch.cuda.get_rng_state()
