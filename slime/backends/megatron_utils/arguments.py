@@ -46,11 +46,11 @@ def set_default_megatron_args(args: argparse.Namespace) -> argparse.Namespace:
     """Gives `args` every option that it lacks, with its default, and returns it. What it has stays, None included."""
     import copy
 
+    from slime.config.derive import apply_derived
     from slime.config.specs import all_specs
 
-    for spec in all_specs():
-        if not hasattr(args, spec.name) and not spec.required:
-            setattr(args, spec.name, copy.copy(spec.default))
+    missing = {spec.name: copy.copy(spec.default) for spec in all_specs() if not hasattr(args, spec.name) and not spec.required}
+    apply_derived(args, missing)
     return args
 
 
