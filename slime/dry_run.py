@@ -18,6 +18,7 @@ from typing import Any
 
 from slime.config.derive import DerivedSizes, derived_sizes, process_layout
 from slime.config.resume import nothing_left
+from slime.config.rules import SUPERVISED
 from slime.config.specs import all_specs
 from slime.config.yaml_file import mask_urls, write_resolved_config
 from slime.exceptions import SlimeError
@@ -219,6 +220,7 @@ def load_prompts(args: argparse.Namespace, tokenizer: Any) -> list[Any]:
         metadata_key=args.metadata_key,
         apply_chat_template=args.apply_chat_template,
         apply_chat_template_kwargs=args.apply_chat_template_kwargs or {},
+        supervised=args.loss_mask_type if args.rollout_function_path == SUPERVISED else None,
     )
     return [build_sample(row, form, tokenizer) for row in itertools.islice(read_rows(args.prompt_data), PROMPTS_SHOWN)]
 

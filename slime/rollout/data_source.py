@@ -22,6 +22,7 @@ from typing import Any
 
 import orjson
 
+from slime.config.rules import SUPERVISED
 from slime.exceptions import ConfigError
 from slime.utils import exact_json
 from slime.utils.data import Dataset
@@ -355,6 +356,7 @@ def build_dataset(args: Any) -> Dataset:
         seed=args.rollout_seed,
         apply_chat_template=args.apply_chat_template,
         apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+        supervised=args.loss_mask_type if args.rollout_function_path == SUPERVISED else None,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from slime.exceptions import ConfigError
+from slime.exceptions import ConfigError, SlimeError
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.group_loop import report_progress
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator, get_response_lengths, message_pairs
@@ -53,13 +53,29 @@ def generate_rollout(args: Any, rollout_id: int, data_buffer: Any, evaluation: b
     return RolloutFnTrainOutput(samples=kept, dropped=dropped, dropped_groups=dropped_groups)
 
 
+def _name_culprit(
+    samples: list[Sample], conversations: list[list[dict]], tools: list, generator: MultiTurnLossMaskGenerator
+) -> None:
+    """ConfigError with the number of the sample whose conversation cannot be rendered or located."""
+    for sample, conversation, tool in zip(samples, conversations, tools, strict=True):
+        try:
+            generator.render(conversation, tool)
+        except SlimeError as error:
+            raise ConfigError(f"sample {sample.index} (group {sample.group_index}): {error}") from error
+
+
 def fill_samples(samples: list[Sample], generator: MultiTurnLossMaskGenerator) -> None:
     """Sets tokens, response length, loss mask and reward 0 on samples that hold a conversation."""
     conversations = [
         message_pairs(sample.prompt, sample.label, where=lambda sample=sample: f"sample {sample.index}")
         for sample in samples
     ]
-    masks = generator.get_loss_masks(conversations, [sample.metadata.get("tools") for sample in samples])
+    tools = [sample.metadata.get("tools") for sample in samples]
+    try:
+        masks = generator.get_loss_masks(conversations, tools)
+    except SlimeError:
+        _name_culprit(samples, conversations, tools, generator)
+        raise
     lengths = get_response_lengths([mask for _, mask in masks])
     for sample, (token_ids, mask), length in zip(samples, masks, lengths, strict=True):
         if length == 0:

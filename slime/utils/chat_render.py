@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ class ChatTemplate:
 
         try:
             return self.tokenizer.apply_chat_template(
-                messages,
+                renderable_messages(self.tokenizer, messages),
                 tools=self.tools,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
@@ -128,6 +129,53 @@ class ChatTemplate:
             return None
         calls = calls_and_end[: len(calls_and_end) - len(end)]
         return after[len(calls) :] if after.startswith(calls + end.rstrip()) else None
+
+
+def renderable_messages(tokenizer: Any, messages: list[dict]) -> list[dict]:
+    """The messages as the template takes them: arguments of tool calls that are JSON text become values where the template would
+    encode the text once more, as most do; a template that writes text as it is gets the text."""
+    if not any(isinstance(message, dict) and message.get("tool_calls") for message in messages):
+        return messages
+    if not _encodes_arguments(tokenizer):
+        return messages
+    return [_with_argument_values(message) for message in messages]
+
+
+_ENCODES: dict[str, bool] = {}  # by template
+
+
+def _encodes_arguments(tokenizer: Any) -> bool:
+    """Whether the template turns a tool call's arguments into JSON even where they are text, or cannot take text at all."""
+    key = str(getattr(tokenizer, "chat_template", None))
+    if key not in _ENCODES:
+        call = {"id": "call_1", "type": "function", "function": {"name": "probe", "arguments": '{"probe_key": 1}'}}
+        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            text = tokenizer.apply_chat_template(probe, tokenize=False)
+            _ENCODES[key] = '\\"probe_key\\"' in text
+        except Exception:  # noqa: BLE001 - a template that wants values may raise anything on a text
+            _ENCODES[key] = True
+    return _ENCODES[key]
+
+
+def _with_argument_values(message: dict) -> dict:
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_with_values(call) for call in calls]} if isinstance(calls, list) else message
+
+
+def _with_values(call: Any) -> Any:
+    """A tool call, with its arguments parsed where they are the JSON text of an object."""
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _with_values(call["function"])}
+    if not isinstance(call.get("arguments"), str):
+        return call
+    try:
+        values = json.loads(call["arguments"])
+    except json.JSONDecodeError:
+        return call
+    return {**call, "arguments": values} if isinstance(values, dict) else call
 
 
 def _unused_word(messages: list[dict], tools: list | None) -> str:

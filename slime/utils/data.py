@@ -15,6 +15,8 @@ import orjson
 
 from slime.exceptions import ConfigError
 from slime.utils import exact_json
+from slime.utils.chat_render import renderable_messages
+from slime.utils.mask_utils import conversation_problem, message_pairs
 from slime.utils.prompt_files import Row, parse_generalized_path, read_rows
 from slime.utils.types import MultimodalTypes, Sample
 
@@ -52,6 +54,7 @@ class RowFormat:
     multimodal_keys: dict[str, str] | None = None
     apply_chat_template: bool = False
     apply_chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    supervised: str | None = None  # the loss mask type where rows are conversations to be trained
 
 
 def _build_messages(
@@ -69,12 +72,19 @@ def _build_messages(
         prompt = [{"role": "user", "content": prompt}]
     if not multimodal_keys:
         return prompt
-    media = {kind: list(data.get(key) or []) for kind, key in multimodal_keys.items()}
+    media = {kind: _as_list(data.get(key)) for kind, key in multimodal_keys.items()}
     messages = [{**message, "content": _place_media(message.get("content"), media)} for message in prompt]
     unused = {kind: len(left) for kind, left in media.items() if left}
     if unused:
         raise ValueError(f"more media than placeholders in the prompt; unused: {unused}")
     return messages
+
+
+def _as_list(value: Any) -> list:
+    """The media under a key: a list as it is, one path, image or dictionary as a list of one."""
+    if value is None or (isinstance(value, str) and not value):
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _place_media(content: Any, media: dict[str, list]) -> Any:
@@ -104,7 +114,11 @@ def render_prompt(tokenizer: Any, messages: list[dict], tools: list | None, temp
             "the prompts are chat messages, but the tokenizer has no chat template. Add one to its folder."
         )
     return tokenizer.apply_chat_template(
-        messages, tools=tools, tokenize=False, add_generation_prompt=True, **(template_kwargs or {})
+        renderable_messages(tokenizer, messages),
+        tools=tools,
+        tokenize=False,
+        add_generation_prompt=True,
+        **(template_kwargs or {}),
     )
 
 
@@ -183,6 +197,7 @@ class Dataset:
         seed: int = 42,
         apply_chat_template: bool = False,
         apply_chat_template_kwargs: dict[str, Any] | None = None,
+        supervised: str | None = None,
     ) -> None:
         self.path, self.seed, self.epoch_id = path, seed, -1
         form = RowFormat(
@@ -193,6 +208,7 @@ class Dataset:
             multimodal_keys=multimodal_keys,
             apply_chat_template=apply_chat_template,
             apply_chat_template_kwargs=apply_chat_template_kwargs or {},
+            supervised=supervised,
         )
         self.num_read = 0
         self.origin_samples: list[Sample] = []
@@ -259,6 +275,8 @@ def build_sample(row: Row, form: RowFormat, tokenizer: Any = None, processor: An
         messages = _build_messages(data, form.prompt_key, form.apply_chat_template, form.multimodal_keys)
     except ValueError as error:
         raise ConfigError(f"{row.place}: {error}") from error
+    if form.supervised is not None:
+        _check_conversation(row, messages, label, form.supervised)
     media = None
     if processor is not None and form.multimodal_keys:
         from slime.utils import processing_utils
@@ -300,6 +318,15 @@ def _check_prompt(row: Row, key: str, prompt: Any) -> None:
     if problem:
         raise ConfigError(
             f"{row.place}: the prompt {key!r} {problem} (value: {str(prompt)[:80]!r}). Repair or remove the row."
+        )
+
+
+def _check_conversation(row: Row, prompt: Any, label: Any, loss_mask_type: str) -> None:
+    problem = conversation_problem(message_pairs(prompt, label, where=lambda: row.place), loss_mask_type)
+    if problem:
+        raise ConfigError(
+            f"{row.place}: {problem}: {str(prompt)[:80]!r}. Add the answer as an assistant message, name a label with --label-key, or remove "
+            "the row."
         )
 
 

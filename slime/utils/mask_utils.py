@@ -82,8 +82,8 @@ class MultiTurnLossMaskGenerator:
 
     def render(self, messages: list[dict], tools: list | None = None) -> Rendered:
         """The conversation's text with the spans to train."""
-        if not any(message.get("role") == "assistant" for message in messages):
-            raise ConfigError(f"a conversation without an assistant message has nothing to train: {_shown(messages)}")
+        if problem := conversation_problem(messages, self.tokenizer_type):
+            raise ConfigError(f"{problem}: {_shown(messages)}")
         if self.tokenizer_type == "distill_qwen":
             return self._render_distill(messages, tools)
         text = self._template(messages, tools)
@@ -137,11 +137,6 @@ class MultiTurnLossMaskGenerator:
 
     def _render_distill(self, messages: list[dict], tools: list | None) -> Rendered:
         """The last message as it is written, reasoning included, behind the render of those before it."""
-        if messages[-1].get("role") != "assistant" or len(messages) < 2:
-            raise ConfigError(
-                f"loss mask type distill_qwen trains the last message, which must be the assistant's: "
-                f"{_shown(messages)}"
-            )
         before = self._template(messages[:-1], tools, add_generation_prompt=True)
         content = messages[-1]["content"]
         if before.endswith(THINK_OPEN):
@@ -184,13 +179,30 @@ class MultiTurnLossMaskGenerator:
 
 
 def mask_of_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> list[int]:
-    """1 for each token whose characters lie inside one of the spans; a token across a border is not trained."""
+    """1 for each token whose characters lie inside one of the spans, or in which one of them begins.
+
+    Where the header's last character and the answer's first are one token, that token is the answer's beginning: left out, an answer
+    that begins with a line break would be learned without it. A token that goes beyond a span's end holds what others wrote and is
+    not trained.
+    """
     mask = [0] * len(offsets)
     for begin, stop in spans:
         for position, (start, end) in enumerate(offsets):
-            if start >= begin and end <= stop and start < stop:
+            if (start >= begin or end > begin) and end <= stop and start < stop:
                 mask[position] = 1
     return mask
+
+
+def conversation_problem(messages: list[dict], loss_mask_type: str) -> str | None:
+    """Why nothing of a conversation can be trained, None where something can: what the messages alone tell, without a template."""
+    trained = [message for message in messages if message.get("role") == "assistant"]
+    if not trained:
+        return "a conversation without an assistant message has nothing to train"
+    if all(message.get("step_loss_mask", 1) != 1 for message in trained):
+        return "a conversation whose assistant messages all have a step_loss_mask other than 1 has nothing to train"
+    if loss_mask_type == "distill_qwen" and (messages[-1].get("role") != "assistant" or len(messages) < 2):
+        return "loss mask type distill_qwen trains the last message, which must be the assistant's, behind another one"
+    return None
 
 
 def _ends_with_content(turn: str, message: dict) -> bool:

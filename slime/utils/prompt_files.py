@@ -18,7 +18,7 @@ from typing import Any
 
 from slime.exceptions import ConfigError
 from slime.utils import exact_json
-from slime.utils.table_files import DELIMITERS, arrow_files, read_arrow, read_csv, read_json_array
+from slime.utils.table_files import DELIMITERS, arrow_files, read_arrow, read_csv, read_json_array, rows_of_batch
 
 SUFFIXES = (".jsonl", ".parquet", ".json", ".csv", ".tsv", ".arrow")
 # In a folder, .json files are descriptions as often as data: they are read when they are named.
@@ -186,7 +186,7 @@ def _read_parquet(file: Path) -> Iterator[Row]:
                 about = parquet.metadata.row_group(group)
                 batch_size = _rows_per_batch(about.total_byte_size, about.num_rows)
                 for batch in parquet.iter_batches(batch_size=batch_size, row_groups=[group], use_threads=False):
-                    for data in batch.to_pylist():
+                    for data in rows_of_batch(batch):
                         number += 1
                         yield Row(data, f"{file}, row {number}")
     except (pyarrow.ArrowException, OSError) as error:

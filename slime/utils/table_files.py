@@ -93,6 +93,29 @@ def read_arrow(file: Path) -> Iterator[dict[str, Any]]:
                 opened = pyarrow.ipc.open_file(source)
                 batches = (opened.get_batch(number) for number in range(opened.num_record_batches))
             for batch in batches:
-                yield from batch.to_pylist()
+                yield from rows_of_batch(batch)
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{file} cannot be read as Arrow data: {error}") from error
+
+
+def rows_of_batch(batch: Any) -> list[dict[str, Any]]:
+    """The rows of an Arrow record batch as JSON would hold them: maps as objects, and no keys that only other rows have.
+
+    A column of structs has every key in every row, null where the row has none. A null `content` of a message is one that was written.
+    """
+    try:
+        rows = batch.to_pylist(maps_as_pydicts="lossy")
+    except TypeError:  # a pyarrow that cannot
+        rows = batch.to_pylist()
+    return [{key: _without_nulls(value) for key, value in row.items()} for row in rows]
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        is_message = "role" in value
+        return {
+            key: _without_nulls(entry)
+            for key, entry in value.items()
+            if entry is not None or (is_message and key == "content")
+        }
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value

@@ -8,6 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import json
 
 import pytest
+from support.chat_templates import bpe_tokenizer
 from support.rollout_args import rollout_args
 from support.tiny_models import make_char_tokenizer
 
@@ -58,11 +59,29 @@ def trained(messages, *, template=None, kind="qwen", tools=None):
     return generator.get_text_from_loss_mask(ids, mask), ids, mask
 
 
-def test_a_token_across_a_border_is_not_trained():
-    """Where a merge joins the prompt's end with the answer's beginning, the model could not have sampled that token."""
+def test_a_token_in_which_the_answer_begins_is_trained_and_one_that_goes_beyond_its_end_is_not():
+    """Where a merge joins the header's end with the answer's beginning, the answer would be learned without its beginning."""
     offsets = [(0, 3), (3, 6), (6, 9), (9, 9)]
-    assert mask_of_spans(offsets, [(4, 9)]) == [0, 0, 1, 0] and mask_of_spans(offsets, [(3, 7)]) == [0, 1, 0, 0]
+    assert mask_of_spans(offsets, [(4, 9)]) == [0, 1, 1, 0] and mask_of_spans(offsets, [(3, 7)]) == [0, 1, 0, 0]
+    assert mask_of_spans(offsets, [(3, 9)]) == [0, 1, 1, 0]
     assert mask_of_spans(offsets, [(0, 3), (6, 10)]) == [1, 0, 1, 1]
+
+
+def test_an_answer_that_begins_with_a_line_break_is_learned_with_it():
+    """ "\\n\\n" is one token: the header's and the answer's. It is trained; of the answer "\\n\\n" only the end mark was."""
+    from tokenizers import pre_tokenizers
+
+    tokenizer = bpe_tokenizer(QWEN3_LIKE, merges=[("Ċ", "Ċ")])
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    generator = MultiTurnLossMaskGenerator(tokenizer)
+    for answer, runs in (
+        ("\nhe", ["\n\nhe<|im_end|>\n"]),
+        ("\n\n", ["\n\n\n<|im_end|>\n"]),
+        ("he", ["he<|im_end|>\n"]),
+    ):
+        ids, mask = generator.get_loss_mask(say("q", answer))
+        assert generator.get_text_from_loss_mask(ids, mask) == runs
+        assert ids == tokenizer(tokenizer.apply_chat_template(say("q", answer), tokenize=False))["input_ids"]
 
 
 def test_every_assistant_turn_is_trained_with_its_end_and_nothing_else():
@@ -209,6 +228,38 @@ def test_conversations_over_the_context_are_counted_and_a_rendered_prompt_is_ref
     args, source = sft([{"input": "q"}])
     with pytest.raises(ConfigError, match="nothing to train"):
         sft_rollout.generate_rollout(args, 0, source)
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "words"),
+    [
+        ({"input": say("q", roles="u")}, {}, "without an assistant message has nothing to train"),
+        ({"input": "q"}, {}, "without an assistant message has nothing to train"),
+        ({"input": "q", "label": 7}, {"label_key": "label"}, "the label 7 is a int; supervised training needs a text"),
+        (
+            {"input": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "step_loss_mask": 0}]},
+            {},
+            "step_loss_mask other than 1",
+        ),
+        ({"input": say("q", "a", "r", roles="uau")}, {"loss_mask_type": "distill_qwen"}, "trains the last message"),
+    ],
+)
+def test_a_row_with_nothing_to_train_is_named_with_its_line_when_the_data_are_read(sft, row, options, words):
+    """It was found when the rollout reached it, and named by nothing: hours later, in a file of a million lines."""
+    good = {"input": say("1", "2"), "label": "2"}
+    with pytest.raises(ConfigError) as caught:
+        sft([good, good, row, good], rollout_function_path="slime.rollout.sft_rollout.generate_rollout", **options)
+    assert "sft.jsonl, line 3: " in str(caught.value) and words in str(caught.value)
+
+
+def test_a_conversation_that_its_template_hides_is_named_by_its_sample(sft):
+    """What only the template tells is found at the rollout; the sample's number leads to the row."""
+    bad = say("a?", "<think>x</think>A <|im_start|>assistant\n", "b?", "B", roles="uaua")
+    args, source = sft([{"input": bad if number == 2 else say("1", "2")} for number in range(4)])
+    generator = MultiTurnLossMaskGenerator(make_char_tokenizer(chat_template=QWEN3_LIKE))
+    samples = [group[0] for group in source.get_samples(4)]
+    with pytest.raises(ConfigError, match=r"^sample 2 \(group 2\): "):
+        sft_rollout.fill_samples(samples, generator)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,25 @@ import resource
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
+from support.tiny_models import make_char_tokenizer
+
 from slime.exceptions import ConfigError
-from slime.utils.data import Dataset, _build_messages, compute_prompt_lengths, filter_long_prompt, get_source, read_file
+from slime.utils.data import (
+    Dataset,
+    _build_messages,
+    compute_prompt_lengths,
+    filter_long_prompt,
+    get_source,
+    read_file,
+    render_prompt,
+)
 from slime.utils.prompt_files import parse_generalized_path, read_rows
+from slime.utils.table_files import read_arrow
 from slime.utils.types import Sample
 
 NUM_GPUS = 0
@@ -110,6 +123,70 @@ def test_nested_parquet_columns_read_the_same_in_one_row_group_and_in_many(tmp_p
     write(tmp_path / "bad.parquet", "no parquet")
     with pytest.raises(ConfigError, match="bad.parquet"):
         list(read_file(str(tmp_path / "bad.parquet")))
+
+
+def test_parquet_rows_have_the_keys_that_they_were_written_with(tmp_path):
+    """Columns of structs hold every row's keys; a tool with a null parameter of another tool's, or a null tool call, is rendered as such."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"x": {"type": "int"}}}}
+    other = {"type": "function", "function": {"name": "g", "parameters": {"y": {"type": "str", "enum": ["a"]}}}}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]}
+    rows = [
+        {"input": [{"role": "user", "content": "q"}], "tools": [tool], "metadata": {"a": 1}, "label": None},
+        {"input": [{"role": "user", "content": "q"}, call], "tools": [other], "metadata": {"b": "x"}, "label": "l"},
+    ]
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, tmp_path / "structs.parquet")
+    assert list(read_file(str(tmp_path / "structs.parquet"))) == rows
+    with pa.OSFile(str(tmp_path / "structs.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    assert list(read_arrow(tmp_path / "structs.arrow")) == rows
+    schema = pa.schema([("input", pa.string()), ("metadata", pa.map_(pa.string(), pa.int64()))])
+    pq.write_table(pa.Table.from_pylist([{"input": "q", "metadata": [("a", 1)]}], schema=schema), tmp_path / "map.parquet")
+    assert list(read_file(str(tmp_path / "map.parquet"))) == [{"input": "q", "metadata": {"a": 1}}]
+
+
+ENCODES = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+WRITES_TEXT = ENCODES.replace(
+    "{{ c.function.arguments | tojson }}",
+    "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}{{ c.function.arguments | tojson }}{% endif %}",
+)
+NEEDS_VALUES = ENCODES.replace(
+    "{{ c.function.arguments | tojson }}", "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [(ENCODES, '{"city": "Rome"}'), (WRITES_TEXT, '{"city":   "Rome"}'), (NEEDS_VALUES, "city=Rome;")],
+    ids=["encodes", "writes text", "needs values"],
+)
+def test_tool_arguments_that_are_json_text_are_encoded_once(template, expected):
+    """As chat APIs record them. A template that encodes would write a string in a string; one that writes text gets it as it is."""
+    from slime.utils.chat_render import ChatTemplate
+
+    tokenizer = make_char_tokenizer(chat_template=template)
+    call = {"function": {"name": "f", "arguments": '{"city":   "Rome"}'}}
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert render_prompt(tokenizer, messages, None, None) == ChatTemplate(tokenizer).render(messages) == f"q{expected}"
+    assert call["function"]["arguments"] == '{"city":   "Rome"}'
+    plain = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "no JSON"}}]}]
+    if template is not NEEDS_VALUES:
+        assert "no JSON" in render_prompt(tokenizer, plain, None, None)
+
+
+@pytest.mark.parametrize(
+    ("media", "expected"),
+    [("cat.png", ["cat.png"]), (["a", "b"], ["a", "b"]), ({"bytes": b""}, [{"bytes": b""}]), (None, []), ("", [])],
+)
+def test_a_media_column_may_hold_one_path_or_many(media, expected):
+    """One path was taken apart into characters."""
+    row = {"text": "<image>" * len(expected) + "?", "images": media}
+    messages = _build_messages(row, "text", True, {"image": "images"})
+    parts = messages[0]["content"]
+    assert [part["image"] for part in parts if part["type"] == "image"] == expected
 
 
 def test_memory_is_bounded_by_what_is_kept(tmp_path):

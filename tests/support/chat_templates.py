@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from support.tiny_models import CHAT_TEMPLATE, make_char_tokenizer
@@ -89,13 +90,13 @@ def chat_tokenizer(chat_template: str) -> Any:
     return tokenizer
 
 
-def bpe_tokenizer(chat_template: str) -> Any:
-    """A byte-pair tokenizer that knows he, llo and hello: ids -> text -> ids is not the identity."""
+def bpe_tokenizer(chat_template: str, *, merges: Sequence[tuple[str, str]] = ()) -> Any:
+    """A byte-pair tokenizer that knows he, llo and hello, and further `merges`: ids -> text -> ids is not the identity."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     specials = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
-    merges = [("h", "e"), ("l", "l"), ("ll", "o"), ("he", "llo")]
+    merges = [("h", "e"), ("l", "l"), ("ll", "o"), ("he", "llo"), *merges]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: index for index, token in enumerate([*specials, *alphabet, *("".join(pair) for pair in merges)])}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
