@@ -1,6 +1,7 @@
 """The embedded engine through a real socket: SGLang's endpoints and fields, refusals, aborts, weight updates, start and end."""
 
 import concurrent.futures
+import itertools
 import json
 import os
 import signal
@@ -23,8 +24,12 @@ from support.tiny_models import make_tiny_checkpoint
 
 from slime.backends.torch_engine.arrays import decode_response_arrays
 from slime.backends.torch_engine.engine_config import EngineConfig
+from slime.backends.torch_engine.protocol import ResponseOptions
 from slime.backends.torch_engine.ray_actor import EngineActor
+from slime.backends.torch_engine.request import Request
+from slime.backends.torch_engine.sampling_params import SamplingParams
 from slime.backends.torch_engine.server_thread import EngineServerThread
+from slime.backends.torch_engine.streaming import ResponseStream
 from slime.exceptions import ConfigError, EngineError
 from slime.utils.checksum import weights_checksum
 
@@ -153,6 +158,57 @@ def test_a_prompt_is_scored_from_logprob_start_len_on(url):
     part = generate(url, **body, logprob_start_len=2, return_text_in_logprobs=True)["meta_info"]["input_token_logprobs"]
     assert [(lp, token) for lp, token, _ in part] == [(lp, token) for lp, token, _ in whole["input_token_logprobs"][2:]]
     assert [text for _, _, text in part] == ["2", "3"]
+
+
+class Letters:
+    """A byte-level tokenizer that counts what it decodes."""
+
+    num_decoded = 0
+
+    def decode(self, ids, *, skip_special_tokens):
+        self.num_decoded += len(ids)
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+def stream_of(ids, *, stop=(), step=1):
+    """(events, tokenizer) of a response that grows by `step` tokens between two looks."""
+    params = SamplingParams(stop=stop, skip_special_tokens=True, no_stop_trim=False)
+    request = Request("r", np.zeros(1, dtype=np.int32), params, seed=0, limit=len(ids), stream=True)
+    request.note_version("1", 0)
+    tokenizer, events = Letters(), []
+    options = ResponseOptions(return_logprob=True, return_arrays=False, return_text_in_logprobs=False, stream=True)
+    stream = ResponseStream(request, options, tokenizer)
+    for start in range(0, len(ids), step):
+        request.live_tokens += ids[start : start + step]
+        request.live_log_probs += [-0.5] * len(ids[start : start + step])
+        if stream.is_due():
+            events.append(stream.event(now=0.0))
+    return events, tokenizer
+
+
+@pytest.mark.parametrize("count", [1000, 2000, 4000])
+def test_a_stream_costs_a_constant_per_token(count):
+    """Twice the tokens are twice the work: ids decoded and ids sent. They were four times it: 8 s for 4,000 tokens."""
+    events, tokenizer = stream_of(list(b"abcdefgh" * (count // 8)))
+    assert tokenizer.num_decoded <= 4 * count
+    assert sum(len(event["output_ids"]) for event in events) <= 72 * count
+    assert [len(event["output_ids"]) for event in events[:64]] == list(range(1, 65))
+    gaps = [len(b["output_ids"]) - len(a["output_ids"]) for a, b in itertools.pairwise(events)]
+    assert max(gaps) <= count // 64 + 1
+
+
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_the_text_of_a_stream_grows_by_whole_characters_to_the_text_of_all_ids(step):
+    """Characters of one to four bytes, a broken one among them, and a stop string that begins but does not end."""
+    data = "aé你🙂b".encode() + b"\xff" + b"cSTx" + b"\xe4" * 20 + b"d"
+    events, _ = stream_of(list(data), stop=("STOP",), step=step)
+    whole = data.decode("utf-8", errors="replace")
+    texts = [event["text"] for event in events]
+    assert texts[-1] == whole
+    assert all(whole.startswith(text) for text in texts) and texts == sorted(texts, key=len)
+    assert all(event["meta_info"]["completion_tokens"] == len(event["output_ids"]) for event in events)
+    assert all(len(event["meta_info"]["output_token_logprobs"]) == len(event["output_ids"]) for event in events)
+    assert not any(text.endswith("cST") for text in texts)
 
 
 def test_the_stream_cumulates_and_ends_with_the_same_response(url):

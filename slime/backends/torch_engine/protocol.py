@@ -22,7 +22,7 @@ from slime.backends.torch_engine.arrays import (
 )
 from slime.backends.torch_engine.request import Request
 from slime.backends.torch_engine.sampling_params import BadRequest, SamplingParams, parse_sampling_params, shown
-from slime.backends.torch_engine.stop_strings import cut_at_stop, held_back
+from slime.backends.torch_engine.stop_strings import cut_at_stop
 from slime.backends.torch_engine.tokenizer import EngineTokenizer
 
 MAX_BATCH = 16384
@@ -282,7 +282,7 @@ def build_response(
     request: Request, options: ResponseOptions, *, text: str, tokenizer: EngineTokenizer | None
 ) -> dict[str, Any]:
     """Returns one response object; `meta_info` as docs/engine.md lists it."""
-    meta = _meta_info(request, len(request.output_ids), request.finish_reason, ended_at=request.finished_at)
+    meta = meta_info(request, len(request.output_ids), request.finish_reason, ended_at=request.finished_at)
     if request.kept_token_ids:
         meta.update(_nucleus(request))
     response: dict[str, Any] = {"text": text, "meta_info": meta}
@@ -294,30 +294,18 @@ def build_response(
         ids = request.output_ids.tolist()
         response["output_ids"] = ids
         if options.return_logprob:
-            meta["output_token_logprobs"] = _triples(request.output_log_probs.tolist(), ids, options, tokenizer)
+            meta["output_token_logprobs"] = triples(request.output_log_probs.tolist(), ids, options, tokenizer)
     if options.return_logprob and request.input_log_probs is not None:
         scored = request.prompt[request.score_from :].tolist()
         values = [None if math.isnan(value) else value for value in request.input_log_probs.tolist()]
-        meta["input_token_logprobs"] = _triples(values, scored, options, tokenizer)
+        meta["input_token_logprobs"] = triples(values, scored, options, tokenizer)
     return response
 
 
-def build_stream_chunk(
-    request: Request, options: ResponseOptions, *, tokenizer: EngineTokenizer | None, now: float
-) -> dict[str, Any]:
-    """Returns the response so far of a running request: cumulated, like SGLang's. Text that may still change is held back."""
-    ids = list(request.live_tokens)
-    text = "" if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=request.params.skip_special_tokens)
-    held = held_back(text, () if request.params.no_stop_trim else request.params.stop)
-    meta = _meta_info(request, len(ids), None, ended_at=now)
-    if options.return_logprob:
-        meta["output_token_logprobs"] = _triples(request.live_log_probs[: len(ids)], ids, options, tokenizer)
-    return {"text": text[: len(text) - held], "output_ids": ids, "meta_info": meta}
-
-
-def _meta_info(
+def meta_info(
     request: Request, count: int, finish_reason: dict[str, Any] | None, *, ended_at: float
 ) -> dict[str, Any]:
+    """Returns what docs/engine.md lists of a response with `count` tokens."""
     started_at = ended_at if request.started_at is None else request.started_at
     meta: dict[str, Any] = {
         "id": request.rid,
@@ -337,9 +325,10 @@ def _meta_info(
     return meta
 
 
-def _triples(
+def triples(
     log_probs: list[float | None], ids: list[int], options: ResponseOptions, tokenizer: EngineTokenizer | None
 ) -> list[tuple[float | None, int, str | None]]:
+    """Returns SGLang's [log-prob, id, text] of each token; the text where it was asked for."""
     if options.return_text_in_logprobs and tokenizer is not None:
         texts = tokenizer.decode_batch([[token] for token in ids], skip_special_tokens=False)
         return list(zip(log_probs, ids, texts, strict=True))

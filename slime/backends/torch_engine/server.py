@@ -30,11 +30,11 @@ from slime.backends.torch_engine.protocol import (
     EngineLimits,
     GenerateCall,
     build_responses,
-    build_stream_chunk,
     parse_generate,
 )
 from slime.backends.torch_engine.request import Request
 from slime.backends.torch_engine.sampling_params import BadRequest, shown
+from slime.backends.torch_engine.streaming import ResponseStream
 from slime.backends.torch_engine.weight_endpoints import add_weight_routes
 from slime.backends.torch_engine.weight_update import WeightUpdater
 from slime.exceptions import EngineError
@@ -227,6 +227,7 @@ class EngineServer:
 
     async def _stream(self, request: web.Request, call: GenerateCall) -> web.StreamResponse:
         item = call.requests[0]
+        stream = ResponseStream(item, call.options, self.loaded.tokenizer)
         event = self._stream_events[item] = asyncio.Event()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
@@ -235,11 +236,8 @@ class EngineServer:
             while item.finish_reason is None:
                 await event.wait()
                 event.clear()
-                if item.finish_reason is None:
-                    chunk = build_stream_chunk(
-                        item, call.options, tokenizer=self.loaded.tokenizer, now=time.monotonic()
-                    )
-                    await response.write(_event(chunk))
+                if item.finish_reason is None and stream.is_due():
+                    await response.write(_event(stream.event(now=time.monotonic())))
             if item.error:
                 await response.write(
                     _event({"error": {"message": item.error, "type": "InternalServerError", "code": 500}})
