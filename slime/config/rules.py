@@ -226,6 +226,7 @@ def prompt_leaves_room(args):
 
 SYNCHRONOUS = "slime.rollout.sglang_rollout.generate_rollout"
 SUPERVISED = "slime.rollout.sft_rollout.generate_rollout"
+DISTILLATION_REWARD = "slime.rollout.on_policy_distillation.reward_func"
 NONZERO_STD = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 SFT_HINT = f" For supervised fine-tuning on given conversations: --rollout-function-path {SUPERVISED}."
 
@@ -296,6 +297,16 @@ def evaluation_has_a_function(args):
     return (
         f"--eval-interval {args.eval_interval} asks for evaluations, which {args.eval_function_path} does not make. Give --eval-function-path "
         f"{SYNCHRONOUS}, or leave out --eval-interval."
+    )
+
+
+@rule("eval_interval", "eval_prompt_data", "eval_config", "custom_rm_path", "rm_type")
+def evaluation_of_a_distilled_policy_has_a_score(args):
+    if args.eval_interval is None or args.eval_config or args.rm_type is not None or args.custom_rm_path != DISTILLATION_REWARD:
+        return None
+    return (
+        f"--eval-interval {args.eval_interval} has no score: --custom-rm-path {DISTILLATION_REWARD} asks the teacher for log-probs. Give --rm-type, which "
+        "scores evaluations then, or an --eval-config with rm_type or custom_rm_path for each data set."
     )
 
 

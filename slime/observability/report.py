@@ -22,6 +22,7 @@ GATE_SHARE = "gate/time/share_of_iteration"
 UPDATE_SKIPPED = "train/update_skipped"
 WEIGHT_SIGNS = ("train/weights_checksum_changed", "train/weight_delta")
 
+DISTILLATION = "slime.rollout.on_policy_distillation.post_process_rewards"
 # label -> names that may carry it, the first that a run has wins
 FAMILIES: dict[str, tuple[str, ...]] = {
     # over everything sampled, what the gate rejected as 0; then the mean of what it kept
@@ -308,7 +309,9 @@ def write_report(run_dir: str | os.PathLike[str], *, checks: Checks = Checks(), 
 def checks_for(args: Any) -> Checks:
     """Returns what a run with these options has to balance."""
     trains = not args.debug_rollout_only
-    return Checks(ledger=trains, weights=trains, reward=args.loss_type == "policy_loss")
+    # A teacher's log-probs are the signal there, and the rewards are 0 by construction.
+    distills = args.custom_reward_post_process_path == DISTILLATION
+    return Checks(ledger=trains, weights=trains, reward=args.loss_type == "policy_loss" and not distills)
 
 
 def report_at_end(args: Any) -> list[str]:

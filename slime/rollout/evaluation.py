@@ -13,6 +13,7 @@ from slime.rollout.failures import FailureCounter
 from slime.rollout.group_loop import report_progress
 from slime.utils.data import Dataset
 from slime.utils.eval_config import EvalDatasetConfig, eval_datasets_of
+from slime.utils.misc import load_function
 from slime.utils.types import Sample, chosen_reward
 
 # Samples of one HTTP request in evaluation, where prompts usually have one sample each.
@@ -104,6 +105,7 @@ def build_eval_groups(args: Any, config: EvalDatasetConfig, cache: dict[Any, Dat
     """One group of `n_samples_per_eval_prompt` samples per prompt; group and sample numbers count from 0 in each dataset."""
     dataset = _dataset(args, config, cache)
     groups = []
+    instead = getattr(load_function(args.custom_rm_path), "in_evaluation", None) if args.custom_rm_path else None
     size = config.n_samples_per_eval_prompt
     for number, prompt in enumerate(dataset.samples):
         group = [clone_for_group(prompt) for _ in range(size)]
@@ -111,7 +113,7 @@ def build_eval_groups(args: Any, config: EvalDatasetConfig, cache: dict[Any, Dat
             sample.group_index, sample.index = number, number * size + member
             sample.metadata = config.inject_metadata(sample.metadata)
             sample.generate_function_path = config.custom_generate_function_path
-            sample.custom_rm_path = config.custom_rm_path
+            sample.custom_rm_path = config.custom_rm_path or instead
         groups.append(group)
     return groups
 

@@ -251,6 +251,30 @@ def continue_text(before: str, decoded_before: str, decoded: str, *, appended: s
     return before[: len(before) - len(changed)] + decoded[same:]
 
 
+def cut_untrained_tail(sample: Sample, over: int, *, decode: Callable[[list[int]], str]) -> int:
+    """Takes what a template or an environment added last (mask 0) off a response that is `over` tokens too long by it; returns the
+    tokens taken off, 0 where the response ends with trained tokens, or with fewer of the others than `over`.
+
+    Nothing can be sampled behind them any more, so they would only pass the limit.
+    """
+    mask = number_list(sample.loss_mask) if sample.loss_mask is not None else []
+    length = next((i for i, value in enumerate(reversed(mask)) if value), len(mask))
+    if over <= 0 or length < over or length == len(mask):
+        return 0
+    kept, tail = len(mask) - length, [int(token) for token in sample.tokens[len(sample.tokens) - length :]]
+    sample.tokens = sample.tokens[: len(sample.tokens) - length]
+    sample.loss_mask = mask[:kept]
+    sample.response_length = kept
+    if sample.rollout_log_probs is not None:
+        sample.rollout_log_probs = sample.rollout_log_probs[:kept]
+    if sample.rollout_top_p_token_offsets is not None:
+        sample.rollout_top_p_token_offsets = sample.rollout_top_p_token_offsets[: kept + 1]  # the tail has no nucleus
+    if sample.rollout_routed_experts is not None:
+        sample.rollout_routed_experts = sample.rollout_routed_experts[: len(sample.tokens) - 1]
+    sample.response = sample.response.removesuffix(decode(tail))
+    return length
+
+
 def reset_to_prompt(sample: Sample) -> Sample:
     """A new sample with the same prompt and identity and nothing generated: no tokens, masks, log-probs, reward or verdict."""
     return Sample(

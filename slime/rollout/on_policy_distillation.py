@@ -4,6 +4,8 @@ reward.
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 from typing import Any
 
 from slime.exceptions import ConfigError, RolloutDataError
@@ -30,7 +32,17 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> dict[str, Any
     return await request_with_retries("POST", args.rm_url, payload, max_retries=10, timeout_s=args.rm_timeout)
 
 
+async def evaluation_reward(args: Any, sample: Sample, **kwargs: Any) -> Any:
+    """The reward of an evaluated sample: the teacher's log-probs are no score, so --rm-type (or the row's rm_type) gives it."""
+    from slime.rollout.rm_hub import async_rm
+
+    scored_by_type = argparse.Namespace(**{**vars(args), "custom_rm_path": None})
+    return await async_rm(scored_by_type, dataclasses.replace(sample, custom_rm_path=None))
+
+
 reward_func.bounds_itself = True  # by --rm-timeout: a teacher may have long queues
+reward_func.in_evaluation = f"{__name__}.evaluation_reward"
+evaluation_reward.bounds_itself = True  # a built-in scorer
 
 
 def post_process_rewards(args: Any, samples: list[Sample], **kwargs: Any) -> tuple[list[float], list[float]]:

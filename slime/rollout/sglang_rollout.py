@@ -108,6 +108,9 @@ def prepare_request(args: Any, state: Any, sample: Sample, sampling_params: dict
     )
     sampling_params["max_new_tokens"] = max(0, budget)
     if budget <= 0:
+        generation.cut_untrained_tail(
+            sample, -budget, decode=lambda ids: state.tokenizer.decode(ids, skip_special_tokens=False)
+        )
         sample.status = Sample.Status.TRUNCATED
         sample.finish_reason = "length"
         return None

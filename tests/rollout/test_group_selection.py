@@ -347,6 +347,10 @@ NONZERO_STD = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_no
             f"--rollout-function-path {FULLY_ASYNC_PATH} --rollout-batch-order submission",
             "--rollout-batch-order submission cannot hold with the fully asynchronous rollout",
         ),
+        (
+            "--custom-rm-path slime.rollout.on_policy_distillation.reward_func --rm-url http://127.0.0.1:9 --eval-interval 1 --eval-prompt-data a b",
+            "asks the teacher for log-probs. Give --rm-type",
+        ),
         ("--max-dropped-groups -1", "--max-dropped-groups is -1, must not be negative"),
         ("--max-engine-aborts -1", "--max-engine-aborts is -1, must not be negative"),
         ("--abort-timeout 0", "--abort-timeout is 0.0, must be above 0"),
@@ -354,8 +358,12 @@ NONZERO_STD = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_no
 )
 def test_what_cannot_end_well_is_refused_at_start(words, message, tmp_path):
     """Each of these was found after minutes, or never."""
+    given = write_run_inputs(tmp_path)
+    if "--custom-rm-path" in words:  # in place of the reward type
+        place = given.index("--rm-type")
+        given = given[:place] + given[place + 2 :]
     with pytest.raises(ConfigError) as caught:
-        parse_args([*write_run_inputs(tmp_path), *words.split()])
+        parse_args([*given, *words.split()])
     assert message in str(caught.value)
 
 

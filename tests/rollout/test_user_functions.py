@@ -121,6 +121,39 @@ def test_a_continued_response_of_a_custom_function_is_scored_by_the_text_of_all_
     assert done.tokens[-3:] == character and done.response == "你" and done.reward == 1
 
 
+async def two_turns(args, sample, sampling_params):
+    """A turn, what an environment answers (5 ids), and another turn."""
+    await sglang_rollout.generate(args, sample, dict(sampling_params))
+    if sample.status is Sample.Status.COMPLETED:
+        sample.append_response_tokens(tokens=[9] * 5, trainable=False, text="00000")
+        sample.status = Sample.Status.PENDING
+        await sglang_rollout.generate(args, sample, dict(sampling_params))
+    return sample
+
+
+@pytest.mark.parametrize(
+    ("limits", "length", "status", "requests"),
+    [
+        ({"rollout_max_response_len": 8}, 6, Sample.Status.TRUNCATED, 1),
+        ({"rollout_max_response_len": 10}, 6, Sample.Status.TRUNCATED, 1),
+        ({"rollout_max_response_len": 11}, 11, Sample.Status.TRUNCATED, 1),
+        ({"rollout_max_response_len": 13}, 13, Sample.Status.TRUNCATED, 2),
+        ({"rollout_max_response_len": 17}, 17, Sample.Status.COMPLETED, 2),
+        ({"rollout_max_response_len": 99, "rollout_max_context_len": 12}, 6, Sample.Status.TRUNCATED, 1),
+    ],
+)
+def test_no_response_of_several_turns_is_longer_than_its_limit(rig, limits, length, status, requests):
+    """Six sampled ids, five of the environment, six sampled ids: what does not fit behind a turn is left out, never beyond the limit."""
+    engine, args, source = rig(
+        lambda prompt: [5] * 6, custom_generate_function_path=f"{__name__}.two_turns", rollout_batch_size=1, n_samples_per_prompt=1,
+        gate_keep_truncated=True, engine={"decode": lambda ids: "1" * len(ids)}, **limits,
+    )  # fmt: skip
+    ((sample,),) = generate_rollout(args, 0, source).samples
+    assert (sample.response_length, sample.status, len(engine.requests)) == (length, status, requests)
+    assert len(sample.loss_mask) == len(sample.rollout_log_probs) == length and len(sample.tokens) == 3 + length
+    assert sum(sample.loss_mask) == length - (5 if length > 6 else 0)
+
+
 # --- what they raise -----------------------------------------------------------------------------------------------------
 
 
@@ -323,6 +356,25 @@ def test_a_call_that_holds_the_interpreter_ends_its_process_and_leaves_its_name(
     assert "in matches_for_ever" in stacks.read_text() and str(stacks) in said
     watched_calls.CallWatch().record_in(tmp_path)  # the next run in this folder
     assert last_words(tmp_path) is None and last_words(None) is None
+
+
+def test_a_distilled_policy_is_evaluated_by_its_reward_type(rig, tmp_path):
+    """The teacher's reply is a dictionary of log-probs, no score: evaluation asks --rm-type, and no teacher."""
+    engine, args, source = rig(
+        lambda prompt: [5, 4], custom_rm_path="slime.rollout.on_policy_distillation.reward_func", rm_url="http://127.0.0.1:9",
+        rm_type="exact_match", eval_prompt_data=["one", write_prompts(tmp_path / "eval.jsonl", 4)], engine={"decode": lambda ids: "2"},
+    )  # fmt: skip
+    output = generate_rollout(args, 0, None, evaluation=True)
+    assert output.data["one"]["rewards"] == [0, 0, 1, 0] and output.metrics == {"eval/one/failed_samples": 0}
+
+
+def test_the_report_of_a_distilled_run_does_not_ask_for_rewards_that_are_zero_by_construction():
+    """It was called a problem that the reward did not move."""
+    from slime.observability.report import checks_for
+
+    assert checks_for(rollout_args()).reward
+    path = "slime.rollout.on_policy_distillation.post_process_rewards"
+    assert not checks_for(rollout_args(custom_reward_post_process_path=path)).reward
 
 
 def test_functions_with_a_limit_of_their_own_keep_it():
