@@ -384,6 +384,17 @@ def test_unknown_estimators_and_wrong_lengths_are_named():
         compute(data, advantage_estimator="ppo")
 
 
+def test_whitening_is_over_data_and_context_parallel_ranks(monkeypatch):
+    """Over the data-parallel ranks alone, each half of a sequence would get its own mean."""
+    asked = []
+    with pretend_rank():
+        monkeypatch.setattr(loss.mpu, "get_data_parallel_group", lambda **options: asked.append(options) or "all of them")
+        monkeypatch.setattr(loss, "distributed_masked_whiten", lambda values, masks, *, process_group, **kw: [process_group])
+        layout = loss.get_response_layout([4], [2])
+        assert loss._whiten(layout, {"loss_masks": [torch.ones(2)]}, torch.ones(2)) == ["all of them"]
+    assert asked == [{"with_context_parallel": True}]
+
+
 def test_whitening_nothing_is_one_clear_error():
     """faults, advantage whitening: all masks 0 everywhere is no 0/0 and no hang: every rank has the global count, so every rank raises, or none."""
     with pytest.raises(ValueError, match="no position has mask 1 on any rank"):

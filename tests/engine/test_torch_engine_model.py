@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.engine_harness import EngineHarness
-from support.tiny_models import make_tiny_checkpoint
+from support.tiny_models import TinyCheckpoints
 
 from slime.backends.torch_engine.model_config import decoder_config_from_hf, read_decoder_config
 from slime.exceptions import ConfigError, EngineError
@@ -52,8 +52,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("models")
-    return {name: make_tiny_checkpoint(root / name, **fields) for name, fields in MODELS.items()}
+    return TinyCheckpoints(tmp_path_factory.mktemp("models"), MODELS)
 
 
 def hf_log_probs(folder, tokens: list[int]) -> np.ndarray:
@@ -153,6 +152,32 @@ def test_a_prompt_seen_before_is_cached_and_changes_no_bit(folders):
         harness.engine.between_steps(harness.engine.flush_cache).result()
         fresh = harness.run([harness.request(prompt, seed=2, max_new_tokens=30, ignore_eos=True)])[0]
         assert fresh.cached_tokens == 0 and is_bit_equal(fresh, siblings[2])
+
+
+def test_a_prompt_is_run_again_after_the_weights_have_changed(folders):
+    """Its keys, values and first distribution are those of the old weights: a repeated prompt would be answered by two policies at once."""
+    from slime.backends.torch_engine.weight_update import WeightUpdater
+
+    prompt, params = list(range(5, 23)), {"seed": 2, "max_new_tokens": 4, "ignore_eos": True}
+    with EngineHarness(folders["qwen3"], deterministic=True) as harness:
+        harness.run([harness.request(prompt, **params)])
+        updater = WeightUpdater(harness.loaded)
+        updater.begin("1")
+        updater.add({name: value.numpy() * 1.5 for name, value in harness.loaded.decoder.weights.items()})
+        updater.end("1")
+        assert harness.engine.load()["cached_prompts"] == 0
+        after = harness.run([harness.request(prompt, **params)])[0]
+        assert after.cached_tokens == 0 and after.version_segments(4) == [["1", 4]]
+        harness.engine.between_steps(harness.engine.flush_cache).result()
+        assert is_bit_equal(harness.run([harness.request(prompt, **params)])[0], after)
+
+
+def test_the_prompt_cache_can_be_switched_off(folders):
+    """--sglang-disable-radix-cache: nothing is kept between two steps; siblings that start together still share a prompt."""
+    with EngineHarness(folders["qwen3"], prompt_cache=False) as harness:
+        for _ in range(2):
+            (request,) = harness.run([harness.request([5, 6, 7], max_new_tokens=2, ignore_eos=True)])
+            assert request.cached_tokens == 0 and harness.engine.load()["cached_prompts"] == 0
 
 
 def test_more_requests_than_slots_and_pages_all_finish_and_give_their_pages_back(folders):

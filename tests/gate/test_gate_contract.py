@@ -277,6 +277,11 @@ def test_missing_log_probs_follow_the_stated_policy_and_are_never_filled_silentl
     assert masked.samples[0].loss_mask == [0] * 12
     assert masked.samples[1].loss_mask == [1, 1, 1, 0] + [1] * 8 and masked.samples[1].rollout_log_probs[3] == 0.0
     assert holes.rollout_log_probs[3] is None and holes.loss_mask is None
+    # what does not train stays so: tokens 1 and 3 are a tool's, 3 and 5 have no log-prob
+    tool = sound_sample(3, loss_mask=[1, 0, 1, 0] + [1] * 8)
+    tool.rollout_log_probs[3] = tool.rollout_log_probs[5] = None
+    (repaired,) = postprocess_output_data([tool], GateConfig(missing_log_probs=MissingLogProbs.MASK)).samples
+    assert repaired.loss_mask == [1, 0, 1, 0, 1, 0] + [1] * 6
 
 
 def test_tokens_may_be_lists_arrays_or_tensors_with_the_same_verdicts():

@@ -22,7 +22,7 @@ from support.megatron_worker import (
     reference_run,
     train_steps,
 )
-from support.tiny_models import make_tiny_checkpoint
+from support.tiny_models import TinyCheckpoints, make_tiny_checkpoint
 
 NUM_GPUS = 0
 
@@ -39,8 +39,7 @@ def process_group(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("checkpoints")
-    return {family: make_tiny_checkpoint(root / family, family) for family in FAMILIES}
+    return TinyCheckpoints(tmp_path_factory.mktemp("checkpoints"), {family: {"family": family} for family in FAMILIES})
 
 
 def _packed(ids):
@@ -208,6 +207,24 @@ def test_weight_decay_leaves_norms_and_biases_alone(folders):
             assert torch.equal(after[name], tensor), name
         else:
             torch.testing.assert_close(after[name], tensor * (1 - 1e-2 * 0.1), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("source", ["hugging face", "checkpoint"])
+def test_a_step_starts_from_the_weights_that_were_loaded(folders, tmp_path, source):
+    """bfloat16 trains fp32 copies. Made when the model was, they would be zero: a first step without a gradient would erase the model."""
+    from slime.backends.megatron_utils.checkpoint import save_checkpoint
+
+    load_dir = None
+    if source == "checkpoint":
+        load_dir = str(tmp_path)
+        with built(folders["qwen3"], bf16=True) as (args, *state):
+            save_checkpoint(args, 0, *state, save_dir=load_dir)
+    without_state = {"no_load_optim": True, "weight_decay": 0.0, "clip_grad": 0.0}
+    with built(folders["qwen3"], bf16=True, load_dir=load_dir, **without_state) as (args, model, optimizer, _):
+        before = exported(args, model)
+        optimizer.step()
+        after = exported(args, model)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 def test_a_critic_gives_one_value_per_response_token(folders):

@@ -59,6 +59,21 @@ def test_the_state_knows_which_groups_are_out(rig, tmp_path):
     assert {origin["group_index"] for origin in state["untrained"]} == set(range(source.sample_group_index)) - used
 
 
+def test_the_position_moves_with_what_was_used(rig, tmp_path):
+    """A resume after rollout 1 must not hand out the groups of rollouts 0 and 1 again, nor lose one that nobody trained."""
+    engine, args, source = rig
+    source.args.save = str(tmp_path / "run")
+    used = [{group[0].group_index for group in fully_async.generate_rollout_fully_async(args, r, source).samples} for r in (0, 1)]
+    fully_async.stop_global_worker()
+    untrained = [{origin["group_index"] for origin in source.state_dict(r)["untrained"]} for r in (0, 1)]
+    everything = set(range(source.sample_group_index))
+    assert untrained == [everything - used[0], everything - used[0] - used[1]]
+    resumed = RolloutDataSourceWithBuffer(args)
+    resumed.load_state_dict(source.state_dict(1))
+    again = {group[0].group_index for group in resumed.get_samples(len(untrained[1]) + 1)}
+    assert again == untrained[1] | {len(everything)}
+
+
 def test_the_callback_never_blocks_and_the_queue_is_first_in_first_out(rig):
     """It runs on the event loop: 1001 finished groups must fit without waiting."""
     _, args, source = rig

@@ -110,3 +110,15 @@ def make_tiny_checkpoint(
     model.save_pretrained(folder, safe_serialization=True)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+class TinyCheckpoints(dict):
+    """Folders below `root` by name, each made when it is asked for: a test of one model does not wait for the others."""
+
+    def __init__(self, root: Path, fields_by_name: dict[str, dict]) -> None:
+        super().__init__()
+        self._root, self._fields = root, fields_by_name
+
+    def __missing__(self, name: str) -> Path:
+        self[name] = make_tiny_checkpoint(self._root / name, **self._fields[name])
+        return self[name]
