@@ -200,16 +200,91 @@ def test_an_interrupted_response_resumed_as_a_longer_prompt_draws_the_same_token
 
 
 def test_weights_that_are_not_finite_fail_the_request_and_poison_no_later_one(folders):
-    """NaN left in a page would reach its next holder through masked positions (0 * NaN)."""
+    """NaN left in a page would reach its next holder through masked positions (0 * NaN), here of pages that 14 bad tokens stood in and 3 good
+    ones take over; and the prompt's cached distribution is NaN too."""
     with EngineHarness(folders["qwen3"], max_total_tokens=8 * 16) as harness:
         weight = harness.loaded.decoder.weights["model.layers.0.self_attn.v_proj.weight"]
         good = weight.clone()
         harness.engine.between_steps(lambda: weight.fill_(float("nan"))).result()
-        broken = harness.run([harness.request([5, 6], max_new_tokens=60, ignore_eos=True)])[0]
+        broken = harness.run([harness.request([5, 6] * 7, max_new_tokens=60, ignore_eos=True)])[0]
         assert "not finite" in broken.error
         harness.engine.between_steps(lambda: weight.copy_(good)).result()
         after = harness.run([harness.request([5, 6, 7 + i], max_new_tokens=40, ignore_eos=True) for i in range(6)])
+        after += harness.run([harness.request([5, 6] * 7, max_new_tokens=40, ignore_eos=True)])
         assert all(request.error is None and len(request.output_ids) == 40 for request in after)
+
+
+def test_a_request_that_fails_leaves_its_siblings_pages_alone(folders):
+    """18 tokens: a page that both hold and one of their own each. The first fails after a token; the second has the response it has alone."""
+    params = {"seed": 1, "max_new_tokens": 6, "ignore_eos": True}
+    responses = []
+    for has_sibling in (False, True):
+        harness = EngineHarness(folders["qwen3"], deterministic=True)
+        request, sibling = harness.request(list(range(5, 23)), **params), harness.request(list(range(5, 23)), max_new_tokens=6, ignore_eos=True)
+        harness.engine.submit([request, sibling] if has_sibling else [request])
+        harness.engine._step()
+        if has_sibling:
+            sibling.error = "log-probs are not finite"
+            harness.engine._finish({sibling.slot: {"type": "abort"}})
+        while request.finish_reason is None:
+            harness.engine._step()
+        responses.append(request)
+    assert is_bit_equal(*responses)
+
+
+def test_an_abort_ends_the_named_request_alone_with_all_its_tokens(folders):
+    """Partial rollout goes on from these tokens: one that is lost is sampled twice. Steps by hand: the first draws two tokens."""
+    harness = EngineHarness(folders["qwen3"])
+    named, other = (harness.request([5, 6 + i], seed=i, max_new_tokens=9, ignore_eos=True) for i in range(2))
+    harness.engine.submit([named, other])
+    for _ in range(4):
+        harness.engine._step()
+    harness.engine.abort("r0")
+    harness.engine._take_aborts()
+    assert named.finish_reason["type"] == "abort" and len(named.output_ids) == len(named.output_log_probs) == 5
+    assert other.finish_reason is None
+    while other.finish_reason is None:
+        harness.engine._step()
+    assert other.finish_reason["type"] == "length" and len(other.output_ids) == 9
+
+
+def test_a_finished_response_does_not_change_when_its_slot_is_used_again(folders):
+    """The response is read by another thread, after the next request has begun to write in the same slot."""
+    with EngineHarness(folders["qwen3"], max_running_requests=1) as harness:
+        first = harness.run([harness.request([5, 6], seed=1, max_new_tokens=8, ignore_eos=True)])[0]
+        ids, log_probs = first.output_ids.tolist(), first.output_log_probs.tolist()
+        harness.run([harness.request([9, 9, 9], seed=2, max_new_tokens=8, ignore_eos=True)])
+        assert (first.output_ids.tolist(), first.output_log_probs.tolist()) == (ids, log_probs)
+
+
+def test_more_requests_than_may_wait_are_refused_together(folders):
+    """All or none: half of a list request could not be answered."""
+    harness = EngineHarness(folders["qwen3"], max_waiting_requests=2)
+    harness.engine.submit([harness.request([5])])
+    with pytest.raises(EngineError, match="1 requests wait already, at most 2 may"):
+        harness.engine.submit([harness.request([6]), harness.request([7])])
+    assert harness.engine.load()["waiting"] == 1
+
+
+def test_an_error_between_two_steps_is_raised_where_its_result_is_awaited(folders):
+    """A refused weight update must reach its sender, and the engine goes on."""
+    with EngineHarness(folders["qwen3"]) as harness:
+        with pytest.raises(ZeroDivisionError):
+            harness.engine.between_steps(lambda: 1 // 0).result(30)
+        assert harness.engine.between_steps(lambda: 7).result(30) == 7 and harness.engine.failure is None
+
+
+def test_the_longest_response_is_what_the_whole_cache_has_room_for(folders):
+    """8 pages of 16 tokens (and one for padding): a prompt of 20 takes 2, of which the full one is shared; 7 pages are left for 4 + 108 tokens."""
+    harness = EngineHarness(folders["qwen3"], max_total_tokens=8 * 16)
+    assert harness.engine.total_pages == 8
+    longest = harness.engine.longest_response(20)
+    assert longest == (8 - 2 + 1) * 16 - 20 == 92
+    request = harness.request([5] * 20, max_new_tokens=longest, ignore_eos=True)
+    harness.engine.submit([request])
+    for _ in range(longest):
+        harness.engine._step()
+    assert len(request.output_ids) == longest
 
 
 def config_of(folder, **changes) -> dict:

@@ -406,14 +406,22 @@ class Engine:
             count = int(batch.generated[slot])
             request.output_ids = batch.outputs[slot, :count].copy()
             request.output_log_probs = batch.log_probs[slot, :count].copy()
-            if request.error is not None:
-                # NaN in a page would reach its next holder, even through masked positions.
-                self._prompts.clear()
-                self.runner.cache.clear_pages(torch.from_numpy(request.pages).to(self.runner.decoder.device))
-            self._allocator.release(request.pages)
-            request.pages = None
+            self._give_back(request)
             self._conclude(request, reason)
         batch.remove(np.array(list(reasons), dtype=np.int64))
+
+    def _give_back(self, request: Request) -> None:
+        """Releases the request's pages. After an error those that nobody holds any more are cleared, the cached prompts' with them: NaN in a page
+        would reach its next holder, even through masked positions. A page that siblings share stays as it is until the last of them ends."""
+        pages, request.pages = request.pages, None
+        if request.error is None:
+            self._allocator.release(pages)
+            return
+        suspect = np.unique(np.concatenate((pages, self._prompts.held_pages())))
+        self._prompts.clear()
+        self._allocator.release(pages)
+        free = suspect[self._allocator.are_free(suspect)]
+        self.runner.cache.clear_pages(torch.from_numpy(free).to(self.runner.decoder.device))
 
     def _conclude(self, request: Request, reason: dict[str, Any]) -> None:
         if not request.versions:

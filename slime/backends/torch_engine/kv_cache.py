@@ -54,6 +54,10 @@ class PageAllocator:
         self._free[self._num_free : self._num_free + len(freed)] = freed
         self._num_free += len(freed)
 
+    def are_free(self, pages: np.ndarray) -> np.ndarray:
+        """Returns bool [N]: nobody holds the page."""
+        return self._holders[pages] == 0
+
 
 class KvCache:
     """Keys and values by layer, each [pages, PAGE_SIZE, kv heads, head_dim]. Memory is touched only as pages come into use."""

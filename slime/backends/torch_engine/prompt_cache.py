@@ -65,6 +65,10 @@ class PromptCache:
                     break
         return self._allocator.num_free >= wanted
 
+    def held_pages(self) -> np.ndarray:
+        """Returns the pages of all entries (int64); a page may be there more than once."""
+        return np.concatenate([np.zeros(0, dtype=np.int64), *(entry.pages for entry in self._entries.values())])
+
     def clear(self) -> int:
         """Forgets everything and returns the number of entries there were."""
         count = len(self._entries)
