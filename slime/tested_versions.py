@@ -13,7 +13,7 @@ PACKAGES: dict[str, tuple[str, str, str, str | None]] = {
     "torch": ("2.10", "2.13", "2.13", None),
     # pip takes 0.16.1 on Python 3.10 and 3.11, and 0.19 on newer ones. slime replaces functions inside it.
     "megatron-core": ("0.16", "0.16", "0.19", "0.20"),
-    "transformers": ("5", "5.24", "5.24", "6"),
+    "transformers": ("5", "5.20", "5.24", "6"),  # pip takes 5.20 on Python 3.10
     "ray": ("2.49", "2.60", "2.60", "3"),
 }
 

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TORCH = "2.13.0"
 # Measured: (download, on disk) in GB of torch with what it requires, and of everything else.
-SIZES = {"cpu": (0.3, 0.9), "cuda": (2.9, 5.6), "slime": (0.6, 1.6)}
+SIZES = {"cpu": (0.2, 0.8), "cuda": (2.7, 4.8), "slime": (0.5, 1.8)}
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 SHOWN = re.compile(r"\s*(Downloading|Installing|Successfully|Building|ERROR)\b")
 

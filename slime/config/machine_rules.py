@@ -221,7 +221,7 @@ def packages_are_installed(args: argparse.Namespace) -> list[str]:
 
 
 def cuda_is_here(args: argparse.Namespace) -> list[str]:
-    """Where CUDA is asked for and the run stays on this machine, torch can use it."""
+    """Where CUDA is asked for and the run stays on this machine, torch can use it; one sentence for each option where it cannot."""
     if args.ray_address or os.environ.get("RAY_ADDRESS") or cuda_is_usable():
         return []
     wanted = [f"{flag_of(name)} cuda" for name in ("accelerator", "rollout_engine_device") if getattr(args, name) == "cuda"]

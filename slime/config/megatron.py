@@ -179,7 +179,7 @@ class MegatronField:
     kind: type
     many: bool
     unwrap: bool
-    choices: tuple[str, ...] | None
+    choices: tuple[Any, ...] | None
     default: str
     help: str
 
@@ -236,12 +236,12 @@ def _text_of(statement: ast.stmt | None) -> str:
     return ""
 
 
-def _read_type(annotation: str) -> tuple[type, bool, tuple[str, ...] | None] | None:
+def _read_type(annotation: str) -> tuple[type, bool, tuple[Any, ...] | None] | None:
     match = _OPTIONAL.fullmatch(annotation)
     inner = match.group(1) if match else annotation
     if inner.startswith("Literal["):
-        choices = ast.literal_eval("(" + inner[len("Literal[") : -1] + ",)")
-        return str, False, tuple(choices)
+        choices = tuple(ast.literal_eval("(" + inner[len("Literal[") : -1] + ",)"))
+        return type(choices[0]), False, choices
     either = _SCALAR_OR_LIST.fullmatch(inner)
     if either and either.group(1) in _SCALARS:
         return _SCALARS[either.group(1)], True, None

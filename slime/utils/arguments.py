@@ -13,7 +13,7 @@ from typing import Any
 
 from slime.config.cli import CommandLine, format_help, join_problems, parse_command_line, reset_arg
 from slime.config.derive import adjustments, apply_derived, derive
-from slime.config.machine_rules import machine_problems, missing_path
+from slime.config.machine_rules import cuda_is_here, machine_problems, missing_path
 from slime.config.megatron import megatron_fields
 from slime.config.resume import resume_problems
 from slime.config.rules import broken_rules
@@ -64,9 +64,6 @@ def resolve(line: CommandLine) -> argparse.Namespace:
     for warning in adjustments(args):
         print(f"warning: {warning}", file=sys.stderr)
     apply_derived(args, derive(args))
-    if args.accelerator != "auto":
-        # get_accelerator() asks the environment, which reaches every process of the run; a user's module may ask while it is imported.
-        os.environ["SLIME_ACCELERATOR"] = args.accelerator
     problems = (
         broken_rules(args)
         + machine_problems(args)
@@ -77,8 +74,11 @@ def resolve(line: CommandLine) -> argparse.Namespace:
         + reward_problems(args)
         + resume_problems(args)
         + dataset_problems(args)
-        + hook_problems(args)
     )
+    if args.accelerator != "auto" and not cuda_is_here(args):
+        # get_accelerator() asks the environment, which reaches every process of the run; a user's module may ask while it is imported.
+        os.environ["SLIME_ACCELERATOR"] = args.accelerator
+    problems += hook_problems(args)
     if problems:
         raise ConfigError(join_problems(list(dict.fromkeys(problems))))
     return args

@@ -62,10 +62,10 @@ def test_what_is_installed_stays():
 def test_the_size_is_told_first_and_a_full_disk_stops():
     """6 GB without a word, on a slow line or a small disk, is how a first contact ends."""
     lines, fits = install.announcement(install.Build(PLAIN, "2.13.0", "cuda"), has_gpu=False, free_gb=50.0)
-    assert fits and "CUDA build" in lines[0] and "3.5 GB to download, 7.2 GB on disk (50 GB free)" in lines[0]
-    assert "One saves 4.7 GB" in lines[1] and "PIP_EXTRA_INDEX_URL" in lines[1]
+    assert fits and "CUDA build" in lines[0] and "3.2 GB to download, 6.6 GB on disk (50 GB free)" in lines[0]
+    assert "One saves 4.0 GB" in lines[1] and "PIP_EXTRA_INDEX_URL" in lines[1]
     lines, fits = install.announcement(install.Build(CPU_WORDS, "2.13.0+cpu", "cpu"), has_gpu=False, free_gb=2.0)
-    assert not fits and len(lines) == 2 and "error: 2.0 GB are free here, 2.5 GB are needed" in lines[1]
+    assert not fits and len(lines) == 2 and "error: 2.0 GB are free here, 2.6 GB are needed" in lines[1]
     lines, fits = install.announcement(install.Build(PLAIN, "2.13.0", "cuda"), has_gpu=True, free_gb=50.0)
     assert fits and len(lines) == 1
 

@@ -6,6 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import json
+import os
 import re
 
 import pytest
@@ -33,7 +34,7 @@ def no_cuda(monkeypatch):
     derive.why_no_cuda.cache_clear()
     monkeypatch.setattr("importlib.metadata.version", lambda package: "2.13.0+cpu")
     for name in ("SLIME_ACCELERATOR", "RAY_ADDRESS"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")
     yield monkeypatch
     derive.why_no_cuda.cache_clear()
 
@@ -83,6 +84,14 @@ def test_cuda_where_torch_has_none_is_refused_at_parsing(words, tmp_path, no_cud
     """The dry run printed ticks for it, and the run told to unset a variable that nobody had set."""
     text = problems_of(words.split(), tmp_path)
     assert f"{words}: torch cannot use CUDA here, torch 2.13.0+cpu is a CPU build. Leave it out to run on the CPU." in text
+
+
+def test_a_refused_accelerator_does_not_stay_in_the_environment(tmp_path, no_cuda):
+    """The next command line of the same process would be refused for it."""
+    problems_of(["--accelerator", "cuda"], tmp_path)
+    assert parse_args(write_run_inputs(tmp_path)).accelerator == "auto"
+    parse_args([*write_run_inputs(tmp_path), "--accelerator", "cpu"])
+    assert os.environ["SLIME_ACCELERATOR"] == "cpu"
 
 
 def test_the_environments_accelerator_is_checked_too(tmp_path, no_cuda):

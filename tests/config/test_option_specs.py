@@ -134,9 +134,11 @@ def test_only_simple_fields_of_a_config_class_become_flags():
     source = (
         "@dataclass\nclass C:\n    a: int = 1\n    'Help of a.'\n    b: Optional[Callable] = None\n    c: Literal['x', 'y'] = 'x'\n"
         "    d: Union[int, List[int]] = 1\n    e: torch.dtype = None\n    f: Optional[bool] = field(default=None, metadata={})\n    _g: int = 0\n"
+        "    h: Optional[Literal[2, 3, 4]] = None\n"
     )
     fields = {field.name: field for field in fields_of_source(source, "C")}
-    assert list(fields) == ["a", "c", "d", "f"]
+    assert list(fields) == ["a", "c", "d", "f", "h"]
+    assert (fields["h"].kind, fields["h"].choices) == (int, (2, 3, 4))
     assert fields["a"].help == "Help of a." and fields["c"].choices == ("x", "y") and fields["d"].unwrap
     assert fields["f"].default == "None" and fields["f"].kind is bool
     with pytest.raises(ConfigError, match="no D where slime looks"):
