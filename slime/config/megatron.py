@@ -13,6 +13,7 @@ import functools
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 from slime.config.extension_points import help_of
 from slime.config.option import option
