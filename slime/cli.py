@@ -40,6 +40,8 @@ COMMANDS: dict[str, Command] = {
         "slime.observability.consistency_report:main", "Where trainer and engine disagree in a run, token by token.", raw=True
     ),
     "diff": Command("slime.harness.diff:main", "Compare two dumps field by field and name the first difference.", raw=True),
+    "rewards": Command("slime.rollout.reward_cli:rewards", "Check that the labels of a prompt file can be answered right.", raw=True),
+    "rescore": Command("slime.rollout.reward_cli:rescore", "Score a rollout dump again and show what changed.", raw=True),
     "gate": Command("slime.rollout.postprocess.cli:main", "Look at, compare and tune the response gate.", raw=True),
 }
 

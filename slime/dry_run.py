@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import copy
 import dataclasses
 import itertools
-import json
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -26,8 +24,7 @@ from slime.utils.hooks import format_hooks
 
 PROMPTS_SHOWN = 3
 RANKS_SHOWN = 16
-REWARD_PROBE_SECONDS = 30.0
-WRONG_ANSWER = "I do not know."
+ROWS_GRADED = 20
 PROBE_MESSAGES = (
     {"role": "user", "content": "What is 1 + 1?"},
     {"role": "assistant", "content": "<think>\nOne and one.\n</think>\n\nIt is 2."},
@@ -148,40 +145,6 @@ def probe_template(tokenizer: Any, template_kwargs: dict) -> tuple[list[str], bo
     return lines, is_stable
 
 
-def answer_candidates(label: Any) -> list[str]:
-    """Returns the texts in which graders look for a right answer: the label itself, boxed, and after `Answer:`."""
-    text = label if isinstance(label, str) else json.dumps(label)
-    return [text, f"</think>\n\\boxed{{{text}}}", f"Answer: {text}"]
-
-
-async def score_texts(args: argparse.Namespace, sample: Any, texts: Sequence[str], tokenizer: Any) -> list[Any]:
-    """Returns the reward of each text as the response to `sample`, by the run's own reward function; an exception takes a reward's place."""
-    from slime.rollout.rm_hub import async_rm, batched_async_rm
-    from slime.utils.types import Status
-
-    samples = []
-    for text in texts:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        probe = copy.deepcopy(sample)
-        probe.response, probe.response_length, probe.tokens, probe.status = (
-            text,
-            len(ids),
-            list(ids),
-            Status.COMPLETED,
-        )
-        samples.append(probe)
-    if args.group_rm:
-        calls = [batched_async_rm(args, samples)]
-    else:
-        calls = [async_rm(args, probe) for probe in samples]
-    results = await asyncio.gather(
-        *(asyncio.wait_for(call, REWARD_PROBE_SECONDS) for call in calls), return_exceptions=True
-    )
-    if args.group_rm:
-        return list(results[0]) if isinstance(results[0], list | tuple) else [results[0]] * len(samples)
-    return list(results)
-
-
 def judge_rewards(texts: Sequence[str], rewards: Sequence[Any], reward_key: str | None) -> tuple[list[str], bool]:
     """Returns (lines, whether the reward works): no exception, and some form of the right answer beats the wrong one, which is last."""
 
@@ -209,7 +172,9 @@ def _shown(value: Any) -> str:
 
 
 def load_prompts(args: argparse.Namespace, tokenizer: Any) -> list[Any]:
-    """Returns the first samples of --prompt-data, rendered as they would be sent; raises ConfigError for a row that cannot be."""
+    """Returns (place, sample) of up to ROWS_GRADED rows of --prompt-data, evenly spaced after the first PROMPTS_SHOWN, rendered as they would be
+    sent; raises ConfigError for a row that cannot be."""
+    from slime.rollout.reward_probe import sample_rows
     from slime.utils.data import RowFormat, build_sample
     from slime.utils.prompt_files import read_rows
 
@@ -222,7 +187,10 @@ def load_prompts(args: argparse.Namespace, tokenizer: Any) -> list[Any]:
         apply_chat_template_kwargs=args.apply_chat_template_kwargs or {},
         supervised=args.loss_mask_type if args.rollout_function_path == SUPERVISED else None,
     )
-    return [build_sample(row, form, tokenizer) for row in itertools.islice(read_rows(args.prompt_data), PROMPTS_SHOWN)]
+    rows = read_rows(args.prompt_data)
+    first = list(itertools.islice(rows, PROMPTS_SHOWN))
+    chosen = [*first, *sample_rows(rows, ROWS_GRADED - len(first))]
+    return [(row.place, build_sample(row, form, tokenizer)) for row in chosen]
 
 
 def _section(title: str, lines: Sequence[str]) -> None:
@@ -271,9 +239,10 @@ def _probe_all(args: argparse.Namespace) -> bool:
     if args.multimodal_keys and load_processor(args.hf_checkpoint) is None:
         _section("Prompts", ["✗ --multimodal-keys is given, but the model's folder has no processor"])
         return False
-    samples = load_prompts(args, tokenizer)
-    _section(f"Prompts (the first {len(samples)} rows of {args.prompt_data})", format_prompts(samples, tokenizer))
-    return _probe_reward(args, samples, tokenizer)
+    rows = load_prompts(args, tokenizer)
+    shown = [sample for _, sample in rows[:PROMPTS_SHOWN]]
+    _section(f"Prompts (the first {len(shown)} rows of {args.prompt_data})", format_prompts(shown, tokenizer))
+    return _probe_reward(args, rows, tokenizer)
 
 
 def format_prompts(samples: Sequence[Any], tokenizer: Any, *, longest: int = 600) -> list[str]:
@@ -292,7 +261,9 @@ def format_prompts(samples: Sequence[Any], tokenizer: Any, *, longest: int = 600
     return lines
 
 
-def _probe_reward(args: argparse.Namespace, samples: Sequence[Any], tokenizer: Any) -> bool:
+def _probe_reward(args: argparse.Namespace, rows: Sequence[tuple[str, Any]], tokenizer: Any) -> bool:
+    from slime.rollout.reward_probe import WRONG_ANSWER, right_answers, score_texts
+
     if args.rm_type is None and args.custom_rm_path is None:
         sets_it = args.custom_generate_function_path
         _section("Reward", [f"- not tried: {sets_it} sets it" if sets_it else "- no reward function in this run"])
@@ -300,9 +271,28 @@ def _probe_reward(args: argparse.Namespace, samples: Sequence[Any], tokenizer: A
     if (args.rm_type or "").endswith("remote_rm"):
         _section("Reward", [f"- not tried: it is a server ({mask_urls(args.rm_url)})"])
         return True
+    samples = [sample for _, sample in rows]
     sample = next((sample for sample in samples if sample.label is not None), samples[0])
-    texts = [*(answer_candidates(sample.label) if sample.label is not None else ["some answer"]), WRONG_ANSWER]
+    texts = [*(right_answers(sample) or ["some answer"]), WRONG_ANSWER]
     rewards = asyncio.run(score_texts(args, sample, texts, tokenizer))
     lines, works = judge_rewards(texts, rewards, args.reward_key)
     _section(f"Reward ({args.custom_rm_path or args.rm_type}; label {sample.label!r})", lines)
-    return works
+    return works and _probe_labels(args, rows, tokenizer)
+
+
+def _probe_labels(args: argparse.Namespace, rows: Sequence[tuple[str, Any]], tokenizer: Any) -> bool:
+    """Grades the labels of the sampled rows against themselves. A built-in type that can call none of them right fails the dry run."""
+    from slime.rollout.reward_probe import advice, describe_probes, probe_rows
+
+    probes = asyncio.run(probe_rows(args, rows, tokenizer))
+    if not probes:
+        return True
+    never = [probe for probe in probes if probe.failure is not None or not probe.can_be_right]
+    is_hopeless = len(never) == len(probes) and not args.custom_rm_path
+    mark = "✓" if not never else "✗" if is_hopeless else "!"
+    lines = describe_probes(probes)
+    lines[0] = f"{mark} {lines[0]}"
+    _section(f"Labels ({len(probes)} rows graded against themselves)", [*lines, *([advice(None if args.custom_rm_path else args.rm_type)] if never else [])])
+    return not is_hopeless
+
+

@@ -57,6 +57,7 @@ LAYERS: tuple[tuple[str, int], ...] = (
     ("slime.rollout.postprocess.shell", 3),
     ("slime.rollout.postprocess.parallel", 3),
     ("slime.rollout.postprocess.cli", 4),
+    ("slime.rollout.reward_cli", 4),
     ("slime.rollout.postprocess*", 2),
     ("slime.observability.contributions", 2),
     ("slime.observability.jsonl", 2),

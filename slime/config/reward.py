@@ -32,6 +32,11 @@ class RewardOptions:
     reward_key: str | None = option(None, "Key of the number to train on where a scorer returns a dictionary.")
     eval_reward_key: str | None = option(None, "The same for evaluation; default: --reward-key.")
     custom_reward_post_process_path: str | None = option(None, help_of("custom_reward_post_process_path"))
+    reward_is_random: bool = option(
+        False,
+        "The custom reward draws lots or asks a judge that does: equal responses of a group may score differently, and "
+        "rollout/reward/conflict_count is not counted.",
+    )
     grader_workers: int = option(
         2, "Processes for scorers that evaluate mathematics (math, deepscaler, dapo, math_verify, math_value); started when first needed."
     )

@@ -20,6 +20,7 @@ LEDGER = "rollout/ledger/"
 UNFINISHED = "training_not_finished"
 GATE_SHARE = "gate/time/share_of_iteration"
 UPDATE_SKIPPED = "train/update_skipped"
+REWARD_CONFLICTS = "rollout/reward/conflict_count"
 WEIGHT_SIGNS = ("train/weights_checksum_changed", "train/weight_delta")
 
 DISTILLATION = "slime.rollout.on_policy_distillation.post_process_rewards"
@@ -185,17 +186,24 @@ def find_weight_problems(run: RunRecords) -> list[str]:
 
 
 def find_reward_problems(run: RunRecords) -> list[str]:
-    """Returns a sentence when the reward is the same number in every rollout, which teaches nothing."""
+    """Returns a sentence when the reward is the same number in every rollout, which teaches nothing, and one when equal responses scored differently."""
     name = run.first_of(FAMILIES["reward"])
     if name is None:
         return [f"no reward: no record has {' or '.join(FAMILIES['reward'])}"]
+    problems = []
+    conflicts = [(step, count) for step, count in zip(*run.numbers(REWARD_CONFLICTS), strict=True) if count]
+    if conflicts:
+        problems.append(
+            f"{sum(count for _, count in conflicts):g} samples have another reward than a sample of their group with the same response, the first in "
+            f"rollout {conflicts[0][0]} ({REWARD_CONFLICTS}): a label was mixed up or the reward function keeps state; slime rescore DUMP shows where"
+        )
     values = run.numbers(name)[1]
     if len(values) > 1 and max(values) - min(values) <= 1e-9:
-        return [
+        problems.append(
             f"reward did not move: {name} is {values[0]:g} in all {len(values)} rollouts. "
             "Does the reward function tell responses apart?"
-        ]
-    return []
+        )
+    return problems
 
 
 def find_number_problems(run: RunRecords) -> list[str]:

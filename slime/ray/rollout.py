@@ -29,10 +29,11 @@ from slime.rollout.engine_client import set_engines
 from slime.rollout.postprocess.contract import is_model_failure
 from slime.rollout.postprocess.gate import PostprocessResult
 from slime.rollout.postprocess.shell import Gate
+from slime.rollout.reward_checks import RewardWatch
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.structure import flatten_samples, validate_rollout_id_annotated
 from slime.utils.http_utils import init_http_client
-from slime.utils.metric_utils import compute_rollout_step
+from slime.utils.metric_utils import compute_rollout_step, dict_add_prefix
 from slime.utils.misc import Box, count_rollouts_per_epoch, load_function
 from slime.utils.processing_utils import shared_tokenizer
 from slime.utils.rollout_dump import RolloutDumper, load_debug_rollout_data
@@ -67,6 +68,7 @@ class RolloutManager:
             init_http_client(args)
         self._num_new_engines = len(self.server.engines)
         self.dumper = RolloutDumper(args.save_debug_rollout_data)
+        self.reward_watch = RewardWatch(args)
         self._weight_version: int | None = None  # what the engines serve now
         self._last_generate_started: float | None = None
 
@@ -87,7 +89,8 @@ class RolloutManager:
             judged = self.gate.run(all_samples, rollout_id, iteration_seconds=iteration_seconds, dropped_groups=dropped_groups)
         samples = judged.samples
         dumped = self.dumper.save(samples, rollout_id=rollout_id, evaluation=False)
-        extra = {**(output.metrics or {}), **self.gate.metrics(judged), **dumped}
+        seen = dict_add_prefix(self.reward_watch.metrics(samples), "rollout/")
+        extra = {**(output.metrics or {}), **self.gate.metrics(judged), **seen, **dumped}
         logged = rollout_metrics.log_rollout_data(
             rollout_id,
             self.args,
@@ -123,9 +126,19 @@ class RolloutManager:
         self.dumper.save(samples, rollout_id=rollout_id, evaluation=True)
         judged = self.gate.run(_groups_apart(output.data), rollout_id, evaluation=True)
         found = {f"eval/{name}": value for name, value in self.gate.metrics(judged).items()}
+        found.update(self._eval_reward_metrics(output.data))
         extra = {**(output.metrics or {}), **found}
         if rollout_metrics.log_eval_rollout_data(rollout_id, self.args, output.data, extra) is None:
             self._log_gate(found, rollout_id, step_key="eval/step")
+
+    def _eval_reward_metrics(self, data: dict[str, Any]) -> dict[str, float]:
+        """What the rewards of each evaluation dataset show; groups are numbered from 0 in each."""
+        found: dict[str, float] = {}
+        for name, dataset in data.items():
+            key = self.args.eval_reward_key or self.args.reward_key
+            seen = self.reward_watch.metrics(flatten_samples(dataset["samples"]), reward_key=key)
+            found.update(dict_add_prefix(seen, f"eval/{name}/"))
+        return found
 
     def save(self, rollout_id: int) -> None:
         """Writes the data position in which `rollout_id` is the last rollout trained, and what the gate remembers at that point."""

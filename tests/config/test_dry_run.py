@@ -1,5 +1,6 @@
 """The dry run tries prompts, template and reward for real and starts nothing."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -124,10 +125,26 @@ def test_the_whole_dry_run_shows_everything_and_returns_0(tmp_path, capsys):
         "nothing is started", "11 options given: 11 honoured, 0 mapped, 0 ignored, 0 refused", "global_batch_size", "derived",
         "4 prompts x 2 = 8 samples = 1 optimizer steps x 8", "engine 0: device 1", "✓ a user turn after an answer keeps all earlier tokens",
         "0: 23 tokens, label '1'", "| <|im_start|>assistant", "✓ a right answer scores above a wrong one",
+        "✓ 10 of 10 rows: a right answer scores above a wrong one",
     ):  # fmt: skip
         assert part in page, part
     again = parse_args(["--config", str(tmp_path / "run" / "config.yaml")])
     assert (again.rollout_batch_size, again.global_batch_size, again.dry_run) == (4, 8, False)
+
+
+def test_labels_that_the_reward_type_can_never_call_right_fail_the_dry_run(tmp_path, capsys):
+    """Before the first rollout in place of 0.0 after it. One such row among others is named, and does not stop the run."""
+    words = run_inputs_with_tokenizer(tmp_path)
+    metadata = {"rm_type": "gpqa", "choices": ["3", "4"]}  # Q is none of A and B
+    rows = [{"input": [{"role": "user", "content": "2+2="}], "label": "B", "metadata": metadata} for _ in range(30)]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in [{**rows[0], "label": "Q"}, *rows]))
+    assert dry_run(parse_args(words)) == 0
+    page = capsys.readouterr().out
+    assert "! 19 of 20 rows: a right answer scores above a wrong one" in page and "prompts.jsonl, line 1: label" in page
+    prompts.write_text("".join(json.dumps({**row, "label": "Q"}) + "\n" for row in rows))
+    assert dry_run(parse_args(words)) == 1
+    assert "✗ 0 of 20 rows" in capsys.readouterr().out
 
 
 def test_a_reward_that_raises_fails_the_dry_run(tmp_path, capsys, monkeypatch):

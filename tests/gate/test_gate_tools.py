@@ -63,6 +63,7 @@ def test_ends_shows_the_kept_samples_with_the_lowest_and_highest_rewards(tmp_pat
     assert tools.reward_ends(samples[:2], 3) == ([0, 1], [1, 0])
     assert main(["ends", dump(tmp_path, samples), "--num", "2"]) == 0
     out = capsys.readouterr().out
+    assert f"label {samples[0].label!r}\n      prompt   {samples[0].prompt!r}\n      response {samples[0].response!r}" in out
     assert "lowest rewards\n  #0 group 0 reward 0.0" in out and "too weak" in out and "too loose" in out
 
 

@@ -84,6 +84,16 @@ def test_math_value_is_wrong_less_often_than_math_verify_and_calls_nothing_right
     assert sum("why" in row for row in own) <= len(own) // 100
 
 
+def test_the_guide_states_the_numbers_of_the_tables():
+    """docs/rewards.md advises by them."""
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    for rm_type in ("math_value", "math", "math_verify"):
+        rows = rows_of(rm_type)
+        assert f"`{rm_type}` {sum('why' in row for row in rows)} of {len(rows)}" in guide, rm_type
+    boxless = sum(row.get("why") == "math reads boxes only" for row in rows_of("math"))
+    assert f"of which {sum('why' in row for row in rows_of('math')) - boxless} are its strictness and {boxless} answers without a box" in guide
+
+
 @pytest.mark.parametrize(
     ("label", "answers"),
     [

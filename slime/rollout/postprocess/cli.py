@@ -121,7 +121,7 @@ def with_recorded_options(args: Any, path: Path) -> Any:
     return argparse.Namespace(**{**vars(args), **changed})
 
 
-def _load(path: Path, *, with_dropped: bool = False) -> list[Sample]:
+def load_samples(path: Path, *, with_dropped: bool = False) -> list[Sample]:
     """Samples of a rollout dump, or of a raw snapshot (.parquet), there with what the rollout dropped where that is asked for."""
     if not path.exists():
         raise ConfigError(
@@ -163,9 +163,10 @@ def read_snapshot(path: Path, *, with_dropped: bool = False) -> list[Sample]:
         status = Status(row["status"]) if row["status"] in {s.value for s in Status} else Status.FAILED
         try:
             metadata, reward = json.loads(row["metadata"]), json.loads(row["reward"])
+            label = json.loads(row.get("label") or "null")  # snapshots of earlier versions have none
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}, row {number}: metadata or reward is no JSON text ({error})") from error
-        samples.append(Sample(**fields, tokens=row["tokens"] or [], status=status, metadata=metadata, reward=reward))
+            raise ValueError(f"{path}, row {number}: metadata, reward or label is no JSON text ({error})") from error
+        samples.append(Sample(**fields, tokens=row["tokens"] or [], status=status, metadata=metadata, reward=reward, label=label))
     return samples
 
 
@@ -187,7 +188,7 @@ def _codec(args: Any, config: GateConfig) -> Codec:
 
 
 def _check(own: argparse.Namespace, args: Any) -> int:
-    samples, tokenizer = _load(own.path, with_dropped=own.with_dropped), _tokenizer(args)
+    samples, tokenizer = load_samples(own.path, with_dropped=own.with_dropped), _tokenizer(args)
     scored = any(reward_problem(sample.reward, args.reward_key) is None for sample in samples)
     config = dataclasses.replace(
         gate_config_from_args(args, tokenizer).at(own.rollout_id),
@@ -204,22 +205,20 @@ def _check(own: argparse.Namespace, args: Any) -> int:
 
 
 def _ends(own: argparse.Namespace, args: Any) -> int:
-    samples = _load(own.path, with_dropped=own.with_dropped)
+    samples = load_samples(own.path, with_dropped=own.with_dropped)
     low, high = tools.reward_ends(samples, own.num, reward_key=args.reward_key)
     for title, positions in (("lowest rewards", low), ("highest rewards", high)):
         print(title)
         for position in positions:
             sample = samples[position]
-            print(
-                f"  #{position} group {sample.group_index} reward {sample.reward} length {sample.response_length}: {str(sample.response)[:200]!r}"
-            )
+            print("\n".join(tools.describe_end(position, sample)))
     print("\n".join([*tools.reward_shape(samples, reward_key=args.reward_key), tools.HOW_TO_READ_ENDS]))
     return 0
 
 
 def _align(own: argparse.Namespace, args: Any) -> int:
     config = gate_config_from_args(args)
-    samples = _load(own.path, with_dropped=own.with_dropped)
+    samples = load_samples(own.path, with_dropped=own.with_dropped)
     found = tools.find_mismatches(samples, _codec(args, config), stop_strings=config.stop_strings)
     for mismatch in found[: own.num]:
         print("\n".join(tools.describe_mismatch(mismatch)))
@@ -229,20 +228,20 @@ def _align(own: argparse.Namespace, args: Any) -> int:
 
 
 def _groups(own: argparse.Namespace, args: Any) -> int:
-    samples = _load(own.path, with_dropped=own.with_dropped)
+    samples = load_samples(own.path, with_dropped=own.with_dropped)
     config = dataclasses.replace(gate_config_from_args(args), text_source="engine")
     groups = postprocess_output_data(samples, config).statistics.groups()
     print(f"{groups['count']} groups, sizes {groups['sizes']}, {groups['ungrouped']} samples without a group")
     print(f"{groups['without_valid']} groups without a valid sample, {groups['with_one_valid']} with one")
     problems = [f"group {group} holds samples of different prompts" for group in groups["mixed"]]
     if own.against is not None:
-        problems += tools.compare_groups(samples, _load(own.against, with_dropped=True))
+        problems += tools.compare_groups(samples, load_samples(own.against, with_dropped=True))
     print("\n".join(problems) or "no problem found")
     return int(bool(problems))
 
 
 def _suggest(own: argparse.Namespace, args: Any) -> int:
-    samples = _load(own.path, with_dropped=own.with_dropped)
+    samples = load_samples(own.path, with_dropped=own.with_dropped)
     suggestion = tools.suggest_thresholds(samples, context_length=args.rollout_max_context_len)
     print(f"# measured on {suggestion.num_measured} responses that ended by themselves")
     print(

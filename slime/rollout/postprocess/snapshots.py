@@ -170,7 +170,7 @@ class SnapshotWriter:
 def raw_table(
     samples: Sequence[Sample], verdicts: Sequence[Verdict], dropped: Sequence[tuple[str, Sample]] = ()
 ) -> Any:
-    """A pyarrow table, one row per raw sample: identity, the engine's text, ids, log-probs, finish reason, reward, metadata and the verdict.
+    """A pyarrow table, one row per raw sample: identity, prompt, label, the engine's text, ids, log-probs, finish reason, reward, metadata and the verdict.
 
     Rows 0 .. len(samples) - 1 are the batch (dropped_by is null), the others what the rollout dropped before, each with its reason and
     with the verdict that it had by then.
@@ -188,6 +188,7 @@ def raw_table(
         "group_index": pyarrow.array([_int(s.group_index) for s in samples], pyarrow.int64()),
         "rollout_id": pyarrow.array([_int(s.rollout_id) for s in samples], pyarrow.int64()),
         "prompt": pyarrow.array([_text(s.prompt) for s in samples], pyarrow.string()),
+        "label": pyarrow.array([_json(s.label) for s in samples], pyarrow.string()),
         "response": pyarrow.array([_text(engine_text_of(s)) for s in samples], pyarrow.string()),
         "tokens": _list_column(tokens, pyarrow.int64()),
         "response_length": pyarrow.array([_int(s.response_length) for s in samples], pyarrow.int64()),

@@ -93,6 +93,25 @@ def reward_ends(
     return low, [position for _, position in reversed(scored[max(0, len(scored) - num_each) :])]
 
 
+def describe_end(position: int, sample: Sample) -> list[str]:
+    """Lines that let a reader judge one reward: the end of the prompt, the label, and the beginning of the response with its end."""
+    response = str(sample.response)
+    if len(response) > 300:
+        response = f"{response[:200]} ... {response[-80:]}"
+    return [
+        f"  #{position} group {sample.group_index} reward {sample.reward} length {sample.response_length} label {sample.label!r:.200}",
+        f"      prompt   {_end_of_prompt(sample.prompt)!r}",
+        f"      response {response!r}",
+    ]
+
+
+def _end_of_prompt(prompt: Any) -> str:
+    """The last 200 characters of a prompt's text, or of the last message of a conversation."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
+        prompt = prompt[-1].get("content")
+    return str(prompt)[-200:]
+
+
 def find_mismatches(samples: Sequence[Sample], codec: Codec, *, stop_strings: Sequence[str] = ()) -> list[Mismatch]:
     """Every sample whose response text, as the engine sent it, differs from its decoded ids, with the cause and the tokens around the first difference.
 
