@@ -61,7 +61,7 @@ def warm_up_command(data: Path, run_dir: Path, result: Path) -> list[str]:
     return [
         sys.executable, "-m", "slime.train", "--config", str(HERE / "sft.yaml"),
         "--prompt-data", str(data / "sft.jsonl"), "--hf-checkpoint", str(data / "model"),
-        "--save", str(run_dir / "checkpoints"), "--save-hf", str(result), "--run-dir", str(run_dir),
+        "--save-hf", str(result), "--run-dir", str(run_dir),
     ]  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def two_stages(recipes: Path, evaluation: str, *, data: Path, run_dir: Path, ext
     set. `extra` options come last in GRPO's and win."""
     slime, warm = [sys.executable, "-m", "slime.train"], run_dir / "warm-up"
     sft = ["--prompt-data", data / "sft.jsonl", "--hf-checkpoint", data / "model", "--run-dir", warm]
-    sft += ["--save", warm / "checkpoints", "--save-hf", warm / "model"]
+    sft += ["--save-hf", warm / "model"]
     grpo = ["--prompt-data", data / "train.jsonl", "--eval-prompt-data", evaluation, data / "eval.jsonl"]
     grpo += ["--hf-checkpoint", warm / "model", "--run-dir", run_dir, *extra]
     stages = (("the warm-up", "sft.yaml", sft), ("GRPO", "grpo.yaml", grpo))

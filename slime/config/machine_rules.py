@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slime.config.derive import (
+    CHECKPOINT_TRACKER,
     cuda_is_usable,
     devices_needed,
     has_megatron_checkpoint,
@@ -33,6 +34,7 @@ def machine_problems(args: argparse.Namespace) -> list[str]:
     checks: tuple[Callable[[argparse.Namespace], list[str]], ...] = (
         model_folders_exist,
         resume_folder_has_a_checkpoint,
+        save_folder_is_this_runs,
         first_iteration_is_one,
         replay_keeps_what_it_reads,
         files_exist,
@@ -95,6 +97,18 @@ def resume_folder_has_a_checkpoint(args: argparse.Namespace) -> list[str]:
         return [missing_path("--load", load, "folder") + " (With --save on the same folder a first start is fine.)"]
     return [
         f"--load {load} holds no published checkpoint and no Hugging Face model. Correct the path, or leave --load out to start anew."
+    ]
+
+
+def save_folder_is_this_runs(args: argparse.Namespace) -> list[str]:
+    """A run writes over no checkpoints but those that it goes on from."""
+    load = args.as_requested["load"]
+    if not has_megatron_checkpoint(args.save) or (load is not None and os.path.realpath(load) == os.path.realpath(args.save)):
+        return []
+    latest = (Path(args.save) / CHECKPOINT_TRACKER).read_text(encoding="utf-8", errors="replace").strip()[:20]
+    return [
+        f"--save {args.save} holds checkpoints of another run (the latest is {latest}), and this run would write over them one by one. Go on from "
+        f"them with --load {args.save}, or give another folder."
     ]
 
 

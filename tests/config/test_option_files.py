@@ -172,6 +172,22 @@ def test_a_replay_never_writes_over_the_dump_that_it_reads(tmp_path, written):
     assert parse_args([*words, "--dump-details", str(tmp_path / "e")]).debug_train_only
 
 
+def test_a_used_save_folder_is_not_written_over(tmp_path):
+    """A second start without --load wrote iteration 0 over the first run's, and set the pointer back."""
+    words = [*write_run_inputs(tmp_path), "--save", str(tmp_path / "ckpt")]
+    parse_args(words)
+    (tmp_path / "ckpt").mkdir()
+    parse_args(words)  # empty: nothing to lose
+    (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("9\n")
+    with pytest.raises(ConfigError, match=r"--save .*ckpt holds checkpoints of another run \(the latest is 9\).* Go on from them with --load"):
+        parse_args(words)
+    with pytest.raises(ConfigError, match="holds checkpoints of another run"):
+        parse_args([*words, "--load", str(tmp_path / "model")])
+    (tmp_path / "link").symlink_to(tmp_path / "ckpt")
+    for same in (tmp_path / "ckpt", tmp_path / "link"):
+        assert parse_args([*words, "--load", str(same), "--num-rollout", "20"]).load == str(same)
+
+
 def test_a_first_start_takes_the_iteration_of_its_reference(tmp_path):
     """Policy from the latest iteration, reference from iteration 3: the KL of the first step was 0.033 for 0."""
     words = write_run_inputs(tmp_path)

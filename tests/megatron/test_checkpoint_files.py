@@ -75,13 +75,27 @@ def test_publishing_the_same_iteration_again_replaces_it_and_leaves_nothing_else
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", files.TRACKER]
 
 
-def test_pruning_keeps_the_newest_and_never_the_current_one_goes(tmp_path):
-    """After a rewind the current checkpoint is not the highest number."""
-    for iteration in (1, 2, 3, 4):
+def test_a_crash_between_the_two_renames_loses_no_checkpoint(tmp_path):
+    """The iteration that is published again has the other name for a moment; the pointer would lead to nothing."""
+    final = _publish(tmp_path, 1, "old")
+    final.rename(tmp_path / ".iter_0000001.replaced")
+    assert files.find_checkpoint(tmp_path, None) == (final, 1)
+    assert (final / "a.bin").read_text() == "old" and not (tmp_path / ".iter_0000001.replaced").exists()
+
+
+def test_pruning_keeps_the_newest_of_the_line_that_goes_on(tmp_path):
+    """After --ckpt-step 5 the abandoned 8 and 9 were kept as the newest, and the new 6 was deleted."""
+    for iteration in (4, 5, 8, 9):
         _publish(tmp_path, iteration)
-    assert files.prune(tmp_path, keep=None, current=4) == []
-    assert files.prune(tmp_path, keep=2, current=1) == [2]
-    assert files.published_iterations(tmp_path) == [1, 3, 4]
+    assert files.prune(tmp_path, keep=None, current=9) == []
+    _publish(tmp_path, 6)
+    assert files.prune(tmp_path, keep=2, current=6) == [4]
+    _publish(tmp_path, 7)
+    assert files.prune(tmp_path, keep=2, current=7) == [5]
+    _publish(tmp_path, 8)
+    assert files.prune(tmp_path, keep=2, current=8) == [6]
+    assert files.published_iterations(tmp_path) == [7, 8, 9]
+    assert files.prune(tmp_path, keep=1, current=7) == []
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ SAVE/latest_checkpointed_iteration.txt   "12"
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -51,6 +52,7 @@ def find_checkpoint(path: str | Path, step: int | None) -> tuple[Path, int]:
             )
         step = int(text)
     folder = iteration_folder(path, step)
+    _put_back(folder)
     if not folder.is_dir():
         raise ConfigError(f"{path} has no checkpoint of iteration {step}. It has {_listed(path)}.")
     return folder, step
@@ -92,13 +94,24 @@ def publish(temporary: str | Path, final: str | Path, entries: Mapping[str, Mapp
         _sync_folder(folder)
     replaced = None
     if final.exists():
-        replaced = final.with_name(f".{final.name}.replaced")
+        replaced = _replaced(final)
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     temporary.rename(final)
     _sync_folder(final.parent)
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _replaced(final: Path) -> Path:
+    return final.with_name(f".{final.name}.replaced")
+
+
+def _put_back(final: Path) -> None:
+    """A crash between the two renames of `publish` leaves the earlier folder under its other name, and a pointer to nothing."""
+    with contextlib.suppress(OSError):  # another rank may have done it
+        if not final.exists() and _replaced(final).is_dir():
+            _replaced(final).rename(final)
 
 
 def point_to(save: str | Path, iteration: int) -> None:
@@ -111,10 +124,13 @@ def point_to(save: str | Path, iteration: int) -> None:
 
 
 def prune(save: str | Path, *, keep: int | None, current: int) -> list[int]:
-    """Deletes all but the newest `keep` checkpoints (never `current`); returns the deleted iterations. None keeps all."""
+    """Deletes all but the newest `keep` checkpoints up to `current`; returns the deleted iterations. None keeps all.
+
+    Later iterations were abandoned when the run went back to an earlier one: they neither count nor go, until they are written anew.
+    """
     if keep is None:
         return []
-    deleted = [iteration for iteration in published_iterations(save)[: -max(keep, 1)] if iteration != current]
+    deleted = [iteration for iteration in published_iterations(save) if iteration <= current][: -max(keep, 1)]
     for iteration in deleted:
         shutil.rmtree(iteration_folder(save, iteration), ignore_errors=True)
     return deleted
