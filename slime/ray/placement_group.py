@@ -5,12 +5,15 @@ A device is a GPU where the machine has one, else a CPU core; flags that say "gp
 
 from __future__ import annotations
 
+import argparse
+import logging
 from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from slime.backends.megatron_utils.checkpoint_files import iteration_folder
 from slime.exceptions import ConfigError
 from slime.ray.utils import add_default_ray_env_vars
 from slime.utils.accelerator import get_accelerator
@@ -19,6 +22,8 @@ PLACEMENT_TIMEOUT_S = 60.0
 # Shares of one device, so that a trainer, a critic and a colocated engine fit on it together.
 TRAIN_FRACTION = 0.4
 ENGINE_FRACTION = 0.2
+
+logger = logging.getLogger(__name__)
 
 Placement = tuple[Any, list[int], list[Any]]
 
@@ -145,9 +150,24 @@ def create_training_models(args: Any, placements: dict[str, Placement], rollout_
     actor, start = create_actor_model(args, placements, rollout_manager)
     critic = None
     if args.advantage_estimator == "ppo":
-        critic = allocate_train_group(args, placements["critic"], role="critic")
+        critic = allocate_train_group(_critic_args(args, start), placements["critic"], role="critic")
         _check_critic_start(args, start, set(critic.create()))
     return actor, critic, start
+
+
+def _critic_args(args: Any, actor_start: int) -> Any:
+    """`args` with which a critic resumes after the same rollout as its policy, also where its own latest checkpoint is a newer one."""
+    if actor_start == 0:
+        return args
+    if args.critic_load is None:
+        logger.warning(
+            "--load %s has no critic: the policy goes on after rollout %d with a new critic, whose values begin untrained. Give --critic-load.",
+            args.load,
+            actor_start - 1,
+        )
+    elif args.ckpt_step is None and iteration_folder(args.critic_load, actor_start - 1).is_dir():
+        return argparse.Namespace(**{**vars(args), "ckpt_step": actor_start - 1})
+    return args
 
 
 def _check_critic_start(args: Any, actor_start: int, critic_starts: set[int]) -> None:

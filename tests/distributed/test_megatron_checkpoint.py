@@ -40,7 +40,7 @@ def _save_and_resume(rank, world_size, folder, save, saved_under, loaded_under):
         data, _ = local_batch(args)
         train_steps(args, state, data, rollout_id=0)
         save_checkpoint(
-            args, 0, *state, save_dir=save, write_extra=lambda path: (path / "data_position.json").write_text("{}")
+            args, 0, *state, save_dir=save, write_extra=lambda path: (path / f"extra_{rank}.json").write_text("{}")
         )
         save_hf_checkpoint(args, 0, state[0])
         result["saved"] = exported(args, state[0])

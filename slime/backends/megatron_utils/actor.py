@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import slime.utils.accelerator.before_megatron  # noqa: F401  isort: skip
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
-from slime.backends.megatron_utils import checkpoint, initialize
+from slime.backends.megatron_utils import actor_state, checkpoint, checkpoint_files, initialize
 from slime.backends.megatron_utils.data import (
     get_data_iterator,
     log_consistency,
@@ -49,6 +50,8 @@ from slime.utils.train_dump_utils import save_debug_train_data
 
 logger = logging.getLogger(__name__)
 
+ENGINES = "rollout_actor"  # the weight set that the engines use, with --keep-old-actor
+
 
 class MegatronTrainRayActor(TrainRayActor):
     """Owns a model, its optimizer and scheduler, and further weight sets (ref, teacher, old_actor) for the same structure."""
@@ -65,11 +68,10 @@ class MegatronTrainRayActor(TrainRayActor):
         self.hf_config = read_hf_config(args.hf_checkpoint)
         self.model, self.optimizer, self.opt_param_scheduler = setup_model_and_optimizer(args, role)
         self.weights = WeightsBackup(self.model)
+        self.weight_version, self._last_train_step, self._moved_reference = 0, -1, False
         start = self._load()
-        self.weight_version = start
         self._weights_fingerprint: str | None = None
         self._last_rollout_id: int | None = None
-        self._last_train_step = -1
         Timer().start("train_wait")
         return start
 
@@ -82,7 +84,24 @@ class MegatronTrainRayActor(TrainRayActor):
         source = args.load if self.role == "actor" else args.critic_load
         iteration = checkpoint.load_checkpoint(args, self.model, self.optimizer, self.opt_param_scheduler, load_dir=source)
         self.weights.backup("actor")
-        return 0 if iteration is None else iteration + 1
+        if iteration is None:
+            return 0
+        self._restore_state(checkpoint_files.find_checkpoint(source, args.ckpt_step)[0], iteration)
+        return iteration + 1
+
+    def _restore_state(self, folder: Path, iteration: int) -> None:
+        """What this role remembered when the checkpoint was saved; versions that saved none counted a version per rollout."""
+        state = actor_state.load_actor_state(folder)
+        if state is None:
+            self.weight_version = iteration + 1
+            return
+        self.weight_version, self._last_train_step = state.weight_version, state.last_train_step
+        wanted = {"ref": self.with_ref, ENGINES: self.args.keep_old_actor}
+        tags = [tag for tag in state.sets if wanted.get(tag)]
+        actor_state.restore_weight_sets(folder, self.model, self.weights, tags)
+        self._moved_reference = "ref" in tags
+        if self._moved_reference and self.rank == 0:
+            logger.info("The reference is the one that had moved by rollout %d, not that of --ref-load.", iteration)
 
     def load_other_checkpoint(self, tag: str, path: str | None) -> None:
         """Loads the weights at `path` (Megatron or Hugging Face; None: --hf-checkpoint) and keeps them under `tag`."""
@@ -158,6 +177,7 @@ class MegatronTrainRayActor(TrainRayActor):
         if self.with_ref and args.ref_update_interval is not None and (rollout_id + 1) % args.ref_update_interval == 0:
             self.weights.backup("ref")
             self.weights.active = "actor"
+            self._moved_reference = True
         with inverse_timer("train"):
             log_perf_data(rollout_id, args)
 
@@ -200,7 +220,7 @@ class MegatronTrainRayActor(TrainRayActor):
     @contextlib.contextmanager
     def _old_weights(self) -> Iterator[None]:
         """Inside, the weights that sampled the rollout, where --keep-old-actor keeps them: those of the engines, or those before."""
-        tag = "old_actor" if self._sampler_age else "rollout_actor"
+        tag = "old_actor" if self._sampler_age else ENGINES
         if self._sampler_age is None or tag not in self.weights:
             yield
             return
@@ -251,9 +271,24 @@ class MegatronTrainRayActor(TrainRayActor):
         folder = args.save if self.role == "actor" else args.critic_save
         if folder is not None:
             with timer("save_model"):
-                checkpoint.save_checkpoint(args, rollout_id, self.model, self.optimizer, self.opt_param_scheduler, save_dir=folder)
+                checkpoint.save_checkpoint(
+                    args,
+                    rollout_id,
+                    self.model,
+                    self.optimizer,
+                    self.opt_param_scheduler,
+                    save_dir=folder,
+                    write_extra=self._save_state,
+                    # The critic's is published first: until the policy's is, the one before must stay.
+                    keep=args.keep_checkpoints and args.keep_checkpoints + (self.role == "critic"),
+                )
         if args.save_hf is not None and self.role == "actor":
             checkpoint.save_hf_checkpoint(args, rollout_id, self.model, self.hf_config)
+
+    def _save_state(self, folder: Path) -> None:
+        sets = [*(["ref"] if self._moved_reference else []), *([ENGINES] if ENGINES in self.weights else [])]
+        state = actor_state.ActorState(self.weight_version, self._last_train_step, tuple(sets))
+        actor_state.save_actor_state(folder, state, self.model, self.weights)
 
     def update_weights(self) -> None:
         """Sends the weights to every engine as the next version."""
@@ -266,8 +301,8 @@ class MegatronTrainRayActor(TrainRayActor):
                 publish_weights(self.args, self.model, self.hf_config, self.rollout_manager, self.weight_version),
             )
         if self.args.keep_old_actor:
-            self.weights.move("rollout_actor", to="old_actor")
-            self.weights.backup("rollout_actor")
+            self.weights.move(ENGINES, to="old_actor")
+            self.weights.backup(ENGINES)
             self.weights.active = "actor"
         if before is not None and self._last_rollout_id is not None:
             metrics = {

@@ -161,10 +161,12 @@ def save_checkpoint(
     *,
     save_dir: str,
     write_extra: Callable[[Path], None] | None = None,
+    keep: int | None = None,
 ) -> Path:
     """Publishes the state after `iteration` as `save_dir`/iter_<iteration>; returns that folder. Called by all ranks together.
 
-    write_extra: called on rank 0 with the folder while it is being written; what it puts there is published with the rest.
+    write_extra: called on every rank with the folder while it is being written; what it puts there is published with the rest.
+    keep: checkpoints that stay, the newest first; None: `args.keep_checkpoints`.
     The pointer moves only after every file's hash was read back. Raises `SlimeError` when anything could not be written; the
     previous checkpoints and the pointer are then as they were.
     """
@@ -184,8 +186,8 @@ def save_checkpoint(
             )
             state = {"iteration": iteration, "layout": _layout(), "scheduler": scheduler}
             (temporary / _STATE).write_text(json.dumps(state, indent=1))
-            if write_extra is not None:
-                write_extra(temporary)
+        if write_extra is not None:
+            write_extra(temporary)
 
     _together(write, temporary)
     manifest: dict[str, Any] = {}
@@ -200,7 +202,7 @@ def save_checkpoint(
 
     def point_and_prune() -> None:
         files.point_to(save_dir, iteration)
-        files.prune(save_dir, keep=args.keep_checkpoints, current=iteration)
+        files.prune(save_dir, keep=args.keep_checkpoints if keep is None else keep, current=iteration)
 
     _together(lambda: point_and_prune() if is_first else None, temporary)
     return final

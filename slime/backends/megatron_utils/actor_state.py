@@ -1,0 +1,71 @@
+"""What a training rank remembers beside model, optimizer and random states: further weight sets that move, and its counters.
+
+    iter_0000012/weight_sets/ref/...   a weight set in the distributed format, for any layout
+    iter_0000012/actor_state.json      the counters, and which sets were saved
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from slime.backends.megatron_utils.weights_backup import WeightsBackup
+from slime.backends.megatron_utils.weights_state import load_weights_into, save_weights
+from slime.exceptions import ConfigError
+
+STATE = "actor_state.json"
+SETS = "weight_sets"
+
+
+@dataclasses.dataclass(frozen=True)
+class ActorState:
+    """Counters of one training role, and the tags of the weight sets that are saved with them."""
+
+    weight_version: int  # versions that the engines were given
+    last_train_step: int  # the last value of the train axis, -1 for none
+    sets: tuple[str, ...] = ()
+
+
+def save_actor_state(
+    folder: Path, state: ActorState, model: Sequence[torch.nn.Module], weights: WeightsBackup
+) -> None:
+    """Writes the state and its weight sets into a checkpoint folder. Called by all ranks together."""
+    for tag in state.sets:
+        place = folder / SETS / tag
+        place.mkdir(parents=True, exist_ok=True)
+        with weights.borrowed(tag):
+            save_weights(place, model)
+    if dist.get_rank() == 0:
+        (folder / STATE).write_text(json.dumps(dataclasses.asdict(state)))
+
+
+def load_actor_state(folder: Path) -> ActorState | None:
+    """The state in a checkpoint folder; None where an earlier version saved none. ConfigError for a damaged one."""
+    path = folder / STATE
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text())
+        state = ActorState(**{**values, "sets": tuple(values["sets"])})
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged ({error}). Resume from an earlier checkpoint with --ckpt-step.") from error
+    numbers = (state.weight_version, state.last_train_step)
+    if not all(type(number) is int for number in numbers) or not all(tag.isidentifier() for tag in state.sets):
+        raise ConfigError(f"{path} is damaged: {values}. Resume from an earlier checkpoint with --ckpt-step.")
+    return state
+
+
+def restore_weight_sets(
+    folder: Path, model: Sequence[torch.nn.Module], weights: WeightsBackup, tags: Iterable[str]
+) -> None:
+    """Fills the sets `tags` from a checkpoint folder; the model keeps its weights. Called by all ranks together."""
+    active = weights.active
+    for tag in tags:
+        load_weights_into(folder / SETS / tag, model)
+        weights.backup(tag)
+        weights.restore(active)

@@ -1,0 +1,203 @@
+"""Everything that a training step reads comes back from a checkpoint: the list of it, and a proof for each part, on a real rank."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import contextlib
+import json
+from types import SimpleNamespace
+
+import pytest
+import ray
+import torch
+from support.megatron_worker import local_batch
+from support.options import write_run_inputs
+from support.tiny_models import make_tiny_checkpoint
+
+from slime.backends.megatron_utils.actor_state import STATE, load_actor_state
+from slime.exceptions import ConfigError
+from slime.observability.timer import Timer
+from slime.ray.placement_group import _critic_args
+from slime.utils.arguments import parse_args
+
+NUM_GPUS = 0
+
+# What a rank holds. A new attribute belongs in one of the two lists: it is restored, and compared below, or a step does not read it.
+RESTORED = {"model", "optimizer", "opt_param_scheduler", "weights", "weight_version", "_last_train_step", "_moved_reference"}
+NOT_READ_BY_A_STEP = {
+    "args", "role", "rank", "world_size", "with_ref", "with_opd_teacher", "hf_config",  # given at the start
+    "master_addr", "master_port", "rollout_manager",  # of this process
+    "_weights_fingerprint", "_last_rollout_id", "_sampler_age",  # of this rollout, or of the log
+}  # fmt: skip
+
+
+@pytest.fixture
+def rank(tmp_path, monkeypatch):
+    """A function that starts the one rank of a run, ending the one before; the engines are not there."""
+    from megatron.core import mpu
+
+    from slime.backends.megatron_utils import actor as module
+
+    model = make_tiny_checkpoint(tmp_path / "tiny", "llama")
+    words = [*write_run_inputs(tmp_path), "--hf-checkpoint", str(model), "--save", str(tmp_path / "save"), "--accelerator", "cpu"]
+    words += ["--use-kl-loss", "--kl-loss-coef", "0.1", "--ref-load", str(model), "--ref-update-interval", "2", "--keep-old-actor"]
+    words += ["--lr", "0.01", "--lr-decay-style", "constant", "--data-pad-size-multiplier", "8", "--hidden-dropout", "0.1"]
+    for name in ("configure_logger", "log_rollout_data", "log_consistency", "log_perf_data", "save_debug_train_data", "log"):
+        monkeypatch.setattr(module, name, lambda *args, **kwargs: None)
+    monkeypatch.setattr(module, "publish_weights", lambda *args: "fingerprint")
+    monkeypatch.setattr(module, "inverse_timer", lambda name: contextlib.nullcontext())
+    monkeypatch.setattr(ray, "get_gpu_ids", list)  # it would start a cluster
+    running = []
+
+    def stop():
+        for actor in running:
+            mpu.destroy_model_parallel()
+            actor.stop()
+        running.clear()
+
+    def start(*options):
+        stop()
+        # the test trains on fixed sequences with the loss that needs nothing but them
+        args = parse_args([*words, *options])
+        args.loss_type, args.compute_advantages_and_returns = "sft_loss", False
+        actor = module.MegatronTrainRayActor(1, 0, "127.0.0.1", _free_port())
+        running.append(actor)
+        Timer().start_time.clear()
+        actor.rollout_manager = None
+        actor.first_rollout = actor.init(args, "actor", with_ref=True)
+        return actor
+
+    yield start
+    stop()
+
+
+def _free_port():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def _train(actor, rollout_id):
+    """One rollout as the loop runs it: steps, and the weights to the engines."""
+    data, _ = local_batch(actor.args)
+    data["global_batch_sizes"] = [4, 4]
+    actor.train_actor(rollout_id, data)
+
+
+def _held(actor):
+    """Everything in RESTORED as plain values, and the next random numbers, which dropout draws."""
+    state = {name: parameter.detach().clone() for name, parameter in actor.model[0].named_parameters()}
+    moments = {
+        f"moment {index} {name}": value.clone()
+        for part in getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])
+        for index, entry in enumerate(part.optimizer.state.values())
+        for name, value in entry.items()
+    }
+    sets = {
+        f"set {tag} {name}": tensor.clone() for tag in sorted(actor.weights._sets) for name, tensor in actor.weights._sets[tag].items()
+    }
+    counters = {
+        "weight_version": actor.weight_version,
+        "train_step": actor._last_train_step,
+        "moved": actor._moved_reference,
+        "schedule": json.dumps(actor.opt_param_scheduler.state_dict(), default=str),
+        "random": torch.random.get_rng_state().clone(),
+    }
+    return {**state, **moments, **sets, **counters}
+
+
+def _assert_equal(found, expected):
+    assert sorted(found) == sorted(expected)
+    for name, value in expected.items():
+        same = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
+        assert same, name
+
+
+def test_everything_that_a_step_reads_is_restored(rank):
+    """Reference moved after rollout 1, saved after rollout 2: a resumed run took --ref-load's again, and its KL was 0.027 for 0."""
+    actor = rank()
+    actor.update_weights()
+    for rollout_id in range(3):
+        _train(actor, rollout_id)
+        if rollout_id < 2:
+            actor.update_weights()
+    assert set(vars(actor)) - {"first_rollout"} == RESTORED | NOT_READ_BY_A_STEP - {"_sampler_age"}
+    actor.save_model(2)
+    actor.update_weights()
+    expected = _held(actor)
+    assert expected["weight_version"] == 4 and expected["train_step"] == 5 and expected["moved"]
+    (head,) = (name for name in expected if name.startswith("set ref ") and name.endswith("output_layer.weight"))
+    assert not torch.equal(expected[head], expected[head.replace("set ref", "set actor")])
+
+    resumed = rank("--load", str(Path(actor.args.save)))
+    assert resumed.first_rollout == 3
+    resumed.update_weights()  # the loop publishes the loaded weights first
+    _assert_equal(_held(resumed), expected)
+
+    _train(resumed, 3)
+    continued = _held(resumed)
+    again = rank("--load", str(Path(actor.args.save)), "--finetune")
+    assert again.first_rollout == 0 and not again._moved_reference and again.weight_version == 0
+    assert continued["train_step"] == 7
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_counters_and_loads(rank, tmp_path):
+    """It counted one weight version per rollout, and its reference did not move."""
+    actor = rank()
+    actor.update_weights()
+    _train(actor, 0)
+    actor.save_model(0)
+    folder = tmp_path / "save" / "iter_0000000"
+    for name in (STATE, "manifest.json"):
+        (folder / name).unlink()
+    resumed = rank("--load", str(tmp_path / "save"))
+    assert (resumed.first_rollout, resumed.weight_version, resumed._moved_reference) == (1, 1, False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        '{"weight_version": "1", "last_train_step": 0, "sets": []}',
+        '{"weight_version": 1, "last_train_step": 0, "sets": ["../x"]}',
+    ],
+)
+def test_a_damaged_state_is_named(tmp_path, text):
+    (tmp_path / STATE).write_text(text)
+    with pytest.raises(ConfigError, match="actor_state.json is damaged"):
+        load_actor_state(tmp_path)
+
+
+def test_the_critic_is_saved_with_its_policy_and_found_again(tmp_path):
+    """--save alone never saved the critic, and the resumed run began a new one without a word."""
+    words = [*write_run_inputs(tmp_path), "--advantage-estimator", "ppo", "--save", str(tmp_path / "save")]
+    assert parse_args(words).critic_save == str(tmp_path / "save" / "critic")
+    assert parse_args([*words, "--critic-save", str(tmp_path / "c")]).critic_save == str(tmp_path / "c")
+    assert parse_args([*write_run_inputs(tmp_path), "--save", str(tmp_path / "save")]).critic_save is None
+    for folder in (tmp_path / "save", tmp_path / "save" / "critic"):
+        (folder / "iter_0000004").mkdir(parents=True)
+        (folder / "latest_checkpointed_iteration.txt").write_text("4")
+    resume = ["--load", str(tmp_path / "save")]
+    assert parse_args([*words, *resume]).critic_load == str(tmp_path / "save" / "critic")
+    assert parse_args([*words, *resume, "--finetune"]).critic_load is None
+
+
+def test_the_critic_resumes_after_the_rollout_of_its_policy(tmp_path, caplog):
+    """The critic is published first: a crash in between leaves it one checkpoint ahead."""
+    for step in (3, 5):
+        (tmp_path / f"iter_000000{step}").mkdir()
+    args = SimpleNamespace(load="policy", critic_load=str(tmp_path), ckpt_step=None)
+    assert _critic_args(args, 4).ckpt_step == 3
+    assert _critic_args(args, 5).ckpt_step is None  # it has no iteration 4: the difference is refused by name later
+    assert _critic_args(args, 0) is args
+    args.critic_load = None
+    assert _critic_args(args, 4) is args
+    assert "--load policy has no critic: the policy goes on after rollout 3 with a new critic" in caplog.text
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q", *sys.argv[1:]]))
