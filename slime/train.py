@@ -225,22 +225,32 @@ def launch(argv: Sequence[str] | None, loop: Callable[[Run], None]) -> int:
     return _run_session(args, loop, started)
 
 
-def _run_session(args: Any, loop: Callable[[Run], None], started: float) -> int:
-    from slime.config.derive import has_megatron_checkpoint
+@contextlib.contextmanager
+def open_run(args: Any) -> Iterator[Run]:
+    """A run of parsed options, ready for its loop, with its records, live view and actors. `finish_tracking(args)` is the caller's to call."""
     from slime.config.yaml_file import write_resolved_config
     from slime.observability.live_view import live_view
-    from slime.observability.logging_utils import finish_tracking, init_tracking, log_dir_of
-    from slime.ray.session import interruptible, ray_session
+    from slime.observability.logging_utils import init_tracking
+    from slime.ray.session import run_session
+
+    write_resolved_config(args, f"{args.run_dir}/config.yaml")
+    with live_view(args):
+        init_tracking(args, primary=True)
+        with run_session(args), build_run(args) as run:
+            yield run
+
+
+def _run_session(args: Any, loop: Callable[[Run], None], started: float) -> int:
+    from slime.config.derive import has_megatron_checkpoint
+    from slime.observability.logging_utils import finish_tracking, log_dir_of
+    from slime.ray.session import interruptible
     from slime.utils.watched_calls import last_words
 
     status, is_done = 1, False
     with interruptible():
         try:
-            write_resolved_config(args, f"{args.run_dir}/config.yaml")
-            with live_view(args):
-                init_tracking(args, primary=True)
-                with ray_session(args), build_run(args) as run:
-                    loop(run)
+            with open_run(args) as run:
+                loop(run)
             status, is_done = 0, True
         except KeyboardInterrupt as error:
             go_on = f"; continue with --load {args.save}" if has_megatron_checkpoint(args.save) else ""

@@ -19,6 +19,8 @@ def train(run: Run) -> None:
     args = run.args
     if args.colocate:
         raise ConfigError("slime train-async needs devices of their own for trainers and engines: remove --colocate, or use slime train")
+    if args.local:
+        raise ConfigError("slime train-async runs engines and trainers at the same time, --local one after the other: use slime train --local.")
     evaluates = args.eval_interval is not None and not args.debug_train_only
     if evaluates and run.start_rollout_id == 0 and not args.skip_eval_before_train:
         evaluate(run, run.start_rollout_id)

@@ -64,6 +64,8 @@ LAYERS: tuple[tuple[str, int], ...] = (
     ("slime.train", 4),
     ("slime.train_async", 4),
     ("slime.cli", 4),
+    ("slime.local", 4),
+    ("slime.testing", 4),
     ("slime.harness*", 4),
     ("slime.viewer*", 4),
     ("slime.*", 3),

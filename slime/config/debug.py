@@ -11,6 +11,11 @@ from slime.config.option import option
 class DebugOptions:
     """Debugging: half runs, dumps and checks for CI."""
 
+    local: bool = option(
+        False,
+        "Run driver, rollout manager, reward, one training rank and the engine in this process, without Ray: slower, the same numbers, and a "
+        "debugger or profiler sees all of it.",
+    )
     debug_rollout_only: bool = option(False, "Generate and score only; no training process is started.")
     debug_train_only: bool = option(False, "Train only, from --load-debug-rollout-data; no engine is started.")
     save_debug_rollout_data: str | None = option(

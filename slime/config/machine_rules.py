@@ -251,7 +251,7 @@ def cuda_is_here(args: argparse.Namespace) -> list[str]:
 
 def devices_are_enough(args: argparse.Namespace) -> list[str]:
     """A private Ray session on this machine has the devices that training and engines ask for."""
-    if args.ray_address or os.environ.get("RAY_ADDRESS"):
+    if args.local or args.ray_address or os.environ.get("RAY_ADDRESS"):
         return []
     training, engines = devices_needed(args)
     needed = max(training, engines) if args.colocate else training + engines

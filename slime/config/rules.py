@@ -543,3 +543,23 @@ def delta_updates_are_possible(args):
 def reference_exists(args):
     if (args.kl_coef != 0 or args.use_kl_loss) and args.ref_load is None and args.hf_checkpoint is None:
         return "A KL term needs a reference model: give --ref-load (or --hf-checkpoint, whose weights are then the reference)."
+
+
+@rule("local", "actor_num_nodes", "actor_num_gpus_per_node", "advantage_estimator", "use_sglang_router", "ray_address", "debug_rollout_only")
+def one_process_holds_the_run(args):
+    if not args.local:
+        return None
+    problems = []
+    ranks = args.actor_num_nodes * (args.actor_num_gpus_per_node or 1)
+    if ranks > 1 and not args.debug_rollout_only:
+        problems.append(
+            f"--local trains on one rank, but --actor-num-nodes {args.actor_num_nodes} x --actor-num-gpus-per-node "
+            f"{args.actor_num_gpus_per_node} = {ranks}. Use --actor-num-gpus-per-node 1."
+        )
+    if args.advantage_estimator == "ppo":
+        problems.append("--local holds one trained model, and --advantage-estimator ppo trains a critic too. Leave --local out.")
+    if args.use_sglang_router:
+        problems.append("--local starts no process, and --use-sglang-router is one. Leave one of them out.")
+    if args.ray_address is not None:
+        problems.append(f"--local uses no Ray, but --ray-address is {args.ray_address}. Leave one of them out.")
+    return problems

@@ -147,8 +147,11 @@ class LiveView:
         hidden: tuple[str, ...] = (),
         stream: TextIO | None = None,
         poll_interval_s: float = POLL_INTERVAL_S,
+        is_shared: bool = False,
     ) -> None:
+        """is_shared: a debugger may wait for input on the terminal, so nothing is redrawn and silence is not commented."""
         self._stream = stream or sys.stderr
+        self._is_shared = is_shared
         self._state = RunState(started=time.time(), num_rollout=num_rollout, hidden=hidden)
         self._metrics = JsonlTail(Path(run_dir) / "metrics.jsonl", from_end=True)
         self._progress = JsonlTail(Path(run_dir) / progress.FILE_NAME, from_end=True)
@@ -167,7 +170,7 @@ class LiveView:
 
     def _run(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # a closed terminal or pipe
-            if self._stream.isatty():
+            if self._stream.isatty() and not self._is_shared:
                 self._run_panel()
             else:
                 self._run_lines()
@@ -187,7 +190,7 @@ class LiveView:
                 for line in self._state.on_end():
                     self._print(line)
                 return
-            if time.monotonic() - self._last_line > SILENCE_S:
+            if time.monotonic() - self._last_line > SILENCE_S and not self._is_shared:
                 self._print(self._state.progress_line(time.time()))
 
     def _print(self, line: str) -> None:
@@ -235,7 +238,7 @@ def live_view(args: Any) -> Iterator[None]:
         yield
         return
     hidden = ("reward", "pass rate") if args.loss_type == "sft_loss" else ()  # supervised samples have reward 0
-    view = LiveView(start_run_folder(args), num_rollout=args.num_rollout, hidden=hidden)
+    view = LiveView(start_run_folder(args), num_rollout=args.num_rollout, hidden=hidden, is_shared=args.local)
     view.start()
     try:
         yield

@@ -283,6 +283,8 @@ def init_tracking(args: Any, primary: bool = True, **kwargs: Any) -> None:
     """
     global _tracking, _is_primary
     if _tracking is not None:
+        if _is_primary and not primary:
+            return  # an actor in the driver's own process (--local) logs through the driver's
         _tracking.close()
     run_dir = os.path.abspath(args.run_dir)
     _is_primary = primary
@@ -315,17 +317,19 @@ def log(args: Any, metrics: dict[str, Any], step_key: str) -> None:
         log(args, metrics, step_key)
 
 
-def finish_tracking(args: Any) -> list[str]:
+def finish_tracking(args: Any, *, primary: bool = True) -> list[str]:
     """Closes this process's files and trackers; in the primary process prints the report and returns the problems in it.
 
-    Safe to call twice or without `init_tracking`.
+    Safe to call twice or without `init_tracking`. An actor (not `primary`) leaves those of the driver open, which with --local are in
+    its process.
     """
     global _tracking
-    if _tracking is None:
+    if _tracking is None or (_is_primary and not primary):
         return []
     tracking, _tracking = _tracking, None
     tracking.close()
     progress.configure(None)
+    _folders.discard(os.path.abspath(args.run_dir))
     if _is_primary and args.write_report:
         from slime.observability.report import report_at_end
 

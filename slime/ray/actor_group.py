@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import ray
-
+from slime.ray import actors
 from slime.ray.placement_group import bundle_strategy, device_options
 from slime.ray.train_worker import MEGATRON_ACTOR, TrainWorker
 from slime.ray.utils import STOP_TIMEOUT_S, add_default_ray_env_vars, wait_for
@@ -33,7 +32,6 @@ class RayTrainGroup:
 
     def _allocate(self, actor_path: str, pg: tuple, fraction: float) -> list[Any]:
         group, order, _ = pg
-        remote_cls = ray.remote(TrainWorker)
         handlers: list[Any] = []
         master_addr = master_port = None
         for rank in range(self.world_size):
@@ -41,9 +39,9 @@ class RayTrainGroup:
                 "scheduling_strategy": bundle_strategy(group, order[rank]),
                 "runtime_env": {"env_vars": add_default_ray_env_vars(self.args.train_env_vars)},
             }
-            handlers.append(remote_cls.options(**options).remote(actor_path, self.world_size, rank, master_addr, master_port))
+            handlers.append(actors.start(TrainWorker, actor_path, self.world_size, rank, master_addr, master_port, **options))
             if rank == 0:
-                master_addr, master_port = ray.get(
+                master_addr, master_port = actors.get(
                     handlers[0].call.remote("get_master_addr_and_port"), timeout=self.args.startup_timeout
                 )
         return handlers
@@ -113,4 +111,4 @@ class RayTrainGroup:
             self._all("stop", timeout_s=STOP_TIMEOUT_S)
         finally:
             for handler in self._handlers:
-                ray.kill(handler)
+                actors.kill(handler)

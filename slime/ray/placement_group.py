@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.backends.megatron_utils.checkpoint_files import iteration_folder
 from slime.exceptions import ConfigError
+from slime.ray import actors
 from slime.ray.utils import add_default_ray_env_vars
 from slime.utils.accelerator import get_accelerator
 
@@ -92,8 +93,10 @@ def _create_placement_group(num_devices: int) -> Placement:
     return group, order, [places[index][1] for index in order]
 
 
-def bundle_strategy(group: Any, bundle_index: int) -> PlacementGroupSchedulingStrategy:
-    """The strategy that puts an actor into that bundle."""
+def bundle_strategy(group: Any, bundle_index: int) -> PlacementGroupSchedulingStrategy | str:
+    """The strategy that puts an actor into that bundle; Ray's own choice without a group."""
+    if group is None:
+        return "DEFAULT"
     return PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=bundle_index, placement_group_capture_child_tasks=True
     )
@@ -102,6 +105,9 @@ def bundle_strategy(group: Any, bundle_index: int) -> PlacementGroupSchedulingSt
 def create_placement_groups(args: Any) -> dict[str, Placement]:
     """{"actor", "critic", "rollout"} -> (placement group, bundle order, device ids); one group serves all roles."""
     num_devices, rollout_offset = _get_placement_group_layout(args)
+    if actors.is_local():
+        place = (None, list(range(num_devices)), list(range(num_devices)))
+        return {"actor": place, "critic": place, "rollout": (None, place[1][rollout_offset:], place[2][rollout_offset:])}
     group, order, ids = _create_placement_group(num_devices)
     whole = (group, order, ids)
     return {"actor": whole, "critic": whole, "rollout": (group, order[rollout_offset:], ids[rollout_offset:])}
@@ -111,8 +117,8 @@ def create_rollout_manager(args: Any, placement: Placement) -> Any:
     """The RolloutManager actor, still starting: engines and trainers load side by side."""
     from slime.ray.rollout import RolloutManagerActor
 
-    manager = ray.remote(RolloutManagerActor).options(num_cpus=0, max_concurrency=4, runtime_env={"env_vars": add_default_ray_env_vars()})
-    return manager.remote(args, placement)
+    options = {"num_cpus": 0, "max_concurrency": 4, "runtime_env": {"env_vars": add_default_ray_env_vars()}}
+    return actors.start(RolloutManagerActor, args, placement, **options)
 
 
 def allocate_train_group(args: Any, placement: Placement, *, role: str = "actor", with_ref: bool = False, with_opd_teacher: bool = False) -> Any:

@@ -13,13 +13,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import ray
+import ray  # noqa: F401 - tests replace ray.put through this module
 
 from slime.exceptions import EngineError, RolloutDataError
 from slime.observability import rollout_metrics
 from slime.observability.ledger import CRITIC_ONLY, Ledger, ledger_of_rollout
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log, log_dir_of
 from slime.observability.timer import Timer, timer
+from slime.ray import actors
 from slime.ray.rollout_servers import start_rollout_servers
 from slime.ray.utils import Lock, wait_for
 from slime.rollout.attribution import marks_of, restore_marks, with_marks
@@ -169,7 +170,7 @@ class RolloutManager:
     def dispose(self) -> None:
         """Stops engines and writers."""
         self.gate.close()
-        finish_tracking(self.args)
+        finish_tracking(self.args, primary=False)
         self.server.stop()
 
     # --- engines -----------------------------------------------------------------------------------------------------
@@ -259,7 +260,7 @@ class RolloutManager:
         config = SplitConfig.from_args(self.args, self.train_parallel_config)
         split = split_by_dp(data, config, dropped_failures=dropped_failures)
         # map lets go of a shard before the next one is made: a loop's variable would keep a second one in memory
-        refs = list(map(ray.put, split.shards))
+        refs = list(map(actors.put, split.shards))
         return [Box(ref, num_samples) for ref, num_samples in zip(refs, split.plan.num_trained_by_rank, strict=True)], split.plan
 
     def _split_train_data_by_dp(self, data: Any) -> list[Box]:
@@ -332,7 +333,7 @@ class RolloutManagerActor(RolloutManager):
         if self._failure is None:
             super().dispose()
         else:
-            finish_tracking(self.args)
+            finish_tracking(self.args, primary=False)
 
 
 def _failures_outside(judged: PostprocessResult, sources: Sequence[int]) -> list[int | None]:

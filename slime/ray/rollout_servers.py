@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from slime.exceptions import EngineError
+from slime.ray import actors
 from slime.ray.placement_group import ENGINE_FRACTION, Placement, bundle_strategy, device_options
 from slime.ray.rollout_validation import validate_server_group_gpu_indices
 from slime.ray.utils import add_default_ray_env_vars, reason_of_death, slime_error_of, wait_for
@@ -47,7 +48,7 @@ class RolloutServers:
         found = []
         for rank, (engine, url) in enumerate(zip(self.engines, self.urls, strict=True)):
             try:
-                ray.get(engine.health.remote(), timeout=HEALTH_TIMEOUT_S)
+                actors.get(engine.health.remote(), timeout=HEALTH_TIMEOUT_S)
             except ray.exceptions.GetTimeoutError:
                 found.append(f"engine {rank} ({url}) does not answer within {HEALTH_TIMEOUT_S:.0f} s.")
             except ray.exceptions.RayActorError as error:
@@ -63,7 +64,7 @@ class RolloutServers:
         if self.engines:
             wait_for([engine.shutdown.remote() for engine in self.engines], what="stopping the engines", timeout_s=15)
         for engine in self.engines:
-            ray.kill(engine)
+            actors.kill(engine)
         self.engines = []
 
 
@@ -136,5 +137,5 @@ def _create_engines(args: Any, placement: Placement) -> list[Any]:
             "runtime_env": {"env_vars": add_default_ray_env_vars({"OMP_NUM_THREADS": str(args.rollout_engine_threads)})},
             "max_concurrency": 4,
         }
-        engines.append(ray.remote(EngineActor).options(**options).remote(engine_config_from_args(args, rank), rank))
+        engines.append(actors.start(EngineActor, engine_config_from_args(args, rank), rank, **options))
     return engines

@@ -20,6 +20,8 @@ import ray
 from ray._private import ray_constants, services
 
 from slime.exceptions import ConfigError
+from slime.observability.logging_utils import configure_logger, log_dir_of
+from slime.ray import actors
 from slime.ray.utils import add_default_ray_env_vars
 
 OBJECT_STORE_BYTES = 2 * 1024**3
@@ -29,7 +31,10 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Inside, SIGTERM ends the run in the same orderly way as Ctrl-C."""
+    """Inside, SIGTERM ends the run in the same orderly way as Ctrl-C. Signals are the main thread's; in another this does nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def interrupt(signum: int, frame: Any) -> None:
         # A second signal must not break the cleanup that the first one began.
@@ -43,6 +48,29 @@ def interruptible() -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def run_session(args: Any) -> Iterator[None]:
+    """What the actors of a run live in: a Ray session, or this process with --local."""
+    if not args.local:
+        with ray_session(args):
+            yield
+        return
+    from slime.rollout import fully_async_rollout, sglang_rollout
+    from slime.rollout.sample_hooks import set_current_rollout_id
+    from slime.utils.misc import load_function
+
+    configure_logger("local", log_dir=log_dir_of(args))
+    load_function.cache_clear()  # a notebook may have defined its functions anew
+    with actors.local_actors(warning_filters=add_default_ray_env_vars()["PYTHONWARNINGS"]), interruptible():
+        try:
+            yield
+        finally:
+            # what a process that ends with its run may keep
+            sglang_rollout.EVAL_PROMPT_DATASET.clear()
+            fully_async_rollout.stop_global_worker()
+            set_current_rollout_id(None)
 
 
 @contextlib.contextmanager

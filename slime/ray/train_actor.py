@@ -7,12 +7,12 @@ import datetime
 import os
 from typing import Any
 
-import ray
 import torch.distributed as dist
 
+from slime.ray import actors
 from slime.ray.ray_actor import RayActor
 from slime.utils.accelerator import get_accelerator
-from slime.utils.distributed_utils import init_gloo_group
+from slime.utils.distributed_utils import init_gloo_group, set_gloo_group
 from slime.utils.memory_utils import clear_memory
 
 
@@ -24,7 +24,7 @@ class TrainRayActor(RayActor):
         if master_addr is None or master_port is None:
             master_addr, master_port = self._get_current_node_ip_and_free_port(start_port=20000 + (os.getpid() * 7) % 20000)
         self.master_addr, self.master_port = master_addr, master_port
-        device_ids = ray.get_gpu_ids()
+        device_ids = actors.gpu_ids()
         os.environ |= {
             "MASTER_ADDR": str(master_addr),
             "MASTER_PORT": str(master_port),
@@ -49,7 +49,7 @@ class TrainRayActor(RayActor):
         """Keeps the handle; rank 0 tells the manager how samples must be split over data-parallel ranks."""
         self.rollout_manager = rollout_manager
         if self.rank == 0:
-            ray.get(rollout_manager.set_train_parallel_config.remote(self.train_parallel_config))
+            actors.get(rollout_manager.set_train_parallel_config.remote(self.train_parallel_config))
 
     def clear_memory(self) -> None:
         """Gives cached device memory back."""
@@ -57,6 +57,7 @@ class TrainRayActor(RayActor):
 
     def stop(self) -> None:
         """Leaves the process group; the actor ends after it."""
+        set_gloo_group(None)
         if dist.is_initialized():
             dist.destroy_process_group()
 

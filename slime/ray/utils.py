@@ -13,6 +13,7 @@ import ray
 from slime import exceptions
 from slime.exceptions import SlimeError
 from slime.observability.plain_output import PLAIN
+from slime.ray import actors
 
 NOSET_VISIBLE_DEVICES_ENV_VARS_LIST = [
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
@@ -56,7 +57,7 @@ def add_default_ray_env_vars(env: dict[str, str] | None = None) -> dict[str, str
     return defaults | (env or {})
 
 
-@ray.remote(num_cpus=0)
+@actors.remote(num_cpus=0)
 class Lock:
     """A non-blocking lock between actors. `acquire()` tells whether it was got; `release()` needs it held."""
 
@@ -85,9 +86,9 @@ def wait_for(refs: Sequence[Any], *, what: str, timeout_s: float, names: Sequenc
         left = deadline - time.monotonic()
         if left <= 0:
             raise SlimeError(f"{what}: {len(pending)} of {len(refs)} actors gave no answer within {timeout_s:.0f} s")
-        done, pending = ray.wait(pending, num_returns=1, timeout=min(left, 10.0))
+        done, pending = actors.wait(pending, num_returns=1, timeout=min(left, 10.0))
         try:
-            ray.get(done)
+            actors.get(done)
         except Exception as error:
             death = _death_among([*done, *pending], error)
             if death is None:
@@ -95,7 +96,7 @@ def wait_for(refs: Sequence[Any], *, what: str, timeout_s: float, names: Sequenc
             dead, cause = death
             of = "" if names is None else f" of {names[list(refs).index(dead)]}"
             raise SlimeError(f"{what}: the process{of} died. {reason_of_death(cause)}") from cause
-    return ray.get(list(refs))
+    return actors.get(list(refs))
 
 
 def _death_among(refs: list[Any], first: Exception) -> tuple[Any, Exception] | None:
@@ -105,10 +106,10 @@ def _death_among(refs: list[Any], first: Exception) -> tuple[Any, Exception] | N
         return None if first.actor_init_failed else (refs[0], first)
     if isinstance(first, SlimeError):
         return None
-    ended, _ = ray.wait(refs[1:], num_returns=len(refs) - 1, timeout=DEATH_NOTICE_S) if len(refs) > 1 else ([], [])
+    ended, _ = actors.wait(refs[1:], num_returns=len(refs) - 1, timeout=DEATH_NOTICE_S) if len(refs) > 1 else ([], [])
     for ref in ended:
         try:
-            ray.get(ref)
+            actors.get(ref)
         except ray.exceptions.RayActorError as error:
             return ref, error
         except Exception:  # noqa: BLE001 - another consequence

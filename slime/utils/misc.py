@@ -81,6 +81,14 @@ class SingletonMeta(type):
         return SingletonMeta._instances[cls]
 
     @staticmethod
+    def exchange(cls: type, instance: Any) -> Any:
+        """Makes `instance` the one of `cls`, None for one that is still to be built, and returns the one before."""
+        before = SingletonMeta._instances.pop(cls, None)
+        if instance is not None:
+            SingletonMeta._instances[cls] = instance
+        return before
+
+    @staticmethod
     def clear_instances(cls: type | None = None) -> None:
         """Forgets every instance, so that the next call builds a new one."""
         SingletonMeta._instances.clear()
@@ -165,9 +173,11 @@ def exec_command(command: str, capture_output: bool = False) -> str | None:
 
 
 def get_current_node_ip() -> str:
-    """This node's address as Ray knows it."""
+    """This node's address as Ray knows it; without Ray, that of this machine for itself."""
     import ray
 
+    if not ray.is_initialized():
+        return "127.0.0.1"
     return ray.util.get_node_ip_address().strip("[]")
 
 

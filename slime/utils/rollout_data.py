@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import ray
-
 from slime.observability.timer import Timer
+from slime.ray import actors
 from slime.utils.rollout_batch import RolloutBatch, localize
 
 
@@ -18,7 +17,7 @@ def process_rollout_data(args: Any, rollout_data_ref: list[Any], dp_rank: int, d
     rank's, or a list has another length than its samples.
     """
     assert len(rollout_data_ref) == dp_size, f"{len(rollout_data_ref)} shards for {dp_size} data-parallel ranks"
-    shard = ray.get(rollout_data_ref[dp_rank].inner)
+    shard = actors.get(rollout_data_ref[dp_rank].inner)
     batch = localize(shard, dp_rank, dp_size=dp_size)
     timer = Timer()
     timer.seq_lens = [int(length) for length in shard["total_lengths"]] if "total_lengths" in shard else []

@@ -321,6 +321,7 @@ class MegatronTrainRayActor(TrainRayActor):
 
     def stop(self) -> None:
         """Closes the sinks and leaves the process group."""
-        finish_tracking(self.args)
+        finish_tracking(self.args, primary=False)
+        mpu.destroy_model_parallel()
         super().stop()
 

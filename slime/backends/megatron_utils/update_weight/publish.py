@@ -7,11 +7,11 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import ray
 import torch
 
 from slime.backends.megatron_utils.update_weight.gather import NamedTensors, iter_hf_weight_buckets
 from slime.exceptions import EngineError
+from slime.ray import actors
 from slime.ray.utils import wait_for
 from slime.utils.checksum import combine_digests, tensor_digest
 
@@ -59,7 +59,7 @@ def publish_weights(
             if engines is None:
                 engines = stack.enter_context(_updating(args, rollout_manager, version, fingerprint))
             fingerprint.add(bucket)
-            reference = ray.put({name: _as_numpy(tensor) for name, tensor in bucket})
+            reference = actors.put({name: _as_numpy(tensor) for name, tensor in bucket})
             _ask(args, engines, "update_weights", reference)
     return fingerprint.value()
 
@@ -67,7 +67,7 @@ def publish_weights(
 @contextlib.contextmanager
 def _updating(args: Any, rollout_manager: Any, version: int, fingerprint: Fingerprint) -> Iterator[list[Any]]:
     """The engines, paused and ready for buckets; at the end they apply the version and go on."""
-    engines, lock, *_ = ray.get(rollout_manager.get_updatable_engines_and_lock.remote(), timeout=args.step_timeout)
+    engines, lock, *_ = actors.get(rollout_manager.get_updatable_engines_and_lock.remote(), timeout=args.step_timeout)
     with held(lock, timeout_s=args.step_timeout):
         _ask(args, engines, "pause")
         _ask(args, engines, "begin_weight_update", str(version))
@@ -75,7 +75,7 @@ def _updating(args: Any, rollout_manager: Any, version: int, fingerprint: Finger
         checksum = fingerprint.value() if args.check_weight_update_equal else None
         _ask(args, engines, "end_weight_update", str(version), checksum)
         _ask(args, engines, "resume")
-        ray.get(rollout_manager.clear_updatable_num_new_engines.remote(version), timeout=args.step_timeout)
+        actors.get(rollout_manager.clear_updatable_num_new_engines.remote(version), timeout=args.step_timeout)
 
 
 @contextlib.contextmanager
@@ -84,14 +84,14 @@ def held(lock: Any, *, timeout_s: float) -> Iterator[None]:
     import time
 
     deadline = time.monotonic() + timeout_s
-    while not ray.get(lock.acquire.remote(), timeout=timeout_s):
+    while not actors.get(lock.acquire.remote(), timeout=timeout_s):
         if time.monotonic() > deadline:
             raise EngineError(f"another weight update has held the engines for {timeout_s:.0f} s")
         time.sleep(LOCK_POLL_S)
     try:
         yield
     finally:
-        ray.get(lock.release.remote(), timeout=timeout_s)
+        actors.get(lock.release.remote(), timeout=timeout_s)
 
 
 def _ask(args: Any, engines: Sequence[Any], method: str, *values: Any) -> list[Any]:

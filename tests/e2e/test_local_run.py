@@ -1,0 +1,147 @@
+"""`slime train --local`: the whole run in one process, with the numbers of the run in Ray, and open to a debugger."""
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
+from support import small_run
+
+from slime.harness.diff import compare_paths
+from slime.local import LocalResult, words_of
+
+NUM_GPUS = 0
+
+TWICE = """
+import json, os, subprocess, sys
+import ray  # sets a variable when it is imported
+from slime.local import train
+
+words = json.loads(sys.argv[1])
+before = dict(os.environ)
+first, second = (train(words, run_dir=folder, dump_details=f"{folder}/dumps") for folder in sys.argv[2:4])
+assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())
+children = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "args="], capture_output=True, text=True).stdout.splitlines()
+assert len(children) == 1, children  # ps itself
+"""
+
+PAUSING_REWARD = """
+async def reward(args, sample):
+    seen = sample.label
+    if sample.index == 5:
+        breakpoint()
+    return 0.5
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    from examples.addition.prepare import prepare
+
+    return Path(prepare(tmp_path_factory.mktemp("addition")))
+
+
+@pytest.fixture(scope="module")
+def runs(data, tmp_path_factory):
+    """Run folders of the same two rollouts: in Ray, and twice in one process of its own."""
+    import json
+
+    root = tmp_path_factory.mktemp("local")
+    options = ["--num-rollout", 2, "--eval-prompt-data", "addition", data / "eval.jsonl@[:64]", "--eval-interval", 1]
+    options += ["--eval-max-response-len", 6, "--eval-temperature", 0, "--check-weight-update-equal"]
+    in_ray = small_run.start(data, root / "ray", *options, "--dump-details", root / "ray" / "dumps")
+    words = small_run.command(data, root / "first", *options)[3:]
+    local = small_run.launch(
+        [sys.executable, "-c", TWICE, json.dumps(words), str(root / "first"), str(root / "second")], root / "first"
+    )
+    for process in (in_ray, local):
+        small_run.finish(process)
+    return root
+
+
+def numbers(run_dir):
+    """Every logged number by (axis, step, name), without times and what is made of them."""
+    found = {}
+    for record in small_run.records(run_dir):
+        for name, value in record.get("metrics", {}).items():
+            timed = "time" in name or "per_sec" in name or "per_s" in name or "tflops" in name or name.startswith("gate/perf")
+            if not timed:
+                found[record["step_key"], record["step"], name] = value
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_the_local_run_has_the_numbers_of_the_run_in_ray(runs):
+    """Bit for bit: rewards, log-probs, losses, gradient norms, evaluation, and the weights that the engine got."""
+    expected = numbers(runs / "ray")
+    assert len(expected) > 300 and ("train/step", 3, "train/grad_norm") in expected
+    for folder in ("first", "second"):
+        assert numbers(runs / folder) == expected
+        assert all(c.identical for c in compare_paths(runs / "ray" / "dumps", runs / folder / "dumps").values())
+
+
+@pytest.mark.timeout(300)
+def test_a_breakpoint_in_a_reward_stops_and_goes_on(data, tmp_path):
+    """In Ray's workers it printed 248 lines and was skipped."""
+    (tmp_path / "pausing.py").write_text(PAUSING_REWARD)
+    words = small_run.command(data, tmp_path / "run", "--num-rollout", 1, "--local", "--debug-rollout-only")
+    words += ["--custom-rm-path", "pausing.reward"]
+    environment = {**os.environ, **small_run.ENVIRONMENT}
+    environment["PYTHONPATH"] = os.pathsep.join([str(small_run.ROOT), str(small_run.ROOT / "tests"), str(tmp_path)])
+    main, terminal = pty.openpty()
+    process = subprocess.Popen(words, cwd=small_run.ROOT, env=environment, stdin=terminal, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    shown = read_until(main, "(Pdb) ")
+    os.write(main, b"p 'label', seen\n")
+    shown += read_until(main, "(Pdb) ")
+    os.write(main, b"c\n")
+    shown += read_until(main, None)
+    assert process.wait(timeout=60) == 0, shown
+    assert shown.count("(Pdb) ") == 2 and "('label', '" in shown
+    assert small_run.series(tmp_path / "run", "rollout/reward/mean") == [0.5]
+
+
+def read_until(descriptor, text, *, seconds=120):
+    """What the terminal shows until `text` appears, or until it is closed where `text` is None."""
+    shown, deadline = "", time.monotonic() + seconds
+    while text is None or text not in shown:
+        assert time.monotonic() < deadline, shown
+        if select.select([descriptor], [], [], 1.0)[0]:
+            try:
+                part = os.read(descriptor, 65536)
+            except OSError:  # the other side is closed
+                part = b""
+            if not part:
+                break
+            shown += part.decode(errors="replace")
+    return shown
+
+
+def test_keywords_become_words_of_the_command_line():
+    """A notebook gives values, not text; a wrong name is answered with the nearest."""
+    words = words_of({"lr": 1e-3, "colocate": True, "rollout_stop": ["a", "b"], "rewards_normalization": False, "load": None})
+    assert words == "--lr 0.001 --colocate --rollout-stop a b --disable-rewards-normalization".split()
+    assert words_of({"rollout_sample_hook_path": ["a.b", "c.d"], "colocate": False}) == [
+        "--rollout-sample-hook-path", "a.b", "--rollout-sample-hook-path", "c.d"
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="'num_rolout'. Did you mean 'num_rollout'?"):
+        words_of({"num_rolout": 1})
+
+
+def test_a_series_that_was_not_logged_is_answered_with_the_nearest(tmp_path):
+    """An empty answer looks like a run that logged nothing."""
+    (tmp_path / "metrics.jsonl").write_text('{"step_key": "train/step", "step": 3, "metrics": {"train/loss": 0.5}}\n')
+    result = LocalResult(None, tmp_path)
+    assert result.series("train/loss") == {3: 0.5}
+    with pytest.raises(KeyError, match="Did you mean train/loss?"):
+        result.series("train/los")
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
