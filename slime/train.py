@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import bdb
 import contextlib
 import copy
 import dataclasses
@@ -255,6 +256,9 @@ def _run_session(args: Any, loop: Callable[[Run], None], started: float) -> int:
         except KeyboardInterrupt as error:
             go_on = f"; continue with --load {args.save}" if has_megatron_checkpoint(args.save) else ""
             print(f"interrupted ({str(error) or 'SIGINT'}): everything is stopped{go_on}", file=sys.stderr)
+            status = 130
+        except bdb.BdbQuit:
+            print("ended in the debugger: everything is stopped", file=sys.stderr)
             status = 130
         except NothingLeft as sentence:
             print(sentence, file=sys.stderr)

@@ -286,6 +286,15 @@ def _experts(args: argparse.Namespace) -> dict[str, Any]:
     return {"num_experts": args.num_moe_experts}
 
 
+DEBUGGING_S = 7 * 24 * 3600.0
+
+
+@step("local", "reward_timeout")
+def _no_hurry_in_a_debugger(args: argparse.Namespace) -> dict[str, Any]:
+    """A user's function may stand at a breakpoint, which is no hang."""
+    return {"reward_timeout": max(args.reward_timeout, DEBUGGING_S)} if args.local else {}
+
+
 @step("run_dir", "run_name")
 def _run_folder(args: argparse.Namespace) -> dict[str, Any]:
     from slime.config.observability import resolve_run_dir

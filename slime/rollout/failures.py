@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import bdb
 import collections
 import logging
 import traceback
 from pathlib import Path
 from typing import Any
 
-from slime.exceptions import EngineError, RolloutDataError, SlimeError
+from slime.exceptions import ConfigError, EngineError, RolloutDataError, SlimeError
 from slime.utils.types import Sample
 from slime.utils.watched_calls import CallTimeout
 
@@ -17,6 +18,9 @@ logger = logging.getLogger(__name__)
 # The gate's name for samples with status FAILED.
 FAILED_REASON = "failed"
 
+
+# Raised by a user's function, these end the run and are no sample's failure: a wrong option, and `quit` in a debugger.
+ENDS_THE_RUN = (ConfigError, bdb.BdbQuit)
 
 # What was said with its stack already: (stage, type, file and line of the innermost call).
 _said: set[tuple[str, str, str, int]] = set()

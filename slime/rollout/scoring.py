@@ -8,8 +8,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from slime.exceptions import ConfigError
-from slime.rollout.failures import describe_error, log_cause, mark_failed
+from slime.rollout.failures import ENDS_THE_RUN, describe_error, log_cause, mark_failed
 from slime.rollout.postprocess.early import with_engine_text
 from slime.rollout.rm_hub import async_rm, batched_async_rm, is_immediate
 from slime.rollout.rm_hub.outcomes import GraderFailed
@@ -90,7 +89,7 @@ async def score_group(args: Any, group: list[Sample], gate: Gate | None) -> None
         return
     try:
         rewards = await _request_rewards(args, to_score)
-    except ConfigError:
+    except ENDS_THE_RUN:
         raise
     except Exception as error:  # noqa: BLE001 - a user's reward function may raise anything; its samples are marked
         log_cause("reward", to_score[0], error)
@@ -115,7 +114,7 @@ async def _request_rewards(args: Any, samples: list[Sample]) -> list[Any]:
 async def _guarded(args: Any, sample: Sample) -> Any:
     try:
         return await _within_limit(args, sample.custom_rm_path or args.custom_rm_path, [sample], async_rm(args, sample))
-    except ConfigError:
+    except ENDS_THE_RUN:
         raise
     except Exception as error:  # noqa: BLE001 - see score_group
         log_cause("reward", sample, error)

@@ -20,12 +20,12 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from slime.exceptions import ConfigError, EngineError, RolloutDataError
+from slime.exceptions import EngineError, RolloutDataError
 from slime.rollout import generation
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.data_source import iter_samples
 from slime.rollout.engine_client import abort_engines, choose_url, get_engines, request_generate
-from slime.rollout.failures import fail
+from slime.rollout.failures import ENDS_THE_RUN, fail
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, get_current_rollout_id, set_current_rollout_id
 from slime.rollout.scoring import score_group
@@ -291,7 +291,7 @@ async def _guarded(args: Any, member: Any, sampling_params: dict[str, Any], eval
     sample = member
     try:
         return await generate_and_rm(args, sample, sampling_params, evaluation=evaluation)
-    except ConfigError:
+    except ENDS_THE_RUN:
         raise
     except Exception as error:  # noqa: BLE001 - a user's generate function or hook may raise anything
         return fail(sample, "generation", error)
@@ -335,7 +335,7 @@ def _prepared(args: Any, state: Any, sample: Sample, sampling_params: dict[str, 
     """`prepare_request`, where an error marks the sample FAILED and leaves nothing to send."""
     try:
         return prepare_request(args, state, sample, sampling_params)
-    except ConfigError:
+    except ENDS_THE_RUN:
         raise
     except Exception as error:  # noqa: BLE001 - a chat template or tokenizer may raise anything
         fail(sample, "generation", error)
@@ -367,7 +367,7 @@ async def _finish_member(args: Any, sample: Sample, evaluation: bool) -> Any:
         return sample
     try:
         result = await apply_rollout_sample_hooks(args, sample, evaluation=evaluation)
-    except ConfigError:
+    except ENDS_THE_RUN:
         raise
     except Exception as error:  # noqa: BLE001 - a user's hook may raise anything
         return fail(sample, "sample hook", error)

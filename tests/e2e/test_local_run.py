@@ -1,5 +1,6 @@
 """`slime train --local`: the whole run in one process, with the numbers of the run in Ray, and open to a debugger."""
 
+import argparse
 import os
 import pty
 import select
@@ -105,6 +106,25 @@ def test_a_breakpoint_in_a_reward_stops_and_goes_on(data, tmp_path):
     assert process.wait(timeout=60) == 0, shown
     assert shown.count("(Pdb) ") == 2 and "('label', '" in shown
     assert small_run.series(tmp_path / "run", "rollout/reward/mean") == [0.5]
+
+
+def test_quitting_the_debugger_is_no_samples_failure():
+    """It ended one call of many: the next sample stopped at the same breakpoint."""
+    import asyncio
+    import bdb
+
+    from slime.rollout import scoring
+    from slime.utils.types import Sample
+
+    sample = Sample(index=0, response="1", response_length=1, tokens=[1], status=Sample.Status.COMPLETED)
+    with pytest.raises(bdb.BdbQuit):
+        asyncio.run(scoring.score_group(argparse.Namespace(custom_rm_path=f"{__name__}.quits"), [sample], None))
+
+
+async def quits(args, sample):
+    import bdb
+
+    raise bdb.BdbQuit
 
 
 def read_until(descriptor, text, *, seconds=120):
