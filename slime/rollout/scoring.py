@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 import logging
@@ -73,6 +74,14 @@ def build_gate(args: Any, tokenizer: Any) -> Gate:
 
     config = gate_config_from_args(args, tokenizer)
     return Gate(lambda samples: check_responses(samples, config, tokenizer=tokenizer), apply_verdicts)
+
+
+def scoring_args(args: Any, sampling_params: dict[str, Any]) -> Any:
+    """`args` with the stop strings that these samples were generated with: an evaluation dataset may have its own."""
+    stop = sampling_params.get("stop")
+    if stop == getattr(args, "rollout_stop", None):
+        return args
+    return argparse.Namespace(**{**vars(args), "rollout_stop": stop})
 
 
 async def score_group(args: Any, group: list[Sample], gate: Gate | None) -> None:

@@ -28,7 +28,7 @@ from slime.rollout.engine_client import abort_engines, choose_url, get_engines, 
 from slime.rollout.failures import ENDS_THE_RUN, fail
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, get_current_rollout_id, set_current_rollout_id
-from slime.rollout.scoring import score_group
+from slime.rollout.scoring import score_group, scoring_args
 from slime.rollout.trained_sampling import check_trained_sampling
 from slime.utils.async_utils import run
 from slime.utils.data import prompt_text
@@ -248,7 +248,7 @@ async def generate_and_rm_group(
     is_unfinished = any(sample.status is Sample.Status.ABORTED for sample in iter_samples(results))
     if context.to_score and not (args.group_rm and is_unfinished):
         gate = None if evaluation else getattr(state, "gate", None)
-        await score_group(args, context.to_score, gate)
+        await score_group(scoring_args(args, sampling_params), context.to_score, gate)
     return results
 
 

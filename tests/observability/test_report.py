@@ -189,6 +189,16 @@ def test_what_was_never_counted_is_a_problem_and_not_a_pass(tmp_path):
     ]
 
 
+def test_equal_responses_with_different_rewards_are_a_problem(tmp_path):
+    """0 in a clean run; three in rollout 4 name that rollout and the tool that shows the samples."""
+
+    def with_conflicts(key, step, metrics):
+        return metrics | {"rollout/reward/conflict_count": 3.0 if step == 4 else 0.0} if key == "rollout/step" else metrics
+
+    (problem,) = summarize_run(read_run(write_run(tmp_path, changed(with_conflicts)))).problems
+    assert problem.startswith("3 samples have another reward") and "the first in rollout 4" in problem and "slime rescore" in problem
+
+
 def test_supervised_run_needs_no_reward(tmp_path):
     """The warm-up of the addition example has none."""
     run = read_run(write_run(tmp_path, [("train/step", 0, {"train/weight_delta": 0.1, "train/loss": 1.0})]))

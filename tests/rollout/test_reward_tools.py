@@ -1,5 +1,6 @@
 """Is the reward right? Labels before a run, equal responses during it, a dump after it."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -7,12 +8,16 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
+from support.gate_samples import sound_sample
+from support.manager import manager_of
 from support.rollout_args import rollout_args
 from support.tiny_models import make_char_tokenizer
 
 from slime.cli import main
 from slime.rollout.reward_checks import RewardWatch, find_reward_conflicts, find_reward_warnings
 from slime.rollout.reward_probe import as_generated, describe_probes, probe_rows, right_answers, sample_rows, turn_end
+from slime.rollout.rm_hub import async_rm
+from slime.rollout.scoring import scoring_args
 from slime.utils.async_utils import run
 from slime.utils.rollout_dump import save_debug_rollout_data
 from slime.utils.types import Sample
@@ -135,6 +140,40 @@ def test_a_rollouts_conflicts_are_a_metric_and_are_warned_about_once(caplog):
     for options in ({"rm_type": "random"}, {"rm_type": None}, {"rm_type": "exact_match", "reward_is_random": True}):
         assert RewardWatch(rollout_args(**options)).metrics(samples) == {}
     assert RewardWatch(rollout_args(rm_type=None, custom_rm_path="m.f")).metrics(samples) == {"reward/conflict_count": 1.0}
+
+
+def test_the_rollout_manager_logs_the_conflicts_of_training_and_of_each_evaluation_set(tmp_path, monkeypatch):
+    """Two of the first group's four samples say the same and score 0 and 1."""
+    samples = [sound_sample(i, length=6 + i, reward=float(i % 3)) for i in range(16)]
+    samples[1] = dataclasses.replace(samples[0], index=1, rollout_id=samples[1].rollout_id, reward=1.0)
+    manager = manager_of(samples, tmp_path, monkeypatch)
+    manager.generate(0)
+    assert manager.logged["rollout/reward/conflict_count"] == 1.0
+    manager.eval(0)
+    assert manager.logged["eval/set/reward/conflict_count"] == 1.0
+
+
+def test_a_reward_server_gets_the_text_without_the_turns_end_and_a_custom_function_the_sample(monkeypatch):
+    """What a server scores is the answer; what a function of the user's scores is the user's choice, with graded_text beside it."""
+    sent = []
+
+    async def request(method, url, payload, **kwargs):
+        sent.append(payload)
+        return 0.5
+
+    monkeypatch.setattr("slime.rollout.rm_hub.remote.request_with_retries", request)
+    sample = Sample(prompt="p", response="85<|im_end|>", label="85")
+    assert run(async_rm(rollout_args(rm_type="remote_rm", rm_url="http://127.0.0.1:1"), sample)) == 0.5
+    assert sent == [{"prompt": "p", "response": "85", "label": "85"}]
+    assert run(async_rm(rollout_args(custom_rm_path=f"{__name__}.other_rule"), sample)) == len("85<|im_end|>")
+
+
+def test_an_evaluation_sets_own_stop_strings_are_stripped_for_its_graders():
+    """--rollout-stop is not what its samples were generated with."""
+    args = rollout_args(rm_type="exact_match", rollout_stop=["###"])
+    assert scoring_args(args, {"stop": ["###"]}) is args
+    assert run(async_rm(scoring_args(args, {"stop": ["END"]}), Sample(response="85END", label="85"))) == 1
+    assert run(async_rm(args, Sample(response="85END", label="85"))) == 0
 
 
 def test_deepscaler_without_one_answer_mark_in_a_rollout_is_warned_about():

@@ -27,7 +27,7 @@ _CHARACTERS = str.maketrans(
         "÷": "/", "⁄": "/", "∕": "/", "π": "\\pi ", "Π": "\\Pi ", "∞": "\\infty ", "√": "\\sqrt ", "≤": "\\le ", "⩽": "\\le ", "≥": "\\ge ", "⩾": "\\ge ",
         "≠": "\\ne ", "≈": "\\approx ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "±": "\\pm ", "∓": "\\mp ", "∅": "\\emptyset ", "°": "\\degree ",
         "º": "\\degree ", "˚": "\\degree ", "，": ", ", "、": ", ", "（": "(", "）": ")", "［": "[", "］": "]", "｛": "\\{", "｝": "\\}", "：": ":", "；": ";",
-        "。": ".", "．": ".", "％": "%", "＝": "=", "＋": "+", "＊": "*", "／": "/", "＜": "<", "＞": ">", "…": "\\ldots ", "⋯": "\\ldots ",
+        "。": ".", "．": ".", "％": "%", "٫": ".", "٬": ",", "＝": "=", "＋": "+", "＊": "*", "／": "/", "＜": "<", "＞": ">", "…": "\\ldots ", "⋯": "\\ldots ",
         "α": "\\alpha ", "β": "\\beta ", "γ": "\\gamma ", "θ": "\\theta ", "λ": "\\lambda ", "μ": "µ", "∨": "\\vee ", "→": "\\to ",
         "ℝ": "\\mathbb{R}", "ℤ": "\\mathbb{Z}", "ℕ": "\\mathbb{N}", "ℚ": "\\mathbb{Q}", "ℂ": "\\mathbb{C}",
     }
@@ -105,6 +105,7 @@ def _plain_characters(text: str) -> str:
     if text.isascii():
         return text.translate(_CHARACTERS)
     text = _VULGAR.sub(_spelled_fraction, text)
+    text = re.sub(r"√\s*(\d+)", r"\\sqrt{\1}", text)  # the sign covers the number, \sqrt one digit
     text = _SCRIPTED.sub(_spelled_script, text)
     return "".join(_digit(character) for character in text.translate(_CHARACTERS))
 

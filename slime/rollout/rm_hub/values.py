@@ -105,6 +105,7 @@ _CURRENCY = re.compile(r"^(-?)\s*(\\\$|\$|€|£|¥|₹|USD\s|EUR\s|Rs\.?\s)\s*(
 _PERCENT = re.compile(rf"[{MARKS}\s]*(?:%|per\s?cent|percent|percentage\spoints?)[{MARKS}\s]*", re.IGNORECASE)
 _MARKED_END = re.compile(rf"^(?P<value>.*[\w}})])\s*(?P<unit>{OPEN}[^{MARKS}]{{2,}}{CLOSE}.*|\\degree)$")
 _UNMARKED_END = re.compile(r"^(?P<value>.*[\d})])\s*(?P<unit>(?:square |cubic |sq\.? )?[A-Za-z]{2,}(?:\^\{\d\})?)$")
+_CONDITION = re.compile(r"[A-Za-z](?:\s*\\in\s*\\mathbb\{R\})?\s*[|:]\s*(?P<what>.+)")  # {x | x > 2}
 _OPENERS, _CLOSERS = "([{", ")]}"
 
 
@@ -176,7 +177,8 @@ def _read_set(text: str, depth: int) -> Any:
     if not inner:
         return Words("\\emptyset")
     if "|" in inner or ":" in inner:
-        return None  # {x | ...}
+        condition = _CONDITION.fullmatch(inner)
+        return None if condition is None else read_value(condition["what"], depth + 1)
     return _group("set", _split(inner), depth)
 
 
