@@ -89,4 +89,11 @@ class TrainedParameterOptions:
         None, "Regular expressions; parameters whose Megatron name matches one are not trained."
     )
     custom_megatron_init_path: str | None = option(None, help_of("custom_megatron_init_path"))
+    custom_model_provider_path: str | None = option(None, help_of("custom_model_provider_path"))
+    custom_megatron_before_log_prob_hook_path: str | None = option(
+        None, help_of("custom_megatron_before_log_prob_hook_path")
+    )
+    custom_megatron_before_train_step_hook_path: str | None = option(
+        None, help_of("custom_megatron_before_train_step_hook_path")
+    )
     rollout_data_postprocess_path: str | None = option(None, help_of("rollout_data_postprocess_path"))

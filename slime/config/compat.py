@@ -153,14 +153,21 @@ TABLE: tuple[CompatFlag, ...] = (
         "it is read nowhere in upstream and would do nothing",
         "http_proxy min_batch_collection_ratio",
     ),
+    *_listed(REFUSED, "context parallelism is zigzag here, for every model; leave the flag out", "allgather_cp"),
     *_listed(
         REFUSED,
-        "is not supported yet",
-        "allgather_cp use_routing_replay use_rollout_routing_replay prefill_num_servers "
-        "use_distributed_post slime_router_middleware_paths use_slime_router slime_router_timeout slime_router_max_connections "
-        "custom_model_provider_path custom_megatron_before_log_prob_hook_path custom_megatron_before_train_step_hook_path "
-        "use_critic critic_train_only",
+        "the experts that the engine chose are not replayed in training; compare the two with `slime consistency` and leave the flag out",
+        "use_routing_replay use_rollout_routing_replay",
     ),
+    *_listed(REFUSED, "every engine does prefill and decode; leave the flag out", "prefill_num_servers"),
+    *_listed(REFUSED, "requests are sent by the rollout manager alone; leave the flag out", "use_distributed_post"),
+    *_listed(
+        REFUSED,
+        "the router here is SGLang's: --use-sglang-router",
+        "slime_router_middleware_paths use_slime_router slime_router_timeout slime_router_max_connections",
+    ),
+    *_listed(REFUSED, "--advantage-estimator ppo trains a critic, no other estimator does", "use_critic"),
+    *_listed(REFUSED, "--num-critic-only-steps says for how many rollouts only the critic trains", "critic_train_only"),
 )
 
 
@@ -204,9 +211,6 @@ OFF_VALUES: dict[str, object] = {
     ),
     **dict.fromkeys(
         (
-            "custom_megatron_before_log_prob_hook_path",
-            "custom_megatron_before_train_step_hook_path",
-            "custom_model_provider_path",
             "update_weight_local_checkpoint_dir",
             "q_lora_rank",
             "kv_lora_rank",

@@ -26,6 +26,7 @@ from slime.utils.metric_utils import (
 )
 from slime.utils.ragged import as_array
 
+MAX_REWARD_NAMES = 8
 MAX_SOURCES = 64  # metric names must stay few; further sources share one name
 
 
@@ -40,6 +41,14 @@ class RolloutMetricsConfig:
     passrate_threshold: float | None = None
     rollout_num_gpus: int | None = None
     trainer_weight_version: int | None = None
+
+    @classmethod
+    def of(cls, args: RolloutMetricsConfig | Any) -> RolloutMetricsConfig:
+        """Returns `args` if it is a config, else one of the options that it has; the others keep their defaults."""
+        if isinstance(args, cls):
+            return args
+        given = vars(args)
+        return cls(**{field.name: given[field.name] for field in dataclasses.fields(cls) if field.name in given})
 
     @staticmethod
     def from_args(args: Any, *, evaluation: bool = False) -> RolloutMetricsConfig:
@@ -85,14 +94,16 @@ def _sampled_length(sample: Any) -> int:
 
 
 def compute_metrics_from_samples(
-    config: RolloutMetricsConfig, samples: Sequence[Any], *, filtered: Sequence[Any] = ()
+    args: RolloutMetricsConfig | Any, samples: Sequence[Any], *, filtered: Sequence[Any] = ()
 ) -> dict[str, float]:
     """`response_len/*`, reward, group spread, status counts, sources, staleness, speculation, cache and repetition of these samples.
 
     `samples` are all that the gate judged. `filtered` are those of groups that a filter dropped before: they count in what is about everything that was sampled
     (`reward/mean`, `truncated_ratio`, the counts of samples, the sources' counts and cuts) and in nothing else. Lengths are tokens that
-    the model sampled; their means, and `reward/mean_kept`, are over the samples that the gate let pass. {} for no samples.
+    the model sampled; their means, and `reward/mean_kept`, are over the samples that the gate let pass. {} for no samples. `args` is the
+    config or, as upstream calls it, a namespace of options.
     """
+    config = RolloutMetricsConfig.of(args)
     if not samples and not filtered:
         return {}
     everything = [*samples, *filtered]
@@ -145,15 +156,18 @@ def _reward_metrics(
 
 def zero_spread_metrics(rewards_by_group: Mapping[Any, Sequence[float]]) -> dict[str, float]:
     """`zero_std/count` and its share of the groups of two and more; `zero_std/count_all_solved` (equal rewards of 1), `..._all_failed` (<= 0) and
-    `..._other`. Three fixed names: a name per reward value would be unbounded."""
+    `..._other`; and `zero_std/count_<reward>`, rounded to one digit, for the most frequent rewards: a name for each would be unbounded."""
     groups = [values for values in rewards_by_group.values() if len(values) > 1]
     counts = {"all_solved": 0, "all_failed": 0, "other": 0}
+    by_reward: collections.Counter[float] = collections.Counter()
     for values in groups:
         low, high = min(values), max(values)
         if high - low <= SPREAD_TOLERANCE * max(1.0, abs(low), abs(high)):
+            by_reward[round(low, 1)] += 1
             counts["all_solved" if abs(low - 1) <= SPREAD_TOLERANCE else "all_failed" if low <= 0 else "other"] += 1
     total = sum(counts.values())
     metrics = {f"zero_std/count_{name}": float(count) for name, count in counts.items()}
+    metrics |= {f"zero_std/count_{reward}": float(count) for reward, count in by_reward.most_common(MAX_REWARD_NAMES)}
     metrics["zero_std/count"] = float(total)
     if groups:
         metrics["zero_std/frac"] = total / len(groups)
@@ -263,10 +277,11 @@ def _category_metrics(samples: Sequence[Any], key: str) -> dict[str, float]:
 
 
 def compute_perf_metrics_from_samples(
-    config: RolloutMetricsConfig, samples: Sequence[Any], rollout_time: float
+    args: RolloutMetricsConfig | Any, samples: Sequence[Any], rollout_time: float
 ) -> dict[str, float]:
     """Seconds and tokens per second of one rollout of `rollout_time` seconds, and the requests' own timings from `sample.trace`. `samples` are all
-    that were generated for it, those of dropped groups included: the engines made their tokens in that time too."""
+    that were generated for it, those of dropped groups included: the engines made their tokens in that time too. `args`: config or options."""
+    config = RolloutMetricsConfig.of(args)
     metrics: dict[str, float] = {"rollout_time": rollout_time}
     if not samples:
         return metrics

@@ -113,12 +113,12 @@ def create_placement_groups(args: Any) -> dict[str, Placement]:
     return {"actor": whole, "critic": whole, "rollout": (group, order[rollout_offset:], ids[rollout_offset:])}
 
 
-def create_rollout_manager(args: Any, placement: Placement) -> Any:
+def create_rollout_manager(args: Any, pg: Placement) -> Any:
     """The RolloutManager actor, still starting: engines and trainers load side by side."""
     from slime.ray.rollout import RolloutManagerActor
 
     options = {"num_cpus": 0, "max_concurrency": 4, "runtime_env": {"env_vars": add_default_ray_env_vars()}}
-    return actors.start(RolloutManagerActor, args, placement, **options)
+    return actors.start(RolloutManagerActor, args, pg, **options)
 
 
 def allocate_train_group(args: Any, placement: Placement, *, role: str = "actor", with_ref: bool = False, with_opd_teacher: bool = False) -> Any:

@@ -33,6 +33,12 @@ from slime.rollout.postprocess.shell import Gate
 from slime.rollout.reward_checks import RewardWatch
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.structure import flatten_samples, validate_rollout_id_annotated
+from slime.rollout.structure import (  # noqa: F401  (upstream's earlier names)
+    validate_rollout_id_annotated as _validate_rollout_id_annotated,
+)
+from slime.rollout.structure import (  # noqa: F401
+    validate_rollout_routed_experts_for_replay as _validate_rollout_routed_experts_for_replay,
+)
 from slime.utils.http_utils import init_http_client
 from slime.utils.metric_utils import compute_rollout_step, dict_add_prefix
 from slime.utils.misc import Box, count_rollouts_per_epoch, load_function

@@ -68,13 +68,13 @@ class RolloutServers:
         self.engines = []
 
 
-def start_rollout_servers(args: Any, placement: Placement) -> RolloutServers:
+def start_rollout_servers(args: Any, pg: Placement) -> RolloutServers:
     """Engines that answer /health, placed on the rollout devices; returns once all of them do."""
     if args.debug_train_only:
         return RolloutServers([], [])
     if args.rollout_external_engine_addrs:
         return _external_servers(args)
-    engines = _create_engines(args, placement)
+    engines = _create_engines(args, pg)
     infos = wait_for(
         [engine.start.remote() for engine in engines], what="starting the engines", timeout_s=args.rollout_engine_start_timeout
     )

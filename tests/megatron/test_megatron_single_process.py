@@ -355,5 +355,51 @@ def test_a_stand_in_ignores_a_new_argument_only_at_its_default():
     assert again(1, 2, offset=None) == "second" and again.stands_in_for is original
 
 
+CALLS = []
+
+
+def provide_model(pre_process, post_process, vp_stage=None):
+    """--custom-model-provider-path: the model that slime would build, from options that the test has put down."""
+    from slime.backends.megatron_utils.model_provider import _gpt_model, build_transformer_config
+
+    CALLS.append(("provider", pre_process, post_process, vp_stage))
+    args = provide_model.args
+    places = {"vp_stage": vp_stage, "pre_process": pre_process, "post_process": post_process}
+    return _gpt_model(args, build_transformer_config(args), role="actor", **places)
+
+
+def before_log_prob(args, model, store_prefix):
+    CALLS.append(("log_prob", len(model), store_prefix))
+
+
+def before_train_step(args, rollout_id, step_id, model, optimizer, opt_param_scheduler):
+    CALLS.append(("step", rollout_id, step_id, optimizer.param_groups[0]["lr"] > 0))
+
+
+def test_megatron_hooks_see_every_pass_and_step_and_may_build_the_model(folders):
+    """Upstream's three hooks into Megatron: a model of one's own, and a look before each log-prob pass and optimizer step."""
+    from support.megatron_worker import training_args
+
+    here = "tests.megatron.test_megatron_single_process" if __name__ == "__main__" else __name__
+    paths = {
+        "custom_model_provider_path": f"{here}.provide_model",
+        "custom_megatron_before_log_prob_hook_path": f"{here}.before_log_prob",
+        "custom_megatron_before_train_step_hook_path": f"{here}.before_train_step",
+    }
+    sys.modules.setdefault(here, sys.modules[__name__])
+    provide_model.args = training_args(folders["qwen3"])
+    CALLS.clear()
+    with built(folders["qwen3"]) as (args, model, *rest):
+        data, mine = local_batch(args)
+        plain = log_probs_of(args, model, data, mine)
+    assert CALLS == [], "without the options nothing is called"
+    with built(folders["qwen3"], **paths) as (args, model, *rest):
+        data, mine = local_batch(args)
+        hooked = log_probs_of(args, model, data, mine)
+        train_steps(args, (model, *rest), data, rollout_id=4)
+    assert CALLS == [("provider", True, True, None), ("log_prob", 1, ""), ("step", 4, 0, True), ("step", 4, 1, True)]
+    assert all(torch.equal(plain[position], hooked[position]) for position in plain)
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))

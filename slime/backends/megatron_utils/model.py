@@ -25,6 +25,7 @@ from slime.backends.megatron_utils.optimizer_state import reset_optimizer_states
 from slime.exceptions import RolloutDataError
 from slime.observability.logging_utils import log
 from slime.utils.metric_utils import compute_train_step
+from slime.utils.misc import load_function
 from slime.utils.ragged import Ragged
 from slime.utils.rollout_batch import RolloutBatch, Stage
 
@@ -64,6 +65,8 @@ def forward_only(
         )
         return _run_chunk(chunk, batch), collect
 
+    if args.custom_megatron_before_log_prob_hook_path is not None:
+        load_function(args.custom_megatron_before_log_prob_hook_path)(args, model, store_prefix)
     for iterator in data_iterator:
         iterator.reset()
     for chunk in model:
@@ -166,6 +169,9 @@ def train(
     gates = CiGates.from_args(args)
     logged = []
     for step_id, (num_microbatches, step_global_batch_size) in enumerate(steps):
+        if args.custom_megatron_before_train_step_hook_path is not None:
+            hook = load_function(args.custom_megatron_before_train_step_hook_path)
+            hook(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)
         metrics, grad_norm = train_one_step(
             args,
             data_iterator,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from slime.backends.megatron_utils.layer_spec import build_block_spec
 from slime.exceptions import ConfigError
 from slime.utils.accelerator import get_accelerator
+from slime.utils.misc import load_function
 
 
 def build_transformer_config(args: Any) -> TransformerConfig:
@@ -64,11 +66,28 @@ def build_model(args: Any, config: TransformerConfig, *, role: str = "actor", vp
 
     role: "critic" replaces the output layer by a linear layer to one value per token (float32 `[1, T, 1]`).
     """
-    given = vars(args)
     pre_process = mpu.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
     post_process = mpu.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
+    if args.custom_model_provider_path is not None:
+        provider = load_function(args.custom_model_provider_path)
+        extra = {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(provider).parameters else {}
+        model = provider(pre_process=pre_process, post_process=post_process, **extra)
+    else:
+        model = _gpt_model(args, config, role=role, vp_stage=vp_stage, pre_process=pre_process, post_process=post_process)
+    if post_process and role == "critic":
+        model.output_layer = ValueHead(config)
+    elif post_process:
+        _mask_padded_vocab(model.output_layer, args.vocab_size, dtype=config.params_dtype)
+    freeze_model_params(model, args)
+    return model
+
+
+def _gpt_model(
+    args: Any, config: TransformerConfig, *, role: str, vp_stage: int | None, pre_process: bool, post_process: bool
+) -> GPTModel:
+    given = vars(args)
     tied = not args.untie_embeddings_and_output_weights and role != "critic"
-    model = GPTModel(
+    return GPTModel(
         config=config,
         transformer_layer_spec=build_block_spec(
             config, vp_stage=vp_stage, use_transformer_engine=_use_transformer_engine(args)
@@ -88,12 +107,6 @@ def build_model(args: Any, config: TransformerConfig, *, role: str = "actor", vp
         rope_scaling_factor=given.get("rope_scaling_factor") or 8.0,
         vp_stage=vp_stage,
     )
-    if post_process and role == "critic":
-        model.output_layer = ValueHead(config)
-    elif post_process:
-        _mask_padded_vocab(model.output_layer, args.vocab_size, dtype=config.params_dtype)
-    freeze_model_params(model, args)
-    return model
 
 
 class ValueHead(torch.nn.Linear):
