@@ -70,6 +70,38 @@ def test_memory_seen_twice_is_summed_once_and_other_memory_is_not_mistaken_for_i
     every_second = torch.arange(10.0)[::2].numpy()
     assert tokens.masked_sums(every_second).tolist() == [2.0, 18.0]
     assert tokens.masked_sums(torch.arange(5.0).numpy()).tolist() == [1.0, 9.0]
+    ten = np.arange(10, dtype=np.float32)
+    assert tokens.masked_sums(ten[:5]).tolist() == [1.0, 9.0]
+    assert tokens.masked_sums(ten[::2]).tolist() == [2.0, 18.0]  # the same first address, other steps
+    assert tokens.masked_sums(ten[:5].view(np.int32)).tolist() != [1.0, 9.0]  # and the same steps, other numbers
+
+
+def test_what_rounding_lost_travels_with_a_ranks_sum():
+    """1e16 + 1 is no float64; where another rank has -1e16 the 1 is the whole sum."""
+    parts = [c.total([1e16, 1.0]), c.total([-1e16])]
+    assert (parts[0].total, parts[0].residue) == (1e16, 1.0)
+    assert c.merge(parts) == {"": 1.0}
+    assert c.merge([c.mean([1e16, 1.0], 1), c.mean([-1e16], 1)]) == {"": 0.5}
+
+
+def test_values_for_more_or_fewer_tokens_than_there_are_are_refused():
+    """One value too many shifts nothing that could be seen: the sums of the first samples would be right."""
+    for count in (2, 4):
+        with pytest.raises(ValueError, match=f"{count} values where the samples of this rank have 3 response tokens"):
+            segment_sums(np.zeros(count), SegmentPlan([1, 2]))
+
+
+def test_ranks_that_report_the_same_samples_share_one_count():
+    """Two samples of 1 and 3 trained tokens are one rollout; two context-parallel ranks report them, each with its own tokens."""
+    values = np.array([4.0, 1.0, 2.0, 3.0])
+    for copies in (1, 2):
+        tokens = SampleTokens(SegmentPlan([1, 3]), None, np.array([1.0, 3.0]), np.array([4.0, 4.0]), copies=copies)
+        parts = (tokens.rollout_mean(values), tokens.token_mean(values), tokens.sample_mean(values, np.array([True, True])))
+        assert [part.total for part in parts] == [4 / 4 + 6 / 4, 10, 4 / 1 + 6 / 3]
+        assert [part.count for part in parts] == [1 / copies, 4 / copies, 2 / copies]
+    one = SampleTokens(SegmentPlan([1, 3]), None, np.array([1.0, 3.0]), np.array([4.0, 4.0]))
+    chosen = one.sample_mean(values, np.array([False, True]), sign=-1)
+    assert (chosen.total, chosen.count) == (-2, 1)
 
 
 # --- fields of a batch ------------------------------------------------------------------------------------------------------

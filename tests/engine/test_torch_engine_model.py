@@ -152,6 +152,35 @@ def test_a_prompt_seen_before_is_cached_and_changes_no_bit(folders):
         harness.engine.between_steps(harness.engine.flush_cache).result()
         fresh = harness.run([harness.request(prompt, seed=2, max_new_tokens=30, ignore_eos=True)])[0]
         assert fresh.cached_tokens == 0 and is_bit_equal(fresh, siblings[2])
+        other = harness.run([harness.request(prompt[::-1], seed=2, max_new_tokens=30, ignore_eos=True)])[0]
+    for request in (later, other):  # and what is shared is what the model would have computed, for this prompt and not for its length
+        expected = hf_log_probs(folders["qwen3"], request.prompt.tolist() + request.output_ids.tolist())[17:]
+        assert np.abs(request.output_log_probs - expected).max() < 1e-4
+
+
+def test_a_prompts_pages_outlive_the_first_of_its_siblings(folders):
+    """18 tokens: the full page is everyone's. One sibling ends at once; strangers that take free pages must not write into it."""
+    prompt, long = list(range(5, 23)), {"seed": 1, "max_new_tokens": 40, "ignore_eos": True}
+    with EngineHarness(folders["qwen3"], deterministic=True, max_total_tokens=14 * 16) as harness:
+        alone = harness.run([harness.request(prompt, **long)])[0]
+        harness.engine.between_steps(harness.engine.flush_cache).result()
+        short = harness.request(prompt, seed=2, max_new_tokens=1, ignore_eos=True)
+        strangers = [harness.request([30 + i, 31, 32], seed=i, max_new_tokens=14, ignore_eos=True) for i in range(12)]
+        sibling = harness.request(prompt, **long)
+        harness.run([short, sibling, *strangers])
+        assert is_bit_equal(sibling, alone)
+
+
+def test_a_stop_string_does_not_end_a_response_before_its_minimum(folders):
+    """The greedy first character as stop string ends at 1 token, and with min_new_tokens 4 not before the fourth."""
+    with EngineHarness(folders["qwen3"]) as harness:
+        first = harness.run([harness.request([5, 6], temperature=0, max_new_tokens=1, ignore_eos=True)])[0].output_ids
+        stop = harness.engine._decode_for_stops(first)
+        lengths = [
+            len(harness.run([harness.request([5, 6], temperature=0, max_new_tokens=9, ignore_eos=True, stop=[stop], **minimum)])[0].output_ids)
+            for minimum in ({}, {"min_new_tokens": 4})
+        ]
+    assert lengths[0] == 1 and lengths[1] >= 4
 
 
 def test_a_prompt_is_run_again_after_the_weights_have_changed(folders):

@@ -16,6 +16,7 @@ from slime.backends.torch_engine.arrays import (
 )
 from slime.backends.torch_engine.kv_cache import PageAllocator
 from slime.backends.torch_engine.model_runner import pad_to_width
+from slime.backends.torch_engine.prompt_cache import PromptCache, PromptState
 from slime.backends.torch_engine.request import Request
 from slime.backends.torch_engine.running_batch import RunningBatch
 from slime.backends.torch_engine.sampler import SamplingBatch, sample_tokens
@@ -286,6 +287,33 @@ def test_a_page_is_free_when_its_last_holder_lets_go():
     allocator.release(pages[:2])
     assert allocator.num_free == 5
     assert sorted(allocator.allocate(5).tolist()) == [1, 2, 3, 4, 5]
+
+
+def prompts_of_one_page(num_pages, names):
+    """A cache that holds a prompt of one page per name, and its allocator."""
+    allocator = PageAllocator(num_pages + 1)
+    cache = PromptCache(allocator, vocab_size=2**40)
+    for name in names:
+        cache.put(name, PromptState(np.array([0]), allocator.allocate(1)))
+    return allocator, cache
+
+
+def test_prompts_are_forgotten_oldest_first_and_those_in_use_never():
+    """Room for a new request must not cost a prompt that the same step is about to share."""
+    allocator, cache = prompts_of_one_page(3, [b"a", b"b", b"c"])
+    cache.get(b"a")
+    assert cache.free_pages(1, protected=set()) and [cache.get(name) is None for name in (b"a", b"b", b"c")] == [False, True, False]
+    allocator, cache = prompts_of_one_page(2, [b"a", b"b"])
+    assert not cache.free_pages(2, protected={b"a"})
+    assert cache.get(b"a") is not None and cache.get(b"b") is None and allocator.num_free == 1
+
+
+def test_the_prompt_cache_keeps_to_its_capacity():
+    """Distributions over a large vocabulary are megabytes each: 16 of them at least, and no more where each is large."""
+    allocator, cache = prompts_of_one_page(20, [bytes([i]) for i in range(20)])
+    cache.trim()
+    assert len(cache) == 16 and allocator.num_free == 4
+    assert cache.get(bytes([3])) is None and cache.get(bytes([4])) is not None
 
 
 def test_attention_widths_follow_from_the_length_alone():
