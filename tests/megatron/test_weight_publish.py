@@ -35,8 +35,8 @@ class Recorder:
 
 @pytest.fixture
 def published(monkeypatch):
-    """publish_weights as version 7 to one engine, with Ray's calls made at once: (calls, result)."""
-    monkeypatch.setattr(publish, "ray", SimpleNamespace(get=lambda ref, timeout: ref, put=lambda value: value))
+    """publish_weights as version 7 to one engine, with the calls of actors made at once: (calls, result)."""
+    monkeypatch.setattr(publish, "actors", SimpleNamespace(get=lambda ref, timeout: ref, put=lambda value: value))
     monkeypatch.setattr(publish, "wait_for", lambda refs, **kw: refs)
     monkeypatch.setattr(publish, "iter_hf_weight_buckets", lambda *args: iter(BUCKETS))
 
