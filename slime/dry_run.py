@@ -292,7 +292,9 @@ def _probe_labels(args: argparse.Namespace, rows: Sequence[tuple[str, Any]], tok
     mark = "✓" if not never else "✗" if is_hopeless else "!"
     lines = describe_probes(probes)
     lines[0] = f"{mark} {lines[0]}"
-    _section(f"Labels ({len(probes)} rows graded against themselves)", [*lines, *([advice(None if args.custom_rm_path else args.rm_type)] if never else [])])
+    if any(probe.failure is None for probe in never):
+        lines.append(advice(None if args.custom_rm_path else args.rm_type))
+    _section(f"Labels ({len(probes)} rows graded against themselves)", lines)
     return not is_hopeless
 
 

@@ -247,12 +247,13 @@ def help_text(spec: OptionSpec) -> str:
     return spec.help if spec.default is None or spec.kind is bool else f"{spec.help} (default: {spec.default})"
 
 
-def format_help(specs: Iterable[OptionSpec], word: str = "") -> str:
-    """Returns the help page. Without `word`: all of slime's options, megatron-core's fields only counted. With it: what matches."""
+def format_help(specs: Iterable[OptionSpec], word: str = "", *, usage: str | None = None) -> str:
+    """Returns the help page. Without `word`: all of slime's options, megatron-core's fields only counted. With it: what matches.
+    `usage`: the line of another command that takes some of them; None: training, with its own switches."""
     specs = list(specs)
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-    lines = ["usage: slime train [--config FILE.yaml] [--FLAG VALUE ...]", ""]
-    if not word:
+    lines = [f"usage: {usage or 'slime train [--config FILE.yaml] [--FLAG VALUE ...]'}", ""]
+    if not word and usage is None:
         lines += [
             "Train a language model with reinforcement learning: prompts -> engine -> reward -> update.",
             "",

@@ -65,7 +65,7 @@ def rewards(argv: Sequence[str] | None = None) -> int:
     """`slime rewards check`: 0 every row can be right, 1 some cannot, 2 a command line that cannot be."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or any(word in ("-h", "--help") for word in words):
-        return _help((*_PROMPT_OPTIONS, *_REWARD_OPTIONS), asked=bool(words))
+        return _help((*_PROMPT_OPTIONS, *_REWARD_OPTIONS), usage="slime rewards check [OPTIONS]", asked=bool(words))
     if words[0] != "check":
         raise ConfigError(f"slime rewards has no command {words[0]!r}. Commands: check.")
     own_parser = argparse.ArgumentParser(prog="slime rewards check", add_help=False, allow_abbrev=False)
@@ -88,10 +88,10 @@ def check_prompt_file(args: argparse.Namespace, *, num_rows: int | None) -> int:
     if not probes:
         raise ConfigError(f"no row of {args.prompt_data} has a label that {args.custom_rm_path or args.rm_type} looks at.")
     print("\n".join(describe_probes(probes, shown=20)))
-    bad = [probe for probe in probes if probe.failure is not None or not probe.can_be_right]
-    if bad:
+    never = any(probe.failure is None and not probe.can_be_right for probe in probes)
+    if never:
         print(advice(None if args.custom_rm_path else args.rm_type))
-    return int(bool(bad))
+    return int(never or any(probe.failure is not None for probe in probes))
 
 
 def _rows_of(args: argparse.Namespace, num_rows: int | None) -> Iterator[tuple[str, Sample]]:
@@ -122,7 +122,7 @@ def rescore(argv: Sequence[str] | None = None) -> int:
     """`slime rescore`: 0 no reward changed, 1 some did, 2 a command line that cannot be."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or any(word in ("-h", "--help") for word in words):
-        return _help(_REWARD_OPTIONS, asked=bool(words))
+        return _help(_REWARD_OPTIONS, usage="slime rescore DUMP [OPTIONS]", asked=bool(words))
     parser = argparse.ArgumentParser(prog="slime rescore", add_help=False, allow_abbrev=False)
     parser.add_argument("path", type=Path)
     parser.add_argument("--num", type=int, default=20)
@@ -215,8 +215,8 @@ def _options(words: list[str], names: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _help(names: Sequence[str], *, asked: bool) -> int:
+def _help(names: Sequence[str], *, usage: str, asked: bool) -> int:
     print(__doc__)
     if asked:
-        print(format_help([spec for spec in all_specs() if spec.name in names]))
+        print(format_help([spec for spec in all_specs() if spec.name in names], usage=usage))
     return 0 if asked else 2

@@ -133,7 +133,7 @@ async def probe_row(args: argparse.Namespace, sample: Sample, place: str, other_
     if failures:
         return RowProbe(place, sample.label, (), (), failures[0])
     try:
-        numbers = [reward_number(reward, args.reward_key, index=place) for reward in rewards]
+        numbers = [reward_number(reward, args.reward_key, index=sample.index) for reward in rewards]
     except ValueError as error:
         return RowProbe(place, sample.label, (), (), error)
     scored = list(zip([*right, *wrong], numbers, strict=True))

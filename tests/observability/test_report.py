@@ -249,7 +249,9 @@ def test_command_line_exits_with_what_it_found(tmp_path, capsys):
 
 def test_end_of_a_run_prints_the_report_for_its_options(tmp_path, capsys):
     """A supervised run is not blamed for having no reward; a run without records is no error."""
-    args = argparse.Namespace(run_dir=str(tmp_path), debug_rollout_only=False, loss_type="sft_loss")
+    args = argparse.Namespace(
+        run_dir=str(tmp_path), debug_rollout_only=False, loss_type="sft_loss", custom_reward_post_process_path=None
+    )
     report.report_at_end(args)
     assert "no report" in capsys.readouterr().err
     write_run(tmp_path, [("train/step", 0, {"train/weight_delta": 0.1})])

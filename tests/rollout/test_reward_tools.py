@@ -100,6 +100,9 @@ def test_slime_rewards_check_names_the_line_and_returns_1_where_a_row_can_never_
     out = capsys.readouterr().out
     assert "p.jsonl, line 2" in out and "docs/rewards.md" in out
     path = prompt_file(tmp_path, ["A"])
+    assert main(["rewards", "check", "--help"]) == 0
+    page = capsys.readouterr().out
+    assert "usage: slime rewards check" in page and "--label-key" in page and "slime train" not in page
     for given, said in (
         (["--prompt-data", path], "--rm-type"), (["--rm-type", "gpqa"], "--prompt-data"), (["--prompt-data", path, "--rm-type", "gppa"], "gpqa"),
         (["--prompt-data", path, "--rm-type", "gpqa", "--rows", "0"], "--rows"), (["--prompt-data", path, "--rm-type", "gpqa", "--no-such"], "no-such"),

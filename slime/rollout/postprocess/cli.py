@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if any(word in ("-h", "--help") for word in words[1:]):
         print(__doc__)
-        print(format_help([spec for spec in all_specs() if _is_ours(spec.name)]))
+        print(format_help([spec for spec in all_specs() if _is_ours(spec.name)], usage=f"slime gate {command} DUMP [OPTIONS]"))
         return 0
     own, rest = _own_parser(command).parse_known_args(words[1:])
     if own.num < 1 or not 0 <= own.max_drop_rate <= 1:
