@@ -105,7 +105,9 @@ def build_eval_groups(args: Any, config: EvalDatasetConfig, cache: dict[Any, Dat
     """One group of `n_samples_per_eval_prompt` samples per prompt; group and sample numbers count from 0 in each dataset."""
     dataset = _dataset(args, config, cache)
     groups = []
-    instead = getattr(load_function(args.custom_rm_path), "in_evaluation", None) if args.custom_rm_path else None
+    scorer = config.custom_rm_path
+    if scorer:  # a function that makes a training signal may name another one that scores
+        scorer = getattr(load_function(scorer), "in_evaluation", scorer)
     size = config.n_samples_per_eval_prompt
     for number, prompt in enumerate(dataset.samples):
         group = [clone_for_group(prompt) for _ in range(size)]
@@ -113,7 +115,7 @@ def build_eval_groups(args: Any, config: EvalDatasetConfig, cache: dict[Any, Dat
             sample.group_index, sample.index = number, number * size + member
             sample.metadata = config.inject_metadata(sample.metadata)
             sample.generate_function_path = config.custom_generate_function_path
-            sample.custom_rm_path = config.custom_rm_path or instead
+            sample.custom_rm_path = scorer
         groups.append(group)
     return groups
 
