@@ -62,7 +62,7 @@ def build_run(args: Any) -> Iterator[Run]:
         num_rollout_per_epoch = None
         if args.num_rollout is None:
             refs = [rollout_manager.get_num_rollout_per_epoch.remote()]
-            (num_rollout_per_epoch,) = wait_for(refs, what="counting the prompts", timeout_s=args.startup_timeout)
+            (num_rollout_per_epoch,) = wait_for(refs, what="counting the prompts", timeout_s=args.startup_timeout, option="--startup-timeout")
         num_rollout, num_rollout_per_epoch = planned_rollouts(args, num_rollout_per_epoch)
         args = with_num_rollout(args, num_rollout)
         if not args.debug_rollout_only:
@@ -71,10 +71,10 @@ def build_run(args: Any) -> Iterator[Run]:
         else:
             start = 0
         report(phase="starting engines")
-        wait_for([rollout_manager.ready.remote()], what="starting the engines", timeout_s=args.startup_timeout)
+        wait_for([rollout_manager.ready.remote()], what="starting the engines", timeout_s=args.startup_timeout, option="--startup-timeout")
         start = start if args.start_rollout_id is None else args.start_rollout_id
         if start > 0 and args.load:
-            wait_for([rollout_manager.load.remote(start - 1)], what="loading the data position", timeout_s=args.startup_timeout)
+            wait_for([rollout_manager.load.remote(start - 1)], what="loading the data position", timeout_s=args.startup_timeout, option="--startup-timeout")
         if actor is not None and not args.debug_train_only:
             report(phase="updating weights")
             actor.update_weights()
@@ -83,7 +83,7 @@ def build_run(args: Any) -> Iterator[Run]:
         for group in (critic, actor):
             if group is not None:
                 _quietly(group.release)
-        _quietly(lambda: wait_for([rollout_manager.dispose.remote()], what="stopping the engines", timeout_s=STOP_TIMEOUT_S))
+        _quietly(lambda: wait_for([rollout_manager.dispose.remote()], what="stopping the engines", timeout_s=STOP_TIMEOUT_S, option=None))
 
 
 def planned_rollouts(args: Any, num_rollout_per_epoch: int | None) -> tuple[int, int | None]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.metadata
 import re
 import sys
@@ -86,7 +87,47 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;") if "`" not in text else text.replace("|", "\\|")
 
 
-PAGES: dict[str, Callable[[], str]] = {"flags": flags_page}
+def loops_page() -> str:
+    """Returns docs/loops.md: every wait and repetition with its bound, its option and its message."""
+    from slime.config.specs import specs_by_name
+    from slime.config.waits import WAITS, WORKERS
+
+    specs = specs_by_name()
+
+    def bounds(wait) -> str:
+        parts = [f"`{flag}` ({_code(specs[flag[2:].replace('-', '_')].default)})" for flag in wait.options]
+        return ", ".join(parts + [f"{constant_of(place):g} (fixed)" for place in wait.constants]) or "-"
+
+    lines = [
+        NOTICE,
+        "",
+        "# What waits, and how it ends",
+        "",
+        "Everything in slime that waits or tries again has a bound. This page lists for what, how long at most, which option sets it, and what is",
+        "said when it passes. A wait inside a rollout or a training step is inside `--step-timeout` as well, whatever else bounds it. Times are in seconds.",
+    ]
+    group = None
+    for wait in WAITS:
+        if wait.group != group:
+            group = wait.group
+            lines += ["", f"## {group}", "", "| waits for | bound (default) | then | what is said |", "|---|---|---|---|"]
+        said = _code(f"... {wait.message.strip()} ...") if wait.message else "-"
+        lines.append(f"| {_cell(wait.what)} | {bounds(wait)} | {_cell(wait.then)} | {said} |")
+    lines += ["", "## Loops that last as long as their owner", "", "| loop | how it ends |", "|---|---|"]
+    lines += [f"| {_cell(worker.what)} | {_cell(worker.ends)} |" for worker in WORKERS]
+    return "\n".join(lines) + "\n"
+
+
+def constant_of(place: str) -> float:
+    """Returns the value of a module's constant, named "file::NAME" below slime/, without importing it."""
+    file, name = place.split("::")
+    for node in ast.parse((ROOT / "slime" / file).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and any(isinstance(one, ast.Name) and one.id == name for one in node.targets):
+            return ast.literal_eval(node.value)
+    raise KeyError(f"{place} is no constant")
+
+
+PAGES: dict[str, Callable[[], str]] = {"flags": flags_page, "loops": loops_page}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -50,16 +50,16 @@ class RayTrainGroup:
         refs = [handler.call.remote(method, *args, **kwargs) for handler in self._handlers]
         return self._wait(refs, method, timeout_s or self.args.step_timeout)
 
-    def _wait(self, refs: list[Any], doing: str, timeout_s: float) -> list[Any]:
+    def _wait(self, refs: list[Any], doing: str, timeout_s: float, *, option: str = "--step-timeout") -> list[Any]:
         names = [*(f"{self.role} rank {rank}" for rank in range(self.world_size)), "the rollout manager"]
-        return wait_for(refs, what=f"{self.role}: {doing}", timeout_s=timeout_s, names=names)
+        return wait_for(refs, what=f"{self.role}: {doing}", timeout_s=timeout_s, names=names, option=option)
 
     def create(self, rollout_manager: Any = None) -> list[int]:
         """Builds the models; returns each rank's first rollout to run. A rollout manager that cannot start ends the wait."""
         refs = [handler.call.remote("init", self.args, self.role, self.with_ref, self.with_opd_teacher) for handler in self._handlers]
         if rollout_manager is not None:
             refs.append(rollout_manager.ready.remote())
-        start_ids = self._wait(refs, "loading", self.args.startup_timeout)[: self.world_size]
+        start_ids = self._wait(refs, "loading", self.args.startup_timeout, option="--startup-timeout")[: self.world_size]
         if rollout_manager is not None:
             self.set_rollout_manager(rollout_manager)
         return start_ids

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from slime.backends.megatron_utils.checkpoint_files import iteration_folder
 from slime.exceptions import ConfigError
 from slime.ray import actors
-from slime.ray.utils import add_default_ray_env_vars
+from slime.ray.utils import add_default_ray_env_vars, wait_for
 from slime.utils.accelerator import get_accelerator
 
 PLACEMENT_TIMEOUT_S = 60.0
@@ -86,7 +86,8 @@ def _create_placement_group(num_devices: int) -> Placement:
     probes = [
         _Probe.options(num_gpus=0.01, scheduling_strategy=bundle_strategy(group, index)).remote() for index in range(num_devices)
     ]
-    places = ray.get([probe.where.remote() for probe in probes])
+    asked = [probe.where.remote() for probe in probes]
+    places = wait_for(asked, what="finding the devices", timeout_s=PLACEMENT_TIMEOUT_S, option=None)
     for probe in probes:
         ray.kill(probe)
     order = sorted(range(num_devices), key=lambda index: (tuple(int(part) for part in places[index][0].split(".")), places[index][1]))

@@ -62,7 +62,7 @@ class RolloutServers:
         if self.router is not None:
             self.router.stop()
         if self.engines:
-            wait_for([engine.shutdown.remote() for engine in self.engines], what="stopping the engines", timeout_s=15)
+            wait_for([engine.shutdown.remote() for engine in self.engines], what="stopping the engines", timeout_s=15, option=None)
         for engine in self.engines:
             actors.kill(engine)
         self.engines = []
@@ -76,7 +76,10 @@ def start_rollout_servers(args: Any, pg: Placement) -> RolloutServers:
         return _external_servers(args)
     engines = _create_engines(args, pg)
     infos = wait_for(
-        [engine.start.remote() for engine in engines], what="starting the engines", timeout_s=args.rollout_engine_start_timeout
+        [engine.start.remote(args.rollout_engine_start_timeout) for engine in engines],
+        what="starting the engines",
+        timeout_s=args.rollout_engine_start_timeout,
+        option="--rollout-engine-start-timeout",
     )
     servers = RolloutServers(engines, [info["url"] for info in infos])
     if args.use_sglang_router:

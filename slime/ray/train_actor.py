@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from slime.ray import actors
 from slime.ray.ray_actor import RayActor
+from slime.ray.utils import wait_for
 from slime.utils.accelerator import get_accelerator
 from slime.utils.distributed_utils import init_gloo_group, set_gloo_group
 from slime.utils.memory_utils import clear_memory
@@ -49,7 +50,8 @@ class TrainRayActor(RayActor):
         """Keeps the handle; rank 0 tells the manager how samples must be split over data-parallel ranks."""
         self.rollout_manager = rollout_manager
         if self.rank == 0:
-            actors.get(rollout_manager.set_train_parallel_config.remote(self.train_parallel_config))
+            told = rollout_manager.set_train_parallel_config.remote(self.train_parallel_config)
+            wait_for([told], what="telling the rollout manager the layout", timeout_s=self.args.step_timeout)
 
     def clear_memory(self) -> None:
         """Gives cached device memory back."""

@@ -74,9 +74,16 @@ class Lock:
         self._locked = False
 
 
-def wait_for(refs: Sequence[Any], *, what: str, timeout_s: float, names: Sequence[str] | None = None) -> list[Any]:
+def wait_for(
+    refs: Sequence[Any],
+    *,
+    what: str,
+    timeout_s: float,
+    names: Sequence[str] | None = None,
+    option: str | None = "--step-timeout",
+) -> list[Any]:
     """The results of `refs` in order. Raises the first failure as soon as it happens, whichever actor it is on, and
-    SlimeError after `timeout_s` seconds: with one rank dead, its peers would otherwise wait in a collective.
+    SlimeError after `timeout_s` seconds, which `option` sets: with one rank dead, its peers would otherwise wait in a collective.
 
     A process that died is a SlimeError that says what was going on and, with `names` (one a reference), whose it was.
     """
@@ -85,7 +92,9 @@ def wait_for(refs: Sequence[Any], *, what: str, timeout_s: float, names: Sequenc
     while pending:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise SlimeError(f"{what}: {len(pending)} of {len(refs)} actors gave no answer within {timeout_s:.0f} s")
+            silent = "" if names is None else f" ({', '.join(names[list(refs).index(ref)] for ref in pending)})"
+            limit = f"{timeout_s:.0f} s" if option is None else f"{option} {timeout_s:g} s; raise it if that is too short"
+            raise SlimeError(f"{what}: {len(pending)} of {len(refs)} actors{silent} gave no answer within {limit}")
         done, pending = actors.wait(pending, num_returns=1, timeout=min(left, 10.0))
         try:
             actors.get(done)

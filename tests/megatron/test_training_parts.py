@@ -144,5 +144,15 @@ def test_critic_continues_with_its_policy():
         _check_critic_start(args, 3, {2})
 
 
+def test_a_weight_update_does_not_wait_for_ever_for_its_lock(monkeypatch):
+    """Another update holds it and has died."""
+    from slime.backends.megatron_utils.update_weight import publish
+
+    monkeypatch.setattr(publish.actors, "get", lambda value, **kwargs: value)
+    lock = SimpleNamespace(acquire=SimpleNamespace(remote=lambda: False))
+    with pytest.raises(EngineError, match="another weight update has held the engines for 0 s"), publish.held(lock, timeout_s=0.05):
+        pass
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))

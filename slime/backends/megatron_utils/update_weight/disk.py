@@ -11,8 +11,8 @@ import torch
 
 from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_direct_to_path
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_weight_buckets
+from slime.backends.megatron_utils.update_weight.publish import ask_manager
 from slime.exceptions import EngineError
-from slime.ray import actors
 from slime.utils.async_utils import run
 from slime.utils.http_utils import init_http_client, post
 from slime.utils.misc import load_function
@@ -45,7 +45,7 @@ def publish_through_disk(
         fingerprint.add(bucket)
     if fingerprint.value() is None:
         return None
-    urls = actors.get(rollout_manager.get_engine_urls.remote(), timeout=args.step_timeout)
+    urls = ask_manager(args, rollout_manager.get_engine_urls)
     body = {"model_path": str(folder.resolve()), "weight_version": str(version), "flush_cache": True}
     init_http_client(args)  # the servers' key
     for url in urls:
@@ -54,9 +54,9 @@ def publish_through_disk(
         if problem is not None:
             raise EngineError(f"the engine at {url} did not take the weights of version {version}: {problem}")
     if args.custom_update_weight_post_write_path is not None:
-        engines = actors.get(rollout_manager.get_updatable_engines_and_lock.remote(), timeout=args.step_timeout)[0]
+        engines = ask_manager(args, rollout_manager.get_updatable_engines_and_lock)[0]
         load_function(args.custom_update_weight_post_write_path)(args, str(folder), engines)
-    actors.get(rollout_manager.clear_updatable_num_new_engines.remote(version), timeout=args.step_timeout)
+    ask_manager(args, rollout_manager.clear_updatable_num_new_engines, version)
     for old in () if args.update_weight_disk_keep_files else root.glob("weight_v*"):
         if old != folder:
             shutil.rmtree(old, ignore_errors=True)

@@ -67,7 +67,7 @@ def publish_weights(
 @contextlib.contextmanager
 def _updating(args: Any, rollout_manager: Any, version: int, fingerprint: Fingerprint) -> Iterator[list[Any]]:
     """The engines, paused and ready for buckets; at the end they apply the version and go on."""
-    engines, lock, *_ = actors.get(rollout_manager.get_updatable_engines_and_lock.remote(), timeout=args.step_timeout)
+    engines, lock, *_ = ask_manager(args, rollout_manager.get_updatable_engines_and_lock)
     with held(lock, timeout_s=args.step_timeout):
         _ask(args, engines, "pause")
         _ask(args, engines, "begin_weight_update", str(version))
@@ -75,7 +75,12 @@ def _updating(args: Any, rollout_manager: Any, version: int, fingerprint: Finger
         checksum = fingerprint.value() if args.check_weight_update_equal else None
         _ask(args, engines, "end_weight_update", str(version), checksum)
         _ask(args, engines, "resume")
-        actors.get(rollout_manager.clear_updatable_num_new_engines.remote(version), timeout=args.step_timeout)
+        ask_manager(args, rollout_manager.clear_updatable_num_new_engines, version)
+
+
+def ask_manager(args: Any, method: Any, *values: Any) -> Any:
+    """The rollout manager's answer. SlimeError after --step-timeout."""
+    return wait_for([method.remote(*values)], what="weight update (the rollout manager)", timeout_s=args.step_timeout)[0]
 
 
 @contextlib.contextmanager
