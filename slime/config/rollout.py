@@ -100,6 +100,11 @@ class RolloutOptions:
         "slime.rollout.sglang_rollout.generate_rollout", help_of("rollout_function_path")
     )
     custom_generate_function_path: str | None = option(None, help_of("custom_generate_function_path"))
+    generate_timeout: float = option(
+        3600.0,
+        "Seconds that one call of a custom generate function, or the hooks of one sample, may take; the sample then fails, with the "
+        "reason. A call that holds the event loop for so long ends the run, which names function, sample and line.",
+    )
     rollout_sample_hook_path: list[str] | None = option(None, help_of("rollout_sample_hook_path"), repeat=True)
     dynamic_sampling_filter_path: str | None = option(None, help_of("dynamic_sampling_filter_path"))
     buffer_filter_path: str | None = option(None, help_of("buffer_filter_path"))

@@ -100,7 +100,7 @@ POSITIVE = (
     "pipeline_model_parallel_size context_parallel_size expert_model_parallel_size distributed_timeout_minutes "
     "update_weights_interval data_pad_size_multiplier startup_timeout step_timeout rollout_request_timeout "
     "sglang_server_concurrency rollout_engine_threads grader_workers grader_timeout abort_timeout "
-    "reward_timeout rm_timeout"
+    "reward_timeout rm_timeout generate_timeout"
 ).split()
 NOT_NEGATIVE = (
     "num_rollout start_rollout_id rollout_num_gpus lr min_lr weight_decay clip_grad eps_clip eps_clip_high value_clip kl_coef "

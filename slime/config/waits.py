@@ -134,6 +134,16 @@ WAITS = (
         options=("--eval-config", *DRIVER),
     ),
     Wait(
+        GENERATION,
+        "a custom generate function, and the hooks of a sample",
+        (),
+        "the sample fails with that reason; one that blocks its event loop, or keeps the interpreter, ends the run as below",
+        "did not return within",
+        "rollout/test_user_functions.py::test_a_generate_function_or_hook_that_waits_for_ever_costs_its_sample_only",
+        options=("--generate-timeout",),
+        said_in="utils/watched_calls.py",
+    ),
+    Wait(
         REWARDS,
         "a custom reward function that waits for something",
         ("utils/watched_calls.py::call_within",),

@@ -17,7 +17,7 @@ import dataclasses
 import inspect
 import logging
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from slime.exceptions import EngineError, RolloutDataError
@@ -35,6 +35,7 @@ from slime.utils.data import prompt_text
 from slime.utils.hooks import load_hook
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
+from slime.utils.watched_calls import call_within
 
 logger = logging.getLogger(__name__)
 
@@ -168,8 +169,22 @@ async def generate_and_rm(
             return sample
         with state.dp_rank_context():
             result = await _call_generate(args, sample, sampling_params, evaluation)
-    result = await apply_rollout_sample_hooks(args, result, evaluation=evaluation)
+    result = await _apply_hooks(args, sample, result, evaluation)
     return await _score_or_collect(args, result, evaluation)
+
+
+async def _apply_hooks(args: Any, sample: Sample, result: Any, evaluation: bool) -> Any:
+    """The result after the user's sample hooks, which have --generate-timeout for it."""
+    if not getattr(args, "rollout_sample_hook_path", None):
+        return result
+    call = apply_rollout_sample_hooks(args, result, evaluation=evaluation)
+    return await _within_limit(args, f"the sample hooks for sample {sample.index}", call)
+
+
+async def _within_limit(args: Any, what: str, call: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a user's coroutine; CallTimeout after --generate-timeout."""
+    limit = getattr(args, "generate_timeout", None)
+    return await (call if limit is None else call_within(call, what=what, option="--generate-timeout", timeout_s=limit))
 
 
 def mask_offpolicy_part(args: Any, sample: Sample) -> None:
@@ -189,7 +204,8 @@ async def _call_generate(args: Any, sample: Sample, sampling_params: dict[str, A
     else:
         function = load_function(path)
     extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
-    return await function(args, sample, sampling_params, **extra)
+    call = function(args, sample, sampling_params, **extra)
+    return await _within_limit(args, f"the generate function {path} for sample {sample.index}", call)
 
 
 async def _score_or_collect(args: Any, result: Any, evaluation: bool) -> Any:
@@ -366,7 +382,7 @@ async def _finish_member(args: Any, sample: Sample, evaluation: bool) -> Any:
     if sample.status in (Sample.Status.FAILED, Sample.Status.ABORTED):
         return sample
     try:
-        result = await apply_rollout_sample_hooks(args, sample, evaluation=evaluation)
+        result = await _apply_hooks(args, sample, sample, evaluation)
     except ENDS_THE_RUN:
         raise
     except Exception as error:  # noqa: BLE001 - a user's hook may raise anything

@@ -236,6 +236,34 @@ def test_a_reward_that_waits_for_ever_costs_its_sample_only(rig):
     )
 
 
+async def generates_for_ever_for_odd(args, sample, sampling_params):
+    if sample.index % 2:
+        await asyncio.Event().wait()
+    return await sglang_rollout.generate(args, sample, sampling_params)
+
+
+async def hook_for_ever_for_odd(args, sample):
+    if sample.index % 2:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"custom_generate_function_path": "generates_for_ever_for_odd"}, f"the generate function {__name__}.generates_for_ever_for_odd"),
+        ({"rollout_sample_hook_path": "hook_for_ever_for_odd"}, "the sample hooks"),
+        ({"rollout_sample_hook_path": "hook_for_ever_for_odd", "rollout_group_requests": "off"}, "the sample hooks"),
+    ],
+)
+def test_a_generate_function_or_hook_that_waits_for_ever_costs_its_sample_only(rig, options, what):
+    """Each has --generate-timeout, and the reason names it with its sample."""
+    named = {name: value if value == "off" else f"{__name__}.{value}" for name, value in options.items()}
+    engine, args, source = rig(generate_timeout=0.3, **named)
+    samples = samples_of(generate_rollout(args, 0, source))
+    assert [sample.status is Sample.Status.FAILED for sample in samples] == [False, True] * 4
+    assert f"{what} for sample 1 did not return within --generate-timeout 0.3 s" in samples[1].metadata["failure"]
+
+
 def test_a_group_reward_that_waits_for_ever_names_its_samples(rig):
     """The members of a group are scored in one call."""
     engine, args, source = rig(custom_rm_path=f"{__name__}.group_waits_for_ever", group_rm=True, reward_timeout=0.3, rollout_batch_size=1)
