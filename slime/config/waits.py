@@ -287,6 +287,10 @@ WAITS = (
         "a rollout, a training step, a weight update, a checkpoint, an evaluation: everything inside them as well",
         (
             "ray/utils.py::wait_for",
+            "ray/actors.py::get",
+            "ray/actors.py::wait",
+            "ray/actors.py::LocalActor._call",
+            "local.py::generate",
             "ray/utils.py::_death_among",
             "ray/actor_group.py::RayTrainGroup._wait",
             "ray/train_actor.py::TrainRayActor.set_rollout_manager",
