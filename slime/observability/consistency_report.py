@@ -219,7 +219,7 @@ def _tokens_of_step(config: Mapping[str, Any], rollout_id: int, *, top: int) -> 
         return [], f"no tokens: {wanted}. Run with --dump-details FOLDER to keep them."
     from slime.utils.train_dump import read_train_dump
 
-    decode, note = _decoder(config.get("hf_checkpoint"))
+    decode, note = decoder_of(config.get("hf_checkpoint"))
     try:
         samples = _samples_by_index(config, rollout_id)
         return worst_tokens(read_train_dump(path), top=top, samples=samples, decode=decode), note
@@ -253,7 +253,7 @@ def _detail(config: Mapping[str, Any], name: str) -> str | None:
     return f"{config['dump_details']}/{name}" if config.get("dump_details") else None
 
 
-def _decoder(hf_checkpoint: str | None) -> tuple[Callable[[list[int]], str] | None, str | None]:
+def decoder_of(hf_checkpoint: str | None) -> tuple[Callable[[list[int]], str] | None, str | None]:
     """A function from token ids to text, or why there is none."""
     if not hf_checkpoint or not Path(hf_checkpoint).is_dir():
         return None, f"no text: the run's --hf-checkpoint {hf_checkpoint} is not here."
@@ -315,7 +315,7 @@ def print_report(report: Report, *, stream: Any = None) -> None:
         (f"mean by part, step {report.step}", part_rows(report)),
         (f"worst tokens, step {report.step}", token_rows(report)),
     ]
-    show = _print_rich if stream.isatty() else _print_plain
+    show = _print_rich if stream.isatty() else print_plain
     for title, rows in tables:
         if len(rows) > 1:
             show(title, rows, stream)
@@ -337,7 +337,7 @@ def _print_rich(title: str, rows: list[list[str]], stream: Any) -> None:
     Console(file=stream, highlight=False).print(table)
 
 
-def _print_plain(title: str, rows: list[list[str]], stream: Any) -> None:
+def print_plain(title: str, rows: list[list[str]], stream: Any) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print(title, file=stream)
     for row in rows:

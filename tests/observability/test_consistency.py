@@ -180,7 +180,7 @@ def test_worst_tokens_come_with_their_place_and_origin(tmp_path):
 
 def test_the_text_around_a_token_is_decoded_and_cannot_drive_the_terminal(tmp_path, monkeypatch):
     """A model may sample escape sequences; they are shown, not obeyed."""
-    monkeypatch.setattr(report_module, "_decoder", lambda folder: (lambda ids: "".join(f"<{i}>" if i != 14 else "\x1b[2J" for i in ids), None))
+    monkeypatch.setattr(report_module, "decoder_of", lambda folder: (lambda ids: "".join(f"<{i}>" if i != 14 else "\x1b[2J" for i in ids), None))
     stream = io.StringIO()
     print_report(build_report(write_run(tmp_path / "run"), top=1), stream=stream)
     assert "<10><11><12><13>[\\x1b[2J]<15>" in stream.getvalue() and "\x1b" not in stream.getvalue()

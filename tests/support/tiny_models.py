@@ -1,5 +1,6 @@
-"""Tiny Hugging Face folders (config, safetensors, fast tokenizer with chat template, generation config) for tests, made in under a second.
+"""The tiny models of slime.testing, under the name by which the tests know them."""
 
+<<<<<<< HEAD
     folder = make_tiny_checkpoint(tmp_path / "m", family="qwen3", num_hidden_layers=2, hidden_size=32)
 
 The tokenizer is character level: one id per character of `chars` plus the special tokens below, so that a test can read
@@ -122,3 +123,12 @@ class TinyCheckpoints(dict):
     def __missing__(self, name: str) -> Path:
         self[name] = make_tiny_checkpoint(self._root / name, **self._fields[name])
         return self[name]
+=======
+from slime.testing.tiny_models import CHAT_TEMPLATE as CHAT_TEMPLATE
+from slime.testing.tiny_models import DEFAULT_CHARS as DEFAULT_CHARS
+from slime.testing.tiny_models import FAMILIES as FAMILIES
+from slime.testing.tiny_models import SPECIAL_TOKENS as SPECIAL_TOKENS
+from slime.testing.tiny_models import make_char_tokenizer as make_char_tokenizer
+from slime.testing.tiny_models import make_tiny_checkpoint as make_tiny_checkpoint
+from slime.testing.tiny_models import tiny_config as tiny_config
+>>>>>>> 835c25c (slime show prints one sample token by token; slime.testing is for users' tests)
