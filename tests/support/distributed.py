@@ -94,7 +94,12 @@ def _dump_and_kill(processes: list[Any], folder: str) -> dict[int, str]:
         time.sleep(0.3)
     for process in running.values():
         process.kill()
-    return {rank: (Path(folder) / f"stacks_{rank}.txt").read_text() for rank in running}
+    return {rank: _stacks_of(Path(folder) / f"stacks_{rank}.txt") for rank in running}
+
+
+def _stacks_of(file: Path) -> str:
+    """The stacks that a rank wrote; a rank that was still importing its test module has not opened the file."""
+    return file.read_text() if file.exists() else "it had not begun: its interpreter was still starting"
 
 
 def _rank_main(
