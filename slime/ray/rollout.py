@@ -32,12 +32,10 @@ from slime.rollout.postprocess.gate import PostprocessResult
 from slime.rollout.postprocess.shell import Gate
 from slime.rollout.reward_checks import RewardWatch
 from slime.rollout.sample_hooks import set_current_rollout_id
-from slime.rollout.structure import flatten_samples, validate_rollout_id_annotated
-from slime.rollout.structure import (  # noqa: F401  (upstream's earlier names)
-    validate_rollout_id_annotated as _validate_rollout_id_annotated,
-)
-from slime.rollout.structure import (  # noqa: F401
-    validate_rollout_routed_experts_for_replay as _validate_rollout_routed_experts_for_replay,
+from slime.rollout.structure import (
+    flatten_samples,
+    validate_rollout_id_annotated,
+    validate_rollout_routed_experts_for_replay,
 )
 from slime.utils.http_utils import init_http_client
 from slime.utils.metric_utils import compute_rollout_step, dict_add_prefix
@@ -49,6 +47,13 @@ from slime.utils.types import Sample
 from slime.utils.watched_calls import WATCH
 
 logger = logging.getLogger(__name__)
+
+# upstream's earlier names of what is public elsewhere by now
+_compute_top_p_kept_vocab_metrics = rollout_metrics._compute_top_p_kept_vocab_metrics
+_log_rollout_data = rollout_metrics.log_rollout_data
+_log_eval_rollout_data = rollout_metrics.log_eval_rollout_data
+_validate_rollout_id_annotated = validate_rollout_id_annotated
+_validate_rollout_routed_experts_for_replay = validate_rollout_routed_experts_for_replay
 
 
 class RolloutManager:
