@@ -59,6 +59,16 @@ class ObservabilityOptions:
     logprob_diff_alarm: float = option(
         0.1, "Mean |trainer - engine| log-prob difference, nats per token, above which a rollout raises an alarm."
     )
+    logprob_diff_stop: float | None = option(
+        None,
+        "Mean |trainer - engine| log-prob difference, nats per token, above which the run ends before the optimizer step. Samples of older weights "
+        "than those being trained, as in slime train-async, do not count.",
+    )
+    untrained_tokens_alarm: float = option(
+        0.01,
+        "Share of sampled tokens outside the loss, in samples that train, above which a rollout raises an alarm; 1 where your generate function "
+        "masks sampled tokens on purpose.",
+    )
     log_reward_category: str | None = option(None, "Key of a dict reward whose values are counted as categories.")
 
 

@@ -261,6 +261,17 @@ def the_filter_can_keep_a_group(args):
         )
 
 
+@rule("keep_old_actor", "partial_rollout", "rollout_function_path")
+def kept_weights_are_those_of_the_whole_rollout(args):
+    spans_versions = args.partial_rollout or "fully_async" in args.rollout_function_path
+    if args.keep_old_actor and spans_versions:
+        cause = "--partial-rollout" if args.partial_rollout else f"--rollout-function-path {args.rollout_function_path}"
+        return (
+            f"--keep-old-actor with {cause}: the tokens of one rollout are of several versions of the weights, and two are kept, so old log-probs would "
+            "be of the wrong one. Remove --keep-old-actor; --use-rollout-logprobs takes each token's log-prob from the engine that sampled it."
+        )
+
+
 @rule("partial_rollout", "mask_offpolicy_in_partial_rollout")
 def off_policy_mask_needs_partial_rollout(args):
     if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:

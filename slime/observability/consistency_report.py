@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config.observability import ObservabilityOptions
 from slime.exceptions import ConfigError, RolloutDataError
+from slime.observability.consistency_alarms import SEEN, ConsistencyLimits, consistency_alarms
 from slime.observability.report import RunRecords, read_run
 
 if TYPE_CHECKING:
@@ -88,16 +89,14 @@ class Report:
 # --- pure ----------------------------------------------------------------------------------------------------------------
 
 
-def consistency_by_step(run: RunRecords, *, threshold: float) -> list[StepConsistency]:
+def consistency_by_step(run: RunRecords, *, limits: ConsistencyLimits) -> list[StepConsistency]:
     """Every rollout that has the metrics, in order."""
-    from slime.observability.consistency import consistency_alarm
-
-    names = [name for name in run.series if name.startswith(PREFIXES)]
+    names = [name for name in run.series if name.startswith(SEEN)]
     steps = []
     for step in sorted(run.series.get(MEAN, {})):
         # float() also reads the "nan" and "inf" of a metrics file, which are the worst there is
         metrics = {name: float(run.series[name][step]) for name in names if step in run.series[name]}
-        steps.append(StepConsistency(step, metrics, consistency_alarm(metrics, threshold)))
+        steps.append(StepConsistency(step, metrics, " ".join(consistency_alarms(metrics, limits).values()) or None))
     return steps
 
 
@@ -199,7 +198,8 @@ def build_report(run_dir: Path, *, step: int | None = None, top: int = 10, thres
     config = read_config(run_dir)
     if threshold is None:
         threshold = float(config.get("logprob_diff_alarm", ObservabilityOptions().logprob_diff_alarm))
-    steps = consistency_by_step(run, threshold=threshold)
+    untrained = float(config.get("untrained_tokens_alarm", ObservabilityOptions().untrained_tokens_alarm))
+    steps = consistency_by_step(run, limits=ConsistencyLimits(threshold, untrained))
     if not steps:
         raise ConfigError(f"{run_dir} logged no {MEAN}: no rollout had log-probs of both an engine and the trainer.")
     if step is not None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.observability.consistency_alarms import ConsistencyLimits, find_consistency_problems
 from slime.observability.jsonl import NOT_FINITE, read_jsonl
 
 LEDGER = "rollout/ledger/"
@@ -231,6 +232,7 @@ class Checks:
     ledger: bool = True
     weights: bool = True
     reward: bool = True
+    log_probs: ConsistencyLimits | None = ConsistencyLimits()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,6 +275,8 @@ def summarize_run(run: RunRecords, checks: Checks = Checks()) -> Summary:
             facts.append(f"weights: changed in {sum(map(bool, values))} of {len(values)} updates")
     if checks.reward:
         problems += find_reward_problems(run)
+    if checks.log_probs is not None:
+        problems += find_consistency_problems(run.series, checks.log_probs)
     if shares := run.numbers(GATE_SHARE)[1]:
         facts.append(f"gate: {statistics.median(shares):.1%} of an iteration (median of {len(shares)}; largest {max(shares):.1%})")
     if run.num_unreadable:
@@ -319,7 +323,9 @@ def checks_for(args: Any) -> Checks:
     trains = not args.debug_rollout_only
     # A teacher's log-probs are the signal there, and the rewards are 0 by construction.
     distills = args.custom_reward_post_process_path == DISTILLATION
-    return Checks(ledger=trains, weights=trains, reward=args.loss_type == "policy_loss" and not distills)
+    # a replay may train on samples of other weights on purpose
+    log_probs = None if args.debug_train_only else ConsistencyLimits.from_args(args)
+    return Checks(ledger=trains, weights=trains, reward=args.loss_type == "policy_loss" and not distills, log_probs=log_probs)
 
 
 def report_at_end(args: Any) -> list[str]:

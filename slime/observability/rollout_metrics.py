@@ -17,6 +17,7 @@ from slime.exceptions import RolloutDataError
 from slime.rollout.columns import source_name_of, was_cut
 from slime.rollout.postprocess.contract import is_model_failure
 from slime.rollout.rewards import SPREAD_TOLERANCE, execution_keys, execution_values, reward_number
+from slime.rollout.weight_versions import parse_weight_version
 from slime.utils.metric_utils import (
     compute_ragged_pass_rate,
     compute_rollout_step,
@@ -41,6 +42,7 @@ class RolloutMetricsConfig:
     passrate_threshold: float | None = None
     rollout_num_gpus: int | None = None
     trainer_weight_version: int | None = None
+    is_trained: bool = False  # these samples will be: the training ranks count how old they are when it happens
 
     @classmethod
     def of(cls, args: RolloutMetricsConfig | Any) -> RolloutMetricsConfig:
@@ -116,7 +118,9 @@ def compute_metrics_from_samples(
     metrics.update(_status_metrics(samples))
     metrics["truncated_ratio"] = truncated_share(everything)
     metrics.update(_source_metrics(everything, rewards, num_batch=len(samples)))
-    metrics.update(staleness_metrics(samples, current_version=config.trainer_weight_version))
+    staleness = staleness_metrics(samples, current_version=config.trainer_weight_version)
+    left_to_training = ("staleness/mean", "staleness/max") if config.is_trained else ()
+    metrics.update({name: value for name, value in staleness.items() if name not in left_to_training})
     metrics.update(_engine_metrics(everything))
     metrics.update(compute_top_p_kept_vocab_metrics(samples))
     if samples:
@@ -209,12 +213,6 @@ def _source_metrics(samples: Sequence[Any], rewards: np.ndarray, *, num_batch: i
         if scored.size:
             metrics[f"source/{name}/reward"] = math.fsum(scored.tolist()) / scored.size
     return metrics
-
-
-def parse_weight_version(version: Any) -> int | None:
-    """The number in a weight version ("7", 7, "v7"), or None."""
-    text = str(version).lstrip("v")
-    return int(text) if text.isdigit() else None
 
 
 def staleness_metrics(samples: Sequence[Any], *, current_version: int | None = None) -> dict[str, float]:
@@ -369,7 +367,9 @@ def log_rollout_data(
     if args.load_debug_rollout_data:
         return None
     judged = samples if sampled is None else sampled
-    config = dataclasses.replace(RolloutMetricsConfig.from_args(args), trainer_weight_version=trainer_weight_version)
+    config = dataclasses.replace(
+        RolloutMetricsConfig.from_args(args), trainer_weight_version=trainer_weight_version, is_trained=not args.debug_rollout_only
+    )
     metrics = {
         **(rollout_extra_metrics or {}),
         **dict_add_prefix(compute_metrics_from_samples(config, judged, filtered=filtered), "rollout/"),

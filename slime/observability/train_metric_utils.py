@@ -348,15 +348,9 @@ def _config(args: Any) -> TrainMetricsConfig:
 def gather_log_data(metric_name: str, args: Any, rollout_id: int, log_dict: dict[str, Any]) -> dict[str, float] | None:
     """Reduces `log_dict` over data x context parallel ranks and logs it as `<metric_name>/<key>` at `rollout/step`. The dict on the source
     rank, None elsewhere."""
-    from megatron.core import mpu
-
     from slime.observability import logging_utils
-    reduced = gather_and_reduce_log_dict(
-        log_dict,
-        dp_size=mpu.get_data_parallel_world_size(with_context_parallel=True),
-        dp_src_rank=mpu.get_data_parallel_src_rank(with_context_parallel=True),
-        dp_group=mpu.get_data_parallel_group_gloo(with_context_parallel=True),
-    )
+
+    reduced = _gathered(log_dict)
     if reduced is None:
         return None
     metrics: dict[str, Any] = {f"{metric_name}/{key}": value for key, value in reduced.items()}
@@ -364,6 +358,18 @@ def gather_log_data(metric_name: str, args: Any, rollout_id: int, log_dict: dict
     logger.debug("%s %s: %s", metric_name, rollout_id, metrics)
     logging_utils.log(args, metrics, step_key="rollout/step")
     return metrics
+
+
+def _gathered(log_dict: dict[str, Any]) -> dict[str, float] | None:
+    """`log_dict` reduced over data x context parallel ranks on the source rank, None elsewhere."""
+    from megatron.core import mpu
+
+    return gather_and_reduce_log_dict(
+        log_dict,
+        dp_size=mpu.get_data_parallel_world_size(with_context_parallel=True),
+        dp_src_rank=mpu.get_data_parallel_src_rank(with_context_parallel=True),
+        dp_group=mpu.get_data_parallel_group_gloo(with_context_parallel=True),
+    )
 
 
 def log_rollout_data(rollout_id: int, args: Any, rollout_data: Mapping[str, Any]) -> dict[str, float] | None:
@@ -387,18 +393,42 @@ def log_rollout_data(rollout_id: int, args: Any, rollout_data: Mapping[str, Any]
     return metrics
 
 
-def log_consistency(rollout_id: int, args: Any, rollout_data: Mapping[str, Any]) -> dict[str, float] | None:
-    """Logs `rollout/logprob_abs_diff/...` and `rollout/logprob_kl/...` (see consistency.py), with an alarm in plain words. Called by all ranks."""
+def log_consistency(
+    rollout_id: int, args: Any, rollout_data: Mapping[str, Any], *, ages_N: np.ndarray | None = None, compares_sampler: bool = True
+) -> dict[str, float] | None:
+    """Logs `rollout/logprob_abs_diff/...`, `rollout/logprob_kl/...` and their like (see consistency.py), with alarms in plain words, and staleness.
+    Called by all ranks, before the weights change. RolloutDataError where the gap is above --logprob-diff-stop.
+
+    ages_N: updates of the weights since each sample's oldest token, NaN where unknown. compares_sampler: the trainer's log-probs are of the weights
+    that sampled, whatever the ages are.
+    """
     if not _is_logging_rank():
         return None
-    from slime.observability.consistency import consistency_alarm, consistency_contributions
+    from slime.observability import consistency
+    from slime.observability.consistency_alarms import ConsistencyLimits, consistency_alarms, gap_of_same_weights
 
     config = _config(args)
-    parts = consistency_contributions(rollout_data, cp_size=config.cp_size, cp_rank=config.cp_rank)
+    parts = consistency.consistency_contributions(
+        rollout_data,
+        cp_size=config.cp_size,
+        cp_rank=config.cp_rank,
+        ages_N=None if compares_sampler else ages_N,
+        masks_older=args.partial_rollout and args.mask_offpolicy_in_partial_rollout,
+    )
+    if ages_N is not None:
+        parts |= consistency.staleness_contributions(ages_N)
+    medians = _gathered(consistency.shift_contributions(rollout_data, cp_size=config.cp_size, cp_rank=config.cp_rank))
+    if (shift := consistency.shifted_by(medians or {})) is not None:
+        parts["logprob_shift"] = consistency.shift_metric(shift)
     metrics = gather_log_data("rollout", args, rollout_id, parts)
-    alarm = consistency_alarm(metrics or {}, args.logprob_diff_alarm)
-    if alarm is not None:
+    for alarm in consistency_alarms(metrics or {}, ConsistencyLimits.from_args(args)).values():
         logger.warning("rollout %d: %s", rollout_id, alarm)
+    gap = gap_of_same_weights(metrics or {})
+    if args.logprob_diff_stop is not None and gap is not None and not gap <= args.logprob_diff_stop:
+        raise RolloutDataError(
+            f"rollout {rollout_id}: trainer and engine disagree by {gap:.3g} nats a token on average, more than --logprob-diff-stop "
+            f"{args.logprob_diff_stop:g}; the optimizer step was not taken. The dump of this rollout and `slime consistency` show the tokens."
+        )
     return metrics
 
 

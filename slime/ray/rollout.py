@@ -37,6 +37,7 @@ from slime.rollout.structure import (
     validate_rollout_id_annotated,
     validate_rollout_routed_experts_for_replay,
 )
+from slime.rollout.weight_versions import mask_older_samples, set_current_weight_version
 from slime.utils.http_utils import init_http_client
 from slime.utils.metric_utils import compute_rollout_step, dict_add_prefix
 from slime.utils.misc import Box, count_rollouts_per_epoch, load_function
@@ -94,6 +95,7 @@ class RolloutManager:
         set_current_rollout_id(rollout_id)
         output = self._get_rollout_data(rollout_id)
         all_samples = flatten_samples(output.samples)
+        mask_older_samples(self.args, all_samples)
         rollout_time = time.monotonic() - started
         dropped_groups = [(reason, flatten_samples(group)) for reason, group in output.dropped_groups]
         filtered = [sample for _, group in dropped_groups for sample in group]
@@ -205,6 +207,7 @@ class RolloutManager:
         """Notes that every engine has the current weights, and their version."""
         self._num_new_engines = 0
         self._weight_version = weight_version
+        set_current_weight_version(weight_version)
 
     def check_weights(self, action: str = "checksum") -> list[str]:
         """Each engine's checksum of its weights."""

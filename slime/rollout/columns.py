@@ -13,6 +13,7 @@ import numpy as np
 
 from slime.exceptions import RolloutDataError
 from slime.rollout.rewards import RewardStatistics, normalize_rewards, raw_rewards_of, reward_number
+from slime.rollout.weight_versions import oldest_version
 from slime.utils.ragged import as_array
 from slime.utils.rollout_batch import RolloutBatch, build_column, check_masks, check_rows
 from slime.utils.rollout_fields import CONTRACT, FieldSpec, Origin
@@ -157,6 +158,9 @@ def build_train_columns(
         "group_ids": group_ids_of(samples),
         "source_names": [source_name_of(sample) for sample in samples],
     }
+    oldest = [oldest_version(sample) for sample in samples]
+    if any(version is not None for version in oldest):
+        entries["oldest_weight_version"] = oldest
     for spec in CONTRACT:
         if spec.name in entries or spec.source is None or spec.origin is not Origin.ROLLOUT:
             continue

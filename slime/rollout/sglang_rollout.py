@@ -30,6 +30,7 @@ from slime.rollout.generate_state import GenerateState
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, get_current_rollout_id, set_current_rollout_id
 from slime.rollout.scoring import score_group, scoring_args
 from slime.rollout.trained_sampling import check_trained_sampling
+from slime.rollout.weight_versions import mask_older_tokens
 from slime.utils.async_utils import run
 from slime.utils.data import prompt_text
 from slime.utils.hooks import load_hook
@@ -188,10 +189,9 @@ async def _within_limit(args: Any, what: str, call: Coroutine[Any, Any, Any]) ->
 
 
 def mask_offpolicy_part(args: Any, sample: Sample) -> None:
-    """Excludes what earlier policies sampled from the loss, where that is asked for."""
-    if args.partial_rollout and args.mask_offpolicy_in_partial_rollout and sample.response_length > 0:
-        if sample.status is Sample.Status.ABORTED:
-            sample.loss_mask = [0] * sample.response_length
+    """Excludes what earlier policies sampled from the loss, where that is asked for, whether the sample was cut or had ended by itself."""
+    if args.partial_rollout and args.mask_offpolicy_in_partial_rollout:
+        mask_older_tokens(sample, unknown_is_older=True)
 
 
 async def _call_generate(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Any:

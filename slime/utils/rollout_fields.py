@@ -299,6 +299,13 @@ CONTRACT = Contract(
         _sample("local_group_ids", "int64", origin=Origin.ARRIVAL),
         _sample("source_names", None),
         _sample("metadata", None, source="train_metadata", missing=Missing.NONE),
+        _sample(
+            "oldest_weight_version",
+            "int64",
+            missing=Missing.FILL,
+            fill=-1,
+            help="Number of the oldest weights that sampled one of its tokens, -1 where none is known: staleness, counted when it is trained.",
+        ),
         # made by the split
         _sample(
             "rollout_mask_sums",

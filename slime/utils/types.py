@@ -106,6 +106,7 @@ class Sample:
     reward: float | dict | None = None
     loss_mask: list[int] | None = None
     weight_versions: list[str] = dataclasses.field(default_factory=list)
+    weight_version_spans: list[list] = dataclasses.field(default_factory=list)  # [version or None, tokens], in order of the response
     rollout_log_probs: list[float] | None = None
     rollout_top_p_token_ids: Any = None
     rollout_top_p_token_offsets: Any = None
@@ -183,6 +184,7 @@ class Sample:
             self.response += text
         if tokens:
             self._extend(tokens, log_probs, trainable)
+            self.weight_version_spans = [*self.weight_version_spans, *_new_spans(meta_info or {}, len(tokens), trainable)]
             _append_nucleus(self, nucleus, len(tokens))
         if meta_info is not None:
             _set_routed_experts(self, meta_info, args)
@@ -242,6 +244,15 @@ def _check_append(sample: Sample, tokens: list, log_probs: list | None, trainabl
         raise ValueError(
             f"sample {sample.index}: {sample.response_length} earlier response tokens have no rollout log-probs, so trainable tokens cannot follow"
         )
+
+
+def _new_spans(meta_info: dict, num_tokens: int, trainable: bool) -> list[list]:
+    """[version, tokens] of the new tokens: as the reply tells them apart, else its one version; None for tokens that nobody sampled."""
+    spans = meta_info.get("weight_versions")
+    if trainable and isinstance(spans, list) and sum(count for _, count in spans) == num_tokens:
+        return [[str(version), count] for version, count in spans]
+    version = meta_info.get("weight_version") if trainable else None
+    return [[None if version is None else str(version), num_tokens]]
 
 
 def _new_nucleus(meta_info: dict, num_tokens: int) -> tuple[list[int], list[int]] | None:

@@ -67,6 +67,11 @@ def problems_of(words: str, tmp_path) -> str:
             "--use-opd --opd-type sglang --rollout-temperature 0.7 --custom-rm-path slime.rollout.on_policy_distillation.reward_func",
             "a server scores given tokens at temperature 1 over its whole vocabulary",
         ),
+        ("--keep-old-actor --partial-rollout", "the tokens of one rollout are of several versions of the weights"),
+        (
+            "--keep-old-actor --rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async",
+            "--keep-old-actor with --rollout-function-path",
+        ),
         ("--rollout-frequency-penalty 0.5", "it edits the logits that tokens are drawn from"),
         ("--loss-type custom_loss", "needs --custom-loss-function-path"),
         ("--eps-clip-c 0.5", "--eps-clip-c 0.5 must be above 1"),

@@ -59,6 +59,18 @@ def test_the_whole_table(layouts, matrix):
     check(matrix.run([(layout, sampling, old) for layout in layouts for sampling in SAMPLING for old in OLD], timeout=800))
 
 
+@pytest.mark.timeout(300)
+def test_a_gap_to_the_engine_is_looked_at_before_the_weights_change(matrix):
+    """Engine log-probs 0.5 nats too low: above --logprob-diff-stop 0.2 no weight moves, with recomputed, engine's and captured log-probs; below 5 all do."""
+    results = matrix.run_far_rollout(0.5)
+    assert set(results) == {(old, stop) for old in OLD for stop in (0.2, 5.0)}
+    for (old, stop), (words, moved) in results.items():
+        if stop == 0.2:
+            assert "disagree by 0.5 nats" in words and "--logprob-diff-stop 0.2" in words and moved == 0, old
+        else:
+            assert words == "" and moved > 1e-3, old
+
+
 def test_a_cell_with_one_wrong_number_is_a_problem():
     """A table that passes whatever it is given proves nothing."""
     good = {f"train/{name}": 0.0 for name in ("ppo_kl", "pg_clipfrac", "kl_loss", "train_rollout_logprob_abs_diff", "tis_abs", "tis_clipfrac")}

@@ -68,6 +68,8 @@ def test_old_log_probs_come_from_the_weights_that_sampled(data, tmp_path):
     small_run.run(data, tmp_path, *options, asynchronous=True)
     assert metrics_are_finite(tmp_path)
     assert small_run.series(tmp_path, "perf/weight_version") == [2, 3]
+    # rollout 1 was sampled before the first update, rollout 2 before the second; 3 with the weights after it
+    assert small_run.series(tmp_path, "rollout/staleness/mean") == [0, 1, 2, 1]
     assert max(small_run.series(tmp_path, "rollout/logprob_abs_diff/max")) < 1e-4
     moved = small_run.series(tmp_path, "train/ppo_kl")
     assert abs(moved[0]) < 1e-6 and max(abs(value) for value in moved[1:]) > 1e-4  # later rollouts are off-policy

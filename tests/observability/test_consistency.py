@@ -12,7 +12,19 @@ import torch
 from slime import cli
 from slime.observability import consistency_report as report_module
 from slime.observability import contributions as c
-from slime.observability.consistency import consistency_alarm, consistency_contributions
+from slime.observability.consistency import (
+    consistency_contributions,
+    shift_contributions,
+    shift_metric,
+    shifted_by,
+    staleness_contributions,
+)
+from slime.observability.consistency_alarms import (
+    ConsistencyLimits,
+    consistency_alarms,
+    find_consistency_problems,
+    gap_of_same_weights,
+)
 from slime.observability.consistency_report import (
     build_report,
     main,
@@ -104,7 +116,7 @@ def test_the_numbers_are_the_same_over_one_and_over_three_ranks():
     whole = random_batch(0)
     expected = metrics_of(whole)
     parts = [{name: values[low : low + 5] for name, values in whole.items()} for low in (0, 5, 10)]
-    assert metrics_of(*parts) == expected and len(expected) == 14
+    assert metrics_of(*parts) == expected and len(expected) == 16
 
 
 @pytest.mark.parametrize("cp_size", [2, 4])
@@ -124,11 +136,109 @@ def test_context_parallel_ranks_give_the_numbers_of_the_whole(cp_size):
 def test_the_alarm_says_how_much_and_what_to_look_at():
     """A warning that names neither number nor cause is ignored."""
     metrics = {"rollout/logprob_abs_diff/mean": 0.25, "rollout/logprob_abs_diff/max": 3.0}
-    text = consistency_alarm(metrics, 0.1)
+    text = consistency_alarms(metrics, ConsistencyLimits(0.1))["gap"]
     for part in ("0.25 nats", "largest 3", "--logprob-diff-alarm 0.1", "perf/weight_version", "temperature"):
         assert part in text
-    assert consistency_alarm(metrics, 0.25) is None and consistency_alarm({}, 0.1) is None
-    assert consistency_alarm({name: math.nan for name in metrics}, 0.1) is not None
+    assert consistency_alarms(metrics, ConsistencyLimits(0.25)) == {} == consistency_alarms({}, ConsistencyLimits(0.1))
+    assert list(consistency_alarms({name: math.nan for name in metrics}, ConsistencyLimits(0.1))) == ["gap"]
+
+
+def reduced(parts):
+    return {f"rollout/{name}": value for name, value in c.merge_all([parts]).items()}
+
+
+@pytest.mark.parametrize("shift", (-2, -1, 1))
+def test_log_probs_that_stand_one_token_off_are_recognised(shift):
+    """The mean gap of this policy is 0.02 nats, far below any threshold; the engine's value of token i + k is the trainer's of token i."""
+    rng = np.random.default_rng(0)
+    trainer = [(-0.05 * rng.random(40) - 0.001).tolist() for _ in range(6)]
+    engine = [np.roll(entry, shift).tolist() for entry in trainer]
+    masks = [[1] * 40 for _ in trainer]
+    medians = c.merge_all([shift_contributions(batch_of(trainer, engine, masks))])
+    assert shifted_by(medians) == shift and medians[str(shift)] < 1e-6 < medians["0"]
+    metrics = reduced(consistency_contributions(batch_of(trainer, engine, masks)) | {"logprob_shift": shift_metric(shift)})
+    assert metrics["rollout/logprob_abs_diff/mean"] < 0.03
+    (text,) = consistency_alarms(metrics, ConsistencyLimits()).values()
+    assert ("shifted by one token" if abs(shift) == 1 else "shifted by 2 tokens") in text and "weights, data type and temperature are right" in text
+
+
+def test_what_is_only_noisy_or_only_rounded_is_not_called_shifted():
+    """Gaps of another cause fit no neighbour better; below 1e-4 nats there is nothing to see; one token has no neighbour."""
+    rng = np.random.default_rng(1)
+    trainer = [(-3 * rng.random(40)).tolist() for _ in range(6)]
+    for engine in ([(np.array(entry) + 0.3 * rng.random(40)).tolist() for entry in trainer], trainer):
+        assert shifted_by(c.merge_all([shift_contributions(batch_of(trainer, engine))])) is None
+    assert shifted_by(c.merge_all([shift_contributions(batch_of([[-1.0], [-2.0]], [[-2.0], [-1.0]]))])) is None
+    assert shifted_by({}) is None and shift_contributions({}) == {}
+
+
+def test_a_mask_that_is_one_token_off_is_seen():
+    """Three of four sampled tokens train and one of a tool does: 1 of 4 sampled is outside the loss, 1 of 4 trained was never sampled."""
+    found = reduced(consistency_contributions(batch_of([[-1, -2, -3, -1, -9]], [[-1, -2, -3, -1, 0.0]], [[0, 1, 1, 1, 1]])))
+    assert found["rollout/mask/sampled_untrained"] == found["rollout/mask/trained_unsampled"] == 0.25
+    alarms = consistency_alarms(found, ConsistencyLimits(logprob_diff=10.0))
+    assert "25.0% of the sampled tokens do not train" in alarms["untrained"] and "nobody sampled them" in alarms["unsampled"]
+    assert "untrained" not in consistency_alarms(found, ConsistencyLimits(10.0, untrained=1.0))
+
+
+def test_masks_that_are_meant_are_no_alarm():
+    """Tool tokens outside the loss, a sample that does not train at all, a certain token (log-prob 0 on both sides), older tokens masked by option."""
+    trainer, engine = [[-1, -9, -2], [-1, -1, -1], [-1, 0.0, -1]], [[-1, 0.0, -2], [-1, -1, -1], [-1, 0.0, -1]]
+    found = reduced(consistency_contributions(batch_of(trainer, engine, [[1, 0, 1], [0, 0, 0], [1, 1, 1]])))
+    assert found["rollout/mask/sampled_untrained"] == found["rollout/mask/trained_unsampled"] == 0
+    masked = reduced(consistency_contributions(batch_of([[-1, -1]], [[-1, -1]], [[0, 1]])))
+    assert masked["rollout/mask/sampled_untrained"] == 0.5
+    by_option = reduced(consistency_contributions(batch_of([[-1, -1]], [[-1, -1]], [[0, 1]]), masks_older=True))
+    assert "rollout/mask/sampled_untrained" not in by_option
+
+
+def test_samples_of_older_weights_have_a_threshold_of_their_own():
+    """One update old, 0.4 nats apart: by design in train-async, no alarm up to 10 x 0.1, and never a reason to stop; 0.2 at the same weights is one."""
+    ages = np.array([0.0, 1.0])
+    batch = batch_of([[-1, -1], [-1, -1]], [[-1, -1], [-1.4, -1.4]])
+    parts = consistency_contributions(batch, ages_N=ages) | staleness_contributions(ages)
+    found = reduced(parts)
+    assert found["rollout/logprob_abs_diff/weights/same"] == 0 == gap_of_same_weights(found)
+    assert found["rollout/logprob_abs_diff/weights/older"] == pytest.approx(0.4)
+    assert (found["rollout/staleness/mean"], found["rollout/staleness/max"]) == (0.5, 1.0)
+    assert consistency_alarms(found, ConsistencyLimits()) == {}
+    lost = consistency_alarms({**found, "rollout/logprob_abs_diff/weights/older": 1.2}, ConsistencyLimits())
+    assert "1.2 nats" in lost["gap of older weights"] and "times 10 for 1 updates" in lost["gap of older weights"]
+    broken = {**found, "rollout/logprob_abs_diff/weights/same": 0.2}
+    assert list(consistency_alarms(broken, ConsistencyLimits())) == ["gap"] and gap_of_same_weights(broken) == 0.2
+    older_alone = reduced(consistency_contributions(batch, ages_N=np.array([2.0, 1.0])))
+    assert gap_of_same_weights(older_alone) is None
+    assert gap_of_same_weights(reduced(consistency_contributions(batch, ages_N=np.array([np.nan, np.nan])))) == pytest.approx(0.2)
+
+
+def test_a_run_says_each_kind_of_alarm_once():
+    """A problem line names how often and where it began; `slime train` ends with status 1 because of it."""
+    series = {
+        "rollout/logprob_abs_diff/mean": {0: 0.01, 1: 0.2, 2: "nan"},
+        "rollout/logprob_abs_diff/max": {0: 0.1, 1: 0.5, 2: "nan"},
+        "rollout/mask/sampled_untrained": {0: 0.0, 1: 0.0, 2: 0.36},
+        "train/loss": {0: 9.0},
+    }
+    gap, untrained = find_consistency_problems(series, ConsistencyLimits())
+    assert gap.startswith("log-probs, 2 of 3 rollouts, first in 1: trainer and engine disagree by 0.2 nats")
+    assert untrained.startswith("log-probs, 1 of 3 rollouts, first in 2: 36.0% of the sampled tokens do not train")
+    assert find_consistency_problems({"train/loss": {0: 1.0}}, ConsistencyLimits()) == []
+
+
+def test_ages_count_rollouts_trained_since_a_version_went_out():
+    """Version 1 out, a rollout trained: age 1. Version 2 out: 0 for it, still 1 for 1; trained again 1 and 2. -1 is not known, 0 from before the start."""
+    from slime.backends.megatron_utils.weight_ages import WeightAges
+
+    ages = WeightAges()
+    assert np.isnan(ages.of(np.array([1, -1]))).all()
+    ages.published(1)
+    assert ages.of(np.array([1])).tolist() == [0.0]
+    ages.trained()
+    assert ages.of(np.array([1])).tolist() == [1.0]
+    ages.published(2)
+    assert ages.of(np.array([1, 2])).tolist() == [1.0, 0.0]
+    ages.trained()
+    assert ages.of(np.array([0, 1, 2])).tolist() == [3.0, 2.0, 1.0] and np.isnan(ages.of(np.array([-1]))[0])
 
 
 # --- slime consistency ---------------------------------------------------------------------------------------------------

@@ -199,6 +199,19 @@ def test_equal_responses_with_different_rewards_are_a_problem(tmp_path):
     assert problem.startswith("3 samples have another reward") and "the first in rollout 4" in problem and "slime rescore" in problem
 
 
+def test_a_log_prob_alarm_is_a_problem_unless_the_run_replays(tmp_path):
+    """A gap that only warns in a log is seen when the GPUs are paid."""
+    records = [("rollout/step", 0, {"rollout/mask/sampled_untrained": 0.36, "train/weight_delta": 0.1})]
+    run = read_run(write_run(tmp_path, records))
+    (problem,) = summarize_run(run, Checks(ledger=False, reward=False)).problems
+    assert "36.0% of the sampled tokens do not train" in problem
+    assert summarize_run(run, Checks(ledger=False, reward=False, log_probs=None)).problems == []
+    names = {"debug_rollout_only": False, "loss_type": "policy_loss", "logprob_diff_alarm": 0.2, "untrained_tokens_alarm": 0.5}
+    assert report.checks_for(argparse.Namespace(**names, debug_train_only=True)).log_probs is None
+    limits = report.checks_for(argparse.Namespace(**names, debug_train_only=False)).log_probs
+    assert (limits.logprob_diff, limits.untrained) == (0.2, 0.5)
+
+
 def test_supervised_run_needs_no_reward(tmp_path):
     """The warm-up of the addition example has none."""
     run = read_run(write_run(tmp_path, [("train/step", 0, {"train/weight_delta": 0.1, "train/loss": 1.0})]))
@@ -250,7 +263,7 @@ def test_command_line_exits_with_what_it_found(tmp_path, capsys):
 def test_end_of_a_run_prints_the_report_for_its_options(tmp_path, capsys):
     """A supervised run is not blamed for having no reward; a run without records is no error."""
     args = argparse.Namespace(
-        run_dir=str(tmp_path), debug_rollout_only=False, loss_type="sft_loss", custom_reward_post_process_path=None
+        run_dir=str(tmp_path), debug_rollout_only=False, loss_type="sft_loss", debug_train_only=False, logprob_diff_alarm=0.1, untrained_tokens_alarm=0.01
     )
     report.report_at_end(args)
     assert "no report" in capsys.readouterr().err

@@ -8,9 +8,10 @@ are the engine's, the importance ratio is 1, the KL to the reference 0, and noth
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,39 +158,75 @@ def train_cells(rank: int, world_size: int, jobs: Sequence[tuple[Any, list[tuple
 
 
 def _train_one_layout(rank: int, world_size: int, args: Any, cells: list[tuple[str, str, str]]) -> dict[tuple, CellResult]:
+    results = {}
+    with _running_actor(rank, world_size, args) as actor:
+        for number, (sampling, old, template) in enumerate(cells):
+            trained = {name: value for name, value in SAMPLING[sampling].items() if name in ("rollout_temperature", "rollout_top_p")}
+            boxes = _boxes(actor, args, load_debug_rollout_data=template, **OLD_LOG_PROBS[old], **trained)
+            actor.train(number, boxes)
+            results[args.layout, sampling, old] = _gap(actor.batch, args.context_parallel_size)
+    return results
+
+
+def train_or_stop(rank: int, world_size: int, args: Any, template: str) -> dict[tuple[str, float], tuple[str, float]]:
+    """{(old, --logprob-diff-stop): (the error's words, how far the largest weight moved)} of a step on the rollout in `template`."""
+    import os
+
+    os.environ["SLIME_ACCELERATOR"] = "cpu"
+    from slime.backends.megatron_utils import initialize  # noqa: F401  before anything imports Megatron
+    from slime.exceptions import RolloutDataError
+
+    results = {}
+    with _running_actor(rank, world_size, args) as actor:
+        for stop in (0.2, 5.0):
+            for number, old in enumerate(OLD_LOG_PROBS):
+                boxes = _boxes(actor, args, load_debug_rollout_data=template, **OLD_LOG_PROBS[old], logprob_diff_stop=stop)
+                actor.weights.restore("ref")
+                actor.weights.backup("actor")
+                words = ""
+                try:
+                    actor.train_actor(number, actor._get_rollout_data(boxes))
+                except RolloutDataError as error:
+                    words = str(error)
+                results[old, stop] = (words, actor.weights.largest_change("ref"))
+    return results
+
+
+@contextlib.contextmanager
+def _running_actor(rank: int, world_size: int, args: Any) -> Iterator[Any]:
     from support.layout_cell import _without_ray_and_with_our_groups
 
     from slime.backends.megatron_utils.actor import MegatronTrainRayActor
     from slime.observability.logging_utils import finish_tracking
     from slime.observability.timer import Timer
-    from slime.ray.rollout import RolloutManager
 
     class CellActor(MegatronTrainRayActor):
         def __init__(self) -> None:
-            self.rank, self.world_size = rank, world_size
+            self.rank, self.world_size, self._sampler_age = rank, world_size, None
 
         def _get_rollout_data(self, rollout_data_ref: list) -> Any:
             self.batch = super()._get_rollout_data(rollout_data_ref)
             return self.batch
 
-    results = {}
     with _without_ray_and_with_our_groups():
         actor = CellActor()
         actor.init(copy.copy(args), "actor", True, False)
-        for number, (sampling, old, template) in enumerate(cells):
-            trained = {name: value for name, value in SAMPLING[sampling].items() if name in ("rollout_temperature", "rollout_top_p")}
-            changed = {**vars(args), **OLD_LOG_PROBS[old], **trained, "load_debug_rollout_data": template}
-            manager = RolloutManager.__new__(RolloutManager)
-            actor.args = manager.args = argparse.Namespace(**changed)
-            manager.custom_reward_post_process_func = manager.custom_convert_samples_to_train_data_func = None
-            manager.set_train_parallel_config(actor.train_parallel_config)
-            samples = manager._get_rollout_data(ROLLOUT_ID).samples
-            actor.train(number, manager._split_train_data_by_dp(manager._convert_samples_to_train_data(samples)))
-            results[args.layout, sampling, old] = _gap(actor.batch, args.context_parallel_size)
+        yield actor
         finish_tracking(args)
         Timer().end("train_wait")
         Timer().reset()
-    return results
+
+
+def _boxes(actor: Any, args: Any, **changed: Any) -> list:
+    """Gives the actor `args` with changes, and returns the shards that the rollout manager makes of their dump."""
+    from slime.ray.rollout import RolloutManager
+
+    manager = RolloutManager.__new__(RolloutManager)
+    actor.args = manager.args = argparse.Namespace(**{**vars(args), **changed})
+    manager.custom_reward_post_process_func = manager.custom_convert_samples_to_train_data_func = None
+    manager.set_train_parallel_config(actor.train_parallel_config)
+    samples = manager._get_rollout_data(ROLLOUT_ID).samples
+    return manager._split_train_data_by_dp(manager._convert_samples_to_train_data(samples))
 
 
 def _gap(batch: Any, cp_size: int) -> CellResult:
@@ -262,13 +299,27 @@ class RatioMatrix:
                 results.append(judged((args.layout, sampling, old), gaps, metrics))
         return results
 
-    def _args(self, layout: str, folder: Path) -> Any:
+    def run_far_rollout(self, gap: float) -> dict[tuple[str, float], tuple[str, float]]:
+        """`train_or_stop` on a rollout whose engine log-probs are `gap` nats too low."""
+        from support.distributed import run_distributed
+
+        from slime.utils.rollout_dump import read_rollout_dump, save_debug_rollout_data
+
+        samples = read_rollout_dump(self.rollout("qwen3", ["plain"])["plain"].format(rollout_id=ROLLOUT_ID))
+        for sample in samples:
+            sample.rollout_log_probs = [value - gap for value in sample.rollout_log_probs]
+        template = str(self.root / "far_{rollout_id}.jsonl")
+        save_debug_rollout_data(template, samples, rollout_id=ROLLOUT_ID, evaluation=False)
+        args = self._args("dense", self.root / "far", lr=1e-2, eps_clip=10.0, eps_clip_high=10.0)
+        return run_distributed(train_or_stop, 1, args, template)[0]
+
+    def _args(self, layout: str, folder: Path, **changed: Any) -> Any:
         from slime.utils.arguments import parse_args
 
         chosen = LAYOUTS[layout]
         folder.mkdir(parents=True)
         model = self.models[chosen.family]
-        options = {**TRAINING, **chosen.options, "hf_checkpoint": model, "load": model, "ref_load": model, "run_dir": folder}
+        options = {**TRAINING, **chosen.options, **changed, "hf_checkpoint": model, "load": model, "ref_load": model, "run_dir": folder}
         options |= {"actor_num_gpus_per_node": chosen.ranks, "load_debug_rollout_data": self.root / "{rollout_id}"}
         if chosen.family == "qwen3_moe":
             options["moe_aux_loss_coeff"] = 0.0

@@ -10,6 +10,7 @@ from typing import Any
 
 import slime.utils.accelerator.before_megatron  # noqa: F401  isort: skip
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
@@ -25,7 +26,7 @@ from slime.backends.megatron_utils.data import (
     to_train_device,
 )
 from slime.backends.megatron_utils.hf_config import read_hf_config
-from slime.backends.megatron_utils.log_prob_capture import captured_log_probs
+from slime.backends.megatron_utils.log_prob_capture import looked_at_log_probs
 from slime.backends.megatron_utils.log_prob_plan import LogProbPlan, reasons_to_recompute_log_probs
 from slime.backends.megatron_utils.loss import (
     compute_advantages_and_returns,
@@ -36,6 +37,7 @@ from slime.backends.megatron_utils.model import forward_only, train
 from slime.backends.megatron_utils.model_provider import virtual_pipeline_size
 from slime.backends.megatron_utils.optimizer import setup_model_and_optimizer
 from slime.backends.megatron_utils.update_weight.publish import publish_weights
+from slime.backends.megatron_utils.weight_ages import WeightAges
 from slime.backends.megatron_utils.weights_backup import WeightsBackup
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log, log_dir_of
 from slime.observability.timer import Timer, inverse_timer, timer
@@ -70,6 +72,7 @@ class MegatronTrainRayActor(TrainRayActor):
         self.weights = WeightsBackup(self.model)
         self.weight_version, self._last_train_step, self._moved_reference = 0, -1, False
         start = self._load()
+        self.weight_ages = WeightAges()
         self._weights_fingerprint: str | None = None
         self._last_rollout_id: int | None = None
         Timer().start("train_wait")
@@ -168,9 +171,9 @@ class MegatronTrainRayActor(TrainRayActor):
         if args.rollout_data_postprocess_path is not None:
             load_function(args.rollout_data_postprocess_path)(args, rollout_id, rollout_data)
         log_rollout_data(rollout_id, args, rollout_data)
-        with captured_log_probs(rollout_data):
+        with looked_at_log_probs(rollout_data, lambda: self._look_at_log_probs(rollout_id, rollout_data)):
             self._step(rollout_id, data_iterator)
-        log_consistency(rollout_id, args, rollout_data)
+        self.weight_ages.trained()
         save_debug_train_data(args, rollout_id=rollout_id, rollout_data=rollout_data)
         self._log_weight_change(rollout_id)
         self.weights.backup("actor")
@@ -180,6 +183,17 @@ class MegatronTrainRayActor(TrainRayActor):
             self._moved_reference = True
         with inverse_timer("train"):
             log_perf_data(rollout_id, args)
+
+    def _look_at_log_probs(self, rollout_id: int, rollout_data: RolloutBatch) -> None:
+        """Before the weights change: a gap to the engine's log-probs is then seen, and may end the run, before it has done harm."""
+        versions = rollout_data.get("oldest_weight_version")
+        log_consistency(
+            rollout_id,
+            self.args,
+            rollout_data,
+            ages_N=self.weight_ages.of(np.array([int(version) for version in versions])) if versions is not None else None,
+            compares_sampler=self.args.keep_old_actor and self._sampler_age is not None,
+        )
 
     def _log_weight_change(self, rollout_id: int) -> None:
         # every rank looks at its own part of the model
@@ -300,6 +314,7 @@ class MegatronTrainRayActor(TrainRayActor):
                 self._weights_fingerprint,
                 publish_weights(self.args, self.model, self.hf_config, self.rollout_manager, self.weight_version),
             )
+        self.weight_ages.published(self.weight_version)
         if self.args.keep_old_actor:
             self.weights.move(ENGINES, to="old_actor")
             self.weights.backup(ENGINES)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 _CAPTURED_LOG_PROBS: dict[int, torch.Tensor] | None = None
+_LOOK: Callable[[], None] | None = None
 
 
 def enable_log_prob_capture() -> None:
@@ -33,19 +34,37 @@ def _maybe_capture_log_probs(batch: dict[str, Any], log_probs: Sequence[torch.Te
 
 
 @contextlib.contextmanager
-def captured_log_probs(rollout_data: dict[str, Any]) -> Iterator[None]:
-    """Inside, training runs; afterwards `rollout_data` has "log_probs" also where no pass computed them before.
+def looked_at_log_probs(rollout_data: dict[str, Any], look: Callable[[], None]) -> Iterator[None]:
+    """Inside, training runs. `look` is called once, before the first optimizer step, or at the end where there is none; `rollout_data` has "log_probs"
+    by then, also where no pass computed them before.
 
     Nothing is kept for a batch that has them, that no engine sampled, or on a rank that computes no loss.
     """
-    if rollout_data.get("log_probs") is not None or rollout_data.get("rollout_log_probs") is None:
-        yield
-        return
-    enable_log_prob_capture()
+    global _LOOK
+    captures = rollout_data.get("log_probs") is None and rollout_data.get("rollout_log_probs") is not None
+    if captures:
+        enable_log_prob_capture()
+
+    def store_and_look() -> None:
+        captured = drain_captured_log_probs() if captures else {}
+        if captured:
+            positions = [int(position) for position in rollout_data["partition"]]
+            if all(position in captured for position in positions):
+                rollout_data["log_probs"] = [captured[position] for position in positions]
+        look()
+
+    _LOOK = store_and_look
     try:
         yield
+        look_before_step()
     finally:
-        captured = drain_captured_log_probs()
-    positions = [int(position) for position in rollout_data["partition"]]
-    if captured and all(position in captured for position in positions):
-        rollout_data["log_probs"] = [captured[position] for position in positions]
+        _LOOK = None
+        drain_captured_log_probs()
+
+
+def look_before_step() -> None:
+    """Calls what `looked_at_log_probs` was given, the first time. The training loop calls it when gradients are there and weights are as before."""
+    global _LOOK
+    look, _LOOK = _LOOK, None
+    if look is not None:
+        look()

@@ -18,6 +18,7 @@ from slime.backends.megatron_utils.ci_gates import CiGates, ci_problems, save_gr
 from slime.backends.megatron_utils.cp_utils import reduce_train_step_metrics
 from slime.backends.megatron_utils.data import get_batch
 from slime.backends.megatron_utils.initialize import is_megatron_main_rank
+from slime.backends.megatron_utils.log_prob_capture import look_before_step
 from slime.backends.megatron_utils.loss import get_rollout_top_p_logprob_kwargs, loss_function
 from slime.backends.megatron_utils.loss_config import LossConfig
 from slime.backends.megatron_utils.optimizer import setup_model_and_optimizer
@@ -115,6 +116,7 @@ def train_one_step(
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     losses = _run_schedule(args, forward_step, data_iterator, model, num_microbatches, forward_only=False)
+    look_before_step()
     grad_norm = math.nan
     updated = False
     if _gradients_are_finite(model):
