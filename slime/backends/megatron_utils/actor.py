@@ -192,7 +192,7 @@ class MegatronTrainRayActor(TrainRayActor):
             self.args,
             rollout_data,
             ages_N=self.weight_ages.of(np.array([int(version) for version in versions])) if versions is not None else None,
-            compares_sampler=self.args.keep_old_actor and self._sampler_age is not None,
+            compares_sampler=self.args.keep_old_actor and self._sampler_tag is not None,
         )
 
     def _log_weight_change(self, rollout_id: int) -> None:
@@ -234,12 +234,17 @@ class MegatronTrainRayActor(TrainRayActor):
     @contextlib.contextmanager
     def _old_weights(self) -> Iterator[None]:
         """Inside, the weights that sampled the rollout, where --keep-old-actor keeps them: those of the engines, or those before."""
-        tag = "old_actor" if self._sampler_age else ENGINES
-        if self._sampler_age is None or tag not in self.weights:
+        if self._sampler_tag is None:
             yield
             return
-        with self.weights.borrowed(tag):
+        with self.weights.borrowed(self._sampler_tag):
             yield
+
+    @property
+    def _sampler_tag(self) -> str | None:
+        """The kept weights that sampled this rollout; None where there are none."""
+        tag = "old_actor" if self._sampler_age else ENGINES
+        return tag if self._sampler_age is not None and tag in self.weights else None
 
     def _log_probs(self, data_iterator: list, num_microbatches: list[int], *, store_prefix: str) -> RolloutBatch:
         return forward_only(
