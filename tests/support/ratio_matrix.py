@@ -175,6 +175,7 @@ def train_or_stop(rank: int, world_size: int, args: Any, template: str) -> dict[
     os.environ["SLIME_ACCELERATOR"] = "cpu"
     from slime.backends.megatron_utils import initialize  # noqa: F401  before anything imports Megatron
     from slime.exceptions import RolloutDataError
+    from slime.observability.timer import timer
 
     results = {}
     with _running_actor(rank, world_size, args) as actor:
@@ -185,7 +186,8 @@ def train_or_stop(rank: int, world_size: int, args: Any, template: str) -> dict[
                 actor.weights.backup("actor")
                 words = ""
                 try:
-                    actor.train_actor(number, actor._get_rollout_data(boxes))
+                    with timer("train"):
+                        actor.train_actor(number, actor._get_rollout_data(boxes))
                 except RolloutDataError as error:
                     words = str(error)
                 results[old, stop] = (words, actor.weights.largest_change("ref"))
