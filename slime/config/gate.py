@@ -25,13 +25,17 @@ class GateOptions:
     )
     gate_policy: str = option(
         "mark",
-        "What happens to invalid samples: mark keeps them in the batch outside mean, loss and metrics; drop removes them. "
-        "Both train identically.",
-        choices=("mark", "drop"),
+        "What happens to invalid samples: mark keeps them in the batch outside mean, loss and metrics; drop removes them; both train identically. penalize "
+        "trains on what the model got wrong (cut, too short or long, repetitive, badly formatted) with --gate-failure-reward, and marks the rest.",
+        choices=("mark", "drop", "penalize"),
     )
     gate_policies: dict | None = option(
         None,
-        'Policies of single reasons, e.g. {"too_long": "drop", "repetitive": "keep"}; keep trains on them, visibly marked.',
+        'Policies of single reasons, e.g. {"truncated": "penalize", "too_long": "drop", "repetitive": "keep"}; penalize trains on them as failures, keep '
+        "scores and trains them like any other, visibly marked.",
+    )
+    gate_failure_reward: float = option(
+        0.0, "Reward of a penalized sample that has none of its own; it counts in its group's baseline."
     )
     gate_keep_truncated: bool = option(
         False, "Train on responses that were cut at the length limit; they stay marked as truncated."

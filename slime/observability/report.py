@@ -19,6 +19,7 @@ from slime.observability.jsonl import NOT_FINITE, read_jsonl
 
 LEDGER = "rollout/ledger/"
 UNFINISHED = "training_not_finished"
+LEVEL_WINDOW = 5  # rollouts at either end that a rise of failures is read from
 GATE_SHARE = "gate/time/share_of_iteration"
 UPDATE_SKIPPED = "train/update_skipped"
 REWARD_CONFLICTS = "rollout/reward/conflict_count"
@@ -225,6 +226,34 @@ def find_number_problems(run: RunRecords) -> list[str]:
     return problems
 
 
+def find_gate_problems(run: RunRecords) -> list[str]:
+    """Returns a sentence per kind of failure whose share of the samples at least doubled between the run's first and last rollouts."""
+    from slime.rollout.postprocess.alarms import level_message, level_rose
+    from slime.rollout.postprocess.contract import MODEL_FAILURES, REASONS
+
+    problems = []
+    totals = dict(zip(*run.numbers("gate/total"), strict=True))
+    for reason in (reason for reason in REASONS if reason in MODEL_FAILURES):
+        shares = {step: share for step, share in zip(*run.numbers(f"gate/failures/{reason.value}"), strict=True) if step in totals}
+        steps, window = list(shares), min(LEVEL_WINDOW, len(shares) // 2)
+        first, last = steps[:window], steps[len(steps) - window :]
+        (before, at_start), (after, now) = (
+            (round(sum(shares[step] * totals[step] for step in part)), round(sum(totals[step] for step in part))) for part in (first, last)
+        )
+        if not level_rose(after, now, before, at_start):
+            continue
+        trained = sum(run.series.get(f"gate/kept_in_spite/{reason.value}", {}).get(step, 0) for step in last)
+        message = level_message(
+            reason,
+            (after, now),
+            (before, at_start),
+            trains=bool(trained),
+            over=(window, window, (sum(last) - sum(first)) / window),
+        )
+        problems.append(f"the model fails more: {message}")
+    return problems
+
+
 @dataclasses.dataclass(frozen=True)
 class Checks:
     """Which books a run has to balance. A supervised run has no reward; one without training no new weights."""
@@ -275,6 +304,7 @@ def summarize_run(run: RunRecords, checks: Checks = Checks()) -> Summary:
             facts.append(f"weights: changed in {sum(map(bool, values))} of {len(values)} updates")
     if checks.reward:
         problems += find_reward_problems(run)
+        problems += find_gate_problems(run)
     if checks.log_probs is not None:
         problems += find_consistency_problems(run.series, checks.log_probs)
     if shares := run.numbers(GATE_SHARE)[1]:

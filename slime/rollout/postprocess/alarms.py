@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from slime.rollout.postprocess.contract import InvalidReason
+from slime.rollout.postprocess.contract import MODEL_FAILURES, PENALIZABLE, REASONS, InvalidReason, Policy
 from slime.rollout.postprocess.statistics import MAX_SHARE_OF_ITERATION, GateStatistics
 
 MIN_SECONDS_TO_ALARM = 0.5  # a toy iteration of a second is not worth a warning; the summary line says the share anyway
 MIN_RATE_STEP = 0.05
 MIN_RATE_FACTOR = 1.5
 MIN_STANDARD_ERRORS = 2.5
+MIN_LEVEL_FACTOR = 2.0
+FAILURE_LEVEL = "failure_level"
 PSI_MOVED = 0.25
 KS_DISTANCE, KS_P = 0.1, 1e-3
 _CAUSES_OF_RATE = {
@@ -31,10 +33,12 @@ _CAUSES_OF_RATE = {
 
 @dataclasses.dataclass(frozen=True)
 class Alarm:
-    """`name` is stable (gate/alarm/<name> is its metric); `message` says what, with which values, and where to look."""
+    """`name` is stable (gate/alarm/<name> is its metric); `message` says what, with which values, and where to look. `subject`: the reason that an
+    alarm of several is about."""
 
     name: str
     message: str
+    subject: str | None = None
 
 
 def find_alarms(statistics: GateStatistics, history: Sequence[GateStatistics]) -> list[Alarm]:
@@ -66,6 +70,61 @@ def rate_jumped(count: int, total: int, count_before: int, total_before: int) ->
     return rate - before >= MIN_STANDARD_ERRORS * math.sqrt(pooled * (1 - pooled) * (1 / total + 1 / total_before))
 
 
+def level_rose(count: int, total: int, count_at_start: int, total_at_start: int) -> bool:
+    """True if the share count/total is at least twice that of the start, 5 points above it, and above it by more than chance."""
+    if not total or not total_at_start:
+        return False
+    doubled = count / total >= MIN_LEVEL_FACTOR * count_at_start / total_at_start
+    return doubled and rate_jumped(count, total, count_at_start, total_at_start)
+
+
+def level_message(
+    reason: InvalidReason, now: tuple[int, int], at_start: tuple[int, int], *, trains: bool, over: tuple[int, int, float]
+) -> str:
+    """What a risen level means and what to try. `now`, `at_start`: (samples with the reason, samples); trains: whether such samples do; `over`: (first
+    rollouts, last rollouts, rollouts between their middles)."""
+    before, after = at_start[0] / at_start[1], now[0] / now[1]
+    first, last, distance = over
+    text = (
+        f"'{reason.value}' rose from {100 * before:.1f} % of the samples in the first {first} rollouts to {100 * after:.1f} % in the last {last}, "
+        f"{100 * (after - before) / max(distance, 1):+.2f} points a rollout. "
+    )
+    if trains:
+        return text + f"They train, and it rises all the same: look at {_cause(reason)}."
+    if reason not in PENALIZABLE:
+        return text + f"Look at {_cause(reason)}."
+    return text + (
+        "They are rejected, so no gradient teaches the model to avoid it: try --gate-policies "
+        f"'{{\"{reason.value}\": \"penalize\"}}', or look at {_cause(reason)}."
+    )
+
+
+def find_level_alarms(
+    start: Mapping[int, GateStatistics], recent: Mapping[int, GateStatistics], policy_of: Callable[[InvalidReason], Policy]
+) -> list[Alarm]:
+    """One alarm per kind of model failure whose share rose since the run's first rollouts. Both are statistics by rollout."""
+    alarms = []
+    totals = [sum(statistics.total for statistics in part.values()) for part in (recent, start)]
+    for reason in (reason for reason in REASONS if reason in MODEL_FAILURES):
+        counts = [sum(statistics.failures[reason] for statistics in part.values()) for part in (recent, start)]
+        if not level_rose(counts[0], totals[0], counts[1], totals[1]):
+            continue
+        distance = sum(recent) / len(recent) - sum(start) / len(start)
+        message = level_message(
+            reason,
+            (counts[0], totals[0]),
+            (counts[1], totals[1]),
+            trains=policy_of(reason) in (Policy.KEEP, Policy.PENALIZE),
+            over=(len(start), len(recent), distance),
+        )
+        alarms.append(Alarm(FAILURE_LEVEL, message, reason.value))
+    return alarms
+
+
+def _cause(reason: InvalidReason) -> str:
+    return _CAUSES_OF_RATE.get(reason, "the engine, its version and its tokenizer")
+
+
 def _rate_alarms(statistics: GateStatistics, history: Sequence[GateStatistics]) -> list[Alarm]:
     total, before = statistics.total, sum(s.total for s in history)
     invalid, invalid_before = total - statistics.kept, sum(s.total - s.kept for s in history)
@@ -74,12 +133,11 @@ def _rate_alarms(statistics: GateStatistics, history: Sequence[GateStatistics]) 
     dropped = statistics.dropped
     rises = {reason: dropped[reason] / total - sum(s.dropped[reason] for s in history) / before for reason in dropped}
     reason = max(rises, key=lambda name: rises[name])
-    cause = _CAUSES_OF_RATE.get(reason, "the engine, its version and its tokenizer")
     return [
         Alarm(
             "drop_rate",
             f"{100 * invalid / total:.1f} % of the samples are invalid, {100 * invalid_before / before:.1f} % in the last {len(history)} "
-            f"rollouts. Most of the rise is '{reason.value}' (+{100 * rises[reason]:.1f} points): look at {cause}.",
+            f"rollouts. Most of the rise is '{reason.value}' (+{100 * rises[reason]:.1f} points): look at {_cause(reason)}.",
         )
     ]
 

@@ -129,6 +129,16 @@ def is_kept(chunk: Chunk, reason: InvalidReason, rows: np.ndarray) -> np.ndarray
     ]
 
 
+def is_penalized(chunk: Chunk, reason: InvalidReason, rows: np.ndarray) -> np.ndarray:
+    """[len(rows)] bool: a finding with `reason` is penalized by policy. A task's own rule for cuts, and level "off", come before the policy."""
+    if chunk.config.policy_of(reason) is not Policy.PENALIZE:
+        return np.zeros(len(rows), dtype=bool)
+    if reason is not InvalidReason.TRUNCATED:
+        return np.ones(len(rows), dtype=bool)
+    by_policy = chunk.level("truncated") is not Level.OFF
+    return np.array([by_policy and r.keep_truncated is None for r in chunk.rules])[chunk.rule_index[rows]]
+
+
 def find_log_prob_mismatch(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
     """Log-probs that are absent under a policy that needs them, or not one per response token."""
     lengths, config = chunk.log_prob_lengths[rows], chunk.config
@@ -371,6 +381,8 @@ def find_bad_reward(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
     if not chunk.config.rewards_expected:
         return result
     for position, row in enumerate(rows.tolist()):
+        if chunk.penalized[row] and chunk.samples[row].reward is None:
+            continue  # it gets the reward of a failure
         problem = reward_problem(chunk.samples[row].reward, chunk.config.reward_key)
         if problem is not None:
             result[position] = True

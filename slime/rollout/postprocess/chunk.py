@@ -62,6 +62,7 @@ class Chunk:
         self.texts: dict[int, str] = {}
         self.masks: dict[int, list[int]] = {}
         self.answers: dict[int, str] = {}
+        self.penalized = np.zeros(self.num_samples, dtype=bool)
         self.identity_problems: dict[int, str] = {}
         self.counts: collections.Counter = collections.Counter()
         self._text_view: dict[int, str] = {}

@@ -64,6 +64,8 @@ NEVER_KEPT = frozenset(
         InvalidReason.REJECTED,
     }
 )
+# What may train with the failure's reward: the model wrote it, and there is something to train on.
+PENALIZABLE = MODEL_FAILURES - NEVER_KEPT
 
 
 def reason_of_code(code: int) -> InvalidReason | None:
@@ -77,11 +79,13 @@ def is_model_failure(sample: Any) -> bool:
 
 
 class Policy(str, enum.Enum):
-    """What happens to a sample with a reason: stays with valid=False; leaves the list; stays valid with the reason visible."""
+    """What happens to a sample with a reason: stays with valid=False; leaves the list; stays valid with the reason visible, and is scored like any other; or
+    stays valid and has the reward of a failure, unless it brings its own."""
 
     MARK = "mark"
     DROP = "drop"
     KEEP = "keep"
+    PENALIZE = "penalize"
 
 
 class Level(str, enum.Enum):
@@ -250,6 +254,7 @@ class GateConfig:
     """
 
     policies: Mapping[InvalidReason, Policy] = dataclasses.field(default_factory=dict)
+    failure_reward: float = 0.0
     level: Level = Level.STRICT
     levels: Mapping[str, Level] = dataclasses.field(default_factory=dict)
     schedule: tuple[ScheduleStep, ...] = ()
@@ -286,6 +291,13 @@ class GateConfig:
                 raise ConfigError(
                     f"Gate policy 'keep' for '{reason.value}' is refused: such a sample cannot be trained. Use 'mark' or 'drop'."
                 )
+            if policy is Policy.PENALIZE and reason not in PENALIZABLE:
+                raise ConfigError(
+                    f"Gate policy 'penalize' for '{reason.value}' is refused: only {sorted(r.value for r in PENALIZABLE)} can be penalized, which the model "
+                    "wrote and which can be trained. Use 'mark' or 'drop'."
+                )
+        if not math.isfinite(self.failure_reward):
+            raise ConfigError(f"Gate failure reward {self.failure_reward} (--gate-failure-reward) must be a finite number.")
         unknown = sorted(set(self.levels) - set(QUALITY_CHECKS))
         if unknown:
             raise ConfigError(
@@ -358,7 +370,7 @@ class Verdict:
 
     `detail` says where and with which values. `text`: the response text decoded from the tokens when it must replace the engine's.
     `keep_mask`: positions (0/1, [T]) that may carry loss where log-probs were missing and the policy is `mask`.
-    `answer`: content of the pair that the task's format scores.
+    `answer`: content of the pair that the task's format scores. `reward`: of a sample that is penalized and has none.
     """
 
     valid: bool
@@ -367,4 +379,5 @@ class Verdict:
     text: str | None = None
     keep_mask: list[int] | None = None
     answer: str | None = None
+    reward: float | dict[str, float] | None = None
     dropped: bool = False

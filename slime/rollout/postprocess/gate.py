@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,16 @@ import numpy as np
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.rollout.postprocess.adapters import ADAPTERS
 from slime.rollout.postprocess.alignment import Codec, codec_of
-from slime.rollout.postprocess.checks import CHECKS, Check, earlier_reason, is_kept, reward_problem
+from slime.rollout.postprocess.checks import CHECKS, Check, earlier_reason, is_kept, is_penalized, reward_problem
 from slime.rollout.postprocess.chunk import FINISH_NAMES, Chunk
-from slime.rollout.postprocess.contract import GateConfig, MissingLogProbs, Policy, Verdict, reason_of_code
+from slime.rollout.postprocess.contract import (
+    PENALIZABLE,
+    GateConfig,
+    MissingLogProbs,
+    Policy,
+    Verdict,
+    reason_of_code,
+)
 from slime.rollout.postprocess.early import EARLY
 from slime.rollout.postprocess.ragged import Scratch, token_array
 from slime.rollout.postprocess.readable import stand_ins
@@ -38,8 +45,8 @@ def _no_seconds() -> collections.defaultdict[str, float]:
 @dataclasses.dataclass
 class Outcome:
     """What the checks said about N samples. `codes` [N] int8: reason code of invalid samples, 0 = valid. `findings` [N] int8: the
-    reason a valid sample was kept in spite of. Sparse by position: details, texts (decoded responses), masks, answers. `counts` and
-    `seconds` are sums."""
+    reason a valid sample was kept in spite of. Sparse by position: details, texts (decoded responses), masks, answers, rewards (of penalized
+    samples that have none). `counts` and `seconds` are sums."""
 
     codes: np.ndarray
     findings: np.ndarray
@@ -47,6 +54,7 @@ class Outcome:
     texts: dict[int, str] = dataclasses.field(default_factory=dict)
     masks: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     answers: dict[int, str] = dataclasses.field(default_factory=dict)
+    rewards: dict[int, Any] = dataclasses.field(default_factory=dict)
     counts: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     seconds: collections.defaultdict[str, float] = dataclasses.field(default_factory=_no_seconds)
 
@@ -58,7 +66,7 @@ class Outcome:
         total = Outcome(np.concatenate([p.codes for p in parts]), np.concatenate([p.findings for p in parts]))
         first = 0
         for part in parts:
-            for name in ("details", "texts", "masks", "answers"):
+            for name in ("details", "texts", "masks", "answers", "rewards"):
                 getattr(total, name).update({first + row: value for row, value in getattr(part, name).items()})
             total.counts.update(part.counts)
             for name, value in part.seconds.items():
@@ -70,14 +78,20 @@ class Outcome:
 @dataclasses.dataclass(frozen=True)
 class PostprocessResult:
     """`samples` in input order (dropped ones left out); `raw_rows[i]` is the input position of `samples[i]`; one verdict per
-    *input* sample; statistics of the call; alarms are filled by the shell that knows the history. `judged`: every input sample, marked."""
+    *input* sample; statistics of the call; alarms are filled by the shell that knows the history. `build(row)` makes the marked sample of an input."""
 
     samples: list[Sample]
     statistics: GateStatistics
     verdicts: list[Verdict]
     raw_rows: list[int]
-    judged: list[Sample]
+    build: Callable[[int], Sample]
     alarms: tuple = ()
+
+    @functools.cached_property
+    def judged(self) -> list[Sample]:
+        """Every input sample, marked: `samples`, and those that were dropped."""
+        kept = dict(zip(self.raw_rows, self.samples, strict=True))
+        return [kept[row] if row in kept else self.build(row) for row in range(len(self.verdicts))]
 
 
 def postprocess_output_data(
@@ -191,22 +205,43 @@ def _judge_chunk(chunk: Chunk) -> Outcome:
         if not check.is_on(chunk):
             continue
         start = time.perf_counter()
-        failed = check.find(chunk, alive)
-        chunk.counts[check.counter] += len(alive)
+        rows, settled = _rows_for(chunk, check, alive)
+        failed = check.find(chunk, rows)
+        chunk.counts[check.counter] += len(rows)
         if np.count_nonzero(failed):  # several times as fast as any()
-            alive = _record(chunk, check, alive, failed, codes, findings, details)
+            rows = _record(chunk, check, rows, failed, codes, findings, details)
+            alive = rows if settled is None else np.sort(np.concatenate([rows, settled]))
         seconds[check.name] += time.perf_counter() - start
     _count_finish_reasons(chunk)
     counts = collections.Counter({name: count for name, count in chunk.counts.items() if count})
     keep = {row for row in chunk.masks if codes[row] == 0}
     masks = {row: mask for row, mask in chunk.masks.items() if row in keep}
-    return Outcome(codes, findings, details, chunk.texts, masks, chunk.answers, counts, seconds)
+    return Outcome(codes, findings, details, chunk.texts, masks, chunk.answers, _rewards_of_failures(chunk, codes), counts, seconds)
+
+
+def _rows_for(chunk: Chunk, check: Check, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """(rows that the check looks at, rows that it need not look at or None): a penalized sample is a failure already, and another failure of the
+    model's does not exclude it. Whether it can be trained at all is still looked at."""
+    if check.reason not in PENALIZABLE or not chunk.penalized.any():
+        return alive, None
+    settled = chunk.penalized[alive]
+    return alive[~settled], alive[settled]
+
+
+def _rewards_of_failures(chunk: Chunk, codes: np.ndarray) -> dict[int, Any]:
+    """{row: reward} of the penalized samples that passed everything else and have no reward of their own."""
+    config = chunk.config
+    reward = {config.reward_key: config.failure_reward} if config.reward_key else config.failure_reward
+    rows = np.flatnonzero(chunk.penalized & (codes == 0)).tolist()
+    return {row: reward for row in rows if chunk.samples[row].reward is None}
 
 
 def _record(chunk: Chunk, check: Check, alive, failed, codes, findings, details) -> np.ndarray:
     """Writes the reason of the failed rows and returns the rows that go on: the others, and those kept by policy."""
     rows = alive[failed]
-    kept = is_kept(chunk, check.reason, rows) & check.may_be_kept
+    penalized = is_penalized(chunk, check.reason, rows) & check.may_be_kept
+    chunk.penalized[rows[penalized]] = True
+    kept = (is_kept(chunk, check.reason, rows) & check.may_be_kept) | penalized
     first_finding = rows[kept & (findings[rows] == 0)]
     findings[first_finding] = check.reason.code
     codes[rows[~kept]] = check.reason.code
@@ -257,6 +292,7 @@ def _verdicts(outcome: Outcome, config: GateConfig) -> list[Verdict]:
         | outcome.texts.keys()
         | outcome.masks.keys()
         | outcome.answers.keys()
+        | outcome.rewards.keys()
     )
     for row in special:
         reason = reason_of_code(int(outcome.codes[row]))
@@ -268,6 +304,7 @@ def _verdicts(outcome: Outcome, config: GateConfig) -> list[Verdict]:
             text=outcome.texts.get(row) if valid else None,
             keep_mask=outcome.masks.get(row),
             answer=outcome.answers.get(row) if valid else None,
+            reward=outcome.rewards.get(row) if valid else None,
             dropped=reason is not None and config.policy_of(reason) is Policy.DROP and not config.evaluation,
         )
     return verdicts
@@ -288,8 +325,18 @@ def _marked(sample: Sample, verdict: Verdict) -> Sample:
         fields["response"] = verdict.text
     if verdict.answer is not None and isinstance(sample.metadata, dict):
         fields["metadata"] = {**sample.metadata, "answer_text": verdict.answer}
+    if verdict.reward is not None:
+        fields["reward"] = verdict.reward
     if verdict.keep_mask is not None:
         fields["loss_mask"], fields["rollout_log_probs"] = _masked_columns(sample, verdict.keep_mask)
+    return marked
+
+
+def _built(samples: Sequence[Sample], verdicts: Sequence[Verdict], is_reward_bad: Callable[[Any], bool], row: int) -> Sample:
+    """The marked sample of an input, with stand-ins for what nobody can read in an invalid one."""
+    marked = _marked(samples[row], verdicts[row])
+    if not marked.valid:
+        marked.__dict__.update(stand_ins(marked, is_reward_bad))
     return marked
 
 
@@ -317,12 +364,10 @@ def assemble(
     verdicts = _verdicts(outcome, config)
     raw_rows = [row for row, verdict in enumerate(verdicts) if not verdict.dropped]
     if config.evaluation:
-        judged = [_copied(sample) for sample in samples]
+        build: Callable[[int], Sample] = lambda row: _copied(samples[row])  # noqa: E731
     else:
-        judged = apply_verdicts(samples, verdicts)
-        for sample in judged:
-            if not sample.valid:
-                sample.__dict__.update(stand_ins(sample, functools.partial(_is_bad_reward, config)))
+        build = functools.partial(_built, samples, verdicts, functools.partial(_is_bad_reward, config))
+    built = [build(row) for row in raw_rows]
     outcome.seconds["assemble"] += time.perf_counter() - start
     statistics = describe_samples(samples, outcome, config).with_history(previous)
-    return PostprocessResult([judged[row] for row in raw_rows], statistics, verdicts, raw_rows, judged)
+    return PostprocessResult(built, statistics, verdicts, raw_rows, build)

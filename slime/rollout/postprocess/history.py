@@ -25,6 +25,12 @@ class GateHistory:
         self.window = max(window, 1)
         # by evaluation, then by rollout, oldest first
         self._past: dict[bool, dict[int, GateStatistics]] = {False: {}, True: {}}
+        self._start: dict[int, GateStatistics] = {}  # the run's first rollouts
+
+    def level_of_failures(self) -> tuple[dict[int, GateStatistics], dict[int, GateStatistics]]:
+        """(the run's first `window` training rollouts, the last `window` of those after them), by rollout."""
+        later = {number: past for number, past in self._past[False].items() if number not in self._start}
+        return dict(self._start), dict(list(later.items())[-self.window :])
 
     def last(self, *, evaluation: bool) -> list[GateStatistics]:
         """The statistics of at most `window` rollouts, oldest first."""
@@ -35,6 +41,8 @@ class GateHistory:
         past = self._past[evaluation]
         past.pop(rollout_id, None)
         past[rollout_id] = GateStatistics.from_history(statistics.to_history())
+        if not evaluation and (rollout_id in self._start or len(self._start) < self.window):
+            self._start[rollout_id] = past[rollout_id]
         for oldest in list(past)[: -(self.window + _AHEAD)]:
             del past[oldest]
 
@@ -48,11 +56,12 @@ class GateHistory:
             for evaluation, past in self._past.items()
             for number in [number for number in past if number <= rollout_id + evaluation][-self.window :]
         ]
+        start = {str(number): first.to_history() for number, first in self._start.items() if number <= rollout_id}
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             with temporary.open("wb") as file:
-                file.write(encode({"format": FORMAT, "rollout_id": rollout_id, "records": len(records)}))
+                file.write(encode({"format": FORMAT, "rollout_id": rollout_id, "records": len(records), "start": start}))
                 file.writelines(map(encode, records))
                 file.flush()
                 os.fsync(file.fileno())
@@ -63,6 +72,7 @@ class GateHistory:
     def read(self, path: Path, rollout_id: int) -> str | None:
         """Remembers what `write` wrote, and nothing else. Returns what is missing, in words, None if nothing is."""
         self._past = {False: {}, True: {}}
+        self._start = {}
         if not path.exists():
             return f"there is no {path}"
         try:
@@ -75,6 +85,10 @@ class GateHistory:
                 if line["format"] != FORMAT:
                     return f"{path} has format {line['format']!r}; this version reads {FORMAT}"
                 num_expected = line.get("records")
+                try:
+                    self._start = {int(number): GateStatistics.from_history(first) for number, first in line.get("start", {}).items()}
+                except (LookupError, TypeError, ValueError, OverflowError, AttributeError):
+                    return f"the head of {path} is damaged"
                 continue
             try:
                 self._remember(line, rollout_id)

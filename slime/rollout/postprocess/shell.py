@@ -12,11 +12,12 @@ from typing import Any
 
 from slime.exceptions import ConfigError
 from slime.observability.jsonl import JsonlWriter
-from slime.rollout.postprocess.alarms import find_alarms
+from slime.rollout.postprocess.alarms import Alarm, find_alarms, find_level_alarms
 from slime.rollout.postprocess.alignment import codec_of
 from slime.rollout.postprocess.contract import (
     FORMAT_PRESETS,
     NEVER_KEPT,
+    PENALIZABLE,
     REASON_OF_VALUE,
     REASONS,
     FormatSpec,
@@ -65,6 +66,7 @@ class Gate:
         self._writer = None if run_dir is None else JsonlWriter(Path(run_dir) / RECORD_FILE)
         self._history = GateHistory(window)
         self._saved: tuple[str | Path, int] | None = None  # the last checkpoint
+        self._warned_at: dict[str, int] = {}  # the last rollout at which a reason's level was warned about
 
     @staticmethod
     def from_args(args: Any, tokenizer: Any = None) -> Gate:
@@ -124,8 +126,10 @@ class Gate:
         if not evaluation:
             statistics = statistics.with_early_check(*EARLY.take())
             EARLY.reached(rollout_id + 1, statistics.rate_of(InvalidReason.BAD_FORMAT))
-        alarms = tuple(find_alarms(statistics, history))
         self._history.add(rollout_id, statistics, evaluation=evaluation)
+        alarms = tuple(find_alarms(statistics, history))
+        if not evaluation:
+            alarms += tuple(find_level_alarms(*self._history.level_of_failures(), config.policy_of))
         if evaluation and self._saved is not None and self._saved[1] == rollout_id - 1:
             self.save(*self._saved)  # the evaluation of the weights in that checkpoint is part of what came before its resume
         result = dataclasses.replace(result, statistics=statistics, alarms=alarms)
@@ -167,11 +171,22 @@ class Gate:
         if self._writer is not None:
             self._writer.close()
 
+    def _is_repeated(self, alarm: Alarm, rollout_id: int) -> bool:
+        """True for an alarm about a level that lasts, and was warned about within the last window of rollouts; the record has it every time."""
+        if alarm.subject is None:
+            return False
+        last = self._warned_at.get(alarm.subject)
+        if last is not None and 0 <= rollout_id - last < self._history.window:
+            return True
+        self._warned_at[alarm.subject] = rollout_id
+        return False
+
     def _report(self, result: PostprocessResult, rollout_id: int, evaluation: bool, config: GateConfig) -> None:
         kind = "evaluation" if evaluation else "rollout"
         logger.info("%s %d %s", kind, rollout_id, result.statistics.summary())
         for alarm in result.alarms:
-            logger.warning("%s %d gate alarm [%s]: %s", kind, rollout_id, alarm.name, alarm.message)
+            if not self._is_repeated(alarm, rollout_id):
+                logger.warning("%s %d gate alarm [%s]: %s", kind, rollout_id, alarm.name, alarm.message)
         if self._writer is None:
             return
         record = {
@@ -205,6 +220,7 @@ def gate_config_from_args(args: Any, tokenizer: Any = None) -> GateConfig:
         missing = "error" if uses_log_probs else "allow"
     return GateConfig(
         policies=_policies(args),
+        failure_reward=args.gate_failure_reward,
         level=Level(args.gate_level),
         levels={name: _member(Level, level, "--gate-levels") for name, level in (args.gate_levels or {}).items()},
         schedule=tuple(parse_schedule_step(text) for text in args.gate_schedule or ()),
@@ -274,7 +290,9 @@ def tokenizer_version(tokenizer: Any) -> str | None:
 
 
 def _policies(args: Any) -> dict[InvalidReason, Policy]:
-    policies = {reason: Policy(args.gate_policy) for reason in REASONS}
+    general = Policy(args.gate_policy)
+    others = Policy.MARK if general is Policy.PENALIZE else general
+    policies = {reason: general if reason in PENALIZABLE else others for reason in REASONS}
     if args.gate_keep_truncated:
         policies[InvalidReason.TRUNCATED] = Policy.KEEP
     for name, policy in (args.gate_policies or {}).items():
@@ -284,6 +302,11 @@ def _policies(args: Any) -> dict[InvalidReason, Policy]:
         if policies[REASON_OF_VALUE[name]] is Policy.KEEP and REASON_OF_VALUE[name] in NEVER_KEPT:
             raise ConfigError(
                 f"--gate-policies cannot keep '{name}': such a sample cannot be trained. Use mark or drop."
+            )
+        if policies[REASON_OF_VALUE[name]] is Policy.PENALIZE and REASON_OF_VALUE[name] not in PENALIZABLE:
+            raise ConfigError(
+                f"--gate-policies cannot penalize '{name}'. It can penalize {sorted(reason.value for reason in PENALIZABLE)}, which the model wrote and which "
+                "can be trained. Use mark or drop."
             )
     return policies
 

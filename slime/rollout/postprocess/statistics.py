@@ -115,6 +115,12 @@ class GateStatistics:
         return {reason: int(counts[reason.code]) for reason in REASONS}
 
     @property
+    def failures(self) -> dict[InvalidReason, int]:
+        """What the model got wrong, by reason, whether such samples are rejected, penalized or kept."""
+        dropped, kept = self.dropped, self.kept_in_spite
+        return {reason: dropped[reason] + kept[reason] for reason in REASONS if reason.is_model_failure}
+
+    @property
     def drop_rate(self) -> float:
         """Invalid share of all samples in [0, 1], 0.0 of nothing."""
         return 1.0 - self.kept / self.total if self.total else 0.0
@@ -214,6 +220,7 @@ class GateStatistics:
         values, times = np.unique(self.kept_lengths, return_counts=True)
         return {
             "dropped": {reason.value: count for reason, count in self.dropped.items() if count},
+            "kept_in_spite": {reason.value: count for reason, count in self.kept_in_spite.items() if count},
             "kept_lengths": {"tokens": values.tolist(), "samples": times.tolist()},
             "counts": {name: int(count) for name, count in sorted(self.counts.items())},
             "versions": dict(self.versions),
@@ -224,15 +231,17 @@ class GateStatistics:
         """Statistics that compare as those of `to_history` did; order, groups and times are gone. ValueError, TypeError or LookupError
         for a record that is none."""
         codes = {REASON_OF_VALUE[name].code: int(count) for name, count in record["dropped"].items()}
+        findings = {REASON_OF_VALUE[name].code: int(count) for name, count in record.get("kept_in_spite", {}).items()}
         tokens, times = (np.array(record["kept_lengths"][name], dtype=np.int64) for name in ("tokens", "samples"))
         num_invalid = sum(codes.values())
         total = int(times.sum()) + num_invalid
-        if tokens.ndim != 1 or tokens.shape != times.shape or not 0 <= total < _MAX_SAMPLES:
+        num_plain = total - num_invalid - sum(findings.values())
+        if tokens.ndim != 1 or tokens.shape != times.shape or not 0 <= total < _MAX_SAMPLES or num_plain < 0:
             raise ValueError(f"{len(tokens)} lengths, {len(times)} numbers of samples with them, {total} samples: no gate record.")
         kept = np.repeat(tokens.astype(np.int32), times)
         return GateStatistics(
             codes=np.repeat(np.array([0, *codes], dtype=np.int8), [len(kept), *codes.values()]),
-            findings=np.zeros(total, dtype=np.int8),
+            findings=np.repeat(np.array([*findings, 0], dtype=np.int8), [*findings.values(), total - sum(findings.values())]),
             lengths=np.concatenate([kept, np.zeros(num_invalid, dtype=np.int32)]),
             group_ids=np.full(total, NO_GROUP, dtype=np.int64),
             rollout_ids=np.full(total, NO_ROLLOUT, dtype=np.int64),
@@ -297,6 +306,7 @@ class GateStatistics:
             metrics[f"gate/count/{reason.value}"] = count
             metrics[f"gate/ratio/{reason.value}"] = count / total
         metrics.update({f"gate/kept_in_spite/{r.value}": c for r, c in self.kept_in_spite.items() if c})
+        metrics.update({f"gate/failures/{reason.value}": count / total for reason, count in self.failures.items()})
         metrics.update({f"gate/alignment/{c.value}": self.counts.get(f"cause_{c.value}", 0) for c in MismatchCause})
         metrics.update({f"gate/length/{name}": value for name, value in self.length_summary().items()})
         metrics.update({f"gate/drift/{name}": value for name, value in dataclasses.asdict(self.drift).items()})
