@@ -36,6 +36,11 @@ class Run:
     num_rollout_per_epoch: int | None
     begun_at: dict[int, int] = dataclasses.field(default_factory=dict)  # rollout -> versions published when it was begun
 
+    @property
+    def trainers(self) -> list[Any]:
+        """The groups of training ranks, the critic's first, as they train."""
+        return [group for group in (self.critic, self.actor) if group is not None]
+
     def is_due(self, rollout_id: int, interval: int | None) -> bool:
         """True after the rollouts at which a periodic action (save, evaluation) falls due."""
         from slime.utils.misc import should_run_periodic_action
@@ -157,9 +162,35 @@ def log_trained(args: Any, rollout_id: int, shards: list) -> None:
     log(args, {**metrics, "rollout/step": compute_rollout_step(args, rollout_id)}, step_key="rollout/step")
 
 
+def begin_training(run: Run) -> None:
+    """Engines give their memory back and trainers take theirs, as --offload-rollout, --offload-train and --release-train ask."""
+    from slime.ray.utils import wait_for
+
+    if run.args.offload_rollout and not run.args.debug_train_only:
+        wait_for([run.rollout_manager.offload.remote()], what="freeing the engines' memory", timeout_s=run.args.step_timeout)
+    for group in run.trainers:
+        if run.args.release_train:
+            group.recreate(run.rollout_manager)
+        elif run.args.offload_train:
+            group.onload()
+
+
+def end_training(run: Run) -> None:
+    """Trainers give their memory back until the next rollout is generated."""
+    for group in run.trainers:
+        if run.args.release_train:
+            group.suspend()
+        elif run.args.offload_train:
+            group.offload()
+
+
 def update_weights(run: Run) -> None:
-    """Gives the engines the trained weights."""
+    """Gives the engines the trained weights, after the memory that they gave back for training."""
+    from slime.ray.utils import wait_for
+
     report(phase="updating weights")
+    if run.args.offload_rollout:
+        wait_for([run.rollout_manager.onload.remote()], what="giving the engines memory", timeout_s=run.args.step_timeout)
     run.actor.update_weights()
 
 
@@ -169,9 +200,8 @@ def save(run: Run, rollout_id: int) -> None:
 
     report(phase="saving")
     wait_for([run.rollout_manager.save.remote(rollout_id)], what="saving the data position", timeout_s=run.args.step_timeout)
-    for group in (run.critic, run.actor):
-        if group is not None:
-            group.save_model(rollout_id)
+    for group in run.trainers:
+        group.save_model(rollout_id)
 
 
 def evaluate(run: Run, rollout_id: int) -> None:
@@ -190,15 +220,19 @@ def train(run: Run) -> None:
     evaluates = args.eval_interval is not None and not args.debug_train_only
     if evaluates and run.start_rollout_id == 0 and not args.skip_eval_before_train:
         evaluate(run, run.start_rollout_id)
+    end_training(run)  # of the trainers' start
     for rollout_id in range(run.start_rollout_id, run.num_rollout):
         (shards,) = wait_for([generate(run, rollout_id)], what=f"rollout {rollout_id}", timeout_s=args.step_timeout)
         if args.debug_rollout_only:
             continue
+        begin_training(run)
         train_on(run, rollout_id, shards)
         if run.is_due_to_save(rollout_id):
             save(run, rollout_id)
         if not args.debug_train_only:
             update_weights(run)
+        if rollout_id + 1 < run.num_rollout:
+            end_training(run)
         if evaluates and run.is_due(rollout_id, args.eval_interval):
             evaluate(run, rollout_id + 1)
 

@@ -17,8 +17,12 @@ from slime.train import Run, evaluate, generate, launch, save, train_on, update_
 def train(run: Run) -> None:
     """Runs rollouts `start_rollout_id .. num_rollout - 1` with one rollout in flight ahead of the trainer."""
     args = run.args
-    if args.colocate:
-        raise ConfigError("slime train-async needs devices of their own for trainers and engines: remove --colocate, or use slime train")
+    for name in ("colocate", "offload_train", "offload_rollout", "release_train"):
+        if getattr(args, name):
+            raise ConfigError(
+                "slime train-async needs devices of their own for trainers and engines, which work at the same time: "
+                f"remove --{name.replace('_', '-')}, or use slime train"
+            )
     if args.local:
         raise ConfigError("slime train-async runs engines and trainers at the same time, --local one after the other: use slime train --local.")
     evaluates = args.eval_interval is not None and not args.debug_train_only

@@ -157,9 +157,11 @@ def parse_command_line(argv: Sequence[str] | None = None, add_custom_arguments: 
     flag_values = {name: value for name, value in vars(given).items() if name in own_names and value is not NOT_GIVEN}
     flag_values = {name: _unwrapped(specs_by_name()[name], value) for name, value in flag_values.items()}
     file_other: dict[str, Any] = {}
+    warnings = [*outcome.warnings]
     if control["--config"]:
         file = read_option_file(control["--config"], specs_by_name(), plugin_names=plugin)
         problems += file.problems
+        warnings += file.warnings
         values.update(file.known)
         sources.update(dict.fromkeys(file.known, control["--config"]))
         file_other = {name: value for name, value in file.other.items() if plugin[name] == parser.get_default(name)}
@@ -169,6 +171,7 @@ def parse_command_line(argv: Sequence[str] | None = None, add_custom_arguments: 
     if values.get("custom_config_path"):
         file = read_option_file(values["custom_config_path"], specs_by_name(), strict=False)
         problems += file.problems
+        warnings += file.warnings
         values.update({**file.known, **file.other})
         sources.update(dict.fromkeys([*file.known, *file.other], values["custom_config_path"]))
     if problems and control["--help"] is None:
@@ -176,7 +179,7 @@ def parse_command_line(argv: Sequence[str] | None = None, add_custom_arguments: 
     return CommandLine(
         args=argparse.Namespace(**{name: _copied(value) for name, value in values.items()}),
         given=sources,
-        warnings=tuple(outcome.warnings),
+        warnings=tuple(warnings),
         counts={
             "honoured": len(sources) - len(outcome.mapped),
             "mapped": len(outcome.mapped),

@@ -27,16 +27,19 @@ class ClusterOptions:
         "GPUs of all engines together; None: those of training with --colocate, else what --rollout-num-engines need.",
     )
     rollout_num_gpus_per_engine: int = option(1, "GPUs of one engine. The embedded engine runs on one device.")
-    num_gpus_per_node: int = option(8, "GPUs of one node, for placing engines that span nodes.")
     colocate: bool = option(False, "Training and engines share devices and take turns; turns offloading on.")
     offload: bool = option(False, "Short for --offload-train and --offload-rollout.")
     offload_train: bool | None = option(
-        None, "Move training state to the CPU while engines generate; None: with --colocate."
+        None,
+        "Move weights, gradients and optimizer state out of the device's memory while engines generate (on a CPU machine they are in host "
+        "memory already); None: with --colocate.",
     )
     offload_rollout: bool | None = option(
-        None, "Let engines free their memory while training runs; None: with --colocate."
+        None, "Let engines give their KV cache's memory back while training runs; None: with --colocate."
     )
-    release_train: bool = option(False, "Stop the training processes while engines generate, and start them again.")
+    release_train: bool = option(
+        False, "End the training processes while engines generate, with their state in suspended/ of the run folder, and start them again."
+    )
     keep_old_actor: bool = option(
         False, "Keep a copy of the weights that the engines use, for old log-probs in the asynchronous loop."
     )

@@ -83,6 +83,11 @@ TABLE: tuple[CompatFlag, ...] = (
     ),
     *_listed(
         IGNORED,
+        "an engine runs on one device here and none spans nodes; the training ranks of a node are --actor-num-gpus-per-node",
+        "num_gpus_per_node",
+    ),
+    *_listed(
+        IGNORED,
         "it tunes CUDA kernels or memory only and changes no result",
         "empty_unused_memory_level train_memory_margin_bytes "
         "record_memory_history memory_snapshot_dir memory_snapshot_num_steps memory_recorder no_offload_train_allocator",

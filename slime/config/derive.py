@@ -192,12 +192,13 @@ def _backend(args: argparse.Namespace) -> dict[str, Any]:
     )
 
 
-@step("colocate", "offload", "offload_train", "offload_rollout", "release_train")
+@step("colocate", "offload", "offload_train", "offload_rollout", "rollout_external_engine_addrs")
 def _offload(args: argparse.Namespace) -> dict[str, Any]:
     default = bool(args.colocate or args.offload)
+    frees_engines = default and not args.rollout_external_engine_addrs
     return {
         "offload_train": default if args.offload_train is None else args.offload_train,
-        "offload_rollout": default if args.offload_rollout is None else args.offload_rollout,
+        "offload_rollout": frees_engines if args.offload_rollout is None else args.offload_rollout,
     }
 
 

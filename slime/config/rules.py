@@ -526,6 +526,18 @@ def environment_of_the_trainers_is_text(args):
         return f"--train-env-vars: values must be texts, got {wrong!r}. Write numbers in quotes."
 
 
+@rule("local", "release_train")
+def one_process_is_not_ended_between_rollouts(args):
+    if args.local and args.release_train:
+        return "--release-train ends the trainers' processes while engines generate, and --local has one process for both. Leave one of them out."
+
+
+@rule("offload_rollout", "rollout_external_engine_addrs")
+def external_engines_keep_their_memory(args):
+    if args.offload_rollout and args.rollout_external_engine_addrs:
+        return "--offload-rollout frees the memory of engines that the run starts; those of --rollout-external-engine-addrs are not its own. Leave it out."
+
+
 @rule("rollout_external_engine_addrs", "update_weight_transport", "debug_train_only", "debug_rollout_only")
 def external_engines_get_weights(args):
     trains_and_generates = not (args.debug_train_only or args.debug_rollout_only)

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.config.compat import FlagStatus, compat_flags
 from slime.config.derive import VOLATILE
 from slime.config.list_text import convert_list_text, is_list_text
 from slime.config.specs import OptionSpec, convert_text, nearest_names, require_choice
@@ -29,11 +30,14 @@ URL_PASSWORD = re.compile(r"(\w+://)([^/\s:@]+):([^/\s@]+)@")
 
 @dataclasses.dataclass(frozen=True)
 class FileValues:
-    """What a YAML file says: known options by name, other keys by name, and every problem found, each with file and line."""
+    """What a YAML file says: known options by name, other keys by name, every problem found, each with file and line, and the keys that
+    are accepted without effect, each with the reason.
+    """
 
     known: dict[str, Any]
     other: dict[str, Any]
     problems: list[str]
+    warnings: list[str] = dataclasses.field(default_factory=list)
 
 
 def read_option_file(
@@ -78,6 +82,8 @@ def read_option_file(
                 found.known[name] = reader.value(specs[name], value_node)
             elif name in plugin_names or not strict:
                 found.other[name] = reader.plain(value_node)
+            elif (flag := compat_flags().get("--" + name.replace("_", "-"))) and flag.status is FlagStatus.IGNORED:
+                found.warnings.append(f"{path}:{line}: {key} is ignored: {flag.reason}.")
             else:
                 near = nearest_names(name, [*specs, *plugin_names])
                 nearest = f"Did you mean {near[0]!r}?" if near else "`slime train --help` lists all options."

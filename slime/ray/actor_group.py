@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import os
+import shutil
 from typing import Any
 
 from slime.ray import actors
@@ -28,7 +31,8 @@ class RayTrainGroup:
         self.args, self.role, self.with_ref, self.with_opd_teacher = args, role, with_ref, with_opd_teacher
         self.world_size = num_nodes * num_gpus_per_node
         self.num_published = 0  # versions that the engines got
-        self._handlers = self._allocate(actor_path, pg, num_gpus_per_actor)
+        self._place = (actor_path, pg, num_gpus_per_actor)
+        self._handlers = self._allocate(*self._place)
 
     def _allocate(self, actor_path: str, pg: tuple, fraction: float) -> list[Any]:
         group, order, _ = pg
@@ -56,7 +60,10 @@ class RayTrainGroup:
 
     def create(self, rollout_manager: Any = None) -> list[int]:
         """Builds the models; returns each rank's first rollout to run. A rollout manager that cannot start ends the wait."""
-        refs = [handler.call.remote("init", self.args, self.role, self.with_ref, self.with_opd_teacher) for handler in self._handlers]
+        return self._init(self.args, rollout_manager)
+
+    def _init(self, args: Any, rollout_manager: Any) -> list[int]:
+        refs = [handler.call.remote("init", args, self.role, self.with_ref, self.with_opd_teacher) for handler in self._handlers]
         if rollout_manager is not None:
             refs.append(rollout_manager.ready.remote())
         start_ids = self._wait(refs, "loading", self.args.startup_timeout, option="--startup-timeout")[: self.world_size]
@@ -99,6 +106,24 @@ class RayTrainGroup:
     def offload(self) -> None:
         self._all("sleep")
 
+    def suspend(self) -> None:
+        """Writes the ranks' whole state below the run folder and ends their processes, until `recreate`."""
+        self._all("suspend", self._suspended_dir)
+        self._end_processes()
+
+    def recreate(self, rollout_manager: Any) -> None:
+        """Starts the ranks again with the state of `suspend`; nothing where they run."""
+        if self._handlers:
+            return
+        self._handlers = self._allocate(*self._place)
+        folder = self._suspended_dir
+        whole = {"load": folder, "critic_load": folder, "ckpt_step": None, "finetune": False, "no_load_optim": False, "no_load_rng": False}
+        self._init(argparse.Namespace(**{**vars(self.args), **whole}), rollout_manager)
+
+    @property
+    def _suspended_dir(self) -> str:
+        return os.path.join(os.path.abspath(self.args.run_dir), "suspended", self.role)
+
     def clear_memory(self) -> None:
         self._all("clear_memory")
 
@@ -106,9 +131,16 @@ class RayTrainGroup:
         self._all("set_rollout_manager", rollout_manager)
 
     def release(self) -> None:
-        """Ends all ranks: they leave their process group, then their processes end."""
+        """Ends all ranks: they leave their process group, then their processes end. What `suspend` wrote goes with them."""
+        self._end_processes()
+        shutil.rmtree(self._suspended_dir, ignore_errors=True)
+
+    def _end_processes(self) -> None:
+        handlers, self._handlers = self._handlers, []
         try:
-            self._all("stop", timeout_s=STOP_TIMEOUT_S)
+            refs = [handler.call.remote("stop") for handler in handlers]
+            if refs:
+                self._wait(refs, "stop", STOP_TIMEOUT_S)
         finally:
-            for handler in self._handlers:
+            for handler in handlers:
                 actors.kill(handler)

@@ -168,6 +168,14 @@ class RolloutManager:
         if self.args.load is not None and rollout_id is not None and rollout_id >= 0:
             self.gate.load(self.args.load, rollout_id)
 
+    def offload(self) -> None:
+        """Lets the engines free their memory while training runs."""
+        self.server.release_memory(timeout_s=self.args.step_timeout)
+
+    def onload(self) -> None:
+        """Gives it back to them."""
+        self.server.resume_memory(timeout_s=self.args.step_timeout)
+
     def get_num_rollout_per_epoch(self) -> int | None:
         """Rollouts that one pass over the prompts makes; None without a dataset. ConfigError where --num-epoch would run none."""
         num_prompts = 0 if self.data_source is None else len(self.data_source)

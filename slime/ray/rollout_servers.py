@@ -57,6 +57,16 @@ class RolloutServers:
                 found.append(str(slime_error_of(error) or error))
         return found
 
+    def release_memory(self, *, timeout_s: float) -> None:
+        """Our engines give their caches' memory back; one that still has requests keeps it."""
+        freed = wait_for([engine.release_memory.remote() for engine in self.engines], what="freeing the engines' memory", timeout_s=timeout_s)
+        if not all(freed):
+            logger.info("%d of %d engines have requests and keep their memory.", freed.count(False), len(freed))
+
+    def resume_memory(self, *, timeout_s: float) -> None:
+        """Our engines take it again."""
+        wait_for([engine.resume_memory.remote() for engine in self.engines], what="giving the engines memory", timeout_s=timeout_s)
+
     def stop(self) -> None:
         """Ends the router, then the engines. Their processes are gone when it returns."""
         if self.router is not None:

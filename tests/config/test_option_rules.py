@@ -273,6 +273,17 @@ def test_colocation_turns_offloading_on_and_keeps_what_was_meant():
     assert (args.offload_train, args.offload_rollout) == (False, False)
 
 
+def test_engines_that_are_not_the_runs_own_are_not_told_to_free_memory():
+    """--colocate leaves them alone; asked for by name, it is refused with the reason."""
+    external = {"rollout_external_engine_addrs": ["127.0.0.1:1"], "update_weight_transport": "disk", "update_weight_disk_dir": "/tmp/w"}
+    args = upstream_namespace(colocate=True, rollout_num_gpus=None, **external)
+    slime_validate_args(args)
+    assert (args.offload_train, args.offload_rollout) == (True, False)
+    args = upstream_namespace(offload_rollout=True, **external)
+    with pytest.raises(ConfigError, match="--offload-rollout frees the memory of engines that the run starts"):
+        slime_validate_args(args)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

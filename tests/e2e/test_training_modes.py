@@ -62,6 +62,20 @@ def test_ppo_trains_a_critic_beside_the_policy(data, tmp_path):
 
 
 @pytest.mark.timeout(300)
+def test_ranks_that_are_ended_while_engines_generate_go_on_as_if_they_had_not_been(data, tmp_path):
+    """--release-train with --no-save-optim: the engines' log-probs are the trainer's in each rollout, steps and versions count on."""
+    options = ["--release-train", "--num-rollout", 2, "--no-save-optim", "--no-save-rng"]
+    small_run.run(data, tmp_path, *options)
+    assert metrics_are_finite(tmp_path)
+    assert max(small_run.series(tmp_path, "rollout/logprob_abs_diff/max")) < 1e-4
+    steps = [record["step"] for record in small_run.records(tmp_path) if "train/loss" in record.get("metrics", {})]
+    assert steps == [0, 1, 2, 3]
+    assert small_run.series(tmp_path, "perf/weight_version") == [2, 3]
+    assert small_run.series(tmp_path, "train/weights_checksum_changed") == [1, 1]
+    assert not (tmp_path / "suspended").exists() or not list((tmp_path / "suspended").iterdir())
+
+
+@pytest.mark.timeout(300)
 def test_old_log_probs_come_from_the_weights_that_sampled(data, tmp_path):
     """train-async trains on samples of older weights; --keep-old-actor computes their log-probs with those, so the engine's agree to 1e-4."""
     options = ["--num-rollout", 4, "--global-batch-size", 32, "--update-weights-interval", 2, "--keep-old-actor"]

@@ -219,6 +219,25 @@ def test_more_requests_than_slots_and_pages_all_finish_and_give_their_pages_back
         assert harness.engine.load() == {"running": 0, "waiting": 0, "cached_prompts": 0, "tokens": 0}
 
 
+def test_an_engine_gives_its_caches_memory_back_and_generates_the_same_afterwards(folders):
+    """--offload-rollout: the trainer beside it needs the memory. Requests that come meanwhile wait; a busy engine keeps its cache."""
+    with EngineHarness(folders["qwen3"], deterministic=True) as harness:
+        engine, cache = harness.engine, harness.engine.runner.cache
+
+        def ask():
+            return harness.request([5, 6, 7], seed=3, max_new_tokens=8, ignore_eos=True)
+
+        before = harness.run([ask()])[0].output_ids.tolist()
+        assert engine.between_steps(engine.release_memory).result() is True
+        assert cache.keys == cache.values == [] and engine.is_paused
+        waiting = ask()
+        engine.submit([waiting])
+        assert engine.between_steps(engine.release_memory).result() is False
+        engine.between_steps(engine.resume_memory).result()
+        assert harness.wait([waiting])[0].output_ids.tolist() == before
+        assert waiting.cached_tokens == 0  # the cached prompt's pages were among those given back
+
+
 def test_an_interrupted_response_resumed_as_a_longer_prompt_draws_the_same_tokens(folders):
     """Noise is by absolute position, so partial rollout continues the response it would have had (up to rounding of the logits)."""
     with EngineHarness(folders["qwen3"]) as harness:

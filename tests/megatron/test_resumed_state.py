@@ -17,19 +17,22 @@ from support.options import write_run_inputs
 from support.tiny_models import make_tiny_checkpoint
 
 from slime.backends.megatron_utils.actor_state import STATE, load_actor_state
+from slime.backends.megatron_utils.optimizer import training_tensors
 from slime.exceptions import ConfigError
 from slime.observability.timer import Timer
 from slime.ray.placement_group import _critic_args
+from slime.utils.accelerator.host_memory import HostCopies
 from slime.utils.arguments import parse_args
 
 NUM_GPUS = 0
 
 # What a rank holds. A new attribute belongs in one of the two lists: it is restored, and compared below, or a step does not read it.
-RESTORED = {"model", "optimizer", "opt_param_scheduler", "weights", "weight_version", "_last_train_step", "_moved_reference"}
+RESTORED = {"model", "optimizer", "opt_param_scheduler", "weights", "weight_version", "_last_train_step", "_moved_reference",
+            "_weights_fingerprint"}  # fmt: skip
 NOT_READ_BY_A_STEP = {
     "args", "role", "rank", "world_size", "with_ref", "with_opd_teacher", "hf_config",  # given at the start
-    "master_addr", "master_port", "rollout_manager",  # of this process
-    "_weights_fingerprint", "_last_rollout_id", "_sampler_age",  # of this rollout, or of the log
+    "master_addr", "master_port", "rollout_manager", "_asleep",  # of this process
+    "_last_rollout_id", "_sampler_age",  # of this rollout
 }  # fmt: skip
 
 
@@ -44,6 +47,7 @@ def rank(tmp_path, monkeypatch):
     words = [*write_run_inputs(tmp_path), "--hf-checkpoint", str(model), "--save", str(tmp_path / "save"), "--accelerator", "cpu"]
     words += ["--use-kl-loss", "--kl-loss-coef", "0.1", "--ref-load", str(model), "--ref-update-interval", "2", "--keep-old-actor"]
     words += ["--lr", "0.01", "--lr-decay-style", "constant", "--data-pad-size-multiplier", "8", "--hidden-dropout", "0.1"]
+    monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")  # --accelerator sets it for the process
     for name in ("configure_logger", "log_rollout_data", "log_consistency", "log_perf_data", "save_debug_train_data", "log"):
         monkeypatch.setattr(module, name, lambda *args, **kwargs: None)
     monkeypatch.setattr(module, "publish_weights", lambda *args: "fingerprint")
@@ -103,6 +107,7 @@ def _held(actor):
         "weight_version": actor.weight_version,
         "train_step": actor._last_train_step,
         "moved": actor._moved_reference,
+        "fingerprint": actor._weights_fingerprint,
         "schedule": json.dumps(actor.opt_param_scheduler.state_dict(), default=str),
         "random": torch.random.get_rng_state().clone(),
     }
@@ -142,6 +147,38 @@ def test_everything_that_a_step_reads_is_restored(rank):
     again = rank("--load", str(Path(actor.args.save)), "--finetune")
     assert again.first_rollout == 0 and not again._moved_reference and again.weight_version == 0
     assert continued["train_step"] == 7
+
+
+def test_training_goes_on_after_its_state_was_out_of_the_device(rank):
+    """Every storage that training holds is emptied and filled again: parameters are views of flat buffers, and stay them."""
+    actor = rank()
+    actor.update_weights()
+    _train(actor, 0)
+    expected, tensors = _held(actor), list(training_tensors(actor.model, actor.optimizer))
+    counts = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    copies = HostCopies(tensors)
+    assert copies.num_bytes == sum(counts.values()) > 0
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+    assert all(parameter.untyped_storage().nbytes() == 0 for parameter in actor.model[0].parameters())
+    copies.restore()
+    _assert_equal(_held(actor), expected)
+    _train(actor, 1)
+    assert actor._last_train_step == 3
+
+
+def test_ranks_that_were_ended_go_on_in_new_processes(rank, tmp_path):
+    """--release-train: the state is written whole, also where checkpoints are asked to be without a part of it."""
+    actor = rank("--no-save-optim", "--no-save-rng")
+    actor.update_weights()
+    _train(actor, 0)
+    actor.update_weights()
+    actor.suspend(str(tmp_path / "suspended"))
+    expected, fingerprint = _held(actor), actor._weights_fingerprint
+    again = rank("--load", str(tmp_path / "suspended"))
+    found = _held(again)
+    # what the engines had before is read by rollouts that were begun before: none is under way while ranks are ended
+    _assert_equal(found, {name: value for name, value in expected.items() if not name.startswith("set old_actor")})
+    assert again._weights_fingerprint == fingerprint == "fingerprint"
 
 
 def test_a_checkpoint_of_an_earlier_version_has_no_counters_and_loads(rank, tmp_path):

@@ -11,7 +11,7 @@ import ray
 import torch
 from support.options import write_run_inputs
 
-from slime import train
+from slime import train, train_async
 from slime.backends.megatron_utils.model import _in_local_order
 from slime.backends.megatron_utils.update_weight.disk import update_problem
 from slime.backends.megatron_utils.weights_backup import WeightsBackup
@@ -152,6 +152,56 @@ def test_a_weight_update_does_not_wait_for_ever_for_its_lock(monkeypatch):
     lock = SimpleNamespace(acquire=SimpleNamespace(remote=lambda: False))
     with pytest.raises(EngineError, match="another weight update has held the engines for 0 s"), publish.held(lock, timeout_s=0.05):
         pass
+
+
+class Recorder:
+    """Stands for an actor or a group of ranks: notes what it is told, in the list that all share."""
+
+    def __init__(self, name, events):
+        self.name, self.events, self.num_published = name, events, 0
+
+    def __getattr__(self, method):
+        def call(*args, **kwargs):
+            self.events.append(f"{self.name} {method}")
+            return [SimpleNamespace(num_trained=1)]
+
+        call.remote = call
+        return call
+
+
+def run_of(monkeypatch, num_rollout=2, **options):
+    """What the synchronous loop tells engines, policy and critic, in order."""
+    events = []
+    values = {"offload_train": False, "offload_rollout": False, "release_train": False, "eval_interval": None, "debug_train_only": False,
+              "debug_rollout_only": False, "step_timeout": 1.0, "num_critic_only_steps": 0, "save": None, "save_hf": None}  # fmt: skip
+    engines, policy, critic = (Recorder(name, events) for name in ("engines", "policy", "critic"))
+    monkeypatch.setattr("slime.ray.utils.wait_for", lambda refs, **kwargs: list(refs))
+    monkeypatch.setattr(train, "report", lambda **kwargs: None)
+    monkeypatch.setattr(train, "log_trained", lambda *args: None)
+    train.train(train.Run(SimpleNamespace(**{**values, **options}), engines, policy, critic, 0, num_rollout, None))
+    return events
+
+
+def test_trainers_and_engines_take_turns_with_the_devices_memory(monkeypatch):
+    """While one side works the other's memory is free; both are there when weights go from one to the other."""
+    plain = ["engines generate", "critic train", "policy train", "policy update_weights"]
+    assert run_of(monkeypatch) == plain * 2
+    sleep, wake = ["critic offload", "policy offload"], ["critic onload", "policy onload"]
+    assert run_of(monkeypatch, offload_train=True) == [
+        *sleep, "engines generate", *wake, *plain[1:], *sleep, "engines generate", *wake, *plain[1:]]  # fmt: skip
+    assert run_of(monkeypatch, num_rollout=1, offload_rollout=True) == [
+        "engines generate", "engines offload", "critic train", "policy train", "engines onload", "policy update_weights"]  # fmt: skip
+    assert run_of(monkeypatch, num_rollout=1, offload_train=True, release_train=True) == [
+        "critic suspend", "policy suspend", "engines generate", "critic recreate", "policy recreate", *plain[1:]]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["colocate", "offload_train", "offload_rollout", "release_train"])
+def test_sides_that_work_at_the_same_time_cannot_take_turns(name):
+    """train-async generates while it trains."""
+    options = {"colocate": False, "offload_train": False, "offload_rollout": False, "release_train": False, name: True}
+    run = SimpleNamespace(args=SimpleNamespace(**options))
+    with pytest.raises(ConfigError, match=f"remove --{name.replace('_', '-')}, or use slime train"):
+        train_async.train(run)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ from slime.backends.megatron_utils.loss import (
 )
 from slime.backends.megatron_utils.model import forward_only, train
 from slime.backends.megatron_utils.model_provider import virtual_pipeline_size
-from slime.backends.megatron_utils.optimizer import setup_model_and_optimizer
+from slime.backends.megatron_utils.optimizer import setup_model_and_optimizer, training_tensors
 from slime.backends.megatron_utils.update_weight.publish import publish_weights
 from slime.backends.megatron_utils.weight_ages import WeightAges
 from slime.backends.megatron_utils.weights_backup import WeightsBackup
@@ -43,6 +44,7 @@ from slime.observability.logging_utils import configure_logger, finish_tracking,
 from slime.observability.timer import Timer, inverse_timer, timer
 from slime.ray.train_actor import TrainRayActor
 from slime.utils.accelerator import get_accelerator
+from slime.utils.accelerator.host_memory import HostCopies
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.metric_utils import compute_rollout_step
 from slime.utils.misc import load_function
@@ -71,9 +73,10 @@ class MegatronTrainRayActor(TrainRayActor):
         self.model, self.optimizer, self.opt_param_scheduler = setup_model_and_optimizer(args, role)
         self.weights = WeightsBackup(self.model)
         self.weight_version, self._last_train_step, self._moved_reference = 0, -1, False
-        start = self._load()
         self.weight_ages = WeightAges()
+        self._asleep: HostCopies | None = None
         self._weights_fingerprint: str | None = None
+        start = self._load()
         self._last_rollout_id: int | None = None
         Timer().start("train_wait")
         return start
@@ -99,6 +102,7 @@ class MegatronTrainRayActor(TrainRayActor):
             self.weight_version = iteration + 1
             return
         self.weight_version, self._last_train_step = state.weight_version, state.last_train_step
+        self._weights_fingerprint = state.weights_fingerprint
         wanted = {"ref": self.with_ref, ENGINES: self.args.keep_old_actor}
         tags = [tag for tag in state.sets if wanted.get(tag)]
         actor_state.restore_weight_sets(folder, self.model, self.weights, tags)
@@ -304,9 +308,23 @@ class MegatronTrainRayActor(TrainRayActor):
         if args.save_hf is not None and self.role == "actor":
             checkpoint.save_hf_checkpoint(args, rollout_id, self.model, self.hf_config)
 
+    def suspend(self, folder: str) -> None:
+        """Writes the whole state below `folder`, over that of the time before, for processes that go on in place of these."""
+        whole = argparse.Namespace(**{**vars(self.args), "no_save_optim": False, "no_save_rng": False})
+        checkpoint.save_checkpoint(
+            whole,
+            self._last_rollout_id or 0,
+            self.model,
+            self.optimizer,
+            self.opt_param_scheduler,
+            save_dir=folder,
+            write_extra=self._save_state,
+            keep=1,
+        )
+
     def _save_state(self, folder: Path) -> None:
         sets = [*(["ref"] if self._moved_reference else []), *([ENGINES] if ENGINES in self.weights else [])]
-        state = actor_state.ActorState(self.weight_version, self._last_train_step, tuple(sets))
+        state = actor_state.ActorState(self.weight_version, self._last_train_step, self._weights_fingerprint, tuple(sets))
         actor_state.save_actor_state(folder, state, self.model, self.weights)
 
     def update_weights(self) -> None:
@@ -333,11 +351,15 @@ class MegatronTrainRayActor(TrainRayActor):
             log(self.args, metrics, step_key="rollout/step")
 
     def sleep(self) -> None:
-        """Frees device memory that only training needs."""
-        get_accelerator().empty_cache()
+        """Moves what only training needs out of the device's memory: weights, gradients and optimizer state."""
+        if self._asleep is None:
+            self._asleep = get_accelerator().move_to_host(training_tensors(self.model, self.optimizer))
 
     def wake_up(self) -> None:
         """Makes training possible again after `sleep`."""
+        if self._asleep is not None:
+            self._asleep.restore()
+            self._asleep = None
 
     def stop(self) -> None:
         """Closes the sinks and leaves the process group."""

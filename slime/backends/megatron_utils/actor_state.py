@@ -28,6 +28,7 @@ class ActorState:
 
     weight_version: int  # versions that the engines were given
     last_train_step: int  # the last value of the train axis, -1 for none
+    weights_fingerprint: str | None = None  # of the weights that the engines were given last
     sets: tuple[str, ...] = ()
 
 

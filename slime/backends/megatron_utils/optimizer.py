@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +57,26 @@ def build_model_chunks(args: Any, role: str = "actor") -> list[torch.nn.Module]:
         DistributedDataParallel(config, DistributedDataParallelConfig(**ddp_fields), chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
+
+
+def training_tensors(model: Sequence[torch.nn.Module], optimizer: Any) -> Iterator[torch.Tensor]:
+    """Every tensor that training alone needs: parameters, buffers, gradients (Megatron's flat ones too), and the optimizer's state."""
+    for chunk in model:
+        for _, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
+            yield tensor
+            if tensor.grad is not None:
+                yield tensor.grad
+        for flat in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            yield flat.grad_data
+            if flat.param_data is not None:
+                yield flat.param_data
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.is_stub_optimizer:
+            continue
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def build_scheduler(args: Any, optimizer: Any) -> OptimizerParamScheduler:

@@ -181,6 +181,22 @@ class Engine:
         """Forgets cached prompts and returns how many there were. Call it in `between_steps` only."""
         return self._prompts.clear()
 
+    def release_memory(self) -> bool:
+        """Gives the cache's memory back and pauses; False, and nothing happens, while requests run or wait. Call it in `between_steps` only."""
+        if self._waiting or len(self._batch.rows):
+            return False
+        self._is_paused = True
+        self._prompts.clear()
+        self.runner.cache.release()
+        if self.runner.decoder.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return True
+
+    def resume_memory(self) -> None:
+        """Takes the memory again and goes on. Call it in `between_steps` only."""
+        self.runner.cache.allocate()
+        self._is_paused = False
+
     def _check_alive(self) -> None:
         if self._failure or self._is_stopping:
             raise EngineError(f"the engine has stopped: {self._failure or 'it was shut down'}")

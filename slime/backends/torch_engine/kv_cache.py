@@ -64,9 +64,22 @@ class KvCache:
 
     def __init__(self, config: DecoderConfig, total_pages: int, *, device: torch.device, dtype: torch.dtype) -> None:
         self.total_pages = total_pages
-        shape = (total_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim)
-        self.keys = [_zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
-        self.values = [_zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
+        self._shape = (total_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim)
+        self._num_layers, self._device, self._dtype = config.num_layers, device, dtype
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Makes the pages, all zero; nothing where they are there."""
+        if not self.keys:
+            self.keys, self.values = (
+                [_zeros(self._shape, device=self._device, dtype=self._dtype) for _ in range(self._num_layers)] for _ in range(2)
+            )
+
+    def release(self) -> None:
+        """Gives the memory of the pages back. Nobody may hold one."""
+        self.keys, self.values = [], []
 
     def write(self, layer: int, index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Stores `keys`, `values` [N, kv heads, head_dim] at flat token positions `index` [N] (page * PAGE_SIZE + offset)."""

@@ -61,6 +61,16 @@ class EngineActor:
         engine = self._server.loaded.engine
         return engine.between_steps(engine.flush_cache).result()
 
+    def release_memory(self) -> bool:
+        """Gives the KV cache's memory back until `resume_memory`; False, and the engine goes on, while requests run."""
+        engine = self._server.loaded.engine
+        return engine.between_steps(engine.release_memory).result()
+
+    def resume_memory(self) -> None:
+        """Makes generation possible again after `release_memory`."""
+        engine = self._server.loaded.engine
+        engine.between_steps(engine.resume_memory).result()
+
     def begin_weight_update(self, version: str | int) -> None:
         """Opens an update. An unfinished one is dropped."""
         self._server.updater.begin(str(version))

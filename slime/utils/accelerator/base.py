@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+    from slime.utils.accelerator.host_memory import HostCopies
 
 
 class Accelerator(abc.ABC):
@@ -27,6 +30,14 @@ class Accelerator(abc.ABC):
     @abc.abstractmethod
     def empty_cache(self) -> None:
         """Gives cached, unused device memory back."""
+
+    def move_to_host(self, tensors: Iterable[torch.Tensor]) -> HostCopies:
+        """Gives the device memory of `tensors` back; `restore` of the result fills it again. What lies in host memory stays there."""
+        from slime.utils.accelerator.host_memory import HostCopies
+
+        copies = HostCopies(tensor for tensor in tensors if tensor.device.type != "cpu")
+        self.empty_cache()
+        return copies
 
     @abc.abstractmethod
     def memory_stats(self) -> dict[str, float]:
