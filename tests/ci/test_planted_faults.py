@@ -36,6 +36,8 @@ MINIMUM_BY_AREA = {
     "schedule": 30,
     "split": 40,
     "tools": 20,
+    "trackers": 10,
+    "training": 30,
     "weights": 25,
 }
 

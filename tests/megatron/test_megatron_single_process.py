@@ -171,6 +171,15 @@ def test_an_empty_micro_batch_changes_nothing(folders):
         torch.testing.assert_close(results[1][1][name], tensor, rtol=0, atol=1e-6)
 
 
+def test_a_log_prob_pass_has_no_dropout_and_leaves_the_model_training(folders):
+    """Dropout in it would make every ratio of the first step another random number; none afterwards would change what is trained."""
+    with built(folders["llama"], hidden_dropout=0.5) as (args, model, *rest):
+        data, mine = local_batch(args)
+        first, second = log_probs_of(args, model, data, mine), log_probs_of(args, model, data, mine)
+        assert all(torch.equal(first[index], second[index]) for index in mine)
+        assert all(chunk.training for chunk in model)
+
+
 def test_per_token_loss_weighs_tokens_alike(folders):
     """One 17-token response counts 17 times a one-token response; per rollout they count the same."""
     reference = reference_run(folders["llama"])

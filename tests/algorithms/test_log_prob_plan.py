@@ -1,0 +1,42 @@
+"""When a rollout needs a log-prob pass of its own before training, and why."""
+
+import dataclasses
+
+import pytest
+
+from slime.backends.megatron_utils.log_prob_plan import LogProbPlan, reasons_to_recompute_log_probs
+from slime.config.cli import parse_command_line
+
+NUM_GPUS = 0
+
+
+@pytest.mark.parametrize(
+    ("options", "num_steps", "words"),
+    [
+        ("", 1, None),
+        ("", 2, "2 optimizer steps per rollout"),
+        ("--loss-type custom_loss", 1, "loss type custom_loss"),
+        ("--kl-coef 0.1", 1, "--kl-coef"),
+        ("--use-rollout-logprobs", 1, "--use-rollout-logprobs"),
+        ("--get-mismatch-metrics", 1, "--get-mismatch-metrics"),
+        ("--advantage-estimator ppo", 1, "the critic's advantages"),
+        ("--keep-old-actor", 1, "--keep-old-actor"),
+        ("--use-opd", 1, "--use-opd"),
+        ("--advantage-estimator gspo", 1, "gspo"),
+        ("--use-rollout-entropy", 1, "--use-rollout-entropy"),
+    ],
+)
+def test_each_reason_for_a_pass_is_the_only_one(options, num_steps, words):
+    """With one step per rollout the step's own log-probs are the old ones; a pass that is left out where one of these holds trains on others."""
+    plan = LogProbPlan.from_args(parse_command_line(options.split()).args, num_steps)
+    reasons = reasons_to_recompute_log_probs(plan)
+    if words is None:
+        assert reasons == []
+        return
+    (reason,) = reasons
+    assert words in reason
+    assert len(reasons_to_recompute_log_probs(dataclasses.replace(plan, num_steps=5))) == (1 if num_steps > 1 else 2)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
