@@ -149,6 +149,9 @@ def test_reducers_refuse_wrong_lengths_and_name_the_sample():
             cp_utils.get_sum_of_sample_mean([5, 5], [3, 2], [torch.ones(3), torch.ones(1)])
         with pytest.raises(RolloutDataError, match=r"advantages of sample 1 must be a tensor \[2\], one number per token, got \[2, 1\]"):
             cp_utils.check_lengths([torch.ones(3), torch.ones(2, 1)], [3, 2], name="advantages")
+        for length in (1, 3):
+            with pytest.raises(RolloutDataError, match=f"advantages of sample 1 of the micro-batch has {length} entries, expected 2"):
+                cp_utils.check_lengths([torch.ones(3), torch.ones(length)], [3, 2], name="advantages")
         for denominators in ([1, 1, 1], [1]):
             with pytest.raises(RolloutDataError, match=f"{len(denominators)} loss denominators for 2 samples"):
                 cp_utils.get_sum_of_sample_mean([5, 5], [3, 2], [torch.ones(3), torch.ones(2)], denominators)
