@@ -55,6 +55,7 @@ LAYERS: tuple[tuple[str, int], ...] = (
     ("slime.rollout.columns", 2),
     ("slime.rollout.weight_versions", 2),
     ("slime.rollout.trained_sampling", 2),
+    ("slime.rollout.declared_fields", 2),
     ("slime.rollout.rewards", 2),
     ("slime.rollout.postprocess.shell", 3),
     ("slime.rollout.postprocess.parallel", 3),

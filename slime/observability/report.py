@@ -33,9 +33,9 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "reward kept": ("rollout/reward/mean_kept",),
     "pass rate": ("passrate/pass@1", "rollout/pass@1"),
     "loss": ("train/loss",),
-    "length": ("rollout/response_lengths", "rollout/response_len/mean"),
+    "length": ("rollout/response_lengths",),  # of what trained
     "kl": ("train/kl_loss", "train/ppo_kl", "rollout/kl"),
-    "logprob diff": ("train/train_rollout_logprob_abs_diff", "rollout/train_rollout_logprob_abs_diff/max"),
+    "logprob diff": ("train/train_rollout_logprob_abs_diff", "rollout/logprob_abs_diff/mean"),
     "grad norm": ("train/grad_norm",),
     "tokens/s": ("perf/actor_train_tok_per_s", "perf/tokens_per_gpu_per_sec", "perf/tokens_per_s"),
     "step s": ("perf/step_time",),

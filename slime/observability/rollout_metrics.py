@@ -15,6 +15,7 @@ import numpy as np
 
 from slime.exceptions import RolloutDataError
 from slime.rollout.columns import source_name_of, was_cut
+from slime.rollout.declared_fields import declared_metrics
 from slime.rollout.postprocess.contract import is_model_failure
 from slime.rollout.rewards import SPREAD_TOLERANCE, execution_keys, execution_values, reward_number
 from slime.rollout.weight_versions import parse_weight_version
@@ -414,6 +415,7 @@ def eval_metrics(config: RolloutMetricsConfig, dataset: Mapping[str, Any], *, gr
         metrics[""] = math.fsum(votes.values()) / len(votes)
     if samples:
         metrics.update(dict_add_prefix(compute_metrics_from_samples(config, samples), "/"))
+        metrics.update(dict_add_prefix(declared_metrics(samples), "/"))
     truncated = dataset.get("truncated")
     if truncated is not None and len(truncated):
         metrics["-truncated_ratio"] = sum(map(bool, truncated)) / len(truncated)

@@ -6,17 +6,18 @@ import dataclasses
 import itertools
 import logging
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from slime.exceptions import RolloutDataError
+from slime.rollout.declared_fields import read_source, warn_of_unfilled
 from slime.rollout.rewards import RewardStatistics, normalize_rewards, raw_rewards_of, reward_number
 from slime.rollout.weight_versions import oldest_version
 from slime.utils.ragged import as_array
 from slime.utils.rollout_batch import RolloutBatch, build_column, check_masks, check_rows
-from slime.utils.rollout_fields import CONTRACT, FieldSpec, Origin
+from slime.utils.rollout_fields import CONTRACT, Origin
 
 logger = logging.getLogger(__name__)
 _said_singletons = False
@@ -164,9 +165,11 @@ def build_train_columns(
     for spec in CONTRACT:
         if spec.name in entries or spec.source is None or spec.origin is not Origin.ROLLOUT:
             continue
-        values = _read_source(samples, spec)
+        values = read_source(samples, spec)
         if any(value is not None for value in values):
             entries[spec.name] = values
+        else:
+            warn_of_unfilled(samples, spec)
     if not valid.all():
         entries["invalid_reason"] = reasons
         entries["model_failure"] = [reason in config.model_failures for reason in reasons]
@@ -208,13 +211,6 @@ def source_name_of(sample: Any) -> str:
     """The data source of a sample: its `source` attribute, else metadata["source_name"], else "unknown"."""
     source = sample.__dict__.get("source")
     return str(source or (sample.metadata or {}).get("source_name") or "unknown")
-
-
-def _read_source(samples: Sequence[Any], spec: FieldSpec) -> list:
-    """The entries of a declared field: a Sample attribute, or a key of one that is a dict. None where a sample has none."""
-    attribute, _, key = spec.source.partition(".")
-    values = [sample.__dict__.get(attribute) for sample in samples]
-    return [value.get(key) if isinstance(value, Mapping) else None for value in values] if key else values
 
 
 def _override_raw_rewards(samples: Sequence[Any], raw_rewards: Sequence[float], config: ColumnsConfig) -> np.ndarray:

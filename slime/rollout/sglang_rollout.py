@@ -29,6 +29,7 @@ from slime.rollout.failures import ENDS_THE_RUN, fail
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, get_current_rollout_id, set_current_rollout_id
 from slime.rollout.scoring import score_group, scoring_args
+from slime.rollout.structure import with_rollout_id
 from slime.rollout.trained_sampling import check_trained_sampling
 from slime.rollout.weight_versions import mask_older_tokens
 from slime.utils.async_utils import run
@@ -205,7 +206,9 @@ async def _call_generate(args: Any, sample: Sample, sampling_params: dict[str, A
         function = load_function(path)
     extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
     call = function(args, sample, sampling_params, **extra)
-    return await _within_limit(args, f"the generate function {path} for sample {sample.index}", call)
+    index = sample.index
+    result = await _within_limit(args, f"the generate function {path} for sample {index}", call)
+    return with_rollout_id(result, index)
 
 
 async def _score_or_collect(args: Any, result: Any, evaluation: bool) -> Any:

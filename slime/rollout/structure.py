@@ -26,10 +26,22 @@ def validate_rollout_id_annotated(node: Any, depth: int = 0) -> None:
         ids = {sample.rollout_id for sample in samples}
         assert None not in ids and len(ids) == 1, (
             f"{len(samples)} samples of one rollout (indices {[sample.index for sample in samples]}) must have the same rollout_id, "
-            f"they have {sorted(ids, key=str)}. Set Sample.rollout_id in your generate function."
+            f"they have {sorted(ids, key=str)}. Add to your generate function: for one in samples: one.rollout_id = sample.index"
         )
     for entry in node:
         validate_rollout_id_annotated(entry, depth + 1)
+
+
+def with_rollout_id(result: Any, rollout_id: int | None) -> Any:
+    """What a generate function returned. Several samples of one execution (fan-out) that carry no `rollout_id` get this one, in place: they
+    share a loss denominator and one vote in the baseline."""
+    if isinstance(result, Sample):
+        return result
+    samples = list(iter_samples(result))
+    if len(samples) > 1 and all(sample.rollout_id is None for sample in samples):
+        for sample in samples:
+            sample.rollout_id = rollout_id
+    return result
 
 
 def flatten_samples(node: Any) -> list[Sample]:
