@@ -13,7 +13,7 @@ from typing import Any
 from slime.rollout.rm_hub.expressions import are_equal_values, are_same_equations
 from slime.rollout.rm_hub.normal_form import MARKS, normal_form, squeezed
 from slime.rollout.rm_hub.numbers import read_decimal_comma
-from slime.rollout.rm_hub.units import are_same_dimension, factor_between
+from slime.rollout.rm_hub.units import NO_UNIT, are_same_dimension, factor_between
 from slime.rollout.rm_hub.values import MAX_LENGTH, Based, Group, Matrix, Named, Relation, Scalar, Words, read_value
 
 _OPTION = re.compile(rf"^[{MARKS}\s]*(?:option|choice)\s+(?=[\(\[]?[A-J])", re.IGNORECASE)
@@ -97,6 +97,8 @@ def _as_relation(value: Any) -> Any:
 def _same_scalars(answer: Scalar, truth: Scalar, strict: bool) -> bool | None:
     if not are_same_dimension(answer.unit, truth.unit):
         return False
+    if (answer.is_percent and truth.unit != NO_UNIT) or (truth.is_percent and answer.unit != NO_UNIT):
+        return False
     if answer.number is not None and truth.number is not None:
         return _same_numbers(answer, truth, strict)
     if strict and truth.number is not None and truth.number.form == "integer":
@@ -132,11 +134,20 @@ def _same_groups(answer: Group, truth: Group, strict: bool) -> bool | None:
     if answer.kind == truth.kind == "tuple":
         return _all(_same(a, t, strict) for a, t in zip(answer.items, truth.items, strict=True)) if answer.brackets == truth.brackets else False
     if "tuple" in (answer.kind, truth.kind):
+        if answer.is_inequality or truth.is_inequality:
+            return False
         is_bare_pair = {answer.kind, truth.kind} == {"tuple", "list"} and "()" in (answer.brackets, truth.brackets)
         if strict or not is_bare_pair:
             return False
         return _all(_same(a, t, strict) for a, t in zip(answer.items, truth.items, strict=True))
+    if _names_each(truth) and not any(isinstance(item, Named) for item in answer.items):  # "3, 2" for x = 3, y = 2
+        return _all(_same(a, t, strict) for a, t in zip(answer.items, truth.items, strict=True))
     return _same_in_any_order(answer.items, truth.items, strict)
+
+
+def _names_each(group: Group) -> bool:
+    names = [item.name for item in group.items if isinstance(item, Named)]
+    return len(names) == len(group.items) == len(set(names))
 
 
 def _same_in_any_order(answers: tuple, truths: tuple, strict: bool) -> bool | None:
@@ -160,7 +171,7 @@ def _same_matrices(answer: Any, truth: Any, strict: bool) -> bool | None:
             return False
         return _all(_same(a, t, strict) for row, other in zip(answer.rows, truth.rows, strict=True) for a, t in zip(row, other, strict=True))
     matrix, other = (answer, truth) if isinstance(answer, Matrix) else (truth, answer)
-    if isinstance(other, Group) and other.brackets == "()" and (len(matrix.rows) == 1 or all(len(row) == 1 for row in matrix.rows)):
+    if isinstance(other, Group) and other.brackets == "()" and not other.is_inequality and (len(matrix.rows) == 1 or all(len(row) == 1 for row in matrix.rows)):
         vector = Group("tuple", tuple(cell for row in matrix.rows for cell in row), "()")
         return _same_groups(*((vector, other) if matrix is answer else (other, vector)), strict)
     return False

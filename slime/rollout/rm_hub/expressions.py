@@ -6,6 +6,7 @@ and factors side by side ("2x"). Anything else is not read; neither are powers a
 
 from __future__ import annotations
 
+import random
 import re
 from typing import Any
 
@@ -13,8 +14,8 @@ MAX_EXPONENT = 1000
 MAX_FACTORIAL = 1000
 MAX_BITS = 100_000
 MAX_DEPTH = 50
-# Places at which two expressions with letters must agree: both signs, no round numbers, each letter its own.
-_PLACES = ("1.3717421", "-0.7548776", "2.2360931")
+# Places at which two expressions with letters must agree: all letters positive, all negative, and mixed.
+_NUM_PLACES = 4
 _DIGITS, _TOLERANCE = 50, 40  # decimal digits computed, and those that must agree
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+\.\d*|\.\d+|\d+)|(?P<command>\\[a-z]+)|(?P<word>[a-z]+)|(?P<mark>\*\*|[-+*/^(){}\[\]|!_]))"
@@ -66,7 +67,7 @@ def are_same_equations(left: str, right: str) -> bool | None:
 
 
 def _agree(one: Any, other: Any) -> bool:
-    """Equality at 50 digits, at three places each where there are letters: as sure as a proof here, and its time is bounded."""
+    """Equality at 50 digits, at four places each where there are letters: as sure as a proof here, and its time is bounded."""
     defined = 0
     for a, b in _values_of(one, other):
         if (a is None) != (b is None):
@@ -83,10 +84,17 @@ def _values_of(one: Any, other: Any) -> list[tuple[Any, Any]]:
 
     letters = sorted(one.free_symbols | other.free_symbols, key=str)
     values = []
-    for place in _PLACES if letters else _PLACES[:1]:
-        point = {letter: sympy.Float(place, _DIGITS) * (7 + number) / 7 for number, letter in enumerate(letters)}
+    for place in range(_NUM_PLACES if letters else 1):
+        point = {letter: sympy.Float(_coordinate(place, number), _DIGITS) for number, letter in enumerate(letters)}
         values.append((_evaluated(one, point), _evaluated(other, point)))
     return values
+
+
+def _coordinate(place: int, number: int) -> str:
+    """The value of the letter of that number at a place: the same in every run, and in no simple ratio to any other."""
+    chance = random.Random(1000 * place + number)
+    size = f"{chance.uniform(0.3, 2.6):.12f}"
+    return f"-{size}" if place == 1 or (place > 1 and chance.random() < 0.5) else size
 
 
 def _evaluated(value: Any, point: dict) -> Any:

@@ -186,7 +186,9 @@ def _with_braced_fractions(text: str) -> str:
         if bottom is not None:
             text = f"{text[: match.start()]}\\frac{top}{{{bottom[1]}}}{text[bottom.end() :]}"
         else:
-            text = f"{text[: match.start()]}\\frac{top}{text[end:].lstrip() if text[end:].lstrip().startswith('{') else text[end:]}"
+            rest = text[end:]
+            rest = rest.lstrip() if rest.lstrip().startswith("{") else rest
+            text = f"{text[: match.start()]}\\frac{top}{rest}"
     return text
 
 

@@ -38,11 +38,13 @@ class Scalar:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """`kind`: tuple (ordered, with its brackets; intervals too), list or set (in any order)."""
+    """`kind`: tuple (ordered, with its brackets; intervals too), list or set (in any order). An interval that was written as an
+    inequality is no pair of numbers."""
 
     kind: str
     items: tuple[Any, ...]
     brackets: str = ""
+    is_inequality: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +280,7 @@ def _read_inequality(sides: list[str], operators: list[str], depth: int) -> Any:
             return Relation(signs[0], left, right)
         low, high = ("-\\infty", right) if signs[0] in ("<", "\\le") else (right, "\\infty")
         brackets = {"<": "()", ">": "()", "\\le": "(]", "\\ge": "[)"}[signs[0]]
-        return _group("tuple", [low, high], depth, brackets=brackets)
+        return _interval([low, high], depth, brackets)
     if len(signs) != 2 or not _is_variable(sides[1]):
         return None
     if set(signs) <= {">", "\\ge"}:
@@ -286,7 +288,12 @@ def _read_inequality(sides: list[str], operators: list[str], depth: int) -> Any:
     if not set(signs) <= {"<", "\\le"}:
         return None
     brackets = ("[" if signs[0] == "\\le" else "(") + ("]" if signs[1] == "\\le" else ")")
-    return _group("tuple", [sides[0], sides[2]], depth, brackets=brackets)
+    return _interval([sides[0], sides[2]], depth, brackets)
+
+
+def _interval(ends: list[str], depth: int, brackets: str) -> Group | None:
+    group = _group("tuple", ends, depth, brackets=brackets)
+    return None if group is None else dataclasses.replace(group, is_inequality=True)
 
 
 def _is_variable(text: str) -> bool:
