@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import dataclasses
 import itertools
 import os
@@ -241,6 +242,12 @@ def _probe_all(args: argparse.Namespace) -> bool:
         return False
     rows = load_prompts(args, tokenizer)
     shown = [sample for _, sample in rows[:PROMPTS_SHOWN]]
+    if args.rollout_function_path == SUPERVISED:
+        _section(
+            f"Conversations (the first {len(shown)} rows of {args.prompt_data}; [[ ]] is what is trained)",
+            format_conversations(shown, tokenizer, args.loss_mask_type),
+        )
+        return True
     _section(f"Prompts (the first {len(shown)} rows of {args.prompt_data})", format_prompts(shown, tokenizer))
     return _probe_reward(args, rows, tokenizer)
 
@@ -259,6 +266,28 @@ def format_prompts(samples: Sequence[Any], tokenizer: Any, *, longest: int = 600
         lines.append(f"{number}: {length} tokens, label {sample.label!r}")
         lines += ["   | " + line for line in text.splitlines()]
     return lines
+
+
+def format_conversations(samples: Sequence[Any], tokenizer: Any, loss_mask_type: str) -> list[str]:
+    """Returns each conversation's text as it is trained on, with the tokens of loss mask 1 between [[ and ]], and how many there are."""
+    from slime.rollout.sft_rollout import fill_samples
+    from slime.utils.mask_utils import MultiTurnLossMaskGenerator
+
+    filled = copy.deepcopy(list(samples))
+    fill_samples(filled, MultiTurnLossMaskGenerator(tokenizer, loss_mask_type))
+    lines = []
+    for number, sample in enumerate(filled):
+        mask = [0] * (len(sample.tokens) - sample.response_length) + list(sample.loss_mask)
+        lines.append(f"{number}: {len(mask)} tokens, {sum(mask)} of them trained")
+        lines += ["   | " + line for line in marked_text(sample.tokens, mask, tokenizer).splitlines()]
+    return lines
+
+
+def marked_text(tokens: Sequence[int], mask: Sequence[int], tokenizer: Any) -> str:
+    """Returns the text of `tokens`, each run of tokens with mask 1 between [[ and ]]."""
+    runs = itertools.groupby(zip(tokens, mask, strict=True), key=lambda pair: bool(pair[1]))
+    texts = [(trained, tokenizer.decode([token for token, _ in run])) for trained, run in runs]
+    return "".join(f"[[{text}]]" if trained else text for trained, text in texts)
 
 
 def _probe_reward(args: argparse.Namespace, rows: Sequence[tuple[str, Any]], tokenizer: Any) -> bool:

@@ -17,6 +17,7 @@ from slime.dry_run import (
     format_layout,
     format_sizes,
     judge_rewards,
+    marked_text,
     probe_template,
     template_difference,
 )
@@ -156,6 +157,24 @@ def test_a_reward_that_raises_fails_the_dry_run(tmp_path, capsys, monkeypatch):
     args = parse_args([*run_inputs_with_tokenizer(tmp_path), "--custom-rm-path", "my_broken_reward.score"])
     assert dry_run(args) == 1
     assert "✗ the reward function failed: KeyError: 'answer'" in capsys.readouterr().out
+
+
+def test_supervised_conversations_are_shown_as_they_are_trained(tmp_path, capsys):
+    """With their mask, and without a generation prompt behind an answer that is there: 2 characters, the end token and
+    the newline that this template writes behind it are trained."""
+    words = run_inputs_with_tokenizer(tmp_path)
+    rows = [{"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2!"}]}] * 10
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drop = ("--apply-chat-template", "--rm-type", "exact_match", "--label-key", "label", "--rollout-max-response-len", "8")
+    words = [word for word in words if word not in drop]
+    words += "--loss-type sft_loss --rollout-function-path slime.rollout.sft_rollout.generate_rollout --input-key messages".split()
+    words += "--debug-train-only --disable-compute-advantages-and-returns --n-samples-per-prompt 1".split()
+    assert dry_run(parse_args(words)) == 0
+    shown = capsys.readouterr().out
+    assert "4 of them trained" in shown
+    assert "   | <|im_start|>user\n     | 1+1=<|im_end|>\n     | <|im_start|>assistant\n     | [[2!<|im_end|>\n     | ]]" in shown
+    assert shown.count("<|im_start|>assistant") == 3, "one per conversation, and none behind it"
+    assert marked_text([15, 16, 17], [1, 0, 1], make_char_tokenizer()) == "[[a]]b[[c]]"
 
 
 if __name__ == "__main__":
