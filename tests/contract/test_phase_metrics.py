@@ -318,8 +318,8 @@ def test_pass_rate_reshapes_the_whole_rewards_of_a_plain_batch():
 
 def test_keys_are_the_union_over_ranks():
     """faults, gather_and_reduce_log_dict takes the source rank's keys: one missing there was lost, one missing elsewhere a KeyError."""
-    found = reduce_log_dicts([{"a": (1.0, 2), "b": 5.0}, {"a": (3.0, 2), "c": (0.0, 0)}])
-    assert found == {"a": 1.0, "b": 5.0, "c": 0.0}
+    found = reduce_log_dicts([{"a": (1.0, 2), "b": 5.0}, {"a": (9.0, 3), "c": (0.0, 0)}])
+    assert found == {"a": 10 / 5, "b": 5.0, "c": 0.0}  # the mean of the ranks' means would be (0.5 + 3) / 2
     assert rollout_log_metric_contribution(3.0, cp_size=2, num_rollouts_in_rollout=8, dp_size=4) == (6.0, 2.0)
 
 

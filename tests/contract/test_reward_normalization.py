@@ -131,6 +131,9 @@ def test_equal_float_rewards_have_no_spread():
     """faults, row-wise filter: [0.1 + 0.2, 0.3, 0.3, 0.3] differ by rounding only, so nothing is learned from them."""
     values, statistics = normalize([0.1 + 0.2, 0.3, 0.3, 0.3], [0] * 4, std=True)
     assert values == [0.0] * 4 and statistics.num_no_spread_groups == 1
+    # rounding grows with the rewards: a million and a ten-thousandth more are the same, one and a ten-thousandth more are not
+    assert normalize([1e6, 1e6 + 1e-4], [0, 0])[0] == [0.0, 0.0]
+    assert normalize([1.0, 1.0001], [0, 0])[0] == pytest.approx([-0.00005, 0.00005])
 
 
 def test_samples_of_one_execution_are_one_member():
