@@ -17,6 +17,7 @@ from support.pretend_rank import pretend_rank
 from slime.backends.megatron_utils import cp_utils
 from slime.exceptions import RolloutDataError
 from slime.utils.cp_layout import compute_zigzag_ranges, plan_contiguous_layout, plan_response_layout
+from slime.utils.row_layout import RowShape, plan_rows
 
 NUM_GPUS = 0
 
@@ -192,10 +193,25 @@ def test_routing_replay_rows_follow_the_tokens():
             experts, tokens, data_pad_size_multiplier=1, **options
         )
     assert rows[:, 0, 0].tolist() == [7, 7, 0, 0]  # token 1 and 2 of the first; token 1 and one pad of the second
+    whole_stream = {**options, "allgather_cp": True}
+    with pretend_rank(cp_size=2, cp_rank=1):
+        rows = cp_utils.prepare_routed_experts_for_routing_replay(experts, tokens, data_pad_size_multiplier=1, **whole_stream)
+    assert rows[:, 0, 0].tolist() == [0, 5, 0]  # the second half of 7 7 7 0 5 0
+    with pretend_rank(tp_size=2, tp_rank=1):
+        rows = cp_utils.prepare_routed_experts_for_routing_replay(
+            experts, tokens, data_pad_size_multiplier=4, **{**options, "sequence_parallel": True}
+        )
+    assert rows[:, 0, 0].tolist() == [5, 0, 0, 2]  # the second half of 7 7 7 0 5 0 and two rows of padding
     with pretend_rank(), pytest.raises(AssertionError, match="sample 0: 3 routing rows for 3 tokens"):
         cp_utils.prepare_routed_experts_for_routing_replay(
             experts[:1], [torch.arange(3)], data_pad_size_multiplier=1, **options
         )
+
+
+def test_padded_rows_have_two_chunks_of_padding_under_context_parallelism():
+    """Padding is a sequence of its own, and a sequence has two chunks on each rank: an odd number of tokens cannot be."""
+    assert [RowShape(pad_to=3, cp_size=size).unit for size in (1, 2, 4)] == [3, 6, 6]
+    assert plan_rows([4], [[0]], shape=RowShape(pad_to=3, cp_size=2)).row_offsets.tolist() == [0, 6]
 
 
 def test_train_step_metrics_divide_by_what_the_step_holds(monkeypatch):

@@ -98,7 +98,7 @@ def test_order_does_not_matter():
 def test_a_single_member_gives_zero_and_is_counted():
     """faults, trailing partial group: [1, 2 | 3] -> the singleton is 0, never 300000."""
     values, statistics = normalize([1, 2, 3], [0, 0, 1], std=True)
-    assert values[2] == 0.0 and statistics.num_singleton_groups == 1
+    assert values[2] == 0.0 and statistics.num_singleton_groups == 1 and statistics.num_no_spread_groups == 0
     assert values[1] == pytest.approx(0.5 / (math.sqrt(0.5) + 1e-6))
 
 
@@ -133,6 +133,7 @@ def test_equal_float_rewards_have_no_spread():
     assert values == [0.0] * 4 and statistics.num_no_spread_groups == 1
     # rounding grows with the rewards: a million and a ten-thousandth more are the same, one and a ten-thousandth more are not
     assert normalize([1e6, 1e6 + 1e-4], [0, 0])[0] == [0.0, 0.0]
+    assert normalize([0.1, 0.4], [0, 0])[0] == pytest.approx([-0.15, 0.15], rel=0, abs=1e-16)
     assert normalize([1.0, 1.0001], [0, 0])[0] == pytest.approx([-0.00005, 0.00005])
 
 
