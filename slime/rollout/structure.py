@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from slime.exceptions import RolloutDataError
 from slime.rollout.data_source import iter_samples
-from slime.utils.ragged import as_array
 from slime.utils.types import Sample
 
 
@@ -55,6 +52,10 @@ def validate_rollout_routed_experts_for_replay(routed_experts: Sequence[Any], ar
     Each entry must be `[rows, args.num_layers, args.moe_router_topk]` with a row. With a top-k above 1 the choices of a token differ, so an
     MoE layer whose ids are all 0 was never recorded; `args.moe_layer_freq`, if it is a list, says which layers are MoE layers.
     """
+    import numpy as np  # here: rollout functions import this module, and must start without numpy
+
+    from slime.utils.ragged import as_array
+
     if not len(routed_experts):
         raise RolloutDataError("routed experts: there are none, so nothing can be replayed.")
     expected = (args.num_layers, args.moe_router_topk)

@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
-from slime.utils.ragged import as_array
 from slime.utils.types import Sample
 
 _current_weight_version: str | None = None
@@ -47,6 +44,10 @@ def oldest_version(sample: Sample) -> int | None:
 def mask_older_tokens(sample: Sample, *, unknown_is_older: bool) -> None:
     """Takes every token of older weights than the engines serve now out of the loss. `unknown_is_older`: tokens without a known version too, as
     they were there before this rollout began; where nobody told what the engines serve, this is every token."""
+    import numpy as np  # here: rollout functions import this module, and must start without numpy
+
+    from slime.utils.ragged import as_array
+
     current = parse_weight_version(_current_weight_version)
 
     def stays(version: str | None) -> bool:

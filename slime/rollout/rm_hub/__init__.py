@@ -9,12 +9,11 @@ function gets the sample as it is, and `graded_text(args, sample)` is what the b
 from __future__ import annotations
 
 import asyncio
+import importlib
 import random
 from typing import Any
 
-from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.end_tokens import special_tokens_of, without_end_tokens
-from slime.rollout.rm_hub.math_utils import grade_answer_verl
 from slime.utils.hooks import load_hook
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
@@ -29,6 +28,9 @@ __all__ = [
     "is_immediate",
 ]
 
+# Graders that upstream's callers import from here, loaded when asked for: their patterns take a while to compile.
+_LATE = {"get_deepscaler_rule_based_reward": "deepscaler", "grade_answer_verl": "math_utils"}
+
 REMOTE_TYPES = frozenset({"remote_rm"})
 POOL_TYPES = frozenset({"math", "deepscaler", "dapo", "math_verify", "math_value"})
 TEXT_TYPES = frozenset({"exact_match", "f1", "gpqa", "ifbench", "random"})
@@ -42,6 +44,12 @@ _PLACED = {
     "deepscaler": "</think>\\boxed{{{}}}",
     "dapo": "Answer: \\boxed{{{}}}",
 }
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATE:
+        return getattr(importlib.import_module(f"{__name__}.{_LATE[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
