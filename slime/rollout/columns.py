@@ -21,6 +21,7 @@ from slime.utils.rollout_fields import CONTRACT, Origin
 
 logger = logging.getLogger(__name__)
 _said_singletons = False
+ALONE_BELOW = -0.01  # nats: more than bfloat16's rounding of a certain token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,7 @@ class ColumnsConfig:
     removed_samples_in_baseline: bool = False
     baseline_by_row: bool = False  # every sample of a rollout is a member of its group's baseline, not the rollout
     require_top_p_tokens: bool = False
+    uses_engine_log_probs: bool = False  # in a ratio, so they must be of the trainer's distribution
     model_failures: frozenset[str] = frozenset()  # reasons that say the model answered badly, not that its answer was lost
 
     @staticmethod
@@ -51,6 +53,7 @@ class ColumnsConfig:
             removed_samples_in_baseline=args.removed_samples_in_baseline,
             baseline_by_row=args.fan_out_baseline == "row",
             require_top_p_tokens=args.rollout_top_p != 1.0 and args.loss_type != "sft_loss",
+            uses_engine_log_probs=args.rollout_top_p != 1.0 and (args.use_rollout_logprobs or args.use_tis or args.get_mismatch_metrics),
             model_failures=frozenset(reason.value for reason in InvalidReason if reason.is_model_failure),
         )
 
@@ -182,7 +185,25 @@ def build_train_columns(
             "--rollout-top-p is not 1, so the trainer needs the ids that nucleus sampling kept, but no sample has rollout_top_p_token_ids. "
             "Use an engine that returns them, or --rollout-top-p 1."
         )
+    if config.require_top_p_tokens and config.uses_engine_log_probs:
+        _check_nucleus_log_probs(samples)
     return batch
+
+
+def _check_nucleus_log_probs(samples: Sequence[Any]) -> None:
+    """RolloutDataError where a token that nucleus sampling left no choice for is less than certain: the engine's log-probs are then not over the ids
+    that it returns, and the trainer's are."""
+    for sample in samples:
+        if not sample.valid or sample.rollout_top_p_token_offsets is None or sample.rollout_log_probs is None:
+            continue
+        log_probs = as_array(sample.rollout_log_probs)
+        alone = np.diff(as_array(sample.rollout_top_p_token_offsets)) == 1
+        if len(alone) == len(log_probs) and (log_probs[alone] < ALONE_BELOW).any():
+            raise RolloutDataError(
+                f"sample {sample.index}: the engine gives a token that nucleus sampling left alone the log-prob {log_probs[alone].min():.4g}, not 0: its "
+                "log-probs are over the whole vocabulary, the trainer's over the ids that were kept, and their ratio would be wrong. Remove "
+                "--use-rollout-logprobs, --use-tis and --get-mismatch-metrics, or use --rollout-top-p 1."
+            )
 
 
 def _numbers(samples: Sequence[Any], rewards: Sequence[Any], config: ColumnsConfig) -> np.ndarray:

@@ -283,6 +283,17 @@ def test_nucleus_data_is_required_where_the_trainer_replays_it():
     assert columns["rollout_top_p_token_offsets"][0].tolist() == [0, 2, 4, 6, 8]
 
 
+def test_engine_log_probs_of_another_distribution_than_the_replayed_one_are_refused_in_a_ratio():
+    """A token that the nucleus left alone is certain: -0.3 is its log-prob over the whole vocabulary. Outside a ratio it is only a metric."""
+    nucleus = {"rollout_top_p_token_ids": torch.arange(5, dtype=torch.int32), "rollout_top_p_token_offsets": [0, 1, 3, 4, 5]}
+    whole = make_sample(0, **nucleus, rollout_log_probs=[0.0, -0.7, -0.3, 0.0])
+    with pytest.raises(RolloutDataError, match=r"left alone the log-prob -0.3, not 0.*--use-rollout-logprobs"):
+        convert([whole], require_top_p_tokens=True, uses_engine_log_probs=True)
+    convert([whole], require_top_p_tokens=True)
+    kept = make_sample(0, **nucleus, rollout_log_probs=[0.0, -0.7, -0.003, 0.0])
+    convert([kept], require_top_p_tokens=True, uses_engine_log_probs=True)
+
+
 def test_expert_ids_travel_in_the_smallest_integers():
     """128 experts fit a byte: a 4-byte id would quadruple the largest field of an MoE run."""
     experts = np.full((9, 2, 4), 127, dtype=np.int64)
