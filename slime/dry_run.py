@@ -217,7 +217,7 @@ def dry_run(args: argparse.Namespace) -> int:
         _section("Processes (training ranks, then engines)", layout)
     hooks = format_hooks(args)
     if hooks:
-        _section("Functions of yours (loaded, and called as slime calls them: docs/hooks.md)", hooks)
+        _section("Functions that the options name (loaded, and fit to be called: docs/hooks.md)", hooks)
     try:
         return 0 if _probe_all(args) else 1
     except SlimeError as error:
