@@ -260,7 +260,7 @@ def test_what_cannot_be_read_in_a_dump_or_a_snapshot_is_named(tmp_path, capsys):
     table = table.set_column(column, "metadata", pyarrow.array([None], pyarrow.string()))
     pyarrow.parquet.write_table(table, tmp_path / "raw_000001.parquet")
     assert slime(["gate", "check", str(tmp_path / "raw_000001.parquet")]) == 2
-    assert "row 0: metadata or reward is no JSON text" in capsys.readouterr().err
+    assert "row 0: metadata, reward or label is no JSON text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
