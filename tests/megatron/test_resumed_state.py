@@ -28,7 +28,7 @@ NUM_GPUS = 0
 
 # What a rank holds. A new attribute belongs in one of the two lists: it is restored, and compared below, or a step does not read it.
 RESTORED = {"model", "optimizer", "opt_param_scheduler", "weights", "weight_version", "_last_train_step", "_moved_reference",
-            "_weights_fingerprint"}  # fmt: skip
+            "_weights_fingerprint", "weight_ages"}  # fmt: skip
 NOT_READ_BY_A_STEP = {
     "args", "role", "rank", "world_size", "with_ref", "with_opd_teacher", "hf_config",  # given at the start
     "master_addr", "master_port", "rollout_manager", "_asleep",  # of this process
@@ -108,6 +108,7 @@ def _held(actor):
         "train_step": actor._last_train_step,
         "moved": actor._moved_reference,
         "fingerprint": actor._weights_fingerprint,
+        "ages": (actor.weight_ages.num_trained, dict(actor.weight_ages.trained_at)),
         "schedule": json.dumps(actor.opt_param_scheduler.state_dict(), default=str),
         "random": torch.random.get_rng_state().clone(),
     }

@@ -54,6 +54,7 @@ from slime.utils.train_dump_utils import save_debug_train_data
 
 logger = logging.getLogger(__name__)
 
+NUM_VERSIONS_KEPT = 64  # in a checkpoint: samples are not older
 ENGINES = "rollout_actor"  # the weight set that the engines use, with --keep-old-actor
 
 
@@ -103,6 +104,7 @@ class MegatronTrainRayActor(TrainRayActor):
             return
         self.weight_version, self._last_train_step = state.weight_version, state.last_train_step
         self._weights_fingerprint = state.weights_fingerprint
+        self.weight_ages = WeightAges(state.rollouts_trained, dict(state.published_at))
         wanted = {"ref": self.with_ref, ENGINES: self.args.keep_old_actor}
         tags = [tag for tag in state.sets if wanted.get(tag)]
         actor_state.restore_weight_sets(folder, self.model, self.weights, tags)
@@ -324,7 +326,11 @@ class MegatronTrainRayActor(TrainRayActor):
 
     def _save_state(self, folder: Path) -> None:
         sets = [*(["ref"] if self._moved_reference else []), *([ENGINES] if ENGINES in self.weights else [])]
-        state = actor_state.ActorState(self.weight_version, self._last_train_step, self._weights_fingerprint, tuple(sets))
+        ages = self.weight_ages
+        recent = dict(list(ages.trained_at.items())[-NUM_VERSIONS_KEPT:])
+        state = actor_state.ActorState(
+            self.weight_version, self._last_train_step, self._weights_fingerprint, ages.num_trained, recent, tuple(sets)
+        )
         actor_state.save_actor_state(folder, state, self.model, self.weights)
 
     def update_weights(self) -> None:

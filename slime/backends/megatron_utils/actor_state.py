@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -29,6 +29,8 @@ class ActorState:
     weight_version: int  # versions that the engines were given
     last_train_step: int  # the last value of the train axis, -1 for none
     weights_fingerprint: str | None = None  # of the weights that the engines were given last
+    rollouts_trained: int = 0
+    published_at: Mapping[int, int] = dataclasses.field(default_factory=dict)  # version -> rollouts trained by then
     sets: tuple[str, ...] = ()
 
 
@@ -52,10 +54,11 @@ def load_actor_state(folder: Path) -> ActorState | None:
         return None
     try:
         values = json.loads(path.read_text())
-        state = ActorState(**{**values, "sets": tuple(values["sets"])})
-    except (ValueError, KeyError, TypeError) as error:
+        published_at = {int(version): count for version, count in values.get("published_at", {}).items()}
+        state = ActorState(**{**values, "sets": tuple(values["sets"]), "published_at": published_at})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is damaged ({error}). Resume from an earlier checkpoint with --ckpt-step.") from error
-    numbers = (state.weight_version, state.last_train_step)
+    numbers = (state.weight_version, state.last_train_step, state.rollouts_trained, *published_at.values())
     if not all(type(number) is int for number in numbers) or not all(tag.isidentifier() for tag in state.sets):
         raise ConfigError(f"{path} is damaged: {values}. Resume from an earlier checkpoint with --ckpt-step.")
     return state
