@@ -164,8 +164,8 @@ def test_the_mean_reward_has_one_vote_per_rollout():
     assert found["reward/mean"] == pytest.approx(2 / 3) and (found["num_sampled_samples"], found["num_sampled_rollouts"]) == (15, 3)
 
 
-def test_groups_without_spread_have_a_fixed_set_of_names():
-    """faults, `zero_std/count_<reward>` makes an unbounded set of metric names; singletons have no spread to lack."""
+def test_groups_without_spread_have_a_bounded_set_of_names():
+    """Upstream's `zero_std/count_<reward>` for the most frequent rewards, and three names for all; singletons have no spread to lack."""
     found = zero_spread_metrics({0: [1.0, 1.0], 1: [0.0, 0.0], 2: [0.1 + 0.2, 0.3], 3: [0.0, 1.0], 4: [5.0]})
     assert found == {
         "zero_std/count_all_solved": 1,
@@ -173,7 +173,12 @@ def test_groups_without_spread_have_a_fixed_set_of_names():
         "zero_std/count_other": 1,
         "zero_std/count": 3,
         "zero_std/frac": 0.75,
+        "zero_std/count_1.0": 1,
+        "zero_std/count_0.0": 1,
+        "zero_std/count_0.3": 1,
     }
+    many = zero_spread_metrics({number: [number, number] for number in range(100)} | {100: [7, 7]})
+    assert many["zero_std/count_7"] == 2 and len(many) == 8 + 5
     samples = [make_sample(i, group_index=None) for i in range(4)]
     assert compute_metrics_from_samples(CONFIG, samples)["zero_std/count"] == 0, (
         "samples without a group are not one group"
