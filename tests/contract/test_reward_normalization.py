@@ -143,6 +143,14 @@ def test_samples_of_one_execution_are_one_member():
     assert values == [0.5, 0.5, 0.5, -0.5]
 
 
+def test_rewards_for_more_or_fewer_samples_are_refused():
+    """A post-processing function that filters would give each later sample its neighbour's reward."""
+    samples = [Sample(index=i, group_index=0, tokens=[1, 2], response_length=1) for i in range(3)]
+    for raw, rewards, said in (([1.0] * 2, [1.0] * 3, "2 raw_rewards for 3 samples"), ([1.0] * 3, [1.0] * 4, "4 rewards for 3 samples")):
+        with pytest.raises(RolloutDataError, match=said):
+            columns.build_train_columns(samples, (raw, rewards), ColumnsConfig())
+
+
 @pytest.mark.parametrize(
     ("estimator", "options", "expected"),
     [
