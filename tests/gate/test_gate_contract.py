@@ -88,13 +88,15 @@ def test_mark_keeps_every_sample_in_order_and_drop_removes_exactly_the_invalid_o
 
 
 def test_output_samples_are_built_once_each_after_all_checks(monkeypatch):
-    """A67: a half-checked sample must not exist. What drop removes is marked too, once: the books of later stages need its verdict."""
+    """A67: a half-checked sample must not exist. What drop removes is marked too, once, when it is asked for: the books of later stages need it."""
     events = []
     judge, build = gate_module._judge_chunk, gate_module._marked
     monkeypatch.setattr(gate_module, "CHUNK_SAMPLES", 5)
     monkeypatch.setattr(gate_module, "_judge_chunk", lambda chunk: events.append("check") or judge(chunk))
     monkeypatch.setattr(gate_module, "_marked", lambda *args: events.append("build") or build(*args))
     result = postprocess_output_data(dirty_batch(), GateConfig(policies=DROP_ALL))
+    assert events == ["check"] * 4 + ["build"] * 18
+    assert [len(result.judged), len(result.judged)] == [20, 20]
     assert events == ["check"] * 4 + ["build"] * 20
     assert [len(result.samples), len(result.judged), sum(not sample.valid for sample in result.judged)] == [18, 20, 2]
 
