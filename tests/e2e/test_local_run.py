@@ -1,6 +1,7 @@
 """`slime train --local`: the whole run in one process, with the numbers of the run in Ray, and open to a debugger."""
 
 import argparse
+import json
 import os
 import pty
 import select
@@ -14,6 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
 from support import small_run
 
+from slime.harness import show
 from slime.harness.diff import compare_paths
 from slime.local import LocalResult, words_of
 
@@ -51,8 +53,6 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def runs(data, tmp_path_factory):
     """Run folders of the same two rollouts: in Ray, and twice in one process of its own."""
-    import json
-
     root = tmp_path_factory.mktemp("local")
     options = ["--num-rollout", 2, "--eval-prompt-data", "addition", data / "eval.jsonl@[:64]", "--eval-interval", 1]
     options += ["--eval-max-response-len", 6, "--eval-temperature", 0, "--check-weight-update-equal"]
@@ -85,6 +85,16 @@ def test_the_local_run_has_the_numbers_of_the_run_in_ray(runs):
     for folder in ("first", "second"):
         assert numbers(runs / folder) == expected
         assert all(c.identical for c in compare_paths(runs / "ray" / "dumps", runs / folder / "dumps").values())
+
+
+@pytest.mark.timeout(300)
+def test_a_sample_of_a_run_is_shown_with_the_trainers_numbers(runs, capsys):
+    """`slime show` finds the train dump beside the rollout dump, and the sample in it by its place and index."""
+    dump = runs / "first" / "dumps" / "rollout_data" / "0.jsonl"
+    assert show.main([str(dump), "--sample", "3", "--json"]) == 0
+    tokens = json.loads(capsys.readouterr().out)["tokens"]
+    assert tokens and all(abs(row["trainer"] - row["engine"]) < 1e-4 for row in tokens)
+    assert len({row["advantage"] for row in tokens}) == 1 and tokens[0]["text"] is not None
 
 
 @pytest.mark.timeout(300)
