@@ -215,6 +215,7 @@ def test_more_requests_than_slots_and_pages_all_finish_and_give_their_pages_back
         requests = [harness.request([5 + i, 6, 7], seed=i, max_new_tokens=1 + i, ignore_eos=True) for i in range(40)]
         harness.run(requests)
         assert [len(request.output_ids) for request in requests] == [1 + i for i in range(40)]
+        assert [request.finish_reason for request in requests] == [{"type": "length", "length": 1 + i} for i in range(40)]
         harness.engine.between_steps(harness.engine.flush_cache).result()
         assert harness.engine.load() == {"running": 0, "waiting": 0, "cached_prompts": 0, "tokens": 0}
 

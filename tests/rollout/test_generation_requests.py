@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
 from support.fake_engine import make_reply
 
+from slime.backends.torch_engine.arrays import TOKEN_DTYPE, encode_array
 from slime.exceptions import RolloutDataError
 from slime.rollout.generation import (
     apply_response,
@@ -38,6 +39,8 @@ def test_the_prompt_is_sent_as_the_ids_that_will_be_trained():
     assert batch["input_ids"] == [[128000, 7], [1]] and batch["rid"] == ["r1", "r2"] and batch["return_logprob"] is True
     with pytest.raises(RolloutDataError, match="1 replies to 2 requests"):
         parse_batch_reply([{}], num_requests=2)
+    with pytest.raises(RolloutDataError, match="3 replies to 2 requests"):
+        parse_batch_reply([{}] * 3, num_requests=2)
 
 
 @pytest.mark.parametrize("arrays", [False, True])
@@ -182,13 +185,21 @@ def test_what_was_written_in_place_of_earlier_ids_stays():
     assert continue_text("something else", "four\ufffd", "four你", appended="something else!") == "something else!"
 
 
+def test_ids_as_arrays_without_log_probs_are_refused():
+    """A server that ignored return_logprob: its tokens cannot be trained."""
+    reply = {"text": "", "meta_info": {"id": "r", "output_token_ids_b64": encode_array([7, 8], TOKEN_DTYPE), "completion_tokens": 2}}
+    with pytest.raises(RolloutDataError, match="token ids but no log-probs"):
+        apply_response(Sample(prompt="p", tokens=[1]), reply)
+
+
 def test_a_reset_sample_has_its_identity_and_nothing_generated():
     """Off-policy tokens, masks or rewards that stay attached are trained under the wrong policy; an old answer would be scored again."""
     left = {"failure": "x", "answer_text": "41", "engine_text": "<answer>41</answer>"}
-    sample = Sample(index=5, group_index=2, prompt="p", label="l", metadata={"a": 1, **left}, tokens=[1])
+    identity = {"index": 5, "group_index": 2, "rollout_id": 9, "session_id": "s"}
+    sample = Sample(**identity, prompt="p", label="l", metadata={"a": 1, **left}, tokens=[1])
     apply_response(sample, make_reply([7, 8], "abort"))
     sample.reward, sample.valid, sample.invalid_reason = 1.0, False, "failed"
-    expected = Sample(index=5, group_index=2, prompt="p", label="l", metadata={"a": 1})
+    expected = Sample(**identity, prompt="p", label="l", metadata={"a": 1})
     assert reset_to_prompt(sample) == expected
 
 
