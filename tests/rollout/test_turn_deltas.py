@@ -24,6 +24,7 @@ from support.chat_templates import (
 )
 
 from slime.exceptions import ConfigError, RolloutDataError
+from slime.rollout import turns
 from slime.rollout.structure import flatten_samples, validate_rollout_id_annotated
 from slime.rollout.turns import append_turn_delta, compute_turn_delta, turn_text
 from slime.utils.chat_render import ChatTemplate
@@ -207,6 +208,20 @@ def test_assistant_turns_of_the_prompt_are_not_trained():
         -0.125,
         -0.25,
     ]
+
+
+@pytest.mark.parametrize(
+    ("behind", "sampled", "left"),
+    [
+        ([9, 8, 3], [5, 9], [8, 3]),
+        ([9, 8, 3], [5, 9, 8], [3]),
+        ([9, 9, 3], [5, 9, 9], [3]),  # a turn that ends with two equal ids: both were sampled
+        ([9, 8, 3], [5], [9, 8, 3]),
+    ],
+)
+def test_all_that_was_sampled_of_a_turns_end_is_left_out_of_the_delta(behind, sampled, left):
+    """An end that stands there twice is no conversation the model has seen."""
+    assert turns._without_emitted_ids(behind, sampled, ()) == left
 
 
 def test_an_end_token_that_the_model_did_not_emit_has_mask_0():
