@@ -42,12 +42,13 @@ def step(source, rollout_id, count=3):
 def test_groups_and_samples_are_numbered_for_ever(make):
     """faults, epoch logic without a CPU test: identity is given at dispatch; the same prompt text in two epochs makes two groups."""
     source = make()
-    groups = source.get_samples(13)
-    assert [group[0].group_index for group in groups] == list(range(13))
-    assert [sample.index for group in groups for sample in group] == list(range(26))
+    groups = source.get_samples(24)
+    assert [group[0].group_index for group in groups] == list(range(24))
+    assert [sample.index for group in groups for sample in group] == list(range(48))
     assert all(sample.rollout_id is None for group in groups for sample in group)
-    first_epoch = [group[0].prompt for group in groups[:12]]
-    assert sorted(first_epoch) == sorted(f"p{i}=" for i in range(12))
+    first_epoch, second_epoch = ([group[0].prompt for group in groups[start : start + 12]] for start in (0, 12))
+    assert sorted(first_epoch) == sorted(second_epoch) == sorted(f"p{i}=" for i in range(12))
+    assert first_epoch != second_epoch, "each epoch has an order of its own"
 
 
 def test_members_share_no_container(make):

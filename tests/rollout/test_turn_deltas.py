@@ -24,9 +24,8 @@ from support.chat_templates import (
 )
 
 from slime.exceptions import ConfigError, RolloutDataError
-from slime.rollout import turns
 from slime.rollout.structure import flatten_samples, validate_rollout_id_annotated
-from slime.rollout.turns import append_turn_delta, compute_turn_delta, turn_text
+from slime.rollout.turns import _without_emitted_ids, append_turn_delta, compute_turn_delta, turn_text
 from slime.utils.chat_render import ChatTemplate
 from slime.utils.types import Sample
 
@@ -221,7 +220,7 @@ def test_assistant_turns_of_the_prompt_are_not_trained():
 )
 def test_all_that_was_sampled_of_a_turns_end_is_left_out_of_the_delta(behind, sampled, left):
     """An end that stands there twice is no conversation the model has seen."""
-    assert turns._without_emitted_ids(behind, sampled, ()) == left
+    assert _without_emitted_ids(behind, sampled, ()) == left
 
 
 def test_an_end_token_that_the_model_did_not_emit_has_mask_0():
