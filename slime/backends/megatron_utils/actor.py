@@ -79,6 +79,7 @@ class MegatronTrainRayActor(TrainRayActor):
         self._weights_fingerprint: str | None = None
         start = self._load()
         self._last_rollout_id: int | None = None
+        self._sampler_age: int | None = None
         Timer().start("train_wait")
         return start
 
