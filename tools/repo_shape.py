@@ -57,6 +57,7 @@ LAYERS: tuple[tuple[str, int], ...] = (
     ("slime.rollout.trained_sampling", 2),
     ("slime.rollout.declared_fields", 2),
     ("slime.rollout.rewards", 2),
+    ("slime.rollout.length_penalty", 2),
     ("slime.rollout.postprocess.shell", 3),
     ("slime.rollout.postprocess.parallel", 3),
     ("slime.rollout.postprocess.cli", 4),

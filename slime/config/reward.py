@@ -37,6 +37,17 @@ class RewardOptions:
         "The custom reward draws lots or asks a judge that does: equal responses of a group may score differently, and "
         "rollout/reward/conflict_count is not counted.",
     )
+    length_penalty: str = option(
+        "none",
+        "Penalty on the length of a response, added to its reward before the group's baseline: soft_overlong (linear over the last part of "
+        "--rollout-max-response-len, as in DAPO), linear (over all of it), group_relative (among the group's lengths, as in Kimi k1.5). "
+        "rollout/raw_reward stays as scored.",
+        choices=("none", "soft_overlong", "linear", "group_relative"),
+    )
+    length_penalty_weight: float = option(1.0, "Largest size of that penalty.")
+    length_penalty_buffer: int | None = option(
+        None, "Tokens at the end of --rollout-max-response-len over which soft_overlong grows; default: a fifth of it."
+    )
     grader_workers: int = option(
         2, "Processes for scorers that evaluate mathematics (math, deepscaler, dapo, math_verify, math_value); started when first needed."
     )

@@ -92,6 +92,18 @@ def only_one_half_is_debugged(args):
         return "--debug-train-only and --debug-rollout-only exclude each other (--load-debug-rollout-data implies the first). Remove one."
 
 
+@rule("length_penalty", "length_penalty_buffer", "rollout_max_response_len")
+def a_length_penalty_has_a_budget_and_is_applied(args):
+    name, budget, buffer = args.length_penalty, args.rollout_max_response_len, args.length_penalty_buffer
+    replaced = [x for x in ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path") if getattr(args, x)]
+    if name != "none" and replaced:
+        return f"{_flag(replaced[0])} takes the place of --length-penalty {name}. Remove one of them."
+    if name in ("soft_overlong", "linear") and budget is None:
+        return f"--length-penalty {name} is about --rollout-max-response-len, which is missing. Give it."
+    if buffer is not None and (name != "soft_overlong" or not 1 <= buffer <= budget):
+        return f"--length-penalty-buffer is {buffer}: soft_overlong alone reads it, from 1 to --rollout-max-response-len {budget}."
+
+
 POSITIVE = (
     "rollout_batch_size n_samples_per_prompt global_batch_size num_steps_per_rollout micro_batch_size max_tokens_per_gpu "
     "log_probs_max_tokens_per_gpu over_sampling_batch_size num_epoch rollout_max_response_len rollout_max_prompt_len "
@@ -104,7 +116,7 @@ POSITIVE = (
 ).split()
 NOT_NEGATIVE = (
     "num_rollout start_rollout_id rollout_num_gpus lr min_lr weight_decay clip_grad eps_clip eps_clip_high value_clip kl_coef "
-    "kl_loss_coef tis_clip tis_clip_low opd_kl_coef lr_warmup_iters opsm_delta num_critic_only_steps rollout_request_retries "
+    "kl_loss_coef length_penalty_weight tis_clip tis_clip_low opd_kl_coef lr_warmup_iters opsm_delta num_critic_only_steps rollout_request_retries "
     "max_engine_aborts max_dropped_groups max_failed_ratio"
 ).split()
 SHARES = "rollout_top_p eval_top_p load_debug_rollout_data_subsample rotary_percent".split()

@@ -25,7 +25,7 @@ from slime.ray.rollout_servers import start_rollout_servers
 from slime.ray.utils import Lock, wait_for
 from slime.rollout.attribution import marks_of, restore_marks, with_marks
 from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
-from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
+from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards, length_penalties_of
 from slime.rollout.engine_client import set_engines
 from slime.rollout.postprocess.contract import is_model_failure
 from slime.rollout.postprocess.gate import PostprocessResult
@@ -254,8 +254,9 @@ class RolloutManager:
         """(raw rewards, rewards): as scored, and normalized by group where the estimator asks for it."""
         if self.custom_reward_post_process_func is not None:
             return self.custom_reward_post_process_func(self.args, list(samples))
-        raw, rewards, statistics = compute_rewards(samples, ColumnsConfig.from_args(self.args))
-        self._reward_metrics = statistics.metrics() if statistics is not None else {}
+        config = ColumnsConfig.from_args(self.args)
+        raw, rewards, statistics = compute_rewards(samples, config)
+        self._reward_metrics = {**(statistics.metrics() if statistics is not None else {}), **length_penalties_of(samples, config)[1]}
         return raw, rewards
 
     def _convert_samples_to_train_data(self, samples: list[Sample]) -> Any:

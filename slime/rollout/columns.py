@@ -13,6 +13,7 @@ import numpy as np
 
 from slime.exceptions import RolloutDataError
 from slime.rollout.declared_fields import read_source, warn_of_unfilled
+from slime.rollout.length_penalty import LengthPenalty, compute_length_penalties, penalty_metrics
 from slime.rollout.rewards import RewardStatistics, normalize_rewards, raw_rewards_of, reward_number
 from slime.rollout.weight_versions import oldest_version
 from slime.utils.ragged import as_array
@@ -33,6 +34,7 @@ class ColumnsConfig:
     leave_one_out: bool = False
     divide_by_std: bool = True
     removed_samples_in_baseline: bool = False
+    length_penalty: LengthPenalty = LengthPenalty()
     baseline_by_row: bool = False  # every sample of a rollout is a member of its group's baseline, not the rollout
     require_top_p_tokens: bool = False
     uses_engine_log_probs: bool = False  # in a ratio, so they must be of the trainer's distribution
@@ -51,6 +53,7 @@ class ColumnsConfig:
             leave_one_out=baseline is not None and baseline.leave_one_out,
             divide_by_std=baseline is not None and baseline.may_divide_by_std and args.grpo_std_normalization,
             removed_samples_in_baseline=args.removed_samples_in_baseline,
+            length_penalty=LengthPenalty.from_args(args),
             baseline_by_row=args.fan_out_baseline == "row",
             require_top_p_tokens=args.rollout_top_p != 1.0 and args.loss_type != "sft_loss",
             uses_engine_log_probs=args.rollout_top_p != 1.0 and (args.use_rollout_logprobs or args.use_tis or args.get_mismatch_metrics),
@@ -100,19 +103,31 @@ def _is_fully_masked(sample: Any) -> bool:
 # --- rewards -------------------------------------------------------------------------------------------------------------
 
 
+def length_penalties_of(samples: Sequence[Any], config: ColumnsConfig) -> tuple[np.ndarray, dict[str, float]]:
+    """(what --length-penalty adds to each reward, float64 [N]; its metrics, {} without a penalty)."""
+    if config.length_penalty.name == "none":
+        return np.zeros(len(samples)), {}
+    raw_N = raw_rewards_of(samples, config.reward_key)
+    counts_N = np.array([counts_in_baseline(sample, removed_count=config.removed_samples_in_baseline) for sample in samples], dtype=bool)
+    lengths = [sample.response_length for sample in samples]
+    penalties_N = compute_length_penalties(lengths, raw_N, group_ids_of(samples), counts_N, penalty=config.length_penalty)
+    return penalties_N, penalty_metrics(penalties_N, raw_N, counts_N)
+
+
 def compute_rewards(
     samples: Sequence[Any], config: ColumnsConfig
 ) -> tuple[list[float], list[float], RewardStatistics | None]:
     """`(raw_rewards, rewards, statistics)`, one float per sample: as scored, and what the estimator reads. NaN where there is no score.
 
-    Rewards are normalized by group for the estimators that ask for it, else equal to the raw ones.
+    Rewards are normalized by group for the estimators that ask for it, else equal to the raw ones; both with the length penalty.
     """
     raw_N = raw_rewards_of(samples, config.reward_key)
+    shaped_N = raw_N + length_penalties_of(samples, config)[0]
     if not config.group_baseline:
-        return raw_N.tolist(), raw_N.tolist(), None
+        return raw_N.tolist(), shaped_N.tolist(), None
     valid = [counts_in_baseline(sample, removed_count=config.removed_samples_in_baseline) for sample in samples]
     rewards_N, statistics = normalize_rewards(
-        raw_N,
+        shaped_N,
         group_ids_of(samples),
         valid,
         divide_by_std=config.divide_by_std,

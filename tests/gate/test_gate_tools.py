@@ -10,6 +10,9 @@ import pytest
 from support.gate_golden import GOLDEN_CONFIG, load_corpus, load_tokenizer
 from support.gate_samples import sound_sample
 
+from slime.config.specs import all_specs
+from slime.config.yaml_file import read_option_file
+from slime.exceptions import ConfigError
 from slime.rollout.postprocess import Gate, GateConfig, postprocess_output_data, tools
 from slime.rollout.postprocess.alignment import Codec
 from slime.rollout.postprocess.cli import main
@@ -133,6 +136,27 @@ def test_suggest_takes_the_one_percent_quantile_of_responses_that_ended(tmp_path
     assert "--gate-min-response-tokens 101" in capsys.readouterr().out
     with pytest.raises(ValueError, match="ended by itself"):
         tools.suggest_thresholds(samples[100:])
+
+
+def test_suggest_writes_its_thresholds_into_an_options_file(tmp_path):
+    """What it prints is what a run reads: of a dump beside it, of a run folder on the snapshot that was written last."""
+    samples = [sound_sample(i, length=101 + i) for i in range(100)]
+    assert main(["suggest", dump(tmp_path, samples), "--apply"]) == 0
+    specs = {spec.name: spec for spec in all_specs()}
+    found = read_option_file(str(tmp_path / "gate_options.yaml"), specs)
+    assert found.problems == [] and found.known == {
+        "gate_min_response_tokens": 101, "gate_max_response_tokens": 300, "gate_context_margin": 0.05
+    }  # fmt: skip
+    run = tmp_path / "run"
+    gate = Gate(GateConfig(), run_dir=run, snapshots=SnapshotWriter(run / "gate"))
+    gate.run([sound_sample(i, length=40) for i in range(8)], 0)
+    gate.close()
+    assert main(["suggest", str(run), "--apply"]) == 0 and "gate_min_response_tokens: 40\n" in (run / "gate_options.yaml").read_text()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="has no raw snapshot"):
+        main(["suggest", str(tmp_path / "empty"), "--apply"])
+    with pytest.raises(ConfigError, match="--apply is an option of `slime gate suggest`"):
+        main(["ends", dump(tmp_path, samples), "--apply"])
 
 
 def test_doctor_runs_the_three_first_steps_when_the_loss_spikes(tmp_path, tokenizer_folder, capsys):

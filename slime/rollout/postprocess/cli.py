@@ -4,7 +4,8 @@
     slime gate ends DUMP       valid samples with the lowest and the highest rewards
     slime gate align DUMP      texts that differ from their tokens, with the cause; exit status 1 if there are any
     slime gate groups DUMP     group sizes and mixed prompts; with --against RAW also membership; exit status 1 on a problem
-    slime gate suggest DUMP    thresholds measured on the dump
+    slime gate suggest DUMP    thresholds measured on the dump; of a run folder, on its last snapshot. --apply also writes them into
+                               gate_options.yaml beside it, which --config takes
     slime gate doctor RUN      the first three steps when the loss spikes
 
 All --gate-* options of training are understood; --rollout-id N (default 0) says where on a --gate-schedule the dump stands. --hf-checkpoint
@@ -61,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(format_help([spec for spec in all_specs() if _is_ours(spec.name)], usage=f"slime gate {command} DUMP [OPTIONS]"))
         return 0
     own, rest = _own_parser(command).parse_known_args(words[1:])
+    if own.apply and command != "suggest":
+        raise ConfigError(f"--apply is an option of `slime gate suggest`, not of `slime gate {command}`.")
     if own.num < 1 or not 0 <= own.max_drop_rate <= 1:
         raise ConfigError(f"--num {own.num} must be >= 1 and --max-drop-rate {own.max_drop_rate} between 0 and 1.")
     args = with_recorded_options(_gate_args(rest), own.path)
@@ -79,6 +82,7 @@ def _own_parser(command: str) -> argparse.ArgumentParser:
     parser.add_argument("--rollout-id", type=int, default=0)
     parser.add_argument("--with-earlier-verdicts", action="store_true")
     parser.add_argument("--with-dropped", action="store_true")
+    parser.add_argument("--apply", action="store_true")
     return parser
 
 
@@ -241,14 +245,37 @@ def _groups(own: argparse.Namespace, args: Any) -> int:
 
 
 def _suggest(own: argparse.Namespace, args: Any) -> int:
-    samples = load_samples(own.path, with_dropped=own.with_dropped)
+    path = _last_snapshot(own.path) if own.path.is_dir() else own.path
+    samples = load_samples(path, with_dropped=own.with_dropped)
     suggestion = tools.suggest_thresholds(samples, context_length=args.rollout_max_context_len)
     print(f"# measured on {suggestion.num_measured} responses that ended by themselves")
     print(
         f"--gate-min-response-tokens {suggestion.min_response_tokens} --gate-max-response-tokens {suggestion.max_response_tokens} "
         f"--gate-context-margin {suggestion.margin}"
     )
+    if own.apply:
+        target = (own.path if own.path.is_dir() else own.path.parent) / "gate_options.yaml"
+        target.write_text(
+            f"# measured on {suggestion.num_measured} responses of {path.name} that ended by themselves\n"
+            f"gate_min_response_tokens: {suggestion.min_response_tokens}\n"
+            f"gate_max_response_tokens: {suggestion.max_response_tokens}\n"
+            f"gate_context_margin: {suggestion.margin}\n",
+            encoding="utf-8",
+        )
+        print(f"written to {target}: give it as --config, or copy its lines into the run's own options file")
     return 0
+
+
+def _snapshots(run: Path) -> list[Path]:
+    """A run's raw snapshots, the last one written last: a resumed run writes lower numbers than those that the run before it left."""
+    return sorted((run / "gate").glob("raw_*.parquet"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def _last_snapshot(run: Path) -> Path:
+    found = _snapshots(run)
+    if not found:
+        raise ConfigError(f"{run} has no raw snapshot of the gate (gate/raw_*.parquet). Give a dump, or run with --gate-snapshots above 0.")
+    return found[-1]
 
 
 def _doctor(own: argparse.Namespace, args: Any) -> int:
@@ -259,8 +286,7 @@ def _doctor(own: argparse.Namespace, args: Any) -> int:
     if malformed:
         print(f"{malformed} lines of {path} could not be read")
     print("\n".join(tools.diagnose_records(records)))
-    # the last one written: a resumed run writes lower numbers than those that the run before it left
-    snapshots = sorted((own.path / "gate").glob("raw_*.parquet"), key=lambda path: path.stat().st_mtime_ns)
+    snapshots = _snapshots(own.path)
     if not snapshots:
         print("(3) alignment: no raw snapshot in this run (--gate-snapshots)")
         return 0
