@@ -95,9 +95,8 @@ def only_one_half_is_debugged(args):
 @rule("length_penalty", "length_penalty_buffer", "rollout_max_response_len")
 def a_length_penalty_has_a_budget_and_is_applied(args):
     name, budget, buffer = args.length_penalty, args.rollout_max_response_len, args.length_penalty_buffer
-    replaced = [x for x in ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path") if getattr(args, x)]
-    if name != "none" and replaced:
-        return f"{_flag(replaced[0])} takes the place of --length-penalty {name}. Remove one of them."
+    if name != "none" and (args.custom_reward_post_process_path or args.custom_convert_samples_to_train_data_path):
+        return f"--length-penalty {name} is not applied beside a custom reward post-process or a custom converter. Remove one of them."
     if name in ("soft_overlong", "linear") and budget is None:
         return f"--length-penalty {name} is about --rollout-max-response-len, which is missing. Give it."
     if buffer is not None and (name != "soft_overlong" or not 1 <= buffer <= budget):

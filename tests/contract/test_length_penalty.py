@@ -69,7 +69,7 @@ def test_the_penalty_enters_the_baseline_and_leaves_the_raw_reward(tmp_path, mon
         ({"length_penalty": "linear", "rollout_max_response_len": None}, "--rollout-max-response-len, which is missing"),
         ({"length_penalty": "soft_overlong", "length_penalty_buffer": 9}, "--length-penalty-buffer is 9: soft_overlong alone reads it, from 1 to"),
         ({"length_penalty_buffer": 4}, "--length-penalty-buffer is 4: soft_overlong alone reads it"),
-        ({"length_penalty": "linear", "custom_reward_post_process_path": "a.b"}, "--custom-reward-post-process-path takes the place of"),
+        ({"length_penalty": "linear", "custom_reward_post_process_path": "a.b"}, "linear is not applied beside a custom reward post-process"),
         ({"length_penalty": "group_relative", "rollout_max_response_len": None}, None),
     ],
 )
