@@ -70,6 +70,10 @@ def test_temperature_zero_is_greedy_and_its_log_prob_is_that_of_temperature_one(
     tokens, log_probs = draw_many(8, temperature=0)
     assert tokens.tolist() == [0] * 8
     assert np.abs(log_probs - np.log(0.5)).max() < 1e-6
+    # also beside a row with a temperature of its own
+    mixed = SamplingBatch(uniforms=np.zeros(2), temperatures=np.array([0.0, 0.5], dtype=np.float32))
+    sampled = sample_tokens(FOUR.expand(2, -1).contiguous(), mixed)
+    assert sampled.tokens.tolist() == [0, 0] and sampled.log_probs == pytest.approx(np.log([0.5, 0.25 / 0.365]), abs=1e-6)
 
 
 @pytest.mark.parametrize(

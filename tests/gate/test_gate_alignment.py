@@ -186,6 +186,7 @@ def test_finish_reason_is_checked_against_the_last_token():
         encoded("b", eos=False),
         encoded("c", finish_reason="length"),
         encoded("d", finish_reason=None),
+        encoded("e", eos=False, finish_reason="length"),  # as it should be: cut, without an end token
     ]
     for level in Level:  # a check that stops a truncated response before its tokens are read does not end the series
         counts = run(samples, GateConfig(level=level)).statistics.counts

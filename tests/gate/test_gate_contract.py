@@ -163,6 +163,10 @@ def test_a_sample_kept_in_spite_of_one_finding_is_still_refused_for_a_worse_one(
     sample.rollout_log_probs[4] = float("nan")
     config = GateConfig(policies={InvalidReason.TRUNCATED: Policy.KEEP})
     assert reasons_of(postprocess_output_data([sample], config)) == ["bad_logprob"]
+    sample = sound_sample(0, status=Status.TRUNCATED)
+    config = GateConfig(min_response_tokens=99, policies=dict.fromkeys((InvalidReason.TRUNCATED, InvalidReason.TOO_SHORT), Policy.KEEP))
+    (kept,) = postprocess_output_data([sample], config).samples
+    assert kept.valid and kept.invalid_reason == "too_short", "of two findings that are kept, the first is named"
 
 
 @pytest.mark.parametrize("reason", ["empty", "bad_logprob", "bad_token", "bad_reward", "failed"])
