@@ -145,19 +145,21 @@ def test_log_probs_over_a_real_vocabulary_have_no_bias():
         assert alone.tokens.tolist() == sampled.tokens[rows].tolist() and alone.log_probs.tolist() == sampled.log_probs[rows].tolist()
 
 
-def test_one_row_that_truncates_leaves_the_others_alone():
-    """Parameters are per request, batched or not."""
+@pytest.mark.parametrize("first", [True, False])
+def test_one_row_that_truncates_leaves_the_others_alone(first):
+    """Parameters are per request, batched or not, and wherever in the batch the row is."""
+    order = 1 if first else -1
     batch = SamplingBatch(
         uniforms=np.array([0.97, 0.97]),
         temperatures=np.ones(2, dtype=np.float32),
-        top_ks=np.array([2, -1]),
+        top_ks=np.array([2, -1])[::order].copy(),
         top_ps=np.ones(2),
         min_ps=np.zeros(2),
         keep_rows=np.array([0, 1]),
     )
     sampled = sample_tokens(FOUR.expand(2, -1).contiguous(), batch)
-    assert sampled.tokens.tolist() == [1, 3]
-    assert [kept.tolist() for kept in sampled.kept] == [[0, 1], [0, 1, 2, 3]]
+    assert sampled.tokens.tolist()[::order] == [1, 3]
+    assert [kept.tolist() for kept in sampled.kept][::order] == [[0, 1], [0, 1, 2, 3]]
 
 
 def test_end_tokens_cannot_be_drawn_before_min_new_tokens():

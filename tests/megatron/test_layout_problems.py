@@ -58,6 +58,8 @@ def test_layouts_that_work_have_no_problem(changes):
         ({TP: 2, "num_moe_experts": 4}, "only with --sequence-parallel"),
         ({PP: 2, "moe_token_dispatcher_type": "allgather"}, "Use alltoall"),
         ({"recompute_granularity": "full"}, "Add --recompute-method uniform"),
+        ({"recompute_granularity": "full", "recompute_method": "block"}, "and --recompute-num-layers"),
+        ({"recompute_granularity": "full", "recompute_num_layers": 1}, "needs --recompute-method"),
         ({"recompute_method": "block"}, "needs --recompute-granularity full"),
         ({CP: 0}, "--context-parallel-size is 0; it must be at least 1."),
     ],
