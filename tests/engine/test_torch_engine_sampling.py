@@ -178,6 +178,9 @@ def test_penalties_count_prompt_and_response_as_documented():
     assert tokens.tolist() == [0] * 4
     tokens, _ = draw_many(4, logits=logits, temperature=0, repetition_penalty=2.0)
     assert tokens.tolist() == [1] * 4
+    # a negative logit is multiplied: -1 becomes -2 and loses to -1.5, where halved it would win all the more
+    tokens, _ = draw_many(4, logits=torch.tensor([[-1.0, -1.5, -9.0, -9.0]]), temperature=0, repetition_penalty=2.0)
+    assert tokens.tolist() == [1] * 4
     batch = RunningBatch(1, vocab_size=4, eos_token_ids=(), device=torch.device("cpu"))
     params = parse_sampling_params({"temperature": 0, "frequency_penalty": 0.1, "presence_penalty": 0.15}, vocab_size=4)
     rows = np.array([batch.place(Request("r", np.array([3], np.int32), params, seed=0, limit=9, pages=np.array([1])))])
