@@ -267,9 +267,10 @@ def phase_metrics(records: list[dict], samples: dict[int, ReferenceSample], fiel
             metrics[name] = _vote_per_rollout(rows, rollout_ids)
         elif name != "loss_masks":
             metrics[name] = _mean_over(samples, rows)
-    valid = {i: record for i, record in enumerate(records) if record["valid"]}
+    # of everything sampled: a response that the model got wrong has reward 0, one that was lost has no vote
+    judged = {i: r for i, r in enumerate(records) if r["valid"] or r["invalid_reason"] in ("too_short", "empty", "truncated")}
     metrics["raw_reward"] = _vote_per_rollout(
-        {i: r["reward"] for i, r in valid.items()}, {i: r["rollout_id"] for i, r in valid.items()}
+        {i: r["reward"] if r["valid"] else 0.0 for i, r in judged.items()}, {i: r["rollout_id"] for i, r in judged.items()}
     )
     metrics["round_number"] = _vote_per_rollout({i: records[i]["metadata"]["round_number"] for i in samples}, rollout_ids)
     trained = {sample.rollout_id for sample in samples.values() if any(sample.loss_mask)}
