@@ -11,9 +11,17 @@ from slime.rollout.rm_hub.labels import GSM8K_MARK
 THINK_END = "</think>"
 # Only the end of a long response is searched for an answer without a box.
 LAST_CHARS = 2000
-_SAID = re.compile(
-    r"(?:answer|result|solution)\s*(?:\*\*)?\s*(?:is|are|=|:)\s*(?:\*\*)?\s*:?\s*(?P<answer>[^\n]{1,500})", re.IGNORECASE
+# What says the answer, in several languages; "the result is" only where no answer is said. Of several on one line the last counts.
+_SAID = tuple(
+    re.compile(rf"(?:{names})\s*(?:\*\*)?\s*(?:is|are|ist|lautet|est|es|é|è|是|为|為|は|=|:|：)\s*(?:\*\*)?\s*[:：]?\s*(?=\S)", re.IGNORECASE)
+    for names in (
+        r"\banswers?|\bantwort|\bréponse|\brespuesta|\brisposta|\bresposta|\bответ|答案|答え|(?<!回)答(?=\s*[:：])",
+        r"\bresults?|\bsolutions?|\bergebnis|\blösung|\brésultat|\bresultado|\brisultato|结果|結果",
+    )
 )
+_SAID_CHARS = 500
+_LEAD = re.compile(r"(?:so|thus|hence|therefore|then)\b,?\s+(?=[A-Za-z](?:_\w+)?\s*=)", re.IGNORECASE)
+_BOLD = re.compile(r"(?<![\w)}])\*\*|\*\*(?![\w({\\]|[.-]\w)")
 _FORMULA = re.compile(r"\$\$(.{1,500}?)\$\$|(?<!\\)\$(?=\S)([^$\n]{1,500}?)(?<![\\\s])\$(?!\d)|\\\[(.{1,500}?)\\\]|\\\((.{1,500}?)\\\)", re.DOTALL)
 _NUMBER = re.compile(r"(?<![\w.,/])[-−]?(?:\\?\$|€|£)?\d[\d,. ]*(?:/\d+)?%?(?![\w/])")
 _WORDS = re.compile(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}")
@@ -44,9 +52,10 @@ def final_answer(response: str) -> str | None:
     text = text[-LAST_CHARS:]
     if GSM8K_MARK in text:
         return text.rsplit(GSM8K_MARK, 1)[1].strip().split("\n")[0] or None
-    said = [match["answer"] for match in _SAID.finditer(text)]
-    if said:
-        return _until_sentence_end(said[-1])
+    for pattern in _SAID:
+        starts = [match.end() for match in pattern.finditer(text)]
+        if starts:
+            return _until_sentence_end(text[starts[-1] :].split("\n")[0][:_SAID_CHARS])
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return None
@@ -54,16 +63,21 @@ def final_answer(response: str) -> str | None:
     if formulas and (len(lines) > 1 or lines[-1].strip("$ .") != formulas[-1].strip()):
         return formulas[-1].rpartition("=")[2].strip() if "=" in formulas[-1] else formulas[-1]
     if len(lines) == 1 and len(lines[0]) <= 100 and not _WORDS.search(lines[0]):
-        return lines[0]
-    numbers = _NUMBER.findall(lines[-1].replace("**", ""))
+        return without_bold(_LEAD.sub("", lines[0], count=1))
+    numbers = _NUMBER.findall(without_bold(lines[-1]))
     if numbers:
         return numbers[-1].strip(" ,.")
     return last_box(response) or lines[-1]
 
 
+def without_bold(text: str) -> str:
+    """The text without the marks of bold type; those between two values are a power: 2**3."""
+    return _BOLD.sub("", text).strip()
+
+
 def _until_sentence_end(text: str) -> str:
-    text = text.replace("**", "").strip()
+    text = without_bold(text)
     formula = _FORMULA.match(text)
     if formula is not None:
         return next(group for group in formula.groups() if group is not None)
-    return re.split(r"[.!?](?:\s|$)|,\s+(?:which|because|since|so)\b", text)[0].strip()
+    return re.split(r"[.!?](?:\s|$)|。|,\s+(?:which|because|since|so)\b", text)[0].strip()

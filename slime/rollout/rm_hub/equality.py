@@ -68,11 +68,19 @@ def _same(answer: Any, truth: Any, strict: bool) -> bool | None:
         return _same_relations(answer, truth)
     if isinstance(answer, Based | Words) and isinstance(truth, Based | Words):
         return answer == truth
+    if not strict and isinstance(answer, Relation) and answer.operator == "=" and isinstance(truth, Scalar) and truth.number is not None:
+        return _same_sum(answer, truth)
     if Words in (type(answer), type(truth)) and Scalar in (type(answer), type(truth)):
         scalar = answer if isinstance(answer, Scalar) else truth
         words = truth if isinstance(answer, Scalar) else answer
         return squeezed(scalar.text) == words.text
     return False
+
+
+def _same_sum(answer: Relation, truth: Scalar) -> bool | None:
+    """m + n = 204 answers 204: what stands left names what is asked where it has several variables, and is an equation to solve with one."""
+    names = set(re.findall(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])", answer.left))
+    return _same(read_value(answer.right), truth, strict=False) if len(names) > 1 else False
 
 
 def _without_one_item(value: Any) -> Any:

@@ -23,7 +23,8 @@ _PATTERNS = tuple(
         rf"\b(?:answer|option|choice)\s+{_LETTER}",
     )
 )
-_STANDALONE = re.compile(rf"(?<![A-Za-z0-9'])([A-Z])(?![A-Za-z0-9']){_NO_WORD}")
+# "It is not A" settles on nothing.
+_STANDALONE = re.compile(rf"(?<![A-Za-z0-9'])(?<![Nn]ot )(?<!NOT )(?<!n't )([A-Z])(?![A-Za-z0-9']){_NO_WORD}")
 _WORD = re.compile(r"(?:(?<![\w.])-)?\d+(?:[.,]\d+)*|\w+")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from slime.rollout.rm_hub.answers import without_bold
 from slime.rollout.rm_hub.boxes import last_box
 from slime.rollout.rm_hub.end_tokens import without_end_tokens
 from slime.rollout.rm_hub.equality import is_same_answer
@@ -83,7 +84,7 @@ def is_correct_minerva(
     truths = [remove_boxed(last_boxed_only_string(gt))] if gt_need_extract else label_answers(gt)
     if not found:
         return False, prediction
-    plain = without_end_tokens(answer).replace("**", "").strip()
+    plain = without_bold(without_end_tokens(answer))
     given = last_box(plain) or plain
     for truth in truths:
         verdict = is_same_answer(given, truth, strict=True)

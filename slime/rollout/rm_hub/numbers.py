@@ -16,7 +16,14 @@ from slime.rollout.rm_hub.normal_form import MARKS
 
 MAX_DIGITS = 1000
 MAX_POWER_OF_TEN = 1000
-_SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALES = {
+    "dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "lakh": 10**5, "crore": 10**7, "mn": 10**6,
+    "bn": 10**9, "tausend": 10**3, "mio": 10**6, "mio.": 10**6, "millionen": 10**6, "mrd": 10**9, "mrd.": 10**9, "milliarden": 10**9, "milliard": 10**9,
+    "millones": 10**6, "millón": 10**6, "milhões": 10**6, "milioni": 10**6, "万": 10**4, "萬": 10**4, "亿": 10**8, "億": 10**8,
+    "halves": Fraction(1, 2), "thirds": Fraction(1, 3), "fifths": Fraction(1, 5), "sixths": Fraction(1, 6), "sevenths": Fraction(1, 7),
+    "eighths": Fraction(1, 8), "ninths": Fraction(1, 9), "tenths": Fraction(1, 10), "hundredths": Fraction(1, 100), "thousandths": Fraction(1, 1000),
+}  # fmt: skip
+_SCALE_NAMES = "|".join(sorted(map(re.escape, _SCALES), key=len, reverse=True))
 
 _GROUPED = (
     r"\d{1,3}(?:,\d{3})+(?:\.\d+)?(?![\d,])",  # 1,234,567.8
@@ -100,7 +107,7 @@ def _scaled(number: Number, rest: str) -> tuple[Number, str] | None:
         if abs(power) > MAX_POWER_OF_TEN:
             return None
         number, rest = _number(number.value * Fraction(10) ** power), rest[match.end() :]
-    word = re.match(rf"\s*[{MARKS}\s]*({'|'.join(_SCALES)})s?(?![A-Za-z])", rest, re.IGNORECASE)
+    word = re.match(rf"\s*[{MARKS}\s]*({_SCALE_NAMES})s?(?![A-Za-z])", rest, re.IGNORECASE)
     if word is not None:
         tail = rest[word.end() :]
         number, rest = _number(number.value * _SCALES[word[1].lower()]), tail if tail.strip(MARKS + " ") else ""

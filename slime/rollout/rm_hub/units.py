@@ -22,11 +22,11 @@ _TABLE: dict[str, dict[str, Fraction | int | str]] = {
     "pounds": {"oz ounce": 1, "lb pound": 16},
     "volume": {"l liter litre": 1, "ml milliliter millilitre": "1/1000", "cl centiliter": "1/100", "dl deciliter": "1/10"},
     "dollar": {"$ dollar usd buck": 1, "cent ¢": "1/100"},
-    "euro": {"€ euro eur": 1},
+    "euro": {"€ euro eur 欧元": 1},
     "sterling": {"£ gbp": 1, "pence": "1/100"},
-    "yen": {"¥ yen jpy": 1},
+    "yen": {"¥ yen jpy 円": 1},
     "rupee": {"₹ rupee rs inr": 1},
-    "yuan": {"yuan rmb cny": 1},
+    "yuan": {"yuan rmb cny 元": 1},
     "angle": {"\\degree degree deg": 1},
     "radian": {"rad radian": 1},
     "temperature": {"\\degreec celsius": 1},
@@ -49,8 +49,15 @@ _KNOWN = {
 _ANY = frozenset({"unit", "sq"})
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 # Words that are no units although they are long enough to be words.
-_MATHEMATICAL = frozenset("sqrt sin cos tan cot sec csc log exp ln pi and or".split())
-_LETTERS = r"(?:\\degree\s?[CF]?|\\omega|\\Omega|[A-Za-zµÅéè€£¥₹¢$]+\.?)"
+_MATHEMATICAL = frozenset("sqrt sin cos tan cot sec csc log exp ln pi and or mil mille mila".split())
+# They make another number of the one before them, or say how it is to be compared.
+_OPERATIONS = frozenset(
+    "squared cubed factorial times plus minus less more fewer than over choose modulo mod hundred hundreds thousand thousands million millions billion "
+    "billions trillion millionth millionths billionth billionths млн млрд тыс тысяч тысячи миллион миллиона миллионов миллиард миллиардов x y z".split()
+)
+# They change the number by a factor that differs between countries or by what follows.
+_SCALE_SIGNS = frozenset("千百十兆成折割倍半点")
+_LETTERS = r"(?:\\degree\s?[CF]?|\\omega|\\Omega|(?:[^\W\d_]|[€£¥₹¢$])+\.?)"
 # Digits only as a power: "cm^{2}", "cm2", "m/s^{2}"; words may follow each other.
 _UNIT_TEXT = re.compile(rf"{_LETTERS}(?:\^\{{-?\d\}}|\d)?(?:(?:\s*[/·-]\s*|\s*\\cdot\s*|\s+){_LETTERS}(?:\^\{{-?\d\}}|\d)?)*[.\s]*")
 # One letter is a unit only behind a space: "5 m", and 5m is a product.
@@ -79,7 +86,10 @@ def read_unit(text: str) -> Unit | None:
         return NO_UNIT
     if not marked and not _looks_like_unit(text):
         return None
-    if not _UNIT_TEXT.fullmatch(plain) or plain.split()[0].lower() in ("and", "or"):
+    words = plain.lower().replace(".", " ").split()
+    if not _UNIT_TEXT.fullmatch(plain) or words[0] in ("and", "or") or words[0] in _OPERATIONS:
+        return None
+    if len(words) > 1 and words[1] in _OPERATIONS - {"squared", "cubed"}:
         return None
     parts = [_one_unit(part) for part in re.split(r"\s*/\s*|\s+per\s+", plain)]
     if len(parts) == 1:
@@ -103,11 +113,11 @@ def factor_between(one: Unit, other: Unit) -> Fraction:
 
 def _looks_like_unit(text: str) -> bool:
     """Whether unmarked text behind a number is a unit and not a variable."""
-    word = re.match(r"\s*(\\degree|[€£¥₹¢$]|[A-Za-zµ]+)", text)
+    word = re.match(r"\s*(\\degree|[€£¥₹¢$]|[^\W\d_]+)", text)
     if word is None:
         return False
     name = word[1]
-    if name.lower() in _MATHEMATICAL:
+    if name.lower() in _MATHEMATICAL or name[0] in _SCALE_SIGNS:
         return False
     if len(name) == 1 and name.isascii() and name.isalpha():
         return text.startswith(" ") and name in _LETTER_UNITS

@@ -107,6 +107,8 @@ _CURRENCY = re.compile(r"^(-?)\s*(\\\$|\$|€|£|¥|₹|USD\s|EUR\s|Rs\.?\s)\s*(
 _PERCENT = re.compile(rf"[{MARKS}\s]*(?:%|per\s?cent|percent|percentage\spoints?)[{MARKS}\s]*", re.IGNORECASE)
 _MARKED_END = re.compile(rf"^(?P<value>.*[\w}})])\s*(?P<unit>{OPEN}[^{MARKS}]{{2,}}{CLOSE}.*|\\degree)$")
 _UNMARKED_END = re.compile(r"^(?P<value>.*[\d})])\s*(?P<unit>(?:square |cubic |sq\.? )?[A-Za-z]{2,}(?:\^\{\d\})?)$")
+_PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")  # \pmod and \pmb are other commands
+_DATE = re.compile(r"\d{4}-\d{2}-\d{2}|\d{4}/\d{1,2}/\d{1,2}|\d{1,2}/\d{1,2}/\d{4}")
 _CONDITION = re.compile(r"[A-Za-z](?:\s*\\in\s*\\mathbb\{R\})?\s*[|:]\s*(?P<what>.+)")  # {x | x > 2}
 _OPENERS, _CLOSERS = "([{", ")]}"
 
@@ -118,7 +120,7 @@ def read_value(text: str, depth: int = 0) -> Any:
     text = _without_lead(text)
     if not text:
         return None
-    for reader in (_read_based, _read_scalar_number, _read_set, _read_matrix):
+    for reader in (_read_date, _read_based, _read_scalar_number, _read_set, _read_matrix):
         value = reader(text, depth)
         if value is not None:
             return value
@@ -140,6 +142,11 @@ def _without_lead(text: str) -> str:
     if text.count(OPEN) != text.count(CLOSE):
         text = re.sub(rf"[{MARKS}]", " ", text).strip()
     return text.rstrip(".").strip() if not text.endswith("..") else text
+
+
+def _read_date(text: str, depth: int) -> Words | None:
+    """2024-01-05 is no difference and 1/5/2024 no quotient."""
+    return Words(squeezed(text)) if _DATE.fullmatch(text) else None
 
 
 def _read_based(text: str, depth: int) -> Based | None:
@@ -240,6 +247,8 @@ def _read_relation(text: str, depth: int) -> Any:
     sides = [text[start:end].strip() for start, end in zip(starts, ends, strict=True)]
     if operators[0] == "\\in" and len(operators) == 1:
         return read_value(sides[1], depth + 1)
+    if not sides[0] and operators[0] not in ("=", "==", "\\approx", "\\equiv"):
+        sides[0] = "x"  # ">= 5" leaves out the variable, and is no 5
     if not sides[0] or not sides[-1]:
         return None
     if set(operators) <= {"=", "==", "\\approx", "\\equiv"}:
@@ -301,10 +310,10 @@ def _is_variable(text: str) -> bool:
 
 
 def _read_plus_minus(text: str, depth: int) -> Group | None:
-    if "\\pm" not in text and "\\mp" not in text:
+    if not _PLUS_MINUS.search(text):
         return None
-    upper = re.sub(r"\\mp(?![a-z])", "-", re.sub(r"\\pm(?![a-z])", "+", text))
-    lower = re.sub(r"\\mp(?![a-z])", "+", re.sub(r"\\pm(?![a-z])", "-", text))
+    upper = _PLUS_MINUS.sub(lambda match: "+" if match[0] == "\\pm" else "-", text)
+    lower = _PLUS_MINUS.sub(lambda match: "-" if match[0] == "\\pm" else "+", text)
     return _group("list", [upper.strip(), lower.strip()], depth)
 
 
