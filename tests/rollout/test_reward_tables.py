@@ -163,7 +163,10 @@ def test_pinned_verdicts_of_upstreams_functions():
 
 @pytest.mark.parametrize(
     "text",
-    ["1" * 10**6, "(" * 10**6, "\\boxed{" * 10**5, "9^" * 10**5 + "9", "$" * 10**6, "\\frac{" * 10**5, "a " * 10**6, "1,000" * 10**5, "5 \\pmod 7", "\\pm" * 100],
+    [
+        "1" * 10**6, "(" * 10**6, "\\boxed{" * 10**5, "9^" * 10**5 + "9", "$" * 10**6, "\\frac{" * 10**5, "a " * 10**6, "1,000" * 10**5,
+        "5 \\pmod 7", "\\pm" * 100,
+    ],
 )
 def test_a_megabyte_of_anything_is_graded_and_not_computed(text):
     """The reader has bounds of length, nesting, digits and powers of its own, before the grader process's time limit."""
