@@ -220,7 +220,7 @@ def test_loss_gradients_agree_with_finite_differences(name):
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_value_loss_equals_the_reference(cp_size):
     """The critic's loss, its gradient, and NaN in the old values of masked tokens."""
-    options = ReferenceOptions(advantage_estimator="ppo", gamma=0.9, lambd=0.8)
+    options = ReferenceOptions(advantage_estimator="ppo", gamma=0.9, lambd=0.8, value_clip=0.05)  # not the default
     samples = make_samples(SHAPES, 5, rollout_ids=ROLLOUT_IDS)
     logits = make_logits(samples, 6, width=1)
     advantages, returns, _ = reference_advantages(samples, options)

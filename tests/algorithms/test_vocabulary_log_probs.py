@@ -126,6 +126,14 @@ def test_keep_mask_restricts_the_rows_that_predict_the_response(totals, response
     assert all(mask[row].tolist() == [False, True, False, False] for row in restricted)
 
 
+def test_each_row_keeps_the_nucleus_of_its_own_token():
+    """Token j of the response was drawn from {j}: rank 1 of two predicts tokens 1, 2 and 3 in its rows 1, 2 and 3."""
+    ids, offsets = [torch.arange(4, dtype=torch.int32)], [torch.arange(5, dtype=torch.int32)]
+    with pretend_rank(cp_size=2, cp_rank=1):
+        mask = loss._build_topp_keep_mask(4, 4, torch.device("cpu"), ids, offsets, [8], [4], False)
+    assert [mask[row].nonzero().flatten().tolist() for row in (1, 2, 3)] == [[1], [2], [3]]
+
+
 def test_keep_mask_on_a_vocabulary_shard_and_for_tokens_nobody_sampled():
     """Rank 1 of two owns ids 4..7; an empty span (a tool's token) keeps the whole row, and so does a sample without a nucleus."""
     ids = [torch.tensor([1, 5, 6, 7]), None]

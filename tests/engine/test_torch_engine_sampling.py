@@ -194,6 +194,20 @@ def test_penalties_count_prompt_and_response_as_documented():
     assert drawn == [0, 1, 0, 0, 1]
 
 
+def test_penalties_are_subtracted_before_the_temperature():
+    """At temperature 0.001 the larger logit is drawn: 1.0 once, then 1.0 - 0.15 < 0.9. Subtracted from 1000 the 0.15 would be nothing."""
+    batch = RunningBatch(1, vocab_size=4, eos_token_ids=(), device=torch.device("cpu"))
+    params = parse_sampling_params({"temperature": 0.001, "presence_penalty": 0.15}, vocab_size=4)
+    rows = np.array([batch.place(Request("r", np.array([3], np.int32), params, seed=0, limit=9, pages=np.array([1])))])
+    drawn = []
+    for _ in range(2):
+        parameters = batch.sampling_batch(rows)
+        sampled = sample_tokens(torch.tensor([[1.0, 0.9, -9.0, -9.0]]), parameters)
+        batch.append(rows, sampled, parameters)
+        drawn.append(int(sampled.tokens[0]))
+    assert drawn == [0, 1]
+
+
 def test_noise_is_a_function_of_seed_and_position_and_is_uniform():
     """Chunking or order must not matter, siblings must differ, and 100000 numbers fill 10 bins evenly (chi-square, 9 df, < 33)."""
     seeds = np.arange(100_000, dtype=np.uint64)

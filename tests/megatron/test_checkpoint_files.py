@@ -53,6 +53,7 @@ def test_a_damaged_file_is_named(tmp_path, damage, words):
     final = _publish(tmp_path, 1)
     manifest = files.read_manifest(final)
     assert files.damaged_files(final, manifest, sorted(manifest)) == []
+    assert files.files_below(final) == ["a.bin", "deep/b.bin"], "no file can hold its own hash"
     damage(final / "a.bin")
     (problem,) = files.damaged_files(final, manifest, sorted(manifest))
     assert problem.startswith(str(final / "a.bin")) and words in problem
