@@ -126,12 +126,13 @@ def test_keep_mask_restricts_the_rows_that_predict_the_response(totals, response
     assert all(mask[row].tolist() == [False, True, False, False] for row in restricted)
 
 
-def test_each_row_keeps_the_nucleus_of_its_own_token():
-    """Token j of the response was drawn from {j}: rank 1 of two predicts tokens 1, 2 and 3 in its rows 1, 2 and 3."""
+@pytest.mark.parametrize(("cp_rank", "kept"), [(0, {2: [3]}), (1, {1: [0], 2: [1], 3: [2]})])
+def test_each_row_keeps_the_nucleus_of_its_own_token(cp_rank, kept):
+    """Token j of the response was drawn from {j}. Of 8 logits rank 0 has 0, 1, 6 and 7, rank 1 has 2 to 5; logit 3 + j predicts token j."""
     ids, offsets = [torch.arange(4, dtype=torch.int32)], [torch.arange(5, dtype=torch.int32)]
-    with pretend_rank(cp_size=2, cp_rank=1):
+    with pretend_rank(cp_size=2, cp_rank=cp_rank):
         mask = loss._build_topp_keep_mask(4, 4, torch.device("cpu"), ids, offsets, [8], [4], False)
-    assert [mask[row].nonzero().flatten().tolist() for row in (1, 2, 3)] == [[1], [2], [3]]
+    assert {row: mask[row].nonzero().flatten().tolist() for row in range(4) if not mask[row].all()} == kept
 
 
 def test_keep_mask_on_a_vocabulary_shard_and_for_tokens_nobody_sampled():
