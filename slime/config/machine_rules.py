@@ -116,11 +116,12 @@ def first_iteration_is_one(args: argparse.Namespace) -> list[str]:
     """A first start takes the reference's iteration; --ckpt-step cannot ask for another one there."""
     load = args.as_requested["load"]
     fresh = not has_megatron_checkpoint(load) and not is_hf_folder(load) and has_megatron_checkpoint(args.ref_load)
-    if not fresh or args.ref_ckpt_step is None or args.ckpt_step in (None, args.ref_ckpt_step):
+    if not fresh or args.ckpt_step in (None, args.ref_ckpt_step):
         return []
+    iteration = "its latest iteration" if args.ref_ckpt_step is None else f"iteration {args.ref_ckpt_step} (--ref-ckpt-step)"
     return [
-        f"--ckpt-step {args.ckpt_step} is an iteration of --load, which has no checkpoint: the policy starts from --ref-load, iteration"
-        f" {args.ref_ckpt_step} (--ref-ckpt-step). Leave --ckpt-step out, or give --load {args.ref_load} --finetune."
+        f"--ckpt-step {args.ckpt_step} is an iteration of --load, which has no checkpoint: the policy starts from --ref-load, {iteration}. Use "
+        f"--ref-ckpt-step {args.ckpt_step} for both, leave --ckpt-step out, or give --load {args.ref_load} --finetune."
     ]
 
 

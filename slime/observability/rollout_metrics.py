@@ -18,6 +18,7 @@ from slime.rollout.columns import source_name_of, was_cut
 from slime.rollout.declared_fields import declared_metrics
 from slime.rollout.postprocess.contract import is_model_failure
 from slime.rollout.rewards import SPREAD_TOLERANCE, execution_keys, execution_values, reward_number
+from slime.rollout.structure import flatten_samples
 from slime.rollout.weight_versions import parse_weight_version
 from slime.utils.metric_utils import (
     compute_ragged_pass_rate,
@@ -407,7 +408,7 @@ def eval_metrics(config: RolloutMetricsConfig, dataset: Mapping[str, Any], *, gr
     """One evaluation dataset's numbers; the key "" is its mean reward. An attempt (the samples of one `rollout_id`) has one vote: its mean
     reward in the mean, its best in pass@k. Groups are blocks of `group_size`, or `Sample.group_index` where set."""
     rewards = np.array([math.nan if r is None else float(r) for r in dataset["rewards"]], dtype=np.float64)
-    samples = list(dataset.get("samples") or [])
+    samples = flatten_samples(dataset.get("samples") or [])
     keys = execution_keys(samples) if len(samples) == len(rewards) else list(range(len(rewards)))
     votes = execution_values(rewards.tolist(), keys)
     metrics: dict[str, float] = {"-num_samples": float(len(rewards))}

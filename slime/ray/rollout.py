@@ -23,7 +23,7 @@ from slime.observability.timer import Timer, timer
 from slime.ray import actors
 from slime.ray.rollout_servers import start_rollout_servers
 from slime.ray.utils import Lock, wait_for
-from slime.rollout.attribution import marks_of, restore_marks, with_marks
+from slime.rollout.attribution import Mark, marks_of, restore_marks, with_marks
 from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards, length_penalties_of
 from slime.rollout.engine_client import set_engines
@@ -102,6 +102,7 @@ class RolloutManager:
         with timer("gate"):
             judged = self.gate.run(all_samples, rollout_id, iteration_seconds=iteration_seconds, dropped_groups=dropped_groups)
         samples = judged.samples
+        marks = [] if self.args.debug_rollout_only else marks_of(judged.judged, judged.verdicts)  # before any of the user's functions sees them
         dumped = self.dumper.save(samples, rollout_id=rollout_id, evaluation=False)
         seen = dict_add_prefix(self.reward_watch.metrics(samples), "rollout/")
         extra = {**(output.metrics or {}), **self.gate.metrics(judged), **seen, **dumped}
@@ -123,10 +124,10 @@ class RolloutManager:
         if self.args.debug_rollout_only:
             return None
         with timer("convert_samples"):
-            data, sources = self._train_data(judged)
+            data, sources = self._train_data(judged, marks)
             boxes, plan = self._split(data, dropped_failures=_failures_outside(judged, sources))
         self.gate.record_placement(rollout_id, sources, plan.schedule.partitions)
-        planned = self._log_split(rollout_id, plan, output, judged, sources, {"rollout/truncated": truncated})
+        planned = self._log_split(rollout_id, plan, output, marks, sources, {"rollout/truncated": truncated})
         return boxes if planned else [Box(box.inner) for box in boxes]
 
     def eval(self, rollout_id: int) -> None:
@@ -266,16 +267,15 @@ class RolloutManager:
             return self.custom_convert_samples_to_train_data_func(self.args, list(samples))
         return build_train_columns(samples, self._post_process_rewards(samples), ColumnsConfig.from_args(self.args))
 
-    def _train_data(self, judged: PostprocessResult) -> tuple[Any, list[int]]:
+    def _train_data(self, judged: PostprocessResult, marks: Sequence[Mark]) -> tuple[Any, list[int]]:
         """The train data, in which no row of a rejected sample is valid, and the position among all judged samples of each row's sample.
 
         Users' functions hold the samples before and while this is made. The verdicts are the gate's, whatever they wrote into a sample.
         """
-        marks = marks_of(judged.verdicts)
         restore_marks(judged.judged, marks)
         data = self._convert_samples_to_train_data(judged.samples)
         restore_marks(judged.judged, marks)
-        return with_marks(data, judged.judged, marks, batch_rows=judged.raw_rows)
+        return with_marks(data, marks, batch_rows=judged.raw_rows)
 
     def _split(self, data: Any, *, dropped_failures: Sequence[int | None] = ()) -> tuple[list[Box], SplitPlan]:
         if self.train_parallel_config is None:
@@ -299,14 +299,14 @@ class RolloutManager:
         rollout_id: int,
         plan: SplitPlan,
         output: RolloutFnTrainOutput,
-        judged: PostprocessResult,
+        marks: Sequence[Mark],
         sources: list[int],
         extra_metrics: dict[str, float],
     ) -> int:
         """Conservation - sampled = trained + dropped by reason - checked and logged, with the schedule and the timers. Returns the number of
         samples that are planned to train; that they did, the driver logs."""
         ledger = ledger_of_rollout(
-            [mark.reason for mark in marks_of(judged.verdicts)],
+            [mark.reason for mark in marks],
             sources,
             trains=(plan.owner_ranks_N >= 0).tolist(),
             num_trained=plan.num_trained_samples,

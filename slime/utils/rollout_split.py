@@ -127,7 +127,7 @@ def _complete(batch: RolloutBatch) -> RolloutBatch:
         spec = CONTRACT.find(name)
         if spec is not None and spec.per_sample and len(batch.raw(name)) != num_samples:
             raise RolloutDataError(f"{name!r} has {len(batch.raw(name))} entries for {num_samples} samples.")
-    _reject_bad_rewards(batch)
+    _reject_unusable(batch)
     return batch
 
 
@@ -138,20 +138,41 @@ def _lengths_of(batch: RolloutBatch, name: str) -> np.ndarray:
     return column.lengths
 
 
-def _reject_bad_rewards(batch: RolloutBatch) -> None:
-    """A sample without a finite reward does not train, for the reason "bad_reward": one NaN would spoil every gradient."""
-    if "rewards" not in batch:
+def _reject_unusable(batch: RolloutBatch) -> None:
+    """A sample with a number that would spoil every gradient does not train, for the reason that the gate has for it: users' functions behind
+    the gate may write such numbers. A negative token id, a log-prob or a reward that is not finite."""
+    valid_N = batch.array("valid").copy()
+    found: list[tuple[str, np.ndarray]] = []
+    checks = [("tokens", "bad_token", _has_negative)]
+    checks += [(name, "bad_logprob", _has_no_number) for name in ("rollout_log_probs", "teacher_log_probs")]
+    for name, reason, is_bad in checks:
+        if name in batch:
+            column = batch.column(name)
+            entries = column.parts if isinstance(column, Parts) else column.as_list()
+            found.append((reason, np.fromiter((bool(good) and is_bad(entry) for good, entry in zip(valid_N, entries, strict=True)), bool, len(valid_N))))
+    if "rewards" in batch:
+        rewards_N = batch.array("rewards")
+        is_finite_N = np.isfinite(rewards_N)
+        found.append(("bad_reward", ~is_finite_N))
+    reasons = list(batch["invalid_reason"]) if "invalid_reason" in batch else [None] * len(valid_N)
+    before = int(valid_N.sum())
+    for reason, bad_N in found:
+        for position in np.flatnonzero(bad_N & valid_N).tolist():
+            reasons[position] = reason
+        valid_N &= ~bad_N
+    if int(valid_N.sum()) == before:
         return
-    rewards_N, valid_N = batch.array("rewards"), batch.array("valid")
-    bad_N = valid_N & ~np.isfinite(rewards_N)
-    if not bad_N.any():
-        return
-    reasons = batch["invalid_reason"] if "invalid_reason" in batch else [None] * len(bad_N)
-    batch["invalid_reason"] = [
-        "bad_reward" if bad else reason for bad, reason in zip(bad_N.tolist(), reasons, strict=True)
-    ]
-    batch["valid"] = Scalars(valid_N & ~bad_N)
-    batch["rewards"] = Scalars(np.where(np.isfinite(rewards_N), rewards_N, 0.0).astype(np.float32))
+    batch["invalid_reason"], batch["valid"] = reasons, Scalars(valid_N)
+    if "rewards" in batch and not is_finite_N.all():
+        batch["rewards"] = Scalars(np.where(is_finite_N, rewards_N, 0.0).astype(np.float32))
+
+
+def _has_negative(entry: Any) -> bool:
+    return len(entry) > 0 and bool(entry.min() < 0)
+
+
+def _has_no_number(entry: Any) -> bool:
+    return not np.isfinite(np.asarray(entry)).all()
 
 
 def _owners(partitions: list[list[int]], num_samples: int) -> np.ndarray:

@@ -209,6 +209,8 @@ def test_a_first_start_takes_the_iteration_of_its_reference(tmp_path):
     assert parse_args([*words, "--ref-ckpt-step", "3", "--ckpt-step", "3"]).load == str(tmp_path / "x" / "iter_0000003")
     with pytest.raises(ConfigError, match="--ckpt-step 7 is an iteration of --load, which has no checkpoint"):
         parse_args([*words, "--ref-ckpt-step", "3", "--ckpt-step", "7"])
+    with pytest.raises(ConfigError, match="starts from --ref-load, its latest iteration. Use --ref-ckpt-step 3 for both"):
+        parse_args([*words, "--ckpt-step", "3"])
     resumed = parse_args([*words, "--load", str(tmp_path / "x"), "--ref-ckpt-step", "3", "--ckpt-step", "7"])
     assert (resumed.load, resumed.ckpt_step, resumed.finetune) == (str(tmp_path / "x"), 7, False)
 

@@ -74,6 +74,20 @@ def test_a_converters_reward_that_is_no_number_never_reaches_a_gradient(bad):
     assert batches[0].whole("valid") == [True, False, True, True]
 
 
+@pytest.mark.parametrize("name", ["rollout_log_probs", "teacher_log_probs"])
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_a_converters_log_prob_that_is_no_number_never_reaches_a_gradient(name, bad):
+    """Sample 1 has one among its three: it does not train, nor does sample 2 with the token id -7."""
+    values = [[-0.5] * (2 + i) for i in range(4)]
+    values[1][2] = bad
+    data = lists(rewards=[0.0, 10.0, 20.0, 30.0], **{name: values})
+    data["tokens"][2] = [*data["tokens"][2][:-1], -7]
+    result = split(data)
+    batches = [localize(shard, rank) for rank, shard in enumerate(result.shards)]
+    assert result.plan.dropped == {"bad_logprob": 1, "bad_token": 1} and result.plan.num_trained_samples == 2
+    assert by_position(batches, "rewards") == {0: 0.0, 3: 30.0}
+
+
 @pytest.mark.parametrize(
     "valid", [torch.tensor([1, 1, 0, 1]), torch.tensor([True, True, False, True]), np.array([1, 1, 0, 1])]
 )

@@ -266,6 +266,15 @@ def test_throughput_is_per_second_and_gpu():
     )
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_users_evaluation_may_nest_its_samples(depth):
+    """Two attempts of one prompt, of which the first emitted the rows 1 and 1 and the second the row 0, as lists in lists: mean 0.5."""
+    rows = [make_sample(0, group_index=0, rollout_id=5), make_sample(1, group_index=0, rollout_id=5), make_sample(2, group_index=0, rollout_id=6)]
+    nested = [rows[:2], rows[2:]] if depth == 1 else [[rows[:2], rows[2:]]]
+    found = eval_metrics(CONFIG, {"rewards": [1.0, 1.0, 0.0], "samples": nested}, group_size=2)
+    assert found[""] == 0.5 and found["/num_sampled_samples"] == 3 and found["/num_sampled_rollouts"] == 2
+
+
 def test_evaluation_counts_every_row_once_and_groups_by_id():
     """faults, evaluation rows grouped by text: 3 items, n = 2 -> 3 groups of 2, also in any order; None is not scored."""
     order = [0, 2, 4, 1, 3, 5]

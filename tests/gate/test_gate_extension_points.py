@@ -17,9 +17,10 @@ from support.rollout_args import fresh_rollout_state, rollout_args, tokenizer_fo
 
 from slime.exceptions import RolloutDataError
 from slime.rollout import sglang_rollout
-from slime.rollout.attribution import attribute_rows
+from slime.rollout.attribution import attribute_rows, marks_of
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.columns import ColumnsConfig, build_train_columns
+from slime.rollout.postprocess.contract import Verdict
 from slime.utils.misc import load_function
 from slime.utils.rollout_dump import save_debug_rollout_data
 from slime.utils.types import Status
@@ -73,6 +74,25 @@ def without_indices(samples):
     return as_dict(samples, sample_indices=None)
 
 
+def with_rows_counted(args, samples):
+    """`sample_indices` counts the rows that are left, so that it names other samples."""
+    return as_dict(readable(samples)[1:], sample_indices=list(range(len(readable(samples)) - 1)))
+
+
+def in_place_of_another(samples):
+    """Writes the tokens of a sample that was cut into one that passed."""
+    by_index = {sample.index: sample for sample in samples}
+    if {13, 14} <= set(by_index):
+        for name in ("tokens", "response_length", "rollout_log_probs", "loss_mask"):
+            setattr(by_index[13], name, getattr(by_index[14], name))
+        by_index[13].index, by_index[14].index = 14, 13
+
+
+def moved_and_trimmed(args, samples):
+    moved = shuffled(samples)
+    return as_dict(moved, tokens=[list(s.tokens)[1:] for s in moved], sample_indices=None)
+
+
 CONVERTERS = {
     "upstream's dict": lambda args, samples: as_dict(samples),
     "no sample_indices": lambda args, samples: without_indices(samples),
@@ -93,8 +113,11 @@ CONVERTERS = {
     ),
     "what was kept aside": lambda args, samples: without_indices(readable(kept_aside)),
     "columns": columns_with_every_row_valid,
+    "sample_indices of the rows that are left": with_rows_counted,
+    "another order, a prompt token removed": moved_and_trimmed,
+    "tokens of one sample in another": lambda args, samples: in_place_of_another(samples) or as_dict(samples),
 }
-LEAVES_OUT = {"some left out", "a prompt token removed, some left out"}
+LEAVES_OUT = {"some left out", "a prompt token removed, some left out", "sample_indices of the rows that are left", "tokens of one sample in another"}
 
 
 def plug_in(monkeypatch, **functions):
@@ -113,7 +136,7 @@ def judged(manager, rollout_id=0):
     return trained, {name.removeprefix("rollout/ledger/").removeprefix("dropped/"): count for name, count in names.items()}
 
 
-@pytest.mark.parametrize("policy", ["mark", "drop"])
+@pytest.mark.parametrize("policy", ["mark", "drop", "penalize"])
 @pytest.mark.parametrize("kind", CONVERTERS)
 def test_no_converter_trains_a_rejected_sample(kind, policy, tmp_path, monkeypatch):
     """What the gate rejected stays out, and under its reason in the ledger, whatever dict a converter makes of the samples."""
@@ -123,14 +146,18 @@ def test_no_converter_trains_a_rejected_sample(kind, policy, tmp_path, monkeypat
         dirty_rollout(), tmp_path, monkeypatch, gate_policy=policy, custom_convert_samples_to_train_data_path="user_plug_in.convert"
     )
     trained, ledger = judged(manager)
-    assert set(trained) <= set(PASSED)
+    # a penalized sample trains, with the reward of a failure
+    passed = sorted([*PASSED, 14]) if policy == "penalize" else PASSED
+    assert set(trained) <= set(passed)
     if ledger.get("trailing", 0) == 0 and kind not in LEAVES_OUT:
-        assert sorted(set(trained)) == PASSED, "and every sample that passed does train"
+        assert sorted(set(trained)) == passed, "and every sample that passed does train"
     assert ledger["planned"] == len(trained)
     copies = 2 if kind == "every sample twice" else 1
     for index, reason in REJECTED.items():
+        if index in passed or (index == 14 and kind == "tokens of one sample in another"):
+            continue
         # an empty response, or one with an unreadable id, has no rows to copy
-        assert ledger[reason] in {1, copies if policy == "mark" and index != 11 else 1}, reason
+        assert ledger[reason] in {1, copies if policy != "drop" and index != 11 else 1}, reason
     assert ledger["sampled"] == ledger["planned"] + ledger["dropped"]
 
 
@@ -147,7 +174,8 @@ def test_a_converters_row_of_no_known_sample_ends_the_run(tmp_path, monkeypatch)
 def test_rows_with_the_tokens_of_several_samples_are_of_those_that_passed_first():
     """Two samples with the same ids, one rejected: one row is the valid one's, two are one each, a third is a copy of the rejected one."""
     samples = [sound_sample(0), sound_sample(0), sound_sample(1)]
-    attribute = functools.partial(attribute_rows, samples=samples, valid=[False, True, True], batch_rows=[0, 1, 2])
+    marks = marks_of(samples, [Verdict(False), Verdict(True), Verdict(True)])
+    attribute = functools.partial(attribute_rows, marks=marks, batch_rows=[0, 1, 2])
     rows = [sample.tokens for sample in samples]
     assert attribute(rows[:1]) == [1] and attribute(rows[:2]) == [0, 1]
     assert attribute([rows[0], rows[0], rows[0], rows[2]]) == [0, 1, 0, 2]
@@ -158,6 +186,46 @@ FLIPS = {
     "custom_reward_post_process_path": lambda args, samples: unmark(samples) or ([1.0] * len(samples), [float(i) for i in range(len(samples))]),
     "custom_rollout_log_function_path": lambda rollout_id, args, samples, *rest: unmark(samples),
 }
+
+
+@pytest.mark.parametrize("converter", [None, "user_plug_in.convert"])
+def test_a_log_function_that_moves_tokens_between_samples_trains_no_rejected_one(converter, tmp_path, monkeypatch):
+    """What a sample was when the gate judged it decides: sample 13, into which the tokens of the cut sample 14 were written, does not train."""
+    plug_in(monkeypatch, convert=lambda args, samples: as_dict(samples), log=lambda rollout_id, args, samples, *rest: in_place_of_another(samples))
+    paths = {"custom_rollout_log_function_path": "user_plug_in.log", "custom_convert_samples_to_train_data_path": converter}
+    trained, ledger = judged(manager_of(dirty_rollout(), tmp_path, monkeypatch, gate_policy="mark", **paths))
+    assert trained == [i for i in PASSED if i != 13]
+    # two rows are of sample 14, and none of sample 13
+    assert (ledger["planned"], ledger["truncated"], ledger["left_out_by_converter"]) == (10, 2, 1) and ledger["sampled"] == 10 + ledger["dropped"]
+
+
+@pytest.mark.parametrize("given", ["ones", "none", "shorter"])
+def test_a_converters_loss_mask_trains_no_token_without_a_log_prob(given, tmp_path, monkeypatch):
+    """Under --gate-missing-log-probs mask the response of sample 0 lacks its second log-prob: the mask 1 0 1 1 1 1 trains, whatever the dict says."""
+    samples = dirty_rollout()
+    samples[0].rollout_log_probs[1] = None
+    masks = {"ones": lambda s: [1] * s.response_length, "shorter": lambda s: [1] * (s.response_length - 1)}.get(given)
+    plug_in(monkeypatch, convert=lambda args, found: as_dict(found, loss_masks=masks and [masks(s) for s in found]))
+    options = {"gate_missing_log_probs": "mask", "custom_convert_samples_to_train_data_path": "user_plug_in.convert"}
+    manager = manager_of(samples, tmp_path, monkeypatch, **options)
+    if given == "shorter":
+        with pytest.raises(RolloutDataError, match=r"Row 0 has a loss mask of 5 entries.*response of 6 tokens.*--gate-missing-log-probs mark"):
+            manager.generate(0)
+    else:
+        shards = [box.inner for box in manager.generate(0)]
+        found = {int(i): np.asarray(mask).tolist() for shard in shards for i, mask in zip(shard["sample_indices"], shard["loss_masks"], strict=True)}
+        assert found[0] == [1, 0, 1, 1, 1, 1] and found[2] == [1] * 8
+    manager.gate.close()
+
+
+def test_sample_indices_that_are_no_numbers_are_named(tmp_path, monkeypatch):
+    """The error shows what was given."""
+    plug_in(monkeypatch, convert=lambda args, samples: as_dict(samples, sample_indices=[f"s{s.index}" for s in samples]))
+    manager = manager_of(dirty_rollout(), tmp_path, monkeypatch, custom_convert_samples_to_train_data_path="user_plug_in.convert")
+    with pytest.raises(RolloutDataError, match=r"'sample_indices' must hold the Sample.index of each row's sample, a whole number; it holds \['s0'"):
+        manager.generate(0)
+    manager.gate.close()
+
 
 
 @pytest.mark.parametrize("policy", ["mark", "drop"])
