@@ -60,6 +60,8 @@ def mask_older_tokens(sample: Sample, *, unknown_is_older: bool) -> None:
     if keep.all():
         return
     mask = np.ones(sample.response_length, dtype=np.int64) if sample.loss_mask is None else as_array(sample.loss_mask)
+    if len(mask) != len(keep):
+        return  # the gate rejects the sample, and says why
     sample.loss_mask = (mask * keep).tolist()
 
 

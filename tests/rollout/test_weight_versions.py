@@ -63,6 +63,15 @@ def test_each_token_has_the_version_of_its_part_of_the_reply(serving):
     assert version_spans(Sample.from_dict(sample.to_dict())) == version_spans(sample)
 
 
+def test_a_mask_of_another_length_is_left_to_the_gate(serving):
+    """One entry for two tokens, of older weights: the gate has to find it, and a mask of three ended the rollout with numpy's words."""
+    serving(2)
+    for mask in ([1], [1, 1, 1]):
+        sample = Sample(tokens=[1, 2, 3], response_length=2, weight_versions=["1"], loss_mask=mask)
+        mask_older_samples(ARGS, [sample])
+        assert sample.loss_mask == mask
+
+
 def test_tokens_of_the_weights_that_are_served_stay_in_the_loss(serving):
     """An engine that ends a request by itself makes its group go on within one rollout: nothing of it is older."""
     sample = Sample(tokens=[9])
