@@ -3,7 +3,9 @@
 import dataclasses
 
 import pytest
+import torch
 
+from slime.backends.megatron_utils import log_prob_capture
 from slime.backends.megatron_utils.log_prob_plan import LogProbPlan, reasons_to_recompute_log_probs
 from slime.config.cli import parse_command_line
 
@@ -36,6 +38,16 @@ def test_each_reason_for_a_pass_is_the_only_one(options, num_steps, words):
     (reason,) = reasons
     assert words in reason
     assert len(reasons_to_recompute_log_probs(dataclasses.replace(plan, num_steps=5))) == (1 if num_steps > 1 else 2)
+
+
+def test_log_probs_of_some_samples_are_not_taken_for_all_and_are_looked_at_once():
+    """A rank that computed the first sample alone has no column; the look before the first step is not repeated before the second."""
+    looks, data = [], {"rollout_log_probs": [torch.zeros(1)] * 2, "partition": [0, 1]}
+    with log_prob_capture.looked_at_log_probs(data, lambda: looks.append(data.get("log_probs"))):
+        log_prob_capture._maybe_capture_log_probs({"partition": [0]}, [torch.ones(1)])
+        log_prob_capture.look_before_step()
+        log_prob_capture.look_before_step()
+    assert looks == [None] and "log_probs" not in data
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """A checkpoint folder is either published as a whole or not there."""
 
+import hashlib
+
 import pytest
 
 from slime.backends.megatron_utils import checkpoint_files as files
@@ -35,9 +37,18 @@ def test_the_latest_or_an_asked_for_iteration_is_found(tmp_path):
 def test_a_pointer_that_is_not_a_number_is_an_error(tmp_path):
     """A torn pointer file must not mean a fresh start."""
     _publish(tmp_path, 3)
-    (tmp_path / files.TRACKER).write_text("")
-    with pytest.raises(ConfigError, match="not an iteration"):
-        files.find_checkpoint(tmp_path, None)
+    for content in ("", "three"):
+        (tmp_path / files.TRACKER).write_text(content)
+        with pytest.raises(ConfigError, match="not an iteration"):
+            files.find_checkpoint(tmp_path, None)
+
+
+def test_a_large_file_is_hashed_to_its_end(tmp_path):
+    """Read in pieces of 4 MiB: the byte behind the first piece counts too."""
+    content = bytes(4 * 2**20) + b"x"
+    (tmp_path / "a.bin").write_bytes(content)
+    expected = {"blake2b": hashlib.blake2b(content, digest_size=16).hexdigest(), "size": len(content)}
+    assert files.hash_files(tmp_path, ["a.bin"]) == {"a.bin": expected}
 
 
 @pytest.mark.parametrize(
