@@ -70,7 +70,8 @@ class GateOptions:
     )
     gate_compare_text: str = option(
         "auto",
-        "Compare the engine's text with the decoded tokens; auto compares in debug and CI runs.",
+        "Compare the engine's text with the decoded tokens: auto all samples of evaluations, of a run's first two rollouts and of debug and CI runs, "
+        "about 8 of any other rollout, and all from then on where those have other ids than their text's.",
         choices=("auto", "on", "off"),
     )
     gate_correct_text: bool = option(

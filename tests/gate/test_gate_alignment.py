@@ -14,10 +14,12 @@ from support.gate_golden import load_tokenizer
 from support.gate_samples import reasons_of
 from support.rollout_args import rollout_args
 
-from slime.rollout.postprocess import GateConfig, Level, check_responses, postprocess_output_data
+from slime.rollout import scoring
+from slime.rollout.postprocess import GateConfig, Level, apply_verdicts, check_responses, postprocess_output_data
 from slime.rollout.postprocess.alignment import Codec, classify_mismatch, codec_of
 from slime.rollout.postprocess.contract import FORMAT_PRESETS, MismatchCause
-from slime.rollout.postprocess.shell import gate_config_from_args
+from slime.rollout.postprocess.early import EARLY
+from slime.rollout.postprocess.shell import Gate, gate_config_from_args
 from slime.utils.types import Sample, Status
 
 NUM_GPUS = 0
@@ -160,8 +162,6 @@ def test_retried_samples_come_from_the_cache_with_identical_results():
 
 def test_the_check_before_rewards_spares_the_check_after_them_the_decoding():
     """A80: the gate runs twice on the path; the second time the text already is the tokens' text."""
-    from slime.rollout.postprocess import apply_verdicts
-
     codec, config = Codec(tokenizer()), GateConfig(format=FORMAT_PRESETS["answer"])
     samples = [encoded(f"<answer>{i}</answer>", response=f"<answer>{i}</answer> ") for i in range(4)]
     checked = apply_verdicts(samples, check_responses(samples, config, tokenizer=codec))
@@ -196,6 +196,63 @@ def test_finish_reason_is_checked_against_the_last_token():
     for batch in (unread, as_arrays):
         counts = run(batch, GateConfig(min_response_tokens=99)).statistics.counts
         assert counts["stop_without_eos"] == 1 and counts["length_with_eos"] == 1 and "decoded" not in counts
+
+
+@pytest.fixture
+def sampled(tmp_path):
+    """The default gate of a run of 64 samples a rollout, past its first two rollouts: every eighth text is compared."""
+    args = rollout_args(rollout_batch_size=16, n_samples_per_prompt=4, run_dir=None)
+    gate = Gate.from_args(args, Codec(tokenizer()))
+    EARLY.take()
+    yield gate
+    EARLY.started(0)
+
+
+def rollout_of(count=64, **wrong):
+    """Texts "answer 0", "answer 1", ...; those numbered in `wrong` have the ids of another text."""
+    return [encoded(wrong.get(f"at_{i}", f"answer {i}"), response=f"answer {i}", index=i, reward=1.0) for i in range(count)]
+
+
+def test_a_text_of_other_ids_is_found_by_default(sampled):
+    """Engine text "90" with the ids of "46" trained. In the first two rollouts every text is compared, and in every evaluation."""
+    samples = [encoded("46", response="90", index=1, reward=1.0), encoded("46", response="46", index=2, reward=1.0)]
+    assert reasons_of(sampled.run(samples, 0)) == ["misaligned", None]
+    EARLY.started(0)
+    assert reasons_of(sampled.run(samples, 7, evaluation=True)) == ["misaligned", None]
+    early = check_responses(samples, sampled.config, tokenizer=Codec(tokenizer()))
+    assert [verdict.valid for verdict in early] == [False, True]
+
+
+def test_a_few_texts_of_a_later_rollout_are_compared_and_all_once_one_is_of_other_ids(sampled):
+    """Of 64 samples 8 are looked at. All ids are shifted by one sample: the eight show it, so the other 56 are compared and rejected too."""
+    result = sampled.run(rollout_of(), 5)
+    assert result.statistics.counts["compared"] == 8 and result.statistics.kept == 64
+    shifted = rollout_of(**{f"at_{i}": f"answer {i + 1}" for i in range(64)})
+    result = sampled.run(shifted, 6)
+    assert result.statistics.counts["compared"] == 64 and result.statistics.kept == 0
+    assert sampled.run(rollout_of(), 7).statistics.counts["compared"] == 64, "and from then on"
+
+
+def test_the_check_before_rewards_tells_the_whole_rollout(sampled):
+    """A group in which a sampled text is wrong makes the second pass look at the engine's texts that the first pass had replaced."""
+    EARLY.reached(5, None)
+    codec = Codec(tokenizer())
+    samples = rollout_of(**{f"at_{i}": f"answer {i + 1}" for i in (1, 2, 8)})
+    gate = scoring.Gate(lambda group: check_responses(group, sampled.config, tokenizer=codec), apply_verdicts)
+    for first in range(0, 64, 4):
+        gate.mark(samples[first : first + 4])
+    assert [sample.index for sample in samples if not sample.valid] == [8] and samples[1].response == "answer 2"
+    result = sampled.run(samples, 5)
+    assert [i for i, reason in enumerate(reasons_of(result)) if reason] == [1, 2, 8]
+
+
+def test_small_differences_that_nobody_asked_about_are_counted_and_reject_nothing(sampled):
+    """An extra space in the engine's text: the tokens' text is what is scored and trained."""
+    samples = rollout_of()
+    for sample in samples:
+        sample.response = sample.response.replace(" ", "  ")
+    statistics = sampled.run(samples, 5).statistics
+    assert (statistics.kept, statistics.counts["mismatched"], statistics.counts["cause_whitespace"]) == (64, 8, 8)
 
 
 def test_every_end_id_of_the_checkpoint_ends_a_response(tmp_path):

@@ -104,8 +104,11 @@ def test_truncated_is_refused_unless_asked_for():
 def test_automatic_choices_follow_the_run():
     """A42: text is compared in debug runs; log-probs are demanded where the loss reads them; own text stays where a plug-in wrote it."""
     plain = gate_config_from_args(options())
-    assert (plain.compare_text, plain.missing_log_probs, plain.text_source) == (False, MissingLogProbs.ALLOW, "tokens")
-    assert gate_config_from_args(options(ci_test=True)).compare_text
+    assert (plain.compare_text, plain.missing_log_probs, plain.text_source) == (True, MissingLogProbs.ALLOW, "tokens")
+    assert plain.compare_every == 4, "8 of 32 samples"
+    checked = gate_config_from_args(options(ci_test=True))
+    assert checked.compare_text and checked.compare_every == 1
+    assert not gate_config_from_args(options(custom_generate_function_path="m.f")).compare_text
     assert gate_config_from_args(options(use_tis=True)).missing_log_probs is MissingLogProbs.ERROR
     assert gate_config_from_args(options(custom_generate_function_path="m.f")).text_source == "engine"
 

@@ -26,7 +26,8 @@ from slime.rollout.postprocess.contract import (
     MissingLogProbs,
     Policy,
 )
-from slime.rollout.postprocess.ragged import mask_array
+from slime.rollout.postprocess.early import engine_text_of
+from slime.rollout.postprocess.ragged import as_int, mask_array
 from slime.rollout.postprocess.text import answer_of, format_problem, is_blank
 from slime.utils.number_list import NumberList
 
@@ -282,22 +283,22 @@ def find_misaligned(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
     """Engine text that is not what the ids say. Also sets the response text where the tokens are its source."""
     due = rows[needs_text(chunk, rows)]
     failed = set()
+    compared = _compared_rows(chunk, due)
     if chunk.codec is None:  # nothing says what such a response should be
         failed = {row for row in rows.tolist() if not isinstance(chunk.samples[row].response, str | None)}
         chunk.details.update({row: f"response is {type(chunk.samples[row].response).__name__}, no text" for row in failed})
     if len(due):
-        findings = _text_findings(chunk, due)
-        compare = chunk.config.compare_text and chunk.level("misaligned") is not Level.OFF
+        findings = _text_findings(chunk, due, compared)
         if chunk.config.text_source == "tokens":  # in one batch, also where the comparison came from the cache
             chunk.text_of(np.array([row for row, finding in findings.items() if not finding.text_is_response], dtype=np.int64))
         for row, finding in findings.items():
             has_text = _has_text(chunk, row)
-            if compare and has_text:
+            if row in compared and has_text:
                 chunk.counts["compared"] += 1
                 if finding.cause is not None:
                     chunk.counts[f"cause_{finding.cause.value}"] += 1
                     chunk.counts["mismatched"] += 1
-                    lenient = chunk.level("misaligned") is Level.LENIENT
+                    lenient = chunk.level("misaligned") is Level.LENIENT or chunk.config.compare_every > 1
                     if not chunk.config.correct_text and not (
                         lenient and finding.cause is not MismatchCause.SHIFTED_IDS
                     ):
@@ -305,20 +306,38 @@ def find_misaligned(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
                         chunk.details[row] = f"text and tokens differ: {finding.cause.value}"
                         continue
             replace = (
-                chunk.config.text_source == "tokens" or not has_text or (compare and finding.cause is not None)
+                chunk.config.text_source == "tokens" or not has_text or (row in compared and finding.cause is not None)
             )
             if replace and not finding.text_is_response:
                 chunk.texts[row] = chunk.text_of(np.array([row]))[row].strip()
     return _rows_in(rows, failed)
 
 
-def _text_findings(chunk: Chunk, rows: np.ndarray) -> dict[int, TextFinding]:
-    """Compares decoded ids with the engine's text for `rows`; what was compared before (same ids, text, rule) comes from the cache."""
+def _compared_rows(chunk: Chunk, rows: np.ndarray) -> Container[int]:
+    """Those of `rows` whose text is compared with their tokens: all, or those whose index the sampled comparison takes."""
+    config = chunk.config
+    if not config.compare_text or chunk.level("misaligned") is Level.OFF:
+        return frozenset()
+    if config.compare_every == 1:
+        return frozenset(rows.tolist())
+    numbers = {row: as_int(chunk.samples[row].index) for row in rows.tolist()}
+    return frozenset(row for row, number in numbers.items() if number is None or number % config.compare_every == 0)
+
+
+def _engine_text(chunk: Chunk, row: int, compared: Container[int]) -> Any:
+    """The text that a row's decoded ids are compared with: the engine's own, where an earlier pass has replaced it."""
+    sample = chunk.samples[row]
+    return engine_text_of(sample) if row in compared else sample.response
+
+
+def _text_findings(chunk: Chunk, rows: np.ndarray, compared: Container[int]) -> dict[int, TextFinding]:
+    """Compares decoded ids with the engine's text for those of `rows` in `compared`; what was looked at before (same ids, text, rule) comes from the
+    cache."""
     codec, stops = chunk.codec, chunk.config.stop_strings
     assert codec is not None, "needs_text is False for every row without a codec"
-    rule = repr((stops, chunk.config.compare_text)).encode()
+    rules = {looked_at: repr((stops, looked_at)).encode() for looked_at in (False, True)}
     ids_of = {row: chunk.response_ids(row) for row in rows.tolist()}
-    keys = {row: content_key(ids, chunk.samples[row].response, rule) for row, ids in ids_of.items()}
+    keys = {row: content_key(ids, _engine_text(chunk, row, compared), rules[row in compared]) for row, ids in ids_of.items()}
     # one look each: another thread's check may push an entry out in between
     findings = {row: found for row, key in keys.items() if (found := codec.cache.get(key)) is not None}
     fresh = np.array([row for row in rows.tolist() if row not in findings], dtype=np.int64)
@@ -329,18 +348,18 @@ def _text_findings(chunk: Chunk, rows: np.ndarray) -> dict[int, TextFinding]:
             chunk.set_text_view(row, chunk.samples[row].response)
     texts = chunk.text_of(fresh)
     for row in fresh.tolist():
-        text, ids = chunk.samples[row].response, ids_of[row]
+        text, ids = _engine_text(chunk, row, compared), ids_of[row]
         cause = None
-        if chunk.config.compare_text and isinstance(text, str) and text:
+        if row in compared and isinstance(text, str) and text:
             cause = classify_mismatch(texts[row], text, special_strings=codec.special_strings, stop_strings=stops)
             if cause is MismatchCause.SPECIAL_TOKENS and codec.shows_special(ids):
                 plain = codec.decode([ids], without=codec.all_special)[0]
                 cause = classify_mismatch(plain, text, special_strings=codec.special_strings, stop_strings=stops)
         stripped = texts[row].strip()
-        findings[row] = TextFinding(cause, isinstance(text, str) and text == stripped)
+        findings[row] = TextFinding(cause, isinstance(text, str) and text == stripped == chunk.samples[row].response)
         codec.remember(keys[row], findings[row])
         if cause is None:  # the second look, after the text was replaced, must not decode again
-            codec.remember(content_key(ids, stripped, rule), TextFinding(None, True))
+            codec.remember(content_key(ids, stripped, rules[row in compared]), TextFinding(None, True))
     return findings
 
 

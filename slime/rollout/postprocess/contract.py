@@ -250,7 +250,8 @@ class GateConfig:
 
     Lengths are tokens. `margin` is the share of `context_length` left free. `vocab_size` None: taken from the tokenizer where one is given.
     `eos_token_ids`: ids that end a response, beside the tokenizer's own; without any, that part is silent. `rewards_expected`: the batch has been scored.
-    `evaluation`: report only; samples come out unmarked.
+    `evaluation`: report only; samples come out unmarked. `compare_every`: above 1, the text of every so many samples by `Sample.index` is compared,
+    unasked: other ids than the text's reject such a sample, and smaller differences are only counted.
     """
 
     policies: Mapping[InvalidReason, Policy] = dataclasses.field(default_factory=dict)
@@ -266,6 +267,7 @@ class GateConfig:
     eos_token_ids: frozenset[int] = frozenset()
     text_source: str = "tokens"
     compare_text: bool = False
+    compare_every: int = 1
     correct_text: bool = False
     stop_strings: tuple[str, ...] = ()
     hide_special_tokens: bool = True
@@ -305,6 +307,8 @@ class GateConfig:
             )
         if not 0.0 <= self.margin < 1.0:
             raise ConfigError(f"Gate margin {self.margin} must be in [0, 1): it is the share of the context left free.")
+        if self.compare_every < 1:
+            raise ConfigError(f"Gate comparison of every {self.compare_every} samples: must be >= 1.")
         if self.text_source not in ("tokens", "engine"):
             raise ConfigError(f"Gate text source '{self.text_source}' must be 'tokens' or 'engine'.")
         if self.min_response_tokens < 0 or (self.max_response_tokens is not None and self.max_response_tokens < 1):

@@ -15,6 +15,8 @@ from typing import Any
 # Metadata key of the text that the engine sent, on samples whose response was replaced by its tokens' text.
 ENGINE_TEXT = "engine_text"
 MISSING_LOG_PROBS = ("missing_log_probs", "missing_log_prob_tokens")
+SHIFTED_IDS = "cause_shifted_ids"
+FIRST_ROLLOUTS = 2
 _COUNTS = ("compared", "mismatched", *MISSING_LOG_PROBS)
 
 
@@ -25,8 +27,9 @@ class EarlyFindings:
         self._lock = threading.Lock()
         self._counts: collections.Counter[str] = collections.Counter()
         self._seconds = 0.0
-        self.rollout_id = 0
+        self.rollout_id = self.first_rollout_id = 0
         self.bad_format_rate: float | None = None
+        self.found_shifted_ids = False
 
     def add(self, counts: Mapping[str, int], seconds: float) -> None:
         """Adds one call's comparisons, the log-probs that it missed, and its time in seconds."""
@@ -34,6 +37,7 @@ class EarlyFindings:
         with self._lock:
             self._counts.update(counted)
             self._seconds += seconds
+            self.found_shifted_ids = self.found_shifted_ids or bool(counted.get(SHIFTED_IDS, 0))
 
     def take(self) -> tuple[dict[str, int], float]:
         """(counts, seconds) since the last call; both start again at zero."""
@@ -42,6 +46,16 @@ class EarlyFindings:
             self._counts.clear()
             self._seconds = 0.0
         return taken
+
+    def started(self, rollout_id: int) -> None:
+        """Says that a run begins with this rollout."""
+        self.first_rollout_id, self.found_shifted_ids = rollout_id, False
+        self.reached(rollout_id, None)
+
+    def compares_all(self, rollout_id: int) -> bool:
+        """Whether the text of all samples is compared, and not of a few: in the run's first rollouts, and once a few have had other ids than their
+        text's."""
+        return self.found_shifted_ids or rollout_id < self.first_rollout_id + FIRST_ROLLOUTS
 
     def reached(self, rollout_id: int, bad_format_rate: float | None) -> None:
         """Says which rollout is generated from now on, and the last measured share of bad formats."""

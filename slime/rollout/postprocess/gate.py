@@ -122,6 +122,8 @@ def check_responses(samples: Sequence[Sample], config: GateConfig, *, tokenizer:
     """
     wall, processor = time.perf_counter(), time.process_time()
     config = config.at(EARLY.rollout_id, EARLY.bad_format_rate)
+    if EARLY.compares_all(EARLY.rollout_id):
+        config = dataclasses.replace(config, compare_every=1)
     if config.rewards_expected:
         config = dataclasses.replace(config, rewards_expected=False)
     outcome = judge(adapt(samples, config), config, codec_of(tokenizer, config))

@@ -29,8 +29,8 @@ from slime.rollout.postprocess.contract import (
     ScheduleStep,
     TaskRules,
 )
-from slime.rollout.postprocess.early import EARLY
-from slime.rollout.postprocess.gate import PostprocessResult, adapt, assemble, judge
+from slime.rollout.postprocess.early import EARLY, SHIFTED_IDS
+from slime.rollout.postprocess.gate import Outcome, PostprocessResult, adapt, assemble, judge
 from slime.rollout.postprocess.history import GateHistory
 from slime.rollout.postprocess.parallel import judge_in_parallel
 from slime.rollout.postprocess.snapshots import DroppedGroups, SnapshotWriter
@@ -38,6 +38,7 @@ from slime.utils.hf_folder import read_eos_token_ids
 
 logger = logging.getLogger(__name__)
 RECORD_FILE = "gate.jsonl"
+COMPARED_SAMPLES = 8  # of a rollout, whose text is compared with their tokens unasked
 
 
 class Gate:
@@ -75,7 +76,7 @@ class Gate:
         if args.gate_snapshots > 0 and args.run_dir is not None:
             max_bytes = int(args.gate_snapshots_max_gib * 2**30)
             snapshots = SnapshotWriter(Path(args.run_dir) / "gate", keep=args.gate_snapshots, max_bytes=max_bytes)
-        EARLY.reached(args.start_rollout_id or 0, None)
+        EARLY.started(args.start_rollout_id or 0)
         return Gate(
             gate_config_from_args(args, tokenizer),
             tokenizer=tokenizer,
@@ -113,14 +114,17 @@ class Gate:
         started = time.perf_counter()
         rewards_expected = evaluation or self._rewards_in_samples
         config = dataclasses.replace(self.config_at(rollout_id), rewards_expected=rewards_expected, evaluation=evaluation)
+        if evaluation or EARLY.compares_all(rollout_id):
+            config = dataclasses.replace(config, compare_every=1)
         if evaluation:
             config = dataclasses.replace(config, reward_key=config.eval_reward_key)
         history = self._history.last(evaluation=evaluation)
         samples = adapt(samples, config)
-        if 0 < self._parallel_above < len(samples):
-            outcome = judge_in_parallel(samples, config, self._tokenizer)
-        else:
-            outcome = judge(samples, config, codec_of(self._tokenizer, config))
+        outcome = self._judge(samples, config)
+        if config.compare_every > 1 and outcome.counts.get(SHIFTED_IDS, 0):
+            EARLY.found_shifted_ids = True
+            config = dataclasses.replace(config, compare_every=1)
+            outcome = self._judge(samples, config)
         result = assemble(samples, outcome, config, previous=history)
         statistics = result.statistics.with_iteration(iteration_seconds).with_elapsed(time.perf_counter() - started)
         if not evaluation:
@@ -137,6 +141,11 @@ class Gate:
         if self.snapshots is not None and not evaluation:
             self.snapshots.submit(rollout_id, samples, result.verdicts, dropped_groups)
         return result
+
+    def _judge(self, samples: Sequence[Any], config: GateConfig) -> Outcome:
+        if 0 < self._parallel_above < len(samples):
+            return judge_in_parallel(samples, config, self._tokenizer)
+        return judge(samples, config, codec_of(self._tokenizer, config))
 
     def save(self, folder: str | Path, rollout_id: int) -> None:
         """Writes, into a checkpoint folder, what this gate remembers with rollout `rollout_id` the last one trained. A full disk is said."""
@@ -218,6 +227,7 @@ def gate_config_from_args(args: Any, tokenizer: Any = None) -> GateConfig:
     missing = args.gate_missing_log_probs
     if missing == "auto":
         missing = "error" if uses_log_probs else "allow"
+    num_samples = (args.rollout_batch_size or 1) * args.n_samples_per_prompt
     return GateConfig(
         policies=_policies(args),
         failure_reward=args.gate_failure_reward,
@@ -231,7 +241,8 @@ def gate_config_from_args(args: Any, tokenizer: Any = None) -> GateConfig:
         vocab_size=args.vocab_size,
         eos_token_ids=_end_ids(args),
         text_source=text_source,
-        compare_text=args.gate_compare_text == "on" or (args.gate_compare_text == "auto" and debugging),
+        compare_text=args.gate_compare_text == "on" or (args.gate_compare_text == "auto" and (debugging or text_source == "tokens")),
+        compare_every=1 if debugging or args.gate_compare_text == "on" else max(1, num_samples // COMPARED_SAMPLES),
         correct_text=args.gate_correct_text,
         hide_special_tokens=args.rollout_skip_special_tokens,
         keep_special_tokens=tuple(args.gate_keep_special_tokens or ()),
