@@ -298,7 +298,7 @@ def find_misaligned(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
                 if finding.cause is not None:
                     chunk.counts[f"cause_{finding.cause.value}"] += 1
                     chunk.counts["mismatched"] += 1
-                    lenient = chunk.level("misaligned") is Level.LENIENT or chunk.config.compare_every > 1
+                    lenient = chunk.level("misaligned") is Level.LENIENT or chunk.config.compare_unasked
                     if not chunk.config.correct_text and not (
                         lenient and finding.cause is not MismatchCause.SHIFTED_IDS
                     ):

@@ -242,6 +242,7 @@ def gate_config_from_args(args: Any, tokenizer: Any = None) -> GateConfig:
         eos_token_ids=_end_ids(args),
         text_source=text_source,
         compare_text=args.gate_compare_text == "on" or (args.gate_compare_text == "auto" and (debugging or text_source == "tokens")),
+        compare_unasked=args.gate_compare_text == "auto" and not debugging,
         compare_every=1 if debugging or args.gate_compare_text == "on" else max(1, num_samples // COMPARED_SAMPLES),
         correct_text=args.gate_correct_text,
         hide_special_tokens=args.rollout_skip_special_tokens,
