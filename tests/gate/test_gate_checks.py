@@ -159,6 +159,11 @@ def test_a_phrase_repeated_to_the_end_is_a_loop():
     assert [looped(p, strict) for p in (1, 7, 40, 41)] == ["repetitive", "repetitive", "repetitive", None]
     assert [looped(p, lenient) for p in (1, 8, 9)] == ["repetitive", "repetitive", None]
     assert looped(1, GateConfig(repetition_window=0)) is None
+    # a response of exactly one window is long enough, one token less is not
+    found = [
+        reason(GateConfig(repetition_window=16), length=n, tokens=[1, 2, 3, *[5] * n], rollout_log_probs=[-1.0] * n) for n in (15, 16)
+    ]
+    assert found == [None, "repetitive"]
     assert reason(strict, length=400, tokens=list(range(403)), rollout_log_probs=[-1.0] * 400) is None
 
 

@@ -289,6 +289,8 @@ def test_missing_log_probs_follow_the_stated_policy_and_are_never_filled_silentl
     tool.rollout_log_probs[3] = tool.rollout_log_probs[5] = None
     (repaired,) = postprocess_output_data([tool], GateConfig(missing_log_probs=MissingLogProbs.MASK)).samples
     assert repaired.loss_mask == [1, 0, 1, 0, 1, 0] + [1] * 6
+    tool.rollout_log_probs[7] = float("nan")  # a mask for what is absent is none for what is wrong
+    assert reasons_of(postprocess_output_data([tool], GateConfig(missing_log_probs=MissingLogProbs.MASK))) == ["bad_logprob"]
 
 
 def test_tokens_may_be_lists_arrays_or_tensors_with_the_same_verdicts():

@@ -74,9 +74,24 @@ def test_a_cut_manifest_is_an_error(tmp_path):
     """Without it nothing could be checked."""
     final = _publish(tmp_path, 1)
     content = (final / files.MANIFEST).read_text()
-    (final / files.MANIFEST).write_text(content[: len(content) // 2])
-    with pytest.raises(ConfigError, match="--ckpt-step"):
-        files.read_manifest(final)
+    for damaged in (content[: len(content) // 2], "", "{}"):
+        (final / files.MANIFEST).write_text(damaged)
+        with pytest.raises(ConfigError, match="--ckpt-step"):
+            files.read_manifest(final)
+
+
+def test_a_pointer_that_could_not_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    """A disk that is full in the middle of the number: 1 of 12 would be another checkpoint."""
+    _publish(tmp_path, 3)
+
+    def half(path, text):
+        path.write_text(text[:1])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "_write_durably", half)
+    with pytest.raises(OSError):
+        files.point_to(tmp_path, 12)
+    assert files.find_checkpoint(tmp_path, None)[1] == 3
 
 
 def test_publishing_the_same_iteration_again_replaces_it_and_leaves_nothing_else(tmp_path):
