@@ -282,7 +282,7 @@ def problem_of(point: ExtensionPoint, function: Any) -> str | None:
 
     An async function is one by `async def`, or by an annotation that says that it returns an awaitable.
     """
-    name = getattr(function, "__name__", type(function).__name__)
+    name = getattr(function, "__name__", type(function).__name__ if callable(function) else "function")
     write = f" Write: {point.declaration(name)}"
     if not callable(function):
         return f"it is {_article(type(function).__name__)} and cannot be called.{write}"

@@ -202,7 +202,9 @@ def nearest_names(word: str, names: Iterable[str], *, count: int = 1) -> list[st
     target = plain(word)
     if target in by_plain:
         return [by_plain[target]]
-    return [by_plain[match] for match in difflib.get_close_matches(target, by_plain, n=count, cutoff=0.6)]
+    close = difflib.get_close_matches(target, by_plain, n=max(count, 5), cutoff=0.6)
+    close.sort(key=lambda match: sorted(match) != sorted(target))  # two letters that changed places: "gpro" is grpo
+    return [by_plain[match] for match in close[:count]]
 
 
 def convert_text(spec: OptionSpec, text: str) -> Any:

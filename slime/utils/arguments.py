@@ -157,8 +157,9 @@ def gate_problems(args: argparse.Namespace) -> list[str]:
 
 
 def reward_problems(args: argparse.Namespace) -> list[str]:
-    """Returns which reward types do not exist: of --rm-type and of each evaluation dataset. Those of rows are checked with the rows."""
-    from slime.rollout.rm_hub.type_names import rm_type_problem
+    """Returns which reward types do not exist, lack their package or their key: of --rm-type and of each evaluation dataset. Those of
+    rows are checked with the rows."""
+    from slime.rollout.rm_hub.type_names import missing_key_problem, rm_type_problem
     from slime.utils.eval_config import eval_datasets_of
 
     named = [("--rm-type", args.rm_type)]
@@ -168,6 +169,8 @@ def reward_problems(args: argparse.Namespace) -> list[str]:
         except (ConfigError, TypeError) as error:
             return [str(error)]
     problems = [(name, problem) for name, rm_type in named if (problem := rm_type_problem(rm_type))]
+    if problem := missing_key_problem(args):
+        problems.append(("--rm-type", problem))
     return list({problem: f"{name}: {problem}" for name, problem in problems[::-1]}.values())[::-1]
 
 
@@ -176,15 +179,11 @@ def dataset_problems(args: argparse.Namespace, *, seconds: float = PREFLIGHT_SEC
     files = []
     if args.prompt_data is not None and args.rollout_global_dataset and not args.load_debug_rollout_data:
         files.append(("--prompt-data", args.prompt_data, args.input_key, args.label_key, args.tool_key))
-    evaluation = args.eval_prompt_data or []
-    paths = evaluation if len(evaluation) == 1 else evaluation[1::2]
-    for path in paths if args.eval_interval is not None else ():
-        keys = (
-            args.eval_input_key or args.input_key,
-            args.eval_label_key or args.label_key,
-            args.eval_tool_key or args.tool_key,
-        )
-        files.append(("--eval-prompt-data", path, *keys))
+    if args.eval_interval is not None:
+        try:
+            files += [(*place, one.path, one.input_key, one.label_key, one.tool_key) for one, place in _evaluation_files(args)]
+        except (ConfigError, TypeError):
+            pass  # said where the reward types are looked at
     deadline = time.monotonic() + seconds
     problems = []
     for flag, path, input_key, label_key, tool_key in files:
@@ -192,6 +191,16 @@ def dataset_problems(args: argparse.Namespace, *, seconds: float = PREFLIGHT_SEC
         if problem is not None:
             problems.append(f"{flag}: {problem}" if isinstance(problem, str) else missing_path(flag, path, "file"))
     return problems
+
+
+def _evaluation_files(args: argparse.Namespace) -> list[tuple[Any, tuple[str]]]:
+    """(evaluation dataset, (where it was given,)) of --eval-config, else of --eval-prompt-data."""
+    from slime.utils.eval_config import eval_datasets_of
+
+    if args.eval_config is not None and not Path(args.eval_config).is_file():
+        return []
+    where = f"--eval-config {args.eval_config}: {{}}" if args.eval_config else "--eval-prompt-data"
+    return [(one, (where.format(one.name),)) for one in eval_datasets_of(args)]
 
 
 def _first_bad_row(args: argparse.Namespace, path: str, keys: tuple, deadline: float) -> str | FileNotFoundError | None:

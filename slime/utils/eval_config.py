@@ -34,6 +34,24 @@ _FROM_ARGS = {
 _UNAVAILABLE = ("app_service", "message_processor", "reward_model", "remote_environment")
 
 
+# What a YAML file may hold in place of a number. None is not given.
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(("temperature", "top_p", "repetition_penalty", "eval_task_timeout"), float),
+    **dict.fromkeys(("top_k", "max_response_len", "n_samples_per_eval_prompt", "min_new_tokens", "min_eval_samples"), int),
+    **dict.fromkeys(("path", "rm_type", "custom_rm_path", "custom_generate_function_path", "input_key", "label_key", "tool_key", "metadata_key"), str),
+    **dict.fromkeys(("apply_chat_template", "skip_special_tokens", "no_stop_trim"), bool),
+}
+_KIND_WORDS = {float: "a number", int: "a whole number", str: "a text", bool: "true or false"}
+
+
+def _is_kind(value: Any, kind: type) -> bool:
+    if value is None or kind is str and isinstance(value, Path):
+        return True
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
 @dataclasses.dataclass
 class EvalDatasetConfig:
     """One evaluation dataset and how it is sampled. None: the engine's default, or not used."""
@@ -76,6 +94,9 @@ class EvalDatasetConfig:
             raise ConfigError(f"evaluation {self.name!r}: min_eval_samples is {self.min_eval_samples}; it must be > 0.")
         if not isinstance(self.metadata_overrides, dict):
             raise ConfigError(f"evaluation {self.name!r}: metadata_overrides must be a mapping.")
+        for field, kind in _KINDS.items():
+            if not _is_kind(getattr(self, field), kind):
+                raise ConfigError(f"evaluation {self.name!r}: {field} is {getattr(self, field)!r}; it must be {_KIND_WORDS[kind]}.")
         for field in _UNAVAILABLE:
             if getattr(self, field) is not None:
                 raise ConfigError(f"evaluation {self.name!r}: {field} is not available here; remove it.")

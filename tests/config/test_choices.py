@@ -5,6 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import importlib.util
 import json
 import os
 import re
@@ -49,7 +50,35 @@ def test_a_reward_type_that_does_not_exist_is_refused_at_parsing(name, hint, tmp
     assert f"--rm-type: '{name}' is not a built-in reward type" in text and hint in text
 
 
-@pytest.mark.parametrize("name", ["math", "boxed_math", "dapo", "random"])
+def test_what_a_reward_type_needs_is_asked_for_at_parsing(tmp_path):
+    """A verdict of several values needs the key of the one to train on; a package that is not there was missed after the first generation."""
+    text = problems_of(["--rm-type", "boxed_dapo"], tmp_path)
+    assert "boxed_dapo gives several values (score, acc, pred)" in text and "Add --reward-key score." in text
+    assert parse_args([*write_run_inputs(tmp_path), "--rm-type", "dapo", "--reward-key", "score"]).reward_key == "score"
+    if importlib.util.find_spec("ifbench") is None:
+        assert "'ifbench' needs the package ifbench, which is not installed" in problems_of(["--rm-type", "ifbench"], tmp_path)
+
+
+def test_an_evaluation_configuration_is_read_before_the_run(tmp_path):
+    """A file that is not there, or a word in place of a number, was found at the first evaluation."""
+    write_run_inputs(tmp_path)
+    config, words = tmp_path / "eval.yaml", ["--eval-interval", "1", "--eval-config", str(tmp_path / "eval.yaml")]
+    entry = f"eval:\n  datasets:\n    - name: sums\n      rm_type: math\n      path: {tmp_path / 'prompts.jsonl'}"
+    config.write_text(entry + "x\n")
+    assert f"eval.yaml: sums {tmp_path / 'prompts.jsonl'}x: no such file. Did you mean " in problems_of(words, tmp_path)
+    for value, said in (("temperature: hot", "'hot'; it must be a number"), ("max_response_len: 2.5", "2.5; it must be a whole number"),
+                        ("n_samples_per_eval_prompt: true", "True; it must be a whole number"), ("skip_special_tokens: 1", "1; it must be true or false"),
+                        ("label_key: wrong", "the label 'wrong' is missing")):  # fmt: skip
+        config.write_text(f"{entry}\n      {value}\n")
+        assert said in problems_of(words, tmp_path), value
+
+
+def test_two_letters_that_changed_places_are_the_nearest_name(tmp_path):
+    """gspo is as near to "gpro" by common letters, and another algorithm."""
+    assert "Did you mean grpo?" in problems_of(["--advantage-estimator", "gpro"], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["math", "boxed_math", "random"])
 def test_a_reward_type_that_exists_is_accepted(name, tmp_path):
     """Also with the prefix boxed_."""
     assert parse_args([*write_run_inputs(tmp_path), "--rm-type", name]).rm_type == name
