@@ -8,7 +8,6 @@ from typing import Any
 from slime.config.specs import nearest_names
 from slime.rollout.rm_hub import BOXED_PREFIX, RM_TYPES
 
-
 # Types that need a package: (its module, what to do).
 _PACKAGES = {
     "ifbench": ("ifbench", "Put the IFBench checkers of allenai/IFBench on PYTHONPATH, or use --custom-rm-path."),
