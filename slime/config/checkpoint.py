@@ -48,8 +48,8 @@ class CheckpointOptions:
     )
     critic_load: str | None = option(
         None,
-        "Folder the critic resumes from; None: the critic that was saved with the policy of --load, else one from --hf-checkpoint with a new "
-        "value head.",
+        "Folder the critic resumes from; None: the critic that was saved with the policy of --load (critic/ in it, or --critic-save), else one from "
+        "--hf-checkpoint with a new value head.",
     )
     critic_save: str | None = option(None, "Folder for the critic's checkpoints; None: critic/ in --save.")
     save_hf: str | None = option(

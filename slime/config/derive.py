@@ -249,8 +249,9 @@ def _critic_folders(args: argparse.Namespace) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if args.critic_save is None and args.save is not None:
         values["critic_save"] = f"{args.save}/critic"
-    if args.critic_load is None and not args.finetune and has_megatron_checkpoint(f"{args.load}/critic"):
-        values["critic_load"] = f"{args.load}/critic"
+    if args.critic_load is None and not args.finetune and has_megatron_checkpoint(args.load):
+        known = [folder for folder in (f"{args.load}/critic", args.critic_save) if has_megatron_checkpoint(folder)]
+        values.update({"critic_load": known[0]} if known else {})
     return values
 
 

@@ -137,7 +137,7 @@ class RolloutManager:
         set_current_rollout_id(rollout_id)
         with self._blaming_engines():
             output = call_rollout_fn(self.eval_generate_rollout, self.args, rollout_id, self.data_source, evaluation=True)
-        samples = [sample for dataset in output.data.values() for sample in flatten_samples(dataset["samples"])]
+        samples = [sample for dataset in output.data.values() for sample in flatten_samples(dataset.get("samples") or [])]
         self.dumper.save(samples, rollout_id=rollout_id, evaluation=True)
         judged = self.gate.run(_groups_apart(output.data), rollout_id, evaluation=True)
         found = {f"eval/{name}": value for name, value in self.gate.metrics(judged).items()}
@@ -151,7 +151,7 @@ class RolloutManager:
         found: dict[str, float] = {}
         for name, dataset in data.items():
             key = self.args.eval_reward_key or self.args.reward_key
-            seen = self.reward_watch.metrics(flatten_samples(dataset["samples"]), reward_key=key)
+            seen = self.reward_watch.metrics(flatten_samples(dataset.get("samples") or []), reward_key=key)
             found.update(dict_add_prefix(seen, f"eval/{name}/"))
         return found
 
@@ -370,7 +370,7 @@ def _groups_apart(data: Mapping[str, Mapping[str, Any]]) -> list[Sample]:
     samples: list[Sample] = []
     offset = 0
     for dataset in data.values():
-        own = flatten_samples(dataset["samples"])
+        own = flatten_samples(dataset.get("samples") or [])
         ids = [s.group_index for s in own if type(s.group_index) is int]
         moved = [dataclasses.replace(s, group_index=s.group_index + offset) if type(s.group_index) is int else s for s in own]
         samples += moved if offset else own

@@ -109,7 +109,7 @@ def _flatten(data: Any) -> Iterator[Sample]:
         yield data
     elif isinstance(data, dict):  # an evaluation's datasets by name
         for dataset in data.values():
-            yield from _flatten(dataset["samples"] if isinstance(dataset, dict) else dataset)
+            yield from _flatten(dataset.get("samples") or () if isinstance(dataset, dict) else dataset)
     else:
         for entry in data:
             yield from _flatten(entry)

@@ -197,6 +197,16 @@ def test_a_used_save_folder_is_not_written_over(tmp_path):
         assert parse_args([*words, "--load", str(same), "--num-rollout", "20"]).load == str(same)
 
 
+def test_a_resumed_policy_takes_its_critic_from_where_it_was_saved(tmp_path):
+    """critic/ in --load first, then --critic-save: a resumed run with the same options began a new critic."""
+    words = [*write_run_inputs(tmp_path), "--advantage-estimator", "ppo", "--save", f"{tmp_path}/s", "--critic-save", f"{tmp_path}/c"]
+    for name, loaded in (("c", None), ("s", f"{tmp_path}/c"), ("s/critic", f"{tmp_path}/s/critic")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "latest_checkpointed_iteration.txt").write_text("7")
+        resumed = parse_args([*words, "--load", f"{tmp_path}/s"])
+        assert (resumed.critic_save, resumed.critic_load) == (f"{tmp_path}/c", loaded)
+
+
 def test_a_first_start_takes_the_iteration_of_its_reference(tmp_path):
     """Policy from the latest iteration, reference from iteration 3: the KL of the first step was 0.033 for 0."""
     words = write_run_inputs(tmp_path)

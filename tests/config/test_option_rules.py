@@ -67,6 +67,10 @@ def problems_of(words: str, tmp_path) -> str:
             "--use-opd --opd-type sglang --rollout-temperature 0.7 --custom-rm-path slime.rollout.on_policy_distillation.reward_func",
             "a server scores given tokens at temperature 1 over its whole vocabulary",
         ),
+        (
+            "--use-opd --opd-type sglang --custom-rm-path slime.rollout.on_policy_distillation.reward_func --gate-policy penalize",
+            "Gate policy penalize gives failures a reward",
+        ),
         ("--keep-old-actor --partial-rollout", "the tokens of one rollout are of several versions of the weights"),
         (
             "--keep-old-actor --rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async",

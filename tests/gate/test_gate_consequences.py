@@ -255,6 +255,17 @@ def test_a_recorded_rollout_and_an_evaluation_go_through_the_gate_too(tmp_path, 
     manager.gate.close()
 
 
+def test_a_users_evaluation_may_return_no_samples_or_nested_ones(tmp_path, monkeypatch):
+    """Rewards 1 and 0 without samples: 0.5. Attempts that emitted two rows and one, as lists in lists: 0.5, and the gate sees three samples."""
+    rows = [sound_sample(i, rollout_id=-1 if i < 2 else -2, reward=float(i < 2)) for i in range(3)]
+    sets = {"bare": {"rewards": [1.0, 0.0]}, "nested": {"rewards": [1.0, 1.0, 0.0], "samples": [rows[:2], rows[2:]]}}
+    manager = manager_of(dirty_rollout(), tmp_path, monkeypatch, save_debug_rollout_data=f"{tmp_path}/{{rollout_id}}.jsonl")
+    manager.eval_generate_rollout = lambda args, rollout_id, source, evaluation: sets
+    manager.eval(0)
+    assert (manager.logged["eval/bare"], manager.logged["eval/nested"], manager.logged["eval/gate/total"]) == (0.5, 0.5, 3)
+    manager.gate.close()
+
+
 def test_the_groups_of_two_evaluation_sets_are_not_one_group(tmp_path, monkeypatch):
     """Each set counts its groups from 0: group 0 of one and group 0 of the other have different prompts, and nothing is wrong with that."""
     manager = manager_of(dirty_rollout(), tmp_path, monkeypatch)
