@@ -424,23 +424,12 @@ def distillation_is_complete(args):
         )
 
 
-def _has_served_teacher(args) -> bool:
-    return args.use_opd and args.opd_type == "sglang" and (args.custom_rm_path or "").endswith("on_policy_distillation.reward_func")
-
-
-@rule("use_opd", "opd_type", "custom_rm_path", "gate_policy", "gate_policies")
-def a_distilled_sample_has_no_reward_of_a_failure(args):
-    """Its reward is the teacher's reply, and a number in its place would leave its tokens without a teacher."""
-    if _has_served_teacher(args) and "penalize" in (args.gate_policy, *(args.gate_policies or {}).values()):
-        return (
-            "Gate policy penalize gives failures a reward, and --opd-type sglang has the teacher's log-probs in its place: rewards are 0. Use keep in "
-            "--gate-policies, and the teacher scores such samples like any other, or mark."
-        )
-
-
-@rule("use_opd", "opd_type", "custom_rm_path", "rollout_temperature", "rollout_top_p")
+@rule("use_opd", "opd_type", "custom_rm_path", "rollout_temperature", "rollout_top_p", "gate_policy", "gate_policies")
 def a_served_teacher_scores_the_students_distribution(args):
-    if _has_served_teacher(args) and (args.rollout_temperature != 1.0 or args.rollout_top_p != 1.0):
+    served = args.use_opd and args.opd_type == "sglang" and (args.custom_rm_path or "").endswith("on_policy_distillation.reward_func")
+    if served and "penalize" in (args.gate_policy, *(args.gate_policies or {}).values()):
+        return "Gate policy penalize gives failures a reward, where --opd-type sglang has the teacher's reply. Use mark, or keep in --gate-policies."
+    if served and (args.rollout_temperature != 1.0 or args.rollout_top_p != 1.0):
         return (
             f"--opd-type sglang with --rollout-temperature {args.rollout_temperature} and --rollout-top-p {args.rollout_top_p}: a server scores given "
             "tokens at temperature 1 over its whole vocabulary, so student and teacher log-probs would be of different distributions. Use 1.0 "
@@ -504,10 +493,7 @@ def saving_has_a_place(args):
 @rule("save_debug_rollout_data", "save_debug_train_data")
 def dumps_have_two_paths(args):
     if args.save_debug_train_data is not None and args.save_debug_train_data == args.save_debug_rollout_data:
-        return (
-            f"--save-debug-train-data must not be equal to --save-debug-rollout-data ({args.save_debug_train_data}): "
-            "one would overwrite the other."
-        )
+        return f"--save-debug-train-data must not be equal to --save-debug-rollout-data ({args.save_debug_train_data}): one would overwrite the other."
 
 
 @rule("save_debug_rollout_data", "save_debug_train_data")
