@@ -208,7 +208,23 @@ async def _call_generate(args: Any, sample: Sample, sampling_params: dict[str, A
     call = function(args, sample, sampling_params, **extra)
     index = sample.index
     result = await _within_limit(args, f"the generate function {path} for sample {index}", call)
+    _require_samples(path, result)
     return with_rollout_id(result, index)
+
+
+def _require_samples(path: str, result: Any) -> None:
+    """TypeError unless a generate function returned a sample, or a list that holds samples (of lists too)."""
+    members = [result]
+    while members:
+        member = members.pop()
+        if isinstance(member, list | tuple) and member:
+            members += member
+        elif not isinstance(member, Sample):
+            shown = "an empty list" if isinstance(member, list | tuple) else f"{type(member).__name__} ({str(member)[:40]!r})"
+            raise TypeError(
+                f"the generate function {path} returned {shown} where a Sample is needed. Return the sample or a non-empty list of samples; "
+                "one that must not train has remove_sample set."
+            )
 
 
 async def _score_or_collect(args: Any, result: Any, evaluation: bool) -> Any:

@@ -279,6 +279,20 @@ async def blocks_its_loop(args, sample, **kwargs):
     return 1.0
 
 
+async def generate_what_was_asked_for(args, sample, sampling_params):
+    return args.returned
+
+
+@pytest.mark.parametrize(("returned", "said"), [(None, "NoneType ('None')"), ([], "an empty list"), ("abc", "str ('abc')"), ([Sample(), None], "NoneType")])
+def test_a_generate_function_that_returns_no_sample_is_named_with_what_it_returned(returned, said):
+    """None is a forgotten `return`, and said "not iterable"; a text went into an endless recursion; an empty list lost the sample in silence."""
+    path = f"{__name__}.generate_what_was_asked_for"
+    args = rollout_args(custom_generate_function_path=path, returned=returned)
+    with pytest.raises(TypeError) as caught:
+        run(sglang_rollout._call_generate(args, Sample(index=3), {}, False))
+    assert f"the generate function {path} returned {said}" in str(caught.value) and "Return the sample or a non-empty list" in str(caught.value)
+
+
 @pytest.mark.parametrize("fully_async", [False, True])
 def test_a_reward_that_blocks_the_event_loop_ends_the_run_with_function_sample_and_line(rig, fully_async):
     """Nothing else of the rollout can run, and no exception can be put into it; later calls of the process get a new loop."""
