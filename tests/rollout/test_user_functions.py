@@ -287,7 +287,8 @@ async def generate_what_was_asked_for(args, sample, sampling_params):
 def test_a_generate_function_that_returns_no_sample_is_named_with_what_it_returned(returned, said):
     """None is a forgotten `return`, and said "not iterable"; a text went into an endless recursion; an empty list lost the sample in silence."""
     path = f"{__name__}.generate_what_was_asked_for"
-    args = rollout_args(custom_generate_function_path=path, returned=returned)
+    args = rollout_args(custom_generate_function_path=path)
+    args.returned = returned
     with pytest.raises(TypeError) as caught:
         run(sglang_rollout._call_generate(args, Sample(index=3), {}, False))
     assert f"the generate function {path} returned {said}" in str(caught.value) and "Return the sample or a non-empty list" in str(caught.value)
