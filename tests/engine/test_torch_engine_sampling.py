@@ -194,6 +194,25 @@ def test_penalties_count_prompt_and_response_as_documented():
     assert drawn == [0, 1, 0, 0, 1]
 
 
+def test_rows_keep_their_own_counts_and_their_own_nucleus():
+    """Two rows draw tokens 0 and 2: each request's counts and kept ids are of its own draw, also where only the second asks for them."""
+    batch = RunningBatch(2, vocab_size=4, eos_token_ids=(), device=torch.device("cpu"))
+    raw = {"temperature": 0, "top_k": 2, "presence_penalty": 0.1, "custom_params": {"return_top_p_token_ids": True}}
+    requests, slots = [], []
+    for keeps in (False, True):
+        params = parse_sampling_params({**raw, "custom_params": {"return_top_p_token_ids": keeps}}, vocab_size=4)
+        requests.append(Request("r", np.array([3], np.int32), params, seed=0, limit=9, pages=np.array([1])))
+        slots.append(batch.place(requests[-1]))
+    logits = torch.tensor([[4.0, 3.0, 0.0, 0.0], [0.0, 0.0, 4.0, 3.0]])
+    rows = np.array(slots)
+    parameters = batch.sampling_batch(rows)
+    sampled = sample_tokens(logits, parameters)
+    batch.append(rows, sampled, parameters)
+    assert sampled.tokens.tolist() == [0, 2]
+    assert [batch._counts[slot][0].tolist() for slot in slots] == [[1, 0, 0, 0], [0, 0, 1, 0]]
+    assert [[ids.tolist() for ids in request.kept_token_ids] for request in requests] == [[], [[2, 3]]]
+
+
 def test_penalties_are_subtracted_before_the_temperature():
     """At temperature 0.001 the larger logit is drawn: 1.0 once, then 1.0 - 0.15 < 0.9. Subtracted from 1000 the 0.15 would be nothing."""
     batch = RunningBatch(1, vocab_size=4, eos_token_ids=(), device=torch.device("cpu"))

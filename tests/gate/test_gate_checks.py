@@ -27,6 +27,7 @@ from slime.rollout.postprocess import (
 from slime.rollout.postprocess import gate as gate_module
 from slime.rollout.postprocess.checks import CHECKS, Check
 from slime.rollout.postprocess.contract import FORMAT_PRESETS
+from slime.rollout.postprocess.ragged import Ragged
 from slime.rollout.postprocess.text import answer_of, format_problem, is_blank
 from slime.utils.types import Status
 
@@ -165,6 +166,24 @@ def test_a_phrase_repeated_to_the_end_is_a_loop():
     ]
     assert found == [None, "repetitive"]
     assert reason(strict, length=400, tokens=list(range(403)), rollout_log_probs=[-1.0] * 400) is None
+    # and a phrase that fits the window only twice is no loop yet
+    twice = GateConfig(repetition_window=16, repetition_max_period=8)
+    found = [
+        reason(twice, length=16, tokens=[1, 2, 3, *(5 + i % period for i in range(16))], rollout_log_probs=[-1.0] * 16)
+        for period in (4, 8)
+    ]
+    assert found == ["repetitive", None]
+
+
+def test_an_empty_row_has_no_neighbours_extremes():
+    """Rows (5), () and (-7): the middle one holds nothing, so nothing in it is out of range."""
+    lows, highs = Ragged(np.array([5, -7]), np.array([0, 1, 1, 2])).row_extremes()
+    assert (lows.tolist(), highs.tolist()) == ([5, 0, -7], [5, 0, -7])
+
+
+def test_ids_that_are_floats_are_no_ids():
+    """1.0 is 1 to numpy, and 1.5 would be 1 to the trainer."""
+    assert reason(tokens=np.arange(15, dtype=np.float32)) == "bad_token"
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,8 @@ def load(hf, save, **options):
     from slime.backends.megatron_utils.checkpoint import load_checkpoint
 
     with built(hf, **options) as (args, model, optimizer, scheduler):
-        iteration = load_checkpoint(args, model, optimizer, scheduler, load_dir=str(save))
+        for _ in range(2):  # the second load replaces the first: the schedule's clock does not add up
+            iteration = load_checkpoint(args, model, optimizer, scheduler, load_dir=str(save))
         drawn = torch.rand(1)
         moments = [inner_state["exp_avg"] for part in optimizer.chained_optimizers for inner_state in part.optimizer.state.values()]
         has_moments = bool(moments) and any(bool(moment.any()) for moment in moments)
