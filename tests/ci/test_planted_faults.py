@@ -129,6 +129,20 @@ def test_a_fault_is_killed_by_a_test_that_looks_and_survives_one_that_does_not(s
     assert run.plant_and_run(small, endless, timeout=60).verdict == "killed"
 
 
+def test_a_test_that_fails_anyway_kills_nothing():
+    """Otherwise one red test would count as the death of every fault of its file."""
+    planted = fault(tests=("tests/test_part.py", "tests/test_red.py::test_red"))
+    baseline = run.Baseline(failed={"tests/test_red.py": "FAILED tests/test_red.py::test_red"})
+    details = {
+        "FAILED tests/test_part.py::test_looks": "killed",
+        "FAILED tests/test_red.py::test_red": "broken",
+        "time-out": "broken",
+    }
+    assert {detail: baseline.judge(run.Outcome(planted, "killed", 0.0, detail)).verdict for detail in details} == details
+    assert baseline.judge(run.Outcome(planted, "survived", 0.0, "")).verdict == "survived"
+    assert run.Baseline().judge(run.Outcome(planted, "killed", 0.0, "time-out")).verdict == "killed"
+
+
 def test_a_survivor_is_right_only_where_the_table_explains_it():
     """And an explained fault that is killed after all makes the explanation wrong."""
     explained = fault(equivalent="nothing reads it")

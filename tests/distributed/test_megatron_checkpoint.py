@@ -144,7 +144,7 @@ def test_log_probs_after_loading_do_not_depend_on_the_layout(run):
 
 
 def test_a_checkpoint_is_published_as_a_whole(run):
-    """One folder, its manifest, the pointer; nothing temporary is left; a data position travels with it."""
+    """One folder, its manifest, the pointer; nothing temporary is left; what each rank adds travels with it."""
     save = run[1]
     assert sorted(path.name for path in save.iterdir()) == ["hf_0", "iter_0000000", "latest_checkpointed_iteration.txt"]
     assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == "0"
@@ -152,7 +152,8 @@ def test_a_checkpoint_is_published_as_a_whole(run):
     assert {
         "manifest.json",
         ".metadata",
-        "data_position.json",
+        "extra_0.json",
+        "extra_1.json",
         "state.json",
         "rng_00001.json",
         "optimizer_00001.safetensors",

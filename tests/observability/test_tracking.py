@@ -409,7 +409,8 @@ def test_trackers_get_the_points_that_are_no_numbers(tmp_path):
 
 def test_the_end_of_a_run_hands_out_the_problems_of_its_report(tmp_path, capsys):
     """They decide the exit status: a PROBLEM line above status 0 is read by nobody's script."""
-    args = make_args(tmp_path, write_report=True, debug_rollout_only=False, loss_type="policy_loss")
+    run_options = {"debug_rollout_only": False, "debug_train_only": False, "loss_type": "policy_loss", "custom_reward_post_process_path": None}
+    args = make_args(tmp_path, write_report=True, **run_options)
     logging_utils.init_tracking(args, primary=True)
     logging_utils.log(args, {"rollout/step": 0, "rollout/ledger/sampled": 8, "rollout/ledger/trained": 7}, "rollout/step")
     problems = logging_utils.finish_tracking(args)

@@ -44,7 +44,7 @@ PASSED, FAILED, COLLECTION_FAILED, TIMED_OUT = 0, 1, 2, -1
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What the tests said about one fault: `verdict` is killed, survived or broken (the tests could not be run)."""
+    """What the tests said about one fault: `verdict` is killed, survived or broken (its tests could not be run, or fail without it too)."""
 
     fault: Fault
     verdict: str
@@ -164,6 +164,14 @@ class Baseline:
         """Seconds after which a fault's tests are taken to hang: `least`, and five times what they need without it."""
         return least + 5 * sum(self.seconds[file] for file in files_of(fault))
 
+    def judge(self, outcome: Outcome) -> Outcome:
+        """Returns the outcome, broken instead of killed where a file that fails without the fault may be what failed."""
+        suspects = files_of(outcome.fault) & self.failed.keys()
+        known = [file for file in files_of(outcome.fault) if f" {file}::" in outcome.detail]
+        if outcome.verdict != "killed" or not suspects or (known and not suspects.intersection(known)):
+            return outcome
+        return dataclasses.replace(outcome, verdict="broken")
+
 
 def files_of(fault: Fault) -> set[str]:
     return {test.split("::")[0] for test in fault.tests}
@@ -212,7 +220,7 @@ def run_faults(faults: list[Fault], *, jobs: int, timeout: float) -> tuple[list[
         with concurrent.futures.ProcessPoolExecutor(jobs, context, _start_worker, (template, Path(folder))) as pool:
             waiting = [pool.submit(_run_in_worker, fault, baseline.timeout(fault, timeout)) for fault in faults]
             for number, future in enumerate(concurrent.futures.as_completed(waiting), 1):
-                outcome = future.result()
+                outcome = baseline.judge(future.result())
                 outcomes.append(outcome)
                 mark = "" if outcome.is_right else "  <--"
                 print(f"[{number}/{len(faults)}] {outcome.seconds:5.1f} s  {outcome.verdict:8} {outcome.fault.id}{mark}", flush=True)
