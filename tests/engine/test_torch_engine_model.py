@@ -388,11 +388,17 @@ def test_an_update_is_complete_and_right_or_nothing_changes(folders):
             updater.add({names[0]: new[names[0]]})
         with pytest.raises(EngineError, match="float64, allowed is float32"):
             updater.add({names[3]: new[names[3]].astype(np.float64)})
+        head = "lm_head.weight"  # as many numbers in another shape are another matrix
+        assert head not in names[:3] and new[head].shape[0] != new[head].shape[1]
+        with pytest.raises(EngineError, match=f"{head} has shape"):
+            updater.add({head: np.ascontiguousarray(new[head].T)})
         with pytest.raises(EngineError, match="open update is to '5'"):
             updater.end("6")
         with pytest.raises(EngineError, match=f"{len(names) - 3} missing"):
             updater.end("5")
         assert updater.checksum() == old and harness.engine.weight_version == "0"
+        with pytest.raises(EngineError, match="no weight update is open"):
+            updater.end("5")
         updater.begin("5")
         updater.add(new)
         with pytest.raises(EngineError, match="checksum of what came"):
@@ -400,9 +406,50 @@ def test_an_update_is_complete_and_right_or_nothing_changes(folders):
         assert updater.checksum() == old
         updater.begin("5")
         for name in reversed(names):
-            updater.add({name: new[name]})
+            sent = torch.from_numpy(new[name].copy())
+            updater.add({name: sent})
+            sent.zero_()  # the sender's buffer takes the next bucket
         assert updater.end("5", checksum=weights_checksum(new)) == updater.checksum() == weights_checksum(new)
         assert harness.engine.weight_version == "5"
+
+
+def test_an_update_ends_what_runs_only_when_asked(folders, monkeypatch):
+    """A reply over two versions is one the trainer may not want; which, the sender of the weights says."""
+    from slime.backends.torch_engine.weight_update import WeightUpdater
+
+    with EngineHarness(folders["qwen3"]) as harness:
+        calls = []
+        monkeypatch.setattr(harness.engine, "abort", lambda **options: calls.append(options))
+        updater = WeightUpdater(harness.loaded)
+        weights = {name: value.numpy().copy() for name, value in harness.loaded.decoder.weights.items()}
+        for version, abort_running, expected in (("1", False, []), ("2", True, [{"all_requests": True}])):
+            updater.begin(version)
+            updater.add(weights)
+            updater.end(version, abort_running=abort_running)
+            assert calls == expected
+
+
+def test_the_first_position_beyond_the_rotary_table_makes_it_grow():
+    """64 positions, 0..63, come first; position 64 is one of 128."""
+    from slime.backends.torch_engine.model_config import RopeConfig
+    from slime.backends.torch_engine.rope import RotaryTable
+
+    table = RotaryTable(RopeConfig(theta=100.0), 2, device=torch.device("cpu"), dtype=torch.float32)
+    for position in (63, 64):
+        cos, _ = table.lookup(torch.tensor([position]), max_position=position)
+        assert cos.tolist() == [pytest.approx([np.cos(position)] * 2, abs=1e-5)], "head_dim 2 turns by one radian per position"
+
+
+def test_an_index_names_files_of_its_own_folder(folders, tmp_path):
+    """A downloaded checkpoint must not make the engine read ../x."""
+    from slime.backends.torch_engine.weights import weight_files
+
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    for folder in (tmp_path, inside):
+        (folder / "model.safetensors").write_bytes(b"")
+    (inside / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../model.safetensors"}}))
+    assert weight_files(inside) == [inside / "model.safetensors"]
 
 
 def test_tokens_sampled_across_an_update_are_labelled_by_segment(folders):

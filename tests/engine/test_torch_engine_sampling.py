@@ -262,6 +262,7 @@ def test_every_drawn_token_has_probability(logits, uniform):
         ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens is 9, more than max_new_tokens 8"),
         ({"stop": [""]}, "stop is"),
         ({"stop_token_ids": [99]}, r"stop_token_ids has \[99\], the vocabulary is 0..9"),
+        ({"stop_token_ids": [9, 10]}, r"stop_token_ids has \[10\], the vocabulary is 0..9"),
         ({"n": 0}, "n is 0"),
         ({"sampling_seed": 2**64}, "sampling_seed is"),
         ({"max_tokens": 5}, "max_tokens is not a sampling parameter. Known are: .*max_new_tokens"),

@@ -6,8 +6,10 @@ import json
 import logging
 import multiprocessing
 import os
+import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from slime.config.observability import ObservabilityOptions, resolve_run_dir, re
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.observability import logging_utils, progress
 from slime.observability.jsonl import JsonlTail, JsonlWriter, plain_value, read_jsonl
-from slime.observability.wandb_sink import build_init_arguments
+from slime.observability.wandb_sink import WandbSink, build_init_arguments
 
 NUM_GPUS = 0
 
@@ -134,6 +136,8 @@ def test_tail_returns_each_record_once_and_waits_for_whole_lines(tmp_path):
         file.write(b'2}\nbroken\n[3]\n{"a": 4}\n')
     assert tail.read() == [{"a": 2}, {"a": 4}]
     assert tail.malformed == 2
+    path.write_bytes(b'{"a": 5}\n')
+    assert tail.read() == [{"a": 5}], "a file that is shorter than before was begun anew"
 
 
 def test_full_disk_loses_records_and_says_so_once_and_the_next_record_is_whole(tmp_path, monkeypatch, caplog):
@@ -235,11 +239,11 @@ def test_a_value_of_a_past_step_is_counted_and_named_at_the_end(tmp_path, monkey
     """One series that goes back cannot be drawn; the file keeps it, and nobody has to find out alone."""
     tracker, args = StrictTracker(), make_args(tmp_path)
     start(monkeypatch, args, tracker)
-    for step in (1, 3, 2, 4):
+    for step in (1, 3, 2, 4, 4):
         logging_utils.log(args, {"train/step": step, "train/loss": 1.0, "train/lr": 0.1}, "train/step")
     with caplog.at_level(logging.WARNING):
         logging_utils.finish_tracking(args)
-    assert [step for _, step, _ in tracker.accepted] == [1, 3, 4]
+    assert [step for _, step, _ in tracker.accepted] == [1, 3, 4, 4], "the same step again is not in the past"
     assert caplog.messages == ["2 values were not sent to strict: their series had reached a later step. metrics.jsonl has them."]
 
 
@@ -315,6 +319,19 @@ def test_wandb_offline_run_holds_records_with_their_own_axes(tmp_path, monkeypat
         time.sleep(0.05)
     assert b"eval/accuracy" in content and b"rollout/reward" in content
     assert b"secret-of-nobody" not in content
+
+
+def test_wandb_draws_each_family_over_its_own_step(tmp_path, monkeypatch):
+    """Over W&B's own counter, evaluations and training steps would share one axis that means neither."""
+    axes = {}
+    run = types.SimpleNamespace(define_metric=lambda name, step_metric=None: axes.update({name: step_metric}))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: run, Settings=dict))
+    WandbSink(make_args(tmp_path, use_wandb=True, wandb_mode="offline"), str(tmp_path))
+    assert {name: axes[name] for name in ("train/*", "rollout/*", "eval/*")} == {
+        "train/*": "train/step",
+        "rollout/*": "rollout/step",
+        "eval/*": "eval/step",
+    }
 
 
 def test_wandb_options_keep_upstreams_meaning_and_hide_secrets(tmp_path):
