@@ -201,7 +201,7 @@ def test_finish_reason_is_checked_against_the_last_token():
 @pytest.fixture
 def sampled(tmp_path):
     """The default gate of a run of 64 samples a rollout, past its first two rollouts: every eighth text is compared."""
-    args = rollout_args(rollout_batch_size=16, n_samples_per_prompt=4, run_dir=None)
+    args = rollout_args(rollout_batch_size=16, n_samples_per_prompt=4, run_dir=None, gate_compare_text="auto")
     gate = Gate.from_args(args, tokenizer())
     EARLY.take()
     yield gate
