@@ -144,6 +144,8 @@ def local_actors(warning_filters: str = "") -> Iterator[None]:
     """
     global _is_local
     before, excepthook = dict(os.environ), sys.excepthook
+    if os.environ.get("PYTHONBREAKPOINT", "").startswith("ray."):
+        del os.environ["PYTHONBREAKPOINT"]  # left by a Ray session of this process or its parent: it sends breakpoint() to Ray's debugger
     _is_local = True
     try:
         with warnings.catch_warnings():

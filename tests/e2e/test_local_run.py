@@ -105,6 +105,7 @@ def test_a_breakpoint_in_a_reward_stops_and_goes_on(data, tmp_path):
     words += ["--custom-rm-path", "pausing.reward"]
     environment = {**os.environ, **small_run.ENVIRONMENT}
     environment["PYTHONPATH"] = os.pathsep.join([str(small_run.ROOT), str(small_run.ROOT / "tests"), str(tmp_path)])
+    environment["PYTHONBREAKPOINT"] = "ray.util.rpdb.set_trace"  # as a Ray session of the parent process leaves it
     main, terminal = pty.openpty()
     process = subprocess.Popen(words, cwd=small_run.ROOT, env=environment, stdin=terminal, stdout=terminal, stderr=terminal)
     os.close(terminal)
