@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).resolve().parent
 for folder in (TESTS, TESTS.parent):
     if str(folder) not in sys.path:
@@ -13,3 +15,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture
+def declared():
+    """`declare_field`, undone after the test."""
+    from slime.utils.rollout_fields import CONTRACT, declare_field
+
+    names = []
+
+    def declare(name, **kw):
+        names.append(name)
+        return declare_field(name, **kw)
+
+    yield declare
+    for name in names:
+        CONTRACT.remove(name)

@@ -1,31 +1,4 @@
-"""Upstream's later path of slime.observability.tracing."""
+"""Upstream's later path of slime.utils.trace_utils."""
 
-from slime.observability.tracing import (
-    TRACE_CHILDREN_KEY,
-    TraceHandle,
-    TraceSpanContext,
-    bind_trace,
-    bind_trace_carrier,
-    build_sglang_meta_trace_attrs,
-    export_trace,
-    import_trace,
-    trace_event,
-    trace_function,
-    trace_next_attempt,
-    trace_span,
-)
-
-__all__ = [
-    "TRACE_CHILDREN_KEY",
-    "TraceHandle",
-    "TraceSpanContext",
-    "bind_trace",
-    "bind_trace_carrier",
-    "build_sglang_meta_trace_attrs",
-    "export_trace",
-    "import_trace",
-    "trace_event",
-    "trace_function",
-    "trace_next_attempt",
-    "trace_span",
-]
+from slime.utils.trace_utils import *  # noqa: F403
+from slime.utils.trace_utils import __all__  # noqa: F401

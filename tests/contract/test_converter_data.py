@@ -13,7 +13,7 @@ from slime.observability.train_metric_utils import TrainMetricsConfig, pass_rate
 from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
 from slime.utils.dp_schedule import ScheduleConfig
 from slime.utils.rollout_batch import localize
-from slime.utils.rollout_fields import CONTRACT, Extent, Missing, Reduce, Rows, Scope, declare_field
+from slime.utils.rollout_fields import Extent, Missing, Reduce, Rows, Scope
 from slime.utils.rollout_split import SplitConfig, split_by_dp
 from slime.utils.types import Sample
 
@@ -46,19 +46,6 @@ def arrive(data, dp_size=2):
 def by_position(batches, name):
     """{position in the whole batch: this sample's entry} over all ranks."""
     return {p: v for batch in batches for p, v in zip(batch["partition"], batch[name], strict=True)}
-
-
-@pytest.fixture
-def declared():
-    names = []
-
-    def declare(name, **kw):
-        names.append(name)
-        return declare_field(name, **kw)
-
-    yield declare
-    for name in names:
-        CONTRACT.remove(name)
 
 
 # --- values that a converter provides -------------------------------------------------------------------------------------

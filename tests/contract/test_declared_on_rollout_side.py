@@ -16,23 +16,9 @@ from slime.rollout.declared_fields import declared_metrics
 from slime.rollout.sglang_rollout import _call_generate
 from slime.rollout.structure import validate_rollout_id_annotated
 from slime.testing import make_args, make_sample
-from slime.utils.rollout_fields import CONTRACT, Reduce, Rows, Scope, declare_field
+from slime.utils.rollout_fields import Reduce, Rows, Scope
 
 NUM_GPUS = 0
-
-
-@pytest.fixture
-def declared():
-    """declare_field, undone after the test."""
-    names = []
-
-    def declare(name, **kw):
-        names.append(name)
-        return declare_field(name, **kw)
-
-    yield declare
-    for name in names:
-        CONTRACT.remove(name)
 
 
 def samples_of_two_attempts():

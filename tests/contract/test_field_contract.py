@@ -58,19 +58,6 @@ def split(data, dp_size=1, *, size=None, pad_to=0, expected=None, keep=False):
     return split_by_dp(data, config)
 
 
-@pytest.fixture
-def declared():
-    names = []
-
-    def declare(name, **kw):
-        names.append(name)
-        return declare_field(name, **kw)
-
-    yield declare
-    for name in names:
-        CONTRACT.remove(name)
-
-
 @pytest.mark.parametrize("dp_size", (1, 2))
 def test_a_field_that_only_the_rollout_side_declared_is_a_metric_on_the_training_ranks(declared, dp_size):
     """Nothing imports a rollout plug-in on the ranks; without its declaration the field came without a metric and without a word."""
