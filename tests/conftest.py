@@ -17,6 +17,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_stays():
+    """The default process group of torch.distributed is one per process: a module that leaves its own breaks every later one."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("this module leaves the default process group of torch.distributed behind")
+
+
 @pytest.fixture
 def declared():
     """`declare_field`, undone after the test."""
