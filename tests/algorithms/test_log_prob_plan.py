@@ -40,6 +40,15 @@ def test_each_reason_for_a_pass_is_the_only_one(options, num_steps, words):
     assert len(reasons_to_recompute_log_probs(dataclasses.replace(plan, num_steps=5))) == (1 if num_steps > 1 else 2)
 
 
+def test_kept_log_probs_come_back_in_the_order_of_the_batch():
+    """The schedule may put position 7 before position 3: each row of the rollout gets its own values."""
+    data = {"log_probs": None, "rollout_log_probs": [torch.zeros(1), torch.zeros(2)], "partition": [7, 3]}
+    with log_prob_capture.looked_at_log_probs(data, lambda: None):
+        log_prob_capture._maybe_capture_log_probs({"partition": [3]}, [torch.tensor([-3.0, -3.5])])
+        log_prob_capture._maybe_capture_log_probs({"partition": [7]}, [torch.tensor([-7.0])])
+    assert [values.tolist() for values in data["log_probs"]] == [[-7.0], [-3.0, -3.5]]
+
+
 def test_log_probs_of_some_samples_are_not_taken_for_all_and_are_looked_at_once():
     """A rank that computed the first sample alone has no column; the look before the first step is not repeated before the second."""
     looks, data = [], {"rollout_log_probs": [torch.zeros(1)] * 2, "partition": [0, 1]}

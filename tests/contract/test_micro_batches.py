@@ -95,6 +95,28 @@ def full_mask(total, response, mask):
     return full
 
 
+def test_rows_of_another_padding_than_the_split_made_are_laid_out_anew():
+    """Sequences of 11, 11 and 14 tokens fill 16 + 16 + 16 places in rows of eights and 12 + 12 + 24 in rows of twelves: 48 both."""
+    with parallel():
+        batch = ready(shards_of([(5, 6), (4, 7), (6, 8)], cap=14, pad_to=8)[0])
+        rows = walk(batch, pad=12)
+        assert sorted(row["tokens"].shape[1] for row in rows) == [12, 12, 24]
+        for row in rows:
+            assert torch.equal(row["tokens"], reference_row(row["unconcat_tokens"], 1, 12)[0][None])
+
+
+def test_what_a_step_writes_into_its_tensors_does_not_reach_the_batch_it_came_from():
+    """Objects of the store are read-only and shared by the ranks of a node; a rank's tensors are its own, also where the dtype is the same."""
+    shard = localize(shards_of(LENGTHS)[0], 0)
+    before = {name: np.array(shard.column(name).values) for name in ("tokens", "rollout_log_probs", "loss_masks")}
+    with parallel():
+        moved = to_train_device(shard, "cpu", cp_size=1, cp_rank=0)
+    for name in before:
+        for row in moved[name]:
+            row.fill_(77)
+    assert all(np.array_equal(shard.column(name).values, values) for name, values in before.items())
+
+
 @pytest.mark.parametrize(("cp_size", "tp_size"), [(1, 1), (1, 2), (2, 1), (4, 2)])
 def test_rows_hold_the_samples_and_their_masks_on_every_layout(cp_size, tp_size):
     """faults, CP slice of response signals: tokens, masks and bounds equal a per-sequence recipe, on each context-parallel rank."""

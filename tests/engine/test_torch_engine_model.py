@@ -125,6 +125,18 @@ def test_deterministic_results_are_bit_identical_in_any_company_and_order(folder
         assert [i for i in alone if not is_bit_equal(together[i], alone[i])] == []
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_deterministic_row_attends_over_its_own_width_and_no_neighbours(folders, deterministic):
+    """Three rows of 1, 3 and 9 pages: small groups may join the next wider one to save calls, but then a row's sums depend on its company."""
+    from slime.backends.torch_engine.model_runner import PAGE_SIZE, pad_to_width
+
+    lengths = np.array([1, 2 * PAGE_SIZE + 1, 8 * PAGE_SIZE + 1])
+    widths = pad_to_width(lengths // PAGE_SIZE + 1)
+    with EngineHarness(folders["qwen3"], deterministic=deterministic) as harness:
+        groups = harness.engine.runner._decode_groups(lengths, np.zeros((3, 16), dtype=np.int64))
+    assert [group.pages.shape[1] for group in groups] == (widths.tolist() if deterministic else [widths.max()])
+
+
 def test_without_deterministic_mode_results_agree_within_rounding(folders):
     """Continuous batching may change the last bits, never the tokens of a greedy response or a log-prob by more than 1e-4."""
     with EngineHarness(folders["qwen3"]) as harness:

@@ -101,6 +101,23 @@ def test_an_index_that_calls_something_first_runs_nothing_and_is_named(saved, co
     assert str(path) in str(refused.value) and f"{module}.{name}" in str(refused.value)
 
 
+class _External(pickle._Pickler):
+    """Writes "elsewhere" as an object that the file does not hold: whoever reads it has to fetch it."""
+
+    def persistent_id(self, obj):
+        return "file:///etc/hostname" if obj == "elsewhere" else None
+
+
+def test_an_index_that_points_outside_itself_is_refused(saved, copy):
+    content = io.BytesIO()
+    index = pickle.loads((copy / ".metadata").read_bytes())
+    index.planner_data = "elsewhere"
+    _External(content, protocol=4).dump(index)
+    (copy / ".metadata").write_bytes(content.getvalue())
+    with pytest.raises(ConfigError, match="the external object 'file:///etc/hostname'"):
+        _load(saved, copy)
+
+
 class _Harmful:
     def __init__(self, path):
         self.path = path
