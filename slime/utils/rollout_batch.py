@@ -51,7 +51,7 @@ class RolloutBatch(dict):
     ) -> None:
         super().__init__()
         self.stage = stage
-        self.info: dict[str, Any] = dict(info or {})  # small: num_whole, dp_rank, dp_size, pad_to, row_offsets, declared, ...
+        self.info: dict[str, Any] = dict(info or {})  # small: num_whole, dp_rank, dp_size, declared, ...
         self.cache: dict[str, Any] = {}  # derived layouts, never shipped
         for name, value in dict(entries).items():
             dict.__setitem__(self, name, value)

@@ -255,13 +255,12 @@ def make_shards(
         shard = RolloutBatch(stage=Stage.SHARD, info=info)
         gaps: dict[str, tuple[np.ndarray, int]] = {}
         if config.pad_to:
-            gaps, rows = plan_gaps(
+            gaps = plan_gaps(
                 columns["tokens"].lengths[positions],
                 columns["loss_masks"].lengths[positions],
                 micro_batches,
                 config.pad_to,
             )
-            shard.info.update(pad_to=config.pad_to, row_offsets=rows)
         for name, column in {**columns, **made}.items():
             spec = CONTRACT.find(name) or FieldSpec(name, Scope.SAMPLE)
             if spec.extent is Extent.WHOLE or spec.ships_whole or not spec.per_sample:
@@ -311,15 +310,13 @@ def _shippable(batch: RolloutBatch, name: str) -> Any:
     return column
 
 
-def plan_row_padding(
-    lengths: np.ndarray, micro_batches: list[list[int]], *, pad_to: int
-) -> tuple[np.ndarray, int, list[int]]:
-    """`(padding [N], lead, row_offsets [micro-batches + 1])` so that each micro-batch is one row of a multiple of `pad_to` tokens.
+def plan_row_padding(lengths: np.ndarray, micro_batches: list[list[int]], *, pad_to: int) -> tuple[np.ndarray, int]:
+    """`(padding [N], lead)` so that each micro-batch is one row of a multiple of `pad_to` tokens.
 
     Padding follows a micro-batch's last sample. An empty micro-batch is a row of padding alone: it belongs to the sample before it, or, before
     the first sample, to `lead`.
     """
-    padding, lead, rows, last = np.zeros(len(lengths), dtype=np.int64), 0, [0], -1
+    padding, lead, last = np.zeros(len(lengths), dtype=np.int64), 0, -1
     for indices in micro_batches:
         tokens = int(lengths[indices].sum()) if indices else 0
         width = max(pad_to, -(-tokens // pad_to) * pad_to)
@@ -328,25 +325,24 @@ def plan_row_padding(
             lead += width - tokens
         else:
             padding[last] += width - tokens
-        rows.append(rows[-1] + width)
-    return padding, lead, rows
+    return padding, lead
 
 
 def plan_gaps(
     totals: np.ndarray, responses: np.ndarray, micro_batches: list[list[int]], pad_to: int
-) -> tuple[dict[str, tuple[np.ndarray, int]], list[int]]:
-    """`({field: (padding after each entry, rows before the first)}, row_offsets)`, so that a micro-batch of tokens is one padded row, and the same
-    slice of the loss masks' buffer is its mask, each response token's at the position whose logit predicts it.
+) -> dict[str, tuple[np.ndarray, int]]:
+    """`{field: (padding after each entry, places before the first)}`, so that a micro-batch of tokens is one padded row, and the same slice of the
+    loss masks' buffer is its mask, each response token's at the position whose logit predicts it.
 
     A sample without a prompt has no such position: then masks are not laid out here.
     """
-    padding, lead, rows = plan_row_padding(totals, micro_batches, pad_to=pad_to)
+    padding, lead = plan_row_padding(totals, micro_batches, pad_to=pad_to)
     gaps = {"tokens": (padding, lead)}
     prompts = totals - responses
     if len(totals) and prompts.min() >= 1:
         following = np.append(prompts[1:] - 1, 0)
         gaps["loss_masks"] = (padding + 1 + following, lead + int(prompts[0]) - 1)
-    return gaps, rows
+    return gaps
 
 
 @dataclasses.dataclass(frozen=True)

@@ -182,12 +182,7 @@ def _dense(batch: Mapping[str, Any], name: str) -> torch.Tensor:
 
 def _laid_out(batch: Mapping[str, Any], name: str, layout: RowLayout, shape: RowShape) -> torch.Tensor | None:
     """The field's own buffer where the split already padded it to exactly these rows."""
-    if (
-        not isinstance(batch, RolloutBatch)
-        or shape.cp_size > 1
-        or batch.info.get("pad_to") != shape.pad_to
-        or name not in batch
-    ):
+    if not isinstance(batch, RolloutBatch) or shape.cp_size > 1 or name not in batch:
         return None
     column = batch.column(name)
     if (
