@@ -125,34 +125,60 @@ def attribute_rows(
 ) -> list[int]:
     """The position in `marks` of the sample that each row was made of. `rows` are token ids.
 
-    A row with a sample's tokens is of the sample that stands at its place in the batch, else of the one that `sample_indices` names (`Sample.index`), else
-    of any that has them. A row whose tokens were changed is of the one that `sample_indices` names; without them, of one whose response it ends with, where
-    `response_lengths` tell that; else, where there is one row per sample of the batch, of the one at its place. RolloutDataError for a row of
-    none of them. Where several samples have a row's tokens and fewer rows than samples do, the valid ones come first.
+    A row is of the sample that has its tokens; where they were changed, of the one that has its response, which `response_lengths` tell; where that was
+    changed too, of the one that `sample_indices` (`Sample.index`) names. Of several samples with the same tokens, the one that is named, else the one at the
+    row's place where every row fits the sample at its place, else any of them where the gate's verdict on all is the same. RolloutDataError for a row of
+    which none of these says whether the gate let its sample pass.
     """
     ids = [_ids(row) for row in rows]
-    is_one_each = len(rows) == len(batch_rows)
-    places = batch_rows if is_one_each else None
-    named = None if sample_indices is None else _named_places(sample_indices, marks, len(rows))
+    row_keys = [_key(row) for row in ids]
+    ends = None
+    if response_lengths is not None and len(response_lengths) == len(rows):
+        ends = [_key(row[len(row) - int(length) :]) for row, length in zip(ids, response_lengths, strict=True)]
+    named = [None] * len(rows) if sample_indices is None else _named_places(sample_indices, marks, len(rows))
+    fits = len(rows) == len(batch_rows) and all(
+        key == marks[place].tokens or (ends is not None and ends[row] == marks[place].response)
+        for row, (key, place) in enumerate(zip(row_keys, batch_rows, strict=True))
+    )
+    evidence = _Evidence(marks, batch_rows, named, fits)
     sources: list[int | None] = [None] * len(rows)
-    _attribute_by_key(sources, [_key(row) for row in ids], [mark.tokens for mark in marks], marks, places, named)
-    if named is not None:
-        _attribute_by_index(sources, named, sample_indices or (), len(marks))
-    elif response_lengths is not None and len(response_lengths) == len(rows):
-        ends = [row[len(row) - int(length) :] for row, length in zip(ids, response_lengths, strict=True)]
-        _attribute_by_key(sources, [_key(end) for end in ends], [mark.response for mark in marks], marks, places, None)
-    taken = {source for source in sources if source is not None}
+    _attribute_by_key(sources, row_keys, [mark.tokens for mark in marks], evidence)
+    if ends is not None:
+        _refuse_contradictions(sources, ends, evidence)
+        _attribute_by_key(sources, ends, [mark.response for mark in marks], evidence)
+    if sample_indices is not None:
+        _attribute_by_index(sources, evidence, sample_indices)
     for row, source in enumerate(sources):
-        if source is not None:
-            continue
-        if not is_one_each or batch_rows[row] in taken:
-            raise RolloutDataError(
-                f"Row {row} of the {len(rows)} that --custom-convert-samples-to-train-data-path returned has the tokens of none of the "
-                f"{len(marks)} samples, so it is not known whether the gate let its sample pass. Add 'sample_indices', the Sample.index of each "
-                "row's sample, to the returned data, or return one row per sample in the samples' order."
-            )
-        sources[row] = batch_rows[row]
+        if source is None:
+            raise evidence.unknown(row, f"has the tokens of none of the {len(marks)} samples")
     return [int(source) for source in sources if source is not None]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Evidence:
+    """What is known beside the rows' tokens. named: per row, the positions of the samples that its `sample_indices` entry names. is_in_order: every row
+    fits the sample at its place in the batch."""
+
+    marks: Sequence[Mark]
+    batch_rows: Sequence[int]
+    named: Sequence[list[int] | None]
+    is_in_order: bool
+
+    def is_one_verdict(self, places: Sequence[int]) -> bool:
+        """Whether the gate said the same of all these samples, so that it does not matter which of them a row is of."""
+        marks = [self.marks[place] for place in places]
+        return len({(mark.valid, mark.reason, None if mark.keep_mask is None else tuple(mark.keep_mask)) for mark in marks}) <= 1
+
+    def the_named(self, row: int) -> int | None:
+        """The one sample that the row's `sample_indices` entry names."""
+        places = self.named[row]
+        return places[0] if places is not None and len(places) == 1 else None
+
+    def unknown(self, row: int, why: str) -> RolloutDataError:
+        return RolloutDataError(
+            f"Row {row} of the {len(self.named)} rows of train data {why}, so it is not known whether the gate let its sample pass. Add 'sample_indices', "
+            "the Sample.index of each row's sample, to what --custom-convert-samples-to-train-data-path returns."
+        )
 
 
 def _ids(tokens: Any) -> np.ndarray:
@@ -179,51 +205,70 @@ def _named_places(indices: Sequence[Any], marks: Sequence[Mark], num_rows: int) 
         raise RolloutDataError(f"'sample_indices' must hold the Sample.index of each row's sample, a whole number; it holds {list(indices)[:4]}.") from None
 
 
-def _attribute_by_index(sources: list, named: Sequence[list[int] | None], indices: Sequence[Any], num_samples: int) -> None:
-    """Fills in, in place, the rows whose `sample_indices` entry names one sample."""
-    for row, places in enumerate(named):
+def _attribute_by_index(sources: list, evidence: _Evidence, indices: Sequence[Any]) -> None:
+    """Fills in, in place, the rows whose `sample_indices` entry names one sample, or several with one verdict."""
+    for row, places in enumerate(evidence.named):
         if sources[row] is not None or places is None:
             continue
         if not places:
             raise RolloutDataError(
                 f"Row {row} of the custom converter's data has sample_indices {int(indices[row])}, which is no Sample.index of this rollout's "
-                f"{num_samples} samples."
+                f"{len(evidence.marks)} samples."
             )
-        if len(places) == 1:
-            sources[row] = places[0]
+        if not evidence.is_one_verdict(places):
+            raise RolloutDataError(
+                f"Row {row} of the custom converter's data has sample_indices {int(indices[row])}, and {len(places)} samples have this Sample.index: the gate "
+                "let some of them pass and rejected others. Keep the tokens of their responses, or give each sample an index of its own."
+            )
+        sources[row] = places[0]
 
 
-def _attribute_by_key(
-    sources: list,
-    row_keys: Sequence[bytes],
-    keys: Sequence[bytes],
-    marks: Sequence[Mark],
-    batch_rows: Sequence[int] | None,
-    named: Sequence[list[int] | None] | None,
-) -> None:
-    """Fills in, in place, the rows that have a sample's key: of the sample at the row's place, else of the one that is named, else of any."""
-    taken = {source for source in sources if source is not None}
-    open_rows = [row for row, source in enumerate(sources) if source is None]
-    for row in open_rows:
-        if batch_rows is not None and keys[batch_rows[row]] == row_keys[row] and batch_rows[row] not in taken:
-            sources[row] = batch_rows[row]
-            taken.add(batch_rows[row])
-    for row in open_rows:
-        same = [place for place in (named[row] if named is not None else None) or () if keys[place] == row_keys[row]]
-        if sources[row] is None and len(same) == 1:
-            sources[row] = same[0]
-            taken.add(same[0])
+def _attribute_by_key(sources: list, row_keys: Sequence[bytes], keys: Sequence[bytes], evidence: _Evidence) -> None:
+    """Fills in, in place, the rows that have a sample's key: of the sample that is named, else of the one at the row's place, else of any with one verdict."""
     places, wanted = collections.defaultdict(list), collections.defaultdict(list)
     for place, key in enumerate(keys):
         places[key].append(place)
-    for row in open_rows:
-        if sources[row] is None and row_keys[row] in places:
-            wanted[row_keys[row]].append(row)
+    for row, key in enumerate(row_keys):
+        if sources[row] is not None or key not in places:
+            continue
+        same = [place for place in evidence.named[row] or () if keys[place] == key]
+        if len(same) == 1:
+            sources[row] = same[0]
+        elif evidence.is_in_order and keys[evidence.batch_rows[row]] == key:
+            sources[row] = evidence.batch_rows[row]
+        else:
+            wanted[key].append(row)
+    taken = {source for source in sources if source is not None}
+    given = set(evidence.batch_rows)
     for key, rows in wanted.items():
         free = [place for place in places[key] if place not in taken]
-        if len(rows) < len(free):
-            free.sort(key=lambda place: not marks[place].valid)
-        # further rows are copies; of a sample that was rejected where one of them was
-        again = next((place for place in places[key] if not marks[place].valid), places[key][0])
+        of_batch = [place for place in free if place in given]
+        if len(rows) <= len(of_batch) and evidence.is_one_verdict([place for place in places[key] if place in given]):
+            free = of_batch
+        elif not evidence.is_one_verdict(places[key]):
+            raise evidence.unknown(rows[0], f"has the tokens of {len(places[key])} samples, some of which the gate rejected")
         for number, row in enumerate(rows):
-            sources[row] = free[number] if number < len(free) else again
+            if number < len(free):
+                sources[row] = free[number]
+            else:  # a copy, or a row of another sample that was changed until it was equal: rejected where either was
+                named = evidence.the_named(row)
+                either = [places[key][0]] if named is None else [places[key][0], named]
+                sources[row] = next((place for place in either if not evidence.marks[place].valid), either[0])
+
+
+def _refuse_contradictions(sources: Sequence[int | None], ends: Sequence[bytes], evidence: _Evidence) -> None:
+    """RolloutDataError for a row that names one sample, has the response of others, and the gate's verdict on them is not the same."""
+    places = collections.defaultdict(list)
+    for place, mark in enumerate(evidence.marks):
+        places[mark.response].append(place)
+    for row, source in enumerate(sources):
+        named = evidence.the_named(row)
+        same = places.get(ends[row], [])
+        if source is not None or named is None or not same or named in same:
+            continue
+        if not evidence.is_one_verdict([named, *same]):
+            raise RolloutDataError(
+                f"Row {row} of the custom converter's data has sample_indices {evidence.marks[named].index}, and its response is that of the sample with the "
+                f"index {evidence.marks[same[0]].index}: the gate let one of the two pass and rejected the other. 'sample_indices' must hold the Sample.index "
+                "of each row's sample, not the row's number."
+            )

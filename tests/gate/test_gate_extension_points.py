@@ -93,6 +93,16 @@ def moved_and_trimmed(args, samples):
     return as_dict(moved, tokens=[list(s.tokens)[1:] for s in moved], sample_indices=None)
 
 
+def reordered(samples, *, rows=None, **changes):
+    """The samples in another order, each without its first response token: no row has the tokens or the response of a sample."""
+    moved = shuffled(samples)[:rows]
+    cut = [s.response_length > 1 for s in moved]
+    starts = [len(s.tokens) - s.response_length for s in moved]
+    tokens = [[*s.tokens[:start], *s.tokens[start + 1 :]] if is_cut else list(s.tokens) for s, start, is_cut in zip(moved, starts, cut, strict=True)]
+    lengths = [s.response_length - is_cut for s, is_cut in zip(moved, cut, strict=True)]
+    return as_dict(moved, tokens=tokens, response_lengths=lengths, loss_masks=[[1] * n for n in lengths], **changes)
+
+
 CONVERTERS = {
     "upstream's dict": lambda args, samples: as_dict(samples),
     "no sample_indices": lambda args, samples: without_indices(samples),
@@ -116,6 +126,7 @@ CONVERTERS = {
     "sample_indices of the rows that are left": with_rows_counted,
     "another order, a prompt token removed": moved_and_trimmed,
     "tokens of one sample in another": lambda args, samples: in_place_of_another(samples) or as_dict(samples),
+    "another order, responses changed": lambda args, samples: reordered(samples),
 }
 LEAVES_OUT = {"some left out", "a prompt token removed, some left out", "sample_indices of the rows that are left", "tokens of one sample in another"}
 
@@ -171,15 +182,64 @@ def test_a_converters_row_of_no_known_sample_ends_the_run(tmp_path, monkeypatch)
     manager.gate.close()
 
 
-def test_rows_with_the_tokens_of_several_samples_are_of_those_that_passed_first():
-    """Two samples with the same ids, one rejected: one row is the valid one's, two are one each, a third is a copy of the rejected one."""
+@pytest.mark.parametrize("policy", ["mark", "drop"])
+def test_rows_that_nothing_ties_to_a_sample_are_refused_and_not_attributed_by_place(policy, tmp_path, monkeypatch):
+    """One row per sample, in another order, with changed responses and without ids: any row may be of a rejected sample."""
+    plug_in(monkeypatch, convert=lambda args, samples: reordered(samples, sample_indices=None))
+    manager = manager_of(
+        dirty_rollout(), tmp_path, monkeypatch, gate_policy=policy, custom_convert_samples_to_train_data_path="user_plug_in.convert"
+    )
+    with pytest.raises(RolloutDataError, match=r"has the tokens of none of the 16 samples.*Add 'sample_indices', the Sample.index of each row's sample"):
+        manager.generate(0)
+    manager.gate.close()
+
+
+def attribution_of(samples, verdicts, given=None):
+    marks = marks_of(samples, [Verdict(valid) for valid in verdicts])
+    return functools.partial(attribute_rows, marks=marks, batch_rows=list(range(len(samples))) if given is None else given)
+
+
+def test_rows_with_the_tokens_of_several_samples_are_of_the_named_one_or_of_that_at_their_place():
+    """Samples 0 and 1 have the same ids and 0 is rejected: in order each row is of its own sample; in another order only an index tells."""
     samples = [sound_sample(0), sound_sample(0), sound_sample(1)]
-    marks = marks_of(samples, [Verdict(False), Verdict(True), Verdict(True)])
-    attribute = functools.partial(attribute_rows, marks=marks, batch_rows=[0, 1, 2])
-    rows = [sample.tokens for sample in samples]
-    assert attribute(rows[:1]) == [1] and attribute(rows[:2]) == [0, 1]
-    assert attribute([rows[0], rows[0], rows[0], rows[2]]) == [0, 1, 0, 2]
-    assert attribute([rows[2], rows[0], rows[1]]) == [2, 1, 0], "in place where the place fits, then what is left"
+    samples[1].index = 7
+    attribute = attribution_of(samples, [False, True, True])
+    a, b, c = (sample.tokens for sample in samples)
+    assert attribute([a, b, c]) == [0, 1, 2]
+    assert attribute([c, b, a], sample_indices=[1, 7, 0]) == [2, 1, 0]
+    assert attribute([a, b, c], sample_indices=[7, 0, 1]) == [1, 0, 2], "in order as well: the index counts for more than the place"
+    for rows in ([a], [c, a, b], [a, b, b, c]):
+        with pytest.raises(RolloutDataError, match=r"Row \d of the \d .*tokens of 2 samples, some of which the gate rejected.*'sample_indices'"):
+            attribute(rows)
+    assert attribution_of(samples, [False, True, True], given=[1, 2])([c, b]) == [2, 1], "of the one that the converter was given"
+    assert sorted(attribution_of(samples, [True] * 3)([c, a, b])) == [0, 1, 2], "one verdict: it does not matter which"
+    assert attribution_of(samples, [True] * 3)([a, a, a]) == [0, 1, 0], "a third one is a copy"
+
+
+def test_a_copy_that_names_another_sample_is_rejected_where_either_was():
+    """A row with the tokens of sample 0 names sample 1. Beside sample 0's own row it was one of the two."""
+    samples = [sound_sample(0), sound_sample(1)]
+    rows = [samples[0].tokens, samples[0].tokens]
+    assert attribution_of(samples, [False, True])(rows, sample_indices=[0, 1]) == [0, 0]
+    assert attribution_of(samples, [True, False])(rows, sample_indices=[0, 1]) == [0, 1]
+
+
+def test_an_index_and_a_response_that_contradict_each_other_are_refused():
+    """The prompt is changed, the response is that of sample 1, which the gate rejected, and the index is that of sample 0: a row's number, probably."""
+    samples = [sound_sample(0), sound_sample(1)]
+    row, length = [9, *samples[1].tokens[1:]], [samples[1].response_length]
+    with pytest.raises(RolloutDataError, match="Row 0 .*sample_indices 0, .*response is that of the sample with the index 1: .*not the row's number"):
+        attribution_of(samples, [True, False])([row], sample_indices=[0], response_lengths=length)
+    assert attribution_of(samples, [True, True])([row], sample_indices=[0], response_lengths=length) == [1], "both passed"
+    assert attribution_of(samples, [True, False])([row], sample_indices=[1], response_lengths=length) == [1]
+
+
+def test_an_index_of_several_samples_tells_nothing_where_their_verdicts_differ():
+    """Two samples of one execution share the index 5, and their responses were changed."""
+    samples = [sound_sample(5), sound_sample(5, length=9)]
+    with pytest.raises(RolloutDataError, match="Row 0 .*sample_indices 5, and 2 samples have this Sample.index"):
+        attribution_of(samples, [True, False])([[1, 2, 3]], sample_indices=[5])
+    assert attribution_of(samples, [False, False])([[1, 2, 3]], sample_indices=[5]) == [0]
 
 
 FLIPS = {
