@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import bdb
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -147,18 +148,22 @@ def train_on(run: Run, rollout_id: int, shards: list) -> None:
     values = None
     if run.critic is not None:
         values = run.critic.train(rollout_id, shards)
+    results = []
     if run.critic is None or rollout_id >= run.args.num_critic_only_steps:
-        run.actor.train(rollout_id, shards, external_data=values, sampler_age=sampler_age)
-    log_trained(run.args, rollout_id, shards)
+        results = run.actor.train(rollout_id, shards, external_data=values, sampler_age=sampler_age)
+    log_trained(run.args, rollout_id, shards, results)
 
 
-def log_trained(args: Any, rollout_id: int, shards: list) -> None:
-    """Closes the rollout's ledger: what was planned has trained."""
+def log_trained(args: Any, rollout_id: int, shards: list, results: Sequence[Any] = ()) -> None:
+    """Closes the rollout's ledger: what was planned has trained, but for what the policy's ranks say in their `results`."""
     from slime.observability.ledger import finished_metrics
     from slime.observability.logging_utils import log
     from slime.utils.metric_utils import compute_rollout_step
 
-    metrics = finished_metrics(sum(box.num_trained for box in shards))
+    not_trained: collections.Counter[str] = collections.Counter()
+    for result in results:
+        not_trained.update(result["not_trained"] if result else {})
+    metrics = finished_metrics(sum(box.num_trained for box in shards), not_trained)
     log(args, {**metrics, "rollout/step": compute_rollout_step(args, rollout_id)}, step_key="rollout/step")
 
 

@@ -11,6 +11,7 @@ from slime.exceptions import RolloutDataError
 LEFT_OUT = "left_out_by_converter"
 CRITIC_ONLY = "critic_only"  # the policy does not train in this rollout
 PREFIX = "rollout/ledger/"
+NOT_TRAINED = PREFIX + "not_trained/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +50,16 @@ class Ledger:
         }
 
 
-def finished_metrics(num_trained: int) -> dict[str, float]:
-    """`rollout/ledger/trained`, logged once a rollout's training is done: a run that ends before it has no such number for the rollout."""
-    return {f"{PREFIX}trained": num_trained}
+def finished_metrics(num_planned: int, not_trained: Mapping[str, int]) -> dict[str, float]:
+    """`rollout/ledger/trained`, logged once a rollout's training is done: a run that ends before it has no such number for the rollout. Planned samples that no
+    step trained after all are counted beside it, by reason: sampled = trained + not_trained + dropped.
+
+    RolloutDataError where more did not train than were planned.
+    """
+    gone = sum(not_trained.values())
+    if gone > num_planned or min(not_trained.values(), default=0) < 0:
+        raise RolloutDataError(f"{gone} samples did not train ({dict(not_trained)}), and only {num_planned} were planned. A rank counts samples twice.")
+    return {f"{PREFIX}trained": num_planned - gone, **{f"{NOT_TRAINED}{reason}": count for reason, count in sorted(not_trained.items())}}
 
 
 def ledger_of_rollout(

@@ -16,8 +16,9 @@ from typing import Any
 
 from slime.observability.consistency_alarms import ConsistencyLimits, find_consistency_problems
 from slime.observability.jsonl import NOT_FINITE, read_jsonl
+from slime.observability.ledger import NOT_TRAINED
+from slime.observability.ledger import PREFIX as LEDGER
 
-LEDGER = "rollout/ledger/"
 UNFINISHED = "training_not_finished"
 LEVEL_WINDOW = 5  # rollouts at either end that a rise of failures is read from
 GATE_SHARE = "gate/time/share_of_iteration"
@@ -118,7 +119,7 @@ def read_run(run_dir: str | os.PathLike[str]) -> RunRecords:
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
-    """Samples of a run: sampled = trained + the sum of dropped, by reason."""
+    """Samples of a run: sampled = trained + the sum of dropped, by reason; also those that were planned and did not train."""
 
     sampled: int
     trained: int
@@ -140,7 +141,7 @@ class Ledger:
 def read_ledgers(run: RunRecords) -> dict[int, Ledger]:
     """Returns the ledger of every rollout that reported one. Samples of a rollout whose training did not finish are not trained."""
     steps = run.numbers(LEDGER + "sampled")[0]
-    reasons = [name for name in run.series if name.startswith(LEDGER + "dropped/")]
+    reasons = [name for name in run.series if name.startswith((LEDGER + "dropped/", NOT_TRAINED))]
     finished = run.series.get(LEDGER + "trained", {})
 
     def count(name: str, step: int) -> int:
@@ -148,7 +149,7 @@ def read_ledgers(run: RunRecords) -> dict[int, Ledger]:
         return int(value) if _is_number(value) else 0
 
     def dropped(step: int) -> dict[str, int]:
-        by_reason = {name.removeprefix(LEDGER + "dropped/"): count(name, step) for name in reasons}
+        by_reason = {name.removeprefix(LEDGER + "dropped/").removeprefix(NOT_TRAINED): count(name, step) for name in reasons}
         return by_reason if step in finished else {**by_reason, UNFINISHED: count(LEDGER + "planned", step)}
 
     return {step: Ledger(count(LEDGER + "sampled", step), count(LEDGER + "trained", step), dropped(step)) for step in steps}

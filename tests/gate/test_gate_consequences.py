@@ -211,6 +211,10 @@ def test_samples_count_as_trained_when_the_policy_has_trained_on_them(tmp_path, 
         log_trained(manager.args, rollout_id, boxes)
         ledgers.append((ledger["planned"], ledger.get("critic_only", 0), ledger["dropped"], manager.logged["rollout/ledger/trained"]))
     assert ledgers == [(0, 11, 16, 0), (11, 0, 5, 11)]
+    results = [{"not_trained": {"update_skipped": 4}}, None, {"not_trained": {"update_skipped": 3, "masked_by_function": 1}}, {"not_trained": {}}]
+    log_trained(manager.args, 1, boxes, results)
+    names = ("trained", "not_trained/update_skipped", "not_trained/masked_by_function")
+    assert [manager.logged[f"rollout/ledger/{name}"] for name in names] == [3, 7, 1], "3 + 7 + 1 = 11 planned"
     manager.gate.close()
 
 

@@ -18,7 +18,7 @@ from support.tiny_models import make_tiny_checkpoint
 
 from slime.backends.megatron_utils.actor_state import STATE, load_actor_state
 from slime.backends.megatron_utils.optimizer import training_tensors
-from slime.exceptions import ConfigError
+from slime.exceptions import ConfigError, RolloutDataError
 from slime.observability.timer import Timer
 from slime.ray.placement_group import _critic_args
 from slime.utils.accelerator.host_memory import HostCopies
@@ -88,7 +88,31 @@ def _train(actor, rollout_id):
     """One rollout as the loop runs it: steps, and the weights to the engines."""
     data, _ = local_batch(actor.args)
     data["global_batch_sizes"] = [4, 4]
-    actor.train_actor(rollout_id, data)
+    return actor.train_actor(rollout_id, data)
+
+
+def mask_first(args, rollout_id, rollout_data):
+    rollout_data["loss_masks"][0].zero_()
+
+
+def unmask(args, rollout_id, rollout_data):
+    rollout_data["loss_masks"] = [torch.ones(len(mask)) for mask in rollout_data["loss_masks"]]
+
+
+def test_a_rank_says_which_planned_samples_did_not_train(rank):
+    """Eight samples in two steps: a hook masks one; a gradient that is not finite skips both steps; a hook that unmasks is refused."""
+    actor = rank("--rollout-data-postprocess-path", f"{__name__}.mask_first")
+    assert _train(actor, 0) == {"not_trained": {"masked_by_function": 1}}
+    actor.args.rollout_data_postprocess_path = None
+    assert _train(actor, 1) == {"not_trained": {}}
+    broken = actor.model[0].module.decoder.final_layernorm.register_forward_hook(lambda module, inputs, output: output * float("nan"))
+    assert _train(actor, 2) == {"not_trained": {"update_skipped": 8}}
+    broken.remove()
+    actor.args.rollout_data_postprocess_path = f"{__name__}.unmask"
+    data, _ = local_batch(actor.args)
+    data["loss_masks"][3][0] = 0
+    with pytest.raises(RolloutDataError, match="unmask set the loss mask of response token 0 of sample 3 to 1, and it was 0"):
+        actor.train_actor(3, data)
 
 
 def _held(actor):

@@ -145,6 +145,19 @@ def test_sample_that_is_counted_twice_is_named_too(tmp_path):
     ]
 
 
+def test_samples_of_a_skipped_step_are_not_counted_as_trained(tmp_path):
+    """All 120 planned samples of rollout 4 were in steps that changed nothing: 19 x 120 trained, and the ledger balances."""
+
+    def skip(key, step, metrics):
+        if step == 4 and "rollout/ledger/trained" in metrics:
+            return {**metrics, "rollout/ledger/trained": 0, "rollout/ledger/not_trained/update_skipped": 120}
+        return metrics
+
+    summary = summarize_run(read_run(write_run(tmp_path, changed(skip))))
+    assert not [problem for problem in summary.problems if "ledger" in problem]
+    assert "1080 trained + 200 dropped (30 empty, 50 truncated, 120 update_skipped)" in summary.facts[0]
+
+
 def test_rollout_whose_training_did_not_finish_is_not_counted_as_trained(tmp_path):
     """A run that is killed while its tenth rollout trains: 9 x 120 samples trained, the 120 planned ones of the tenth did not."""
 

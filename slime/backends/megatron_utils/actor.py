@@ -37,6 +37,12 @@ from slime.backends.megatron_utils.loss import (
 from slime.backends.megatron_utils.model import forward_only, train
 from slime.backends.megatron_utils.model_provider import virtual_pipeline_size
 from slime.backends.megatron_utils.optimizer import setup_model_and_optimizer, training_tensors
+from slime.backends.megatron_utils.trained_samples import (
+    count_not_trained,
+    counts_for_its_data_parallel_rank,
+    have_trainable_tokens,
+    same_samples,
+)
 from slime.backends.megatron_utils.update_weight.publish import publish_weights
 from slime.backends.megatron_utils.weight_ages import WeightAges
 from slime.backends.megatron_utils.weights_backup import WeightsBackup
@@ -136,7 +142,8 @@ class MegatronTrainRayActor(TrainRayActor):
     def train(
         self, rollout_id: int, rollout_data_ref: list, external_data: Any = None, *, sampler_age: int | None = None
     ) -> Any:
-        """Trains on one rollout. A critic returns {"values": per-sample CPU tensors} on the last pipeline stage, else None.
+        """Trains on one rollout. On the last pipeline stage a critic returns {"values": per-sample CPU tensors}, and the policy, on one rank per data-parallel
+        rank, {"not_trained": {reason: planned samples that did not train}}; else None.
 
         sampler_age: how many versions the engines got since the rollout was begun, for --keep-old-actor; None: not known.
         """
@@ -152,8 +159,7 @@ class MegatronTrainRayActor(TrainRayActor):
     def _train_role(self, rollout_id: int, rollout_data: RolloutBatch, external_data: Any) -> Any:
         if self.role == "critic":
             return self.train_critic(rollout_id, rollout_data)
-        self.train_actor(rollout_id, rollout_data, external_data)
-        return None
+        return self.train_actor(rollout_id, rollout_data, external_data)
 
     def _get_rollout_data(self, rollout_data_ref: list) -> RolloutBatch:
         dp_rank = mpu.get_data_parallel_rank(with_context_parallel=False)
@@ -166,20 +172,24 @@ class MegatronTrainRayActor(TrainRayActor):
             cp_size=mpu.get_context_parallel_world_size(),
         )
 
-    def train_actor(self, rollout_id: int, rollout_data: RolloutBatch, external_data: Any = None) -> None:
+    def train_actor(self, rollout_id: int, rollout_data: RolloutBatch, external_data: Any = None) -> dict[str, Any] | None:
         """Log-prob passes, advantages, metrics, optimizer steps, and the periodic refresh of the reference."""
         args = self.args
         data_iterator = get_data_iterator(rollout_data)
+        has_functions = args.custom_advantage_function_path is not None or args.rollout_data_postprocess_path is not None
+        trainable = have_trainable_tokens(rollout_data) if has_functions else None
         if args.compute_advantages_and_returns:
             self._compute_log_probs(rollout_data, data_iterator)
             if external_data is not None and external_data.get("values") is not None:
                 rollout_data["values"] = tensors_to_gpu(external_data["values"])
-            compute_advantages_and_returns(args, rollout_data)
-        if args.rollout_data_postprocess_path is not None:
-            load_function(args.rollout_data_postprocess_path)(args, rollout_id, rollout_data)
+            self._compute_advantages(rollout_data)
+        path = args.rollout_data_postprocess_path
+        if path is not None:
+            with same_samples(rollout_data, "--rollout-data-postprocess-path", path):
+                load_function(path)(args, rollout_id, rollout_data)
         log_rollout_data(rollout_id, args, rollout_data)
         with looked_at_log_probs(rollout_data, lambda: self._look_at_log_probs(rollout_id, rollout_data)):
-            self._step(rollout_id, data_iterator)
+            skipped = self._step(rollout_id, data_iterator)
         self.weight_ages.trained()
         save_debug_train_data(args, rollout_id=rollout_id, rollout_data=rollout_data)
         self._log_weight_change(rollout_id)
@@ -190,6 +200,13 @@ class MegatronTrainRayActor(TrainRayActor):
             self._moved_reference = True
         with inverse_timer("train"):
             log_perf_data(rollout_id, args)
+        if not counts_for_its_data_parallel_rank():
+            return None
+        return {"not_trained": count_not_trained(rollout_data, trainable_before=trainable, skipped_steps=skipped)}
+
+    def _compute_advantages(self, rollout_data: RolloutBatch) -> None:
+        with same_samples(rollout_data, "--custom-advantage-function-path", self.args.custom_advantage_function_path):
+            compute_advantages_and_returns(self.args, rollout_data)
 
     def _look_at_log_probs(self, rollout_id: int, rollout_data: RolloutBatch) -> None:
         """Before the weights change: a gap to the engine's log-probs is then seen, and may end the run, before it has done harm."""
@@ -210,7 +227,8 @@ class MegatronTrainRayActor(TrainRayActor):
             metrics = {"train/weight_delta": change.item()}
             log(self.args, metrics | {"rollout/step": compute_rollout_step(self.args, rollout_id)}, step_key="rollout/step")
 
-    def _step(self, rollout_id: int, data_iterator: list) -> None:
+    def _step(self, rollout_id: int, data_iterator: list) -> list[int]:
+        """The rollout's optimizer steps. Returns which of them changed nothing, by number within the rollout; [] but on the last pipeline stage."""
         with timer("actor_train"):
             logged = train(
                 self.args,
@@ -224,6 +242,8 @@ class MegatronTrainRayActor(TrainRayActor):
             )
         if logged:
             self._last_train_step = int(logged[-1]["train/step"])
+        skipped = "train/critic-update_skipped" if self.role == "critic" else "train/update_skipped"
+        return [step for step, metrics in enumerate(logged) if metrics.get(skipped)]
 
     def _compute_log_probs(self, rollout_data: RolloutBatch, data_iterator: list) -> None:
         num_microbatches = rollout_data["num_microbatches"]
@@ -270,7 +290,7 @@ class MegatronTrainRayActor(TrainRayActor):
         data_iterator = get_data_iterator(rollout_data)
         with timer("values"):
             rollout_data.update(forward_only(get_values, self.args, self.model, data_iterator, rollout_data["num_microbatches"]))
-        compute_advantages_and_returns(self.args, rollout_data)
+        self._compute_advantages(rollout_data)
         self._step(rollout_id, data_iterator)
         with inverse_timer("train"):
             self._log_critic_times(rollout_id)

@@ -279,6 +279,9 @@ def _correct_off_policy(
     )
     if not config.use_tis:  # only the metrics were asked for
         return pg_loss, batch["loss_masks"], metrics
+    if path is not None and masks is not batch["loss_masks"]:
+        # a correction may take tokens out, and puts none in that the batch does not train
+        masks = [mask * (own != 0) for mask, own in zip(masks, batch["loss_masks"], strict=True)]
     return corrected, masks, metrics
 
 
