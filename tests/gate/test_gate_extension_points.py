@@ -16,7 +16,7 @@ from support.manager import dirty_rollout, manager_of
 from support.rollout_args import fresh_rollout_state, rollout_args, tokenizer_folder
 
 from slime.exceptions import RolloutDataError
-from slime.rollout import sglang_rollout
+from slime.rollout import fully_async_rollout, sglang_rollout
 from slime.rollout.attribution import attribute_rows, marks_of
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.columns import ColumnsConfig, build_train_columns
@@ -362,8 +362,11 @@ class Prompts:
         pass
 
 
-def test_no_hook_inside_the_rollout_trains_a_rejected_sample(tmp_path, monkeypatch):
-    """A generate function, a sample hook, the sample filter, the dynamic filter and the all-samples function unmark whatever they are shown."""
+@pytest.mark.parametrize("policy", ["mark", "drop"])
+@pytest.mark.parametrize("rollout_function", [sglang_rollout.generate_rollout, fully_async_rollout.generate_rollout_fully_async])
+def test_no_hook_inside_the_rollout_trains_a_rejected_sample(rollout_function, policy, tmp_path, monkeypatch):
+    """A generate function, a sample hook, the sample filter, the dynamic filter, the all-samples function and a converter unmark whatever they are shown,
+    in two rollouts: of the asynchronous worker's, the second was generated, and unmarked, while the first was judged."""
 
     def hook(args, sample):
         unmark([sample])
@@ -382,6 +385,7 @@ def test_no_hook_inside_the_rollout_trains_a_rejected_sample(tmp_path, monkeypat
         dynamic=dynamic,
         sample_filter=lambda args, groups: unmark(flat(groups)),
         all_samples=lambda args, groups, source: unmark(flat(groups)),
+        convert=lambda args, samples: unmark(samples) or as_dict(samples, valid=[True] * len(samples)),
     )
     paths = {
         "custom_generate_function_path": "user_plug_in.generate",
@@ -390,17 +394,26 @@ def test_no_hook_inside_the_rollout_trains_a_rejected_sample(tmp_path, monkeypat
         "rollout_sample_filter_path": "user_plug_in.sample_filter",
         "rollout_all_samples_process_path": "user_plug_in.all_samples",
     }
-    manager = manager_of(dirty_rollout(), tmp_path, monkeypatch)
-    args = rollout_args(rollout_batch_size=4, n_samples_per_prompt=4, hf_checkpoint=tokenizer_folder(tmp_path), **paths)
+    convert = {"custom_convert_samples_to_train_data_path": "user_plug_in.convert"}
+    manager = manager_of(dirty_rollout(), tmp_path, monkeypatch, gate_policy=policy, **convert)
+    args = rollout_args(rollout_batch_size=4, n_samples_per_prompt=4, hf_checkpoint=tokenizer_folder(tmp_path), gate_policy=policy, **paths)
     source = Prompts()
-    manager.generate_rollout = lambda _, rollout_id, __, evaluation: sglang_rollout.generate_rollout(args, rollout_id, source)
+    manager.generate_rollout = lambda _, rollout_id, __, evaluation: rollout_function(args, rollout_id, source)
+    seen = []
     with fresh_rollout_state("http://127.0.0.1:1"):
-        shards = [box.inner for box in manager.generate(0)]
-    manager.gate.close()
-    trained = sorted(int(index) for shard in shards for index in shard["sample_indices"])
-    assert trained == [i for i in range(16) if i % 4 != 1]
-    ledger = {name.split("/")[-1]: count for name, count in manager.logged.items() if name.startswith("rollout/ledger/")}
-    assert ledger == {"sampled": 20, "planned": 12, "dropped": 8, "truncated": 4, "empty": 4}
+        try:
+            for rollout_id in (0, 1):
+                shards = [box.inner for box in manager.generate(rollout_id)]
+                trained = sorted(int(index) for shard in shards for index in shard["sample_indices"])
+                groups = {index // 4 for index in trained}
+                assert len(groups) == 4 and trained == [i for g in sorted(groups) for i in range(4 * g, 4 * g + 4) if i % 4 != 1]
+                seen += groups
+                ledger = {name.split("/")[-1]: count for name, count in manager.logged.items() if name.startswith("rollout/ledger/")}
+                assert ledger == {"sampled": 20, "planned": 12, "dropped": 8, "truncated": 4, "empty": 4}
+        finally:
+            fully_async_rollout.stop_global_worker()
+            manager.gate.close()
+    assert len(set(seen)) == 8, "each rollout has groups of its own"
 
 
 if __name__ == "__main__":

@@ -49,7 +49,8 @@ def same_samples(batch: Mapping[str, Any], option: str, path: str | None) -> Ite
             token = int(put_in.nonzero()[0])
             raise RolloutDataError(
                 f"{option} {path} set the loss mask of response token {token} of sample {_name_of(batch, row)} to {float(new[token]):g}, and it was 0: "
-                "the gate or an earlier stage took the token out, and the loss already divides by the tokens that train. Set masks before the batch is split: Sample.loss_mask, or 'loss_masks' in --custom-convert-samples-to-train-data-path."
+                "the gate or an earlier stage took the token out, and the loss already divides by the tokens that train. Set masks "
+                "before the batch is split: Sample.loss_mask, or 'loss_masks' in --custom-convert-samples-to-train-data-path."
             )
 
 
