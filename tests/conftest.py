@@ -1,5 +1,6 @@
 """Puts tests/ and the repository root on sys.path, so that `python tests/<file>` and pytest from anywhere find support/ and slime."""
 
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -19,12 +20,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 @pytest.fixture(scope="module", autouse=True)
 def no_process_group_stays():
-    """The default process group of torch.distributed is one per process: a module that leaves its own breaks every later one."""
+    """Process groups are the process's: a module that leaves its own, or a stand-in for Megatron's, breaks every later one, far from the cause."""
     yield
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
         pytest.fail("this module leaves the default process group of torch.distributed behind")
+    mpu = sys.modules.get("megatron.core.parallel_state")
+    if mpu is not None:
+        foreign = [name for name, value in vars(mpu).items() if inspect.isroutine(value) and value.__name__ == "<lambda>"]
+        assert not foreign, f"this module leaves stand-ins in megatron.core.parallel_state: {foreign}"
 
 
 @pytest.fixture

@@ -387,9 +387,9 @@ def test_unknown_estimators_and_wrong_lengths_are_named():
 def test_whitening_is_over_data_and_context_parallel_ranks(monkeypatch):
     """Over the data-parallel ranks alone, each half of a sequence would get its own mean."""
     asked = []
-    with pretend_rank():
-        monkeypatch.setattr(loss.mpu, "get_data_parallel_group", lambda **options: asked.append(options) or "all of them")
-        monkeypatch.setattr(loss, "distributed_masked_whiten", lambda values, masks, *, process_group, **kw: [process_group])
+    with pretend_rank(), monkeypatch.context() as patched:  # undone before pretend_rank is: it would bring its stand-in back for good
+        patched.setattr(loss.mpu, "get_data_parallel_group", lambda **options: asked.append(options) or "all of them")
+        patched.setattr(loss, "distributed_masked_whiten", lambda values, masks, *, process_group, **kw: [process_group])
         layout = loss.get_response_layout([4], [2])
         assert loss._whiten(layout, {"loss_masks": [torch.ones(2)]}, torch.ones(2)) == ["all of them"]
     assert asked == [{"with_context_parallel": True}]
