@@ -66,6 +66,10 @@ def minimum(values: Any) -> Contribution:
     return Contribution(Reduce.MIN, extreme=float(array.min()) if array.size else None)
 
 
+# What a declared field or a length with Reduce.QUANTILES is logged as: suffix of the metric's name, share.
+QUARTILES = (("/quantile_25", 0.25), ("/quantile_50", 0.5), ("/quantile_75", 0.75), ("/quantile_100", 1.0))
+
+
 def quantiles(values: Any, points: Sequence[tuple[str, float]]) -> Contribution:
     """Part of exact quantiles: `points` are (suffix of the metric's name, share in [0, 1])."""
     return Contribution(Reduce.QUANTILES, values=np.asarray(values, dtype=np.float64).reshape(-1), points=tuple(points))

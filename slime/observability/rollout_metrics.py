@@ -47,23 +47,14 @@ class RolloutMetricsConfig:
     is_trained: bool = False  # these samples will be: the training ranks count how old they are when it happens
 
     @classmethod
-    def of(cls, args: RolloutMetricsConfig | Any) -> RolloutMetricsConfig:
-        """Returns `args` if it is a config, else one of the options that it has; the others keep their defaults."""
+    def from_args(cls, args: RolloutMetricsConfig | Any, *, evaluation: bool = False) -> RolloutMetricsConfig:
+        """`args` itself if it is a config, else one of the options that it has; upstream's short namespaces lack some, which keep their defaults."""
         if isinstance(args, cls):
             return args
         given = vars(args)
-        return cls(**{field.name: given[field.name] for field in dataclasses.fields(cls) if field.name in given})
-
-    @staticmethod
-    def from_args(args: Any, *, evaluation: bool = False) -> RolloutMetricsConfig:
-        return RolloutMetricsConfig(
-            reward_key=(args.eval_reward_key or args.reward_key) if evaluation else args.reward_key,
-            advantage_estimator=args.advantage_estimator,
-            log_reward_category=args.log_reward_category,
-            log_passrate=args.log_passrate,
-            passrate_threshold=args.passrate_threshold,
-            rollout_num_gpus=args.rollout_num_gpus,
-        )
+        config = cls(**{field.name: given[field.name] for field in dataclasses.fields(cls) if field.name in given})
+        key = given.get("eval_reward_key") if evaluation else None
+        return dataclasses.replace(config, reward_key=key) if key else config
 
 
 def _reward(sample: Any, reward_key: str | None) -> float:
@@ -107,7 +98,7 @@ def compute_metrics_from_samples(
     the model sampled; their means, and `reward/mean_kept`, are over the samples that the gate let pass. {} for no samples. `args` is the
     config or, as upstream calls it, a namespace of options.
     """
-    config = RolloutMetricsConfig.of(args)
+    config = RolloutMetricsConfig.from_args(args)
     if not samples and not filtered:
         return {}
     everything = [*samples, *filtered]
@@ -281,7 +272,7 @@ def compute_perf_metrics_from_samples(
 ) -> dict[str, float]:
     """Seconds and tokens per second of one rollout of `rollout_time` seconds, and the requests' own timings from `sample.trace`. `samples` are all
     that were generated for it, those of dropped groups included: the engines made their tokens in that time too. `args`: config or options."""
-    config = RolloutMetricsConfig.of(args)
+    config = RolloutMetricsConfig.from_args(args)
     metrics: dict[str, float] = {"rollout_time": rollout_time}
     if not samples:
         return metrics
@@ -407,7 +398,7 @@ def log_eval_rollout_data(
 def eval_metrics(config: RolloutMetricsConfig, dataset: Mapping[str, Any], *, group_size: int) -> dict[str, float]:
     """One evaluation dataset's numbers; the key "" is its mean reward. An attempt (the samples of one `rollout_id`) has one vote: its mean
     reward in the mean, its best in pass@k. Groups are blocks of `group_size`, or `Sample.group_index` where set."""
-    rewards = np.array([math.nan if r is None else float(r) for r in dataset["rewards"]], dtype=np.float64)
+    rewards = np.array([reward_number(r, None, index=position) for position, r in enumerate(dataset["rewards"])], dtype=np.float64)
     samples = flatten_samples(dataset.get("samples") or [])
     keys = execution_keys(samples) if len(samples) == len(rewards) else list(range(len(rewards)))
     votes = execution_values(rewards.tolist(), keys)

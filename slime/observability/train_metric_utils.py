@@ -29,7 +29,6 @@ from slime.utils.rollout_fields import CONTRACT, Extent, FieldSpec, Reduce, Scop
 logger = logging.getLogger(__name__)
 
 QUARTERS = ("p25", "p50", "p75", "p100")
-LENGTH_QUANTILES = (("/quantile_25", 0.25), ("/quantile_50", 0.5), ("/quantile_75", 0.75), ("/quantile_100", 1.0))
 _said: set[str] = set()
 
 
@@ -241,7 +240,7 @@ def _plain_contribution(
         Reduce.SUM: lambda: c.total(finite / copies),
         Reduce.MIN: lambda: c.minimum(finite),
         Reduce.MAX: lambda: c.maximum(finite),
-        Reduce.QUANTILES: lambda: c.quantiles(finite, LENGTH_QUANTILES),
+        Reduce.QUANTILES: lambda: c.quantiles(finite, c.QUARTILES),
     }
     return makers[spec.reduce]() if spec.reduce in makers else None
 
@@ -262,7 +261,7 @@ def correct_sample_contributions(batch: Mapping[str, Any], *, config: TrainMetri
     chosen = lengths[correct]
     result = {
         "correct_response_lengths": c.mean(chosen, len(chosen)),
-        "correct_response_length": c.quantiles(chosen if config.cp_rank == 0 else [], LENGTH_QUANTILES),
+        "correct_response_length": c.quantiles(chosen if config.cp_rank == 0 else [], c.QUARTILES),
     }
     if config.rollout_max_response_len:
         shares = c.length_share_by_quarter(chosen, config.rollout_max_response_len)

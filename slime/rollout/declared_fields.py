@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from slime.config.specs import nearest_names
+from slime.observability import contributions
 from slime.rollout.rewards import execution_keys, execution_values
 from slime.utils.ragged import as_array
 from slime.utils.rollout_fields import CONTRACT, FieldSpec, Reduce, Scope
@@ -47,20 +48,20 @@ def declared_metrics(samples: Sequence[Any]) -> dict[str, float]:
     metrics = {}
     keys = execution_keys(samples)
     for spec in CONTRACT.of_plug_ins:
-        if not spec.source or spec.reduce in (Reduce.NONE, Reduce.QUANTILES) or spec.scope not in (Scope.SAMPLE, Scope.TOKEN):
+        if not spec.source or spec.reduce is Reduce.NONE or spec.scope not in (Scope.SAMPLE, Scope.TOKEN):
             continue
         values = read_source(samples, spec)
         present = [i for i, value in enumerate(values) if value is not None]
         if not present:
             warn_of_unfilled(samples, spec)
             continue
-        number = _reduced(spec, [values[i] for i in present], [samples[i] for i in present], [keys[i] for i in present])
-        if math.isfinite(number):
-            metrics[spec.metric_name] = number
+        numbers = _reduced(spec, [values[i] for i in present], [samples[i] for i in present], [keys[i] for i in present])
+        metrics.update({f"{spec.metric_name}{suffix}": number for suffix, number in numbers.items() if math.isfinite(number)})
     return metrics
 
 
-def _reduced(spec: FieldSpec, values: list, samples: list, keys: list) -> float:
+def _reduced(spec: FieldSpec, values: list, samples: list, keys: list) -> dict[str, float]:
+    """{suffix of the metric's name: number}; numbers that are not finite are left out, as in training."""
     if spec.scope is Scope.TOKEN:
         masks = [_mask_of(sample, len(value)) for sample, value in zip(samples, values, strict=True)]
         arrays = [np.asarray(as_array(value), dtype=np.float64)[mask] for value, mask in zip(values, masks, strict=True)]
@@ -69,17 +70,20 @@ def _reduced(spec: FieldSpec, values: list, samples: list, keys: list) -> float:
             for key, array in zip(keys, arrays, strict=True):
                 by_key.setdefault(key, []).append(array)
             means = [np.concatenate(found).mean() for found in by_key.values() if sum(map(len, found))]
-            return math.fsum(means) / len(means) if means else math.nan
+            return {"": math.fsum(means) / len(means)} if means else {}
         numbers = np.concatenate(arrays)
     else:
         numbers = np.array([float(value) for value in values])
         if spec.reduce in (Reduce.SAMPLE_MEAN, Reduce.ROLLOUT_MEAN):
             votes = execution_values(numbers.tolist(), keys)
-            return math.fsum(votes.values()) / len(votes) if votes else math.nan
+            return {"": math.fsum(votes.values()) / len(votes)} if votes else {}
+    numbers = numbers[np.isfinite(numbers)]
     if not len(numbers):
-        return math.nan
+        return {}
+    if spec.reduce is Reduce.QUANTILES:
+        return contributions.merge([contributions.quantiles(numbers, contributions.QUARTILES)])
     reductions = {Reduce.SUM: np.sum, Reduce.MIN: np.min, Reduce.MAX: np.max}
-    return float(reductions.get(spec.reduce, np.mean)(numbers))
+    return {"": float(reductions.get(spec.reduce, np.mean)(numbers))}
 
 
 def _mask_of(sample: Any, length: int) -> np.ndarray:

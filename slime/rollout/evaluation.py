@@ -9,8 +9,9 @@ from typing import Any
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.data_source import clone_for_group, iter_samples
-from slime.rollout.failures import FailureCounter
+from slime.rollout.failures import FailureCounter, mark_failed
 from slime.rollout.group_loop import report_progress
+from slime.rollout.rewards import reward_number, value_problem
 from slime.utils.data import Dataset
 from slime.utils.eval_config import EvalDatasetConfig, eval_datasets_of
 from slime.utils.misc import load_function
@@ -38,8 +39,8 @@ async def evaluate_dataset(
 ) -> tuple[dict[str, list], FailureCounter]:
     """({"rewards", "truncated", "samples"} in order of the dataset, the failures).
 
-    Samples whose generation or reward failed have no reward and stand in none of the lists; they are counted, and too
-    many of them are a RolloutDataError.
+    Samples whose generation or reward failed, a reward that is no finite number among them, have no reward and stand in none of
+    the lists; they are counted, and too many of them are a RolloutDataError.
     """
     from slime.rollout import sglang_rollout
 
@@ -56,6 +57,7 @@ async def evaluate_dataset(
     async def one(number: int, group: list[Sample]) -> None:
         nonlocal done
         results[number] = await sglang_rollout.generate_and_rm_group(args, group, dict(params), evaluation=True)
+        fail_unusable_rewards(args, iter_samples(results[number]))
         failures.add(iter_samples(results[number]))
         done += len(group)
         report_progress("evaluate", done, total)
@@ -79,6 +81,17 @@ async def evaluate_dataset(
             f"{config.min_eval_samples}"
         )
     return columns, failures
+
+
+def fail_unusable_rewards(args: Any, samples: Iterable[Sample]) -> None:
+    """Marks samples FAILED whose reward training would not take: text, a list, NaN. RolloutDataError for a dict without the key."""
+    key = args.eval_reward_key or args.reward_key
+    for sample in samples:
+        if sample.reward is None:
+            continue
+        problem = value_problem(chosen_reward(sample.reward, key, index=sample.index))
+        if problem is not None:
+            mark_failed(sample, "reward", problem)
 
 
 def number_attempts(groups: Iterable[list]) -> None:
@@ -167,7 +180,7 @@ def eval_columns(args: Any, samples: list[Sample]) -> dict[str, list]:
     scored = [sample for sample in samples if sample.reward is not None]
     key = args.eval_reward_key or args.reward_key
     return {
-        "rewards": [chosen_reward(sample.reward, key, index=sample.index) for sample in scored],
+        "rewards": [reward_number(sample.reward, key, index=sample.index) for sample in scored],
         "truncated": [sample.status is Sample.Status.TRUNCATED for sample in scored],
         "samples": scored,
     }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -120,13 +121,33 @@ def reward_number(reward: Any, reward_key: str | None, *, index: Any = None) -> 
 
     `RolloutDataError` naming the keys for a dict without a usable `reward_key`, or for something that is not a number.
     """
-    reward = chosen_reward(reward, reward_key, index=index)
+    reward = _scalar(chosen_reward(reward, reward_key, index=index))
     if reward is None:
         return math.nan
     try:
-        return float(reward)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # torch's own for several elements
-        raise RolloutDataError(f"The reward of sample {index} is {reward!r}, which is not a number.") from None
+        if isinstance(reward, numbers.Real):
+            return float(reward)
+    except OverflowError:
+        pass
+    raise RolloutDataError(f"The reward of sample {index} is {reward!r}, which is not a number.")
+
+
+def value_problem(reward: Any) -> str | None:
+    """What is wrong with a reward that is one value, in words; None if it is a finite number. Text is none, nor is a list of one number."""
+    if reward is None:
+        return "reward is None"
+    reward = _scalar(reward)
+    if not isinstance(reward, numbers.Real):
+        return f"reward is {type(reward).__name__}, not a number"
+    try:
+        return None if math.isfinite(reward) else f"reward is {reward}"
+    except OverflowError:
+        return "reward is an integer beyond the range of a float"
+
+
+def _scalar(reward: Any) -> Any:
+    """The number in an array or tensor without dimensions; anything else as it is."""
+    return reward.item() if getattr(reward, "ndim", None) == 0 and hasattr(reward, "item") else reward
 
 
 def raw_rewards_of(samples: Sequence[Any], reward_key: str | None) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import sys
 from pathlib import Path
 
@@ -40,6 +41,21 @@ def test_declared_fields_are_metrics_in_evaluation(declared):
     samples = samples_of_two_attempts()
     metrics = eval_metrics(RolloutMetricsConfig(), {"rewards": [1.0] * 3, "samples": samples}, group_size=1)
     assert (metrics["/solved"], metrics["/most_solved"], metrics["/surprise"]) == (0.75, 1.0, 2.5)
+
+
+def test_a_declared_fields_quantiles_are_metrics_in_evaluation_too(declared):
+    """Of 1, 2 and 4 per sample: 1.5, 2, 3, 4, as training names them. Of the five trained tokens 1, 3, 5, 2, 2 the half is at 2. A NaN counts in none."""
+    declared("hops", source="metadata.hops", wire_dtype="float32", reduce=Reduce.QUANTILES)
+    declared("surprise", scope=Scope.TOKEN, rows=Rows.RESPONSE, source="metadata.surprise", wire_dtype="float32",
+             to_device=True, cp_sharded=True, reduce=Reduce.QUANTILES)  # fmt: skip
+    declared("mean_hops", source="metadata.hops", wire_dtype="float32", reduce=Reduce.MEAN)
+    samples = [*samples_of_two_attempts(), make_sample("q", "ab", index=3, rollout_id=2, reward=1.0)]
+    for sample, hops in zip(samples, (4, 1, 2, math.nan), strict=True):
+        sample.metadata["hops"] = hops
+    metrics = declared_metrics(samples)
+    assert [metrics[f"hops/quantile_{share}"] for share in (25, 50, 75, 100)] == [1.5, 2.0, 3.0, 4.0]
+    assert metrics["surprise/quantile_50"] == 2.0 and metrics["surprise/quantile_100"] == 5.0
+    assert metrics["mean_hops"] == 7 / 3 and "hops" not in metrics
 
 
 def test_a_source_that_no_sample_has_is_warned_about_once(declared, caplog):

@@ -4,6 +4,7 @@ import json
 import math
 import pickle
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -433,6 +434,16 @@ def test_subsampling_keeps_whole_groups_and_at_least_one():
         assert sorted({s.group_index for s in kept}) == groups and len(kept) == 3 * len(groups)
     with pytest.raises(ConfigError, match="in \\(0, 1\\]"):
         subsample_groups(samples, 0)
+
+
+def test_the_config_is_made_of_the_options_that_are_there():
+    """Upstream's short namespaces lack most; a config is itself; evaluation may read another key of a reward."""
+    short = SimpleNamespace(reward_key="score", log_passrate=True)
+    config = RolloutMetricsConfig.from_args(short)
+    assert config == RolloutMetricsConfig(reward_key="score", log_passrate=True) and RolloutMetricsConfig.from_args(config) is config
+    assert RolloutMetricsConfig.from_args(short, evaluation=True).reward_key == "score"
+    short.eval_reward_key = "acc"
+    assert RolloutMetricsConfig.from_args(short, evaluation=True).reward_key == "acc" and RolloutMetricsConfig.from_args(short).reward_key == "score"
 
 
 if __name__ == "__main__":

@@ -1,18 +1,24 @@
 """Which grader a row gets, which number of a reward counts, and labels that reach the grader as they stand in the file."""
 
 import json
+import math
 import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
 
 from slime.exceptions import RolloutDataError
 from slime.observability.jsonl import encode, read_jsonl
-from slime.rollout.evaluation import eval_columns
+from slime.observability.rollout_metrics import RolloutMetricsConfig, eval_metrics
+from slime.rollout.evaluation import eval_columns, fail_unusable_rewards
 from slime.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std
+from slime.rollout.postprocess.checks import reward_problem
+from slime.rollout.rewards import reward_number
 from slime.utils import exact_json
 from slime.utils.eval_config import build_eval_dataset_configs
 from slime.utils.prompt_files import read_rows
@@ -47,6 +53,36 @@ def test_a_reward_of_several_values_without_a_usable_key_is_named_with_its_keys_
             call()
     good = types.SimpleNamespace(reward_key="acc", eval_reward_key="score")
     assert eval_columns(good, [sample])["rewards"] == [1.0] and sample.get_reward_value(good) is True
+
+
+@pytest.mark.parametrize(
+    ("reward", "sentence"),
+    [
+        ("1.0", "reward is str, not a number"), ([1.0], "reward is list, not a number"), (math.nan, "reward is nan"), (math.inf, "reward is inf"),
+        (torch.tensor([1.0]), "reward is Tensor, not a number"), (10**400, "reward is an integer beyond the range of a float"),
+        ({"score": "1"}, "reward is str, not a number"), ({"score": None}, "reward is None"),
+    ],
+)  # fmt: skip
+def test_evaluation_takes_no_reward_that_training_rejects(reward, sentence):
+    """It was read as 1.0, or spoiled the mean, where training says bad_reward: the sample fails with training's sentence."""
+    key = "score" if isinstance(reward, dict) else None
+    args = types.SimpleNamespace(reward_key=key, eval_reward_key=None)
+    bad, good = Sample(index=7, reward=reward), Sample(index=8, reward={"score": 1} if key else np.float32(1.0))
+    assert reward_problem(reward, key) == sentence
+    fail_unusable_rewards(args, [bad, good])
+    assert bad.status is Sample.Status.FAILED and bad.metadata["failure"] == f"reward: {sentence}"
+    assert eval_columns(args, [bad, good]) == {"rewards": [1.0], "truncated": [False], "samples": [good]}
+
+
+@pytest.mark.parametrize("reward", ["1.0", [1.0], torch.tensor([1.0])])
+def test_a_reward_is_a_number_and_nothing_that_could_be_read_as_one(reward):
+    """Also in the data that a user's evaluation function returns, and in the dry run's call."""
+    with pytest.raises(RolloutDataError, match="The reward of sample 1 is .*, which is not a number"):
+        reward_number(reward, None, index=1)
+    config = RolloutMetricsConfig()
+    with pytest.raises(RolloutDataError, match="The reward of sample 1 is"):
+        eval_metrics(config, {"rewards": [1.0, reward]}, group_size=1)
+    assert eval_metrics(config, {"rewards": [1.0, torch.tensor(0), True, None]}, group_size=1)[""] == 2 / 3
 
 
 def test_an_integer_of_21_digits_is_the_same_number_in_the_prompt_file_the_sample_and_the_dump(tmp_path):

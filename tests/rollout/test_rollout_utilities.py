@@ -439,6 +439,21 @@ def test_evaluation_scores_every_dataset_with_its_sampling_and_counts_failures(t
     assert [s.index for s in data["samples"]] == [i for i in range(20) if i != 4]
 
 
+async def text_for_prompt_2(args, sample, **kwargs):
+    return "1.0" if sample.index == 2 else 1
+
+
+def test_a_reward_that_is_a_text_fails_its_sample_in_evaluation(tmp_path):
+    """One of four prompts: it stands in no list and is counted, as one that the reward function failed at."""
+    path = write_prompts(tmp_path / "p.jsonl", 4)
+    with FakeEngine(lambda p: [5]) as engine, fresh_rollout_state(engine.url):
+        args = rollout_args(
+            hf_checkpoint=tokenizer_folder(tmp_path / "tok"), eval_prompt_data=["one", path], custom_rm_path=f"{__name__}.text_for_prompt_2"
+        )
+        output = generate_rollout(args, 0, None, evaluation=True)
+    assert output.metrics == {"eval/one/failed_samples": 1} and output.data["one"]["rewards"] == [1.0] * 3
+
+
 def test_the_samples_of_an_attempt_have_one_number():
     """Attempt 0 of group 0 emitted two samples, the second attempt one, group 1 a list of three that name their rollout."""
     two, one = [Sample(index=0), Sample(index=0)], Sample(index=1)

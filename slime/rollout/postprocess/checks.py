@@ -29,6 +29,7 @@ from slime.rollout.postprocess.contract import (
 from slime.rollout.postprocess.early import engine_text_of
 from slime.rollout.postprocess.ragged import as_int, mask_array
 from slime.rollout.postprocess.text import answer_of, format_problem, is_blank
+from slime.rollout.rewards import value_problem
 from slime.utils.number_list import NumberList
 
 Find = Callable[[Chunk, np.ndarray], np.ndarray]
@@ -419,16 +420,7 @@ def reward_problem(reward: Any, reward_key: str | None) -> str | None:
         reward = reward[reward_key]
     elif isinstance(reward, dict):
         return f"reward is a dict with keys {sorted(map(str, reward))}; name one with --reward-key"
-    if reward is None:
-        return "reward is None"
-    if getattr(reward, "ndim", None) == 0 and hasattr(reward, "item"):
-        reward = reward.item()
-    if not _is_number(reward):
-        return f"reward is {type(reward).__name__}, not a number"
-    try:
-        return None if math.isfinite(reward) else f"reward is {reward}"
-    except OverflowError:
-        return "reward is an integer beyond the range of a float"
+    return value_problem(reward)
 
 
 def _is_number(value: Any) -> bool:
