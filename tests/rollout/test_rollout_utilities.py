@@ -448,9 +448,13 @@ def test_a_reward_that_is_a_text_fails_its_sample_in_evaluation(tmp_path):
     path = write_prompts(tmp_path / "p.jsonl", 4)
     with FakeEngine(lambda p: [5]) as engine, fresh_rollout_state(engine.url):
         args = rollout_args(
-            hf_checkpoint=tokenizer_folder(tmp_path / "tok"), eval_prompt_data=["one", path], custom_rm_path=f"{__name__}.text_for_prompt_2"
-        )
+            hf_checkpoint=tokenizer_folder(tmp_path / "tok"), eval_prompt_data=["one", path], max_failed_ratio=0.25,
+            custom_rm_path=f"{__name__}.text_for_prompt_2",
+        )  # fmt: skip
         output = generate_rollout(args, 0, None, evaluation=True)
+        args.max_failed_ratio = 0.1
+        with pytest.raises(RolloutDataError, match="1 of 4 samples .* failed, .*Reasons: 1 x reward: reward is str, not a number"):
+            generate_rollout(args, 0, None, evaluation=True)
     assert output.metrics == {"eval/one/failed_samples": 1} and output.data["one"]["rewards"] == [1.0] * 3
 
 
