@@ -24,6 +24,7 @@ import orjson
 
 from slime.config.rules import SUPERVISED
 from slime.exceptions import ConfigError
+from slime.rollout.filter_calls import call_filter, require_groups
 from slime.utils import exact_json
 from slime.utils.data import Dataset
 from slime.utils.misc import load_function
@@ -279,7 +280,11 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def _from_buffer(self, num_samples: int) -> list[Group]:
         if not self.buffer or num_samples == 0:
             return []
-        return self.buffer_filter(self.args, None, self.buffer, num_samples)
+        option, path = "--buffer-filter-path", self.args.buffer_filter_path or "pop_first"
+        about = f"a buffer of {len(self.buffer)} groups, of which {num_samples} are wanted"
+        taken = call_filter(option, path, self.buffer_filter, lambda: about, self.args, None, self.buffer, num_samples)
+        size = self.args.n_samples_per_prompt
+        return require_groups(option, path, taken, buffer=self.buffer, num_groups=num_samples, group_size=size)
 
     def add_samples(self, samples: list[Group]) -> None:
         """Puts groups into the buffer, which stays in order of identity: the stream does not depend on when a group came back.

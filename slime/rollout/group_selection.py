@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import logging
 from typing import Any
 
@@ -16,6 +17,7 @@ from slime.rollout import generation
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.data_source import group_id_of, iter_samples
 from slime.rollout.failures import FailureCounter, mark_failed
+from slime.rollout.filter_calls import call_filter, require_nothing, require_samples
 from slime.rollout.filter_hub.base_types import (
     DynamicFilterOutput,
     MetricGatherer,
@@ -134,7 +136,7 @@ class GroupSelection:
         has dropped more than --max-dropped-groups.
         """
         self.failures.add(iter_samples(group))
-        verdict = call_dynamic_filter(self.filter, self.args, group)
+        verdict = self._filter_verdict(group)
         if not should_drop_dynamic_filter_output(
             verdict, remaining_batch_size=remaining, target_data_size=self.config.target
         ):
@@ -145,6 +147,12 @@ class GroupSelection:
             self._examples[reason] = describe_group(group)
         self._watch_drops(num_kept)
         return verdict
+
+    def _filter_verdict(self, group: list) -> DynamicFilterOutput:
+        if self.filter is None:
+            return DynamicFilterOutput(keep=True)
+        call = functools.partial(call_dynamic_filter, self.filter)
+        return call_filter("--dynamic-sampling-filter-path", str(self.config.dynamic_filter), call, lambda: describe_group(group), self.args, group)
 
     def _watch_drops(self, num_kept: int) -> None:
         """Says that the filter drops most of what is generated, which from outside looks like an engine that hangs; ends it at the limit."""
@@ -200,7 +208,10 @@ class GroupSelection:
     def _filter_samples(self, groups: list[list]) -> None:
         """Calls the user's filter, which marks samples (`remove_sample`) in place. Those that it takes out of their lists are counted."""
         before = [list(iter_samples(group)) for group in groups]
-        load_function(self.config.sample_filter)(self.args, groups)
+        option, path = "--rollout-sample-filter-path", str(self.config.sample_filter)
+        returned = call_filter(option, path, load_function(path), lambda: f"the {len(groups)} groups of rollout {self.rollout_id}", self.args, groups)
+        require_nothing(option, path, returned, groups, "set sample.remove_sample in place, or take samples out of the lists that it is given.")
+        require_samples(option, path, groups)
         left = {id(sample) for sample in iter_samples(groups)}
         gone = [[sample for sample in samples if id(sample) not in left] for samples in before]
         # a filter that put other objects in their place cannot be followed, and took nothing out
@@ -210,8 +221,11 @@ class GroupSelection:
 
     def process_all(self, groups: list[list], data_source: Any) -> None:
         """Shows the user's function every group of the rollout, dropped and returned ones too."""
-        if self.config.process_all:
-            load_function(self.config.process_all)(self.args, groups, data_source)
+        option, path = "--rollout-all-samples-process-path", self.config.process_all
+        if path:
+            about = f"the {len(groups)} groups of rollout {self.rollout_id}"
+            returned = call_filter(option, path, load_function(path), lambda: about, self.args, groups, data_source)
+            require_nothing(option, path, returned, groups, "it sees the groups of a finished rollout.")
 
 
 def describe_group(group: list) -> str:

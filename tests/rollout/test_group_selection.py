@@ -5,7 +5,9 @@ import logging
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
 from support.fake_engine import FakeEngine, make_reply
@@ -17,7 +19,7 @@ from slime.exceptions import ConfigError, RolloutDataError
 from slime.rollout import fully_async_rollout as fully_async
 from slime.rollout import sglang_rollout
 from slime.rollout.data_source import RolloutDataSourceWithBuffer, iter_samples
-from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput, call_dynamic_filter
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.group_selection import EngineAborts
 from slime.rollout.turns import fork_sample
@@ -177,6 +179,107 @@ def test_a_batch_may_need_many_drops_within_the_limit(rig):
     engine, args, source = rig(dynamic_sampling_filter_path=f"{__name__}.keep_odd", max_dropped_groups=4)
     for rollout_id in range(3):
         assert len(SYNCHRONOUS(args, rollout_id, source).samples) == 4
+
+
+# --- filters that go wrong -----------------------------------------------------------------------------------------------
+
+
+def forgets_to_return(args, samples, **kwargs):
+    DynamicFilterOutput(keep=True)
+
+
+def returns_text(args, samples, **kwargs):
+    return "keep"
+
+
+def keeps_none(args, samples, **kwargs):
+    return DynamicFilterOutput(keep=None)
+
+
+def looks_up_what_is_not_there(args, *groups):
+    return {"right": 1}["wrong"]
+
+
+async def waits(args, *groups):
+    return True
+
+
+def copies_the_groups(args, groups, *source):
+    return [list(group) for group in groups]
+
+
+def returns_what_it_got(args, groups, *source):
+    return groups
+
+
+def puts_numbers_in(args, groups):
+    groups[0][:] = [1, 2]
+
+
+def puts_a_sample_in(args, groups):
+    groups[0] = groups[0][0]
+
+
+DYNAMIC, AT_THE_END, ALL = "dynamic_sampling_filter_path", "rollout_sample_filter_path", "rollout_all_samples_process_path"
+GONE_WRONG = [
+    (DYNAMIC, "forgets_to_return", r"called for group \d+ \(prompt 'p\d+=.*rewards \[1, 1\]: it returned None \(NoneType\), where True"),
+    (DYNAMIC, "returns_text", r"group \d+ \(.*it returned 'keep' \(str\), where True"),
+    (DYNAMIC, "keeps_none", r"group \d+ \(.*it returned DynamicFilterOutput\(keep=None\), where True"),
+    (DYNAMIC, "waits", r"group \d+ \(.*it returned <coroutine"),
+    (DYNAMIC, "looks_up_what_is_not_there", r"raised KeyError: 'wrong' \(test_group_selection.py:\d+\) for group \d+ \(prompt 'p\d"),
+    (AT_THE_END, "looks_up_what_is_not_there", r"raised KeyError: 'wrong' \(test_group_selection.py:\d+\) for the 4 groups of rollout 0"),
+    (AT_THE_END, "copies_the_groups", r"returned list \(\[\[Sample.*which nothing reads: set sample.remove_sample in place"),
+    (AT_THE_END, "puts_numbers_in", r"left int \(2\) where a group, a list of samples, is needed"),
+    (AT_THE_END, "puts_a_sample_in", r"left Sample \(Sample.* where a group"),
+    (ALL, "looks_up_what_is_not_there", r"raised KeyError: 'wrong' \(test_group_selection.py:\d+\) for the \d+ groups of rollout 0"),
+    (ALL, "copies_the_groups", r"returned list \(\[\[Sample.*which nothing reads: it sees the groups"),
+]  # fmt: skip
+
+
+@BOTH
+@pytest.mark.parametrize(("option", "function", "words"), GONE_WRONG, ids=[f"{option}-{function}" for option, function, _ in GONE_WRONG])
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_a_filter_that_goes_wrong_is_named_with_its_groups_and_what_it_returned(rig, rollout, option, function, words, caplog):
+    """None dropped every group in silence, and an exception was one line without the function; its stack is logged once."""
+    path = f"{__name__}.{function}"
+    engine, args, source = rig(rollout_batch_order="submission", **{option: path})
+    with pytest.raises(RolloutDataError, match=f"--{option.replace('_', '-')} {path}.*{words}"):
+        rollout(args, 0, source)
+    stacks = [record for record in caplog.records if record.exc_info and record.levelno >= logging.WARNING]
+    assert len(stacks) == (1 if function == "looks_up_what_is_not_there" else 0)
+
+
+def test_what_a_function_in_place_returns_may_be_what_it_was_given(rig):
+    """The usual `return groups` at the end of a function that works in place."""
+    engine, args, source = rig(**{AT_THE_END: f"{__name__}.returns_what_it_got", ALL: f"{__name__}.returns_what_it_got"})
+    assert len(SYNCHRONOUS(args, 0, source).samples) == 4
+
+
+@pytest.mark.parametrize("value", [True, np.bool_(True), np.array(True), torch.tensor(True), 1, DynamicFilterOutput(keep=torch.tensor(True))])
+def test_a_truth_value_of_any_library_is_a_verdict(value):
+    assert call_dynamic_filter(lambda: value).keep is True
+
+
+BUFFERED = {
+    "nothing": (lambda args, rollout_id, buffer, n: None, "returned None"),
+    "a tuple": (lambda args, rollout_id, buffer, n: tuple(buffer), r"returned tuple \("),
+    "samples": (lambda args, rollout_id, buffer, n: buffer.pop(), "returned a list with Sample .* which is no group"),
+    "half a group": (lambda args, rollout_id, buffer, n: [buffer.pop()[:1]], "returned a list with list .* which is no group"),
+    "too many": (lambda args, rollout_id, buffer, n: [buffer.pop(), buffer.pop()], "returned 2 groups"),
+    "without taking them out": (lambda args, rollout_id, buffer, n: buffer[:n], "returned a group that is still in the buffer"),
+    "raises": (lambda args, rollout_id, buffer, n: buffer["first"], "raised TypeError: .* for a buffer of 2 groups, of which 1 are wanted"),
+}
+
+
+@pytest.mark.parametrize("kind", BUFFERED)
+def test_a_buffer_filter_that_goes_wrong_is_named_with_what_it_returned(rig, kind):
+    """A group that stays in the buffer would train twice."""
+    function, words = BUFFERED[kind]
+    engine, args, source = rig(buffer_filter_path="slime.rollout.data_source.pop_first")
+    source.add_samples(source.get_samples(2))
+    source.buffer_filter = function
+    with pytest.raises(RolloutDataError, match=f"--buffer-filter-path slime.rollout.data_source.pop_first {words}"):
+        source.get_samples(1)
 
 
 @BOTH

@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from slime.exceptions import RolloutDataError
+
 
 @dataclasses.dataclass
 class DynamicFilterOutput:
@@ -18,11 +20,24 @@ class DynamicFilterOutput:
 
 
 def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
-    """The verdict of a filter; keep without one. A bare truth value is wrapped."""
+    """The verdict of a filter; keep without one. A bare truth value is wrapped. RolloutDataError for anything else, None among it: a filter whose `return`
+    is missing would drop every group."""
     if fn is None:
         return DynamicFilterOutput(keep=True)
     output = fn(*args, **kwargs)
-    return output if isinstance(output, DynamicFilterOutput) else DynamicFilterOutput(keep=bool(output))
+    verdict = output if isinstance(output, DynamicFilterOutput) else DynamicFilterOutput(keep=output)
+    keep = _truth(verdict.keep)
+    if keep is None:
+        wrong = f"DynamicFilterOutput(keep={verdict.keep!r})" if verdict is output else f"{output!r} ({type(output).__name__})"
+        raise RolloutDataError(f"it returned {wrong[:120]}, where True (keep the group), False or a DynamicFilterOutput is needed.")
+    return dataclasses.replace(verdict, keep=keep)
+
+
+def _truth(value: Any) -> bool | None:
+    """A truth value as bool: also numpy's, a tensor's, and the numbers 0 and 1; None for anything else."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = value.item()
+    return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None
 
 
 def should_drop_dynamic_filter_output(
