@@ -132,7 +132,8 @@ def _reward_metrics(
     config: RolloutMetricsConfig, samples: Sequence[Any], rewards: np.ndarray, *, num_batch: int
 ) -> dict[str, float]:
     """Mean reward of everything sampled, and of what the gate kept of the first `num_batch`, with one vote per rollout; unscored samples; and groups whose
-    rewards are all equal (not for ppo). A sample rejected for what the model wrote has reward 0; one that was lost has none."""
+    rewards are all equal (not for ppo). A sample rejected for what the model wrote has reward 0; one that was lost has none. The training ranks log the mean
+    over the first `num_batch` alone, with the same zeros, as raw_reward."""
     metrics = {"reward/missing_count": float((~np.isfinite(rewards)).sum())}
     keys = execution_keys(samples)
     of_all = [0.0 if is_model_failure(sample) else r if sample.valid else math.nan for sample, r in zip(samples, rewards.tolist(), strict=True)]

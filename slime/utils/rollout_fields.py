@@ -270,8 +270,8 @@ CONTRACT = Contract(
             missing=Missing.FILL,
             fill=math.nan,
             reduce=Reduce.SAMPLE_MEAN,
-            help="As scored; NaN where there is no score. Whole, because pass@k needs all siblings. As a metric, over everything that was sampled: what the "
-            "gate rejected for what the model wrote is 0.",
+            help="As scored; NaN where there is no score. Whole, because pass@k needs all siblings. As a metric, over the rollout batch: what the gate "
+            "rejected for what the model wrote is 0, and groups that a filter dropped are not in it. rollout/reward/mean is over those as well.",
         ),
         _sample("local_raw_reward", "float64", origin=Origin.ARRIVAL, help="raw_reward of this rank's samples."),
         _sample("truncated", "int8", help="Cut at a length limit. As a metric, the share of what was sampled, logged on the rollout side."),

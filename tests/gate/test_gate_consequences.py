@@ -17,8 +17,11 @@ import pytest
 from support.gate_samples import sound_sample
 from support.manager import dirty_rollout, evaluated, manager_of
 
+from slime.observability.contributions import merge_all
+from slime.observability.train_metric_utils import phase_contributions
 from slime.ray import rollout as manager_module
 from slime.rollout import scoring
+from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
 from slime.rollout.filter_hub.dynamic_sampling_filters import usable_rewards
 from slime.rollout.postprocess import GateConfig, InvalidReason, Policy, postprocess_output_data
@@ -26,6 +29,7 @@ from slime.rollout.postprocess.contract import MODEL_FAILURES, REASONS
 from slime.rollout.rewards import normalize_rewards
 from slime.train import log_trained
 from slime.utils.dp_schedule import ScheduleConfig
+from slime.utils.rollout_batch import localize
 from slime.utils.rollout_dump import save_debug_rollout_data
 from slime.utils.rollout_split import SplitConfig, plan_split
 
@@ -197,6 +201,23 @@ def test_what_the_rollout_function_dropped_is_in_the_ledger_and_in_the_raw_snaps
     assert len(read_snapshot(tmp_path / "gate" / "raw_000001.parquet", with_dropped=True)) == 16
 
 
+@pytest.mark.parametrize("policy", ["mark", "drop"])
+def test_the_mean_raw_reward_is_of_the_batch_and_the_mean_reward_of_filtered_groups_too(policy, tmp_path, monkeypatch):
+    """Rewards 0, 1, 0, 1, ...; of sixteen the last, which has reward 1, was cut: 7/16 both. With two groups of zeros that a filter dropped, 7/16 and 7/24."""
+    gone = [[sound_sample(first + i, reward=0.0) for i in range(4)] for first in (40, 60)]
+    for dropped, expected in (([], 7 / 16), ([("dynamic_filter_zero_std", group) for group in gone], 7 / 24)):
+        samples = [sound_sample(i, reward=float(i % 2)) for i in range(16)]
+        samples[15].finish_reason = "length"
+        manager = manager_of(samples, tmp_path / str(len(dropped)), monkeypatch, gate_policy=policy)
+        counts = {reason: 4 * len(dropped) for reason, _ in dropped}
+        output = RolloutFnTrainOutput(samples=samples, dropped=counts, dropped_groups=dropped)
+        manager.generate_rollout = lambda args, rollout_id, source, evaluation, output=output: output
+        shards = [box.inner for box in manager.generate(0)]
+        manager.gate.close()
+        ranks = merge_all([phase_contributions(localize(shard, rank)) for rank, shard in enumerate(shards)])
+        assert (ranks["raw_reward"], manager.logged["rollout/reward/mean"]) == pytest.approx((7 / 16, expected))
+
+
 def test_samples_count_as_trained_when_the_policy_has_trained_on_them(tmp_path, monkeypatch):
     """Before training they are planned; the driver closes the ledger after it. Where only the critic trains, the policy trains on none."""
     manager = manager_of(dirty_rollout(), tmp_path, monkeypatch, num_critic_only_steps=1)
@@ -298,8 +319,6 @@ def test_cuts_and_rewards_are_of_everything_sampled_and_the_same_under_mark_and_
 def test_tokens_of_dropped_groups_count_in_the_throughput(tmp_path, monkeypatch):
     """8 tokens kept and 32 dropped by a filter in one second are 40 tokens a second."""
     from slime.observability import rollout_metrics
-    from slime.rollout.base_types import RolloutFnTrainOutput
-
     kept, gone = [sound_sample(i, length=2) for i in range(4)], [sound_sample(4 + i, length=8) for i in range(4)]
     manager = manager_of(kept, tmp_path, monkeypatch, rollout_num_gpus=1)
     output = RolloutFnTrainOutput(kept, dropped={"easy": 4}, dropped_groups=[("easy", gone)])
