@@ -50,7 +50,8 @@ def test_f1_counts_words_without_articles_case_and_punctuation():
     ("response", "letter"),
     [
         ("The answer is B.", "B"), ("Answer: (C)", "C"), ("final answer: option d", "D"), ("So A is the correct one", "A"),
-        ("<think>answer is A</think> I choose E", "E"), ("I think it's B or C", "C"), ("", None), (None, None), ("none here", None),
+        ("<think>answer is A</think> I choose E", "E"), ("I think it's B or C", None), ("", None), (None, None), ("none here", None),
+        ("not B or D, I think it's C", "C"),
         ("The answer is Z. But B stands alone", "B"), ("answer: $\\boxed{B}$", "B"), ("choice is A... no, the answer is C", "C"),
     ],
 )  # fmt: skip

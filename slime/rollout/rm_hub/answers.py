@@ -7,6 +7,7 @@ import re
 from slime.rollout.rm_hub.boxes import last_box
 from slime.rollout.rm_hub.end_tokens import without_end_tokens
 from slime.rollout.rm_hub.labels import GSM8K_MARK
+from slime.rollout.rm_hub.written_forms import BEFORE, BEHIND
 
 THINK_END = "</think>"
 # Only the end of a long response is searched for an answer without a box.
@@ -23,7 +24,9 @@ _SAID_CHARS = 500
 _LEAD = re.compile(r"(?:so|thus|hence|therefore|then)\b,?\s+(?=[A-Za-z](?:_\w+)?\s*=)", re.IGNORECASE)
 _BOLD = re.compile(r"(?<![\w)}])\*\*|\*\*(?![\w({\\]|[.-]\w)")
 _FORMULA = re.compile(r"\$\$(.{1,500}?)\$\$|(?<!\\)\$(?=\S)([^$\n]{1,500}?)(?<![\\\s])\$(?!\d)|\\\[(.{1,500}?)\\\]|\\\((.{1,500}?)\\\)", re.DOTALL)
-_NUMBER = re.compile(r"(?<![\w.,/])[-−]?(?:\\?\$|€|£)?\d[\d,. ]*(?:/\d+)?%?(?![\w/])")
+_NUMBER = re.compile(rf"(?<![\w.,/]){BEFORE}[-−]?(?:\\?\$|€|£)?\d[\d,. ]*(?:/\d+)?{BEHIND}%?(?![\w/])", re.IGNORECASE)
+# "5!" is a factorial, whatever was meant: its mark belongs to it, also at the end of a sentence.
+_SENTENCE_END = re.compile(r"[.?](?:\s|$)|(?<![\d)}])!(?:\s|$)|(?<=[\d)}]!)\s+(?=[A-Z][a-z])|。|,\s+(?:which|because|since|so)\b")
 _WORDS = re.compile(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}")
 
 
@@ -80,4 +83,4 @@ def _until_sentence_end(text: str) -> str:
     formula = _FORMULA.match(text)
     if formula is not None:
         return next(group for group in formula.groups() if group is not None)
-    return re.split(r"[.!?](?:\s|$)|。|,\s+(?:which|because|since|so)\b", text)[0].strip()
+    return _SENTENCE_END.split(text)[0].strip()

@@ -15,6 +15,7 @@ from slime.rollout.rm_hub.normal_form import MARKS, normal_form, squeezed
 from slime.rollout.rm_hub.numbers import read_decimal_comma
 from slime.rollout.rm_hub.units import NO_UNIT, are_same_dimension, factor_between
 from slime.rollout.rm_hub.values import MAX_LENGTH, Based, Group, Matrix, Named, Relation, Scalar, Words, read_value
+from slime.rollout.rm_hub.written_forms import Form, are_same_forms
 
 _OPTION = re.compile(rf"^[{MARKS}\s]*(?:option|choice)\s+(?=[\(\[]?[A-J])", re.IGNORECASE)
 _CHOICE = re.compile(r"(?:⟪)?\s*[\(\[]?\s*([A-Ja-j])\s*[\)\]]\s*\S|(?:⟪)?\s*([A-J])\s*[.:]\s*⟫?\s*\S")
@@ -58,6 +59,8 @@ def _same(answer: Any, truth: Any, strict: bool) -> bool | None:
     answer, truth = _without_one_item(answer), _without_one_item(truth)
     if isinstance(answer, Named) or isinstance(truth, Named):
         return _same_named(answer, truth, strict)
+    if isinstance(answer, Form) or isinstance(truth, Form):
+        return _same_as_form(answer, truth, strict)
     if isinstance(answer, Scalar) and isinstance(truth, Scalar):
         return _same_scalars(answer, truth, strict)
     if isinstance(answer, Group) and isinstance(truth, Group):
@@ -75,6 +78,15 @@ def _same(answer: Any, truth: Any, strict: bool) -> bool | None:
         words = truth if isinstance(answer, Scalar) else answer
         return squeezed(scalar.text) == words.text
     return False
+
+
+def _same_as_form(answer: Any, truth: Any, strict: bool) -> bool:
+    """Two forms, or a form and the plain number that it has without its mark: 5 for 5 pm, as 5 for 5 cm."""
+    if isinstance(answer, Form) and isinstance(truth, Form):
+        return are_same_forms(answer, truth, strict=strict)
+    form, other = (answer, truth) if isinstance(answer, Form) else (truth, answer)
+    is_plain = isinstance(other, Scalar) and other.number is not None and other.unit == NO_UNIT and not other.is_percent
+    return not strict and is_plain and form.number == other.number.value
 
 
 def _same_sum(answer: Relation, truth: Scalar) -> bool | None:

@@ -25,21 +25,46 @@ _PATTERNS = tuple(
 )
 # "It is not A" settles on nothing.
 _STANDALONE = re.compile(rf"(?<![A-Za-z0-9'])(?<![Nn]ot )(?<!NOT )(?<!n't )([A-Z])(?![A-Za-z0-9']){_NO_WORD}")
+_ALONE = re.compile(r"[*_\s$(\[]*([A-Za-z])[)\]*_\s$.:]*")
+_LISTED = re.compile(r"(?<![A-Za-z0-9'])[A-Z](?![A-Za-z0-9'])")
+_BETWEEN = r"[)\]*]*(?:[ \t]*(?:[,;/&|+][ \t]*)?(?:(?:and|or)[ \t]+)?)[(\[*]*"
+_LETTER_LINE = r"^[ \t(\[*]*[A-Z][)\]*.: \t]*"
+_ENUMERATION = re.compile(
+    rf"(?<![A-Za-z0-9'])[A-Z](?:{_BETWEEN}(?<![A-Za-z0-9'])[A-Z](?![A-Za-z0-9']))+|{_LETTER_LINE}(?:\n+{_LETTER_LINE})+$", re.MULTILINE
+)
 _WORD = re.compile(r"(?:(?<![\w.])-)?\d+(?:[.,]\d+)*|\w+")
 
 
 def _extract_letter_from_response(response: str | None, valid_letters: Iterable[str]) -> str | None:
-    """The chosen letter in upper case, None where there is none. Only what stands after the last </think> counts."""
+    """The chosen letter in upper case, None where there is none. Only what stands after the last </think> counts. Letters in a row ("A B C D", "A or B") are
+    an enumeration and choose none of them; a last line that is a letter alone chooses it, also in lower case."""
     if not response:
         return None
     text = response.rsplit("</think>", 1)[-1]
     valid = {letter.upper() for letter in valid_letters}
+    listed = _enumerated(text, valid)
     for pattern in _PATTERNS:
-        letters = [match.upper() for match in pattern.findall(text) if match.upper() in valid]
-        if letters:
-            return letters[-1]
-    standalone = [letter for letter in _STANDALONE.findall(text) if letter in valid]
+        found = [match for match in pattern.finditer(text) if match[1].upper() in valid]
+        if found:
+            return None if found[-1].start(1) in listed else found[-1][1].upper()
+    last_line = text.rstrip().rpartition("\n")[2]
+    alone = _ALONE.fullmatch(last_line)
+    if alone is not None and alone[1].upper() in valid and len(text.rstrip()) - len(last_line) + alone.start(1) not in listed:
+        return alone[1].upper()
+    standalone = [match[1] for match in _STANDALONE.finditer(text) if match[1] in valid and match.start(1) not in listed]
     return standalone[-1] if standalone else None
+
+
+def _enumerated(text: str, valid: set[str]) -> set[int]:
+    """Where the letters stand that follow each other with nothing but a comma, "and" or "or" between, and are not all the same."""
+    places: set[int] = set()
+    for match in _ENUMERATION.finditer(text):
+        letters = [(place.start(), place[0]) for place in _LISTED.finditer(text, match.start(), match.end())]
+        if len({letter for _, letter in letters if letter in valid}) > 1:
+            said = {letter for _, letter in letters[:-1]}
+            # "between A and B, B": what is named again is chosen
+            places |= {place for place, _ in (letters[:-1] if letters[-1][1] in said else letters)}
+    return places
 
 
 def compute_gpqa_reward(response: str | None, label: Any, metadata: dict | None = None) -> float:

@@ -50,6 +50,15 @@ _ANY = frozenset({"unit", "sq"})
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 # Words that are no units although they are long enough to be words.
 _MATHEMATICAL = frozenset("sqrt sin cos tan cot sec csc log exp ln pi and or mil mille mila".split())
+MONTHS = {
+    name: number
+    for number, names in enumerate(
+        ("jan january", "feb february", "mar march", "apr april", "may", "jun june", "jul july", "aug august", "sep sept september", "oct october",
+         "nov november", "dec december"),
+        start=1,
+    )
+    for name in names.split()
+}  # fmt: skip
 # They make another number of the one before them, or say how it is to be compared.
 _OPERATIONS = frozenset(
     "squared cubed factorial times plus minus less more fewer than over choose modulo mod hundred hundreds thousand thousands million millions billion "
@@ -87,7 +96,7 @@ def read_unit(text: str) -> Unit | None:
     if not marked and not _looks_like_unit(text):
         return None
     words = plain.lower().replace(".", " ").split()
-    if not _UNIT_TEXT.fullmatch(plain) or words[0] in ("and", "or") or words[0] in _OPERATIONS:
+    if not _UNIT_TEXT.fullmatch(plain) or words[0] in ("and", "or") or words[0] in _OPERATIONS or words[0] in MONTHS:
         return None
     if len(words) > 1 and words[1] in _OPERATIONS - {"squared", "cubed"}:
         return None

@@ -15,6 +15,7 @@ from typing import Any
 from slime.rollout.rm_hub.normal_form import CLOSE, MARKS, OPEN, ROW_END, squeezed
 from slime.rollout.rm_hub.numbers import Number, read_number
 from slime.rollout.rm_hub.units import NO_UNIT, Unit, read_unit
+from slime.rollout.rm_hub.written_forms import Form, read_form
 
 MAX_LENGTH = 2000
 MAX_NESTING = 20
@@ -120,7 +121,7 @@ def read_value(text: str, depth: int = 0) -> Any:
     text = _without_lead(text)
     if not text:
         return None
-    for reader in (_read_date, _read_based, _read_scalar_number, _read_set, _read_matrix):
+    for reader in (_read_date, _read_form, _read_based, _read_scalar_number, _read_set, _read_matrix):
         value = reader(text, depth)
         if value is not None:
             return value
@@ -147,6 +148,10 @@ def _without_lead(text: str) -> str:
 def _read_date(text: str, depth: int) -> Words | None:
     """2024-01-05 is no difference and 1/5/2024 no quotient."""
     return Words(squeezed(text)) if _DATE.fullmatch(text) else None
+
+
+def _read_form(text: str, depth: int) -> Form | None:
+    return read_form(text)
 
 
 def _read_based(text: str, depth: int) -> Based | None:
