@@ -18,7 +18,15 @@ from typing import Any
 
 from slime.exceptions import ConfigError
 from slime.utils import exact_json
-from slime.utils.table_files import DELIMITERS, arrow_files, read_arrow, read_csv, read_json_array, rows_of_batch
+from slime.utils.table_files import (
+    DELIMITERS,
+    arrow_files,
+    file_type,
+    read_arrow,
+    read_csv,
+    read_json_array,
+    rows_of_batch,
+)
 
 SUFFIXES = (".jsonl", ".parquet", ".json", ".csv", ".tsv", ".arrow")
 # In a folder, .json files are descriptions as often as data: they are read when they are named.
@@ -77,9 +85,9 @@ def _files_of(path: str) -> list[Path]:
         saved = arrow_files(plain)
         if saved is not None:
             return saved
-        files = sorted(file for file in plain.iterdir() if file.suffix in FOLDER_SUFFIXES)
+        files = sorted(file for file in plain.iterdir() if file_type(file) in FOLDER_SUFFIXES)
         missing = f"folder {path!r} has no {', '.join(FOLDER_SUFFIXES)} file and is no data set folder"
-    elif HUB_NAME.fullmatch(path) and plain.suffix not in SUFFIXES and not plain.exists() and not plain.parent.exists():
+    elif HUB_NAME.fullmatch(path) and file_type(plain) not in SUFFIXES and not plain.exists() and not plain.parent.exists():
         raise ConfigError(
             f"there is no {path!r} here. As a name on the Hugging Face hub it must be downloaded first, with the package datasets: "
             f'datasets.load_dataset("{path}", split="train").to_json("prompts.jsonl")'
@@ -91,7 +99,7 @@ def _files_of(path: str) -> list[Path]:
     if not files or not files[0].exists():
         raise PromptFileMissing(f"{missing} (looked from {Path.cwd()}).")
     for file in files:
-        if file.suffix not in SUFFIXES:
+        if file_type(file) not in SUFFIXES:
             raise ConfigError(
                 f"prompt file {str(file)!r} has the type {file.suffix!r}; use one of {', '.join(SUFFIXES)}."
             )
@@ -99,13 +107,14 @@ def _files_of(path: str) -> list[Path]:
 
 
 def _rows_of(file: Path) -> Iterator[Row]:
-    if file.suffix == ".jsonl" or (file.suffix == ".json" and _is_json_lines(file)):
+    kind = file_type(file)
+    if kind == ".jsonl" or (kind == ".json" and _is_json_lines(file)):
         return _read_jsonl(file)
-    if file.suffix == ".json":
+    if kind == ".json":
         return (Row(_object(item, f"{file}, item {number}"), f"{file}, item {number}") for number, item in read_json_array(file))
-    if file.suffix in DELIMITERS:
+    if kind in DELIMITERS:
         return (Row(data, f"{file}, line {number}") for number, data in read_csv(file))
-    if file.suffix == ".arrow":
+    if kind == ".arrow":
         return (Row(data, f"{file}, row {number}") for number, data in enumerate(read_arrow(file), start=1))
     return _read_parquet(file)
 
@@ -167,9 +176,9 @@ def _parse_line(line: bytes, file: Path, number: int) -> dict[str, Any]:
 
 
 def _count_rows(file: Path) -> int:
-    if file.suffix == ".parquet":
+    if file_type(file) == ".parquet":
         return _parquet().ParquetFile(file).metadata.num_rows
-    if file.suffix != ".jsonl":
+    if file_type(file) != ".jsonl":
         return sum(1 for _ in _rows_of(file))
     with file.open("rb") as lines:
         return sum(1 for line in lines if line.strip(b"\xef\xbb\xbf \t\r\n"))

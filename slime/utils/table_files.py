@@ -6,13 +6,19 @@ import csv
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from slime.exceptions import ConfigError
 from slime.utils import exact_json
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
+OTHER_DELIMITERS = (";", "\t", ",", "|")
 LONGEST_CELL = 64 * 2**20  # characters; Python's own limit of 131,072 is below a long conversation
+
+
+def file_type(file: Path) -> str:
+    """The suffix in lower case: DATA.CSV is a .csv file."""
+    return file.suffix.lower()
 
 
 def read_json_array(file: Path) -> Iterator[tuple[int, Any]]:
@@ -31,14 +37,16 @@ def read_json_array(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def read_csv(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """The (line, row) of each row of a .csv or .tsv file, whose first line names the columns. All values are text.
+    """The (line, row) of each row of a .csv or .tsv file, whose first line names the columns. All values are text. Where the first line is one cell with the
+    file type's separator and several with another one (spreadsheets write semicolons where the comma is the decimal mark), that other one is the file's.
 
     ConfigError for a file that is not UTF-8, has no or doubled names, and for a row of another number of cells.
     """
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST_CELL))
     try:
         with file.open(encoding="utf-8-sig", newline="") as lines:
-            reader = csv.reader(lines, delimiter=DELIMITERS[file.suffix], strict=True)
+            delimiter = _delimiter_of(lines, DELIMITERS[file_type(file)])
+            reader = csv.reader(lines, delimiter=delimiter, strict=True)
             names = next(reader, [])
             if not names or len(set(names)) < len(names) or not all(names):
                 raise ConfigError(f"{file}, line 1: the first line must name each column once, it has {names}.")
@@ -46,13 +54,25 @@ def read_csv(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
                 if not cells:
                     continue
                 if len(cells) != len(names):
-                    mark = repr(DELIMITERS[file.suffix])
+                    mark = repr(delimiter)
                     raise ConfigError(f"{file}, line {reader.line_num}: {len(cells)} cells, but {len(names)} columns. Put a cell with {mark} in quotes.")
                 yield reader.line_num, dict(zip(names, cells, strict=True))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is not UTF-8 ({error}). Convert it, for instance with: iconv -t UTF-8.") from error
     except csv.Error as error:
         raise ConfigError(f"{file}: not valid CSV ({error}).") from error
+
+
+def _delimiter_of(lines: TextIO, usual: str) -> str:
+    """The separator of a table's first line, which stays unread."""
+    for delimiter in (usual, *(other for other in OTHER_DELIMITERS if other != usual)):
+        try:
+            names = next(csv.reader(lines, delimiter=delimiter, strict=True), [])
+        finally:
+            lines.seek(0)
+        if len(names) > 1:
+            return delimiter
+    return usual
 
 
 def arrow_files(folder: Path) -> list[Path] | None:

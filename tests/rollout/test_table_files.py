@@ -1,12 +1,14 @@
 """Prompts as people have them: a JSON array, CSV, a folder of `datasets`; what is none of them is told what to do."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pyarrow
+import pyarrow.parquet
 import pytest
 from support.options import write_run_inputs
 
@@ -73,6 +75,43 @@ def test_a_cell_may_hold_commas_lines_and_a_long_conversation(tmp_path):
     path.write_text(f'input,label\n"{quoted}",a\nshort,b\n')
     first, second = read_rows(str(path))
     assert first.data == {"input": text, "label": "a"} and second.place == f"{path}, line 4"
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+@pytest.mark.parametrize("mark", [";", "\t", "|", ","])
+def test_a_table_is_read_by_the_separator_of_its_first_line(name, mark, tmp_path):
+    """A spreadsheet of a country with decimal commas writes semicolons: that was one column named "input;label"."""
+    path = tmp_path / name
+    path.write_text(f'\ufeffinput{mark}label\n"1{mark}5 and, more"{mark}3\nx{mark}4\n', encoding="utf-8")
+    assert [row.data for row in read_rows(str(path))] == [{"input": f"1{mark}5 and, more", "label": "3"}, {"input": "x", "label": "4"}]
+    path.write_text(f"input{mark}label\nx{mark}4{mark}5\n")
+    with pytest.raises(ConfigError, match=re.escape(f"line 2: 3 cells, but 2 columns. Put a cell with {mark!r} in quotes")):
+        list(read_rows(str(path)))
+
+
+def test_one_column_stays_one_column(tmp_path):
+    """Separators in the rows, or within the quotes of the name, separate nothing."""
+    path = tmp_path / "a.csv"
+    path.write_text("input\na;b\nc|d\n")
+    assert [row.data["input"] for row in read_rows(str(path))] == ["a;b", "c|d"]
+    path.write_text('"in;put"\na\n')
+    assert [row.data for row in read_rows(str(path))] == [{"in;put": "a"}]
+
+
+@pytest.mark.parametrize("suffix", ["JSONL", "Json", "CSV", "TSV", "Parquet"])
+def test_a_file_type_in_capitals_is_the_type(suffix, tmp_path):
+    """Alone, with a slice from the end, and in a folder, where .json files are only read when they are named."""
+    path = tmp_path / f"DATA.{suffix}"
+    if suffix == "Parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    elif suffix == "JSONL":
+        path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    else:
+        written(tmp_path, suffix.lower()).rename(path)
+    assert [row.data for row in read_rows(str(path))] == ROWS
+    assert [row.data for row in read_rows(f"{path}@[-2:]")] == ROWS[3:]
+    if suffix != "Json":
+        assert [row.data for row in read_rows(str(tmp_path))] == ROWS
 
 
 @pytest.mark.parametrize(
