@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 DATA = Path(__file__).resolve().parent / "data"
 NUM_EVAL_PROBLEMS = 512
@@ -147,21 +149,33 @@ def complete_model(model, tokenizer, seed: int):
     return model
 
 
-def prepare(folder: Path = DATA, seed: int = SEED) -> Path:
-    """Writes data and model into `folder` when it is not complete yet, and returns it. The last file written marks
-    completeness."""
+def make_once(folder: Path, stamp: dict[str, Any], make: Callable[[Path], None]) -> Path:
+    """Lets `make` fill `folder` unless a call with an equal `stamp` did so whole, and returns it. The last file written marks completeness."""
     marker = folder / "complete.json"
-    stamp = {"seed": seed, "num_eval_problems": NUM_EVAL_PROBLEMS, "format": 2}
     if marker.exists() and json.loads(marker.read_text(encoding="utf-8")) == stamp:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     marker.unlink(missing_ok=True)
-    write_data(folder, seed)
-    tokenizer = build_tokenizer()
-    tokenizer.save_pretrained(folder / "model")
-    build_model(tokenizer, seed).save_pretrained(folder / "model", safe_serialization=True)
+    make(folder)
     marker.write_text(json.dumps(stamp), encoding="utf-8")
     return folder
+
+
+def save_untrained(folder: Path, seed: int) -> None:
+    """Writes the tokenizer and the untrained model into `folder`."""
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(folder)
+    build_model(tokenizer, seed).save_pretrained(folder, safe_serialization=True)
+
+
+def prepare(folder: Path = DATA, seed: int = SEED) -> Path:
+    """Writes data and model into `folder` when it is not complete yet, and returns it."""
+
+    def make(folder: Path) -> None:
+        write_data(folder, seed)
+        save_untrained(folder / "model", seed)
+
+    return make_once(folder, {"seed": seed, "num_eval_problems": NUM_EVAL_PROBLEMS, "format": 2}, make)
 
 
 if __name__ == "__main__":

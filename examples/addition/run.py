@@ -93,6 +93,19 @@ def two_stages(recipes: Path, evaluation: str, *, data: Path, run_dir: Path, ext
     return [(name, [*slime, "--config", str(recipes / recipe), *map(str, rest)]) for name, recipe, rest in stages]
 
 
+def example_parser(name: str, *, description: str, prepare: Any) -> argparse.ArgumentParser:
+    """The options that every example has: where its run and its data stand. `prepare` is its module of that name."""
+    parser = argparse.ArgumentParser(prog=f"python -m examples.{name}.run", description=description, allow_abbrev=False)
+    parser.add_argument("--run-dir", type=Path, help=f"Folder of this run; default: runs/{name}-<start time>.")
+    parser.add_argument("--data", type=Path, default=prepare.DATA, help="Folder of the data and the models.")
+    return parser
+
+
+def place_of_run(name: str, run_dir: Path | None) -> Path:
+    """Returns the run's folder: the one that was asked for, else one named after the time."""
+    return (run_dir or ROOT / "runs" / time.strftime(f"{name}-%Y%m%d-%H%M%S")).resolve()
+
+
 def run_two_stages(
     name: str,
     argv: Sequence[str] | None,
@@ -106,11 +119,8 @@ def run_two_stages(
     `conclude(run_dir, started=...)`, which gives the exit status."""
     started = time.monotonic()
     keep_output_plain()
-    parser = argparse.ArgumentParser(prog=f"python -m examples.{name}.run", description=description, allow_abbrev=False)
-    parser.add_argument("--run-dir", type=Path, help=f"Folder of this run; default: runs/{name}-<start time>.")
-    parser.add_argument("--data", type=Path, default=prepare.DATA, help="Folder of the data and the untrained model.")
-    options, extra = parser.parse_known_args(argv)
-    run_dir = (options.run_dir or ROOT / "runs" / time.strftime(f"{name}-%Y%m%d-%H%M%S")).resolve()
+    options, extra = example_parser(name, description=description, prepare=prepare).parse_known_args(argv)
+    run_dir = place_of_run(name, options.run_dir)
     data = prepare.prepare(options.data.resolve())
     try:
         for stage, command in commands(data, run_dir, extra):
@@ -165,12 +175,10 @@ def warm_up(data: Path, run_dir: Path, *, redo: bool) -> Path:
 def main(argv: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     keep_output_plain()
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0], allow_abbrev=False)
-    parser.add_argument("--run-dir", type=Path, help="Folder of this run; default: runs/addition-<start time>.")
-    parser.add_argument("--data", type=Path, default=prepare.DATA, help="Folder of data, models and the kept warm-up.")
+    parser = example_parser("addition", description=__doc__.split("\n", 1)[0], prepare=prepare)
     parser.add_argument("--redo-warm-up", action="store_true", help="Train the warm-up again although one is kept.")
     options, extra = parser.parse_known_args(argv)
-    run_dir = (options.run_dir or ROOT / "runs" / time.strftime("addition-%Y%m%d-%H%M%S")).resolve()
+    run_dir = place_of_run("addition", options.run_dir)
     print(f"[1/3] problems, tokenizer and an untrained model in {options.data}", flush=True)
     data = prepare.prepare(options.data.resolve())
     try:

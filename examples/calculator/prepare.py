@@ -7,11 +7,10 @@ data/sft.jsonl    {"messages": [user "47*38=", assistant "[47*38]", tool "1786",
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
-from examples.addition.prepare import build_model, build_tokenizer, write_jsonl
+from examples.addition.prepare import make_once, save_untrained, write_jsonl
 
 DATA = Path(__file__).resolve().parent / "data"
 NUM_EVAL_PROBLEMS = 128
@@ -33,19 +32,14 @@ def conversation(problem: tuple[int, int]) -> list[dict]:
 
 
 def prepare(folder: Path = DATA, seed: int = SEED) -> Path:
-    """Writes data and model into `folder` when it is not complete yet, and returns it. The marker is written last."""
-    marker, stamp = folder / "complete.json", {"seed": seed, "num_eval_problems": NUM_EVAL_PROBLEMS, "format": 1}
-    if marker.exists() and json.loads(marker.read_text(encoding="utf-8")) == stamp:
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    marker.unlink(missing_ok=True)
-    train, held_out = make_problems(seed)
-    for name, problems in (("train", train), ("eval", held_out)):
-        rows = [{"prompt": conversation(problem)[:1], "label": str(problem[0] * problem[1])} for problem in problems]
-        write_jsonl(folder / f"{name}.jsonl", rows)
-    write_jsonl(folder / "sft.jsonl", [{"messages": conversation(problem)} for problem in train])
-    tokenizer = build_tokenizer()
-    tokenizer.save_pretrained(folder / "model")
-    build_model(tokenizer, seed).save_pretrained(folder / "model", safe_serialization=True)
-    marker.write_text(json.dumps(stamp), encoding="utf-8")
-    return folder
+    """Writes data and model into `folder` when it is not complete yet, and returns it."""
+
+    def make(folder: Path) -> None:
+        train, held_out = make_problems(seed)
+        for name, problems in (("train", train), ("eval", held_out)):
+            rows = [{"prompt": conversation(problem)[:1], "label": str(problem[0] * problem[1])} for problem in problems]
+            write_jsonl(folder / f"{name}.jsonl", rows)
+        write_jsonl(folder / "sft.jsonl", [{"messages": conversation(problem)} for problem in train])
+        save_untrained(folder / "model", seed)
+
+    return make_once(folder, {"seed": seed, "num_eval_problems": NUM_EVAL_PROBLEMS, "format": 1}, make)

@@ -6,10 +6,9 @@ data/model/                               a Hugging Face folder: 2 layers of Qwe
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from examples.addition.prepare import SEED, build_tokenizer, complete_model, write_data
+from examples.addition.prepare import SEED, build_tokenizer, complete_model, make_once, write_data
 
 DATA = Path(__file__).resolve().parent / "data"
 NUM_EXPERTS, EXPERTS_PER_TOKEN = 4, 2
@@ -47,15 +46,12 @@ def build_model(tokenizer, seed: int = SEED):
 
 
 def prepare(folder: Path = DATA, seed: int = SEED) -> Path:
-    """Writes data and model into `folder` when it is not complete yet, and returns it. The marker is written last."""
-    marker, stamp = folder / "complete.json", {"seed": seed, "num_experts": NUM_EXPERTS, "format": 1}
-    if marker.exists() and json.loads(marker.read_text(encoding="utf-8")) == stamp:
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    marker.unlink(missing_ok=True)
-    write_data(folder, seed)
-    tokenizer = build_tokenizer()
-    tokenizer.save_pretrained(folder / "model")
-    build_model(tokenizer, seed).save_pretrained(folder / "model", safe_serialization=True)
-    marker.write_text(json.dumps(stamp), encoding="utf-8")
-    return folder
+    """Writes data and model into `folder` when it is not complete yet, and returns it."""
+
+    def make(folder: Path) -> None:
+        write_data(folder, seed)
+        tokenizer = build_tokenizer()
+        tokenizer.save_pretrained(folder / "model")
+        build_model(tokenizer, seed).save_pretrained(folder / "model", safe_serialization=True)
+
+    return make_once(folder, {"seed": seed, "num_experts": NUM_EXPERTS, "format": 1}, make)
