@@ -49,6 +49,7 @@ EXTRAS["test"] = sorted(
         "polars>=1.0",
         "pytest>=8.2",
         "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",  # `make test` runs on two cores
         "ruff>=0.6",
         "scipy>=1.11",
         "types-PyYAML",

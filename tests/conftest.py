@@ -18,6 +18,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+def pytest_collection_modifyitems(config, items):
+    """For `-n 2 --dist loadgroup`: a file stays on one worker, and real runs, which use both cores, stay one after the other on the first."""
+    if not hasattr(config, "workerinput"):
+        return
+    runs = TESTS / "e2e"
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("runs" if runs in item.path.parents else str(item.path.relative_to(TESTS))))
+    items.sort(key=lambda item: runs not in item.path.parents)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_process_group_stays():
     """Process groups are the process's: a module that leaves its own, or a stand-in for Megatron's, breaks every later one, far from the cause."""

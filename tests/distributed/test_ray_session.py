@@ -29,7 +29,7 @@ def start_sleeper(*words, obedient=True):
 
 
 def listening_addresses(pids):
-    """{address: process ids} of the TCP sockets on which `pids` listen, from /proc."""
+    """{(address, port): process ids} of the TCP sockets on which `pids` listen, from /proc."""
     owners = {}
     for pid in pids:
         for entry in os.listdir(f"/proc/{pid}/fd"):
@@ -44,14 +44,14 @@ def listening_addresses(pids):
         for line in open(f"/proc/net/{table}").read().splitlines()[1:]:
             words = line.split()
             if words[3] == "0A" and words[9] in owners:
-                found.setdefault(words[1].split(":")[0], set()).update(owners[words[9]])
+                found.setdefault(tuple(words[1].split(":")), set()).update(owners[words[9]])
     return found
 
 
 def test_every_process_of_a_session_listens_on_loopback_only_and_is_gone_afterwards(monkeypatch):
     """Ray listens on all interfaces by default: anybody on the network could have run code in the trainers."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    before = {path for path in os.listdir("/tmp") if path.startswith("slime-ray-")}
+    before = listening_addresses([os.getpid()])
     with session.ray_session(OPTIONS):
         import ray
 
@@ -60,15 +60,17 @@ def test_every_process_of_a_session_listens_on_loopback_only_and_is_gone_afterwa
             return ray.util.get_node_ip_address()
 
         assert ray.get(node_address.remote(), timeout=60) == "127.0.0.1"
-        (folder,) = {path for path in os.listdir("/tmp") if path.startswith("slime-ray-")} - before
-        pids = session.processes_of(f"/tmp/{folder}")
+        folder = ray._private.worker._global_node.get_temp_dir_path()
+        assert folder.startswith("/tmp/slime-ray-")
+        pids = session.processes_of(folder)
         assert len(pids) >= 2, "the cluster's control store and its node manager at least"
         children = ["ps", "-o", "pid=", "--ppid", ",".join(map(str, pids))]
         workers = [int(word) for word in subprocess.run(children, capture_output=True, text=True).stdout.split()]
         found = listening_addresses([os.getpid(), *pids, *workers])
+        found = {place: owners for place, owners in found.items() if place not in before}
         loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
-        assert found and set(found) <= loopback, found
-    assert session.processes_of(f"/tmp/{folder}") == [] and not os.path.exists(f"/tmp/{folder}")
+        assert found and {address for address, _ in found} <= loopback, found
+    assert session.processes_of(folder) == [] and not os.path.exists(folder)
 
 
 def test_an_interrupt_inside_the_start_of_ray_leaves_no_process(monkeypatch):
