@@ -242,9 +242,9 @@ def train(run: Run) -> None:
             evaluate(run, rollout_id + 1)
 
 
-def launch(argv: Sequence[str] | None, loop: Callable[[Run], None]) -> int:
+def launch(argv: Sequence[str] | None, loop: Callable[[Run], None], *, check: Callable[[Any], None] | None = None) -> int:
     """Parses the options, runs `loop` inside a Ray session, and returns the exit status: 0 done, 1 failed or with problems in its report,
-    2 bad options, 130 interrupted."""
+    2 bad options, 130 interrupted. `check`: raises ConfigError for options with which this loop cannot run."""
     started = time.monotonic()
     keep_output_plain()
     from slime.config.resume import nothing_left
@@ -252,6 +252,8 @@ def launch(argv: Sequence[str] | None, loop: Callable[[Run], None]) -> int:
 
     try:
         args = parse_args(argv)
+        if check is not None:
+            check(args)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

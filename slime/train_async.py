@@ -8,23 +8,31 @@ Engines and trainers need devices of their own, so `--colocate` is refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from slime.exceptions import ConfigError
 from slime.ray.utils import wait_for
 from slime.train import Run, evaluate, generate, launch, save, train_on, update_weights
 
 
+def require_two_sides(args: Any) -> None:
+    """ConfigError for options with which engines and trainers take turns, all of them at once: here they work at the same time."""
+    problems = [
+        "slime train-async needs devices of their own for trainers and engines, which work at the same time: "
+        f"remove --{name.replace('_', '-')}, or use slime train"
+        for name in ("colocate", "offload_train", "offload_rollout", "release_train")
+        if getattr(args, name)
+    ]
+    if args.local:
+        problems.append("slime train-async runs engines and trainers at the same time, --local one after the other: use slime train --local.")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
 def train(run: Run) -> None:
     """Runs rollouts `start_rollout_id .. num_rollout - 1` with one rollout in flight ahead of the trainer."""
     args = run.args
-    for name in ("colocate", "offload_train", "offload_rollout", "release_train"):
-        if getattr(args, name):
-            raise ConfigError(
-                "slime train-async needs devices of their own for trainers and engines, which work at the same time: "
-                f"remove --{name.replace('_', '-')}, or use slime train"
-            )
-    if args.local:
-        raise ConfigError("slime train-async runs engines and trainers at the same time, --local one after the other: use slime train --local.")
+    require_two_sides(args)
     evaluates = args.eval_interval is not None and not args.debug_train_only
     if evaluates and run.start_rollout_id == 0 and not args.skip_eval_before_train:
         evaluate(run, run.start_rollout_id)
@@ -51,7 +59,7 @@ def train(run: Run) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`slime train-async`: the loop with one rollout in flight ahead."""
-    return launch(argv, train)
+    return launch(argv, train, check=require_two_sides)
 
 
 if __name__ == "__main__":

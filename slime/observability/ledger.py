@@ -12,24 +12,28 @@ LEFT_OUT = "left_out_by_converter"
 CRITIC_ONLY = "critic_only"  # the policy does not train in this rollout
 PREFIX = "rollout/ledger/"
 NOT_TRAINED = PREFIX + "not_trained/"
+COPIES = PREFIX + "copies"
 
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
-    """What became of one rollout's samples. `dropped` counts samples by reason."""
+    """What became of one rollout's samples. `dropped` counts samples by reason. `copies`: rows that a custom converter made of samples beyond one each;
+    `trained` and `dropped` count rows, so that sampled + copies = trained + the sum of dropped."""
 
     sampled: int
     trained: int
     dropped: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    copies: int = 0
 
     def check(self) -> None:
-        """`RolloutDataError` with all numbers unless sampled = trained + the sum of dropped, none of them negative."""
-        counts = {"sampled": self.sampled, "trained": self.trained, **self.dropped}
+        """`RolloutDataError` with all numbers unless sampled + copies = trained + the sum of dropped, none of them negative."""
+        counts = {"sampled": self.sampled, "trained": self.trained, "copies": self.copies, **self.dropped}
         negative = {name: count for name, count in counts.items() if count < 0}
         gone = sum(self.dropped.values())
-        if negative or self.sampled != self.trained + gone:
+        if negative or self.sampled + self.copies != self.trained + gone:
+            copies = f" + {self.copies} copies of a converter" if self.copies else ""
             raise RolloutDataError(
-                f"Samples are not conserved: {self.sampled} sampled, but {self.trained} trained + {gone} dropped = {self.trained + gone}. "
+                f"Samples are not conserved: {self.sampled} sampled{copies}, but {self.trained} trained + {gone} dropped = {self.trained + gone}. "
                 f"Dropped by reason: {dict(self.dropped)}. A stage loses samples, or counts some twice."
             )
 
@@ -38,7 +42,7 @@ class Ledger:
         reasons = {**self.dropped}
         for reason, count in other.dropped.items():
             reasons[reason] = reasons.get(reason, 0) + count
-        return Ledger(self.sampled + other.sampled, self.trained + other.trained, reasons)
+        return Ledger(self.sampled + other.sampled, self.trained + other.trained, reasons, self.copies + other.copies)
 
     def plan_metrics(self) -> dict[str, float]:
         """`rollout/ledger/...` numbers of samples, before training: what will train is `planned`. See `finished_metrics`."""
@@ -46,6 +50,7 @@ class Ledger:
             f"{PREFIX}sampled": self.sampled,
             f"{PREFIX}planned": self.trained,
             f"{PREFIX}dropped": sum(self.dropped.values()),
+            **({COPIES: self.copies} if self.copies else {}),
             **{f"{PREFIX}dropped/{reason}": count for reason, count in sorted(self.dropped.items())},
         }
 
@@ -89,9 +94,10 @@ def ledger_of_rollout(
     dropped.update(dropped_by_split)
     copies = len(sources) - len(covered)  # a custom converter may make several rows of one sample
     ledger = Ledger(
-        sampled=len(rejected) + copies + sum(dropped_before.values()),
+        sampled=len(rejected) + sum(dropped_before.values()),
         trained=num_trained,
         dropped=dict(dropped),
+        copies=copies,
     )
     ledger.check()
     return ledger

@@ -14,9 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.exceptions import ConfigError
 from slime.observability.consistency_alarms import ConsistencyLimits, find_consistency_problems
 from slime.observability.jsonl import NOT_FINITE, read_jsonl
-from slime.observability.ledger import NOT_TRAINED
+from slime.observability.ledger import COPIES, NOT_TRAINED
 from slime.observability.ledger import PREFIX as LEDGER
 
 UNFINISHED = "training_not_finished"
@@ -119,21 +120,24 @@ def read_run(run_dir: str | os.PathLike[str]) -> RunRecords:
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
-    """Samples of a run: sampled = trained + the sum of dropped, by reason; also those that were planned and did not train."""
+    """Samples of a run: sampled = trained + the sum of dropped, by reason; also those that were planned and did not train. `copies`: further rows that a
+    custom converter made of samples; trained and dropped count rows."""
 
     sampled: int
     trained: int
     dropped: dict[str, int]
+    copies: int = 0
 
     @property
     def missing(self) -> int:
         """Samples that neither were trained nor have a reason; negative when more came out than went in."""
-        return self.sampled - self.trained - sum(self.dropped.values())
+        return self.sampled + self.copies - self.trained - sum(self.dropped.values())
 
     def __str__(self) -> str:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items()) if count)
         total = sum(self.dropped.values())
-        return f"{self.sampled} sampled = {self.trained} trained + {total} dropped" + (
+        copies = f" + {self.copies} copies" if self.copies else ""
+        return f"{self.sampled} sampled{copies} = {self.trained} trained + {total} dropped" + (
             f" ({reasons})" if reasons else ""
         )
 
@@ -152,7 +156,9 @@ def read_ledgers(run: RunRecords) -> dict[int, Ledger]:
         by_reason = {name.removeprefix(LEDGER + "dropped/").removeprefix(NOT_TRAINED): count(name, step) for name in reasons}
         return by_reason if step in finished else {**by_reason, UNFINISHED: count(LEDGER + "planned", step)}
 
-    return {step: Ledger(count(LEDGER + "sampled", step), count(LEDGER + "trained", step), dropped(step)) for step in steps}
+    return {
+        step: Ledger(count(LEDGER + "sampled", step), count(LEDGER + "trained", step), dropped(step), count(COPIES, step)) for step in steps
+    }
 
 
 def total_ledger(ledgers: Mapping[int, Ledger]) -> Ledger:
@@ -161,7 +167,8 @@ def total_ledger(ledgers: Mapping[int, Ledger]) -> Ledger:
     for ledger in ledgers.values():
         for reason, count in ledger.dropped.items():
             dropped[reason] = dropped.get(reason, 0) + count
-    return Ledger(sum(one.sampled for one in ledgers.values()), sum(one.trained for one in ledgers.values()), dropped)
+    sampled, trained, copies = (sum(getattr(one, name) for one in ledgers.values()) for name in ("sampled", "trained", "copies"))
+    return Ledger(sampled, trained, dropped, copies)
 
 
 def find_ledger_problems(ledgers: Mapping[int, Ledger]) -> list[str]:
@@ -359,6 +366,20 @@ def checks_for(args: Any) -> Checks:
     return Checks(ledger=trains, weights=trains, reward=args.loss_type == "policy_loss" and not distills, log_probs=log_probs)
 
 
+def recorded_checks(run_dir: str | os.PathLike[str]) -> Checks:
+    """Returns what the run in this folder has to balance, by the options that its config.yaml records; the usual checks where it has none. ConfigError for one
+    that cannot be read."""
+    from slime.config.specs import slime_specs
+    from slime.config.yaml_file import read_option_file
+
+    path = Path(run_dir) / "config.yaml"
+    if not path.exists():
+        return Checks()
+    specs = {spec.name: spec for spec in slime_specs()}
+    recorded = read_option_file(str(path), specs, strict=False).known
+    return checks_for(argparse.Namespace(**{name: recorded.get(name, spec.default) for name, spec in specs.items()}))
+
+
 def report_at_end(args: Any) -> list[str]:
     """Prints the report of the run that `args` describes and returns its problems; a run that logged nothing has none, and a full
     disk costs only the picture."""
@@ -375,13 +396,13 @@ def report_at_end(args: Any) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Reports one run folder; returns 1 when something does not add up, 2 when there is no run."""
+    """Reports one run folder, with the thresholds that the run was started with; returns 1 when something does not add up, 2 when there is no run."""
     parser = argparse.ArgumentParser(prog="python -m slime.observability.report", description=__doc__.split("\n", 1)[0])
     parser.add_argument("run_dir", help="Folder that holds metrics.jsonl.")
     options = parser.parse_args(argv)
     try:
-        summary = write_report(options.run_dir)
-    except FileNotFoundError as error:
+        summary = write_report(options.run_dir, checks=recorded_checks(options.run_dir))
+    except (FileNotFoundError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print_summary(summary)

@@ -82,8 +82,8 @@ def _fates(run: RunRecords) -> list[tuple[list[int], list[float], str, str]]:
     """Shares of the sampled responses that were trained and dropped, by rollout."""
     ledgers = {step: ledger for step, ledger in sorted(read_ledgers(run).items()) if ledger.sampled}
     steps = list(ledgers)
-    trained = [ledger.trained / ledger.sampled for ledger in ledgers.values()]
-    dropped = [sum(ledger.dropped.values()) / ledger.sampled for ledger in ledgers.values()]
+    trained = [ledger.trained / (ledger.sampled + ledger.copies) for ledger in ledgers.values()]
+    dropped = [sum(ledger.dropped.values()) / (ledger.sampled + ledger.copies) for ledger in ledgers.values()]
     return [(steps, trained, "trained", GREEN), (steps, dropped, "dropped, with a reason", RED)]
 
 

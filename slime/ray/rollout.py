@@ -17,7 +17,7 @@ import ray  # noqa: F401 - tests replace ray.put through this module
 
 from slime.exceptions import EngineError, RolloutDataError
 from slime.observability import rollout_metrics
-from slime.observability.ledger import CRITIC_ONLY, Ledger, ledger_of_rollout
+from slime.observability.ledger import CRITIC_ONLY, ledger_of_rollout
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log, log_dir_of
 from slime.observability.timer import Timer, timer
 from slime.ray import actors
@@ -314,7 +314,7 @@ class RolloutManager:
             dropped_before=output.dropped,
         )
         if rollout_id < self.args.num_critic_only_steps and self.args.use_critic:
-            ledger = Ledger(ledger.sampled, 0, {**ledger.dropped, CRITIC_ONLY: ledger.trained})
+            ledger = dataclasses.replace(ledger, trained=0, dropped={**ledger.dropped, CRITIC_ONLY: ledger.trained})
         elif ledger.sampled and not ledger.trained:
             logger.warning("rollout %d trains nothing: all of its %d samples were dropped: %s", rollout_id, ledger.sampled, dict(ledger.dropped))
         times = {f"perf/{name}_time": seconds for name, seconds in Timer().log_dict().items()}

@@ -169,7 +169,8 @@ def test_no_converter_trains_a_rejected_sample(kind, policy, tmp_path, monkeypat
             continue
         # an empty response, or one with an unreadable id, has no rows to copy
         assert ledger[reason] in {1, copies if policy != "drop" and index != 11 else 1}, reason
-    assert ledger["sampled"] == ledger["planned"] + ledger["dropped"]
+    assert ledger["sampled"] + ledger.get("copies", 0) == ledger["planned"] + ledger["dropped"] and ledger["sampled"] == 16
+    assert (ledger.get("copies", 0) > 0) == (kind == "every sample twice" or (kind == "tokens of one sample in another" and policy != "drop"))
 
 
 def test_a_converters_row_of_no_known_sample_ends_the_run(tmp_path, monkeypatch):
@@ -256,7 +257,8 @@ def test_a_log_function_that_moves_tokens_between_samples_trains_no_rejected_one
     trained, ledger = judged(manager_of(dirty_rollout(), tmp_path, monkeypatch, gate_policy="mark", **paths))
     assert trained == [i for i in PASSED if i != 13]
     # two rows are of sample 14, and none of sample 13
-    assert (ledger["planned"], ledger["truncated"], ledger["left_out_by_converter"]) == (10, 2, 1) and ledger["sampled"] == 10 + ledger["dropped"]
+    assert (ledger["planned"], ledger["truncated"], ledger["left_out_by_converter"]) == (10, 2, 1)
+    assert (ledger["sampled"], ledger["copies"], ledger["dropped"]) == (16, 1, 7), "16 samples; one has two rows"
 
 
 @pytest.mark.parametrize("given", ["ones", "none", "shorter"])

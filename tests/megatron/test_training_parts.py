@@ -198,10 +198,19 @@ def test_trainers_and_engines_take_turns_with_the_devices_memory(monkeypatch):
 @pytest.mark.parametrize("name", ["colocate", "offload_train", "offload_rollout", "release_train"])
 def test_sides_that_work_at_the_same_time_cannot_take_turns(name):
     """train-async generates while it trains."""
-    options = {"colocate": False, "offload_train": False, "offload_rollout": False, "release_train": False, name: True}
+    options = {"colocate": False, "offload_train": False, "offload_rollout": False, "release_train": False, "local": False, name: True}
     run = SimpleNamespace(args=SimpleNamespace(**options))
     with pytest.raises(ConfigError, match=f"remove --{name.replace('_', '-')}, or use slime train"):
         train_async.train(run)
+
+
+def test_a_loop_that_cannot_take_turns_refuses_the_options_at_parsing(tmp_path, capsys, monkeypatch):
+    """--local was refused once engines and trainers had loaded their weights. Every such option is named at once, also in a dry run."""
+    monkeypatch.setattr(train, "_run_session", lambda *args: pytest.fail("the run was started"))
+    for more in ([], ["--dry-run"]):
+        assert train_async.main([*write_run_inputs(tmp_path), "--local", "--offload-train", *more]) == 2
+        said = capsys.readouterr().err
+        assert "use slime train --local" in said and "remove --offload-train, or use slime train" in said
 
 
 if __name__ == "__main__":

@@ -145,6 +145,46 @@ def test_sample_that_is_counted_twice_is_named_too(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("config", "problems"), [(None, 1), ("logprob_diff_alarm: 0.9\n", 0), ("logprob_diff_alarm: 2e-1\n", 1), ("debug_train_only: true\n", 0)]
+)
+def test_the_command_uses_the_thresholds_that_the_run_was_started_with(tmp_path, config, problems, capsys):
+    """A mean gap of 0.5 nats, which --logprob-diff-alarm 0.9 of the run allows; a replay is not compared at all."""
+    gap = {"rollout/logprob_abs_diff/mean": 0.5, "rollout/logprob_abs_diff/max": 0.7}
+    write_run(tmp_path, changed(lambda key, step, metrics: metrics | (gap if key == "rollout/step" else {})))
+    if config is not None:
+        (tmp_path / "config.yaml").write_text(config)
+    assert report.main([str(tmp_path)]) == problems
+    assert capsys.readouterr().out.count("PROBLEM") == problems
+
+
+def test_a_recorded_config_that_cannot_be_read_is_named(tmp_path, capsys):
+    """In place of a report with other thresholds than the run's."""
+    (write_run(tmp_path, healthy_records()) / "config.yaml").write_text("lr: [1\n")
+    assert report.main([str(tmp_path)]) == 2 and "config.yaml" in capsys.readouterr().err
+
+
+def test_a_supervised_run_is_reported_as_one(tmp_path, capsys):
+    """Without rewards: the command called that a problem, the report at the run's end did not."""
+    write_run(tmp_path, changed(lambda key, step, metrics: {n: v for n, v in metrics.items() if "reward" not in n and "pass" not in n}))
+    assert report.main([str(tmp_path)]) == 1
+    (tmp_path / "config.yaml").write_text("loss_type: sft_loss\n")
+    assert report.main([str(tmp_path)]) == 0
+
+
+def test_a_converters_copies_stand_beside_what_was_sampled(tmp_path):
+    """128 samples of rollout 4, each in two rows: 240 rows trained and 16 dropped."""
+
+    def twice(key, step, metrics):
+        if step == 4 and "rollout/ledger/trained" in metrics:
+            counts = {"trained": 240, "copies": 128, "dropped/truncated": 10, "dropped/empty": 6}
+            return metrics | {f"rollout/ledger/{name}": count for name, count in counts.items()}
+        return metrics
+
+    summary = summarize_run(read_run(write_run(tmp_path, changed(twice))))
+    assert summary.problems == [] and summary.facts[0].startswith("samples: 1280 sampled + 128 copies = 1320 trained + 88 dropped")
+
+
 def test_samples_of_a_skipped_step_are_not_counted_as_trained(tmp_path):
     """All 120 planned samples of rollout 4 were in steps that changed nothing: 19 x 120 trained, and the ledger balances."""
 
