@@ -18,6 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """For `-n 2 --dist loadgroup`: a file stays on one worker, and real runs, which use both cores, stay one after the other on the first."""
     if not hasattr(config, "workerinput"):
