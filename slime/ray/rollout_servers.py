@@ -100,13 +100,14 @@ def start_rollout_servers(args: Any, pg: Placement) -> RolloutServers:
 
 
 def _external_servers(args: Any) -> RolloutServers:
-    from slime.backends.sglang_utils.external import normalize_external_engine_addr, start_external_rollout_servers
+    from slime.backends.sglang_utils.external import start_external_rollout_servers
     from slime.backends.sglang_utils.router import start_router
 
-    urls = [normalize_external_engine_addr(address) for address in args.rollout_external_engine_addrs]
-    init_http_client(args)
-    run(_check_external_engines(urls, timeout_s=args.rollout_engine_start_timeout))
-    return start_external_rollout_servers(args, start_router=start_router)
+    def wait_for_answers(urls: list[str]) -> None:
+        init_http_client(args)
+        run(_check_external_engines(urls, timeout_s=args.rollout_engine_start_timeout))
+
+    return start_external_rollout_servers(args, start_router=start_router, wait_for_answers=wait_for_answers)
 
 
 async def _check_external_engines(urls: list[str], *, timeout_s: float) -> None:

@@ -183,6 +183,22 @@ def test_external_engines_tell_their_sizes_and_roles(monkeypatch):
         external.start_external_rollout_servers(args, start_router=None)
 
 
+def test_addresses_are_read_once_at_the_start_and_their_servers_waited_for_before_they_are_asked(monkeypatch):
+    """What is waited for and what is used are the same URLs; one that is given twice is named before anything is waited for."""
+    from slime.backends.sglang_utils import external
+
+    events, normalize = [], external.normalize_external_engine_addr
+    monkeypatch.setattr(external, "normalize_external_engine_addr", lambda addr: events.append(f"read {addr}") or normalize(addr))
+    monkeypatch.setattr(external.requests, "get", lambda url, timeout: events.append(f"ask {url}") or Reply({"tp_size": 1}))
+    args = SimpleNamespace(rollout_external_engine_addrs=["h:1", "http://h:2/"], sglang_api_key=None, use_sglang_router=False)
+    servers = external.start_external_rollout_servers(args, start_router=None, wait_for_answers=lambda urls: events.append(("wait", *urls)))
+    assert servers.urls == ["http://h:1", "http://h:2"] and args.rollout_num_engines == 2
+    assert events == ["read h:1", "read http://h:2/", ("wait", "http://h:1", "http://h:2"), "ask http://h:1/server_info", "ask http://h:2/server_info"]
+    args.rollout_external_engine_addrs = ["h:1", "http://h:1"]
+    with pytest.raises(ConfigError, match="names http://h:1 more than once"):
+        external.start_external_rollout_servers(args, start_router=None, wait_for_answers=lambda urls: pytest.fail("waited"))
+
+
 def test_an_older_servers_route_is_tried_and_an_answer_of_another_kind_is_named(monkeypatch):
     """SGLang renamed the route; a web page at the address is no engine."""
     from slime.backends.sglang_utils import external

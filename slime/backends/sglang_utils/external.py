@@ -87,10 +87,19 @@ def discover_external_engines(
     addrs: Sequence[str], timeout: float = 30.0, *, api_key: str | None = None
 ) -> list[ExternalEngineInfo]:
     """Returns what each server says of itself, in the order of `addrs`. ConfigError for an address that is none or given twice."""
+    return _ask(external_engine_urls(addrs), timeout=timeout, api_key=api_key)
+
+
+def external_engine_urls(addrs: Sequence[str]) -> list[str]:
+    """Returns the servers' URLs, in order. ConfigError for an address that is none or given twice."""
     urls = [normalize_external_engine_addr(addr) for addr in addrs]
     repeated = sorted({url for url in urls if urls.count(url) > 1})
     if repeated:
         raise ConfigError(f"--rollout-external-engine-addrs names {', '.join(repeated)} more than once.")
+    return urls
+
+
+def _ask(urls: Sequence[str], *, timeout: float = 30.0, api_key: str | None) -> list[ExternalEngineInfo]:
     return [_describe(url, get_server_info(url, timeout=timeout, api_key=api_key)) for url in urls]
 
 
@@ -128,11 +137,13 @@ def apply_external_engine_info_to_args(args: Any, logger: logging.Logger | None 
 
     Does nothing without addresses.
     """
+    if args.rollout_external_engine_addrs:
+        _apply_infos(args, discover_external_engines(args.rollout_external_engine_addrs, api_key=vars(args).get("sglang_api_key")), logger)
+
+
+def _apply_infos(args: Any, infos: Sequence[ExternalEngineInfo], logger: logging.Logger | None) -> None:
     from slime.config.derive import apply_derived
 
-    if not args.rollout_external_engine_addrs:
-        return
-    infos = discover_external_engines(args.rollout_external_engine_addrs, api_key=vars(args).get("sglang_api_key"))
     sizes = {info.num_gpus for info in infos}
     values: dict[str, Any] = {
         "rollout_external": True,
@@ -153,20 +164,25 @@ def external_engine_infos_from_args(args: Any) -> list[ExternalEngineInfo]:
     return [entry if isinstance(entry, ExternalEngineInfo) else ExternalEngineInfo(**entry) for entry in stored]
 
 
-def start_external_rollout_servers(args: Any, *, start_router: Callable[[Any, list[str]], Any]) -> Any:
-    """Returns the `RolloutServers` of the given addresses, behind a router where the options ask for one.
+def start_external_rollout_servers(
+    args: Any, *, start_router: Callable[[Any, list[str]], Any], wait_for_answers: Callable[[list[str]], None] | None = None
+) -> Any:
+    """Returns the `RolloutServers` of the given addresses, behind a router where the options ask for one. `wait_for_answers` gets the URLs before anything is
+    asked of the servers.
 
     ConfigError for a disaggregated worker: requests go to whole engines.
     """
     from slime.ray.rollout_servers import RolloutServers
 
-    apply_external_engine_info_to_args(args, logging.getLogger(__name__))
-    infos = external_engine_infos_from_args(args)
+    urls = external_engine_urls(args.rollout_external_engine_addrs)
+    if wait_for_answers is not None:
+        wait_for_answers(urls)
+    infos = _ask(urls, api_key=vars(args).get("sglang_api_key"))
+    _apply_infos(args, infos, logging.getLogger(__name__))
     partial = [f"{info.url} ({info.worker_type})" for info in infos if info.is_pd_worker]
     if partial:
         raise ConfigError(
             f"--rollout-external-engine-addrs: {', '.join(partial)} do only a part of a request. "
             "Start the engines without --disaggregation-mode, or give the address of the router before them."
         )
-    urls = [info.url for info in infos]
     return RolloutServers([], urls, start_router(args, urls) if args.use_sglang_router else None)
