@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -222,7 +223,8 @@ def _check_nucleus_log_probs(samples: Sequence[Any]) -> None:
 
 
 def _numbers(samples: Sequence[Any], rewards: Sequence[Any], config: ColumnsConfig) -> np.ndarray:
-    """float64 [N]: what a custom reward function returned, NaN where there is no number."""
+    """float64 [N]: what a custom post-process returned, NaN where there is no number. It may compute with tensors: one of one element is its element."""
+    rewards = [value.item() if hasattr(value, "item") and math.prod(value.shape) == 1 else value for value in rewards]
     pairs = zip(samples, rewards, strict=True)
     return np.array([reward_number(value, config.reward_key, index=sample.index) for sample, value in pairs], dtype=np.float64)
 

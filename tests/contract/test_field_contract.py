@@ -216,12 +216,12 @@ def test_rewards_that_are_no_numbers_make_the_sample_invalid():
     assert plan.dropped == {"bad_reward": 2} and plan.num_trained_samples == 2
 
 
-@pytest.mark.parametrize("value", (3, "3", True + 2, np.float16(3), torch.tensor([3.0]), torch.tensor(3.0, dtype=torch.bfloat16, requires_grad=True)))
+@pytest.mark.parametrize("value", (3, True + 2, np.float16(3), torch.tensor([3.0]), torch.tensor(3.0, dtype=torch.bfloat16, requires_grad=True)))
 def test_a_custom_reward_function_may_return_any_number(value):
     """--custom-reward-post-process-path computes with what it likes; what is no number is said with the sample."""
     batch = build_train_columns([make_sample(7)], ([value], [value]), ColumnsConfig())
     assert batch["raw_reward"] == batch["rewards"] == [3.0]
-    for bad in ({"score": 3.0}, torch.tensor([1.0, 2.0]), 10**400):
+    for bad in ({"score": 3.0}, "3", [3.0], torch.tensor([1.0, 2.0]), 10**400):
         with pytest.raises(RolloutDataError, match="The reward of sample 7"):
             build_train_columns([make_sample(7)], ([value], [bad]), ColumnsConfig())
 
