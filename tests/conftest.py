@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parent
+RUNS = "tests/e2e/"  # the longest tests: with two workers they begin first
 for folder in (TESTS, TESTS.parent):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
@@ -18,15 +19,23 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With `-n 2`, a file stays on one worker, and real runs, which use both cores, stay one after the other on the worker that begins with them."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class FileScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.split("::", 1)[0]
+            return RUNS if file.startswith(RUNS) else file
+
+    config.option.loadscopereorder = False  # in the order of the collection, not the largest file first
+    return FileScheduling(config, log)
+
+
 def pytest_collection_modifyitems(config, items):
-    """For `-n 2 --dist loadgroup`: a file stays on one worker, and real runs, which use both cores, stay one after the other on the first."""
-    if not hasattr(config, "workerinput"):
-        return
-    runs = TESTS / "e2e"
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("runs" if runs in item.path.parents else str(item.path.relative_to(TESTS))))
-    items.sort(key=lambda item: runs not in item.path.parents)
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not item.nodeid.startswith(RUNS))
 
 
 @pytest.fixture(scope="module", autouse=True)

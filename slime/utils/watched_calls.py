@@ -57,6 +57,7 @@ class CallWatch:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._overdue: CallTimeout | None = None
+        self._overdue_step: Step | None = None
         self._is_armed = False
         self._note: mmap.mmap | None = None
         self._stacks: Any = None
@@ -88,9 +89,15 @@ class CallWatch:
         self._steps.pop(threading.get_ident(), None)
 
     def raise_overdue(self) -> None:
-        """CallTimeout, with the stack, for a step that has held its event loop beyond its limit."""
-        if self._overdue is not None:
+        """CallTimeout, with the stack, for a step that has held its event loop beyond its limit; once per step."""
+        if self._overdue is None:
+            return
+        with self._lock:
             error, self._overdue = self._overdue, None
+            for thread_id, step in list(self._steps.items()):
+                if step is self._overdue_step:
+                    del self._steps[thread_id]
+        if error is not None:
             raise error
 
     def _start(self) -> None:
@@ -128,10 +135,13 @@ class CallWatch:
         if any(mark in name for name, _, _ in frames for mark in DEBUGGERS):
             return  # someone is looking at it
         place = " <- ".join(f"{name}:{line} in {function}" for name, line, function in frames[:FRAMES_SHOWN])
-        self._overdue = CallTimeout(
+        error = CallTimeout(
             f"{step.what} has held its event loop for {held_s:.0f} s, more than {step.option} {step.timeout_s:g} allows: it neither returned "
             f"nor awaited anything. It stands at {place}. Await what takes long, give it a timeout of its own, or raise {step.option}."
         )
+        with self._lock:
+            if self._steps.get(thread_id) is step:
+                self._overdue, self._overdue_step = error, step
 
 
 def _frames_of(frame: FrameType | None) -> list[tuple[str, int, str]]:

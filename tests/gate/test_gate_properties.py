@@ -130,7 +130,7 @@ def test_ten_thousand_mutations_end_as_a_verdict():
     rng = random.Random(7)
     config = GateConfig(format=FORMAT_PRESETS["answer"], vocab_size=10**6, rewards_expected=True, repetition_window=8)
     samples = [mutate(rng, sound_sample(i % 50, response="<answer>4</answer>")) for i in range(10_000)]
-    start = time.perf_counter()
+    start = time.process_time()
     result = postprocess_output_data(samples, config)
     statistics = result.statistics
     assert statistics.total == 10_000 == statistics.kept + sum(statistics.dropped.values())
@@ -144,7 +144,7 @@ def test_ten_thousand_mutations_end_as_a_verdict():
     assert [postprocess_output_data([samples[i]], config).verdicts[0] for i in alone] == [
         result.verdicts[i] for i in alone
     ]
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
 
 
 def test_mutated_trajectories_of_other_engines_end_as_a_verdict_or_name_the_item():

@@ -41,7 +41,7 @@ def test_a_grader_that_hangs_is_killed_at_its_limit_and_replaced_once(pool, grad
     start = time.monotonic()
     outcome = pool.grade(bad(grader), "x", "y")
     assert outcome.error == GRADER_TIMEOUT and outcome.value is None and "1.5 s" in outcome.detail
-    assert time.monotonic() - start < 3.5
+    assert time.monotonic() - start < 8
     assert pool.grade(bad("noisy"), "x", "y") == GraderOutcome(value=1) and pool.num_restarts == 1
 
 

@@ -23,7 +23,7 @@ from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils import watched_calls
 from slime.utils.async_utils import run
 from slime.utils.types import Sample
-from slime.utils.watched_calls import CallTimeout, call_within, last_words
+from slime.utils.watched_calls import WATCH_INTERVAL_S, CallTimeout, CallWatch, Step, call_within, last_words
 
 NUM_GPUS = 0
 
@@ -316,6 +316,29 @@ def test_a_reward_that_blocks_the_event_loop_ends_the_run_with_function_sample_a
         fully_async_rollout.stop_global_worker()
 
 
+def test_a_step_that_was_reported_is_not_reported_to_the_next_caller():
+    """The blocked thread goes on for a while after its run has ended; a later rollout of the process is not to blame."""
+    watch = CallWatch()
+    release = threading.Event()
+
+    def blocks():
+        watch.begin(Step("f", "--o", 0.1, time.monotonic()))
+        release.wait(20)
+        watch.end()
+
+    thread = threading.Thread(target=blocks)
+    thread.start()
+    deadline = time.monotonic() + 20
+    with pytest.raises(CallTimeout):
+        while time.monotonic() < deadline:
+            watch.raise_overdue()
+            time.sleep(0.05)
+    time.sleep(2.5 * WATCH_INTERVAL_S)  # still blocked
+    watch.raise_overdue()
+    release.set()
+    thread.join()
+
+
 def test_calls_that_take_turns_do_not_use_up_each_others_time():
     """Twelve calls of 0.1 s of computing each, one after the other on one loop: 1.2 s, and none took longer than 0.5 s of its own."""
 
@@ -366,13 +389,16 @@ def test_a_limited_call_hands_on_results_errors_and_cancellation():
 def test_a_call_under_a_debugger_is_not_ended():
     """Someone who stands at a break point in a reward function takes longer than a minute."""
     watch = watched_calls.CallWatch()
-    step = watched_calls.Step("f", "--o", 1.0, 0.0)
+    step = watched_calls.Step("f", "--o", 1.0, time.monotonic() + 3600)  # not overdue to the watching thread
+    watch.begin(step)
     watch._note_overdue(threading.get_ident(), step, 2.0)
     with pytest.raises(CallTimeout, match="f has held its event loop for 2 s"):
         watch.raise_overdue()
     code = compile("watch._note_overdue(ident, step, 2.0)", "/usr/lib/python3/pdb.py", "exec")
+    watch.begin(step)
     exec(code, {"watch": watch, "ident": threading.get_ident(), "step": step})
     watch.raise_overdue()
+    watch.end()
 
 
 HELD = """
