@@ -219,7 +219,7 @@ _POINTS = (
     ExtensionPoint(
         "rollout_data_postprocess_path",
         ("args", "rollout_id", "rollout_data"),
-        "changes the local batch between advantages and training.",
+        "changes numbers of the local batch, or masks tokens, between advantages and training; tokens, lengths and micro-batches stay.",
         "once a rollout on every training rank",
         "None",
     ),
