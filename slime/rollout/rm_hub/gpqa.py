@@ -32,6 +32,7 @@ _LETTER_LINE = r"^[ \t(\[*]*[A-Z][)\]*.: \t]*"
 _ENUMERATION = re.compile(
     rf"(?<![A-Za-z0-9'])[A-Z](?:{_BETWEEN}(?<![A-Za-z0-9'])[A-Z](?![A-Za-z0-9']))+|{_LETTER_LINE}(?:\n+{_LETTER_LINE})+$", re.MULTILINE
 )
+_OR_ANOTHER = re.compile(r"[)\]*}$]*[ \t]*(?:,|/|,?[ \t]*\b(?:or|and)\b)[ \t]*[(\[*]*([B-HJ-Zb-hj-z])(?![\w'])")
 _WORD = re.compile(r"(?:(?<![\w.])-)?\d+(?:[.,]\d+)*|\w+")
 
 
@@ -46,7 +47,10 @@ def _extract_letter_from_response(response: str | None, valid_letters: Iterable[
     for pattern in _PATTERNS:
         found = [match for match in pattern.finditer(text) if match[1].upper() in valid]
         if found:
-            return None if found[-1].start(1) in listed else found[-1][1].upper()
+            chosen = found[-1]
+            other = _OR_ANOTHER.match(text, chosen.end(1))
+            is_undecided = other is not None and other[1].upper() in valid - {chosen[1].upper()}
+            return None if chosen.start(1) in listed or is_undecided else chosen[1].upper()
     last_line = text.rstrip().rpartition("\n")[2]
     alone = _ALONE.fullmatch(last_line)
     if alone is not None and alone[1].upper() in valid and len(text.rstrip()) - len(last_line) + alone.start(1) not in listed:

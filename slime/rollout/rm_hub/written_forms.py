@@ -103,6 +103,8 @@ def _read_range(text: str) -> Form | None:
 def _unit_of(rest: str, money: str) -> str | None:
     if rest.strip() == "%":
         return "%"
+    if re.fullmatch(r"\s*[A-Za-z]", rest):  # 3 - 5 m is as well a difference with a letter
+        return None
     unit = read_unit(rest)
     if unit == NO_UNIT and money:
         unit = read_unit(f" {OPEN}{money[-1]}{CLOSE}")
@@ -120,8 +122,8 @@ def _read_residue(text: str) -> Form | None:
 
 
 # What may stand behind or before a number of a sentence so that the two are one answer.
-BEFORE = rf"(?:\b{MONTH}\b\.?\s)?"
+BEFORE = rf"(?:\b{MONTH}\b\.?\s(?=\d{{1,2}}(?!\d)))?"
 BEHIND = (
     r"(?::\d+)*(?:\s*[-–—]{1,3}\s*(?:\\?\$|€|£)?\d[\d,.]*)?(?:!(?!=))?(?:\s*[ap]\.?m\b\.?)?(?:\s*\(?\s*\\?p?mod\s*\{?\d+\}?\s*\)?)?"
-    rf"(?:(?:st|nd|rd|th)?\s*(?:of\s+)?{MONTH}\b)?"
+    rf"(?:(?<!\d\d\d)(?<!\d\d\d )(?:st|nd|rd|th)?\s*(?:of\s+)?{MONTH}\b)?"
 )
