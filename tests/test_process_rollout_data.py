@@ -271,23 +271,24 @@ def test_no_shard_is_in_memory_while_the_next_one_is_made(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("sources", "dropped", "sampled"),
+    ("sources", "dropped", "copies"),
     [
-        ([0, 1, 2, 3, 4, 5], {"left_out_by_converter": 2}, 8),
-        ([0, 1, 2, 3, 4, 5, 6, 7], {}, 8),
-        ([0, 0, 1, 2, 3, 4, 5, 6, 7, 7, 7], {}, 11),
-        ([0, 0, 0, 3, 4, 5, 6, 7], {"left_out_by_converter": 2}, 10),
+        ([0, 1, 2, 3, 4, 5], {"left_out_by_converter": 2}, 0),
+        ([0, 1, 2, 3, 4, 5, 6, 7], {}, 0),
+        ([0, 0, 1, 2, 3, 4, 5, 6, 7, 7, 7], {}, 3),
+        ([0, 0, 0, 3, 4, 5, 6, 7], {"left_out_by_converter": 2}, 2),
     ],
 )
-def test_what_a_custom_converter_leaves_out_or_adds_is_in_the_ledger(sources, dropped, sampled):
+def test_what_a_custom_converter_leaves_out_or_adds_is_in_the_ledger(sources, dropped, copies):
     """Conservation: a converter that keeps 6 of 8 samples, or makes 11 rows of them, neither ends the run nor loses count; nor does one that
-    leaves out two and makes three rows of another."""
+    leaves out two and makes three rows of another. 8 samples were sampled, whatever it makes of them."""
     plan = make_split(make_samples(len(sources)), 2).plan
     owned = (plan.owner_ranks_N >= 0).tolist()
     ledger = ledger_of_rollout(
         [None] * 8, sources, trains=owned, num_trained=plan.num_trained_samples, dropped_by_split=plan.dropped, dropped_before={}
     )
-    assert (ledger.sampled, ledger.trained, ledger.dropped) == (sampled, len(sources), dropped)
+    assert (ledger.sampled, ledger.copies, ledger.trained, ledger.dropped) == (8, copies, len(sources), dropped)
+    assert ledger.plan_metrics().get("rollout/ledger/copies", 0) == copies and ledger.plus(ledger).copies == 2 * copies
     with pytest.raises(RolloutDataError, match="The gate and the ledger disagree: .* at position 3 .* 'empty'"):
         ledger_of_rollout(
             [None, None, None, "empty", None, None, None, None], sources, trains=owned, num_trained=8, dropped_by_split={}, dropped_before={}
