@@ -236,7 +236,7 @@ def find_number_problems(run: RunRecords) -> list[str]:
 
 def find_gate_problems(run: RunRecords) -> list[str]:
     """Returns a sentence per kind of failure whose share of the samples at least doubled between the run's first and last rollouts."""
-    from slime.rollout.postprocess.alarms import level_message, level_rose
+    from slime.rollout.postprocess.alarms import level_problem
     from slime.rollout.postprocess.contract import MODEL_FAILURES, REASONS
 
     problems = []
@@ -245,20 +245,11 @@ def find_gate_problems(run: RunRecords) -> list[str]:
         shares = {step: share for step, share in zip(*run.numbers(f"gate/failures/{reason.value}"), strict=True) if step in totals}
         steps, window = list(shares), min(LEVEL_WINDOW, len(shares) // 2)
         first, last = steps[:window], steps[len(steps) - window :]
-        (before, at_start), (after, now) = (
-            (round(sum(shares[step] * totals[step] for step in part)), round(sum(totals[step] for step in part))) for part in (first, last)
-        )
-        if not level_rose(after, now, before, at_start):
-            continue
+        start, recent = ({step: (round(shares[step] * totals[step]), round(totals[step])) for step in part} for part in (first, last))
         trained = sum(run.series.get(f"gate/kept_in_spite/{reason.value}", {}).get(step, 0) for step in last)
-        message = level_message(
-            reason,
-            (after, now),
-            (before, at_start),
-            trains=bool(trained),
-            over=(window, window, (sum(last) - sum(first)) / window),
-        )
-        problems.append(f"the model fails more: {message}")
+        message = level_problem(reason, start, recent, trains=bool(trained))
+        if message is not None:
+            problems.append(f"the model fails more: {message}")
     return problems
 
 

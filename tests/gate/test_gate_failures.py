@@ -164,6 +164,17 @@ def test_a_slow_rise_that_no_window_sees_is_an_alarm_with_the_policy_to_try(tmp_
     assert caplog.text.count("gate alarm [failure_level]") == (19 - first) // 5 + 1
 
 
+def test_a_level_that_rose_with_the_first_updates_is_an_alarm_and_a_problem_too(tmp_path):
+    """1 % in the rollout before any update, 34 % from then on: the first five rollouts together are as bad as the last five."""
+    gate = Gate(GateConfig(), window=5)
+    for rollout_id, cut in enumerate([2, *[68] * 11]):
+        result = gate.run(rollout(cut), rollout_id)
+    (alarm,) = [alarm for alarm in result.alarms if alarm.name == "failure_level"]
+    assert alarm.message.startswith("'truncated' rose from 1.0 % of the samples in the first rollout to 34.0 % in the last 5, +3.67 points a rollout. ")
+    (problem,) = find_gate_problems(write_run(tmp_path, [2 / 128, *[44 / 128] * 11]))
+    assert problem.startswith("the model fails more: 'truncated' rose from 1.6 % of the samples in the first rollout to 34.4 %")
+
+
 def test_failures_that_train_are_counted_as_well_and_survive_a_resume(tmp_path):
     """A kept cut is a cut. The run's first rollouts are part of the checkpoint: after a resume the level is compared with them."""
     config = GateConfig(policies={InvalidReason.TRUNCATED: Policy.PENALIZE})

@@ -15,6 +15,7 @@ MIN_RATE_FACTOR = 1.5
 MIN_STANDARD_ERRORS = 2.5
 MIN_LEVEL_FACTOR = 2.0
 FAILURE_LEVEL = "failure_level"
+Counts = Mapping[int, tuple[int, int]]  # by rollout: samples with a reason, all samples
 PSI_MOVED = 0.25
 KS_DISTANCE, KS_P = 0.1, 1e-3
 _CAUSES_OF_RATE = {
@@ -86,7 +87,7 @@ def level_message(
     before, after = at_start[0] / at_start[1], now[0] / now[1]
     first, last, distance = over
     text = (
-        f"'{reason.value}' rose from {100 * before:.1f} % of the samples in the first {first} rollouts to {100 * after:.1f} % in the last {last}, "
+        f"'{reason.value}' rose from {100 * before:.1f} % of the samples in the first {_rollouts(first)} to {100 * after:.1f} % in the last {last}, "
         f"{100 * (after - before) / max(distance, 1):+.2f} points a rollout. "
     )
     if trains:
@@ -99,26 +100,36 @@ def level_message(
     )
 
 
+def _rollouts(count: int) -> str:
+    return "rollout" if count == 1 else f"{count} rollouts"
+
+
 def find_level_alarms(
     start: Mapping[int, GateStatistics], recent: Mapping[int, GateStatistics], policy_of: Callable[[InvalidReason], Policy]
 ) -> list[Alarm]:
     """One alarm per kind of model failure whose share rose since the run's first rollouts. Both are statistics by rollout."""
     alarms = []
-    totals = [sum(statistics.total for statistics in part.values()) for part in (recent, start)]
     for reason in (reason for reason in REASONS if reason in MODEL_FAILURES):
-        counts = [sum(statistics.failures[reason] for statistics in part.values()) for part in (recent, start)]
-        if not level_rose(counts[0], totals[0], counts[1], totals[1]):
-            continue
-        distance = sum(recent) / len(recent) - sum(start) / len(start)
-        message = level_message(
-            reason,
-            (counts[0], totals[0]),
-            (counts[1], totals[1]),
-            trains=policy_of(reason) in (Policy.KEEP, Policy.PENALIZE),
-            over=(len(start), len(recent), distance),
+        counts_at_start, counts = (
+            {number: (statistics.failures[reason], statistics.total) for number, statistics in part.items()} for part in (start, recent)
         )
-        alarms.append(Alarm(FAILURE_LEVEL, message, reason.value))
+        message = level_problem(reason, counts_at_start, counts, trains=policy_of(reason) in (Policy.KEEP, Policy.PENALIZE))
+        if message is not None:
+            alarms.append(Alarm(FAILURE_LEVEL, message, reason.value))
     return alarms
+
+
+def level_problem(reason: InvalidReason, start: Counts, recent: Counts, *, trains: bool) -> str | None:
+    """`level_message` where the share rose from the first rollouts, or from the very first: the first updates can raise it already. None if it did not."""
+    for first in (start, dict([min(start.items())]) if start else {}):
+        if not first or not recent:
+            continue
+        (now, total), (before, total_before) = (map(sum, zip(*part.values(), strict=True)) for part in (recent, first))
+        if level_rose(now, total, before, total_before):
+            distance = sum(recent) / len(recent) - sum(first) / len(first)
+            over = (len(first), len(recent), distance)
+            return level_message(reason, (now, total), (before, total_before), trains=trains, over=over)
+    return None
 
 
 def _cause(reason: InvalidReason) -> str:
