@@ -87,8 +87,8 @@ class RolloutOptions:
     )
     max_failed_ratio: float = option(
         0.1,
-        "Largest share of a rollout's samples whose generation or reward may fail before the run stops with "
-        "the reasons.",
+        "Largest share of a rollout's attempts whose generation or reward may fail before the run stops with the reasons. Groups that a filter "
+        "drops count too; of an attempt of several samples, the share of them that failed.",
     )
     rollout_data_transport: str = option(
         "object-store",

@@ -58,7 +58,7 @@ async def evaluate_dataset(
         nonlocal done
         results[number] = await sglang_rollout.generate_and_rm_group(args, group, dict(params), evaluation=True)
         fail_unusable_rewards(args, iter_samples(results[number]))
-        failures.add(iter_samples(results[number]))
+        failures.add([list(iter_samples([member])) for member in results[number]])
         done += len(group)
         report_progress("evaluate", done, total)
 

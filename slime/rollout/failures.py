@@ -6,6 +6,8 @@ import bdb
 import collections
 import logging
 import traceback
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -80,33 +82,50 @@ def fail(sample: Sample, stage: str, error: BaseException) -> Sample:
 class FailureCounter:
     """Counts failed samples of one rollout and stops it when they are too many.
 
-    `total` is the number of samples that the rollout is to return; `max_ratio` the share of it that may fail.
+    `total` is the number of attempts that the rollout is to return; `max_ratio` the share of them that may fail. Of an attempt that emitted several
+    samples that share fails that its failed samples have of it. Attempts beyond `total`, of groups that a filter dropped, count like the others.
     """
 
     def __init__(self, *, total: int, max_ratio: float) -> None:
         self.total = total
         self.max_ratio = max_ratio
         self.reasons: collections.Counter[str] = collections.Counter()
+        self._num_attempts = self._num_samples = 0
+        self._failed_attempts = Fraction(0)
 
     @property
     def count(self) -> int:
+        """Failed samples."""
         return sum(self.reasons.values())
 
-    def add(self, samples: Any) -> None:
-        """Counts the failed among `samples`. RolloutDataError, with the reasons, as soon as the limit is passed."""
-        for sample in samples:
-            if sample.status is Sample.Status.FAILED:
-                reason = sample.metadata.get("failure", "unknown: no reason was given")
-                if reason not in self.reasons:
-                    logger.warning("sample %s failed: %s", sample.index, reason)
-                self.reasons[reason] += 1
-        if self.count > self.max_ratio * self.total:
+    @property
+    def ratio(self) -> float:
+        """The share of the rollout's attempts that failed."""
+        return float(self._failed_attempts / max(1, self.total, self._num_attempts))
+
+    def add(self, attempts: Iterable[Sequence[Sample]]) -> None:
+        """Counts the failed among the samples that each of `attempts` emitted. RolloutDataError, with the reasons, as soon as the limit is passed."""
+        for samples in attempts:
+            failed = [sample for sample in samples if sample.status is Sample.Status.FAILED]
+            self._num_attempts += 1
+            self._num_samples += len(samples)
+            self._failed_attempts += Fraction(len(failed), max(1, len(samples)))
+            for sample in failed:
+                self._note(sample)
+        if self.ratio > self.max_ratio:
             listed = "; ".join(f"{count} x {reason}" for reason, count in self.reasons.most_common(5))
-            raise RolloutDataError(
-                f"{self.count} of {self.total} samples of this rollout failed, more than --max-failed-ratio "
-                f"{self.max_ratio} allows. Reasons: {listed}"
-            )
+            expected = max(self.total, self._num_attempts)
+            share = f"{self.count} of {expected} samples of this rollout"
+            if self._num_samples != self._num_attempts:
+                share = f"{self.count} samples, {100 * self.ratio:.1f} % of this rollout's {expected} attempts,"
+            raise RolloutDataError(f"{share} failed, more than --max-failed-ratio {self.max_ratio} allows. Reasons: {listed}")
+
+    def _note(self, sample: Sample) -> None:
+        reason = sample.metadata.get("failure", "unknown: no reason was given")
+        if reason not in self.reasons:
+            logger.warning("sample %s failed: %s", sample.index, reason)
+        self.reasons[reason] += 1
 
     def metrics(self) -> dict[str, float]:
         """{"rollout/failed_samples", "rollout/failed_ratio"}."""
-        return {"rollout/failed_samples": self.count, "rollout/failed_ratio": self.count / max(1, self.total)}
+        return {"rollout/failed_samples": self.count, "rollout/failed_ratio": self.ratio}

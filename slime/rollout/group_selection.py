@@ -135,7 +135,7 @@ class GroupSelection:
         remaining: groups of this rollout that are running or kept; num_kept: those kept. RolloutDataError with reasons and examples where the filter
         has dropped more than --max-dropped-groups.
         """
-        self.failures.add(iter_samples(group))
+        self.failures.add([list(iter_samples([member])) for member in group])
         verdict = self._filter_verdict(group)
         if not should_drop_dynamic_filter_output(
             verdict, remaining_batch_size=remaining, target_data_size=self.config.target

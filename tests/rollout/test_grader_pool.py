@@ -168,7 +168,7 @@ def test_an_outcome_without_value_marks_the_sample_and_is_never_a_reward(monkeyp
     assert sample.reward is None and sample.status is Sample.Status.FAILED and not sample.valid
     assert sample.metadata["reward_error"] == "grader_timeout: math took long"
     failures = FailureCounter(total=10, max_ratio=0.1)
-    failures.add([sample])
+    failures.add([[sample]])
     assert failures.reasons == {"reward: grader_timeout: math took long": 1}
 
 

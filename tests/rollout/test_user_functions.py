@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import logging
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from support.chat_templates import bpe_tokenizer
 from support.fake_engine import FakeEngine
 from support.rollout_args import fresh_rollout_state, rollout_args, tokenizer_folder, write_prompts
 
+from slime.exceptions import RolloutDataError
 from slime.rollout import failures, sglang_rollout
 from slime.rollout.data_source import RolloutDataSourceWithBuffer, clone_for_group
 from slime.rollout.sglang_rollout import generate_rollout
@@ -51,6 +53,39 @@ def rig(tmp_path, model):
 
 def samples_of(output):
     return [sample for group in output.samples for sample in group]
+
+
+async def three_turns(args, sample, sampling_params):
+    first = await sglang_rollout.generate(args, sample, sampling_params)
+    return [first, copy.deepcopy(first), copy.deepcopy(first)]
+
+
+async def fails_for_the_sixth(args, sample, **kwargs):
+    return 1 / (sample.index - 5)
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_an_attempt_of_several_samples_fails_once(rig, evaluation, tmp_path):
+    """One attempt of eight fails, with its three samples: 3 of 24 is 0.125 of the rollout, and not 3 of 8."""
+    options = {"custom_generate_function_path": f"{__name__}.three_turns", "custom_rm_path": f"{__name__}.fails_for_the_sixth"}
+    options |= {"eval_prompt_data": ["one", write_prompts(tmp_path / "eval.jsonl", 8)], "max_failed_ratio": 0.125}
+    engine, args, source = rig(**options)
+    output = generate_rollout(args, 0, source, evaluation=evaluation)
+    assert output.metrics["eval/one/failed_samples" if evaluation else "rollout/failed_samples"] == 3
+    args.max_failed_ratio = 0.12
+    with pytest.raises(RolloutDataError, match="3 samples, 12.5 % of this rollout's 8 attempts, failed, more than"):
+        generate_rollout(args, 0, RolloutDataSourceWithBuffer(args), evaluation=evaluation)
+
+
+def test_failures_of_dropped_groups_are_a_share_of_all_that_was_sampled():
+    """A rollout of 10 samples whose filter drops nine tenths samples 100: 5 failures are 5 %, though half of the ten that stay."""
+    failed = Sample(index=0, status=Sample.Status.FAILED)
+    counter = failures.FailureCounter(total=10, max_ratio=0.1)
+    for _ in range(5):
+        counter.add([[Sample()]] * 19 + [[failed]])
+    assert counter.metrics() == {"rollout/failed_samples": 5, "rollout/failed_ratio": 0.05}
+    with pytest.raises(RolloutDataError, match="11 of 106 samples of this rollout failed, more than"):
+        counter.add([[failed]] * 6)
 
 
 # --- what they are given -------------------------------------------------------------------------------------------------
