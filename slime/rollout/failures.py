@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 from slime.exceptions import ConfigError, EngineError, RolloutDataError, SlimeError
 from slime.utils.types import Sample
