@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from slime.exceptions import RolloutDataError
+from slime.rollout.columns import rollout_ids_of
+from slime.rollout.weight_versions import oldest_version
 from slime.utils.ragged import as_array, num_entries
 from slime.utils.rollout_batch import RolloutBatch
 
@@ -25,6 +27,7 @@ class Mark:
     """The gate's verdict on one sample and what the sample was then, kept apart from the sample, which users' functions may write to.
 
     index: its `Sample.index`. tokens, response: keys of its token ids, and of those of its response. keep_mask: 0 where a response token has no log-prob.
+    oldest_version: of the weights that sampled its tokens, None where none is known. rollout_id: the same for all samples of one execution.
     """
 
     valid: bool
@@ -34,18 +37,22 @@ class Mark:
     tokens: bytes = b""
     response: bytes = b""
     keep_mask: Sequence[int] | None = None
+    oldest_version: int | None = None
+    rollout_id: int | None = None
 
 
 def marks_of(samples: Sequence[Any], verdicts: Sequence[Any]) -> list[Mark]:
     """One mark per sample and its verdict of the gate. To be made before any of the user's functions sees the samples."""
     marks = []
-    for sample, verdict in zip(samples, verdicts, strict=True):
+    for sample, verdict, rollout_id in zip(samples, verdicts, rollout_ids_of(samples), strict=True):
         reason = verdict.reason
         failed = {} if verdict.valid else {"reason": reason.value if reason else "invalid", "is_model_failure": bool(reason and reason.is_model_failure)}
         ids = _ids(sample.tokens)
         response = ids[len(ids) - int(sample.response_length) :]
         keys = {"index": sample.index, "tokens": _key(ids), "response": _key(response)}
-        marks.append(Mark(bool(verdict.valid), **failed, **keys, keep_mask=verdict.keep_mask))
+        marks.append(
+            Mark(bool(verdict.valid), **failed, **keys, keep_mask=verdict.keep_mask, oldest_version=oldest_version(sample), rollout_id=rollout_id)
+        )
     return marks
 
 
@@ -59,7 +66,7 @@ def restore_marks(samples: Sequence[Any], marks: Sequence[Mark]) -> None:
 
 def with_marks(data: Mapping[str, Any], marks: Sequence[Mark], *, batch_rows: Sequence[int]) -> tuple[Mapping[str, Any], list[int]]:
     """`(data, sources)`: the data of a custom converter in which no row of a rejected sample is valid and no token without a log-prob carries loss, and each
-    row's position among `marks`.
+    row's position among `marks`. Which execution a row is of, and which weights sampled it, are filled in where the converter left them out.
 
     `marks` are of all that the gate judged, `batch_rows` the positions of those that the converter was given. See `attribute_rows`.
     """
@@ -81,6 +88,12 @@ def with_marks(data: Mapping[str, Any], marks: Sequence[Mark], *, batch_rows: Se
         if len(values) != len(sources):
             raise RolloutDataError(f"{name!r} has {len(values)} entries for {len(sources)} samples.")
     changes: dict[str, Any] = _without_missing_log_probs(data, [marks[source].keep_mask for source in sources])
+    for name, values in (
+        ("rollout_ids", [marks[source].rollout_id for source in sources]),
+        ("oldest_weight_version", [marks[source].oldest_version for source in sources]),
+    ):
+        if data.get(name) is None and any(value is not None for value in values):
+            changes[name] = values
     rejected = [row for row, source in enumerate(sources) if not marks[source].valid]
     if rejected:
         for row in rejected:

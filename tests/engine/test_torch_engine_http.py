@@ -478,6 +478,7 @@ def test_the_key_is_asked_for_and_is_needed_beyond_loopback(folder):
         assert call(server.url, "/health")[0] == 200
         assert call(server.url, "/server_info")[0] == 401
         assert call(server.url, "/generate", {"input_ids": [5]}, headers={"Authorization": "Bearer wrong"})[0] == 401
+        assert call(server.url, "/server_info", headers={"Authorization": "Bearer s3cr\u00e9t"})[0] == 401
         assert call(server.url, "/server_info", headers={"Authorization": "Bearer s3cret"})[0] == 200
     with pytest.raises(ConfigError, match="--sglang-api-key"):
         EngineConfig(str(folder), host="192.0.2.1")

@@ -173,6 +173,23 @@ def test_no_converter_trains_a_rejected_sample(kind, policy, tmp_path, monkeypat
     assert (ledger.get("copies", 0) > 0) == (kind == "every sample twice" or (kind == "tokens of one sample in another" and policy != "drop"))
 
 
+def test_what_a_converter_leaves_out_of_its_rows_origin_is_filled_in(tmp_path, monkeypatch):
+    """Eight executions of two samples each, in steps of four executions: two steps, and not four of rows; the weights that sampled are known."""
+    samples = [sound_sample(i, length=4, reward=float(i % 3), rollout_id=i // 2, weight_versions=[str(3 + i // 8)]) for i in range(16)]
+    plug_in(monkeypatch, convert=lambda args, samples: as_dict(shuffled(samples), rollout_ids=None, sample_indices=None))
+    options = {"custom_convert_samples_to_train_data_path": "user_plug_in.convert"}
+    manager = manager_of(samples, tmp_path, monkeypatch, **options)
+    manager.args.rollout_batch_size, manager.args.global_batch_size = 2, 4
+    shards = [box.inner for box in manager.generate(0)]
+    manager.gate.close()
+    assert [len(shard["num_microbatches"]) for shard in shards] == [2, 2]
+    for shard in shards:
+        numbers = [int(tokens[-1]) // 100 for tokens in shard["tokens"]]
+        assert [int(value) for value in shard["rollout_ids"]] == [number // 2 for number in numbers]
+        assert [float(value) for value in shard["rollout_mask_sums"]] == [8.0] * len(numbers)
+        assert [int(value) for value in shard["oldest_weight_version"]] == [3 + number // 8 for number in numbers]
+
+
 def test_a_converters_row_of_no_known_sample_ends_the_run(tmp_path, monkeypatch):
     """Nobody can say whether the gate passed it: the error says what to add to the dict."""
     foreign = lambda args, samples: without_indices([*samples, sound_sample(99)])  # noqa: E731

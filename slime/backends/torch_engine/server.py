@@ -157,7 +157,7 @@ class EngineServer:
         key = self.config.api_key
         if key is not None and request.path not in OPEN_PATHS:
             given = request.headers.get("Authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+            if not hmac.compare_digest(given.encode(errors="surrogateescape"), f"Bearer {key}".encode()):
                 return error_response(401, "the Authorization header must be `Bearer KEY` with this engine's API key.")
         return await handler(request)
 
