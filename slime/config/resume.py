@@ -39,10 +39,10 @@ def resume_point(args: argparse.Namespace) -> ResumePoint | None:
     if own:
         return ResumePoint(folder, int(own[1])) if folder.is_dir() else None
     try:
-        text = str(args.ckpt_step) if args.ckpt_step is not None else (folder / CHECKPOINT_TRACKER).read_text().strip()
+        text = str(args.ckpt_step) if args.ckpt_step is not None else (folder / CHECKPOINT_TRACKER).read_text(errors="replace").strip()
     except OSError:
         return None
-    if not text.isdigit():
+    if not text.isdecimal():
         return None
     return ResumePoint(folder / f"iter_{int(text):07d}", int(text))
 

@@ -22,7 +22,7 @@ def set_current_weight_version(version: Any) -> None:
 def parse_weight_version(version: Any) -> int | None:
     """The number in a weight version ("7", 7, "v7"), or None."""
     text = str(version).lstrip("v")
-    return int(text) if text.isdigit() else None
+    return int(text) if text.isdecimal() else None
 
 
 def version_spans(sample: Sample) -> list[tuple[str | None, int]]:

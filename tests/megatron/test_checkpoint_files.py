@@ -1,10 +1,12 @@
 """A checkpoint folder is either published as a whole or not there."""
 
+import argparse
 import hashlib
 
 import pytest
 
 from slime.backends.megatron_utils import checkpoint_files as files
+from slime.config.resume import resume_point
 from slime.exceptions import ConfigError
 
 NUM_GPUS = 0
@@ -37,8 +39,9 @@ def test_the_latest_or_an_asked_for_iteration_is_found(tmp_path):
 def test_a_pointer_that_is_not_a_number_is_an_error(tmp_path):
     """A torn pointer file must not mean a fresh start."""
     _publish(tmp_path, 3)
-    for content in ("", "three"):
-        (tmp_path / files.TRACKER).write_text(content)
+    for content in (b"", b"three", b"\xff3", "\u00b2".encode()):
+        (tmp_path / files.TRACKER).write_bytes(content)
+        assert resume_point(argparse.Namespace(load=str(tmp_path), finetune=False, ckpt_step=None)) is None
         with pytest.raises(ConfigError, match="not an iteration"):
             files.find_checkpoint(tmp_path, None)
 

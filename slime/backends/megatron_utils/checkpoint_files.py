@@ -45,8 +45,8 @@ def find_checkpoint(path: str | Path, step: int | None) -> tuple[Path, int]:
     if own and step in (None, int(own[1])):
         return path, int(own[1])
     if step is None:
-        text = (path / TRACKER).read_text().strip()
-        if not text.isdigit():
+        text = (path / TRACKER).read_text(errors="replace").strip()
+        if not text.isdecimal():
             raise ConfigError(
                 f"{path / TRACKER} holds {text!r}, not an iteration. Write the number of one of {_listed(path)}."
             )

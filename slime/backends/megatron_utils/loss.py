@@ -156,9 +156,8 @@ def get_rollout_top_p_logprob_kwargs(args: Any, batch: dict[str, Any]) -> dict[s
     ids, offsets = (batch.get(key) for key in ROLLOUT_TOP_P_TOKEN_KEYS)
     if ids is None or offsets is None:
         raise RolloutDataError(
-            f"--rollout-top-p is not 1, so the log-probs need {' and '.join(ROLLOUT_TOP_P_TOKEN_KEYS)} to replay the nucleus, but the batch "
-            "has not both. Let the engine return them and --custom-convert-samples-to-train-data-path, where there is one, pass on what Sample has under "
-            "these names, or sample with --rollout-top-p 1."
+            f"--rollout-top-p is not 1, so the log-probs need {' and '.join(ROLLOUT_TOP_P_TOKEN_KEYS)} to replay the nucleus, but the batch has not "
+            "both. Let the engine return them, and a custom converter pass on what Sample has under these names, or sample with --rollout-top-p 1."
         )
     return {"top_p_token_ids": ids, "top_p_token_offsets": offsets}
 
