@@ -209,6 +209,16 @@ def save(run: Run, rollout_id: int) -> None:
         group.save_model(rollout_id)
 
 
+def evaluate_at_start(run: Run) -> None:
+    """The evaluation of weights that no rollout of this run has trained: those of a first start, or, with --num-rollout 0, the loaded ones alone."""
+    from slime.config.resume import evaluates_only
+
+    args = run.args
+    is_first = run.start_rollout_id == 0 and args.eval_interval is not None and not args.debug_train_only and not args.skip_eval_before_train
+    if is_first or evaluates_only(args):
+        evaluate(run, run.start_rollout_id)
+
+
 def evaluate(run: Run, rollout_id: int) -> None:
     """Scores the evaluation datasets with the engines' current weights."""
     from slime.ray.utils import wait_for
@@ -223,8 +233,7 @@ def train(run: Run) -> None:
 
     args = run.args
     evaluates = args.eval_interval is not None and not args.debug_train_only
-    if evaluates and run.start_rollout_id == 0 and not args.skip_eval_before_train:
-        evaluate(run, run.start_rollout_id)
+    evaluate_at_start(run)
     end_training(run)  # of the trainers' start
     for rollout_id in range(run.start_rollout_id, run.num_rollout):
         (shards,) = wait_for([generate(run, rollout_id)], what=f"rollout {rollout_id}", timeout_s=args.step_timeout)

@@ -12,7 +12,7 @@ from typing import Any
 
 from slime.exceptions import ConfigError
 from slime.ray.utils import wait_for
-from slime.train import Run, evaluate, generate, launch, save, train_on, update_weights
+from slime.train import Run, evaluate, evaluate_at_start, generate, launch, save, train_on, update_weights
 
 
 def require_two_sides(args: Any) -> None:
@@ -34,8 +34,7 @@ def train(run: Run) -> None:
     args = run.args
     require_two_sides(args)
     evaluates = args.eval_interval is not None and not args.debug_train_only
-    if evaluates and run.start_rollout_id == 0 and not args.skip_eval_before_train:
-        evaluate(run, run.start_rollout_id)
+    evaluate_at_start(run)
     ahead = generate(run, run.start_rollout_id) if run.start_rollout_id < run.num_rollout else None
     for rollout_id in range(run.start_rollout_id, run.num_rollout):
         (shards,) = wait_for([ahead], what=f"rollout {rollout_id}", timeout_s=args.step_timeout)

@@ -55,14 +55,20 @@ def first_rollout(args: argparse.Namespace) -> int:
     return 0 if point is None else point.num_done
 
 
+def evaluates_only(args: argparse.Namespace) -> bool:
+    """Whether the run evaluates the weights that it loads and trains nothing: --num-rollout 0 with --eval-interval."""
+    return args.num_rollout == 0 and args.eval_interval is not None and not args.debug_train_only
+
+
 def nothing_left(args: argparse.Namespace, *, num_rollout: int) -> str | None:
     """Returns the sentence for a run without a rollout to run; None where there is one."""
     start = first_rollout(args)
-    if start < num_rollout:
+    if start < num_rollout or evaluates_only(args):
         return None
     asked = f"--num-rollout {num_rollout}" if args.num_rollout is not None else f"--num-epoch {args.num_epoch} ({num_rollout} rollouts)"
     if start == 0:
-        return f"Nothing to do: {asked} asks for no rollout."
+        hint = " To evaluate only, add --eval-interval 1 and --eval-prompt-data." if args.num_rollout == 0 else ""
+        return f"Nothing to do: {asked} asks for no rollout.{hint}"
     if args.start_rollout_id is not None:
         return f"Nothing to do: --start-rollout-id {start} is not below {asked}. Lower the first, or raise the second."
     more = f"--num-rollout {2 * start}" if args.num_rollout is not None else f"--num-epoch {args.num_epoch + 1}"

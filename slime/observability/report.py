@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.config.resume import evaluates_only
 from slime.exceptions import ConfigError
 from slime.observability.consistency_alarms import ConsistencyLimits, find_consistency_problems
 from slime.observability.jsonl import NOT_FINITE, read_jsonl
@@ -255,7 +256,7 @@ def find_gate_problems(run: RunRecords) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Checks:
-    """Which books a run has to balance. A supervised run has no reward; one without training no new weights."""
+    """Which books a run has to balance. A supervised run has no reward; one without training no new weights; one that only evaluates none of these."""
 
     ledger: bool = True
     weights: bool = True
@@ -349,6 +350,8 @@ def write_report(run_dir: str | os.PathLike[str], *, checks: Checks = Checks(), 
 
 def checks_for(args: Any) -> Checks:
     """Returns what a run with these options has to balance."""
+    if evaluates_only(args):
+        return Checks(ledger=False, weights=False, reward=False, log_probs=None)
     trains = not args.debug_rollout_only
     # A teacher's log-probs are the signal there, and the rewards are 0 by construction.
     distills = args.custom_reward_post_process_path == DISTILLATION

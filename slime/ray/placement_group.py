@@ -14,6 +14,7 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.backends.megatron_utils.checkpoint_files import iteration_folder
+from slime.config.resume import evaluates_only
 from slime.exceptions import ConfigError
 from slime.ray import actors
 from slime.ray.utils import add_default_ray_env_vars, wait_for
@@ -156,7 +157,7 @@ def create_training_models(args: Any, placements: dict[str, Placement], rollout_
     """(actor group, critic group or None, first rollout to run)."""
     actor, start = create_actor_model(args, placements, rollout_manager)
     critic = None
-    if args.advantage_estimator == "ppo":
+    if args.advantage_estimator == "ppo" and not evaluates_only(args):
         critic = allocate_train_group(_critic_args(args, start), placements["critic"], role="critic")
         _check_critic_start(args, start, set(critic.create()))
     return actor, critic, start

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import pytest
 from support.options import write_run_inputs
 
-from slime import train
+from slime import train, train_async
 from slime.config.resume import first_rollout, nothing_left, resume_point, schedule_problem
 from slime.exceptions import ConfigError
 from slime.utils.arguments import parse_args
@@ -53,7 +53,10 @@ def test_a_finished_run_says_so_with_status_0_and_starts_nothing(tmp_path, capsy
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--num-rollout 0", "Nothing to do: --num-rollout 0 asks for no rollout."),
+        (
+            "--num-rollout 0",
+            "Nothing to do: --num-rollout 0 asks for no rollout. To evaluate only, add --eval-interval 1 and --eval-prompt-data.",
+        ),
         ("--num-rollout 3 --start-rollout-id 5", "Nothing to do: --start-rollout-id 5 is not below --num-rollout 3. Lower the first, or raise the second."),
     ],
 )
@@ -61,6 +64,23 @@ def test_a_run_that_asks_for_nothing_says_so(words, sentence, tmp_path, capsys, 
     """The neighbours of a finished run."""
     assert train.launch([*write_run_inputs(tmp_path), *words.split()], train.train) == 0
     assert capsys.readouterr().err.splitlines() == [sentence]
+
+
+@pytest.mark.parametrize("loop", [train.train, train_async.train])
+@pytest.mark.parametrize("start", [0, 4])
+def test_a_run_of_no_rollout_evaluates_what_it_loads(loop, start, tmp_path, monkeypatch):
+    """--num-rollout 0 with --eval-interval: one evaluation, of the first weights or of those behind rollout 3, and nothing else."""
+    words = ["--num-rollout", "0", "--eval-interval", "1", "--eval-prompt-data", "one", str(tmp_path / "prompts.jsonl")]
+    if start:
+        write_checkpoint(tmp_path / "run4")
+    args = parse_args([*words_for(tmp_path), *words] if start else [*write_run_inputs(tmp_path), *words])
+    assert nothing_left(args, num_rollout=0) is None and first_rollout(args) == start
+    evaluated = []
+    monkeypatch.setattr(train, "evaluate", lambda run, rollout_id: evaluated.append(rollout_id))
+    monkeypatch.setattr(train, "end_training", lambda run: None)
+    args.colocate = args.offload_train = args.offload_rollout = False
+    loop(train.Run(args, None, None, None, start, 0, None))
+    assert evaluated == [start]
 
 
 def test_passes_over_the_prompts_are_counted_before_they_are_called_done(tmp_path):

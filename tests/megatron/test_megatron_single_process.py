@@ -245,6 +245,9 @@ def test_a_critic_gives_one_value_per_response_token(folders):
     from slime.backends.megatron_utils.optimizer import setup_model_and_optimizer
 
     with built(folders["qwen3"]) as (args, *_):
+        args.num_rollout, args.eval_interval, args.debug_train_only = 0, 1, False
+        assert setup_model_and_optimizer(args)[1:] == (None, None), "a run that only evaluates trains nothing"
+        args.num_rollout = 10
         model, optimizer, scheduler = setup_model_and_optimizer(args, role="critic")
         load_checkpoint(args, model, optimizer, scheduler, load_dir=None)
         data, _ = local_batch(args)

@@ -260,10 +260,16 @@ def test_a_log_prob_alarm_is_a_problem_unless_the_run_replays(tmp_path):
     assert "36.0% of the sampled tokens do not train" in problem
     assert summarize_run(run, Checks(ledger=False, reward=False, log_probs=None)).problems == []
     names = {"debug_rollout_only": False, "loss_type": "policy_loss", "custom_reward_post_process_path": None}
-    names |= {"logprob_diff_alarm": 0.2, "untrained_tokens_alarm": 0.5}
+    names |= {"logprob_diff_alarm": 0.2, "untrained_tokens_alarm": 0.5, "num_rollout": 3}
     assert report.checks_for(argparse.Namespace(**names, debug_train_only=True)).log_probs is None
     limits = report.checks_for(argparse.Namespace(**names, debug_train_only=False)).log_probs
     assert (limits.logprob_diff, limits.untrained) == (0.2, 0.5)
+
+
+def test_a_run_that_only_evaluates_has_no_books_to_balance():
+    """--num-rollout 0 with --eval-interval: three problems and status 1 though the evaluation was as asked."""
+    options = {"num_rollout": 0, "eval_interval": 1, "debug_train_only": False}
+    assert report.checks_for(argparse.Namespace(**options)) == Checks(ledger=False, weights=False, reward=False, log_probs=None)
 
 
 def test_supervised_run_needs_no_reward(tmp_path):
@@ -318,7 +324,7 @@ def test_end_of_a_run_prints_the_report_for_its_options(tmp_path, capsys):
     """A supervised run is not blamed for having no reward; a run without records is no error."""
     args = argparse.Namespace(
         run_dir=str(tmp_path), debug_rollout_only=False, loss_type="sft_loss", debug_train_only=False, logprob_diff_alarm=0.1,
-        untrained_tokens_alarm=0.01, custom_reward_post_process_path=None,
+        untrained_tokens_alarm=0.01, custom_reward_post_process_path=None, num_rollout=3,
     )  # fmt: skip
     report.report_at_end(args)
     assert "no report" in capsys.readouterr().err

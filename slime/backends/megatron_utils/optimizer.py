@@ -13,19 +13,22 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 
 from slime.backends.megatron_utils.model_provider import build_model, build_transformer_config, params_dtype
+from slime.config.resume import evaluates_only
 from slime.exceptions import ConfigError
 from slime.utils.accelerator import get_accelerator
 
 
 def setup_model_and_optimizer(
     args: Any, role: str = "actor"
-) -> tuple[list[torch.nn.Module], Any, OptimizerParamScheduler]:
-    """Returns (model chunks of this rank in DDP, one per virtual pipeline stage; optimizer; scheduler).
+) -> tuple[list[torch.nn.Module], Any, OptimizerParamScheduler | None]:
+    """Returns (model chunks of this rank in DDP, one per virtual pipeline stage; optimizer; scheduler), the last two None in a run that only evaluates.
 
     The weights are zero (a critic's value head excepted): `checkpoint.load_checkpoint` fills them and tells the optimizer.
     The scheduler exists also for a constant rate: without it Megatron's optimizer would decay norms and biases too.
     """
     model = build_model_chunks(args, role=role)
+    if evaluates_only(args):
+        return model, None, None
     config = OptimizerConfig(**_fields_of(OptimizerConfig, args), params_dtype=params_dtype(args))
     optimizer = get_megatron_optimizer(
         config, model, config_overrides=get_standard_config_overrides(config), use_gloo_process_groups=True
@@ -71,7 +74,7 @@ def training_tensors(model: Sequence[torch.nn.Module], optimizer: Any) -> Iterat
             if flat.param_data is not None:
                 yield flat.param_data
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.is_stub_optimizer:
+        if part is None or part.is_stub_optimizer:
             continue
         for group in part.optimizer.param_groups:
             yield from group["params"]
