@@ -25,7 +25,7 @@ NUM_GPUS = 0
 
 def make_args(run_dir, **changes):
     values = {name: field.default for name, field in ObservabilityOptions.__dataclass_fields__.items()}
-    values |= {"run_dir": str(run_dir), "write_report": False, "load": None, "finetune": False}
+    values |= {"run_dir": str(run_dir), "write_report": False, "load": None, "finetune": False, "num_rollout": 3}
     return argparse.Namespace(**{**values, **changes})
 
 
