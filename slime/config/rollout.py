@@ -19,7 +19,9 @@ class RolloutOptions:
         "Groups fetched at a time while too few are running or kept, with the fully asynchronous rollout groups in flight; at least "
         "--rollout-batch-size, which is the default.",
     )
-    num_rollout: int | None = option(None, "Rollouts (generate + train) to run; this or --num-epoch is needed. With --eval-interval, 0 evaluates the loaded weights.")
+    num_rollout: int | None = option(
+        None, "Rollouts (generate + train) to run; this or --num-epoch is needed. With --eval-interval, 0 evaluates the loaded weights and ends."
+    )
     num_epoch: int | None = option(None, "Passes over the prompts to run, in place of --num-rollout.")
     start_rollout_id: int | None = option(
         None, "First rollout id; default: the one after the loaded checkpoint, else 0."
