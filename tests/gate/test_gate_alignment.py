@@ -58,6 +58,14 @@ def test_text_is_decoded_from_the_tokens_by_default():
     assert run([encoded("filled in", response="")], GateConfig(text_source="engine")).samples[0].response == "filled in"
 
 
+def test_an_id_outside_the_vocabulary_is_charged_to_its_own_sample():
+    """Token ids are gathered once, for the first check that reads them; a sample that a later check took out keeps its place among them."""
+    samples = [encoded(f"answer {number}", rollout_log_probs=None) for number in range(3)]
+    samples[0].status = Status.TRUNCATED
+    samples[1].tokens[0] = 10**6
+    assert reasons_of(run(samples, GateConfig(vocab_size=10**6))) == ["truncated", "bad_token", None]
+
+
 @pytest.mark.parametrize("text_source", ("tokens", "engine"))
 @pytest.mark.parametrize("hide", (True, False))
 def test_special_tokens_alone_are_an_empty_response_whether_or_not_the_text_shows_them(hide, text_source):

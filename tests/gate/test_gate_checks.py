@@ -144,6 +144,15 @@ def test_ids_lie_inside_the_vocabulary(token, expected):
     assert reason(GateConfig(vocab_size=1000), tokens=tokens) == expected
 
 
+@pytest.mark.parametrize(("length", "expected"), [(14, None), (15, None), (16, "misaligned")])
+def test_a_response_is_no_longer_than_the_tokens(length, expected):
+    """Fifteen tokens: a response of all of them has no prompt, one of sixteen would begin before the first."""
+    sample = sound_sample(1, rollout_log_probs=[-0.5] * length)
+    assert len(sample.tokens) == 15
+    sample.response_length, sample.loss_mask = length, None
+    assert reasons_of(postprocess_output_data([sample], GateConfig())) == [expected]
+
+
 def test_a_phrase_repeated_to_the_end_is_a_loop():
     """A35: a loop is refused by its end, whatever its beginning, if the phrase is short and repeats exactly."""
 
