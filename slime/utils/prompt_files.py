@@ -103,6 +103,8 @@ def _files_of(path: str) -> list[Path]:
             raise ConfigError(
                 f"prompt file {str(file)!r} has the type {file.suffix!r}; use one of {', '.join(SUFFIXES)}."
             )
+        if file.exists() and not file.is_file():  # a pipe would be waited for, and could be read only once
+            raise ConfigError(f"prompt file {str(file)!r} is no regular file, and prompts are read several times. Write them into a file first.")
     return files
 
 

@@ -1,6 +1,7 @@
 """Prompt files and datasets: every bad row is named, nothing is skipped, memory and order are bounded and repeatable."""
 
 import json
+import os
 import random
 import resource
 import subprocess
@@ -96,6 +97,14 @@ def test_missing_files_and_other_types_are_named(tmp_path):
         list(read_file(str(tmp_path / "nowhere.jsonl")))
     with pytest.raises(ValueError, match=r"\.csv"):
         list(read_file(write(tmp_path / "a.csv", "x")))
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    """A run over a named pipe that nobody writes to stood still while its options were checked."""
+    os.mkfifo(tmp_path / "rows.jsonl")
+    for path in (tmp_path / "rows.jsonl", tmp_path):
+        with pytest.raises(ConfigError, match="rows.jsonl' is no regular file"):
+            list(read_rows(str(path)))
 
 
 def test_a_folder_or_pattern_is_its_files_in_order(tmp_path):
