@@ -214,6 +214,14 @@ def test_padded_rows_have_two_chunks_of_padding_under_context_parallelism():
     assert plan_rows([4], [[0]], shape=RowShape(pad_to=3, cp_size=2)).row_offsets.tolist() == [0, 6]
 
 
+def test_micro_batches_that_report_other_metrics_are_not_added_up():
+    """The second one's values stand in another order: the sum would be a KL in the place of a loss."""
+    losses = [{"keys": ["loss", "kl"], "values": torch.tensor([1.0, 2.0, 3.0])}, {"keys": ["kl", "loss"], "values": torch.tensor([1.0, 3.0, 2.0])}]
+    options = {"calculate_per_token_loss": False, "step_global_batch_size": 4, "cp_size": 1, "dp_with_cp_group": None}
+    with pytest.raises(AssertionError, match="micro-batch 1 reports"):
+        cp_utils.reduce_train_step_metrics(losses, **options)
+
+
 def test_train_step_metrics_divide_by_what_the_step_holds(monkeypatch):
     """Tokens per micro-batch 1 and 9 with losses 1 and 0 average to 0.1, not 0.5."""
     monkeypatch.setattr(

@@ -91,6 +91,17 @@ def test_values_for_more_or_fewer_tokens_than_there_are_are_refused():
             segment_sums(np.zeros(count), SegmentPlan([1, 2]))
 
 
+def test_a_value_that_is_no_number_leaves_a_weighted_mean_with_its_weight():
+    """(1 * 1 + 4 * 3) / (1 + 3) = 3.25; with the weight of the NaN in the denominator it would be 1.3."""
+    assert c.merge([c.weighted_mean([1.0, math.nan, 4.0], [1.0, 6.0, 3.0])]) == {"": 3.25}
+
+
+def test_a_length_at_a_quarters_end_belongs_to_that_quarter():
+    """Quarters of (0, 8]: 1 and 2 are in the first, 4 ends the second, 5 begins the third, 8 ends the fourth; 9 is longer than it should be."""
+    shares = [c.merge([part])[""] for part in c.length_share_by_quarter([1, 2, 4, 5, 8, 9], 8)]
+    assert shares == [2 / 6, 1 / 6, 1 / 6, 2 / 6]
+
+
 def test_ranks_that_report_the_same_samples_share_one_count():
     """Two samples of 1 and 3 trained tokens are one rollout; two context-parallel ranks report them, each with its own tokens."""
     values = np.array([4.0, 1.0, 2.0, 3.0])
