@@ -32,6 +32,7 @@ def test_this_repository_has_no_findings():
         ("slime/config/x.py", "import yaml\n", "stdlib"),
         ("slime/ray/x.py", "from slime.train import main\n", "layer"),
         ("slime/ray/x.py", "def f(a, b, c, d, e, f, g, h, i):\n    pass\n", "parameters"),
+        ("slime/ray/x.py", "def f(a, b, c, d, *, e, f, g, h, i):\n    pass\n", "parameters"),
         ("slime/ray/x.py", "def f():\n" + "    x = 1\n" * 100, "function size"),
         ("slime/ray/x.py", "x = 1\n" * 600, "file size"),
         ("slime/ray/x.py", "def f(args):\n    args.load = 1\n", "args"),
@@ -46,6 +47,8 @@ def test_this_repository_has_no_findings():
         ("slime/ray/x.py", "host = '.'.join('0000')\nhost = '0.0' + '.0.0'\nbind('0.0.0.0')\n", "open address"),
         ("slime/ray/x.py", "def f(:\n", "syntax"),
         ("tests/test_x.py", "def test_one():\n    pass\n", "test file"),
+        ("tests/test_x.py", "import pytest\nNUM_GPUS = 0\nif __name__ == '__main__':\n    test_one()\n", "test file"),
+        ("tests/test_x.py", "import pytest\nNUM_GPUS = 0\npytest.main([__file__])\n", "test file"),
     ],
 )
 def test_each_rule_finds_its_violation(path, text, rule):
