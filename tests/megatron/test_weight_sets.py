@@ -1,0 +1,137 @@
+"""Sets of weights in host memory, their checksum, and what is cut, sent and confirmed: on tensors of a few numbers."""
+
+import hashlib
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import pytest
+import torch
+
+from slime.backends.megatron_utils.sharding import shard
+from slime.backends.megatron_utils.update_weight.disk import update_problem
+from slime.backends.megatron_utils.update_weight.gather import _cut
+from slime.backends.megatron_utils.weights_backup import WeightsBackup
+from slime.utils.checksum import combine_digests, tensor_digest, weights_checksum
+
+NUM_GPUS = 0
+
+
+def chunk(value):
+    """A part of a model with a parameter and a buffer, both of this value."""
+    module = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.constant_(module.weight, value)
+    module.register_buffer("offset", torch.full((1,), float(value)))
+    return module
+
+
+def values_of(model):
+    return [(part.weight[0, 0].item(), part.offset.item()) for part in model]
+
+
+def fill(model, value):
+    with torch.no_grad():
+        for part in model:
+            part.weight.fill_(value)
+            part.offset.fill_(value)
+
+
+def test_every_chunk_comes_back_with_its_own_parameters_and_buffers():
+    """Two virtual pipeline stages name their layers alike."""
+    model = [chunk(1), chunk(2)]
+    sets = WeightsBackup(model)
+    sets.backup("actor")
+    fill(model, 9)
+    sets.restore("actor")
+    assert values_of(model) == [(1, 1), (2, 2)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_borrowed_weights_are_given_back_whatever_happens(fails):
+    model = [chunk(1)]
+    sets = WeightsBackup(model)
+    sets.backup("ref")
+    fill(model, 5)
+    sets.backup("actor")
+    try:
+        with sets.borrowed("ref"):
+            assert values_of(model) == [(1, 1)] and sets.active == "ref"
+            if fails:
+                raise KeyError("inside")
+    except KeyError:
+        assert fails
+    assert values_of(model) == [(5, 5)] and sets.active == "actor"
+
+
+def test_a_moved_set_leaves_its_place_to_the_one_it_replaces():
+    """Both sets stay, so that no memory is taken anew: the old actor's place holds what the next backup overwrites."""
+    model = [chunk(1)]
+    sets = WeightsBackup(model)
+    sets.backup("old_actor")
+    fill(model, 2)
+    sets.backup("rollout_actor")
+    sets.move("rollout_actor", to="old_actor")
+    assert "rollout_actor" in sets
+    sets.restore("old_actor")
+    assert values_of(model) == [(2, 2)]
+    sets.restore("rollout_actor")
+    assert values_of(model) == [(1, 1)]
+
+
+def test_weights_that_only_fell_have_changed():
+    model = [chunk(1)]
+    sets = WeightsBackup(model)
+    sets.backup("actor")
+    assert sets.largest_change("actor") == 0
+    fill(model, 0.25)
+    assert sets.largest_change("actor") == 0.75
+
+
+def test_the_checksum_is_of_names_types_shapes_and_bytes_in_c_order():
+    """The formula of the module's head, written out; a transposed view is not its memory."""
+
+    def digest(name, dtype, shape, content):
+        return hashlib.blake2b(f"{name}\0{dtype}\0{shape}\0".encode() + content, digest_size=16).digest()
+
+    values = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    assert tensor_digest("w", values) == digest("w", "float32", "2,3", values.numpy().tobytes())
+    turned = values.t()
+    assert tensor_digest("w", turned) == digest("w", "float32", "3,2", np.ascontiguousarray(turned.numpy()).tobytes())
+    halves = np.array([1, 2], dtype=np.uint16)
+    expected = hashlib.blake2b(b"b\0" + digest("b", "bfloat16", "2", halves.tobytes()), digest_size=16).hexdigest()
+    assert weights_checksum({"b": halves}, dtype_names={"b": "bfloat16"}) == expected
+    one, two = bytes(16), bytes([1] * 16)
+    assert combine_digests({"a": one, "b": two}) == combine_digests({"b": two, "a": one}) != combine_digests({"a": one, "c": two})
+
+
+def test_a_parameter_is_cut_into_as_many_pieces_as_there_are_ranks_or_not_at_all():
+    """torch.chunk makes three pieces of five rows for four ranks: the fourth would have none."""
+    assert shard("x.weight", torch.arange(4.0), size=2, rank=1, dim=0).tolist() == [2, 3]
+    with pytest.raises(ValueError, match="with 5 rows cannot be cut into 4 pieces"):
+        shard("x.weight", torch.zeros(5, 1), size=4, rank=0, dim=0)
+
+
+def test_an_update_counts_only_when_the_server_says_so():
+    """A reply without the word is no success: a proxy's page, an older server."""
+    assert update_problem({"success": True}, expected=None) is None
+    for reply in ({}, {"success": None}, {"success": False}, "ok", None):
+        assert "it answered" in update_problem(reply, expected=None)
+
+
+class _Transfer:
+    def __init__(self, num_bytes):
+        self.num_bytes = num_bytes
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [([4, 4, 4], [2, 1]), ([4], [1]), ([8, 8], [1, 1]), ([], [])])
+def test_every_tensor_is_in_a_bucket_the_last_one_too(sizes, expected):
+    """Buckets of 8 bytes: one that is alone in the last bucket is sent like the others."""
+    transfers = [_Transfer(size) for size in sizes]
+    buckets = list(_cut(transfers, 8))
+    assert [len(bucket) for bucket in buckets] == expected and [t for bucket in buckets for t in bucket] == transfers
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
