@@ -27,6 +27,19 @@ def test_queries_keys_and_values_are_interleaved_by_group():
         assert torch.equal(part, expected)
 
 
+def test_the_order_of_export_is_the_models_own():
+    """Layer by layer, within a layer by its parts, the head last: the same from every layout."""
+    names = [
+        "embedding.word_embeddings.weight",
+        "decoder.layers.0.self_attention.linear_qkv.weight",
+        "decoder.layers.0.mlp.linear_fc2.weight",
+        "decoder.layers.1.self_attention.linear_qkv.weight",
+        "decoder.layers.10.self_attention.linear_qkv.weight",
+        "output_layer.weight",
+    ]
+    assert sorted(reversed(names), key=lambda name: match("llama", name).order) == names
+
+
 def test_names_of_layers_and_experts_are_those_of_the_whole_model():
     """Wrappers' prefixes are no part of a name."""
     args = argparse.Namespace(num_attention_heads=4, num_query_groups=2, vocab_size=10)

@@ -173,7 +173,8 @@ def run_of(monkeypatch, num_rollout=2, **options):
     """What the synchronous loop tells engines, policy and critic, in order."""
     events = []
     values = {"offload_train": False, "offload_rollout": False, "release_train": False, "eval_interval": None, "debug_train_only": False,
-              "debug_rollout_only": False, "step_timeout": 1.0, "num_critic_only_steps": 0, "save": None, "save_hf": None, "num_rollout": num_rollout}  # fmt: skip
+              "debug_rollout_only": False, "step_timeout": 1.0, "num_critic_only_steps": 0, "save": None, "save_hf": None,
+              "num_rollout": num_rollout}  # fmt: skip
     engines, policy, critic = (Recorder(name, events) for name in ("engines", "policy", "critic"))
     monkeypatch.setattr("slime.ray.utils.wait_for", lambda refs, **kwargs: list(refs))
     monkeypatch.setattr(train, "report", lambda **kwargs: None)

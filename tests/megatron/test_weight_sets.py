@@ -6,10 +6,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+from slime.backends.megatron_utils import local_params
 from slime.backends.megatron_utils.sharding import shard
 from slime.backends.megatron_utils.update_weight.disk import update_problem
 from slime.backends.megatron_utils.update_weight.gather import _cut
@@ -111,6 +114,23 @@ def test_a_parameter_is_cut_into_as_many_pieces_as_there_are_ranks_or_not_at_all
     assert shard("x.weight", torch.arange(4.0), size=2, rank=1, dim=0).tolist() == [2, 3]
     with pytest.raises(ValueError, match="with 5 rows cannot be cut into 4 pieces"):
         shard("x.weight", torch.zeros(5, 1), size=4, rank=0, dim=0)
+
+
+def test_an_experts_part_is_that_of_its_rank_among_the_experts_tensor_ranks(monkeypatch):
+    """Rank 1 of two for dense weights is rank 0 of two for experts where the two groups are laid out apart."""
+    layer = torch.nn.Module()
+    layer.experts, layer.dense = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+    model = torch.nn.Module()
+    model.mlp, model.config, model.vp_stage = layer, SimpleNamespace(num_moe_experts=None), None
+    for parameter in model.parameters():
+        parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1
+    answers = {"expert_model_parallel_world_size": 1, "expert_model_parallel_rank": 0, "expert_tensor_parallel_world_size": 2,
+               "expert_tensor_parallel_rank": 0, "tensor_model_parallel_world_size": 2, "tensor_model_parallel_rank": 1}  # fmt: skip
+    for name, answer in answers.items():
+        monkeypatch.setattr(local_params.mpu, f"get_{name}", lambda answer=answer: answer)
+    monkeypatch.setattr(local_params, "get_transformer_layer_offset", lambda config, vp_stage: 0)
+    ranks = {local.name: local.parallel_rank for local in local_params.local_parameters([model])}
+    assert ranks == {"mlp.experts.weight": 0, "mlp.dense.weight": 1}
 
 
 def test_an_update_counts_only_when_the_server_says_so():
