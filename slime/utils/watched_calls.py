@@ -57,7 +57,6 @@ class CallWatch:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._overdue: CallTimeout | None = None
-        self._overdue_step: Step | None = None
         self._is_armed = False
         self._note: mmap.mmap | None = None
         self._stacks: Any = None
@@ -90,14 +89,8 @@ class CallWatch:
 
     def raise_overdue(self) -> None:
         """CallTimeout, with the stack, for a step that has held its event loop beyond its limit; once per step."""
-        if self._overdue is None:
-            return
-        with self._lock:
+        if self._overdue is not None:
             error, self._overdue = self._overdue, None
-            for thread_id, step in list(self._steps.items()):
-                if step is self._overdue_step:
-                    del self._steps[thread_id]
-        if error is not None:
             raise error
 
     def _start(self) -> None:
@@ -139,9 +132,9 @@ class CallWatch:
             f"{step.what} has held its event loop for {held_s:.0f} s, more than {step.option} {step.timeout_s:g} allows: it neither returned "
             f"nor awaited anything. It stands at {place}. Await what takes long, give it a timeout of its own, or raise {step.option}."
         )
-        with self._lock:
-            if self._steps.get(thread_id) is step:
-                self._overdue, self._overdue_step = error, step
+        if self._steps.get(thread_id) is step:
+            self._overdue = error
+            self._steps.pop(thread_id, None)  # reported once; its thread may stay blocked for long after the run has ended
 
 
 def _frames_of(frame: FrameType | None) -> list[tuple[str, int, str]]:
