@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from slime.exceptions import RolloutDataError
-from slime.utils.types import chosen_reward
+from slime.utils.types import chosen_reward, scalar
 
 STD_EPSILON = 1e-6
 SPREAD_TOLERANCE = 1e-9  # relative: 0.1 + 0.2 and 0.3 are the same reward
@@ -121,7 +121,7 @@ def reward_number(reward: Any, reward_key: str | None, *, index: Any = None) -> 
 
     `RolloutDataError` naming the keys for a dict without a usable `reward_key`, or for something that is not a number.
     """
-    reward = _scalar(chosen_reward(reward, reward_key, index=index))
+    reward = scalar(chosen_reward(reward, reward_key, index=index))
     if reward is None:
         return math.nan
     try:
@@ -136,18 +136,13 @@ def value_problem(reward: Any) -> str | None:
     """What is wrong with a reward that is one value, in words; None if it is a finite number. Text is none, nor is a list of one number."""
     if reward is None:
         return "reward is None"
-    reward = _scalar(reward)
+    reward = scalar(reward)
     if not isinstance(reward, numbers.Real):
         return f"reward is {type(reward).__name__}, not a number"
     try:
         return None if math.isfinite(reward) else f"reward is {reward}"
     except OverflowError:
         return "reward is an integer beyond the range of a float"
-
-
-def _scalar(reward: Any) -> Any:
-    """The number in an array or tensor without dimensions; anything else as it is."""
-    return reward.item() if getattr(reward, "ndim", None) == 0 and hasattr(reward, "item") else reward
 
 
 def raw_rewards_of(samples: Sequence[Any], reward_key: str | None) -> np.ndarray:

@@ -349,6 +349,11 @@ class MultimodalTypes:
         return next((kind for kind in cls.all() if kind.name == name), None)
 
 
+def scalar(value: Any) -> Any:
+    """The number in an array or tensor without dimensions; anything else as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+
+
 def chosen_reward(reward: Any, reward_key: str | None, *, index: Any = None) -> Any:
     """The reward itself, or what a dict of rewards holds under `reward_key`. RolloutDataError names the keys where it lacks that key."""
     if not isinstance(reward, dict):

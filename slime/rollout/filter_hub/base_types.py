@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.exceptions import RolloutDataError
+from slime.utils.types import scalar
 
 
 @dataclasses.dataclass
@@ -35,8 +36,7 @@ def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
 
 def _truth(value: Any) -> bool | None:
     """A truth value as bool: also numpy's, a tensor's, and the numbers 0 and 1; None for anything else."""
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        value = value.item()
+    value = scalar(value)
     return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None
 
 
