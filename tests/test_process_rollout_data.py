@@ -74,7 +74,7 @@ def receive(shards, rank):
 
 
 def test_every_local_field_is_about_the_partitions_samples(identity_get, partitions):
-    """B03, B04, B15, B16, B17: rewards, lengths and masks of a rank stand at the same index."""
+    """Rewards, lengths and masks of a rank stand at the same index, for every partition."""
     for rank, part in enumerate(partitions):
         batch = receive(plain_shards(partitions), rank)
         assert batch["local_raw_reward"] == [REWARDS[i] for i in part]
@@ -84,7 +84,8 @@ def test_every_local_field_is_about_the_partitions_samples(identity_get, partiti
 
 
 def test_selecting_by_reward_selects_the_owned_correct_samples(identity_get, partitions):
-    """B08, B09, B10, B11: "reward == 1" picks exactly the rank's samples that were solved, and never indexes past the end."""
+    """Selecting `reward == 1` on a rank picks exactly its own correct samples and never indexes
+    past the end."""
     picked = []
     for rank in range(len(partitions)):
         batch = receive(plain_shards(partitions), rank)
@@ -95,7 +96,8 @@ def test_selecting_by_reward_selects_the_owned_correct_samples(identity_get, par
 
 
 def test_raw_reward_and_the_timers_lengths_stay_whole(identity_get, partitions):
-    """B01, B02, B05: pass@k needs all siblings on every rank; [4 prompts, 2 samples] can be reshaped."""
+    """Every rank holds the rewards and the timer the lengths of the whole batch, because pass@k
+    needs all siblings."""
     for rank in range(len(partitions)):
         batch = receive(plain_shards(partitions), rank)
         assert batch["raw_reward"] == REWARDS
@@ -107,14 +109,15 @@ def test_raw_reward_and_the_timers_lengths_stay_whole(identity_get, partitions):
 
 
 def test_a_batch_without_raw_reward_is_tolerated(identity_get, partitions):
-    """B07: a custom converter need not score."""
+    """A batch of a converter that does not score arrives without `raw_reward` and without an
+    error."""
     batch = receive(plain_shards(partitions, with_rewards=False), 0)
     assert "local_raw_reward" not in batch and "raw_reward" not in batch
     assert batch["total_lengths"] == [100 + i for i in partitions[0]]
 
 
 def test_one_box_per_rank_is_asserted(identity_get, partitions):
-    """B06: fewer boxes than ranks would give two ranks the same samples."""
+    """Fewer boxes than ranks are an assertion error; two ranks would get the same samples."""
     boxes = [FakeBox(shard) for shard in plain_shards(partitions)]
     with pytest.raises(AssertionError, match=f"{len(boxes)} shards for {len(boxes) + 1}"):
         process_rollout_data(None, boxes, 0, len(boxes) + 1)
@@ -131,7 +134,8 @@ def test_one_box_per_rank_is_asserted(identity_get, partitions):
     ],
 )
 def test_a_shard_that_does_not_fit_its_partition_is_refused(identity_get, field, value, said):
-    """B24: if the meaning of `partition` changes, the first batch says so."""
+    """A partition that repeats or exceeds positions, and a field of another length than the
+    partition, are refused."""
     shards = plain_shards([[0, 1], [2, 3, 4, 5, 6, 7]])
     shards[0][field] = value
     with pytest.raises(RolloutDataError, match=said):
@@ -209,7 +213,8 @@ def check_rank(found, dp_rank_parts):
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_our_shards_arrive_aligned_and_cover_every_sample_once(identity_get, dp_size):
-    """B24, B29; faults, the split without a CPU test: tokens, log-probs, source names and rewards travel with their sample, and ranks share nothing."""
+    """Tokens, log-probs, source names and rewards travel with their sample, and the ranks together
+    hold every sample once."""
     shards = [pickle.loads(pickle.dumps(shard, protocol=5)) for shard in make_split(make_samples(), dp_size).shards]  # noqa: S301  our own bytes
     parts = []
     for rank in range(dp_size):
@@ -218,7 +223,8 @@ def test_our_shards_arrive_aligned_and_cover_every_sample_once(identity_get, dp_
 
 
 def test_a_shard_that_reaches_the_wrong_rank_is_refused(identity_get):
-    """B24: ranks that disagree about their numbers would train some samples twice and others never."""
+    """A shard that reaches another rank than its own is refused; some samples would train twice and
+    others never."""
     shards = list(make_split(make_samples(), 2).shards)
     with pytest.raises(RolloutDataError, match="rank 0 of 2 received the shard of rank 1"):
         receive(shards[::-1], 0)
@@ -228,7 +234,8 @@ def test_a_shard_that_reaches_the_wrong_rank_is_refused(identity_get):
     ("position", "said"), [(6, r"not what was scheduled; positions \[6, 7\] differ"), (8, r"positions \[8\] are outside a batch of 8 samples")]
 )
 def test_a_partition_that_is_not_what_was_scheduled_is_refused(identity_get, position, said):
-    """B24: the whole batch's owners travel with each shard, so that a disjoint cover is checked where it is used."""
+    """Each shard carries the owners of the whole batch, and a partition that contradicts them is
+    refused on arrival."""
     shard = next(iter(make_split(make_samples(), 2).shards))
     assert sorted(shard["partition"]) == [0, 2, 5, 7]
     shard["partition"] = [position if owned == 7 else owned for owned in shard["partition"]]
@@ -237,7 +244,8 @@ def test_a_partition_that_is_not_what_was_scheduled_is_refused(identity_get, pos
 
 
 def test_arrays_on_arrival_are_views_of_the_wire(identity_get):
-    """B26; faults, Python lists everywhere: the local view of a whole field is small, and heavy fields are not copied."""
+    """Arrays on arrival are read-only views of the received memory, and the pickled rest of a shard
+    is small."""
     shard = next(iter(make_split(make_samples(), 1).shards))
     buffers = []
     blob = pickle.dumps(shard, protocol=5, buffer_callback=buffers.append)
@@ -331,7 +339,8 @@ def start_ray():
 
 
 def test_shards_cross_a_real_object_store_without_being_copied(trainers):
-    """B25; faults, not zero-copy in Ray: the box is dereferenced by two ranks in other processes; the tokens there are the store's memory."""
+    """Two ranks in other processes dereference the boxes, and their tokens are the object store's
+    memory."""
     from slime.utils.misc import Box
 
     for dp_size in (1, 2, 4):
@@ -346,7 +355,7 @@ def test_shards_cross_a_real_object_store_without_being_copied(trainers):
 
 
 def test_plain_dicts_cross_a_real_object_store(trainers, partitions):
-    """B25, B18: a converter that ships lists keeps working, for every partition."""
+    """Shards that are dicts of lists arrive for every partition, as custom converters ship them."""
     boxes = [types.SimpleNamespace(inner=ray.put(shard)) for shard in plain_shards(partitions)]
     results = ray.get(
         [trainers[rank % 2].receive_plain.remote(boxes, rank, len(partitions)) for rank in range(len(partitions))]

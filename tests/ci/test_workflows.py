@@ -86,12 +86,13 @@ def run_job(checkout, *options):
 
 
 def test_committed_workflow_is_what_its_template_renders_to():
-    """B20; faults, CI: generated workflow out of step with its template: otherwise CI runs something else than what reviewers read."""
+    """The committed workflow equals the rendered template; otherwise CI would run something else
+    than what reviewers read."""
     assert generator.find_differences() == []
 
 
 def test_every_test_file_of_this_repository_is_registered():
-    """B19; faults, tests that never run: a file in no job is never run, and its green is nobody's."""
+    """Every test file is in a job of the workflow; a file in no job never runs in CI."""
     assert generator.find_registration_problems(WORKFLOWS / "pr-test.yml", ROOT / "tests") == []
 
 

@@ -120,7 +120,8 @@ def test_what_does_not_fit_is_refused_by_name(changes, said):
     [torch.arange(12).reshape(4, 3), np.arange(12).reshape(4, 3), [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]],
 )
 def test_an_undeclared_field_travels_with_its_sample_whatever_holds_it(mine):
-    """B29: the row that starts with 3 * i belongs to sample i on every rank."""
+    """A tensor, an array or a list arrives row by row with its sample: the row that starts with 3 *
+    i belongs to sample i on every rank."""
     with pytest.warns(UserWarning, match="Undeclared fields"):
         batches = arrive(lists(mine=mine))
     assert {p: int(row[0]) for p, row in by_position(batches, "mine").items()} == {0: 0, 1: 3, 2: 6, 3: 9}
@@ -272,7 +273,8 @@ def _first_sample_twice(micro_batches):
     ids=["partition", "total_lengths", "tokens", "too many", "repeated", "swapped for another", "fewer", "counts", "owners", "other owners"],
 )
 def test_a_shard_that_was_changed_on_the_wire_is_refused(change, said):
-    """B24: right counts are not enough; order, lengths and micro-batches must agree with each other."""
+    """A shard with the right counts is refused if its order, lengths and micro-batches contradict
+    each other."""
     shard = pickle.loads(pickle.dumps(next(iter(split(lists(8)).shards))))  # noqa: S301  our own bytes
     localize(shard.copy(), 0, dp_size=2)
     change(shard)

@@ -22,7 +22,8 @@ def run_script(script):
 
 
 def test_the_example_logs_its_fields_equally_on_one_and_two_ranks():
-    """B30: two declarations are all it takes; the numbers can be checked by hand."""
+    """Two declarations suffice for the example to log its fields, with the same numbers on one and
+    on two ranks; they can be checked by hand."""
     done = run_script(EXAMPLE)
     assert done.stdout.splitlines() == PRINTED, done.stderr
 

@@ -225,7 +225,8 @@ def test_any_number_of_samples_spreads_over_any_number_of_ranks(samples, dp_size
     ],
 )
 def test_steps_follow_from_counts_alone(rollouts, size, expected, keep, sizes):
-    """A few rejected samples cost only themselves, and marking them trains like dropping them (A53): only the number left matters."""
+    """Step sizes depend on the number of trainable rollouts alone, so marking a sample has the same
+    steps as dropping it."""
     assert plan_step_sizes(rollouts, size, expected_rollouts=expected, keep_trailing=keep) == sizes
 
 

@@ -88,7 +88,8 @@ def test_every_field_says_its_scope_extent_and_length():
 
 
 def test_identities_and_masks_are_never_metrics():
-    """B12, B13, B23: what is a metric is opted into; tokens, masks, indices, ids, sums, sizes, sources and partition are not."""
+    """A field is a metric only if its declaration says so; tokens, masks, indices, ids, sums,
+    sizes, sources and the partition do not."""
     metrics = {spec.name for spec in CONTRACT if spec.reduce is not Reduce.NONE}
     never = {
         "tokens",
@@ -104,7 +105,8 @@ def test_identities_and_masks_are_never_metrics():
 
 
 def test_one_declaration_carries_a_new_field_from_sample_to_rank(declared):
-    """B27, B29, B30; faults, new key added in 3-4 places: a plug-in's field needs one line, and its global and local views come with it."""
+    """One `declare_field` carries a plug-in's field from the samples to every rank, whole fields
+    with their local view."""
     declared("difficulty", source="metadata.difficulty", wire_dtype="float32", reduce=Reduce.SAMPLE_MEAN)
     declared(
         "prompt_cost", source="metadata.cost", wire_dtype="float64", extent=Extent.WHOLE, local_view="local_prompt_cost"
@@ -336,7 +338,8 @@ def test_train_metadata_reaches_the_trainer():
 
 
 def test_denominators_are_of_the_whole_rollout_over_trained_siblings():
-    """Siblings on other ranks share the denominator; a rejected sibling adds no tokens to it (A53)."""
+    """Siblings on different ranks share the rollout's denominator, and a rejected sibling adds no
+    tokens to it."""
     samples = [
         make_sample(0, rollout_id=5),
         make_sample(1, rollout_id=5),
@@ -352,7 +355,8 @@ def test_denominators_are_of_the_whole_rollout_over_trained_siblings():
 
 
 def test_marking_and_dropping_ship_the_same_training_data():
-    """A51, A52, A53: policies `mark` and `drop` differ in what can be looked at, not in what is trained."""
+    """The policies `mark` and `drop` send the same tokens, rewards, steps and denominators to every
+    rank."""
     samples = [make_sample(i) for i in range(8)]
     for i in (2, 5):
         samples[i] = dataclasses.replace(samples[i], valid=False, invalid_reason="truncated", reward=None)

@@ -177,7 +177,8 @@ def run_chain(samples, layout):
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(batches(), layouts())
 def test_every_layout_gives_the_single_process_numbers(samples, layout):
-    """B14, B21, B22, B32 and "Must hold": any dp, cp, packing and order; a sum, a mean, a max, quantiles and pass@k each their own way."""
+    """Metrics and advantages equal those of a single process for any dp, cp, packing and order of
+    samples: sums, means, maxima, quantiles and pass@k."""
     found, advantages, trained, plan = run_chain(samples, layout)
     expected = reference(samples, trained)
     for name, value in expected.items():

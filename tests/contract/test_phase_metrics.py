@@ -75,7 +75,8 @@ def metrics_of(*batches, cp_size=1):
 
 
 def test_identities_strings_and_layout_are_not_metrics_and_do_not_crash():
-    """B12, B13, B23; faults, hard-coded ignore list: strings, None and ints in the batch raise nothing; `partition` and `local_raw_reward` do not leak."""
+    """Strings, None and ints in the batch raise nothing and are not metrics, and neither are
+    `partition`, `local_raw_reward` and undeclared keys."""
     batch = plain_batch(
         rewards=[1.0, -1.0],
         raw_reward=[1.0, 0.0],
@@ -180,7 +181,8 @@ def test_the_raw_reward_takes_what_the_model_failed_at_as_zero():
 
 
 def test_lengths_are_the_partitions_lengths():
-    """B31; faults, global list indexed with local positions: lengths [10, 20, 30, 40], r0 = [3, 0], r1 = [1, 2], rewards [1, 0, 1, 1] -> 26.67."""
+    """The mean length of correct samples is over their own lengths: [10, 20, 30, 40], ranks [3, 0]
+    and [1, 2], rewards [1, 0, 1, 1] give 26.67."""
     shards = [
         {
             "partition": part,
@@ -214,7 +216,8 @@ def correct_batch(**fields):
 
 
 def test_correct_length_shares_are_of_quarters_and_keep_the_longest():
-    """faults, `quantile`: lengths over the maximum disappeared. Quarters of 8: 1 -> p25, 3 -> p50, 9 -> p100 (B21)."""
+    """`correct_length/p*` are shares in quarters of the maximum length, longer ones included: of
+    maximum 8, length 1 is in p25, 3 in p50, 9 in p100."""
     found = c.merge_all(
         [correct_sample_contributions(correct_batch(), config=TrainMetricsConfig(rollout_max_response_len=8))]
     )
@@ -246,7 +249,8 @@ def test_correct_entropy_takes_the_best_source_there_is(caplog):
 
 
 def test_a_rank_without_correct_samples_contributes_count_zero():
-    """B22: it neither drags the mean down nor makes NaN."""
+    """A rank without correct samples adds a count of 0: the mean over ranks stays, and nothing is
+    NaN."""
     none = plain_batch(raw_reward=[0.0, 0.0], rollout_log_probs=[torch.zeros(1), torch.zeros(2)])
     config = TrainMetricsConfig(rollout_max_response_len=8)
     parts = [correct_sample_contributions(batch, config=config) for batch in (none, correct_batch())]
@@ -303,7 +307,8 @@ def test_pass_at_k_counts_what_the_model_spoiled_as_wrong_and_leaves_out_what_wa
 
 
 def test_pass_rate_reshapes_the_whole_rewards_of_a_plain_batch():
-    """B02: [rollout_batch_size, n_samples_per_prompt]; a count that does not fit is refused."""
+    """pass@k reshapes the whole rewards to [rollout_batch_size, n_samples_per_prompt], and a count
+    that does not fit is refused."""
     batch = plain_batch(raw_reward=[1.0, 0.0, 0.0, 0.0])
     assert pass_rates(batch, config=TrainMetricsConfig(n_samples_per_prompt=2, rollout_batch_size=2)) == {
         "pass@1": 0.25,
@@ -385,7 +390,8 @@ def _log_on_rank(rank, world_size):
 
 
 def test_log_rollout_data_sends_the_batchs_numbers_from_two_processes():
-    """B14, B21, B22; faults, `--log-correct-samples` results never sent: through real gathering, all that is computed is sent once, at rollout/step."""
+    """All numbers that two processes compute, those of correct samples included, are gathered and
+    sent once, with `rollout/step`."""
     (two, sent_two), (other, sent_other) = run_distributed(_log_on_rank, 2)
     assert other is None and sent_other == []
     assert len(sent_two) == 3 and all(m["rollout/step"] == 7 for m in sent_two)

@@ -103,7 +103,8 @@ def test_a_single_member_gives_zero_and_is_counted():
 
 
 def test_rejected_members_change_nothing():
-    """faults, rejected rows still move the baseline; A11, A12: rewards [1, 0, 0, x], row 3 rejected -> [2/3, -1/3, -1/3, 0], for any x."""
+    """The reward x of a rejected row moves no other row: rewards [1, 0, 0, x] give [2/3, -1/3,
+    -1/3, 0] for any x."""
     expected = [2 / 3, -1 / 3, -1 / 3, 0]
     for x in (1.0, -1e9, math.nan, math.inf):
         values, statistics = normalize([1, 0, 0, x], [0] * 4, [True, True, True, False])

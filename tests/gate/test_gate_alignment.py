@@ -50,7 +50,8 @@ def run(samples, config, **kwargs):
 
 
 def test_text_is_decoded_from_the_tokens_by_default():
-    """A40, A44: what the reward reads and what is trained must be one and the same response."""
+    """By default the response text is decoded from the trained tokens; `text_source="engine"` keeps
+    the engine's text where there is one."""
     sample = encoded("the tokens say this", response="the engine says that")
     assert run([sample], GateConfig()).samples[0].response == "the tokens say this"
     kept = run([sample], GateConfig(text_source="engine"))
@@ -69,7 +70,8 @@ def test_an_id_outside_the_vocabulary_is_charged_to_its_own_sample():
 @pytest.mark.parametrize("text_source", ("tokens", "engine"))
 @pytest.mark.parametrize("hide", (True, False))
 def test_special_tokens_alone_are_an_empty_response_whether_or_not_the_text_shows_them(hide, text_source):
-    """A24, A25, A26: a run shows special tokens by default, and a model that ends at once has still answered nothing."""
+    """A response of end, padding and space tokens is `empty`, also where the text shows special
+    tokens, unless the task names such a token."""
     end, pad = tokenizer().eos_token_id, tokenizer().pad_token_id
     (space,) = tokenizer().encode(" ", add_special_tokens=False)
     config = GateConfig(hide_special_tokens=hide, text_source=text_source)
@@ -82,7 +84,8 @@ def test_special_tokens_alone_are_an_empty_response_whether_or_not_the_text_show
 
 
 def test_end_and_padding_tokens_are_not_text_and_only_outer_whitespace_is_stripped():
-    """A03, A17, A19: a format reward fails on a text that ends in padding."""
+    """End and padding tokens and outer whitespace are not in the text, and the ids stay as they
+    were."""
     pads = [tokenizer().pad_token_id] * 3
     ids = (
         tokenizer().encode("<think>x</think><answer>4</answer>\n", add_special_tokens=False)
@@ -120,14 +123,16 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_mismatch_has_one_of_four_causes(name):
-    """A43, A99, A100, A101, A102, A103: each cause has another remedy."""
+    """A difference between text and tokens is classified as one of four causes, each with a remedy
+    of its own, or as none."""
     decoded, text, cause = CASES[name]
     found = classify_mismatch(decoded, text, special_strings=("<|im_end|>",), stop_strings=("\nUser:",))
     assert found is cause
 
 
 def test_a_mismatch_is_misaligned_its_rate_is_measured_and_lenient_refuses_only_shifted_ids():
-    """A41, A45, A88: a rise of the rate says that sampler or tokenizer changed."""
+    """A mismatch rejects its sample as `misaligned` and counts in the failure rate; the lenient
+    level rejects shifted ids only."""
     samples = [encoded("good"), encoded("a  b", response="a b"), encoded("the cat", response="a dog"), encoded("fine")]
     result = run(samples, COMPARE)
     assert reasons_of(result) == [None, "misaligned", "misaligned", None]
@@ -139,7 +144,8 @@ def test_a_mismatch_is_misaligned_its_rate_is_measured_and_lenient_refuses_only_
 
 
 def test_a_mismatch_can_be_corrected_from_the_token_side():
-    """A41: correcting changes the text, never the tokens."""
+    """With `correct_text` a mismatch replaces the text by the decoded tokens and leaves the tokens
+    as they are."""
     sample = encoded("a  b", response="a b")
     result = run([sample], GateConfig(text_source="engine", compare_text=True, correct_text=True))
     assert (
@@ -149,13 +155,14 @@ def test_a_mismatch_can_be_corrected_from_the_token_side():
 
 
 def test_comparing_is_a_switch():
-    """A42: it costs, so it can be off; then nothing is compared and nothing fails."""
+    """Without `compare_text` nothing is compared and no sample is rejected for its text."""
     result = run([encoded("x", response="y")], GateConfig(text_source="engine"))
     assert reasons_of(result) == [None] and result.statistics.counts.get("compared", 0) == 0
 
 
 def test_retried_samples_come_from_the_cache_with_identical_results():
-    """A80: a second look must cost a hash, not a decode, and give the same verdict."""
+    """A sample that is judged again costs a cache look-up instead of a decode and has the same
+    verdict."""
     codec = Codec(tokenizer())
     samples = [encoded("good"), encoded("a  b", response="a b"), encoded("the cat", response="a dog")]
     first = postprocess_output_data(samples, COMPARE, tokenizer=codec)
@@ -169,7 +176,8 @@ def test_retried_samples_come_from_the_cache_with_identical_results():
 
 
 def test_the_check_before_rewards_spares_the_check_after_them_the_decoding():
-    """A80: the gate runs twice on the path; the second time the text already is the tokens' text."""
+    """The check after rewards finds the texts that the check before rewards decoded in the
+    cache."""
     codec, config = Codec(tokenizer()), GateConfig(format=FORMAT_PRESETS["answer"])
     samples = [encoded(f"<answer>{i}</answer>", response=f"<answer>{i}</answer> ") for i in range(4)]
     checked = apply_verdicts(samples, check_responses(samples, config, tokenizer=codec))
@@ -179,7 +187,8 @@ def test_the_check_before_rewards_spares_the_check_after_them_the_decoding():
 
 
 def test_blank_responses_are_found_from_tokens_and_cheaply():
-    """A25, A26: only rows without a visible token among the first few are decoded."""
+    """A blank response is found from its tokens, and only rows without a visible token among the
+    first few are decoded."""
     samples = [encoded("\u200b \ufeff"), encoded("   \n" * 9 + "end"), encoded("<|im_end|>"), encoded("🎉")]
     config = GateConfig(text_source="engine")
     result = run(samples, config)
@@ -188,7 +197,8 @@ def test_blank_responses_are_found_from_tokens_and_cheaply():
 
 
 def test_finish_reason_is_checked_against_the_last_token():
-    """A21: stop without an end token, or length with one, is a series that shows a sampler change."""
+    """The gate counts `stop` without an end token, `length` with one, and unknown finish reasons,
+    also where a check stops before the tokens are read."""
     samples = [
         encoded("a"),
         encoded("b", eos=False),
@@ -277,13 +287,13 @@ def test_every_end_id_of_the_checkpoint_ends_a_response(tmp_path):
 
 
 def test_ids_beyond_the_tokenizer_are_refused_before_decoding():
-    """A94: shifted ids may leave the vocabulary; the decoder must not see them."""
+    """An id outside the vocabulary is refused before the decoder sees it."""
     sample = encoded("x", ids=[len(tokenizer()) + 3, 7])
     assert reasons_of(run([sample], GateConfig())) == ["bad_token"]
 
 
 def test_decoding_by_rule_equals_the_tokenizers_own_skipping():
-    """A19, A99: hiding ids before decoding is the same text as skip_special_tokens."""
+    """Hiding special ids before decoding gives the same text as `skip_special_tokens`."""
     rng = np.random.default_rng(0)
     rows = [rng.integers(0, len(tokenizer()), size=50) for _ in range(50)]
     expected = [tokenizer().decode(row.tolist(), skip_special_tokens=True) for row in rows]

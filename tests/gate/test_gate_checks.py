@@ -45,7 +45,8 @@ def reason(config=None, **changes):
     ["", " ", "\n\t ", "\u200b", "\ufeff\u00a0", "\u00ad\u2060", "\x00\x1f", "\ufe0f", "\U000e0041", "\u3164\u2800"],
 )
 def test_text_of_invisible_characters_is_blank(text):
-    """A25, A26: strip() alone leaves zero-width, BOM, soft hyphen, control, selector and tag characters standing."""
+    """Zero-width, BOM, soft hyphen, control, selector and tag characters are blank, though
+    `strip()` leaves them."""
     assert is_blank(text)
     if text:
         assert reason(response=text) == "empty"
@@ -53,12 +54,14 @@ def test_text_of_invisible_characters_is_blank(text):
 
 @pytest.mark.parametrize("text", ["a", " . ", "\u200b0", "é", "漢", "😀", "\u0600", "\u0301"])
 def test_one_visible_character_is_enough(text):
-    """A26: a classification answer may be a single sign in any script."""
+    """One visible character in any script is a response, because a classification answer may be a
+    single sign."""
     assert not is_blank(text) and reason(response=text) is None
 
 
 def test_blank_ranges_are_those_of_the_unicode_database():
-    """A26: the written-out ranges cannot drift from the database of this Python."""
+    """The ranges of invisible characters in the code are those of this Python's Unicode
+    database."""
     wrong = [hex(point) for point in range(0x110000) if is_invisible(chr(point)) != is_blank(chr(point))]
     newer = {
         hex(point) for point in range(0x13430, 0x13456)
@@ -67,12 +70,14 @@ def test_blank_ranges_are_those_of_the_unicode_database():
 
 
 def test_no_response_token_is_empty_before_anything_else_is_looked_at():
-    """A24: length 0 decides; the last token of nothing is an index error."""
+    """A response of length 0 is `empty` whatever its text says, and no check reads the last token
+    of nothing."""
     assert reason(length=0, rollout_log_probs=[], response="text of nothing") == "empty"
 
 
 def test_length_thresholds_are_configured_per_task():
-    """A34, A35, A36, A71: 1 token is a fine label and a suspicious essay."""
+    """Minimum and maximum length are options and may differ per task: 1 token is a valid label and
+    too short for an essay."""
     config = GateConfig(
         min_response_tokens=5, max_response_tokens=20, tasks={"label": TaskRules(min_response_tokens=1)}
     )
@@ -88,19 +93,21 @@ def test_length_thresholds_are_configured_per_task():
     [(30, 65, None), (30, 66, "too_long"), (60, 35, None), (60, 36, "too_long")],
 )
 def test_usable_length_is_context_minus_prompt_minus_margin(prompt_length, length, expected):
-    """A68, A69, A70: of 100 tokens 5 stay free by default, so a prompt of 30 leaves 65."""
+    """A response may be as long as the context minus its prompt minus 5 %: of 100 tokens a prompt
+    of 30 leaves 65."""
     assert reason(GateConfig(context_length=100), prompt_length=prompt_length, length=length) == expected
 
 
 def test_margin_is_configurable():
-    """A69: 10 % of 100 leaves 60 after a prompt of 30."""
+    """A margin of 10 % leaves 60 of 100 tokens after a prompt of 30; a margin of 1 is refused."""
     assert reason(GateConfig(context_length=100, margin=0.1), prompt_length=30, length=61) == "too_long"
     with pytest.raises(ConfigError, match="margin"):
         GateConfig(margin=1.0)
 
 
 def test_truncation_is_seen_in_status_or_finish_reason():
-    """A27, A29: default is invalid; a task that needs only the prefix keeps it, others cannot by default."""
+    """A cut response is invalid by default, whether status or finish reason tells it; a task that
+    needs only the prefix keeps it."""
     assert reason(finish_reason="length") == reason(status=Status.TRUNCATED) == "truncated"
     config = GateConfig(tasks={"prefix": TaskRules(keep_truncated=True)})
     cut = {"status": Status.TRUNCATED, "finish_reason": "length"}
@@ -122,7 +129,8 @@ def test_truncation_is_seen_in_status_or_finish_reason():
     ],
 )
 def test_a_log_prob_is_finite_and_not_positive(value, expected):
-    """A94, A105: NaN times mask 0 is still NaN; float32 rounding up to 1e-4 above zero is not a defect."""
+    """NaN, infinities and positive log-probs are refused, because NaN times mask 0 is NaN; float32
+    rounding up to 1e-4 above zero passes."""
     values = [-1.0] * 12
     values[7] = value
     assert reason(rollout_log_probs=values) == reason(rollout_log_probs=np.array(values, dtype=np.float32)) == expected
@@ -130,7 +138,8 @@ def test_a_log_prob_is_finite_and_not_positive(value, expected):
 
 @pytest.mark.parametrize("count", [0, 11, 13])
 def test_one_log_prob_per_response_token(count):
-    """A20, A94: 5 ids with 4 log-probs are refused here, not as an index error in the loss."""
+    """A response whose log-probs are fewer or more than its ids is refused by the gate, and not by
+    an index error in the loss."""
     assert reason(rollout_log_probs=[-1.0] * count) == "logprob_mismatch"
 
 
@@ -139,7 +148,8 @@ def test_one_log_prob_per_response_token(count):
     [(-1, "bad_token"), (1000, "bad_token"), (999, None), (2**31, "bad_token"), (1.5, "bad_token")],
 )
 def test_ids_lie_inside_the_vocabulary(token, expected):
-    """A94: an id outside the vocabulary is an out-of-bounds read in the embedding."""
+    """An id outside the vocabulary is refused; it would be an out-of-bounds read in the
+    embedding."""
     tokens = [*range(1, 15), token]
     assert reason(GateConfig(vocab_size=1000), tokens=tokens) == expected
 
@@ -154,7 +164,8 @@ def test_a_response_is_no_longer_than_the_tokens(length, expected):
 
 
 def test_a_phrase_repeated_to_the_end_is_a_loop():
-    """A35: a loop is refused by its end, whatever its beginning, if the phrase is short and repeats exactly."""
+    """A response is `repetitive` if it ends in a short phrase that repeats exactly, whatever its
+    beginning."""
 
     def looped(period, config):
         return reason(
@@ -209,7 +220,8 @@ def test_ids_that_are_floats_are_no_ids():
     ],
 )
 def test_markers_are_paired_under_lenient_and_also_in_place_under_strict(text, lenient, strict):
-    """A30, A31, A73: strict drops more, lenient keeps more."""
+    """The lenient level wants markers in pairs; the strict level also wants their order, nesting
+    and number."""
     assert (format_problem(text, THINK_ANSWER, Level.LENIENT) is None) is lenient
     assert (format_problem(text, THINK_ANSWER, Level.STRICT) is None) is strict
     assert reason(GateConfig(format=THINK_ANSWER), response=text) == (None if strict else "bad_format")
@@ -217,7 +229,7 @@ def test_markers_are_paired_under_lenient_and_also_in_place_under_strict(text, l
 
 
 def test_tasks_without_a_structure_skip_marker_checks():
-    """A33: plain prose with an unpaired tag is fine where no tag is asked for."""
+    """A task without a format accepts prose with an unpaired tag."""
     config = GateConfig(tasks={"math": TaskRules(format=THINK_ANSWER)})
     assert reason(config, response="an unpaired <think>", metadata={"source_name": "chat"}) is None
     assert reason(config, response="an unpaired <think>", metadata={"source_name": "math"}) == "bad_format"
@@ -234,7 +246,7 @@ def test_a_call_drafted_inside_reasoning_is_text():
 
 
 def test_an_end_marker_is_required_at_the_end_and_does_not_cut_the_text_inside():
-    """A17, A18: the first occurrence of the marker inside the text is content."""
+    """The text must end with the end marker, and the same marker inside the text is content."""
     spec = FormatSpec(end_marker="<end>")
     text = "say <end> twice <end>"
     result = postprocess_output_data([sound_sample(0, response=text)], GateConfig(format=spec))
@@ -243,7 +255,8 @@ def test_an_end_marker_is_required_at_the_end_and_does_not_cut_the_text_inside()
 
 
 def test_the_scored_answer_stands_in_a_fixed_place_without_the_reasoning():
-    """A08, A47: a reward that asks for the answer must not find a number in the thoughts."""
+    """`metadata["answer_text"]` holds the content of the answer tags, without numbers from the
+    reasoning."""
     text = "<think>is it 7?</think><answer> 8 </answer>"
     sample = sound_sample(0, response=text, metadata={"k": "v"})
     out = postprocess_output_data([sample], GateConfig(format=THINK_ANSWER)).samples[0]
@@ -252,7 +265,8 @@ def test_the_scored_answer_stands_in_a_fixed_place_without_the_reasoning():
 
 
 def test_a_sample_with_damaged_markers_is_never_scored():
-    """A32: the reward function would raise on it."""
+    """A sample with an unclosed tag is invalid before rewards; the reward function would raise on
+    it."""
     sample = sound_sample(0, response="<answer>5", reward=None)
     result = postprocess_output_data([sample], GateConfig(format=THINK_ANSWER))
     assert not result.verdicts[0].valid
@@ -277,7 +291,7 @@ def test_format_specs_that_cannot_work_are_refused():
 
 @pytest.mark.parametrize("reward", [None, math.nan, math.inf, "1", [1.0], {"score": 1.0}])
 def test_a_reward_is_one_finite_number(reward):
-    """A10: None has no mean, NaN poisons a group, a dict needs its key."""
+    """None, NaN, infinity, a text, a list, and a dict without a key are no rewards."""
     assert reason(GateConfig(rewards_expected=True), reward=reward) == "bad_reward"
 
 
@@ -296,7 +310,8 @@ def test_a_reward_dictionary_is_read_by_its_key():
 
 
 def test_checks_run_cheap_before_costly_and_stop_at_the_first_reason():
-    """A37, A38, A65, A77: call counters prove that a failed sample costs nothing more."""
+    """Checks run from cheap to costly, and no later check looks at a rejected sample: the call
+    counters show it."""
     batch = [sound_sample(0, length=0, rollout_log_probs=[]), sound_sample(1, finish_reason="length"), sound_sample(2)]
     batch.append(sound_sample(3, status=Status.ABORTED))
     counts = postprocess_output_data(batch, GateConfig()).statistics.counts
@@ -307,7 +322,8 @@ def test_checks_run_cheap_before_costly_and_stop_at_the_first_reason():
 
 
 def test_a_sample_with_many_defects_has_the_first_as_its_one_reason():
-    """A39: too short, cut, with a NaN and a bad reward is too short, every time."""
+    """A sample that is too short, cut, with a NaN and without a reward is `too_short`, every
+    time."""
     sample = sound_sample(0, length=2, finish_reason="length", reward=None)
     sample.rollout_log_probs[0] = math.nan
     config = GateConfig(min_response_tokens=5, rewards_expected=True)
@@ -315,11 +331,12 @@ def test_a_sample_with_many_defects_has_the_first_as_its_one_reason():
 
 
 def test_off_switches_quality_checks_and_never_integrity():
-    """A13, A73: there is no option under which a NaN passes or the statistics are absent."""
+    """The level `off` skips quality checks only; a NaN is rejected and statistics exist at every
+    level."""
     config = GateConfig(level=Level.OFF, min_response_tokens=5)
     assert reason(config, length=2) is None and reason(config, finish_reason="length") == "truncated"
     cut = postprocess_output_data([sound_sample(0, finish_reason="length")], config).samples[0]
-    assert cut.valid and cut.invalid_reason == "truncated", "A22, A28: a cut that trains is marked, whatever let it pass"
+    assert cut.valid and cut.invalid_reason == "truncated", "a cut that trains is marked, whatever let it pass"
     assert (
         reason(config, rollout_log_probs=[math.nan] * 12) == "bad_logprob"
         and reason(config, status=Status.FAILED) == "failed"
@@ -343,7 +360,8 @@ def test_a_check_is_one_function_and_one_line(monkeypatch):
 
 
 def test_lengths_that_do_not_fit_are_refused_even_where_misaligned_text_is_kept():
-    """A04, A10: a mask of another length cannot be lined up with anything."""
+    """A response length or a mask that does not fit the tokens is refused, also where the policy
+    keeps misaligned texts."""
     config = GateConfig(policies={InvalidReason.MISALIGNED: Policy.KEEP})
     assert postprocess_output_data([sound_sample(0, response_length=99)], config).samples[0].valid is False
     assert postprocess_output_data([sound_sample(0, loss_mask=[1])], config).samples[0].valid is False
@@ -351,7 +369,8 @@ def test_lengths_that_do_not_fit_are_refused_even_where_misaligned_text_is_kept(
 
 @pytest.mark.parametrize("count", (100, 1000))
 def test_each_check_looks_at_a_whole_batch_at_once(count):
-    """A76: lengths, ids, log-probs and texts are compared as arrays: ten times the samples are not ten times the calls of a check."""
+    """Each check is called once per batch and compares arrays: ten times the samples are not ten
+    times the calls."""
     calls = collections.Counter()
 
     def note(frame, event, argument):

@@ -54,7 +54,7 @@ def rewards_after_gate(samples, config=SCORED):
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, -7.5, 1e30, 0.1 + 0.2])
 def test_no_reward_of_an_invalid_sample_moves_its_siblings_by_one_bit(reward):
-    """A11, A51: seven of eight frameworks fail this."""
+    """The rewards of valid siblings are bit-identical whatever reward an invalid member has."""
     expected, _ = rewards_after_gate(group_with_an_invalid_member(0.0)[:4])
     actual, _ = rewards_after_gate(group_with_an_invalid_member(reward))
     assert np.array(actual[:4]).tobytes() == np.array(expected).tobytes()
@@ -62,7 +62,8 @@ def test_no_reward_of_an_invalid_sample_moves_its_siblings_by_one_bit(reward):
 
 
 def test_an_empty_answer_scored_zero_does_not_lower_the_group_mean():
-    """A12: the two-day incident: with it 1, 1, 1, 1, 0 trains the four right answers upwards by 0.2."""
+    """Four right answers and an empty one scored 0 all get advantage 0; with the empty one in the
+    mean the four would train upwards by 0.2."""
     samples = group_with_an_invalid_member(0.0)
     for sample in samples[:4]:
         sample.reward = 1.0
@@ -110,7 +111,8 @@ def trained_batch(samples, config):
 
 
 def test_mark_and_drop_train_identically_and_invalid_samples_contribute_nothing():
-    """A49, A50, A52, A53: the same samples, ranks, rewards, masks and denominators; the invalid ones are in no step."""
+    """Under `mark` and `drop` the same samples train on the same ranks with the same rewards, masks
+    and denominators; invalid ones are in no step."""
     samples = [sound_sample(i, length=6 + i, reward=float(i % 3)) for i in range(16)]
     samples[5] = sound_sample(5, length=0, response="", rollout_log_probs=[], reward=100.0)
     samples[9].rollout_log_probs[0] = math.nan
@@ -124,7 +126,8 @@ def test_mark_and_drop_train_identically_and_invalid_samples_contribute_nothing(
 
 
 def test_rewards_after_filtering_and_sorting_are_those_by_group_id_on_the_unsorted_data():
-    """A59, A60: filtering is by group id, so no order of rows can mix two groups."""
+    """Rewards are normalized by group id, so that neither dropping nor sorting rows changes
+    them."""
     rng = np.random.default_rng(3)
     samples = [sound_sample(i, length=3 + i % 5, reward=float(rng.integers(3))) for i in range(24)]
     for i in (2, 13, 14):
@@ -164,7 +167,8 @@ def test_model_failures_and_infrastructure_failures_are_told_apart_for_pass_at_k
 
 
 def test_a_rollout_function_that_scores_by_itself_still_goes_through_the_gate(tmp_path, monkeypatch):
-    """A01, A10: what RolloutManager.generate hands to the ranks holds no sample that the gate refuses, whoever generated it."""
+    """`RolloutManager.generate` sends no rejected sample to the ranks, whichever rollout function
+    generated it."""
     manager = manager_of(dirty_rollout(), tmp_path, monkeypatch)
     shards = [box.inner for box in manager.generate(0)]
     trained = sorted(int(index) for shard in shards for index in shard["sample_indices"])
@@ -177,7 +181,8 @@ def test_a_rollout_function_that_scores_by_itself_still_goes_through_the_gate(tm
 
 
 def test_what_the_rollout_function_dropped_is_in_the_ledger_and_in_the_raw_snapshot(tmp_path, monkeypatch):
-    """A111: two groups of a dynamic filter are as raw as the batch; a plug-in that only counts its drops works as before."""
+    """Groups that a dynamic filter dropped are in the ledger and in the raw snapshot; a rollout
+    function that only counts its drops works as before."""
     from slime.rollout.base_types import RolloutFnTrainOutput
     from slime.rollout.postprocess.cli import read_snapshot
 
@@ -268,7 +273,8 @@ def test_a_disk_that_takes_no_more_costs_the_dump_and_not_the_rollout(tmp_path, 
 
 
 def test_a_recorded_rollout_and_an_evaluation_go_through_the_gate_too(tmp_path, monkeypatch):
-    """A01: replaying a dump is a path to the trainer as well; an evaluation is reported under eval/gate/ and marks nothing."""
+    """A replayed dump passes the gate; an evaluation is reported under eval/gate/ and has no sample
+    marked."""
     template = str(tmp_path / "dump_{rollout_id}.jsonl")
     save_debug_rollout_data(template, dirty_rollout(), rollout_id=0, evaluation=False)
     manager = manager_of(dirty_rollout(), tmp_path, monkeypatch, load_debug_rollout_data=template)
@@ -331,7 +337,8 @@ def test_tokens_of_dropped_groups_count_in_the_throughput(tmp_path, monkeypatch)
 
 
 def test_a_log_function_of_the_users_own_does_not_take_the_gates_numbers_away(tmp_path, monkeypatch):
-    """A13: such a function that returns True replaces the rollout's log; why samples were dropped still reaches every tracker, also of an evaluation."""
+    """A log function that returns True replaces the rollout's log, but the gate's counts still
+    reach every tracker, also for an evaluation."""
     monkeypatch.setitem(sys.modules, "my_log", types.SimpleNamespace(log=lambda *args: True))
     paths = {f"custom_{kind}rollout_log_function_path": "my_log.log" for kind in ("", "eval_")}
     manager = manager_of(dirty_rollout(), tmp_path, monkeypatch, **paths)
@@ -353,7 +360,8 @@ def calls_in_order(function) -> list[str]:
 
 
 def test_every_path_from_engine_to_trainer_goes_through_the_gate():
-    """A01: also in the source: before columns in the manager, and before any reward in every rollout function's scoring."""
+    """In the source, the gate is called before columns are built in the manager and before rewards
+    in the scoring of every rollout function."""
     manager = manager_module.RolloutManager
     generate = calls_in_order(manager.generate)
     assert (

@@ -41,7 +41,8 @@ def dirty_batch():
 
 
 def test_kept_samples_carry_the_same_token_ids_and_the_input_is_not_edited():
-    """A02, A03, A04: the gate may judge tokens but never change one, nor pad or cut anything."""
+    """The gate returns copies that share the token buffers; it changes no token, pads nothing and
+    cuts nothing."""
     batch = dirty_batch()
     before = copy.deepcopy(batch)
     result = postprocess_output_data(batch, GateConfig())
@@ -52,8 +53,9 @@ def test_kept_samples_carry_the_same_token_ids_and_the_input_is_not_edited():
 
 
 def test_no_invalid_sample_becomes_valid_by_being_changed():
-    """A05: a gate that repairs markers would train on text that the model did not write. What came out is judged again by a gate that has
-    not heard the first word: no defect of the golden corpus is gone, beside the plug-in's own word, which stands in no text."""
+    """The gate does not repair: judged again by a gate that does not trust earlier verdicts, every
+    defect of the golden corpus is still found, except the plug-in's own `rejected`, which no text
+    shows."""
     broken = "<think>2 + 2</think><answer>4"
     config = GateConfig(format=FORMAT_PRESETS["think_answer"])
     out = postprocess_output_data([sound_sample(0, response=broken)], config).samples[0]
@@ -69,14 +71,15 @@ def test_no_invalid_sample_becomes_valid_by_being_changed():
 
 
 def test_each_defect_of_a_usual_batch_is_classified_and_the_rest_passes():
-    """A09, A21: 8-15 % defects are normal; the share need not be zero, but each has its reason."""
+    """Of 20 samples the empty and the cut one get their reasons, and the other 18 are valid."""
     result = postprocess_output_data(dirty_batch(), GateConfig())
     assert {i: r for i, r in enumerate(reasons_of(result)) if r} == {3: "empty", 11: "truncated"}
     assert [s.valid for s in result.samples] == [i not in (3, 11) for i in range(20)]
 
 
 def test_mark_keeps_every_sample_in_order_and_drop_removes_exactly_the_invalid_ones():
-    """A49, A50, A57: both policies keep the order; only the shape of the list differs."""
+    """`mark` returns all samples in order, `drop` returns the valid ones in order, and both report
+    the same counts."""
     batch = dirty_batch()
     marked = postprocess_output_data(batch, GateConfig())
     dropped = postprocess_output_data(batch, GateConfig(policies=DROP_ALL))
@@ -88,7 +91,8 @@ def test_mark_keeps_every_sample_in_order_and_drop_removes_exactly_the_invalid_o
 
 
 def test_output_samples_are_built_once_each_after_all_checks(monkeypatch):
-    """A67: a half-checked sample must not exist. What drop removes is marked too, once, when it is asked for: the books of later stages need it."""
+    """Output samples are built after the checks of all chunks. Samples that `drop` removes are
+    built once as well, when `judged` is read."""
     events = []
     judge, build = gate_module._judge_chunk, gate_module._marked
     monkeypatch.setattr(gate_module, "CHUNK_SAMPLES", 5)
@@ -102,7 +106,8 @@ def test_output_samples_are_built_once_each_after_all_checks(monkeypatch):
 
 
 def test_group_ids_and_metadata_pass_through_untouched():
-    """A23, A55, A56, A58: without the sampling group a filtered batch cannot be normalized."""
+    """Group ids and metadata of kept samples are those of the input, so that a filtered batch can
+    be normalized by group."""
     batch = [sound_sample(i, metadata={"source_name": "s", "nested": {"i": i}}) for i in range(8)]
     result = postprocess_output_data(batch, GateConfig(policies=DROP_ALL))
     assert [s.group_index for s in result.samples] == [0, 0, 0, 0, 1, 1, 1, 1]
@@ -110,7 +115,8 @@ def test_group_ids_and_metadata_pass_through_untouched():
 
 
 def test_each_sample_says_whether_it_needs_a_reward():
-    """A08, A46, A48: a reward function that sees an empty answer raises, or scores nothing as if it were something."""
+    """The check before rewards tells which samples need a reward, computes none, and leaves its
+    input unmarked."""
     batch = [sound_sample(i, reward=None) for i in range(4)]
     batch[2].tokens, batch[2].response_length, batch[2].rollout_log_probs = [1, 2, 3], 0, []
     verdicts = check_responses(batch, GateConfig())
@@ -122,7 +128,7 @@ def test_each_sample_says_whether_it_needs_a_reward():
 
 
 def test_rewards_are_pending_before_scoring_and_required_after_it():
-    """A16: the same missing reward is normal before the reward stage and a defect after it."""
+    """A missing reward is accepted before the reward stage and is `bad_reward` after it."""
     batch = [sound_sample(0, reward=None), sound_sample(1, reward=float("nan")), sound_sample(2)]
     assert reasons_of(postprocess_output_data(batch, GateConfig())) == [None, None, None]
     assert reasons_of(postprocess_output_data(batch, GateConfig(rewards_expected=True))) == [
@@ -133,7 +139,7 @@ def test_rewards_are_pending_before_scoring_and_required_after_it():
 
 
 def test_unknown_finish_reason_is_counted_and_not_guessed():
-    """A15: an engine that says nothing has not said "stop"."""
+    """A missing or unknown finish reason is counted as unknown; the gate does not assume "stop"."""
     batch = [sound_sample(0, finish_reason=None), sound_sample(1, finish_reason="weird"), sound_sample(2)]
     result = postprocess_output_data(batch, GateConfig())
     assert all(s.valid for s in result.samples) and result.samples[0].finish_reason is None
@@ -141,7 +147,7 @@ def test_unknown_finish_reason_is_counted_and_not_guessed():
 
 
 def test_a_kept_truncated_sample_stays_visibly_truncated():
-    """A22, A28: keeping needs an explicit policy, and reward and trainer must still see the cut."""
+    """A cut response is kept only by an explicit policy, and its copy still says that it is cut."""
     batch = [sound_sample(0, status=Status.TRUNCATED, finish_reason="length")]
     assert postprocess_output_data(batch, GateConfig()).samples[0].valid is False
     out = postprocess_output_data(batch, GateConfig(policies={InvalidReason.TRUNCATED: Policy.KEEP})).samples[0]
@@ -149,7 +155,8 @@ def test_a_kept_truncated_sample_stays_visibly_truncated():
 
 
 def test_the_trainer_sees_a_kept_cut_also_where_only_the_finish_reason_tells_it():
-    """A22: a custom generate function may leave the status alone; the trainer's column must not read 0 for a response the gate calls cut."""
+    """The trainer's `truncated` column is 1 for a kept cut also where a custom generate function
+    left the status alone."""
     batch = [sound_sample(0, finish_reason="length"), sound_sample(1, status=Status.TRUNCATED, finish_reason=None), sound_sample(2)]
     kept = postprocess_output_data(batch, GateConfig(policies={InvalidReason.TRUNCATED: Policy.KEEP})).samples
     assert [sample.invalid_reason for sample in kept] == ["truncated", "truncated", None]
@@ -158,7 +165,8 @@ def test_the_trainer_sees_a_kept_cut_also_where_only_the_finish_reason_tells_it(
 
 
 def test_a_sample_kept_in_spite_of_one_finding_is_still_refused_for_a_worse_one():
-    """A10: keep stops no later check, or a cut response with a NaN log-prob would reach the gradient."""
+    """After a finding that the policy keeps, the other checks still run: a cut response with a NaN
+    log-prob is rejected."""
     sample = sound_sample(0, status=Status.TRUNCATED)
     sample.rollout_log_probs[4] = float("nan")
     config = GateConfig(policies={InvalidReason.TRUNCATED: Policy.KEEP})
@@ -171,7 +179,7 @@ def test_a_sample_kept_in_spite_of_one_finding_is_still_refused_for_a_worse_one(
 
 @pytest.mark.parametrize("reason", ["empty", "bad_logprob", "bad_token", "bad_reward", "failed"])
 def test_what_cannot_be_trained_cannot_be_kept(reason):
-    """A24: no configuration trains on an empty response."""
+    """The policy `keep` is refused for reasons that must never train, such as an empty response."""
     with pytest.raises(ConfigError, match=reason):
         GateConfig(policies={InvalidReason(reason): Policy.KEEP})
 
@@ -184,7 +192,8 @@ def test_evaluation_reports_and_marks_nothing():
 
 
 def test_prompt_as_text_or_ids_and_other_engines_shapes_come_in_through_an_adapter():
-    """A06, A07, A14, A17, A19, A20: the adapter is the only place that knows a sampler's field names."""
+    """Each adapter turns its engine's answer into the same sample: ids, log-probs, text, finish
+    reason and group."""
     token_pairs = [[-0.5, 11, None], [-0.25, 12, None]]
     raws = {
         "trajectory": {
@@ -257,7 +266,7 @@ def test_an_abort_before_prefill_is_a_valid_empty_partial(response):
 
 
 def test_something_that_is_no_sample_is_an_error_with_its_position():
-    """A06: a change of the sampler's contract fails here and by name, not in the trainer."""
+    """An input of an unknown shape raises an error that names its position and the missing key."""
     with pytest.raises(RolloutDataError, match="input 1 is dict, not a Sample"):
         postprocess_output_data([sound_sample(), {"tokens": []}], GateConfig())
     with pytest.raises(RolloutDataError, match="input 0.*response_tokens"):
@@ -267,7 +276,8 @@ def test_something_that_is_no_sample_is_an_error_with_its_position():
 
 
 def test_missing_log_probs_follow_the_stated_policy_and_are_never_filled_silently():
-    """A20: log-prob 0.0 means probability 1; a silent fill is a wrong importance ratio."""
+    """Missing log-probs are rejected, allowed, masked or an error by policy; a silent 0.0 would
+    mean probability 1."""
     none, holes = sound_sample(0, rollout_log_probs=None), sound_sample(1)
     holes.rollout_log_probs[3] = None
 
@@ -311,7 +321,8 @@ def test_codes_on_the_wire_name_one_reason_each():
 
 
 def test_an_earlier_verdict_stands():
-    """A39: the check before rewards and the one after it must not give a sample two reasons."""
+    """The reason of an earlier check stands, so that a sample has one reason before and after
+    rewards."""
     earlier = sound_sample(0, valid=False, invalid_reason="too_short")
     foreign = sound_sample(1, valid=False, invalid_reason="toxic", reward=None)
     result = postprocess_output_data([earlier, foreign], GateConfig(rewards_expected=True))

@@ -27,7 +27,8 @@ def test_every_reason_has_a_row_with_its_level_keepability_and_part_in_pass_at_k
 
 
 def test_the_symptom_of_wrong_groups_stands_beside_its_spot_check():
-    """A104: nothing looks wrong, so who reads it must find in one paragraph what it looks like and which command shows it."""
+    """The guide tells in one paragraph what wrong groups look like and which command shows them,
+    since training itself looks normal."""
     (paragraph,) = [part for part in TEXT.split("\n\n") if "Mixed groups" in part]
     words = " ".join(paragraph.split())
     assert "training runs, the loss is normal, the model slowly gets worse" in words
@@ -36,7 +37,8 @@ def test_the_symptom_of_wrong_groups_stands_beside_its_spot_check():
 
 
 def test_every_flag_and_command_in_the_text_exists():
-    """A93: the documented first step must run."""
+    """Every flag and `slime gate` command in the guide exists, and the three first steps stand in
+    order."""
     flags = set(re.findall(r"--(gate-[a-z-]+)", TEXT))
     assert flags <= {name.replace("_", "-") for name in GateOptions.__dataclass_fields__} and len(flags) > 12
     assert set(re.findall(r"slime gate (\w+)", TEXT)) <= set(COMMANDS)

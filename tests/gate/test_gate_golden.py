@@ -22,13 +22,14 @@ def judge():
 
 
 def test_every_golden_sample_has_the_verdict_reason_and_fields_it_had():
-    """A106, A108: run `python tests/golden/make_golden.py` after a change of the gate that is meant, and read the diff."""
+    """Every golden sample has its recorded verdict. After an intended change of the gate run
+    `python tests/golden/make_golden.py` and read the diff."""
     changed = differences(*judge())
     assert not changed, "the gate changed its word on these samples:\n" + "\n".join(changed)
 
 
 def test_the_corpus_covers_every_reason_and_enough_valid_samples():
-    """A107: empty, truncated, broken markers, overlong, too short - several of each - and 60 that must pass."""
+    """The corpus has at least eight samples of every reason and sixty valid ones."""
     _, expected = load_corpus()
     counts = collections.Counter(row["reason"] for row in expected)
     few = {reason.value: counts[reason.value] for reason in REASONS if counts[reason.value] < 8}
@@ -36,7 +37,7 @@ def test_the_corpus_covers_every_reason_and_enough_valid_samples():
 
 
 def test_a_difference_is_shown_for_every_sample_and_field():
-    """A108: the failure must say which samples changed and how, not only that some did."""
+    """The failure message names every sample that changed, with the field and both values."""
     samples, expected, actual = judge()
     actual[3] = {**actual[3], "valid": False, "reason": "too_long"}
     actual[7] = {**actual[7], "response": "changed"}
@@ -45,7 +46,7 @@ def test_a_difference_is_shown_for_every_sample_and_field():
 
 
 def test_golden_verdicts_do_not_depend_on_neighbours_or_order():
-    """A78: judged alone or backwards, each sample gets the same word."""
+    """Each golden sample has the same verdict when the corpus is judged backwards."""
     samples, expected, _ = judge()
     backwards = postprocess_output_data(samples[::-1], GOLDEN_CONFIG, tokenizer=load_tokenizer())
     words = [expectation_of(s, v) for s, v in zip(backwards.samples, backwards.verdicts, strict=True)][::-1]

@@ -56,7 +56,9 @@ def reasons(samples, config=None, **kwargs):
 
 @pytest.mark.parametrize("extra", [{}, {"format": FORMAT_PRESETS["roles"]}, {"compare_text": True, "text_source": "engine"}])
 def test_an_id_between_the_tokenizers_size_and_the_models_padded_vocabulary_has_no_text(extra):
-    """A40, A94: Qwen's model has 151,936 rows, its tokenizer 151,669 ids; an untrained model samples the ones between."""
+    """An id above the tokenizer's size and inside the padded vocabulary is valid without text.
+    Qwen's model has 151,936 rows, its tokenizer 151,669 ids; an untrained model samples those
+    between."""
     size = len(tokenizer())
     hello = tokenizer().encode("Hello world", add_special_tokens=False)
     config = GateConfig(vocab_size=size + 100, **extra)
@@ -67,7 +69,8 @@ def test_an_id_between_the_tokenizers_size_and_the_models_padded_vocabulary_has_
 
 
 def test_unsigned_and_signed_ids_in_one_batch_stay_integers():
-    """A02: numpy concatenates uint64 with int64 to floats, and a float is no index."""
+    """A batch with uint64 and int64 ids keeps integer ids, though numpy concatenates the two types
+    to floats."""
     ids = said().tokens
     batch = [said(tokens=np.array(ids, dtype=kind)) for kind in (np.uint64, np.int64, np.int32, np.uint16)]
     assert reasons([*batch, said()], tokenizer=tokenizer()) == [None] * 5
@@ -76,7 +79,8 @@ def test_unsigned_and_signed_ids_in_one_batch_stay_integers():
 
 @pytest.mark.parametrize("kind", [np.uint8, np.int8, np.int16, np.uint16])
 def test_ids_narrower_than_the_vocabularys_size_are_ids(kind):
-    """A07: numpy refuses to compare such an id with 151,936, the size of Qwen's vocabulary."""
+    """Ids of 8 and 16 bits are accepted, though numpy refuses to compare them with a vocabulary
+    size of 151,936."""
 
     class LargeTokenizer:
         def __len__(self):
@@ -91,7 +95,8 @@ def test_ids_narrower_than_the_vocabularys_size_are_ids(kind):
 
 
 def test_an_id_beyond_32_bits_is_no_id_in_a_list_and_in_an_array():
-    """A10: the trainers' ids are 32-bit integers; such an array passed where no vocabulary size was known, and ended the run after it."""
+    """An id that does not fit the trainers' 32-bit integers is `bad_token`, in lists and in arrays,
+    also without a known vocabulary size."""
     ids = [1, 2**31, 3]
     kinds = (ids, tuple(ids), np.array(ids), np.array(ids, dtype=np.uint64), number_list(np.array(ids)))
     assert reasons([said(tokens=value, response_length=1, rollout_log_probs=[-1.0]) for value in kinds]) == ["bad_token"] * 5
@@ -100,7 +105,8 @@ def test_an_id_beyond_32_bits_is_no_id_in_a_list_and_in_an_array():
 
 @pytest.mark.parametrize(("kind", "tolerance"), [(np.float16, 1e-4), (np.float32, 0.1)])
 def test_a_log_prob_at_the_tolerance_has_one_verdict_whatever_its_neighbours_are(kind, tolerance):
-    """A78, A79: numpy compares a column in its own precision, which a neighbour in double precision changes: parts did not add up."""
+    """A log-prob at the tolerance has one verdict whatever the data type of its neighbours, though
+    numpy compares a column in its widest precision."""
     config = GateConfig(log_prob_tolerance=tolerance)
     edge = sound_sample(0, rollout_log_probs=np.full(12, kind(tolerance)))
     assert float(kind(tolerance)) > tolerance
@@ -110,7 +116,8 @@ def test_a_log_prob_at_the_tolerance_has_one_verdict_whatever_its_neighbours_are
 
 @pytest.mark.parametrize("response", [5, b"x", ["a"], {"a": 1}, np.array(["a", "b"])])
 def test_a_response_that_is_no_text_is_decoded_from_its_tokens_or_refused(response):
-    """A44: with the engine's text as the source it went to the reward function as it was, and an array was an exception."""
+    """A response of another type than text is replaced by the decoded tokens, or refused where
+    there is no tokenizer; it never reaches a reward function."""
     for extra in ({}, {"text_source": "engine"}, {"text_source": "engine", "compare_text": True}, {"compare_text": True}):
         result = postprocess_output_data([said(response=response)], GateConfig(**extra), tokenizer=tokenizer())
         assert reasons_of(result) == [None] and result.samples[0].response == "Hello world"
@@ -129,7 +136,7 @@ def test_bfloat16_log_probs_are_log_probs():
 
 
 def test_numpy_integers_count_in_statistics():
-    """A86: a length that is np.int64(12) is 12 tokens, and its group is a group."""
+    """A response length and a group index that are numpy integers count like Python's."""
     sample = sound_sample(0, response_length=np.int64(12), group_index=np.int64(3))
     statistics = postprocess_output_data([sample], GateConfig()).statistics
     assert statistics.length_summary()["mean"] == 12 and statistics.groups()["count"] == 1
@@ -137,7 +144,8 @@ def test_numpy_integers_count_in_statistics():
 
 @pytest.mark.parametrize("mask", [["x"] * 12, [None] * 12, [2] * 12, [0.5] * 12, [-1] * 12, "x" * 12, [[1]] * 12])
 def test_a_loss_mask_holds_zeros_and_ones(mask):
-    """A10: a mask of 2 doubles a token's gradient, and None is an exception after the gate."""
+    """A mask with other values than 0 and 1 is refused: a 2 would double a token's gradient, and
+    None raises after the gate."""
     for policy in (MissingLogProbs.ALLOW, MissingLogProbs.MASK):
         sample = sound_sample(0, loss_mask=mask, rollout_log_probs=None)
         assert reasons([sample], GateConfig(missing_log_probs=policy)) == ["misaligned"]
@@ -149,7 +157,8 @@ def test_a_loss_mask_holds_zeros_and_ones(mask):
     "changes", [{"group_index": "g"}, {"group_index": 2**70}, {"index": [1]}, {"rollout_id": 1.5}, {"metadata": "text"}]
 )
 def test_a_sample_that_nobody_can_place_is_refused_by_name(changes):
-    """A55: a baseline needs to know whose sibling a sample is."""
+    """A group, index, rollout id or metadata of a wrong type is `failed`, and the detail names the
+    field: a baseline needs to know a sample's siblings."""
     result = postprocess_output_data([sound_sample(0, **changes)], GateConfig())
     assert reasons_of(result) == ["failed"] and result.verdicts[0].detail.startswith(next(iter(changes)))
 
@@ -166,7 +175,8 @@ def train_side(samples, policy):
 
 
 def test_whatever_the_gate_marks_can_be_carried_by_what_follows():
-    """A10, A49, A53: marking must not end a run that dropping survives; 500 mutations go through columns and split both ways."""
+    """Marking ends no run that dropping survives: 500 mutated samples go through columns and split
+    both ways with equal results."""
     rng = random.Random(3)
     stopped = collections.Counter()
     for _ in range(500):
@@ -182,7 +192,8 @@ def test_whatever_the_gate_marks_can_be_carried_by_what_follows():
 
 
 def test_what_stood_in_an_unreadable_field_is_kept_in_words():
-    """A04, A05: the stand-in makes nothing valid, and nobody has to guess what was there."""
+    """A field of a wrong type is replaced by a neutral value in a sample that stays invalid, and
+    `metadata["unreadable"]` holds what was there."""
     sample = sound_sample(0, tokens=["a"] * 15, reward="excellent", status="done", metadata={"k": 1})
     out = postprocess_output_data([sample], GateConfig(rewards_expected=True)).samples[0]
     assert (out.valid, out.tokens, out.response_length, out.reward, out.status) == (False, [], 0, None, Status.FAILED)
@@ -218,7 +229,7 @@ def test_a_line_that_is_no_sample_is_named_with_its_file(tmp_path, line):
     ],
 )
 def test_replies_with_missing_entries_name_the_input(adapter, raw):
-    """A10, A14: a list that is shorter than its shape is an IndexError inside."""
+    """An engine's answer with too few entries is an error that names the input."""
     with pytest.raises(RolloutDataError, match="input 0.*IndexError"):
         postprocess_output_data([raw], GateConfig(adapter=adapter))
 
@@ -251,12 +262,12 @@ def test_missing_log_probs_do_not_stop_an_evaluation():
 
 
 def test_a_reward_beyond_the_floats_is_no_reward():
-    """A10: math.isfinite raises on it."""
+    """An integer too large for a float is `bad_reward`, though math.isfinite raises on it."""
     assert reasons([sound_sample(0, reward=2**2000)], SCORED) == ["bad_reward"]
 
 
 def test_an_answer_quoted_in_the_reasoning_is_not_the_answer():
-    """A08, A47: the scored answer must never be read out of the thoughts, wherever they stand."""
+    """The scored answer is never read out of the reasoning, wherever that stands."""
     spec = FormatSpec(
         pairs=(TagPair("<think>", "</think>", opaque=True), TagPair("<answer>", "</answer>")), answer="<answer>"
     )
@@ -267,7 +278,8 @@ def test_an_answer_quoted_in_the_reasoning_is_not_the_answer():
 
 
 def test_siblings_whose_prompt_holds_an_object_share_it():
-    """A62: an image in a message shows its address in repr; copies of one prompt are not different prompts."""
+    """Prompts that hold an object, such as an image, compare without the address in its `repr`:
+    copies of one prompt are one prompt."""
     samples = [sound_sample(i, prompt=[{"role": "user", "content": object()}]) for i in range(4)]
     samples.append(sound_sample(4, group_index=0, prompt=[{"role": "user", "content": "other"}]))
     assert postprocess_output_data(samples[:4], GateConfig()).statistics.groups()["mixed"] == []

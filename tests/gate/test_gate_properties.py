@@ -78,7 +78,8 @@ def test_the_vectorised_gate_says_what_a_plain_loop_says(samples):
 @settings(max_examples=80, deadline=None)
 @given(st.lists(well_formed_samples(), max_size=12), st.sampled_from([Policy.MARK, Policy.DROP]), st.integers(0, 12))
 def test_conservation_order_identity_and_sums_of_parts(samples, policy, cut):
-    """A57, A64, A78, A79: nothing vanishes, moves or changes, and parts judged apart add up."""
+    """The gate loses, moves and changes no sample, and parts that are judged apart add up to the
+    whole."""
     config = GateConfig(policies=dict.fromkeys(REASONS, policy), rewards_expected=True)
     before = copy.deepcopy(samples)
     result = postprocess_output_data(samples, config)
@@ -101,7 +102,7 @@ def test_conservation_order_identity_and_sums_of_parts(samples, policy, cut):
 
 
 def test_chunks_are_invisible(monkeypatch):
-    """A78: the same batch cut into chunks of 1, 7 and all samples has the same verdicts and counts."""
+    """A batch cut into chunks of 1, 7 and all samples has the same verdicts and counts."""
     samples = [sound_sample(i, length=5 + i % 9) for i in range(60)]
     for i in range(0, 60, 7):
         samples[i].rollout_log_probs[i % 5] = math.nan
@@ -126,7 +127,7 @@ def _is_trainable(out: Sample) -> bool:
 
 
 def test_ten_thousand_mutations_end_as_a_verdict():
-    """A10: malformed data is marked with a reason or named in an error; it never raises something else and never passes silently."""
+    """10,000 malformed samples end in a verdict: none raises, and every valid one can train."""
     rng = random.Random(7)
     config = GateConfig(format=FORMAT_PRESETS["answer"], vocab_size=10**6, rewards_expected=True, repetition_window=8)
     samples = [mutate(rng, sound_sample(i % 50, response="<answer>4</answer>")) for i in range(10_000)]
@@ -148,7 +149,8 @@ def test_ten_thousand_mutations_end_as_a_verdict():
 
 
 def test_mutated_trajectories_of_other_engines_end_as_a_verdict_or_name_the_item():
-    """A10, A14: an adapter error names the position and what was wrong, never a bare KeyError."""
+    """A malformed trajectory ends in a verdict or in an error that names its position and never is
+    a bare KeyError."""
     rng = random.Random(11)
     errors = 0
     for i in range(1500):
@@ -175,7 +177,8 @@ def test_mutated_trajectories_of_other_engines_end_as_a_verdict_or_name_the_item
 
 
 def test_the_benchmark_compares_loop_and_gate_on_the_same_samples(capsys):
-    """A81: both numbers are printed, the verdicts agree, and the limits are judged on what was measured; no time is asserted here."""
+    """The benchmark prints the speed-up over a loop and the share of an iteration, and judges its
+    limit on what it measured. No time is asserted here."""
     path = Path(__file__).resolve().parents[2] / "tools" / "bench" / "gate.py"
     spec = importlib.util.spec_from_file_location("bench_gate", path)
     bench = importlib.util.module_from_spec(spec)

@@ -64,7 +64,7 @@ def records(folder):
 
 
 def test_options_become_one_frozen_config():
-    """A29, A36, A69, A73: every threshold is an option; nothing is a constant in code."""
+    """Every threshold of the gate is an option, and the options become one immutable config."""
     config = gate_config_from_args(
         options(
             gate_level="lenient",
@@ -97,12 +97,14 @@ def test_options_become_one_frozen_config():
 
 
 def test_truncated_is_refused_unless_asked_for():
-    """A27, A28: the default of the command line is the default of the gate."""
+    """Without options a cut response is marked, on the command line as in `GateConfig`."""
     assert gate_config_from_args(options()).policy_of(InvalidReason.TRUNCATED) is Policy.MARK
 
 
 def test_automatic_choices_follow_the_run():
-    """A42: text is compared in debug runs; log-probs are demanded where the loss reads them; own text stays where a plug-in wrote it."""
+    """By default every text is compared in debug and CI runs and 8 per rollout otherwise,
+    log-probs are required where the loss reads them, and the engine's text is kept where a
+    plug-in writes it."""
     plain = gate_config_from_args(options())
     assert (plain.compare_text, plain.missing_log_probs, plain.text_source) == (True, MissingLogProbs.ALLOW, "tokens")
     assert plain.compare_every == 4, "8 of 32 samples"
@@ -131,7 +133,7 @@ def test_an_option_that_cannot_be_is_named(changes, words):
 
 
 def test_strictness_is_scheduled_by_rollout_and_by_measured_rate():
-    """A74: strict early, relaxed as format problems decrease."""
+    """The level changes at a given rollout, or once the share of bad formats falls below a rate."""
     config = gate_config_from_args(options(gate_schedule=["100:lenient", "rate<0.02:off"]))
     assert [config.at(i).level for i in (0, 99, 100)] == [Level.STRICT, Level.STRICT, Level.LENIENT]
     assert (
@@ -141,7 +143,8 @@ def test_strictness_is_scheduled_by_rollout_and_by_measured_rate():
 
 
 def test_the_check_before_rewards_follows_the_schedule_and_is_part_of_the_record():
-    """A45, A74, A75, A88: it runs inside the rollout, long before the record is written."""
+    """The check before rewards uses the level of its rollout, and its counts and time are in the
+    record that is written later."""
     from support.gate_golden import load_tokenizer
 
     tokenizer = load_tokenizer()
@@ -170,7 +173,8 @@ def test_the_check_before_rewards_follows_the_schedule_and_is_part_of_the_record
 
 
 def test_the_gates_time_is_all_that_the_call_took_and_work_side_by_side_counts_once(monkeypatch):
-    """A75: reading fields and statistics belong to no check, and were a half to two thirds of a small rollout's gate."""
+    """The gate's time covers the whole call, also what belongs to no check (half to two thirds of a
+    small rollout), and parallel work counts once."""
     clock = iter([100.0, 105.0])
     monkeypatch.setattr(shell, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
     statistics = Gate(GateConfig()).run(scored(8), 0, iteration_seconds=50.0).statistics
@@ -184,7 +188,8 @@ def test_the_gates_time_is_all_that_the_call_took_and_work_side_by_side_counts_o
     ("policy", "in_a_list", "missing_tokens"), [("mask", 1, 1), ("mark", 1, 1), ("allow", 0, 0), ("allow", 1, 1)]
 )
 def test_log_probs_that_the_check_before_rewards_masks_or_refuses_are_counted(policy, in_a_list, missing_tokens):
-    """A20, A65: after it they are filled, or their sample is out, and the record of the rollout said that none were missing."""
+    """The record counts missing log-probs, though the check before rewards has masked them or
+    rejected their sample."""
     gate = Gate.from_args(options(gate_missing_log_probs=policy))
     samples = [sound_sample(i, rollout_log_probs=None if i < 3 else [-1.0] * 12) for i in range(8)]
     if in_a_list:
@@ -197,7 +202,7 @@ def test_log_probs_that_the_check_before_rewards_masks_or_refuses_are_counted(po
 
 
 def test_every_rollout_leaves_one_record_and_one_line_whatever_its_size(tmp_path, caplog):
-    """A66, A84, A90, A91: a time series without gaps, and a log that does not grow with samples."""
+    """Every rollout writes one record and one log line, whether it has 8 or 512 samples."""
     gate = Gate(GateConfig(), run_dir=tmp_path)
     with caplog.at_level(logging.INFO, logger="slime"):
         for rollout_id, count in enumerate((8, 512)):
@@ -247,8 +252,9 @@ def drive(gate, first, last, checkpoints, *, ahead=0):
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("resumed_after", [0, 3, 5, 6])
 def test_a_resumed_run_has_the_records_of_one_that_was_not_interrupted(tmp_path, resumed_after, ahead):
-    """A87, A110: drift, alarms and levels after a crash at rollout 8 are those of a run without it; what the dead run had generated beyond
-    its checkpoint does not count, although a rollout was ahead of training. Evaluations are compared with evaluations."""
+    """After a crash at rollout 8, a resumed run has the same drift, alarms and levels as an
+    uninterrupted one. Rollouts beyond the checkpoint do not count, also with a rollout ahead of
+    training. Evaluations are compared with evaluations."""
     spec = FormatSpec(pairs=(TagPair("<answer>", "</answer>"),))
     config = GateConfig(format=spec, schedule=(ScheduleStep(Level.LENIENT, below_rate=0.04),))
     whole = Gate(config, run_dir=tmp_path / "whole", window=3)
@@ -310,7 +316,8 @@ def test_a_disk_without_room_costs_the_history_and_not_the_checkpoint(tmp_path, 
 
 
 def test_an_alarm_is_logged_recorded_and_a_metric(tmp_path, caplog):
-    """A110, A109: 10 % to 25 % must be visible without anyone looking for it."""
+    """A drop rate that rises from 10 % to 25 % is logged as a warning, is in the record and is a
+    metric."""
     gate = Gate(GateConfig(), run_dir=tmp_path)
     for rollout_id in range(3):
         assert gate.run(scored(200, 20), rollout_id).alarms == ()
@@ -323,7 +330,8 @@ def test_an_alarm_is_logged_recorded_and_a_metric(tmp_path, caplog):
 
 
 def test_a_slow_gate_says_so(monkeypatch, caplog):
-    """A75, A82: the summary always says that the share is above 10 %; it is a warning where the gate takes half a second or more."""
+    """The summary line tells when the gate takes more than 10 % of the iteration; it is an alarm
+    where the gate also takes half a second."""
     gate = Gate(GateConfig())
     with caplog.at_level(logging.INFO, logger="slime"):
         assert gate.run(scored(64), 0, iteration_seconds=1e-6).alarms == ()
@@ -350,7 +358,8 @@ def test_a_full_disk_costs_a_record_and_no_training(tmp_path, caplog):
 
 
 def test_snapshots_keep_the_last_rollouts_and_link_rows_to_ranks(tmp_path):
-    """A111, A112, A113: three rollouts stay; a trained sample is found again in its raw row, read without our code."""
+    """The last three rollouts stay, and a trained sample is found in its raw row without slime's
+    code."""
     import pyarrow.parquet as parquet
 
     gate = Gate(GateConfig(policies={InvalidReason.TRUNCATED: Policy.DROP}), snapshots=SnapshotWriter(tmp_path, keep=3))
@@ -373,7 +382,8 @@ def test_snapshots_keep_the_last_rollouts_and_link_rows_to_ranks(tmp_path):
 
 
 def test_a_snapshot_holds_what_the_rollout_dropped_behind_the_batch(tmp_path):
-    """A111, A112: raw data is everything the engine sent; rows of the batch keep their numbers, so that links to ranks stay right."""
+    """Samples that the rollout dropped stand behind the batch; rows of the batch keep their
+    numbers, so that links to ranks stay right."""
     import pyarrow.parquet as parquet
 
     gate = Gate(GateConfig(), snapshots=SnapshotWriter(tmp_path))
@@ -421,7 +431,8 @@ def test_dropped_groups_share_the_byte_limit_and_are_let_go_after_the_write(tmp_
 
 
 def test_snapshots_are_bounded_by_bytes_and_plain_parquet(tmp_path):
-    """A113: the newest always stays, older ones go when they do not fit; zstd and standard types need none of our code to read."""
+    """The newest snapshot always stays and older ones go when they do not fit; the files are plain
+    Parquet with zstd."""
     import pyarrow.parquet as parquet
 
     writer = SnapshotWriter(tmp_path, keep=10, max_bytes=1)
@@ -436,7 +447,8 @@ def test_snapshots_are_bounded_by_bytes_and_plain_parquet(tmp_path):
 
 
 def test_snapshots_hold_malformed_samples_too(tmp_path):
-    """A111: the samples worth looking at are the broken ones."""
+    """A snapshot also holds samples that Parquet's types cannot represent, with what can be written
+    of them."""
     import pyarrow.parquet as parquet
 
     samples = [
@@ -452,7 +464,8 @@ def test_snapshots_hold_malformed_samples_too(tmp_path):
 
 
 def test_a_snapshot_gives_back_what_the_engine_sent(tmp_path):
-    """A111, A112: judged again from the file, every sample gets the verdict it had: numpy scores, words as scores, log-probs with holes."""
+    """Samples read from a snapshot get the verdicts they had, with rewards that are numpy scalars
+    or texts and log-probs with holes."""
     from slime.rollout.postprocess.cli import read_snapshot
 
     rewards = ["a word", np.float32(0.5), {"score": np.float64(1)}, float("nan"), None, True]
@@ -469,7 +482,8 @@ def test_a_snapshot_gives_back_what_the_engine_sent(tmp_path):
 
 
 def test_a_resumed_run_keeps_its_own_snapshots(tmp_path):
-    """A111: after a crash at rollout 9 and a resume from 5, the last three are 5, 6 and 7, not what the dead run left."""
+    """After a crash at rollout 9 and a resume from 5, the three snapshots that stay are 5, 6 and
+    7."""
     writer = SnapshotWriter(tmp_path, keep=3)
     for rollout_id in (7, 8, 9, 5, 6, 7):
         writer.submit(rollout_id, scored(4), Gate(GateConfig()).run(scored(4), 0).verdicts)
@@ -480,7 +494,7 @@ def test_a_resumed_run_keeps_its_own_snapshots(tmp_path):
 
 
 def test_snapshots_are_read_by_duckdb_as_the_guide_says(tmp_path):
-    """A111, A112: another program, in C++, joins raw rows with their places on the ranks."""
+    """duckdb reads a snapshot and joins raw rows with their places on the ranks."""
     import duckdb
 
     gate = Gate(GateConfig(), snapshots=SnapshotWriter(tmp_path))
@@ -511,7 +525,7 @@ def read_with_polars(path):
 
 @pytest.mark.parametrize("reader", [read_with_pandas, read_with_polars])
 def test_snapshots_are_read_by_pandas_and_polars(reader, tmp_path):
-    """A111, A112: every value of every kind of column arrives: nested lists, texts, nulls, numbers."""
+    """pandas and polars read every kind of column: nested lists, texts, nulls and numbers."""
     read = reader(tmp_path)
     gate = Gate(GateConfig(), snapshots=SnapshotWriter(tmp_path))
     samples = [*scored(5, 2), sound_sample(5, tokens=["a"] * 15, response="caf\u00e9 \U0001f600")]
@@ -557,7 +571,8 @@ def test_scores_that_a_users_function_makes_later_are_not_judged_here():
 
 
 def test_ray_tasks_give_the_serial_result(tmp_path):
-    """A78, A79: above a size the checks run in several processes, with identical verdicts and counts, whatever plug-ins hang onto samples."""
+    """Above a batch size the checks run in several processes, with the same verdicts and counts,
+    also where samples hold objects that cannot be pickled."""
     import ray
 
     from slime.rollout.postprocess.parallel import judge_in_parallel

@@ -36,7 +36,8 @@ def statistics_of(samples, **kwargs):
 
 
 def test_total_is_kept_plus_the_sum_of_all_reasons():
-    """A13, A63, A64, A85: every reason is present even at zero, and nothing vanishes."""
+    """The total is the kept samples plus the counts of all reasons, and every reason has a count,
+    also 0."""
     statistics = statistics_of(batch(40, 4))
     assert statistics.total == 40 == statistics.kept + sum(statistics.dropped.values())
     assert set(statistics.dropped) == set(InvalidReason) and statistics.dropped[InvalidReason.TRUNCATED] == 4
@@ -50,14 +51,15 @@ def test_total_is_kept_plus_the_sum_of_all_reasons():
 
 
 def test_an_empty_batch_has_statistics_too():
-    """A13: a rollout that lost everything is the one to look at."""
+    """A rollout without samples has a record and a summary."""
     statistics = statistics_of([])
     assert (statistics.total, statistics.kept, statistics.drop_rate) == (0, 0, 0.0)
     assert json.loads(json.dumps(statistics.to_record()))["total"] == 0 and "nothing kept" in statistics.summary()
 
 
 def test_lengths_of_kept_samples_have_mean_and_quantiles():
-    """A86, A109: lengths 1..100 of which the longest is invalid: mean 50, median 50."""
+    """The length summary is over kept samples: lengths 1 to 99 have mean and median 50, and the cut
+    response of 5000 does not count."""
     samples = [sound_sample(i, length=i) for i in range(1, 100)] + [
         sound_sample(100, length=5000, finish_reason="length")
     ]
@@ -67,7 +69,7 @@ def test_lengths_of_kept_samples_have_mean_and_quantiles():
 
 
 def test_parts_add_up_to_the_whole():
-    """A79: statistics of parallel workers merge exactly."""
+    """Statistics of three parts merge exactly into those of the whole batch."""
     samples = batch(50, 5)
     whole = statistics_of(samples)
     merged = GateStatistics.merge(
@@ -83,7 +85,8 @@ def test_parts_add_up_to_the_whole():
 
 
 def test_the_record_is_one_json_dictionary_with_versions_times_and_failures_by_prompt():
-    """A54, A66, A89, A90, A92: on which inputs did the model fail, and under which sampler."""
+    """The record is one JSON dictionary with failures by prompt group, engine and tokenizer
+    versions, and the time of each check."""
     config = GateConfig(engine_version="engine 7", tokenizer_version="tok 3")
     record = json.loads(json.dumps(postprocess_output_data(batch(12, 5), config).statistics.to_record()))
     assert record["failures_by_group"] == {"0": {"truncated": 4}, "1": {"truncated": 1}}
@@ -92,7 +95,7 @@ def test_the_record_is_one_json_dictionary_with_versions_times_and_failures_by_p
 
 
 def test_share_of_the_iteration_is_reported():
-    """A75: absolute seconds and the share."""
+    """The gate's share of the iteration is reported when the iteration's time is known."""
     statistics = statistics_of(batch(8)).with_iteration(100.0)
     assert statistics.share_of_iteration == pytest.approx(statistics.gate_seconds / 100)
     assert "gate/time/share_of_iteration" in statistics.to_metrics()
@@ -100,7 +103,7 @@ def test_share_of_the_iteration_is_reported():
 
 
 def test_the_share_removed_by_cheap_checks_is_reported():
-    """A77: 3 of 4 defects were found before any token was read."""
+    """Three of four defects found before any token is read are a cheap share of 0.75."""
     samples = batch(20, 3)
     samples[10].rollout_log_probs[0] = math.nan
     assert statistics_of(samples).cheap_share == 0.75
@@ -116,7 +119,8 @@ def test_fan_out_samples_with_prompts_of_their_own_are_no_mixed_group():
 
 
 def test_groups_are_counted_with_their_valid_members_and_mixed_prompts_are_reported():
-    """A61, A62: a mixed group degrades silently; equal prompt texts in two groups are two groups."""
+    """Groups are counted by size and valid members, and an alarm names those with different
+    prompts. Equal prompts in two groups are two groups."""
     samples = batch(12, 7)
     samples[9].prompt = "another prompt"
     samples[2].prompt = samples[5].prompt
@@ -133,7 +137,7 @@ def test_groups_are_counted_with_their_valid_members_and_mixed_prompts_are_repor
 
 
 def test_kolmogorov_smirnov_equals_scipy():
-    """A87: numpy only in the product; scipy is the oracle."""
+    """The two-sample distance and its p-value, written with numpy, equal scipy's."""
     rng = np.random.default_rng(1)
     for n, m, shift in ((50, 80, 0), (500, 300, 0.2), (1000, 1000, 0.05), (30, 30, 3)):
         first, second = rng.normal(size=n).round(1), rng.normal(shift, size=m).round(1)
@@ -144,7 +148,7 @@ def test_kolmogorov_smirnov_equals_scipy():
 
 
 def test_population_stability_index_of_a_hand_made_case():
-    """A87: shares 1/2, 1/2 against 1/4, 3/4: (1/4)(ln 2 ... ) = 0.25 ln(3) by hand."""
+    """Shares 1/2, 1/2 against 1/4, 3/4 give 0.25 ln 3, computed by hand."""
     expected, actual = np.array([1, 1, 2, 2]), np.array([1, 2, 2, 2])
     psi = population_stability_index(expected, actual, num_bins=2)
     assert psi == pytest.approx((0.25 - 0.5) * math.log(0.5) + (0.75 - 0.5) * math.log(1.5))
@@ -160,7 +164,7 @@ def test_the_noise_of_the_index_is_what_chance_gives():
 
 
 def test_drift_compares_with_the_previous_rollout_and_with_the_window():
-    """A87, A91: the previous rollout is the last of the history."""
+    """Drift compares with the last rollout of the history and with all of the window."""
     short, long = batch(200, length=lambda i: 10 + i % 5), batch(200, length=lambda i: 40 + i % 5)
     history = [statistics_of(long), statistics_of(short)]
     drift = statistics_of(short, previous=history).drift
@@ -170,7 +174,8 @@ def test_drift_compares_with_the_previous_rollout_and_with_the_window():
 
 
 def test_a_drop_rate_from_10_to_25_percent_fires_and_names_the_reason():
-    """A110: in the story a wrong sampling temperature; the message says where to look."""
+    """A drop rate that rises from 10 % to 25 % raises one alarm, which names both rates and the
+    reason that rose."""
     history = [statistics_of(batch(128, 13)) for _ in range(5)]
     assert find_alarms(statistics_of(batch(128, 14), previous=history), history) == []
     alarms = find_alarms(statistics_of(batch(128, 32), previous=history), history)
@@ -188,7 +193,8 @@ def test_a_jump_is_more_than_chance(now, before, fires):
 
 
 def test_drifting_lengths_and_a_slow_gate_are_said_in_plain_words():
-    """A82, A83, A109: above 10 % of the iteration the order of optimisation is part of the message."""
+    """The alarms for drifting lengths and for a slow gate name the numbers, the slowest check and
+    the order in which to optimise."""
     history = [statistics_of(batch(300, length=lambda i: 10 + i % 9))]
     moved = statistics_of(batch(300, length=lambda i: 30 + i % 9), previous=history)
     slow = dataclasses.replace(moved, seconds={"bad_token": 1.5, "blank": 0.5}).with_iteration(10.0)
@@ -200,7 +206,8 @@ def test_drifting_lengths_and_a_slow_gate_are_said_in_plain_words():
 
 
 def test_an_alignment_jump_names_the_versions_that_changed_with_it():
-    """A92: a rise of alignment failures is attributable to a sampler or tokenizer change."""
+    """An alarm for alignment failures names the engine or tokenizer version that changed with
+    them."""
 
     def with_alignment(mismatched, version):
         base = statistics_of(batch(100))

@@ -59,7 +59,8 @@ def test_check_prints_a_table_of_reasons_and_fails_above_a_rate(tmp_path, capsys
 
 
 def test_ends_shows_the_kept_samples_with_the_lowest_and_highest_rewards(tmp_path, capsys):
-    """A96, A97: what is malformed at the low end or undeserved at the high end says which way the checks err."""
+    """`ends` shows the kept samples at both ends of the reward and how to read them: checks too
+    weak or too loose."""
     samples = rollout(10, 0)
     samples[9].valid = False
     assert tools.reward_ends(samples, 3) == ([0, 1, 2], [8, 7, 6])
@@ -71,7 +72,8 @@ def test_ends_shows_the_kept_samples_with_the_lowest_and_highest_rewards(tmp_pat
 
 
 def test_a_two_peaked_reward_with_many_zeros_asks_for_a_look(tmp_path):
-    """A95: empty, truncated or malformed samples that were kept show up as a second peak."""
+    """A reward with many zeros and two peaks asks whether empty, cut or malformed samples were
+    kept."""
     samples = [sound_sample(i, reward=(i % 2) * (1 + 0.01 * (i % 20))) for i in range(40)]
     lines = tools.reward_shape(samples)
     assert "zeros 50.0 %" in lines[0] and "two peaks" in lines[1] and "truncated" in lines[1]
@@ -93,7 +95,8 @@ def test_check_says_which_flag_of_the_run_is_missing(tmp_path, tokenizer_folder,
 
 
 def test_align_lists_every_mismatch_with_its_cause_token_by_token(tmp_path, tokenizer_folder, capsys):
-    """A98, A103: on the corpus the four causes are found where they were put, and nowhere else."""
+    """On the corpus `align` finds exactly the differences that were put there, with their four
+    causes."""
     samples, expected = load_corpus()
     found = tools.find_mismatches(samples, Codec(tokenizer()), stop_strings=GOLDEN_CONFIG.stop_strings)
     put = {i for i, row in enumerate(expected) if row["reason"] == "misaligned" and "text and tokens" in row["detail"]}
@@ -109,7 +112,8 @@ def test_align_lists_every_mismatch_with_its_cause_token_by_token(tmp_path, toke
 
 
 def test_groups_finds_mixed_prompts_and_moved_members(tmp_path, capsys):
-    """A61, A62, A104: training runs and the loss looks normal; only this comparison shows it."""
+    """`groups` finds samples with different prompts in one group and samples that moved since
+    sampling; training itself looks normal then."""
     samples = rollout(12, 0)
     path = dump(tmp_path, samples)
     assert main(["groups", path]) == 0
@@ -126,7 +130,8 @@ def test_groups_finds_mixed_prompts_and_moved_members(tmp_path, capsys):
 
 
 def test_suggest_takes_the_one_percent_quantile_of_responses_that_ended(tmp_path, capsys):
-    """A36, A72: lengths 101..200 ended by themselves: 1 % quantile 101, the cut ones do not count."""
+    """`suggest` measures responses that ended by themselves: lengths 101 to 200 give the minimum
+    101, and cut ones do not count."""
     samples = [sound_sample(i, length=101 + i) for i in range(100)]
     samples += [sound_sample(200 + i, length=1, finish_reason="length") for i in range(50)]
     suggestion = tools.suggest_thresholds(samples)
@@ -160,7 +165,8 @@ def test_suggest_writes_its_thresholds_into_an_options_file(tmp_path):
 
 
 def test_doctor_runs_the_three_first_steps_when_the_loss_spikes(tmp_path, tokenizer_folder, capsys):
-    """A93, A105: drop statistics, length drift, and the alignment of a few samples, in this order."""
+    """`doctor` shows drop statistics, length drift, and the alignment of a few samples, in this
+    order."""
     gate = Gate(GateConfig(), run_dir=tmp_path, snapshots=SnapshotWriter(tmp_path / "gate"))
     for rollout_id in range(3):
         gate.run(rollout(200, 10), rollout_id)
@@ -211,7 +217,7 @@ def test_rewards_of_a_few_values_have_shares_and_no_peaks():
 
 
 def test_doctor_forgets_the_rollouts_that_a_resume_generated_again(tmp_path, capsys):
-    """A93: rollouts 2 and 3 of the run that died were never trained; comparing with them would hide or invent a change."""
+    """`doctor` does not compare with rollouts of a run that died and was resumed before them."""
     for first, num_cut in ((0, 10), (2, 60), (2, 10)):
         gate = Gate(GateConfig(), run_dir=tmp_path)
         for rollout_id in range(first, 4 if num_cut == 60 else first + 2):
@@ -223,7 +229,7 @@ def test_doctor_forgets_the_rollouts_that_a_resume_generated_again(tmp_path, cap
 
 
 def test_a_snapshot_is_a_dump_for_every_command(tmp_path, capsys):
-    """A112: what the gate saw can be judged again from the raw snapshot."""
+    """`slime gate check` judges a raw snapshot again as it judges a dump."""
     gate = Gate(GateConfig(), snapshots=SnapshotWriter(tmp_path))
     gate.run(rollout(40, 4), 7)
     gate.close()
@@ -232,7 +238,8 @@ def test_a_snapshot_is_a_dump_for_every_command(tmp_path, capsys):
 
 
 def test_what_the_rollout_dropped_is_read_only_where_that_is_asked_for(tmp_path, capsys):
-    """A104, A112: the verdicts on a batch stay the batch's; a sampling group is looked for among everything that was sampled."""
+    """The commands read the batch of a snapshot, and with `--with-dropped` everything that was
+    sampled; `groups --against` always looks among everything."""
     gate = Gate(GateConfig(), snapshots=SnapshotWriter(tmp_path))
     late = sound_sample(48)
     gate.run(rollout(40, 4), 7, dropped_groups=[("dynamic_filter_x", [late, *(sound_sample(49 + i) for i in range(3))])])
@@ -295,13 +302,14 @@ def test_what_cannot_be_read_in_a_dump_or_a_snapshot_is_named(tmp_path, capsys):
     ],
 )  # fmt: skip
 def test_doctor_leaves_out_records_that_hold_something_else_than_the_gate_writes(damage):
-    """A93: the command for the worst day must not end in a traceback."""
+    """`doctor` skips damaged records without a traceback."""
     record = {"rollout_id": 0, "alarms": [], **postprocess_output_data(rollout(8, 2), GateConfig()).statistics.to_record()}
     assert tools.diagnose_records([record, {**record, "rollout_id": 1, **damage}]) == tools.diagnose_records([record])
 
 
 def test_doctor_looks_at_the_snapshot_that_was_written_last(tmp_path, capsys):
-    """A111: a run resumed at rollout 2 finds the snapshot of the rollout 9 that it never trained."""
+    """`doctor` reads the snapshot written last, not the one with the highest number: a run resumed
+    at rollout 2 never trained rollout 9."""
     for rollout_id in (9, 2):
         gate = Gate(GateConfig(), run_dir=tmp_path, snapshots=SnapshotWriter(tmp_path / "gate"))
         gate.run(rollout(8, 0), rollout_id)

@@ -339,7 +339,8 @@ def test_only_valid_responses_see_the_reward_function(rig):
 
 
 def test_the_raw_snapshot_has_the_text_that_the_engine_sent(rig, tmp_path):
-    """A111, A98: rewards read the tokens' text, and a detokenizer that loses a character is still found in what it sent."""
+    """Rewards read the decoded tokens, and the snapshot keeps the engine's text, so that `align`
+    finds a character that the detokenizer lost."""
     from slime.rollout.postprocess import Gate, GateConfig
     from slime.rollout.postprocess.cli import main, read_snapshot
     from slime.rollout.postprocess.snapshots import SnapshotWriter

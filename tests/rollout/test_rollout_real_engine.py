@@ -95,7 +95,8 @@ def keep_third(args, samples, **kwargs):
 
 
 def test_the_raw_snapshot_of_a_filtered_rollout_holds_every_response(engine, tmp_path):
-    """A111: 2 groups are kept of prompts 0 to 3; what the engine said to the other two is there with the reason, token for token."""
+    """With two of four prompts kept by a filter, the snapshot holds all responses token for token,
+    the dropped ones with their reason."""
     import pyarrow.parquet as parquet
 
     options = {"rollout_batch_size": 2, "over_sampling_batch_size": 4, "dynamic_sampling_filter_path": f"{__name__}.keep_third"}

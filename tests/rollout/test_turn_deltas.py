@@ -94,7 +94,8 @@ class Rollout:
 
 
 def test_tokens_he_llo_stay_two_tokens_in_the_next_prompt():
-    """B28: decoding and encoding between turns trains on ids that nobody sampled: [he, llo] would come back as [hello]."""
+    """Sampled ids stay as they are in the next turn's prompt; decoding and encoding again would
+    turn [he, llo] into [hello]."""
     template = ChatTemplate(bpe_tokenizer(CHATML))
     he, llo, hello, end = template.tokenizer.convert_tokens_to_ids(["he", "llo", "hello", "<|im_end|>"])
     assert template.encode("hello") == [hello] and template.decode([he, llo]) == "hello"

@@ -3,7 +3,7 @@
     python tools/bench/gate.py                 # 8,192 samples x 2,000 tokens: all checks without text, loop, decode
     python tools/bench/gate.py --million       # and 1,000,000 samples x 200 tokens in one call
 
-Checklist line A81: loop against batch, and the gate's share of an iteration, are the two numbers printed.
+The two numbers to compare are the gate against a loop over samples, and the share of an iteration that each takes.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def bench_checks(count: int, length: int) -> list[str]:
     for name, spent in (("as the client leaves them", seconds), ("arrays", on_arrays), ("plain lists", on_lists)):
         rate = count * length / spent / 1e6
         print(f"  gate, {name:25s} {spent:8.3f} s   {rate:8.1f} M tokens/s   loop / gate {loop / spent:5.1f} x")
-    print(f"  per-sample loop                 {loop:8.3f} s   [A81: 5 x]")
+    print(f"  per-sample loop                 {loop:8.3f} s   [at least 5 x]")
     print(f"  added memory                    {added / 2**20:8.1f} MiB = {added / token_bytes:.2f} of the token bytes")
-    print(f"  share of a 60 s iteration: loop {100 * loop / 60:.1f} %, gate {100 * seconds / 60:.2f} %   [A81: 15 % to 3 %]")
+    print(f"  share of a 60 s iteration: loop {100 * loop / 60:.1f} %, gate {100 * seconds / 60:.2f} %")
     if seconds >= 3:
         broken.append(f"{seconds:.2f} s, the limit is 3 s")
     if loop < 5 * seconds:
