@@ -31,8 +31,8 @@ class ClusterOptions:
     offload: bool = option(False, "Short for --offload-train and --offload-rollout.")
     offload_train: bool | None = option(
         None,
-        "Move weights, gradients and optimizer state out of the device's memory while engines generate (on a CPU machine they are in host "
-        "memory already); None: with --colocate.",
+        "Move weights, gradients and optimizer state out of the device's memory while engines generate: to host memory, on a CPU machine to "
+        "an unnamed file on the run folder's disk; None: with --colocate.",
     )
     offload_rollout: bool | None = option(
         None, "Let engines give their KV cache's memory back while training runs; None: with --colocate."

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from support import small_run
 
+from slime.harness import diff
+
 NUM_GPUS = 0
 
 
@@ -29,6 +31,16 @@ def metrics_are_finite(run_dir):
             assert not isinstance(value, float) or math.isfinite(value), (name, value)
     parts = [small_run.series(run_dir, f"rollout/ledger/{name}") for name in ("sampled", "trained", "dropped")]
     return all(sampled == trained + dropped for sampled, trained, dropped in zip(*parts, strict=True))
+
+
+def assert_same_dumps(a, b):
+    """Every field of every sample of the rollout dumps, and every bit of the training dumps (log-probs, advantages, returns)."""
+    for kind in ("rollout_data", "train_data"):
+        names = sorted(path.name for path in (a / kind).iterdir())
+        assert names and names == sorted(path.name for path in (b / kind).iterdir())
+        assert diff.main([str(a / kind), str(b / kind)]) == 0
+    for name in names:
+        assert (a / "train_data" / name).read_bytes() == (b / "train_data" / name).read_bytes(), name
 
 
 def processes_of(run_dir):
@@ -64,7 +76,7 @@ def test_ppo_trains_a_critic_beside_the_policy(data, tmp_path):
 @pytest.mark.timeout(300)
 def test_ranks_that_are_ended_while_engines_generate_go_on_as_if_they_had_not_been(data, tmp_path):
     """--release-train with --no-save-optim: the engines' log-probs are the trainer's in each rollout, steps and versions count on."""
-    options = ["--release-train", "--num-rollout", 2, "--no-save-optim", "--no-save-rng"]
+    options = ["--release-train", "--num-rollout", 2, "--no-save-optim", "--no-save-rng", "--dump-details", tmp_path / "dumps"]
     small_run.run(data, tmp_path, *options)
     assert metrics_are_finite(tmp_path)
     assert max(small_run.series(tmp_path, "rollout/logprob_abs_diff/max")) < 1e-4
@@ -73,6 +85,13 @@ def test_ranks_that_are_ended_while_engines_generate_go_on_as_if_they_had_not_be
     assert small_run.series(tmp_path, "perf/weight_version") == [2, 3]
     assert small_run.series(tmp_path, "train/weights_checksum_changed") == [1, 1]
     assert not (tmp_path / "suspended").exists() or not list((tmp_path / "suspended").iterdir())
+    # In one process: state that never leaves its memory, and state that does; all three train on the same bits and to the same bits.
+    resident, offloaded = tmp_path / "resident", tmp_path / "offloaded"
+    for run_dir, switches in ((resident, ["--no-offload-train", "--no-offload-rollout"]), (offloaded, ["--offload"])):
+        options = ["--local", "--num-rollout", 2, "--dump-details", run_dir / "dumps", *switches]
+        small_run.run(data, run_dir, *options)
+    for run_dir in (tmp_path, offloaded):
+        assert_same_dumps(resident / "dumps", run_dir / "dumps")
 
 
 @pytest.mark.timeout(300)

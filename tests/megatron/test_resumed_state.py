@@ -6,7 +6,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import contextlib
+import errno
+import io
 import json
+import os
+import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +25,7 @@ from slime.backends.megatron_utils.optimizer import training_tensors
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.observability.timer import Timer
 from slime.ray.placement_group import _critic_args
-from slime.utils.accelerator.host_memory import HostCopies
+from slime.utils.accelerator.host_memory import FileCopies, HostCopies
 from slime.utils.arguments import parse_args
 
 NUM_GPUS = 0
@@ -174,14 +178,15 @@ def test_everything_that_a_step_reads_is_restored(rank):
     assert continued["train_step"] == 7
 
 
-def test_training_goes_on_after_its_state_was_out_of_the_device(rank):
+@pytest.mark.parametrize("kind", ["host", "file"])
+def test_training_goes_on_after_its_state_was_out_of_the_device(rank, tmp_path, kind):
     """Every storage that training holds is emptied and filled again: parameters are views of flat buffers, and stay them."""
     actor = rank()
     actor.update_weights()
     _train(actor, 0)
     expected, tensors = _held(actor), list(training_tensors(actor.model, actor.optimizer))
     counts = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    copies = HostCopies(tensors)
+    copies = HostCopies(tensors) if kind == "host" else FileCopies(tensors, str(tmp_path))
     assert copies.num_bytes == sum(counts.values()) > 0
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
     assert all(parameter.untyped_storage().nbytes() == 0 for parameter in actor.model[0].parameters())
@@ -189,6 +194,38 @@ def test_training_goes_on_after_its_state_was_out_of_the_device(rank):
     _assert_equal(_held(actor), expected)
     _train(actor, 1)
     assert actor._last_train_step == 3
+
+
+def test_a_sleeping_rank_holds_no_memory_for_training(rank):
+    """--offload-train did nothing on a CPU machine: its state is on the run folder's disk while engines generate, and back bit by bit."""
+    actor = rank()
+    actor.update_weights()
+    _train(actor, 0)
+    expected = _held(actor)
+    tensors = list(training_tensors(actor.model, actor.optimizer))
+    num_bytes = sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+    for _ in range(2):
+        actor.sleep()  # the second time it sleeps already
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+    written = os.fstat(actor._asleep._file.fileno())
+    assert (written.st_size, written.st_nlink, written.st_dev) == (num_bytes, 0, os.stat(actor.args.run_dir).st_dev)
+    for _ in range(2):
+        actor.wake_up()
+    _assert_equal(_held(actor), expected)
+
+
+def test_a_full_disk_leaves_the_training_state_where_it_is(tmp_path, monkeypatch):
+    """The error names the option and the folder; nothing was emptied."""
+
+    class FullFile(io.BytesIO):
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **kwargs: FullFile())
+    tensors = [torch.arange(4.0), torch.ones(3, dtype=torch.bfloat16)]
+    with pytest.raises(ConfigError, match=f"--offload-train cannot write the training state below {tmp_path}: No space left on device"):
+        FileCopies(tensors, str(tmp_path))
+    assert tensors[0].tolist() == [0, 1, 2, 3] and tensors[1].tolist() == [1, 1, 1]
 
 
 def test_ranks_that_were_ended_go_on_in_new_processes(rank, tmp_path):

@@ -50,7 +50,7 @@ from slime.observability.logging_utils import configure_logger, finish_tracking,
 from slime.observability.timer import Timer, inverse_timer, timer
 from slime.ray.train_actor import TrainRayActor
 from slime.utils.accelerator import get_accelerator
-from slime.utils.accelerator.host_memory import HostCopies
+from slime.utils.accelerator.host_memory import OffloadedTensors
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.metric_utils import compute_rollout_step
 from slime.utils.misc import load_function
@@ -81,7 +81,7 @@ class MegatronTrainRayActor(TrainRayActor):
         self.weights = WeightsBackup(self.model)
         self.weight_version, self._last_train_step, self._moved_reference = 0, -1, False
         self.weight_ages = WeightAges()
-        self._asleep: HostCopies | None = None
+        self._asleep: OffloadedTensors | None = None
         self._weights_fingerprint: str | None = None
         start = self._load()
         self._last_rollout_id: int | None = None
@@ -380,7 +380,9 @@ class MegatronTrainRayActor(TrainRayActor):
     def sleep(self) -> None:
         """Moves what only training needs out of the device's memory: weights, gradients and optimizer state."""
         if self._asleep is None:
-            self._asleep = get_accelerator().move_to_host(training_tensors(self.model, self.optimizer))
+            self._asleep = get_accelerator().offload(
+                training_tensors(self.model, self.optimizer), folder=self.args.run_dir
+            )
 
     def wake_up(self) -> None:
         """Makes training possible again after `sleep`."""

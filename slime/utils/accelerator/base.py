@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from slime.utils.accelerator.host_memory import HostCopies
+    from slime.utils.accelerator.host_memory import OffloadedTensors
 
 
 class Accelerator(abc.ABC):
@@ -31,13 +31,9 @@ class Accelerator(abc.ABC):
     def empty_cache(self) -> None:
         """Gives cached, unused device memory back."""
 
-    def move_to_host(self, tensors: Iterable[torch.Tensor]) -> HostCopies:
-        """Gives the device memory of `tensors` back; `restore` of the result fills it again. What lies in host memory stays there."""
-        from slime.utils.accelerator.host_memory import HostCopies
-
-        copies = HostCopies(tensor for tensor in tensors if tensor.device.type != "cpu")
-        self.empty_cache()
-        return copies
+    @abc.abstractmethod
+    def offload(self, tensors: Iterable[torch.Tensor], *, folder: str) -> OffloadedTensors:
+        """Gives the device memory of `tensors` back; `restore` of the result fills it again. `folder`: where files may be written."""
 
     @abc.abstractmethod
     def memory_stats(self) -> dict[str, float]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from collections.abc import Iterable
 
 import torch
 
 from slime.utils.accelerator.base import Accelerator
+from slime.utils.accelerator.host_memory import FileCopies
 
 _GB = 1024**3
 
@@ -26,6 +28,11 @@ class CpuAccelerator(Accelerator):
 
     def empty_cache(self) -> None:
         pass
+
+    def offload(self, tensors: Iterable[torch.Tensor], *, folder: str) -> FileCopies:
+        # Host memory is the device's memory here, so the only place outside it is a disk.
+        os.makedirs(folder, exist_ok=True)
+        return FileCopies(tensors, folder)
 
     def memory_stats(self) -> dict[str, float]:
         page = os.sysconf("SC_PAGE_SIZE")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from slime.utils.accelerator.base import Accelerator
+from slime.utils.accelerator.host_memory import HostCopies
 
 _GB = 1024**3
 
@@ -22,6 +25,12 @@ class CudaAccelerator(Accelerator):
 
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
+
+    def offload(self, tensors: Iterable[torch.Tensor], *, folder: str) -> HostCopies:
+        del folder
+        copies = HostCopies(tensor for tensor in tensors if tensor.is_cuda)
+        self.empty_cache()
+        return copies
 
     def memory_stats(self) -> dict[str, float]:
         free, total = torch.cuda.mem_get_info()
