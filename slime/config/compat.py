@@ -82,8 +82,9 @@ TABLE: tuple[CompatFlag, ...] = (
         "reset_attention_mask eod_mask_loss no_mmap_bin_files manual_gc manual_gc_interval",
     ),
     *_listed(
-        IGNORED,
-        "an engine runs on one device here and none spans nodes; the training ranks of a node are --actor-num-gpus-per-node",
+        REFUSED,
+        "an engine runs on one device here and none spans nodes, so nothing would read it; leave it out, and give the training ranks of a "
+        "node with --actor-num-gpus-per-node, for instance 8",
         "num_gpus_per_node",
     ),
     *_listed(

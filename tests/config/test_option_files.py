@@ -152,11 +152,11 @@ def test_a_flag_beside_a_recorded_file_reaches_what_follows_from_it(tmp_path):
 
 def test_a_key_without_effect_is_named_with_its_reason(tmp_path):
     """A file that an earlier version recorded may hold an option that nothing reads any more."""
-    (tmp_path / "run.yaml").write_text("lr: 1e-5\nnum_gpus_per_node: 8\n")
+    (tmp_path / "run.yaml").write_text("lr: 1e-5\nlog_interval: 1\n")
     line = parse_command_line(["--config", str(tmp_path / "run.yaml")])
     assert line.args.lr == 1e-5 and line.counts["honoured"] == 1
     (warning,) = line.warnings
-    assert "run.yaml:2: num_gpus_per_node is ignored: an engine runs on one device here" in warning
+    assert "run.yaml:2: log_interval is ignored: Megatron's own training loop" in warning
 
 
 def test_a_recorded_file_shows_what_followed_apart_from_what_was_asked_for(tmp_path):

@@ -394,6 +394,20 @@ def test_a_launch_script_runs_the_command_line_and_hears_of_failure(capfd):
         execute_train("", train_script="x.py")
 
 
+def test_a_launch_script_may_say_how_many_devices_the_run_sees(monkeypatch):
+    """Upstream's num_gpus_per_node is what its cluster offers; the flag of that name is refused. The caller's own choice of devices wins."""
+    from slime.utils.external_utils import command_utils
+
+    calls = []
+    monkeypatch.setattr(command_utils.subprocess, "run", lambda command, **kwargs: calls.append((command, kwargs["env"])))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    command_utils.execute_train("--lr 1", num_gpus_per_node=2)
+    command_utils.execute_train("--lr 1", num_gpus_per_node=2, extra_env_vars={"CUDA_VISIBLE_DEVICES": "5"})
+    command_utils.execute_train("--lr 1")
+    assert [command[2:] for command, _ in calls] == [["slime.train", "--lr", "1"]] * 3
+    assert [environment.get("CUDA_VISIBLE_DEVICES") for _, environment in calls] == ["0,1", "5", None]
+
+
 def test_moments_are_reset_and_weights_are_not():
     """With fresh moments the second step is the first step of a new optimizer."""
     from slime.backends.megatron_utils.optimizer_state import reset_optimizer_states

@@ -115,11 +115,12 @@ def test_an_upstream_script_parses_and_every_flag_is_accounted_for():
 def test_a_refused_flag_stops_with_its_reason():
     """It would change results, so going on without it is not an option."""
     with pytest.raises(ConfigError) as caught:
-        parse_command_line("--q-lora-rank 512 --http-proxy x --sglang-tp-size 4".split())
+        parse_command_line("--q-lora-rank 512 --http-proxy x --sglang-tp-size 4 --num-gpus-per-node 8".split())
     text = str(caught.value)
     assert "--q-lora-rank: this model family is not supported yet" in text
     assert "--http-proxy: it is read nowhere in upstream" in text
     assert "--sglang-tp-size: the embedded engine runs one process per engine" in text
+    assert "--num-gpus-per-node: an engine runs on one device here" in text and "leave it out" in text
 
 
 def test_a_family_of_flags_is_refused_by_its_beginning():

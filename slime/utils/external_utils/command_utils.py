@@ -25,13 +25,15 @@ def execute_train(
 ) -> None:
     """Runs `slime train` (or, with `train_script="train_async.py"`, `slime train-async`) and returns when it has ended well.
 
-    `train_args` are the words of the command line, or one string that is split as a shell does. `num_gpus_per_node` becomes
-    --num-gpus-per-node. ConfigError for another script; subprocess.CalledProcessError, with the exit status, for a run that failed.
+    `train_args` are the words of the command line, or one string that is split as a shell does. `num_gpus_per_node`: the run sees the
+    first so many CUDA devices, unless CUDA_VISIBLE_DEVICES names others; a machine without CUDA has none to choose from.
+    ConfigError for another script; subprocess.CalledProcessError, with the exit status, for a run that failed.
     """
     if train_script not in _MODULES:
         raise ConfigError(f"train_script {train_script!r} is none of {', '.join(_MODULES)}.")
     words = shlex.split(train_args) if isinstance(train_args, str) else list(train_args)
+    environment = {**os.environ, **(extra_env_vars or {})}
     if num_gpus_per_node is not None:
-        words += ["--num-gpus-per-node", str(num_gpus_per_node)]
+        environment.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus_per_node))))
     command = [sys.executable, "-m", _MODULES[train_script], *words]
-    subprocess.run(command, check=True, env={**os.environ, **(extra_env_vars or {})})
+    subprocess.run(command, check=True, env=environment)
