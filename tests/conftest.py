@@ -40,7 +40,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="module", autouse=True)
 def no_process_group_stays():
-    """Process groups are the process's: a module that leaves its own, or a stand-in for Megatron's, breaks every later one, far from the cause."""
+    """Fails the module that leaves a process group or stand-ins for Megatron's behind; both are
+    global and break later modules."""
     yield
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

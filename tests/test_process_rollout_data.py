@@ -144,7 +144,8 @@ def test_a_shard_that_does_not_fit_its_partition_is_refused(identity_get, field,
 
 @pytest.mark.parametrize("tokens", [[[0] * 102, [0] * 100], [np.zeros(102), np.zeros(100)]], ids=["lists", "arrays"])
 def test_a_foreign_shard_in_another_order_than_its_partition_is_refused(identity_get, tokens):
-    """Right lengths in the wrong order: each of the two samples would train with the other's rewards and masks."""
+    """Entries of the right number in another order than the partition are refused, found by their
+    lengths or rollout ids; else each sample would train with another's rewards and masks."""
     (shard, other) = plain_shards([[0, 2], [1, 3, 4, 5, 6, 7]])
     with pytest.raises(RolloutDataError, match="rank 0: 'tokens' is not in the order of the partition: entry 0 .*102 .* says 100"):
         receive([{**shard, "tokens": tokens}, other], 0)
@@ -257,7 +258,8 @@ def test_arrays_on_arrival_are_views_of_the_wire(identity_get):
 
 
 def test_no_shard_is_in_memory_while_the_next_one_is_made(monkeypatch):
-    """Must hold, memory of split and put at most 1.3 of the bytes shipped: the store's copy and one shard beside it, not two."""
+    """Each shard is released before the next one is made, so that beside the object store's copies
+    there is one shard in memory and not two."""
     alive, made = [], []
     plan = types.SimpleNamespace(num_trained_by_rank=[2, 2, 1, 2])
 
@@ -288,8 +290,8 @@ def test_no_shard_is_in_memory_while_the_next_one_is_made(monkeypatch):
     ],
 )
 def test_what_a_custom_converter_leaves_out_or_adds_is_in_the_ledger(sources, dropped, copies):
-    """Conservation: a converter that keeps 6 of 8 samples, or makes 11 rows of them, neither ends the run nor loses count; nor does one that
-    leaves out two and makes three rows of another. 8 samples were sampled, whatever it makes of them."""
+    """A converter that leaves out samples, makes several rows of one, or both, ends no run: the
+    ledger counts 8 sampled, what was left out, and the copies."""
     plan = make_split(make_samples(len(sources)), 2).plan
     owned = (plan.owner_ranks_N >= 0).tolist()
     ledger = ledger_of_rollout(

@@ -96,7 +96,8 @@ def make_samples(shapes, seed: int, *, mask_some: bool = True) -> list[Reference
 
 @pytest.mark.parametrize("options", ({}, {"kl_coef": 0.1}, {"advantage_estimator": "ppo"}, {"use_opd": True, "opd_kl_coef": 0.5}))
 def test_a_batch_keeps_each_computed_field_as_one_column_with_the_numbers_of_the_lists(options):
-    """What follows reads one piece of memory per field; a plain dict and a plug-in's list view hold the same numbers."""
+    """Advantages and returns are one column per field, with the numbers that a plain dict and a
+    plug-in's list view hold."""
     samples = make_samples([(2, 3), (1, 0), (4, 5)], seed=0)
     lists = compute(make_data(samples), **options)
     batch = compute(RolloutBatch(make_data(samples), stage=Stage.LOCAL), **options)
@@ -128,13 +129,16 @@ def compute_with(advantages, **options):
     ],
 )
 def test_a_custom_advantage_function_whose_entries_do_not_fit_is_told_which_sample(second, said):
-    """Flat storage would give the next sample's tokens to this one, and a loss would broadcast a column over all tokens."""
+    """Entries of a wrong length or shape are refused with their sample: flat storage would give one
+    sample's tokens to the next, and a loss would broadcast a column over all tokens."""
     with pytest.raises(RolloutDataError, match=said):
         compute_with([torch.zeros(3), second])
 
 
 def test_a_custom_functions_advantages_are_float_constants(monkeypatch):
-    """`torch.full((n,), reward)` of a whole reward gives integers, in which whitening would leave -1, 0 and 1; a graph would be run backward twice."""
+    """Advantages of a custom function become floats without a graph. `torch.full((n,), reward)` of
+    a whole reward gives integers, which whitening would round to -1, 0 and 1; a graph would be run
+    backward twice."""
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: None)
     monkeypatch.setattr(loss, "_whiten", lambda layout, data, flat: distributed_masked_whiten(flat, torch.ones(6)))
     whole = [torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])]
@@ -151,7 +155,7 @@ SHAPES = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9)), min_size=1, m
 @pytest.mark.parametrize("discount", [0.0, 0.9, 1.0])
 @pytest.mark.parametrize("length", [1, 127, 128, 300])
 def test_discounted_returns_by_chunks_equal_the_recursion(dtype, tolerance, discount, length):
-    """S_t = r_t + discount * S_{t+1}."""
+    """The chunked computation equals S_t = r_t + discount * S_{t+1}."""
     rewards = torch.randn(3, length, generator=torch.Generator().manual_seed(length), dtype=dtype)
     expected, following = torch.zeros_like(rewards), torch.zeros(3, dtype=dtype)
     for t in reversed(range(length)):
@@ -163,7 +167,8 @@ def test_discounted_returns_by_chunks_equal_the_recursion(dtype, tolerance, disc
 
 
 def test_padding_on_the_right_stays_exactly_zero():
-    """A rest of 1e-9 behind the response would be averaged into the whitening."""
+    """Padding behind a response has returns of exactly 0; a rest of 1e-9 would enter the
+    whitening."""
     rewards = torch.zeros(2, 200)
     rewards[:, :3] = 1.0
     returns = ppo_utils.chunked_discounted_returns(rewards, 0.5, chunk_size=16)
@@ -172,7 +177,8 @@ def test_padding_on_the_right_stays_exactly_zero():
 
 
 def test_a_response_has_the_same_returns_alone_and_beside_others():
-    """Bit for bit: the shape of a padded batch is the layout's, and a matrix product's rounding depends on its shape."""
+    """Returns are bit-identical alone and in a padded batch, though the rounding of a matrix
+    product depends on its shape."""
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randn(n, generator=generator) for n in (1, 5, 127, 128, 129, 256, 300, 77)]
     together = ppo_utils.chunked_discounted_returns(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), 0.97)
@@ -220,7 +226,8 @@ def test_reinforce_plus_plus_puts_the_reward_on_the_last_trained_token():
 
 
 def test_last_trained_tokens_of_ragged_samples():
-    """Empty and fully masked samples have none; -1 must not become the last token of the batch."""
+    """Empty and fully masked samples have no last trained token; -1 must not become the last token
+    of the batch."""
     masks = torch.tensor([1, 1, 0, 0, 1])
     assert find_last_trained_tokens(masks, (3, 0, 1, 1)).tolist() == [1, -1, -1, 4]
 
@@ -228,7 +235,8 @@ def test_last_trained_tokens_of_ragged_samples():
 @given(SHAPES, st.sampled_from(sorted(ADVANTAGE_ESTIMATORS)), st.booleans(), st.booleans(), st.integers(0, 999))
 @settings(max_examples=80, deadline=None)
 def test_every_estimator_equals_the_reference(shapes, estimator, use_rollout_logprobs, use_opd, seed):
-    """Second implementation, one token after another, from the papers."""
+    """Every estimator equals a second implementation, written from the papers, that goes token by
+    token."""
     samples = make_samples(shapes, seed)
     options = {
         "advantage_estimator": estimator,
@@ -248,7 +256,7 @@ def test_every_estimator_equals_the_reference(shapes, estimator, use_rollout_log
 
 
 def test_ppo_entry_of_the_table_is_what_the_trainer_computes():
-    """The pure entry and the context-parallel path must not drift apart."""
+    """The table's PPO function and the trainer's context-parallel path give the same numbers."""
     samples = make_samples([(2, 5), (1, 3)], 3)
     data = compute(make_data(samples), advantage_estimator="ppo", kl_coef=0.3, gamma=0.9, lambd=0.8)
     columns = ResponseColumns(
@@ -265,8 +273,8 @@ def test_ppo_entry_of_the_table_is_what_the_trainer_computes():
 
 @pytest.mark.parametrize("estimator", ["ppo", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_the_logged_kl_stays_raw(estimator):
-    """faults, logged KL is overwritten: KL .1 .1 .1, coefficient .5, reward 1: the metric is .1, not .383 (coefficient * KL with the reward on the
-    last token)."""
+    """The logged KL is not overwritten by the rewards made of it: KL .1 .1 .1, coefficient .5,
+    reward 1 logs .1 and not .383."""
     data = {
         "total_lengths": [5],
         "response_lengths": [3],
@@ -284,7 +292,8 @@ def test_the_logged_kl_stays_raw(estimator):
 @pytest.mark.parametrize(("total", "response"), [(5, 3), (7, 3), (13, 6), (12, 4)])
 @pytest.mark.parametrize("cp_size", [2, 4])
 def test_ppo_reward_lands_on_the_true_last_token_of_the_rank_that_owns_it(monkeypatch, total, response, cp_size):
-    """faults, PPO reward under CP: at CP 2, total 5, response 3 rank 0's last entry is token 2, not 4; at total 7 it has none."""
+    """The reward is added on the rank that owns the last response token: at CP 2, total 5, response
+    3 the last entry of rank 0 is token 2, not 4; at total 7 rank 0 has none."""
     seen = {}
     monkeypatch.setattr(
         loss, "get_advantages_and_returns_batch", lambda t, r, values, rewards, gamma, lambd: (rewards, values)
@@ -306,7 +315,8 @@ def test_ppo_reward_lands_on_the_true_last_token_of_the_rank_that_owns_it(monkey
 
 
 def test_gae_skips_tokens_nobody_sampled():
-    """faults, PPO reward added on masked tokens: a tool's tokens hold untrained values, here NaN; the recursion goes from one sampled token to the next."""
+    """The recursion goes from one sampled token to the next; a tool's tokens hold untrained values,
+    here NaN."""
     nan = float("nan")
     data = {
         "total_lengths": [6],
@@ -321,7 +331,8 @@ def test_gae_skips_tokens_nobody_sampled():
 
 
 def test_a_custom_function_replaces_the_estimator(monkeypatch):
-    """It must set both fields; one that forgets them is named."""
+    """A custom function replaces the estimator; one that does not set both fields is refused with
+    the missing name."""
 
     def set_both(args, rollout_data):
         rollout_data["advantages"] = [kl + 3 for kl in rollout_data["kl"]]
@@ -336,7 +347,8 @@ def test_a_custom_function_replaces_the_estimator(monkeypatch):
 
 
 def test_distillation_needs_the_teacher_and_reports_the_reverse_kl():
-    """A -= coef * (student - teacher)."""
+    """Distillation subtracts coef * (student - teacher) from the advantages, reports the reverse
+    KL, and refuses a batch without the teacher's log-probs."""
     data = {
         "total_lengths": [5],
         "response_lengths": [2],
@@ -355,7 +367,7 @@ def test_distillation_needs_the_teacher_and_reports_the_reverse_kl():
 
 
 def test_empty_responses_and_ranks_without_samples_pass_through():
-    """Lengths 0, 3, 0, 2 in one batch; and a rank with nothing at all."""
+    """Responses of length 0 and a rank without samples get advantages of length 0."""
     data = {
         "total_lengths": [4, 7, 4, 6],
         "response_lengths": [0, 3, 0, 2],
@@ -372,7 +384,8 @@ def test_empty_responses_and_ranks_without_samples_pass_through():
 
 
 def test_unknown_estimators_and_wrong_lengths_are_named():
-    """A field one entry short pairs every later token with its neighbour."""
+    """An unknown estimator and a field one entry short are refused by name; such a field would pair
+    every later token with its neighbour."""
     data = {"total_lengths": [5], "response_lengths": [2], "loss_masks": [torch.ones(2)], "rewards": [1.0]}
     with pytest.raises(NotImplementedError, match="'pg'.*grpo"):
         compute(data, advantage_estimator="pg")
@@ -385,7 +398,8 @@ def test_unknown_estimators_and_wrong_lengths_are_named():
 
 
 def test_whitening_is_over_data_and_context_parallel_ranks(monkeypatch):
-    """Over the data-parallel ranks alone, each half of a sequence would get its own mean."""
+    """Whitening uses the data- and context-parallel ranks together; over data-parallel ranks alone
+    each half of a sequence would get its own mean."""
     asked = []
     with pretend_rank(), monkeypatch.context() as patched:  # undone before pretend_rank is: it would bring its stand-in back for good
         patched.setattr(loss.mpu, "get_data_parallel_group", lambda **options: asked.append(options) or "all of them")
@@ -396,7 +410,8 @@ def test_whitening_is_over_data_and_context_parallel_ranks(monkeypatch):
 
 
 def test_whitening_nothing_is_one_clear_error():
-    """faults, advantage whitening: all masks 0 everywhere is no 0/0 and no hang: every rank has the global count, so every rank raises, or none."""
+    """With all masks 0 whitening raises on every rank: it neither divides 0 by 0 nor hangs, because
+    every rank has the global count."""
     with pytest.raises(ValueError, match="no position has mask 1 on any rank"):
         distributed_masked_whiten(torch.ones(3), torch.zeros(3))
     assert distributed_masked_whiten(torch.ones(3), torch.zeros(3), allow_empty=True).tolist() == [1, 1, 1]
@@ -404,8 +419,8 @@ def test_whitening_nothing_is_one_clear_error():
 
 @pytest.mark.parametrize("estimator", sorted(ADVANTAGE_ESTIMATORS))
 def test_a_rollout_that_is_masked_whole_is_left_as_it_is(estimator):
-    """A long run must not end because a rollout trains nothing: with --normalize-advantages its advantages are those without, which no loss reads;
-    a rank without samples takes part."""
+    """With --normalize-advantages a rollout that is masked whole keeps its advantages and ends no
+    run; no loss reads them. A rank without samples takes part."""
     samples = make_samples([(2, 5), (1, 3)], 3)
     for sample in samples:
         sample.loss_mask = [0] * sample.response_length
@@ -420,7 +435,7 @@ def test_a_rollout_that_is_masked_whole_is_left_as_it_is(estimator):
 
 
 def test_other_pipeline_stages_have_nothing_to_do():
-    """They hold no log-probs."""
+    """Pipeline stages without log-probs compute nothing."""
     data: dict = {}
     with pretend_rank(last_stage=False):
         loss.compute_advantages_and_returns(SimpleNamespace(**BARE_ARGS), data)

@@ -29,7 +29,8 @@ SAMPLES = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 20)), min_size=0
     [(11, 7, ([9], [3, 4, 5, 6, 7, 8])), (10, 2, ([], [7, 8])), (9, 8, ([0, 1, 2], [3, 4, 5, 6, 7]))],
 )
 def test_zigzag_gives_each_rank_its_logit_positions(total, response, owned):
-    """A signal cut by another rule meets a shard of another length (7 entries against 1)."""
+    """Each rank has the logits of its zigzag chunks; a signal cut by another rule would have
+    another length (7 entries against 1)."""
     for cp_rank, positions in enumerate(owned):
         _, _, logits, tokens = compute_zigzag_ranges(total, response, cp_size=2, cp_rank=cp_rank)
         assert [p for low, high in logits for p in range(low, high)] == positions
@@ -37,7 +38,7 @@ def test_zigzag_gives_each_rank_its_logit_positions(total, response, owned):
 
 
 def test_offsets_of_a_rank_without_response_tokens_are_empty():
-    """Total 10, response 2, CP 2: rank 0 owns only prompt and must still take part."""
+    """At total 10, response 2, CP 2 rank 0 owns only prompt tokens and has empty offsets."""
     with pretend_rank(cp_size=2, cp_rank=0):
         chunk, chunks, logits, tokens = cp_utils.get_logits_and_tokens_offset_with_cp(10, 2)
         assert (chunk, chunks) == (3, ((0, 3), (9, 12)))
@@ -50,7 +51,8 @@ def test_offsets_of_a_rank_without_response_tokens_are_empty():
 @given(SAMPLES, st.sampled_from([1, 2, 3, 4, 8]))
 @settings(max_examples=60, deadline=None)
 def test_ranks_partition_the_response_tokens_and_point_at_the_logits_that_predict_them(samples, cp_size):
-    """The flat index of a micro-batch must agree with slicing each sample by itself."""
+    """Every response token belongs to one rank, and the flat index of a micro-batch agrees with
+    slicing each sample by itself."""
     totals, responses = [p + r for p, r in samples], [r for _, r in samples]
     # token value = 100 * sample + position, so that a wrong pairing is readable
     tokens = [100 * i + torch.arange(total) for i, total in enumerate(totals)]
@@ -81,7 +83,8 @@ def test_ranks_partition_the_response_tokens_and_point_at_the_logits_that_predic
 @given(SAMPLES, st.sampled_from([1, 2, 4]))
 @settings(max_examples=30, deadline=None)
 def test_contiguous_layout_partitions_too(samples, cp_size):
-    """Allgather CP cuts the stream of samples anywhere, also inside a response."""
+    """Allgather CP cuts the stream of samples anywhere, also inside a response, and still gives
+    each token to one rank."""
     totals, responses = [p + r for p, r in samples], [r for _, r in samples]
     rows = -(-sum(totals) // cp_size)
     layouts = [plan_contiguous_layout(totals, responses, num_rows=rows, cp_rank=rank) for rank in range(cp_size)]
@@ -91,7 +94,8 @@ def test_contiguous_layout_partitions_too(samples, cp_size):
 
 
 def test_a_response_without_a_token_before_it_is_refused():
-    """Nothing predicts its first token; reading the logit of the sample before it would be silent."""
+    """A response that starts at the first token is refused: no logit predicts that token, and the
+    one before it is another sample's."""
     with pytest.raises(RolloutDataError, match="sample 1 .* 4 tokens of which 4"):
         plan_response_layout([5, 4], [2, 4])
     with pytest.raises(RolloutDataError, match="2 total lengths but 1 response"):
@@ -99,7 +103,8 @@ def test_a_response_without_a_token_before_it_is_refused():
 
 
 def test_slice_log_prob_with_cp_keeps_the_type_and_checks_the_length():
-    """Total 11, response 7: rank 1 owns logits 3..8, which are response tokens 0..5; rank 0 owns token 6."""
+    """A sliced signal keeps its type: at total 11, response 7 rank 1 owns logits 3..8, which are
+    response tokens 0..5, and rank 0 owns token 6. A wrong length is refused."""
     values = [10.0 + i for i in range(7)]
     with pretend_rank(cp_size=2, cp_rank=1):
         assert cp_utils.slice_log_prob_with_cp(values, 11, 7) == values[:6]
@@ -123,7 +128,8 @@ def test_slice_with_cp_pads_with_a_number_or_a_function():
 
 
 def test_per_sample_per_rollout_and_per_token_means():
-    """Samples 0 and 1 are two parts of one rollout (4 trained tokens); sample 2 is its own."""
+    """The three means of samples 0 and 1, parts of one rollout with 4 trained tokens, and of sample
+    2."""
     masks = [torch.tensor([1, 1, 0]), torch.tensor([1, 1]), torch.tensor([0, 1])]
     x = torch.tensor([1.0, 3.0, 100.0, 5.0, 7.0, 100.0, 8.0])
     lengths = ([9, 9, 9], [3, 2, 2], masks)
@@ -136,7 +142,8 @@ def test_per_sample_per_rollout_and_per_token_means():
 
 
 def test_a_fully_masked_sample_adds_nothing_not_one():
-    """One row of 4 tokens and one fully masked row divide by 4, not 5; all masked gives 0, not NaN."""
+    """A fully masked row adds 0 to the denominator: with a row of 4 tokens it is 4, not 5; all
+    masked gives 0, not NaN."""
     with pretend_rank():
         reduce = cp_utils.get_sum_of_sample_mean([6, 6], [4, 4], [torch.ones(4), torch.zeros(4)])
         assert reduce(torch.full((8,), 2.0)) == 2
@@ -144,7 +151,7 @@ def test_a_fully_masked_sample_adds_nothing_not_one():
 
 
 def test_reducers_refuse_wrong_lengths_and_name_the_sample():
-    """A mask one entry short would shift every later sample."""
+    """A mask one entry short is refused with its sample; it would shift every later one."""
     with pretend_rank():
         with pytest.raises(RolloutDataError, match="loss_masks of sample 1 .* 1 entries, expected 2"):
             cp_utils.get_sum_of_sample_mean([5, 5], [3, 2], [torch.ones(3), torch.ones(1)])
@@ -163,7 +170,8 @@ def test_reducers_refuse_wrong_lengths_and_name_the_sample():
 @given(SAMPLES, st.sampled_from([2, 4]), st.booleans(), st.randoms(use_true_random=False))
 @settings(max_examples=40, deadline=None)
 def test_sums_over_cp_ranks_equal_one_rank(samples, cp_size, per_token, random):
-    """The loss was -57.36 in place of -28.43 at CP 2: complete values were summed over CP."""
+    """Sums over context-parallel ranks equal those of one rank; complete values summed over CP gave
+    a loss of -57.36 for -28.43."""
     totals, responses = [p + r for p, r in samples], [r for _, r in samples]
     masks = [torch.tensor([random.randint(0, 1) for _ in range(r)], dtype=torch.uint8) for r in responses]
     x = [torch.tensor([random.uniform(-1, 1) for _ in range(r)], dtype=torch.float64) for r in responses]
@@ -209,13 +217,15 @@ def test_routing_replay_rows_follow_the_tokens():
 
 
 def test_padded_rows_have_two_chunks_of_padding_under_context_parallelism():
-    """Padding is a sequence of its own, and a sequence has two chunks on each rank: an odd number of tokens cannot be."""
+    """A row's padding is a sequence of its own with two chunks on each rank, so under context
+    parallelism `pad_to` 3 becomes a unit of 6."""
     assert [RowShape(pad_to=3, cp_size=size).unit for size in (1, 2, 4)] == [3, 6, 6]
     assert plan_rows([4], [[0]], shape=RowShape(pad_to=3, cp_size=2)).row_offsets.tolist() == [0, 6]
 
 
 def test_micro_batches_that_report_other_metrics_are_not_added_up():
-    """The second one's values stand in another order: the sum would be a KL in the place of a loss."""
+    """Micro-batches with different metrics are refused: values are added by position, so a KL would
+    be added to a loss."""
     losses = [{"keys": ["loss", "kl"], "values": torch.tensor([1.0, 2.0, 3.0])}, {"keys": ["kl", "loss"], "values": torch.tensor([1.0, 3.0, 2.0])}]
     options = {"calculate_per_token_loss": False, "step_global_batch_size": 4, "cp_size": 1, "dp_with_cp_group": None}
     with pytest.raises(AssertionError, match="micro-batch 1 reports"):
@@ -223,7 +233,8 @@ def test_micro_batches_that_report_other_metrics_are_not_added_up():
 
 
 def test_train_step_metrics_divide_by_what_the_step_holds(monkeypatch):
-    """Tokens per micro-batch 1 and 9 with losses 1 and 0 average to 0.1, not 0.5."""
+    """A mean divides by the tokens of the step: micro-batches of 1 and 9 tokens with losses 1 and 0
+    give 0.1, not 0.5."""
     monkeypatch.setattr(
         cp_utils.dist, "all_reduce", lambda tensor, group: tensor.mul_(2)
     )  # two CP ranks with the same numbers
@@ -242,7 +253,7 @@ def test_train_step_metrics_divide_by_what_the_step_holds(monkeypatch):
 
 @pytest.mark.parametrize(("num_micro_batches", "num_metrics"), [(1, 1), (16, 9)])
 def test_a_step_reduces_and_reads_its_metrics_once(monkeypatch, num_micro_batches, num_metrics):
-    """faults, one sync per metric per micro-batch: 16 micro-batches of 9 metrics are one collective and one read of the device."""
+    """16 micro-batches of 9 metrics need one collective and one read of the device."""
     calls = []
     monkeypatch.setattr(cp_utils.dist, "all_reduce", lambda tensor, group: calls.append("all_reduce"))
     for name in ("item", "tolist", "__float__"):

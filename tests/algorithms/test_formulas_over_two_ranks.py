@@ -230,7 +230,8 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["full", "nucleus"])
 def test_a_split_vocabulary_gives_the_whole_ones_log_probs_entropies_and_gradients(ranks, name):
-    """Rank r owns columns r * V/tp on; both report the same numbers, and each its own columns' gradient."""
+    """With rank r owning columns from r * V/tp on, both ranks report the log-probs and entropies of
+    the whole vocabulary, and each the gradient of its own columns."""
     x, targets, keep = _vocabulary_case()
     whole = x.clone().requires_grad_()
     mask = keep if name == "nucleus" else None
@@ -247,7 +248,8 @@ def test_a_split_vocabulary_gives_the_whole_ones_log_probs_entropies_and_gradien
 
 @pytest.mark.parametrize("name", sorted(SEQUENCE_OPTIONS))
 def test_sequence_ratios_span_the_context_parallel_ranks(ranks, name):
-    """GSPO's ratio and OPSM's distance are of the whole response; a rank that owns no part of it still takes part, forward and backward."""
+    """GSPO's ratio and OPSM's distance are over the whole response; a rank that owns no part of it
+    still takes part, forward and backward."""
     options = ReferenceOptions(**SEQUENCE_OPTIONS[name])
     samples = make_samples(SHAPES, 5)
     logits = make_logits(samples, 6)
@@ -283,7 +285,7 @@ def test_advantages_of_split_sequences_equal_the_reference(ranks, name):
 
 
 def test_allgather_context_parallel_hands_on_zigzag_parts(ranks):
-    """Rows are cut contiguously there, but everything downstream sees zigzag."""
+    """Under allgather CP rows are cut contiguously, and everything downstream gets zigzag parts."""
     samples = make_samples(SHAPES, 5)
     expected = reference_of(samples, make_logits(samples, 6), ReferenceOptions())[0]
     for rank in range(2):
@@ -301,8 +303,8 @@ def test_gathered_responses_are_in_order_and_differentiable(ranks):
 
 
 def test_whitening_is_over_all_ranks(ranks):
-    """faults, advantage whitening per CP slice: slices 1 1 1 and 5: mean 2, variance 4 (Bessel). A slice by itself would give zeros, and 0/0 on the
-    other rank."""
+    """Slices 1 1 1 and 5 have mean 2 and variance 4 (Bessel); a slice by itself would give zeros,
+    and 0/0 on the other rank."""
     first, second = (rank["whitening"] for rank in ranks)
     for name in ("ragged", "far from zero"):
         assert first[name] == pytest.approx([-0.5] * 3) and second[name] == pytest.approx([1.5])
@@ -316,7 +318,8 @@ def test_whitening_is_over_all_ranks(ranks):
 
 @pytest.mark.parametrize("estimator", WHITENED)
 def test_whitened_advantages_do_not_depend_on_the_split(ranks, estimator):
-    """Mean and variance are sums over ranks, added up in the layout's order: in float64, so what may differ is the last bit of float32."""
+    """Whitened advantages differ between splits by the last bit of float32 at most: the sums over
+    ranks are in float64, in the layout's order."""
     first, second = (rank["whitened shards"] for rank in ranks)
     alone, parts = first[estimator, 1], (first[estimator, 2], second[estimator, 2])
     assert alone == second[estimator, 1]

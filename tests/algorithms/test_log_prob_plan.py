@@ -29,7 +29,8 @@ NUM_GPUS = 0
     ],
 )
 def test_each_reason_for_a_pass_is_the_only_one(options, num_steps, words):
-    """With one step per rollout the step's own log-probs are the old ones; a pass that is left out where one of these holds trains on others."""
+    """Each listed reason alone requires the log-prob pass; with one step per rollout and none of
+    them the step's own log-probs are the old ones."""
     plan = LogProbPlan.from_args(parse_command_line(options.split()).args, num_steps)
     reasons = reasons_to_recompute_log_probs(plan)
     if words is None:
@@ -41,7 +42,8 @@ def test_each_reason_for_a_pass_is_the_only_one(options, num_steps, words):
 
 
 def test_kept_log_probs_come_back_in_the_order_of_the_batch():
-    """The schedule may put position 7 before position 3: each row of the rollout gets its own values."""
+    """Captured log-probs are returned in the batch's order, also where the schedule put position 7
+    before position 3."""
     data = {"log_probs": None, "rollout_log_probs": [torch.zeros(1), torch.zeros(2)], "partition": [7, 3]}
     with log_prob_capture.looked_at_log_probs(data, lambda: None):
         log_prob_capture._maybe_capture_log_probs({"partition": [3]}, [torch.tensor([-3.0, -3.5])])
@@ -50,7 +52,8 @@ def test_kept_log_probs_come_back_in_the_order_of_the_batch():
 
 
 def test_log_probs_of_some_samples_are_not_taken_for_all_and_are_looked_at_once():
-    """A rank that computed the first sample alone has no column; the look before the first step is not repeated before the second."""
+    """A rank that captured only its first sample's log-probs has no column of them, and the check
+    before the first step is not repeated before the second."""
     looks, data = [], {"rollout_log_probs": [torch.zeros(1)] * 2, "partition": [0, 1]}
     with log_prob_capture.looked_at_log_probs(data, lambda: looks.append(data.get("log_probs"))):
         log_prob_capture._maybe_capture_log_probs({"partition": [0]}, [torch.ones(1)])

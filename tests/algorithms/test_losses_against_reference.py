@@ -121,7 +121,8 @@ def assert_metrics(metrics, expected):
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))
 def test_one_rank_equals_the_reference(name):
-    """faults, the losses end to end without a CPU test: metrics within 1e-5, gradients within 1e-4; empty micro-batch, masked and empty sample."""
+    """Loss and metrics equal the reference within 1e-5 and gradients within 1e-4, with empty
+    micro-batches and masked and empty samples."""
     options = ReferenceOptions(**VARIANTS[name])
     samples, logits = make_samples(SHAPES, 5, rollout_ids=ROLLOUT_IDS), None
     samples[2].loss_mask = [0] * samples[2].response_length
@@ -138,7 +139,8 @@ def test_one_rank_equals_the_reference(name):
 @pytest.mark.parametrize("cp_size", [2, 4])
 @pytest.mark.parametrize("name", sorted(set(VARIANTS) - NEEDS_GROUP))
 def test_context_parallel_ranks_add_up_to_the_reference(name, cp_size):
-    """Counted once per CP rank, loss and gradient would be CP times too large."""
+    """Losses and gradients of context-parallel ranks add up to the reference; counted once per rank
+    they would be CP times too large."""
     options = ReferenceOptions(**VARIANTS[name])
     samples = make_samples(SHAPES, 5, rollout_ids=ROLLOUT_IDS)
     logits = make_logits(samples, 6)
@@ -172,7 +174,8 @@ def test_order_split_and_padding_do_not_matter(order, cuts, padding, dp_size):
 @pytest.mark.parametrize("name", sorted(VARIANTS))
 @pytest.mark.parametrize("junk", [float("nan"), float("inf")])
 def test_junk_at_masked_positions_changes_nothing(name, junk):
-    """0 * NaN is NaN: a multiplication by the mask lets one bad tool token end the run. Loss, metrics and gradient are bit-equal."""
+    """NaN at masked positions leaves loss, metrics and gradient bit-equal; a multiplication by the
+    mask would keep it, because 0 * NaN is NaN."""
     options = ReferenceOptions(**VARIANTS[name])
     samples = make_samples(SHAPES, 5, rollout_ids=ROLLOUT_IDS)
     clean_logits = make_logits(samples, 6)
@@ -219,7 +222,8 @@ def test_loss_gradients_agree_with_finite_differences(name):
 
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_value_loss_equals_the_reference(cp_size):
-    """The critic's loss, its gradient, and NaN in the old values of masked tokens."""
+    """The critic's loss and gradient equal the reference, with NaN in the old values of masked
+    tokens."""
     options = ReferenceOptions(advantage_estimator="ppo", gamma=0.9, lambd=0.8, value_clip=0.05)  # not the default
     samples = make_samples(SHAPES, 5, rollout_ids=ROLLOUT_IDS)
     logits = make_logits(samples, 6, width=1)
@@ -249,8 +253,8 @@ def test_value_loss_equals_the_reference(cp_size):
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.0, 0.9)])
 def test_sft_loss_is_the_references_whatever_a_rollout_would_be_sampled_with(temperature, top_p):
-    """Minus the log-probs. The conversations were written, not sampled: an evaluation at temperature 0.5 must not sharpen the training loss,
-    and there is no nucleus to replay."""
+    """The SFT loss is minus the log-probs at temperature 1, whatever the rollout options:
+    conversations are written, not sampled, and have no nucleus to replay."""
     samples = make_samples(SHAPES, 5, rollout_ids=ROLLOUT_IDS)
     logits = make_logits(samples, 6)
     expected = reference_sft_loss(samples, reference_of(samples, logits, ReferenceOptions())[0])
@@ -266,7 +270,8 @@ def test_sft_loss_is_the_references_whatever_a_rollout_would_be_sampled_with(tem
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_first_step_without_old_log_probs_has_ratio_one(recompute):
-    """The log-prob pass is skipped with one step per phase: loss -mean A, gradient of the policy gradient; recomputing changes nothing."""
+    """Without a log-prob pass the first step has ratio 1, loss -mean A and the policy gradient;
+    recomputing changes nothing."""
     options = ReferenceOptions()
     samples = make_samples(SHAPES, 5)
     for sample in samples:
@@ -299,7 +304,8 @@ def call_loss(args, batch, packed):
 
 
 def test_entropy_is_reported_unless_that_is_switched_off(monkeypatch):
-    """Upstream's dashboards watch train/entropy_loss; --no-report-entropy saves the pass over the vocabulary. Neither touches the loss."""
+    """train/entropy_loss is reported unless --no-report-entropy saves the pass over the vocabulary;
+    the loss is the same."""
     args, batch, packed = one_batch()
     asked = []
     real = loss.compute_response_log_probs
@@ -316,7 +322,7 @@ def test_entropy_is_reported_unless_that_is_switched_off(monkeypatch):
 
 
 class HostReads(TorchFunctionMode):
-    """Notes where a tensor's value is asked for by Python: on a GPU each is a synchronisation."""
+    """Counts reads of a tensor's value by Python: on a GPU each is a synchronisation."""
 
     def __init__(self):
         super().__init__()
@@ -332,7 +338,8 @@ class HostReads(TorchFunctionMode):
 
 
 def test_more_metrics_read_no_more_values_from_the_device():
-    """faults, one sync per metric per micro-batch: the metrics leave the loss as one tensor, whether there are 6 or 11 of them."""
+    """The metrics leave the loss as one tensor: 11 of them cause no more reads of the device than
+    6."""
     reads = {}
     for options in ({}, {"use_kl_loss": True, "kl_loss_coef": 0.2, "entropy_coef": 0.1, "use_tis": True}):
         args, batch, packed = one_batch(**options)
@@ -347,7 +354,8 @@ def test_more_metrics_read_no_more_values_from_the_device():
 
 
 def test_a_correction_may_reject_tokens_from_the_loss_but_not_from_the_metrics(monkeypatch):
-    """faults, metrics after TIS use the rejected masks: the loss keeps its own denominators; KL and clip fraction are reported over the batch's masks."""
+    """A correction that masks tokens changes the loss and not its denominators; KL and clip
+    fraction are over the batch's masks."""
     args, batch, packed = one_batch(use_tis=True, custom_tis_function_path="my.function")
 
     def reject_the_first_token(args, *, pg_loss, loss_masks, total_lengths, response_lengths, **kwargs):
@@ -372,7 +380,8 @@ def test_a_correction_may_reject_tokens_from_the_loss_but_not_from_the_metrics(m
 
 
 def test_the_distance_to_the_teacher_is_among_the_metrics_of_the_step():
-    """faults, `opd_reverse_kl` missing from the key list: what the loss reports is what is logged, here .5 nats per token of two rollouts."""
+    """The step's metrics include the reverse KL to the teacher, here .5 nats per token of two
+    rollouts."""
     args, batch, packed = one_batch()
     assert "opd_reverse_kl" not in call_loss(args, batch, packed)[2]
     batch["opd_reverse_kl"] = [torch.full_like(mask, 0.5, dtype=torch.float32) for mask in batch["loss_masks"]]
@@ -381,7 +390,8 @@ def test_the_distance_to_the_teacher_is_among_the_metrics_of_the_step():
 
 @pytest.mark.parametrize("takes_denominators", [True, False])
 def test_custom_reducer_gets_the_denominators_when_it_names_them(monkeypatch, takes_denominators):
-    """faults, custom pg reducer gets no `rollout_mask_sums`: upstream's four arguments cannot express the per-rollout mean; a fifth, by name, can."""
+    """A custom reducer that names a fifth argument gets the denominators; upstream's four cannot
+    express the per-rollout mean."""
     args, batch, packed = one_batch(custom_pg_loss_reducer_function_path="my.reducer")
     seen = {}
 
@@ -398,7 +408,8 @@ def test_custom_reducer_gets_the_denominators_when_it_names_them(monkeypatch, ta
 
 
 def test_custom_loss_and_unknown_loss(monkeypatch):
-    """The custom function gets the reducer; scaling and reporting stay the framework's."""
+    """A custom loss gets the reducer, while scaling and reporting stay the framework's; an unknown
+    loss type is refused."""
     args, batch, packed = one_batch(loss_type="custom_loss", custom_loss_function_path="my.loss")
     monkeypatch.setattr(
         loss, "load_function", lambda path: lambda args, batch, logits, reduce: (reduce(torch.ones(7)), {"mine": 3.0})
@@ -421,7 +432,7 @@ def test_custom_loss_and_unknown_loss(monkeypatch):
     ],
 )
 def test_a_missing_field_is_named_with_the_option_that_needs_it(options, missing):
-    """A KeyError deep in the backend says neither."""
+    """A batch without a required field is refused with the field and the option that needs it."""
     args, batch, packed = one_batch(**options)
     batch.pop(missing)
     with pytest.raises(RolloutDataError, match=f"no {missing}, which --"):
@@ -431,7 +442,8 @@ def test_a_missing_field_is_named_with_the_option_that_needs_it(options, missing
 
 
 def test_the_cases_reach_every_branch():
-    """A case without a clipped token of either sign would let a wrong bound pass."""
+    """The test cases hold tokens below, inside and beyond the clipping band for rewards of both
+    signs, so that a wrong bound cannot pass."""
     samples = make_samples(SHAPES, 5, rollout_ids=ROLLOUT_IDS)
     log_probs, _ = reference_of(samples, make_logits(samples, 6), ReferenceOptions())
     seen = set()
@@ -446,7 +458,8 @@ def test_the_cases_reach_every_branch():
 
 
 def test_a_shifted_or_short_log_prob_fails():
-    """faults, missing or shifted logprobs: 5 ids with 4 log-probs: refuse; the right ones give ratio 1 everywhere, shifted ones do not."""
+    """5 ids with 4 log-probs are refused; matching log-probs give ratio 1 at every token, and
+    shifted ones do not."""
     args, batch, packed = one_batch()
     with pretend_rank():
         out = loss.get_log_probs_and_entropy(
@@ -462,7 +475,8 @@ def test_a_shifted_or_short_log_prob_fails():
 
 
 def test_captured_log_probs_are_the_first_of_each_position():
-    """A run that skips the log-prob pass can still dump what it trained on."""
+    """The first log-probs of each position are captured, so that a run without a log-prob pass can
+    dump what it trained on."""
     args, batch, packed = one_batch()
     batch["partition"] = [7, 3]
     assert loss.drain_captured_log_probs() == {}

@@ -31,7 +31,7 @@ def tensor(*values: float) -> torch.Tensor:
 
 
 def test_kl_kinds_of_a_token_that_became_twice_as_likely():
-    """faults, KL estimators without a CPU test: d = ln 2, k1 = .693, k2 = .240, k3 = 1/2 - 1 + .693 = .193."""
+    """At d = ln 2 the estimators give k1 = .693, k2 = .240, k3 = 1/2 - 1 + .693 = .193."""
     new, base = tensor(-1.0), tensor(-1.0 - LN2)
     expected = {"k1": LN2, "k2": LN2**2 / 2, "k3": 0.5 - 1 + LN2, "low_var_kl": 0.5 - 1 + LN2}
     for kind, value in expected.items():
@@ -42,7 +42,8 @@ def test_kl_kinds_of_a_token_that_became_twice_as_likely():
 
 
 def test_only_low_var_kl_is_clamped_and_its_gradient_survives_overflow():
-    """exp(200) is inf in fp32; inf times the clamp's zero gradient would be NaN for the whole model. k3 stops at e^20."""
+    """k3 stops at e^20 and keeps a finite gradient: exp(200) is inf in fp32, and inf times a zero
+    gradient would be NaN."""
     new = torch.tensor([-300.0, 0.0], requires_grad=True)
     base = torch.tensor([-100.0, -300.0])
     kl = ppo_utils.compute_approx_kl(new, base, "low_var_kl")
@@ -54,7 +55,7 @@ def test_only_low_var_kl_is_clamped_and_its_gradient_survives_overflow():
 
 
 def test_kl_is_computed_in_fp32_from_bf16():
-    """A difference of two bf16 log-probs has three digits."""
+    """KL of bf16 log-probs is computed in fp32; a difference in bf16 has three digits."""
     kl = ppo_utils.compute_approx_kl(
         torch.tensor([-1.0], dtype=torch.bfloat16), torch.tensor([-1.25], dtype=torch.bfloat16), "k1"
     )
@@ -92,7 +93,8 @@ FAR_LOSSES = {
 @pytest.mark.parametrize("advantage", (1.0, -1.0, 0.0))
 @pytest.mark.parametrize("name", FAR_LOSSES)
 def test_a_token_e_to_the_100_away_has_no_gradient_and_the_others_train_as_without_it(name, advantage):
-    """exp(100) is inf in fp32, and inf times a gradient of 0 is NaN: one token of the engine's would cost the whole step."""
+    """One token with a log-ratio of 100 gets gradient 0, and the others train as without it;
+    exp(100) is inf in fp32, and inf times 0 is NaN."""
 
     def gradient(log_ratio: float) -> tuple[list[float], list[float]]:
         new = torch.tensor([-1.0, 0.0, -2.0], requires_grad=True)
@@ -112,7 +114,8 @@ def test_a_token_e_to_the_100_away_has_no_gradient_and_the_others_train_as_witho
 
 
 def test_corrections_and_their_metrics_stay_finite_for_a_far_token():
-    """tis, tis_abs: e^20 at most, so that their means over a batch are numbers; the weight is the band's edge, IcePop's is 0."""
+    """For a far token tis and tis_abs report e^20 at most, the weight is the band's edge, and
+    IcePop's is 0."""
     train, rollout = torch.tensor([0.0, 0.0]), torch.tensor([-100.0, 0.0])
     for function, weight in ((truncated_importance_weights, 2.0), (icepop_weights, 0.0)):
         correction = function(train, rollout, BandConfig(0.0, 2.0))
@@ -124,7 +127,8 @@ def test_corrections_and_their_metrics_stay_finite_for_a_far_token():
 @pytest.mark.parametrize("old", ("rollout", "recomputed"))
 @pytest.mark.parametrize("estimator", ("grpo", "gspo", "cispo", "dr_grpo"))
 def test_the_whole_policy_loss_survives_a_far_token(estimator, old):
-    """Losses, every metric (ois, tis, tis_abs, kl_loss among them) and every gradient are finite, and the near tokens train."""
+    """With a far token every loss, every metric (ois, tis, tis_abs, kl_loss among them) and every
+    gradient is finite, and the near tokens train."""
     from support.loss_cases import make_logits, make_samples, mask_sums_of, pack
     from support.pretend_rank import pretend_rank
 
@@ -151,7 +155,7 @@ def test_the_whole_policy_loss_survives_a_far_token(estimator, old):
 
 
 def test_cispo_clips_the_weight_and_keeps_the_gradient():
-    """PPO gives a clipped token no gradient; CISPO gives it -clamp(r) A."""
+    """CISPO gives a clipped token the gradient -clamp(r) A, where PPO gives none."""
     log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
     old = torch.tensor([-1.0 - LN2, -2.0])
     losses, clipped = ppo_utils.compute_cispo_loss(old - log_probs, log_probs, torch.tensor([1.0, 3.0]), 0.2, 0.3)
@@ -161,7 +165,8 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient():
 
 
 def test_gspo_kl_is_the_masked_mean_over_the_full_response():
-    """faults, GSPO without a CPU test: sample 0 has differences 1, 3, (100 masked) -> 2 at each of its 2 local tokens; sample 1: fully masked -> 0."""
+    """Differences 1, 3 and a masked 100 give 2 at each of sample 0's two local tokens; a fully
+    masked sample gives 0."""
     full = [tensor(-1, -2, -3), tensor(-1, -1)]
     old = [tensor(0, 1, 97), tensor(9, 9)]
     masks = [torch.tensor([1, 1, 0]), torch.tensor([0, 0])]
@@ -171,7 +176,8 @@ def test_gspo_kl_is_the_masked_mean_over_the_full_response():
 
 
 def test_opsm_drops_far_responses_of_negative_advantage():
-    """faults, OPSM without a CPU test: KL .5 and .5 and .0: only the second has A < 0 and is far. Dropped share: both of its trained tokens."""
+    """Of KL .5, .5 and .0 only the second response has A < 0 and is far; the dropped share is both
+    of its trained tokens."""
     full = [tensor(-1, -1), tensor(-1, -1, -9), tensor(-1)]
     old = [tensor(-0.5, -0.5), tensor(-0.5, -0.5, 0), tensor(-1)]
     masks = [torch.tensor([1, 1]), torch.tensor([1, 1, 0]), torch.tensor([1])]
@@ -185,7 +191,7 @@ def test_opsm_drops_far_responses_of_negative_advantage():
 
 
 def test_tis_truncates_and_icepop_zeroes_outside_the_band():
-    """faults, TIS without a CPU test: ratios 4, 1, .25 with the band [.5, 2]."""
+    """For ratios 4, 1, .25 and the band [.5, 2] TIS truncates and IcePop gives 0 outside."""
     train, rollout = tensor(math.log(4), 0, -math.log(4)), tensor(0, 0, 0)
     band = BandConfig(0.5, 2.0)
     tis = truncated_importance_weights(train, rollout, band)
@@ -223,7 +229,8 @@ def test_every_formula_agrees_with_finite_differences(seed):
 
 
 def test_tables_and_options_name_the_same_things():
-    """An estimator on the command line without a formula would fail after the first rollout."""
+    """Every estimator, KL kind and loss that an option offers has a formula, and the other way
+    round."""
     from slime.algorithms import advantages, kl
 
     assert set(ADVANTAGE_ESTIMATORS) == set(advantages.ADVANTAGE_ESTIMATORS)
@@ -232,7 +239,7 @@ def test_tables_and_options_name_the_same_things():
 
 
 def test_the_documentation_names_every_choice_and_its_example_runs():
-    """docs/algorithms.md is what a user reads before choosing."""
+    """docs/algorithms.md names every choice, and its example runs."""
     from support.loss_cases import make_logits, make_samples, mask_sums_of, pack
     from support.pretend_rank import pretend_rank
 

@@ -44,7 +44,8 @@ def _in_stated_order(x: torch.Tensor, targets: torch.Tensor, g_log_prob: torch.T
 
 @pytest.mark.parametrize("chunk_size", [-1, 1, 4, 7, 100])
 def test_values_and_gradients_follow_the_stated_operation_order_to_1e_8(chunk_size):
-    """Comparisons are made at rtol 0, atol 1e-8 in fp32, so another order of the same mathematics fails."""
+    """Values and gradients equal the stated order of operations at rtol 0, atol 1e-8 in fp32;
+    another order of the same mathematics fails."""
     x = _logits(7, 33).requires_grad_()
     targets = torch.arange(7) * 4
     g_log_prob, g_entropy = _logits(7, 1, seed=1).squeeze(1), _logits(7, 1, seed=2).squeeze(1)
@@ -73,7 +74,7 @@ def test_gradients_agree_with_finite_differences():
 
 
 def test_entropy_without_gradient_gives_none_and_costs_no_graph():
-    """With entropy_coef 0 the entropy is a number for a chart."""
+    """With entropy_coef 0 the entropy is computed without a graph."""
     x = _logits(3, 5).requires_grad_()
     _, entropy = calculate_log_probs_and_entropy(x, torch.zeros(3, dtype=torch.int64), None, True, -1, None, False)
     assert not entropy.requires_grad
@@ -81,7 +82,8 @@ def test_entropy_without_gradient_gives_none_and_costs_no_graph():
 
 
 def test_no_rows_give_empty_results_that_still_carry_the_graph():
-    """A rank without response tokens must run its backward pass, or the ranks that share its collectives hang."""
+    """A rank without response tokens gets empty results with a graph, so that its backward pass
+    joins the collectives."""
     x = torch.empty(0, 5, requires_grad=True)
     log_prob, entropy = calculate_log_probs_and_entropy(x, torch.empty(0, dtype=torch.int64), None, with_entropy=True)
     assert log_prob.shape == entropy.shape == (0,)
@@ -118,7 +120,8 @@ def _nucleus(lengths: list[int], id_: int = 1) -> tuple[list[torch.Tensor], list
     ],
 )
 def test_keep_mask_restricts_the_rows_that_predict_the_response(totals, responses, layout, rows, allgather, restricted):
-    """A nucleus on the neighbouring row renormalizes another token's distribution."""
+    """The nucleus applies to the rows that predict the response; on a neighbouring row it would
+    renormalize another token's distribution."""
     ids, offsets = _nucleus(responses)
     with pretend_rank(**layout):
         mask = loss._build_topp_keep_mask(rows, 4, torch.device("cpu"), ids, offsets, totals, responses, allgather)
@@ -128,7 +131,8 @@ def test_keep_mask_restricts_the_rows_that_predict_the_response(totals, response
 
 @pytest.mark.parametrize(("cp_rank", "kept"), [(0, {2: [3]}), (1, {1: [0], 2: [1], 3: [2]})])
 def test_each_row_keeps_the_nucleus_of_its_own_token(cp_rank, kept):
-    """Token j of the response was drawn from {j}. Of 8 logits rank 0 has 0, 1, 6 and 7, rank 1 has 2 to 5; logit 3 + j predicts token j."""
+    """Under context parallelism each row has its own token's nucleus: token j was drawn from {j};
+    of 8 logits rank 0 has 0, 1, 6 and 7, rank 1 has 2 to 5, and logit 3 + j predicts token j."""
     ids, offsets = [torch.arange(4, dtype=torch.int32)], [torch.arange(5, dtype=torch.int32)]
     with pretend_rank(cp_size=2, cp_rank=cp_rank):
         mask = loss._build_topp_keep_mask(4, 4, torch.device("cpu"), ids, offsets, [8], [4], False)
@@ -159,7 +163,8 @@ class CountOperations(TorchDispatchMode):
 
 
 def test_nucleus_and_softmax_are_for_trained_tokens_alone_and_filled_at_once(monkeypatch):
-    """faults, log-probs and nucleus mask for prompt tokens, rows filled by Python loops: rows as trained tokens, as many operations for 400."""
+    """The softmax has as many rows as trained tokens, and the nucleus mask takes as many operations
+    for 400 tokens as for few."""
     sizes, operations = [], []
     real = response_rows.calculate_log_probs_and_entropy
 
@@ -184,7 +189,8 @@ def test_nucleus_and_softmax_are_for_trained_tokens_alone_and_filled_at_once(mon
 
 
 def test_replay_without_its_fields_is_refused():
-    """Full-vocabulary log-probs against renormalized ones of the engine are another ratio at every token."""
+    """Nucleus replay without the nucleus ids is refused; full-vocabulary log-probs against the
+    engine's renormalized ones are another ratio."""
     assert loss.get_rollout_top_p_logprob_kwargs(SimpleNamespace(rollout_top_p=1.0), {}) == {}
     fields = {"rollout_top_p_token_ids": [1], "rollout_top_p_token_offsets": [2]}
     kwargs = loss.get_rollout_top_p_logprob_kwargs(SimpleNamespace(rollout_top_p=0.9), fields)
@@ -200,7 +206,8 @@ def test_replay_without_its_fields_is_refused():
 )
 @settings(max_examples=30, deadline=None)
 def test_packed_responses_have_the_log_probs_of_each_sample_alone(samples, temperature, seed):
-    """Token j of a response is predicted by the logit before it; shifted by one, every ratio is wrong."""
+    """Packed responses have each sample's own log-probs: token j is predicted by the logit before
+    it."""
     generator = torch.Generator().manual_seed(seed)
     totals, responses = [p + r for p, r in samples], [r for _, r in samples]
     tokens = [torch.randint(0, 9, (total,), generator=generator) for total in totals]
@@ -227,7 +234,8 @@ def test_packed_responses_have_the_log_probs_of_each_sample_alone(samples, tempe
 
 
 def test_logits_must_be_fp32_and_ids_complete():
-    """A bf16 softmax loses the digits that the importance ratio is made of."""
+    """Logits in bf16, whose softmax loses the digits of the importance ratio, and incomplete ids
+    are refused."""
     args = SimpleNamespace(rollout_temperature=1.0)
     packed = {"unconcat_tokens": [torch.arange(3)], "total_lengths": [4], "response_lengths": [2]}
     with pretend_rank():
@@ -238,7 +246,7 @@ def test_logits_must_be_fp32_and_ids_complete():
 
 
 def test_values_are_read_without_temperature():
-    """A critic's output is a value, not a logit."""
+    """A critic's values are not divided by the temperature."""
     args = SimpleNamespace(rollout_temperature=0.5, allgather_cp=False)
     output = torch.arange(9.0).reshape(1, 9, 1)
     packed = {"unconcat_tokens": [torch.zeros(5), torch.zeros(4)], "total_lengths": [5, 4], "response_lengths": [2, 3]}

@@ -29,7 +29,8 @@ def report_of(version, requires=()):
     ],
 )
 def test_the_build_is_read_from_pips_own_report(version, requires, kind):
-    """The version alone does not tell: the index of PyPI has the CUDA build without a suffix."""
+    """Whether a build needs CUDA is read from pip's report; the version does not tell, because
+    PyPI's CUDA build has no suffix."""
     assert install.build_of_report(PLAIN, report_of(version, requires)) == install.Build(PLAIN, version, kind)
 
 
@@ -42,7 +43,8 @@ def test_the_build_is_read_from_pips_own_report(version, requires, kind):
     ],
 )
 def test_a_cpu_build_comes_first_only_where_no_gpu_is(has_gpu, offered, asked, taken):
-    """An index that has both orders +cu130 after +cpu, so pip alone would take the large one."""
+    """Without a GPU the CPU build is asked for first: pip orders +cu130 after +cpu and would take
+    the large one."""
     questions = []
 
     def ask(requirement):
@@ -54,13 +56,14 @@ def test_a_cpu_build_comes_first_only_where_no_gpu_is(has_gpu, offered, asked, t
 
 
 def test_what_is_installed_stays():
-    """A second `make` must not download torch again, nor replace a build that someone chose."""
+    """An installed torch stays: a second `make` downloads nothing and replaces no build."""
     for version in ("2.13.0", "2.13.0+cpu", "2.13.0+cu130"):
         assert install.choose_build(has_gpu=False, installed=version, ask=lambda requirement: pytest.fail("asked")).kind == "here"
 
 
 def test_the_size_is_told_first_and_a_full_disk_stops():
-    """6 GB without a word, on a slow line or a small disk, is how a first contact ends."""
+    """The size is printed before the download, and a disk without room for it ends the
+    installation."""
     lines, fits = install.announcement(install.Build(PLAIN, "2.13.0", "cuda"), has_gpu=False, free_gb=50.0)
     assert fits and "CUDA build" in lines[0] and "3.2 GB to download, 6.6 GB on disk (50 GB free)" in lines[0]
     assert "One saves 4.0 GB" in lines[1] and "PIP_EXTRA_INDEX_URL" in lines[1]
@@ -71,7 +74,8 @@ def test_the_size_is_told_first_and_a_full_disk_stops():
 
 
 def test_downloads_are_shown_without_a_terminal():
-    """A log that stands still for minutes looks like a hang."""
+    """Downloads are shown in a log without a terminal, so that minutes of silence do not look like
+    a hang."""
     output = ["Collecting torch\n", "  Downloading torch-2.13.0.whl (530 MB)\n", "Requirement already satisfied: x\n", "Installing collected packages: torch\n"]
     assert list(install.shown_lines(output)) == ["Downloading torch-2.13.0.whl (530 MB)", "Installing collected packages: torch"]
 

@@ -68,19 +68,21 @@ def small(tmp_path):
 
 
 def test_every_fault_can_be_planted():
-    """Code that moved takes its faults along: old text that is there once, tests that exist, ids that are unique."""
+    """Every fault of the table can be planted: its old text is in the code once, its tests exist,
+    its id is unique."""
     assert table.find_problems(table.read_faults()) == []
 
 
 def test_every_part_of_the_code_has_its_share_of_faults():
-    """A net with a hole in it says nothing about what falls through."""
+    """Each part of the code has at least its minimum of planted faults."""
     counts = Counter(fault.area for fault in table.read_faults())
     assert {area: counts[area] for area in MINIMUM_BY_AREA if counts[area] < MINIMUM_BY_AREA[area]} == {}
     assert set(counts) == set(MINIMUM_BY_AREA) and counts.total() >= MINIMUM_TOTAL
 
 
 def test_at_most_three_percent_of_the_faults_are_explained_away():
-    """An explanation says in words why nobody could notice."""
+    """At most three percent of the faults are marked equivalent, each with the reason why no test
+    can notice it."""
     faults = table.read_faults()
     explained = [fault for fault in faults if fault.equivalent]
     assert all(len(fault.equivalent.split()) >= 5 for fault in explained)
@@ -100,14 +102,15 @@ def test_at_most_three_percent_of_the_faults_are_explained_away():
     ],
 )
 def test_a_fault_that_cannot_be_planted_is_named(small, changes, said):
-    """The one problem that the entry has, and nothing else."""
+    """Each kind of broken entry is reported as its one problem."""
     assert table.find_problems([fault()], small) == []
     (problem,) = table.find_problems([fault(**changes)], small)
     assert said in problem
 
 
 def test_an_entry_with_a_field_too_few_or_too_many_is_refused():
-    """A misspelt `equivalent` must not turn a survivor into a failure of the run."""
+    """An entry with a missing or unknown field is refused; a misspelt `equivalent` would turn a
+    survivor into a failure."""
     entry = {"id": "a-b", "file": "f", "kind": "k", "old": "o", "new": "n", "tests": "t"}
     assert table.read_fault("a", entry).tests == ("t",)
     with pytest.raises(ValueError, match=r"missing \['kind'\]"):
@@ -117,7 +120,8 @@ def test_an_entry_with_a_field_too_few_or_too_many_is_refused():
 
 
 def test_a_fault_is_killed_by_a_test_that_looks_and_survives_one_that_does_not(small):
-    """And the copy is what it was before, for the next fault."""
+    """A test that asserts the value kills the fault, one that does not lets it survive, and the
+    copy is restored for the next fault."""
     before = (small / "slime" / "part.py").read_text()
     verdicts = {}
     for name in ("test_looks", "test_does_not", "test_of_another_name"):
@@ -130,7 +134,7 @@ def test_a_fault_is_killed_by_a_test_that_looks_and_survives_one_that_does_not(s
 
 
 def test_a_test_that_fails_anyway_kills_nothing():
-    """Otherwise one red test would count as the death of every fault of its file."""
+    """A test that fails without the fault does not count as killing it."""
     planted = fault(tests=("tests/test_part.py", "tests/test_red.py::test_red"))
     baseline = run.Baseline(failed={"tests/test_red.py": "FAILED tests/test_red.py::test_red"})
     details = {
@@ -144,14 +148,15 @@ def test_a_test_that_fails_anyway_kills_nothing():
 
 
 def test_a_survivor_is_right_only_where_the_table_explains_it():
-    """And an explained fault that is killed after all makes the explanation wrong."""
+    """A survivor needs an explanation in the table, and an explained fault that is killed is a
+    problem too."""
     explained = fault(equivalent="nothing reads it")
     outcomes = {(f.equivalent, v): run.Outcome(f, v, 0.0, "").is_right for f in (fault(), explained) for v in ("killed", "survived", "broken")}
     assert {key for key, right in outcomes.items() if right} == {(None, "killed"), ("nothing reads it", "survived")}
 
 
 def test_a_sample_is_the_same_for_the_same_seed_and_names_are_checked():
-    """CI must not be red today and green tomorrow by chance."""
+    """The same seed draws the same faults, and an unknown name is refused."""
     faults = [fault(id=f"part-{i}") for i in range(50)] + [fault(id="other-0", area="other")]
     first = run.select(faults, [], sample=30, seed=0)
     assert first == run.select(faults, [], sample=30, seed=0) != run.select(faults, [], sample=30, seed=1)

@@ -1,4 +1,4 @@
-"""The repository keeps its layers, sizes and habits; each rule is shown to find what it is there to find."""
+"""Layers, sizes and habits of the repository; each rule is shown to find its violation."""
 
 import importlib.util
 import sys
@@ -20,7 +20,7 @@ def rules(path, text):
 
 
 def test_this_repository_has_no_findings():
-    """What the rules below forbid is nowhere, beside the exceptions that are listed with their reasons."""
+    """The repository breaks none of the rules, except where an exception gives the reason."""
     assert [str(finding) for finding in repo_shape.check_repository()] == []
 
 
@@ -52,7 +52,7 @@ def test_this_repository_has_no_findings():
     ],
 )
 def test_each_rule_finds_its_violation(path, text, rule):
-    """A check that cannot fail checks nothing."""
+    """Each rule reports the code that breaks it."""
     assert rule in rules(path, text)
 
 
@@ -68,12 +68,13 @@ def test_each_rule_finds_its_violation(path, text, rule):
     ],
 )
 def test_what_is_allowed_is_not_found(path, text):
-    """A rule that cries at everything gets an exception for everything."""
+    """Code close to a violation is not reported."""
     assert rules(path, text) == []
 
 
 def test_exception_excuses_its_place_and_must_be_needed():
-    """A stale exception would hide the next violation in that place."""
+    """An exception covers its place alone, and one that covers nothing is reported: it would hide
+    the next violation there."""
     findings = repo_shape.check_file("slime/ray/x.py", "def f(args):\n    args.load = 1\n")
     excuse = ("args", "slime/ray/x.py::f", "a reason")
     assert repo_shape.apply_exceptions(findings, (excuse,)) == []
@@ -84,12 +85,13 @@ def test_exception_excuses_its_place_and_must_be_needed():
 
 
 def test_every_exception_has_a_reason():
-    """The list is read by the next person who wants one."""
+    """Every exception has a reason of at least four words."""
     assert all(len(reason.split()) >= 4 for _, _, reason in repo_shape.EXCEPTIONS)
 
 
 def test_two_test_files_of_one_name_are_found():
-    """tests/ is no package: the second one would shadow the first."""
+    """Two test files with one name are reported: tests/ is no package, so the second would shadow
+    the first."""
     (finding,) = repo_shape.check_basenames(["tests/a/test_x.py", "tests/b/test_x.py", "tests/b/test_y.py"])
     assert finding.place == "tests/b/test_x.py"
 

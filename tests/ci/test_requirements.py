@@ -92,7 +92,7 @@ def test_every_id_stands_once_with_what_holds_it():
 
 
 def test_no_file_but_the_page_uses_an_id():
-    """A reader of code or tests finds the behaviour as a sentence, and no number to look up."""
+    """Code, tests and other documents state behaviour as sentences, without an id to look up."""
     files = [*ROOT.iterdir(), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))]
     texts = [path for path in files if path.suffix in TEXT_FILES and path != PAGE] + [ROOT / "Makefile"]
     used = {path.relative_to(ROOT).as_posix(): ids_in(path.read_text(encoding="utf-8")) for path in texts}

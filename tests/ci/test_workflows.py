@@ -1,4 +1,5 @@
-"""The workflow that runs the tests is itself tested: faults.md "CI: generated workflow out of step with its template"."""
+"""The workflow that runs the tests: rendered from its template, complete, and red when a test fails
+or does not run."""
 
 import importlib.util
 import os
@@ -97,7 +98,8 @@ def test_every_test_file_of_this_repository_is_registered():
 
 
 def test_every_file_with_slow_layouts_is_in_the_job_that_runs_that_mark():
-    """`make test` and cpu-unittest leave them out: without a job of their own, re-sharding over four ranks would be tested by nobody."""
+    """Files with slow layouts are in a job of their own, because `make test` and cpu-unittest leave
+    them out."""
     tests = ROOT / "tests"
     marked = {p.relative_to(tests).as_posix() for p in tests.rglob("test_*.py") if "mark.slow_layouts" in p.read_text()}
     marked -= {"ci/test_workflows.py"}
@@ -107,14 +109,14 @@ def test_every_file_with_slow_layouts_is_in_the_job_that_runs_that_mark():
 
 
 def test_planted_faults_run_in_a_job_of_their_own():
-    """A sample of the table on every push: a test that stopped looking is noticed where it stopped."""
+    """A sample of the planted faults runs on every push."""
     job = yaml.safe_load((WORKFLOWS / "pr-test.yml").read_text())["jobs"]["planted-faults"]
     assert "if" not in job
     assert job["steps"][-1]["run"] == "python tools/mutants/run.py --sample 30 --seed 0 --jobs 2"
 
 
 def test_no_change_is_too_small_for_the_cpu_tests():
-    """faults, change-detect ignores folders: the job of all CPU tests runs for every push and pull request, whatever files changed."""
+    """The job of all CPU tests runs for every push and pull request, whatever files changed."""
     workflow = yaml.safe_load((WORKFLOWS / "pr-test.yml").read_text())
     triggers = workflow[True]  # YAML 1.1 reads the key `on` as a boolean
     assert {"push", "pull_request"} <= set(triggers)
@@ -123,7 +125,8 @@ def test_no_change_is_too_small_for_the_cpu_tests():
 
 
 def test_every_tested_python_runs_in_a_job():
-    """README and `slime doctor` name a range; each version of it must be run, the newest megatron-core with it."""
+    """Each Python version of the range that README and `slime doctor` name runs in a job, the
+    newest megatron-core with it."""
     jobs = yaml.safe_load((WORKFLOWS / "pr-test.yml").read_text())["jobs"]
     setups = [step["with"]["python-version"] for job in jobs.values() for step in job["steps"] if "setup-python" in step.get("uses", "")]
     run = {version for version in setups if "matrix" not in version} | set(jobs["interpreters"]["strategy"]["matrix"]["python"])
@@ -134,25 +137,25 @@ def test_every_tested_python_runs_in_a_job():
 
 
 def test_consistent_checkout_has_no_problems(checkout):
-    """The other cases below differ from this one in one respect each."""
+    """A consistent checkout has no problems; the other cases differ from it in one respect each."""
     assert generator.find_differences(checkout / ".github" / "workflows") == []
     assert registration_problems(checkout) == []
 
 
 def test_unregistered_test_file_is_named(checkout):
-    """A new file that nobody added to the template."""
+    """A test file that is not in the template is reported."""
     (checkout / "tests" / "test_new.py").write_text(TEST_FILE.format(condition="True"))
     assert registration_problems(checkout) == ["tests/test_new.py is in no job of pr-test.yml"]
 
 
 def test_registered_file_that_is_missing_is_named(checkout):
-    """A renamed file leaves its old name in the template."""
+    """A registered file that does not exist is reported, as after a renaming."""
     (checkout / "tests" / "sub" / "test_b.py").unlink()
     assert registration_problems(checkout) == ["cpu-unittest registers tests/sub/test_b.py, which is not there"]
 
 
 def test_file_registered_twice_is_named(checkout):
-    """Two entries of one file hide that another one is absent from a count."""
+    """A file that is registered twice is reported."""
     workflow = checkout / ".github" / "workflows" / "pr-test.yml"
     entry = '          - {"num_gpus": 0, "test_file": "test_a.py"}\n'
     assert entry in workflow.read_text()
@@ -162,7 +165,7 @@ def test_file_registered_twice_is_named(checkout):
 
 @pytest.mark.parametrize("change", ["entry removed", "file deleted"])
 def test_rendered_workflow_that_differs_from_its_template_is_found(checkout, change):
-    """The template was edited and not rendered, or the other way round."""
+    """A workflow that is missing or differs from its rendered template is reported."""
     folder = checkout / ".github" / "workflows"
     workflow = folder / "pr-test.yml"
     if change == "file deleted":
@@ -174,7 +177,7 @@ def test_rendered_workflow_that_differs_from_its_template_is_found(checkout, cha
 
 
 def test_a_name_that_the_template_does_not_define_stops_the_rendering(tmp_path):
-    """An empty text in its place would be a job that runs nothing."""
+    """An undefined name in the template is an error and not an empty text."""
     template = tmp_path / "x.yml.j2"
     template.write_text("run: << comand >>\n")
     with pytest.raises(jinja2.UndefinedError, match="comand"):
@@ -183,7 +186,7 @@ def test_a_name_that_the_template_does_not_define_stops_the_rendering(tmp_path):
 
 @pytest.mark.parametrize(("problems", "status"), [([], 0), (["pr-test.yml is missing"], 1)])
 def test_the_check_ends_with_a_status_that_a_job_sees(monkeypatch, capsys, problems, status):
-    """A finding that is only printed leaves CI green."""
+    """`--check` prints its findings and returns 1."""
     monkeypatch.setattr(generator, "find_differences", lambda: problems)
     monkeypatch.setattr(sys, "argv", ["generate_github_workflows.py", "--check"])
     assert generator.main() == status
@@ -210,14 +213,16 @@ def test_expressions_of_github_pass_through_the_template():
     ids=["passes", "fails", "no main block", "no case", "all skipped"],
 )
 def test_a_file_passes_only_if_a_case_ran_and_none_failed(tmp_path, content, status):
-    """Upstream had files that never ran in CI and were green for months."""
+    """A file passes only if a test case ran and none failed: no main block, no case and only skips
+    are failures."""
     file = tmp_path / "test_x.py"
     file.write_text(content)
     assert run(RUNNER, file, cwd=tmp_path).returncode == status
 
 
 def test_local_run_of_the_job_runs_every_entry_and_says_what_it_skips(checkout):
-    """The workflow's own script is what is tested, not a copy of it."""
+    """The local run of a job runs every entry with the workflow's own script and prints which steps
+    it skips."""
     result = run_job(checkout)
     assert result.returncode == 0, result.stderr
     assert "2 of 2 entries passed" in result.stdout
@@ -231,7 +236,7 @@ def test_local_run_of_the_job_runs_every_entry_and_says_what_it_skips(checkout):
     ids=["failing file", "file that runs no test"],
 )
 def test_job_fails_when_one_entry_fails_or_runs_nothing(checkout, content, reason):
-    """`assert False` in any registered file must turn the job red, and so must an empty file."""
+    """One failing or empty test file fails the job."""
     (checkout / "tests" / "sub" / "test_b.py").write_text(content)
     result = run_job(checkout)
     assert result.returncode == 1
@@ -240,14 +245,14 @@ def test_job_fails_when_one_entry_fails_or_runs_nothing(checkout, content, reaso
 
 
 def test_only_runs_the_named_entry_and_refuses_an_unknown_one(checkout):
-    """A typo in --only must not be a green run of nothing."""
+    """--only runs the named entry and refuses an unknown one."""
     assert "1 of 1 entries passed" in run_job(checkout, "--only", "test_a.py").stdout
     unknown = run_job(checkout, "--only", "test_z.py")
     assert unknown.returncode == 2 and "not in this job: test_z.py" in unknown.stderr
 
 
 def test_expressions_are_evaluated_or_refused():
-    """An expression that the local runner does not know must stop it, not become an empty text."""
+    """An expression that the local runner does not know is an error and not an empty text."""
     context = {"matrix": {"info": {"test_file": "test_a.py"}}, "github": {"sha": "local", "event": {}}}
     assert job_tool.substitute("tests/${{ matrix.info.test_file }}", context) == "tests/test_a.py"
     assert job_tool.substitute("${{ github.event.inputs.infinite_run || 'false' }}", context) == "false"
@@ -257,7 +262,7 @@ def test_expressions_are_evaluated_or_refused():
 
 
 def test_workflow_matches_githubs_schema(tmp_path):
-    """A typo in a key is found here and not after a push."""
+    """The workflow matches GitHub's schema; a typo in a key is found before a push."""
     command = ["-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
     result = run(*command, WORKFLOWS / "pr-test.yml")
     assert result.returncode == 0, result.stdout + result.stderr
@@ -267,7 +272,8 @@ def test_workflow_matches_githubs_schema(tmp_path):
 
 
 def test_workflow_has_no_security_findings(tmp_path):
-    """Broad permissions, kept credentials and template injection are found offline; a workflow that has one is red."""
+    """The offline check finds no broad permission, kept credential or template injection, and finds
+    one that is put in."""
     zizmor = Path(sys.executable).parent / "zizmor"
 
     def findings(workflow):
