@@ -56,7 +56,7 @@ def no_process_group_stays():
 @pytest.fixture
 def declared():
     """`declare_field`, undone after the test."""
-    from slime.utils.rollout_fields import CONTRACT, declare_field
+    from slime.data.fields import CONTRACT, declare_field
 
     names = []
 

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 import ray
 
+from slime.data.batch import RolloutBatch, localize
+from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards
+from slime.data.ledger import ledger_of_rollout
+from slime.data.sample import Sample
+from slime.data.schedule import ScheduleConfig
+from slime.data.split import SplitConfig, split_by_dp
 from slime.exceptions import RolloutDataError
-from slime.observability.ledger import ledger_of_rollout
 from slime.ray import rollout
-from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
 from slime.utils.data import process_rollout_data
-from slime.utils.dp_schedule import ScheduleConfig
-from slime.utils.rollout_batch import RolloutBatch, localize
-from slime.utils.rollout_split import SplitConfig, split_by_dp
 from slime.utils.timer import Timer
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 

@@ -1,5 +1,5 @@
 """What a group of samples subtracts from its rewards, by advantage estimator: the half of the advantage that needs every sibling and is
-computed before the batch is split (`slime.rollout.rewards.normalize_rewards`). No torch: the rollout side reads this table."""
+computed before the batch is split (`slime.data.rewards.normalize_rewards`). No torch: the rollout side reads this table."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.data.sample import Sample
 from slime.exceptions import ConfigError, RolloutDataError, SlimeError
 from slime.observability.consistency_report import decoder_of, print_plain, printable, read_config
 from slime.utils.rollout_dump import read_rollout_dump
 from slime.utils.train_dump import read_train_dump
-from slime.utils.types import Sample
 
 TOKEN_HEAD = ["token", "id", "text", "mask", "engine", "trainer", "difference", "advantage"]
 LIST_HEAD = ["sample", "group", "reward", "tokens", "status", "valid", "label", "response"]

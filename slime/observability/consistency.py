@@ -124,7 +124,7 @@ def _places(sample_T: np.ndarray, batch: Mapping[str, Any], *, cp_size: int, cp_
     starts = np.cumsum(responses) - responses
     whole_T = np.arange(int(responses.sum())) - np.repeat(starts, responses)
     if cp_size > 1:
-        from slime.utils.cp_layout import plan_response_layout
+        from slime.data.context_parallel import plan_response_layout
 
         totals = np.asarray(batch["total_lengths"], dtype=np.int64)
         whole_T = whole_T[plan_response_layout(totals, responses, cp_size=cp_size, cp_rank=cp_rank).response_indices.numpy()]

@@ -21,8 +21,8 @@ from slime.observability.consistency_alarms import SEEN, ConsistencyLimits, cons
 from slime.observability.report import RunRecords, read_run
 
 if TYPE_CHECKING:
+    from slime.data.sample import Sample
     from slime.utils.train_dump import TrainDump
-    from slime.utils.types import Sample
 
 PREFIXES = ("rollout/logprob_abs_diff", "rollout/logprob_kl")
 MEAN = "rollout/logprob_abs_diff/mean"

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from slime.utils.rollout_fields import Reduce
+from slime.data.fields import Reduce
 
 BLOCK_TOKENS = 1 << 18
 

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from slime.data.flops import calculate_fwd_flops
 from slime.observability.timer import Timer
-from slime.utils.flops_utils import calculate_fwd_flops
 from slime.utils.metric_utils import compute_rollout_step
 
 

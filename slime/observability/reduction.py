@@ -6,9 +6,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from slime.data.fields import Reduce
 from slime.observability import contributions
 from slime.observability.contributions import Contribution
-from slime.utils.rollout_fields import Reduce
 
 
 def rollout_log_metric_contribution(

@@ -1,8 +1,8 @@
 """Upstream's later path of the checks, the conversion and the dump of a rollout."""
 
-from slime.rollout.structure import validate_rollout_id_annotated, validate_rollout_routed_experts_for_replay
+from slime.data.structure import validate_rollout_id_annotated, validate_rollout_routed_experts_for_replay
+from slime.data.tensorize import tensorize_rollout_data_for_training
 from slime.utils.rollout_dump import load_debug_rollout_data, save_debug_rollout_data
-from slime.utils.tensorize import tensorize_rollout_data_for_training
 
 __all__ = [
     "load_debug_rollout_data",

@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from slime.data.columns import source_name_of, was_cut
+from slime.data.declared_fields import declared_metrics
+from slime.data.ragged import as_array
+from slime.data.rewards import SPREAD_TOLERANCE, execution_keys, execution_values, reward_number
+from slime.data.structure import flatten_samples
+from slime.data.weight_versions import parse_weight_version
 from slime.exceptions import RolloutDataError
-from slime.rollout.columns import source_name_of, was_cut
-from slime.rollout.declared_fields import declared_metrics
 from slime.rollout.postprocess.contract import is_model_failure
-from slime.rollout.rewards import SPREAD_TOLERANCE, execution_keys, execution_values, reward_number
-from slime.rollout.structure import flatten_samples
-from slime.rollout.weight_versions import parse_weight_version
 from slime.utils.metric_utils import (
     compute_ragged_pass_rate,
     compute_rollout_step,
@@ -27,7 +28,6 @@ from slime.utils.metric_utils import (
     dict_add_prefix,
     has_repetition,
 )
-from slime.utils.ragged import as_array
 
 MAX_REWARD_NAMES = 8
 MAX_SOURCES = 64  # metric names must stay few; further sources share one name

@@ -13,6 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from slime.data.batch import RolloutBatch
+from slime.data.fields import CONTRACT, Extent, FieldSpec, Reduce, Scope
+from slime.data.ragged import Parts, Ragged, as_array, is_tensor
 from slime.exceptions import RolloutDataError
 from slime.observability import contributions as c
 from slime.observability.contributions import Contribution, SampleTokens
@@ -22,9 +25,6 @@ from slime.observability.reduction import (  # noqa: F401  (their later place up
 )
 from slime.observability.train_step_metrics import reduce_train_step_metrics  # noqa: F401  (its later place upstream)
 from slime.utils.metric_utils import compute_pass_rate, compute_ragged_pass_rate, compute_rollout_step, is_solved
-from slime.utils.ragged import Parts, Ragged, as_array, is_tensor
-from slime.utils.rollout_batch import RolloutBatch
-from slime.utils.rollout_fields import CONTRACT, Extent, FieldSpec, Reduce, Scope
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ def sample_tokens(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: int = 
     mask_sums = responses.astype(np.float64) if mask_T is None else c.segment_sums(mask_T, plan)
     rollout_sums = _sample_field(batch, "rollout_mask_sums")
     if cp_size > 1:
-        from slime.utils.cp_layout import plan_response_layout
+        from slime.data.context_parallel import plan_response_layout
 
         layout = plan_response_layout(
             _sample_field(batch, "total_lengths").astype(np.int64), responses, cp_size=cp_size, cp_rank=cp_rank

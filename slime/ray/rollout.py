@@ -15,36 +15,36 @@ from typing import Any
 
 import ray  # noqa: F401 - tests replace ray.put through this module
 
+from slime.data.attribution import Mark, marks_of, restore_marks, with_marks
+from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards, length_penalties_of
+from slime.data.ledger import CRITIC_ONLY, ledger_of_rollout
+from slime.data.sample import Sample
+from slime.data.split import SplitConfig, SplitPlan, split_by_dp
+from slime.data.structure import (
+    flatten_samples,
+    validate_rollout_id_annotated,
+    validate_rollout_routed_experts_for_replay,
+)
+from slime.data.weight_versions import mask_older_samples, set_current_weight_version
 from slime.exceptions import EngineError, RolloutDataError
 from slime.observability import rollout_metrics
-from slime.observability.ledger import CRITIC_ONLY, ledger_of_rollout
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log, log_dir_of
 from slime.observability.timer import Timer, timer
 from slime.ray import actors
 from slime.ray.rollout_servers import start_rollout_servers
 from slime.ray.utils import Lock, wait_for
-from slime.rollout.attribution import Mark, marks_of, restore_marks, with_marks
 from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
-from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards, length_penalties_of
 from slime.rollout.engine_client import set_engines
 from slime.rollout.postprocess.contract import is_model_failure
 from slime.rollout.postprocess.gate import PostprocessResult
 from slime.rollout.postprocess.shell import Gate
 from slime.rollout.reward_checks import RewardWatch
 from slime.rollout.sample_hooks import set_current_rollout_id
-from slime.rollout.structure import (
-    flatten_samples,
-    validate_rollout_id_annotated,
-    validate_rollout_routed_experts_for_replay,
-)
-from slime.rollout.weight_versions import mask_older_samples, set_current_weight_version
 from slime.utils.http_utils import init_http_client
 from slime.utils.metric_utils import compute_rollout_step, dict_add_prefix
 from slime.utils.misc import Box, count_rollouts_per_epoch, load_function
 from slime.utils.processing_utils import shared_tokenizer
 from slime.utils.rollout_dump import RolloutDumper, load_debug_rollout_data
-from slime.utils.rollout_split import SplitConfig, SplitPlan, split_by_dp
-from slime.utils.types import Sample
 from slime.utils.watched_calls import WATCH
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from slime.utils.types import Sample
+from slime.data.sample import Sample
 
 
 @dataclasses.dataclass

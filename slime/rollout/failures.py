@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
 
+from slime.data.sample import Sample
 from slime.exceptions import ConfigError, EngineError, RolloutDataError, SlimeError
-from slime.utils.types import Sample
 from slime.utils.watched_calls import CallTimeout
 
 logger = logging.getLogger(__name__)

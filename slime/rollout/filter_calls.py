@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from slime.data.sample import Sample
 from slime.exceptions import RolloutDataError, SlimeError
 from slime.rollout.failures import ENDS_THE_RUN, describe_error
-from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 SHOWN = 60

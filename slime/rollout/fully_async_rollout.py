@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from slime.data.sample import Sample
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.data_source import group_id_of
@@ -25,7 +26,6 @@ from slime.rollout.group_selection import EngineAborts, GroupSelection, Selectio
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
 from slime.utils.async_utils import run
 from slime.utils.http_utils import close_session
-from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 

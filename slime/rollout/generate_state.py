@@ -9,10 +9,10 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from slime.data.sample import Sample
 from slime.exceptions import ConfigError
 from slime.utils import http_utils
 from slime.utils.misc import SingletonMeta
-from slime.utils.types import Sample
 
 # A group's members follow each other closely; the fully asynchronous worker never starts over.
 MAX_REMEMBERED_PROMPTS = 4096

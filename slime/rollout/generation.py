@@ -13,10 +13,10 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+from slime.data.number_list import known_array, number_list
+from slime.data.sample import Sample
 from slime.exceptions import RolloutDataError
 from slime.rollout.postprocess.early import ENGINE_TEXT
-from slime.utils.number_list import known_array, number_list
-from slime.utils.types import Sample
 
 # What SGLang reports as weight version when nobody set one.
 UNNAMED_WEIGHT_VERSION = "default"

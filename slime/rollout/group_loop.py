@@ -13,12 +13,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from slime.data.sample import Sample
 from slime.exceptions import RolloutDataError
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.data_source import group_id_of
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.group_selection import GroupSelection, first_index, pristine
-from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 

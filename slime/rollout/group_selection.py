@@ -12,6 +12,7 @@ import functools
 import logging
 from typing import Any
 
+from slime.data.sample import Sample
 from slime.exceptions import RolloutDataError
 from slime.rollout import generation
 from slime.rollout.base_types import RolloutFnTrainOutput
@@ -25,7 +26,6 @@ from slime.rollout.filter_hub.base_types import (
     should_drop_dynamic_filter_output,
 )
 from slime.utils.misc import load_function
-from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ import argparse
 import dataclasses
 from typing import Any
 
+from slime.data.sample import Sample
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.utils.http_utils import request_with_retries
-from slime.utils.types import Sample
 
 
 async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> dict[str, Any]:

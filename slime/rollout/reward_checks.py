@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from slime.rollout.rewards import reward_number
+from slime.data.rewards import reward_number
 from slime.rollout.rm_hub import split_rm_type_name
 from slime.rollout.rm_hub.deepscaler import ANSWER_MARKS
 

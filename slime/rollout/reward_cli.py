@@ -25,12 +25,12 @@ from typing import Any
 
 from slime.config.cli import build_parser, describe_unknown, format_help
 from slime.config.specs import all_specs
+from slime.data.rewards import reward_number
+from slime.data.sample import Sample
 from slime.exceptions import ConfigError
 from slime.rollout.postprocess.cli import load_samples
 from slime.rollout.reward_probe import advice, describe_probes, probe_rows, sample_rows
-from slime.rollout.rewards import reward_number
 from slime.rollout.rm_hub import async_rm, batched_async_rm
-from slime.utils.types import Sample
 
 _REWARD_OPTIONS = (
     "rm_type", "custom_rm_path", "group_rm", "reward_key", "rm_url", "rm_timeout", "grader_workers", "grader_timeout", "grader_max_length", "rollout_stop",

@@ -14,10 +14,10 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from slime.rollout.rewards import reward_number
+from slime.data.rewards import reward_number
+from slime.data.sample import Sample, Status
 from slime.rollout.rm_hub import BOXED_PREFIX, async_rm, batched_async_rm, split_rm_type_name
 from slime.rollout.rm_hub.labels import label_texts
-from slime.utils.types import Sample, Status
 
 PROBE_SECONDS = 30.0
 WRONG_ANSWER = "I do not know."

@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from slime.data.sample import Sample
 from slime.utils.misc import load_function
-from slime.utils.types import Sample
 
 _current_rollout_id: int | None = None
 

@@ -9,12 +9,12 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from slime.data.sample import Sample
 from slime.rollout.failures import ENDS_THE_RUN, describe_error, log_cause, mark_failed
 from slime.rollout.postprocess.early import with_engine_text
 from slime.rollout.rm_hub import async_rm, batched_async_rm, is_immediate
 from slime.rollout.rm_hub.outcomes import GraderFailed
 from slime.utils.misc import load_function
-from slime.utils.types import Sample
 from slime.utils.watched_calls import CallTimeout, call_within
 
 logger = logging.getLogger(__name__)

@@ -20,6 +20,10 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+from slime.data.sample import Sample
+from slime.data.structure import with_rollout_id
+from slime.data.trained_sampling import check_trained_sampling
+from slime.data.weight_versions import mask_older_tokens
 from slime.exceptions import EngineError, RolloutDataError
 from slime.rollout import generation
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
@@ -29,14 +33,10 @@ from slime.rollout.failures import ENDS_THE_RUN, fail
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, get_current_rollout_id, set_current_rollout_id
 from slime.rollout.scoring import score_group, scoring_args
-from slime.rollout.structure import with_rollout_id
-from slime.rollout.trained_sampling import check_trained_sampling
-from slime.rollout.weight_versions import mask_older_tokens
 from slime.utils.async_utils import run
 from slime.utils.data import prompt_text
 from slime.utils.hooks import load_hook
 from slime.utils.misc import load_function
-from slime.utils.types import Sample
 from slime.utils.watched_calls import call_within
 
 logger = logging.getLogger(__name__)

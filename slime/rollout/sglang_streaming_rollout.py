@@ -11,11 +11,11 @@ from typing import Any
 
 import orjson
 
+from slime.data.sample import Sample
 from slime.exceptions import EngineError
 from slime.rollout.engine_client import choose_url, get_engines
 from slime.rollout.sglang_rollout import GenerateState, prepare_request, store_reply
 from slime.utils import http_utils
-from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 
+from slime.data.sample import Sample
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.rollout.generation import reset_to_prompt
 from slime.utils.chat_render import ChatTemplate
-from slime.utils.types import Sample
 
 # What follows when the whole render differs from what was sampled.
 KEEP, FORK, REFUSE = RERENDER_POLICIES = ("keep", "fork", "refuse")

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.specs import nearest_names, slime_specs
+from slime.data.sample import Sample
 from slime.exceptions import ConfigError
 from slime.testing.fake_engine import FakeEngine, Fault, Prompt, log_prob_of, make_reply
 from slime.testing.tiny_models import make_char_tokenizer, make_tiny_checkpoint
 from slime.utils.async_utils import run
-from slime.utils.types import Sample
 
 __all__ = [
     "FakeEngine", "Fault", "Prompt", "call", "engines_at", "log_prob_of", "make_args", "make_char_tokenizer", "make_reply", "make_sample",

@@ -18,10 +18,10 @@ from typing import Any, BinaryIO
 import numpy as np
 import orjson
 
+from slime.data.ragged import is_tensor
+from slime.data.sample import Sample
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.utils import exact_json
-from slime.utils.ragged import is_tensor
-from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 

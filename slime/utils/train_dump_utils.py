@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from slime.data.batch import RolloutBatch, Stage
+from slime.data.fields import CONTRACT, Extent, Origin, Scope
+from slime.data.ragged import Ragged, as_array, concatenated_ranges, is_tensor, num_entries
 from slime.exceptions import RolloutDataError
-from slime.utils.ragged import Ragged, as_array, concatenated_ranges, is_tensor, num_entries
-from slime.utils.rollout_batch import RolloutBatch, Stage
-from slime.utils.rollout_fields import CONTRACT, Extent, Origin, Scope
 from slime.utils.train_dump import (
     CODES,
     TensorOutline,
@@ -130,7 +130,7 @@ def restore_responses(parts: Sequence[RankRows], totals: np.ndarray, responses: 
     if len(parts) == 1:
         _check_rows(parts[0].lengths, responses, name=name)
         return parts[0]
-    from slime.utils.cp_layout import plan_response_layout
+    from slime.data.context_parallel import plan_response_layout
 
     filled = next((part.values for part in parts if len(part.values)), parts[0].values)
     full = np.empty((int(responses.sum()), *filled.shape[1:]), dtype=filled.dtype)

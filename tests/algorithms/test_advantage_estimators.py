@@ -25,12 +25,12 @@ from slime.algorithms.advantages import (
     ppo_advantages,
 )
 from slime.backends.megatron_utils import loss
+from slime.data.batch import RolloutBatch, Stage
+from slime.data.context_parallel import plan_response_layout
+from slime.data.ragged import Ragged
 from slime.exceptions import RolloutDataError
 from slime.utils import ppo_utils
-from slime.utils.cp_layout import plan_response_layout
 from slime.utils.distributed_utils import distributed_masked_whiten
-from slime.utils.ragged import Ragged
-from slime.utils.rollout_batch import RolloutBatch, Stage
 
 NUM_GPUS = 0
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from support.pretend_rank import pretend_rank
 
 from slime.backends.megatron_utils import cp_utils
+from slime.data.context_parallel import compute_zigzag_ranges, plan_contiguous_layout, plan_response_layout
+from slime.data.rows import RowShape, plan_rows
 from slime.exceptions import RolloutDataError
-from slime.utils.cp_layout import compute_zigzag_ranges, plan_contiguous_layout, plan_response_layout
-from slime.utils.row_layout import RowShape, plan_rows
 
 NUM_GPUS = 0
 

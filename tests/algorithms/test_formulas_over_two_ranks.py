@@ -26,8 +26,8 @@ from support.pretend_rank import pretend_rank
 from support.reference import ReferenceOptions, reference_advantages, reference_policy_loss
 
 from slime.backends.megatron_utils import cp_utils, loss
+from slime.data.context_parallel import plan_response_layout
 from slime.utils import distributed_utils
-from slime.utils.cp_layout import plan_response_layout
 from slime.utils.distributed_utils import distributed_masked_whiten
 from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 

@@ -11,6 +11,7 @@ from support.options import write_run_inputs
 
 from slime.config.extension_points import EXTENSION_POINTS, Mode, problem_of
 from slime.config.specs import all_specs
+from slime.data.sample import Sample
 from slime.dry_run import dry_run
 from slime.exceptions import ConfigError
 from slime.rollout.rm_hub import async_rm
@@ -18,7 +19,6 @@ from slime.rollout.sglang_rollout import _call_generate
 from slime.utils.arguments import parse_args
 from slime.utils.hooks import load_hook
 from slime.utils.misc import load_function
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 
@@ -78,7 +78,7 @@ def game(tmp_path, monkeypatch):
         ("--custom-rm-path reward", "it is not a dotted path"),
         ("--dynamic-sampling-filter-path hooks_game.keep_none", "keep_none is async, but its result is not awaited"),
         ("--rollout-sample-hook-path hooks_game.reward --rollout-sample-hook-path hooks_game.rewrad", "hooks_game.reward?"),
-        ("--data-source-path slime.utils.types.Sample", "class Sample has no get_samples, no add_samples, no save"),
+        ("--data-source-path slime.data.sample.Sample", "class Sample has no get_samples, no add_samples, no save"),
         ("--custom-tis-function-path hooks_game.keep_all", "cannot be called with (*, args, pg_loss, train_log_probs"),
     ],
 )  # fmt: skip

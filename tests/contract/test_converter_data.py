@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
+from slime.data.batch import localize
+from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards
+from slime.data.fields import Extent, Missing, Reduce, Rows, Scope
+from slime.data.sample import Sample
+from slime.data.schedule import ScheduleConfig
+from slime.data.split import SplitConfig, split_by_dp
 from slime.exceptions import RolloutDataError
 from slime.observability.contributions import merge_all
 from slime.observability.train_metric_utils import TrainMetricsConfig, pass_rates, phase_contributions
-from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
-from slime.utils.dp_schedule import ScheduleConfig
-from slime.utils.rollout_batch import localize
-from slime.utils.rollout_fields import Extent, Missing, Reduce, Rows, Scope
-from slime.utils.rollout_split import SplitConfig, split_by_dp
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 CONFIG = ColumnsConfig(divide_by_std=False)

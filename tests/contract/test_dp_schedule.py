@@ -8,17 +8,9 @@ import types
 import numpy as np
 import pytest
 
-from slime.exceptions import ConfigError
-from slime.utils.balanced_packing import minimum_bins, pack_balanced
-from slime.utils.dp_schedule import (
-    ScheduleConfig,
-    build_dp_schedule,
-    group_by_rollout,
-    plan_schedule,
-    plan_step_sizes,
-)
-from slime.utils.flops_utils import FlopsModel, calculate_fwd_flops
-from slime.utils.seqlen_balancing import (
+from slime.data.flops import FlopsModel, calculate_fwd_flops
+from slime.data.packing import minimum_bins, pack_balanced
+from slime.data.partitioning import (
     expand_bins_by_splitting,
     first_fit_pack,
     get_reverse_idx,
@@ -26,6 +18,14 @@ from slime.utils.seqlen_balancing import (
     greedy_partition,
     karmarkar_karp,
 )
+from slime.data.schedule import (
+    ScheduleConfig,
+    build_dp_schedule,
+    group_by_rollout,
+    plan_schedule,
+    plan_step_sizes,
+)
+from slime.exceptions import ConfigError
 
 NUM_GPUS = 0
 

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
+from slime.data.batch import RolloutBatch, Stage, localize
+from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards, group_ids_of, rollout_ids_of
+from slime.data.fields import CONTRACT, Extent, FieldSpec, Missing, Origin, Reduce, Rows, Scope, declare_field
+from slime.data.ragged import Ragged, as_array, smallest_int_dtype
+from slime.data.sample import Sample
+from slime.data.schedule import ScheduleConfig
+from slime.data.split import SplitConfig, plan_row_padding, plan_split, split_by_dp
 from slime.exceptions import RolloutDataError
 from slime.observability.contributions import merge_all
 from slime.observability.train_metric_utils import phase_contributions
-from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards, group_ids_of, rollout_ids_of
-from slime.utils.dp_schedule import ScheduleConfig
-from slime.utils.ragged import Ragged, as_array, smallest_int_dtype
-from slime.utils.rollout_batch import RolloutBatch, Stage, localize
-from slime.utils.rollout_fields import CONTRACT, Extent, FieldSpec, Missing, Origin, Reduce, Rows, Scope, declare_field
-from slime.utils.rollout_split import SplitConfig, plan_row_padding, plan_split, split_by_dp
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 
@@ -476,7 +476,7 @@ def test_the_wrong_extent_is_an_error_and_never_a_shorter_list():
 
 def test_a_shard_of_another_format_is_refused():
     """The payload says how it was written, so that two versions do not misread each other."""
-    from slime.utils.rollout_batch import _from_wire
+    from slime.data.batch import _from_wire
 
     with pytest.raises(RolloutDataError, match="written as 'slime-columns-0'"):
         _from_wire("slime-columns-0", "shard", {}, {})
@@ -504,7 +504,7 @@ def test_the_stage_of_a_batch_is_explicit():
 def test_the_rollout_side_needs_no_torch():
     """Conversion and split run beside the engines: importing them must be quick, and must not load torch, megatron or ray."""
     code = (
-        "import sys, slime.rollout.columns, slime.utils.rollout_split, slime.utils.rollout_dump, slime.observability.rollout_metrics; "
+        "import sys, slime.data.columns, slime.data.split, slime.utils.rollout_dump, slime.observability.rollout_metrics; "
         "print([m for m in ('torch', 'megatron', 'ray', 'wandb', 'sglang') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=_root(), check=True)

@@ -21,6 +21,11 @@ from support.pretend_rank import pretend_rank
 
 from slime.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from slime.backends.megatron_utils.data import to_train_device
+from slime.data.batch import localize
+from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards
+from slime.data.sample import Sample
+from slime.data.schedule import ScheduleConfig
+from slime.data.split import SplitConfig, split_by_dp
 from slime.observability import contributions as c
 from slime.observability.train_metric_utils import (
     TrainMetricsConfig,
@@ -29,12 +34,7 @@ from slime.observability.train_metric_utils import (
     pass_rates,
     phase_contributions,
 )
-from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
-from slime.utils.dp_schedule import ScheduleConfig
 from slime.utils.metric_utils import pass_at_k
-from slime.utils.rollout_batch import localize
-from slime.utils.rollout_split import SplitConfig, split_by_dp
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 LONGEST = 12

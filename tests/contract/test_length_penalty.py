@@ -12,8 +12,8 @@ from support.manager import manager_of
 from support.rollout_args import rollout_args
 
 from slime.config.rules import a_length_penalty_has_a_budget_and_is_applied
-from slime.rollout.columns import ColumnsConfig, compute_rewards
-from slime.rollout.length_penalty import NAMES, LengthPenalty, compute_length_penalties
+from slime.data.columns import ColumnsConfig, compute_rewards
+from slime.data.length_penalty import NAMES, LengthPenalty, compute_length_penalties
 
 NUM_GPUS = 0
 

@@ -21,12 +21,12 @@ from slime.backends.megatron_utils.data import (
     tensors_to_gpu,
     to_train_device,
 )
+from slime.data.batch import localize
+from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards
+from slime.data.sample import Sample
+from slime.data.schedule import ScheduleConfig
+from slime.data.split import SplitConfig, split_by_dp
 from slime.exceptions import RolloutDataError
-from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
-from slime.utils.dp_schedule import ScheduleConfig
-from slime.utils.rollout_batch import localize
-from slime.utils.rollout_split import SplitConfig, split_by_dp
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from slime.data import number_list as number_list_module
+from slime.data.number_list import NumberList, joined, known_array, number_list, packed
+from slime.data.ragged import as_array
+from slime.data.sample import Sample
 from slime.rollout.postprocess.ragged import log_prob_array, mask_array, token_array
-from slime.utils import number_list as number_list_module
-from slime.utils.number_list import NumberList, joined, known_array, number_list, packed
-from slime.utils.ragged import as_array
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 

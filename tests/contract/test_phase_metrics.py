@@ -15,10 +15,16 @@ from megatron.core import mpu
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
 from support.distributed import run_distributed
 
+from slime.data.batch import localize
+from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards
+from slime.data.context_parallel import plan_response_layout
+from slime.data.ledger import Ledger
+from slime.data.sample import Sample
+from slime.data.schedule import ScheduleConfig
+from slime.data.split import SplitConfig, split_by_dp
 from slime.exceptions import RolloutDataError
 from slime.observability import contributions as c
 from slime.observability import logging_utils, train_metric_utils
-from slime.observability.ledger import Ledger
 from slime.observability.perf import perf_metrics
 from slime.observability.reduction import reduce_log_dicts, rollout_log_metric_contribution
 from slime.observability.train_metric_utils import (
@@ -30,9 +36,6 @@ from slime.observability.train_metric_utils import (
     pass_rates,
     phase_contributions,
 )
-from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
-from slime.utils.cp_layout import plan_response_layout
-from slime.utils.dp_schedule import ScheduleConfig
 from slime.utils.metric_utils import (
     compression_ratio,
     compute_pass_rate,
@@ -43,9 +46,6 @@ from slime.utils.metric_utils import (
     dict_add_prefix,
     has_repetition,
 )
-from slime.utils.rollout_batch import localize
-from slime.utils.rollout_split import SplitConfig, split_by_dp
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 

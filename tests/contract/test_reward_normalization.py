@@ -13,11 +13,11 @@ import pytest
 from support.rollout_args import rollout_args
 
 from slime.config.cli import parse_command_line
+from slime.data import columns
+from slime.data.columns import ColumnsConfig, compute_rewards
+from slime.data.rewards import normalize_rewards, reward_number
+from slime.data.sample import Sample
 from slime.exceptions import RolloutDataError
-from slime.rollout import columns
-from slime.rollout.columns import ColumnsConfig, compute_rewards
-from slime.rollout.rewards import normalize_rewards, reward_number
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 

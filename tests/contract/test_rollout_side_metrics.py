@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from slime.data.sample import Sample, SpecInfo
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.observability.rollout_metrics import (
     RolloutMetricsConfig,
@@ -29,7 +30,6 @@ from slime.utils.rollout_dump import (
     save_debug_rollout_data,
     subsample_groups,
 )
-from slime.utils.types import Sample, SpecInfo
 
 NUM_GPUS = 0
 CONFIG = RolloutMetricsConfig()

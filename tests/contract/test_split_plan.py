@@ -5,10 +5,10 @@ import types
 import numpy as np
 import pytest
 
+from slime.data.batch import localize
+from slime.data.schedule import ScheduleConfig
+from slime.data.split import SplitConfig, _owners, make_shards, plan_gaps, plan_split
 from slime.exceptions import ConfigError, RolloutDataError
-from slime.utils.dp_schedule import ScheduleConfig
-from slime.utils.rollout_batch import localize
-from slime.utils.rollout_split import SplitConfig, _owners, make_shards, plan_gaps, plan_split
 
 NUM_GPUS = 0
 

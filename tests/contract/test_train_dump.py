@@ -20,16 +20,16 @@ from support.distributed import run_distributed
 from slime.backends.megatron_utils.data import to_train_device
 from slime.config.derive import derive
 from slime.config.rules import broken_rules
+from slime.data.batch import localize
+from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards
+from slime.data.context_parallel import plan_response_layout
+from slime.data.sample import Sample
+from slime.data.schedule import ScheduleConfig
+from slime.data.split import SplitConfig, split_by_dp
 from slime.exceptions import ConfigError, RolloutDataError
-from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
 from slime.utils import train_dump
-from slime.utils.cp_layout import plan_response_layout
-from slime.utils.dp_schedule import ScheduleConfig
-from slime.utils.rollout_batch import localize
-from slime.utils.rollout_split import SplitConfig, split_by_dp
 from slime.utils.train_dump import TensorOutline, TrainDumpWriter, is_train_dump, read_train_dump, train_dump_path
 from slime.utils.train_dump_utils import Place, save_debug_train_data, write_train_dump
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 LENGTHS = [

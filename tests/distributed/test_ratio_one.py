@@ -99,8 +99,8 @@ async def edited(args, sample, sampling_params):
 
 def ask(tmp_path, add, *, evaluation, monkeypatch, **overrides):
     """The request bodies that one group of a generate function with `add` to its parameters sends."""
+    from slime.data.sample import Sample
     from slime.rollout import sglang_rollout
-    from slime.utils.types import Sample
 
     monkeypatch.setitem(sys.modules, "ratio_plugin", sys.modules[__name__])
     args = rollout_args(

@@ -124,8 +124,8 @@ def test_quitting_the_debugger_is_no_samples_failure():
     import asyncio
     import bdb
 
+    from slime.data.sample import Sample
     from slime.rollout import scoring
-    from slime.utils.types import Sample
 
     sample = Sample(index=0, response="1", response_length=1, tokens=[1], status=Sample.Status.COMPLETED)
     with pytest.raises(bdb.BdbQuit):

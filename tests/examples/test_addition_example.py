@@ -12,7 +12,7 @@ import yaml
 
 from examples.addition import prepare, run
 from examples.addition.reward import exact_sum
-from slime.utils.types import Sample
+from slime.data.sample import Sample
 
 NUM_GPUS = 0
 

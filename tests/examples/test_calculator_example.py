@@ -15,13 +15,13 @@ from support.tiny_models import tiny_config
 
 from examples.addition.prepare import build_tokenizer
 from examples.calculator import prepare, rollout, run
+from slime.data.sample import Sample
 from slime.exceptions import ConfigError
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.async_utils import run as wait_for
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 
@@ -135,8 +135,8 @@ def test_the_models_own_log_probs_of_the_row_are_the_engines(samples, trained):
 
 def test_turns_and_lengths_with_and_without_the_tool_are_logged(samples):
     """--log-multi-turn on the real columns: the tool's tokens count in the raw length and not in the other."""
+    from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards
     from slime.observability.train_metric_utils import TrainMetricsConfig, multi_turn_contributions
-    from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
 
     config = ColumnsConfig()
     batch = build_train_columns(samples, compute_rewards(samples, config)[:2], config)

@@ -14,13 +14,13 @@ from support.gate_golden import load_tokenizer
 from support.gate_samples import reasons_of
 from support.rollout_args import rollout_args
 
+from slime.data.sample import Sample, Status
 from slime.rollout import scoring
 from slime.rollout.postprocess import GateConfig, Level, apply_verdicts, check_responses, postprocess_output_data
 from slime.rollout.postprocess.alignment import Codec, classify_mismatch, codec_of
 from slime.rollout.postprocess.contract import FORMAT_PRESETS, MismatchCause
 from slime.rollout.postprocess.early import EARLY
 from slime.rollout.postprocess.shell import Gate, gate_config_from_args
-from slime.utils.types import Sample, Status
 
 NUM_GPUS = 0
 COMPARE = GateConfig(text_source="engine", compare_text=True)

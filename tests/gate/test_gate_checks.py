@@ -12,6 +12,7 @@ import pytest
 from support.gate_reference import is_invisible
 from support.gate_samples import reasons_of, sound_sample
 
+from slime.data.sample import Status
 from slime.exceptions import ConfigError
 from slime.rollout.postprocess import (
     FormatSpec,
@@ -29,7 +30,6 @@ from slime.rollout.postprocess.checks import CHECKS, Check
 from slime.rollout.postprocess.contract import FORMAT_PRESETS
 from slime.rollout.postprocess.ragged import Ragged
 from slime.rollout.postprocess.text import answer_of, format_problem, is_blank
-from slime.utils.types import Status
 
 NUM_GPUS = 0
 THINK_ANSWER = FORMAT_PRESETS["think_answer"]

@@ -17,21 +17,21 @@ import pytest
 from support.gate_samples import sound_sample
 from support.manager import dirty_rollout, evaluated, manager_of
 
+from slime.data.batch import localize
+from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards
+from slime.data.rewards import normalize_rewards
+from slime.data.schedule import ScheduleConfig
+from slime.data.split import SplitConfig, plan_split
 from slime.observability.contributions import merge_all
 from slime.observability.train_metric_utils import phase_contributions
 from slime.ray import rollout as manager_module
 from slime.rollout import scoring
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
 from slime.rollout.filter_hub.dynamic_sampling_filters import usable_rewards
 from slime.rollout.postprocess import GateConfig, InvalidReason, Policy, postprocess_output_data
 from slime.rollout.postprocess.contract import MODEL_FAILURES, REASONS
-from slime.rollout.rewards import normalize_rewards
 from slime.train import log_trained
-from slime.utils.dp_schedule import ScheduleConfig
-from slime.utils.rollout_batch import localize
 from slime.utils.rollout_dump import save_debug_rollout_data
-from slime.utils.rollout_split import SplitConfig, plan_split
 
 NUM_GPUS = 0
 SCORED = GateConfig(rewards_expected=True)

@@ -12,8 +12,9 @@ import pytest
 from support.gate_golden import GOLDEN_CONFIG, load_corpus, load_tokenizer
 from support.gate_samples import reasons_of, sound_sample
 
+from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards
+from slime.data.sample import Status
 from slime.exceptions import ConfigError, RolloutDataError
-from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
 from slime.rollout.postprocess import (
     GateConfig,
     InvalidReason,
@@ -26,7 +27,6 @@ from slime.rollout.postprocess import (
 from slime.rollout.postprocess import gate as gate_module
 from slime.rollout.postprocess.adapters import ADAPTERS
 from slime.rollout.postprocess.contract import FORMAT_PRESETS, REASONS, reason_of_code
-from slime.utils.types import Status
 
 NUM_GPUS = 0
 DROP_ALL = {reason: Policy.DROP for reason in REASONS}

@@ -11,6 +11,7 @@ from support.gate_samples import sound_sample
 from support.manager import dirty_rollout, manager_of
 from support.rollout_args import rollout_args
 
+from slime.data.sample import Status
 from slime.exceptions import ConfigError
 from slime.observability.jsonl import JsonlWriter
 from slime.observability.report import Checks, find_gate_problems, read_run, summarize_run
@@ -26,7 +27,6 @@ from slime.rollout.postprocess import (
 from slime.rollout.postprocess.alarms import level_rose
 from slime.rollout.postprocess.contract import FORMAT_PRESETS, TaskRules
 from slime.rollout.postprocess.shell import Gate, gate_config_from_args
-from slime.utils.types import Status
 
 NUM_GPUS = 0
 PENALIZED = {reason: Policy.PENALIZE for reason in InvalidReason if reason.is_model_failure and reason is not InvalidReason.EMPTY}

@@ -15,8 +15,12 @@ from support.gate_golden import load_tokenizer
 from support.gate_mutations import mutate
 from support.gate_samples import reasons_of, sound_sample
 
+from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards
+from slime.data.number_list import number_list
+from slime.data.sample import Status
+from slime.data.schedule import ScheduleConfig
+from slime.data.split import SplitConfig, split_by_dp
 from slime.exceptions import ConfigError, RolloutDataError
-from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
 from slime.rollout.postprocess import (
     FormatSpec,
     GateConfig,
@@ -28,11 +32,7 @@ from slime.rollout.postprocess import (
 )
 from slime.rollout.postprocess.contract import FORMAT_PRESETS, REASONS
 from slime.rollout.postprocess.text import answer_of
-from slime.utils.dp_schedule import ScheduleConfig
-from slime.utils.number_list import number_list
 from slime.utils.rollout_dump import read_rollout_dump, save_debug_rollout_data
-from slime.utils.rollout_split import SplitConfig, split_by_dp
-from slime.utils.types import Status
 
 NUM_GPUS = 0
 SCORED = GateConfig(rewards_expected=True, repetition_window=8)

@@ -15,6 +15,7 @@ import pytest
 from support.gate_samples import reasons_of, sound_sample
 
 from slime.config.gate import GateOptions
+from slime.data.sample import Status
 from slime.exceptions import ConfigError
 from slime.rollout.postprocess import (
     FormatSpec,
@@ -37,7 +38,6 @@ from slime.rollout.postprocess.contract import ScheduleStep
 from slime.rollout.postprocess.early import EARLY
 from slime.rollout.postprocess.shell import history_path
 from slime.rollout.postprocess.snapshots import SnapshotWriter
-from slime.utils.types import Status
 
 NUM_GPUS = 0
 

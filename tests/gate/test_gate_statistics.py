@@ -13,11 +13,11 @@ import pytest
 from scipy import stats
 from support.gate_samples import sound_sample
 
+from slime.data.sample import Status
 from slime.rollout.postprocess import GateConfig, InvalidReason, postprocess_output_data
 from slime.rollout.postprocess.alarms import find_alarms, rate_jumped
 from slime.rollout.postprocess.drift import expected_psi_noise, kolmogorov_smirnov, population_stability_index
 from slime.rollout.postprocess.statistics import GateStatistics
-from slime.utils.types import Status
 
 NUM_GPUS = 0
 

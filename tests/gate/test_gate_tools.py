@@ -12,6 +12,7 @@ from support.gate_samples import sound_sample
 
 from slime.config.specs import all_specs
 from slime.config.yaml_file import read_option_file
+from slime.data.sample import Status
 from slime.exceptions import ConfigError
 from slime.rollout.postprocess import Gate, GateConfig, postprocess_output_data, tools
 from slime.rollout.postprocess.alignment import Codec
@@ -19,7 +20,6 @@ from slime.rollout.postprocess.cli import main
 from slime.rollout.postprocess.contract import MismatchCause
 from slime.rollout.postprocess.snapshots import SnapshotWriter
 from slime.utils.rollout_dump import save_debug_rollout_data
-from slime.utils.types import Status
 
 NUM_GPUS = 0
 

@@ -14,8 +14,8 @@ from support.manager import dirty_rollout, manager_of
 from slime.backends.megatron_utils import loss
 from slime.backends.megatron_utils.data import to_train_device
 from slime.backends.megatron_utils.trained_samples import count_not_trained, have_trainable_tokens, same_samples
+from slime.data.ledger import finished_metrics
 from slime.exceptions import RolloutDataError
-from slime.observability.ledger import finished_metrics
 from slime.utils.misc import Box
 from slime.utils.rollout_data import process_rollout_data
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.backends.megatron_utils.packed_plan import PackedPlan, packed_plan
+from slime.data.packed_plan import PackedPlan, packed_plan
 from slime.exceptions import RolloutDataError
 
 NUM_GPUS = 0

@@ -5,6 +5,7 @@ import types
 
 import pytest
 
+from slime.data.sample import Sample
 from slime.observability.tracing import (
     TRACE_CHILDREN_KEY,
     bind_trace,
@@ -13,7 +14,6 @@ from slime.observability.tracing import (
     trace_function,
     trace_span,
 )
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 

@@ -11,10 +11,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python 
 from support.fake_engine import FakeEngine
 from support.rollout_args import fresh_rollout_state, rollout_args, tokenizer_folder, write_prompts
 
+from slime.data.sample import Sample
 from slime.exceptions import ConfigError
 from slime.rollout import fully_async_rollout as fully_async
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 

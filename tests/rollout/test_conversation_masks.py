@@ -12,11 +12,11 @@ from support.chat_templates import bpe_tokenizer
 from support.rollout_args import rollout_args
 from support.tiny_models import make_char_tokenizer
 
+from slime.data.sample import Sample
 from slime.exceptions import ConfigError
 from slime.rollout import sft_rollout
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator, get_response_lengths, mask_of_spans
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 

@@ -9,10 +9,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
 from support.rollout_args import rollout_args, write_prompts
 
+from slime.data.sample import Sample
 from slime.exceptions import ConfigError
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, pop_first
 from slime.rollout.generation import reset_to_prompt
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python 
 from support.fake_engine import make_reply
 
 from slime.backends.torch_engine.arrays import TOKEN_DTYPE, encode_array
+from slime.data.sample import Sample
 from slime.exceptions import RolloutDataError
 from slime.rollout.generation import (
     apply_response,
@@ -23,7 +24,6 @@ from slime.rollout.generation import (
     reset_to_prompt,
     response_budget,
 )
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 

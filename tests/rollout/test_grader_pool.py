@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from support.rollout_args import rollout_args
 
+from slime.data.sample import Sample
 from slime.rollout.failures import FailureCounter
 from slime.rollout.rm_hub import async_rm, grader_pool
 from slime.rollout.rm_hub.grader_pool import GraderPool, PoolSettings
 from slime.rollout.rm_hub.outcomes import GRADER_ERROR, GRADER_TIMEOUT, GraderFailed, GraderOutcome
 from slime.rollout.scoring import score_group
 from slime.utils.async_utils import run
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 

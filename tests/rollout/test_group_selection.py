@@ -15,6 +15,7 @@ from support.options import write_run_inputs
 from support.rollout_args import fresh_rollout_state, rollout_args, tokenizer_folder, write_prompts
 from support.tiny_models import make_char_tokenizer
 
+from slime.data.sample import Sample
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.rollout import fully_async_rollout as fully_async
 from slime.rollout import sglang_rollout
@@ -24,7 +25,6 @@ from slime.rollout.generate_state import GenerateState
 from slime.rollout.group_selection import EngineAborts
 from slime.rollout.turns import fork_sample
 from slime.utils.arguments import parse_args
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 TOKENIZER = make_char_tokenizer()

@@ -14,6 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
 from support.tiny_models import make_char_tokenizer
 
+from slime.data.sample import Sample
 from slime.exceptions import ConfigError
 from slime.utils.data import (
     Dataset,
@@ -26,7 +27,6 @@ from slime.utils.data import (
 )
 from slime.utils.prompt_files import parse_generalized_path, read_rows
 from slime.utils.table_files import read_arrow
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 

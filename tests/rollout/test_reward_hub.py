@@ -9,6 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
 from support.rollout_args import rollout_args
 
+from slime.data.sample import Sample
 from slime.exceptions import ConfigError
 from slime.rollout.rm_hub import async_rm, batched_async_rm, is_immediate
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
@@ -33,7 +34,6 @@ from slime.rollout.rm_hub.math_utils import (
     remove_boxed,
 )
 from slime.utils.async_utils import run
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 

@@ -13,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
 from support.rollout_args import rollout_args
 
+from slime.data.sample import Sample
 from slime.rollout.rm_hub import RM_TYPES, async_rm, graded_text
 from slime.rollout.rm_hub.end_tokens import without_end_tokens
 from slime.rollout.rm_hub.equality import is_same_answer
@@ -24,7 +25,6 @@ from slime.rollout.rm_hub.labels import label_answers, label_texts
 from slime.rollout.rm_hub.math_dapo_utils import is_correct_minerva, normalize_final_answer
 from slime.rollout.rm_hub.math_utils import grade_answer_sympy, grade_answer_verl
 from slime.utils.async_utils import run
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 FOLDER = Path(__file__).parent / "rewards"

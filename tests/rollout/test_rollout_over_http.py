@@ -14,6 +14,7 @@ from support.fake_engine import FakeEngine, Fault, make_reply
 from support.rollout_args import fresh_rollout_state, rollout_args, tokenizer_folder, write_prompts
 from support.tiny_models import make_char_tokenizer
 
+from slime.data.sample import Sample
 from slime.exceptions import ConfigError, EngineError, RolloutDataError
 from slime.rollout import sglang_rollout
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
@@ -23,7 +24,6 @@ from slime.rollout.postprocess.alignment import Codec
 from slime.rollout.sglang_rollout import generate_rollout, get_model_url
 from slime.utils import http_utils
 from slime.utils.async_utils import run
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 TOKENIZER = make_char_tokenizer()

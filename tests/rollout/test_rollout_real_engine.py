@@ -9,12 +9,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python 
 from support.rollout_args import fresh_rollout_state, rollout_args, write_prompts
 from support.tiny_models import make_tiny_checkpoint
 
+from slime.data.sample import Sample
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.postprocess import Gate, GateConfig
 from slime.rollout.postprocess.snapshots import SnapshotWriter
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python 
 from support.fake_engine import FakeEngine, Fault
 from support.rollout_args import fresh_rollout_state, rollout_args, tokenizer_folder, write_prompts
 
+from slime.data.sample import Sample
 from slime.exceptions import ConfigError, EngineError, RolloutDataError
 from slime.rollout import engine_client
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
@@ -40,7 +41,6 @@ from slime.train import planned_rollouts
 from slime.utils import http_utils, misc
 from slime.utils.async_utils import get_async_loop, run
 from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs, ensure_dataset_list
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 

@@ -23,11 +23,11 @@ from support.chat_templates import (
     space_first_tokenizer,
 )
 
+from slime.data.sample import Sample
+from slime.data.structure import flatten_samples, validate_rollout_id_annotated
 from slime.exceptions import ConfigError, RolloutDataError
-from slime.rollout.structure import flatten_samples, validate_rollout_id_annotated
 from slime.rollout.turns import _without_emitted_ids, append_turn_delta, compute_turn_delta, turn_text
 from slime.utils.chat_render import ChatTemplate
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 
@@ -350,7 +350,7 @@ def test_a_fork_keeps_identity_and_metadata_and_nothing_generated():
 
 def test_forked_samples_share_one_loss_denominator_and_one_baseline_entry():
     """A rollout of two samples must not weigh twice: 20 + 4 trained tokens, one rollout id, rewards normalized over two rollouts."""
-    from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
+    from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards
 
     forked = Rollout(TEMPLATES[QWEN3], user("q"), index=7, on_rerender="fork")
     forked.turn(THINK_AND_CALL, THINK_AND_CALL.removesuffix("<|im_end|>"), user("result"))

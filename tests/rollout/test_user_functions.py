@@ -18,13 +18,13 @@ from support.chat_templates import bpe_tokenizer
 from support.fake_engine import FakeEngine
 from support.rollout_args import fresh_rollout_state, rollout_args, tokenizer_folder, write_prompts
 
+from slime.data.sample import Sample
 from slime.exceptions import RolloutDataError
 from slime.rollout import failures, sglang_rollout
 from slime.rollout.data_source import RolloutDataSourceWithBuffer, clone_for_group
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils import watched_calls
 from slime.utils.async_utils import run
-from slime.utils.types import Sample
 from slime.utils.watched_calls import WATCH_INTERVAL_S, CallTimeout, CallWatch, Step, call_within, last_words
 
 NUM_GPUS = 0

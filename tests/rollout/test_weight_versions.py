@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.rollout import weight_versions
+from slime.data import weight_versions
+from slime.data.sample import Sample
+from slime.data.weight_versions import mask_older_samples, oldest_version, version_spans
 from slime.rollout.generation import reset_to_prompt
 from slime.rollout.sglang_rollout import mask_offpolicy_part
-from slime.rollout.weight_versions import mask_older_samples, oldest_version, version_spans
-from slime.utils.types import Sample
 
 NUM_GPUS = 0
 

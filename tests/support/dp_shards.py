@@ -12,11 +12,11 @@ import torch
 from slime.algorithms.baselines import BASELINES
 from slime.backends.megatron_utils import loss
 from slime.backends.megatron_utils.data import to_train_device
-from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards
-from slime.utils.dp_schedule import ScheduleConfig
-from slime.utils.rollout_batch import RolloutBatch, localize
-from slime.utils.rollout_split import SplitConfig, split_by_dp
-from slime.utils.types import Sample
+from slime.data.batch import RolloutBatch, localize
+from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards
+from slime.data.sample import Sample
+from slime.data.schedule import ScheduleConfig
+from slime.data.split import SplitConfig, split_by_dp
 
 
 def make_long_samples() -> list[Sample]:

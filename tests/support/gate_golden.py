@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from slime.data.sample import Sample
 from slime.rollout.postprocess import GateConfig, InvalidReason, MissingLogProbs, Policy, TaskRules
 from slime.rollout.postprocess.contract import FORMAT_PRESETS, FormatSpec, TagPair
-from slime.utils.types import Sample
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 TOKENIZER_PATH = GOLDEN / "tokenizer.json"

@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 
-from slime.utils.types import Sample, Status
+from slime.data.sample import Sample, Status
 
 JUNK = [
     None, -1, 0, 1, 2**31, 2**70, -(2**70), 1.5, math.nan, math.inf, True, "", "x", "\ud800", "\udfff text \ud800", "\u200b", b"bytes",

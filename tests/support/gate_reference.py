@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import unicodedata
 
+from slime.data.sample import Sample, Status
 from slime.rollout.postprocess.contract import GateConfig, MissingLogProbs
-from slime.utils.types import Sample, Status
 
 INVISIBLE = set("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0")
 DRAWN_FORMAT_CHARACTERS = set(map(chr, [*range(0x600, 0x606), 0x6DD, 0x70F, 0x890, 0x891, 0x8E2, 0x110BD, 0x110CD]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.utils.types import Sample, Status
+from slime.data.sample import Sample, Status
 
 
 def sound_sample(number: int = 0, *, length: int = 12, prompt_length: int = 3, **changes: Any) -> Sample:

@@ -99,7 +99,7 @@ def make_folders(root: Path, families: tuple[str, ...]) -> dict[str, Path]:
 
 def make_samples(policy_log_probs: list[list[float]]) -> list[Any]:
     """The batch as slime's samples."""
-    from slime.utils.types import Sample, Status
+    from slime.data.sample import Sample, Status
 
     return [
         Sample(

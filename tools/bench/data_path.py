@@ -33,15 +33,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.core import mpu  # noqa: E402
 
 from slime.backends.megatron_utils.data import DataIterator, get_batch, to_train_device  # noqa: E402
+from slime.data.batch import RolloutBatch, localize  # noqa: E402
+from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards  # noqa: E402
+from slime.data.ragged import Ragged  # noqa: E402
+from slime.data.rewards import normalize_rewards  # noqa: E402
+from slime.data.sample import Sample  # noqa: E402
+from slime.data.schedule import ScheduleConfig, plan_schedule  # noqa: E402
+from slime.data.split import SplitConfig, split_by_dp  # noqa: E402
 from slime.observability.train_metric_utils import phase_contributions  # noqa: E402
-from slime.rollout.columns import ColumnsConfig, build_train_columns, compute_rewards  # noqa: E402
 from slime.rollout.postprocess import GateConfig, postprocess_output_data  # noqa: E402
-from slime.rollout.rewards import normalize_rewards  # noqa: E402
-from slime.utils.dp_schedule import ScheduleConfig, plan_schedule  # noqa: E402
-from slime.utils.ragged import Ragged  # noqa: E402
-from slime.utils.rollout_batch import RolloutBatch, localize  # noqa: E402
-from slime.utils.rollout_split import SplitConfig, split_by_dp  # noqa: E402
-from slime.utils.types import Sample  # noqa: E402
 
 CAP = 16384
 PAD = 128

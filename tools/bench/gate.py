@@ -26,10 +26,10 @@ for folder in (ROOT, ROOT / "tests"):
 from support.gate_golden import load_tokenizer  # noqa: E402
 from support.gate_reference import reason_of  # noqa: E402
 
+from slime.data.number_list import number_list  # noqa: E402
+from slime.data.sample import Sample, Status  # noqa: E402
 from slime.rollout.postprocess import GateConfig, postprocess_output_data  # noqa: E402
 from slime.rollout.postprocess.alignment import Codec  # noqa: E402
-from slime.utils.number_list import number_list  # noqa: E402
-from slime.utils.types import Sample, Status  # noqa: E402
 
 VOCABULARY = 150_000
 CONFIG = GateConfig(

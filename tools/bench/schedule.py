@@ -14,9 +14,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from slime.utils.balanced_packing import minimum_bins, pack_balanced  # noqa: E402
-from slime.utils.flops_utils import FlopsModel  # noqa: E402
-from slime.utils.seqlen_balancing import first_fit_pack  # noqa: E402
+from slime.data.flops import FlopsModel  # noqa: E402
+from slime.data.packing import minimum_bins, pack_balanced  # noqa: E402
+from slime.data.partitioning import first_fit_pack  # noqa: E402
 
 
 def make_lengths(count: int, seed: int) -> np.ndarray:

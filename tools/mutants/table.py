@@ -1,7 +1,7 @@
 """The table of planted faults: `faults/<area>.yaml`, one entry per fault, read and checked here.
 
     - id: schedule-drops-last-step          # unique, starts with the name of its area's file
-      file: slime/utils/dp_schedule.py
+      file: slime/data/schedule.py
       kind: off by one                      # what sort of slip it is
       old: for step in range(num_steps)     # occurs exactly once in the file
       new: for step in range(num_steps - 1)

@@ -46,6 +46,7 @@ from slime.backends.megatron_utils.trained_samples import (
 from slime.backends.megatron_utils.update_weight.publish import publish_weights
 from slime.backends.megatron_utils.weight_ages import WeightAges
 from slime.backends.megatron_utils.weights_backup import WeightsBackup
+from slime.data.batch import RolloutBatch
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log, log_dir_of
 from slime.observability.timer import Timer, inverse_timer, timer
 from slime.ray.train_actor import TrainRayActor
@@ -54,7 +55,6 @@ from slime.utils.accelerator.host_memory import OffloadedTensors
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.metric_utils import compute_rollout_step
 from slime.utils.misc import load_function
-from slime.utils.rollout_batch import RolloutBatch
 from slime.utils.rollout_data import process_rollout_data
 from slime.utils.train_dump_utils import save_debug_train_data
 

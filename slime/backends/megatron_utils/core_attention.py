@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 
-from slime.backends.megatron_utils.packed_plan import Bucket, packed_plan
+from slime.data.packed_plan import Bucket, packed_plan
 
 
 class PackedAttention(MegatronModule):

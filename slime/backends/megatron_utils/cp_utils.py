@@ -1,5 +1,5 @@
 """Context-parallel slicing, gathering and the reducers, for the rank that Megatron says we are. The arithmetic of the layout
-is in `slime.utils.cp_layout`; this module asks `mpu` for the rank at call time and owns the collectives."""
+is in `slime.data.context_parallel`; this module asks `mpu` for the rank at call time and owns the collectives."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch.nn.functional as F
 from megatron.core import mpu
 
 from slime.algorithms.reducers import build_reducer
-from slime.exceptions import RolloutDataError
-from slime.observability.reduction import (  # noqa: F401  (upstream has them in this module)
-    gather_and_reduce_log_dict,
-    rollout_log_metric_contribution,
-)
-from slime.observability.train_step_metrics import reduce_train_step_metrics  # noqa: F401
-from slime.utils.cp_layout import (
+from slime.data.context_parallel import (
     ResponseLayout,
     compute_chunk_size,
     compute_zigzag_ranges,
     plan_contiguous_layout,
     plan_response_layout,
 )
+from slime.exceptions import RolloutDataError
+from slime.observability.reduction import (  # noqa: F401  (upstream has them in this module)
+    gather_and_reduce_log_dict,
+    rollout_log_metric_contribution,
+)
+from slime.observability.train_step_metrics import reduce_train_step_metrics  # noqa: F401
 
 
 def get_cp_size() -> int:

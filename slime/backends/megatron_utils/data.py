@@ -15,6 +15,11 @@ import numpy as np
 import torch
 from megatron.core import mpu
 
+from slime.data.batch import RolloutBatch, Stage, column_dtype
+from slime.data.context_parallel import plan_response_layout
+from slime.data.fields import CONTRACT, Extent, FieldSpec, Scope
+from slime.data.ragged import Parts, Ragged, num_entries
+from slime.data.rows import RowLayout, RowShape, plan_row_indices, plan_rows
 from slime.exceptions import RolloutDataError
 from slime.observability.train_metric_utils import (  # noqa: F401  upstream imports them from here
     gather_log_data,
@@ -24,11 +29,6 @@ from slime.observability.train_metric_utils import (  # noqa: F401  upstream imp
     log_perf_data,
     log_rollout_data,
 )
-from slime.utils.cp_layout import plan_response_layout
-from slime.utils.ragged import Parts, Ragged, num_entries
-from slime.utils.rollout_batch import RolloutBatch, Stage, column_dtype
-from slime.utils.rollout_fields import CONTRACT, Extent, FieldSpec, Scope
-from slime.utils.row_layout import RowLayout, RowShape, plan_row_indices, plan_rows
 
 # --- to the device -------------------------------------------------------------------------------------------------------
 

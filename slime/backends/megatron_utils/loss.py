@@ -54,14 +54,14 @@ from slime.backends.megatron_utils.response_rows import (
     take_rows,
     take_targets,
 )
+from slime.data.batch import RolloutBatch
+from slime.data.context_parallel import ResponseLayout
+from slime.data.ragged import Ragged
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.utils.accelerator import get_accelerator
-from slime.utils.cp_layout import ResponseLayout
 from slime.utils.distributed_utils import distributed_masked_whiten
 from slime.utils.misc import load_function
 from slime.utils.ppo_utils import compute_policy_loss, cut_to_local, get_advantages_and_returns_batch
-from slime.utils.ragged import Ragged
-from slime.utils.rollout_batch import RolloutBatch
 
 Reducer = Callable[[torch.Tensor], torch.Tensor]
 Metrics = dict[str, torch.Tensor]

@@ -23,12 +23,12 @@ from slime.backends.megatron_utils.loss import get_rollout_top_p_logprob_kwargs,
 from slime.backends.megatron_utils.loss_config import LossConfig
 from slime.backends.megatron_utils.optimizer import setup_model_and_optimizer
 from slime.backends.megatron_utils.optimizer_state import reset_optimizer_states
+from slime.data.batch import RolloutBatch, Stage
+from slime.data.ragged import Ragged
 from slime.exceptions import RolloutDataError
 from slime.observability.logging_utils import log
 from slime.utils.metric_utils import compute_train_step
 from slime.utils.misc import load_function
-from slime.utils.ragged import Ragged
-from slime.utils.rollout_batch import RolloutBatch, Stage
 
 __all__ = ["forward_only", "load_checkpoint", "save_checkpoint", "setup_model_and_optimizer", "train", "train_one_step"]
 

@@ -18,8 +18,8 @@ from slime.backends.megatron_utils.cp_utils import (
     get_response_layout,
 )
 from slime.backends.megatron_utils.loss_config import LossConfig
+from slime.data.context_parallel import ResponseLayout
 from slime.exceptions import RolloutDataError
-from slime.utils.cp_layout import ResponseLayout
 from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 
 

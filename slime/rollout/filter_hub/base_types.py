@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from slime.data.sample import scalar
 from slime.exceptions import RolloutDataError
-from slime.utils.types import scalar
 
 
 @dataclasses.dataclass

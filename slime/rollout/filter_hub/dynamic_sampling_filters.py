@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from slime.data.rewards import execution_values, reward_number
+from slime.data.sample import Sample
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-from slime.rollout.rewards import execution_values, reward_number
-from slime.utils.types import Sample
 
 # Rewards closer than this are equal: 0.1 + 0.2 and 0.3 are one reward.
 SMALLEST_STD = 1e-6

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from slime.utils.types import STATUS_OF_FINISH_REASON, Sample, Status
+from slime.data.sample import STATUS_OF_FINISH_REASON, Sample, Status
 
 _FINISH_ALIASES = {
     "tool_calls": "stop",

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from slime.data.number_list import NumberList
+from slime.data.rewards import value_problem
 from slime.exceptions import RolloutDataError
 from slime.rollout.postprocess.alignment import TextFinding, classify_mismatch, content_key
 from slime.rollout.postprocess.chunk import STATUS_ABORTED, STATUS_FAILED, STATUS_TRUNCATED, STATUS_UNKNOWN, Chunk
@@ -29,8 +31,6 @@ from slime.rollout.postprocess.contract import (
 from slime.rollout.postprocess.early import engine_text_of
 from slime.rollout.postprocess.ragged import as_int, mask_array
 from slime.rollout.postprocess.text import answer_of, format_problem, is_blank
-from slime.rollout.rewards import value_problem
-from slime.utils.number_list import NumberList
 
 Find = Callable[[Chunk, np.ndarray], np.ndarray]
 _LENIENT_PERIOD = 8

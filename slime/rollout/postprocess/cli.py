@@ -26,6 +26,7 @@ from typing import Any
 from slime.config.cli import OptionParser, build_parser, describe_unknown, format_help
 from slime.config.specs import all_specs
 from slime.config.yaml_file import read_option_file
+from slime.data.sample import Sample, Status
 from slime.exceptions import ConfigError
 from slime.observability.jsonl import read_jsonl
 from slime.rollout.postprocess import tools
@@ -34,7 +35,6 @@ from slime.rollout.postprocess.checks import reward_problem
 from slime.rollout.postprocess.contract import GateConfig
 from slime.rollout.postprocess.gate import postprocess_output_data
 from slime.rollout.postprocess.shell import RECORD_FILE, gate_config_from_args
-from slime.utils.types import Sample, Status
 
 COMMANDS = ("check", "ends", "align", "groups", "suggest", "doctor")
 _SHARED_OPTIONS = (

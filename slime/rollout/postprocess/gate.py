@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.data.sample import Sample
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.rollout.postprocess.adapters import ADAPTERS
 from slime.rollout.postprocess.alignment import Codec, codec_of
@@ -32,7 +33,6 @@ from slime.rollout.postprocess.early import EARLY
 from slime.rollout.postprocess.ragged import Scratch, token_array
 from slime.rollout.postprocess.readable import stand_ins
 from slime.rollout.postprocess.statistics import GateStatistics, describe_samples
-from slime.utils.types import Sample
 
 CHUNK_TOKENS = 1 << 18  # their columns stay in a core's cache
 CHUNK_SAMPLES = 8192

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from slime.data.sample import Sample
 from slime.rollout.postprocess.alignment import codec_of
 from slime.rollout.postprocess.chunk import TASK_NAME_KEYS
 from slime.rollout.postprocess.contract import GateConfig
 from slime.rollout.postprocess.gate import Outcome, judge
-from slime.utils.types import Sample
 
 PART_SAMPLES = 8192
 # What the checks read. The rest is left behind: it need not be copied to the workers, and may be what cannot be.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from slime.utils.number_list import packed
+from slime.data.number_list import packed
 
 
 class Scratch:

@@ -21,8 +21,8 @@ from slime.rollout.postprocess.early import MISSING_LOG_PROBS
 from slime.rollout.postprocess.ragged import as_int
 
 if TYPE_CHECKING:
+    from slime.data.sample import Sample
     from slime.rollout.postprocess.gate import Outcome
-    from slime.utils.types import Sample
 
 NO_GROUP = NO_ROLLOUT = -1
 MAX_SHARE_OF_ITERATION = 0.10

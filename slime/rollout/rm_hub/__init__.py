@@ -13,10 +13,10 @@ import importlib
 import random
 from typing import Any
 
+from slime.data.sample import Sample
 from slime.rollout.rm_hub.end_tokens import special_tokens_of, without_end_tokens
 from slime.utils.hooks import load_hook
 from slime.utils.misc import load_function
-from slime.utils.types import Sample
 
 __all__ = [
     "RM_TYPES",

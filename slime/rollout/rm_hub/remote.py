@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from slime.data.sample import Sample
 from slime.exceptions import ConfigError
 from slime.utils.http_utils import request_with_retries
-from slime.utils.types import Sample
 
 
 async def request_remote_reward(args: Any, sample: Sample, response: str, max_retries: int = 10) -> Any:

@@ -322,7 +322,7 @@ def _patch_uneven_collectives() -> None:
 def _patch_rope() -> None:
     from megatron.core.models.common.embeddings import rope_utils
 
-    from slime.backends.megatron_utils.packed_plan import packed_plan
+    from slime.data.packed_plan import packed_plan
 
     def apply_rotary_pos_emb_thd(
         t: torch.Tensor,

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from slime.config.specs import nearest_names
+from slime.data.fields import CONTRACT, FieldSpec, Reduce, Scope
+from slime.data.ragged import as_array
+from slime.data.rewards import execution_keys, execution_values
 from slime.observability import contributions
-from slime.rollout.rewards import execution_keys, execution_values
-from slime.utils.ragged import as_array
-from slime.utils.rollout_fields import CONTRACT, FieldSpec, Reduce, Scope
 
 logger = logging.getLogger(__name__)
 _missed: set[str] = set()  # fields whose warning was given

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from slime.utils.types import Sample
+from slime.data.sample import Sample
 
 _current_weight_version: str | None = None
 
@@ -46,7 +46,7 @@ def mask_older_tokens(sample: Sample, *, unknown_is_older: bool) -> None:
     they were there before this rollout began; where nobody told what the engines serve, this is every token."""
     import numpy as np  # here: rollout functions import this module, and must start without numpy
 
-    from slime.utils.ragged import as_array
+    from slime.data.ragged import as_array
 
     current = parse_weight_version(_current_weight_version)
 

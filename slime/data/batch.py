@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from slime.exceptions import RolloutDataError
-from slime.utils.ragged import (
+from slime.data.fields import CONTRACT, Extent, FieldSpec, Missing, Origin, Rows, Scope
+from slime.data.ragged import (
     SMALLEST_INT,
     Column,
     Parts,
@@ -30,7 +30,7 @@ from slime.utils.ragged import (
     num_entries,
     smallest_int_dtype,
 )
-from slime.utils.rollout_fields import CONTRACT, Extent, FieldSpec, Missing, Origin, Rows, Scope
+from slime.exceptions import RolloutDataError
 
 _ABSENT = object()
 
@@ -386,7 +386,7 @@ def batch_from_lists(data: Mapping[str, Any]) -> RolloutBatch:
     if undeclared:
         warnings.warn(
             f"Undeclared fields {undeclared} are shipped with their samples and are not metrics. Declare them with "
-            f"slime.utils.rollout_fields.declare_field to give them a dtype, a device or a metric.",
+            f"slime.data.fields.declare_field to give them a dtype, a device or a metric.",
             stacklevel=2,
         )
     return batch

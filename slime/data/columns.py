@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from slime.data.batch import RolloutBatch, build_column, check_masks, check_rows
+from slime.data.declared_fields import read_source, warn_of_unfilled
+from slime.data.fields import CONTRACT, Origin
+from slime.data.length_penalty import LengthPenalty, compute_length_penalties, penalty_metrics
+from slime.data.ragged import as_array
+from slime.data.rewards import RewardStatistics, normalize_rewards, raw_rewards_of, reward_number
+from slime.data.weight_versions import oldest_version
 from slime.exceptions import RolloutDataError
-from slime.rollout.declared_fields import read_source, warn_of_unfilled
-from slime.rollout.length_penalty import LengthPenalty, compute_length_penalties, penalty_metrics
-from slime.rollout.rewards import RewardStatistics, normalize_rewards, raw_rewards_of, reward_number
-from slime.rollout.weight_versions import oldest_version
-from slime.utils.ragged import as_array
-from slime.utils.rollout_batch import RolloutBatch, build_column, check_masks, check_rows
-from slime.utils.rollout_fields import CONTRACT, Origin
 
 logger = logging.getLogger(__name__)
 _said_singletons = False

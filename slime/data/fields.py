@@ -159,7 +159,7 @@ class Contract:
         except KeyError:
             raise RolloutDataError(
                 f"The field {name!r} is not declared in the data contract. Declare it once, before the first rollout, with "
-                f"slime.utils.rollout_fields.declare_field({name!r}, scope=..., ...)."
+                f"slime.data.fields.declare_field({name!r}, scope=..., ...)."
             ) from None
 
     def find(self, name: str) -> FieldSpec | None:

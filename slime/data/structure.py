@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from slime.data.sample import Sample
 from slime.exceptions import RolloutDataError
 from slime.rollout.data_source import iter_samples
-from slime.utils.types import Sample
 
 
 def validate_rollout_id_annotated(node: Any, depth: int = 0) -> None:
@@ -54,7 +54,7 @@ def validate_rollout_routed_experts_for_replay(routed_experts: Sequence[Any], ar
     """
     import numpy as np  # here: rollout functions import this module, and must start without numpy
 
-    from slime.utils.ragged import as_array
+    from slime.data.ragged import as_array
 
     if not len(routed_experts):
         raise RolloutDataError("routed experts: there are none, so nothing can be replayed.")

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from slime.data.batch import RolloutBatch
+from slime.data.columns import rollout_ids_of
+from slime.data.ragged import as_array, num_entries
+from slime.data.weight_versions import oldest_version
 from slime.exceptions import RolloutDataError
-from slime.rollout.columns import rollout_ids_of
-from slime.rollout.weight_versions import oldest_version
-from slime.utils.ragged import as_array, num_entries
-from slime.utils.rollout_batch import RolloutBatch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from slime.data.batch import RolloutBatch, Stage, batch_from_lists, build_column, check_rows, column_dtype
+from slime.data.fields import CONTRACT, Extent, FieldSpec, Scope
+from slime.data.ragged import Parts, Ragged, Scalars, is_tensor
+from slime.data.schedule import ScheduleConfig, SchedulePlan, plan_schedule, plan_step_sizes
 from slime.exceptions import ConfigError, RolloutDataError
-from slime.utils.dp_schedule import ScheduleConfig, SchedulePlan, plan_schedule, plan_step_sizes
-from slime.utils.ragged import Parts, Ragged, Scalars, is_tensor
-from slime.utils.rollout_batch import RolloutBatch, Stage, batch_from_lists, build_column, check_rows, column_dtype
-from slime.utils.rollout_fields import CONTRACT, Extent, FieldSpec, Scope
 
 TRAILING, FULLY_MASKED = "trailing", "fully_masked"
 

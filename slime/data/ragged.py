@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from slime.data.number_list import NumberList, packed
 from slime.exceptions import RolloutDataError
-from slime.utils.number_list import NumberList, packed
 
 SMALLEST_INT = "smallest"
 # By dtype, how a list of its numbers is packed: several times faster than numpy reads it.

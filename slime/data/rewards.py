@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from slime.data.sample import chosen_reward, scalar
 from slime.exceptions import RolloutDataError
-from slime.utils.types import chosen_reward, scalar
 
 STD_EPSILON = 1e-6
 SPREAD_TOLERANCE = 1e-9  # relative: 0.1 + 0.2 and 0.3 are the same reward

@@ -1,7 +1,7 @@
 """Packed rows: the samples of a micro-batch side by side in one row, as index arrays over all micro-batches of a rank at once.
 
 Letters: c context-parallel ranks; T tokens of a sample, P of its prompt. Without context parallelism a row holds the samples as they are.
-With it each sample is padded to 2c chunks and rank r holds chunks r and 2c-1-r of each (zigzag, as in `slime.utils.cp_layout`). A row ends
+With it each sample is padded to 2c chunks and rank r holds chunks r and 2c-1-r of each (zigzag, as in `slime.data.context_parallel`). A row ends
 in padding up to a multiple of `pad_to`; the padding is a sequence of its own. A micro-batch without samples is a row of padding.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from slime.utils.ragged import concatenated_ranges
+from slime.data.ragged import concatenated_ranges
 
 
 @dataclasses.dataclass(frozen=True)
