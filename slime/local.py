@@ -38,7 +38,7 @@ class LocalResult:
 
     def series(self, name: str) -> dict[int, float]:
         """step -> value of one metric. KeyError with the nearest names where nothing was logged under it."""
-        from slime.observability.jsonl import read_jsonl
+        from slime.files.jsonl import read_jsonl
         from slime.observability.logging_utils import FILE_NAME
 
         records = [record for record in read_jsonl(self.run_dir / FILE_NAME)[0] if "metrics" in record]

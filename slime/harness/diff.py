@@ -19,9 +19,9 @@ import numpy as np
 from slime.data.fields import CONTRACT, Rows
 from slime.data.ragged import is_tensor
 from slime.exceptions import ConfigError, RolloutDataError
-from slime.utils.rollout_dump import FORMAT as ROLLOUT_FORMAT
-from slime.utils.rollout_dump import read_rollout_dump
-from slime.utils.train_dump import is_train_dump, read_train_dump
+from slime.files.rollout_dump import FORMAT as ROLLOUT_FORMAT
+from slime.files.rollout_dump import read_rollout_dump
+from slime.files.train_dump import is_train_dump, read_train_dump
 
 # Say where a sample was trained, how long something took or over which connection: two equal runs may differ in them.
 NOT_COMPARED = ("partition", "owner_ranks", "non_generation_time", "session_id")

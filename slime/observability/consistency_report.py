@@ -22,7 +22,7 @@ from slime.observability.report import RunRecords, read_run
 
 if TYPE_CHECKING:
     from slime.data.sample import Sample
-    from slime.utils.train_dump import TrainDump
+    from slime.files.train_dump import TrainDump
 
 PREFIXES = ("rollout/logprob_abs_diff", "rollout/logprob_kl")
 MEAN = "rollout/logprob_abs_diff/mean"
@@ -217,7 +217,7 @@ def _tokens_of_step(config: Mapping[str, Any], rollout_id: int, *, top: int) -> 
     if path is None or not path.exists():
         wanted = f"there is no {path}" if path else "the run wrote no train dumps"
         return [], f"no tokens: {wanted}. Run with --dump-details FOLDER to keep them."
-    from slime.utils.train_dump import read_train_dump
+    from slime.files.train_dump import read_train_dump
 
     decode, note = decoder_of(config.get("hf_checkpoint"))
     try:
@@ -229,7 +229,7 @@ def _tokens_of_step(config: Mapping[str, Any], rollout_id: int, *, top: int) -> 
 
 def _samples_by_index(config: Mapping[str, Any], rollout_id: int) -> dict[Any, Sample]:
     """The samples of the rollout dump, written or replayed; {} where there is none."""
-    from slime.utils.rollout_dump import dump_path, read_rollout_dump
+    from slime.files.rollout_dump import dump_path, read_rollout_dump
 
     written = config.get("save_debug_rollout_data") or _detail(config, "rollout_data/{rollout_id}.jsonl")
     template = written or config.get("load_debug_rollout_data")
@@ -238,7 +238,7 @@ def _samples_by_index(config: Mapping[str, Any], rollout_id: int) -> dict[Any, S
 
 
 def _dump_file(config: Mapping[str, Any], rollout_id: int) -> Path | None:
-    from slime.utils.train_dump import train_dump_path
+    from slime.files.train_dump import train_dump_path
 
     template = config.get("save_debug_train_data") or _detail(config, "train_data/{rollout_id}.safetensors")
     if not template:

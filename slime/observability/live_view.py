@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from slime.files.jsonl import JsonlTail
 from slime.observability import progress
-from slime.observability.jsonl import JsonlTail
 from slime.observability.report import EVAL_FAMILIES, FAMILIES, pick
 
 POLL_INTERVAL_S = 0.25

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slime.exceptions import RolloutDataError
+from slime.files.jsonl import JsonlTail, JsonlWriter, plain_value, read_jsonl
 from slime.observability import progress
-from slime.observability.jsonl import JsonlTail, JsonlWriter, plain_value, read_jsonl
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slime.observability.jsonl import JsonlWriter
+from slime.files.jsonl import JsonlWriter
 
 FILE_NAME = "progress.jsonl"
 

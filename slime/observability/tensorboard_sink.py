@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from slime.exceptions import ConfigError
-from slime.observability.jsonl import NOT_FINITE
+from slime.files.jsonl import NOT_FINITE
 
 _STEP = "step"
 

@@ -1,5 +1,5 @@
-"""Upstream's later path of slime.utils.train_dump_utils."""
+"""Upstream's later path of slime.files.train_dump_utils."""
 
-from slime.utils.train_dump_utils import restore_context_parallel_fields_to_cpu, save_debug_train_data
+from slime.files.train_dump_utils import restore_context_parallel_fields_to_cpu, save_debug_train_data
 
 __all__ = ["restore_context_parallel_fields_to_cpu", "save_debug_train_data"]

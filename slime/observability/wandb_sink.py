@@ -8,7 +8,7 @@ from typing import Any
 
 from slime.config.observability import resolve_wandb_run_id
 from slime.exceptions import ConfigError
-from slime.observability.jsonl import NOT_FINITE
+from slime.files.jsonl import NOT_FINITE
 
 # which column is the x axis of which metrics
 AXES = {

@@ -27,6 +27,7 @@ from slime.data.structure import (
 )
 from slime.data.weight_versions import mask_older_samples, set_current_weight_version
 from slime.exceptions import EngineError, RolloutDataError
+from slime.files.rollout_dump import RolloutDumper, load_debug_rollout_data
 from slime.observability import rollout_metrics
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log, log_dir_of
 from slime.observability.timer import Timer, timer
@@ -44,7 +45,6 @@ from slime.utils.http_utils import init_http_client
 from slime.utils.metric_utils import compute_rollout_step, dict_add_prefix
 from slime.utils.misc import Box, count_rollouts_per_epoch, load_function
 from slime.utils.processing_utils import shared_tokenizer
-from slime.utils.rollout_dump import RolloutDumper, load_debug_rollout_data
 from slime.utils.watched_calls import WATCH
 
 logger = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ import orjson
 from slime.config.rules import SUPERVISED
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError
+from slime.files import exact_json
 from slime.rollout.filter_calls import call_filter, require_groups
-from slime.utils import exact_json
 from slime.utils.data import Dataset
 from slime.utils.misc import load_function
 

@@ -23,7 +23,7 @@ import aiohttp
 import orjson
 
 from slime.exceptions import EngineError
-from slime.utils import exact_json
+from slime.files import exact_json
 from slime.utils.misc import is_port_free
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.exceptions import ConfigError
-from slime.utils import exact_json
-from slime.utils.table_files import (
+from slime.files import exact_json
+from slime.files.table_files import (
     DELIMITERS,
     arrow_files,
     file_type,

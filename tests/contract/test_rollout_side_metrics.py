@@ -12,6 +12,13 @@ import torch
 
 from slime.data.sample import Sample, SpecInfo
 from slime.exceptions import ConfigError, RolloutDataError
+from slime.files.rollout_dump import (
+    dump_path,
+    load_debug_rollout_data,
+    read_rollout_dump,
+    save_debug_rollout_data,
+    subsample_groups,
+)
 from slime.observability.rollout_metrics import (
     RolloutMetricsConfig,
     _compute_top_p_kept_vocab_metrics,
@@ -22,13 +29,6 @@ from slime.observability.rollout_metrics import (
     request_metrics,
     staleness_metrics,
     zero_spread_metrics,
-)
-from slime.utils.rollout_dump import (
-    dump_path,
-    load_debug_rollout_data,
-    read_rollout_dump,
-    save_debug_rollout_data,
-    subsample_groups,
 )
 
 NUM_GPUS = 0

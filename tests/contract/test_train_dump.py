@@ -27,9 +27,9 @@ from slime.data.sample import Sample
 from slime.data.schedule import ScheduleConfig
 from slime.data.split import SplitConfig, split_by_dp
 from slime.exceptions import ConfigError, RolloutDataError
-from slime.utils import train_dump
-from slime.utils.train_dump import TensorOutline, TrainDumpWriter, is_train_dump, read_train_dump, train_dump_path
-from slime.utils.train_dump_utils import Place, save_debug_train_data, write_train_dump
+from slime.files import train_dump
+from slime.files.train_dump import TensorOutline, TrainDumpWriter, is_train_dump, read_train_dump, train_dump_path
+from slime.files.train_dump_utils import Place, save_debug_train_data, write_train_dump
 
 NUM_GPUS = 0
 LENGTHS = [

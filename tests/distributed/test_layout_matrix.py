@@ -17,8 +17,8 @@ from support.layout_cell import owned_places, run_cells
 from support.layout_matrix import CRITIC, LAYOUTS, Comparison, Matrix, command_line, named_metrics, read_metrics
 from support.layout_reference import normalized_rewards, step_positions
 
+from slime.files.rollout_dump import read_rollout_dump
 from slime.utils.arguments import parse_args
-from slime.utils.rollout_dump import read_rollout_dump
 
 NUM_GPUS = 0
 

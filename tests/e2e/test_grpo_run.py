@@ -13,9 +13,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
 from support import small_run
 
+from slime.files.jsonl import read_jsonl
 from slime.harness.diff import Tolerance, compare_paths
 from slime.observability.consistency_report import build_report
-from slime.observability.jsonl import read_jsonl
 
 NUM_GPUS = 0
 

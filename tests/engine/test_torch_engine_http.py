@@ -31,7 +31,7 @@ from slime.backends.torch_engine.sampling_params import SamplingParams
 from slime.backends.torch_engine.server_thread import EngineServerThread
 from slime.backends.torch_engine.streaming import ResponseStream
 from slime.exceptions import ConfigError, EngineError
-from slime.utils.checksum import weights_checksum
+from slime.files.checksum import weights_checksum
 
 NUM_GPUS = 0
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from support.tiny_models import TinyCheckpoints
 
 from slime.backends.torch_engine.model_config import decoder_config_from_hf, read_decoder_config
 from slime.exceptions import ConfigError, EngineError
-from slime.utils.checksum import weights_checksum
+from slime.files.checksum import weights_checksum
 
 NUM_GPUS = 0
 

@@ -22,6 +22,7 @@ from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewar
 from slime.data.rewards import normalize_rewards
 from slime.data.schedule import ScheduleConfig
 from slime.data.split import SplitConfig, plan_split
+from slime.files.rollout_dump import save_debug_rollout_data
 from slime.observability.contributions import merge_all
 from slime.observability.train_metric_utils import phase_contributions
 from slime.ray import rollout as manager_module
@@ -31,7 +32,6 @@ from slime.rollout.filter_hub.dynamic_sampling_filters import usable_rewards
 from slime.rollout.postprocess import GateConfig, InvalidReason, Policy, postprocess_output_data
 from slime.rollout.postprocess.contract import MODEL_FAILURES, REASONS
 from slime.train import log_trained
-from slime.utils.rollout_dump import save_debug_rollout_data
 
 NUM_GPUS = 0
 SCORED = GateConfig(rewards_expected=True)

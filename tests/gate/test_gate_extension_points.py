@@ -19,11 +19,11 @@ from slime.data.attribution import attribute_rows, marks_of
 from slime.data.columns import ColumnsConfig, build_train_columns
 from slime.data.sample import Status
 from slime.exceptions import RolloutDataError
+from slime.files.rollout_dump import save_debug_rollout_data
 from slime.rollout import fully_async_rollout, sglang_rollout
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.postprocess.contract import Verdict
 from slime.utils.misc import load_function
-from slime.utils.rollout_dump import save_debug_rollout_data
 
 NUM_GPUS = 0
 REJECTED = {1: "bad_logprob", 4: "bad_token", 6: "bad_reward", 11: "empty", 14: "truncated"}

@@ -13,7 +13,7 @@ from support.rollout_args import rollout_args
 
 from slime.data.sample import Status
 from slime.exceptions import ConfigError
-from slime.observability.jsonl import JsonlWriter
+from slime.files.jsonl import JsonlWriter
 from slime.observability.report import Checks, find_gate_problems, read_run, summarize_run
 from slime.rollout.postprocess import (
     GateConfig,

@@ -21,6 +21,7 @@ from slime.data.sample import Status
 from slime.data.schedule import ScheduleConfig
 from slime.data.split import SplitConfig, split_by_dp
 from slime.exceptions import ConfigError, RolloutDataError
+from slime.files.rollout_dump import read_rollout_dump, save_debug_rollout_data
 from slime.rollout.postprocess import (
     FormatSpec,
     GateConfig,
@@ -32,7 +33,6 @@ from slime.rollout.postprocess import (
 )
 from slime.rollout.postprocess.contract import FORMAT_PRESETS, REASONS
 from slime.rollout.postprocess.text import answer_of
-from slime.utils.rollout_dump import read_rollout_dump, save_debug_rollout_data
 
 NUM_GPUS = 0
 SCORED = GateConfig(rewards_expected=True, repetition_window=8)

@@ -14,12 +14,12 @@ from slime.config.specs import all_specs
 from slime.config.yaml_file import read_option_file
 from slime.data.sample import Status
 from slime.exceptions import ConfigError
+from slime.files.rollout_dump import save_debug_rollout_data
 from slime.rollout.postprocess import Gate, GateConfig, postprocess_output_data, tools
 from slime.rollout.postprocess.alignment import Codec
 from slime.rollout.postprocess.cli import main
 from slime.rollout.postprocess.contract import MismatchCause
 from slime.rollout.postprocess.snapshots import SnapshotWriter
-from slime.utils.rollout_dump import save_debug_rollout_data
 
 NUM_GPUS = 0
 

@@ -10,9 +10,9 @@ from slime import cli
 from slime.data.batch import RolloutBatch, Stage
 from slime.data.sample import Sample
 from slime.exceptions import RolloutDataError
+from slime.files.rollout_dump import save_debug_rollout_data
+from slime.files.train_dump_utils import Place, write_train_dump
 from slime.harness.diff import Records, Tolerance, compare_paths, compare_records, describe, main
-from slime.utils.rollout_dump import save_debug_rollout_data
-from slime.utils.train_dump_utils import Place, write_train_dump
 
 NUM_GPUS = 0
 PARTITIONS = {1: [[0, 1, 2, 3]], 2: [[0, 3], [2, 1]]}

@@ -9,9 +9,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import pytest
 
 from slime.exceptions import RolloutDataError
+from slime.files.rollout_dump import save_debug_rollout_data
 from slime.harness import show
 from slime.testing import make_sample, make_tiny_tokenizer
-from slime.utils.rollout_dump import save_debug_rollout_data
 
 NUM_GPUS = 0
 

@@ -110,7 +110,7 @@ def test_weights_come_back_byte_for_byte(family, folders):
     """Load and export: names, dtypes, shapes and bytes of every tensor, and so the checksum that an engine compares."""
     from slime.backends.megatron_utils.hf_config import read_hf_config
     from slime.backends.megatron_utils.update_weight import named_hf_weights_checksum
-    from slime.utils.checksum import weights_checksum
+    from slime.files.checksum import weights_checksum
 
     with built(folders[family]) as (args, model, *_):
         out = exported(args, model)

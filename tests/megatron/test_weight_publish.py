@@ -8,7 +8,7 @@ import torch
 
 from slime.backends.megatron_utils.update_weight import publish
 from slime.exceptions import EngineError
-from slime.utils.checksum import weights_checksum
+from slime.files.checksum import weights_checksum
 
 NUM_GPUS = 0
 

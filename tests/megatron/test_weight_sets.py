@@ -17,7 +17,7 @@ from slime.backends.megatron_utils.sharding import shard
 from slime.backends.megatron_utils.update_weight.disk import update_problem
 from slime.backends.megatron_utils.update_weight.gather import _cut
 from slime.backends.megatron_utils.weights_backup import WeightsBackup
-from slime.utils.checksum import combine_digests, tensor_digest, weights_checksum
+from slime.files.checksum import combine_digests, tensor_digest, weights_checksum
 
 NUM_GPUS = 0
 

@@ -13,6 +13,9 @@ from slime import cli
 from slime.data.batch import RolloutBatch, Stage
 from slime.data.context_parallel import plan_response_layout
 from slime.data.sample import Sample
+from slime.files.rollout_dump import save_debug_rollout_data
+from slime.files.train_dump import read_train_dump
+from slime.files.train_dump_utils import Place, write_train_dump
 from slime.observability import consistency_report as report_module
 from slime.observability import contributions as c
 from slime.observability.consistency import (
@@ -36,9 +39,6 @@ from slime.observability.consistency_report import (
     rollout_of_step,
     worst_tokens,
 )
-from slime.utils.rollout_dump import save_debug_rollout_data
-from slime.utils.train_dump import read_train_dump
-from slime.utils.train_dump_utils import Place, write_train_dump
 
 NUM_GPUS = 0
 

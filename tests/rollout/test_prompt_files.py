@@ -16,6 +16,7 @@ from support.tiny_models import make_char_tokenizer
 
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError
+from slime.files.table_files import read_arrow
 from slime.utils.data import (
     Dataset,
     _build_messages,
@@ -26,7 +27,6 @@ from slime.utils.data import (
     render_prompt,
 )
 from slime.utils.prompt_files import parse_generalized_path, read_rows
-from slime.utils.table_files import read_arrow
 
 NUM_GPUS = 0
 

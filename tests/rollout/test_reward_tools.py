@@ -15,12 +15,12 @@ from support.tiny_models import make_char_tokenizer
 
 from slime.cli import main
 from slime.data.sample import Sample
+from slime.files.rollout_dump import save_debug_rollout_data
 from slime.rollout.reward_checks import RewardWatch, find_reward_conflicts, find_reward_warnings
 from slime.rollout.reward_probe import as_generated, describe_probes, probe_rows, right_answers, sample_rows, turn_end
 from slime.rollout.rm_hub import async_rm
 from slime.rollout.scoring import scoring_args
 from slime.utils.async_utils import run
-from slime.utils.rollout_dump import save_debug_rollout_data
 
 NUM_GPUS = 0
 

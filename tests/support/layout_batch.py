@@ -152,7 +152,7 @@ def main() -> None:
     from support.layout_reference import ReferenceModel
     from support.reference import ReferenceOptions, ReferenceSample
 
-    from slime.utils.rollout_dump import save_debug_rollout_data
+    from slime.files.rollout_dump import save_debug_rollout_data
 
     with tempfile.TemporaryDirectory() as root:
         model = ReferenceModel(make_folders(Path(root), ("qwen3",))["qwen3"])

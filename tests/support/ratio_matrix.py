@@ -113,9 +113,9 @@ def record_rollouts(model: Path, folder: Path, names: Iterable[str]) -> dict[str
 
     from slime.backends.torch_engine.engine_config import EngineConfig
     from slime.backends.torch_engine.server_thread import EngineServerThread
+    from slime.files.rollout_dump import save_debug_rollout_data
     from slime.rollout.data_source import RolloutDataSourceWithBuffer, iter_samples
     from slime.rollout.sglang_rollout import generate_rollout
-    from slime.utils.rollout_dump import save_debug_rollout_data
 
     folder.mkdir(parents=True, exist_ok=True)
     prompts, templates = write_prompts(folder / "prompts.jsonl", 4), {}
@@ -305,7 +305,7 @@ class RatioMatrix:
         """`train_or_stop` on a rollout whose engine log-probs are `gap` nats too low."""
         from support.distributed import run_distributed
 
-        from slime.utils.rollout_dump import read_rollout_dump, save_debug_rollout_data
+        from slime.files.rollout_dump import read_rollout_dump, save_debug_rollout_data
 
         samples = read_rollout_dump(self.rollout("qwen3", ["plain"])["plain"].format(rollout_id=ROLLOUT_ID))
         for sample in samples:

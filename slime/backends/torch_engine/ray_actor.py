@@ -80,7 +80,7 @@ class EngineActor:
         self._server.updater.add(named, checksum=checksum)
 
     def end_weight_update(self, version: str | int, checksum: str | None = None) -> str:
-        """Applies the update between two steps and returns the checksum of what came (slime/utils/checksum.py).
+        """Applies the update between two steps and returns the checksum of what came (slime/files/checksum.py).
 
         EngineError, and the old weights stay, if a weight is missing or the checksum differs from `checksum`.
         """

@@ -91,7 +91,7 @@ class WeightEndpoints:
         )
 
     async def checksum(self, request: web.Request) -> web.Response:
-        """The checksum of the weights in use, as slime/utils/checksum.py defines it."""
+        """The checksum of the weights in use, as slime/files/checksum.py defines it."""
         checksum = await asyncio.to_thread(self._updater.checksum)
         return json_response({"checksum": checksum, "weight_version": self._loaded.engine.weight_version})
 

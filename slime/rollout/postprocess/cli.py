@@ -28,7 +28,7 @@ from slime.config.specs import all_specs
 from slime.config.yaml_file import read_option_file
 from slime.data.sample import Sample, Status
 from slime.exceptions import ConfigError
-from slime.observability.jsonl import read_jsonl
+from slime.files.jsonl import read_jsonl
 from slime.rollout.postprocess import tools
 from slime.rollout.postprocess.alignment import Codec, codec_of
 from slime.rollout.postprocess.checks import reward_problem
@@ -135,7 +135,7 @@ def load_samples(path: Path, *, with_dropped: bool = False) -> list[Sample]:
         raise ConfigError(f"{path} is a folder. Give a dump in it, or a snapshot: a run's are gate/raw_*.parquet in its folder.")
     if path.suffix == ".parquet":
         return read_snapshot(path, with_dropped=with_dropped)
-    from slime.utils.rollout_dump import read_rollout_dump
+    from slime.files.rollout_dump import read_rollout_dump
 
     return read_rollout_dump(path)
 

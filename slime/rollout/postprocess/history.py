@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.observability.jsonl import encode, read_jsonl
+from slime.files.jsonl import encode, read_jsonl
 from slime.rollout.postprocess.statistics import GateStatistics
 
 FORMAT = "slime-gate-history-1"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.exceptions import ConfigError
-from slime.observability.jsonl import JsonlWriter
+from slime.files.jsonl import JsonlWriter
 from slime.rollout.postprocess.alarms import Alarm, find_alarms, find_level_alarms
 from slime.rollout.postprocess.alignment import codec_of
 from slime.rollout.postprocess.contract import (

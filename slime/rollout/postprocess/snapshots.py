@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from slime.data.sample import Sample
-from slime.observability.jsonl import plain_value
+from slime.files.jsonl import plain_value
 from slime.rollout.postprocess.contract import REASON_OF_VALUE, Verdict
 from slime.rollout.postprocess.early import ENGINE_TEXT, engine_text_of
 from slime.rollout.postprocess.ragged import as_int, length_of, log_prob_array, missing_positions, token_array

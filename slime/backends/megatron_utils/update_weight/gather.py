@@ -18,7 +18,7 @@ from slime.backends.megatron_utils.initialize import is_megatron_main_rank
 from slime.backends.megatron_utils.local_params import LocalParameter, local_parameters
 from slime.backends.megatron_utils.param_mapping import Shape, match, split
 from slime.backends.megatron_utils.sharding import unshard
-from slime.utils.checksum import combine_digests, tensor_digest
+from slime.files.checksum import combine_digests, tensor_digest
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
@@ -144,7 +144,7 @@ def iter_hf_weight_buckets(
 
 
 def named_hf_weights_checksum(args: Any, model: Sequence[torch.nn.Module], hf_config: Mapping[str, Any]) -> str | None:
-    """The checksum (`slime.utils.checksum`) of all Hugging Face tensors on the main rank, None elsewhere. Called by all ranks."""
+    """The checksum (`slime.files.checksum`) of all Hugging Face tensors on the main rank, None elsewhere. Called by all ranks."""
     digests: dict[str, bytes] = {}
     for bucket in iter_hf_weight_buckets(args, model, hf_config):
         digests.update({name: tensor_digest(name, tensor) for name, tensor in bucket})

@@ -11,9 +11,9 @@ import torch
 
 from slime.backends.megatron_utils.update_weight.gather import NamedTensors, iter_hf_weight_buckets
 from slime.exceptions import EngineError
+from slime.files.checksum import combine_digests, tensor_digest
 from slime.ray import actors
 from slime.ray.utils import wait_for
-from slime.utils.checksum import combine_digests, tensor_digest
 
 # Hashing every byte of a large model costs seconds an update, so without --check-weight-update-equal only the first tensors are hashed.
 FINGERPRINT_BYTES = 64 * 1024**2

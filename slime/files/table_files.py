@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from slime.exceptions import ConfigError
-from slime.utils import exact_json
+from slime.files import exact_json
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 OTHER_DELIMITERS = (";", "\t", ",", "|")

@@ -21,7 +21,7 @@ import orjson
 from slime.data.ragged import is_tensor
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError, RolloutDataError
-from slime.utils import exact_json
+from slime.files import exact_json
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from slime.exceptions import ConfigError, RolloutDataError
-from slime.utils.rollout_dump import decode_json, encode_json
+from slime.files.rollout_dump import decode_json, encode_json
 
 FORMAT = "slime-train-2"
 CHECKS = "crc32"

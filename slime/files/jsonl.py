@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from slime.utils import exact_json
+from slime.files import exact_json
 
 # What `plain_value` makes of a float that JSON does not have.
 NOT_FINITE = frozenset({"nan", "inf", "-inf"})
