@@ -175,9 +175,9 @@ def _shown(value: Any) -> str:
 def load_prompts(args: argparse.Namespace, tokenizer: Any) -> list[Any]:
     """Returns (place, sample) of up to ROWS_GRADED rows of --prompt-data, evenly spaced after the first PROMPTS_SHOWN, rendered as they would be
     sent; raises ConfigError for a row that cannot be."""
+    from slime.prompts.prompt_files import read_rows
     from slime.rollout.reward_probe import sample_rows
     from slime.utils.data import RowFormat, build_sample
-    from slime.utils.prompt_files import read_rows
 
     form = RowFormat(
         prompt_key=args.input_key,
@@ -270,8 +270,8 @@ def format_prompts(samples: Sequence[Any], tokenizer: Any, *, longest: int = 600
 
 def format_conversations(samples: Sequence[Any], tokenizer: Any, loss_mask_type: str) -> list[str]:
     """Returns each conversation's text as it is trained on, with the tokens of loss mask 1 between [[ and ]], and how many there are."""
+    from slime.prompts.masks import MultiTurnLossMaskGenerator
     from slime.rollout.sft_rollout import fill_samples
-    from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 
     filled = copy.deepcopy(list(samples))
     fill_samples(filled, MultiTurnLossMaskGenerator(tokenizer, loss_mask_type))

@@ -7,7 +7,7 @@ from typing import Any
 
 from slime.data.sample import Sample
 from slime.exceptions import RolloutDataError
-from slime.rollout.data_source import iter_samples
+from slime.prompts.data_source import iter_samples
 
 
 def validate_rollout_id_annotated(node: Any, depth: int = 0) -> None:

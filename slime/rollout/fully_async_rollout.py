@@ -19,8 +19,8 @@ from typing import Any
 
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError, RolloutDataError
+from slime.prompts.data_source import group_id_of
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.data_source import group_id_of
 from slime.rollout.group_loop import report_progress
 from slime.rollout.group_selection import EngineAborts, GroupSelection, SelectionConfig, first_index
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group

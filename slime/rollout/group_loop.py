@@ -15,8 +15,8 @@ from typing import Any
 
 from slime.data.sample import Sample
 from slime.exceptions import RolloutDataError
+from slime.prompts.data_source import group_id_of
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.data_source import group_id_of
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.group_selection import GroupSelection, first_index, pristine
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from slime.data.sample import Sample
 from slime.exceptions import RolloutDataError
+from slime.prompts.data_source import group_id_of, iter_samples
 from slime.rollout import generation
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.data_source import group_id_of, iter_samples
 from slime.rollout.failures import FailureCounter, mark_failed
 from slime.rollout.filter_calls import call_filter, require_nothing, require_samples
 from slime.rollout.filter_hub.base_types import (

@@ -7,9 +7,9 @@ from typing import Any
 
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError, SlimeError
+from slime.prompts.masks import MultiTurnLossMaskGenerator, get_response_lengths, message_pairs
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.group_loop import report_progress
-from slime.utils.mask_utils import MultiTurnLossMaskGenerator, get_response_lengths, message_pairs
 
 
 @functools.lru_cache(maxsize=4)

@@ -25,9 +25,9 @@ from slime.data.structure import with_rollout_id
 from slime.data.trained_sampling import check_trained_sampling
 from slime.data.weight_versions import mask_older_tokens
 from slime.exceptions import EngineError, RolloutDataError
+from slime.prompts.data_source import iter_samples
 from slime.rollout import generation
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.data_source import iter_samples
 from slime.rollout.engine_client import abort_engines, choose_url, get_engines, request_generate
 from slime.rollout.failures import ENDS_THE_RUN, fail
 from slime.rollout.generate_state import GenerateState

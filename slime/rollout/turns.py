@@ -3,7 +3,7 @@
     turn 1: sampled ids [mask 1] -> delta: end of turn, tool results, next header [mask 0] -> turn 2: sampled ids [mask 1] ...
 
 Sampled ids are never encoded again. The delta is what the template writes behind the turn, found with a probe in the render
-of the whole conversation (utils/chat_render.py), less the end of turn that the model has emitted itself. Whether the
+of the whole conversation (prompts/chat_render.py), less the end of turn that the model has emitted itself. Whether the
 whole render still says what was sampled is checked every time: a template that strips earlier reasoning makes it differ,
 and then the sampled ids are kept, or the conversation goes on in a second sample of the same rollout.
 Pure: no `args`, no engine. Shapes: C = context ids before the turn, S = sampled ids, D = ids of the delta.
@@ -16,8 +16,8 @@ from collections.abc import Collection, Sequence
 
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError, RolloutDataError
+from slime.prompts.chat_render import ChatTemplate
 from slime.rollout.generation import reset_to_prompt
-from slime.utils.chat_render import ChatTemplate
 
 # What follows when the whole render differs from what was sampled.
 KEEP, FORK, REFUSE = RERENDER_POLICIES = ("keep", "fork", "refuse")

@@ -159,8 +159,8 @@ def gate_problems(args: argparse.Namespace) -> list[str]:
 def reward_problems(args: argparse.Namespace) -> list[str]:
     """Returns which reward types do not exist, lack their package or their key: of --rm-type and of each evaluation dataset. Those of
     rows are checked with the rows."""
+    from slime.prompts.eval_config import eval_datasets_of
     from slime.rollout.rm_hub.type_names import missing_key_problem, rm_type_problem
-    from slime.utils.eval_config import eval_datasets_of
 
     named = [("--rm-type", args.rm_type)]
     if args.eval_config is not None and Path(args.eval_config).is_file():
@@ -195,7 +195,7 @@ def dataset_problems(args: argparse.Namespace, *, seconds: float = PREFLIGHT_SEC
 
 def _evaluation_files(args: argparse.Namespace) -> list[tuple[Any, tuple[str]]]:
     """(evaluation dataset, (where it was given,)) of --eval-config, else of --eval-prompt-data."""
-    from slime.utils.eval_config import eval_datasets_of
+    from slime.prompts.eval_config import eval_datasets_of
 
     if args.eval_config is not None and not Path(args.eval_config).is_file():
         return []
@@ -204,9 +204,9 @@ def _evaluation_files(args: argparse.Namespace) -> list[tuple[Any, tuple[str]]]:
 
 
 def _first_bad_row(args: argparse.Namespace, path: str, keys: tuple, deadline: float) -> str | FileNotFoundError | None:
+    from slime.prompts.prompt_files import parse_generalized_path, read_rows
     from slime.rollout.rm_hub.type_names import rm_type_problem
     from slime.utils.data import RowFormat, build_sample
-    from slime.utils.prompt_files import parse_generalized_path, read_rows
 
     form = RowFormat(prompt_key=keys[0], label_key=keys[1], tool_key=keys[2], metadata_key=args.metadata_key)
     try:

@@ -16,9 +16,9 @@ import orjson
 from slime.data.sample import MultimodalTypes, Sample
 from slime.exceptions import ConfigError
 from slime.files import exact_json
-from slime.utils.chat_render import renderable_messages
-from slime.utils.mask_utils import conversation_problem, message_pairs
-from slime.utils.prompt_files import Row, parse_generalized_path, read_rows
+from slime.prompts.chat_render import renderable_messages
+from slime.prompts.masks import conversation_problem, message_pairs
+from slime.prompts.prompt_files import Row, parse_generalized_path, read_rows
 
 logger = logging.getLogger(__name__)
 

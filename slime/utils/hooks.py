@@ -11,7 +11,7 @@ from typing import Any
 from slime.config.extension_points import EXTENSION_POINTS, problem_of
 from slime.config.specs import specs_by_name
 from slime.exceptions import ConfigError
-from slime.utils.eval_config import eval_datasets_of
+from slime.prompts.eval_config import eval_datasets_of
 from slime.utils.misc import load_function
 
 SAMPLE_OPTIONS = ("custom_rm_path", "custom_generate_function_path")  # an evaluation dataset may have its own, and a sample

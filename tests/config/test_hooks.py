@@ -125,13 +125,13 @@ def test_what_slime_brings_fits_its_own_table():
         ("rollout_function_path", "slime.rollout.sglang_rollout.generate_rollout"),
         ("rollout_function_path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async"),
         ("rollout_function_path", "slime.rollout.sft_rollout.generate_rollout"),
-        ("data_source_path", "slime.rollout.data_source.RolloutDataSourceWithBuffer"),
+        ("data_source_path", "slime.prompts.data_source.RolloutDataSourceWithBuffer"),
         ("custom_generate_function_path", "slime.rollout.sglang_streaming_rollout.generate_streaming"),
         ("custom_generate_function_path", "examples.calculator.rollout.generate"),
         ("custom_rm_path", "slime.rollout.on_policy_distillation.reward_func"),
         ("custom_reward_post_process_path", "slime.rollout.on_policy_distillation.post_process_rewards"),
         ("dynamic_sampling_filter_path", "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"),
-        ("buffer_filter_path", "slime.rollout.data_source.pop_first"),
+        ("buffer_filter_path", "slime.prompts.data_source.pop_first"),
     ):
         load_hook(option, path, where=option)
 

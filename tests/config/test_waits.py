@@ -110,7 +110,7 @@ def rig(tmp_path):
     """rig(engine options, **args) -> (args, data source) in front of a scripted engine."""
     import contextlib
 
-    from slime.rollout.data_source import RolloutDataSourceWithBuffer
+    from slime.prompts.data_source import RolloutDataSourceWithBuffer
 
     with contextlib.ExitStack() as stack:
 

@@ -17,11 +17,11 @@ from examples.addition.prepare import build_tokenizer
 from examples.calculator import prepare, rollout, run
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError
-from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.prompts.data_source import RolloutDataSourceWithBuffer
+from slime.prompts.masks import MultiTurnLossMaskGenerator
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.async_utils import run as wait_for
-from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 
 NUM_GPUS = 0
 

@@ -13,8 +13,8 @@ from support.rollout_args import fresh_rollout_state, rollout_args, tokenizer_fo
 
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError
+from slime.prompts.data_source import RolloutDataSourceWithBuffer
 from slime.rollout import fully_async_rollout as fully_async
-from slime.rollout.data_source import RolloutDataSourceWithBuffer
 
 NUM_GPUS = 0
 

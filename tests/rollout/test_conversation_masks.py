@@ -14,9 +14,9 @@ from support.tiny_models import make_char_tokenizer
 
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError
+from slime.prompts.data_source import RolloutDataSourceWithBuffer
+from slime.prompts.masks import MultiTurnLossMaskGenerator, get_response_lengths, mask_of_spans
 from slime.rollout import sft_rollout
-from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.utils.mask_utils import MultiTurnLossMaskGenerator, get_response_lengths, mask_of_spans
 
 NUM_GPUS = 0
 

@@ -11,7 +11,7 @@ from support.rollout_args import rollout_args, write_prompts
 
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError
-from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, pop_first
+from slime.prompts.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, pop_first
 from slime.rollout.generation import reset_to_prompt
 
 NUM_GPUS = 0
@@ -115,7 +115,7 @@ def test_the_buffer_is_part_of_the_state_with_the_tokens_of_unfinished_responses
 
 
 def source_file(source, rollout_id=0):
-    from slime.rollout.data_source import state_path
+    from slime.prompts.data_source import state_path
 
     return state_path(source.args.save, rollout_id)
 

@@ -17,9 +17,9 @@ from support.tiny_models import make_char_tokenizer
 
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError, RolloutDataError
+from slime.prompts.data_source import RolloutDataSourceWithBuffer, iter_samples
 from slime.rollout import fully_async_rollout as fully_async
 from slime.rollout import sglang_rollout
-from slime.rollout.data_source import RolloutDataSourceWithBuffer, iter_samples
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput, call_dynamic_filter
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.group_selection import EngineAborts
@@ -275,10 +275,10 @@ BUFFERED = {
 def test_a_buffer_filter_that_goes_wrong_is_named_with_what_it_returned(rig, kind):
     """A group that stays in the buffer would train twice."""
     function, words = BUFFERED[kind]
-    engine, args, source = rig(buffer_filter_path="slime.rollout.data_source.pop_first")
+    engine, args, source = rig(buffer_filter_path="slime.prompts.data_source.pop_first")
     source.add_samples(source.get_samples(2))
     source.buffer_filter = function
-    with pytest.raises(RolloutDataError, match=f"--buffer-filter-path slime.rollout.data_source.pop_first {words}"):
+    with pytest.raises(RolloutDataError, match=f"--buffer-filter-path slime.prompts.data_source.pop_first {words}"):
         source.get_samples(1)
 
 

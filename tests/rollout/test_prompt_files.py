@@ -17,6 +17,7 @@ from support.tiny_models import make_char_tokenizer
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError
 from slime.files.table_files import read_arrow
+from slime.prompts.prompt_files import parse_generalized_path, read_rows
 from slime.utils.data import (
     Dataset,
     _build_messages,
@@ -26,7 +27,6 @@ from slime.utils.data import (
     read_file,
     render_prompt,
 )
-from slime.utils.prompt_files import parse_generalized_path, read_rows
 
 NUM_GPUS = 0
 
@@ -174,7 +174,7 @@ NEEDS_VALUES = ENCODES.replace(
 )
 def test_tool_arguments_that_are_json_text_are_encoded_once(template, expected):
     """As chat APIs record them. A template that encodes would write a string in a string; one that writes text gets it as it is."""
-    from slime.utils.chat_render import ChatTemplate
+    from slime.prompts.chat_render import ChatTemplate
 
     tokenizer = make_char_tokenizer(chat_template=template)
     call = {"function": {"name": "f", "arguments": '{"city":   "Rome"}'}}

@@ -16,8 +16,8 @@ from support.tiny_models import make_char_tokenizer
 
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError, EngineError, RolloutDataError
+from slime.prompts.data_source import RolloutDataSourceWithBuffer
 from slime.rollout import sglang_rollout
-from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.postprocess import tools
 from slime.rollout.postprocess.alignment import Codec

@@ -20,6 +20,7 @@ from support.rollout_args import fresh_rollout_state, rollout_args, tokenizer_fo
 
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError, EngineError, RolloutDataError
+from slime.prompts.eval_config import EvalDatasetConfig, build_eval_dataset_configs, ensure_dataset_list
 from slime.rollout import engine_client
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.evaluation import merge_groups, number_attempts
@@ -40,7 +41,6 @@ from slime.rollout.sglang_rollout import generate_rollout
 from slime.train import planned_rollouts
 from slime.utils import http_utils, misc
 from slime.utils.async_utils import get_async_loop, run
-from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs, ensure_dataset_list
 
 NUM_GPUS = 0
 
@@ -50,7 +50,7 @@ NUM_GPUS = 0
 
 def test_importing_the_rollout_side_is_fast_and_pulls_in_nothing_heavy():
     """faults, wandb imported unconditionally: `slime train --help` and every test would pay for torch, ray or transformers."""
-    modules = "slime.rollout.sglang_rollout slime.rollout.rm_hub slime.rollout.data_source slime.utils.data slime.utils.misc".split()
+    modules = "slime.rollout.sglang_rollout slime.rollout.rm_hub slime.prompts.data_source slime.utils.data slime.utils.misc".split()
     code = f"import sys, importlib\nfor m in {modules!r}: importlib.import_module(m)\n" + (
         "print([m for m in 'torch ray transformers megatron sglang wandb sympy numpy pyarrow'.split() if m in sys.modules])"
     )
@@ -353,7 +353,7 @@ def test_hooks_run_in_order_on_every_nested_sample():
         ("slime.rollout.sglang_rollout.generate_and_rm_group", "args group sampling_params evaluation"),
         ("slime.rollout.rm_hub.async_rm", "args sample kwargs"),
         ("slime.rollout.rm_hub.batched_async_rm", "args samples kwargs"),
-        ("slime.rollout.data_source.pop_first", "args rollout_id buffer num_samples"),
+        ("slime.prompts.data_source.pop_first", "args rollout_id buffer num_samples"),
         ("slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std", "args samples kwargs"),
         ("slime.rollout.on_policy_distillation.reward_func", "args sample kwargs"),
         ("slime.rollout.on_policy_distillation.post_process_rewards", "args samples kwargs"),
@@ -491,7 +491,7 @@ def test_a_teachers_log_probs_are_those_of_the_response(tmp_path):
 def test_client_and_scripted_engine_together_cost_under_a_millisecond_per_sample(tmp_path):
     """1024 tiny samples per rollout on two cores: client, gate, reward and the scripted engine, all in this process."""
     with FakeEngine(lambda prompt: [5, 6, 4]) as engine, fresh_rollout_state(engine.url):
-        from slime.rollout.data_source import RolloutDataSourceWithBuffer
+        from slime.prompts.data_source import RolloutDataSourceWithBuffer
 
         args = rollout_args(
             hf_checkpoint=tokenizer_folder(tmp_path / "tok"), prompt_data=write_prompts(tmp_path / "p.jsonl", 200),

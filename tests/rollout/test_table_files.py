@@ -13,8 +13,8 @@ import pytest
 from support.options import write_run_inputs
 
 from slime.exceptions import ConfigError
+from slime.prompts.prompt_files import read_rows
 from slime.utils.arguments import parse_args
-from slime.utils.prompt_files import read_rows
 
 NUM_GPUS = 0
 

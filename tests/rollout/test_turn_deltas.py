@@ -26,8 +26,8 @@ from support.chat_templates import (
 from slime.data.sample import Sample
 from slime.data.structure import flatten_samples, validate_rollout_id_annotated
 from slime.exceptions import ConfigError, RolloutDataError
+from slime.prompts.chat_render import ChatTemplate
 from slime.rollout.turns import _without_emitted_ids, append_turn_delta, compute_turn_delta, turn_text
-from slime.utils.chat_render import ChatTemplate
 
 NUM_GPUS = 0
 

@@ -20,8 +20,8 @@ from support.rollout_args import fresh_rollout_state, rollout_args, tokenizer_fo
 
 from slime.data.sample import Sample
 from slime.exceptions import RolloutDataError
+from slime.prompts.data_source import RolloutDataSourceWithBuffer, clone_for_group
 from slime.rollout import failures, sglang_rollout
-from slime.rollout.data_source import RolloutDataSourceWithBuffer, clone_for_group
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils import watched_calls
 from slime.utils.async_utils import run

@@ -1,0 +1,457 @@
+"""Where prompts come from: groups of samples with an identity, and a position that survives any number of resumes.
+
+What was handed out but not trained is part of the saved state. Each group is remembered from `get_samples` on until the
+rollout that used it up is saved: the rollout function calls `commit(rollout_id, group_ids)` for every group it kept or
+dropped and `add_samples` for every group that it gives back. The state saved after rollout r holds the position, the
+buffer, and every group that rollouts after r used or that are still out; on resume those come first, in order, so
+that the stream equals the uninterrupted one. A rollout function that never calls `commit` is taken to have used up all
+that it was given and did not give back.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+import dataclasses
+import hashlib
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from slime.config.rules import SUPERVISED
+from slime.data.sample import Sample
+from slime.exceptions import ConfigError
+from slime.files import exact_json
+from slime.rollout.filter_calls import call_filter, require_groups
+from slime.utils.data import Dataset
+from slime.utils.misc import load_function
+
+logger = logging.getLogger(__name__)
+
+Group = list  # list[Sample], or list[list[Sample]] where a generate function fans out
+STATE_FORMAT = 1
+
+
+class DataSource(abc.ABC):
+    """Hands out groups of samples."""
+
+    @abc.abstractmethod
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """`num_samples` groups of `n_samples_per_prompt` samples each."""
+
+    @abc.abstractmethod
+    def add_samples(self, samples: list[Group]) -> None:
+        """Takes groups back."""
+
+    @abc.abstractmethod
+    def save(self, rollout_id: int) -> None:
+        """Writes the state in which rollout `rollout_id` is the last one trained."""
+
+    @abc.abstractmethod
+    def load(self, rollout_id: int | None = None) -> None:
+        """Restores that state."""
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Prompts per epoch."""
+
+    def commit(self, rollout_id: int, group_ids: Iterable[int]) -> None:  # noqa: B027 - optional for plug-ins
+        """Notes that rollout `rollout_id` used these groups up (`Sample.group_index`), trained or dropped."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupOrigin:
+    """From where a group can be made again: its place in the stream and its identities."""
+
+    group_index: int
+    first_index: int
+    epoch_id: int
+    offset: int
+
+
+def clone_for_group(prompt: Sample) -> Sample:
+    """A new sample of the prompt: containers are its own, texts and media are shared (they are never edited)."""
+    return Sample(
+        prompt=prompt.prompt if isinstance(prompt.prompt, str) else copy.deepcopy(prompt.prompt),
+        label=prompt.label if isinstance(prompt.label, str) else copy.deepcopy(prompt.label),
+        metadata=copy.deepcopy(prompt.metadata) if prompt.metadata else {},
+        multimodal_inputs=prompt.multimodal_inputs,
+        apply_chat_template_kwargs=copy.deepcopy(prompt.apply_chat_template_kwargs),
+        generate_function_path=prompt.generate_function_path,
+        custom_rm_path=prompt.custom_rm_path,
+    )
+
+
+def iter_samples(group: Group) -> Iterable[Sample]:
+    """The samples of a group, also of one whose members are lists of samples."""
+    for member in group:
+        if isinstance(member, Sample):
+            yield member
+        else:
+            yield from iter_samples(member)
+
+
+def group_id_of(group: Group) -> int | None:
+    """The identity of a group: its samples' `group_index`."""
+    return next((sample.group_index for sample in iter_samples(group)), None)
+
+
+class RolloutDataSource(DataSource):
+    """Serves the prompts of --prompt-data, epoch after epoch; without a dataset, empty samples with an identity."""
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.epoch_id = 0
+        self.sample_offset = 0
+        self.sample_group_index = 0
+        self.sample_index = 0
+        self.metadata: dict[str, Any] = {}
+        self.dataset = build_dataset(args) if args.rollout_global_dataset else None
+        # Groups handed out and not yet given back or saved as trained, and by which rollout they were used up.
+        self._origins: dict[int, GroupOrigin] = {}
+        self._used_by: dict[int, int] = {}
+        self._is_told = False  # whether the rollout function ever called `commit`
+        if self.dataset is not None and args.rollout_shuffle:
+            self.dataset.shuffle(self.epoch_id)
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        return [self._next_group() for _ in range(num_samples)]
+
+    def _next_group(self) -> Group:
+        if self.dataset is not None and self.sample_offset >= len(self.dataset):
+            self.epoch_id += 1
+            self.sample_offset = 0
+        origin = GroupOrigin(self.sample_group_index, self.sample_index, self.epoch_id, self.sample_offset)
+        group = self._make_group(origin)
+        self._origins[origin.group_index] = origin
+        self.sample_offset += self.dataset is not None
+        self.sample_group_index += 1
+        self.sample_index += len(group)
+        return group
+
+    def _make_group(self, origin: GroupOrigin) -> Group:
+        if self.dataset is None:
+            prompt = Sample()
+        else:
+            if self.args.rollout_shuffle:
+                self.dataset.shuffle(origin.epoch_id)
+            prompt = self.dataset[origin.offset]
+        group = [clone_for_group(prompt) for _ in range(self.args.n_samples_per_prompt)]
+        for number, sample in enumerate(group):
+            sample.group_index = origin.group_index
+            sample.index = origin.first_index + number
+        return group
+
+    def add_samples(self, samples: list[Group]) -> None:
+        raise RuntimeError(f"{type(self).__name__} is read-only; use RolloutDataSourceWithBuffer to take samples back.")
+
+    def commit(self, rollout_id: int, group_ids: Iterable[int]) -> None:
+        self._is_told = True
+        if self.args.save is None:
+            for group_id in group_ids:
+                self._origins.pop(group_id, None)
+        else:
+            self._used_by.update((group_id, rollout_id) for group_id in group_ids)
+
+    def _waiting(self) -> set[int]:
+        """Identities of groups that were given back."""
+        return set()
+
+    def _untrained(self, rollout_id: int) -> list[GroupOrigin]:
+        """Groups that are out, or that a rollout after `rollout_id` used, in order of their identity."""
+        if not self._is_told:
+            return [self._origins[group_id] for group_id in sorted(self._waiting() & self._origins.keys())]
+        return [
+            origin
+            for group_id, origin in sorted(self._origins.items())
+            if self._used_by.get(group_id, rollout_id + 1) > rollout_id
+        ]
+
+    def state_dict(self, rollout_id: int) -> dict[str, Any]:
+        """The state, as JSON-able values, in which rollout `rollout_id` is the last one trained."""
+        return {
+            "format": STATE_FORMAT,
+            "rollout_id": rollout_id,
+            "epoch_id": self.epoch_id,
+            "sample_offset": self.sample_offset,
+            "sample_group_index": self.sample_group_index,
+            "sample_index": self.sample_index,
+            "metadata": self.metadata,
+            "stream": self._stream(),
+            "untrained": [dataclasses.asdict(origin) for origin in self._untrained(rollout_id)],
+        }
+
+    def _stream(self) -> dict[str, Any]:
+        """What decides which prompt stands at which position."""
+        shuffled = self.dataset is not None and self.args.rollout_shuffle
+        return {
+            "num_prompts": None if self.dataset is None else len(self.dataset),
+            "rows_checksum": None if self.dataset is None else self.dataset.rows_checksum,
+            "shuffle_seed": self.args.rollout_seed if shuffled else None,
+            "n_samples_per_prompt": self.args.n_samples_per_prompt,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict`. ConfigError where the dataset or its order is not the one that was saved."""
+        if state.get("format") != STATE_FORMAT:
+            raise ConfigError(
+                f"the data position has format {state.get('format')!r}; this version reads {STATE_FORMAT}."
+            )
+        try:
+            self._check_stream(state["stream"])
+            self._restore(state)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"the data position is not one that this version wrote ({type(error).__name__}: {error}). Resume from an earlier rollout."
+            ) from error
+
+    def _check_stream(self, saved: dict[str, Any]) -> None:
+        # earlier versions kept no checksum
+        now = {name: value for name, value in self._stream().items() if name in saved or name != "rows_checksum"}
+        different = [f"{name}: saved {saved[name]}, now {now[name]}" for name in now if saved[name] != now[name]]
+        if different:
+            raise ConfigError(
+                "the prompts are not the ones that the checkpoint was trained on (" + "; ".join(different) + "). "
+                "Use the same --prompt-data (every row, in its order), --rollout-shuffle, --rollout-seed and --n-samples-per-prompt, "
+                "or start with --start-rollout-id 0."
+            )
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.epoch_id = state["epoch_id"]
+        self.sample_offset = state["sample_offset"]
+        self.sample_group_index = state["sample_group_index"]
+        self.sample_index = state["sample_index"]
+        self.metadata = state["metadata"]
+        self._used_by = {}
+        self._origins = {}
+        self._restore_untrained([GroupOrigin(**origin) for origin in state["untrained"]], state)
+
+    def _restore_untrained(self, origins: list[GroupOrigin], state: dict[str, Any]) -> None:
+        if origins:
+            raise ConfigError(
+                f"{len(origins)} groups were handed out but not trained when the checkpoint was saved, and "
+                f"{type(self).__name__} cannot serve them again. Use RolloutDataSourceWithBuffer."
+            )
+
+    def save(self, rollout_id: int) -> None:
+        if self.args.save is None:
+            return
+        write_json(state_path(self.args.save, rollout_id), self.state_dict(rollout_id))
+        keep = {origin.group_index for origin in self._untrained(rollout_id)}
+        self._origins = {group_id: origin for group_id, origin in self._origins.items() if group_id in keep}
+        self._used_by = {group_id: used_by for group_id, used_by in self._used_by.items() if group_id in keep}
+
+    def load(self, rollout_id: int | None = None) -> None:
+        if self.args.load is None or rollout_id is None or rollout_id < 0:
+            return
+        path = state_path(self.args.load, rollout_id)
+        if not path.exists():
+            raise ConfigError(
+                f"cannot resume after rollout {rollout_id}: there is no data position {str(path)!r}. "
+                "Start at the beginning with --start-rollout-id 0, or give a --load folder that has it."
+            )
+        self.load_state_dict(read_state(path))
+        logger.info(
+            "data position after rollout %d: epoch %d, prompt %d", rollout_id, self.epoch_id, self.sample_offset
+        )
+
+    def __len__(self) -> int:
+        return 0 if self.dataset is None else len(self.dataset)
+
+
+class RolloutDataSourceWithBuffer(RolloutDataSource):
+    """The same, with a buffer of groups that were given back; they are served first."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        self.buffer: list[Group] = []
+        self.buffer_filter = load_function(args.buffer_filter_path) if args.buffer_filter_path else pop_first
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        groups = self._from_buffer(num_samples)
+        return groups + super().get_samples(num_samples - len(groups))
+
+    def _from_buffer(self, num_samples: int) -> list[Group]:
+        if not self.buffer or num_samples == 0:
+            return []
+        option, path = "--buffer-filter-path", self.args.buffer_filter_path or "pop_first"
+        about = f"a buffer of {len(self.buffer)} groups, of which {num_samples} are wanted"
+        taken = call_filter(option, path, self.buffer_filter, lambda: about, self.args, None, self.buffer, num_samples)
+        size = self.args.n_samples_per_prompt
+        return require_groups(option, path, taken, buffer=self.buffer, num_groups=num_samples, group_size=size)
+
+    def add_samples(self, samples: list[Group]) -> None:
+        """Puts groups into the buffer, which stays in order of identity: the stream does not depend on when a group came back.
+        AssertionError for anything but full groups."""
+        assert isinstance(samples, list), f"expected a list of groups, got {type(samples).__name__}"
+        size = self.args.n_samples_per_prompt
+        for group in samples:
+            assert isinstance(group, list), f"expected a group (a list of samples), got {type(group).__name__}"
+            assert len(group) == size, f"a group has {len(group)} members, --n-samples-per-prompt is {size}"
+        self.buffer += samples
+        self.buffer.sort(key=_stream_position)
+        for group in samples:
+            self._used_by.pop(group_id_of(group), None)
+
+    def _waiting(self) -> set[int]:
+        return {group_id_of(group) for group in self.buffer}
+
+    def state_dict(self, rollout_id: int) -> dict[str, Any]:
+        progress = {}
+        for position, group in enumerate(self.buffer):
+            group_id = group_id_of(group)
+            if group_id not in self._origins or any(not is_pristine(sample) for sample in iter_samples(group)):
+                progress[str(group_id if group_id is not None else f"unnamed-{position}")] = encode_group(group)
+        return {**super().state_dict(rollout_id), "buffer_groups": progress}
+
+    def _restore_untrained(self, origins: list[GroupOrigin], state: dict[str, Any]) -> None:
+        encoded = dict(state["buffer_groups"])
+        self._origins = {origin.group_index: origin for origin in origins}
+        self.buffer = []
+        for origin in origins:
+            progress = encoded.pop(str(origin.group_index), None)
+            self.buffer.append(self._make_group(origin) if progress is None else decode_group(progress))
+        self.buffer += [decode_group(group) for group in encoded.values()]
+
+    def get_buffer_length(self) -> int:
+        """Groups in the buffer."""
+        return len(self.buffer)
+
+
+def _stream_position(group: Group) -> tuple[bool, int]:
+    """Sort key: the group's identity; groups without one stand last, in their order."""
+    group_id = group_id_of(group)
+    return (group_id is None, group_id or 0)
+
+
+def pop_first(args: Any, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
+    """Removes and returns the oldest `num_samples` groups of the buffer (all of them where it has fewer)."""
+    taken = buffer[:num_samples]
+    del buffer[:num_samples]
+    return taken
+
+
+def build_dataset(args: Any) -> Dataset:
+    """The dataset of --prompt-data, with the tokenizer of --hf-checkpoint where rendering or the filter needs it."""
+    from slime.utils.processing_utils import load_processor, shared_tokenizer
+
+    if not args.prompt_data:
+        raise ConfigError(
+            "--prompt-data is missing. Give a .jsonl, .parquet, .json or .csv file, or --disable-rollout-global-dataset with a "
+            "rollout function that makes its own prompts."
+        )
+    max_length = args.rollout_max_prompt_len
+    needs_tokenizer = args.apply_chat_template or max_length is not None or args.multimodal_keys
+    return Dataset(
+        args.prompt_data,
+        shared_tokenizer(args.hf_checkpoint) if needs_tokenizer else None,
+        load_processor(args.hf_checkpoint) if args.multimodal_keys else None,
+        max_length,
+        prompt_key=args.input_key,
+        multimodal_keys=args.multimodal_keys,
+        label_key=args.label_key,
+        tool_key=args.tool_key,
+        metadata_key=args.metadata_key,
+        seed=args.rollout_seed,
+        apply_chat_template=args.apply_chat_template,
+        apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+        supervised=args.loss_mask_type if args.rollout_function_path == SUPERVISED else None,
+    )
+
+
+def is_pristine(sample: Sample) -> bool:
+    """Whether nothing was generated for the sample yet."""
+    return sample.response_length == 0 and not sample.response and sample.status is Sample.Status.PENDING
+
+
+def state_path(folder: str, rollout_id: int) -> Path:
+    """Where the data position after a rollout is kept in a checkpoint folder."""
+    return Path(folder) / "rollout" / f"global_dataset_state_dict_{rollout_id}.json"
+
+
+def write_json(path: Path, state: dict[str, Any]) -> None:
+    """Writes the file whole or not at all: a temporary name, flushed to disk, then renamed. A hash protects every byte of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(_sealed(exact_json.dumps(state, option=orjson.OPT_SERIALIZE_NUMPY)))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The state in a file of `write_json`, or in one of an earlier version, which had no hash. ConfigError for a damaged one."""
+    content = path.read_bytes()
+    try:
+        state = exact_json.loads(content)
+        if not isinstance(state, dict):
+            raise ValueError(f"it holds a {type(state).__name__}")
+        if "format" in state:  # an earlier version's
+            return state
+        state = state["state"]
+        if content != _sealed(content[len(_SEAL.format("")) + _HASH_DIGITS : -1]):
+            raise ValueError("its hash differs")
+    except (ValueError, KeyError) as error:
+        raise ConfigError(
+            f"the data position {str(path)!r} is damaged ({error}). Resume from an earlier rollout."
+        ) from error
+    return state
+
+
+_SEAL = '{{"blake2b":"{}","state":'
+_HASH_DIGITS = 32
+
+
+def _sealed(state: bytes) -> bytes:
+    """The file's bytes: the state's JSON behind its hash."""
+    digest = hashlib.blake2b(state, digest_size=_HASH_DIGITS // 2).hexdigest()
+    return _SEAL.format(digest).encode() + state + b"}"
+
+
+def encode_group(group: Group) -> list:
+    """A group as JSON-able values, nesting kept. ConfigError where a sample holds what JSON cannot (media, tensors)."""
+    return [encode_group(member) if isinstance(member, list) else _encode_sample(member) for member in group]
+
+
+def decode_group(encoded: list) -> Group:
+    """The group of `encode_group`."""
+    return [decode_group(member) if isinstance(member, list) else _decode_sample(member) for member in encoded]
+
+
+# Payloads that engines return as integer tensors; kept as lists in the file.
+_TENSOR_FIELDS = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets", "rollout_routed_experts")
+
+
+def _encode_sample(sample: Sample) -> dict[str, Any]:
+    values = sample.to_dict()
+    for name in _TENSOR_FIELDS:
+        if hasattr(values[name], "tolist"):
+            values[name] = values[name].tolist()
+    try:
+        exact_json.dumps(values)
+    except orjson.JSONEncodeError as error:
+        raise ConfigError(
+            f"sample {sample.index} is unfinished and cannot be saved with the data position: {error}. "
+            "Switch off --partial-rollout for prompts with media, or keep metadata to plain values."
+        ) from error
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _decode_sample(values: dict[str, Any]) -> Sample:
+    sample = Sample.from_dict(values)
+    for name in _TENSOR_FIELDS:
+        if isinstance(getattr(sample, name), list):
+            import torch
+
+            setattr(sample, name, torch.tensor(getattr(sample, name), dtype=torch.int32))
+    return sample
