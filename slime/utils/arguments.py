@@ -97,8 +97,8 @@ def slime_validate_args(args: argparse.Namespace) -> None:
 
 def model_problems(args: argparse.Namespace) -> list[str]:
     """Fills in the model shape from --hf-checkpoint/config.json; returns what contradicts it or is not supported."""
-    from slime.backends.megatron_utils.hf_config import check_against_hf, megatron_fields_from_hf, read_hf_config
     from slime.config.derive import is_hf_folder
+    from slime.models.hf_config import check_against_hf, megatron_fields_from_hf, read_hf_config
 
     if not is_hf_folder(args.hf_checkpoint):
         return []  # machine_problems has said so

@@ -12,9 +12,9 @@ import torch
 from support.engine_harness import EngineHarness
 from support.tiny_models import TinyCheckpoints
 
-from slime.backends.torch_engine.model_config import decoder_config_from_hf, read_decoder_config
 from slime.exceptions import ConfigError, EngineError
 from slime.files.checksum import weights_checksum
+from slime.models.model_config import decoder_config_from_hf, read_decoder_config
 
 NUM_GPUS = 0
 
@@ -443,8 +443,8 @@ def test_an_update_ends_what_runs_only_when_asked(folders, monkeypatch):
 
 def test_the_first_position_beyond_the_rotary_table_makes_it_grow():
     """64 positions, 0..63, come first; position 64 is one of 128."""
-    from slime.backends.torch_engine.model_config import RopeConfig
     from slime.backends.torch_engine.rope import RotaryTable
+    from slime.models.model_config import RopeConfig
 
     table = RotaryTable(RopeConfig(theta=100.0), 2, device=torch.device("cpu"), dtype=torch.float32)
     for position in (63, 64):

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from slime.backends.megatron_utils.hf_config import check_against_hf, megatron_fields_from_hf, read_hf_config
 from slime.exceptions import ConfigError
+from slime.models.hf_config import check_against_hf, megatron_fields_from_hf, read_hf_config
 
 NUM_GPUS = 0
 

@@ -108,9 +108,9 @@ def test_scaled_rotary_frequencies_are_those_of_the_hugging_face_model(tmp_path)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_come_back_byte_for_byte(family, folders):
     """Load and export: names, dtypes, shapes and bytes of every tensor, and so the checksum that an engine compares."""
-    from slime.backends.megatron_utils.hf_config import read_hf_config
     from slime.backends.megatron_utils.update_weight import named_hf_weights_checksum
     from slime.files.checksum import weights_checksum
+    from slime.models.hf_config import read_hf_config
 
     with built(folders[family]) as (args, model, *_):
         out = exported(args, model)
@@ -124,8 +124,8 @@ def test_weights_come_back_byte_for_byte(family, folders):
 
 def test_buckets_end_with_the_parameter_that_fills_them_and_are_copies(folders):
     """A bucket is what is in memory at a time; the receiver may keep its tensors while training goes on."""
-    from slime.backends.megatron_utils.hf_config import read_hf_config
     from slime.backends.megatron_utils.update_weight import iter_hf_weight_buckets
+    from slime.models.hf_config import read_hf_config
 
     config = read_hf_config(folders["qwen3"])
     with built(folders["qwen3"]) as (args, model, *_):

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.backends.megatron_utils.megatron_to_hf import _convert_to_hf_core, convert_qwen3_moe_to_hf
-from slime.backends.megatron_utils.param_mapping import Shape, combine, match, split
 from slime.backends.megatron_utils.sharding import shard, unshard
 from slime.exceptions import ConfigError
+from slime.models.param_mapping import Shape, combine, match, split
 
 NUM_GPUS = 0
 

@@ -10,8 +10,8 @@ from typing import Any
 
 def megatron_args(hf_folder: str | Path, **overrides: Any) -> argparse.Namespace:
     """Returns a namespace with the defaults of the megatron and checkpoint options, the folder's shape, and `overrides`."""
-    from slime.backends.megatron_utils.hf_config import megatron_fields_from_hf, read_hf_config
     from slime.config import checkpoint, megatron
+    from slime.models.hf_config import megatron_fields_from_hf, read_hf_config
 
     classes = (
         megatron.ParallelOptions, megatron.ModelShapeOptions, megatron.OptimizerOptions, megatron.NumericsOptions,

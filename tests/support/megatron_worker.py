@@ -109,8 +109,8 @@ def log_probs_of(args: Any, model: list, data: dict[str, Any], mine: list[int]) 
 
 def exported(args: Any, model: list) -> dict[str, Any]:
     """Hugging Face tensors of the model on the main rank, {} elsewhere."""
-    from slime.backends.megatron_utils.hf_config import read_hf_config
     from slime.backends.megatron_utils.update_weight import iter_hf_weight_buckets
+    from slime.models.hf_config import read_hf_config
 
     config = read_hf_config(args.hf_checkpoint)
     return {

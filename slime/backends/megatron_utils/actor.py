@@ -26,7 +26,6 @@ from slime.backends.megatron_utils.data import (
     tensors_to_gpu,
     to_train_device,
 )
-from slime.backends.megatron_utils.hf_config import read_hf_config
 from slime.backends.megatron_utils.log_prob_capture import looked_at_log_probs
 from slime.backends.megatron_utils.log_prob_plan import LogProbPlan, reasons_to_recompute_log_probs
 from slime.backends.megatron_utils.loss import (
@@ -48,6 +47,7 @@ from slime.backends.megatron_utils.weight_ages import WeightAges
 from slime.backends.megatron_utils.weights_backup import WeightsBackup
 from slime.data.batch import RolloutBatch
 from slime.files.train_dump_utils import save_debug_train_data
+from slime.models.hf_config import read_hf_config
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log, log_dir_of
 from slime.observability.timer import Timer, inverse_timer, timer
 from slime.ray.train_actor import TrainRayActor

@@ -30,9 +30,9 @@ def megatron_parse_args(
 
     Unless `skip_hf_validate`, options that contradict --hf-checkpoint/config.json raise; ConfigError for whatever else is wrong.
     """
-    from slime.backends.megatron_utils.hf_config import check_against_hf, read_hf_config
     from slime.config.cli import join_problems, parse_command_line
     from slime.exceptions import ConfigError
+    from slime.models.hf_config import check_against_hf, read_hf_config
 
     args = parse_command_line(None, extra_args_provider).args
     if not skip_hf_validate and args.hf_checkpoint is not None:
@@ -128,7 +128,7 @@ def _validate_allgather_cp_supported(args: Any, hf_config: Any = None) -> None:
     if not given.get("allgather_cp") or given.get("context_parallel_size", 1) <= 1:
         return
     if hf_config is None and given.get("hf_checkpoint"):
-        from slime.backends.megatron_utils.hf_config import read_hf_config
+        from slime.models.hf_config import read_hf_config
 
         hf_config = read_hf_config(given["hf_checkpoint"])
     values = {} if hf_config is None else hf_config if isinstance(hf_config, Mapping) else vars(hf_config)

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from slime.backends.megatron_utils.hf_config import read_hf_config
 from slime.backends.megatron_utils.hf_to_megatron.common import SafetensorReader
 from slime.backends.megatron_utils.update_weight.gather import NamedTensors, iter_hf_weight_buckets
 from slime.exceptions import SlimeError
+from slime.models.hf_config import read_hf_config
 
 MAX_SHARD_BYTES = 4 * 1024**3
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")

@@ -11,7 +11,7 @@ from megatron.core import mpu
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from slime.backends.megatron_utils.model_provider import ValueHead
-from slime.backends.megatron_utils.param_mapping import strip_module_prefix
+from slime.models.param_mapping import strip_module_prefix
 
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)")
 _EXPERT = re.compile(r"(\.experts\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")

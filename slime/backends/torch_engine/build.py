@@ -10,13 +10,13 @@ from slime.backends.torch_engine.engine import Engine, Notify
 from slime.backends.torch_engine.engine_config import EngineConfig
 from slime.backends.torch_engine.kv_cache import PAGE_SIZE, KvCache, bytes_per_token, num_pages
 from slime.backends.torch_engine.model import Decoder
-from slime.backends.torch_engine.model_config import read_decoder_config
 from slime.backends.torch_engine.model_runner import ModelRunner
 from slime.backends.torch_engine.running_batch import RunningBatch
 from slime.backends.torch_engine.tokenizer import EngineTokenizer
 from slime.backends.torch_engine.weights import dtype_name, load_checkpoint
 from slime.exceptions import ConfigError
-from slime.utils.hf_folder import read_eos_token_ids
+from slime.models.hf_folder import read_eos_token_ids
+from slime.models.model_config import read_decoder_config
 
 DEFAULT_MAX_RUNNING = 1024
 DEFAULT_FRACTION = {"cpu": 0.2, "cuda": 0.8}

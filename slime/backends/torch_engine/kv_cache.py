@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from slime.backends.torch_engine.model_config import DecoderConfig
+from slime.models.model_config import DecoderConfig
 
 PAGE_SIZE = 16
 # Padding rows write here; it belongs to nobody, and nothing reads it but padding rows.

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from slime.backends.torch_engine.kv_cache import PAGE_SIZE, KvCache
-from slime.backends.torch_engine.model_config import DecoderConfig
 from slime.backends.torch_engine.rope import RotaryTable, apply_rotary
 from slime.backends.torch_engine.row_tiles import prove_tile_sizes, tiled_linear
+from slime.models.model_config import DecoderConfig
 
 
 @dataclasses.dataclass

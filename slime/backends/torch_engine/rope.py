@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from slime.backends.torch_engine.model_config import RopeConfig
+from slime.models.model_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:

@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 import tyro
 
 from slime.backends.torch_engine.engine_config import EngineConfig
-from slime.backends.torch_engine.model_config import read_decoder_config
 from slime.exceptions import SlimeError
+from slime.models.model_config import read_decoder_config
 
 API_KEY_VARIABLE = "SLIME_API_KEY"
 

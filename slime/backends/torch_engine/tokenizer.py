@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.exceptions import ConfigError
-from slime.utils.hf_folder import read_json
+from slime.models.hf_folder import read_json
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.torch_engine.build import LoadedEngine
-from slime.backends.torch_engine.model_config import read_decoder_config
 from slime.backends.torch_engine.weights import StagedWeights, decoder_checksum, read_weights
 from slime.exceptions import ConfigError, EngineError
+from slime.models.model_config import read_decoder_config
 
 APPLY_TIMEOUT_SECONDS = 600.0
 

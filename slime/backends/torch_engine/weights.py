@@ -11,9 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from slime.backends.torch_engine.model import Decoder
-from slime.backends.torch_engine.model_config import read_json
 from slime.exceptions import ConfigError, EngineError
 from slime.files.checksum import combine_digests, tensor_digest
+from slime.models.model_config import read_json
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_NAMES_SHOWN = 5

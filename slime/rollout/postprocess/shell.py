@@ -12,6 +12,7 @@ from typing import Any
 
 from slime.exceptions import ConfigError
 from slime.files.jsonl import JsonlWriter
+from slime.models.hf_folder import read_eos_token_ids
 from slime.rollout.postprocess.alarms import Alarm, find_alarms, find_level_alarms
 from slime.rollout.postprocess.alignment import codec_of
 from slime.rollout.postprocess.contract import (
@@ -34,7 +35,6 @@ from slime.rollout.postprocess.gate import Outcome, PostprocessResult, adapt, as
 from slime.rollout.postprocess.history import GateHistory
 from slime.rollout.postprocess.parallel import judge_in_parallel
 from slime.rollout.postprocess.snapshots import DroppedGroups, SnapshotWriter
-from slime.utils.hf_folder import read_eos_token_ids
 
 logger = logging.getLogger(__name__)
 RECORD_FILE = "gate.jsonl"

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.hf_config import megatron_fields_from_hf, read_hf_config, text_config
 from slime.backends.megatron_utils.hf_to_megatron.common import SafetensorReader, _tensor_parallel_shard
-from slime.backends.megatron_utils.param_mapping import Shape, combine, expected_hf_names, match
 from slime.exceptions import ConfigError
+from slime.models.hf_config import megatron_fields_from_hf, read_hf_config, text_config
+from slime.models.param_mapping import Shape, combine, expected_hf_names, match
 
 __all__ = [
     "SafetensorReader",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.param_mapping import Shape, match, split
+from slime.models.param_mapping import Shape, match, split
 
 __all__ = ["convert_llama_to_hf", "convert_qwen2_to_hf", "convert_qwen3_to_hf", "convert_qwen3_moe_to_hf"]
 

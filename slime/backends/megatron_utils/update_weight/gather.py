@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.hf_config import text_config
 from slime.backends.megatron_utils.initialize import is_megatron_main_rank
 from slime.backends.megatron_utils.local_params import LocalParameter, local_parameters
-from slime.backends.megatron_utils.param_mapping import Shape, match, split
 from slime.backends.megatron_utils.sharding import unshard
 from slime.files.checksum import combine_digests, tensor_digest
+from slime.models.hf_config import text_config
+from slime.models.param_mapping import Shape, match, split
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.exceptions import ConfigError
-from slime.utils.hf_folder import read_json
+from slime.models.hf_folder import read_json
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")

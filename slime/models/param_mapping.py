@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.hf_config import text_config
 from slime.exceptions import ConfigError
+from slime.models.hf_config import text_config
 
 
 @dataclasses.dataclass(frozen=True)
