@@ -320,8 +320,8 @@ WAITS = (
         (
             "backends/megatron_utils/initialize.py::init",
             "ray/train_actor.py::TrainRayActor.init",
-            "utils/distributed_utils.py::init_gloo_group",
-            "utils/distributed_utils.py::init_process_group",
+            "accelerator/process_groups.py::init_gloo_group",
+            "accelerator/process_groups.py::init_process_group",
             "backends/megatron_utils/update_weight/gather.py::HfWeightExporter._gather",
         ),
         "torch raises on the ranks that wait, and the driver names the first that failed",

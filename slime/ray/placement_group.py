@@ -13,12 +13,12 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from slime.accelerator import get_accelerator
 from slime.backends.megatron_utils.checkpoint_files import iteration_folder
 from slime.config.resume import evaluates_only
 from slime.exceptions import ConfigError
 from slime.ray import actors
 from slime.ray.utils import add_default_ray_env_vars, wait_for
-from slime.utils.accelerator import get_accelerator
 
 PLACEMENT_TIMEOUT_S = 60.0
 # Shares of one device, so that a trainer, a critic and a colocated engine fit on it together.

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from slime.accelerator import get_accelerator
+from slime.accelerator.memory import clear_memory
+from slime.accelerator.process_groups import init_gloo_group, set_gloo_group
 from slime.ray import actors
 from slime.ray.ray_actor import RayActor
 from slime.ray.utils import wait_for
-from slime.utils.accelerator import get_accelerator
-from slime.utils.distributed_utils import init_gloo_group, set_gloo_group
-from slime.utils.memory_utils import clear_memory
 
 
 class TrainRayActor(RayActor):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from support.pretend_rank import pretend_rank
 from support.reference import ReferenceOptions, ReferenceSample, reference_advantages
 
+from slime.accelerator.process_groups import distributed_masked_whiten
 from slime.algorithms.advantages import (
     ADVANTAGE_ESTIMATORS,
     EstimatorConfig,
@@ -30,7 +31,6 @@ from slime.data.context_parallel import plan_response_layout
 from slime.data.ragged import Ragged
 from slime.exceptions import RolloutDataError
 from slime.utils import ppo_utils
-from slime.utils.distributed_utils import distributed_masked_whiten
 
 NUM_GPUS = 0
 

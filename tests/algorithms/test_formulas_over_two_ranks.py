@@ -25,10 +25,10 @@ from support.loss_cases import make_logits, make_samples, mask_sums_of, pack, re
 from support.pretend_rank import pretend_rank
 from support.reference import ReferenceOptions, reference_advantages, reference_policy_loss
 
+from slime.accelerator import process_groups
+from slime.accelerator.process_groups import distributed_masked_whiten
 from slime.backends.megatron_utils import cp_utils, loss
 from slime.data.context_parallel import plan_response_layout
-from slime.utils import distributed_utils
-from slime.utils.distributed_utils import distributed_masked_whiten
 from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 
 NUM_GPUS = 0
@@ -188,14 +188,14 @@ def _whitened_shards(rank: int, alone) -> dict:
 
 
 def _groups(rank: int, folder: str) -> tuple:
-    distributed_utils.set_gloo_group(None)
+    process_groups.set_gloo_group(None)
     with pytest.raises(RuntimeError, match="init_gloo_group"):
-        distributed_utils.get_gloo_group()
-    group = distributed_utils.init_gloo_group()
-    assert distributed_utils.init_gloo_group() is group is distributed_utils.get_gloo_group()
+        process_groups.get_gloo_group()
+    group = process_groups.init_gloo_group()
+    assert process_groups.init_gloo_group() is group is process_groups.get_gloo_group()
     value = torch.tensor([float(rank + 1)])
     dist.all_reduce(value, group=group)
-    other = distributed_utils.init_process_group(
+    other = process_groups.init_process_group(
         backend="gloo",
         init_method=f"file://{folder}/rendezvous",
         world_size=2,

@@ -220,7 +220,7 @@ def test_a_process_group_whose_other_ranks_do_not_come_is_given_up(tmp_path):
     """--distributed-timeout-minutes reaches torch: rank 0 of 2 waits for a second, then torch's own error comes."""
     import datetime
 
-    from slime.utils.distributed_utils import init_process_group
+    from slime.accelerator.process_groups import init_process_group
 
     store = f"file://{tmp_path / 'store'}"
     with pytest.raises(Exception, match="(?i)time"):

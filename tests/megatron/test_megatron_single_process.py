@@ -270,7 +270,7 @@ def test_adaptations_leave_the_rest_of_the_process_alone(folders):
 import sys, torch
 sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})
 import megatron.core.models.gpt.gpt_model as g
-from slime.utils.accelerator import get_accelerator
+from slime.accelerator import get_accelerator
 from transformers import AutoModelForCausalLM
 ids = torch.arange(10, 40)[None]
 before = AutoModelForCausalLM.from_pretrained({str(folders["qwen3"])!r})(ids).logits
@@ -331,7 +331,7 @@ def test_every_stand_in_takes_what_the_installed_megatron_core_passes(folders):
     """megatron-core 0.19 calls its rotary function with an argument that 0.16 does not have, and the main job crashed on Python 3.12."""
     import inspect
 
-    from slime.utils.accelerator import get_accelerator
+    from slime.accelerator import get_accelerator
 
     get_accelerator().prepare_megatron()
     from megatron.core.models.common.embeddings import rope_utils
@@ -353,8 +353,8 @@ def test_every_stand_in_takes_what_the_installed_megatron_core_passes(folders):
 
 def test_a_stand_in_ignores_a_new_argument_only_at_its_default():
     """An argument that asks for something must not be dropped without a word."""
+    from slime.accelerator.cpu_megatron import stand_in
     from slime.exceptions import ConfigError
-    from slime.utils.accelerator.cpu_megatron import stand_in
 
     def original(t, freqs, mscale=1.0, *, offset=None, fused=False):
         raise AssertionError("the original must not run")

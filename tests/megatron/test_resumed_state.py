@@ -20,12 +20,12 @@ from support.megatron_worker import local_batch
 from support.options import write_run_inputs
 from support.tiny_models import make_tiny_checkpoint
 
+from slime.accelerator.host_memory import FileCopies, HostCopies
 from slime.backends.megatron_utils.actor_state import STATE, load_actor_state
 from slime.backends.megatron_utils.optimizer import training_tensors
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.observability.timer import Timer
 from slime.ray.placement_group import _critic_args
-from slime.utils.accelerator.host_memory import FileCopies, HostCopies
 from slime.utils.arguments import parse_args
 
 NUM_GPUS = 0

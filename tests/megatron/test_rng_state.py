@@ -8,8 +8,8 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from slime.accelerator import get_accelerator
 from slime.backends.megatron_utils.rng_state import collect_rng_state, restore_rng_state
-from slime.utils.accelerator import get_accelerator
 
 NUM_GPUS = 0
 

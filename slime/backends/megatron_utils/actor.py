@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import slime.utils.accelerator.before_megatron  # noqa: F401  isort: skip
+import slime.accelerator.before_megatron  # noqa: F401  isort: skip
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
+from slime.accelerator import get_accelerator
+from slime.accelerator.host_memory import OffloadedTensors
+from slime.accelerator.process_groups import get_gloo_group
 from slime.backends.megatron_utils import actor_state, checkpoint, checkpoint_files, initialize
 from slime.backends.megatron_utils.data import (
     get_data_iterator,
@@ -51,9 +54,6 @@ from slime.models.hf_config import read_hf_config
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log, log_dir_of
 from slime.observability.timer import Timer, inverse_timer, timer
 from slime.ray.train_actor import TrainRayActor
-from slime.utils.accelerator import get_accelerator
-from slime.utils.accelerator.host_memory import OffloadedTensors
-from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.metric_utils import compute_rollout_step
 from slime.utils.misc import load_function
 from slime.utils.rollout_data import process_rollout_data

@@ -113,7 +113,7 @@ def tensors_to_gpu(tensors: list | None, device: Any = None) -> list | None:
     if tensors is None:
         return None
     if device is None:
-        from slime.utils.accelerator import get_accelerator
+        from slime.accelerator import get_accelerator
 
         device = get_accelerator().device()
     return [None if t is None else torch.as_tensor(t, dtype=torch.float32).to(device) for t in tensors]

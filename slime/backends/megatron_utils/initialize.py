@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slime.utils.accelerator import get_accelerator
+from slime.accelerator import get_accelerator
 
 
 def init(args: Any) -> None:

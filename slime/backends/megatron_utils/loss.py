@@ -16,6 +16,8 @@ import torch
 from megatron.core import mpu
 from torch.utils.checkpoint import checkpoint
 
+from slime.accelerator import get_accelerator
+from slime.accelerator.process_groups import distributed_masked_whiten
 from slime.algorithms.advantages import (
     ADVANTAGE_ESTIMATORS,
     ResponseColumns,
@@ -58,8 +60,6 @@ from slime.data.batch import RolloutBatch
 from slime.data.context_parallel import ResponseLayout
 from slime.data.ragged import Ragged
 from slime.exceptions import ConfigError, RolloutDataError
-from slime.utils.accelerator import get_accelerator
-from slime.utils.distributed_utils import distributed_masked_whiten
 from slime.utils.misc import load_function
 from slime.utils.ppo_utils import compute_policy_loss, cut_to_local, get_advantages_and_returns_batch
 

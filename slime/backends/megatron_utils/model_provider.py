@@ -13,9 +13,9 @@ from megatron.core import mpu, tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from slime.accelerator import get_accelerator
 from slime.backends.megatron_utils.layer_spec import build_block_spec
 from slime.exceptions import ConfigError
-from slime.utils.accelerator import get_accelerator
 from slime.utils.misc import load_function
 
 

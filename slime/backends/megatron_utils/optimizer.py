@@ -12,10 +12,10 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 
+from slime.accelerator import get_accelerator
 from slime.backends.megatron_utils.model_provider import build_model, build_transformer_config, params_dtype
 from slime.config.resume import evaluates_only
 from slime.exceptions import ConfigError
-from slime.utils.accelerator import get_accelerator
 
 
 def setup_model_and_optimizer(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slime.utils.accelerator import get_accelerator
+from slime.accelerator import get_accelerator
 
 
 def collect_rng_state() -> dict[str, Any]:

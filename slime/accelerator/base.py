@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from slime.utils.accelerator.host_memory import OffloadedTensors
+    from slime.accelerator.host_memory import OffloadedTensors
 
 
 class Accelerator(abc.ABC):

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from slime.utils.accelerator.base import Accelerator
-from slime.utils.accelerator.host_memory import HostCopies
+from slime.accelerator.base import Accelerator
+from slime.accelerator.host_memory import HostCopies
 
 _GB = 1024**3
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 import torch
 
-from slime.utils.accelerator.base import Accelerator
-from slime.utils.accelerator.host_memory import FileCopies
+from slime.accelerator.base import Accelerator
+from slime.accelerator.host_memory import FileCopies
 
 _GB = 1024**3
 
@@ -55,6 +55,6 @@ class CpuAccelerator(Accelerator):
         torch.set_rng_state(state)
 
     def prepare_megatron(self) -> None:
-        from slime.utils.accelerator.cpu_megatron import install_cpu_adaptations
+        from slime.accelerator.cpu_megatron import install_cpu_adaptations
 
         install_cpu_adaptations()

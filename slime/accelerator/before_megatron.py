@@ -3,6 +3,6 @@
 `initialize.init` prepares it in any case; imported this way, it also takes a third of the CPU time to import (no compiler).
 """
 
-from slime.utils.accelerator import get_accelerator
+from slime.accelerator import get_accelerator
 
 get_accelerator().prepare_megatron()

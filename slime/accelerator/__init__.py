@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import os
 
+from slime.accelerator.base import Accelerator
 from slime.exceptions import ConfigError
-from slime.utils.accelerator.base import Accelerator
 
 __all__ = ["Accelerator", "get_accelerator"]
 
@@ -29,7 +29,7 @@ def get_accelerator() -> Accelerator:
     import torch
 
     if torch.cuda.is_available():
-        from slime.utils.accelerator.cuda import CudaAccelerator
+        from slime.accelerator.cuda import CudaAccelerator
 
         return CudaAccelerator()
     if wanted == "cuda":
@@ -38,6 +38,6 @@ def get_accelerator() -> Accelerator:
 
 
 def _cpu() -> Accelerator:
-    from slime.utils.accelerator.cpu import CpuAccelerator
+    from slime.accelerator.cpu import CpuAccelerator
 
     return CpuAccelerator()

@@ -1,0 +1,8 @@
+"""Upstream's path of slime.accelerator: the same module, so that a patch through either name acts."""
+
+import sys
+
+from slime import accelerator
+from slime.accelerator import *  # noqa: F403  # names for readers and type checkers
+
+sys.modules[__name__] = accelerator
