@@ -43,7 +43,7 @@ COMMANDS: dict[str, Command] = {
     "rewards": Command("slime.rollout.reward_cli:rewards", "Check that the labels of a prompt file can be answered right.", raw=True),
     "rescore": Command("slime.rollout.reward_cli:rescore", "Score a rollout dump again and show what changed.", raw=True),
     "show": Command("slime.harness.show:main", "One sample of a rollout dump, token by token.", raw=True),
-    "gate": Command("slime.rollout.postprocess.cli:main", "Look at, compare and tune the response gate.", raw=True),
+    "gate": Command("slime.gate.cli:main", "Look at, compare and tune the response gate.", raw=True),
 }
 
 

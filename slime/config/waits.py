@@ -306,7 +306,7 @@ WAITS = (
             "train.py::train",
             "train_async.py::train",
             "utils/rollout_data.py::process_rollout_data",
-            "rollout/postprocess/parallel.py::judge_in_parallel",
+            "gate/parallel.py::judge_in_parallel",
         ),
         "the run ends with what was waited for and who is silent",
         ASKED,
@@ -385,7 +385,7 @@ WAITS = (
     Wait(
         AROUND,
         "the snapshots of the gate that are still being written at the end",
-        ("rollout/postprocess/snapshots.py::SnapshotWriter.flush", "rollout/postprocess/snapshots.py::SnapshotWriter.close"),
+        ("gate/snapshots.py::SnapshotWriter.flush", "gate/snapshots.py::SnapshotWriter.close"),
         "the driver ends the process",
         "stopping the engines",
         "config/test_waits.py::test_what_ends_is_not_waited_for_without_a_bound",
@@ -469,7 +469,7 @@ WORKERS = (
     Worker(
         "the thread that writes the gate's snapshots",
         (
-            "rollout/postprocess/snapshots.py::SnapshotWriter._work",
+            "gate/snapshots.py::SnapshotWriter._work",
         ),
         "closed with the gate",
     ),

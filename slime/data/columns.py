@@ -45,7 +45,7 @@ class ColumnsConfig:
     def from_args(args: Any) -> ColumnsConfig:
         """From the reward, algorithm and rollout options; which baseline an estimator has is written down beside the estimators."""
         from slime.algorithms.baselines import BASELINES
-        from slime.rollout.postprocess.contract import InvalidReason
+        from slime.gate.config import InvalidReason
 
         baseline = BASELINES.get(args.advantage_estimator)
         return ColumnsConfig(

@@ -237,8 +237,8 @@ def find_number_problems(run: RunRecords) -> list[str]:
 
 def find_gate_problems(run: RunRecords) -> list[str]:
     """Returns a sentence per kind of failure whose share of the samples at least doubled between the run's first and last rollouts."""
-    from slime.rollout.postprocess.alarms import level_problem
-    from slime.rollout.postprocess.contract import MODEL_FAILURES, REASONS
+    from slime.gate.alarms import level_problem
+    from slime.gate.config import MODEL_FAILURES, REASONS
 
     problems = []
     totals = dict(zip(*run.numbers("gate/total"), strict=True))

@@ -20,7 +20,7 @@ from slime.data.rewards import SPREAD_TOLERANCE, execution_keys, execution_value
 from slime.data.structure import flatten_samples
 from slime.data.weight_versions import parse_weight_version
 from slime.exceptions import RolloutDataError
-from slime.rollout.postprocess.contract import is_model_failure
+from slime.gate.config import is_model_failure
 from slime.utils.metric_utils import (
     compute_ragged_pass_rate,
     compute_rollout_step,

@@ -28,6 +28,9 @@ from slime.data.structure import (
 from slime.data.weight_versions import mask_older_samples, set_current_weight_version
 from slime.exceptions import EngineError, RolloutDataError
 from slime.files.rollout_dump import RolloutDumper, load_debug_rollout_data
+from slime.gate.config import is_model_failure
+from slime.gate.gate import Gate
+from slime.gate.judge import PostprocessResult
 from slime.observability import rollout_metrics
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log, log_dir_of
 from slime.observability.timer import Timer, timer
@@ -36,9 +39,6 @@ from slime.ray.rollout_servers import start_rollout_servers
 from slime.ray.utils import Lock, wait_for
 from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.engine_client import set_engines
-from slime.rollout.postprocess.contract import is_model_failure
-from slime.rollout.postprocess.gate import PostprocessResult
-from slime.rollout.postprocess.shell import Gate
 from slime.rollout.reward_checks import RewardWatch
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.utils.http_utils import init_http_client

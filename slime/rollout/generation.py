@@ -16,7 +16,7 @@ from typing import Any
 from slime.data.number_list import known_array, number_list
 from slime.data.sample import Sample
 from slime.exceptions import RolloutDataError
-from slime.rollout.postprocess.early import ENGINE_TEXT
+from slime.gate.before_rewards import ENGINE_TEXT
 
 # What SGLang reports as weight version when nobody set one.
 UNNAMED_WEIGHT_VERSION = "default"

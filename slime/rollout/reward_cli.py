@@ -28,7 +28,7 @@ from slime.config.specs import all_specs
 from slime.data.rewards import reward_number
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError
-from slime.rollout.postprocess.cli import load_samples
+from slime.gate.cli import load_samples
 from slime.rollout.reward_probe import advice, describe_probes, probe_rows, sample_rows
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from slime.data.sample import Sample
+from slime.gate.before_rewards import with_engine_text
 from slime.rollout.failures import ENDS_THE_RUN, describe_error, log_cause, mark_failed
-from slime.rollout.postprocess.early import with_engine_text
 from slime.rollout.rm_hub import async_rm, batched_async_rm, is_immediate
 from slime.rollout.rm_hub.outcomes import GraderFailed
 from slime.utils.misc import load_function
@@ -69,8 +69,8 @@ class Gate:
 
 def build_gate(args: Any, tokenizer: Any) -> Gate:
     """The response gate of the run's options."""
-    from slime.rollout.postprocess import apply_verdicts, check_responses
-    from slime.rollout.postprocess.shell import gate_config_from_args
+    from slime.gate import apply_verdicts, check_responses
+    from slime.gate.gate import gate_config_from_args
 
     config = gate_config_from_args(args, tokenizer)
     return Gate(lambda samples: check_responses(samples, config, tokenizer=tokenizer), apply_verdicts)

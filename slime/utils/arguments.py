@@ -140,7 +140,7 @@ def role_problems(args: argparse.Namespace) -> list[str]:
 
 def gate_problems(args: argparse.Namespace) -> list[str]:
     """Returns what is wrong with the --gate-* options, as the gate itself would say at its first rollout."""
-    from slime.rollout.postprocess.shell import gate_config_from_args
+    from slime.gate.gate import gate_config_from_args
 
     try:
         config = gate_config_from_args(args)

@@ -271,8 +271,8 @@ def test_what_ends_is_not_waited_for_without_a_bound():
             unbounded += [f"{place}: {ast.unparse(call)}" for call in calls if call.func.attr == "join" and not (call.args or call.keywords)]
     # what was killed is gone; a queue of writes ends with its disk
     assert sorted(unbounded) == [
-        "rollout/postprocess/snapshots.py::SnapshotWriter.close: self._thread.join()",
-        "rollout/postprocess/snapshots.py::SnapshotWriter.flush: self._queue.join()",
+        "gate/snapshots.py::SnapshotWriter.close: self._thread.join()",
+        "gate/snapshots.py::SnapshotWriter.flush: self._queue.join()",
         "utils/http_utils.py::terminate_process: process.join()",
     ]
 

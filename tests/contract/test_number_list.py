@@ -21,7 +21,7 @@ from slime.data import number_list as number_list_module
 from slime.data.number_list import NumberList, joined, known_array, number_list, packed
 from slime.data.ragged import as_array
 from slime.data.sample import Sample
-from slime.rollout.postprocess.ragged import log_prob_array, mask_array, token_array
+from slime.gate.token_columns import log_prob_array, mask_array, token_array
 
 NUM_GPUS = 0
 

@@ -47,8 +47,8 @@ def test_held_out_rows_are_in_no_training_data_and_labels_are_sorted(folder):
 
 def test_the_recipes_parse_and_the_comparison_differs_in_one_policy(folder, tmp_path):
     """The recommended recipe penalizes; a word of the comparison replaces that, and the limit leaves room for every right answer."""
-    from slime.rollout.postprocess.contract import InvalidReason
-    from slime.rollout.postprocess.shell import gate_config_from_args
+    from slime.gate.config import InvalidReason
+    from slime.gate.gate import gate_config_from_args
     from slime.utils.arguments import parse_args
 
     words = dict(run.commands(folder, tmp_path / "run", ["--hf-checkpoint", str(folder / "model")]))

@@ -15,12 +15,12 @@ from support.gate_samples import reasons_of
 from support.rollout_args import rollout_args
 
 from slime.data.sample import Sample, Status
+from slime.gate import GateConfig, Level, apply_verdicts, check_responses, postprocess_output_data
+from slime.gate.alignment import Codec, classify_mismatch, codec_of
+from slime.gate.before_rewards import EARLY
+from slime.gate.config import FORMAT_PRESETS, MismatchCause
+from slime.gate.gate import Gate, gate_config_from_args
 from slime.rollout import scoring
-from slime.rollout.postprocess import GateConfig, Level, apply_verdicts, check_responses, postprocess_output_data
-from slime.rollout.postprocess.alignment import Codec, classify_mismatch, codec_of
-from slime.rollout.postprocess.contract import FORMAT_PRESETS, MismatchCause
-from slime.rollout.postprocess.early import EARLY
-from slime.rollout.postprocess.shell import Gate, gate_config_from_args
 
 NUM_GPUS = 0
 COMPARE = GateConfig(text_source="engine", compare_text=True)

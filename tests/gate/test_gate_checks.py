@@ -14,7 +14,7 @@ from support.gate_samples import reasons_of, sound_sample
 
 from slime.data.sample import Status
 from slime.exceptions import ConfigError
-from slime.rollout.postprocess import (
+from slime.gate import (
     FormatSpec,
     GateConfig,
     InvalidReason,
@@ -25,11 +25,11 @@ from slime.rollout.postprocess import (
     checks,
     postprocess_output_data,
 )
-from slime.rollout.postprocess import gate as gate_module
-from slime.rollout.postprocess.checks import CHECKS, Check
-from slime.rollout.postprocess.contract import FORMAT_PRESETS
-from slime.rollout.postprocess.ragged import Ragged
-from slime.rollout.postprocess.text import answer_of, format_problem, is_blank
+from slime.gate import judge as gate_module
+from slime.gate.checks import CHECKS, Check
+from slime.gate.config import FORMAT_PRESETS
+from slime.gate.text import answer_of, format_problem, is_blank
+from slime.gate.token_columns import Ragged
 
 NUM_GPUS = 0
 THINK_ANSWER = FORMAT_PRESETS["think_answer"]

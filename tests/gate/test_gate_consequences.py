@@ -23,14 +23,14 @@ from slime.data.rewards import normalize_rewards
 from slime.data.schedule import ScheduleConfig
 from slime.data.split import SplitConfig, plan_split
 from slime.files.rollout_dump import save_debug_rollout_data
+from slime.gate import GateConfig, InvalidReason, Policy, postprocess_output_data
+from slime.gate.config import MODEL_FAILURES, REASONS
 from slime.observability.contributions import merge_all
 from slime.observability.train_metric_utils import phase_contributions
 from slime.ray import rollout as manager_module
 from slime.rollout import scoring
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.filter_hub.dynamic_sampling_filters import usable_rewards
-from slime.rollout.postprocess import GateConfig, InvalidReason, Policy, postprocess_output_data
-from slime.rollout.postprocess.contract import MODEL_FAILURES, REASONS
 from slime.train import log_trained
 
 NUM_GPUS = 0
@@ -183,8 +183,8 @@ def test_a_rollout_function_that_scores_by_itself_still_goes_through_the_gate(tm
 def test_what_the_rollout_function_dropped_is_in_the_ledger_and_in_the_raw_snapshot(tmp_path, monkeypatch):
     """Groups that a dynamic filter dropped are in the ledger and in the raw snapshot; a rollout
     function that only counts its drops works as before."""
+    from slime.gate.cli import read_snapshot
     from slime.rollout.base_types import RolloutFnTrainOutput
-    from slime.rollout.postprocess.cli import read_snapshot
 
     manager = manager_of(dirty_rollout(), tmp_path, monkeypatch)
     gone = [[sound_sample(first + i) for i in range(4)] for first in (40, 60)]

@@ -15,7 +15,7 @@ from support.gate_samples import reasons_of, sound_sample
 from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards
 from slime.data.sample import Status
 from slime.exceptions import ConfigError, RolloutDataError
-from slime.rollout.postprocess import (
+from slime.gate import (
     GateConfig,
     InvalidReason,
     MissingLogProbs,
@@ -24,9 +24,9 @@ from slime.rollout.postprocess import (
     check_responses,
     postprocess_output_data,
 )
-from slime.rollout.postprocess import gate as gate_module
-from slime.rollout.postprocess.adapters import ADAPTERS
-from slime.rollout.postprocess.contract import FORMAT_PRESETS, REASONS, reason_of_code
+from slime.gate import judge as gate_module
+from slime.gate.adapters import ADAPTERS
+from slime.gate.config import FORMAT_PRESETS, REASONS, reason_of_code
 
 NUM_GPUS = 0
 DROP_ALL = {reason: Policy.DROP for reason in REASONS}

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from slime.config.gate import GateOptions
-from slime.rollout.postprocess.cli import COMMANDS
-from slime.rollout.postprocess.contract import NEVER_KEPT, QUALITY_CHECKS, REASONS
+from slime.gate.cli import COMMANDS
+from slime.gate.config import NEVER_KEPT, QUALITY_CHECKS, REASONS
 
 NUM_GPUS = 0
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "gate.md").read_text(encoding="utf-8")

@@ -20,9 +20,9 @@ from slime.data.columns import ColumnsConfig, build_train_columns
 from slime.data.sample import Status
 from slime.exceptions import RolloutDataError
 from slime.files.rollout_dump import save_debug_rollout_data
+from slime.gate.config import Verdict
 from slime.rollout import fully_async_rollout, sglang_rollout
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.postprocess.contract import Verdict
 from slime.utils.misc import load_function
 
 NUM_GPUS = 0

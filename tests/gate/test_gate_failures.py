@@ -14,8 +14,7 @@ from support.rollout_args import rollout_args
 from slime.data.sample import Status
 from slime.exceptions import ConfigError
 from slime.files.jsonl import JsonlWriter
-from slime.observability.report import Checks, find_gate_problems, read_run, summarize_run
-from slime.rollout.postprocess import (
+from slime.gate import (
     GateConfig,
     InvalidReason,
     Level,
@@ -24,9 +23,10 @@ from slime.rollout.postprocess import (
     check_responses,
     postprocess_output_data,
 )
-from slime.rollout.postprocess.alarms import level_rose
-from slime.rollout.postprocess.contract import FORMAT_PRESETS, TaskRules
-from slime.rollout.postprocess.shell import Gate, gate_config_from_args
+from slime.gate.alarms import level_rose
+from slime.gate.config import FORMAT_PRESETS, TaskRules
+from slime.gate.gate import Gate, gate_config_from_args
+from slime.observability.report import Checks, find_gate_problems, read_run, summarize_run
 
 NUM_GPUS = 0
 PENALIZED = {reason: Policy.PENALIZE for reason in InvalidReason if reason.is_model_failure and reason is not InvalidReason.EMPTY}

@@ -9,8 +9,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import pytest
 from support.gate_golden import GOLDEN_CONFIG, differences, expectation_of, load_corpus, load_tokenizer
 
-from slime.rollout.postprocess import postprocess_output_data
-from slime.rollout.postprocess.contract import REASONS
+from slime.gate import postprocess_output_data
+from slime.gate.config import REASONS
 
 NUM_GPUS = 0
 

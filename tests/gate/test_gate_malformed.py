@@ -22,7 +22,7 @@ from slime.data.schedule import ScheduleConfig
 from slime.data.split import SplitConfig, split_by_dp
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.files.rollout_dump import read_rollout_dump, save_debug_rollout_data
-from slime.rollout.postprocess import (
+from slime.gate import (
     FormatSpec,
     GateConfig,
     MissingLogProbs,
@@ -31,8 +31,8 @@ from slime.rollout.postprocess import (
     TaskRules,
     postprocess_output_data,
 )
-from slime.rollout.postprocess.contract import FORMAT_PRESETS, REASONS
-from slime.rollout.postprocess.text import answer_of
+from slime.gate.config import FORMAT_PRESETS, REASONS
+from slime.gate.text import answer_of
 
 NUM_GPUS = 0
 SCORED = GateConfig(rewards_expected=True, repetition_window=8)

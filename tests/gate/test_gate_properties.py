@@ -22,10 +22,10 @@ from support.gate_samples import reasons_of, sound_sample
 
 from slime.data.sample import Sample, Status
 from slime.exceptions import RolloutDataError
-from slime.rollout.postprocess import GateConfig, Level, MissingLogProbs, Policy, postprocess_output_data
-from slime.rollout.postprocess import gate as gate_module
-from slime.rollout.postprocess.contract import FORMAT_PRESETS, NEVER_KEPT, REASONS
-from slime.rollout.postprocess.statistics import GateStatistics
+from slime.gate import GateConfig, Level, MissingLogProbs, Policy, postprocess_output_data
+from slime.gate import judge as gate_module
+from slime.gate.config import FORMAT_PRESETS, NEVER_KEPT, REASONS
+from slime.gate.statistics import GateStatistics
 
 NUM_GPUS = 0
 CONFIG = GateConfig(

@@ -17,7 +17,7 @@ from support.gate_samples import reasons_of, sound_sample
 from slime.config.gate import GateOptions
 from slime.data.sample import Status
 from slime.exceptions import ConfigError
-from slime.rollout.postprocess import (
+from slime.gate import (
     FormatSpec,
     Gate,
     GateConfig,
@@ -30,14 +30,14 @@ from slime.rollout.postprocess import (
     apply_verdicts,
     check_responses,
     gate_config_from_args,
-    shell,
 )
-from slime.rollout.postprocess import alarms as alarms_module
-from slime.rollout.postprocess import snapshots as snapshots_module
-from slime.rollout.postprocess.contract import ScheduleStep
-from slime.rollout.postprocess.early import EARLY
-from slime.rollout.postprocess.shell import history_path
-from slime.rollout.postprocess.snapshots import SnapshotWriter
+from slime.gate import alarms as alarms_module
+from slime.gate import gate as shell
+from slime.gate import snapshots as snapshots_module
+from slime.gate.before_rewards import EARLY
+from slime.gate.config import ScheduleStep
+from slime.gate.gate import history_path
+from slime.gate.snapshots import SnapshotWriter
 
 NUM_GPUS = 0
 
@@ -466,7 +466,7 @@ def test_snapshots_hold_malformed_samples_too(tmp_path):
 def test_a_snapshot_gives_back_what_the_engine_sent(tmp_path):
     """Samples read from a snapshot get the verdicts they had, with rewards that are numpy scalars
     or texts and log-probs with holes."""
-    from slime.rollout.postprocess.cli import read_snapshot
+    from slime.gate.cli import read_snapshot
 
     rewards = ["a word", np.float32(0.5), {"score": np.float64(1)}, float("nan"), None, True]
     samples = [sound_sample(i, reward=reward, metadata={"n": np.int64(i)}) for i, reward in enumerate(rewards)]
@@ -575,7 +575,7 @@ def test_ray_tasks_give_the_serial_result(tmp_path):
     also where samples hold objects that cannot be pickled."""
     import ray
 
-    from slime.rollout.postprocess.parallel import judge_in_parallel
+    from slime.gate.parallel import judge_in_parallel
 
     samples = scored(90, 7)
     samples[40].rollout_log_probs[3] = float("nan")

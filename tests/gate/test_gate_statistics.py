@@ -14,10 +14,10 @@ from scipy import stats
 from support.gate_samples import sound_sample
 
 from slime.data.sample import Status
-from slime.rollout.postprocess import GateConfig, InvalidReason, postprocess_output_data
-from slime.rollout.postprocess.alarms import find_alarms, rate_jumped
-from slime.rollout.postprocess.drift import expected_psi_noise, kolmogorov_smirnov, population_stability_index
-from slime.rollout.postprocess.statistics import GateStatistics
+from slime.gate import GateConfig, InvalidReason, postprocess_output_data
+from slime.gate.alarms import find_alarms, rate_jumped
+from slime.gate.drift import expected_psi_noise, kolmogorov_smirnov, population_stability_index
+from slime.gate.statistics import GateStatistics
 
 NUM_GPUS = 0
 

@@ -15,11 +15,11 @@ from slime.config.yaml_file import read_option_file
 from slime.data.sample import Status
 from slime.exceptions import ConfigError
 from slime.files.rollout_dump import save_debug_rollout_data
-from slime.rollout.postprocess import Gate, GateConfig, postprocess_output_data, tools
-from slime.rollout.postprocess.alignment import Codec
-from slime.rollout.postprocess.cli import main
-from slime.rollout.postprocess.contract import MismatchCause
-from slime.rollout.postprocess.snapshots import SnapshotWriter
+from slime.gate import Gate, GateConfig, postprocess_output_data, tools
+from slime.gate.alignment import Codec
+from slime.gate.cli import main
+from slime.gate.config import MismatchCause
+from slime.gate.snapshots import SnapshotWriter
 
 NUM_GPUS = 0
 
@@ -280,8 +280,8 @@ def test_what_cannot_be_read_in_a_dump_or_a_snapshot_is_named(tmp_path, capsys):
     import pyarrow.parquet
 
     from slime.cli import main as slime
-    from slime.rollout.postprocess.contract import Verdict
-    from slime.rollout.postprocess.snapshots import raw_table
+    from slime.gate.config import Verdict
+    from slime.gate.snapshots import raw_table
 
     odd = dump(tmp_path, [sound_sample(0, response=5), sound_sample(1, index=[1])])
     assert main(["ends", odd]) == 0 and "'5'" in capsys.readouterr().out

@@ -20,7 +20,7 @@ for folder in (HERE.parent, HERE.parent.parent):
 from support.gate_golden import GOLDEN_CONFIG, SAMPLES_PATH, TOKENIZER_PATH, expectation_of, load_tokenizer  # noqa: E402
 
 from slime.data.sample import Sample, Status  # noqa: E402
-from slime.rollout.postprocess import postprocess_output_data  # noqa: E402
+from slime.gate import postprocess_output_data  # noqa: E402
 
 SPECIAL = ["<|pad|>", "<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>"]
 CHAT = [

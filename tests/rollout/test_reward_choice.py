@@ -18,12 +18,12 @@ from slime.exceptions import RolloutDataError
 from slime.files import exact_json
 from slime.files.jsonl import encode, read_jsonl
 from slime.files.rollout_dump import read_rollout_dump, save_debug_rollout_data
+from slime.gate.checks import reward_problem
 from slime.observability.rollout_metrics import RolloutMetricsConfig, eval_metrics
 from slime.prompts.eval_config import build_eval_dataset_configs
 from slime.prompts.prompt_files import read_rows
 from slime.rollout.evaluation import eval_columns, fail_unusable_rewards
 from slime.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std
-from slime.rollout.postprocess.checks import reward_problem
 
 NUM_GPUS = 0
 BIG = 123456789012345678901  # 21 digits: a 64-bit integer has at most 20

@@ -16,11 +16,11 @@ from support.tiny_models import make_char_tokenizer
 
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError, EngineError, RolloutDataError
+from slime.gate import tools
+from slime.gate.alignment import Codec
 from slime.prompts.data_source import RolloutDataSourceWithBuffer
 from slime.rollout import sglang_rollout
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-from slime.rollout.postprocess import tools
-from slime.rollout.postprocess.alignment import Codec
 from slime.rollout.sglang_rollout import generate_rollout, get_model_url
 from slime.utils import http_utils
 from slime.utils.async_utils import run
@@ -341,9 +341,9 @@ def test_only_valid_responses_see_the_reward_function(rig):
 def test_the_raw_snapshot_has_the_text_that_the_engine_sent(rig, tmp_path):
     """Rewards read the decoded tokens, and the snapshot keeps the engine's text, so that `align`
     finds a character that the detokenizer lost."""
-    from slime.rollout.postprocess import Gate, GateConfig
-    from slime.rollout.postprocess.cli import main, read_snapshot
-    from slime.rollout.postprocess.snapshots import SnapshotWriter
+    from slime.gate import Gate, GateConfig
+    from slime.gate.cli import main, read_snapshot
+    from slime.gate.snapshots import SnapshotWriter
 
     wrong = {"1": "I", "2": " 2\n"}  # of prompt 2 only outer whitespace differs, which is no fault
     engine, args, source = rig(gate_compare_text="off")

@@ -10,10 +10,10 @@ from support.rollout_args import fresh_rollout_state, rollout_args, write_prompt
 from support.tiny_models import make_tiny_checkpoint
 
 from slime.data.sample import Sample
+from slime.gate import Gate, GateConfig
+from slime.gate.snapshots import SnapshotWriter
 from slime.prompts.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-from slime.rollout.postprocess import Gate, GateConfig
-from slime.rollout.postprocess.snapshots import SnapshotWriter
 from slime.rollout.sglang_rollout import generate_rollout
 
 NUM_GPUS = 0

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from slime.data.sample import Sample
-from slime.rollout.postprocess import GateConfig, InvalidReason, MissingLogProbs, Policy, TaskRules
-from slime.rollout.postprocess.contract import FORMAT_PRESETS, FormatSpec, TagPair
+from slime.gate import GateConfig, InvalidReason, MissingLogProbs, Policy, TaskRules
+from slime.gate.config import FORMAT_PRESETS, FormatSpec, TagPair
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 TOKENIZER_PATH = GOLDEN / "tokenizer.json"

@@ -9,7 +9,7 @@ import math
 import unicodedata
 
 from slime.data.sample import Sample, Status
-from slime.rollout.postprocess.contract import GateConfig, MissingLogProbs
+from slime.gate.config import GateConfig, MissingLogProbs
 
 INVISIBLE = set("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0")
 DRAWN_FORMAT_CHARACTERS = set(map(chr, [*range(0x600, 0x606), 0x6DD, 0x70F, 0x890, 0x891, 0x8E2, 0x110BD, 0x110CD]))

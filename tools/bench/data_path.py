@@ -40,8 +40,8 @@ from slime.data.rewards import normalize_rewards  # noqa: E402
 from slime.data.sample import Sample  # noqa: E402
 from slime.data.schedule import ScheduleConfig, plan_schedule  # noqa: E402
 from slime.data.split import SplitConfig, split_by_dp  # noqa: E402
+from slime.gate import GateConfig, postprocess_output_data  # noqa: E402
 from slime.observability.train_metric_utils import phase_contributions  # noqa: E402
-from slime.rollout.postprocess import GateConfig, postprocess_output_data  # noqa: E402
 
 CAP = 16384
 PAD = 128

@@ -28,8 +28,8 @@ from support.gate_reference import reason_of  # noqa: E402
 
 from slime.data.number_list import number_list  # noqa: E402
 from slime.data.sample import Sample, Status  # noqa: E402
-from slime.rollout.postprocess import GateConfig, postprocess_output_data  # noqa: E402
-from slime.rollout.postprocess.alignment import Codec  # noqa: E402
+from slime.gate import GateConfig, postprocess_output_data  # noqa: E402
+from slime.gate.alignment import Codec  # noqa: E402
 
 VOCABULARY = 150_000
 CONFIG = GateConfig(

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime.rollout.postprocess.contract import REASON_OF_VALUE, REASONS, GateConfig, InvalidReason, MismatchCause
-from slime.rollout.postprocess.drift import expected_psi_noise, kolmogorov_smirnov, population_stability_index
-from slime.rollout.postprocess.early import MISSING_LOG_PROBS
-from slime.rollout.postprocess.ragged import as_int
+from slime.gate.before_rewards import MISSING_LOG_PROBS
+from slime.gate.config import REASON_OF_VALUE, REASONS, GateConfig, InvalidReason, MismatchCause
+from slime.gate.drift import expected_psi_noise, kolmogorov_smirnov, population_stability_index
+from slime.gate.token_columns import as_int
 
 if TYPE_CHECKING:
     from slime.data.sample import Sample
-    from slime.rollout.postprocess.gate import Outcome
+    from slime.gate.judge import Outcome
 
 NO_GROUP = NO_ROLLOUT = -1
 MAX_SHARE_OF_ITERATION = 0.10

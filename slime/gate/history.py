@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.files.jsonl import encode, read_jsonl
-from slime.rollout.postprocess.statistics import GateStatistics
+from slime.gate.statistics import GateStatistics
 
 FORMAT = "slime-gate-history-1"
 # Rollouts may be generated ahead of the one whose checkpoint is written; so many more are remembered than compared with.

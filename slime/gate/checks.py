@@ -18,9 +18,10 @@ import numpy as np
 from slime.data.number_list import NumberList
 from slime.data.rewards import value_problem
 from slime.exceptions import RolloutDataError
-from slime.rollout.postprocess.alignment import TextFinding, classify_mismatch, content_key
-from slime.rollout.postprocess.chunk import STATUS_ABORTED, STATUS_FAILED, STATUS_TRUNCATED, STATUS_UNKNOWN, Chunk
-from slime.rollout.postprocess.contract import (
+from slime.gate.alignment import TextFinding, classify_mismatch, content_key
+from slime.gate.before_rewards import engine_text_of
+from slime.gate.chunk import STATUS_ABORTED, STATUS_FAILED, STATUS_TRUNCATED, STATUS_UNKNOWN, Chunk
+from slime.gate.config import (
     REASON_OF_VALUE,
     InvalidReason,
     Level,
@@ -28,9 +29,8 @@ from slime.rollout.postprocess.contract import (
     MissingLogProbs,
     Policy,
 )
-from slime.rollout.postprocess.early import engine_text_of
-from slime.rollout.postprocess.ragged import as_int, mask_array
-from slime.rollout.postprocess.text import answer_of, format_problem, is_blank
+from slime.gate.text import answer_of, format_problem, is_blank
+from slime.gate.token_columns import as_int, mask_array
 
 Find = Callable[[Chunk, np.ndarray], np.ndarray]
 _LENIENT_PERIOD = 8

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from slime.data.sample import Sample, Status
-from slime.rollout.postprocess.ragged import as_int, log_prob_array, mask_array, token_array
+from slime.gate.token_columns import as_int, log_prob_array, mask_array, token_array
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 100

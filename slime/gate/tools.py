@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from slime.data.sample import Sample
-from slime.rollout.postprocess.alignment import Codec, classify_mismatch
-from slime.rollout.postprocess.checks import reward_problem
-from slime.rollout.postprocess.contract import MismatchCause
-from slime.rollout.postprocess.early import engine_text_of
-from slime.rollout.postprocess.gate import PostprocessResult
-from slime.rollout.postprocess.ragged import as_int, length_of, token_array
-from slime.rollout.postprocess.readable import is_identity
+from slime.gate.alignment import Codec, classify_mismatch
+from slime.gate.before_rewards import engine_text_of
+from slime.gate.checks import reward_problem
+from slime.gate.config import MismatchCause
+from slime.gate.judge import PostprocessResult
+from slime.gate.stand_ins import is_identity
+from slime.gate.token_columns import as_int, length_of, token_array
 
 ADVICE_OF_CAUSE = {
     MismatchCause.SPECIAL_TOKENS: "the text shows special tokens: decode with skip_special_tokens",

@@ -29,12 +29,12 @@ from slime.config.yaml_file import read_option_file
 from slime.data.sample import Sample, Status
 from slime.exceptions import ConfigError
 from slime.files.jsonl import read_jsonl
-from slime.rollout.postprocess import tools
-from slime.rollout.postprocess.alignment import Codec, codec_of
-from slime.rollout.postprocess.checks import reward_problem
-from slime.rollout.postprocess.contract import GateConfig
-from slime.rollout.postprocess.gate import postprocess_output_data
-from slime.rollout.postprocess.shell import RECORD_FILE, gate_config_from_args
+from slime.gate import tools
+from slime.gate.alignment import Codec, codec_of
+from slime.gate.checks import reward_problem
+from slime.gate.config import GateConfig
+from slime.gate.gate import RECORD_FILE, gate_config_from_args
+from slime.gate.judge import postprocess_output_data
 
 COMMANDS = ("check", "ends", "align", "groups", "suggest", "doctor")
 _SHARED_OPTIONS = (

@@ -16,10 +16,10 @@ import numpy as np
 from slime.data.number_list import NumberList
 from slime.data.sample import Sample, Status
 from slime.exceptions import RolloutDataError
-from slime.rollout.postprocess.alignment import Codec
-from slime.rollout.postprocess.contract import GateConfig, Level, TaskRules
-from slime.rollout.postprocess.ragged import Ragged, Scratch, length_of, log_prob_array, missing_positions, token_array
-from slime.rollout.postprocess.readable import identity_problem
+from slime.gate.alignment import Codec
+from slime.gate.config import GateConfig, Level, TaskRules
+from slime.gate.stand_ins import identity_problem
+from slime.gate.token_columns import Ragged, Scratch, length_of, log_prob_array, missing_positions, token_array
 
 FINISH_CODES = {"stop": 1, "length": 2, "abort": 3}  # 0 = unknown: never guessed
 FINISH_NAMES = ("unknown", "stop", "length", "abort")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.data.sample import Sample
-from slime.rollout.postprocess.alignment import codec_of
-from slime.rollout.postprocess.chunk import TASK_NAME_KEYS
-from slime.rollout.postprocess.contract import GateConfig
-from slime.rollout.postprocess.gate import Outcome, judge
+from slime.gate.alignment import codec_of
+from slime.gate.chunk import TASK_NAME_KEYS
+from slime.gate.config import GateConfig
+from slime.gate.judge import Outcome, judge
 
 PART_SAMPLES = 8192
 # What the checks read. The rest is left behind: it need not be copied to the workers, and may be what cannot be.

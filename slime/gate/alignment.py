@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from slime.rollout.postprocess.contract import GateConfig, MismatchCause
-from slime.rollout.postprocess.text import is_blank
+from slime.gate.config import GateConfig, MismatchCause
+from slime.gate.text import is_blank
 
 _CACHE_ENTRIES = 200_000
 _SERIAL_DECODE_TOKENS = 4096  # below it, waking the tokenizer's threads takes longer than the decoding

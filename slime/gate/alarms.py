@@ -6,8 +6,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from slime.rollout.postprocess.contract import MODEL_FAILURES, PENALIZABLE, REASONS, InvalidReason, Policy
-from slime.rollout.postprocess.statistics import MAX_SHARE_OF_ITERATION, GateStatistics
+from slime.gate.config import MODEL_FAILURES, PENALIZABLE, REASONS, InvalidReason, Policy
+from slime.gate.statistics import MAX_SHARE_OF_ITERATION, GateStatistics
 
 MIN_SECONDS_TO_ALARM = 0.5  # a toy iteration of a second is not worth a warning; the summary line says the share anyway
 MIN_RATE_STEP = 0.05

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 
-from slime.rollout.postprocess.contract import FormatSpec, Level
+from slime.gate.config import FormatSpec, Level
 
 # Ranges of characters that show nothing: Unicode categories Zs, Zl, Zp (spaces), Cc (control), Cf (format: zero-width,
 # BOM, soft hyphen, tags), Cs (lone surrogates), and joiners, fillers and variation selectors of other categories.

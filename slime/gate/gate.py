@@ -12,10 +12,10 @@ from typing import Any
 
 from slime.exceptions import ConfigError
 from slime.files.jsonl import JsonlWriter
-from slime.models.hf_folder import read_eos_token_ids
-from slime.rollout.postprocess.alarms import Alarm, find_alarms, find_level_alarms
-from slime.rollout.postprocess.alignment import codec_of
-from slime.rollout.postprocess.contract import (
+from slime.gate.alarms import Alarm, find_alarms, find_level_alarms
+from slime.gate.alignment import codec_of
+from slime.gate.before_rewards import EARLY, SHIFTED_IDS
+from slime.gate.config import (
     FORMAT_PRESETS,
     NEVER_KEPT,
     PENALIZABLE,
@@ -30,11 +30,11 @@ from slime.rollout.postprocess.contract import (
     ScheduleStep,
     TaskRules,
 )
-from slime.rollout.postprocess.early import EARLY, SHIFTED_IDS
-from slime.rollout.postprocess.gate import Outcome, PostprocessResult, adapt, assemble, judge
-from slime.rollout.postprocess.history import GateHistory
-from slime.rollout.postprocess.parallel import judge_in_parallel
-from slime.rollout.postprocess.snapshots import DroppedGroups, SnapshotWriter
+from slime.gate.history import GateHistory
+from slime.gate.judge import Outcome, PostprocessResult, adapt, assemble, judge
+from slime.gate.parallel import judge_in_parallel
+from slime.gate.snapshots import DroppedGroups, SnapshotWriter
+from slime.models.hf_folder import read_eos_token_ids
 
 logger = logging.getLogger(__name__)
 RECORD_FILE = "gate.jsonl"

@@ -17,11 +17,12 @@ import numpy as np
 
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError, RolloutDataError
-from slime.rollout.postprocess.adapters import ADAPTERS
-from slime.rollout.postprocess.alignment import Codec, codec_of
-from slime.rollout.postprocess.checks import CHECKS, Check, earlier_reason, is_kept, is_penalized, reward_problem
-from slime.rollout.postprocess.chunk import FINISH_NAMES, Chunk
-from slime.rollout.postprocess.contract import (
+from slime.gate.adapters import ADAPTERS
+from slime.gate.alignment import Codec, codec_of
+from slime.gate.before_rewards import EARLY
+from slime.gate.checks import CHECKS, Check, earlier_reason, is_kept, is_penalized, reward_problem
+from slime.gate.chunk import FINISH_NAMES, Chunk
+from slime.gate.config import (
     PENALIZABLE,
     GateConfig,
     MissingLogProbs,
@@ -29,10 +30,9 @@ from slime.rollout.postprocess.contract import (
     Verdict,
     reason_of_code,
 )
-from slime.rollout.postprocess.early import EARLY
-from slime.rollout.postprocess.ragged import Scratch, token_array
-from slime.rollout.postprocess.readable import stand_ins
-from slime.rollout.postprocess.statistics import GateStatistics, describe_samples
+from slime.gate.stand_ins import stand_ins
+from slime.gate.statistics import GateStatistics, describe_samples
+from slime.gate.token_columns import Scratch, token_array
 
 CHUNK_TOKENS = 1 << 18  # their columns stay in a core's cache
 CHUNK_SAMPLES = 8192

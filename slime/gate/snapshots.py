@@ -20,9 +20,9 @@ import numpy as np
 
 from slime.data.sample import Sample
 from slime.files.jsonl import plain_value
-from slime.rollout.postprocess.contract import REASON_OF_VALUE, Verdict
-from slime.rollout.postprocess.early import ENGINE_TEXT, engine_text_of
-from slime.rollout.postprocess.ragged import as_int, length_of, log_prob_array, missing_positions, token_array
+from slime.gate.before_rewards import ENGINE_TEXT, engine_text_of
+from slime.gate.config import REASON_OF_VALUE, Verdict
+from slime.gate.token_columns import as_int, length_of, log_prob_array, missing_positions, token_array
 
 logger = logging.getLogger(__name__)
 _STOP = object()
