@@ -157,8 +157,8 @@ def train_on(run: Run, rollout_id: int, shards: list) -> None:
 def log_trained(args: Any, rollout_id: int, shards: list, results: Sequence[Any] = ()) -> None:
     """Closes the rollout's ledger: what was planned has trained, but for what the policy's ranks say in their `results`."""
     from slime.data.ledger import finished_metrics
+    from slime.metrics.statistics import compute_rollout_step
     from slime.observability.logging_utils import log
-    from slime.utils.metric_utils import compute_rollout_step
 
     not_trained: collections.Counter[str] = collections.Counter()
     for result in results:

@@ -16,7 +16,7 @@ from slime.data.batch import localize  # noqa: E402
 from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards  # noqa: E402
 from slime.data.fields import Reduce, Rows, Scope, declare_field  # noqa: E402
 from slime.data.split import SplitConfig, split_by_dp  # noqa: E402
-from slime.observability.contributions import merge_all  # noqa: E402
+from slime.metrics.contributions import merge_all  # noqa: E402
 from slime.observability.train_metric_utils import phase_contributions  # noqa: E402
 from slime.utils.dp_schedule import ScheduleConfig  # noqa: E402
 from slime.utils.types import Sample  # noqa: E402

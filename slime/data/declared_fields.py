@@ -13,7 +13,7 @@ from slime.config.specs import nearest_names
 from slime.data.fields import CONTRACT, FieldSpec, Reduce, Scope
 from slime.data.ragged import as_array
 from slime.data.rewards import execution_keys, execution_values
-from slime.observability import contributions
+from slime.metrics import contributions
 
 logger = logging.getLogger(__name__)
 _missed: set[str] = set()  # fields whose warning was given

@@ -64,7 +64,7 @@ def compute_length_penalties(
 def _group_relative(
     lengths_N: np.ndarray, rewards_N: np.ndarray, group_ids: np.ndarray, counts_N: np.ndarray, penalty: LengthPenalty
 ) -> np.ndarray:
-    from slime.utils.metric_utils import is_solved
+    from slime.metrics.statistics import is_solved
 
     _, group_N = np.unique(group_ids, return_inverse=True)
     low_G, high_G = np.full(group_N.max(initial=-1) + 1, np.inf), np.full(group_N.max(initial=-1) + 1, -np.inf)

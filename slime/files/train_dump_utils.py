@@ -356,7 +356,7 @@ def save_debug_train_data(args: Any, *, rollout_id: int, rollout_data: Mapping[s
     import torch.distributed as dist
     from megatron.core import mpu
 
-    from slime.observability.reduction import gather_to_source
+    from slime.metrics.reduction import gather_to_source
 
     if mpu.get_tensor_model_parallel_rank() != 0 or not mpu.is_pipeline_last_stage():
         return None

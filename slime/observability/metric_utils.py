@@ -1,6 +1,6 @@
-"""Upstream's later path of slime.utils.metric_utils."""
+"""Upstream's later path of slime.metrics.statistics."""
 
-from slime.utils.metric_utils import (
+from slime.metrics.statistics import (
     compression_ratio,
     compute_pass_rate,
     compute_rollout_step,

@@ -19,7 +19,7 @@ from slime.data.ledger import COPIES, NOT_TRAINED
 from slime.data.ledger import PREFIX as LEDGER
 from slime.exceptions import ConfigError
 from slime.files.jsonl import NOT_FINITE, read_jsonl
-from slime.observability.consistency_alarms import ConsistencyLimits, find_consistency_problems
+from slime.metrics.consistency_alarms import ConsistencyLimits, find_consistency_problems
 
 UNFINISHED = "training_not_finished"
 LEVEL_WINDOW = 5  # rollouts at either end that a rise of failures is read from

@@ -31,7 +31,8 @@ from slime.files.rollout_dump import RolloutDumper, load_debug_rollout_data
 from slime.gate.config import is_model_failure
 from slime.gate.gate import Gate
 from slime.gate.judge import PostprocessResult
-from slime.observability import rollout_metrics
+from slime.metrics import rollout_metrics
+from slime.metrics.statistics import compute_rollout_step, dict_add_prefix
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log, log_dir_of
 from slime.observability.timer import Timer, timer
 from slime.ray import actors
@@ -42,7 +43,6 @@ from slime.rollout.engine_client import set_engines
 from slime.rollout.reward_checks import RewardWatch
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.utils.http_utils import init_http_client
-from slime.utils.metric_utils import compute_rollout_step, dict_add_prefix
 from slime.utils.misc import Box, count_rollouts_per_epoch, load_function
 from slime.utils.processing_utils import shared_tokenizer
 from slime.utils.watched_calls import WATCH

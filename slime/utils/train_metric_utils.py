@@ -1,7 +1,7 @@
 """Upstream's path of the training ranks' metrics."""
 
-from slime.observability.perf import log_perf_data_raw
-from slime.observability.train_metric_utils import (
+from slime.metrics.perf import log_perf_data_raw
+from slime.metrics.train_metrics import (
     gather_log_data,
     log_multi_turn_data,
     log_passrate,

@@ -14,8 +14,8 @@ from slime.data.sample import Sample
 from slime.data.schedule import ScheduleConfig
 from slime.data.split import SplitConfig, split_by_dp
 from slime.exceptions import RolloutDataError
-from slime.observability.contributions import merge_all
-from slime.observability.train_metric_utils import TrainMetricsConfig, pass_rates, phase_contributions
+from slime.metrics.contributions import merge_all
+from slime.metrics.train_metrics import TrainMetricsConfig, pass_rates, phase_contributions
 
 NUM_GPUS = 0
 CONFIG = ColumnsConfig(divide_by_std=False)

@@ -20,8 +20,8 @@ from slime.data.sample import Sample
 from slime.data.schedule import ScheduleConfig
 from slime.data.split import SplitConfig, plan_row_padding, plan_split, split_by_dp
 from slime.exceptions import RolloutDataError
-from slime.observability.contributions import merge_all
-from slime.observability.train_metric_utils import phase_contributions
+from slime.metrics.contributions import merge_all
+from slime.metrics.train_metrics import phase_contributions
 
 NUM_GPUS = 0
 
@@ -504,7 +504,7 @@ def test_the_stage_of_a_batch_is_explicit():
 def test_the_rollout_side_needs_no_torch():
     """Conversion and split run beside the engines: importing them must be quick, and must not load torch, megatron or ray."""
     code = (
-        "import sys, slime.data.columns, slime.data.split, slime.files.rollout_dump, slime.observability.rollout_metrics; "
+        "import sys, slime.data.columns, slime.data.split, slime.files.rollout_dump, slime.metrics.rollout_metrics; "
         "print([m for m in ('torch', 'megatron', 'ray', 'wandb', 'sglang') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=_root(), check=True)

@@ -26,15 +26,15 @@ from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewar
 from slime.data.sample import Sample
 from slime.data.schedule import ScheduleConfig
 from slime.data.split import SplitConfig, split_by_dp
-from slime.observability import contributions as c
-from slime.observability.train_metric_utils import (
+from slime.metrics import contributions as c
+from slime.metrics.statistics import pass_at_k
+from slime.metrics.train_metrics import (
     TrainMetricsConfig,
     correct_sample_contributions,
     multi_turn_contributions,
     pass_rates,
     phase_contributions,
 )
-from slime.utils.metric_utils import pass_at_k
 
 NUM_GPUS = 0
 LONGEST = 12

@@ -6,7 +6,7 @@ import zlib
 
 import pytest
 
-from slime.utils.metric_utils import (
+from slime.metrics.statistics import (
     compression_ratio,
     compute_pass_rate,
     compute_ragged_pass_rate,

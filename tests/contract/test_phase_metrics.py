@@ -23,20 +23,11 @@ from slime.data.sample import Sample
 from slime.data.schedule import ScheduleConfig
 from slime.data.split import SplitConfig, split_by_dp
 from slime.exceptions import RolloutDataError
-from slime.observability import contributions as c
-from slime.observability import logging_utils, train_metric_utils
-from slime.observability.perf import perf_metrics
-from slime.observability.reduction import reduce_log_dicts, rollout_log_metric_contribution
-from slime.observability.train_metric_utils import (
-    TrainMetricsConfig,
-    check_ci,
-    correct_sample_contributions,
-    log_rollout_data,
-    multi_turn_contributions,
-    pass_rates,
-    phase_contributions,
-)
-from slime.utils.metric_utils import (
+from slime.metrics import contributions as c
+from slime.metrics import train_metrics
+from slime.metrics.perf import perf_metrics
+from slime.metrics.reduction import reduce_log_dicts, rollout_log_metric_contribution
+from slime.metrics.statistics import (
     compression_ratio,
     compute_pass_rate,
     compute_ragged_pass_rate,
@@ -46,6 +37,16 @@ from slime.utils.metric_utils import (
     dict_add_prefix,
     has_repetition,
 )
+from slime.metrics.train_metrics import (
+    TrainMetricsConfig,
+    check_ci,
+    correct_sample_contributions,
+    log_rollout_data,
+    multi_turn_contributions,
+    pass_rates,
+    phase_contributions,
+)
+from slime.observability import logging_utils
 
 NUM_GPUS = 0
 
@@ -242,7 +243,7 @@ def test_correct_entropy_takes_the_best_source_there_is(caplog):
     assert value(entropy=entropy, log_probs=trainer, rollout_log_probs=engine) == pytest.approx((0.5 + 1.5 + 0.25) / 3)
     assert value(log_probs=trainer, rollout_log_probs=engine) == 3.0
     assert value(rollout_log_probs=engine) == 2.0
-    train_metric_utils._said.clear()
+    train_metrics._said.clear()
     with caplog.at_level(logging.WARNING):
         assert value() is None and value() is None
     assert caplog.text.count("correct_entropy is left out") == 1

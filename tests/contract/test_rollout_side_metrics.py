@@ -19,7 +19,7 @@ from slime.files.rollout_dump import (
     save_debug_rollout_data,
     subsample_groups,
 )
-from slime.observability.rollout_metrics import (
+from slime.metrics.rollout_metrics import (
     RolloutMetricsConfig,
     _compute_top_p_kept_vocab_metrics,
     compute_metrics_from_samples,

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from slime.data.batch import RolloutBatch, Stage
 from slime.data.ragged import Ragged
 from slime.exceptions import RolloutDataError
-from slime.observability import contributions as c
-from slime.observability.contributions import SampleTokens, SegmentPlan, merge_all, segment_sums
-from slime.observability.train_metric_utils import flat_tokens, phase_contributions
+from slime.metrics import contributions as c
+from slime.metrics.contributions import SampleTokens, SegmentPlan, merge_all, segment_sums
+from slime.metrics.train_metrics import flat_tokens, phase_contributions
 
 NUM_GPUS = 0
 BLOCK = 16  # small, so that samples of a few tokens cross its bounds

@@ -136,7 +136,7 @@ def test_the_models_own_log_probs_of_the_row_are_the_engines(samples, trained):
 def test_turns_and_lengths_with_and_without_the_tool_are_logged(samples):
     """--log-multi-turn on the real columns: the tool's tokens count in the raw length and not in the other."""
     from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards
-    from slime.observability.train_metric_utils import TrainMetricsConfig, multi_turn_contributions
+    from slime.metrics.train_metrics import TrainMetricsConfig, multi_turn_contributions
 
     config = ColumnsConfig()
     batch = build_train_columns(samples, compute_rewards(samples, config)[:2], config)

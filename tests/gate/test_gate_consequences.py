@@ -25,8 +25,8 @@ from slime.data.split import SplitConfig, plan_split
 from slime.files.rollout_dump import save_debug_rollout_data
 from slime.gate import GateConfig, InvalidReason, Policy, postprocess_output_data
 from slime.gate.config import MODEL_FAILURES, REASONS
-from slime.observability.contributions import merge_all
-from slime.observability.train_metric_utils import phase_contributions
+from slime.metrics.contributions import merge_all
+from slime.metrics.train_metrics import phase_contributions
 from slime.ray import rollout as manager_module
 from slime.rollout import scoring
 from slime.rollout.base_types import RolloutFnTrainOutput
@@ -324,7 +324,7 @@ def test_cuts_and_rewards_are_of_everything_sampled_and_the_same_under_mark_and_
 
 def test_tokens_of_dropped_groups_count_in_the_throughput(tmp_path, monkeypatch):
     """8 tokens kept and 32 dropped by a filter in one second are 40 tokens a second."""
-    from slime.observability import rollout_metrics
+    from slime.metrics import rollout_metrics
     kept, gone = [sound_sample(i, length=2) for i in range(4)], [sound_sample(4 + i, length=8) for i in range(4)]
     manager = manager_of(kept, tmp_path, monkeypatch, rollout_num_gpus=1)
     output = RolloutFnTrainOutput(kept, dropped={"easy": 4}, dropped_groups=[("easy", gone)])

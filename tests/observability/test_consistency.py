@@ -16,21 +16,21 @@ from slime.data.sample import Sample
 from slime.files.rollout_dump import save_debug_rollout_data
 from slime.files.train_dump import read_train_dump
 from slime.files.train_dump_utils import Place, write_train_dump
-from slime.observability import consistency_report as report_module
-from slime.observability import contributions as c
-from slime.observability.consistency import (
+from slime.metrics import contributions as c
+from slime.metrics.consistency import (
     consistency_contributions,
     shift_contributions,
     shift_metric,
     shifted_by,
     staleness_contributions,
 )
-from slime.observability.consistency_alarms import (
+from slime.metrics.consistency_alarms import (
     ConsistencyLimits,
     consistency_alarms,
     find_consistency_problems,
     gap_of_same_weights,
 )
+from slime.observability import consistency_report as report_module
 from slime.observability.consistency_report import (
     build_report,
     main,

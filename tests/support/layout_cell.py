@@ -121,7 +121,7 @@ def _run_cell(rank: int, world_size: int, role: str, args: Any) -> RankResult:
 
 def _boxes(args: Any, layout: dict[str, int]) -> tuple[list, dict[str, float]]:
     """The shards that the rollout manager makes of the recorded batch, and its metrics of the samples."""
-    from slime.observability.rollout_metrics import RolloutMetricsConfig, compute_metrics_from_samples
+    from slime.metrics.rollout_metrics import RolloutMetricsConfig, compute_metrics_from_samples
     from slime.ray.rollout import RolloutManager
 
     manager = RolloutManager.__new__(RolloutManager)

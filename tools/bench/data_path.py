@@ -41,7 +41,7 @@ from slime.data.sample import Sample  # noqa: E402
 from slime.data.schedule import ScheduleConfig, plan_schedule  # noqa: E402
 from slime.data.split import SplitConfig, split_by_dp  # noqa: E402
 from slime.gate import GateConfig, postprocess_output_data  # noqa: E402
-from slime.observability.train_metric_utils import phase_contributions  # noqa: E402
+from slime.metrics.train_metrics import phase_contributions  # noqa: E402
 
 CAP = 16384
 PAD = 128

@@ -21,11 +21,11 @@ from slime.data.context_parallel import (
     plan_response_layout,
 )
 from slime.exceptions import RolloutDataError
-from slime.observability.reduction import (  # noqa: F401  (upstream has them in this module)
+from slime.metrics.reduction import (  # noqa: F401  (upstream has them in this module)
     gather_and_reduce_log_dict,
     rollout_log_metric_contribution,
 )
-from slime.observability.train_step_metrics import reduce_train_step_metrics  # noqa: F401
+from slime.metrics.step_metrics import reduce_train_step_metrics  # noqa: F401
 
 
 def get_cp_size() -> int:

@@ -1,7 +1,7 @@
 """A rank's batch on its device, and the micro-batches that the forward passes walk over.
 
 Rows are laid out once for a whole rollout batch; a micro-batch is then a view. What is logged from a batch is in
-`slime.observability.train_metric_utils`, re-exported here under upstream's names.
+`slime.metrics.train_metrics`, re-exported here under upstream's names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slime.data.fields import CONTRACT, Extent, FieldSpec, Scope
 from slime.data.ragged import Parts, Ragged, num_entries
 from slime.data.rows import RowLayout, RowShape, plan_row_indices, plan_rows
 from slime.exceptions import RolloutDataError
-from slime.observability.train_metric_utils import (  # noqa: F401  upstream imports them from here
+from slime.metrics.train_metrics import (  # noqa: F401  upstream imports them from here
     gather_log_data,
     log_consistency,
     log_multi_turn_data,

@@ -26,8 +26,8 @@ from slime.backends.megatron_utils.optimizer_state import reset_optimizer_states
 from slime.data.batch import RolloutBatch, Stage
 from slime.data.ragged import Ragged
 from slime.exceptions import RolloutDataError
+from slime.metrics.statistics import compute_train_step
 from slime.observability.logging_utils import log
-from slime.utils.metric_utils import compute_train_step
 from slime.utils.misc import load_function
 
 __all__ = ["forward_only", "load_checkpoint", "save_checkpoint", "setup_model_and_optimizer", "train", "train_one_step"]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slime.data.flops import calculate_fwd_flops
+from slime.metrics.statistics import compute_rollout_step
 from slime.observability.timer import Timer
-from slime.utils.metric_utils import compute_rollout_step
 
 
 def perf_metrics(

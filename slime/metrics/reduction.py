@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 
 from slime.data.fields import Reduce
-from slime.observability import contributions
-from slime.observability.contributions import Contribution
+from slime.metrics import contributions
+from slime.metrics.contributions import Contribution
 
 
 def rollout_log_metric_contribution(

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from slime.observability import contributions as c
-from slime.observability.contributions import Contribution
-from slime.observability.train_metric_utils import flat_tokens, raw_entry, sample_tokens
+from slime.metrics import contributions as c
+from slime.metrics.contributions import Contribution
+from slime.metrics.train_metrics import flat_tokens, raw_entry, sample_tokens
 
 QUANTILES = (("/p50", 0.5), ("/p90", 0.9), ("/p99", 0.99))
 QUARTERS = ("q1", "q2", "q3", "q4")
