@@ -37,7 +37,7 @@ COMMANDS: dict[str, Command] = {
     "serve": Command("slime.backends.torch_engine.serve:serve", "Serve a Hugging Face folder over SGLang's HTTP API."),
     "doctor": Command("slime.doctor:doctor", "Check this machine: one line and one remedy each."),
     "consistency": Command(
-        "slime.observability.consistency_report:main", "Where trainer and engine disagree in a run, token by token.", raw=True
+        "slime.harness.consistency_report:main", "Where trainer and engine disagree in a run, token by token.", raw=True
     ),
     "diff": Command("slime.harness.diff:main", "Compare two dumps field by field and name the first difference.", raw=True),
     "rewards": Command("slime.rollout.reward_cli:rewards", "Check that the labels of a prompt file can be answered right.", raw=True),

@@ -22,7 +22,7 @@ from slime.data.sample import Sample
 from slime.exceptions import ConfigError, RolloutDataError, SlimeError
 from slime.files.rollout_dump import read_rollout_dump
 from slime.files.train_dump import read_train_dump
-from slime.observability.consistency_report import decoder_of, print_plain, printable, read_config
+from slime.harness.consistency_report import decoder_of, print_plain, printable, read_config
 
 TOKEN_HEAD = ["token", "id", "text", "mask", "engine", "trainer", "difference", "advantage"]
 LIST_HEAD = ["sample", "group", "reward", "tokens", "status", "valid", "label", "response"]

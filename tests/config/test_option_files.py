@@ -24,7 +24,7 @@ from slime.config.yaml_file import (
     write_resolved_config,
 )
 from slime.exceptions import ConfigError
-from slime.observability.consistency_report import read_config
+from slime.harness.consistency_report import read_config
 from slime.utils.arguments import parse_args
 
 NUM_GPUS = 0

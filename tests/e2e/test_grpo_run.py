@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python 
 from support import small_run
 
 from slime.files.jsonl import read_jsonl
+from slime.harness.consistency_report import build_report
 from slime.harness.diff import Tolerance, compare_paths
-from slime.observability.consistency_report import build_report
 
 NUM_GPUS = 0
 

@@ -16,6 +16,15 @@ from slime.data.sample import Sample
 from slime.files.rollout_dump import save_debug_rollout_data
 from slime.files.train_dump import read_train_dump
 from slime.files.train_dump_utils import Place, write_train_dump
+from slime.harness import consistency_report as report_module
+from slime.harness.consistency_report import (
+    build_report,
+    main,
+    print_report,
+    printable,
+    rollout_of_step,
+    worst_tokens,
+)
 from slime.metrics import contributions as c
 from slime.metrics.consistency import (
     consistency_contributions,
@@ -29,15 +38,6 @@ from slime.metrics.consistency_alarms import (
     consistency_alarms,
     find_consistency_problems,
     gap_of_same_weights,
-)
-from slime.observability import consistency_report as report_module
-from slime.observability.consistency_report import (
-    build_report,
-    main,
-    print_report,
-    printable,
-    rollout_of_step,
-    worst_tokens,
 )
 
 NUM_GPUS = 0
