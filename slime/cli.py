@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from slime import __version__
 from slime.config.specs import nearest_names
 from slime.exceptions import SlimeError
-from slime.observability.plain_output import keep_output_plain
+from slime.tracking.plain_output import keep_output_plain
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,7 +39,7 @@ class LocalResult:
     def series(self, name: str) -> dict[int, float]:
         """step -> value of one metric. KeyError with the nearest names where nothing was logged under it."""
         from slime.files.jsonl import read_jsonl
-        from slime.observability.logging_utils import FILE_NAME
+        from slime.tracking.tracking import FILE_NAME
 
         records = [record for record in read_jsonl(self.run_dir / FILE_NAME)[0] if "metrics" in record]
         found = {record["step"]: record["metrics"][name] for record in records if name in record["metrics"]}
@@ -74,7 +74,7 @@ def words_of(options: dict[str, Any]) -> list[str]:
 @contextlib.contextmanager
 def local_run(options: Sequence[str] = (), **named: Any) -> Iterator[Run]:
     """A run in this process, its models loaded and the weights published to the engine; everything is stopped at the end."""
-    from slime.observability.logging_utils import finish_tracking
+    from slime.tracking.tracking import finish_tracking
     from slime.utils.arguments import parse_args
 
     args = parse_args([*map(str, options), *words_of(named), "--local"])

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from slime.exceptions import ConfigError, SlimeError
-from slime.observability.plain_output import keep_output_plain
-from slime.observability.progress import report
+from slime.tracking.plain_output import keep_output_plain
+from slime.tracking.progress import report
 
 logger = logging.getLogger("slime")
 
@@ -158,7 +158,7 @@ def log_trained(args: Any, rollout_id: int, shards: list, results: Sequence[Any]
     """Closes the rollout's ledger: what was planned has trained, but for what the policy's ranks say in their `results`."""
     from slime.data.ledger import finished_metrics
     from slime.metrics.statistics import compute_rollout_step
-    from slime.observability.logging_utils import log
+    from slime.tracking.tracking import log
 
     not_trained: collections.Counter[str] = collections.Counter()
     for result in results:
@@ -280,9 +280,9 @@ def launch(argv: Sequence[str] | None, loop: Callable[[Run], None], *, check: Ca
 def open_run(args: Any) -> Iterator[Run]:
     """A run of parsed options, ready for its loop, with its records, live view and actors. `finish_tracking(args)` is the caller's to call."""
     from slime.config.yaml_file import write_resolved_config
-    from slime.observability.live_view import live_view
-    from slime.observability.logging_utils import init_tracking
     from slime.ray.session import run_session
+    from slime.tracking.live_view import live_view
+    from slime.tracking.tracking import init_tracking
 
     write_resolved_config(args, f"{args.run_dir}/config.yaml")
     with live_view(args):
@@ -293,8 +293,8 @@ def open_run(args: Any) -> Iterator[Run]:
 
 def _run_session(args: Any, loop: Callable[[Run], None], started: float) -> int:
     from slime.config.derive import has_megatron_checkpoint
-    from slime.observability.logging_utils import finish_tracking, log_dir_of
     from slime.ray.session import interruptible
+    from slime.tracking.tracking import finish_tracking, log_dir_of
     from slime.utils.watched_calls import last_words
 
     status, is_done = 1, False

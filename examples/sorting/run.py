@@ -21,8 +21,8 @@ from pathlib import Path
 
 from examples.addition.run import StageFailed, example_parser, place_of_run, run_stage, run_two_stages, two_stages
 from examples.sorting import prepare
-from slime.observability.plain_output import keep_output_plain
-from slime.observability.report import LEVEL_WINDOW, RunRecords, find_gate_problems, read_run, summarize_run
+from slime.tracking.plain_output import keep_output_plain
+from slime.tracking.report import LEVEL_WINDOW, RunRecords, find_gate_problems, read_run, summarize_run
 
 HERE = Path(__file__).resolve().parent
 ACCURACY, CUT, TOTAL = "eval/sorting", "gate/failures/truncated", "gate/total"

@@ -350,8 +350,8 @@ WAITS = (
             "backends/torch_engine/server_thread.py::EngineServerThread.stop",
             "backends/sglang_utils/router.py::SglangRouter.stop",
             "utils/http_utils.py::terminate_process",
-            "observability/live_view.py::LiveView.stop",
-            "observability/logging_utils.py::Tracking.close",
+            "tracking/live_view.py::LiveView.stop",
+            "tracking/tracking.py::Tracking.close",
             "rollout/rm_hub/grader_pool.py::_Worker.kill",
             "rollout/rm_hub/grader_pool.py::_Worker._await_line",
         ),
@@ -447,15 +447,15 @@ WORKERS = (
     Worker(
         "the live view follows the run's records",
         (
-            "observability/live_view.py::LiveView._run_lines",
-            "observability/live_view.py::LiveView._run_panel",
+            "tracking/live_view.py::LiveView._run_lines",
+            "tracking/live_view.py::LiveView._run_panel",
         ),
         "stopped with the run",
     ),
     Worker(
         "the trackers follow the records of all processes",
         (
-            "observability/logging_utils.py::Tracking._follow",
+            "tracking/tracking.py::Tracking._follow",
         ),
         "stopped with the run",
     ),

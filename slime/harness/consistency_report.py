@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from slime.config.observability import ObservabilityOptions
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.metrics.consistency_alarms import SEEN, ConsistencyLimits, consistency_alarms
-from slime.observability.report import RunRecords, read_run
+from slime.tracking.report import RunRecords, read_run
 
 if TYPE_CHECKING:
     from slime.data.sample import Sample

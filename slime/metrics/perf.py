@@ -8,7 +8,7 @@ from typing import Any
 
 from slime.data.flops import calculate_fwd_flops
 from slime.metrics.statistics import compute_rollout_step
-from slime.observability.timer import Timer
+from slime.tracking.timer import Timer
 
 
 def perf_metrics(
@@ -44,7 +44,7 @@ def log_perf_data_raw(
     extra_metrics: dict[str, float] | None = None,
 ) -> dict[str, float] | None:
     """Logs `perf_metrics` of this process's timers where it is the primary rank, and resets the timers in any case."""
-    from slime.observability import logging_utils
+    from slime.tracking import tracking
 
     seconds = Timer().log_dict()
     Timer().reset()
@@ -57,5 +57,5 @@ def log_perf_data_raw(
     )
     metrics.update(extra_metrics or {})
     metrics["rollout/step"] = compute_rollout_step(args, rollout_id)
-    logging_utils.log(args, metrics, step_key="rollout/step")
+    tracking.log(args, metrics, step_key="rollout/step")
     return metrics

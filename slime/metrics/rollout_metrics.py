@@ -351,7 +351,7 @@ def log_rollout_data(
     trainer_weight_version: the newest published version, from which staleness is counted; None: the newest that a sample has. sampled: all samples that the
     gate judged, where `samples` lacks those that its policy drops. filtered: samples of groups that a filter dropped before.
     """
-    from slime.observability import logging_utils
+    from slime.tracking import tracking
     from slime.utils.misc import load_function
 
     if args.custom_rollout_log_function_path:
@@ -370,7 +370,7 @@ def log_rollout_data(
         **dict_add_prefix(compute_perf_metrics_from_samples(config, [*judged, *filtered], rollout_time), "perf/"),
         "rollout/step": compute_rollout_step(args, rollout_id),
     }
-    logging_utils.log(args, metrics, step_key="rollout/step")
+    tracking.log(args, metrics, step_key="rollout/step")
     return metrics
 
 
@@ -378,7 +378,7 @@ def log_eval_rollout_data(
     rollout_id: int, args: Any, data: Mapping[str, Mapping[str, Any]], extra_metrics: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
     """Logs `eval/<dataset>` (mean reward) and its sample metrics, truncated share and pass@k at `eval/step`. Returns what was logged."""
-    from slime.observability import logging_utils
+    from slime.tracking import tracking
     from slime.utils.misc import load_function
 
     if args.custom_eval_rollout_log_function_path:
@@ -392,7 +392,7 @@ def log_eval_rollout_data(
             dict_add_prefix(eval_metrics(config, dataset, group_size=args.n_samples_per_eval_prompt), f"eval/{name}")
         )
     metrics["eval/step"] = compute_rollout_step(args, rollout_id)
-    logging_utils.log(args, metrics, step_key="eval/step")
+    tracking.log(args, metrics, step_key="eval/step")
     return metrics
 
 

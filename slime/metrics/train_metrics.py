@@ -347,7 +347,7 @@ def _config(args: Any) -> TrainMetricsConfig:
 def gather_log_data(metric_name: str, args: Any, rollout_id: int, log_dict: dict[str, Any]) -> dict[str, float] | None:
     """Reduces `log_dict` over data x context parallel ranks and logs it as `<metric_name>/<key>` at `rollout/step`. The dict on the source
     rank, None elsewhere."""
-    from slime.observability import logging_utils
+    from slime.tracking import tracking
 
     reduced = _gathered(log_dict)
     if reduced is None:
@@ -355,7 +355,7 @@ def gather_log_data(metric_name: str, args: Any, rollout_id: int, log_dict: dict
     metrics: dict[str, Any] = {f"{metric_name}/{key}": value for key, value in reduced.items()}
     metrics["rollout/step"] = compute_rollout_step(args, rollout_id)
     logger.debug("%s %s: %s", metric_name, rollout_id, metrics)
-    logging_utils.log(args, metrics, step_key="rollout/step")
+    tracking.log(args, metrics, step_key="rollout/step")
     return metrics
 
 

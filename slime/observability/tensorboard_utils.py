@@ -1,5 +1,5 @@
-"""Upstream's later path of slime.observability.tensorboard_sink."""
+"""Upstream's later path of slime.tracking.tensorboard_sink."""
 
-from slime.observability.tensorboard_sink import TensorboardAdapter as _TensorboardAdapter
+from slime.tracking.tensorboard_sink import TensorboardAdapter as _TensorboardAdapter
 
 __all__ = ["_TensorboardAdapter"]

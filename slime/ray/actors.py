@@ -22,7 +22,7 @@ from typing import Any
 
 import ray
 
-from slime.observability.timer import Timer
+from slime.tracking.timer import Timer
 from slime.utils.misc import SingletonMeta
 
 _is_local = False

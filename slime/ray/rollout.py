@@ -33,8 +33,6 @@ from slime.gate.gate import Gate
 from slime.gate.judge import PostprocessResult
 from slime.metrics import rollout_metrics
 from slime.metrics.statistics import compute_rollout_step, dict_add_prefix
-from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log, log_dir_of
-from slime.observability.timer import Timer, timer
 from slime.ray import actors
 from slime.ray.rollout_servers import start_rollout_servers
 from slime.ray.utils import Lock, wait_for
@@ -42,6 +40,8 @@ from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.engine_client import set_engines
 from slime.rollout.reward_checks import RewardWatch
 from slime.rollout.sample_hooks import set_current_rollout_id
+from slime.tracking.timer import Timer, timer
+from slime.tracking.tracking import configure_logger, finish_tracking, init_tracking, log, log_dir_of
 from slime.utils.http_utils import init_http_client
 from slime.utils.misc import Box, count_rollouts_per_epoch, load_function
 from slime.utils.processing_utils import shared_tokenizer

@@ -20,9 +20,9 @@ import ray
 from ray._private import ray_constants, services
 
 from slime.exceptions import ConfigError
-from slime.observability.logging_utils import configure_logger, log_dir_of
 from slime.ray import actors
 from slime.ray.utils import add_default_ray_env_vars
+from slime.tracking.tracking import configure_logger, log_dir_of
 
 OBJECT_STORE_BYTES = 2 * 1024**3
 CLUSTER_ANSWER_S = 10.0  # a cluster that is alive answers in milliseconds; Ray itself would try for minutes

@@ -12,8 +12,8 @@ import ray
 
 from slime import exceptions
 from slime.exceptions import SlimeError
-from slime.observability.plain_output import PLAIN
 from slime.ray import actors
+from slime.tracking.plain_output import PLAIN
 
 NOSET_VISIBLE_DEVICES_ENV_VARS_LIST = [
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",

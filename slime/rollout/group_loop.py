@@ -202,7 +202,7 @@ class GroupLoop:
 
 def report_progress(phase: str, done: int, total: int) -> None:
     """Tells the live view how far the rollout is."""
-    from slime.observability.progress import report
+    from slime.tracking.progress import report
 
     report(phase=phase, done=done, total=total)
 

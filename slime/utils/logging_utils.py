@@ -1,5 +1,5 @@
-"""Upstream's path of slime.observability.logging_utils."""
+"""Upstream's path of slime.tracking.tracking."""
 
-from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log
+from slime.tracking.tracking import configure_logger, finish_tracking, init_tracking, log
 
 __all__ = ["configure_logger", "finish_tracking", "init_tracking", "log"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from slime.data.batch import RolloutBatch, localize
-from slime.observability.timer import Timer
 from slime.ray import actors
+from slime.tracking.timer import Timer
 
 
 def process_rollout_data(args: Any, rollout_data_ref: list[Any], dp_rank: int, dp_size: int) -> RolloutBatch:

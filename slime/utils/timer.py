@@ -1,5 +1,5 @@
-"""Upstream's path of slime.observability.timer."""
+"""Upstream's path of slime.tracking.timer."""
 
-from slime.observability.timer import Timer, inverse_timer, timer, with_defer
+from slime.tracking.timer import Timer, inverse_timer, timer, with_defer
 
 __all__ = ["Timer", "inverse_timer", "timer", "with_defer"]

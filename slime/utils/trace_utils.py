@@ -1,6 +1,6 @@
-"""Upstream's path of slime.observability.tracing."""
+"""Upstream's path of slime.tracking.tracing."""
 
-from slime.observability.tracing import (
+from slime.tracking.tracing import (
     TRACE_CHILDREN_KEY,
     TraceHandle,
     TraceSpanContext,

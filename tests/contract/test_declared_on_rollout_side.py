@@ -15,9 +15,9 @@ from slime.data.declared_fields import declared_metrics
 from slime.data.fields import Reduce, Rows, Scope
 from slime.data.structure import validate_rollout_id_annotated
 from slime.metrics.rollout_metrics import RolloutMetricsConfig, eval_metrics
-from slime.observability.report import FAMILIES, RunRecords, find_reward_problems, pick
 from slime.rollout.sglang_rollout import _call_generate
 from slime.testing import make_args, make_sample
+from slime.tracking.report import FAMILIES, RunRecords, find_reward_problems, pick
 
 NUM_GPUS = 0
 

@@ -46,7 +46,7 @@ from slime.metrics.train_metrics import (
     pass_rates,
     phase_contributions,
 )
-from slime.observability import logging_utils
+from slime.tracking import tracking
 
 NUM_GPUS = 0
 
@@ -384,7 +384,7 @@ def _log_on_rank(rank, world_size):
     )
     with (
         mock.patch.multiple(mpu, **answers),
-        mock.patch.object(logging_utils, "log", lambda a, m, step_key: sent.append(m)),
+        mock.patch.object(tracking, "log", lambda a, m, step_key: sent.append(m)),
     ):
         result = log_rollout_data(7, args, batch)
     return result, sent

@@ -26,7 +26,7 @@ from slime.gate import (
 from slime.gate.alarms import level_rose
 from slime.gate.config import FORMAT_PRESETS, TaskRules
 from slime.gate.gate import Gate, gate_config_from_args
-from slime.observability.report import Checks, find_gate_problems, read_run, summarize_run
+from slime.tracking.report import Checks, find_gate_problems, read_run, summarize_run
 
 NUM_GPUS = 0
 PENALIZED = {reason: Policy.PENALIZE for reason in InvalidReason if reason.is_model_failure and reason is not InvalidReason.EMPTY}

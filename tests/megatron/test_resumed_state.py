@@ -24,8 +24,8 @@ from slime.accelerator.host_memory import FileCopies, HostCopies
 from slime.backends.megatron_utils.actor_state import STATE, load_actor_state
 from slime.backends.megatron_utils.optimizer import training_tensors
 from slime.exceptions import ConfigError, RolloutDataError
-from slime.observability.timer import Timer
 from slime.ray.placement_group import _critic_args
+from slime.tracking.timer import Timer
 from slime.utils.arguments import parse_args
 
 NUM_GPUS = 0

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from slime.observability.plain_output import PLAIN, keep_output_plain
+from slime.tracking.plain_output import PLAIN, keep_output_plain
 
 NUM_GPUS = 0
 
@@ -29,7 +29,7 @@ def test_libraries_are_told_where_output_is_no_terminal(is_terminal, given, expe
 def test_a_library_bar_and_rays_lines_come_out_plain_in_a_pipe():
     """transformers' bar for one file of weights was two states on one line, and Ray's lines about a process were cyan."""
     script = (
-        "from slime.observability.plain_output import keep_output_plain; keep_output_plain()\n"
+        "from slime.tracking.plain_output import keep_output_plain; keep_output_plain()\n"
         "import sys, tqdm.auto; list(tqdm.auto.tqdm([1, 2]))\n"
         "from ray._private.worker import print_worker_logs\n"
         "print_worker_logs({'job': 'j', 'pid': 7, 'ip': 'x', 'is_err': True, 'lines': ['a line'], 'actor_name': 'a', 'task_name': None}, sys.stderr)\n"

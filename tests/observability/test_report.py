@@ -7,8 +7,8 @@ import struct
 
 import pytest
 
-from slime.observability import report
-from slime.observability.report import Checks, Ledger, print_summary, read_run, summarize_run, write_report
+from slime.tracking import report
+from slime.tracking.report import Checks, Ledger, print_summary, read_run, summarize_run, write_report
 
 NUM_GPUS = 0
 

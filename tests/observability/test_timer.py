@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from slime.observability.timer import Timer, inverse_timer, timer, with_defer
+from slime.tracking.timer import Timer, inverse_timer, timer, with_defer
 from slime.utils.timer import Timer as UpstreamTimer
 
 NUM_GPUS = 0

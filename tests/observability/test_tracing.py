@@ -6,7 +6,7 @@ import types
 import pytest
 
 from slime.data.sample import Sample
-from slime.observability.tracing import (
+from slime.tracking.tracing import (
     TRACE_CHILDREN_KEY,
     bind_trace,
     build_sglang_meta_trace_attrs,

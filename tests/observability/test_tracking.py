@@ -17,8 +17,9 @@ import pytest
 from slime.config.observability import ObservabilityOptions, resolve_run_dir, resolve_wandb_run_id
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.files.jsonl import JsonlTail, JsonlWriter, plain_value, read_jsonl
-from slime.observability import logging_utils, progress
-from slime.observability.wandb_sink import WandbSink, build_init_arguments
+from slime.tracking import progress
+from slime.tracking import tracking as logging_utils
+from slime.tracking.wandb_sink import WandbSink, build_init_arguments
 
 NUM_GPUS = 0
 

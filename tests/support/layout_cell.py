@@ -91,8 +91,8 @@ def _without_ray_and_with_our_groups() -> Iterator[None]:
 
 def _run_cell(rank: int, world_size: int, role: str, args: Any) -> RankResult:
     from slime.backends.megatron_utils.actor import MegatronTrainRayActor
-    from slime.observability.logging_utils import finish_tracking
-    from slime.observability.timer import Timer
+    from slime.tracking.timer import Timer
+    from slime.tracking.tracking import finish_tracking
 
     class CellActor(MegatronTrainRayActor):
         """Takes its place from the caller, not from Ray, and shows its batch."""

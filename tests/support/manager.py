@@ -8,8 +8,8 @@ import types
 from support.gate_samples import sound_sample
 from support.rollout_args import rollout_args
 
-from slime.observability import logging_utils
 from slime.ray import rollout as manager_module
+from slime.tracking import tracking
 
 
 def manager_of(samples, tmp_path, monkeypatch, **options):
@@ -23,7 +23,7 @@ def manager_of(samples, tmp_path, monkeypatch, **options):
     monkeypatch.setattr(manager_module.ray, "put", lambda shard: shard)
     manager = manager_module.RolloutManager(args, ())
     manager.logged = {}
-    for module in (manager_module, logging_utils):
+    for module in (manager_module, tracking):
         monkeypatch.setattr(module, "log", lambda args, metrics, step_key: manager.logged.update(metrics))
     manager.generate_rollout = lambda args, rollout_id, source, evaluation: samples
     manager.eval_generate_rollout = lambda args, rollout_id, source, evaluation: {"set": evaluated(samples)}

@@ -175,7 +175,7 @@ def train_or_stop(rank: int, world_size: int, args: Any, template: str) -> dict[
     os.environ["SLIME_ACCELERATOR"] = "cpu"
     from slime.backends.megatron_utils import initialize  # noqa: F401  before anything imports Megatron
     from slime.exceptions import RolloutDataError
-    from slime.observability.timer import timer
+    from slime.tracking.timer import timer
 
     results = {}
     with _running_actor(rank, world_size, args) as actor:
@@ -199,8 +199,8 @@ def _running_actor(rank: int, world_size: int, args: Any) -> Iterator[Any]:
     from support.layout_cell import _without_ray_and_with_our_groups
 
     from slime.backends.megatron_utils.actor import MegatronTrainRayActor
-    from slime.observability.logging_utils import finish_tracking
-    from slime.observability.timer import Timer
+    from slime.tracking.timer import Timer
+    from slime.tracking.tracking import finish_tracking
 
     class CellActor(MegatronTrainRayActor):
         def __init__(self) -> None:

@@ -52,9 +52,9 @@ from slime.data.batch import RolloutBatch
 from slime.files.train_dump_utils import save_debug_train_data
 from slime.metrics.statistics import compute_rollout_step
 from slime.models.hf_config import read_hf_config
-from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log, log_dir_of
-from slime.observability.timer import Timer, inverse_timer, timer
 from slime.ray.train_actor import TrainRayActor
+from slime.tracking.timer import Timer, inverse_timer, timer
+from slime.tracking.tracking import configure_logger, finish_tracking, init_tracking, log, log_dir_of
 from slime.utils.misc import load_function
 from slime.utils.rollout_data import process_rollout_data
 

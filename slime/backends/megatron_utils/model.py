@@ -27,7 +27,7 @@ from slime.data.batch import RolloutBatch, Stage
 from slime.data.ragged import Ragged
 from slime.exceptions import RolloutDataError
 from slime.metrics.statistics import compute_train_step
-from slime.observability.logging_utils import log
+from slime.tracking.tracking import log
 from slime.utils.misc import load_function
 
 __all__ = ["forward_only", "load_checkpoint", "save_checkpoint", "setup_model_and_optimizer", "train", "train_one_step"]

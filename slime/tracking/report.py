@@ -1,6 +1,6 @@
 """What a run did, from its metrics.jsonl alone: a summary table, report.png, and whether the run's books balance.
 
-python -m slime.observability.report RUN_DIR      exit status 1 when something does not add up
+python -m slime.tracking.report RUN_DIR      exit status 1 when something does not add up
 """
 
 from __future__ import annotations
@@ -341,7 +341,7 @@ def print_summary(summary: Summary, *, stream: Any = None) -> None:
 
 def write_report(run_dir: str | os.PathLike[str], *, checks: Checks = Checks(), title: str | None = None) -> Summary:
     """Writes <run_dir>/report.png and returns the summary; `summary.problems` is empty when everything adds up."""
-    from slime.observability.report_picture import draw_report
+    from slime.tracking.report_picture import draw_report
 
     run = read_run(run_dir)
     png = draw_report(run, Path(run_dir) / "report.png", title=title or Path(run_dir).resolve().name)
@@ -391,7 +391,7 @@ def report_at_end(args: Any) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Reports one run folder, with the thresholds that the run was started with; returns 1 when something does not add up, 2 when there is no run."""
-    parser = argparse.ArgumentParser(prog="python -m slime.observability.report", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(prog="python -m slime.tracking.report", description=__doc__.split("\n", 1)[0])
     parser.add_argument("run_dir", help="Folder that holds metrics.jsonl.")
     options = parser.parse_args(argv)
     try:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from slime.files.jsonl import JsonlTail
-from slime.observability import progress
-from slime.observability.report import EVAL_FAMILIES, FAMILIES, pick
+from slime.tracking import progress
+from slime.tracking.report import EVAL_FAMILIES, FAMILIES, pick
 
 POLL_INTERVAL_S = 0.25
 SILENCE_S = 8.0  # a plain line is printed at least this often, so that ten seconds never pass without one
@@ -232,7 +232,7 @@ class LiveView:
 @contextlib.contextmanager
 def live_view(args: Any) -> Iterator[None]:
     """Shows the run of `args` on standard error while the body runs, if `args.live_view`."""
-    from slime.observability.logging_utils import start_run_folder
+    from slime.tracking.tracking import start_run_folder
 
     if not args.live_view:
         yield

@@ -92,7 +92,7 @@ def init_wandb_primary(args: Any) -> WandbSink | None:
 
 def init_wandb_secondary(args: Any, role: str | None = None) -> None:
     """Prepares `logging_utils.log` in a further process of the run: its records reach W&B through the primary process. `role` names log lines."""
-    from slime.observability.logging_utils import configure_logger, init_tracking
+    from slime.tracking.tracking import configure_logger, init_tracking
 
     configure_logger(role or "")
     init_tracking(args, primary=False)
