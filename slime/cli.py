@@ -35,15 +35,15 @@ COMMANDS: dict[str, Command] = {
         "slime.train_async:main", "Train with the next rollout generated while this one is trained on.", raw=True
     ),
     "serve": Command("slime.backends.torch_engine.serve:serve", "Serve a Hugging Face folder over SGLang's HTTP API."),
-    "doctor": Command("slime.doctor:doctor", "Check this machine: one line and one remedy each."),
+    "doctor": Command("slime.commands.doctor:doctor", "Check this machine: one line and one remedy each."),
     "consistency": Command(
         "slime.harness.consistency_report:main", "Where trainer and engine disagree in a run, token by token.", raw=True
     ),
     "diff": Command("slime.harness.diff:main", "Compare two dumps field by field and name the first difference.", raw=True),
-    "rewards": Command("slime.rollout.reward_cli:rewards", "Check that the labels of a prompt file can be answered right.", raw=True),
-    "rescore": Command("slime.rollout.reward_cli:rescore", "Score a rollout dump again and show what changed.", raw=True),
+    "rewards": Command("slime.commands.reward:rewards", "Check that the labels of a prompt file can be answered right.", raw=True),
+    "rescore": Command("slime.commands.reward:rescore", "Score a rollout dump again and show what changed.", raw=True),
     "show": Command("slime.harness.show:main", "One sample of a rollout dump, token by token.", raw=True),
-    "gate": Command("slime.gate.cli:main", "Look at, compare and tune the response gate.", raw=True),
+    "gate": Command("slime.commands.gate:main", "Look at, compare and tune the response gate.", raw=True),
 }
 
 

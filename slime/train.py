@@ -267,7 +267,7 @@ def launch(argv: Sequence[str] | None, loop: Callable[[Run], None], *, check: Ca
         print(f"error: {error}", file=sys.stderr)
         return 2
     if args.dry_run:
-        from slime.dry_run import dry_run
+        from slime.commands.dry_run import dry_run
 
         return dry_run(args)
     if args.num_rollout is not None and (sentence := nothing_left(args, num_rollout=args.num_rollout)) is not None:

@@ -376,11 +376,11 @@ WAITS = (
     Wait(
         AROUND,
         "a trial of the reward by the dry run and `slime rewards check`, and the doctor's of torch",
-        ("rollout/reward_probe.py::score_texts", "doctor.py::probe_torch"),
+        ("commands/reward_probe.py::score_texts", "commands/doctor.py::probe_torch"),
         "the line names the time-out, and the status is 1",
         "",
         "config/test_waits.py::test_a_reward_that_hangs_in_the_dry_run_is_said",
-        constants=("rollout/reward_probe.py::PROBE_SECONDS",),
+        constants=("commands/reward_probe.py::PROBE_SECONDS",),
     ),
     Wait(
         AROUND,

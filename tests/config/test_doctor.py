@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from slime import doctor, tested_versions
+from slime import tested_versions
+from slime.commands import doctor
 
 NUM_GPUS = 0
 

@@ -10,8 +10,7 @@ import pytest
 from support.options import write_run_inputs
 from support.tiny_models import make_char_tokenizer
 
-from slime.config.derive import DerivedSizes
-from slime.dry_run import (
+from slime.commands.dry_run import (
     dry_run,
     first_difference,
     format_layout,
@@ -21,6 +20,7 @@ from slime.dry_run import (
     probe_template,
     template_difference,
 )
+from slime.config.derive import DerivedSizes
 from slime.utils.arguments import parse_args
 
 NUM_GPUS = 0

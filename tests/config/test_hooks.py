@@ -9,10 +9,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import pytest
 from support.options import write_run_inputs
 
+from slime.commands.dry_run import dry_run
 from slime.config.extension_points import EXTENSION_POINTS, Mode, problem_of
 from slime.config.specs import all_specs
 from slime.data.sample import Sample
-from slime.dry_run import dry_run
 from slime.exceptions import ConfigError
 from slime.rollout.rm_hub import async_rm
 from slime.rollout.sglang_rollout import _call_generate

@@ -244,8 +244,8 @@ def test_a_reward_that_hangs_in_the_dry_run_is_said(monkeypatch):
     """It must not hang the look at a run."""
     from support.tiny_models import make_char_tokenizer
 
+    from slime.commands import reward_probe
     from slime.data.sample import Sample
-    from slime.rollout import reward_probe
 
     monkeypatch.setattr(reward_probe, "PROBE_SECONDS", 0.1)
     args = rollout_args(rm_type=None, custom_rm_path=f"{__name__}.waits_for_ever")

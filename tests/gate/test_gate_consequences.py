@@ -183,7 +183,7 @@ def test_a_rollout_function_that_scores_by_itself_still_goes_through_the_gate(tm
 def test_what_the_rollout_function_dropped_is_in_the_ledger_and_in_the_raw_snapshot(tmp_path, monkeypatch):
     """Groups that a dynamic filter dropped are in the ledger and in the raw snapshot; a rollout
     function that only counts its drops works as before."""
-    from slime.gate.cli import read_snapshot
+    from slime.commands.gate import read_snapshot
     from slime.rollout.base_types import RolloutFnTrainOutput
 
     manager = manager_of(dirty_rollout(), tmp_path, monkeypatch)

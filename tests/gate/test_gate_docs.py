@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from slime.commands.gate import COMMANDS
 from slime.config.gate import GateOptions
-from slime.gate.cli import COMMANDS
 from slime.gate.config import NEVER_KEPT, QUALITY_CHECKS, REASONS
 
 NUM_GPUS = 0

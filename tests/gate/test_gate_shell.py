@@ -466,7 +466,7 @@ def test_snapshots_hold_malformed_samples_too(tmp_path):
 def test_a_snapshot_gives_back_what_the_engine_sent(tmp_path):
     """Samples read from a snapshot get the verdicts they had, with rewards that are numpy scalars
     or texts and log-probs with holes."""
-    from slime.gate.cli import read_snapshot
+    from slime.commands.gate import read_snapshot
 
     rewards = ["a word", np.float32(0.5), {"score": np.float64(1)}, float("nan"), None, True]
     samples = [sound_sample(i, reward=reward, metadata={"n": np.int64(i)}) for i, reward in enumerate(rewards)]

@@ -10,6 +10,7 @@ import pytest
 from support.gate_golden import GOLDEN_CONFIG, load_corpus, load_tokenizer
 from support.gate_samples import sound_sample
 
+from slime.commands.gate import main
 from slime.config.specs import all_specs
 from slime.config.yaml_file import read_option_file
 from slime.data.sample import Status
@@ -17,7 +18,6 @@ from slime.exceptions import ConfigError
 from slime.files.rollout_dump import save_debug_rollout_data
 from slime.gate import Gate, GateConfig, postprocess_output_data, tools
 from slime.gate.alignment import Codec
-from slime.gate.cli import main
 from slime.gate.config import MismatchCause
 from slime.gate.snapshots import SnapshotWriter
 

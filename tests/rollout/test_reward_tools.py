@@ -14,10 +14,10 @@ from support.rollout_args import rollout_args
 from support.tiny_models import make_char_tokenizer
 
 from slime.cli import main
+from slime.commands.reward_probe import as_generated, describe_probes, probe_rows, right_answers, sample_rows, turn_end
 from slime.data.sample import Sample
 from slime.files.rollout_dump import save_debug_rollout_data
 from slime.rollout.reward_checks import RewardWatch, find_reward_conflicts, find_reward_warnings
-from slime.rollout.reward_probe import as_generated, describe_probes, probe_rows, right_answers, sample_rows, turn_end
 from slime.rollout.rm_hub import async_rm
 from slime.rollout.scoring import scoring_args
 from slime.utils.async_utils import run

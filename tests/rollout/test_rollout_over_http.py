@@ -341,8 +341,8 @@ def test_only_valid_responses_see_the_reward_function(rig):
 def test_the_raw_snapshot_has_the_text_that_the_engine_sent(rig, tmp_path):
     """Rewards read the decoded tokens, and the snapshot keeps the engine's text, so that `align`
     finds a character that the detokenizer lost."""
+    from slime.commands.gate import main, read_snapshot
     from slime.gate import Gate, GateConfig
-    from slime.gate.cli import main, read_snapshot
     from slime.gate.snapshots import SnapshotWriter
 
     wrong = {"1": "I", "2": " 2\n"}  # of prompt 2 only outer whitespace differs, which is no fault

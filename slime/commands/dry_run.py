@@ -175,8 +175,8 @@ def _shown(value: Any) -> str:
 def load_prompts(args: argparse.Namespace, tokenizer: Any) -> list[Any]:
     """Returns (place, sample) of up to ROWS_GRADED rows of --prompt-data, evenly spaced after the first PROMPTS_SHOWN, rendered as they would be
     sent; raises ConfigError for a row that cannot be."""
+    from slime.commands.reward_probe import sample_rows
     from slime.prompts.prompt_files import read_rows
-    from slime.rollout.reward_probe import sample_rows
     from slime.utils.data import RowFormat, build_sample
 
     form = RowFormat(
@@ -291,7 +291,7 @@ def marked_text(tokens: Sequence[int], mask: Sequence[int], tokenizer: Any) -> s
 
 
 def _probe_reward(args: argparse.Namespace, rows: Sequence[tuple[str, Any]], tokenizer: Any) -> bool:
-    from slime.rollout.reward_probe import WRONG_ANSWER, right_answers, score_texts
+    from slime.commands.reward_probe import WRONG_ANSWER, right_answers, score_texts
 
     if args.rm_type is None and args.custom_rm_path is None:
         sets_it = args.custom_generate_function_path
@@ -311,7 +311,7 @@ def _probe_reward(args: argparse.Namespace, rows: Sequence[tuple[str, Any]], tok
 
 def _probe_labels(args: argparse.Namespace, rows: Sequence[tuple[str, Any]], tokenizer: Any) -> bool:
     """Grades the labels of the sampled rows against themselves. A built-in type that can call none of them right fails the dry run."""
-    from slime.rollout.reward_probe import advice, describe_probes, probe_rows
+    from slime.commands.reward_probe import advice, describe_probes, probe_rows
 
     probes = asyncio.run(probe_rows(args, rows, tokenizer))
     if not probes:

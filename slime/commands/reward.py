@@ -23,13 +23,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.commands.gate import load_samples
+from slime.commands.reward_probe import advice, describe_probes, probe_rows, sample_rows
 from slime.config.cli import build_parser, describe_unknown, format_help
 from slime.config.specs import all_specs
 from slime.data.rewards import reward_number
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError
-from slime.gate.cli import load_samples
-from slime.rollout.reward_probe import advice, describe_probes, probe_rows, sample_rows
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 
 _REWARD_OPTIONS = (
