@@ -108,7 +108,7 @@ EXCEPTIONS: tuple[tuple[str, str, str], ...] = (
         "slime/backends/megatron_utils/loss.py::get_log_probs_and_entropy",
         "upstream's signature, pinned by its tests",
     ),
-    ("parameters", "slime/utils/data.py::__init__", "upstream's signature of Dataset, pinned by its tests"),
+    ("parameters", "slime/prompts/dataset.py::__init__", "upstream's signature of Dataset, pinned by its tests"),
     ("parameters", "slime/ray/actor_group.py::__init__", "upstream's signature of RayTrainGroup"),
     *(
         ("hidden default", f"slime/{path}", SHORT_NAMESPACE)

@@ -176,8 +176,8 @@ def load_prompts(args: argparse.Namespace, tokenizer: Any) -> list[Any]:
     """Returns (place, sample) of up to ROWS_GRADED rows of --prompt-data, evenly spaced after the first PROMPTS_SHOWN, rendered as they would be
     sent; raises ConfigError for a row that cannot be."""
     from slime.commands.reward_probe import sample_rows
+    from slime.prompts.dataset import RowFormat, build_sample
     from slime.prompts.prompt_files import read_rows
-    from slime.utils.data import RowFormat, build_sample
 
     form = RowFormat(
         prompt_key=args.input_key,
@@ -254,7 +254,7 @@ def _probe_all(args: argparse.Namespace) -> bool:
 
 def format_prompts(samples: Sequence[Any], tokenizer: Any, *, longest: int = 600) -> list[str]:
     """Returns each prompt's text with its token count and label; long texts are cut in the middle."""
-    from slime.utils.data import compute_prompt_lengths, prompt_text
+    from slime.prompts.dataset import compute_prompt_lengths, prompt_text
 
     lines = []
     for number, (sample, length) in enumerate(

@@ -95,8 +95,8 @@ def check_prompt_file(args: argparse.Namespace, *, num_rows: int | None) -> int:
 
 
 def _rows_of(args: argparse.Namespace, num_rows: int | None) -> Iterator[tuple[str, Sample]]:
+    from slime.prompts.dataset import RowFormat, build_sample
     from slime.prompts.prompt_files import read_rows
-    from slime.utils.data import RowFormat, build_sample
 
     tokenizer = _tokenizer_of(args)
     form = RowFormat(

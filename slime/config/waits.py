@@ -305,7 +305,7 @@ WAITS = (
             "train.py::evaluate",
             "train.py::train",
             "train_async.py::train",
-            "utils/rollout_data.py::process_rollout_data",
+            "utils/data.py::process_rollout_data",
             "gate/parallel.py::judge_in_parallel",
         ),
         "the run ends with what was waited for and who is silent",

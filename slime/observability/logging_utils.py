@@ -2,7 +2,6 @@
 
 import sys
 
-from slime.tracking import tracking
 from slime.tracking.tracking import *  # noqa: F403  # names for readers and type checkers
 
-sys.modules[__name__] = tracking
+sys.modules[__name__] = sys.modules["slime.tracking.tracking"]

@@ -1,19 +1,7 @@
-"""Upstream's later path of slime.metrics.statistics."""
+"""Upstream's path of slime.metrics.statistics: the same module, so that a patch through either name acts."""
 
-from slime.metrics.statistics import (
-    compression_ratio,
-    compute_pass_rate,
-    compute_rollout_step,
-    compute_statistics,
-    dict_add_prefix,
-    has_repetition,
-)
+import sys
 
-__all__ = [
-    "compression_ratio",
-    "compute_pass_rate",
-    "compute_rollout_step",
-    "compute_statistics",
-    "dict_add_prefix",
-    "has_repetition",
-]
+from slime.metrics.statistics import *  # noqa: F403  # names for readers and type checkers
+
+sys.modules[__name__] = sys.modules["slime.metrics.statistics"]

@@ -2,7 +2,6 @@
 
 import sys
 
-from slime.metrics import rollout_metrics
 from slime.metrics.rollout_metrics import *  # noqa: F403  # names for readers and type checkers
 
-sys.modules[__name__] = rollout_metrics
+sys.modules[__name__] = sys.modules["slime.metrics.rollout_metrics"]

@@ -2,7 +2,6 @@
 
 import sys
 
-from slime.tracking import timer
 from slime.tracking.timer import *  # noqa: F403  # names for readers and type checkers
 
-sys.modules[__name__] = timer
+sys.modules[__name__] = sys.modules["slime.tracking.timer"]

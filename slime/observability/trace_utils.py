@@ -1,4 +1,7 @@
-"""Upstream's later path of slime.utils.trace_utils."""
+"""Upstream's path of slime.tracking.tracing: the same module, so that a patch through either name acts."""
 
-from slime.utils.trace_utils import *  # noqa: F403
-from slime.utils.trace_utils import __all__  # noqa: F401
+import sys
+
+from slime.tracking.tracing import *  # noqa: F403  # names for readers and type checkers
+
+sys.modules[__name__] = sys.modules["slime.tracking.tracing"]

@@ -1,5 +1,7 @@
-"""Upstream's later path of slime.files.train_dump_utils."""
+"""Upstream's path of slime.files.train_dump_utils: the same module, so that a patch through either name acts."""
 
-from slime.files.train_dump_utils import restore_context_parallel_fields_to_cpu, save_debug_train_data
+import sys
 
-__all__ = ["restore_context_parallel_fields_to_cpu", "save_debug_train_data"]
+from slime.files.train_dump_utils import *  # noqa: F403  # names for readers and type checkers
+
+sys.modules[__name__] = sys.modules["slime.files.train_dump_utils"]

@@ -2,7 +2,6 @@
 
 import sys
 
-from slime.metrics import train_metrics
 from slime.metrics.train_metrics import *  # noqa: F403  # names for readers and type checkers
 
-sys.modules[__name__] = train_metrics
+sys.modules[__name__] = sys.modules["slime.metrics.train_metrics"]

@@ -1,5 +1,7 @@
-"""Upstream's later path of slime.tracking.wandb_sink."""
+"""Upstream's path of slime.tracking.wandb_sink: the same module, so that a patch through either name acts."""
 
-from slime.tracking.wandb_sink import init_wandb_primary, init_wandb_secondary
+import sys
 
-__all__ = ["init_wandb_primary", "init_wandb_secondary"]
+from slime.tracking.wandb_sink import *  # noqa: F403  # names for readers and type checkers
+
+sys.modules[__name__] = sys.modules["slime.tracking.wandb_sink"]

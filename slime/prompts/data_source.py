@@ -26,8 +26,8 @@ from slime.config.rules import SUPERVISED
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError
 from slime.files import exact_json
+from slime.prompts.dataset import Dataset
 from slime.rollout.filter_calls import call_filter, require_groups
-from slime.utils.data import Dataset
 from slime.utils.misc import load_function
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,6 @@
 
 import sys
 
-from slime.prompts import data_source
 from slime.prompts.data_source import *  # noqa: F403  # names for readers and type checkers
 
-sys.modules[__name__] = data_source
+sys.modules[__name__] = sys.modules["slime.prompts.data_source"]

@@ -26,6 +26,7 @@ from slime.data.trained_sampling import check_trained_sampling
 from slime.data.weight_versions import mask_older_tokens
 from slime.exceptions import EngineError, RolloutDataError
 from slime.prompts.data_source import iter_samples
+from slime.prompts.dataset import prompt_text
 from slime.rollout import generation
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.engine_client import abort_engines, choose_url, get_engines, request_generate
@@ -34,7 +35,6 @@ from slime.rollout.generate_state import GenerateState
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, get_current_rollout_id, set_current_rollout_id
 from slime.rollout.scoring import score_group, scoring_args
 from slime.utils.async_utils import run
-from slime.utils.data import prompt_text
 from slime.utils.hooks import load_hook
 from slime.utils.misc import load_function
 from slime.utils.watched_calls import call_within

@@ -2,7 +2,6 @@
 
 import sys
 
-from slime import accelerator
 from slime.accelerator import *  # noqa: F403  # names for readers and type checkers
 
-sys.modules[__name__] = accelerator
+sys.modules[__name__] = sys.modules["slime.accelerator"]

@@ -204,9 +204,9 @@ def _evaluation_files(args: argparse.Namespace) -> list[tuple[Any, tuple[str]]]:
 
 
 def _first_bad_row(args: argparse.Namespace, path: str, keys: tuple, deadline: float) -> str | FileNotFoundError | None:
+    from slime.prompts.dataset import RowFormat, build_sample
     from slime.prompts.prompt_files import parse_generalized_path, read_rows
     from slime.rollout.rm_hub.type_names import rm_type_problem
-    from slime.utils.data import RowFormat, build_sample
 
     form = RowFormat(prompt_key=keys[0], label_key=keys[1], tool_key=keys[2], metadata_key=args.metadata_key)
     try:

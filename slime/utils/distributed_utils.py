@@ -2,7 +2,6 @@
 
 import sys
 
-from slime.accelerator import process_groups
 from slime.accelerator.process_groups import *  # noqa: F403  # names for readers and type checkers
 
-sys.modules[__name__] = process_groups
+sys.modules[__name__] = sys.modules["slime.accelerator.process_groups"]

@@ -2,7 +2,6 @@
 
 import sys
 
-from slime.data import schedule
 from slime.data.schedule import *  # noqa: F403  # names for readers and type checkers
 
-sys.modules[__name__] = schedule
+sys.modules[__name__] = sys.modules["slime.data.schedule"]

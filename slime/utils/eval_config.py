@@ -2,7 +2,6 @@
 
 import sys
 
-from slime.prompts import eval_config
 from slime.prompts.eval_config import *  # noqa: F403  # names for readers and type checkers
 
-sys.modules[__name__] = eval_config
+sys.modules[__name__] = sys.modules["slime.prompts.eval_config"]

@@ -2,7 +2,6 @@
 
 import sys
 
-from slime.data import flops
 from slime.data.flops import *  # noqa: F403  # names for readers and type checkers
 
-sys.modules[__name__] = flops
+sys.modules[__name__] = sys.modules["slime.data.flops"]

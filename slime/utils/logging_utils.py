@@ -1,5 +1,7 @@
-"""Upstream's path of slime.tracking.tracking."""
+"""Upstream's path of slime.tracking.tracking: the same module, so that a patch through either name acts."""
 
-from slime.tracking.tracking import configure_logger, finish_tracking, init_tracking, log
+import sys
 
-__all__ = ["configure_logger", "finish_tracking", "init_tracking", "log"]
+from slime.tracking.tracking import *  # noqa: F403  # names for readers and type checkers
+
+sys.modules[__name__] = sys.modules["slime.tracking.tracking"]

@@ -2,7 +2,6 @@
 
 import sys
 
-from slime.prompts import masks
 from slime.prompts.masks import *  # noqa: F403  # names for readers and type checkers
 
-sys.modules[__name__] = masks
+sys.modules[__name__] = sys.modules["slime.prompts.masks"]

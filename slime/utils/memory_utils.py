@@ -2,7 +2,6 @@
 
 import sys
 
-from slime.accelerator import memory
 from slime.accelerator.memory import *  # noqa: F403  # names for readers and type checkers
 
-sys.modules[__name__] = memory
+sys.modules[__name__] = sys.modules["slime.accelerator.memory"]

@@ -2,7 +2,6 @@
 
 import sys
 
-from slime.metrics import statistics
 from slime.metrics.statistics import *  # noqa: F403  # names for readers and type checkers
 
-sys.modules[__name__] = statistics
+sys.modules[__name__] = sys.modules["slime.metrics.statistics"]

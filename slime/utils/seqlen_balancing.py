@@ -2,7 +2,6 @@
 
 import sys
 
-from slime.data import partitioning
 from slime.data.partitioning import *  # noqa: F403  # names for readers and type checkers
 
-sys.modules[__name__] = partitioning
+sys.modules[__name__] = sys.modules["slime.data.partitioning"]

@@ -1,5 +1,7 @@
-"""Upstream's path of slime.tracking.timer."""
+"""Upstream's path of slime.tracking.timer: the same module, so that a patch through either name acts."""
 
-from slime.tracking.timer import Timer, inverse_timer, timer, with_defer
+import sys
 
-__all__ = ["Timer", "inverse_timer", "timer", "with_defer"]
+from slime.tracking.timer import *  # noqa: F403  # names for readers and type checkers
+
+sys.modules[__name__] = sys.modules["slime.tracking.timer"]

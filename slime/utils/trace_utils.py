@@ -1,31 +1,7 @@
-"""Upstream's path of slime.tracking.tracing."""
+"""Upstream's path of slime.tracking.tracing: the same module, so that a patch through either name acts."""
 
-from slime.tracking.tracing import (
-    TRACE_CHILDREN_KEY,
-    TraceHandle,
-    TraceSpanContext,
-    bind_trace,
-    bind_trace_carrier,
-    build_sglang_meta_trace_attrs,
-    export_trace,
-    import_trace,
-    trace_event,
-    trace_function,
-    trace_next_attempt,
-    trace_span,
-)
+import sys
 
-__all__ = [
-    "TRACE_CHILDREN_KEY",
-    "TraceHandle",
-    "TraceSpanContext",
-    "bind_trace",
-    "bind_trace_carrier",
-    "build_sglang_meta_trace_attrs",
-    "export_trace",
-    "import_trace",
-    "trace_event",
-    "trace_function",
-    "trace_next_attempt",
-    "trace_span",
-]
+from slime.tracking.tracing import *  # noqa: F403  # names for readers and type checkers
+
+sys.modules[__name__] = sys.modules["slime.tracking.tracing"]

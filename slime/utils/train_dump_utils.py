@@ -2,7 +2,6 @@
 
 import sys
 
-from slime.files import train_dump_utils
 from slime.files.train_dump_utils import *  # noqa: F403  # names for readers and type checkers
 
-sys.modules[__name__] = train_dump_utils
+sys.modules[__name__] = sys.modules["slime.files.train_dump_utils"]

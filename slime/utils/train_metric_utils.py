@@ -1,11 +1,6 @@
 """Upstream's path of the training ranks' metrics."""
 
-from slime.metrics.perf import log_perf_data_raw
-from slime.metrics.train_metrics import (
-    gather_log_data,
-    log_multi_turn_data,
-    log_passrate,
-    log_perf_data,
-)
+from slime.metrics import perf, train_metrics
+from slime.utils.doors import open_door
 
-__all__ = ["gather_log_data", "log_multi_turn_data", "log_passrate", "log_perf_data", "log_perf_data_raw"]
+open_door(__name__, perf, train_metrics)

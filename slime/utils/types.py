@@ -2,7 +2,6 @@
 
 import sys
 
-from slime.data import sample
 from slime.data.sample import *  # noqa: F403  # names for readers and type checkers
 
-sys.modules[__name__] = sample
+sys.modules[__name__] = sys.modules["slime.data.sample"]

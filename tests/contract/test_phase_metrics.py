@@ -436,7 +436,7 @@ def test_throughput_is_of_what_was_trained():
     )
     assert found["perf/actor_train_tflops"] == 3.0 and found["perf/actor_train_tok_per_s"] == 50
     assert found["perf/step_time"] == 4.0 and found["perf/wait_time_ratio"] == 0.25
-    from slime.utils.rollout_data import _trained_lengths
+    from slime.utils.data import _trained_lengths
 
     assert _trained_lengths({"owner_ranks": [0, -1, 1]}, [5, 6, 7]) == [5, 7]
 

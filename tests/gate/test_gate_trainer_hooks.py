@@ -16,8 +16,8 @@ from slime.backends.megatron_utils.data import to_train_device
 from slime.backends.megatron_utils.trained_samples import count_not_trained, have_trainable_tokens, same_samples
 from slime.data.ledger import finished_metrics
 from slime.exceptions import RolloutDataError
+from slime.utils.data import process_rollout_data
 from slime.utils.misc import Box
-from slime.utils.rollout_data import process_rollout_data
 
 NUM_GPUS = 0
 OPTION = "--rollout-data-postprocess-path"
@@ -31,7 +31,7 @@ def local_batches(tmp_path, monkeypatch):
     manager = manager_of(samples, tmp_path, monkeypatch, gate_missing_log_probs="mask")
     boxes = [Box(copy.deepcopy(box.inner)) for box in manager.generate(0)]
     manager.gate.close()
-    monkeypatch.setattr("slime.utils.rollout_data.actors.get", lambda shard: shard)
+    monkeypatch.setattr("slime.ray.actors.get", lambda shard: shard)
     batches = [to_train_device(process_rollout_data(None, boxes, rank, 2), "cpu") for rank in (0, 1)]
     return batches, manager.logged["rollout/ledger/planned"]
 

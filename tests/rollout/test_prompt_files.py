@@ -17,8 +17,7 @@ from support.tiny_models import make_char_tokenizer
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError
 from slime.files.table_files import read_arrow
-from slime.prompts.prompt_files import parse_generalized_path, read_rows
-from slime.utils.data import (
+from slime.prompts.dataset import (
     Dataset,
     _build_messages,
     compute_prompt_lengths,
@@ -27,6 +26,7 @@ from slime.utils.data import (
     read_file,
     render_prompt,
 )
+from slime.prompts.prompt_files import parse_generalized_path, read_rows
 
 NUM_GPUS = 0
 
@@ -203,7 +203,7 @@ def test_memory_is_bounded_by_what_is_kept(tmp_path):
     path = write(tmp_path / "big.jsonl", (json.dumps({"input": "x" * 1000}) + "\n") * 100_000)
     code = f"""
 import resource
-from slime.utils.data import Dataset
+from slime.prompts.dataset import Dataset
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 assert len(Dataset({path!r} + "@[99000:99100]", None, None, None, prompt_key="input")) == 100
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)

@@ -55,8 +55,8 @@ from slime.models.hf_config import read_hf_config
 from slime.ray.train_actor import TrainRayActor
 from slime.tracking.timer import Timer, inverse_timer, timer
 from slime.tracking.tracking import configure_logger, finish_tracking, init_tracking, log, log_dir_of
+from slime.utils.data import process_rollout_data
 from slime.utils.misc import load_function
-from slime.utils.rollout_data import process_rollout_data
 
 logger = logging.getLogger(__name__)
 
