@@ -22,6 +22,7 @@ from slime.config.derive import (
     uses_cuda,
     why_no_cuda,
 )
+from slime.config.megatron import FIXED_ON_CPU
 from slime.config.specs import flag_of, nearest_names
 
 MODEL_FOLDERS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "critic_load")
@@ -42,6 +43,7 @@ def machine_problems(args: argparse.Namespace) -> list[str]:
         ports_are_free,
         packages_are_installed,
         cuda_is_here,
+        nothing_asks_a_cpu_for_cuda_kernels,
         devices_are_enough,
         weights_have_a_way,
     )
@@ -248,6 +250,17 @@ def cuda_is_here(args: argparse.Namespace) -> list[str]:
     if args.distributed_backend == "nccl" and not uses_cuda(args.accelerator):
         wanted.append("--distributed-backend nccl")
     return [f"{asked}: torch cannot use CUDA here, {why_no_cuda()}. Leave it out to run on the CPU." for asked in wanted]
+
+
+def nothing_asks_a_cpu_for_cuda_kernels(args: argparse.Namespace) -> list[str]:
+    """What the model has not on a CPU machine (`FIXED_ON_CPU`) was not asked for."""
+    if uses_cuda(args.accelerator):
+        return []
+    asked = {name: getattr(args, name) for name in FIXED_ON_CPU if getattr(args, name) not in (None, FIXED_ON_CPU[name])}
+    return [
+        f"{flag_of(name)}{'' if value is True else f' {value}'} needs CUDA, and training runs on the CPU (--accelerator). Leave it out."
+        for name, value in asked.items()
+    ]
 
 
 def devices_are_enough(args: argparse.Namespace) -> list[str]:

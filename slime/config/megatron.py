@@ -153,6 +153,20 @@ NOT_FLAGS = {
     "use_cpu_initialization": "set by the accelerator",
     "barrier_with_L1_time": "timers are slime's own",
     "log_max_attention_logit": "needs a Megatron timer loop",
+    "overlap_p2p_comm": "on with --num-layers-per-virtual-pipeline-stage: batched messages of the interleaved schedule get mixed up",
+    "batch_p2p_comm": "off with --num-layers-per-virtual-pipeline-stage, on without",
+}
+
+# What the model is built with on a CPU machine, where CUDA's kernels are not there. Another value is refused.
+FIXED_ON_CPU: dict[str, Any] = {
+    "transformer_impl": "local",
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+    "moe_grouped_gemm": False,
 }
 
 # Fields of megatron-core that a slime dataclass declares too, on purpose: slime's declaration is the one flag.

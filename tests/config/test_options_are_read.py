@@ -1,4 +1,8 @@
-"""Every option changes something: code outside slime/config reads it, Megatron gets it, or parsing itself acts on it."""
+"""Every option changes something: code outside slime/config reads it, Megatron gets it, or parsing itself acts on it.
+
+Code that only shows options (the dry run, the doctor) and code in slime/config (rules, derivations, tables of upstream's flags) does
+not count: an option that is checked and derived from, and then read by nothing, is accepted and not honoured.
+"""
 
 import ast
 import importlib
@@ -11,14 +15,23 @@ import pytest
 from support.options import write_run_inputs
 
 import slime
+from slime.backends.megatron_utils.loss_config import LossConfig
+from slime.config.megatron import FIXED_ON_CPU, NOT_FLAGS
 from slime.config.specs import all_specs
 from slime.exceptions import ConfigError
+from slime.observability.rollout_metrics import RolloutMetricsConfig
 from slime.utils.arguments import parse_args
 
 NUM_GPUS = 0
 
-# Names under which code holds the options or a frozen part of them.
-HOLDERS = {"args", "config", "options", "given", "self", "cls"}
+ROOT = Path(slime.__file__).parent
+# Names under which code holds all options.
+NAMESPACES = {"args", "_args", "given"}
+# What these do with an option's value is to print it.
+SHOWN_ONLY = ("config/", "dry_run.py", "doctor.py")
+# Filled from the options by field name, whole: a field is read where code takes it from the config.
+COPIED_BY_NAME = (LossConfig, RolloutMetricsConfig)
+COPY_HOLDERS = {"config", "self"}
 MEGATRON_CONFIGS = (
     ("megatron.core.transformer.transformer_config", "TransformerConfig"),
     ("megatron.core.optimizer.optimizer_config", "OptimizerConfig"),
@@ -37,29 +50,69 @@ ACTED_ON_AT_PARSING = {
     ),
     "train_backend": ("--train-backend fsdp", "--train-backend"),
     "offload": ("--offload", {"offload_train": True, "offload_rollout": True}),
+    "dump_details": (
+        "--dump-details dumps",
+        {
+            "save_debug_rollout_data": "dumps/rollout_data/{rollout_id}.jsonl",
+            "save_debug_train_data": "dumps/train_data/{rollout_id}.safetensors",
+        },
+    ),
     "custom_config_path": ("--custom-config-path {lr}", {"lr": 0.25}),
 }
 
 
+def _last_name(node):
+    return getattr(node, "id", getattr(node, "attr", None))
+
+
+def _is_namespace(node):
+    """`args`, `self.args`, `given`, `vars(args)`."""
+    if isinstance(node, ast.Call) and _last_name(node.func) == "vars":
+        return any(_is_namespace(argument) for argument in node.args)
+    return _last_name(node) in NAMESPACES
+
+
+def _text(node):
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def _read_by(node):
+    """The names of options that one node of code reads by writing them down, and whether it reads one by a name that it computes."""
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _is_namespace(node.value):
+        return {node.attr}, False
+    if isinstance(node, ast.Attribute) and _last_name(getattr(node.value, "func", None)) == "from_args":
+        return {node.attr}, False  # SomeConfig.from_args(args).x
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and _is_namespace(node.value):
+        return {_text(node.slice)}, _text(node.slice) is None
+    if isinstance(node, ast.Call) and _last_name(node.func) == "getattr" and _is_namespace(node.args[0]):
+        return {_text(node.args[1])}, _text(node.args[1]) is None
+    if isinstance(node, ast.Call) and _last_name(node.func) == "get" and _is_namespace(getattr(node.func, "value", None)):
+        return {_text(node.args[0])}, _text(node.args[0]) is None
+    return set(), False
+
+
 def names_in(source):
-    """Attributes of what holds options (also `SomeConfig.from_args(args).x`), and string constants (`given.get("x")`, tables of names)."""
-    names = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            owner = node.value
-            made = isinstance(owner, ast.Call) and getattr(owner.func, "attr", None) == "from_args"
-            if made or getattr(owner, "id", getattr(owner, "attr", None)) in HOLDERS:
-                names.add(node.attr)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            names.add(node.value)
-    return names
+    """The options that code reads: written at the place, or in a table of the same file where a place reads by a computed name."""
+    tree = ast.parse(source)
+    found = [_read_by(node) for node in ast.walk(tree)]
+    names = set().union(*(written for written, _ in found))
+    if any(is_computed for _, is_computed in found):
+        for table in (node for node in ast.walk(tree) if isinstance(node, ast.Tuple | ast.List | ast.Set | ast.Dict)):
+            elements = [*table.keys, *table.values] if isinstance(table, ast.Dict) else table.elts
+            names.update(filter(None, map(_text, elements)))
+    return names - {None}
 
 
 def names_that_code_reads():
-    """Of all code but slime/config."""
-    root = Path(slime.__file__).parent
-    files = [path for path in root.rglob("*.py") if path.relative_to(root).parts[0] != "config"]
-    return set().union(*(names_in(path.read_text(encoding="utf-8")) for path in files))
+    """Of all code but that which only shows or checks options."""
+    sources = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py")}
+    read = set().union(*(names_in(source) for path, source in sources.items() if not path.startswith(SHOWN_ONLY)))
+    for config_class in COPIED_BY_NAME:
+        users = [source for source in sources.values() if config_class.__name__ in source]
+        attributes = [node for source in users for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
+        taken = {node.attr for node in attributes if _last_name(node.value) in COPY_HOLDERS and isinstance(node.ctx, ast.Load)}
+        read |= taken & set(config_class.__dataclass_fields__)
+    return read
 
 
 def names_that_megatron_gets():
@@ -99,17 +152,46 @@ def test_what_only_parsing_looks_at_is_acted_on_there(tmp_path, name):
     ("source", "is_read"),
     [
         ("self.args.lr", True),
-        ("config.lr", True),
         ("LossConfig.from_args(args).lr", True),
         ('vars(args).get("lr")', True),
+        ('vars(self.args)["lr"]', True),
+        ('getattr(args, "lr", 0)', True),
+        ('for name in ("lr", "min_lr"): print(getattr(args, name))', True),
+        ('RATES = {"rate": "lr"}\ndef rate(args, name): return getattr(args, RATES[name])', True),
         ("scheduler.lr", False),
+        ("self.lr", False),
         ("args.lr = 1", False),
+        ('given["lr"] = 1', False),
         ("lr = 1", False),
+        ('NAMES = ("lr",)', False),
+        ('print("lr")', False),
+        ('"""lr"""', False),
+        ("# args.lr", False),
     ],
 )
 def test_the_search_is_for_options_and_not_for_words(source, is_read):
-    """Else any attribute of the same name would do, and so would an assignment."""
+    """Else any attribute or text of the same name would do, and so would an assignment."""
     assert ("lr" in names_in(source)) is is_read
+
+
+def test_megatrons_fields_are_not_overwritten_behind_an_option(tmp_path):
+    """An option that Megatron gets another value for than was given is not honoured: its name is no flag, or its value is refused."""
+    from slime.backends.megatron_utils.model_provider import _derived_fields
+
+    args = parse_args([*write_run_inputs(tmp_path), "--accelerator", "cpu"])
+    megatron = {spec.name for spec in all_specs() if spec.source == "megatron"}
+    overwritten = set(_derived_fields(args, vars(args))) & (megatron | set(NOT_FLAGS))
+    assert overwritten - set(NOT_FLAGS) == set(FIXED_ON_CPU)
+
+
+@pytest.mark.parametrize("name", sorted(FIXED_ON_CPU))
+def test_what_a_cpu_machine_cannot_do_is_refused(tmp_path, name):
+    """It was accepted and counted as honoured, and the model was built without it. What the machine does anyway may be said."""
+    flag, words = f"--{name.replace('_', '-')}", [*write_run_inputs(tmp_path), "--accelerator", "cpu"]
+    asked, fixed = ([flag], [f"--no-{flag[2:]}"]) if FIXED_ON_CPU[name] is False else ([flag, "transformer_engine"], [flag, "local"])
+    with pytest.raises(ConfigError, match=f"{flag} .*needs CUDA, and training runs on the CPU.*Leave it out"):
+        parse_args([*words, *asked])
+    assert getattr(parse_args([*words, *fixed]), name) == FIXED_ON_CPU[name]
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.accelerator import get_accelerator
 from slime.backends.megatron_utils.layer_spec import build_block_spec
+from slime.config.megatron import FIXED_ON_CPU
 from slime.exceptions import ConfigError
 from slime.utils.misc import load_function
 
@@ -176,17 +177,7 @@ def _derived_fields(args: Any, given: dict[str, Any]) -> dict[str, Any]:
     if given.get("disable_bias_linear") is not None:
         fields["add_bias_linear"] = not given["disable_bias_linear"]
     if get_accelerator().name == "cpu":
-        fields.update(
-            use_cpu_initialization=True,
-            transformer_impl="local",
-            gradient_accumulation_fusion=False,
-            masked_softmax_fusion=False,
-            bias_activation_fusion=False,
-            bias_dropout_fusion=False,
-            apply_rope_fusion=False,
-            persist_layer_norm=False,
-            moe_grouped_gemm=False,
-        )
+        fields.update(FIXED_ON_CPU, use_cpu_initialization=True)
     return fields
 
 
