@@ -53,7 +53,8 @@ def by_position(batches, name):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, None])
 def test_a_converters_reward_that_is_no_number_never_reaches_a_gradient(bad):
-    """faults, Rewards that are None, dict or NaN: the sample is counted as bad_reward, and only the others train."""
+    """A sample whose reward from a converter is None, NaN or infinite is counted as bad_reward, and
+    only the others train."""
     result = split(lists(rewards=[0.0, bad, 20.0, 30.0]))
     batches = [localize(shard, rank) for rank, shard in enumerate(result.shards)]
     assert result.plan.dropped == {"bad_reward": 1}
@@ -64,7 +65,8 @@ def test_a_converters_reward_that_is_no_number_never_reaches_a_gradient(bad):
 @pytest.mark.parametrize("name", ["rollout_log_probs", "teacher_log_probs"])
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_a_converters_log_prob_that_is_no_number_never_reaches_a_gradient(name, bad):
-    """Sample 1 has one among its three: it does not train, nor does sample 2 with the token id -7."""
+    """A sample with such a log-prob among its three does not train, nor does one with the token id
+    -7."""
     values = [[-0.5] * (2 + i) for i in range(4)]
     values[1][2] = bad
     data = lists(rewards=[0.0, 10.0, 20.0, 30.0], **{name: values})
@@ -79,7 +81,8 @@ def test_a_converters_log_prob_that_is_no_number_never_reaches_a_gradient(name, 
     "valid", [torch.tensor([1, 1, 0, 1]), torch.tensor([True, True, False, True]), np.array([1, 1, 0, 1])]
 )
 def test_numbers_per_sample_may_come_as_tensors_or_arrays(valid):
-    """0 and 1 are verdicts, not bit patterns: one sample is rejected, not four."""
+    """Tensors and arrays are accepted for numbers per sample; 0 and 1 in `valid` are verdicts, so
+    one sample is rejected and not four."""
     result = split(lists(valid=valid, rewards=torch.arange(4.0), response_lengths=torch.arange(4) + 2))
     assert (result.plan.dropped, result.plan.num_trained_samples) == ({"invalid": 1}, 3)
     batches = [localize(shard, rank) for rank, shard in enumerate(result.shards)]
@@ -110,7 +113,8 @@ def test_numbers_per_sample_may_come_as_tensors_or_arrays(valid):
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(changes, said):
-    """A silent conversion (a mask of 255s, a length of 2 for 2.5) would train something else than was meant."""
+    """A value that does not fit its field is refused by name; a silent conversion (a mask of 255s,
+    a length of 2 for 2.5) would train something else than was meant."""
     with pytest.raises(RolloutDataError, match=said):
         arrive(lists(**changes))
 
@@ -128,7 +132,8 @@ def test_an_undeclared_field_travels_with_its_sample_whatever_holds_it(mine):
 
 
 def test_a_converter_may_add_to_slimes_own_columns_and_edit_them():
-    """A converter that calls `build_train_columns` and changes the result gets the same checks as one that makes lists."""
+    """A converter that calls `build_train_columns` and changes the result gets the same checks as
+    one that makes lists."""
     samples = [Sample(index=i, tokens=list(range(5 + i)), response_length=2 + i, reward=10.0 * i) for i in range(4)]
 
     def changed(**changes):
@@ -154,7 +159,7 @@ def test_a_converter_may_add_to_slimes_own_columns_and_edit_them():
 
 
 def test_a_declared_field_that_is_not_per_sample_arrives_on_every_rank(declared):
-    """Nothing a converter put in is dropped silently: one temperature per step is the same on all ranks."""
+    """A declared field per step, such as one temperature, arrives whole on every rank."""
     declared("temperatures", scope=Scope.STEP, extent=Extent.EQUAL)
     assert [batch["temperatures"] for batch in arrive(lists(temperatures=[0.7, 0.9]))] == [[0.7, 0.9]] * 2
 
@@ -182,7 +187,8 @@ def test_a_declared_field_that_is_not_per_sample_arrives_on_every_rank(declared)
     ],
 )
 def test_a_declaration_that_cannot_be_kept_is_refused_when_it_is_made(declared, declaration, said):
-    """Not hours later, and never as a metric that silently does not appear."""
+    """A contradictory declaration is refused at `declare_field`, and not hours later or as a metric
+    that never appears."""
     with pytest.raises(RolloutDataError, match=said):
         declared("mine", **declaration)
 
@@ -207,7 +213,8 @@ def convert(samples):
 
 
 def test_a_number_that_some_samples_lack_is_an_error_or_the_declared_fill(declared):
-    """faults, optional fields are decided by samples[0]: a float is not silently NaN, nor is its fill forgotten."""
+    """A declared number that only some samples have is an error with their positions, or the
+    declared fill; it never becomes NaN."""
     declared("difficulty", source="metadata.difficulty", wire_dtype="float32")
     declared("weight", source="metadata.weight", wire_dtype="float32", missing=Missing.FILL, fill=0.5)
     with pytest.raises(RolloutDataError, match=r"2 of 4 samples have no difficulty, for example positions \[1, 3\]"):
@@ -217,7 +224,7 @@ def test_a_number_that_some_samples_lack_is_an_error_or_the_declared_fill(declar
 
 @pytest.mark.parametrize("wire_dtype", ["int32", "float32"])
 def test_a_rejected_sample_may_lack_a_number_that_the_others_have(declared, wire_dtype):
-    """It does not train, so nothing asks for it."""
+    """A rejected sample may lack a required number, because it does not train."""
     declared("difficulty", source="metadata.difficulty", wire_dtype=wire_dtype)
     samples = make_samples(difficulty=[1, 2, 3, None])
     samples[3].valid = False
@@ -229,7 +236,8 @@ def test_a_rejected_sample_may_lack_a_number_that_the_others_have(declared, wire
 
 @pytest.mark.parametrize("mask", [[0, 0, 0], np.zeros(3, np.uint8), torch.zeros(3)])
 def test_a_fully_masked_sample_does_not_move_its_siblings_baseline(mask):
-    """faults, Rejected or fully masked rows still move the baseline: [1, 0, 0, 1] without the last -> [2/3, -1/3, -1/3, 0]."""
+    """A fully masked sample is outside its group's mean: [1, 0, 0, 1] without the last gives [2/3,
+    -1/3, -1/3, 0]."""
     samples = make_samples()
     for sample, reward in zip(samples, (1.0, 0.0, 0.0, 1.0), strict=True):
         sample.reward, sample.group_index, sample.response_length = reward, 0, 3
@@ -287,7 +295,8 @@ def test_a_shard_that_was_changed_on_the_wire_is_refused(change, said):
 
 @pytest.mark.parametrize(("dp_size", "cp_size"), [(1, 2), (2, 1), (2, 2), (8, 2)])
 def test_sums_and_quantiles_count_each_sample_once_on_every_layout(declared, dp_size, cp_size):
-    """faults, Loss or metrics counted once per CP rank; Global values summed again on each rank: 1 + 2 + 6 = 9, third quartile 4 (twice: 5)."""
+    """Each sample counts once, though context-parallel ranks share it and every rank holds whole
+    fields: 1 + 2 + 6 = 9, third quartile 4 (counted twice: 5)."""
     values = [1.0, 2.0, 6.0]
     fields = {}
     for extent in (Extent.LOCAL, Extent.WHOLE):
@@ -310,7 +319,8 @@ def test_sums_and_quantiles_count_each_sample_once_on_every_layout(declared, dp_
 
 
 def test_pass_at_k_does_not_depend_on_the_order_of_a_rollouts_samples():
-    """Must hold, any permutation: a rollout of two samples, one of which is solved, is solved: 1 of 3 rollouts."""
+    """A rollout of two samples of which one is solved counts as solved in any order: 1 of 3
+    rollouts."""
     data = lists(raw_reward=[1.0, 0.0, 0.0, 0.0], rollout_ids=[0, 0, 1, 2], group_ids=[0, 0, 0, 0])
     for order in ([0, 1, 2, 3], [1, 0, 2, 3], [3, 2, 1, 0]):
         batch = arrive({name: [values[i] for i in order] for name, values in data.items()})[0]

@@ -1,4 +1,5 @@
-"""The documented way to add a field is run, not only written: the example, and the page's own code in the example's place."""
+"""The documented way to add a field runs: the example, and the guide's code in the example's
+place."""
 
 import os
 import re
@@ -38,7 +39,7 @@ def program_of_the_guide():
 
 
 def test_the_code_of_the_guide_is_what_its_example_prints(tmp_path):
-    """A guide that drifts from the code teaches errors: pasted where the example declares its fields, the page's code gives the page's result."""
+    """The guide's code, pasted where the example declares its fields, gives the guide's result."""
     script = tmp_path / "guide.py"
     script.write_text("\n".join(program_of_the_guide()))
     done = run_script(script)
@@ -47,7 +48,7 @@ def test_the_code_of_the_guide_is_what_its_example_prints(tmp_path):
 
 
 def test_the_numbers_come_from_the_declarations(tmp_path):
-    """Without the page's code nothing knows the fields, so the test above cannot pass by itself."""
+    """Without the guide's code the fields are unknown, so the test above cannot pass by itself."""
     head, _, tail = program_of_the_guide()
     script = tmp_path / "without.py"
     script.write_text(head + tail)

@@ -1,4 +1,4 @@
-"""A plug-in's declared field in evaluation, a misspelt source, and fan-out without rollout_id: nothing is lost in silence."""
+"""Declared fields of a plug-in in evaluation, a misspelt source, and fan-out without rollout_id."""
 
 import asyncio
 import logging
@@ -33,7 +33,8 @@ def samples_of_two_attempts():
 
 
 def test_declared_fields_are_metrics_in_evaluation(declared):
-    """As training reduces them: (mean of 1 and 0, then 1) -> 0.75; tokens (1 + 3 + 5) / 3 and (2 + 2) / 2 -> 2.5; largest 1."""
+    """Evaluation reduces declared fields as training does: (mean of 1 and 0, then 1) -> 0.75;
+    tokens (1 + 3 + 5) / 3 and (2 + 2) / 2 -> 2.5; largest 1."""
     declared("solved", source="metadata.solved", wire_dtype="int32", reduce=Reduce.SAMPLE_MEAN)
     declared("most", source="metadata.solved", wire_dtype="int32", reduce=Reduce.MAX, metric="most_solved")
     declared("surprise", scope=Scope.TOKEN, rows=Rows.RESPONSE, source="metadata.surprise", wire_dtype="float32",
@@ -44,7 +45,8 @@ def test_declared_fields_are_metrics_in_evaluation(declared):
 
 
 def test_a_declared_fields_quantiles_are_metrics_in_evaluation_too(declared):
-    """Of 1, 2 and 4 per sample: 1.5, 2, 3, 4, as training names them. Of the five trained tokens 1, 3, 5, 2, 2 the half is at 2. A NaN counts in none."""
+    """Quantiles have the names of training: of 1, 2 and 4 per sample 1.5, 2, 3, 4; the median of
+    the five trained tokens 1, 3, 5, 2, 2 is 2. A NaN does not count."""
     declared("hops", source="metadata.hops", wire_dtype="float32", reduce=Reduce.QUANTILES)
     declared("surprise", scope=Scope.TOKEN, rows=Rows.RESPONSE, source="metadata.surprise", wire_dtype="float32",
              to_device=True, cp_sharded=True, reduce=Reduce.QUANTILES)  # fmt: skip
@@ -59,7 +61,8 @@ def test_a_declared_fields_quantiles_are_metrics_in_evaluation_too(declared):
 
 
 def test_a_source_that_no_sample_has_is_warned_about_once(declared, caplog):
-    """metadata.slved: no metric and no word."""
+    """A declared source that no sample has, such as the typo metadata.slved, is warned about
+    once."""
     declared("slved", source="metadata.slved", wire_dtype="int32", reduce=Reduce.SAMPLE_MEAN)
     samples = samples_of_two_attempts()
     with caplog.at_level(logging.WARNING):
@@ -74,7 +77,8 @@ async def two_rows(args, sample, sampling_params):
 
 
 def test_fan_out_without_a_rollout_id_gets_its_members(monkeypatch):
-    """Two rows of execution 7 are one rollout: one vote in the baseline, one denominator. A function that sets ids keeps its own."""
+    """Rows of one execution without rollout ids become one rollout with one vote and one
+    denominator; ids that a function sets stay."""
     args = make_args(custom_generate_function_path=f"{__name__}.two_rows")
     rows = asyncio.run(_call_generate(args, make_sample("q", index=7), {}, False))
     assert [row.rollout_id for row in rows] == [7, 7]
@@ -85,14 +89,16 @@ def test_fan_out_without_a_rollout_id_gets_its_members(monkeypatch):
 
 
 def test_the_live_line_has_one_length_and_a_custom_loss_keeps_its_log_prob_column():
-    """A custom loss logs no train/train_rollout_logprob_abs_diff; the comparison of trainer and engine is made for every loss."""
+    """The live line takes the trainer-engine gap from `rollout/logprob_abs_diff/mean`, which every
+    loss has, and the length from one metric."""
     assert pick({"rollout/logprob_abs_diff/mean": 2e-7}, FAMILIES) == {"logprob diff": 2e-7}
     assert pick({"rollout/response_len/mean": 9.0, "rollout/response_lengths": 4.0}, FAMILIES) == {"length": 4.0}
     assert len(FAMILIES["length"]) == 1
 
 
 def test_a_run_that_only_generates_has_a_reward():
-    """--debug-rollout-only logs rollout/reward/mean alone; it ended with "PROBLEM: no reward"."""
+    """A run with --debug-rollout-only, which logs rollout/reward/mean alone, has a reward in the
+    report."""
     run = RunRecords({"rollout/reward/mean": {0: 0.25, 1: 0.5}}, 0, 1.0)
     assert find_reward_problems(run) == []
     assert pick({"rollout/reward/mean": 0.25}, FAMILIES) == {"reward": 0.25}

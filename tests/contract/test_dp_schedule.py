@@ -1,4 +1,5 @@
-"""The schedule: which rank trains which sample, in micro-batches that never make a rank wait for one that has fewer."""
+"""The schedule: which rank trains which sample, in micro-batches that are equally many on every
+rank."""
 
 import dataclasses
 import random
@@ -87,7 +88,8 @@ def check_plan(plan, lengths, dp_size, cap=None):
 
 
 def test_the_pinned_example_of_balanced_data_holds():
-    """Upstream's tests pin this result, tie-breaking and the final sort included."""
+    """The balanced result is the one that upstream's tests pin, tie-breaking and the final sort
+    included."""
     partitions, micro_batches, counts, sizes = build_dp_schedule(
         bare_args(balance_data=True),
         parallel(2),
@@ -100,13 +102,14 @@ def test_the_pinned_example_of_balanced_data_holds():
 
 
 def test_less_than_one_step_is_refused_by_name():
-    """Upstream's error names num_rollouts."""
+    """A batch smaller than one step fails with upstream's assertion, which names num_rollouts."""
     with pytest.raises(AssertionError, match="num_rollouts"):
         build_dp_schedule(bare_args(), parallel(1), [1, 2, 3], global_batch_size=4, rollout_indices=[0, 1, 2])
 
 
 def test_first_fit_fills_in_given_order_and_static_blocks_are_consecutive():
-    """Self-check by hand: cap 1000, lengths [900, 300, 700, 100, 1200, 50] -> bins {0,3}, {1,2}, {4}, {5} (faults: batch order)."""
+    """First fit in the given order, by hand: cap 1000, lengths [900, 300, 700, 100, 1200, 50] ->
+    bins {0,3}, {1,2}, {4}, {5}. Static blocks are consecutive."""
     assert first_fit_pack([900, 300, 700, 100, 1200, 50], 1000) == [[0, 3], [1, 2], [4], [5]]
     args = bare_args(use_dynamic_batch_size=True, max_tokens_per_gpu=1000)
     partitions, micro_batches, counts, _ = build_dp_schedule(
@@ -129,7 +132,8 @@ def test_a_last_static_block_that_is_not_full_is_a_micro_batch_too():
 
 
 def test_options_become_the_schedule_that_they_ask_for():
-    """Each option reaches the plan; --balance-by-flops balances ranks too, and "balanced" packing weighs samples by their FLOPs."""
+    """Each option reaches the schedule's config, those that balance by FLOPs with the model's
+    sizes; a missing cap or size is refused."""
     config = ScheduleConfig.from_args(bare_args(micro_batch_packing="balanced"), parallel(2, cp_size=2))
     assert (config.packing, config.balance_data, config.flops) == ("balanced", False, FlopsModel.from_args(bare_args()))
     config = ScheduleConfig.from_args(bare_args(balance_by_flops=True), parallel(2))
@@ -142,7 +146,8 @@ def test_options_become_the_schedule_that_they_ask_for():
 
 
 def test_parts_of_equal_flops_are_not_parts_of_equal_tokens():
-    """Squares of [6, 5, 4, 3, 2] are 36 + 9 = 25 + 16 + 4; tokens would be 6 + 4 = 5 + 3 + 2."""
+    """Balanced by squares, [6, 5, 4, 3, 2] splits into 36 + 9 = 25 + 16 + 4; by tokens into 6 + 4 =
+    5 + 3 + 2."""
     config = ScheduleConfig(
         dp_size=1, align=1, token_cap=10, balance_by_flops=True, flops=FlopsModel(linear=0.0, quadratic=1.0)
     )
@@ -151,7 +156,8 @@ def test_parts_of_equal_flops_are_not_parts_of_equal_tokens():
 
 
 def test_context_parallel_size_widens_the_cap_and_vpp_aligns_the_count():
-    """The cap is per GPU; interleaved pipelines need a multiple of their group of micro-batches."""
+    """The cap is per GPU, so CP widens it; interleaved pipelines get a multiple of their group of
+    micro-batches."""
     args = bare_args(use_dynamic_batch_size=True, max_tokens_per_gpu=50)
     _, micro_batches, counts, _ = build_dp_schedule(
         args, parallel(1, cp_size=2), [60, 40], global_batch_size=2, rollout_indices=[0, 1]
@@ -169,7 +175,7 @@ def test_context_parallel_size_widens_the_cap_and_vpp_aligns_the_count():
 
 
 def test_all_samples_of_a_rollout_stay_in_one_step():
-    """Siblings share a loss denominator, so a step that holds one holds all."""
+    """Siblings share a loss denominator and therefore train in one step."""
     ids = [7, 3, 7, 5, 3, 9, 9, 9]
     assert group_by_rollout(ids) == [[0, 2], [1, 4], [3], [5, 6, 7]]
     plan = plan_schedule([10] * 8, ids, step_sizes=[2, 2], config=ScheduleConfig(dp_size=1, align=1))
@@ -182,7 +188,8 @@ def test_all_samples_of_a_rollout_stay_in_one_step():
 
 
 def test_a_light_rank_runs_as_many_micro_batches_as_a_heavy_one():
-    """faults, micro-batch counts differ between ranks: dp 2, cap 1000, [900, 900, 900, 100, 100] -> both run the same number."""
+    """Both ranks run the same number of micro-batches: dp 2, cap 1000, lengths [900, 900, 900, 100,
+    100]."""
     for packing in ("first_fit", "balanced"):
         config = ScheduleConfig(dp_size=2, align=2, token_cap=1000, packing=packing)
         lengths = [900, 900, 900, 100, 100]
@@ -194,7 +201,8 @@ def test_a_light_rank_runs_as_many_micro_batches_as_a_heavy_one():
 @pytest.mark.parametrize(("samples", "dp_size"), [(3, 4), (1, 8), (9, 4), (206, 4)])
 @pytest.mark.parametrize("packing", ["static", "first_fit", "balanced"])
 def test_any_number_of_samples_spreads_over_any_number_of_ranks(samples, dp_size, packing):
-    """faults, row count not divisible by DP: 3 rows on 4 ranks leave one rank that still joins every collective, with empty micro-batches."""
+    """3 rows on 4 ranks leave one rank with empty micro-batches, which still joins every
+    collective."""
     cap = None if packing == "static" else 100
     config = ScheduleConfig(
         dp_size=dp_size, align=dp_size, token_cap=cap, packing="balanced" if packing == "balanced" else "first_fit"
@@ -231,7 +239,8 @@ def test_steps_follow_from_counts_alone(rollouts, size, expected, keep, sizes):
 
 
 def test_trailing_rollouts_are_listed_or_trained_with_their_true_size():
-    """faults, trailing rollouts dropped silently: each is named, or trains in a last, smaller step."""
+    """Rollouts beyond the last full step are listed as dropped, or train in a last, smaller
+    step."""
     config = ScheduleConfig(dp_size=2, align=2)
     plan = plan_schedule([5] * 10, range(10), step_sizes=[4, 4], config=config)
     assert plan.dropped == [8, 9] and plan.metrics()["schedule/dropped_samples"] == 2
@@ -241,7 +250,7 @@ def test_trailing_rollouts_are_listed_or_trained_with_their_true_size():
 
 
 def test_no_global_batch_size_is_an_error_that_says_so():
-    """A size of 0 can only be a mistake."""
+    """A global batch size of 0 is refused."""
     with pytest.raises(ConfigError, match="--global-batch-size"):
         plan_step_sizes(4, 0, expected_rollouts=4, keep_trailing=False)
 
@@ -250,7 +259,8 @@ def test_no_global_batch_size_is_an_error_that_says_so():
 
 
 def test_fast_first_fit_gives_naive_first_fits_bins():
-    """O(n log n) must change nothing: same bins, same order, also for lengths of 0, at the cap and over it."""
+    """The O(n log n) first fit gives the naive one's bins in the same order, also for lengths of 0,
+    at the cap and above it."""
     rng = random.Random(0)
     for _ in range(300):
         lengths = [rng.randint(0, 30) for _ in range(rng.randint(0, 60))]
@@ -259,7 +269,8 @@ def test_fast_first_fit_gives_naive_first_fits_bins():
 
 
 def test_first_fit_of_65536_samples_takes_well_under_half_a_second():
-    """faults, first_fit_pack is O(n * bins): 5.1 s for 16k samples upstream."""
+    """First fit of 65,536 samples takes less than half a second; the quadratic form takes 5 s for
+    16,000."""
     rng = np.random.default_rng(0)
     lengths = np.minimum(8192, rng.lognormal(7.2, 0.8, 65536)).astype(int).tolist()
     best = min(_seconds(lambda: first_fit_pack(lengths, 16384)) for _ in range(3))
@@ -273,7 +284,7 @@ def _seconds(fn):
 
 
 def test_splitting_bins_halves_the_fullest_and_stops_at_singletons():
-    """Alignment splits what is largest, by tokens, and cannot split one sample."""
+    """To reach an aligned count, the fullest bin by tokens is split, and a single sample is not."""
     bins = [[0, 1, 2, 3], [4]]
     expand_bins_by_splitting(bins, 3, [8, 1, 1, 6, 100])
     assert sorted(map(sorted, bins)) == [[0], [1, 2, 3], [4]]
@@ -296,7 +307,8 @@ class CountingLengths(list):
 
 @pytest.mark.parametrize("count", [512, 4096])
 def test_splitting_bins_asks_for_a_length_a_few_times_however_many_bins_there_are(count):
-    """faults, expand_bins_by_splitting recomputes all sums each round: 8 times the bins would be 64 times the sums."""
+    """Splitting reads each length a few times, however many bins there are; recomputing all sums
+    would cost 64 times as much for 8 times the bins."""
     lengths = np.minimum(8192, np.random.default_rng(0).lognormal(7.2, 0.8, count)).astype(int).tolist()
     bins, counting = first_fit_pack(lengths, 16384), CountingLengths(lengths)
     assert len(bins) < count // 8
@@ -306,7 +318,8 @@ def test_splitting_bins_asks_for_a_length_a_few_times_however_many_bins_there_ar
 
 @pytest.mark.parametrize("packing", ["first_fit", "balanced"])
 def test_a_step_of_8192_samples_is_planned_in_under_a_second(packing):
-    """faults, build for 8k samples 1.8 s: all ranks wait for the schedule. A tenth of a second here; the bound leaves room for a busy machine."""
+    """A step of 8192 samples is planned in under a second, while all ranks wait; it takes a tenth
+    of that here, and the bound leaves room for a busy machine."""
     lengths = np.minimum(8192, np.random.default_rng(0).lognormal(7.2, 0.8, 8192)).astype(int)
     config = ScheduleConfig(dp_size=8, align=8, token_cap=16384, packing=packing, balance_data=True)
     best = min(_seconds(lambda: plan_schedule(lengths, range(8192), step_sizes=[8192], config=config)) for _ in range(3))
@@ -314,7 +327,8 @@ def test_a_step_of_8192_samples_is_planned_in_under_a_second(packing):
 
 
 def test_karmarkar_karp_balances_and_equal_size_means_equal_count():
-    """faults, seqlen_balancing without a CPU test: two ways to say "balanced"; both cover every position once."""
+    """Karmarkar-Karp parts are balanced by sum, and with equal_size by count; both cover every
+    position once."""
     parts = karmarkar_karp([8, 7, 6, 5, 4], 2, equal_size=False)
     assert sorted(sum([8, 7, 6, 5, 4][i] for i in part) for part in parts) == [14, 16]
     with pytest.raises(AssertionError, match="5 items do not divide"):
@@ -333,7 +347,8 @@ def test_karmarkar_karp_balances_and_equal_size_means_equal_count():
 @pytest.mark.parametrize("cap", [9216, 16384, 32768])
 @pytest.mark.parametrize("count", [256, 1024])
 def test_balanced_packing_meets_the_lower_bound_and_evens_the_ranks(count, cap):
-    """faults, first-fit in arrival order uses more bins: micro-batches at the aligned lower bound, none over the cap, busiest rank within 0.5 % of the mean."""
+    """Balanced packing needs as many micro-batches as the aligned lower bound, none above the cap,
+    and the busiest rank is within 0.5 % of the mean."""
     for seed in range(3):
         rng = np.random.default_rng(seed)
         lengths = np.clip(rng.lognormal(np.log(2000) - 0.32, 0.8, count), 16, 8192).astype(int)
@@ -348,7 +363,8 @@ def test_balanced_packing_meets_the_lower_bound_and_evens_the_ranks(count, cap):
 
 
 def test_balanced_packing_of_anything_keeps_its_promises():
-    """Small and odd cases: nothing, one sample, samples over the cap, fewer samples than ranks."""
+    """Balanced packing is valid for no sample, one sample, samples above the cap, and fewer samples
+    than ranks."""
     rng = random.Random(1)
     for _ in range(500):
         lengths = [rng.randint(0, 25) for _ in range(rng.randint(0, 12))]
@@ -361,14 +377,15 @@ def test_balanced_packing_of_anything_keeps_its_promises():
 
 
 def test_two_samples_of_more_than_half_the_cap_never_share_a_bin():
-    """Three of 60 tokens need three bins of 100, though their sum fits into two."""
+    """Three samples of 60 tokens need three bins of 100, though their sum fits into two."""
     assert minimum_bins(np.array([60, 60, 60]), cap=100) == 3
     assert minimum_bins(np.array([50, 50, 50]), cap=100) == 2
     assert minimum_bins(np.array([130, 10]), cap=100) == 2
 
 
 def test_the_report_tells_bins_fill_and_imbalance():
-    """An operator sees how well a step is packed."""
+    """The schedule's metrics give the number of bins, their fill and the imbalance between
+    ranks."""
     first_fit = ScheduleConfig(dp_size=1, align=1, token_cap=100)
     (report,) = plan_schedule([60, 60, 80], range(3), step_sizes=[3], config=first_fit).steps
     assert (report.num_micro_batches, report.lower_bound) == (3, 2)  # 200 tokens would fit two of 100
@@ -387,7 +404,8 @@ def test_the_report_tells_bins_fill_and_imbalance():
 
 
 def test_each_of_several_steps_is_reported():
-    """A full first step hides a half-empty second one in their sum."""
+    """Each step is reported by itself, so that a half-empty second step shows beside a full first
+    one."""
     config = ScheduleConfig(dp_size=1, align=1, token_cap=100, packing="balanced")
     found = plan_schedule([60, 40, 25, 25], range(4), step_sizes=[2, 2], config=config).metrics()
     assert (found["schedule/step_0/fill"], found["schedule/step_1/fill"], found["schedule/fill"]) == (1.0, 0.5, 0.75)
@@ -398,7 +416,8 @@ def test_each_of_several_steps_is_reported():
 
 
 def test_forward_flops_are_the_sum_of_the_matrices():
-    """faults, flops without a CPU test: one layer by hand, qkv 2*s*4*(2+2)*2, attention s*s*2*(2+2), output 2*s*4*4, mlp 2*s*4*8*3, head 2*s*4*10, at s = 3."""
+    """One layer by hand at s = 3: qkv 2*s*4*(2+2)*2, attention s*s*2*(2+2), output 2*s*4*4, mlp
+    2*s*4*8*3, head 2*s*4*10."""
     args = types.SimpleNamespace(
         hidden_size=4,
         num_attention_heads=2,
@@ -417,7 +436,7 @@ def test_forward_flops_are_the_sum_of_the_matrices():
 
 
 def test_moe_and_mla_sizes_change_the_estimate():
-    """Active experts only, and MLA's low-rank projections."""
+    """The estimate counts active and shared experts in their layers, and MLA's head sizes."""
     moe = types.SimpleNamespace(
         **{**SIZES, "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_layer_freq": [0, 1]}
     )

@@ -1,4 +1,5 @@
-"""The contract and the columns: a field is declared once, and nothing a user put in vanishes or changes silently."""
+"""The contract and the columns: a field is declared once, and no value of a user's is dropped or
+changed silently."""
 
 import dataclasses
 import json
@@ -60,7 +61,8 @@ def split(data, dp_size=1, *, size=None, pad_to=0, expected=None, keep=False):
 
 @pytest.mark.parametrize("dp_size", (1, 2))
 def test_a_field_that_only_the_rollout_side_declared_is_a_metric_on_the_training_ranks(declared, dp_size):
-    """Nothing imports a rollout plug-in on the ranks; without its declaration the field came without a metric and without a word."""
+    """A declaration made on the rollout side travels with the batch, because the ranks never import
+    a rollout plug-in."""
     declared("answer_length", source="metadata.answer_length", wire_dtype="int32", reduce=Reduce.SAMPLE_MEAN)
     samples = [make_sample(i, metadata={"answer_length": i}) for i in range(4)]
     wire = [pickle.dumps(shard) for shard in split(convert(samples), dp_size).shards]
@@ -77,7 +79,8 @@ def test_a_field_that_only_the_rollout_side_declared_is_a_metric_on_the_training
 
 
 def test_every_field_says_its_scope_extent_and_length():
-    """Design, section 3: scope and extent are two columns, and per-token fields know their length."""
+    """Every field of the contract states scope and extent, and per-token fields state their
+    length."""
     for spec in CONTRACT:
         assert isinstance(spec.scope, Scope) and isinstance(spec.extent, Extent)
         assert (spec.scope is Scope.TOKEN) == (spec.rows is not None)
@@ -128,7 +131,7 @@ def test_one_declaration_carries_a_new_field_from_sample_to_rank(declared):
 
 
 def test_a_second_different_declaration_is_refused(declared):
-    """Two plug-ins that mean different things by one name would corrupt each other's data."""
+    """A second declaration of a name with other properties is refused."""
     declared("difficulty", wire_dtype="float32")
     declare_field("difficulty", wire_dtype="float32")
     with pytest.raises(RolloutDataError, match="already declared differently"):
@@ -145,7 +148,7 @@ def test_a_second_different_declaration_is_refused(declared):
 
 
 def test_conversion_reads_samples_and_changes_none():
-    """faults, `_convert_samples_to_train_data` mutates sample.loss_mask: a removed sample keeps its mask, and trains nothing."""
+    """Conversion changes no sample: a removed sample keeps its mask, and trains nothing."""
     samples = [make_sample(0), make_sample(1, remove_sample=True), make_sample(2, loss_mask=None)]
     before = json.dumps([sample.to_dict() for sample in samples], default=str)
     columns = convert(samples)
@@ -155,7 +158,8 @@ def test_conversion_reads_samples_and_changes_none():
 
 
 def test_optional_fields_are_decided_over_all_samples():
-    """faults, optional fields are decided by samples[0]: present on some only is a named error, whichever sample comes first."""
+    """An optional field that only some samples have is a named error, whichever sample comes
+    first."""
     for lacking in (0, 1):
         samples = [make_sample(i) for i in range(2)]
         samples[lacking].rollout_log_probs = None
@@ -167,14 +171,14 @@ def test_optional_fields_are_decided_over_all_samples():
 
 
 def test_a_declared_fill_stands_in_for_what_some_samples_lack(declared):
-    """Mixed presence may be filled, but only by declaration."""
+    """A field that only some samples have is filled if its declaration gives a fill."""
     declared("turns", source="metadata.turns", wire_dtype="int32", missing=Missing.FILL, fill=1)
     columns = convert([make_sample(0, metadata={"turns": 7}), make_sample(1)])
     assert columns["turns"] == [7, 1]
 
 
 def test_an_invalid_sample_may_lack_what_the_valid_ones_have():
-    """An aborted sample has no log-probs; it is marked, never trained, and must not cost the others theirs."""
+    """An aborted sample without log-probs leaves the others theirs."""
     samples = [
         make_sample(0),
         make_sample(1, valid=False, invalid_reason="aborted", rollout_log_probs=None),
@@ -199,13 +203,15 @@ def test_an_invalid_sample_may_lack_what_the_valid_ones_have():
     ],
 )
 def test_a_length_or_value_that_does_not_fit_is_named(changes, said):
-    """faults, missing or shifted logprobs: 5 ids and 4 log-probs are refused, never padded."""
+    """A field of a wrong length or with a value that does not fit is refused with its place: 5 ids
+    with 4 log-probs are never padded."""
     with pytest.raises(RolloutDataError, match=said):
         convert([make_sample(0, **changes), make_sample(1)])
 
 
 def test_rewards_that_are_no_numbers_make_the_sample_invalid():
-    """faults, rewards None or NaN: a reason on the sample's row, out of every mean, and the others train."""
+    """A reward that is None or NaN makes its sample invalid with a reason; it enters no mean, and
+    the others train."""
     samples = [
         make_sample(0, reward=None),
         make_sample(1, reward=math.nan),
@@ -220,7 +226,8 @@ def test_rewards_that_are_no_numbers_make_the_sample_invalid():
 
 @pytest.mark.parametrize("value", (3, True + 2, np.float16(3), torch.tensor([3.0]), torch.tensor(3.0, dtype=torch.bfloat16, requires_grad=True)))
 def test_a_custom_reward_function_may_return_any_number(value):
-    """--custom-reward-post-process-path computes with what it likes; what is no number is said with the sample."""
+    """--custom-reward-post-process-path may return any kind of number; a value that is none is an
+    error that names the sample."""
     batch = build_train_columns([make_sample(7)], ([value], [value]), ColumnsConfig())
     assert batch["raw_reward"] == batch["rewards"] == [3.0]
     for bad in ({"score": 3.0}, "3", [3.0], torch.tensor([1.0, 2.0]), 10**400):
@@ -229,7 +236,8 @@ def test_a_custom_reward_function_may_return_any_number(value):
 
 
 def test_raw_reward_before_shaping_wins_and_needs_its_key_too():
-    """faults, `raw_reward` mixes metadata values and un-keyed rewards: both go through one accessor."""
+    """metadata["raw_reward"] takes precedence over the sample's reward, which is read by its
+    key."""
     samples = [make_sample(0, reward={"a": 1.0}, metadata={"raw_reward": 0.25}), make_sample(1, reward={"a": 3.0})]
     assert convert(samples, reward_key="a")["raw_reward"] == [0.25, 3.0]
 
@@ -241,7 +249,8 @@ def test_missing_rollout_ids_take_the_smallest_unused_ones():
 
 
 def test_a_sample_without_a_group_never_joins_one_that_has_an_id():
-    """A data source may number its groups from -1 down: the first sample, of no group, is alone all the same."""
+    """A sample without a group is alone, also where a data source numbers its groups from -1
+    down."""
     groups = (None, -1, -1, None)
     samples = [
         Sample(index=i, group_index=group, reward=10.0 * i, status=Sample.Status.COMPLETED) for i, group in enumerate(groups)
@@ -253,7 +262,7 @@ def test_a_sample_without_a_group_never_joins_one_that_has_an_id():
 @pytest.mark.parametrize("name", ("rollout_id", "group_index"))
 @pytest.mark.parametrize("bad", ("session-7", 1.5))
 def test_an_id_that_is_no_integer_is_said(name, bad):
-    """1.5 and 1.7 are two rollouts; as integers they would share one denominator."""
+    """A rollout or group id that is no integer is refused: 1.5 and 1.7 would become one rollout."""
     ids_of = rollout_ids_of if name == "rollout_id" else group_ids_of
     with pytest.raises(RolloutDataError, match=f"{name} must be an integer"):
         ids_of([Sample(**{name: bad})])
@@ -261,7 +270,8 @@ def test_an_id_that_is_no_integer_is_said(name, bad):
 
 
 def test_nucleus_data_is_required_where_the_trainer_replays_it():
-    """Sampling renormalized over a nucleus cannot be compared with full log-probs silently."""
+    """Nucleus replay without the nucleus data is refused; renormalized log-probs cannot be compared
+    with full ones."""
     with pytest.raises(RolloutDataError, match="rollout_top_p_token_ids"):
         convert([make_sample(0), make_sample(1)], require_top_p_tokens=True)
     nucleus = {
@@ -273,7 +283,8 @@ def test_nucleus_data_is_required_where_the_trainer_replays_it():
 
 
 def test_engine_log_probs_of_another_distribution_than_the_replayed_one_are_refused_in_a_ratio():
-    """A token that the nucleus left alone is certain: -0.3 is its log-prob over the whole vocabulary. Outside a ratio it is only a metric."""
+    """Full-vocabulary engine log-probs are refused in a ratio with a replayed nucleus, where a
+    token alone in its nucleus has log-prob 0 and not -0.3. As a metric they are accepted."""
     nucleus = {"rollout_top_p_token_ids": torch.arange(5, dtype=torch.int32), "rollout_top_p_token_offsets": [0, 1, 3, 4, 5]}
     whole = make_sample(0, **nucleus, rollout_log_probs=[0.0, -0.7, -0.3, 0.0])
     with pytest.raises(RolloutDataError, match=r"left alone the log-prob -0.3, not 0.*--use-rollout-logprobs"):
@@ -284,7 +295,8 @@ def test_engine_log_probs_of_another_distribution_than_the_replayed_one_are_refu
 
 
 def test_expert_ids_travel_in_the_smallest_integers():
-    """128 experts fit a byte: a 4-byte id would quadruple the largest field of an MoE run."""
+    """Ids of up to 128 experts travel in one byte; 4 bytes would quadruple the largest field of an
+    MoE run."""
     experts = np.full((9, 2, 4), 127, dtype=np.int64)
     shard = next(split(convert([make_sample(0, rollout_routed_experts=experts)])).shards)
     assert shard.raw("rollout_routed_experts").values.dtype == np.uint8
@@ -298,7 +310,7 @@ def test_expert_ids_travel_in_the_smallest_integers():
 
 
 def test_a_converters_undeclared_field_is_carried_with_one_warning():
-    """faults, `train_metadata` and every custom field dropped by a white-list: carried with its sample, and said once."""
+    """An undeclared field of a converter travels with its samples and is warned about once."""
     data = {
         "tokens": [[1, 2, 3], [4, 5, 6, 7]],
         "response_lengths": [1, 2],
@@ -312,13 +324,14 @@ def test_a_converters_undeclared_field_is_carried_with_one_warning():
 
 
 def test_an_undeclared_field_of_another_length_is_an_error():
-    """Nothing tells whose it is, so it is not guessed."""
+    """An undeclared field with another number of entries than samples is an error."""
     with pytest.raises(RolloutDataError, match="'phase_config' has .* declare 'phase_config'"):
         split({"tokens": [[1, 2], [3, 4]], "phase_config": {"a": 1}})
 
 
 def test_rollout_ids_and_masks_may_be_left_out_by_a_converter():
-    """faults, documented custom-convert dict lacks rollout_ids -> KeyError: each sample is then its own rollout, fully trained."""
+    """Without `rollout_ids` each sample is its own rollout, and without masks it is fully
+    trained."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         batch = localize(
@@ -329,7 +342,7 @@ def test_rollout_ids_and_masks_may_be_left_out_by_a_converter():
 
 
 def test_train_metadata_reaches_the_trainer():
-    """faults, `metadata` is dropped by the split: it travels with its sample, also where only some have it."""
+    """`metadata` travels with its sample, also where only some samples have it."""
     samples = [make_sample(0, train_metadata={"a": 1}), make_sample(1)]
     assert localize(next(split(convert(samples)).shards), 0)["metadata"] == [{"a": 1}, None]
 
@@ -373,7 +386,8 @@ def test_marking_and_dropping_ship_the_same_training_data():
 
 
 def test_every_sample_is_trained_or_counted_with_a_reason():
-    """Conservation: sampled = trained + dropped; a fully masked rollout trains nothing, so it does not divide the loss either."""
+    """Sampled samples are the trained ones plus the dropped ones by reason; a fully masked rollout
+    trains nothing and is not in the denominator."""
     samples = [make_sample(i) for i in range(10)]
     samples[0].valid, samples[0].invalid_reason = False, "empty"
     samples[1].remove_sample = True
@@ -384,7 +398,8 @@ def test_every_sample_is_trained_or_counted_with_a_reason():
 
 
 def test_a_step_that_is_masked_whole_trains_no_rollout():
-    """The loss divides by 1 there, so that it is 0 and not NaN; that 1 is no rollout, in the schedule's count or in the phase's."""
+    """A fully masked step has the denominator 1, so that its loss is 0 and not NaN, and counts as
+    no trained rollout in schedule and metrics."""
     result = split(convert([make_sample(i, remove_sample=i < 2) for i in range(4)]), size=2)
     assert result.plan.global_batch_sizes == [1, 2] and result.plan.metrics()["schedule/trained_rollouts"] == 2
     found = merge_all([phase_contributions(localize(shard, rank)) for rank, shard in enumerate(result.shards)])
@@ -393,7 +408,7 @@ def test_a_step_that_is_masked_whole_trains_no_rollout():
 
 
 def test_a_batch_without_a_valid_sample_has_no_step():
-    """Everything rejected is a rollout without a step, not a division by zero."""
+    """A batch in which every sample is rejected has no step."""
     samples = [make_sample(i, valid=False, invalid_reason="empty") for i in range(4)]
     result = split(convert(samples), 2)
     batches = [localize(shard, rank) for rank, shard in enumerate(result.shards)]
@@ -403,13 +418,14 @@ def test_a_batch_without_a_valid_sample_has_no_step():
 
 
 def test_rows_are_padded_where_their_micro_batch_ends():
-    """A micro-batch is a slice: padding follows its last sample, and a rank's empty micro-batch is a row of padding."""
+    """Padding follows the last sample of each micro-batch, and a rank's empty micro-batch is a row
+    of padding."""
     padding, lead = plan_row_padding(np.array([5, 6, 9]), [[], [0, 1], [], [2]], pad_to=8)
     assert (padding.tolist(), lead) == ([0, 5 + 8, 7], 8)
 
 
 def test_added_memory_of_split_and_wire_is_the_bytes_shipped():
-    """faults, Python lists before the split, loss masks as ints: each shard is little more than 5 bytes per token and 4 per response token."""
+    """A shard takes little more than 5 bytes per token and 4 per response token."""
     samples = [
         make_sample(
             0,
@@ -435,7 +451,8 @@ def local_batch(count=4, **kw):
 
 
 def test_a_rollout_batch_behaves_as_a_dict_of_lists():
-    """Plug-ins and upstream's functions expect `dict[str, list]`; what is inside is nobody's business."""
+    """A RolloutBatch behaves as the `dict[str, list]` that plug-ins and upstream's functions
+    expect."""
     batch = local_batch()
     assert isinstance(batch, dict) and isinstance(batch["tokens"], list) and isinstance(batch["rewards"], list)
     assert batch.get("nothing") is None and "tokens" in batch and len(dict(batch)) == len(batch)
@@ -449,7 +466,7 @@ def test_a_rollout_batch_behaves_as_a_dict_of_lists():
 
 
 def test_edits_through_the_lists_are_seen_by_the_columns():
-    """A hook that changes rollout_data["rewards"][1] or an entry's array must change what trains."""
+    """A hook's edit of a list entry, or inside an entry's array, changes what trains."""
     batch = local_batch()
     batch["rewards"][1] = 99.0
     assert batch.array("rewards").tolist()[1] == 99.0
@@ -462,7 +479,8 @@ def test_edits_through_the_lists_are_seen_by_the_columns():
 
 
 def test_the_wrong_extent_is_an_error_and_never_a_shorter_list():
-    """faults, global list indexed with rank-local positions: ask for local() or whole(), and be told when that is not what it is."""
+    """`local()` of a whole field and `whole()` of a local one are errors, and never a list of
+    another extent."""
     batch = local_batch()
     assert (
         batch.whole("raw_reward") == [0.0, 1.0, 10.0, 11.0] and batch.local("local_raw_reward") == batch["raw_reward"]
@@ -475,7 +493,7 @@ def test_the_wrong_extent_is_an_error_and_never_a_shorter_list():
 
 
 def test_a_shard_of_another_format_is_refused():
-    """The payload says how it was written, so that two versions do not misread each other."""
+    """A shard of another format version is refused."""
     from slime.data.batch import _from_wire
 
     with pytest.raises(RolloutDataError, match="written as 'slime-columns-0'"):
@@ -483,7 +501,7 @@ def test_a_shard_of_another_format_is_refused():
 
 
 def test_ragged_entries_are_views_also_around_padding():
-    """Padding belongs to no entry."""
+    """Entries are views of the flat array, also with padding between them."""
     column = Ragged(np.arange(10), np.array([2, 5, 10]), np.array([2, 3]))
     assert [entry.tolist() for entry in column.as_list()] == [[2, 3], [5, 6, 7]]
     assert column.dense_values().tolist() == [2, 3, 5, 6, 7] and not column.is_dense
@@ -494,7 +512,7 @@ def test_ragged_entries_are_views_also_around_padding():
 
 
 def test_the_stage_of_a_batch_is_explicit():
-    """Whole before the split, a shard on the wire, local on the rank."""
+    """A batch knows its stage: whole before the split, a shard on the wire, local on the rank."""
     columns = convert([make_sample(0), make_sample(1)])
     shard = next(split(columns).shards)
     assert (columns.stage, shard.stage, localize(shard, 0).stage) == (Stage.WHOLE, Stage.SHARD, Stage.LOCAL)
@@ -502,7 +520,7 @@ def test_the_stage_of_a_batch_is_explicit():
 
 
 def test_the_rollout_side_needs_no_torch():
-    """Conversion and split run beside the engines: importing them must be quick, and must not load torch, megatron or ray."""
+    """Importing conversion and split is quick and loads neither torch nor megatron nor ray."""
     code = (
         "import sys, slime.data.columns, slime.data.split, slime.files.rollout_dump, slime.metrics.rollout_metrics; "
         "print([m for m in ('torch', 'megatron', 'ray', 'wandb', 'sglang') if m in sys.modules])"

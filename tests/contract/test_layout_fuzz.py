@@ -204,7 +204,8 @@ PER_TOKEN = {
 @pytest.mark.parametrize("per_token", sorted(PER_TOKEN))
 @pytest.mark.parametrize("estimator", sorted(ADVANTAGE_ESTIMATORS))
 def test_advantages_and_returns_have_the_same_bits_on_every_rank_count_and_in_every_order(estimator, per_token):
-    """Must hold: a sample's advantages are its own. Neither who shares its rank, nor the longest response there, nor its place changes a bit."""
+    """A sample's advantages and returns have the same bits whatever else is on its rank, however
+    long the longest response is, and wherever it stands."""
     samples, options = make_long_samples(), PER_TOKEN[per_token]
     layouts = [(24, 1, "static"), (24, 2, "balanced"), (24, 2, "static"), (24, 4, "balanced"), (24, 4, "first_fit")]
     # two groups; one sample, so that three ranks have none
@@ -226,7 +227,8 @@ def test_advantages_and_returns_have_the_same_bits_on_every_rank_count_and_in_ev
 
 
 def test_metrics_are_the_same_number_at_dp_1_2_4_and_any_order():
-    """faults, evaluation and metrics depend on the split: the first moment of a signal whose terms cancel is the hard case."""
+    """A mean over 2, 4 and 7 ranks equals the single one bit for bit, for values of many sizes that
+    cancel."""
     rng = np.random.default_rng(3)
     values = rng.normal(size=1000) * 10.0 ** rng.integers(-8, 8, 1000)
     whole = c.merge([c.mean(values, 1000)])[""]
@@ -236,7 +238,7 @@ def test_metrics_are_the_same_number_at_dp_1_2_4_and_any_order():
 
 
 def test_tokens_arrive_on_some_layout_unchanged():
-    """A spot check on values, beside the fuzz on metrics: ids are carried, never recomputed."""
+    """Ids arrive as they were sent: a spot check on values beside the fuzz on metrics."""
     samples = [
         Sample(
             index=i,

@@ -1,4 +1,4 @@
-"""Penalties on the length of a response: numbers by hand, groups by id, nothing of what does not count."""
+"""Penalties on the length of a response, computed by hand, in groups by id."""
 
 import math
 import sys
@@ -27,14 +27,16 @@ def penalties(name, lengths, rewards=None, groups=None, counts=None, **numbers):
 
 
 def test_the_soft_overlong_penalty_grows_over_the_last_part_of_the_budget():
-    """Budget 100, buffer 20: nothing up to 80, half at 90, all at 100; a weight scales it."""
+    """With budget 100 and buffer 20 the penalty is 0 up to 80, half at 90, full at 100; a weight
+    scales it."""
     assert penalties("soft_overlong", [1, 80, 85, 90, 100, 120]) == [0, 0, -0.25, -0.5, -1, -1]
     assert penalties("soft_overlong", [80, 90, 100], weight=0.5) == [0, -0.25, -0.5]
     assert penalties("linear", [0, 25, 100, 150]) == [0, -0.25, -1, -1] and penalties("none", [100]) == [0]
 
 
 def test_the_group_relative_penalty_compares_within_a_group_by_id():
-    """Group 7 has lengths 10, 20, 30: 0.5, 0, -0.5, and a wrong answer gains nothing by being short. Group 3 is equally long: 0."""
+    """Lengths 10, 20, 30 of group 7 give 0.5, 0, -0.5, and a short wrong answer gains nothing; the
+    equal lengths of group 3 give 0."""
     lengths, groups = [10, 5, 30, 20, 5], [7, 3, 7, 7, 3]
     assert penalties("group_relative", lengths, groups=groups) == [0.5, 0, -0.5, 0, 0]
     assert penalties("group_relative", lengths, rewards=[0.0, 1.0, 0.0, 1.0, 1.0], groups=groups) == [0, 0, -0.5, 0, 0]
@@ -44,12 +46,13 @@ def test_the_group_relative_penalty_compares_within_a_group_by_id():
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "none"])
 @pytest.mark.parametrize("left_out", [{"counts": [True, True, False]}, {"rewards": [1.0, 1.0, math.nan]}])
 def test_what_does_not_count_has_no_penalty_and_changes_nobodys(name, left_out):
-    """A rejected sample of 10,000 tokens stretches no group's range."""
+    """A rejected sample of 10,000 tokens has no penalty and does not stretch its group's range."""
     assert penalties(name, [90, 95, 10_000], **left_out) == [*penalties(name, [90, 95]), 0]
 
 
 def test_the_penalty_enters_the_baseline_and_leaves_the_raw_reward(tmp_path, monkeypatch):
-    """Two right answers of 80 and 100 tokens: raw 1 and 1, shaped 1 and 0, so the advantages are +-0.5; the metrics say what was added."""
+    """Two right answers of 80 and 100 tokens have raw rewards 1 and 1, shaped 1 and 0, advantages
+    +-0.5, and metrics give the penalty."""
     options = {"length_penalty": "soft_overlong", "rollout_max_response_len": 100, "grpo_std_normalization": False}
     samples = [sound_sample(i, length=80 + 20 * (i % 2), reward=1.0) for i in range(4)]
     raw, rewards, _ = compute_rewards(samples, ColumnsConfig.from_args(rollout_args(**options)))
@@ -74,7 +77,8 @@ def test_the_penalty_enters_the_baseline_and_leaves_the_raw_reward(tmp_path, mon
     ],
 )
 def test_a_penalty_without_a_budget_or_that_nobody_applies_is_refused(options, words):
-    """The default buffer is a fifth of the budget, rounded up: 2 of 8."""
+    """A penalty without a budget, or with a custom reward processing that ignores it, is refused;
+    the default buffer is a fifth of the budget, rounded up (2 of 8)."""
     found = a_length_penalty_has_a_budget_and_is_applied(rollout_args(**options))
     assert (found is None) if words is None else (words in found)
     assert LengthPenalty.from_args(rollout_args(length_penalty="soft_overlong")).buffer == 2

@@ -1,4 +1,5 @@
-"""Micro-batches: what the model is given is exactly the samples, on every context-parallel layout, with padding that is nobody's."""
+"""Micro-batches: the model gets exactly the samples, on every context-parallel layout, and padding
+that belongs to no sample."""
 
 import gc
 import itertools
@@ -96,7 +97,8 @@ def full_mask(total, response, mask):
 
 
 def test_rows_of_another_padding_than_the_split_made_are_laid_out_anew():
-    """Sequences of 11, 11 and 14 tokens fill 16 + 16 + 16 places in rows of eights and 12 + 12 + 24 in rows of twelves: 48 both."""
+    """Rows for another padding than the split's are laid out again: 11, 11 and 14 tokens fill 16 +
+    16 + 16 places by eights and 12 + 12 + 24 by twelves."""
     with parallel():
         batch = ready(shards_of([(5, 6), (4, 7), (6, 8)], cap=14, pad_to=8)[0])
         rows = walk(batch, pad=12)
@@ -106,7 +108,8 @@ def test_rows_of_another_padding_than_the_split_made_are_laid_out_anew():
 
 
 def test_what_a_step_writes_into_its_tensors_does_not_reach_the_batch_it_came_from():
-    """Objects of the store are read-only and shared by the ranks of a node; a rank's tensors are its own, also where the dtype is the same."""
+    """A rank's tensors are its own, also where the dtype stays the same: the store's objects are
+    read-only and shared by the ranks of a node."""
     shard = localize(shards_of(LENGTHS)[0], 0)
     before = {name: np.array(shard.column(name).values) for name in ("tokens", "rollout_log_probs", "loss_masks")}
     with parallel():
@@ -119,7 +122,8 @@ def test_what_a_step_writes_into_its_tensors_does_not_reach_the_batch_it_came_fr
 
 @pytest.mark.parametrize(("cp_size", "tp_size"), [(1, 1), (1, 2), (2, 1), (4, 2)])
 def test_rows_hold_the_samples_and_their_masks_on_every_layout(cp_size, tp_size):
-    """faults, CP slice of response signals: tokens, masks and bounds equal a per-sequence recipe, on each context-parallel rank."""
+    """Tokens, masks and bounds of the rows equal a per-sequence recipe on each context-parallel
+    rank."""
     for cp_rank in range(cp_size):
         with parallel(cp_size=cp_size, cp_rank=cp_rank, tp_size=tp_size):
             batch = ready(shards_of(LENGTHS)[0], cp_size=cp_size, cp_rank=cp_rank)
@@ -150,7 +154,8 @@ def test_rows_hold_the_samples_and_their_masks_on_every_layout(cp_size, tp_size)
 
 @pytest.mark.parametrize("cp_size", [2, 4])
 def test_log_probs_from_elsewhere_are_cut_like_the_layout_says(cp_size):
-    """Every per-token signal is sliced by the same rule; a rank may own no response token; parts sum to the whole."""
+    """Per-token signals are sliced by one rule, and the ranks' parts sum to the whole, also where a
+    rank owns no response token."""
     whole = [np.asarray(entry) for entry in localize(shards_of(LENGTHS)[0], 0)["rollout_log_probs"]]
     owned = 0
     for cp_rank in range(cp_size):
@@ -165,7 +170,8 @@ def test_log_probs_from_elsewhere_are_cut_like_the_layout_says(cp_size):
 
 
 def test_the_examples_of_the_report_hold():
-    """faults, CP slice: T=11, R=7, c=2 -> rank 0 owns 1 response token, rank 1 six; T=10, R=2 -> rank 0 none; T=9, R=8 -> 3 and 5."""
+    """By hand: T=11, R=7, c=2 gives rank 0 one response token and rank 1 six; T=10, R=2 gives rank
+    0 none; T=9, R=8 gives 3 and 5."""
     for (prompt, response), owned in {(4, 7): (1, 6), (8, 2): (0, 2), (1, 8): (3, 5)}.items():
         for cp_rank in range(2):
             with parallel(cp_size=2, cp_rank=cp_rank):
@@ -174,7 +180,7 @@ def test_the_examples_of_the_report_hold():
 
 
 def test_without_context_parallelism_a_micro_batch_is_a_view_of_the_arrived_buffer():
-    """Padding was laid out at the split: no token is copied to build a row."""
+    """A row is a view of the received buffer: padding was laid out at the split."""
     with parallel():
         batch = ready(shards_of(LENGTHS)[0])
         storage = batch["tokens"][0].untyped_storage().data_ptr()
@@ -185,7 +191,7 @@ def test_without_context_parallelism_a_micro_batch_is_a_view_of_the_arrived_buff
 
 
 def test_a_rank_without_samples_runs_rows_of_padding():
-    """faults, micro-batch counts differ: 1 sample on 4 ranks; three ranks run an empty micro-batch whose mask is all zero."""
+    """With 1 sample on 4 ranks three ranks run an empty micro-batch whose mask is all zero."""
     for cp_size in (1, 2):
         for rank, shard in enumerate(shards_of([(3, 4)], dp_size=4, pad_to=8 if cp_size == 1 else 0)):
             with parallel(cp_size=cp_size):
@@ -204,7 +210,7 @@ def test_a_rank_without_samples_runs_rows_of_padding():
 
 
 def test_values_follow_their_sample_through_any_packing():
-    """faults, batch order changed by dynamic batching: rewards, log-probs and tokens of a row are of one sample, for dp 1, 2 and 3."""
+    """Rewards, log-probs and tokens of a row belong to one sample, for dp 1, 2 and 3."""
     for dp_size in (1, 2, 3):
         seen = []
         for rank, shard in enumerate(shards_of(LENGTHS, dp_size)):
@@ -220,7 +226,8 @@ def test_values_follow_their_sample_through_any_packing():
 
 
 def test_dtypes_on_the_device_are_the_models():
-    """int64 ids and int32 masks: a uint8 mask would wrap in arithmetic, an int32 id is no index for some kernels."""
+    """Ids are int64 and masks int32 on the device: a uint8 mask would wrap in arithmetic, and an
+    int32 id is no index for some kernels."""
     batch = ready(shards_of(LENGTHS)[0])
     kinds = {name: batch[name][0].dtype for name in ("tokens", "loss_masks", "rollout_log_probs")}
     assert kinds == {"tokens": torch.int64, "loss_masks": torch.int32, "rollout_log_probs": torch.float32}
@@ -229,7 +236,8 @@ def test_dtypes_on_the_device_are_the_models():
 
 
 def test_a_hooks_edits_reach_the_micro_batches():
-    """--rollout-data-postprocess-path mutates the batch; a cached row must not hide it."""
+    """A batch that --rollout-data-postprocess-path changed gives rows with the change; no cached
+    row hides it."""
     with parallel():
         batch = ready(shards_of(LENGTHS)[0])
         walk(batch)
@@ -245,7 +253,8 @@ def test_a_hooks_edits_reach_the_micro_batches():
 
 
 def test_what_rows_were_laid_out_from_is_kept_so_that_nothing_else_gets_its_id():
-    """Two edits in a row freed the masks that the rows came from; now and then the next ones got their id, and the old rows were trained on."""
+    """The masks that rows came from stay alive: freed, their id could go to the next masks, and the
+    old rows would train."""
     with parallel():
         batch = ready(shards_of(LENGTHS)[0])
         walk(batch, pad=16)  # not the split's padding: the rows are copies
@@ -257,7 +266,8 @@ def test_what_rows_were_laid_out_from_is_kept_so_that_nothing_else_gets_its_id()
 
 
 def test_a_hook_that_gives_a_tensor_other_memory_is_seen_too():
-    """`mask.data = ...` keeps the tensor in the list: the masks of the loss were the new ones, those of the rows and the metrics the old."""
+    """`mask.data = ...` in a hook changes rows and metrics as well as the loss, though the tensor
+    in the list is the same."""
     with parallel():
         batch = ready(shards_of(LENGTHS)[0])
         walk(batch)
@@ -268,7 +278,8 @@ def test_a_hook_that_gives_a_tensor_other_memory_is_seen_too():
 
 
 def test_what_a_hook_adds_is_in_the_micro_batches_where_it_has_an_entry_per_sample():
-    """A number for a custom loss, or a list of another length, is not cut into pieces; a known field of another length is an error."""
+    """A hook's new field is in the micro-batches if it has one entry per sample; asking for
+    another, and a known field of a wrong length, are errors."""
     batch = ready(shards_of(LENGTHS)[0])
     batch["mine"] = [f"of {position}" for position in batch["partition"]]
     batch["scale"], batch["longer"], batch["beta"] = 3.0, [0] * (len(LENGTHS) + 1), torch.tensor(3.0)
@@ -285,7 +296,7 @@ def test_what_a_hook_adds_is_in_the_micro_batches_where_it_has_an_entry_per_samp
 
 
 def test_a_hook_that_mixes_tensors_with_something_else_is_told_where():
-    """The tensors beside it would have become numpy arrays, and the loss would have blamed the first of them."""
+    """A field that mixes tensors with lists is refused with the entry."""
     batch = ready(shards_of(LENGTHS)[0])
     batch["loss_masks"][2] = [0] * len(batch["loss_masks"][2])
     with pytest.raises(RolloutDataError, match=r"loss_masks\[2\] is a list where other entries are tensors"):
@@ -295,7 +306,7 @@ def test_a_hook_that_mixes_tensors_with_something_else_is_told_where():
 
 
 def test_plain_dicts_of_tensors_work_too():
-    """Everything that accepts a RolloutBatch accepts a dict of lists with the same keys."""
+    """A dict of lists with the same keys is accepted in place of a RolloutBatch."""
     batch = ready(shards_of(LENGTHS)[0])
     plain = {name: list(value) if isinstance(value, list) else value for name, value in batch.items()}
     keys = ["tokens", "loss_masks", "rollout_log_probs", "absent"]
@@ -322,7 +333,8 @@ def test_iterators_stop_reset_and_share_rows_over_virtual_stages():
 
 
 def test_whole_batch_fields_have_no_part_in_a_micro_batch():
-    """faults, global list indexed with rank-local positions: asking for raw_reward per micro-batch is an error, not other samples' rewards."""
+    """Asking for raw_reward per micro-batch is an error; its entries are not this rank's
+    samples."""
     with parallel():
         batch = ready(shards_of(LENGTHS)[0])
         iterator = DataIterator(batch, batch["micro_batch_indices"])
@@ -334,7 +346,7 @@ def test_whole_batch_fields_have_no_part_in_a_micro_batch():
 
 
 def test_allgather_cp_cuts_the_stream_into_equal_pieces():
-    """The contiguous layout: pieces of all ranks, put together, are the padded stream."""
+    """In the contiguous layout the pieces of all ranks, put together, are the padded stream."""
     pieces, masks = [], []
     for cp_rank in range(2):
         with parallel(cp_size=2, cp_rank=cp_rank):
@@ -351,7 +363,7 @@ def test_allgather_cp_cuts_the_stream_into_equal_pieces():
 
 
 def test_media_of_a_micro_batch_are_concatenated_by_key():
-    """Samples without media add nothing; none at all is None."""
+    """Media are concatenated by key; samples without media add nothing, and none at all is None."""
     entries = [{"pixels": torch.ones(2, 3)}, None, {"pixels": torch.zeros(1, 3), "size": [4]}]
     merged = concatenate_media(entries)
     assert merged["pixels"].shape == (3, 3) and merged["size"] == [[4]]
@@ -359,7 +371,7 @@ def test_media_of_a_micro_batch_are_concatenated_by_key():
 
 
 def test_lists_of_tensors_move_and_none_passes():
-    """Upstream's two helpers."""
+    """Upstream's two helpers move lists of tensors to the device and pass None on."""
     assert tensors_to_cpu(None) is None and tensors_to_gpu(None) is None
     moved = tensors_to_gpu([[1, 2], None, torch.tensor([3])], "cpu")
     assert moved[0].dtype == torch.float32 and moved[1] is None and moved[2].tolist() == [3.0]

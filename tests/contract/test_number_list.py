@@ -1,4 +1,4 @@
-"""`NumberList`: a Python list in every respect, whose array is never anything else than its numbers."""
+"""`NumberList`: a Python list in every respect, whose array always holds its numbers."""
 
 import copy
 import dataclasses
@@ -45,7 +45,8 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_change_forgets_the_array(change):
-    """An array that outlived a change would train on tokens that the sample does not have."""
+    """Every change of the list drops the array; one that outlived it would train tokens that the
+    sample does not have."""
     values, plain = number_list(np.arange(5, dtype=np.int32)), list(range(5))
     CHANGES[change](values), CHANGES[change](plain)
     assert values == plain and known_array(values) is None
@@ -53,7 +54,7 @@ def test_every_change_forgets_the_array(change):
 
 
 def test_no_method_of_list_that_changes_it_is_forgotten():
-    """A list method that a later Python adds, and that changes the list, must be looked at here."""
+    """Every list method that changes a list is overridden, also one that a later Python adds."""
     reading = {"copy", "count", "index"}
     public = {name for name in dir(list) if not name.startswith("_")}
     assert public - reading <= set(vars(NumberList)), "each of them forgets the array"
@@ -62,7 +63,7 @@ def test_no_method_of_list_that_changes_it_is_forgotten():
 
 
 def test_it_is_a_list_wherever_a_list_is_asked_for():
-    """Plug-ins compare, slice, add, copy, serialize and index it."""
+    """It compares, slices, adds, copies, serializes and indexes like a list."""
     values = number_list(np.arange(3, dtype=np.int32))
     assert values == [0, 1, 2] and isinstance(values, list) and repr(values) == "[0, 1, 2]"
     assert type(values[1:]) is list and values + [7] == [0, 1, 2, 7] and [7] + values == [7, 0, 1, 2]
@@ -73,7 +74,7 @@ def test_it_is_a_list_wherever_a_list_is_asked_for():
 
 @pytest.mark.parametrize("copied", (copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))))
 def test_copies_are_independent_lists_with_the_same_numbers(copied):
-    """Between processes the array travels in place of the numbers."""
+    """Copies are independent lists; between processes the array travels in place of the numbers."""
     values = number_list(np.array([0.1, -2.5], dtype=np.float32))
     other = copied(values)
     assert type(other) is NumberList and other == values and known_array(other).tolist() == values
@@ -85,7 +86,7 @@ def test_copies_are_independent_lists_with_the_same_numbers(copied):
 
 
 def test_the_array_is_not_the_callers_memory():
-    """An engine client may reuse its buffer; what the sample holds must not change with it."""
+    """The array is a copy, because an engine client may reuse its buffer."""
     for buffer in (np.arange(3), torch.arange(3)):
         values = number_list(buffer)
         buffer[0] = 9
@@ -97,7 +98,8 @@ def test_the_array_is_not_the_callers_memory():
 
 
 def test_a_list_that_was_changed_behind_its_back_is_packed_anew():
-    """`list.append(x, ...)` goes past every method; the length tells."""
+    """A list changed by `list.append(x, ...)`, which no method sees, is packed again: its length
+    differs."""
     values = number_list(np.arange(3, dtype=np.int32))
     list.append(values, 7)
     assert known_array(values) is None and packed(values, "i").tolist() == [0, 1, 2, 7]
@@ -105,7 +107,7 @@ def test_a_list_that_was_changed_behind_its_back_is_packed_anew():
 
 @pytest.mark.parametrize("when", ("while it is packed", "before it is remembered"))
 def test_an_array_that_was_packed_around_a_change_is_not_remembered(when, monkeypatch):
-    """The snapshot's thread packs a list that a plug-in changes at the same time."""
+    """An array packed while another thread changes the list is returned and not kept."""
     values = NumberList([1, 2, 3])
     where, real = (number_list_module.struct, "pack") if when == "while it is packed" else (np, "frombuffer")
     original = getattr(where, real)
@@ -127,7 +129,7 @@ numbers = st.lists(st.one_of(st.integers(-(2**31), 2**31 - 1), st.floats(width=3
 @settings(max_examples=200, deadline=None)
 @given(first=numbers, second=numbers, known=st.tuples(st.booleans(), st.booleans()))
 def test_a_sum_is_the_sum_of_the_lists_and_its_array_says_the_same(first, second, known):
-    """Whatever is known of the parts."""
+    """The sum of two lists has the right array, whichever of the parts have one."""
     parts = [number_list(np.array(v)) if k and v else NumberList(v) for v, k in zip((first, second), known, strict=True)]
     total = joined(*parts)
     assert total == list(parts[0]) + list(parts[1])
@@ -137,13 +139,14 @@ def test_a_sum_is_the_sum_of_the_lists_and_its_array_says_the_same(first, second
 
 @pytest.mark.parametrize("values", ([1, 2.5], [1, None], ["a"], [2**40], [[1], [2]]))
 def test_what_is_no_token_id_is_said_with_its_place(values):
-    """The same words as for a list without memory."""
+    """A value that is no token id is refused with the message, and the position, that a plain list
+    gives."""
     assert token_array(NumberList(values)) == token_array(values) and isinstance(token_array(values), str)
     assert packed(values, "i") is None
 
 
 def test_readers_take_the_array_that_is_there():
-    """The gate and the columns read the same memory, once it was packed; a float array is not taken for token ids."""
+    """Gate and columns read the same packed memory; a float array is not taken for token ids."""
     tokens = NumberList([3, 1, 2])
     first = token_array(tokens)
     assert token_array(tokens) is known_array(tokens) and as_array(tokens, "int32") is known_array(tokens)
@@ -158,7 +161,7 @@ def test_readers_take_the_array_that_is_there():
 @pytest.mark.parametrize("dtype", ("int32", "int64", "float32", "float64", "uint8"))
 @pytest.mark.parametrize("values", ([], [1, 0, 1], [True, False], [0.5, 1.25], [1e-46, 3e38], [-1, 255], [2**31], [None], [float("nan")]))
 def test_a_packed_list_is_the_array_that_numpy_would_make(values, dtype):
-    """Same numbers, same refusals."""
+    """A packed list has the numbers of numpy's array and is refused where numpy refuses."""
 
     def read(value):
         try:
@@ -171,7 +174,8 @@ def test_a_packed_list_is_the_array_that_numpy_would_make(values, dtype):
 
 
 def test_a_sample_that_the_client_filled_knows_its_arrays():
-    """Prompt ids as a list, two replies as arrays: tokens, log-probs and mask stay lists, and none of them is packed number by number."""
+    """Tokens, log-probs and mask of a sample filled with arrays stay lists with known arrays; none
+    is packed number by number."""
     sample = Sample(tokens=[5, 6])
     for ids, log_probs in (([7, 8], [-0.5, -1.5]), ([9], [-2.5])):
         sample.append_response_tokens(tokens=np.array(ids, "i4"), log_probs=np.array(log_probs, "f4"))

@@ -1,4 +1,5 @@
-"""Metrics of a rollout batch: the same number at every split, from the mask that trains, and really emitted."""
+"""Metrics of a rollout batch: the same number at every split, over the mask that trains, and sent
+to the trackers."""
 
 import logging
 import math
@@ -94,7 +95,7 @@ def test_identities_strings_and_layout_are_not_metrics_and_do_not_crash():
 
 
 def test_empty_and_fully_masked_batches_give_no_nan():
-    """faults, empty and zero-length responses: nothing to average is no metric, not NaN, and no exception."""
+    """Where nothing is to be averaged there is no metric, and neither NaN nor an exception."""
     empty = plain_batch(rewards=[], rollout_log_probs=[])
     masked = plain_batch(
         rewards=[1.0], rollout_log_probs=[torch.tensor([-1.0])], loss_masks=[torch.zeros(1, dtype=torch.int32)]
@@ -110,7 +111,7 @@ def test_empty_and_fully_masked_batches_give_no_nan():
 
 
 def test_values_at_masked_positions_are_never_read():
-    """faults, train/rollout gap over tokens nobody sampled: NaN and -30 on tool output leave the mean alone."""
+    """NaN and -30 at the masked tokens of a tool leave the mean as it is."""
     batch = plain_batch(
         response_lengths=[6],
         loss_masks=[torch.tensor([1, 1, 0, 0, 0, 1])],
@@ -121,7 +122,8 @@ def test_values_at_masked_positions_are_never_read():
 
 @pytest.mark.parametrize(("total", "response", "mean"), [(9, 6, 4.0), (10, 2, 1.5)])  # of the second, rank 0 owns no response token
 def test_every_per_token_field_is_a_rollout_mean_under_context_parallelism(total, response, mean):
-    """faults, `rollout/kl` and `rollout/entropy` multiplied by cp_size (0.5 became 1.0): two CP ranks report what one does, for any field."""
+    """Two CP ranks report what one does, for any per-token field; upstream multiplied `rollout/kl`
+    and `rollout/entropy` by cp_size."""
     full = torch.arange(1.0, response + 1)
     mask = torch.ones(response, dtype=torch.int32)
     mask[0] = response < 6  # the longer one's first token, value 1, does not train
@@ -138,7 +140,8 @@ def test_every_per_token_field_is_a_rollout_mean_under_context_parallelism(total
 
 
 def test_rewards_lengths_and_truncation_give_each_rollout_one_vote():
-    """faults, reward mean weighted by number of turns; rewards, `truncated`, lengths per sample: (1,2), (1,3), (0,10) -> 0.667, not 0.333."""
+    """Each rollout has one vote however many samples it emitted: rewards 1, 1 and 0 of 2, 3 and 10
+    samples give 0.667, not 0.333."""
     rewards = [1.0] * 5 + [0.0] * 10
     counts = [2] * 2 + [3] * 3 + [10] * 10
     truncated, lengths = [1 - int(reward) for reward in rewards], [3 + 6 * int(reward) for reward in rewards]
@@ -151,7 +154,8 @@ def test_rewards_lengths_and_truncation_give_each_rollout_one_vote():
 
 
 def test_a_denominator_comes_from_the_mask_of_its_numerator():
-    """faults, denominator does not match the mask: 4 tokens and one fully masked row -> the mean over 4, and over one rollout."""
+    """Four trained tokens beside a fully masked row have the mean over four, and over one
+    rollout."""
     batch = plain_batch(
         response_lengths=[4, 8],
         loss_masks=[torch.ones(4), torch.zeros(8)],
@@ -161,7 +165,8 @@ def test_a_denominator_comes_from_the_mask_of_its_numerator():
 
 
 def test_the_mean_of_a_whole_batch_field_is_the_batchs_however_uneven_the_ranks():
-    """faults, global values summed again on each rank: ranks with 4 and 1 samples both hold all rewards. Sums: see the converter's tests."""
+    """The mean of a whole field is the batch's, though ranks with 4 and 1 samples both hold all
+    rewards."""
     whole = {"total_lengths": [11] * 5, "raw_reward": [1.0, 0.0, 0.0, 1.0, 1.0]}
     shards = [{**whole, "partition": p, "response_lengths": [1] * len(p), "rewards": [0.5] * len(p)} for p in ([0, 1, 2, 3], [4])]
     found = metrics_of(*[arrive(shard, rank) for rank, shard in enumerate(shards)])
@@ -169,7 +174,8 @@ def test_the_mean_of_a_whole_batch_field_is_the_batchs_however_uneven_the_ranks(
 
 
 def test_the_raw_reward_takes_what_the_model_failed_at_as_zero():
-    """Rewards 1, 1 and a cut sample's 7, which the gate rejected, plus a rejected rollout that is not in the batch: (1 + 1 + 0 + 0) / 4."""
+    """Failures of the model count as 0: rewards 1, 1, a rejected cut sample with 7, and a rejected
+    rollout outside the batch give (1 + 1 + 0 + 0) / 4."""
     rows = {"tokens": [[1, 2]] * 3, "response_lengths": [1] * 3, "raw_reward": [1.0, 1.0, 7.0], "rewards": [1.0] * 3}
     data = {**rows, "valid": [True, True, False], "invalid_reason": [None, None, "truncated"], "model_failure": [False, False, True]}
     for expected, dropped in ((2 / 3, []), (0.5, [None]), (0.5, [9, 9]), (0.5, [9])):
@@ -228,7 +234,8 @@ def test_correct_length_shares_are_of_quarters_and_keep_the_longest():
 
 
 def test_correct_entropy_takes_the_best_source_there_is(caplog):
-    """faults, `correct_entropy` is -log p and a sum, KeyError `log_probs`: entropy, else -log p of trainer or engine, else said once; a mean."""
+    """`correct_entropy` is a mean of the entropy, else of -log p of the trainer, else of the
+    engine; without any of them one warning tells that it is left out."""
     ones = [torch.full((n,), 1.0) for n in (1, 2, 3, 9)]
     entropy = [torch.tensor([0.5]), torch.zeros(2), torch.tensor([1.0, 99.0, 2.0]), torch.full((9,), 0.25)]
     config = TrainMetricsConfig()
@@ -260,7 +267,8 @@ def test_a_rank_without_correct_samples_contributes_count_zero():
 
 
 def test_multi_turn_max_is_the_phases_max():
-    """faults, multi-turn max/min are averaged over ranks, means unweighted by rank sizes: ranks of 3 and 1 samples."""
+    """The maximum over ranks of 3 and 1 samples is that of the phase, and means are over all
+    samples."""
     first = plain_batch(response_lengths=[2, 4, 6], round_number=[1, 2, 3])
     second = plain_batch(response_lengths=[20], round_number=[9], loss_masks=[torch.tensor([1] * 5 + [0] * 15)])
     config = TrainMetricsConfig(rollout_max_response_len=20)
@@ -277,7 +285,8 @@ def test_multi_turn_max_is_the_phases_max():
 
 
 def test_pass_at_k_is_unbiased_for_groups_of_any_size():
-    """faults, pass rates without a CPU test: groups (n=4, c=1), (n=2, c=2) -> pass@1 = (1/4 + 1) / 2, pass@2 = (1 - C(3,2)/C(4,2) + 1) / 2, pass@4 = 1."""
+    """Groups (n=4, c=1) and (n=2, c=2) give pass@1 = (1/4 + 1) / 2, pass@2 = (1 - C(3,2)/C(4,2) +
+    1) / 2, pass@4 = 1."""
     rewards, groups = [1, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1]
     assert compute_ragged_pass_rate(rewards, groups) == {"pass@1": 0.625, "pass@2": 0.75, "pass@4": 1.0}
     assert compute_pass_rate([1, 0, 0, 0], 4) == {"pass@1": 0.25, "pass@2": 0.5, "pass@4": 1.0}
@@ -288,7 +297,8 @@ def test_pass_at_k_is_unbiased_for_groups_of_any_size():
 
 
 def test_pass_at_k_counts_what_the_model_spoiled_as_wrong_and_leaves_out_what_was_lost():
-    """A cut answer is a wrong answer; an answer that a crashed request lost says nothing: pass@1 = ((1 + 0) / 2 + 1) / 2."""
+    """A cut answer is a wrong answer, and one that a crashed request lost does not count: pass@1 =
+    ((1 + 0) / 2 + 1) / 2."""
     verdicts = [(0, 1.0, None), (0, None, "truncated"), (1, None, "failed"), (1, 1.0, None)]
     samples = [
         Sample(
@@ -323,14 +333,14 @@ def test_pass_rate_reshapes_the_whole_rewards_of_a_plain_batch():
 
 
 def test_keys_are_the_union_over_ranks():
-    """faults, gather_and_reduce_log_dict takes the source rank's keys: one missing there was lost, one missing elsewhere a KeyError."""
+    """A metric that only some ranks have is reported, also where the source rank lacks it."""
     found = reduce_log_dicts([{"a": (1.0, 2), "b": 5.0}, {"a": (9.0, 3), "c": (0.0, 0)}])
     assert found == {"a": 10 / 5, "b": 5.0, "c": 0.0}  # the mean of the ranks' means would be (0.5 + 3) / 2
     assert rollout_log_metric_contribution(3.0, cp_size=2, num_rollouts_in_rollout=8, dp_size=4) == (6.0, 2.0)
 
 
 def test_quantiles_of_ranks_are_quantiles_of_the_union():
-    """A mean of medians is no median."""
+    """Quantiles are over the samples of all ranks; a mean of medians is no median."""
     values = np.arange(101.0)
     for ranks in (1, 2, 4):
         parts = [c.quantiles(piece, [("/p50", 0.5), ("/p90", 0.9)]) for piece in np.array_split(values[::-1], ranks)]
@@ -338,13 +348,14 @@ def test_quantiles_of_ranks_are_quantiles_of_the_union():
 
 
 def test_ranks_that_disagree_about_a_reduction_are_told():
-    """A sum and a mean under one name have no common value."""
+    """Two ranks that reduce one name differently, as a sum and a mean, are an error."""
     with pytest.raises(ValueError, match="disagree"):
         c.merge([c.total([1.0]), c.maximum([1.0])])
 
 
 def _log_on_rank(rank, world_size):
-    """One of the ranks of data x context parallel; Megatron's questions are answered here, the gathering is real."""
+    """Logs on one of the ranks of data x context parallel: Megatron's parallel state is a stand-in,
+    the gathering is real."""
     import unittest.mock as mock
 
     sent = []
@@ -409,7 +420,8 @@ def test_log_rollout_data_sends_the_batchs_numbers_from_two_processes():
 
 
 def test_ci_checks_name_the_numbers():
-    """A first rollout whose policy is not its reference means that two forward passes disagree."""
+    """The CI checks fail with the numbers, for example where policy and reference differ before the
+    first step."""
     check_ci({"rollout/log_probs": -0.5, "rollout/ref_log_probs": -0.5, "rollout/entropy": 0.5}, 0, check_kl=True)
     with pytest.raises(AssertionError, match="differ before the first step"):
         check_ci({"rollout/log_probs": -0.5, "rollout/ref_log_probs": -0.6}, 0, check_kl=True)
@@ -418,7 +430,7 @@ def test_ci_checks_name_the_numbers():
 
 
 def test_samples_are_conserved_or_the_ledger_says_all_numbers():
-    """A lost sample is an error with the whole account in it."""
+    """A lost sample is an error that contains all counts of the ledger."""
     ledger = Ledger(sampled=10, trained=7, dropped={"empty": 2, "trailing": 1})
     ledger.check()
     assert ledger.plan_metrics()["rollout/ledger/dropped/empty"] == 2 and ledger.plan_metrics()["rollout/ledger/dropped"] == 3
@@ -430,7 +442,7 @@ def test_samples_are_conserved_or_the_ledger_says_all_numbers():
 
 
 def test_throughput_is_of_what_was_trained():
-    """faults, `Timer().seq_lens` holds dropped samples, tok/s global and TFLOPs per GPU: units are stated, and FLOPs are the trained ones."""
+    """Tokens per second and TFLOPs per GPU are of the trained samples, without dropped ones."""
     found = perf_metrics(
         {"actor_train": 2.0, "train": 3.0, "train_wait": 1.0}, forward_flops=4e12, num_tokens=100, world_size=2
     )
@@ -442,7 +454,7 @@ def test_throughput_is_of_what_was_trained():
 
 
 def test_small_helpers():
-    """Upstream's helpers, by hand."""
+    """Upstream's small helpers, checked by hand."""
     assert dict_add_prefix({"a": 1}, "x/") == {"x/a": 1}
     assert compute_statistics([1, 2, 6]) == {"mean": 3.0, "median": 2.0, "max": 6.0, "min": 1.0}
     with pytest.raises(ValueError, match="no values"):
@@ -456,7 +468,8 @@ def test_small_helpers():
 
 
 def test_the_train_axis_never_repeats_or_goes_back_when_rollouts_have_different_numbers_of_steps():
-    """faults, `train/step` = phase*steps+step: 2 planned steps a rollout; one of 2, one cut to 1 by rejections, one of 3 from a generous source."""
+    """`train/step` only grows: with 2 planned steps, a rollout may have 2, 1 (cut by rejections) or
+    3 (a source that gave more). A resumed run goes on at the plan's place."""
     args = types.SimpleNamespace(rollout_batch_size=8, n_samples_per_prompt=4, global_batch_size=16)
     axis, last = [], -1
     for rollout_id, steps in enumerate([2, 1, 3, 2]):

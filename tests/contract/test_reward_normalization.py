@@ -1,4 +1,4 @@
-"""Rewards by group: the half of the advantage that needs every sibling. Each test names the report it answers."""
+"""Rewards by group: the half of the advantage that needs every sibling."""
 
 import dataclasses
 import logging
@@ -30,7 +30,8 @@ def normalize(rewards, groups, valid=None, *, std=False, **kw):
 
 
 def test_uneven_groups_are_normalized_by_id_and_not_as_one_batch():
-    """faults, group normalization falls back to the whole batch: groups of 4, 3 and 4 with means .5, 5, .5 (the fault gave +3.27)."""
+    """Groups of 4, 3 and 4 with means .5, 5, .5 are normalized each by itself; as one batch a
+    sample would get +3.27."""
     rewards = [1, 0, 1, 0, 5, 5, 5, 0, 0, 1, 1]
     groups = [0] * 4 + [1] * 3 + [2] * 4
     values, statistics = normalize(rewards, groups)
@@ -39,7 +40,8 @@ def test_uneven_groups_are_normalized_by_id_and_not_as_one_batch():
 
 
 def test_all_samples_of_an_execution_have_its_one_advantage():
-    """Executions A with rewards (1, 0) and B with 0: A's mean 0.5 against B's 0, whatever the estimator divides by, and A's samples share it."""
+    """Execution A with rewards (1, 0) and B with 0: A's mean 0.5 against B's 0, whatever the
+    estimator divides by, and A's samples share it."""
     fan = {"rollout_ids": [0, 0, 1]}
     assert normalize([1, 0, 0], [0] * 3, **fan)[0] == [0.25, 0.25, -0.25]
     assert normalize([1, 0, 0], [0] * 3, leave_one_out=True, **fan)[0] == [0.5, 0.5, -0.5]
@@ -50,7 +52,8 @@ def test_all_samples_of_an_execution_have_its_one_advantage():
     ("rewards", "largest"), [([1, 0, 1, 0, 1, 0.02], 1.16), ([1, 0, 1, 0, 1, 0], 0.0), ([1, 0, 0, 1, 0.5, 0.5], 0.0), ([3, 3, 3, 3, 3, 3], 0.0)]
 )
 def test_executions_of_nearly_equal_means_give_advantages_of_ordinary_size(rewards, largest):
-    """Three executions of two samples: (1, 0), (1, 0), (1, 0.02) once gave +-86 under grpo. Equal means have no spread and give 0."""
+    """Executions (1, 0), (1, 0), (1, 0.02) give advantages of ordinary size under grpo and not
+    +-86; equal means give 0."""
     values, statistics = normalize(rewards, [0] * 6, std=True, rollout_ids=[0, 0, 1, 1, 2, 2])
     assert max(map(abs, values)) == pytest.approx(largest, abs=0.01) and values[0] == values[1] and values[4] == values[5]
     assert statistics.num_no_spread_groups == (largest == 0.0)
@@ -59,7 +62,8 @@ def test_executions_of_nearly_equal_means_give_advantages_of_ordinary_size(rewar
 @pytest.mark.parametrize("divide_by_std", [True, False])
 @pytest.mark.parametrize("leave_one_out", [True, False])
 def test_advantages_of_any_fan_out_are_finite_and_balance_over_executions(divide_by_std, leave_one_out):
-    """Up to 4 executions of up to 4 samples with rewards of many sizes, some invalid: finite, one value an execution, sum 0 in each group."""
+    """For up to 4 executions of up to 4 samples, some invalid, advantages are finite, one per
+    execution, with sum 0 in each group."""
     rng = np.random.default_rng(5)
     for _ in range(300):
         rollouts = np.repeat(np.arange(rng.integers(1, 5)), rng.integers(1, 5))
@@ -74,7 +78,7 @@ def test_advantages_of_any_fan_out_are_finite_and_balance_over_executions(divide
 
 
 def test_every_sample_may_be_a_member_of_its_own():
-    """--fan-out-baseline row: executions (1, 0) and (0,): the mean is over three samples."""
+    """With --fan-out-baseline row the mean of executions (1, 0) and (0,) is over three samples."""
     samples = [Sample(group_index=0, rollout_id=r, index=i, reward=reward) for i, (r, reward) in enumerate([(0, 1.0), (0, 0.0), (1, 0.0)])]
     config = ColumnsConfig(divide_by_std=False)
     assert compute_rewards(samples, config)[1] == [0.25, 0.25, -0.25]
@@ -85,7 +89,7 @@ def test_every_sample_may_be_a_member_of_its_own():
 
 
 def test_order_does_not_matter():
-    """Groups are ids, not places: shuffled rows get the same values, bit for bit."""
+    """Shuffled rows get the same values, bit for bit: groups are ids and not places."""
     rng = np.random.default_rng(0)
     rewards, groups = rng.normal(size=60), np.repeat(np.arange(12), 5)
     straight, _ = normalize(rewards, groups, std=True)
@@ -96,7 +100,7 @@ def test_order_does_not_matter():
 
 
 def test_a_single_member_gives_zero_and_is_counted():
-    """faults, trailing partial group: [1, 2 | 3] -> the singleton is 0, never 300000."""
+    """A group of one gets 0 and is counted: [1, 2 | 3] gives the singleton 0, never 300000."""
     values, statistics = normalize([1, 2, 3], [0, 0, 1], std=True)
     assert values[2] == 0.0 and statistics.num_singleton_groups == 1 and statistics.num_no_spread_groups == 0
     assert values[1] == pytest.approx(0.5 / (math.sqrt(0.5) + 1e-6))
@@ -117,19 +121,20 @@ def test_rejected_members_change_nothing():
 
 
 def test_one_usable_member_gives_zero():
-    """faults, rejected rows: if only one row of a group is usable there is nothing to compare it with."""
+    """A group with one usable member gets 0: there is nothing to compare it with."""
     assert normalize([1, 0, 0], [0] * 3, [True, False, False], std=True)[0] == [0.0, 0.0, 0.0]
 
 
 def test_nan_reward_is_left_out_of_mean_and_std():
-    """faults, rewards that are None, dict or NaN: [1, NaN, 0, 1] trains three."""
+    """A NaN reward is outside mean and std: [1, NaN, 0, 1] trains three samples."""
     values, statistics = normalize([1, math.nan, 0, 1], [0] * 4)
     assert values == pytest.approx([1 / 3, 0, -2 / 3, 1 / 3]) and statistics.num_excluded_samples == 1
     assert normalize([math.nan, math.nan], [0, 0])[0] == [0.0, 0.0]
 
 
 def test_equal_float_rewards_have_no_spread():
-    """faults, row-wise filter: [0.1 + 0.2, 0.3, 0.3, 0.3] differ by rounding only, so nothing is learned from them."""
+    """Rewards [0.1 + 0.2, 0.3, 0.3, 0.3], which differ by rounding alone, have no spread and train
+    nothing."""
     values, statistics = normalize([0.1 + 0.2, 0.3, 0.3, 0.3], [0] * 4, std=True)
     assert values == [0.0] * 4 and statistics.num_no_spread_groups == 1
     # rounding grows with the rewards: a million and a ten-thousandth more are the same, one and a ten-thousandth more are not
@@ -139,13 +144,14 @@ def test_equal_float_rewards_have_no_spread():
 
 
 def test_samples_of_one_execution_are_one_member():
-    """faults, compact siblings count as members: executions with rewards 1 (three samples) and 0 (one) have mean .5, not .75."""
+    """Executions with rewards 1 (three samples) and 0 (one sample) have the mean .5, not .75."""
     values, _ = normalize([1, 1, 1, 0], [0] * 4, rollout_ids=[5, 5, 5, 6])
     assert values == [0.5, 0.5, 0.5, -0.5]
 
 
 def test_rewards_for_more_or_fewer_samples_are_refused():
-    """A post-processing function that filters would give each later sample its neighbour's reward."""
+    """A post-processing function that returns another number of rewards is refused; each later
+    sample would get its neighbour's."""
     samples = [Sample(index=i, group_index=0, tokens=[1, 2], response_length=1) for i in range(3)]
     for raw, rewards, said in (([1.0] * 2, [1.0] * 3, "2 raw_rewards for 3 samples"), ([1.0] * 3, [1.0] * 4, "4 rewards for 3 samples")):
         with pytest.raises(RolloutDataError, match=said):
@@ -168,7 +174,8 @@ def test_rewards_for_more_or_fewer_samples_are_refused():
     ],
 )
 def test_each_estimator_has_the_baseline_of_its_paper(estimator, options, expected):
-    """Rewards (3, 0, 0) of one group: mean 1, deviation sqrt(3); Dr. GRPO is GRPO without the division, RLOO subtracts the others' mean."""
+    """Rewards (3, 0, 0) have mean 1 and deviation sqrt(3); Dr. GRPO is GRPO without the division,
+    RLOO subtracts the mean of the others."""
     config = ColumnsConfig.from_args(parse_command_line(["--advantage-estimator", estimator, *options]).args)
     samples = [Sample(index=i, group_index=0, tokens=[1, 2], response_length=1, reward=r) for i, r in enumerate((3.0, 0.0, 0.0))]
     assert list(compute_rewards(samples, config)[1]) == pytest.approx(expected)
@@ -187,7 +194,7 @@ def test_a_large_common_offset_costs_no_digits():
 
 
 def test_equal_text_prompts_keep_their_own_groups():
-    """faults, labels or group ids attached to the wrong prompt: groups come from ids, never from the prompt's text."""
+    """Groups come from ids: equal prompt texts with two ids are two groups."""
     samples = [
         Sample(index=i, group_index=i // 2, prompt="same", reward=float(i), status=Sample.Status.COMPLETED)
         for i in range(4)
@@ -197,7 +204,8 @@ def test_equal_text_prompts_keep_their_own_groups():
 
 
 def test_aborted_and_removed_samples_do_not_move_the_baseline():
-    """faults, Part 1: removed and aborted samples were included. An option gives upstream's meaning of remove_sample back."""
+    """Aborted and removed samples are outside the mean; an option puts removed ones back, as
+    upstream does."""
 
     def samples():
         made = [
@@ -215,7 +223,7 @@ def test_aborted_and_removed_samples_do_not_move_the_baseline():
 
 
 def test_an_aborted_sample_that_the_gate_keeps_counts_in_its_group():
-    """It trains, so that a reward of 0 without its group's mean would push it for nothing."""
+    """A kept aborted sample counts in its group's mean, because it trains."""
     kept = [Sample(index=i, group_index=0, reward=float(i), status=Sample.Status.ABORTED) for i in range(2)]
     for sample in kept:
         sample.invalid_reason = "aborted"
@@ -224,7 +232,8 @@ def test_an_aborted_sample_that_the_gate_keeps_counts_in_its_group():
 
 
 def test_one_response_per_prompt_is_said_once(caplog, monkeypatch):
-    """faults, n = 1: all-zero rewards are silent no-learning, so they are not silent; but said once, not in each of a thousand rollouts."""
+    """With one response per prompt every advantage is 0, and one warning tells it, not one per
+    rollout."""
     samples = [Sample(index=i, group_index=i, reward=1.0, status=Sample.Status.COMPLETED) for i in range(3)]
     monkeypatch.setattr(columns, "_said_singletons", False)
     with caplog.at_level(logging.WARNING):
@@ -235,7 +244,7 @@ def test_one_response_per_prompt_is_said_once(caplog, monkeypatch):
 
 
 def test_a_dict_reward_without_a_key_names_its_keys():
-    """faults, rewards that are dicts: say which keys there are and which option chooses one."""
+    """A dict reward without --reward-key is an error that names its keys and the option."""
     with pytest.raises(RolloutDataError, match=r"sample 3 is a dict with keys \['acc', 'score'\].*--reward-key"):
         reward_number({"score": 1, "acc": 0}, None, index=3)
     assert reward_number({"score": 1, "acc": 0}, "score") == 1.0

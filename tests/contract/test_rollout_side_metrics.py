@@ -48,7 +48,7 @@ def make_sample(i, **changes):
 
 
 def test_status_sources_and_removed_samples_are_counted():
-    """faults, collected but never used: status counts, per-source metrics, removed samples, samples begun in an earlier rollout."""
+    """Statuses, sources, removed samples and samples begun in an earlier rollout are counted."""
     samples = [
         make_sample(0, metadata={"source_name": "math", "start_rollout_id": 3}),
         make_sample(1, metadata={"source_name": "code"}, status=Sample.Status.TRUNCATED),
@@ -69,8 +69,8 @@ def test_status_sources_and_removed_samples_are_counted():
 
 
 def test_an_invalid_sample_moves_no_mean_and_is_still_counted():
-    """Its reward of 1000 and its 4000 tokens are about nothing; a rollout of which nothing is valid was sampled all the same. What the model wrote
-    was wrong all the same: in the mean over everything sampled it is a 0."""
+    """An invalid sample's reward of 1000 and 4000 tokens enter no mean of what was kept, and it
+    counts as sampled; in the mean over everything sampled, what the model wrote wrongly is a 0."""
     samples = [
         make_sample(i, response_length=12, rollout_id=i, metadata={"source_name": "ab"[i % 2]}, reward=1.0) for i in range(3)
     ]
@@ -88,7 +88,8 @@ def test_an_invalid_sample_moves_no_mean_and_is_still_counted():
 
 
 def test_the_first_reward_is_over_everything_sampled_also_what_filters_dropped():
-    """Two rollouts kept with rewards 1 and 1, one cut at the limit although it was right, and a group of two zeros that a filter dropped: 2 / 5."""
+    """Two kept rollouts with reward 1, a right one that was cut, and a dropped group of two zeros
+    give a mean of 2 / 5."""
     samples = [make_sample(i, reward=1.0) for i in range(3)]
     samples[2].valid, samples[2].invalid_reason, samples[2].status = False, "truncated", Sample.Status.TRUNCATED
     filtered = [make_sample(8 + i, reward=0.0) for i in range(2)]
@@ -99,14 +100,16 @@ def test_the_first_reward_is_over_everything_sampled_also_what_filters_dropped()
 
 @pytest.mark.parametrize("masked", [{"loss_mask": [0] * 8}, {"remove_sample": True}])
 def test_a_response_that_a_users_function_masks_keeps_its_length(masked):
-    """Lengths 5 and 8, the second cut and masked, or removed: 5, 8 and 6.5, not 0 and 2.5."""
+    """Lengths 5 and 8, the second cut and masked or removed, are reported as 5, 8 and mean 6.5, not
+    0 and 2.5."""
     samples = [make_sample(0, response_length=5), make_sample(1, response_length=8, status=Sample.Status.TRUNCATED, **masked)]
     found = compute_metrics_from_samples(CONFIG, samples)
     assert [found[f"response_len/{name}"] for name in ("min", "max", "mean")] == [5, 8, 6.5]
 
 
 def test_a_length_counts_what_the_model_sampled_and_not_what_a_tool_wrote():
-    """Seven response tokens: two sampled and trained, two of a tool (log-prob 0), three sampled and masked by a user's function: 5."""
+    """Of seven response tokens, two sampled and trained, two of a tool (log-prob 0) and three
+    sampled and masked, the length counts 5."""
     sample = make_sample(0, response_length=7, loss_mask=[1, 1, 0, 0, 0, 0, 0], rollout_log_probs=[-0.5, -0.1, 0.0, 0.0, -0.2, -0.3, -0.4])
     assert compute_metrics_from_samples(CONFIG, [sample])["response_len/mean"] == 5
     sample.rollout_log_probs = None
@@ -114,7 +117,7 @@ def test_a_length_counts_what_the_model_sampled_and_not_what_a_tool_wrote():
 
 
 def test_a_rate_is_the_ratio_of_two_sums():
-    """1 of 2 and 90 of 100 drafted tokens accepted: 91 / 102, not the mean 0.70 of the two rates."""
+    """1 of 2 and 90 of 100 accepted draft tokens are 91 / 102, not the mean 0.70 of two rates."""
     infos = [
         SpecInfo(spec_accept_token_num=1, spec_draft_token_num=2, spec_verify_ct=2, completion_token_num=3),
         SpecInfo(spec_accept_token_num=90, spec_draft_token_num=100, spec_verify_ct=20, completion_token_num=110),
@@ -124,7 +127,8 @@ def test_a_rate_is_the_ratio_of_two_sums():
 
 
 def test_a_source_whose_groups_are_all_filtered_takes_no_other_series_with_it():
-    """Of two sources one is dropped by a filter, or is not in this rollout at all: the other's series go on."""
+    """A source whose groups are all filtered, or that a rollout lacks, does not interrupt the other
+    sources' series."""
     math_ = [make_sample(i, metadata={"source_name": "math"}) for i in range(2)]
     code = [make_sample(4 + i, metadata={"source_name": "code"}, status=Sample.Status.TRUNCATED) for i in range(2)]
     found = compute_metrics_from_samples(CONFIG, math_, filtered=code)
@@ -135,7 +139,8 @@ def test_a_source_whose_groups_are_all_filtered_takes_no_other_series_with_it():
 
 
 def test_a_groups_spread_is_between_executions():
-    """Two rollouts of one group that emitted rewards (1, 0) and (1, 0) have equal means, so the group has no spread."""
+    """Two executions with rewards (1, 0) and (1, 0) have equal means, so their group has no
+    spread."""
     samples = [make_sample(i, group_index=0, rollout_id=i // 2, reward=float(i % 2 == 0)) for i in range(4)]
     assert compute_metrics_from_samples(CONFIG, samples)["zero_std/count"] == 1
     samples[1].reward = 0.5
@@ -143,7 +148,7 @@ def test_a_groups_spread_is_between_executions():
 
 
 def test_rewards_that_are_none_nan_or_keyed_do_not_crash_a_metric():
-    """faults, None has no round: missing rewards are counted, and one accessor serves dicts too."""
+    """Missing rewards are counted, and dict rewards are read by their key."""
     samples = [
         make_sample(0, reward=None),
         make_sample(1, reward=math.nan),
@@ -156,7 +161,7 @@ def test_rewards_that_are_none_nan_or_keyed_do_not_crash_a_metric():
 
 
 def test_the_mean_reward_has_one_vote_per_rollout():
-    """faults, reward mean weighted by number of turns: 0.667, not 0.333."""
+    """The mean reward has one vote per rollout, not per turn: 0.667, not 0.333."""
     rows = [(1.0, 0)] * 2 + [(1.0, 1)] * 3 + [(0.0, 2)] * 10
     samples = [
         make_sample(i, reward=reward, rollout_id=rollout, group_index=0) for i, (reward, rollout) in enumerate(rows)
@@ -166,7 +171,8 @@ def test_the_mean_reward_has_one_vote_per_rollout():
 
 
 def test_groups_without_spread_have_a_bounded_set_of_names():
-    """Upstream's `zero_std/count_<reward>` for the most frequent rewards, and three names for all; singletons have no spread to lack."""
+    """Groups without spread are counted under upstream's `zero_std/count_<reward>` for the most
+    frequent rewards and three names for all; groups of one do not count."""
     found = zero_spread_metrics({0: [1.0, 1.0], 1: [0.0, 0.0], 2: [0.1 + 0.2, 0.3], 3: [0.0, 1.0], 4: [5.0]})
     assert found == {
         "zero_std/count_all_solved": 1,
@@ -187,7 +193,8 @@ def test_groups_without_spread_have_a_bounded_set_of_names():
 
 
 def test_staleness_is_versions_between_oldest_token_and_now():
-    """faults, `weight_versions` never used: segments at v3 and v4, trainer at v5 -> staleness 2; unknown versions are counted."""
+    """Segments at versions 3 and 4 with the trainer at 5 have staleness 2; unknown versions are
+    counted."""
     samples = [
         make_sample(0, weight_versions=["3", "4"]),
         make_sample(1, weight_versions=["v5"]),
@@ -205,7 +212,8 @@ def test_staleness_is_versions_between_oldest_token_and_now():
 
 
 def test_staleness_counts_from_what_the_engines_serve_now():
-    """A fully asynchronous batch sampled before the last publish is stale as a whole: no sample of it knows the newest version."""
+    """A fully asynchronous batch sampled before the last publish is stale, though none of its
+    samples has the newest version."""
     config = RolloutMetricsConfig(trainer_weight_version=3)
     samples = [make_sample(0, weight_versions=["1"]), make_sample(1, weight_versions=["2"])]
     assert compute_metrics_from_samples(config, samples)["staleness/mean"] == 1.5
@@ -213,7 +221,7 @@ def test_staleness_counts_from_what_the_engines_serve_now():
 
 
 def test_requests_are_counted():
-    """faults, perf/request/count and profiled_count were promised and never sent."""
+    """Requests and profiled requests are counted, and their timings summarized."""
     samples = [make_sample(0), make_sample(1)]
     samples[0].trace = {
         "events": [
@@ -236,7 +244,8 @@ def test_requests_are_counted():
 
 
 def test_kept_nucleus_ids_are_per_trainable_token():
-    """Upstream pins 3.5: 2 + 5 ids on two trainable tokens; masked tokens and removed samples do not count."""
+    """2 + 5 nucleus ids on two trainable tokens are 3.5, the value that upstream pins; masked
+    tokens and removed samples do not count."""
     sample = make_sample(
         0,
         response_length=3,
@@ -250,7 +259,8 @@ def test_kept_nucleus_ids_are_per_trainable_token():
 
 
 def test_throughput_is_per_second_and_gpu():
-    """Units: tokens per second and GPU over the rollout's time; the longest sample without its waiting."""
+    """Throughput is tokens per second and GPU over the rollout's time; the longest sample's is
+    without its waiting."""
     samples = [
         make_sample(0, response_length=100),
         make_sample(1, response_length=300, loss_mask=[1] * 200 + [0] * 100, non_generation_time=5.0),
@@ -269,7 +279,8 @@ def test_throughput_is_per_second_and_gpu():
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_users_evaluation_may_nest_its_samples(depth):
-    """Two attempts of one prompt, of which the first emitted the rows 1 and 1 and the second the row 0, as lists in lists: mean 0.5."""
+    """An evaluation may return its samples as lists in lists: attempts with rows (1, 1) and (0)
+    have the mean 0.5."""
     rows = [make_sample(0, group_index=0, rollout_id=5), make_sample(1, group_index=0, rollout_id=5), make_sample(2, group_index=0, rollout_id=6)]
     nested = [rows[:2], rows[2:]] if depth == 1 else [[rows[:2], rows[2:]]]
     found = eval_metrics(CONFIG, {"rewards": [1.0, 1.0, 0.0], "samples": nested}, group_size=2)
@@ -277,7 +288,7 @@ def test_a_users_evaluation_may_nest_its_samples(depth):
 
 
 def test_evaluation_counts_every_row_once_and_groups_by_id():
-    """faults, evaluation rows grouped by text: 3 items, n = 2 -> 3 groups of 2, also in any order; None is not scored."""
+    """3 items with n = 2 are 3 groups of 2 by id, in any order; a reward of None is not scored."""
     order = [0, 2, 4, 1, 3, 5]
     samples = [make_sample(i, group_index=i // 2) for i in order]
     rewards = [[1.0, 0.0, 1.0, 1.0, 0.0, 0.0][i] for i in order]
@@ -297,7 +308,8 @@ def test_evaluation_counts_every_row_once_and_groups_by_id():
 
 @pytest.mark.parametrize("group_index", [0, None])
 def test_an_attempt_of_an_evaluation_has_one_vote_however_many_samples_it_emitted(group_index):
-    """Attempt 1 emits two samples of reward 1, attempt 2 one of 0: mean and pass@1 are 0.5, not 0.667; pass@2 is 1."""
+    """Attempt 1 with two samples of reward 1 and attempt 2 with one of 0: mean and pass@1 are 0.5,
+    not 0.667; pass@2 is 1."""
     samples = [make_sample(i, group_index=group_index, rollout_id=rollout) for i, rollout in enumerate([-1, -1, None])]
     found = eval_metrics(RolloutMetricsConfig(log_passrate=True), {"rewards": [1.0, 1.0, 0.0], "samples": samples}, group_size=2)
     assert (found[""], found["-pass@1"], found["-pass@2"]) == (0.5, 0.5, 1.0)
@@ -327,7 +339,8 @@ def full_sample(i):
 
 
 def test_a_dump_gives_back_exactly_what_was_saved(tmp_path):
-    """faults, debug dump: ids, mask, log-probs (bit for bit), reward, group, version, order and extra attributes."""
+    """A dump gives back ids, mask, log-probs (bit for bit), reward, group, version, order and extra
+    attributes."""
     samples = [full_sample(i) for i in range(3)]
     path = save_debug_rollout_data(
         str(tmp_path / "d" / "{rollout_id}.jsonl"), [samples[:2], samples[2:]], rollout_id=7, evaluation=False
@@ -360,7 +373,8 @@ def test_a_dump_gives_back_exactly_what_was_saved(tmp_path):
 
 
 def test_to_dict_shares_its_lists_as_upstreams_does_and_what_keeps_them_copies(tmp_path):
-    """faults, `to_dict` aliases lists: whoever calls it reads that it does; a dump has the numbers of its time, whatever happens to the sample."""
+    """`to_dict` shares the sample's lists, which its docstring states; a dump keeps the numbers of
+    its time whatever happens to the sample."""
     sample = full_sample(0)
     assert "aliased" in Sample.to_dict.__doc__ and sample.to_dict()["tokens"] is sample.tokens
     path = save_debug_rollout_data(str(tmp_path / "{rollout_id}"), [sample], rollout_id=0, evaluation=False)
@@ -372,7 +386,7 @@ def test_to_dict_shares_its_lists_as_upstreams_does_and_what_keeps_them_copies(t
 
 
 def test_a_dump_is_written_and_read_a_sample_at_a_time(tmp_path):
-    """faults, debug dumps hold the whole file in memory: beside its 100 samples of 100 kB, a file of 10 MB costs 2 MB at most."""
+    """Writing or reading a dump of 10 MB adds 2 MB of memory at most to the samples."""
     samples = [make_sample(i, response=chr(97 + i % 26) * 100_000) for i in range(100)]
     tracemalloc.start()
     try:
@@ -387,7 +401,7 @@ def test_a_dump_is_written_and_read_a_sample_at_a_time(tmp_path):
 
 
 def test_a_dump_is_json_and_executes_nothing(tmp_path):
-    """faults, torch.load(weights_only=False): a pickle in place of a dump is refused by its first line."""
+    """A pickle in place of a dump is refused by its first line."""
     path = save_debug_rollout_data(str(tmp_path / "{rollout_id}"), [full_sample(0)], rollout_id=0, evaluation=False)
     assert json.loads(path.read_text().splitlines()[0])["num_samples"] == 1
     path.write_bytes(pickle.dumps({"samples": []}))
@@ -399,7 +413,7 @@ def test_a_dump_is_json_and_executes_nothing(tmp_path):
 
 
 def test_a_damaged_or_missing_dump_is_named(tmp_path):
-    """faults, incomplete dump detected: a lost line, a cut line and a missing file each say what is wrong."""
+    """A lost line, a cut line and a missing file have a message each."""
     path = save_debug_rollout_data(
         str(tmp_path / "{rollout_id}"), [full_sample(i) for i in range(3)], rollout_id=0, evaluation=False
     )
@@ -419,7 +433,8 @@ def test_a_damaged_or_missing_dump_is_named(tmp_path):
 
 
 def test_a_path_that_would_overwrite_itself_is_refused():
-    """faults, debug dump overwritten: one file per rollout, so the template must hold the rollout id."""
+    """A dump path without the rollout id is refused, because each rollout would replace the one
+    before."""
     with pytest.raises(ConfigError, match="needs {rollout_id}"):
         dump_path("dump.jsonl", 3, evaluation=False)
     with pytest.raises(ConfigError, match="placeholder other than"):
@@ -427,7 +442,7 @@ def test_a_path_that_would_overwrite_itself_is_refused():
 
 
 def test_subsampling_keeps_whole_groups_and_at_least_one():
-    """faults, sub-sampling: a ratio that rounds to 0 returned everything, odd counts were biased to the tail, groups were cut."""
+    """Sub-sampling keeps whole groups, at least one, without a bias to the tail."""
     samples = [make_sample(i, group_index=i // 3) for i in range(15)]
     for ratio, groups in {0.01: [0], 0.4: [0, 2], 0.6: [0, 1, 3], 1.0: [0, 1, 2, 3, 4]}.items():
         kept = subsample_groups(samples, ratio)
@@ -437,7 +452,8 @@ def test_subsampling_keeps_whole_groups_and_at_least_one():
 
 
 def test_the_config_is_made_of_the_options_that_are_there():
-    """Upstream's short namespaces lack most; a config is itself; evaluation may read another key of a reward."""
+    """Missing options of a short namespace get defaults, a config is returned as it is, and
+    evaluation may read another reward key."""
     short = SimpleNamespace(reward_key="score", log_passrate=True)
     config = RolloutMetricsConfig.from_args(short)
     assert config == RolloutMetricsConfig(reward_key="score", log_passrate=True) and RolloutMetricsConfig.from_args(config) is config

@@ -31,7 +31,8 @@ def draw_values(size, seed):
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), lengths_N=lengths, masked=st.booleans())
 def test_sums_are_those_of_exact_arithmetic_and_masked_nan_changes_nothing(seed, lengths_N, masked):
-    """math.fsum over each sample's trained values, to what float64 can hold; lengths 0, 1 and around a block's bound."""
+    """Sums equal math.fsum over each sample's trained values to float64, with NaN at masked
+    positions; lengths 0, 1 and around a block's bound."""
     values, mask = draw_values(sum(lengths_N), seed)
     mask = mask if masked else None
     if masked:
@@ -54,13 +55,14 @@ def test_float32_rounding_does_not_enter():
 
 
 def test_more_or_fewer_values_than_the_samples_have_is_an_error():
-    """The values of another layout must not be added to the wrong samples."""
+    """A number of values that does not fit the samples is an error."""
     with pytest.raises(ValueError, match="4 values where the samples of this rank have 5 response tokens"):
         segment_sums(np.zeros(4, np.float32), SegmentPlan([2, 3]))
 
 
 def test_memory_seen_twice_is_summed_once_and_other_memory_is_not_mistaken_for_it():
-    """Advantages and returns of a group estimator are one tensor; a temporary's address may be used again."""
+    """Memory seen twice, as advantages and returns of a group estimator, is summed once; another
+    array at a reused address is summed anew."""
     tokens = SampleTokens(SegmentPlan([2, 3]), None, np.array([2.0, 3.0]), np.array([2.0, 3.0]))
     flat = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
     first = tokens.masked_sums(flat.numpy())
@@ -77,7 +79,8 @@ def test_memory_seen_twice_is_summed_once_and_other_memory_is_not_mistaken_for_i
 
 
 def test_what_rounding_lost_travels_with_a_ranks_sum():
-    """1e16 + 1 is no float64; where another rank has -1e16 the 1 is the whole sum."""
+    """A rank's sum carries its rounding error: of 1e16 + 1 the 1 remains when another rank has
+    -1e16."""
     parts = [c.total([1e16, 1.0]), c.total([-1e16])]
     assert (parts[0].total, parts[0].residue) == (1e16, 1.0)
     assert c.merge(parts) == {"": 1.0}
@@ -85,19 +88,21 @@ def test_what_rounding_lost_travels_with_a_ranks_sum():
 
 
 def test_values_for_more_or_fewer_tokens_than_there_are_are_refused():
-    """One value too many shifts nothing that could be seen: the sums of the first samples would be right."""
+    """One value too many is refused, though the sums of the first samples would be right."""
     for count in (2, 4):
         with pytest.raises(ValueError, match=f"{count} values where the samples of this rank have 3 response tokens"):
             segment_sums(np.zeros(count), SegmentPlan([1, 2]))
 
 
 def test_a_value_that_is_no_number_leaves_a_weighted_mean_with_its_weight():
-    """(1 * 1 + 4 * 3) / (1 + 3) = 3.25; with the weight of the NaN in the denominator it would be 1.3."""
+    """A NaN leaves a weighted mean with its weight: (1 * 1 + 4 * 3) / (1 + 3) = 3.25; with the
+    weight kept it would be 1.3."""
     assert c.merge([c.weighted_mean([1.0, math.nan, 4.0], [1.0, 6.0, 3.0])]) == {"": 3.25}
 
 
 def test_a_length_at_a_quarters_end_belongs_to_that_quarter():
-    """Quarters of (0, 8]: 1 and 2 are in the first, 4 ends the second, 5 begins the third, 8 ends the fourth; 9 is longer than it should be."""
+    """In quarters of (0, 8], 1 and 2 are in the first, 4 ends the second, 5 begins the third, 8
+    ends the fourth; 9 is above the maximum."""
     shares = [c.merge([part])[""] for part in c.length_share_by_quarter([1, 2, 4, 5, 8, 9], 8)]
     assert shares == [2 / 6, 1 / 6, 1 / 6, 2 / 6]
 
@@ -130,7 +135,7 @@ def batch_of(values, kind):
 
 @pytest.mark.parametrize("kind", (list, Ragged))
 def test_an_entry_that_a_hook_replaced_is_what_the_metric_shows(kind):
-    """A hook's edit of the list, in place or by a new entry, is seen through the column."""
+    """A metric shows a hook's edit of the list, in place or by a new entry."""
     batch = batch_of([torch.tensor([1.0]), torch.tensor([2.0, 4.0])], kind)
     batch["kl"][0] = torch.tensor([7.0])
     batch["kl"][1][0] = 6.0
@@ -138,7 +143,7 @@ def test_an_entry_that_a_hook_replaced_is_what_the_metric_shows(kind):
 
 
 def test_one_column_on_the_cpu_is_read_where_it_is():
-    """No copy of the field, and none of its list is made."""
+    """A column on the CPU is read without a copy and without making its list."""
     batch = batch_of([torch.tensor([1.0]), torch.tensor([2.0, 4.0])], Ragged)
     flat = flat_tokens(batch, "kl", np.array([1, 2]))
     assert flat.ctypes.data == batch.raw("kl").values.data_ptr() and batch.raw("kl")._list is None
@@ -146,7 +151,7 @@ def test_one_column_on_the_cpu_is_read_where_it_is():
 
 @pytest.mark.parametrize("kind", (list, Ragged))
 def test_a_sample_with_another_length_is_named_though_the_total_fits(kind):
-    """Two samples whose lengths are exchanged have the right total and each other's tokens."""
+    """Two samples with exchanged lengths, whose total fits, are refused."""
     batch = batch_of([torch.zeros(3), torch.zeros(2)], kind)
     with pytest.raises(RolloutDataError, match="kl has 3 values for the 2 response tokens of the sample at 0"):
         flat_tokens(batch, "kl", np.array([2, 3]))
@@ -155,7 +160,8 @@ def test_a_sample_with_another_length_is_named_though_the_total_fits(kind):
 
 
 def test_lists_of_two_precisions_and_of_bfloat16_lose_nothing():
-    """float64 entries beside float32 ones are not rounded to them; numpy has no bfloat16."""
+    """float64 entries beside float32 ones keep their precision, and bfloat16, which numpy lacks, is
+    read."""
     mixed = batch_of([torch.tensor([1.0]), torch.tensor([1 / 3, 2.0], dtype=torch.float64)], list)
     assert flat_tokens(mixed, "kl", np.array([1, 2])).tolist() == [1.0, 1 / 3, 2.0]
     halves = batch_of(list(torch.tensor([0.5, 1.5, 2.5], dtype=torch.bfloat16).split([1, 2])), list)

@@ -46,7 +46,8 @@ def plan_of(data, *, size=None, cap=None, dp_size=1):
 
 
 def test_options_become_the_split_that_they_ask_for():
-    """8 prompts of 4 samples in 2 steps are steps of 16; a row's padding is for one tensor-parallel group, and is the trainer's under CP."""
+    """8 prompts of 4 samples in 2 steps are steps of 16; a row's padding is for one tensor-parallel
+    group, and under CP the trainer lays it out."""
     config = config_of({"tp_size": 2})
     assert (config.global_batch_size, config.expected_rollouts, config.keep_trailing, config.pad_to) == (16, 32, False, 32)
     assert config_of(keep_trailing_rollouts=True).keep_trailing
@@ -58,21 +59,22 @@ def test_options_become_the_split_that_they_ask_for():
 
 
 def test_denominators_follow_the_rollout_and_not_the_position():
-    """Rollouts 6, 5, 6, 5 of 1, 2, 3 and 4 trained tokens: 1 + 3 and 2 + 4."""
+    """Rollouts 6, 5, 6, 5 of 1, 2, 3 and 4 trained tokens have denominators 1 + 3 and 2 + 4."""
     _, plan = plan_of(lists([2, 3, 4, 5], rollout_ids=[6, 5, 6, 5]))
     assert plan.rollout_mask_sums_N.tolist() == [4, 6, 4, 6]
     assert plan.rollout_sample_counts_N.tolist() == [2, 2, 2, 2]
 
 
 def test_the_schedule_knows_the_lengths_of_the_samples_that_train():
-    """The first sample is rejected: 10 and 90 tokens share a micro-batch of 100, which its 100 and the 10 would not."""
+    """Lengths of rejected samples do not count: with the first of 100 tokens rejected, 10 and 90
+    share a micro-batch of 100."""
     _, plan = plan_of(lists([100, 10, 90], valid=[False, True, True]), cap=100)
     assert plan.schedule.num_microbatches == [1]
     assert plan.schedule.partitions == [[1, 2]]
 
 
 def test_trailing_samples_are_named_by_their_place_in_the_whole_batch():
-    """Of samples 1, 2 and 3 (0 is rejected) a step takes two; what is left over is sample 3."""
+    """Of samples 1, 2 and 3 (0 is rejected) a step takes two, and the one left over is named 3."""
     _, plan = plan_of(lists([5, 5, 5, 5], valid=[False, True, True, True]), size=2)
     assert (plan.schedule.partitions, plan.schedule.dropped) == ([[1, 2]], [3])
     assert plan.owner_ranks_N.tolist() == [-1, 0, 0, -1]
@@ -80,13 +82,15 @@ def test_trailing_samples_are_named_by_their_place_in_the_whole_batch():
 
 @pytest.mark.parametrize("partitions", [[[0, 0]], [[0], [0]]], ids=["twice on a rank", "on two ranks"])
 def test_a_sample_belongs_to_one_rank_once(partitions):
-    """It would count twice in the gradient."""
+    """A sample that is owned twice, by one rank or by two, is refused; it would count twice in the
+    gradient."""
     with pytest.raises(RolloutDataError, match="twice, or to two ranks"):
         _owners(partitions, 2)
 
 
 def test_each_rollout_has_one_vote_in_the_mean_of_raw_rewards():
-    """Two samples of one rollout share it; a sample that was rejected or not scored has none, and its sibling has the whole."""
+    """Two samples of a rollout share its vote; a rejected or unscored sample has none, and its
+    sibling has the whole."""
     data = lists(
         [2] * 5,
         rollout_ids=[0, 0, 1, 1, 2],
@@ -100,7 +104,8 @@ def test_each_rollout_has_one_vote_in_the_mean_of_raw_rewards():
 
 
 def test_every_sample_that_trains_must_fit_its_lengths():
-    """Not the first alone: the third has four log-probs for three response tokens."""
+    """Every trained sample is checked, not the first alone: the third has four log-probs for three
+    response tokens."""
     data = lists([4, 4, 4], rollout_log_probs=[[0.0] * 3, [0.0] * 3, [0.0] * 4])
     with pytest.raises(RolloutDataError, match=r"rollout_log_probs\[2\] has 4 rows, expected 3"):
         plan_of(data)
@@ -109,7 +114,8 @@ def test_every_sample_that_trains_must_fit_its_lengths():
 
 
 def test_masks_stand_where_their_tokens_are_predicted():
-    """Prompts 2 and 3, responses 3 and 1 in a row of 16 and an empty one of 8: each mask begins one place before its response."""
+    """With prompts 2 and 3 and responses 3 and 1 each mask begins one place before its response, in
+    a row of 16 and an empty one of 8."""
     gaps = plan_gaps(np.array([5, 4]), np.array([3, 1]), [[0, 1], []], 8)
     padding, lead = gaps["tokens"]
     assert (padding.tolist(), lead) == ([0, 7 + 8], 0)
@@ -119,7 +125,7 @@ def test_masks_stand_where_their_tokens_are_predicted():
 
 
 def test_an_invalid_sample_neither_trains_nor_blocks_the_batch():
-    """Its lists need not fit; the shard of the others arrives."""
+    """An invalid sample's lists need not fit, and the shard of the others arrives."""
     data = lists([4, 4], valid=[True, False], rollout_log_probs=[[0.0] * 3, []])
     config = SplitConfig(1, 1, ScheduleConfig(1, 1))
     batch, plan = plan_split(data, config)

@@ -1,4 +1,5 @@
-"""Train dumps: one file per rollout that says what training computed, the same whatever the layout, and whole or named as damaged."""
+"""Train dumps: one file per rollout with what training computed, the same for every layout, and
+refused when damaged."""
 
 import argparse
 import copy
@@ -112,7 +113,8 @@ def alone(tmp_path_factory):
 
 
 def test_every_trained_sample_is_there_in_whole_batch_order_with_its_own_data(alone):
-    """Position 3 was rejected and is not trained; the data of each other position names itself."""
+    """The dump has every trained sample in the batch's order with its own data, without the
+    rejected position 3."""
     assert (alone.rollout_id, alone.num_whole, alone.num_samples) == (7, 8, 7)
     assert alone.positions.tolist() == [0, 1, 2, 4, 5, 6, 7]
     for i, p in enumerate(alone.positions.tolist()):
@@ -133,7 +135,8 @@ def test_every_trained_sample_is_there_in_whole_batch_order_with_its_own_data(al
 
 
 def test_integers_take_their_size_on_the_wire_and_floats_keep_their_bits(tmp_path):
-    """int32 ids and uint8 masks: 5 bytes a token instead of 12. NaN and -0.0 are bits like any other."""
+    """int32 ids and uint8 masks take 5 bytes a token instead of 12; floats keep their bits, NaN and
+    -0.0 included."""
     batch = trained_batch()
     odd = [torch.full((len(entry),), -0.0) for entry in batch["advantages"]]
     odd[0][:1] = float("nan")
@@ -144,7 +147,7 @@ def test_integers_take_their_size_on_the_wire_and_floats_keep_their_bits(tmp_pat
 
 
 def test_any_safetensors_reader_opens_the_file(alone):
-    """No format of our own: a user's notebook reads it with the library."""
+    """The safetensors library opens the file."""
     safetensors = pytest.importorskip("safetensors.numpy")
     tensors = safetensors.load_file(alone.path)
     assert tensors["log_probs"].tobytes() == np.concatenate(alone.token_fields["log_probs"]).tobytes()
@@ -152,7 +155,8 @@ def test_any_safetensors_reader_opens_the_file(alone):
 
 
 def test_the_layout_says_which_rank_trained_what_in_which_micro_batch(alone):
-    """Needed to find the rank behind a wrong number."""
+    """The dump tells rank and micro-batch of each sample, to find the rank behind a wrong
+    number."""
     (shard,) = alone.dp_shards
     assert sorted(shard["partition"]) == alone.positions.tolist()
     assert sorted(i for indices in shard["micro_batch_indices"] for i in indices) == list(range(7))
@@ -175,7 +179,8 @@ def _dump_on_two_ranks(rank, world_size, folder):
 
 @pytest.mark.timeout(300)
 def test_two_ranks_write_the_file_that_one_would(tmp_path, alone):
-    """faults, every rank writes its own train dump: DP 2 and CP 2 over a real gloo group: every field bit for bit, once, by rank 0."""
+    """At DP 2 and CP 2 over a gloo group rank 0 writes the file of a single process: every field
+    once, bit for bit."""
     written, nothing = run_distributed(_dump_on_two_ranks, 2, str(tmp_path), timeout=240)
     assert [path.name for path in written] == ["dp_7_0.safetensors", "cp_7_0.safetensors"]
     assert nothing == [None, None]
@@ -188,7 +193,8 @@ def test_two_ranks_write_the_file_that_one_would(tmp_path, alone):
 
 
 def test_the_writer_holds_one_field_at_a_time(tmp_path):
-    """faults, all shards gathered on one rank (O(total) memory): of all ranks, one field at a time is there, so ten fields cost what one does."""
+    """The writer holds one field of all ranks at a time, so that ten fields take the memory of
+    one."""
     names = ("log_probs", "ref_log_probs", "teacher_log_probs", "rollout_log_probs", "values", "advantages", "returns", "kl", "entropy", "opd_reverse_kl")
     count, peaks = 50_000, {}
     arrive = {"gather": lambda value: [copy.deepcopy(value)], "share": lambda value: [value]}  # a rank's values come as memory of their own
@@ -216,7 +222,7 @@ def test_the_writer_holds_one_field_at_a_time(tmp_path):
     ],
 )
 def test_a_file_that_was_cut_is_named(tmp_path, alone, share, said):
-    """A dump that ends early must never read as a rollout with fewer samples."""
+    """A cut file is refused, and never reads as a rollout with fewer samples."""
     data = alone.path.read_bytes()
     cut = tmp_path / "cut.safetensors"
     cut.write_bytes(data[: int(len(data) * share)])
@@ -225,7 +231,7 @@ def test_a_file_that_was_cut_is_named(tmp_path, alone, share, said):
 
 
 def test_one_flipped_bit_is_found_and_its_field_named(tmp_path, alone):
-    """Silent damage would be taken for a bug in training."""
+    """A flipped bit is found by the checksum, and its field is named."""
     data = bytearray(alone.path.read_bytes())
     entries = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     start = len(data) - entries["crc32"]["data_offsets"][1]
@@ -243,7 +249,7 @@ def test_one_flipped_bit_is_found_and_its_field_named(tmp_path, alone):
 
 
 def test_a_full_disk_costs_the_dump_and_not_the_training(tmp_path, monkeypatch, caplog):
-    """The optimizer step is done and is worth more than the dump; no half file stays."""
+    """A full disk costs the dump and leaves no half file; training goes on."""
 
     def full(self, name, values):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -255,7 +261,8 @@ def test_a_full_disk_costs_the_dump_and_not_the_training(tmp_path, monkeypatch, 
 
 
 def test_ranks_that_do_not_fit_together_are_an_error_with_the_field(tmp_path):
-    """A token too few means a sample is paired with another's data."""
+    """A token too few on a rank is an error with the field; samples would be paired with another's
+    data."""
     batch = trained_batch()
     entries = list(batch["log_probs"])
     with pytest.raises(RolloutDataError, match="log_probs"):
@@ -264,7 +271,8 @@ def test_ranks_that_do_not_fit_together_are_an_error_with_the_field(tmp_path):
 
 
 def test_what_cannot_be_stored_is_said_and_the_rest_is_there(tmp_path, caplog):
-    """A plug-in's object must neither end the training nor vanish from the dump without a word."""
+    """A field that cannot be stored is left out with a warning and its reason, and the other fields
+    are there."""
     batch = trained_batch()
     dump = read_train_dump(dump_alone(tmp_path / "7", batch, odd=[object() for _ in batch["partition"]], number=5, beta=torch.tensor(3.0)))
     assert "object" in dump.left_out["odd"]
@@ -273,7 +281,7 @@ def test_what_cannot_be_stored_is_said_and_the_rest_is_there(tmp_path, caplog):
 
 
 def test_indices_with_a_none_among_them_survive(tmp_path):
-    """A custom source may leave Sample.index out."""
+    """Sample indices with a None among them come back as they were."""
     batch = trained_batch()
     indices = [None if p == 5 else 100 + p for p in batch["partition"]]
     dump = read_train_dump(dump_alone(tmp_path / "7", batch, sample_indices=indices))
@@ -281,7 +289,8 @@ def test_indices_with_a_none_among_them_survive(tmp_path):
 
 
 def test_tensors_come_as_announced_or_not_at_all(tmp_path):
-    """The head is written first; data of another shape would shift every field behind it."""
+    """A tensor of another shape than the head announces is refused; it would shift every field
+    behind it."""
     writer = TrainDumpWriter(tmp_path / "d", {}, [TensorOutline("a", "float32", (2,))])
     with pytest.raises(ValueError, match="announced"):
         writer.write("a", np.zeros(3, dtype=np.float32))
@@ -292,7 +301,7 @@ def test_tensors_come_as_announced_or_not_at_all(tmp_path):
 
 
 def test_the_kind_of_a_dump_is_told_from_its_first_bytes(tmp_path, alone):
-    """`slime diff` takes both kinds."""
+    """`slime diff` tells the two kinds of dumps apart by their first bytes."""
     (tmp_path / "rollout.jsonl").write_text('{"format": "slime-rollout-1"}\n')
     assert is_train_dump(alone.path) and not is_train_dump(tmp_path / "rollout.jsonl")
     with pytest.raises(RolloutDataError, match="is not a train dump"):
@@ -302,7 +311,8 @@ def test_the_kind_of_a_dump_is_told_from_its_first_bytes(tmp_path, alone):
 
 
 def test_templates_without_the_rollout_are_refused_at_start():
-    """faults, debug dump overwritten: each rollout would replace the one before, found after hours."""
+    """A path without the rollout id is refused at the start, because each rollout would replace the
+    one before."""
     assert str(train_dump_path("/d/{rollout_id}_{rank}.x", 12, rank=3)) == "/d/12_3.x"
     with pytest.raises(ConfigError, match="needs {rollout_id}"):
         train_dump_path("/d/{rank}", 12, rank=3)
@@ -320,7 +330,7 @@ def test_templates_without_the_rollout_are_refused_at_start():
 
 
 def test_dump_details_sets_both_paths_to_templates_that_pass():
-    """One flag for all of it."""
+    """--dump-details sets both dump paths to templates with the rollout id."""
     args = argparse.Namespace(dump_details="/d", save_debug_rollout_data=None, save_debug_train_data=None)
     paths = derive(args)
     assert paths == {
@@ -331,7 +341,8 @@ def test_dump_details_sets_both_paths_to_templates_that_pass():
 
 
 def test_the_checksum_is_the_common_one(alone):
-    """So that another program can check a file: zlib's crc32 of head and tensors."""
+    """The checksum is zlib's crc32 of head and tensors, so that another program can check a
+    file."""
     data = alone.path.read_bytes()
     assert (
         zlib.crc32(data[: 8 + int.from_bytes(data[:8], "little")])
