@@ -1,4 +1,5 @@
-"""The fully asynchronous worker: exact batches, first in first out, bounded ahead, aborted groups go back."""
+"""The fully asynchronous worker: exact batches, first in first out, a bounded lead, and aborted
+groups that are returned to the source."""
 
 import sys
 import time
@@ -32,7 +33,8 @@ def rig(tmp_path):
 
 
 def test_each_rollout_takes_exactly_its_batch_and_no_group_is_lost_or_repeated(rig):
-    """Three rollouts of 4 groups use 12 different groups; what is finished beyond waits for the next."""
+    """Three rollouts of 4 groups use 12 different groups; finished groups beyond a batch wait for
+    the next."""
     engine, args, source = rig
     ids = []
     for rollout_id in range(3):
@@ -50,7 +52,8 @@ def test_each_rollout_takes_exactly_its_batch_and_no_group_is_lost_or_repeated(r
 
 
 def test_the_state_knows_which_groups_are_out(rig, tmp_path):
-    """Groups in flight or waiting were dispatched and not trained: a resume generates them again."""
+    """The state lists groups that were dispatched and not trained, so that a resume generates them
+    again."""
     engine, args, source = rig
     source.args.save = str(tmp_path / "run")
     used = {group[0].group_index for group in fully_async.generate_rollout_fully_async(args, 0, source).samples}
@@ -60,7 +63,8 @@ def test_the_state_knows_which_groups_are_out(rig, tmp_path):
 
 
 def test_the_position_moves_with_what_was_used(rig, tmp_path):
-    """A resume after rollout 1 must not hand out the groups of rollouts 0 and 1 again, nor lose one that nobody trained."""
+    """A resume after rollout 1 repeats no group of rollouts 0 and 1 and loses none that was not
+    trained."""
     engine, args, source = rig
     source.args.save = str(tmp_path / "run")
     used = [{group[0].group_index for group in fully_async.generate_rollout_fully_async(args, r, source).samples} for r in (0, 1)]
@@ -75,7 +79,8 @@ def test_the_position_moves_with_what_was_used(rig, tmp_path):
 
 
 def test_the_callback_never_blocks_and_the_queue_is_first_in_first_out(rig):
-    """It runs on the event loop: 1001 finished groups must fit without waiting."""
+    """The callback runs on the event loop and never waits, even with 1001 finished groups in the
+    queue."""
     _, args, source = rig
     worker = fully_async.AsyncRolloutWorker(args, source, concurrency=2)
     for gid in range(1001):
@@ -86,7 +91,8 @@ def test_the_callback_never_blocks_and_the_queue_is_first_in_first_out(rig):
 
 
 def test_no_new_work_is_begun_while_the_trainer_is_behind(rig):
-    """A queue that grows for ever holds stale samples only."""
+    """No group is started while the trainer is behind; a queue without a bound would hold stale
+    samples only."""
     _, args, source = rig
     worker = fully_async.AsyncRolloutWorker(args, source, concurrency=3)
     worker.poll_interval = 0.01
@@ -112,7 +118,8 @@ class ScriptedWorker:
 
 @pytest.mark.parametrize("partial", [False, True])
 def test_an_aborted_group_goes_back_as_the_configuration_says(rig, monkeypatch, partial):
-    """Off: the prompt alone. On: with its tokens. Either way it is not trained now."""
+    """An aborted group goes back as its prompt alone, or with its tokens under partial rollout, and
+    is not trained now."""
     _, args, source = rig
     args.partial_rollout, args.rollout_batch_size = partial, 1
     aborted, done = source.get_samples(2)
@@ -130,7 +137,7 @@ def test_an_aborted_group_goes_back_as_the_configuration_says(rig, monkeypatch, 
 
 
 def test_an_error_of_the_worker_reaches_the_rollout_that_waits(rig):
-    """A dead worker must not look like a slow one."""
+    """An error of the worker is raised in the rollout that waits for it."""
     _, args, source = rig
     args.rm_type = "ifbench"
     with pytest.raises(ConfigError, match="IFBench"):

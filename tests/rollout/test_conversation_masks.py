@@ -1,4 +1,5 @@
-"""Loss masks: ids equal the full render, exactly the assistant's turns are trained, and what cannot be located is refused."""
+"""Loss masks: ids equal the full render, exactly the assistant's turns are trained, and a turn that
+cannot be located is refused."""
 
 import sys
 from pathlib import Path
@@ -60,7 +61,8 @@ def trained(messages, *, template=None, kind="qwen", tools=None):
 
 
 def test_a_token_in_which_the_answer_begins_is_trained_and_one_that_goes_beyond_its_end_is_not():
-    """Where a merge joins the header's end with the answer's beginning, the answer would be learned without its beginning."""
+    """A token that joins the header's end with the answer's beginning is trained, since the answer
+    begins in it; one that reaches beyond the answer's end is not."""
     offsets = [(0, 3), (3, 6), (6, 9), (9, 9)]
     assert mask_of_spans(offsets, [(4, 9)]) == [0, 1, 1, 0] and mask_of_spans(offsets, [(3, 7)]) == [0, 1, 0, 0]
     assert mask_of_spans(offsets, [(3, 9)]) == [0, 1, 1, 0]
@@ -68,7 +70,8 @@ def test_a_token_in_which_the_answer_begins_is_trained_and_one_that_goes_beyond_
 
 
 def test_an_answer_that_begins_with_a_line_break_is_learned_with_it():
-    """ "\\n\\n" is one token: the header's and the answer's. It is trained; of the answer "\\n\\n" only the end mark was."""
+    """A token "\n\n" that is both the header's and the answer's is trained, also where it is the
+    whole answer."""
     from tokenizers import pre_tokenizers
 
     tokenizer = bpe_tokenizer(QWEN3_LIKE, merges=[("Ċ", "Ċ")])
@@ -85,21 +88,23 @@ def test_an_answer_that_begins_with_a_line_break_is_learned_with_it():
 
 
 def test_every_assistant_turn_is_trained_with_its_end_and_nothing_else():
-    """u, a, u, a: both answers with their end marks; not a character of the user's."""
+    """In user, assistant, user, assistant both answers are trained with their end marks, and no
+    character of the user's."""
     runs, ids, mask = trained(say("1+1", "2", "1+2", "3", roles="uaua"))
     assert runs == ["2<|im_end|>\n", "3<|im_end|>\n"]
     assert sum(mask) == 6 and get_response_lengths([mask]) == [len(mask) - mask.index(1)]
 
 
 def test_a_turn_marked_with_step_loss_mask_0_is_left_out():
-    """Data sets mark turns that are to be read and not learned."""
+    """A turn with step_loss_mask 0 is in the context and not trained."""
     messages = say("1+1", "2", "1+2", "3", roles="uaua")
     messages[1]["step_loss_mask"] = 0
     assert trained(messages)[0] == ["3<|im_end|>\n"]
 
 
 def test_parallel_tool_results_are_one_turn_as_at_inference():
-    """Rendering message by message would make two user turns of two results; serial calls stay as they are."""
+    """Parallel tool results are one user turn, as at inference; rendered message by message they
+    would be two. Serial calls stay as they are."""
     messages = say("q", "call", "r1", "r2", "done", roles="uatta")
     runs, ids, _ = trained(messages, template=QWEN3_LIKE, kind="qwen3", tools=[{"function": {"name": "add"}}])
     assert runs == ["call<|im_end|>\n", "done<|im_end|>\n"]
@@ -109,14 +114,16 @@ def test_parallel_tool_results_are_one_turn_as_at_inference():
 
 @pytest.mark.parametrize("kind", ["qwen", "qwen3"])
 def test_reasoning_that_the_template_strips_later_is_neither_rendered_nor_trained(kind):
-    """Earlier renders are no prefix of the full one then; the turns are found by their markers instead of by old lengths."""
+    """Reasoning that the template strips from earlier turns is not trained; turns are found by
+    their markers, because earlier renders are no prefix of the full one."""
     messages = say("a?", "<think>x</think>A", "b?", "<think>y</think>B", roles="uaua")
     runs, ids, _ = trained(messages, template=QWEN3_LIKE, kind=kind)
     assert runs == ["A<|im_end|>\n", "<think>y</think>B<|im_end|>\n"]
 
 
 def test_qwen3_5_leaves_the_think_tag_that_the_prompt_already_holds_out():
-    """At inference the generation prompt ends with <think>; the model never has to produce it."""
+    """The <think> that ends the generation prompt is not trained, because the model never produces
+    it."""
     template = QWEN3_LIKE.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}")
     messages = say("a?", "<think>\nx</think>A", "b?", "<think>\ny</think>B", roles="uaua")
     runs, _, _ = trained(messages, template=template, kind="qwen3_5")
@@ -124,20 +131,21 @@ def test_qwen3_5_leaves_the_think_tag_that_the_prompt_already_holds_out():
 
 
 def test_where_the_next_role_tag_ends_a_turn_the_tag_is_trained():
-    """Without an end mark the model must learn to emit the tag; the user's text stays untrained, the last turn has no tag."""
+    """Without an end mark the next role tag is trained as the turn's end; the user's text is not,
+    and the last turn has no tag."""
     runs, _, _ = trained(say("1+1", "2", "1+2", "3", roles="uaua"), template=NO_END_MARK)
     assert runs == ["2[u]", "3"]
 
 
 @pytest.mark.parametrize("said", ["u", "]", "[u]", "2", ""])
 def test_the_tag_is_found_whatever_the_next_turn_says(said):
-    """Looked up by the next message's text, "u" is found inside the tag [u], and an empty one nowhere."""
+    """The role tag is found by its place, also where the next message is "u" or empty."""
     runs, _, _ = trained(say("1+1", "2", said, "3", roles="uaua"), template=NO_END_MARK)
     assert runs == ["2[u]", "3"]
 
 
 def test_distill_qwen_keeps_the_reasoning_of_its_last_message():
-    """That template would strip it from the answer that is to be learned."""
+    """The reasoning of the last message is trained, though the template would strip it."""
     template = QWEN3_LIKE.replace("loop.index0 > ns.last", "false")
     tokenizer = make_char_tokenizer(chat_template=template)
     generator = MultiTurnLossMaskGenerator(tokenizer, "distill_qwen")
@@ -148,7 +156,8 @@ def test_distill_qwen_keeps_the_reasoning_of_its_last_message():
 
 
 def test_what_cannot_be_located_is_refused_and_never_trained_whole():
-    """A mask of all ones trains on the question."""
+    """A conversation whose turns cannot be located is refused; a mask of all ones would train on
+    the question."""
     with pytest.raises(ConfigError, match="nothing to train"):
         trained(say("q", roles="u"))
     messages = say("a?", "<think>x</think>A <|im_start|>assistant\n", "b?", "B", roles="uaua")
@@ -165,7 +174,8 @@ def test_what_cannot_be_located_is_refused_and_never_trained_whole():
 
 
 def test_media_in_front_shift_the_mask_and_media_behind_are_refused():
-    """Image tokens make the processor's ids longer than the text's; zeros go in front of the mask."""
+    """Image tokens in front of the text get zeros in front of the mask; image tokens behind it are
+    refused."""
     generator = MultiTurnLossMaskGenerator(make_char_tokenizer())
     messages = say("q", "A")
     ids, mask = generator.get_loss_mask(messages)
@@ -193,7 +203,7 @@ def sft(tmp_path):
 
 
 def test_a_supervised_rollout_has_ids_masks_and_lengths_and_generates_nothing(sft):
-    """Messages, or a prompt whose label is the answer; both forms make the same sample."""
+    """Messages, and a prompt whose label is the answer, make the same sample without generation."""
     pairs = [{"input": f"{i}+1=", "label": str(i + 1)} for i in range(4)]
     chats = [{"input": say(row["input"], row["label"])} for row in pairs]
     made = []
@@ -209,7 +219,8 @@ def test_a_supervised_rollout_has_ids_masks_and_lengths_and_generates_nothing(sf
 
 
 def test_conversations_over_the_context_are_counted_and_a_rendered_prompt_is_refused(sft):
-    """Nothing is cut silently, and a flattened conversation has no turns to find."""
+    """Conversations longer than the context are dropped and counted, and a prompt that was rendered
+    to text is refused."""
     rows = [
         {"input": say("1", "2")},
         {"input": say("1" * 200, "2")},
@@ -245,7 +256,8 @@ def test_conversations_over_the_context_are_counted_and_a_rendered_prompt_is_ref
     ],
 )
 def test_a_row_with_nothing_to_train_is_named_with_its_line_when_the_data_are_read(sft, row, options, words):
-    """It was found when the rollout reached it, and named by nothing: hours later, in a file of a million lines."""
+    """A row without a trainable turn is refused with its line when the data are read, and not hours
+    later in the rollout."""
     good = {"input": say("1", "2"), "label": "2"}
     with pytest.raises(ConfigError) as caught:
         sft([good, good, row, good], rollout_function_path="slime.rollout.sft_rollout.generate_rollout", **options)
@@ -253,7 +265,8 @@ def test_a_row_with_nothing_to_train_is_named_with_its_line_when_the_data_are_re
 
 
 def test_a_conversation_that_its_template_hides_is_named_by_its_sample(sft):
-    """What only the template tells is found at the rollout; the sample's number leads to the row."""
+    """A conversation without a trainable token after rendering is refused with its sample's number
+    at the rollout."""
     bad = say("a?", "<think>x</think>A <|im_start|>assistant\n", "b?", "B", roles="uaua")
     args, source = sft([{"input": bad if number == 2 else say("1", "2")} for number in range(4)])
     generator = MultiTurnLossMaskGenerator(make_char_tokenizer(chat_template=QWEN3_LIKE))

@@ -1,4 +1,5 @@
-"""The prompt stream after any number of resumes equals the uninterrupted one; what was out is sent again, once."""
+"""The prompt stream after any number of resumes equals the uninterrupted one; dispatched and
+untrained groups are sent again, once."""
 
 import json
 import sys
@@ -40,7 +41,8 @@ def step(source, rollout_id, count=3):
 
 
 def test_groups_and_samples_are_numbered_for_ever(make):
-    """faults, epoch logic without a CPU test: identity is given at dispatch; the same prompt text in two epochs makes two groups."""
+    """Ids are given at dispatch and never repeat: the same prompt in two epochs makes two
+    groups."""
     source = make()
     groups = source.get_samples(24)
     assert [group[0].group_index for group in groups] == list(range(24))
@@ -52,7 +54,8 @@ def test_groups_and_samples_are_numbered_for_ever(make):
 
 
 def test_members_share_no_container(make):
-    """faults, `deepcopy` of each prompt with its images n times: members have lists and dicts of their own and one image, which nobody edits."""
+    """Members of a group have lists and dicts of their own and share the image, which nobody
+    edits."""
     source = make()
     image = object()
     for prompt in source.dataset.origin_samples:
@@ -66,7 +69,7 @@ def test_members_share_no_container(make):
 
 @pytest.mark.parametrize("save_at", [[0], [0, 1], [2], [0, 2, 4], [1, 5, 6]])
 def test_the_stream_after_any_number_of_resumes_is_the_uninterrupted_one(make, save_at):
-    """The first resume is usually right and the second one rewinds; here the process dies after each save."""
+    """The stream is the uninterrupted one, though the process dies after each save."""
     expected = [step(source := make(load=None, save=None), 0)]
     expected += [step(source, rollout_id) for rollout_id in range(1, 9)]
     seen, source = [], make(load=None)
@@ -81,7 +84,8 @@ def test_the_stream_after_any_number_of_resumes_is_the_uninterrupted_one(make, s
 
 
 def test_dispatched_but_untrained_groups_come_again_exactly_once(make):
-    """10 prompts are out, 4 are trained, the process dies: the other 6 come first, in order, then the stream goes on."""
+    """With 10 prompts dispatched, 4 trained and the process dead, the other 6 come first, in order,
+    and then the stream goes on."""
     source = make()
     groups = source.get_samples(10)
     source.commit(0, [group[0].group_index for group in groups[:4]])
@@ -94,7 +98,8 @@ def test_dispatched_but_untrained_groups_come_again_exactly_once(make):
 
 
 def test_the_buffer_is_part_of_the_state_with_the_tokens_of_unfinished_responses(make):
-    """Partial responses survive a resume; given-back pristine groups are made again from their prompt."""
+    """Partial responses in the buffer survive a resume; groups without tokens are made again from
+    their prompt."""
     source = make(partial_rollout=True)
     groups = source.get_samples(4)
     partial = groups[1][0]
@@ -121,7 +126,8 @@ def source_file(source, rollout_id=0):
 
 
 def test_a_rollout_function_that_never_commits_resumes_behind_what_it_took(make):
-    """Plug-ins written for upstream know no commit: what they took and did not give back counts as used."""
+    """For a rollout function of upstream's kind, which knows no commit, what it took and did not
+    give back counts as used."""
     source = make()
     source.get_samples(5)
     source.save(0)
@@ -131,7 +137,8 @@ def test_a_rollout_function_that_never_commits_resumes_behind_what_it_took(make)
 
 
 def test_another_dataset_seed_or_group_size_is_refused_on_resume(make, tmp_path):
-    """Going on in another order would repeat and skip prompts without a word."""
+    """A resume with another dataset, seed or group size is refused; it would repeat and skip
+    prompts."""
     source = make()
     source.save(3)
     for change, word in (
@@ -144,7 +151,7 @@ def test_another_dataset_seed_or_group_size_is_refused_on_resume(make, tmp_path)
 
 
 def test_a_missing_or_damaged_position_stops_the_run(make):
-    """Resuming from nothing where something was asked for is an error, not a fresh start."""
+    """A missing or damaged data position is an error and not a fresh start."""
     source = make()
     with pytest.raises(ConfigError, match="no data position"):
         source.load(7)
@@ -158,7 +165,8 @@ def test_a_missing_or_damaged_position_stops_the_run(make):
 
 @pytest.mark.parametrize("edit", ["one label", "one prompt", "order"])
 def test_an_edited_file_with_as_many_rows_is_refused_on_resume(make, tmp_path, edit):
-    """A position is a number: after an edit it means another prompt, and nothing showed it."""
+    """A prompt file that was edited since is refused, also with the same number of rows: a position
+    would mean another prompt."""
     source = make()
     step(source, 0)
     source.save(0)
@@ -175,7 +183,7 @@ def test_an_edited_file_with_as_many_rows_is_refused_on_resume(make, tmp_path, e
 
 
 def test_a_row_written_another_way_is_the_same_row(make, tmp_path):
-    """Spaces of the file and the order of its keys are no part of a row."""
+    """Spaces and the order of keys in the file do not change a row."""
     source = make()
     expected = step(source, 0)
     source.save(0)
@@ -187,7 +195,8 @@ def test_a_row_written_another_way_is_the_same_row(make, tmp_path):
 
 
 def test_no_flipped_bit_of_a_data_position_gives_another_stream(make):
-    """Of 8,040 single-bit flips 474 gave silently another stream and 3,886 a bare KeyError or TypeError."""
+    """Every single-bit flip of a saved position is refused; without a checksum 474 of 8,040 gave
+    another stream."""
     source = make()
     step(source, 0)
     source.add_samples(source.get_samples(1))
@@ -207,7 +216,8 @@ def test_no_flipped_bit_of_a_data_position_gives_another_stream(make):
 
 
 def test_a_position_of_an_earlier_version_is_read_and_its_damage_named(make):
-    """It had neither a hash nor a checksum of the rows."""
+    """A position of an earlier version, without hash and checksum, is read, and a damaged one is
+    refused."""
     source = make()
     step(source, 0)
     state = source.state_dict(0)
@@ -226,7 +236,7 @@ def test_a_position_of_an_earlier_version_is_read_and_its_damage_named(make):
 
 
 def test_a_failed_write_leaves_the_last_state_and_no_temporary_file(make, monkeypatch):
-    """A full disk costs the new state, never the old one."""
+    """A full disk costs the new state, leaves the old one, and no temporary file stays."""
     source = make()
     source.save(0)
     before = source_file(source).read_bytes()
@@ -239,7 +249,8 @@ def test_a_failed_write_leaves_the_last_state_and_no_temporary_file(make, monkey
 
 
 def test_what_comes_next_does_not_depend_on_when_a_group_came_back(make):
-    """Reading ahead by chance 4 or 6 groups, and giving back in any order, leads to the same prompts afterwards."""
+    """The next prompts are the same whether 4 or 6 groups were read ahead, and in whatever order
+    they were returned."""
     early, late = make(), make()
     first = early.get_samples(4)
     early.add_samples(first[2:])
@@ -250,7 +261,7 @@ def test_what_comes_next_does_not_depend_on_when_a_group_came_back(make):
 
 
 def test_the_buffer_is_served_first_and_takes_only_full_groups():
-    """Contract with plug-ins: pop_first removes what it returns."""
+    """The buffer is served first, removes what it returns, and accepts whole groups only."""
     args = rollout_args(rollout_global_dataset=False)
     source = RolloutDataSourceWithBuffer(args)
     mine = [[Sample(index=100), Sample(index=101)]]

@@ -1,4 +1,5 @@
-"""Requests and replies without a network: what is asked, what is stored, and what is refused whole."""
+"""Requests and replies without a network: what is sent, what is stored, and which replies are
+refused as a whole."""
 
 import sys
 from pathlib import Path
@@ -29,7 +30,7 @@ NUM_GPUS = 0
 
 
 def test_the_prompt_is_sent_as_the_ids_that_will_be_trained():
-    """Engine and trainer must see the same prompt, whatever the engine's tokenizer would make of its text."""
+    """The request has the prompt's ids, so that engine and trainer see the same prompt."""
     sample = Sample(prompt="Hi", tokens=[128000, 7])
     request = build_request(sample, {"max_new_tokens": 4}, rid="r1")
     assert request == {
@@ -45,7 +46,7 @@ def test_the_prompt_is_sent_as_the_ids_that_will_be_trained():
 
 @pytest.mark.parametrize("arrays", [False, True])
 def test_ids_log_probs_text_and_labels_of_a_reply_are_stored_as_sent(arrays):
-    """JSON triples and base64 arrays must make the same sample."""
+    """A reply as JSON triples and one as base64 arrays make the same sample."""
     sample = Sample(tokens=[1, 2])
     reply = make_reply([7, 8, 9], "stop", text="seven", version="3", body={"return_arrays": arrays})
     apply_response(sample, reply)
@@ -80,7 +81,7 @@ def broken(change):
     ],
 )  # fmt: skip
 def test_a_reply_whose_counts_or_types_disagree_is_refused_and_nothing_is_stored(change, words):
-    """Half-stored replies pair tokens with the wrong log-probs."""
+    """A reply whose counts or types disagree is refused, and nothing of it is stored."""
     sample = Sample(tokens=[1, 2])
     before = sample.to_dict()
     with pytest.raises(RolloutDataError, match=words):
@@ -98,7 +99,8 @@ def test_a_reply_whose_counts_or_types_disagree_is_refused_and_nothing_is_stored
     ],
 )  # fmt: skip
 def test_an_abort_is_a_valid_partial_whatever_it_lacks(reply, length, versions):
-    """Aborted before prefill: empty. After k tokens: k ids and log-probs. One version per segment that has tokens."""
+    """An abort before prefill is empty, and one after k tokens has k ids and log-probs, with one
+    version per segment that has tokens."""
     sample = Sample(tokens=[1])
     apply_response(sample, reply)
     assert sample.status is Sample.Status.ABORTED and sample.response_length == length
@@ -106,7 +108,8 @@ def test_an_abort_is_a_valid_partial_whatever_it_lacks(reply, length, versions):
 
 
 def test_segments_add_up_and_the_last_id_is_never_changed():
-    """Two segments of one response: log-probs are per new token; a cut answer keeps its sampled last token."""
+    """Two segments of a response add up with log-probs per new token, and a cut answer keeps its
+    last sampled token."""
     sample = Sample(tokens=[1, 2, 3])
     apply_response(sample, make_reply([4, 5], "abort", version="3", text="ab"))
     apply_response(sample, make_reply([6, 7], "length", version="4", text="cd"))
@@ -118,7 +121,8 @@ def test_segments_add_up_and_the_last_id_is_never_changed():
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=8), min_size=1, max_size=4), st.booleans())
 def test_stored_ids_equal_generated_ids_over_any_segments(segments, arrays):
-    """ids -> text -> ids is not the identity, so nothing on the path may go through text."""
+    """Stored ids equal the generated ones for any segments; nothing goes through text, since ids ->
+    text -> ids is not the identity."""
     sample = Sample(tokens=[1])
     for segment in segments:
         apply_response(sample, make_reply(segment, "abort", text="hello", body={"return_arrays": arrays}))
@@ -132,14 +136,14 @@ def test_stored_ids_equal_generated_ids_over_any_segments(segments, arrays):
     [(0, 8, None, 8), (3, 8, None, 5), (8, 8, None, 0), (0, 8, 12, 2), (2, 8, 12, 0), (0, None, 10, 0), (0, None, None, None)],
 )  # fmt: skip
 def test_the_budget_is_what_response_and_context_limit_leave(response, max_response, max_context, budget):
-    """faults, `--rollout-max-context-len` not enforced: the context limit holds while generating: a prompt of 10 with limit 12 leaves 2."""
+    """The context limit holds while generating: a prompt of 10 with limit 12 leaves 2 tokens."""
     sample = Sample(response_length=response)
     limits = {"max_response_len": max_response, "max_context_len": max_context}
     assert response_budget(sample, **limits, prompt_length=10) == budget
 
 
 def test_seeds_differ_by_member_prompt_rollout_and_segment_and_repeat_exactly():
-    """Two runs must be identical, two prompts must not be, and a continuation must not repeat its first numbers."""
+    """Seeds differ by member, prompt, rollout and segment, and two runs have the same ones."""
     keys = [(m, i, r, s) for m in range(4) for i in range(20) for r in (None, 0, 1) for s in (0, 5)]
     seeds = [derive_seed(42, member=m, sample_index=i, rollout_id=r, segment=s) for m, i, r, s in keys]
     assert len(set(seeds)) == len(keys) and all(0 <= seed < 2**31 for seed in seeds)
@@ -170,7 +174,8 @@ def words_as_text(ids):
     ],
 )
 def test_the_text_of_a_continued_response_is_that_of_all_its_ids(segments, decode, text):
-    """An abort after two of the three bytes of a character: the texts of the segments are two replacement characters, and score 0."""
+    """A response aborted after two of a character's three bytes has the text of all its ids, and
+    not two replacement characters."""
     sample = Sample(index=0, tokens=[9])
     for number, ids in enumerate(segments):
         kind = "stop" if number == len(segments) - 1 else "abort"
@@ -179,21 +184,23 @@ def test_the_text_of_a_continued_response_is_that_of_all_its_ids(segments, decod
 
 
 def test_what_was_written_in_place_of_earlier_ids_stays():
-    """A template's text behind a turn shows end marks that decoding leaves out; only the border of the segments is made right."""
+    """Text that a template wrote for earlier ids, such as end marks, stays; only the border between
+    segments is decoded anew."""
     assert continue_text("four<end> \ufffd", "four \ufffd", "four 你", appended="x") == "four<end> 你"
     assert continue_text("four<end>", "four", "four more", appended="x") == "four<end> more"
     assert continue_text("something else", "four\ufffd", "four你", appended="something else!") == "something else!"
 
 
 def test_ids_as_arrays_without_log_probs_are_refused():
-    """A server that ignored return_logprob: its tokens cannot be trained."""
+    """A reply without log-probs, as from a server that ignores return_logprob, is refused."""
     reply = {"text": "", "meta_info": {"id": "r", "output_token_ids_b64": encode_array([7, 8], TOKEN_DTYPE), "completion_tokens": 2}}
     with pytest.raises(RolloutDataError, match="token ids but no log-probs"):
         apply_response(Sample(prompt="p", tokens=[1]), reply)
 
 
 def test_a_reset_sample_has_its_identity_and_nothing_generated():
-    """Off-policy tokens, masks or rewards that stay attached are trained under the wrong policy; an old answer would be scored again."""
+    """A reset sample keeps its identity and nothing that was generated: old tokens would train
+    under the wrong policy, an old answer would be scored again."""
     left = {"failure": "x", "answer_text": "41", "engine_text": "<answer>41</answer>"}
     identity = {"index": 5, "group_index": 2, "rollout_id": 9, "session_id": "s"}
     sample = Sample(**identity, prompt="p", label="l", metadata={"a": 1, **left}, tokens=[1])

@@ -1,4 +1,5 @@
-"""Graders that hang, crash or eat memory are killed; what comes back is a typed outcome, never a reward of 0."""
+"""Graders that hang, crash or use too much memory are killed; each call returns a typed outcome,
+and a failed one is never a reward of 0."""
 
 import os
 import subprocess
@@ -37,7 +38,8 @@ def pool():
 
 @pytest.mark.parametrize("grader", ["huge_power", "endless"])
 def test_a_grader_that_hangs_is_killed_at_its_limit_and_replaced_once(pool, grader):
-    """Also when it hangs inside C code; the next call finds a fresh process."""
+    """A grader that hangs, also inside C code, is killed at its limit, and the next call gets a
+    fresh process."""
     start = time.monotonic()
     outcome = pool.grade(bad(grader), "x", "y")
     assert outcome.error == GRADER_TIMEOUT and outcome.value is None and "1.5 s" in outcome.detail
@@ -46,7 +48,8 @@ def test_a_grader_that_hangs_is_killed_at_its_limit_and_replaced_once(pool, grad
 
 
 def test_crashes_errors_memory_and_prints_are_outcomes_of_their_own(pool):
-    """Each is an error with its reason; what a grader prints is not mistaken for an answer."""
+    """A crash, an error and too much memory are outcomes with a reason each, and what a grader
+    prints is not read as its answer."""
     assert pool.grade(bad("noisy"), "x", "y") == GraderOutcome(value=1)
     first = pool.grade(bad("worker_pid"), "x", "y").value
     assert pool.grade(bad("broken"), "x", "y") == GraderOutcome(error=GRADER_ERROR, detail="ValueError: no such form")
@@ -58,7 +61,8 @@ def test_crashes_errors_memory_and_prints_are_outcomes_of_their_own(pool):
 
 
 def test_hostile_mathematics_never_reaches_this_process_and_ends_in_time(pool):
-    """5^(5^(5^(5^5))) hangs math-verify even with its own time limit."""
+    """5^(5^(5^(5^5))), on which math-verify hangs even with its own limit, ends in time in another
+    process."""
     pytest.importorskip("math_verify")
     for grader in ("math", "math_verify"):
         outcome = pool.grade(grader, r"\boxed{5^(5^(5^(5^5)))}", "5")
@@ -68,14 +72,14 @@ def test_hostile_mathematics_never_reaches_this_process_and_ends_in_time(pool):
 
 
 def test_an_expression_over_the_length_limit_is_not_graded(pool):
-    """Pages of boxed digits only cost time."""
+    """An expression above the length limit is not graded."""
     outcome = pool.grade("math", r"\boxed{" + "1+" * 2000 + "1}", "5")
     assert outcome.error == GRADER_ERROR and "4001 characters" in outcome.detail
 
 
 @pytest.mark.parametrize("where", ["thread", "event loop", "both at once"])
 def test_the_result_is_the_same_from_a_thread_and_from_an_event_loop(pool, where):
-    """Libraries that use signals work in the main thread only; the pool uses none."""
+    """The pool uses no signals and gives the same result from a thread and from an event loop."""
     results = []
     if where != "event loop":
         threads = [
@@ -92,7 +96,7 @@ def test_the_result_is_the_same_from_a_thread_and_from_an_event_loop(pool, where
 
 
 def test_the_result_is_the_same_inside_a_ray_actor():
-    """Rewards are computed in an actor, whose methods do not run in the main thread."""
+    """It gives the same result inside a Ray actor, whose methods do not run in the main thread."""
     ray = pytest.importorskip("ray")
 
     class Scorer:
@@ -114,7 +118,7 @@ def test_the_result_is_the_same_inside_a_ray_actor():
 
 
 def test_workers_end_with_their_parent_even_when_it_is_killed(tmp_path):
-    """A killed trainer must not leave a process that computes for ever."""
+    """Worker processes end when their parent is killed."""
     code = f"""
 import sys, threading, time
 sys.path[:0] = [{str(TESTS)!r}, {str(TESTS.parent)!r}]
@@ -145,7 +149,8 @@ def _is_alive(pid):
 
 
 def test_a_short_lived_thread_does_not_take_its_workers_with_it(pool):
-    """Linux sends the parent-death signal when the thread that started a process ends."""
+    """Workers survive the thread that started them, though Linux sends the parent-death signal when
+    that thread ends."""
     pids = []
     thread = threading.Thread(target=lambda: pids.append(pool.grade(bad("worker_pid"), "x", "y").value))
     thread.start()
@@ -155,7 +160,8 @@ def test_a_short_lived_thread_does_not_take_its_workers_with_it(pool):
 
 
 def test_an_outcome_without_value_marks_the_sample_and_is_never_a_reward(monkeypatch, pool):
-    """Reward None, status FAILED, the kind first in its reason; it counts against --max-failed-ratio."""
+    """An outcome without a value gives reward None and status FAILED with its kind in the reason,
+    and counts against --max-failed-ratio."""
     monkeypatch.setattr(grader_pool, "shared_pool", lambda settings: pool)
     monkeypatch.setattr(
         pool, "grade", lambda grader, response, label: GraderOutcome(error=GRADER_TIMEOUT, detail="math took long")

@@ -1,4 +1,5 @@
-"""Which groups stay, for both rollout functions: filters, aborts, fan-out, and what ends a rollout that can keep nothing."""
+"""Which groups are kept, for both rollout functions: filters, aborts, fan-out, and when a rollout
+that can keep nothing ends."""
 
 import contextlib
 import logging
@@ -97,7 +98,8 @@ def see_all(args, all_groups, data_source):
 
 @BOTH
 def test_filters_and_hooks_of_groups_mean_the_same_in_both_rollout_functions(rig, rollout):
-    """Of the prompts 0, 1, 2, ... only odd ones are trained, the even ones are replaced and counted, and every group is shown."""
+    """In both rollout functions only odd prompts are trained, the filtered even ones are replaced
+    and counted, and the hook sees every group."""
     SEEN.clear()
     engine, args, source = rig(
         dynamic_sampling_filter_path=f"{__name__}.keep_odd", rollout_sample_filter_path=f"{__name__}.remove_first",
@@ -131,14 +133,16 @@ def late_all(args, samples, **kwargs):
 
 @BOTH
 def test_a_filter_may_let_groups_stand_in_where_too_few_remain(rig, rollout):
-    """Of 6 groups that all teach nothing 2 are dropped, and the 4 that remain fill the batch."""
+    """Where too few groups pass, dropped ones fill the batch: of 6 groups without spread 2 are
+    dropped and 4 are trained."""
     engine, args, source = rig(dynamic_sampling_filter_path=f"{__name__}.late_all", over_sampling_batch_size=6)
     output = rollout(args, 0, source)
     assert len(output.samples) == 4 and output.metrics["rollout/dynamic_filter/drop_late"] == 2
 
 
 def test_the_fully_asynchronous_rollout_keeps_the_over_sampling_batch_in_flight(rig):
-    """--over-sampling-batch-size 7 with a batch of 4: at most 7 groups (14 samples) are with the engine, and more than 4 are."""
+    """With --over-sampling-batch-size 7 and a batch of 4, at most 7 and more than 4 groups are at
+    the engine."""
     engine, args, source = rig(over_sampling_batch_size=7, engine={"delay": lambda prompt: 0.2})
     FULLY_ASYNC(args, 0, source)
     assert 8 < engine.most_running <= 14
@@ -149,7 +153,8 @@ def test_the_fully_asynchronous_rollout_keeps_the_over_sampling_batch_in_flight(
 
 @BOTH
 def test_a_filter_that_keeps_nothing_ends_the_run_with_reasons_and_examples(rig, rollout, caplog):
-    """Every reward is 1, so no group has two different ones: after 9 dropped groups, one more than allowed, the run ends."""
+    """Where the filter drops every group, the run ends at one dropped group more than allowed, with
+    reasons and examples."""
     engine, args, source = rig(
         dynamic_sampling_filter_path="slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
         max_dropped_groups=8,
@@ -164,7 +169,8 @@ def test_a_filter_that_keeps_nothing_ends_the_run_with_reasons_and_examples(rig,
 
 @BOTH
 def test_without_the_option_a_filter_may_drop_twenty_batches(rig, rollout):
-    """Batch 1: the 21st dropped group ends the run."""
+    """Without the option a filter may drop 20 batches: with a batch of 1 the 21st dropped group
+    ends the run."""
     engine, args, source = rig(dynamic_sampling_filter_path=f"{__name__}.keep_none", rollout_batch_size=1)
     with pytest.raises(RolloutDataError, match=r"dropped 21 groups \(21 dropped\).*--max-dropped-groups 20 allows"):
         rollout(args, 0, source)
@@ -175,7 +181,7 @@ def keep_none(args, samples, **kwargs):
 
 
 def test_a_batch_may_need_many_drops_within_the_limit(rig):
-    """The limit is per rollout, and what fills the batch in time is trained: 4 kept, as many dropped as allowed."""
+    """A batch that is filled within the limit of drops trains; the limit is per rollout."""
     engine, args, source = rig(dynamic_sampling_filter_path=f"{__name__}.keep_odd", max_dropped_groups=4)
     for rollout_id in range(3):
         assert len(SYNCHRONOUS(args, rollout_id, source).samples) == 4
@@ -240,7 +246,8 @@ GONE_WRONG = [
 @pytest.mark.parametrize(("option", "function", "words"), GONE_WRONG, ids=[f"{option}-{function}" for option, function, _ in GONE_WRONG])
 @pytest.mark.filterwarnings("ignore:coroutine")
 def test_a_filter_that_goes_wrong_is_named_with_its_groups_and_what_it_returned(rig, rollout, option, function, words, caplog):
-    """None dropped every group in silence, and an exception was one line without the function; its stack is logged once."""
+    """A filter that raises, or returns no verdict, ends the run with its name, its groups and what
+    it returned; the stack is logged once."""
     path = f"{__name__}.{function}"
     engine, args, source = rig(rollout_batch_order="submission", **{option: path})
     with pytest.raises(RolloutDataError, match=f"--{option.replace('_', '-')} {path}.*{words}"):
@@ -250,7 +257,7 @@ def test_a_filter_that_goes_wrong_is_named_with_its_groups_and_what_it_returned(
 
 
 def test_what_a_function_in_place_returns_may_be_what_it_was_given(rig):
-    """The usual `return groups` at the end of a function that works in place."""
+    """A function that works in place may `return groups`."""
     engine, args, source = rig(**{AT_THE_END: f"{__name__}.returns_what_it_got", ALL: f"{__name__}.returns_what_it_got"})
     assert len(SYNCHRONOUS(args, 0, source).samples) == 4
 
@@ -273,7 +280,8 @@ BUFFERED = {
 
 @pytest.mark.parametrize("kind", BUFFERED)
 def test_a_buffer_filter_that_goes_wrong_is_named_with_what_it_returned(rig, kind):
-    """A group that stays in the buffer would train twice."""
+    """A buffer filter that returns something wrong is refused with it; a group that stays in the
+    buffer would train twice."""
     function, words = BUFFERED[kind]
     engine, args, source = rig(buffer_filter_path="slime.prompts.data_source.pop_first")
     source.add_samples(source.get_samples(2))
@@ -284,7 +292,8 @@ def test_a_buffer_filter_that_goes_wrong_is_named_with_what_it_returned(rig, kin
 
 @BOTH
 def test_an_engine_that_aborts_everything_ends_the_run(rig, rollout):
-    """Each group is tried 1 + --max-engine-aborts times; then its samples are failures with that reason."""
+    """Each group is tried 1 + --max-engine-aborts times; then its samples have failed with that
+    reason, and the run ends."""
     engine, args, source = rig(lambda prompt: make_reply([], "abort", prompt=prompt), max_engine_aborts=2)
     with pytest.raises(RolloutDataError, match="aborted it 3 times without a new token, more than --max-engine-aborts 2 allows"):
         rollout(args, 0, source)
@@ -292,7 +301,8 @@ def test_an_engine_that_aborts_everything_ends_the_run(rig, rollout):
 
 
 def test_aborts_that_leave_new_tokens_are_progress():
-    """A long response that a weight update ends each time goes on under partial rollout; one that does not grow is stuck."""
+    """Under partial rollout an abort that added tokens is progress; only a response that does not
+    grow counts as stuck."""
     aborts = EngineAborts()
     assert [aborts.note("a", tokens) for tokens in (5, 9, 9, 9, 12)] == [1, 1, 2, 3, 1]
     assert [aborts.note("b", 0) for _ in range(3)] == [1, 2, 3]
@@ -313,7 +323,8 @@ class Ten(RolloutDataSourceWithBuffer):
 
 @BOTH
 def test_a_data_source_that_is_at_its_end_ends_the_run(rig, rollout):
-    """Ten groups make two batches of four; the third, for which two are left, says so in place of waiting."""
+    """A data source without enough groups for a batch ends the run with a message: ten groups make
+    two batches of four."""
     engine, args, source = rig(source=Ten)
     for rollout_id in range(2):
         assert len(rollout(args, rollout_id, source).samples) == 4
@@ -322,7 +333,7 @@ def test_a_data_source_that_is_at_its_end_ends_the_run(rig, rollout):
 
 
 def test_a_worker_that_was_stopped_is_not_waited_for(rig, monkeypatch):
-    """Something else in the process may stop it."""
+    """A rollout whose worker something else has stopped ends with an error and does not wait."""
     engine, args, source = rig(engine={"delay": lambda prompt: 30.0})
     worker = fully_async._get_global_worker(args, source)
     worker.stop()
@@ -354,7 +365,8 @@ def as_numbers(member):
 
 
 def test_executions_of_several_samples_survive_partial_rollout(rig):
-    """Batch 2 of 4 groups: what had finished stays as it is, what was aborted among several samples begins again, and each is trained once."""
+    """Finished executions stay as they are, aborted ones of several samples begin again, and each
+    is trained once."""
     slow = {3}
     engine, args, source = rig(
         engine={"delay": lambda prompt: 5.0 if number_of(prompt) in slow else 0.3 * number_of(prompt), "partial": lambda prompt: 1},
@@ -378,7 +390,8 @@ def test_executions_of_several_samples_survive_partial_rollout(rig):
 
 
 def test_a_finished_execution_of_several_samples_is_not_generated_again(rig):
-    """Group 1 finished during rollout 0 but stood behind the batch: its tokens and rewards are those of then."""
+    """A group that finished in rollout 0 and was not in its batch is used later with the tokens and
+    rewards that it had."""
     engine, args, source = rig(
         custom_generate_function_path=f"{__name__}.two_samples", partial_rollout=True, rollout_batch_size=1,
         over_sampling_batch_size=2, engine={"delay": lambda prompt: 0.4 if number_of(prompt) == 0 else 0.0},
@@ -396,7 +409,7 @@ def test_a_finished_execution_of_several_samples_is_not_generated_again(rig):
 @BOTH
 @pytest.mark.parametrize("partial", [False, True])
 def test_an_engine_that_ends_a_request_of_several_samples_costs_nothing(rig, rollout, partial):
-    """The first request of prompt 1 is aborted by the engine: the execution is begun again, and trained whole."""
+    """An execution of several samples that the engine aborted begins again and is trained whole."""
     ended = []
 
     def answer(prompt):
@@ -460,7 +473,8 @@ NONZERO_STD = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_no
     ],
 )
 def test_what_cannot_end_well_is_refused_at_start(words, message, tmp_path):
-    """Each of these was found after minutes, or never."""
+    """Combinations of options that would fail after minutes, or never end, are refused at the
+    start."""
     given = write_run_inputs(tmp_path)
     if "--custom-rm-path" in words:  # in place of the reward type
         place = given.index("--rm-type")
@@ -472,7 +486,7 @@ def test_what_cannot_end_well_is_refused_at_start(words, message, tmp_path):
 
 @pytest.mark.parametrize("missing", ["--rollout-max-response-len", "--rm-type"])
 def test_the_options_of_the_fully_asynchronous_rollout_are_checked_like_the_others(missing, tmp_path):
-    """A rule that names the function by another name checks nothing."""
+    """The options that the fully asynchronous rollout needs are required at parsing."""
     words = [*write_run_inputs(tmp_path), "--rollout-function-path", FULLY_ASYNC_PATH]
     place = words.index(missing)
     with pytest.raises(ConfigError, match=f"{missing} is missing"):
@@ -480,7 +494,7 @@ def test_the_options_of_the_fully_asynchronous_rollout_are_checked_like_the_othe
 
 
 def test_every_function_that_a_rule_names_exists():
-    """A rule about a function of another name would hold for nothing."""
+    """Every function that a rule names can be imported."""
     from slime.config import rules
     from slime.utils.misc import load_function
 
@@ -489,7 +503,8 @@ def test_every_function_that_a_rule_names_exists():
 
 
 def test_the_order_of_the_batch_follows_from_the_rollout_function(tmp_path):
-    """Submission for the synchronous rollout, completion for the asynchronous one, and what was asked for before both."""
+    """By default the batch is in order of submission for the synchronous rollout and of completion
+    for the asynchronous one; the option overrides both."""
     words = write_run_inputs(tmp_path)
     assert parse_args(words).rollout_batch_order == "submission"
     assert parse_args([*words, "--rollout-function-path", FULLY_ASYNC_PATH]).rollout_batch_order == "completion"

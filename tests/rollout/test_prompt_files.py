@@ -1,4 +1,5 @@
-"""Prompt files and datasets: every bad row is named, nothing is skipped, memory and order are bounded and repeatable."""
+"""Prompt files and datasets: every bad row is named, none is skipped, memory is bounded, and the
+order is repeatable."""
 
 import json
 import os
@@ -46,13 +47,13 @@ def numbered(path, count):
      ("@[5:3]", ""), ("@[:-8]", "01"), ("@[0:100]", "0123456789")],
 )  # fmt: skip
 def test_a_slice_takes_the_rows_that_python_would(tmp_path, spec, expected):
-    """A run on data.jsonl@[0:1000] must see those rows and no others."""
+    """data.jsonl@[0:1000] takes the rows that Python's slice takes."""
     path = numbered(tmp_path / "d.jsonl", 10)
     assert [row["label"] for row in read_file(path + spec)] == [int(digit) for digit in expected]
 
 
 def test_a_path_with_brackets_that_are_no_slice_stays_a_path():
-    """Only @[a:b] at the end is a slice."""
+    """Only @[a:b] at the end of a path is a slice."""
     assert parse_generalized_path("a@[1:2].jsonl") == ("a@[1:2].jsonl", None)
     assert parse_generalized_path("a.jsonl@[1:]") == ("a.jsonl", slice(1, None))
 
@@ -76,7 +77,8 @@ def test_a_path_with_brackets_that_are_no_slice_stays_a_path():
     ],
 )  # fmt: skip
 def test_a_bad_row_stops_with_file_line_reason_and_remedy(tmp_path, content, words):
-    """faults, malformed JSON lines skipped, missing prompt key gives None: a silent skip would train on other data than the user gave."""
+    """A malformed row, or one without its prompt key, is an error with file, line, reason and
+    remedy, and is never skipped."""
     path = write(tmp_path / "d.jsonl", content)
     with pytest.raises(ConfigError) as error:
         Dataset(path, None, None, None, prompt_key="input", label_key="label")
@@ -85,14 +87,14 @@ def test_a_bad_row_stops_with_file_line_reason_and_remedy(tmp_path, content, wor
 
 
 def test_a_utf8_byte_order_mark_is_not_part_of_the_first_row(tmp_path):
-    """Editors on Windows write one."""
+    """A byte order mark, as editors on Windows write it, is not part of the first row."""
     path = write(tmp_path / "d.jsonl", b'\xef\xbb\xbf{"input": "a"}\n{"input": "b"}')
     assert [row["input"] for row in read_file(path)] == ["a", "b"]
     assert [row["input"] for row in read_file(path + "@[-1:]")] == ["b"]
 
 
 def test_missing_files_and_other_types_are_named(tmp_path):
-    """The error has the path, and where it was looked for."""
+    """A missing file or an unknown type is refused with the path and where it was looked for."""
     with pytest.raises(FileNotFoundError, match="nowhere.jsonl"):
         list(read_file(str(tmp_path / "nowhere.jsonl")))
     with pytest.raises(ValueError, match=r"\.csv"):
@@ -100,7 +102,7 @@ def test_missing_files_and_other_types_are_named(tmp_path):
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
-    """A run over a named pipe that nobody writes to stood still while its options were checked."""
+    """A named pipe is refused; reading one without a writer would wait forever."""
     os.mkfifo(tmp_path / "rows.jsonl")
     for path in (tmp_path / "rows.jsonl", tmp_path):
         with pytest.raises(ConfigError, match="rows.jsonl' is no regular file"):
@@ -108,7 +110,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
 
 
 def test_a_folder_or_pattern_is_its_files_in_order(tmp_path):
-    """More than one file may be given; a slice counts over all of them."""
+    """A folder or a pattern gives its files in order, and a slice counts over all of them."""
     for name in ("b", "a", "c"):
         write(tmp_path / f"{name}.jsonl", "".join(json.dumps({"input": f"{name}{i}"}) + "\n" for i in range(2)))
     expected = ["a0", "a1", "b0", "b1", "c0", "c1"]
@@ -119,7 +121,8 @@ def test_a_folder_or_pattern_is_its_files_in_order(tmp_path):
 
 
 def test_nested_parquet_columns_read_the_same_in_one_row_group_and_in_many(tmp_path):
-    """Arrow cannot convert a nested column that was split into chunks; the error must not depend on the file's layout."""
+    """Nested Parquet columns read the same in one row group and in many, though Arrow cannot
+    convert a nested column in chunks."""
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
@@ -135,7 +138,8 @@ def test_nested_parquet_columns_read_the_same_in_one_row_group_and_in_many(tmp_p
 
 
 def test_parquet_rows_have_the_keys_that_they_were_written_with(tmp_path):
-    """Columns of structs hold every row's keys; a tool with a null parameter of another tool's, or a null tool call, is rendered as such."""
+    """Rows of a struct column have the keys that they were written with, without null keys of other
+    rows."""
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
@@ -173,7 +177,8 @@ NEEDS_VALUES = ENCODES.replace(
     ids=["encodes", "writes text", "needs values"],
 )
 def test_tool_arguments_that_are_json_text_are_encoded_once(template, expected):
-    """As chat APIs record them. A template that encodes would write a string in a string; one that writes text gets it as it is."""
+    """Tool arguments that are JSON text, as chat APIs record them, are encoded once, whether the
+    template encodes or writes text."""
     from slime.prompts.chat_render import ChatTemplate
 
     tokenizer = make_char_tokenizer(chat_template=template)
@@ -191,7 +196,7 @@ def test_tool_arguments_that_are_json_text_are_encoded_once(template, expected):
     [("cat.png", ["cat.png"]), (["a", "b"], ["a", "b"]), ({"bytes": b""}, [{"bytes": b""}]), (None, []), ("", [])],
 )
 def test_a_media_column_may_hold_one_path_or_many(media, expected):
-    """One path was taken apart into characters."""
+    """A media column may hold one path, which is not taken apart into characters, or a list."""
     row = {"text": "<image>" * len(expected) + "?", "images": media}
     messages = _build_messages(row, "text", True, {"image": "images"})
     parts = messages[0]["content"]
@@ -199,7 +204,7 @@ def test_a_media_column_may_hold_one_path_or_many(media, expected):
 
 
 def test_memory_is_bounded_by_what_is_kept(tmp_path):
-    """faults, `Dataset` holds the whole file in memory: a 100 MB file of which 100 rows are wanted must not be read into memory: growth stays under 20 MB."""
+    """Reading 100 rows of a 100 MB file adds less than 20 MB of memory."""
     path = write(tmp_path / "big.jsonl", (json.dumps({"input": "x" * 1000}) + "\n") * 100_000)
     code = f"""
 import resource
@@ -230,7 +235,8 @@ class WordTokenizer:
 
 @pytest.mark.parametrize("template", [False, True])
 def test_prompt_length_counts_what_will_be_sent_for_every_prompt_type(tmp_path, template):
-    """A limit that skips message lists lets prompts through that break packing later; limit = exact length keeps."""
+    """The length limit counts the ids that are sent, for texts and message lists; a prompt of
+    exactly the limit stays."""
     extra = 3 if template else 0
     rows = [
         {"input": "a b c d e"},  # 5 words
@@ -253,7 +259,8 @@ def test_prompt_length_counts_what_will_be_sent_for_every_prompt_type(tmp_path, 
 
 
 def test_filter_keeps_order_and_measures_media_by_the_processor(monkeypatch):
-    """Text is measured in one tokenizer call; a prompt with an image by its processor, image tokens included."""
+    """The filter keeps the order, measures texts in one tokenizer call, and prompts with images by
+    their processor."""
 
     def processor(text, **media):
         return {"input_ids": [text.split() + ["<image>"] * 4 * len(media["images"])]}
@@ -269,14 +276,15 @@ def test_filter_keeps_order_and_measures_media_by_the_processor(monkeypatch):
 
 
 def test_nothing_left_after_the_filter_is_an_error_with_counts(tmp_path):
-    """An empty dataset would hang the rollout in an endless search for prompts."""
+    """A filter that leaves no prompt is an error with counts, and not an endless search."""
     path = numbered(tmp_path / "d.jsonl", 3)
     with pytest.raises(ConfigError, match="3 prompts are longer than 0 tokens"):
         Dataset(path, WordTokenizer(), None, 0, prompt_key="input")
 
 
 def test_shuffle_is_a_function_of_seed_and_epoch_and_leaves_the_global_generator_alone(tmp_path):
-    """faults, `shuffle` reseeds the global RNG: resumes re-make the order; a reseeded global generator would change everything else that is random."""
+    """The order depends on seed and epoch alone, so that a resume repeats it, and the global random
+    generator is not touched."""
     path = numbered(tmp_path / "d.jsonl", 50)
     data, other = (Dataset(path, None, None, None, prompt_key="input", seed=7) for _ in range(2))
     random.seed(1)
@@ -291,7 +299,8 @@ def test_shuffle_is_a_function_of_seed_and_epoch_and_leaves_the_global_generator
 
 
 def test_media_take_the_places_of_their_placeholders():
-    """The parts stand in the order of the text; a count that does not fit is an error, not a lost image."""
+    """Media stand where their placeholders are in the text, and a count that does not fit is an
+    error."""
     data = {"q": "see <image> and <image>!", "pics": ["A", "B"]}
     (message,) = _build_messages(data, "q", True, {"image": "pics"})
     assert message["content"] == [
@@ -306,7 +315,7 @@ def test_media_take_the_places_of_their_placeholders():
 
 
 def test_the_source_of_a_sample_is_its_attribute_then_its_metadata():
-    """Metrics by source need one rule."""
+    """A sample's source is its attribute, else the one in its metadata."""
     sample = Sample(metadata={"source_name": "gsm"})
     assert get_source(sample) == "gsm" and get_source(Sample()) == "unknown"
     assert get_source(types.SimpleNamespace(source="own", metadata={"source_name": "gsm"})) == "own"

@@ -1,4 +1,5 @@
-"""Which grader a row gets, which number of a reward counts, and labels that reach the grader as they stand in the file."""
+"""Which grader a row gets, which number of a reward counts, and labels that reach the grader as
+they stand in the file."""
 
 import json
 import math
@@ -30,8 +31,8 @@ BIG = 123456789012345678901  # 21 digits: a 64-bit integer has at most 20
 
 
 def test_in_evaluation_as_in_training_a_rows_own_type_goes_before_rm_type():
-    """The same model and rows must not score 0.375 in training and 0.0 in evaluation. A type that the evaluation names itself
-    goes before both."""
+    """A row's own type precedes --rm-type in evaluation as in training; a type that the evaluation
+    set names precedes both."""
     args = types.SimpleNamespace(rm_type="math")
     plain, named = build_eval_dataset_configs(args, [{"name": "a", "path": "p"}, {"name": "b", "path": "p", "rm_type": "f1"}])
     (by_default,) = build_eval_dataset_configs(args, [{"name": "a", "path": "p"}], {"rm_type": "gpqa"})
@@ -43,7 +44,8 @@ def test_in_evaluation_as_in_training_a_rows_own_type_goes_before_rm_type():
 
 @pytest.mark.parametrize(("key", "words"), [(None, "Choose one of them"), ("scroe", "no key 'scroe'")])
 def test_a_reward_of_several_values_without_a_usable_key_is_named_with_its_keys_everywhere(key, words):
-    """Evaluation, the dynamic filter and the sample itself say what training says, in place of a TypeError or KeyError."""
+    """A dict reward without a usable key gives training's message, with the keys, in evaluation,
+    the dynamic filter and the sample too."""
     args = types.SimpleNamespace(reward_key=key, eval_reward_key=None)
     sample = Sample(index=7, reward={"score": 1.0, "acc": True})
     calls = [lambda: eval_columns(args, [sample]), lambda: check_reward_nonzero_std(args, [sample])]
@@ -64,7 +66,8 @@ def test_a_reward_of_several_values_without_a_usable_key_is_named_with_its_keys_
     ],
 )  # fmt: skip
 def test_evaluation_takes_no_reward_that_training_rejects(reward, sentence):
-    """It was read as 1.0, or spoiled the mean, where training says bad_reward: the sample fails with training's sentence."""
+    """A reward that training rejects as bad_reward fails its sample in evaluation with the same
+    message; it is not read as 1.0."""
     key = "score" if isinstance(reward, dict) else None
     args = types.SimpleNamespace(reward_key=key, eval_reward_key=None)
     bad, good = Sample(index=7, reward=reward), Sample(index=8, reward={"score": 1} if key else np.float32(1.0))
@@ -76,7 +79,8 @@ def test_evaluation_takes_no_reward_that_training_rejects(reward, sentence):
 
 @pytest.mark.parametrize("reward", ["1.0", [1.0], torch.tensor([1.0])])
 def test_a_reward_is_a_number_and_nothing_that_could_be_read_as_one(reward):
-    """Also in the data that a user's evaluation function returns, and in the dry run's call."""
+    """A reward is a number, also in what a user's evaluation function returns and in the dry run's
+    call; a text of digits is none."""
     with pytest.raises(RolloutDataError, match="The reward of sample 1 is .*, which is not a number"):
         reward_number(reward, None, index=1)
     config = RolloutMetricsConfig()
@@ -86,7 +90,8 @@ def test_a_reward_is_a_number_and_nothing_that_could_be_read_as_one(reward):
 
 
 def test_an_integer_of_21_digits_is_the_same_number_in_the_prompt_file_the_sample_and_the_dump(tmp_path):
-    """As a float it is 123456789012345680000, and the right answer scores 0."""
+    """A label of 21 digits keeps all of them; as a float it is another number, and the right answer
+    would score 0."""
     file = tmp_path / "p.jsonl"
     file.write_text(json.dumps({"input": "p", "label": BIG, "metadata": {"all": [BIG, -BIG, 0.5]}}) + "\n")
     (row,) = read_rows(str(file))
@@ -102,7 +107,8 @@ def test_an_integer_of_21_digits_is_the_same_number_in_the_prompt_file_the_sampl
 
 
 def test_numbers_that_fit_and_what_json_lacks_are_treated_as_before():
-    """The two borders of 64 bits; a text of digits stays text; a set is refused, also beside a long integer."""
+    """Integers at the two borders of 64 bits and texts of digits stay as they are; a set is
+    refused, also beside a long integer."""
     for value in (2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 10**30, "1" * 25, 1e30):
         assert exact_json.loads(exact_json.dumps({"a": [value]})) == {"a": [value]}
     for value in ({"a": {1}}, {"a": [BIG, {1}]}):

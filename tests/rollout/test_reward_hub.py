@@ -1,4 +1,4 @@
-"""Built-in scorers by their pinned cases, and the door to them."""
+"""Built-in scorers by their pinned cases, and how one is chosen."""
 
 import sys
 import types
@@ -39,7 +39,8 @@ NUM_GPUS = 0
 
 
 def test_f1_counts_words_without_articles_case_and_punctuation():
-    """The order lower, punctuation, articles, spaces decides: "An-apple" is one word, not "apple"."""
+    """Words are compared after lower case, punctuation, articles and spaces, in this order:
+    "An-apple" is one word, not "apple"."""
     assert normalize_answer("The  Cat, a DOG!") == "cat dog" and normalize_answer("An-apple") == "anapple"
     assert f1_score("the cat sat", "cat") == (pytest.approx(2 / 3), 0.5, 1.0)
     assert f1_score("cat", "dog") == f1_score(None, "a") == f1_score("yes", "no") == (0.0, 0.0, 0.0)
@@ -56,12 +57,13 @@ def test_f1_counts_words_without_articles_case_and_punctuation():
     ],
 )  # fmt: skip
 def test_the_chosen_letter_is_the_last_explicit_one_after_the_reasoning(response, letter):
-    """Letters inside reasoning, and words beginning with one, are no answers."""
+    """The chosen letter is the last explicit one after the reasoning; letters inside it, and words
+    that begin with one, do not count."""
     assert _extract_letter_from_response(response, DEFAULT_VALID_LETTERS) == letter
 
 
 def test_gpqa_labels_may_be_letters_indices_or_texts():
-    """Data sets write the right choice in different ways; all of them mean the same choice."""
+    """A label may be a letter, an index or the choice's text, and all mean the same choice."""
     metadata = {"choices": ["red", "green", "blue"]}
     for label in ("B", "b", 1, "Green"):
         assert compute_gpqa_reward("The answer is B", label, metadata) == 1.0
@@ -73,7 +75,7 @@ def test_gpqa_labels_may_be_letters_indices_or_texts():
 
 
 def test_boxes_are_found_with_their_nesting():
-    """The last box counts, also with braces inside; an unclosed one is none."""
+    """The last box counts, with nested braces inside; an unclosed one does not."""
     assert last_boxed_only_string(r"\boxed{1} then \boxed{\frac{1}{2}} end") == r"\boxed{\frac{1}{2}}"
     assert last_boxed_only_string(r"\fbox{3}") == r"\fbox{3}" and last_boxed_only_string(r"\boxed{1") is None
     assert remove_boxed(r"\boxed{x}") == "x" and remove_boxed("x") is None and remove_boxed(None) is None
@@ -93,7 +95,7 @@ def test_boxes_are_found_with_their_nesting():
     ],
 )  # fmt: skip
 def test_the_math_benchmarks_normal_form(answer, normal):
-    """Two spellings of one answer must meet in one text."""
+    """Two spellings of one answer have one normal form."""
     assert mathd_normalize_answer(answer) == normal
     assert grade_answer_mathd(answer, normal)
 
@@ -109,13 +111,15 @@ def test_the_math_benchmarks_normal_form(answer, normal):
     ],
 )  # fmt: skip
 def test_answers_are_compared_by_value_with_strict_integers_and_fractions(given, truth, right):
-    """A fraction must be reduced and an integer written out; everything else is equal when it simplifies to equal."""
+    """Answers are equal when they simplify to the same value, but a fraction must be reduced and an
+    integer written out."""
     pytest.importorskip("sympy")
     assert grade_answer_sympy(given, truth) is right
 
 
 def test_expressions_are_read_by_a_grammar_and_huge_powers_are_not_read():
-    """Model text is never evaluated as code, and 5^(5^(5^5)) is not computed."""
+    """Model text is read by a grammar and never evaluated as code, and 5^(5^(5^5)) is not
+    computed."""
     pytest.importorskip("sympy")
     assert parse_expression(r"\frac12+\sqrt[3]{8}") == parse_expression("2.5")
     assert parse_expression("2^3^2") == 512 and parse_expression("-2^2") == -4 and parse_expression("|3-5|") == 2
@@ -136,13 +140,13 @@ def test_expressions_are_read_by_a_grammar_and_huge_powers_are_not_read():
 
 
 def test_verl_grading_needs_a_truth_and_a_box():
-    """Without either there is nothing to compare."""
+    """Without a label or a box the score is 0."""
     assert grade_answer_verl(r"\boxed{\frac{1}{2}}", "0.5") and grade_answer_verl(r"\boxed{7}", r"so \boxed{7}")
     assert not grade_answer_verl(r"\boxed{7}", "") and not grade_answer_verl("7", "7")
 
 
 def test_dapo_scores_the_last_answer_line():
-    """Score 1 or -1, from the last 300 characters only."""
+    """dapo scores 1 or -1 from the last answer line within the last 300 characters."""
     assert compute_score("blah\nAnswer: $1{,}234$", 1234) == {"score": 1.0, "acc": True, "pred": "1234"}
     assert compute_score("Answer: 5\nAnswer: 6", "5")["score"] == -1.0
     assert compute_score("Answer: 7" + "x" * 300, "7")["pred"] == "[INVALID]"
@@ -154,7 +158,7 @@ def test_dapo_scores_the_last_answer_line():
 
 
 def test_deepscaler_looks_behind_the_reasoning():
-    """A box inside the reasoning is a draft."""
+    """deepscaler looks for the box behind the reasoning."""
     assert get_deepscaler_rule_based_reward(r"<think>\boxed{1}</think> \boxed{2}", 2) == 1
     assert get_deepscaler_rule_based_reward(r"<think>\boxed{2}</think> done", 2) == 0
     assert get_deepscaler_rule_based_reward(r"\boxed{2}", 2) == 0
@@ -175,7 +179,7 @@ def score(response, label, *, metadata=None, **args):
 
 
 def test_the_reward_type_of_a_row_goes_before_the_runs_and_a_custom_function_before_both():
-    """One dataset may mix tasks."""
+    """A row's reward type precedes the run's, and a custom function precedes both."""
     assert score(" 85\n", 85) == 1 and score("86", "85") == 0
     assert score("85", "85", metadata={"rm_type": "f1"}) == 1.0
     assert (
@@ -198,7 +202,7 @@ def test_the_reward_type_of_a_row_goes_before_the_runs_and_a_custom_function_bef
     [("no_such", "no_such"), (None, "--rm-type"), ("remote_rm", "--rm-url"), ("ifbench", "IFBench")],
 )
 def test_what_cannot_be_scored_says_what_to_give(rm_type, words):
-    """A reward of 0 in its place would be learned from."""
+    """A sample that cannot be scored is an error with the option to give, and not a reward of 0."""
     with pytest.raises((NotImplementedError, ConfigError), match=words):
         score("a", "b", rm_type=rm_type)
 

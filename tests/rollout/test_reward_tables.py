@@ -52,7 +52,7 @@ def verdict_of(rm_type, row):
 
 @pytest.mark.parametrize("rm_type", sorted(path.stem for path in FOLDER.glob("*.jsonl")))
 def test_a_reward_type_says_of_every_row_what_its_table_says(rm_type):
-    """A verdict that changes changes everyone's curves; here it is seen, row by row."""
+    """Each type gives every row of its table the recorded verdict."""
     if rm_type in GRADERS:
         pytest.importorskip("math_verify" if rm_type in ("math_verify", "math_value") else "sympy")
     rows = rows_of(rm_type)
@@ -62,7 +62,8 @@ def test_a_reward_type_says_of_every_row_what_its_table_says(rm_type):
 
 
 def test_every_reward_type_has_a_table_of_150_different_rows_and_says_why_where_it_is_not_right():
-    """A new type needs a table; a known weakness needs its reason."""
+    """Every type has a table of at least 150 different rows, with a reason where its verdict is not
+    right."""
     assert {path.stem for path in FOLDER.glob("*.jsonl")} == RM_TYPES - WITHOUT_TABLE
     for rm_type in RM_TYPES - WITHOUT_TABLE:
         rows = rows_of(rm_type)
@@ -73,7 +74,8 @@ def test_every_reward_type_has_a_table_of_150_different_rows_and_says_why_where_
 
 
 def test_math_value_is_wrong_less_often_than_math_verify_and_calls_nothing_right_that_is_wrong():
-    """The type to choose for answers in free form: on math-verify's own table, and on its own."""
+    """On math_verify's table math_value is wrong at most a tenth as often, and on its own it
+    accepts no wrong answer."""
     pytest.importorskip("math_verify")
     verify = rows_of("math_verify")
     ours = sum(verdict_of("math_value", row) != row.get("right", row["verdict"]) for row in verify)
@@ -85,7 +87,7 @@ def test_math_value_is_wrong_less_often_than_math_verify_and_calls_nothing_right
 
 
 def test_the_guide_states_the_numbers_of_the_tables():
-    """docs/rewards.md advises by them."""
+    """docs/rewards.md states the numbers of the tables."""
     guide = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
     for rm_type in ("math_value", "math", "math_verify"):
         rows = rows_of(rm_type)
@@ -103,7 +105,8 @@ def test_the_guide_states_the_numbers_of_the_tables():
     ],
 )  # fmt: skip
 def test_labels_are_known_in_the_forms_in_which_data_sets_publish_them(label, answers):
-    """GSM8K's labels hold the whole solution; right answers scored 0 against them."""
+    """Labels are read in the forms in which data sets publish them, such as GSM8K's whole
+    solutions."""
     assert label_answers(label) == answers
     assert not answers or set(answers) <= set(label_texts(label))
 
@@ -116,7 +119,8 @@ def test_labels_are_known_in_the_forms_in_which_data_sets_publish_them(label, an
     ],
 )  # fmt: skip
 def test_end_tokens_and_stop_strings_behind_a_response_are_not_graded(text, kept):
-    """With special tokens shown, as upstream's default is, every natural answer of exact_match, f1 and dapo scored 0 or -1."""
+    """End tokens and stop strings behind a response are not graded, though they are in the text by
+    default."""
     assert without_end_tokens(text, ["###", "\n\n", "}"]) == kept  # "}" closes a box, and is no end
 
 
@@ -128,7 +132,8 @@ def test_end_tokens_and_stop_strings_behind_a_response_are_not_graded(text, kept
     ],
 )  # fmt: skip
 def test_the_door_to_the_graders_strips_the_turns_end(rm_type, response, right):
-    """The sample keeps its text: it belongs to tokens that are trained."""
+    """Graders get the text without the turn's end; the sample keeps it, because it belongs to
+    trained tokens."""
     args = rollout_args(rm_type=rm_type, rollout_stop=["###"])
     label = "B" if "gpqa" in rm_type else "85"
     for end in ("", "<|im_end|>", "###", "\n###<|endoftext|>"):
@@ -139,7 +144,7 @@ def test_the_door_to_the_graders_strips_the_turns_end(rm_type, response, right):
 
 @pytest.mark.parametrize("rm_type", ["boxed_math", "boxed_math_value", "boxed_deepscaler", "boxed_dapo"])
 def test_a_boxed_type_grades_what_the_box_holds(rm_type):
-    """These gave 0 always: the box was taken off, and then asked for."""
+    """A boxed_ type grades the content of the box."""
     pytest.importorskip("sympy")
     from slime.rollout.rm_hub import split_rm_type
 
@@ -150,7 +155,8 @@ def test_a_boxed_type_grades_what_the_box_holds(rm_type):
 
 
 def test_pinned_verdicts_of_upstreams_functions():
-    """Their values are what curves of other trainers mean: fractions reduced, integers written out, 0 a label like another."""
+    """Verdicts of upstream's functions stay upstream's: fractions reduced, integers written out, 0
+    a label like another."""
     assert not grade_answer_sympy(r"\frac{2}{4}", r"\frac{1}{2}") and not grade_answer_sympy("4/2", "2")
     assert grade_answer_sympy("0.5", r"\frac{1}{2}") and grade_answer_verl(r"\boxed{0}", 0) and not grade_answer_verl(r"\boxed{1}", 0)
     assert not grade_answer_verl(r"\boxed{}", "") and not grade_answer_verl(r"\boxed{1}", None)
@@ -169,7 +175,8 @@ def test_pinned_verdicts_of_upstreams_functions():
     ],
 )
 def test_a_megabyte_of_anything_is_graded_and_not_computed(text):
-    """The reader has bounds of length, nesting, digits and powers of its own, before the grader process's time limit."""
+    """A megabyte of any text ends in a verdict: the reader bounds length, nesting, digits and
+    powers by itself."""
     pytest.importorskip("sympy")
     assert is_same_answer(text, "1", strict=False) is not True
     for response in (text, f"\\boxed{{{text}}}", f"Answer: {text}"):

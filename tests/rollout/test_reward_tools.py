@@ -1,4 +1,4 @@
-"""Is the reward right? Labels before a run, equal responses during it, a dump after it."""
+"""Checks of a reward: labels before a run, equal responses during it, a dump after it."""
 
 import dataclasses
 import json
@@ -31,7 +31,8 @@ def probes_of(labels, tokenizer=None, metadata=None, **args):
 
 
 def test_labels_that_the_grader_cannot_read_are_named_and_readable_ones_are_not():
-    """GSM8K's labels under exact_match can be answered by their last number; a label of white space around braces cannot be boxed away."""
+    """Labels that no answer can match are reported; GSM8K's under exact_match can be matched by
+    their last number and are not."""
     good = probes_of(["He adds.\n#### 72", "5", 7, ["a", "b"]], rm_type="exact_match")
     assert [probe.can_be_right for probe in good] == [True] * 4
     assert [probe.best_right for probe in good] == [1.0] * 4
@@ -43,7 +44,7 @@ def test_labels_that_the_grader_cannot_read_are_named_and_readable_ones_are_not(
 
 
 def test_a_grader_that_accepts_a_wrong_answer_is_found(monkeypatch):
-    """Every boxed answer is right: the label is never looked at."""
+    """A grader that calls every boxed answer right is reported."""
     probes = probes_of(["1", "2"], custom_rm_path=f"{__name__}.loves_boxes")
     assert [probe.can_be_right for probe in probes] == [True, True]
     assert probes[0].accepted_wrong == "</think>\n\\boxed{2}" and "scores as high" in describe_probes(probes)[1]
@@ -60,7 +61,8 @@ async def fails_on_two(args, sample, **kwargs):
 
 
 def test_a_reward_function_that_fails_on_a_row_and_one_that_gives_a_dict_are_named():
-    """The others are graded all the same."""
+    """A reward function that raises on a row, or returns a dict, is reported, and the other rows
+    are graded."""
     probes = probes_of(["1", "2", "3"], custom_rm_path=f"{__name__}.fails_on_two")
     assert [probe.failure is None for probe in probes] == [True, False, True]
     assert any("row 1" in line and "KeyError" in line for line in describe_probes(probes))
@@ -68,7 +70,7 @@ def test_a_reward_function_that_fails_on_a_row_and_one_that_gives_a_dict_are_nam
 
 
 def test_probes_end_as_the_template_ends_a_turn():
-    """ChatML's end stands in the text where special tokens are shown, and the graders are to cope with it."""
+    """Probe answers end as the chat template ends a turn, as real responses do."""
     tokenizer = make_char_tokenizer()
     assert turn_end(tokenizer, {}) == "<|im_end|>"
     assert as_generated("72", tokenizer, end="<|im_end|>", skip_special_tokens=False)[0] == "72<|im_end|>"
@@ -79,7 +81,7 @@ def test_probes_end_as_the_template_ends_a_turn():
 
 
 def test_right_answers_hold_every_form_and_a_choices_letter():
-    """An index among the choices is answered by its letter."""
+    """Probe answers include each form of the label, and the letter of an index among choices."""
     assert right_answers(Sample(label="7")) == ["7", "</think>\n\\boxed{7}", "Answer: 7", "The answer is 7."]
     sample = Sample(label=1, metadata={"choices": ["red", "green"]})
     assert "The answer is B." in right_answers(sample)
@@ -93,7 +95,8 @@ def prompt_file(folder, labels):
 
 
 def test_slime_rewards_check_names_the_line_and_returns_1_where_a_row_can_never_be_right(tmp_path, capsys):
-    """Status 0, 1 and 2 as the other commands have them."""
+    """`slime rewards check` names a row that can never be right and returns 1; otherwise it returns
+    0, or 2 for a wrong command."""
     words = ["rewards", "check", "--label-key", "label"]
     assert main([*words, "--prompt-data", prompt_file(tmp_path, ["A", "B"]), "--rm-type", "gpqa"]) == 0
     assert main([*words, "--prompt-data", prompt_file(tmp_path, ["A", "Q"]), "--rm-type", "gpqa"]) == 1
@@ -116,7 +119,8 @@ def group(*pairs, **fields):
 
 
 def test_equal_responses_of_a_group_with_different_rewards_are_conflicts():
-    """Each is counted once, against the first with its text; other groups, states and rollouts of several samples are no ground."""
+    """Equal responses of a group with different rewards are conflicts, counted against the first
+    with that text; other groups, other states and rollouts of several samples are not compared."""
     found = find_reward_conflicts(group(("a", 1.0), ("b", 0.0), ("a", 1.0), ("a", 0.0)), None)
     assert [(one.first_index, one.second_index, one.rewards) for one in found] == [(0, 3, (1.0, 0.0))]
     assert find_reward_conflicts(group(("a", 1.0), ("a", 1.0 + 1e-9), ("b", 0.0), ("", 1.0), ("", 0.0)), None) == []
@@ -134,7 +138,8 @@ def test_equal_responses_of_a_group_with_different_rewards_are_conflicts():
 
 
 def test_a_rollouts_conflicts_are_a_metric_and_are_warned_about_once(caplog):
-    """Chance and servers are left out; a custom function is not, unless --reward-is-random says so."""
+    """Conflicts are a metric and warned about once, except for random types and servers; a custom
+    function counts unless --reward-is-random is given."""
     samples = group(("a", 1.0), ("a", 0.0))
     watch = RewardWatch(rollout_args(rm_type="exact_match"))
     assert watch.metrics(samples) == {"reward/conflict_count": 1.0} == watch.metrics(samples)
@@ -146,7 +151,7 @@ def test_a_rollouts_conflicts_are_a_metric_and_are_warned_about_once(caplog):
 
 
 def test_the_rollout_manager_logs_the_conflicts_of_training_and_of_each_evaluation_set(tmp_path, monkeypatch):
-    """Two of the first group's four samples say the same and score 0 and 1."""
+    """The rollout manager logs conflicts for training and for each evaluation set."""
     samples = [sound_sample(i, length=6 + i, reward=float(i % 3)) for i in range(16)]
     samples[1] = dataclasses.replace(samples[0], index=1, rollout_id=samples[1].rollout_id, reward=1.0)
     manager = manager_of(samples, tmp_path, monkeypatch)
@@ -157,7 +162,8 @@ def test_the_rollout_manager_logs_the_conflicts_of_training_and_of_each_evaluati
 
 
 def test_a_reward_server_gets_the_text_without_the_turns_end_and_a_custom_function_the_sample(monkeypatch):
-    """What a server scores is the answer; what a function of the user's scores is the user's choice, with graded_text beside it."""
+    """A reward server gets the text without the turn's end; a custom function gets the sample and
+    may use graded_text."""
     sent = []
 
     async def request(method, url, payload, **kwargs):
@@ -172,7 +178,7 @@ def test_a_reward_server_gets_the_text_without_the_turns_end_and_a_custom_functi
 
 
 def test_an_evaluation_sets_own_stop_strings_are_stripped_for_its_graders():
-    """--rollout-stop is not what its samples were generated with."""
+    """An evaluation set's own stop strings are stripped before grading, and not --rollout-stop."""
     args = rollout_args(rm_type="exact_match", rollout_stop=["###"])
     assert scoring_args(args, {"stop": ["###"]}) is args
     assert run(async_rm(scoring_args(args, {"stop": ["END"]}), Sample(response="85END", label="85"))) == 1
@@ -180,7 +186,8 @@ def test_an_evaluation_sets_own_stop_strings_are_stripped_for_its_graders():
 
 
 def test_deepscaler_without_one_answer_mark_in_a_rollout_is_warned_about():
-    """Every reward is 0 then, whatever the answers."""
+    """A rollout of deepscaler without one answer mark is warned about, because every reward is 0
+    then."""
     args = rollout_args(rm_type="deepscaler")
     (text,) = find_reward_warnings(args, group(("\\boxed{1}", 0), ("\\boxed{2}", 0)), []).values()
     assert "</think>" in text and "math" in text
@@ -197,7 +204,8 @@ async def by_group(args, samples, **kwargs):
 
 
 def test_slime_rescore_shows_the_rows_whose_reward_changed(tmp_path, capsys):
-    """0 changed: status 0. The dump is not changed, and unscored samples are left alone."""
+    """`slime rescore` shows the rows whose reward changed, leaves the dump and unscored samples
+    alone, and returns 0 if none changed."""
     samples = group(("1", 1.0), ("2", 0.0), ("1", 0.0))
     samples.append(Sample(group_index=0, index=9, response="1", label="1"))
     path = str(save_debug_rollout_data(str(tmp_path / "{rollout_id}"), samples, rollout_id=0, evaluation=False))

@@ -1,4 +1,5 @@
-"""The rollout function against a scripted remote engine on loopback: order, failures, aborts, filters, gate, seeds."""
+"""The rollout function against a scripted engine on loopback: order, failures, aborts, filters,
+gate, seeds."""
 
 import contextlib
 import json
@@ -75,7 +76,8 @@ def labels(groups):
 @pytest.mark.parametrize("group_requests", ["auto", "off"])
 @pytest.mark.parametrize("arrays", [True, False])
 def test_prompts_become_scored_groups_in_order(rig, group_requests, arrays):
-    """The same rollout through one request per group or per sample, as numbers or as arrays."""
+    """One request per group or per sample, with numbers or arrays, gives the same scored groups in
+    order."""
     engine, args, source = rig(rollout_group_requests=group_requests, rollout_return_arrays=arrays)
     output = generate_rollout(args, 0, source)
     assert labels(output.samples) == [["0", "0"], ["1", "1"], ["2", "2"], ["3", "3"]]
@@ -92,7 +94,8 @@ def test_prompts_become_scored_groups_in_order(rig, group_requests, arrays):
 
 
 def test_chat_messages_and_tools_are_rendered_once_with_the_generation_prompt(rig, tmp_path):
-    """Message lists stay structured until they are sent; the ids sent are the ids trained, with one BOS if any."""
+    """Message lists stay structured until they are sent; the ids that are sent are trained, with
+    one BOS if any."""
     engine, args, _ = rig(lambda prompt: [END], rollout_batch_size=1, n_samples_per_prompt=1)
     path = tmp_path / "chat.jsonl"
     path.write_text('{"input": [{"role": "user", "content": "7"}], "label": "7"}\n')
@@ -105,7 +108,8 @@ def test_chat_messages_and_tools_are_rendered_once_with_the_generation_prompt(ri
 
 @pytest.mark.parametrize("group_requests", ["auto", "off"])
 def test_seeds_make_two_runs_identical_and_prompts_different(rig, group_requests):
-    """Deterministic inference: the seed is a function of run seed, member, sample and rollout, not of batching or time."""
+    """Sampling is a function of run seed, member, sample and rollout, and not of batching or
+    time."""
     seen = []
     for _ in range(2):
         engine, args, source = rig(
@@ -129,7 +133,7 @@ def test_seeds_make_two_runs_identical_and_prompts_different(rig, group_requests
 
 
 def test_a_continued_response_does_not_repeat_its_first_random_numbers():
-    """Under partial rollout the same seed would sample the same numbers twice within one response."""
+    """The segments of a response under partial rollout have different seeds."""
     args = rollout_args(sglang_enable_deterministic_inference=True)
     fresh, continued = Sample(index=3), Sample(index=3, response_length=5)
     seeds = [sglang_rollout.member_params(args, s, {}, 1, True)["sampling_seed"] for s in (fresh, continued, fresh)]
@@ -140,7 +144,8 @@ def test_a_continued_response_does_not_repeat_its_first_random_numbers():
 
 @pytest.mark.parametrize("fault", [Fault(status=500), Fault(status=503), Fault(close=True)])
 def test_a_passing_fault_is_tried_again_and_costs_nothing(rig, fault):
-    """5xx and lost connections pass; the retry replaces the sample, it never adds one."""
+    """5xx answers and lost connections are retried; the retry replaces the sample and never adds
+    one."""
     engine, args, source = rig()
     engine.faults += [fault, fault]
     output = generate_rollout(args, 0, source)
@@ -149,7 +154,8 @@ def test_a_passing_fault_is_tried_again_and_costs_nothing(rig, fault):
 
 
 def test_a_timeout_is_tried_again_under_a_new_request_id(rig):
-    """The lost request may still run in the engine, so its id must not be used twice."""
+    """A request that timed out is retried under a new id, because the lost one may still run in the
+    engine."""
     engine, args, source = rig(rollout_request_timeout=0.3, rollout_batch_size=1)
     engine.faults.append(Fault(hang=1.0))
     assert labels(generate_rollout(args, 0, source).samples) == [["0", "0"]]
@@ -158,7 +164,8 @@ def test_a_timeout_is_tried_again_under_a_new_request_id(rig):
 
 
 def test_a_4xx_is_never_tried_again_and_only_the_culprit_fails(rig):
-    """faults, one failing generation ends the phase, FAILED unused: a refused group is repeated member by member; the refused member is then marked."""
+    """A group refused with 4xx is repeated member by member, and the member that is refused again
+    fails alone."""
     engine, args, source = rig(max_failed_ratio=0.5, rollout_batch_size=1, n_samples_per_prompt=2)
     engine.faults += [Fault(status=400), Fault(status=400)]
     output = generate_rollout(args, 0, source)
@@ -171,7 +178,7 @@ def test_a_4xx_is_never_tried_again_and_only_the_culprit_fails(rig):
 
 
 def test_too_many_failures_stop_the_run_with_their_reasons(rig):
-    """A rollout of which a third failed is no rollout; the error says why."""
+    """A rollout with too many failed samples ends the run with their reasons."""
     engine, args, source = rig(
         lambda prompt: {"text": "", "output_ids": [1, 2], "meta_info": {"completion_tokens": 1, "output_token_logprobs": [[-1, 5]]}}
         if number_of(prompt) % 3 == 0
@@ -182,7 +189,7 @@ def test_too_many_failures_stop_the_run_with_their_reasons(rig):
 
 
 def test_an_unreachable_engine_stops_the_run_after_its_retries(rig):
-    """The message names the address."""
+    """An unreachable engine ends the run after the retries, with its address."""
     engine, args, source = rig(rollout_request_retries=1)
     with fresh_rollout_state("http://127.0.0.1:9"):
         with pytest.raises(RolloutDataError, match="127.0.0.1:9"):
@@ -195,7 +202,8 @@ DURATIONS = {0: 1.2, 1: 0.3, 2: 0.9, 3: 0.6}
 
 @pytest.mark.parametrize(("order", "expected"), [("submission", ["0", "1"]), ("completion", ["1", "3"])])
 def test_which_groups_fill_the_batch_follows_the_declared_rule(rig, order, expected):
-    """Durations 4, 1, 3, 2 and batch 2: in order of submission the batch is {0, 1}; fast answers win only when asked to."""
+    """With durations 4, 1, 3, 2 and a batch of 2, order of submission gives {0, 1}; the fastest win
+    only when asked for."""
     engine, args, source = rig(
         engine={"delay": lambda prompt: DURATIONS[number_of(prompt)]},
         rollout_batch_size=2, over_sampling_batch_size=4, rollout_batch_order=order,
@@ -212,7 +220,8 @@ def slow_after(numbers):
 
 
 def test_without_partial_rollout_an_aborted_group_goes_back_pristine(rig):
-    """Tokens of version 1 that stay attached would be trained with those of version 2."""
+    """Without partial rollout an aborted group goes back without tokens; those of an old version
+    would train beside new ones."""
     engine, args, source = rig(
         lambda p: [*TOKENIZER("12345678")["input_ids"]][:8], engine=slow_after({2, 3}), rollout_batch_size=2,
         over_sampling_batch_size=4,
@@ -229,7 +238,8 @@ def test_without_partial_rollout_an_aborted_group_goes_back_pristine(rig):
 
 @pytest.mark.parametrize("mask", [False, True])
 def test_with_partial_rollout_an_aborted_group_goes_on_where_it_was(rig, mask):
-    """Segments keep their versions and log-probs; on request the earlier policy's tokens carry no loss."""
+    """With partial rollout a response goes on, segments keep their versions and log-probs, and an
+    option masks the earlier policy's tokens."""
     engine, args, source = rig(
         lambda p: TOKENIZER("1234567")["input_ids"], engine=slow_after({2, 3}), rollout_batch_size=2,
         over_sampling_batch_size=4, partial_rollout=True, mask_offpolicy_in_partial_rollout=mask,
@@ -248,7 +258,7 @@ def test_with_partial_rollout_an_aborted_group_goes_on_where_it_was(rig, mask):
 
 
 def test_an_abort_that_we_did_not_order_is_generated_again(rig):
-    """An engine may end requests by itself (a weight update); the group is not lost and not trained half."""
+    """A request that the engine ended by itself, as for a weight update, is generated again."""
     first = []
 
     def answer(prompt):
@@ -268,7 +278,8 @@ def keep_odd(args, samples, **kwargs):
 
 
 def test_dropped_groups_are_replaced_and_counted(rig):
-    """Dynamic sampling: 4 groups are wanted, even prompts are dropped, so prompts 0..7 are used."""
+    """Dropped groups are replaced and counted: for 4 groups without even prompts, prompts 0 to 7
+    are used."""
     engine, args, source = rig(dynamic_sampling_filter_path=f"{__name__}.keep_odd", over_sampling_batch_size=4)
     output = generate_rollout(args, 0, source)
     assert [group[0].label for group in output.samples] == ["1", "3", "5", "7"]
@@ -284,7 +295,8 @@ def test_dropped_groups_are_replaced_and_counted(rig):
 
 
 def test_a_filter_that_drops_nearly_everything_is_said_while_it_does(rig, caplog):
-    """From outside it looks like an engine that hangs: 4 groups are wanted, one prompt in six is kept."""
+    """A filter that drops most groups is warned about while it does, because the rollout looks like
+    a hanging engine."""
     engine, args, source = rig(dynamic_sampling_filter_path=f"{__name__}.keep_sixth", over_sampling_batch_size=4)
     with caplog.at_level(logging.WARNING):
         generate_rollout(args, 0, source)
@@ -297,7 +309,8 @@ def keep_sixth(args, samples, **kwargs):
 
 
 def test_a_group_that_is_given_back_is_not_dropped(rig):
-    """In order of submission, even prompts behind the batch's last group are served again: they are not lost, whatever the filter said."""
+    """In order of submission, groups behind the batch's last one are served again and are not
+    counted as dropped, whatever the filter returned."""
     engine, args, source = rig(
         engine={"delay": lambda prompt: 0.3 if number_of(prompt) == 1 else 0.0},
         dynamic_sampling_filter_path=f"{__name__}.keep_odd", over_sampling_batch_size=6, rollout_batch_size=1,
@@ -320,7 +333,8 @@ def replace_by_copies(args, groups):
 
 
 def test_samples_that_a_sample_filter_takes_out_are_counted(rig):
-    """The filter is to set `remove_sample`; one that deletes must not make samples vanish, and one that copies loses none."""
+    """Samples that a sample filter deletes instead of setting `remove_sample` are counted as
+    dropped; copies lose none."""
     engine, args, source = rig(rollout_sample_filter_path=f"{__name__}.take_out_first")
     output = generate_rollout(args, 0, source)
     assert labels(output.samples) == [["0"], ["1"], ["2"], ["3"]] and output.dropped == {"sample_filter": 4}
@@ -331,7 +345,8 @@ def test_samples_that_a_sample_filter_takes_out_are_counted(rig):
 
 
 def test_only_valid_responses_see_the_reward_function(rig):
-    """An empty response is invalid: reward None, and no reward call."""
+    """The reward function is called for valid responses only; an empty one is invalid and keeps
+    reward None."""
     engine, args, source = rig(lambda prompt: [] if number_of(prompt) == 0 else right_answer(prompt))
     samples = [sample for group in generate_rollout(args, 0, source).samples for sample in group]
     assert [sample.reward for sample in samples] == [None, None, 1, 1, 1, 1, 1, 1]
@@ -373,7 +388,7 @@ async def group_reward(args, samples, **kwargs):
 
 
 def test_a_failing_reward_call_marks_its_sample_and_not_the_run(rig):
-    """faults, one failing reward call ends the phase: reward None with the reason, never a made-up 0."""
+    """A failing reward call fails its sample, with reward None and the reason, and not the run."""
     engine, args, source = rig(custom_rm_path=f"{__name__}.failing_reward", max_failed_ratio=0.2)
     samples = [sample for group in generate_rollout(args, 0, source).samples for sample in group]
     assert [sample.reward for sample in samples] == [2.5, 2.5, 2.5, None, 2.5, 2.5, 2.5, 2.5]
@@ -384,14 +399,16 @@ def test_a_failing_reward_call_marks_its_sample_and_not_the_run(rig):
 
 
 def test_group_rewards_are_asked_once_per_group_with_its_members(rig):
-    """Members stay with their group and their order: reward = 10 * prompt + member."""
+    """A group reward is called once per group with its members in order: reward = 10 * prompt +
+    member."""
     engine, args, source = rig(custom_rm_path=f"{__name__}.group_reward", group_rm=True)
     rewards = [[sample.reward for sample in group] for group in generate_rollout(args, 0, source).samples]
     assert rewards == [[0.0, 1.0], [10.0, 11.0], [20.0, 21.0], [30.0, 31.0]]
 
 
 def test_a_prompt_at_the_context_limit_is_not_sent(rig):
-    """0 tokens left: truncated, no request; one token more of room: 1 token is asked for."""
+    """A prompt that leaves 0 tokens is truncated without a request; with room for one token, one is
+    requested."""
     engine, args, source = rig(rollout_max_context_len=3, prompts=4, rollout_batch_size=1)  # "p0=" has 3 tokens
     (group,) = generate_rollout(args, 0, source).samples
     assert engine.requests == [] and all(sample.status is Sample.Status.TRUNCATED for sample in group)
@@ -401,7 +418,7 @@ def test_a_prompt_at_the_context_limit_is_not_sent(rig):
 
 
 def test_requests_in_flight_stay_within_the_concurrency(rig):
-    """More than the engines can hold only makes timeouts."""
+    """No more requests are in flight than the concurrency allows."""
     for mode in ("on", "off"):
         engine, args, source = rig(
             engine={"delay": lambda prompt: 0.02}, sglang_server_concurrency=4, rollout_group_requests=mode, rollout_batch_size=8
@@ -411,7 +428,7 @@ def test_requests_in_flight_stay_within_the_concurrency(rig):
 
 
 def test_groups_spread_over_engines_by_their_number_and_stay_together(rig, tmp_path):
-    """A group's prompt is in one engine's prefix cache; placement depends on nothing but the group's number."""
+    """A group goes to one engine, for its prefix cache, chosen by the group's number alone."""
     one, args, source = rig()
     with FakeEngine(right_answer, decode=decode) as two, fresh_rollout_state(one.url, two.url):
         generate_rollout(args, 0, source)
@@ -438,7 +455,8 @@ def rename(args, sample, *, rollout_id=None, evaluation=False):
 
 
 def test_a_custom_generate_function_may_return_several_samples_and_hooks_see_each(rig):
-    """Compact rollouts: one list per member with the member's rollout id; each part is scored."""
+    """A generate function may return several samples per member; they share its rollout id, and
+    hook and scorer see each."""
     engine, args, source = rig(
         custom_generate_function_path=f"{__name__}.fan_out", rollout_sample_hook_path=[f"{__name__}.rename"],
         gate_text_source="engine",
@@ -452,7 +470,7 @@ def test_a_custom_generate_function_may_return_several_samples_and_hooks_see_eac
 
 @pytest.mark.parametrize(("events", "kept"), [(2, 2), (0, None)])
 def test_a_stream_that_breaks_off_keeps_the_tokens_that_arrived(events, kept, model):
-    """A lost connection in the middle of a long response costs the rest of it, not all of it."""
+    """A connection lost in the middle of a stream keeps the tokens that arrived."""
     from aiohttp import web
 
     from slime.rollout.sglang_streaming_rollout import generate_streaming
@@ -492,7 +510,7 @@ def test_a_stream_that_breaks_off_keeps_the_tokens_that_arrived(events, kept, mo
 
 
 def test_one_sample_alone_raises_what_went_wrong(rig):
-    """`generate` and `generate_and_rm` are called by custom code, which must see the error."""
+    """`generate` and `generate_and_rm`, called by custom code, raise the error."""
     engine, args, source = rig()
     engine.faults.append(Fault(status=404))
     params = dict(sglang_rollout.GenerateState(args).sampling_params)
@@ -507,7 +525,8 @@ def test_one_sample_alone_raises_what_went_wrong(rig):
 
 
 def test_without_any_limit_or_engine_the_options_to_give_are_named(rig):
-    """Both are found before anything is sent."""
+    """A missing length limit or engine is an error with the options to give, before anything is
+    sent."""
     engine, args, source = rig(rollout_max_response_len=None)
     with pytest.raises(ConfigError, match="--rollout-max-response-len"):
         generate_rollout(args, 0, source)

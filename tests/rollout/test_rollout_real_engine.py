@@ -51,7 +51,8 @@ def content(output):
 
 
 def test_two_runs_and_every_way_of_asking_make_identical_samples(engine, tmp_path):
-    """One request per group, one per sample, numbers or arrays, other concurrency: the sample is the same."""
+    """A sample is the same with one request per group or per sample, numbers or arrays, and any
+    concurrency."""
     expected = content(rollout(engine, tmp_path)[0])
     assert len({tuple(tokens) for tokens, *_ in expected}) > 4
     for ways in (
@@ -69,7 +70,8 @@ def test_two_runs_and_every_way_of_asking_make_identical_samples(engine, tmp_pat
 
 
 def test_samples_of_the_real_engine_fit_the_contract(engine, tmp_path):
-    """Ids, log-probs and masks have one length; an ended response ends with an end token; a cut one has the limit's length."""
+    """Ids, log-probs and masks have one length; an ended response ends with an end token, and a cut
+    one has the limit's length."""
     output, args = rollout(engine, tmp_path)
     for sample in (sample for group in output.samples for sample in group):
         assert len(sample.rollout_log_probs) == len(sample.loss_mask) == sample.response_length > 0
@@ -81,7 +83,8 @@ def test_samples_of_the_real_engine_fit_the_contract(engine, tmp_path):
 
 
 def test_the_nucleus_comes_back_where_top_p_cuts(engine, tmp_path):
-    """The trainer replays it: one span per token, the sampled token inside its own."""
+    """With top_p the reply has one nucleus per token that contains the sampled token, for the
+    trainer's replay."""
     output, _ = rollout(engine, tmp_path, rollout_top_p=0.7)
     for sample in (sample for group in output.samples for sample in group):
         offsets, ids = sample.rollout_top_p_token_offsets.tolist(), sample.rollout_top_p_token_ids.tolist()
@@ -116,7 +119,8 @@ def test_the_raw_snapshot_of_a_filtered_rollout_holds_every_response(engine, tmp
 
 
 def test_greedy_evaluation_takes_the_same_path_and_repeats(engine, tmp_path):
-    """Rewards, truncation and samples in order of the dataset, the same at every evaluation."""
+    """Greedy evaluation gives the same rewards, truncation and samples at every evaluation, in the
+    dataset's order."""
     url, folder = engine
     path = write_prompts(tmp_path / "p.jsonl", 50)
     args = rollout_args(

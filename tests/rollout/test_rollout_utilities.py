@@ -49,7 +49,8 @@ NUM_GPUS = 0
 
 
 def test_importing_the_rollout_side_is_fast_and_pulls_in_nothing_heavy():
-    """faults, wandb imported unconditionally: `slime train --help` and every test would pay for torch, ray or transformers."""
+    """Importing the rollout side is fast and loads neither torch nor ray nor transformers nor a
+    tracker."""
     modules = "slime.rollout.sglang_rollout slime.rollout.rm_hub slime.prompts.data_source slime.utils.data slime.utils.misc".split()
     code = f"import sys, importlib\nfor m in {modules!r}: importlib.import_module(m)\n" + (
         "print([m for m in 'torch ray transformers megatron sglang wandb sympy numpy pyarrow'.split() if m in sys.modules])"
@@ -59,7 +60,7 @@ def test_importing_the_rollout_side_is_fast_and_pulls_in_nothing_heavy():
 
 
 def test_post_tries_again_after_5xx_and_never_after_4xx(monkeypatch):
-    """faults, `_post` retries also for 4xx: the same refused request would be refused again; pauses grow up to a cap."""
+    """post retries after 5xx with pauses that grow up to a cap, and never after 4xx."""
     monkeypatch.setattr(http_utils, "FIRST_PAUSE_S", 0.001)
     body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 3}}
     with FakeEngine() as engine:
@@ -79,7 +80,7 @@ def test_post_tries_again_after_5xx_and_never_after_4xx(monkeypatch):
 
 @pytest.mark.parametrize(("replies", "seen"), [((503, 500), 3), ((404,), 1), ((500,) * 9, 4)])
 def test_get_tries_again_where_post_does(monkeypatch, replies, seen):
-    """faults, `get` has no retry: a server that is busy once must not end the run; 4xx at once, 5xx after four tries are errors."""
+    """get retries 5xx, fails after four tries, and fails at once for 4xx."""
     monkeypatch.setattr(http_utils, "FIRST_PAUSE_S", 0.001)
     left, asked = list(replies), []
 
@@ -107,7 +108,7 @@ def test_get_tries_again_where_post_does(monkeypatch, replies, seen):
 
 
 def test_errors_survive_pickling_as_ray_sends_them():
-    """An error that cannot be unpickled arrives as another one, without its message."""
+    """Errors keep their type and message through pickling, as Ray sends them."""
     import pickle
 
     error = pickle.loads(pickle.dumps(http_utils.HttpStatusError("POST x was answered with 404", 404, "body")))  # noqa: S301
@@ -115,7 +116,8 @@ def test_errors_survive_pickling_as_ray_sends_them():
 
 
 def test_addresses_and_engine_counts_come_from_the_options():
-    """Set engines go before the router's address, that before external ones; a retry goes to the next engine."""
+    """Engines that are set precede the router's address, and that precedes external ones; a retry
+    goes to the next engine."""
     with fresh_rollout_state("http://a:1/", "http://b:2"):
         engines = engine_client.get_engines(None)
         assert engines.urls == ("http://a:1", "http://b:2")
@@ -134,7 +136,8 @@ def test_addresses_and_engine_counts_come_from_the_options():
 
 
 def test_run_uses_one_loop_gives_errors_back_and_cannot_wait_for_itself():
-    """An HTTP session belongs to a loop; a second loop would open its own."""
+    """`run` uses one event loop, because an HTTP session belongs to a loop; it raises the
+    coroutine's errors and refuses to be called on that loop."""
 
     async def loop():
         import asyncio
@@ -155,7 +158,8 @@ def test_run_uses_one_loop_gives_errors_back_and_cannot_wait_for_itself():
 
 
 def test_functions_are_loaded_by_path_and_what_is_missing_is_named():
-    """A typo in a plug-in path must not look like an error inside the plug-in."""
+    """A plug-in path that does not exist is an error that names the missing part, and an error
+    inside the plug-in is its own."""
     assert misc.load_function("slime.utils.misc.Box") is misc.Box
     for path, words in (
         ("os", "dotted"),
@@ -167,7 +171,7 @@ def test_functions_are_loaded_by_path_and_what_is_missing_is_named():
 
 
 def test_small_helpers_do_what_their_names_say():
-    """Pinned by upstream's callers."""
+    """Small helpers with values that upstream's callers rely on."""
     due = misc.should_run_periodic_action
     assert [due(i, 2) for i in range(4)] == [False, True, False, True] and not due(1, None, 1, 2)
     assert due(4, 100, num_rollout=5) and due(2, 100, num_rollout_per_epoch=3) and not due(3, 100, 3, 9)
@@ -221,12 +225,13 @@ def due_after(num_prompts, *, batch, interval, **options):
     ],
 )
 def test_epochs_are_events_only_where_they_are_counted(num_prompts, options, expected):
-    """Interval 5: with --num-rollout due after every 5th and the last rollout, with --num-epoch at each epoch's end as well."""
+    """With interval 5 an action is due after every 5th and the last rollout with --num-rollout, and
+    with --num-epoch at each epoch's end as well."""
     assert due_after(num_prompts, batch=8, interval=5, **{"num_rollout": None, "num_epoch": None, **options}) == expected
 
 
 def test_an_epoch_without_a_whole_batch_is_refused():
-    """--num-epoch 1 with 5 prompts and batches of 8 ran nothing, with status 0."""
+    """--num-epoch 1 with 5 prompts and batches of 8 is refused; it would run no rollout."""
     with pytest.raises(ConfigError, match="--num-epoch 1 runs nothing: the 5 prompts do not fill .* Use --rollout-batch-size 5 or less"):
         misc.count_rollouts_per_epoch(5, 8, num_epoch=1)
     assert misc.count_rollouts_per_epoch(5, 8, num_epoch=None) == 0 and misc.count_rollouts_per_epoch(17, 8, num_epoch=1) == 2
@@ -238,7 +243,8 @@ def test_an_epoch_without_a_whole_batch_is_refused():
 
 
 def test_groups_that_finish_together_are_judged_in_one_pass_and_an_error_reaches_each():
-    """A pass over 8 short samples costs about as much as one over 800; a group must not wait for ever when the pass fails."""
+    """Groups that finish together are judged in one pass of the gate, and its error reaches each of
+    them."""
     passes = []
 
     def check(samples):
@@ -259,7 +265,8 @@ def test_groups_that_finish_together_are_judged_in_one_pass_and_an_error_reaches
 
 
 def test_what_lies_behind_the_batch_is_not_used_up_whether_it_had_finished_or_not():
-    """Two runs must draw the same prompts next: group 3 was dropped by chance of timing only, group 1 in any case."""
+    """Groups behind the batch are served again whether they had finished or not, so that two runs
+    draw the same prompts next."""
     builder = BatchBuilder(target=2, in_order=True)
     for number, keep in ((0, True), (3, False), (1, False), (2, True)):
         builder.add(number, [number], keep=keep)
@@ -267,7 +274,8 @@ def test_what_lies_behind_the_batch_is_not_used_up_whether_it_had_finished_or_no
 
 
 def test_in_order_of_submission_an_early_finisher_waits_for_its_predecessors():
-    """Completion order would bias the batch to short answers."""
+    """In order of submission an early finisher waits; order of completion would prefer short
+    answers."""
     builder = BatchBuilder(target=2, in_order=True)
     builder.add(1, ["g1"], keep=True)
     builder.add(3, ["g3"], keep=True)
@@ -298,7 +306,8 @@ def group(*rewards, valid=None):
     ],
 )  # fmt: skip
 def test_a_group_is_kept_whole_or_dropped_whole_by_the_spread_of_its_usable_rewards(samples, keep, reason):
-    """[1,0,0,0] must not lose its only right answer; None, NaN and invalid members have no say; an execution of several samples has its mean."""
+    """A group is kept or dropped as a whole by the spread of its usable rewards; None, NaN and
+    invalid members do not count, and an execution of several samples has its mean."""
     args = types.SimpleNamespace(reward_key=None)
     output = check_reward_nonzero_std(args, samples)
     assert output.keep is keep and (reason is None or output.reason.startswith(reason))
@@ -306,7 +315,7 @@ def test_a_group_is_kept_whole_or_dropped_whole_by_the_spread_of_its_usable_rewa
 
 
 def test_filter_outputs_are_wrapped_and_counted():
-    """Plug-ins may return a bare bool."""
+    """A filter may return a bare bool."""
     assert call_dynamic_filter(None, 1).keep and not call_dynamic_filter(lambda a: False, 1).keep
     keep_late = DynamicFilterOutput(False, "r", keep_when_insufficient=True)
     drop = [should_drop_dynamic_filter_output(keep_late, remaining_batch_size=n, target_data_size=4) for n in (5, 4)]
@@ -330,7 +339,8 @@ def hook_bad(args, sample):
 
 
 def test_hooks_run_in_order_on_every_nested_sample():
-    """Sync or async, with the keywords they name; without hooks the very same object comes back."""
+    """Hooks run in order on every nested sample, sync or async, with the keywords they name;
+    without hooks the same object is returned."""
     set_current_rollout_id(9)
     value = [[Sample(index=0)], Sample(index=1)]
     args = types.SimpleNamespace(rollout_sample_hook_path=[f"{__name__}.hook_sync", f"{__name__}.hook_async"])
@@ -361,12 +371,13 @@ def test_hooks_run_in_order_on_every_nested_sample():
     ],
 )  # fmt: skip
 def test_plug_in_points_have_upstreams_parameter_names(path, parameters):
-    """Plug-ins call and replace these by keyword."""
+    """Extension points have upstream's parameter names, because plug-ins call and replace them by
+    keyword."""
     assert list(inspect.signature(misc.load_function(path)).parameters) == parameters.split()
 
 
 def test_bare_results_of_rollout_functions_are_wrapped():
-    """Plug-ins may return a list of groups or a dict of datasets."""
+    """A rollout function may return a bare list of groups or a dict of datasets."""
     train = call_rollout_fn(lambda args, evaluation: [[1]], None, evaluation=False)
     assert train == RolloutFnTrainOutput(samples=[[1]]) and train.dropped == {}
     assert call_rollout_fn(lambda args, evaluation: {"d": {}}, None, evaluation=True) == RolloutFnEvalOutput(
@@ -378,7 +389,8 @@ def test_bare_results_of_rollout_functions_are_wrapped():
 
 
 def test_an_evaluation_set_takes_its_own_values_then_the_defaults_then_the_options():
-    """HEAD's rule for every field; unknown keys are named, not ignored."""
+    """Each field of an evaluation set is its own value, else the defaults', else the option's;
+    unknown keys are refused."""
     args = types.SimpleNamespace(
         eval_temperature=0.5, rollout_top_p=0.9, rollout_stop=["x"], eval_min_new_tokens=2, input_key="q"
     )
@@ -416,7 +428,8 @@ def test_an_evaluation_set_takes_its_own_values_then_the_defaults_then_the_optio
 
 
 def test_evaluation_scores_every_dataset_with_its_sampling_and_counts_failures(tmp_path):
-    """Two datasets, two samples a prompt; a failed sample stands in no list and is counted."""
+    """Each of two datasets is sampled with its own parameters, two samples a prompt; failed samples
+    are counted and in no list."""
     path = write_prompts(tmp_path / "p.jsonl", 10)
     config = tmp_path / "eval.yaml"
     config.write_text(
@@ -444,7 +457,7 @@ async def text_for_prompt_2(args, sample, **kwargs):
 
 
 def test_a_reward_that_is_a_text_fails_its_sample_in_evaluation(tmp_path):
-    """One of four prompts: it stands in no list and is counted, as one that the reward function failed at."""
+    """A reward that is a text fails its sample in evaluation: it is counted and in no list."""
     path = write_prompts(tmp_path / "p.jsonl", 4)
     with FakeEngine(lambda p: [5]) as engine, fresh_rollout_state(engine.url):
         args = rollout_args(
@@ -459,7 +472,8 @@ def test_a_reward_that_is_a_text_fails_its_sample_in_evaluation(tmp_path):
 
 
 def test_the_samples_of_an_attempt_have_one_number():
-    """Attempt 0 of group 0 emitted two samples, the second attempt one, group 1 a list of three that name their rollout."""
+    """Samples of one attempt have one attempt number, also where an attempt emits two, or a list
+    names its rollouts."""
     two, one = [Sample(index=0), Sample(index=0)], Sample(index=1)
     named = [Sample(index=2, rollout_id=7) for _ in range(3)]
     number_attempts([[two, one], [named, [Sample(index=3)]]])
@@ -467,7 +481,8 @@ def test_the_samples_of_an_attempt_have_one_number():
 
 
 def test_an_evaluation_that_cannot_be_is_refused(tmp_path):
-    """Nothing to evaluate, half a pair, a broken file: each is named."""
+    """An evaluation without data, half a pair of arguments, and a broken file are refused by
+    name."""
     for overrides, words in (
         ({}, "nothing to evaluate"), ({"eval_prompt_data": ["a", "b", "c"]}, "pairs"), ({"eval_config": str(tmp_path / "no.yaml")}, "no.yaml"),
     ):  # fmt: skip
@@ -477,7 +492,8 @@ def test_an_evaluation_that_cannot_be_is_refused(tmp_path):
 
 
 def test_a_teachers_log_probs_are_those_of_the_response(tmp_path):
-    """On-policy distillation: the last response_length entries after the first, which has none."""
+    """The teacher's log-probs are the last response_length entries after the first, which has
+    none."""
     from slime.rollout.on_policy_distillation import post_process_rewards
 
     entries = [[None, 1, None], [-1.0, 2, None], [-2.0, 3, None], [-3.0, 4, None]]
@@ -489,7 +505,8 @@ def test_a_teachers_log_probs_are_those_of_the_response(tmp_path):
 
 
 def test_client_and_scripted_engine_together_cost_under_a_millisecond_per_sample(tmp_path):
-    """1024 tiny samples per rollout on two cores: client, gate, reward and the scripted engine, all in this process."""
+    """1024 tiny samples, with client, gate, reward and the scripted engine in one process, take
+    less than a millisecond each."""
     with FakeEngine(lambda prompt: [5, 6, 4]) as engine, fresh_rollout_state(engine.url):
         from slime.prompts.data_source import RolloutDataSourceWithBuffer
 

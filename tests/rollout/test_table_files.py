@@ -1,4 +1,5 @@
-"""Prompts as people have them: a JSON array, CSV, a folder of `datasets`; what is none of them is told what to do."""
+"""Prompts as a JSON array, CSV or a folder of `datasets`; other files are refused with what to
+do."""
 
 import json
 import re
@@ -44,7 +45,8 @@ def written(folder, kind):
 @pytest.mark.parametrize("kind", ["json", "csv", "tsv", "saved"])
 @pytest.mark.parametrize(("part", "labels"), [("", "12345"), ("@[1:3]", "23"), ("@[-2:]", "45")])
 def test_each_kind_gives_its_rows_and_their_slices(kind, part, labels, tmp_path):
-    """The same rows as from .jsonl, in order, each with its place."""
+    """Each kind gives the rows of the .jsonl file in order, each with its place, and slices of
+    them."""
     rows = list(read_rows(f"{written(tmp_path, kind)}{part}"))
     assert [row.data for row in rows] == [ROWS[int(label) - 1] for label in labels]
     assert all("rows" in row.place or "data-" in row.place for row in rows)
@@ -52,14 +54,14 @@ def test_each_kind_gives_its_rows_and_their_slices(kind, part, labels, tmp_path)
 
 @pytest.mark.parametrize("kind", ["json", "csv", "saved"])
 def test_a_run_accepts_them_as_prompts(kind, tmp_path):
-    """The whole check before a start, with keys and labels."""
+    """A command line with each kind passes the checks before a start, with keys and labels."""
     words = write_run_inputs(tmp_path)
     path = str(written(tmp_path, kind))
     assert parse_args([*words, "--prompt-data", path]).prompt_data == path
 
 
 def test_a_file_named_json_may_hold_a_line_per_row(tmp_path):
-    """Many data sets are published so."""
+    """A .json file may hold one row per line, as many data sets do."""
     path = tmp_path / "rows.json"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     assert [row.data for row in read_rows(str(path))] == ROWS
@@ -69,7 +71,7 @@ def test_a_file_named_json_may_hold_a_line_per_row(tmp_path):
 
 
 def test_a_cell_may_hold_commas_lines_and_a_long_conversation(tmp_path):
-    """A model's text has all of them."""
+    """A cell may hold commas, line breaks and a long conversation."""
     path, text = tmp_path / "rows.csv", 'Say "a, b"\nand then ' + "x" * 200_000
     quoted = text.replace('"', '""')
     path.write_text(f'input,label\n"{quoted}",a\nshort,b\n')
@@ -80,7 +82,8 @@ def test_a_cell_may_hold_commas_lines_and_a_long_conversation(tmp_path):
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
 @pytest.mark.parametrize("mark", [";", "\t", "|", ","])
 def test_a_table_is_read_by_the_separator_of_its_first_line(name, mark, tmp_path):
-    """A spreadsheet of a country with decimal commas writes semicolons: that was one column named "input;label"."""
+    """The separator is found in the first line: spreadsheets of countries with decimal commas write
+    semicolons."""
     path = tmp_path / name
     path.write_text(f'\ufeffinput{mark}label\n"1{mark}5 and, more"{mark}3\nx{mark}4\n', encoding="utf-8")
     assert [row.data for row in read_rows(str(path))] == [{"input": f"1{mark}5 and, more", "label": "3"}, {"input": "x", "label": "4"}]
@@ -90,7 +93,7 @@ def test_a_table_is_read_by_the_separator_of_its_first_line(name, mark, tmp_path
 
 
 def test_one_column_stays_one_column(tmp_path):
-    """Separators in the rows, or within the quotes of the name, separate nothing."""
+    """A table of one column stays one, whatever separators its rows or its quoted name hold."""
     path = tmp_path / "a.csv"
     path.write_text("input\na;b\nc|d\n")
     assert [row.data["input"] for row in read_rows(str(path))] == ["a;b", "c|d"]
@@ -100,7 +103,7 @@ def test_one_column_stays_one_column(tmp_path):
 
 @pytest.mark.parametrize("suffix", ["JSONL", "Json", "CSV", "TSV", "Parquet"])
 def test_a_file_type_in_capitals_is_the_type(suffix, tmp_path):
-    """Alone, with a slice from the end, and in a folder, where .json files are only read when they are named."""
+    """A suffix in capitals is the type, alone, with a slice from the end, and in a folder."""
     path = tmp_path / f"DATA.{suffix}"
     if suffix == "Parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
@@ -132,7 +135,7 @@ def test_a_file_type_in_capitals_is_the_type(suffix, tmp_path):
     ],
 )
 def test_a_file_that_is_no_table_is_named_with_the_reason(name, content, words, tmp_path):
-    """No row is skipped, and none is made up."""
+    """A file that is no table is refused with the reason; no row is skipped or made up."""
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError) as caught:
@@ -141,7 +144,8 @@ def test_a_file_that_is_no_table_is_named_with_the_reason(name, content, words, 
 
 
 def test_a_damaged_data_set_folder_is_named(tmp_path):
-    """A cut file, a folder of splits, a selection that was never written out."""
+    """A cut file, a folder of splits, and a selection that was never written out are refused by
+    name."""
     folder = written(tmp_path, "saved")
     (folder / "data-00001-of-00002.arrow").write_bytes(b"cut")
     with pytest.raises(ConfigError, match=r"data-00001-of-00002\.arrow cannot be read as Arrow data"):
@@ -157,7 +161,8 @@ def test_a_damaged_data_set_folder_is_named(tmp_path):
 
 
 def test_a_name_on_a_hub_and_an_empty_folder_get_their_own_answers(tmp_path, monkeypatch):
-    """The message asked whether the path was meant that had just been given."""
+    """A name on a hub and an empty folder have a message of their own, without suggesting the given
+    path."""
     monkeypatch.chdir(tmp_path)
     words = write_run_inputs(tmp_path)
     with pytest.raises(ConfigError, match=r"As a name on the Hugging Face hub it must be downloaded first.*load_dataset\(\"openai/gsm8k\""):

@@ -1,4 +1,4 @@
-"""slime.testing: what a user's unit test of a reward, a generate function or a hook needs."""
+"""slime.testing: helpers for a user's unit test of a reward, a generate function or a hook."""
 
 import sys
 from pathlib import Path
@@ -25,14 +25,15 @@ async def my_generate(args, sample, sampling_params):
 
 
 def test_options_have_their_defaults_and_a_wrong_name_is_refused():
-    """A misspelt option in a test would test nothing."""
+    """`make_args` gives every option its default and refuses an unknown name."""
     assert make_args(rollout_temperature=0.5).rollout_temperature == 0.5 and make_args().rollout_top_p == 1.0
     with pytest.raises(ConfigError, match="unknown option 'rollout_temprature'. Did you mean 'rollout_temperature'?"):
         make_args(rollout_temprature=0.5)
 
 
 def test_a_sample_fits_together():
-    """Ids, lengths, log-probs and mask as after generation: code points without a tokenizer."""
+    """Ids, lengths, log-probs and mask of `make_sample` fit together; without a tokenizer ids are
+    code points."""
     sample = make_sample("1+", "2", label="2", log_probs=[-1.0])
     assert sample.tokens == [49, 43, 50] and sample.response_length == 1 and sample.rollout_log_probs == [-1.0]
     assert call(my_reward, make_args(), sample) == 1.0
@@ -42,7 +43,8 @@ def test_a_sample_fits_together():
 
 
 def test_a_generate_function_meets_a_scripted_engine(fake_engine, tmp_path):
-    """It answers ids 5, 6; token k of an answer has log-prob -(k + 1) / 8."""
+    """A generate function runs against a scripted engine that answers ids 5, 6 with the log-prob
+    -(k + 1) / 8 for token k."""
     fake_engine.answer = lambda prompt: [5, 6]
     args = make_args(hf_checkpoint=make_tiny_tokenizer(tmp_path))
     sample = call(my_generate, args, make_sample(prompt="1+1="), {"max_new_tokens": 4})
@@ -51,7 +53,8 @@ def test_a_generate_function_meets_a_scripted_engine(fake_engine, tmp_path):
 
 
 def test_a_generate_function_meets_a_real_engine(tiny_engine):
-    """Greedy: the same prompt has the same response, and every token of it its log-prob."""
+    """A generate function runs against a real engine: greedy responses repeat, and every token has
+    its log-prob."""
     args = tiny_engine.args()
     params = {"max_new_tokens": 4, "temperature": 0.0}
     first, second = (call(my_generate, args, make_sample(prompt="1+1="), dict(params)) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Tool calls: only behind the reasoning, and malformed ones are answered instead of crashing."""
+"""Tool calls: only those behind the reasoning count, and a malformed one gets an answer."""
 
 import pytest
 
@@ -26,13 +26,13 @@ def names(text, **options):
     ids=["in tags", "prompt opened it", "said so", "second thoughts", "unclosed second thoughts"],
 )
 def test_a_call_drafted_in_the_reasoning_is_not_run(text, options):
-    """Read from the whole text there would be two calls."""
+    """A call drafted in the reasoning is not run."""
     assert names(text, **options) == ["add"]
 
 
 @pytest.mark.parametrize(("text", "options"), [(f"<think>{CALL}", {}), (CALL, {"starts_in_reasoning": True})])
 def test_reasoning_that_never_ends_holds_no_calls(text, options):
-    """A response cut while it thinks has decided nothing."""
+    """A response that was cut while reasoning has no calls."""
     turn = parse_turn(text, **options)
     assert turn.calls == () and turn.content == "" and turn.reasoning == CALL
 
@@ -47,18 +47,18 @@ def test_reasoning_that_never_ends_holds_no_calls(text, options):
     ],
 )
 def test_a_malformed_call_is_one_call_with_a_problem_to_give_back(inside, problem):
-    """The model gets an answer it can learn from; nothing is raised."""
+    """A malformed call is one call with a problem to send back to the model; nothing raises."""
     (call,) = parse_turn(f"<tool_call>\n{inside}\n</tool_call>").calls
     assert problem in call.problem and call.text == inside
 
 
 def test_a_call_without_its_end_has_a_problem():
-    """Cut by the length limit: running half of a call would be a guess."""
+    """A call cut by the length limit has a problem and is not run."""
     assert parse_turn(f"so <tool_call>{A}").calls == (ToolCall(A, problem="the call has no </tool_call>"),)
 
 
 def test_content_reasoning_and_calls_come_apart_in_order():
-    """Parallel calls keep their order; what is said around them is the content."""
+    """Content, reasoning and calls are separated, and parallel calls keep their order."""
     turn = parse_turn(f"<think>\nx\n</think>\n\nfirst {CALL}{CALL.replace('add', 'sub')} last")
     assert (turn.reasoning, turn.content) == ("x", "first  last")
     assert [(call.name, call.arguments) for call in turn.calls] == [("add", {"a": 1}), ("sub", {"a": 1})]
@@ -67,7 +67,8 @@ def test_content_reasoning_and_calls_come_apart_in_order():
 
 
 def test_marks_and_their_reading_are_the_models_own():
-    """A tiny model calls its calculator with [1+2]."""
+    """The marks of a call, and how it is read, can be set: a tiny model calls its calculator with
+    [1+2]."""
     turn = parse_turn(
         "[1+2]", marks=("[", "]"), read_call=lambda text: ToolCall(text, "calculator", {"expression": text})
     )

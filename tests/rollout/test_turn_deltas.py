@@ -1,4 +1,5 @@
-"""Multi-turn responses: sampled ids stay, everything else is masked, and a template that changes earlier turns is seen."""
+"""Multi-turn responses: sampled ids stay, everything else is masked, and a template that changes
+earlier turns is detected."""
 
 import sys
 from pathlib import Path
@@ -90,7 +91,7 @@ class Rollout:
         return [token for token, mask in zip(response, sample.loss_mask, strict=True) if mask]
 
 
-# --- the cases of faults.md, "Generation boundary" --------------------------------------------------------------------------
+# --- the boundary of a turn ------------------------------------------------------------------------
 
 
 def test_tokens_he_llo_stay_two_tokens_in_the_next_prompt():
@@ -109,7 +110,8 @@ def test_tokens_he_llo_stay_two_tokens_in_the_next_prompt():
 
 @every_template
 def test_ids_of_three_tool_turns_equal_the_whole_render(name):
-    """One separator lost per boundary (Qwen's newline, id 198) would make it three tokens short."""
+    """The ids of three tool turns equal the whole render; one lost separator per boundary (Qwen's
+    newline, id 198) would make them three short."""
     template, end = TEMPLATES[name], END_MARKS[name]
     rollout = Rollout(template, user("2+3+4+5="))
     for call, result in (("2+3", "5"), ("5+4", "9"), ("9+5", "14")):
@@ -123,13 +125,13 @@ def test_ids_of_three_tool_turns_equal_the_whole_render(name):
 
 
 def test_the_separator_that_the_model_never_emits_is_added_and_masked():
-    """ChatML: the model stops at <|im_end|>; the newline behind it belongs to the template."""
+    """The newline behind <|im_end|>, which the model never emits, is added and masked."""
     delta = Rollout(TEMPLATES[CHATML], user("q")).turn("A<|im_end|>", "A", tool("r"))
     assert delta.text == "\n<|im_start|>tool\nr<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_parallel_tool_results_share_a_turn_and_serial_ones_do_not():
-    """Qwen3 merges consecutive results into one user turn; rendering them one by one makes two."""
+    """Qwen3 merges consecutive tool results into one user turn, and so does the delta."""
     template = TEMPLATES[QWEN3]
     parallel = Rollout(template, user("q"))
     delta = parallel.turn("c1c2<|im_end|>", "c1c2", tool("r1"), tool("r2"))
@@ -149,7 +151,8 @@ THINK_AND_CALL = "<think>\n12</think>c<|im_end|>"  # 20 ids with the character t
 
 @pytest.mark.parametrize("policy", ["keep", "fork"])
 def test_reasoning_that_the_template_strips_is_kept_or_forked_and_never_cut(policy):
-    """Think + call of 20 ids, an observation of 6, an answer: the offsets of an earlier render would cut the observation."""
+    """Reasoning that the template strips later is kept, or the sample is forked; an observation is
+    never cut by offsets of an earlier render."""
     template = TEMPLATES[QWEN3]
     assert len(template.encode(THINK_AND_CALL)) == 20
     rollout = Rollout(template, user("q"), on_rerender=policy)
@@ -173,7 +176,8 @@ def test_reasoning_that_the_template_strips_is_kept_or_forked_and_never_cut(poli
 
 
 def test_reasoning_inside_a_tool_loop_stays_and_nothing_is_forked():
-    """Qwen3 strips only what stands before the last user message; tool results are none."""
+    """Reasoning inside a tool loop stays, since Qwen3 strips only what stands before the last user
+    message; nothing is forked."""
     rollout = Rollout(TEMPLATES[QWEN3], user("q"), on_rerender="fork")
     sampled = "<think>\nx\n</think>\n\ncall"
     assert rollout.turn(sampled + "<|im_end|>", sampled, tool("r")).rerender is None
@@ -181,7 +185,8 @@ def test_reasoning_inside_a_tool_loop_stays_and_nothing_is_forked():
 
 
 def test_reasoning_given_as_its_own_key_and_calls_as_json_are_not_looked_for_behind_the_turn():
-    """The message of an API has reasoning_content and tool_calls; their text was sampled and must not come a second time."""
+    """reasoning_content and tool_calls of an API message are not rendered a second time; their text
+    was sampled."""
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     message = assistant("", reasoning_content="x", tool_calls=[call])
     sampled = '<think>\nx\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a":1}}\n</tool_call>'
@@ -193,7 +198,8 @@ def test_reasoning_given_as_its_own_key_and_calls_as_json_are_not_looked_for_beh
 
 
 def test_assistant_turns_of_the_prompt_are_not_trained():
-    """Trainable is what this rollout produced: prompt user, assistant (3 tokens), user; 4 + 2 sampled, 5 for the tool -> 6, not 9."""
+    """Assistant turns of the prompt are not trained: of prompt, 4 + 2 sampled tokens and 5 of a
+    tool, 6 are trained."""
     rollout = Rollout(TEMPLATES[NO_END], user("q"), assistant("abc"), user("p"))
     delta = rollout.turn("defg", "defg", tool("result"))
     assert delta.text == "[t]result[a]"
@@ -220,12 +226,12 @@ def test_assistant_turns_of_the_prompt_are_not_trained():
     ],
 )
 def test_all_that_was_sampled_of_a_turns_end_is_left_out_of_the_delta(behind, sampled, left):
-    """An end that stands there twice is no conversation the model has seen."""
+    """What the model sampled of the turn's end is not repeated in the delta."""
     assert _without_emitted_ids(behind, sampled, ()) == left
 
 
 def test_an_end_token_that_the_model_did_not_emit_has_mask_0():
-    """Stop string hit after [a, b]: the end token is added for the template's sake, and no importance ratio is computed on it."""
+    """After a stop string the template's end token is added with mask 0."""
     rollout = Rollout(TEMPLATES[CHATML], user("q"))
     delta = rollout.turn("ab", "ab", tool("r"))
     end = TEMPLATES[CHATML].tokenizer.eos_token_id
@@ -235,7 +241,8 @@ def test_an_end_token_that_the_model_did_not_emit_has_mask_0():
 
 
 def test_another_end_token_than_the_templates_ends_the_turn_where_it_is_declared():
-    """Llama 3 ends a turn that calls a tool with <|eom_id|>; both ends in a row were never seen in its training."""
+    """A declared second end token, such as Llama 3's <|eom_id|>, ends the turn without the
+    template's own behind it."""
     template = TEMPLATES[LLAMA3]
     eom, eot = template.tokenizer.convert_tokens_to_ids(["<|eom_id|>", "<|eot_id|>"])
     sampled = [*template.encode("call"), eom]
@@ -251,7 +258,7 @@ def test_another_end_token_than_the_templates_ends_the_turn_where_it_is_declared
     ids=["tag emitted", "stopped by length", "half a tag is content", "nothing but the tag"],
 )
 def test_a_role_tag_that_ends_the_turn_is_trained_when_it_was_emitted_and_never_doubled(sampled, delta_text):
-    """Models without an end token learn to stop only if the tag they emit is trained, once."""
+    """A role tag that the model emitted as the turn's end is trained and stands there once."""
     rollout = Rollout(TEMPLATES[NO_END], user("u"))
     content = turn_text(TEMPLATES[NO_END].encode(sampled), template=TEMPLATES[NO_END], stops=["[u]"])
     delta = rollout.turn(sampled, content, user("more"))
@@ -260,7 +267,7 @@ def test_a_role_tag_that_ends_the_turn_is_trained_when_it_was_emitted_and_never_
 
 
 def test_a_tag_emitted_in_other_tokens_or_without_its_space_is_not_doubled():
-    """Stop strings end where the engine finds them: "\\nUser:" without the space that the template has behind it."""
+    """A tag emitted in other tokens, or without the space behind it, is not repeated."""
     template_text = (
         "{% for m in messages %}{{ '\\n' + m.role + ': ' + m.content }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '\\nassistant:' }}{% endif %}"
@@ -272,7 +279,7 @@ def test_a_tag_emitted_in_other_tokens_or_without_its_space_is_not_doubled():
 
 
 def test_a_tool_result_is_written_under_the_call_it_answers():
-    """Such a template refuses a result without its call, so the call must stand in the probe too."""
+    """A tool result is rendered together with its call, because some templates refuse it alone."""
     template = ChatTemplate(chat_tokenizer(NAMED_RESULTS))
     call = {"name": "add", "arguments": {"a": 1}}
     rollout = Rollout(template, user("q"))
@@ -285,7 +292,7 @@ def test_a_tool_result_is_written_under_the_call_it_answers():
 
 
 def test_tokenizers_that_put_a_space_before_the_first_word_do_not_put_one_before_a_delta():
-    """Sentencepiece models mark the beginning of a text; the middle of a conversation is none."""
+    """Sentencepiece tokenizers, which put a space before a text, put none before a delta."""
     template = ChatTemplate(space_first_tokenizer(NO_END))
     space = template.tokenizer.convert_tokens_to_ids("▁")
     assert template.encode("[u]")[0] == space
@@ -308,14 +315,14 @@ def test_tokenizers_that_put_a_space_before_the_first_word_do_not_put_one_before
     ids=["hidden", "twice", "length behind", "first letter behind"],
 )
 def test_a_template_that_does_not_show_where_a_turn_ends_is_refused(body):
-    """A guess would train on the wrong tokens; the error says what to do instead."""
+    """A template that does not show where a turn ends is refused with what to do instead."""
     template = ChatTemplate(chat_tokenizer(body))
     with pytest.raises(RolloutDataError, match=r"does not show where turn 1 ends.*build the ids"):
         compute_turn_delta([9], [8], template=template, messages=[user("q"), assistant("A")], new_messages=[tool("r")])
 
 
 def test_a_delta_needs_a_sampled_turn_before_and_a_message_behind_it():
-    """Anything else has no boundary to describe."""
+    """A delta without a sampled turn before it, or a message behind it, is refused."""
     template = TEMPLATES[CHATML]
     for messages, new in (([user("q")], [tool("r")]), ([user("q"), assistant("A")], []), ([], [tool("r")])):
         with pytest.raises(RolloutDataError, match="a turn delta lies between"):
@@ -323,7 +330,7 @@ def test_a_delta_needs_a_sampled_turn_before_and_a_message_behind_it():
 
 
 def test_a_changed_history_can_be_refused_and_leaves_the_sample_alone():
-    """Some users would rather lose a sample than train on a context that inference never sees."""
+    """By option a template that changes the history is an error, and the sample stays as it was."""
     rollout = Rollout(TEMPLATES[QWEN3], user("q"), on_rerender="refuse")
     with pytest.raises(RolloutDataError, match="sample 7: the conversation is not what was sampled: from character"):
         rollout.turn(THINK_AND_CALL, THINK_AND_CALL.removesuffix("<|im_end|>"), user("r"))
@@ -333,7 +340,8 @@ def test_a_changed_history_can_be_refused_and_leaves_the_sample_alone():
 
 
 def test_a_fork_keeps_identity_and_metadata_and_nothing_generated():
-    """Both samples share one loss denominator through rollout_id; a sample without any identity cannot be told apart."""
+    """A forked sample keeps identity and metadata and nothing generated, and shares the loss
+    denominator through rollout_id; without any identity it is refused."""
     rollout = Rollout(TEMPLATES[QWEN3], user("q"), index=3, on_rerender="fork")
     rollout.sample.metadata["round_number"] = 1
     rollout.sample.reward = 1.0
@@ -349,7 +357,8 @@ def test_a_fork_keeps_identity_and_metadata_and_nothing_generated():
 
 
 def test_forked_samples_share_one_loss_denominator_and_one_baseline_entry():
-    """A rollout of two samples must not weigh twice: 20 + 4 trained tokens, one rollout id, rewards normalized over two rollouts."""
+    """Forked samples share one denominator and one entry of the baseline: 20 + 4 trained tokens,
+    rewards normalized over two rollouts."""
     from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards
 
     forked = Rollout(TEMPLATES[QWEN3], user("q"), index=7, on_rerender="fork")
@@ -371,14 +380,14 @@ def test_forked_samples_share_one_loss_denominator_and_one_baseline_entry():
 
 
 def test_words_of_the_conversation_are_never_taken_for_the_probe():
-    """A tool may return anything, the probe's word included."""
+    """A tool result that contains the probe's word is not taken for the probe."""
     rollout = Rollout(TEMPLATES[CHATML], user("Zq0jX"))
     delta = rollout.turn("Zq1jX<|im_end|>", "Zq1jX", tool("Zq2jX Zq0jX"))
     assert "Zq2jX Zq0jX<|im_end|>" in delta.text and rollout.sample.tokens == rollout.full_ids
 
 
 def test_the_text_of_a_turn_has_no_end_marks_and_no_padding():
-    """Rewards and parsers read it: "<think>x</think><answer>4</answer>", end, 3 pads."""
+    """The text that rewards and parsers read has no end mark and no padding."""
     template = TEMPLATES[CHATML]
     answer = "<think>x</think><answer>4</answer>"
     assert turn_text(template.encode(answer + "<|im_end|>" + "<|pad|>" * 3), template=template) == answer
@@ -396,7 +405,8 @@ turns = st.lists(st.tuples(st.lists(st.integers(3, 262), max_size=8), st.boolean
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(list(BPE)), turns, st.text("helo \n[u]", max_size=6), st.sampled_from(["keep", "fork"]))
 def test_whatever_is_sampled_is_stored_as_sampled(name, sampled_turns, result, policy):
-    """Random ids, most of which no text encodes to: stored == sampled; ids, mask and log-probs have one length; mask sum == sampled."""
+    """Random ids, which mostly no text encodes to, are stored as sampled, with mask and log-probs
+    of the same length."""
     template = BPE[name]
     rollout = Rollout(template, user("hello"), on_rerender=policy)
     num_rows = {}
@@ -420,7 +430,8 @@ calls = st.lists(st.tuples(st.text("0123456789+= ", max_size=5), results), min_s
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from([CHATML, BOS_TEXT_ROLES, NO_END, QWEN3]), calls)
 def test_append_only_templates_give_the_whole_render_whatever_is_said(name, conversation):
-    """Random calls, parallel results with white space at their borders: the ids are those of rendering everything at once."""
+    """With an append-only template the ids equal the whole render, for random calls and parallel
+    results with white space at their borders."""
     template, end = TEMPLATES[name], END_MARKS[name]
     rollout = Rollout(template, user("q"))
     for call, results in conversation:
@@ -429,7 +440,7 @@ def test_append_only_templates_give_the_whole_render_whatever_is_said(name, conv
 
 
 def test_tools_and_template_arguments_reach_every_render():
-    """A context without its tools, or with thinking switched on again, is another context."""
+    """Tools and template arguments are in every render."""
     template = ChatTemplate(chat_tokenizer(QWEN3), [{"name": "add"}], {"enable_thinking": False})
     rollout = Rollout(template, user("q"))
     prompt = template.decode(rollout.sample.tokens)
@@ -442,7 +453,7 @@ def test_tools_and_template_arguments_reach_every_render():
 
 
 def test_the_code_in_the_documentation_runs():
-    """docs/multi_turn.md is what people copy."""
+    """The code of docs/multi_turn.md runs."""
     page = Path(__file__).resolve().parents[2] / "docs" / "multi_turn.md"
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     assert code.count("assert") == 3

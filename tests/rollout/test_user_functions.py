@@ -1,4 +1,5 @@
-"""Functions of a user's own: what they are given is theirs to edit, what they raise shows its stack, and they must come back."""
+"""Functions of users: they may edit what they are given, their errors show the stack, and their
+time is limited."""
 
 import asyncio
 import contextlib
@@ -66,7 +67,8 @@ async def fails_for_the_sixth(args, sample, **kwargs):
 
 @pytest.mark.parametrize("evaluation", [False, True])
 def test_an_attempt_of_several_samples_fails_once(rig, evaluation, tmp_path):
-    """One attempt of eight fails, with its three samples: 3 of 24 is 0.125 of the rollout, and not 3 of 8."""
+    """A failed attempt counts once in the failed share: one of eight with three samples is 0.125,
+    and not 3 of 8."""
     options = {"custom_generate_function_path": f"{__name__}.three_turns", "custom_rm_path": f"{__name__}.fails_for_the_sixth"}
     options |= {"eval_prompt_data": ["one", write_prompts(tmp_path / "eval.jsonl", 8)], "max_failed_ratio": 0.125}
     engine, args, source = rig(**options)
@@ -78,7 +80,7 @@ def test_an_attempt_of_several_samples_fails_once(rig, evaluation, tmp_path):
 
 
 def test_failures_of_dropped_groups_are_a_share_of_all_that_was_sampled():
-    """A rollout of 10 samples whose filter drops nine tenths samples 100: 5 failures are 5 %, though half of the ten that stay."""
+    """Failures are a share of everything sampled: 5 of 100 are 5 %, though a filter kept ten."""
     failed = Sample(index=0, status=Sample.Status.FAILED)
     counter = failures.FailureCounter(total=10, max_ratio=0.1)
     for _ in range(5):
@@ -99,7 +101,7 @@ async def generate_with_one_more_stop(args, sample, sampling_params):
 
 @pytest.mark.parametrize("evaluation", [False, True])
 def test_sampling_parameters_are_each_samples_own(rig, evaluation, tmp_path):
-    """A generate function that appends a stop string changed it for every later sample, and in the options."""
+    """A generate function that appends a stop string changes it for its own sample only."""
     engine, args, source = rig(
         custom_generate_function_path=f"{__name__}.generate_with_one_more_stop", rollout_stop=["###"], rollout_stop_token_ids=[3],
         eval_prompt_data=["one", write_prompts(tmp_path / "eval.jsonl", 4)],
@@ -115,7 +117,8 @@ def test_sampling_parameters_are_each_samples_own(rig, evaluation, tmp_path):
 
 
 def test_members_of_a_group_share_no_container():
-    """A reward function that pops from a label of several answers would change those of the other members, and of the next epoch."""
+    """A reward function that pops from a label changes neither the other members' labels nor the
+    next epoch's."""
     prompt = Sample(prompt=[{"role": "user"}], label={"answers": [1, 2]}, metadata={"a": [1]}, apply_chat_template_kwargs={"k": {"x": 1}})
     first, second = clone_for_group(prompt), clone_for_group(prompt)
     first.label["answers"].pop()
@@ -126,7 +129,8 @@ def test_members_of_a_group_share_no_container():
 
 
 def test_a_continued_response_of_a_custom_function_is_scored_by_the_text_of_all_its_ids(rig, tmp_path):
-    """Byte-level ids: "你" is three of them, the abort comes after two. The text is "你" in both places, as its label is."""
+    """A custom function's response that was aborted between the bytes of a character has the text
+    of all its ids."""
     tokenizer = bpe_tokenizer("{{ messages }}")
     tokenizer.save_pretrained(tmp_path / "bpe")
     character = tokenizer("你", add_special_tokens=False)["input_ids"]
@@ -178,7 +182,8 @@ async def two_turns(args, sample, sampling_params):
     ],
 )
 def test_no_response_of_several_turns_is_longer_than_its_limit(rig, limits, length, status, requests):
-    """Six sampled ids, five of the environment, six sampled ids: what does not fit behind a turn is left out, never beyond the limit."""
+    """A response of several turns stays within its limit: what does not fit behind a turn is left
+    out."""
     engine, args, source = rig(
         lambda prompt: [5] * 6, custom_generate_function_path=f"{__name__}.two_turns", rollout_batch_size=1, n_samples_per_prompt=1,
         gate_keep_truncated=True, engine={"decode": lambda ids: "1" * len(ids)}, **limits,
@@ -219,7 +224,8 @@ async def group_reward_with_a_slip(args, samples, **kwargs):
     ],
 )
 def test_an_exception_shows_its_stack_once(rig, caplog, options, stage, function):
-    """Eight samples fail for one cause: one stack that names file, line and function; every reason names file and line."""
+    """Eight samples that fail for one cause log one stack with file, line and function, and each
+    reason names file and line."""
     here = {name: [f"{__name__}.{one}" for one in value] if isinstance(value, list) else value for name, value in options.items()}
     here = {name: f"{__name__}.{value}" if name.startswith("custom") else value for name, value in here.items()}
     engine, args, source = rig(**here)
@@ -233,7 +239,7 @@ def test_an_exception_shows_its_stack_once(rig, caplog, options, stage, function
 
 
 def test_distinct_causes_each_show_their_stack(caplog):
-    """Two lines that raise are two causes, whatever their texts say."""
+    """Two lines that raise are two causes with a stack each, even with the same message."""
     failures._said.clear()
     with caplog.at_level(logging.WARNING):
         for text in ("a", "b"):
@@ -261,7 +267,7 @@ async def group_waits_for_ever(args, samples, **kwargs):
 
 
 def test_a_reward_that_waits_for_ever_costs_its_sample_only(rig):
-    """It was ended by --step-timeout, after two hours, under the name of an actor."""
+    """A reward that never returns fails its sample at the time limit, and the run goes on."""
     engine, args, source = rig(custom_rm_path=f"{__name__}.waits_for_ever_for_odd", reward_timeout=0.3)
     samples = samples_of(generate_rollout(args, 0, source))
     assert [sample.reward for sample in samples] == [1.0, None] * 4
@@ -291,7 +297,8 @@ async def hook_for_ever_for_odd(args, sample):
     ],
 )
 def test_a_generate_function_or_hook_that_waits_for_ever_costs_its_sample_only(rig, options, what):
-    """Each has --generate-timeout, and the reason names it with its sample."""
+    """A generate function or hook that never returns fails its sample at --generate-timeout with a
+    reason that names it."""
     named = {name: value if value == "off" else f"{__name__}.{value}" for name, value in options.items()}
     engine, args, source = rig(generate_timeout=0.3, **named)
     samples = samples_of(generate_rollout(args, 0, source))
@@ -300,7 +307,7 @@ def test_a_generate_function_or_hook_that_waits_for_ever_costs_its_sample_only(r
 
 
 def test_a_group_reward_that_waits_for_ever_names_its_samples(rig):
-    """The members of a group are scored in one call."""
+    """A group reward that never returns fails the group's samples, and the reason names them."""
     engine, args, source = rig(custom_rm_path=f"{__name__}.group_waits_for_ever", group_rm=True, reward_timeout=0.3, rollout_batch_size=1)
     failed = samples_of(generate_rollout(args, 0, source))
     assert all("group_waits_for_ever for samples 0, 1 did not return" in sample.metadata["failure"] for sample in failed)
@@ -320,7 +327,8 @@ async def generate_what_was_asked_for(args, sample, sampling_params):
 
 @pytest.mark.parametrize(("returned", "said"), [(None, "NoneType ('None')"), ([], "an empty list"), ("abc", "str ('abc')"), ([Sample(), None], "NoneType")])
 def test_a_generate_function_that_returns_no_sample_is_named_with_what_it_returned(returned, said):
-    """None is a forgotten `return`, and said "not iterable"; a text went into an endless recursion; an empty list lost the sample in silence."""
+    """A generate function that returns None, a text or an empty list is an error that names it and
+    what it returned."""
     path = f"{__name__}.generate_what_was_asked_for"
     args = rollout_args(custom_generate_function_path=path)
     args.returned = returned
@@ -331,7 +339,8 @@ def test_a_generate_function_that_returns_no_sample_is_named_with_what_it_return
 
 @pytest.mark.parametrize("fully_async", [False, True])
 def test_a_reward_that_blocks_the_event_loop_ends_the_run_with_function_sample_and_line(rig, fully_async):
-    """Nothing else of the rollout can run, and no exception can be put into it; later calls of the process get a new loop."""
+    """A reward that blocks the event loop ends the run with function, sample and line; later calls
+    of the process get a new loop."""
     from slime.rollout import fully_async_rollout
 
     RELEASE.clear()
@@ -352,7 +361,7 @@ def test_a_reward_that_blocks_the_event_loop_ends_the_run_with_function_sample_a
 
 
 def test_a_step_that_was_reported_is_not_reported_to_the_next_caller():
-    """The blocked thread goes on for a while after its run has ended; a later rollout of the process is not to blame."""
+    """A blocked step that was reported is not reported again to a later rollout of the process."""
     watch = CallWatch()
     release = threading.Event()
 
@@ -375,7 +384,8 @@ def test_a_step_that_was_reported_is_not_reported_to_the_next_caller():
 
 
 def test_calls_that_take_turns_do_not_use_up_each_others_time():
-    """Twelve calls of 0.1 s of computing each, one after the other on one loop: 1.2 s, and none took longer than 0.5 s of its own."""
+    """Each call's limit counts its own time: twelve calls of 0.1 s on one loop all pass a limit of
+    0.5 s."""
 
     async def computes():
         await asyncio.sleep(0)
@@ -390,7 +400,7 @@ def test_calls_that_take_turns_do_not_use_up_each_others_time():
 
 
 def test_a_limited_call_hands_on_results_errors_and_cancellation():
-    """It is the coroutine that runs, in a task of its own."""
+    """A call with a time limit passes on results, errors and cancellation."""
 
     async def raises():
         await asyncio.sleep(0)
@@ -422,7 +432,7 @@ def test_a_limited_call_hands_on_results_errors_and_cancellation():
 
 
 def test_a_call_under_a_debugger_is_not_ended():
-    """Someone who stands at a break point in a reward function takes longer than a minute."""
+    """A call is not ended while a debugger stands in it."""
     watch = watched_calls.CallWatch()
     step = watched_calls.Step("f", "--o", 1.0, time.monotonic() + 3600)  # not overdue to the watching thread
     watch.begin(step)
@@ -451,7 +461,8 @@ run(watched_calls.call_within(matches_for_ever(), what="the reward function mine
 
 
 def test_a_call_that_holds_the_interpreter_ends_its_process_and_leaves_its_name(tmp_path):
-    """A regular expression that backtracks for ever stops every thread; the driver finds function, sample and stack."""
+    """A call that holds the interpreter, such as a backtracking regular expression, ends its
+    process, and the driver reports function, sample and stack."""
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(HELD), str(tmp_path)], timeout=60, check=False, capture_output=True)
     assert done.returncode == 1
     said = last_words(tmp_path)
@@ -463,7 +474,8 @@ def test_a_call_that_holds_the_interpreter_ends_its_process_and_leaves_its_name(
 
 
 def test_a_distilled_policy_is_evaluated_by_its_reward_type(rig, tmp_path):
-    """The teacher's reply is a dictionary of log-probs, no score: evaluation asks --rm-type, and no teacher."""
+    """In on-policy distillation evaluation scores with --rm-type and does not ask the teacher,
+    whose reply is no score."""
     engine, args, source = rig(
         lambda prompt: [5, 4], custom_rm_path="slime.rollout.on_policy_distillation.reward_func", rm_url="http://127.0.0.1:9",
         rm_type="exact_match", eval_prompt_data=["one", write_prompts(tmp_path / "eval.jsonl", 4)], engine={"decode": lambda ids: "2"},
@@ -473,7 +485,7 @@ def test_a_distilled_policy_is_evaluated_by_its_reward_type(rig, tmp_path):
 
 
 def test_the_report_of_a_distilled_run_does_not_ask_for_rewards_that_are_zero_by_construction():
-    """It was called a problem that the reward did not move."""
+    """The report of a distilled run does not call a constant reward a problem."""
     from slime.tracking.report import checks_for
 
     assert checks_for(rollout_args()).reward
@@ -482,7 +494,8 @@ def test_the_report_of_a_distilled_run_does_not_ask_for_rewards_that_are_zero_by
 
 
 def test_functions_with_a_limit_of_their_own_keep_it():
-    """A teacher's queue may be long: --rm-timeout is what bounds on-policy distillation."""
+    """A teacher's call is bounded by --rm-timeout and not by the general limit, because its queue
+    may be long."""
     from slime.rollout.on_policy_distillation import reward_func
 
     assert reward_func.bounds_itself

@@ -37,7 +37,8 @@ def reply(version, tokens, **more):
 
 @pytest.mark.parametrize("status", (Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.ABORTED))
 def test_what_was_there_before_is_masked_whatever_its_status(status):
-    """A member that had ended in an earlier rollout waits for its siblings, and its tokens are as old as theirs."""
+    """Tokens of older weights are masked, also in a member that had finished in an earlier
+    rollout."""
     sample = Sample(tokens=[1, 2, 3], response_length=2, status=status)
     mask_offpolicy_part(ARGS, sample)
     assert sample.loss_mask == [0, 0]
@@ -50,7 +51,8 @@ def test_what_was_there_before_is_masked_whatever_its_status(status):
 
 
 def test_each_token_has_the_version_of_its_part_of_the_reply(serving):
-    """3 tokens at version 1, 2 of a tool, 4 in one reply that weights 1 and 2 share: 3 + 1 tokens of version 1 are older than 2."""
+    """Each token has the version of its part of the reply: of 3 tokens at version 1, 2 of a tool,
+    and 4 that versions 1 and 2 share, 3 + 1 are older than 2."""
     sample = Sample(tokens=[9])
     sample.append_response_tokens(**reply("1", 3))
     sample.append_response_tokens(tokens=[7, 7], trainable=False)
@@ -64,7 +66,7 @@ def test_each_token_has_the_version_of_its_part_of_the_reply(serving):
 
 
 def test_a_mask_of_another_length_is_left_to_the_gate(serving):
-    """One entry for two tokens, of older weights: the gate has to find it, and a mask of three ended the rollout with numpy's words."""
+    """A mask of a wrong length is left for the gate to find and raises nothing here."""
     serving(2)
     for mask in ([1], [1, 1, 1]):
         sample = Sample(tokens=[1, 2, 3], response_length=2, weight_versions=["1"], loss_mask=mask)
@@ -73,7 +75,8 @@ def test_a_mask_of_another_length_is_left_to_the_gate(serving):
 
 
 def test_tokens_of_the_weights_that_are_served_stay_in_the_loss(serving):
-    """An engine that ends a request by itself makes its group go on within one rollout: nothing of it is older."""
+    """A group that goes on within one rollout after the engine ended its request has no older
+    tokens."""
     sample = Sample(tokens=[9])
     sample.append_response_tokens(**reply("5", 3))
     serving(5)
@@ -86,7 +89,7 @@ def test_tokens_of_the_weights_that_are_served_stay_in_the_loss(serving):
 
 
 def test_a_mask_of_the_user_stays_and_unknown_versions_are_left_alone_at_the_end(serving):
-    """Masked tokens do not come back; an engine that names no version cannot be judged."""
+    """Tokens that the user masked stay masked, and tokens without a version are not masked."""
     serving(3)
     sample = Sample(tokens=[9])
     sample.append_response_tokens(**reply("3", 2))
