@@ -58,7 +58,8 @@ def _check(cells, layout, algorithm):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("layout", ONE_PROCESS)
 def test_one_process_computes_what_plain_torch_computes(layout, algorithm, one_process):
-    """The production path itself, before anything is parallel."""
+    """One process of the production path gives plain torch's numbers, before anything is
+    parallel."""
     _check(one_process, layout, algorithm)
 
 
@@ -66,7 +67,7 @@ def test_one_process_computes_what_plain_torch_computes(layout, algorithm, one_p
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("layout", TWO_PROCESSES)
 def test_two_processes_compute_what_plain_torch_computes(layout, algorithm, two_processes):
-    """Each kind of parallelism alone."""
+    """Each kind of parallelism alone gives plain torch's numbers."""
     _check(two_processes, layout, algorithm)
 
 
@@ -74,7 +75,8 @@ def test_two_processes_compute_what_plain_torch_computes(layout, algorithm, two_
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("layout", FOUR_PROCESSES)
 def test_ranks_without_samples_take_part(layout, algorithm, four_processes):
-    """The last step has one rollout for four data-parallel ranks: nothing hangs, and the idle ranks weigh nothing."""
+    """A last step with one rollout for four data-parallel ranks does not hang, and the idle ranks
+    have no weight."""
     _check(four_processes, layout, algorithm)
 
 
@@ -97,7 +99,8 @@ def nothing(matrix, tmp_path_factory):
 
 @pytest.mark.timeout(300)
 def test_a_rollout_in_which_nothing_can_be_trained_is_no_step_or_one_of_gradient_zero(nothing):
-    """A long run must not end because every token is masked or every sample rejected: whitened or not, policy and critic, per sample or per token."""
+    """A rollout that is masked or rejected whole is a step of gradient 0 or no step, and ends no
+    run: whitened or not, policy and critic, per sample or per token."""
     for (change, algorithm), (by_rank, metrics) in nothing.items():
         (gradients,) = (rank.gradients for rank in by_rank if any(rank.weights))
         assert len(gradients) == len(metrics.get("train/step", [])) == (2 if change == "masked" else 0), (change, algorithm)
@@ -110,7 +113,8 @@ def test_a_rollout_in_which_nothing_can_be_trained_is_no_step_or_one_of_gradient
 
 
 def test_the_recorded_batch_is_what_its_script_says():
-    """A batch edited by hand would move every number of the matrix at once."""
+    """The recorded batch is what its script writes, so that no number of the matrix moves by a hand
+    edit."""
     recorded = read_rollout_dump(Path(__file__).parent / "data" / "layout_batch_0.jsonl")
     for index, (sample, made) in enumerate(zip(recorded, make_samples([s.rollout_log_probs for s in recorded]), strict=True)):
         made.rollout_log_probs = sample.rollout_log_probs
@@ -119,7 +123,8 @@ def test_the_recorded_batch_is_what_its_script_says():
 
 
 def test_the_batch_holds_what_breaks_layouts():
-    """One-token responses, sequences below two chunks per rank, odd lengths, uneven groups, fan-out, masks, rejected members."""
+    """The batch has one-token responses, sequences below two chunks per rank, odd lengths, uneven
+    groups, fan-out, masks and rejected members."""
     records = read_records()
     assert [ROWS[i].response for i in (1, 4, 11)] == [1, 1, 1]
     assert min(len(record["tokens"]) for record in records) == 2
@@ -131,7 +136,8 @@ def test_the_batch_holds_what_breaks_layouts():
 
 
 def test_context_parallel_ranks_own_every_token_once():
-    """The gathering of the matrix is its own: zigzag by chunks, an uneven last chunk, tokens that no rank's padding hides."""
+    """Context-parallel ranks own every token once, with an uneven last chunk; the matrix gathers by
+    code of its own."""
     # 5 + 13 tokens over 2 ranks: chunks of 5 rows; rows 0-4 and 15-19 are rank 0's, 5-14 rank 1's; row 4 predicts the first response token
     assert owned_places(18, 13, cp_size=2, cp_rank=0) == [0, 11, 12]
     assert owned_places(18, 13, cp_size=2, cp_rank=1) == list(range(1, 11))
@@ -141,7 +147,7 @@ def test_context_parallel_ranks_own_every_token_once():
 
 
 def test_every_layout_of_the_issue_is_in_the_matrix():
-    """At most four processes, as CI has."""
+    """The matrix holds every required layout, with at most four processes, as CI has."""
     assert all(layout.ranks <= 4 for layout in LAYOUTS.values())
     options = {name for layout in LAYOUTS.values() for name in layout.options}
     assert options >= {
@@ -151,7 +157,7 @@ def test_every_layout_of_the_issue_is_in_the_matrix():
 
 
 def test_a_comparison_sees_a_single_wrong_number(matrix, one_process):
-    """A matrix that passes whatever it is given proves nothing: a weight off by 1e-4 of the largest, and a missing metric, are failures."""
+    """The comparison fails for a weight off by 1e-4 of the largest, and for a missing metric."""
     expected = matrix.expected("dp1", "gspo")
     comparison = Comparison(expected, [], {}, None)
     wrong = {name: tensor.clone() for name, tensor in expected.weights.items()}

@@ -106,7 +106,8 @@ def _main(run, pick):
 
 
 def test_resuming_continues_bit_for_bit(run):
-    """Weights, Adam's moments, the schedule and every random stream come back, or dropout and updates would differ."""
+    """Weights, Adam's moments, the schedule and every random stream come back, so that a resumed
+    run is the uninterrupted one bit for bit."""
     uninterrupted, resumed = _main(run, lambda r: r["uninterrupted"][0]), _main(run, lambda r: r["resumed"][0])
     for name, tensor in uninterrupted.items():
         assert torch.equal(resumed[name], tensor), name
@@ -117,7 +118,8 @@ def test_resuming_continues_bit_for_bit(run):
 
 @pytest.mark.parametrize("layout", LOADED_UNDER)
 def test_another_layout_continues_from_the_same_checkpoint(run, layout):
-    """Weights, and Adam's moments across tensor shards, pipeline stages, vocabulary padding and both optimizers."""
+    """Another layout continues from the checkpoint: weights and Adam's moments across tensor
+    shards, pipeline stages, vocabulary padding and both optimizers."""
     saved = _main(run, lambda r: r["saved"])
     same = _main(run, lambda r: r["continued"]["same"][2])
     loaded = _main(run, lambda r: r["continued"][layout][1])
@@ -130,7 +132,7 @@ def test_another_layout_continues_from_the_same_checkpoint(run, layout):
 
 
 def test_log_probs_after_loading_do_not_depend_on_the_layout(run):
-    """The second half of the same claim: the forward pass."""
+    """Log-probs after loading are the same for every layout."""
     expected = {}
     for rank_result in run[0]:
         expected.update(rank_result["continued"]["same"][0])
@@ -144,7 +146,8 @@ def test_log_probs_after_loading_do_not_depend_on_the_layout(run):
 
 
 def test_a_checkpoint_is_published_as_a_whole(run):
-    """One folder, its manifest, the pointer; nothing temporary is left; what each rank adds travels with it."""
+    """A checkpoint is one folder with manifest and pointer, holds what each rank adds, and leaves
+    nothing temporary."""
     save = run[1]
     assert sorted(path.name for path in save.iterdir()) == ["hf_0", "iter_0000000", "latest_checkpointed_iteration.txt"]
     assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == "0"
@@ -161,7 +164,7 @@ def test_a_checkpoint_is_published_as_a_whole(run):
 
 
 def test_the_hugging_face_export_loads_as_a_model_with_its_tokenizer(run):
-    """The export is what a user takes away: transformers must read it and find the trained weights."""
+    """transformers reads the export and finds the trained weights and the tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     exported_folder = run[1] / "hf_0"
@@ -176,7 +179,7 @@ def test_the_hugging_face_export_loads_as_a_model_with_its_tokenizer(run):
 
 
 def test_damage_is_named_on_every_rank_and_a_failed_save_changes_nothing(run):
-    """A flipped bit must not become weights, and a full disk must not cost the last good checkpoint."""
+    """Every rank names a flipped bit, and a full disk leaves the last good checkpoint."""
     save = run[1].with_name("damaged")
     for rank_result in run[0]:
         assert f"{save / 'iter_0000000' / '__0_0.distcp'} has been changed" in rank_result["damaged"]
@@ -197,7 +200,8 @@ MOE_LOADED_UNDER = {
 
 @pytest.mark.slow_layouts
 def test_experts_and_their_optimizer_state_fit_every_layout(tmp_path):
-    """Experts are cut over ranks of their own groups; their moments must find them again."""
+    """Experts, which are cut over ranks of their own groups, load with their moments under every
+    layout."""
     folder = str(make_tiny_checkpoint(tmp_path / "hf", "qwen3_moe", num_hidden_layers=4))
     results = run_distributed(
         _save_and_resume, 2, folder, str(tmp_path / "save"), MOE_SAVED_UNDER, MOE_LOADED_UNDER, timeout=150

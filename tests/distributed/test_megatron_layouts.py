@@ -108,7 +108,8 @@ def _check(results, reference, folder):
 
 @pytest.mark.parametrize("layout", TWO_RANKS)
 def test_two_ranks_compute_what_plain_torch_computes(layout, two_ranks, references, folders):
-    """Log-probs, loss, gradient norm, exported weights before (byte for byte) and after two AdamW steps."""
+    """Two ranks give plain torch's log-probs, loss, gradient norm, and exported weights before
+    (byte for byte) and after two AdamW steps."""
     family = TWO_RANKS[layout][0]
     _check(two_ranks[layout], references[family], folders[family])
 
@@ -116,7 +117,7 @@ def test_two_ranks_compute_what_plain_torch_computes(layout, two_ranks, referenc
 @pytest.mark.slow_layouts
 @pytest.mark.parametrize("layout", FOUR_RANKS)
 def test_four_ranks_compute_what_plain_torch_computes(layout, four_ranks, references, folders):
-    """Combinations of two axes, same claims."""
+    """Combinations of two axes give the same numbers."""
     family = FOUR_RANKS[layout][0]
     _check(four_ranks[layout], references[family], folders[family])
 

@@ -40,13 +40,15 @@ def check(cells):
 
 @pytest.mark.timeout(300)
 def test_the_ratio_is_one_for_every_way_to_sample_dense_and_moe(matrix):
-    """Temperature, truncation, stops, special tokens, partial rollout, turns, fan-out; each with one source of old log-probs."""
+    """The ratio is 1 for temperature, truncation, stops, special tokens, partial rollout, turns and
+    fan-out, each with one source of old log-probs."""
     check(matrix.run(ONE_PROCESS))
 
 
 @pytest.mark.timeout(300)
 def test_the_ratio_is_one_where_vocabulary_or_sequence_are_split(matrix):
-    """The nucleus of a token lies on two tensor ranks; the response on two context ranks."""
+    """The ratio is 1 where a token's nucleus lies on two tensor ranks or the response on two
+    context ranks."""
     check(matrix.run(TWO_PROCESSES))
 
 
@@ -54,14 +56,15 @@ def test_the_ratio_is_one_where_vocabulary_or_sequence_are_split(matrix):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("layouts", (("dense", "moe"), ("tp2", "cp2")))
 def test_the_whole_table(layouts, matrix):
-    """Every sampling option x every source of old log-probs x every layout."""
+    """The ratio is 1 for every sampling option, source of old log-probs and layout."""
     assert {LAYOUTS[name].ranks for name in layouts} <= {1, 2}
     check(matrix.run([(layout, sampling, old) for layout in layouts for sampling in SAMPLING for old in OLD], timeout=800))
 
 
 @pytest.mark.timeout(300)
 def test_a_gap_to_the_engine_is_looked_at_before_the_weights_change(matrix):
-    """Engine log-probs 0.5 nats too low: above --logprob-diff-stop 0.2 no weight moves, with recomputed, engine's and captured log-probs; below 5 all do."""
+    """With engine log-probs 0.5 nats too low and --logprob-diff-stop 0.2 no weight moves, whatever
+    the source of old log-probs; with a limit of 5 all do."""
     results = matrix.run_far_rollout(0.5)
     assert set(results) == {(old, stop) for old in OLD for stop in (0.2, 5.0)}
     for (old, stop), (words, moved) in results.items():
@@ -72,7 +75,7 @@ def test_a_gap_to_the_engine_is_looked_at_before_the_weights_change(matrix):
 
 
 def test_a_cell_with_one_wrong_number_is_a_problem():
-    """A table that passes whatever it is given proves nothing."""
+    """A cell with one wrong number is reported."""
     good = {f"train/{name}": 0.0 for name in ("ppo_kl", "pg_clipfrac", "kl_loss", "train_rollout_logprob_abs_diff", "tis_abs", "tis_clipfrac")}
     cell = ("dense", "plain", "recomputed")
     assert judged(cell, [CellResult(1e-6, 50)], good).problem == ""
@@ -126,7 +129,8 @@ def ask(tmp_path, add, *, evaluation, monkeypatch, **overrides):
 
 @pytest.mark.parametrize("name", EDITS)
 def test_what_edits_the_logits_is_refused_in_training_and_served_in_evaluation(name, tmp_path, monkeypatch):
-    """The trainer has no counts of earlier tokens and no grammar: it would compare log-probs of two distributions without a word."""
+    """Parameters that edit the logits, such as penalties and grammars, are refused in training,
+    where the trainer could not recompute the distribution, and accepted in evaluation."""
     with pytest.raises(ConfigError, match=f"{name} .* changes the logits .* Leave them to evaluation"):
         ask(tmp_path, {name: EDITS[name]}, evaluation=False, monkeypatch=monkeypatch)
     (body,) = ask(tmp_path, {name: EDITS[name]}, evaluation=True, monkeypatch=monkeypatch)
@@ -134,7 +138,8 @@ def test_what_edits_the_logits_is_refused_in_training_and_served_in_evaluation(n
 
 
 def test_another_temperature_than_the_trainers_is_refused_and_truncation_is_not(tmp_path, monkeypatch):
-    """0.5 where the trainer divides by 1.0 is a ratio of two distributions; top_p, top_k and min_p leave the log-prob alone."""
+    """A request with another temperature than the trainer's is refused; top_p, top_k and min_p are
+    accepted, because they leave the log-prob alone."""
     with pytest.raises(ConfigError, match=r"temperature 0.5 is not --rollout-temperature 1.0"):
         ask(tmp_path, {"temperature": 0.5}, evaluation=False, monkeypatch=monkeypatch)
     assert ask(tmp_path, {"temperature": 0.5}, evaluation=True, monkeypatch=monkeypatch)

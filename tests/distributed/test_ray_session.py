@@ -1,4 +1,5 @@
-"""A run's private Ray session: reachable from this machine alone, gone with the run, and a dead cluster is one sentence."""
+"""A run's private Ray session: reachable from this machine alone, ended with the run, and a dead
+cluster is reported at once."""
 
 import argparse
 import os
@@ -49,7 +50,8 @@ def listening_addresses(pids):
 
 
 def test_every_process_of_a_session_listens_on_loopback_only_and_is_gone_afterwards(monkeypatch):
-    """Ray listens on all interfaces by default: anybody on the network could have run code in the trainers."""
+    """Every process of a session listens on loopback only, though Ray's default is all interfaces,
+    and ends with it."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     before = listening_addresses([os.getpid()])
     with session.ray_session(OPTIONS):
@@ -74,7 +76,8 @@ def test_every_process_of_a_session_listens_on_loopback_only_and_is_gone_afterwa
 
 
 def test_an_interrupt_inside_the_start_of_ray_leaves_no_process(monkeypatch):
-    """Ray does not know yet of the processes that it was just starting, so its shutdown does not end them."""
+    """An interrupt while Ray starts leaves no process, though Ray's shutdown does not know those
+    that it was starting."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     started = []
 
@@ -91,7 +94,7 @@ def test_an_interrupt_inside_the_start_of_ray_leaves_no_process(monkeypatch):
 
 
 def test_a_process_that_ignores_the_request_is_killed_and_others_stay(tmp_path):
-    """A frozen or stubborn process must not outlive the run; a foreign one must."""
+    """A process of the run that ignores SIGTERM is killed, and foreign processes stay."""
     stubborn, foreign = start_sleeper(str(tmp_path), obedient=False), start_sleeper("/elsewhere")
     try:
         begun = time.monotonic()
@@ -110,7 +113,7 @@ def test_a_process_that_ignores_the_request_is_killed_and_others_stay(tmp_path):
 
 @pytest.fixture
 def silent_port():
-    """A port of a server that accepts connections and never says a word."""
+    """A port of a server that accepts connections and never answers."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -118,7 +121,8 @@ def silent_port():
 
 
 def test_a_dead_cluster_is_one_sentence_at_once(monkeypatch):
-    """Ray itself prints its own warnings for two minutes."""
+    """A dead cluster is reported in one sentence at once; Ray itself prints warnings for two
+    minutes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -133,14 +137,14 @@ def test_a_dead_cluster_is_one_sentence_at_once(monkeypatch):
 
 
 def test_a_server_that_is_no_cluster_is_given_up_after_the_deadline(silent_port):
-    """A frozen cluster, or another program on that port, would be waited for without end."""
+    """A server that is no cluster, or a frozen one, is given up after the deadline."""
     with pytest.raises(ConfigError, match="accepts connections, but does not answer as a Ray cluster within 0.5 s"):
         session.require_cluster(f"127.0.0.1:{silent_port}", named_by="--ray-address", timeout_s=0.5)
 
 
 @pytest.mark.parametrize("address", ["head", "head:", "head:port", ":6379"])
 def test_an_address_that_is_none_is_refused(address):
-    """The flag takes HOST:PORT."""
+    """An address that is not HOST:PORT is refused."""
     with pytest.raises(ConfigError, match="is no address. Write HOST:PORT, or auto"):
         session.require_cluster(address, named_by="--ray-address")
 

@@ -1,4 +1,4 @@
-"""The helper every distributed test stands on: it must return results by rank and turn a hang into stacks."""
+"""The helper of every distributed test: it returns results by rank and turns a hang into stacks."""
 
 import sys
 import time
@@ -32,14 +32,14 @@ def _sleep_on_rank_0(rank, world_size):
 
 
 def test_results_come_back_in_rank_order_from_one_group():
-    """Collectives must really run: 10 + 11 = 21 on both ranks."""
+    """Results come back in rank order, and collectives run: 10 + 11 = 21 on both ranks."""
     (rank0, sum0), (rank1, sum1) = run_distributed(_sum_over_ranks, 2, 10)
     assert (rank0, rank1) == (0, 1)
     assert sum0.item() == sum1.item() == 21
 
 
 def test_a_rank_that_raises_is_named_and_the_waiting_rank_shows_where_it_waits():
-    """Otherwise a failed rank shows only as a timeout of the others."""
+    """A rank that raises is named, and a waiting rank's stack shows where it waits."""
     started = time.monotonic()
     with pytest.raises(DistributedFailure, match="rank one is out") as failure:
         run_distributed(_one_rank_raises, 2, timeout=60)
@@ -48,7 +48,7 @@ def test_a_rank_that_raises_is_named_and_the_waiting_rank_shows_where_it_waits()
 
 
 def test_a_hanging_rank_is_killed_with_its_stack():
-    """The watchdog's message must say which line hangs."""
+    """A hanging rank is killed, and the message has the line that hangs."""
     with pytest.raises(DistributedFailure, match="rank 0") as failure:
         run_distributed(_sleep_on_rank_0, 1, timeout=8)
     assert "_sleep_on_rank_0" in str(failure.value)

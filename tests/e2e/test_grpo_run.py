@@ -56,7 +56,8 @@ def processes_with(text):
 
 @pytest.mark.timeout(300)
 def test_every_sample_is_trained_or_dropped_for_a_reason(whole_run):
-    """Conservation holds in every rollout of a real run: 8 prompts x 4 samples."""
+    """In every rollout of a real run, 8 prompts x 4 samples are the trained ones plus those dropped
+    for a reason."""
     assert small_run.series(whole_run, "rollout/ledger/sampled") == [32] * 4
     trained = small_run.series(whole_run, "rollout/ledger/trained")
     dropped = small_run.series(whole_run, "rollout/ledger/dropped")
@@ -66,7 +67,8 @@ def test_every_sample_is_trained_or_dropped_for_a_reason(whole_run):
 
 @pytest.mark.timeout(300)
 def test_trainer_and_engine_agree_on_log_probs(whole_run):
-    """The weights that sampled are the weights that train: the largest difference stays below 1e-4 nats in every step, the first of each rollout on-policy."""
+    """Trainer and engine differ by less than 1e-4 nats in every step, so that the weights that
+    sampled are the weights that train."""
     differences = small_run.series(whole_run, "train/train_rollout_logprob_abs_diff")
     assert len(differences) == 8
     assert max(differences) < 1e-4
@@ -77,21 +79,23 @@ def test_trainer_and_engine_agree_on_log_probs(whole_run):
 
 @pytest.mark.timeout(300)
 def test_every_update_reaches_the_engine(whole_run):
-    """A version per update, and training changed the weights (--check-weight-update-equal compared every byte)."""
+    """Each update is a version at the engine, and training changed the weights
+    (--check-weight-update-equal compared every byte)."""
     assert small_run.series(whole_run, "perf/weight_version") == [2, 3, 4, 5]
     assert small_run.series(whole_run, "train/weights_checksum_changed") == [1] * 4
 
 
 @pytest.mark.timeout(300)
 def test_evaluation_is_before_training_and_after_each_interval(whole_run):
-    """Accuracy before and after is what a user compares."""
+    """Evaluations run before training and after each interval."""
     steps = [r["step"] for r in small_run.records(whole_run) if r.get("step_key") == "eval/step"]
     assert sorted(set(steps)) == [0, 2, 4]
 
 
 @pytest.mark.timeout(300)
 def test_a_resumed_run_continues_the_same_stream(data, whole_run, tmp_path):
-    """Resuming after rollout 1 gives the very numbers of the run that was not interrupted: prompts, samples, rewards, losses, gradients."""
+    """Resumed after rollout 1, a run has the numbers of the uninterrupted one: prompts, samples,
+    rewards, losses, gradients."""
     options = ["--actor-num-gpus-per-node", 2, "--num-rollout", 4, "--load", whole_run / "checkpoints", "--ckpt-step", 1]
     small_run.run(data, tmp_path, *options)
     for name in EXACT:
@@ -111,7 +115,8 @@ def gate_numbers(record):
 
 @pytest.mark.timeout(300)
 def test_a_recorded_run_replays_on_one_rank_without_an_engine(data, whole_run, tmp_path):
-    """docs/debugging.md: every field of every sample that two ranks trained on comes back, so a bug found on many ranks can be hunted on one."""
+    """A run recorded on two ranks replays on one without an engine, as docs/debugging.md says:
+    every field of every trained sample comes back."""
     samples = whole_run / "dumps" / "rollout_data" / "{rollout_id}.jsonl"
     options = ["--actor-num-gpus-per-node", 1, "--num-rollout", 4, "--load-debug-rollout-data", samples]
     small_run.run(data, tmp_path, *options, "--save-debug-train-data", tmp_path / "{rollout_id}.safetensors")
@@ -125,7 +130,7 @@ def test_a_recorded_run_replays_on_one_rank_without_an_engine(data, whole_run, t
 
 @pytest.mark.timeout(300)
 def test_the_worst_tokens_of_a_run_are_shown_in_their_text(whole_run):
-    """`slime consistency RUN`: healthy, and the largest difference is the one that was logged."""
+    """`slime consistency RUN` reports agreement, and its largest difference is the logged one."""
     report = build_report(whole_run, top=3)
     assert [step.step for step in report.steps] == [0, 1, 2, 3] and not report.has_alarm
     largest = max(small_run.series(whole_run, "rollout/logprob_abs_diff/mean"))
@@ -138,7 +143,7 @@ def test_the_worst_tokens_of_a_run_are_shown_in_their_text(whole_run):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 def test_a_model_split_over_two_ranks_trains_the_same(data, whole_run, tmp_path, layout):
-    """TP=2 or PP=2 is a different program for the same mathematics: losses of the first steps agree with DP=2 within 1e-4."""
+    """With TP=2 or PP=2 the losses of the first steps agree with DP=2 within 1e-4."""
     options = ["--actor-num-gpus-per-node", 2, "--num-rollout", 2, f"--{layout}-model-parallel-size", 2]
     small_run.run(data, tmp_path, *options)
     whole, split = small_run.series(whole_run, "train/loss"), small_run.series(tmp_path, "train/loss")
@@ -149,7 +154,8 @@ def test_a_model_split_over_two_ranks_trains_the_same(data, whole_run, tmp_path,
 
 @pytest.mark.timeout(300)
 def test_an_interrupted_run_leaves_nothing_behind(data, tmp_path):
-    """SIGTERM in the middle of training ends every process of the run, engine and Ray included, and says how to go on."""
+    """SIGTERM during training ends every process of the run, engine and Ray included, and prints
+    how to continue."""
     process = small_run.start(data, tmp_path, "--actor-num-gpus-per-node", 2, "--num-rollout", 1000)
     deadline = time.monotonic() + 150
     while time.monotonic() < deadline and not (tmp_path / "metrics.jsonl").exists():

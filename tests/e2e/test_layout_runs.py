@@ -30,7 +30,8 @@ SPLIT = (
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("example", ["moe", pytest.param("addition", marks=pytest.mark.slow_layouts)])
 def test_a_model_split_over_four_ranks_trains_and_serves(example, tmp_path):
-    """The engine computes with whole weights that were gathered from all ranks after training: its log-probs stay the trainer's, step after step."""
+    """The engine gets whole weights gathered from all four ranks: its log-probs stay the trainer's,
+    step after step."""
     from importlib import import_module
 
     data = import_module(f"examples.{example}.prepare").prepare(tmp_path / "data")
@@ -87,8 +88,9 @@ def replayed(tmp_path_factory):
 
 @pytest.mark.timeout(200)
 def test_recorded_rollouts_train_alike_on_one_and_on_two_ranks(replayed):
-    """Must hold: the last step of a rollout is one rollout of two samples, one micro-batch (the second has three), so that the second rank's is empty:
-    nothing hangs, and every number is the same."""
+    """Recorded rollouts give the same numbers on one and on two ranks. The last step is one rollout
+    of two samples, one micro-batch (the second step has three), so that the second rank's is empty;
+    nothing hangs."""
     name, empty = "schedule/empty_micro_batches", {}
     for dp_size, metrics in replayed.items():
         empty[dp_size] = [values[name] for _, values in metrics["rollout/step"] if name in values]
@@ -112,8 +114,8 @@ def test_recorded_rollouts_train_alike_on_one_and_on_two_ranks(replayed):
 
 @pytest.mark.timeout(200)
 def test_a_rollout_that_trains_nothing_does_not_end_the_run(replayed):
-    """Whitening has no mean over no token: a rollout that is masked whole is steps of gradient 0, one that was rejected whole is no step, and the
-    next one trains."""
+    """With whitening, a rollout that is masked whole has steps of gradient 0, one that is rejected
+    whole has no step, and the next one trains."""
     for metrics in replayed.values():
         named = named_metrics(metrics)
         ledger = [[named[f"{i} rollout/ledger/{name}"] for name in ("sampled", "trained", "dropped")] for i in range(4)]

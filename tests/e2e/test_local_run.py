@@ -1,4 +1,5 @@
-"""`slime train --local`: the whole run in one process, with the numbers of the run in Ray, and open to a debugger."""
+"""`slime train --local`: the whole run in one process, with the numbers of a run in Ray, and usable
+with a debugger."""
 
 import argparse
 import json
@@ -79,7 +80,8 @@ def numbers(run_dir):
 
 @pytest.mark.timeout(300)
 def test_the_local_run_has_the_numbers_of_the_run_in_ray(runs):
-    """Bit for bit: rewards, log-probs, losses, gradient norms, evaluation, and the weights that the engine got."""
+    """Rewards, log-probs, losses, gradient norms, evaluation and the engine's weights are those of
+    the run in Ray, bit for bit."""
     expected = numbers(runs / "ray")
     assert len(expected) > 300 and ("train/step", 3, "train/grad_norm") in expected
     for folder in ("first", "second"):
@@ -89,7 +91,8 @@ def test_the_local_run_has_the_numbers_of_the_run_in_ray(runs):
 
 @pytest.mark.timeout(300)
 def test_a_sample_of_a_run_is_shown_with_the_trainers_numbers(runs, capsys):
-    """`slime show` finds the train dump beside the rollout dump, and the sample in it by its place and index."""
+    """`slime show` finds the train dump beside the rollout dump, and the sample in it by its place
+    and index."""
     dump = runs / "first" / "dumps" / "rollout_data" / "0.jsonl"
     assert show.main([str(dump), "--sample", "3", "--json"]) == 0
     tokens = json.loads(capsys.readouterr().out)["tokens"]
@@ -99,7 +102,7 @@ def test_a_sample_of_a_run_is_shown_with_the_trainers_numbers(runs, capsys):
 
 @pytest.mark.timeout(300)
 def test_a_breakpoint_in_a_reward_stops_and_goes_on(data, tmp_path):
-    """In Ray's workers it printed 248 lines and was skipped."""
+    """breakpoint() in a reward function stops the run, and it goes on after `continue`."""
     (tmp_path / "pausing.py").write_text(PAUSING_REWARD)
     words = small_run.command(data, tmp_path / "run", "--num-rollout", 1, "--local", "--debug-rollout-only")
     words += ["--custom-rm-path", "pausing.reward"]
@@ -120,7 +123,7 @@ def test_a_breakpoint_in_a_reward_stops_and_goes_on(data, tmp_path):
 
 
 def test_quitting_the_debugger_is_no_samples_failure():
-    """It ended one call of many: the next sample stopped at the same breakpoint."""
+    """Quitting the debugger ends the run and is not counted as a sample's failure."""
     import asyncio
     import bdb
 
@@ -155,7 +158,8 @@ def read_until(descriptor, text, *, seconds=120):
 
 
 def test_keywords_become_words_of_the_command_line():
-    """A notebook gives values, not text; a wrong name is answered with the nearest."""
+    """Keyword arguments of a notebook become options, and a wrong name is answered with the nearest
+    one."""
     words = words_of({"lr": 1e-3, "colocate": True, "rollout_stop": ["a", "b"], "rewards_normalization": False, "load": None})
     assert words == "--lr 0.001 --colocate --rollout-stop a b --disable-rewards-normalization".split()
     assert words_of({"rollout_sample_hook_path": ["a.b", "c.d"], "colocate": False}) == [
@@ -166,7 +170,7 @@ def test_keywords_become_words_of_the_command_line():
 
 
 def test_a_series_that_was_not_logged_is_answered_with_the_nearest(tmp_path):
-    """An empty answer looks like a run that logged nothing."""
+    """Asking for a series that was not logged is an error with the nearest name."""
     (tmp_path / "metrics.jsonl").write_text('{"step_key": "train/step", "step": 3, "metrics": {"train/loss": 0.5}}\n')
     result = LocalResult(None, tmp_path)
     assert result.series("train/loss") == {3: 0.5}

@@ -59,7 +59,8 @@ def processes_of(run_dir):
 
 @pytest.mark.timeout(300)
 def test_ppo_trains_a_critic_beside_the_policy(data, tmp_path):
-    """The critic minimizes its value loss while --loss-type is the policy's; with gamma = lambda = 1, value + advantage = return = reward."""
+    """The critic minimizes its value loss while --loss-type is the policy's; with gamma = lambda =
+    1, value + advantage = return = reward."""
     options = ["--advantage-estimator", "ppo", "--num-critic-only-steps", 1, "--num-rollout", 2, "--use-kl-loss", "--kl-loss-coef", 0.1]
     options += ["--save", tmp_path / "policy", "--critic-save", tmp_path / "critic", "--ref-load", data / "model"]
     small_run.run(data, tmp_path, *options)
@@ -75,7 +76,8 @@ def test_ppo_trains_a_critic_beside_the_policy(data, tmp_path):
 
 @pytest.mark.timeout(300)
 def test_ranks_that_are_ended_while_engines_generate_go_on_as_if_they_had_not_been(data, tmp_path):
-    """--release-train with --no-save-optim: the engines' log-probs are the trainer's in each rollout, steps and versions count on."""
+    """With --release-train and --no-save-optim the run trains to the same bits as one whose state
+    stays in memory; steps and versions count on, and the engines' log-probs are the trainer's."""
     options = ["--release-train", "--num-rollout", 2, "--no-save-optim", "--no-save-rng", "--dump-details", tmp_path / "dumps"]
     small_run.run(data, tmp_path, *options)
     assert metrics_are_finite(tmp_path)
@@ -96,7 +98,8 @@ def test_ranks_that_are_ended_while_engines_generate_go_on_as_if_they_had_not_be
 
 @pytest.mark.timeout(300)
 def test_old_log_probs_come_from_the_weights_that_sampled(data, tmp_path):
-    """train-async trains on samples of older weights; --keep-old-actor computes their log-probs with those, so the engine's agree to 1e-4."""
+    """train-async trains on samples of older weights; --keep-old-actor computes their log-probs
+    with those, so the engine's agree to 1e-4."""
     options = ["--num-rollout", 4, "--global-batch-size", 32, "--update-weights-interval", 2, "--keep-old-actor"]
     small_run.run(data, tmp_path, *options, asynchronous=True)
     assert metrics_are_finite(tmp_path)
@@ -110,7 +113,8 @@ def test_old_log_probs_come_from_the_weights_that_sampled(data, tmp_path):
 
 @pytest.mark.timeout(300)
 def test_distillation_in_bfloat16_with_dynamic_batches(data, tmp_path):
-    """faults, `opd_reverse_kl` never appears: reference and teacher are the first weights: 0 in the first rollout, above it in the second; all in bfloat16."""
+    """In bfloat16 with the first weights as reference and teacher, `opd_reverse_kl` is 0 in the
+    first rollout and above 0 in the second."""
     options = ["--use-opd", "--opd-type", "megatron", "--opd-teacher-load", data / "model", "--kl-coef", 0.1, "--bf16", "--num-rollout", 2]
     options += ["--advantage-estimator", "reinforce_plus_plus", "--normalize-advantages", "--global-batch-size", 32]
     options += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", 256, "--use-distributed-optimizer", "--calculate-per-token-loss"]
@@ -126,7 +130,8 @@ def test_distillation_in_bfloat16_with_dynamic_batches(data, tmp_path):
 
 @pytest.mark.timeout(300)
 def test_plug_ins_and_an_external_engine(data, tmp_path):
-    """Every hook is called with what interface.md 17 promises; a server of its own, behind a key, gets each version over the disk."""
+    """Every hook is called with its documented arguments; an external server behind a key gets each
+    version over the disk."""
     engine = subprocess.Popen(
         [sys.executable, "-m", "slime.cli", "serve", "--hf-checkpoint", data / "model", "--port", "0", "--deterministic"],
         cwd=small_run.ROOT,
@@ -163,7 +168,8 @@ def test_plug_ins_and_an_external_engine(data, tmp_path):
 
 @pytest.mark.timeout(300)
 def test_a_killed_rank_ends_the_run_with_its_name(data, tmp_path):
-    """SIGKILL of rank 1: no hang in a collective, one sentence in place of Ray's pages, and nothing is left."""
+    """SIGKILL of rank 1 ends the run with one sentence that names it; no collective hangs, and no
+    process stays."""
     process = small_run.start(data, tmp_path, "--actor-num-gpus-per-node", 2, "--num-rollout", 1000)
     metrics = tmp_path / "metrics.jsonl"
     deadline = time.monotonic() + 200

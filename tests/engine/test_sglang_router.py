@@ -60,7 +60,7 @@ def cluster(tmp_path_factory):
 
 @needs_router
 def test_requests_reach_both_engines_and_results_do_not_depend_on_which(cluster):
-    """12 seeded requests, twice: both engines worked, and deterministic inference makes the answers equal across engines."""
+    """12 seeded requests, sent twice, reach both engines with the same answers."""
     router, engines = cluster
     assert set(router.workers()) == {engine.url for engine in engines}
     before = [engine.loaded.engine.total_generated for engine in engines]
@@ -82,7 +82,8 @@ def test_requests_reach_both_engines_and_results_do_not_depend_on_which(cluster)
 
 @needs_router
 def test_lists_and_refusals_pass_through_the_router(cluster):
-    """A group is one list request, and a 400 keeps its reason, or the client could not tell a retry from a mistake."""
+    """A group's list request passes the router, and a 400 keeps its reason, so that the client can
+    tell a mistake from a retry."""
     router, _ = cluster
     body = {
         "input_ids": [[5, 6], [7, 8], [9]],
@@ -98,7 +99,7 @@ def test_lists_and_refusals_pass_through_the_router(cluster):
 
 @needs_router
 def test_a_removed_engine_gets_no_more_requests_and_can_come_back(cluster):
-    """Recovery replaces engines one by one."""
+    """A removed engine gets no more requests, and can be added again."""
     router, (first, second) = cluster
     router.remove_worker(first.url)
     assert set(router.workers()) == {second.url}
@@ -114,7 +115,8 @@ def test_a_removed_engine_gets_no_more_requests_and_can_come_back(cluster):
 
 @needs_router
 def test_a_router_that_runs_already_is_used_and_left_running(cluster):
-    """--sglang-router-ip: our engines join it, and leave it when we end; it is not ours to stop."""
+    """With --sglang-router-ip our engines join the running router and leave it at the end, and it
+    stays up."""
     router, (first, second) = cluster
     options = {"sglang_router_policy": "round_robin", "sglang_api_key": KEY}
     address = {"sglang_router_ip": "127.0.0.1", "sglang_router_port": router.port}
@@ -130,7 +132,7 @@ def test_a_router_that_runs_already_is_used_and_left_running(cluster):
 
 @needs_router
 def test_a_worker_that_does_not_answer_is_an_error_with_its_url(cluster):
-    """Waiting for ever for an engine that is not there would look like a slow start."""
+    """An engine that does not answer is an error with its URL, and not waited for without end."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         dead = f"http://127.0.0.1:{probe.getsockname()[1]}"
     with SglangRouter() as router, pytest.raises(EngineError, match=f"find the engine {dead} healthy within 2 s"):
@@ -139,7 +141,7 @@ def test_a_worker_that_does_not_answer_is_an_error_with_its_url(cluster):
 
 @needs_router
 def test_the_router_dies_with_its_parent():
-    """A killed driver must not leave a process that holds the port."""
+    """The router ends when the driver is killed."""
     script = (
         "import os, time\n"
         "from slime.backends.sglang_utils.router import SglangRouter\n"
@@ -175,14 +177,14 @@ def is_alive(pid: int) -> bool:
 
 
 def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
-    """The package is optional; its absence must not show as a stack trace."""
+    """Without the optional package the error tells what to install."""
     monkeypatch.setattr(router_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EngineError, match=r"pip install 'slime-rl\[router\]'"):
         SglangRouter().start()
 
 
 def test_a_port_in_use_is_named():
-    """The router itself would only say `address in use` in its log."""
+    """A port in use is named in the error, while the router itself logs `address in use`."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(EngineError, match=f"port {port}"):

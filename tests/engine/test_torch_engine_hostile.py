@@ -1,4 +1,4 @@
-"""Requests that nobody should send: each is refused or served, and the engine serves everybody else afterwards."""
+"""Hostile requests: each is refused or served, and the engine serves everybody else afterwards."""
 
 import sys
 from pathlib import Path
@@ -73,7 +73,8 @@ def _assert_served_or_refused(url, path, raws):
 
 @pytest.mark.parametrize("name", sorted(PARSERS))
 def test_no_value_of_a_sampling_parameter_ends_the_engine(url, name):
-    """2**63 in an array of 64 bits, 1e-308 in one of float32, a text of 900 brackets in a message: each used to be a 500 or the end."""
+    """No sampling parameter ends the engine or gives a 500: 2**63 in an array of 64 bits, 1e-308 in
+    one of float32, a text of 900 brackets in a message."""
     rest = {"max_new_tokens": "2", "n": "1", "min_new_tokens": "0"}
     raws = []
     for value in VALUES:
@@ -118,7 +119,8 @@ def test_no_body_of_a_weight_update_ends_the_engine(url, query, raw):
 
 
 def test_a_call_for_millions_of_responses_is_refused_before_one_of_them_is_made():
-    """16,384 prompts x n 1024 are 16,777,216 requests of an 82 kB body: 10 GB, if they were made to be counted."""
+    """16,384 prompts with n 1024 in a body of 82 kB, 16,777,216 requests, are refused before any of
+    them is made."""
     limits = EngineLimits(vocab_size=104, context_length=512, longest_response=lambda length: 512, max_responses=65536)
     body = {"input_ids": [[5]] * 16384, "sampling_params": {"n": 1024, "max_new_tokens": 1}}
 
@@ -139,7 +141,7 @@ def test_a_prompt_far_beyond_the_context_is_refused_without_being_looked_at():
 
 
 def test_a_request_that_cannot_be_placed_fails_alone(folder):
-    """It came past every check of values, as the next parameter with an unforeseen one will. Its slot and pages are free again."""
+    """A request whose placing raises fails alone, and its slot and pages are free again."""
     with EngineHarness(folder, deterministic=True, max_running_requests=2) as harness:
         alone = harness.run([harness.request([5, 6], seed=1, max_new_tokens=3)])[0].output_ids.tolist()
         pages = harness.engine.load()["tokens"]
@@ -155,7 +157,8 @@ def test_a_request_that_cannot_be_placed_fails_alone(folder):
 
 
 def test_health_of_a_failed_engine_shows_no_stack_and_no_path(folder):
-    """The run's own processes get the stack; /health answers strangers."""
+    """/health, which answers strangers, shows neither stack nor path; the run's own processes get
+    the stack."""
     with EngineServerThread(EngineConfig(str(folder))) as server:
 
         def fail():
@@ -173,7 +176,8 @@ def test_health_of_a_failed_engine_shows_no_stack_and_no_path(folder):
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), float("nan"), float("inf"), 2**63, 2**31], ids=["1e400", "-1e400", "nan", "inf", "2**63", "2**31"])
 def test_values_that_no_array_holds_are_refused_by_name(value):
-    """In a process JSON's limits do not hold."""
+    """In a call inside the process, where JSON's limits do not hold, values that fit no array are
+    refused by name."""
     names = ["max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
              "presence_penalty", "n", "stop_token_ids"]  # fmt: skip
     for name in names:
@@ -182,7 +186,8 @@ def test_values_that_no_array_holds_are_refused_by_name(value):
 
 
 def test_stop_token_ids_are_counted_once_each_and_bounded():
-    """Each of them is a row of an array, for every token of every sequence."""
+    """Stop token ids are counted once each and bounded, because each is a row of an array for every
+    token of every sequence."""
     assert parse_sampling_params({"stop_token_ids": [3, 2, 3] * 1000}, vocab_size=10).stop_token_ids == (3, 2)
     with pytest.raises(BadRequest, match="at most 1024 different token ids"):
         parse_sampling_params({"stop_token_ids": list(range(1025))}, vocab_size=5000)

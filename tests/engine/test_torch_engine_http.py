@@ -88,7 +88,7 @@ def refusal(url: str, path: str = "/generate", **body) -> str:
 
 
 def test_a_response_has_every_field_of_the_contract(url):
-    """The client reads these names; a missing one would be an empty column in training."""
+    """A response has every field that the client reads."""
     params = {"max_new_tokens": 6, "sampling_seed": 3, "ignore_eos": True}
     answer = generate(url, input_ids=[6, 7, 77], sampling_params=params, return_logprob=True, rid="my-rid")
     meta = answer["meta_info"]
@@ -105,7 +105,7 @@ def test_a_response_has_every_field_of_the_contract(url):
 
 
 def test_text_and_its_ids_are_the_same_request(url):
-    """text is encoded with the model's tokenizer: '12+' is ids 6, 7, 77."""
+    """A text is encoded with the model's tokenizer: '12+' is the request of ids 6, 7, 77."""
     params = {"max_new_tokens": 5, "temperature": 0}
     by_text = generate(url, text="12+", sampling_params=params)
     by_ids = generate(url, input_ids=[6, 7, 77], sampling_params=params)
@@ -113,7 +113,8 @@ def test_text_and_its_ids_are_the_same_request(url):
 
 
 def test_lists_are_answered_in_order_each_with_its_own_parameters_and_rid(url):
-    """A group goes out as one request; members must not be exchanged, and equal single requests must agree bit for bit."""
+    """A list request is answered in order, each member with its own parameters and rid, and equal
+    single requests agree bit for bit."""
     prompts = [[5 + i, 9] for i in range(12)]
     params = [{"max_new_tokens": 1 + i, "sampling_seed": i, "ignore_eos": True} for i in range(12)]
     rids = [f"r{i}" for i in range(12)]
@@ -126,7 +127,7 @@ def test_lists_are_answered_in_order_each_with_its_own_parameters_and_rid(url):
 
 
 def test_n_gives_n_different_responses_the_first_being_that_of_the_seed(url):
-    """n siblings of one seed are drawn apart; sibling 0 is the response of n = 1."""
+    """n siblings of one seed differ, and sibling 0 is the response of n = 1."""
     params = {"max_new_tokens": 12, "sampling_seed": 4, "ignore_eos": True}
     siblings = generate(url, input_ids=[5, 6], sampling_params={**params, "n": 4})
     assert len({tuple(a["output_ids"]) for a in siblings}) == 4
@@ -135,7 +136,7 @@ def test_n_gives_n_different_responses_the_first_being_that_of_the_seed(url):
 
 
 def test_arrays_hold_the_same_numbers_as_json(url):
-    """return_arrays is a faster spelling, not another result; float32 survives both ways bit for bit."""
+    """return_arrays gives the numbers of JSON, with float32 bit for bit both ways."""
     body = {
         "input_ids": [5, 6, 7],
         "sampling_params": {"max_new_tokens": 9, "sampling_seed": 1},
@@ -150,7 +151,8 @@ def test_arrays_hold_the_same_numbers_as_json(url):
 
 
 def test_a_prompt_is_scored_from_logprob_start_len_on(url):
-    """A teacher scores with max_new_tokens 0: one entry per prompt token from the start, null where nothing comes before."""
+    """With max_new_tokens 0 a prompt is scored: one entry per token from the start, null where
+    nothing comes before."""
     body = {"input_ids": [5, 6, 7, 8], "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
     whole = generate(url, **body, logprob_start_len=0)["meta_info"]
     assert [token for _, token, _ in whole["input_token_logprobs"]] == [5, 6, 7, 8]
@@ -188,7 +190,7 @@ def stream_of(ids, *, stop=(), step=1):
 
 @pytest.mark.parametrize("count", [1000, 2000, 4000])
 def test_a_stream_costs_a_constant_per_token(count):
-    """Twice the tokens are twice the work: ids decoded and ids sent. They were four times it: 8 s for 4,000 tokens."""
+    """Twice the tokens cost twice the work in a stream: ids decoded and ids sent."""
     events, tokenizer = stream_of(list(b"abcdefgh" * (count // 8)))
     assert tokenizer.num_decoded <= 4 * count
     assert sum(len(event["output_ids"]) for event in events) <= 72 * count
@@ -199,7 +201,8 @@ def test_a_stream_costs_a_constant_per_token(count):
 
 @pytest.mark.parametrize("step", [1, 2, 5])
 def test_the_text_of_a_stream_grows_by_whole_characters_to_the_text_of_all_ids(step):
-    """Characters of one to four bytes, a broken one among them, and a stop string that begins but does not end."""
+    """A stream's text grows by whole characters to the text of all ids: characters of one to four
+    bytes, a broken one, and a stop string that begins but does not end."""
     data = "aé你🙂b".encode() + b"\xff" + b"cSTx" + b"\xe4" * 20 + b"d"
     events, _ = stream_of(list(data), stop=("STOP",), step=step)
     whole = data.decode("utf-8", errors="replace")
@@ -212,7 +215,8 @@ def test_the_text_of_a_stream_grows_by_whole_characters_to_the_text_of_all_ids(s
 
 
 def test_the_stream_cumulates_and_ends_with_the_same_response(url):
-    """SGLang's SSE: every chunk holds all so far, the last one is the whole response, then [DONE]."""
+    """As SGLang's SSE, every chunk holds all tokens so far, the last one is the whole response,
+    then [DONE]."""
     body = {
         "input_ids": [5, 6],
         "sampling_params": {"max_new_tokens": 400, "sampling_seed": 2, "ignore_eos": True},
@@ -239,7 +243,8 @@ def forced(url: str, **params):
 
 
 def test_a_stop_string_over_several_tokens_ends_the_response_and_is_cut_unless_asked_for(url):
-    """Tokens stay whole (they are what was sampled); only the text loses the stop string."""
+    """A stop string over several tokens ends the response: the text loses it unless asked
+    otherwise, and the tokens stay as sampled."""
     free = forced(url)
     stop = free["text"][3:6]
     place = free["text"].find(stop)
@@ -252,7 +257,8 @@ def test_a_stop_string_over_several_tokens_ends_the_response_and_is_cut_unless_a
 
 
 def test_stop_token_ids_end_the_response_and_are_part_of_the_ids(url):
-    """The token that ended it was sampled: it has an id and a log-prob, and the text loses it unless no_stop_trim."""
+    """The token that ended the response has an id and a log-prob, and the text loses it unless
+    no_stop_trim is set."""
     free = forced(url)
     token = free["output_ids"][4]
     end = free["output_ids"].index(token)
@@ -265,7 +271,7 @@ def test_stop_token_ids_end_the_response_and_are_part_of_the_ids(url):
 
 
 def test_every_end_token_of_the_generation_config_ends_a_response(folder, tmp_path):
-    """generation_config.json lists 4 and 2; make each the most probable token in turn by its bias-free head row."""
+    """Each end token of generation_config.json, here 4 and 2, ends a response."""
     weights = load_file(folder / "model.safetensors")
     for token in (4, 2):
         changed = dict(weights)
@@ -314,12 +320,12 @@ def test_every_end_token_of_the_generation_config_ends_a_response(folder, tmp_pa
     ],
 )
 def test_a_bad_request_gets_a_400_that_names_field_and_value(url, body, message):
-    """A deterministic refusal is not retried, so it must say what to change."""
+    """A bad request gets a 400 with field and value; the client does not retry it."""
     assert message in refusal(url, **body)
 
 
 def test_fields_that_a_router_adds_are_ignored_and_malformed_bodies_refused(url):
-    """sglang-router re-serializes requests with fields of its own."""
+    """Fields that sglang-router adds are ignored, and malformed bodies are refused."""
     generate(
         url, input_ids=[5], sampling_params={"max_new_tokens": 1}, model=None, return_entropy=False, background=False
     )
@@ -330,7 +336,7 @@ def test_fields_that_a_router_adds_are_ignored_and_malformed_bodies_refused(url)
 
 
 def test_a_response_ends_at_the_context_length(url):
-    """509 prompt tokens of 512 leave room for 3, whatever was asked."""
+    """509 prompt tokens of 512 leave room for 3, whatever was requested."""
     params = {"max_new_tokens": 100, "ignore_eos": True}
     meta = generate(url, input_ids=[5] * 509, sampling_params=params)["meta_info"]
     assert (meta["completion_tokens"], meta["finish_reason"]) == (3, {"type": "length", "length": 3})
@@ -351,7 +357,8 @@ ENDLESS = {"max_new_tokens": 50000, "ignore_eos": True}
 
 
 def test_an_aborted_request_answers_with_what_it_has(long_folder):
-    """Partial rollout keeps these tokens: ids, log-probs and version must be there; one that never ran answers with none."""
+    """An aborted request answers with its tokens, log-probs and version, and one that never ran
+    with none."""
     with (
         EngineServerThread(EngineConfig(str(long_folder), max_running_requests=1)) as server,
         concurrent.futures.ThreadPoolExecutor(4) as pool,
@@ -379,7 +386,7 @@ def test_an_aborted_request_answers_with_what_it_has(long_folder):
 
 
 def test_a_client_that_goes_away_leaves_nothing_running(folder):
-    """Work for nobody would keep slots from the others."""
+    """The requests of a client that disconnects are ended."""
     with EngineServerThread(EngineConfig(str(folder), max_running_requests=2)) as server:
         call(server.url, "/pause_generation", {})
         body = json.dumps({"input_ids": [5], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}).encode()
@@ -391,7 +398,8 @@ def test_a_client_that_goes_away_leaves_nothing_running(folder):
 
 
 def test_weights_come_from_disk_and_the_version_with_them(long_folder, other_folder):
-    """A running request keeps its tokens and says under which version each was sampled; publishing aborts nothing."""
+    """Weights and version come from disk: a running request goes on with its tokens and records the
+    version of each."""
     with (
         EngineServerThread(EngineConfig(str(long_folder))) as server,
         concurrent.futures.ThreadPoolExecutor(1) as pool,
@@ -420,7 +428,7 @@ def test_weights_come_from_disk_and_the_version_with_them(long_folder, other_fol
 
 
 def test_an_update_from_disk_that_does_not_fit_is_refused_and_changes_nothing(url, tmp_path):
-    """A wrong folder must not take the engine down or leave it half new."""
+    """An update from a wrong folder is refused, and the engine keeps all of its weights."""
     before = call(url, "/weights_checksum")[1]
     small = make_tiny_checkpoint(tmp_path / "small", "qwen3", intermediate_size=48)
     assert "has shape" in refusal(url, "/update_weights_from_disk", model_path=str(small))
@@ -432,7 +440,8 @@ def test_an_update_from_disk_that_does_not_fit_is_refused_and_changes_nothing(ur
 
 
 def test_weights_come_as_safetensors_bytes_in_parts_and_only_as_a_whole(folder, other_folder):
-    """Buckets make one version: until the end the old one answers, and a bucket damaged on the way is refused."""
+    """Buckets make one version: until the last one the old weights answer, and a damaged bucket is
+    refused."""
     new = load_file(other_folder / "model.safetensors")
     names = sorted(new)
     first, second = ({n: new[n] for n in part} for part in (names[:5], names[5:]))
@@ -462,7 +471,7 @@ def test_weights_come_as_safetensors_bytes_in_parts_and_only_as_a_whole(folder, 
 
 
 def test_information_endpoints_answer_what_the_router_asks(url, folder):
-    """The router registers a worker by /health, /server_info and /model_info."""
+    """/health, /server_info and /model_info answer what the router asks to register a worker."""
     assert call(url, "/health")[0] == 200 and call(url, "/health_generate")[0] == 200
     assert call(url, "/model_info")[1] == call(url, "/get_model_info")[1]
     assert call(url, "/model_info")[1]["served_model_name"] == str(folder)
@@ -473,7 +482,7 @@ def test_information_endpoints_answer_what_the_router_asks(url, folder):
 
 
 def test_the_key_is_asked_for_and_is_needed_beyond_loopback(folder):
-    """Whoever can post weights owns the model."""
+    """Requests need the key, and an engine beyond loopback does not start without one."""
     with EngineServerThread(EngineConfig(str(folder), api_key="s3cret")) as server:
         assert call(server.url, "/health")[0] == 200
         assert call(server.url, "/server_info")[0] == 401
@@ -486,14 +495,15 @@ def test_the_key_is_asked_for_and_is_needed_beyond_loopback(folder):
 
 
 def test_a_body_over_the_bound_is_refused(folder):
-    """One request must not fill the machine's memory."""
+    """A body above the size limit is refused."""
     with EngineServerThread(EngineConfig(str(folder), max_request_bytes=10_000)) as server:
         status, answer = call(server.url, "/generate", {"input_ids": [5] * 20_000})
         assert status == 413 and "larger" in answer["error"]["message"]
 
 
 def test_the_actor_takes_weights_as_arrays_and_stops_listening_after_shutdown(folder, other_folder):
-    """What Ray calls: read-only arrays by HF name in buckets, applied at once, with a checksum that both sides know."""
+    """The Ray actor takes weights as read-only arrays in buckets, returns the common checksum, and
+    stops listening after shutdown."""
     new = {name: tensor.numpy() for name, tensor in load_file(other_folder / "model.safetensors").items()}
     for array in new.values():
         array.flags.writeable = False
@@ -543,7 +553,8 @@ def serve_process(*arguments: str) -> subprocess.Popen:
 
 
 def test_slime_serve_says_where_it_listens_ends_on_sigterm_and_names_a_port_in_use(folder):
-    """Exit status 0 after SIGTERM, 2 with the reason when it cannot start; running requests are answered first."""
+    """`slime serve` prints its address, answers running requests and returns 0 after SIGTERM, and
+    returns 2 with the reason when it cannot start."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         refused = serve_process("--hf-checkpoint", str(folder), "--port", str(port))
@@ -566,7 +577,7 @@ def test_slime_serve_says_where_it_listens_ends_on_sigterm_and_names_a_port_in_u
 
 
 def test_slime_serve_refuses_a_folder_that_is_no_checkpoint(tmp_path):
-    """The commonest mistake is a wrong path: say which file is missing."""
+    """`slime serve` with a wrong folder names the missing file."""
     process = serve_process("--hf-checkpoint", str(tmp_path))
     _, message = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 2 and "config.json does not exist" in message

@@ -67,7 +67,8 @@ def hf_log_probs(folder, tokens: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_log_probs_of_prompt_and_response_equal_those_of_transformers(folders, name):
-    """A trainer that recomputes log-probs must find the engine's: prompt through prefill, response through the paged cache."""
+    """Log-probs of the prompt (prefill) and of the response (paged cache) equal those of
+    transformers, which a trainer recomputes."""
     with EngineHarness(folders[name]) as harness:
         rng = np.random.default_rng(7)
         prompts = [rng.integers(5, 20, size).tolist() for size in (1, 15, 16, 17, 70)]
@@ -106,7 +107,8 @@ def is_bit_equal(first, second) -> bool:
 
 @pytest.mark.parametrize("name", ["llama-biases-linear-rope", "qwen2-tied", "qwen3-odd-sizes", "qwen3-moe"])
 def test_deterministic_results_are_bit_identical_in_any_company_and_order(folders, name):
-    """Two runs with one seed must agree although requests arrive differently: together, shuffled in small groups, or alone."""
+    """In deterministic mode a result is bit-identical whether its request is sent alone, in small
+    groups, or together with others in any order."""
     with EngineHarness(folders[name], deterministic=True) as harness:
         together = mixed_requests(harness, range(24))
         harness.run(list(together.values()))
@@ -127,7 +129,8 @@ def test_deterministic_results_are_bit_identical_in_any_company_and_order(folder
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_deterministic_row_attends_over_its_own_width_and_no_neighbours(folders, deterministic):
-    """Three rows of 1, 3 and 9 pages: small groups may join the next wider one to save calls, but then a row's sums depend on its company."""
+    """In deterministic mode a row attends over its own width: three rows of 1, 3 and 9 pages are
+    not padded to each other's, because a row's sums would depend on the others."""
     from slime.backends.torch_engine.model_runner import PAGE_SIZE, pad_to_width
 
     lengths = np.array([1, 2 * PAGE_SIZE + 1, 8 * PAGE_SIZE + 1])
@@ -138,7 +141,8 @@ def test_a_deterministic_row_attends_over_its_own_width_and_no_neighbours(folder
 
 
 def test_without_deterministic_mode_results_agree_within_rounding(folders):
-    """Continuous batching may change the last bits, never the tokens of a greedy response or a log-prob by more than 1e-4."""
+    """Without deterministic mode results agree within rounding: the same greedy tokens, log-probs
+    within 1e-4."""
     with EngineHarness(folders["qwen3"]) as harness:
         rng = np.random.default_rng(3)
         prompts = [rng.integers(5, 100, int(n)).tolist() for n in rng.integers(1, 60, 20)]
@@ -154,7 +158,8 @@ def test_without_deterministic_mode_results_agree_within_rounding(folders):
 
 
 def test_a_prompt_seen_before_is_cached_and_changes_no_bit(folders):
-    """cached_tokens must say what was really saved, and saving must not change results: 18 tokens span a full and a partial page."""
+    """A cached prompt changes no bit of the result, and cached_tokens is what was saved: 18 tokens
+    span a full and a partial page."""
     prompt = list(range(5, 23))
     with EngineHarness(folders["qwen3"], deterministic=True) as harness:
         siblings = harness.run([harness.request(prompt, seed=i, max_new_tokens=30, ignore_eos=True) for i in range(4)])
@@ -171,7 +176,8 @@ def test_a_prompt_seen_before_is_cached_and_changes_no_bit(folders):
 
 
 def test_a_prompts_pages_outlive_the_first_of_its_siblings(folders):
-    """18 tokens: the full page is everyone's. One sibling ends at once; strangers that take free pages must not write into it."""
+    """A page shared by siblings stays until the last of them ends; other requests do not write into
+    it."""
     prompt, long = list(range(5, 23)), {"seed": 1, "max_new_tokens": 40, "ignore_eos": True}
     with EngineHarness(folders["qwen3"], deterministic=True, max_total_tokens=14 * 16) as harness:
         alone = harness.run([harness.request(prompt, **long)])[0]
@@ -184,7 +190,8 @@ def test_a_prompts_pages_outlive_the_first_of_its_siblings(folders):
 
 
 def test_a_stop_string_does_not_end_a_response_before_its_minimum(folders):
-    """The greedy first character as stop string ends at 1 token, and with min_new_tokens 4 not before the fourth."""
+    """With min_new_tokens 4 a stop string at the first token does not end the response before the
+    fourth."""
     with EngineHarness(folders["qwen3"]) as harness:
         first = harness.run([harness.request([5, 6], temperature=0, max_new_tokens=1, ignore_eos=True)])[0].output_ids
         stop = harness.engine._decode_for_stops(first)
@@ -196,7 +203,8 @@ def test_a_stop_string_does_not_end_a_response_before_its_minimum(folders):
 
 
 def test_a_prompt_is_run_again_after_the_weights_have_changed(folders):
-    """Its keys, values and first distribution are those of the old weights: a repeated prompt would be answered by two policies at once."""
+    """After a weight update a cached prompt is run again, because its keys, values and first
+    distribution are of the old weights."""
     from slime.backends.torch_engine.weight_update import WeightUpdater
 
     prompt, params = list(range(5, 23)), {"seed": 2, "max_new_tokens": 4, "ignore_eos": True}
@@ -214,7 +222,8 @@ def test_a_prompt_is_run_again_after_the_weights_have_changed(folders):
 
 
 def test_the_prompt_cache_can_be_switched_off(folders):
-    """--sglang-disable-radix-cache: nothing is kept between two steps; siblings that start together still share a prompt."""
+    """--sglang-disable-radix-cache keeps nothing between two steps; siblings that start together
+    still share a prompt."""
     with EngineHarness(folders["qwen3"], prompt_cache=False) as harness:
         for _ in range(2):
             (request,) = harness.run([harness.request([5, 6, 7], max_new_tokens=2, ignore_eos=True)])
@@ -222,7 +231,7 @@ def test_the_prompt_cache_can_be_switched_off(folders):
 
 
 def test_more_requests_than_slots_and_pages_all_finish_and_give_their_pages_back(folders):
-    """A cache of 12 pages and 4 slots serves 40 requests, and nothing leaks: afterwards every page is free again."""
+    """12 pages and 4 slots serve 40 requests, and every page is free afterwards."""
     with EngineHarness(folders["qwen3"], max_total_tokens=12 * 16, max_running_requests=4) as harness:
         requests = [harness.request([5 + i, 6, 7], seed=i, max_new_tokens=1 + i, ignore_eos=True) for i in range(40)]
         harness.run(requests)
@@ -233,7 +242,8 @@ def test_more_requests_than_slots_and_pages_all_finish_and_give_their_pages_back
 
 
 def test_an_engine_gives_its_caches_memory_back_and_generates_the_same_afterwards(folders):
-    """--offload-rollout: the trainer beside it needs the memory. Requests that come meanwhile wait; a busy engine keeps its cache."""
+    """With --offload-rollout an idle engine frees its cache, requests that come meanwhile wait, and
+    it generates the same afterwards; a busy engine keeps its cache."""
     with EngineHarness(folders["qwen3"], deterministic=True) as harness:
         engine, cache = harness.engine, harness.engine.runner.cache
 
@@ -252,7 +262,8 @@ def test_an_engine_gives_its_caches_memory_back_and_generates_the_same_afterward
 
 
 def test_an_interrupted_response_resumed_as_a_longer_prompt_draws_the_same_tokens(folders):
-    """Noise is by absolute position, so partial rollout continues the response it would have had (up to rounding of the logits)."""
+    """Noise is by absolute position, so a response resumed as a longer prompt draws the same
+    tokens, up to rounding of the logits."""
     with EngineHarness(folders["qwen3"]) as harness:
         whole = harness.run([harness.request([5, 6, 7], seed=9, max_new_tokens=20, ignore_eos=True)])[0]
         resumed_prompt = [5, 6, 7, *whole.output_ids[:8].tolist()]
@@ -261,8 +272,8 @@ def test_an_interrupted_response_resumed_as_a_longer_prompt_draws_the_same_token
 
 
 def test_weights_that_are_not_finite_fail_the_request_and_poison_no_later_one(folders):
-    """NaN left in a page would reach its next holder through masked positions (0 * NaN), here of pages that 14 bad tokens stood in and 3 good
-    ones take over; and the prompt's cached distribution is NaN too."""
+    """Weights with NaN fail the request, and neither its pages nor the prompt's cached distribution
+    affect later requests."""
     with EngineHarness(folders["qwen3"], max_total_tokens=8 * 16) as harness:
         weight = harness.loaded.decoder.weights["model.layers.0.self_attn.v_proj.weight"]
         good = weight.clone()
@@ -276,7 +287,8 @@ def test_weights_that_are_not_finite_fail_the_request_and_poison_no_later_one(fo
 
 
 def test_a_request_that_fails_leaves_its_siblings_pages_alone(folders):
-    """18 tokens: a page that both hold and one of their own each. The first fails after a token; the second has the response it has alone."""
+    """A request that fails leaves the page that it shares, and its sibling has the response that it
+    has alone."""
     params = {"seed": 1, "max_new_tokens": 6, "ignore_eos": True}
     responses = []
     for has_sibling in (False, True):
@@ -294,7 +306,8 @@ def test_a_request_that_fails_leaves_its_siblings_pages_alone(folders):
 
 
 def test_an_abort_ends_the_named_request_alone_with_all_its_tokens(folders):
-    """Partial rollout goes on from these tokens: one that is lost is sampled twice. Steps by hand: the first draws two tokens."""
+    """An abort ends the named request with all its tokens, which partial rollout continues, and no
+    other."""
     harness = EngineHarness(folders["qwen3"])
     named, other = (harness.request([5, 6 + i], seed=i, max_new_tokens=9, ignore_eos=True) for i in range(2))
     harness.engine.submit([named, other])
@@ -310,7 +323,7 @@ def test_an_abort_ends_the_named_request_alone_with_all_its_tokens(folders):
 
 
 def test_a_finished_response_does_not_change_when_its_slot_is_used_again(folders):
-    """The response is read by another thread, after the next request has begun to write in the same slot."""
+    """A finished response does not change when the next request writes into its slot."""
     with EngineHarness(folders["qwen3"], max_running_requests=1) as harness:
         first = harness.run([harness.request([5, 6], seed=1, max_new_tokens=8, ignore_eos=True)])[0]
         ids, log_probs = first.output_ids.tolist(), first.output_log_probs.tolist()
@@ -319,7 +332,7 @@ def test_a_finished_response_does_not_change_when_its_slot_is_used_again(folders
 
 
 def test_more_requests_than_may_wait_are_refused_together(folders):
-    """All or none: half of a list request could not be answered."""
+    """A list request that exceeds the queue is refused as a whole."""
     harness = EngineHarness(folders["qwen3"], max_waiting_requests=2)
     harness.engine.submit([harness.request([5])])
     with pytest.raises(EngineError, match="1 requests wait already, at most 2 may"):
@@ -328,7 +341,8 @@ def test_more_requests_than_may_wait_are_refused_together(folders):
 
 
 def test_an_error_between_two_steps_is_raised_where_its_result_is_awaited(folders):
-    """A refused weight update must reach its sender, and the engine goes on."""
+    """An error between two steps, such as a refused weight update, is raised at its sender, and the
+    engine goes on."""
     with EngineHarness(folders["qwen3"]) as harness:
         with pytest.raises(ZeroDivisionError):
             harness.engine.between_steps(lambda: 1 // 0).result(30)
@@ -336,7 +350,8 @@ def test_an_error_between_two_steps_is_raised_where_its_result_is_awaited(folder
 
 
 def test_the_longest_response_is_what_the_whole_cache_has_room_for(folders):
-    """8 pages of 16 tokens (and one for padding): a prompt of 20 takes 2, of which the full one is shared; 7 pages are left for 4 + 108 tokens."""
+    """The longest response fills the cache: with 8 pages of 16 tokens and a prompt of 20, 7 pages
+    are left for 4 + 108 tokens."""
     harness = EngineHarness(folders["qwen3"], max_total_tokens=8 * 16)
     assert harness.engine.total_pages == 8
     longest = harness.engine.longest_response(20)
@@ -363,13 +378,14 @@ def config_of(folder, **changes) -> dict:
     ],
 )
 def test_a_feature_the_decoder_lacks_is_refused_by_name(folders, changes, message):
-    """A model that loads but computes something else would train on wrong log-probs without a word."""
+    """A model feature that the decoder lacks is refused by name."""
     with pytest.raises(ConfigError, match=message):
         decoder_config_from_hf(config_of(folders["qwen3"], **changes))
 
 
 def test_a_checkpoint_that_does_not_fit_its_config_is_refused(folders, tmp_path):
-    """No weight may stay at its random start: a missing, extra or misshapen tensor is named."""
+    """A missing, extra or misshapen tensor is refused by name; no weight stays at its random
+    start."""
     (tmp_path / "config.json").write_text(json.dumps(config_of(folders["qwen3"], num_hidden_layers=3)))
     (tmp_path / "model.safetensors").write_bytes((folders["qwen3"] / "model.safetensors").read_bytes())
     with pytest.raises(ConfigError, match="11 missing: model.layers.2.input_layernorm.weight"):
@@ -383,7 +399,7 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(folders, tmp_path)
 
 
 def test_an_update_is_complete_and_right_or_nothing_changes(folders):
-    """Half a weight version would give log-probs of no policy at all."""
+    """An incomplete or wrong update changes no weight."""
     from slime.backends.torch_engine.weight_update import WeightUpdater
 
     with EngineHarness(folders["qwen3"]) as harness:
@@ -426,7 +442,7 @@ def test_an_update_is_complete_and_right_or_nothing_changes(folders):
 
 
 def test_an_update_ends_what_runs_only_when_asked(folders, monkeypatch):
-    """A reply over two versions is one the trainer may not want; which, the sender of the weights says."""
+    """An update aborts running requests only if its sender asks for it."""
     from slime.backends.torch_engine.weight_update import WeightUpdater
 
     with EngineHarness(folders["qwen3"]) as harness:
@@ -442,7 +458,7 @@ def test_an_update_ends_what_runs_only_when_asked(folders, monkeypatch):
 
 
 def test_the_first_position_beyond_the_rotary_table_makes_it_grow():
-    """64 positions, 0..63, come first; position 64 is one of 128."""
+    """A table of 64 positions grows to 128 when position 64 is needed."""
     from slime.backends.torch_engine.rope import RotaryTable
     from slime.models.model_config import RopeConfig
 
@@ -453,7 +469,7 @@ def test_the_first_position_beyond_the_rotary_table_makes_it_grow():
 
 
 def test_an_index_names_files_of_its_own_folder(folders, tmp_path):
-    """A downloaded checkpoint must not make the engine read ../x."""
+    """An index that names a file outside its folder is refused."""
     from slime.backends.torch_engine.weights import weight_files
 
     inside = tmp_path / "inside"
@@ -465,7 +481,8 @@ def test_an_index_names_files_of_its_own_folder(folders, tmp_path):
 
 
 def test_tokens_sampled_across_an_update_are_labelled_by_segment(folders):
-    """Staleness is counted per token: 5 tokens under version 0, the other 395 under version 1, none relabelled."""
+    """Tokens are labelled with the version that sampled them: 5 under version 0 and 395 under
+    version 1."""
     harness = EngineHarness(folders["qwen3"])
     request = harness.request([5, 6], max_new_tokens=400, ignore_eos=True)
     harness.engine.submit([request])
@@ -479,7 +496,7 @@ def test_tokens_sampled_across_an_update_are_labelled_by_segment(folders):
 
 
 def test_config_reads_llama3_rope_and_head_dim(folders):
-    """head_dim is not always hidden / heads, and a lost rope scaling shows only at long range."""
+    """head_dim and llama3's rope scaling are read from the config."""
     config = read_decoder_config(folders["llama-tied-llama3-rope"])
     assert (config.rope.rope_type, config.rope.factor, config.rope.original_max_position_embeddings) == (
         "llama3",

@@ -51,7 +51,7 @@ def frequencies(tokens: np.ndarray) -> np.ndarray:
 
 
 def test_draws_follow_the_distribution():
-    """20000 seeds: each frequency within 4 standard errors (0.014) of its probability."""
+    """Over 20000 seeds each frequency is within 4 standard errors (0.014) of its probability."""
     tokens, log_probs = draw_many(20000)
     assert np.abs(frequencies(tokens) - [0.5, 0.3, 0.15, 0.05]).max() < 0.014
     assert np.abs(log_probs - np.log([0.5, 0.3, 0.15, 0.05])[tokens]).max() < 1e-6
@@ -66,7 +66,8 @@ def test_temperature_changes_draws_and_the_log_prob():
 
 
 def test_temperature_zero_is_greedy_and_its_log_prob_is_that_of_temperature_one():
-    """A greedy response must carry a finite log-prob that a trainer can recompute."""
+    """Temperature 0 is greedy, and its log-prob is that of temperature 1, which a trainer can
+    recompute."""
     tokens, log_probs = draw_many(8, temperature=0)
     assert tokens.tolist() == [0] * 8
     assert np.abs(log_probs - np.log(0.5)).max() < 1e-6
@@ -90,7 +91,7 @@ def test_temperature_zero_is_greedy_and_its_log_prob_is_that_of_temperature_one(
     ],
 )
 def test_truncation_limits_the_draw_but_not_the_log_prob(params, expected):
-    """Log-probs stay those of the whole policy, or the trainer's ratio would be wrong by the truncated mass."""
+    """Truncation limits the draw, and the log-prob stays that of the whole policy."""
     tokens, log_probs = draw_many(20000, **params)
     assert np.abs(frequencies(tokens) - expected).max() < 0.014
     assert np.all(frequencies(tokens)[np.array(expected) == 0] == 0)
@@ -147,7 +148,8 @@ def test_log_probs_over_a_real_vocabulary_have_no_bias():
 
 @pytest.mark.parametrize("first", [True, False])
 def test_one_row_that_truncates_leaves_the_others_alone(first):
-    """Parameters are per request, batched or not, and wherever in the batch the row is."""
+    """Parameters are per row: one row that truncates does not change the others, wherever it is in
+    the batch."""
     order = 1 if first else -1
     batch = SamplingBatch(
         uniforms=np.array([0.97, 0.97]),
@@ -163,7 +165,8 @@ def test_one_row_that_truncates_leaves_the_others_alone(first):
 
 
 def test_end_tokens_cannot_be_drawn_before_min_new_tokens():
-    """Token 3 is the end token (p = 0.05) and stop_token_ids adds token 2: with min_new_tokens only 0 and 1 are left."""
+    """Before min_new_tokens end tokens and stop token ids cannot be drawn: of 4 tokens, 0 and 1 are
+    left."""
     tokens, log_probs = draw_many(20000, min_new_tokens=1, stop_token_ids=[2])
     assert np.abs(frequencies(tokens) - [0.625, 0.375, 0, 0]).max() < 0.014
     assert np.abs(log_probs - np.log([0.5, 0.3, 0.15, 0.05])[tokens]).max() < 1e-6
@@ -172,7 +175,8 @@ def test_end_tokens_cannot_be_drawn_before_min_new_tokens():
 
 
 def test_penalties_count_prompt_and_response_as_documented():
-    """Logits ln 2 and 0.5: the prompt is token 0, so repetition 2 halves its logit; frequency and presence need a response token."""
+    """With logits ln 2 and 0.5 and prompt token 0, repetition 2 halves token 0's logit; frequency
+    and presence count response tokens only."""
     logits = torch.tensor([[float(np.log(2.0)), 0.5, -1.0, -9.0]])
     tokens, _ = draw_many(4, logits=logits, temperature=0)
     assert tokens.tolist() == [0] * 4
@@ -195,7 +199,8 @@ def test_penalties_count_prompt_and_response_as_documented():
 
 
 def test_rows_keep_their_own_counts_and_their_own_nucleus():
-    """Two rows draw tokens 0 and 2: each request's counts and kept ids are of its own draw, also where only the second asks for them."""
+    """Each request's counts and kept ids are of its own draw, also where only the second row asks
+    for them."""
     batch = RunningBatch(2, vocab_size=4, eos_token_ids=(), device=torch.device("cpu"))
     raw = {"temperature": 0, "top_k": 2, "presence_penalty": 0.1, "custom_params": {"return_top_p_token_ids": True}}
     requests, slots = [], []
@@ -228,7 +233,8 @@ def test_penalties_are_subtracted_before_the_temperature():
 
 
 def test_noise_is_a_function_of_seed_and_position_and_is_uniform():
-    """Chunking or order must not matter, siblings must differ, and 100000 numbers fill 10 bins evenly (chi-square, 9 df, < 33)."""
+    """Noise depends on seed and position alone, differs between siblings, and is uniform: 100000
+    numbers in 10 bins (chi-square, 9 df, < 33)."""
     seeds = np.arange(100_000, dtype=np.uint64)
     numbers = noise.uniform(seeds, np.full(100_000, 17))
     assert np.array_equal(numbers[5:6], noise.uniform(seeds[5:6], np.array([17])))
@@ -243,7 +249,8 @@ def test_noise_is_a_function_of_seed_and_position_and_is_uniform():
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(-30, 30), min_size=2, max_size=40), st.floats(0, 1, exclude_max=True))
 def test_every_drawn_token_has_probability(logits, uniform):
-    """Whatever u is, rounding must not pick a token of probability zero: -inf is added as a first and last token."""
+    """No token of probability 0 is drawn, whatever the random number: -inf is added as a first and
+    last token."""
     row = torch.tensor([[float("-inf"), *logits, float("-inf")]], dtype=torch.float32)
     batch = SamplingBatch(uniforms=np.array([uniform]), temperatures=np.ones(1, dtype=np.float32))
     sampled = sample_tokens(row, batch)
@@ -272,13 +279,13 @@ def test_every_drawn_token_has_probability(logits, uniform):
     ],
 )
 def test_a_parameter_that_cannot_be_honoured_is_refused_by_name(raw, message):
-    """A misspelled parameter that is ignored would train another policy than the one configured."""
+    """An unknown or unsupported sampling parameter is refused by name."""
     with pytest.raises(BadRequest, match=message):
         parse_sampling_params(raw, vocab_size=10)
 
 
 def test_null_parameters_mean_the_default():
-    """Clients write out every field, with null for unset; only max_new_tokens null has a meaning of its own: no limit."""
+    """null means the default, and for max_new_tokens no limit."""
     params = parse_sampling_params({"stop": None, "top_p": None, "regex": None, "sampling_seed": None}, vocab_size=10)
     assert params == parse_sampling_params(None, vocab_size=10) and params.max_new_tokens == 128
     assert parse_sampling_params({"max_new_tokens": None}, vocab_size=10).max_new_tokens is None
@@ -289,7 +296,8 @@ def decode_pieces(pieces: dict[int, str]):
 
 
 def test_stop_strings_are_found_across_token_borders_and_cut_where_they_start():
-    """'END' arrives as 'xE', 'N', 'Dy': found with the last token, not before, and the text keeps 'abx'."""
+    """A stop string 'END' that arrives as 'xE', 'N', 'Dy' is found with the last token, and the
+    text keeps 'abx'."""
     decode = decode_pieces({1: "ab", 2: "xE", 3: "N", 4: "Dy"})
     assert find_stop([1, 2, 3], ("END",), decode=decode) is None
     assert find_stop([1, 2, 3, 4], ("y", "END"), decode=decode) == "END"
@@ -297,19 +305,20 @@ def test_stop_strings_are_found_across_token_borders_and_cut_where_they_start():
 
 
 def test_a_stop_string_that_min_new_tokens_let_pass_does_not_cut():
-    """'.' at token 1 was complete before the last token; the one in the last token ends the response."""
+    """A stop string completed before min_new_tokens stays in the text, and the one in the last
+    token ends the response."""
     assert cut_at_stop([1, 2, 1], ".", decode=decode_pieces({1: "a.", 2: "b"})) == 4
 
 
 def test_streamed_text_holds_back_what_may_still_change():
-    """Half a character or the beginning of a stop string must not be shown and then taken away."""
+    """A stream holds back half a character and the beginning of a stop string."""
     assert held_back("abc", ()) == 0
     assert held_back("ab\ufffd", ()) == 1
     assert held_back("abEN", ("END", "Nx")) == 2
 
 
 def test_arrays_round_trip_and_a_cut_reply_is_an_error():
-    """A truncated buffer must never become a shorter sample."""
+    """Arrays round-trip, and a truncated buffer is an error."""
     meta = {TOKEN_IDS_KEY: encode_array([7, 8, 9], TOKEN_DTYPE), "completion_tokens": 3}
     meta[LOG_PROBS_KEY] = encode_array(np.array([-0.5, -1.5, -2.5], dtype=np.float32), np.dtype("<f4"))
     ids, log_probs = decode_response_arrays(meta)
@@ -321,7 +330,7 @@ def test_arrays_round_trip_and_a_cut_reply_is_an_error():
 
 
 def test_a_page_is_free_when_its_last_holder_lets_go():
-    """A shared prompt page freed too early would be overwritten under a running sequence."""
+    """A shared page is free when its last holder releases it."""
     allocator = PageAllocator(6)
     pages = allocator.allocate(3)
     allocator.share(pages[:2])
@@ -342,7 +351,7 @@ def prompts_of_one_page(num_pages, names):
 
 
 def test_prompts_are_forgotten_oldest_first_and_those_in_use_never():
-    """Room for a new request must not cost a prompt that the same step is about to share."""
+    """Cached prompts are evicted oldest first, and never while they are in use."""
     allocator, cache = prompts_of_one_page(3, [b"a", b"b", b"c"])
     cache.get(b"a")
     assert cache.free_pages(1, protected=set()) and [cache.get(name) is None for name in (b"a", b"b", b"c")] == [False, True, False]
@@ -352,7 +361,8 @@ def test_prompts_are_forgotten_oldest_first_and_those_in_use_never():
 
 
 def test_the_prompt_cache_keeps_to_its_capacity():
-    """Distributions over a large vocabulary are megabytes each: 16 of them at least, and no more where each is large."""
+    """The cache of prompts is trimmed to its capacity, oldest first: of 20 prompts of one page 16
+    stay."""
     allocator, cache = prompts_of_one_page(20, [bytes([i]) for i in range(20)])
     cache.trim()
     assert len(cache) == 16 and allocator.num_free == 4

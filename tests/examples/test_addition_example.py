@@ -27,7 +27,7 @@ def read(folder, name):
 
 
 def test_no_held_out_problem_is_in_any_training_data(folder):
-    """Accuracy must not be memory: 512 of 3240 problems are held out of the warm-up and of GRPO."""
+    """The 512 held-out problems of 3240 are in neither the warm-up nor the GRPO data."""
     train = {row["prompt"][0]["content"] for row in read(folder, "train")}
     held_out = {row["prompt"][0]["content"] for row in read(folder, "eval")}
     warm_up = {row["messages"][0]["content"] for row in read(folder, "sft")}
@@ -36,7 +36,7 @@ def test_no_held_out_problem_is_in_any_training_data(folder):
 
 
 def test_labels_and_conversations_are_right(folder):
-    """A wrong label would teach wrong sums."""
+    """Labels and conversations hold the right sums."""
     for row in read(folder, "train") + read(folder, "eval"):
         a, b = row["prompt"][0]["content"].rstrip("=").split("+")
         assert row["label"] == str(int(a) + int(b))
@@ -46,7 +46,7 @@ def test_labels_and_conversations_are_right(folder):
 
 
 def test_everything_is_the_same_bytes_each_time_and_made_once(folder, tmp_path):
-    """Two runs with one seed are identical only if they start from the same weights and problems."""
+    """The same seed makes the same bytes, and existing data is not made again."""
     again = prepare.prepare(tmp_path)
     files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     assert Path("model/model.safetensors") in files
@@ -58,14 +58,14 @@ def test_everything_is_the_same_bytes_each_time_and_made_once(folder, tmp_path):
 
 
 def test_half_written_data_is_made_again(tmp_path):
-    """An interrupted first run must not leave data that the next one trusts."""
+    """Data of an interrupted first run is made again."""
     (tmp_path / "train.jsonl").write_text("half a li")
     prepare.prepare(tmp_path)
     assert len(read(tmp_path, "train")) == 2728
 
 
 def test_tokenizer_is_one_token_per_character_and_comes_back_exactly(folder):
-    """ids -> text -> ids is the identity for any printable text, so masks can be read off the text."""
+    """ids -> text -> ids is the identity for any printable text."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -77,7 +77,7 @@ def test_tokenizer_is_one_token_per_character_and_comes_back_exactly(folder):
 
 
 def test_chat_template_only_appends(folder):
-    """What was generated stays where it was when the conversation goes on."""
+    """A conversation that goes on keeps its earlier ids."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -91,7 +91,8 @@ def test_chat_template_only_appends(folder):
 
 
 def test_model_folder_is_what_its_readers_expect(folder):
-    """The engine stops at every EOS id of the generation config; the trainer derives its shape from config.json."""
+    """Engine and trainer can read the model folder: every EOS id of the generation config, and the
+    shape of config.json."""
     config = json.loads((folder / "model" / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]
     assert config["vocab_size"] == 104 and config["vocab_size"] % 2 == 0  # splits over two tensor-parallel ranks
@@ -102,12 +103,12 @@ def test_model_folder_is_what_its_readers_expect(folder):
     ("response", "reward"), [("85", 1.0), ("85<|end|>", 1.0), ("86<|end|>", 0.0), ("", 0.0), ("8 5", 0.0), ("085", 0.0)]
 )
 def test_reward_is_one_for_the_exact_sum_only(response, reward):
-    """What the engine may or may not leave at the end does not matter; everything else does."""
+    """The reward is 1 for the exact sum alone, with or without the end mark."""
     assert asyncio.run(exact_sum(None, Sample(response=response, label="85"))) == reward
 
 
 def test_recipe_uses_known_options_and_its_batches_divide():
-    """A key that no option has would stop `make train` at its start."""
+    """Every key of the recipe is an option, and its batch sizes divide."""
     from slime.config.specs import all_specs
 
     known = {spec.name for spec in all_specs()}
@@ -152,7 +153,8 @@ def write_run(folder, accuracies, **changes):
     ],
 )
 def test_last_line_and_exit_status_say_how_it_went(tmp_path, capsys, accuracies, changes, is_recipe, status, said):
-    """ecosystem.md check 2: each of the three books, broken, is said, and the exit status is not 0."""
+    """The last line gives the accuracies; the exit status is 1 where the recipe did not double
+    them, or where samples, weights or rewards do not add up."""
     started = time.monotonic() - 281
     assert run.conclude(write_run(tmp_path, accuracies, **changes), started=started, is_recipe=is_recipe) == status
     captured = capsys.readouterr()
@@ -162,7 +164,7 @@ def test_last_line_and_exit_status_say_how_it_went(tmp_path, capsys, accuracies,
 
 
 def test_failed_stage_ends_the_job_with_its_status(monkeypatch, folder, tmp_path, capsys):
-    """A training that crashed must not be reported by an old run's numbers."""
+    """A failed stage ends the job with its status, and no old run's numbers are reported."""
     monkeypatch.setattr(run, "grpo_command", lambda *rest: [run.sys.executable, "-c", "raise SystemExit(3)"])
     monkeypatch.setattr(run, "warm_up", lambda *rest, **options: folder / "model")
     assert run.main(["--run-dir", str(tmp_path), "--data", str(folder)]) == 3
@@ -171,7 +173,8 @@ def test_failed_stage_ends_the_job_with_its_status(monkeypatch, folder, tmp_path
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 def test_signal_to_the_job_reaches_the_stage_once_and_its_status_comes_back(tmp_path, number):
-    """The stage stops its Ray session by itself; the job waits for that and ends with its status."""
+    """A signal to the job reaches the stage once, and the job ends with the stage's status after it
+    has stopped its Ray session."""
     script = (
         "import os, pathlib, signal, sys, time\n"
         "def stop(number, frame):\n"
@@ -187,7 +190,7 @@ def test_signal_to_the_job_reaches_the_stage_once_and_its_status_comes_back(tmp_
 
 
 def test_interrupted_warm_up_is_not_reused_and_a_finished_one_is(monkeypatch, tmp_path, capsys):
-    """The second `make train` starts GRPO at once, from a whole model."""
+    """A second `make train` reuses a finished warm-up and not an interrupted one."""
     script = "import pathlib, sys; p = pathlib.Path(sys.argv[1]); p.mkdir(); (p / 'config.json').write_text('{}'); sys.exit(int(sys.argv[2]))"
 
     def command(status):

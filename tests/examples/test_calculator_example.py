@@ -1,4 +1,5 @@
-"""Two turns with a tool on the real embedded engine: what is sampled, what is added, and what is logged about it."""
+"""Two turns with a tool on the real embedded engine: sampled tokens, added tokens, and what is
+logged about them."""
 
 import sys
 from pathlib import Path
@@ -93,7 +94,8 @@ def response_of(sample):
 
 
 def test_ids_masks_and_log_probs_of_two_turns_are_aligned(samples):
-    """Sampled tokens and they alone have mask 1 and a log-prob; what stands between them is what the template writes."""
+    """Exactly the sampled tokens have mask 1 and a log-prob; between them is what the template
+    writes."""
     tokenizer = build_tokenizer()
     for sample in samples:
         response, log_probs = response_of(sample), sample.rollout_log_probs
@@ -108,7 +110,7 @@ def test_ids_masks_and_log_probs_of_two_turns_are_aligned(samples):
 
 
 def test_an_answered_sample_is_the_render_of_its_conversation(samples):
-    """For this append-only template the trained row and the conversation at inference are the same ids."""
+    """For this append-only template the trained ids are the render of the conversation."""
     tokenizer = build_tokenizer()
     answered = [s for s in samples if s.status is Sample.Status.COMPLETED and s.metadata["round_number"] == 2]
     assert len(answered) >= 10
@@ -121,7 +123,8 @@ def test_an_answered_sample_is_the_render_of_its_conversation(samples):
 
 
 def test_the_models_own_log_probs_of_the_row_are_the_engines(samples, trained):
-    """A mask shifted by one, or a context that inference did not have, would show as another log-prob."""
+    """The model's own log-probs of the trained row equal the engine's, so mask and context are
+    those of sampling."""
     import torch
 
     for sample in samples[:8]:
@@ -134,7 +137,7 @@ def test_the_models_own_log_probs_of_the_row_are_the_engines(samples, trained):
 
 
 def test_turns_and_lengths_with_and_without_the_tool_are_logged(samples):
-    """--log-multi-turn on the real columns: the tool's tokens count in the raw length and not in the other."""
+    """--log-multi-turn counts the tool's tokens in the raw length and not in the other."""
     from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards
     from slime.metrics.train_metrics import TrainMetricsConfig, multi_turn_contributions
 
@@ -151,7 +154,8 @@ def test_turns_and_lengths_with_and_without_the_tool_are_logged(samples):
 
 
 def test_a_rollout_that_is_aborted_between_turns_goes_on_where_it_was(trained, monkeypatch):
-    """Partial rollout: the turns so far are kept, none is sampled or added twice, and the end is that of one go."""
+    """A rollout aborted between turns goes on with its turns, adds none twice, and ends as one that
+    was not aborted."""
     url, folder, _ = trained
     args = example_args(folder, rollout_temperature=0.0)
     params = {"max_new_tokens": 20, "temperature": 0.0}
@@ -193,12 +197,12 @@ def test_a_rendered_prompt_is_refused_with_the_option_to_remove(trained):
     [("47*38", "1786"), ("5-12", "-7"), ("2+2", "4"), ("", "error"), ("2**9", "error"), ("9999999*1", "error"), ("a", "error")],
 )  # fmt: skip
 def test_the_calculator_reads_numbers_and_evaluates_nothing(expression, result):
-    """Model text is data: a malformed call gets an answer and never runs."""
+    """The calculator reads numbers and evaluates no code; a malformed call gets an answer."""
     assert rollout.call_calculator(rollout.read_expression(expression)) == result
 
 
 def test_recipes_use_known_options_and_held_out_problems_are_held_out(tmp_path):
-    """A key that no option has would stop the run at its start; accuracy must not be memory."""
+    """Every key of the recipes is an option, and held-out problems are in no training data."""
     from slime.config.specs import all_specs
 
     known = {spec.name for spec in all_specs()}
@@ -219,7 +223,7 @@ def write_records(folder, accuracies, turns):
 
 
 def test_the_last_line_says_accuracy_and_turns(tmp_path, capsys):
-    """Without both there is nothing to conclude, and the exit status says so."""
+    """The last line has accuracy and turns, and without both the exit status is not 0."""
     write_records(tmp_path, [0.25, 0.75], [1.5, 2.0])
     assert run.conclude(tmp_path, started=0.0) == 0
     assert capsys.readouterr().out.startswith("accuracy: 0.25 -> 0.75 with 2.00 turns in ")

@@ -31,7 +31,7 @@ def test_the_model_is_a_mixture_that_loads_and_is_made_once(folder):
 
 
 def test_every_recipe_parses_with_its_layout(folder, tmp_path):
-    """An option that is renamed must not be found out by the one who runs the example; the layouts are what the page promises."""
+    """Every recipe parses with the layout that the page promises."""
     from slime.utils.arguments import parse_args
 
     words = dict(run.commands(folder, tmp_path / "run", ["--hf-checkpoint", str(folder / "model")]))
@@ -45,7 +45,7 @@ def test_every_recipe_parses_with_its_layout(folder, tmp_path):
     ("distance", "accuracies", "status"), [(1e-5, (0.25, 0.4), 0), (0.1, (0.25, 0.4), 1), (float("nan"), (0.25, 0.4), 1), (1e-5, (0.25,), 1)]
 )
 def test_the_verdict_needs_both_accuracies_and_agreement(distance, accuracies, status, tmp_path, capsys):
-    """A run in which trainer and engine drift apart, or that was not evaluated twice, is no success."""
+    """A run without two evaluations, or whose trainer and engine drift apart, is no success."""
     records = [{"time": 0, "process": "a", "step_key": "eval/step", "step": i, "metrics": {"eval/addition": a}} for i, a in enumerate(accuracies)]
     record = {"rollout/logprob_abs_diff/max": distance, "rollout/ledger/sampled": 8, "rollout/ledger/trained": 8, "rollout/ledger/dropped": 0}
     record["train/weight_delta"] = 1e-3
@@ -58,7 +58,7 @@ def test_the_verdict_needs_both_accuracies_and_agreement(distance, accuracies, s
 
 
 def test_recipes_name_no_paths():
-    """Paths come from run.py, so that the example runs from anywhere."""
+    """Recipes contain no paths; run.py gives them, so that the example runs from anywhere."""
     for name in ("sft.yaml", "grpo.yaml"):
         assert not [value for value in yaml.safe_load((run.HERE / name).read_text()).values() if str(value).startswith("/")]
 

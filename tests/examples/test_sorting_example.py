@@ -33,7 +33,8 @@ def write_records(folder, cuts, *, kept=None, accuracies=(0.25, 0.75), totals=No
 
 
 def test_held_out_rows_are_in_no_training_data_and_labels_are_sorted(folder):
-    """Accuracy must not be memory; the longest right answer and its end are what the response limit allows."""
+    """Held-out rows are in no training data, labels are sorted, and the response limit is the
+    longest right answer with its end."""
     rows = {name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()] for name in ("train", "eval", "sft")}
     prompts = {name: {row["prompt"][0]["content"] for row in rows[name]} for name in ("train", "eval")}
     assert (len(prompts["train"]), len(prompts["eval"])) == (4096, 512) and not prompts["train"] & prompts["eval"]
@@ -46,7 +47,8 @@ def test_held_out_rows_are_in_no_training_data_and_labels_are_sorted(folder):
 
 
 def test_the_recipes_parse_and_the_comparison_differs_in_one_policy(folder, tmp_path):
-    """The recommended recipe penalizes; a word of the comparison replaces that, and the limit leaves room for every right answer."""
+    """The recipes parse, the comparison differs from the recommended one in the policy for cuts
+    alone, and the limit leaves room for every right answer."""
     from slime.gate.config import InvalidReason
     from slime.gate.gate import gate_config_from_args
     from slime.utils.arguments import parse_args
@@ -80,7 +82,7 @@ def test_rollouts_count_by_their_samples_and_one_that_kept_nothing_has_no_mean(t
 
 @pytest.mark.parametrize(("accuracies", "cuts", "said"), [((0.2,), [0.1], "logged 1 times"), ((0.2, 0.3), [], "truncated 0 times")])
 def test_records_without_a_before_and_after_are_refused(accuracies, cuts, said, tmp_path):
-    """Half a run must not become a row."""
+    """A run without the evaluation before and after becomes no row of the table."""
     with pytest.raises(run.IncompleteRun, match=said):
         run.read_outcome(read_run(write_records(tmp_path, cuts, accuracies=accuracies)))
 
@@ -107,7 +109,8 @@ STEADY, RISING = [0.05] * 9 + [0.04], [0.05] * 5 + [0.45] * 5
 
 
 def test_both_recipes_of_a_seed_start_from_one_warm_up_and_a_rise_of_cuts_is_a_result(monkeypatch, folder, tmp_path, capsys):
-    """A run whose report says that the model fails more ends with status 1: that is what the comparison is there to show."""
+    """Both recipes of a seed start from one warm-up; status 1 because the model fails more is a
+    result of the comparison and not an error."""
     commands = fake_stages(monkeypatch, cuts={"mark": RISING, "penalize": STEADY}, status=1)
     assert run.main(["--compare", "--seeds", "3", "4", "--run-dir", str(tmp_path), "--data", str(folder), "--lr", "0.1"]) == 0
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
@@ -120,7 +123,8 @@ def test_both_recipes_of_a_seed_start_from_one_warm_up_and_a_rise_of_cuts_is_a_r
 
 @pytest.mark.parametrize(("cuts", "accuracies", "status"), [(RISING, (0.25,), 1), (STEADY, (0.25, 0.75), 1), (RISING, (0.25, 0.75), 130)])
 def test_a_run_that_failed_otherwise_ends_the_comparison(cuts, accuracies, status, monkeypatch, folder, tmp_path, capsys):
-    """A crash before the last evaluation, another problem, an interrupt: no table."""
+    """A crash before the last evaluation, another problem or an interrupt ends the comparison
+    without a table."""
     fake_stages(monkeypatch, cuts={"mark": cuts, "penalize": STEADY}, status=status, accuracies=accuracies)
     assert run.main(["--compare", "--run-dir", str(tmp_path), "--data", str(folder)]) == status
     captured = capsys.readouterr()

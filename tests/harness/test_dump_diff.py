@@ -1,4 +1,4 @@
-"""`slime diff` finds what differs between two dumps, says where, and says nothing else."""
+"""`slime diff` finds what differs between two dumps and where."""
 
 import json
 import math
@@ -54,14 +54,14 @@ def write_dump(path, *, ranks=1, change=None):
 
 
 def test_the_same_rollout_from_one_rank_and_from_two_is_identical(tmp_path, capsys):
-    """The layout decides where a sample is trained, not what it is."""
+    """Dumps of one rollout from one rank and from two are identical."""
     a, b = write_dump(tmp_path / "a"), write_dump(tmp_path / "b", ranks=2)
     assert main([str(a), str(b)]) == 0
     assert capsys.readouterr().out == "identical: 8 fields x 4 samples, 0 differences\n"
 
 
 def test_two_swapped_rewards_are_found_with_sample_field_and_rank(tmp_path, capsys):
-    """The bug this project began with: a reward that meets another sample's tokens."""
+    """Two swapped rewards are found with sample, field and rank."""
 
     def swap(fields):
         fields["rewards"][1], fields["rewards"][3] = fields["rewards"][3], fields["rewards"][1]
@@ -75,7 +75,8 @@ def test_two_swapped_rewards_are_found_with_sample_field_and_rank(tmp_path, caps
 
 
 def test_the_first_differing_token_is_named_and_all_are_counted(tmp_path):
-    """Token 2 and 4 of position 2 differ in one bit of their log-probs."""
+    """Of the two tokens of position 2 that differ in one bit, the first is named and both are
+    counted."""
 
     def change(fields):
         fields["log_probs"][2][[2, 4]] = np.nextafter(fields["log_probs"][2][[2, 4]], np.float32(0))
@@ -90,7 +91,7 @@ def test_the_first_differing_token_is_named_and_all_are_counted(tmp_path):
 
 
 def test_causes_are_named_before_effects():
-    """A wrong mask changes the log-probs behind it; the mask is the finding."""
+    """A differing mask is reported before the log-probs that follow from it."""
     right = {"log_probs": np.zeros(2), "advantages": np.zeros(2), "loss_masks": np.ones(2, dtype=np.uint8)}
     wrong = {name: values + 1 for name, values in right.items()}
     found = compare_records(Records("a", {5: right}, {5: 7}, {}), Records("b", {5: wrong}, {5: 7}, {}))
@@ -98,7 +99,7 @@ def test_causes_are_named_before_effects():
 
 
 def test_tolerance_is_for_floats_alone_and_not_a_number_equals_itself():
-    """Ids, masks and texts are right or wrong."""
+    """A tolerance applies to floats alone, and NaN equals NaN."""
 
     def differ(a, b, **tolerance):
         records = [Records(name, {0: {"x": value}}, {0: 0}, {}) for name, value in (("a", a), ("b", b))]
@@ -114,7 +115,7 @@ def test_tolerance_is_for_floats_alone_and_not_a_number_equals_itself():
 
 
 def test_missing_samples_and_fields_are_differences(tmp_path):
-    """A dump with less in it is not identical to one with more."""
+    """Missing samples and fields are differences."""
     a, b = write_dump(tmp_path / "a"), write_dump(tmp_path / "b", change=lambda fields: fields.pop("log_probs"))
     (found,) = compare_paths(a, b).values()
     assert (found.only_in_a, found.only_in_b, found.first, found.identical) == (["field log_probs"], [], None, False)
@@ -132,7 +133,7 @@ def rollout(path, **changes):
 
 
 def test_rollout_dumps_are_compared_by_their_samples_fields(tmp_path):
-    """Before training, to tell whether two runs sampled the same."""
+    """Rollout dumps are compared by the fields of their samples."""
     a, b, c = rollout(tmp_path / "a"), rollout(tmp_path / "bb"), rollout(tmp_path / "c", tokens=[1, 9, 3])
     (same,), (other,) = compare_paths(a, b).values(), compare_paths(a, c).values()
     assert same.identical and same.num_samples == 3
@@ -140,7 +141,7 @@ def test_rollout_dumps_are_compared_by_their_samples_fields(tmp_path):
 
 
 def test_folders_are_compared_dump_by_dump(tmp_path, capsys):
-    """`slime diff record/dumps replay/dumps` after a replay."""
+    """Two folders are compared dump by dump."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         write_dump(tmp_path / name / "0.safetensors")
@@ -154,7 +155,7 @@ def test_folders_are_compared_dump_by_dump(tmp_path, capsys):
 
 
 def test_files_that_are_no_dumps_are_errors_not_differences(tmp_path, capsys):
-    """Exit status 2, as for any command line that cannot be."""
+    """A file that is no dump is an error with status 2 and not a difference."""
     with pytest.raises(RolloutDataError, match="no dump at"):
         compare_paths(tmp_path / "a", tmp_path / "b")
     a = write_dump(tmp_path / "a")

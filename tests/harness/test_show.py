@@ -35,7 +35,8 @@ def dump(tmp_path):
 
 
 def test_a_sample_is_shown_token_by_token(dump, monkeypatch, capsys):
-    """Text, mask, engine's and trainer's log-prob, advantage; of the sample prompt, label, reward, group."""
+    """Of each token text, mask, engine's and trainer's log-prob and advantage are shown; of the
+    sample prompt, label, reward and group."""
     trained = {"log_probs": [-0.5, -2.0], "advantages": [1.5, 0.0], "loss_masks": [1, 0], "sample_indices": 6}
     monkeypatch.setattr(show, "trained_fields", lambda path, position, sample: trained)
     assert show.main([str(dump), "--sample", "6"]) == 0
@@ -48,7 +49,8 @@ def test_a_sample_is_shown_token_by_token(dump, monkeypatch, capsys):
 
 
 def test_without_a_train_dump_its_columns_are_empty_and_the_output_says_why(dump, capsys):
-    """Control characters that a model sampled reach no terminal."""
+    """Without a train dump its columns are empty, with the reason below; sampled control characters
+    are escaped."""
     assert show.main([str(dump), "--sample", "7"]) == 0
     shown = capsys.readouterr().out
     assert "'\\n'" in shown and "response  a\\n" in shown and "invalid: bad_format" in shown
@@ -57,7 +59,7 @@ def test_without_a_train_dump_its_columns_are_empty_and_the_output_says_why(dump
 
 
 def test_without_a_number_every_sample_is_listed_and_json_has_them_all(dump, capsys):
-    """To find the one to look at."""
+    """Without --sample every sample is listed, and --json has them all."""
     assert show.main([str(dump)]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows[2][:6] == ["6", "3", "1.0", "2", "completed", "yes"] and rows[3][5] == "bad_format"
@@ -68,7 +70,8 @@ def test_without_a_number_every_sample_is_listed_and_json_has_them_all(dump, cap
 
 
 def test_what_cannot_be_shown_is_said(dump, tmp_path, capsys):
-    """Status 2, with what there is instead."""
+    """A sample or a dump that does not exist is an error with status 2 and what there is
+    instead."""
     for words, message in (
         ([str(dump), "--sample", "9"], "has no sample 9; it has 2 from 6 to 7"),
         ([str(tmp_path / "run")], f"is a folder; name one rollout dump. For instance {dump}"),
@@ -80,7 +83,7 @@ def test_what_cannot_be_shown_is_said(dump, tmp_path, capsys):
 
 
 def test_columns_of_another_length_are_refused():
-    """Shifted by one token they would look right."""
+    """Columns of another length are refused; shifted by one token they would look right."""
     sample = make_sample("x", "ab", index=1)
     with pytest.raises(RolloutDataError, match="sample 1: 3 trainer log-probs for 2 response tokens"):
         show.token_rows(sample, {"log_probs": [0.0, 0.0, 0.0]}, None)
