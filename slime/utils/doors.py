@@ -10,8 +10,10 @@ from typing import Any
 def open_door(path: str, *homes: ModuleType) -> None:
     """Makes the module `path` read each name from the first of `homes` that has it, and replace it there.
 
-    A test or plug-in that patches `path.name` therefore patches what runs. Names that `path` itself defines stay its own.
+    A test or plug-in that patches `path.name` therefore patches what runs, and one that deletes it afterwards, as `mock.patch` does, takes its
+    replacement back. Names that `path` itself defines stay its own.
     """
+    replaced: dict[str, list[Any]] = {}  # by name: what stood in the home before each replacement
 
     class Door(ModuleType):
         def __getattr__(self, name: str) -> Any:
@@ -25,6 +27,14 @@ def open_door(path: str, *homes: ModuleType) -> None:
             if home is None or name in self.__dict__:
                 super().__setattr__(name, value)
             else:
+                replaced.setdefault(name, []).append(getattr(home, name))
                 setattr(home, name, value)
+
+        def __delattr__(self, name: str) -> None:
+            if name in self.__dict__ or not replaced.get(name):
+                super().__delattr__(name)
+            else:
+                home = next(home for home in homes if hasattr(home, name))
+                setattr(home, name, replaced[name].pop())
 
     sys.modules[path].__class__ = Door
