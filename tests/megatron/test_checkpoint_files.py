@@ -24,7 +24,8 @@ def _publish(save, iteration, text="weights"):
 
 
 def test_the_latest_or_an_asked_for_iteration_is_found(tmp_path):
-    """--load names the folder, --ckpt-step the iteration; an iter_ folder may be named itself."""
+    """--load names the folder or an iter_ folder, and --ckpt-step an iteration; without it the
+    latest is taken."""
     _publish(tmp_path, 3)
     final = _publish(tmp_path, 12)
     assert files.find_checkpoint(tmp_path, None) == (final, 12)
@@ -37,7 +38,7 @@ def test_the_latest_or_an_asked_for_iteration_is_found(tmp_path):
 
 
 def test_a_pointer_that_is_not_a_number_is_an_error(tmp_path):
-    """A torn pointer file must not mean a fresh start."""
+    """A pointer file that is not a number is an error and not a fresh start."""
     _publish(tmp_path, 3)
     for content in (b"", b"three", b"\xff3", "\u00b2".encode()):
         (tmp_path / files.TRACKER).write_bytes(content)
@@ -47,7 +48,7 @@ def test_a_pointer_that_is_not_a_number_is_an_error(tmp_path):
 
 
 def test_a_large_file_is_hashed_to_its_end(tmp_path):
-    """Read in pieces of 4 MiB: the byte behind the first piece counts too."""
+    """A file larger than one piece of 4 MiB is hashed to its end."""
     content = bytes(4 * 2**20) + b"x"
     (tmp_path / "a.bin").write_bytes(content)
     expected = {"blake2b": hashlib.blake2b(content, digest_size=16).hexdigest(), "size": len(content)}
@@ -63,7 +64,7 @@ def test_a_large_file_is_hashed_to_its_end(tmp_path):
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, damage, words):
-    """Missing, cut, or the same size with other content."""
+    """A missing file, a cut one, and one with other content of the same size are named."""
     final = _publish(tmp_path, 1)
     manifest = files.read_manifest(final)
     assert files.damaged_files(final, manifest, sorted(manifest)) == []
@@ -74,7 +75,7 @@ def test_a_damaged_file_is_named(tmp_path, damage, words):
 
 
 def test_a_cut_manifest_is_an_error(tmp_path):
-    """Without it nothing could be checked."""
+    """A cut manifest is an error, because nothing could be checked without it."""
     final = _publish(tmp_path, 1)
     content = (final / files.MANIFEST).read_text()
     for damaged in (content[: len(content) // 2], "", "{}"):
@@ -84,7 +85,8 @@ def test_a_cut_manifest_is_an_error(tmp_path):
 
 
 def test_a_pointer_that_could_not_be_written_leaves_the_old_one(tmp_path, monkeypatch):
-    """A disk that is full in the middle of the number: 1 of 12 would be another checkpoint."""
+    """A disk that is full in the middle of the pointer leaves the old one; 1 of 12 would be another
+    checkpoint."""
     _publish(tmp_path, 3)
 
     def half(path, text):
@@ -98,7 +100,8 @@ def test_a_pointer_that_could_not_be_written_leaves_the_old_one(tmp_path, monkey
 
 
 def test_publishing_the_same_iteration_again_replaces_it_and_leaves_nothing_else(tmp_path):
-    """A run that was killed after publishing saves the same iteration again."""
+    """Publishing an iteration again, as after a run that was killed, replaces it and leaves nothing
+    else."""
     _publish(tmp_path, 1, "old")
     final = _publish(tmp_path, 1, "new")
     assert (final / "a.bin").read_text() == "new"
@@ -106,7 +109,8 @@ def test_publishing_the_same_iteration_again_replaces_it_and_leaves_nothing_else
 
 
 def test_a_crash_between_the_two_renames_loses_no_checkpoint(tmp_path):
-    """The iteration that is published again has the other name for a moment; the pointer would lead to nothing."""
+    """An iteration that a crash during its replacement left under a temporary name is found and
+    renamed back."""
     final = _publish(tmp_path, 1, "old")
     final.rename(tmp_path / ".iter_0000001.replaced")
     assert files.find_checkpoint(tmp_path, None) == (final, 1)
@@ -114,7 +118,7 @@ def test_a_crash_between_the_two_renames_loses_no_checkpoint(tmp_path):
 
 
 def test_pruning_keeps_the_newest_of_the_line_that_goes_on(tmp_path):
-    """After --ckpt-step 5 the abandoned 8 and 9 were kept as the newest, and the new 6 was deleted."""
+    """After --ckpt-step 5, pruning keeps the new iteration 6 and not the abandoned 8 and 9."""
     for iteration in (4, 5, 8, 9):
         _publish(tmp_path, iteration)
     assert files.prune(tmp_path, keep=None, current=9) == []

@@ -1,4 +1,5 @@
-"""What of a checkpoint is written and read, as its options say, and when a save counts. One process, one tiny model, two iterations."""
+"""Which parts of a checkpoint are written and read by option, and when a save counts. One process,
+one tiny model, two iterations."""
 
 import json
 import shutil
@@ -66,7 +67,8 @@ def are_equal(first, second):
     ids=lambda value: ",".join(value) or "nothing" if isinstance(value, dict) else "",
 )
 def test_each_part_is_read_or_left_as_the_options_say(saved, options, iteration, from_iteration, clock, has_moments, resumes_random):
-    """Two rollouts of two steps of four samples: the schedule's clock stands at 8 and 16."""
+    """Each part is read or left by its option; after two rollouts of two steps of four samples the
+    schedule's clock is at 8 and 16."""
     hf, save, after = saved
     assert [clock for _, clock, _ in after] == [8, 16] and not are_equal(after[0][0], after[1][0])
     found = load(hf, save, **options)
@@ -76,7 +78,7 @@ def test_each_part_is_read_or_left_as_the_options_say(saved, options, iteration,
 
 
 def test_weights_alone_come_from_the_iteration_that_was_asked_for(saved):
-    """--ref-ckpt-step: the reference of another iteration than the latest."""
+    """--ref-ckpt-step takes the reference's weights from another iteration than the latest."""
     from slime.backends.megatron_utils.checkpoint import load_weights
 
     hf, save, after = saved
@@ -87,7 +89,8 @@ def test_weights_alone_come_from_the_iteration_that_was_asked_for(saved):
 
 
 def test_random_states_of_another_layout_are_not_restored(saved, monkeypatch):
-    """Rank 0 of two ranks and rank 0 of one draw for different parts of a model."""
+    """Random states of another layout are not restored: rank 0 of two and rank 0 of one hold
+    different parts of the model."""
     from slime.backends.megatron_utils import checkpoint
 
     hf, save, after = saved
@@ -98,7 +101,7 @@ def test_random_states_of_another_layout_are_not_restored(saved, monkeypatch):
 
 
 def test_a_changed_file_is_named_before_anything_is_loaded(saved, tmp_path):
-    """One flipped bit of the optimizer's state."""
+    """A flipped bit of the optimizer's state is named before anything is loaded."""
     hf, save, _ = saved
     copy = tmp_path / "copy"
     shutil.copytree(save, copy)
@@ -111,7 +114,8 @@ def test_a_changed_file_is_named_before_anything_is_loaded(saved, tmp_path):
 
 
 def test_what_is_not_to_be_saved_is_not_there(saved, tmp_path):
-    """--no-save-optim and --no-save-rng: and a load that wants it says so."""
+    """With --no-save-optim and --no-save-rng these parts are not written, and a load that needs
+    them is an error."""
     from slime.backends.megatron_utils.checkpoint import save_checkpoint
 
     hf, _, _ = saved
@@ -132,7 +136,8 @@ def _full_disk(path):
 
 
 def test_a_save_counts_only_when_it_was_written_and_read_back(saved, tmp_path, monkeypatch):
-    """A full disk, then a file that reads back otherwise: both say so, and the last good checkpoint stays the one that is resumed."""
+    """A save on a full disk, or one that reads back otherwise, is an error, and the last good
+    checkpoint stays the latest."""
     from slime.backends.megatron_utils import checkpoint
     from slime.backends.megatron_utils import checkpoint_files as files
 

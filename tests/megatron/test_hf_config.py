@@ -30,7 +30,7 @@ QWEN3_MOE = {
 
 
 def test_a_llama_config_gives_its_shape_and_its_rotary_scaling():
-    """Llama 3.2 1B: tied embeddings, grouped queries, scaled frequencies."""
+    """Llama 3.2 1B's config gives tied embeddings, grouped queries and scaled frequencies."""
     fields = megatron_fields_from_hf(LLAMA)
     assert fields["num_query_groups"] == 8 and fields["group_query_attention"] is True
     assert fields["kv_channels"] == 64 and fields["ffn_hidden_size"] == 8192
@@ -40,14 +40,14 @@ def test_a_llama_config_gives_its_shape_and_its_rotary_scaling():
 
 
 def test_qwen2_has_biased_queries_and_no_scaling_fields():
-    """Qwen2.5 0.5B: head size follows from hidden size and heads."""
+    """Qwen2.5 0.5B's config gives biased queries and the head size from hidden size and heads."""
     fields = megatron_fields_from_hf(QWEN2)
     assert fields["kv_channels"] == 64 and fields["add_qkv_bias"] is True
     assert "use_rope_scaling" not in fields
 
 
 def test_a_moe_config_says_which_layers_have_experts():
-    """Every second layer has experts, but layer 3 is listed as dense: only layer 1 is left."""
+    """With experts in every second layer and layer 3 listed as dense, only layer 1 has experts."""
     fields = megatron_fields_from_hf(QWEN3_MOE)
     assert fields["moe_layer_freq"] == [0, 1, 0, 0]
     assert (fields["num_moe_experts"], fields["moe_router_topk"], fields["moe_ffn_hidden_size"]) == (8, 2, 32)
@@ -68,13 +68,15 @@ def test_a_moe_config_says_which_layers_have_experts():
     ],
 )
 def test_what_megatron_would_compute_differently_is_refused(change, words):
-    """A silently ignored feature would train another model than the engine serves."""
+    """A feature that Megatron would compute differently is refused; ignored, it would train another
+    model than the engine serves."""
     with pytest.raises(ConfigError, match=words):
         megatron_fields_from_hf({**LLAMA, **change})
 
 
 def test_flags_that_contradict_the_model_are_named_with_both_values():
-    """All of them at once; what is not given, and a longer context, are no contradiction."""
+    """All flags that contradict the model are named with both values; an absent flag and a longer
+    context are no contradiction."""
     problems = check_against_hf(
         {
             "num_layers": 12,
@@ -91,7 +93,7 @@ def test_flags_that_contradict_the_model_are_named_with_both_values():
 
 
 def test_a_missing_or_broken_config_file_is_named(tmp_path):
-    """The folder is the user's first input."""
+    """A missing or broken config.json is named."""
     with pytest.raises(ConfigError, match="does not exist"):
         read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("{")

@@ -35,7 +35,7 @@ def _problems(world_size=None, **changes):
     ],
 )
 def test_layouts_that_work_have_no_problem(changes):
-    """Also when the model's shape is not known yet."""
+    """Layouts that work have no problem, also when the model's shape is not known yet."""
     assert _problems(**changes) == []
 
 
@@ -65,20 +65,20 @@ def test_layouts_that_work_have_no_problem(changes):
     ],
 )
 def test_a_layout_that_cannot_work_is_explained(changes, words):
-    """One problem each, with a value that would work."""
+    """Each layout that cannot work gives one problem with a value that would."""
     (problem,) = _problems(**changes)
     assert words in problem
 
 
 def test_ranks_that_do_not_divide_are_counted():
-    """6 ranks with tensor 2 x context 2 leave two ranks without a group."""
+    """6 ranks with tensor 2 x context 2 are refused with the two ranks that have no group."""
     (problem,) = _problems(world_size=6, **{TP: 2, CP: 2})
     assert "6 training ranks" in problem and "= 4 ranks. Use 4 or 8 ranks" in problem
     assert _problems(world_size=8, **{TP: 2, CP: 2}) == []
 
 
 def test_all_problems_are_reported_at_once():
-    """A user should not find them one start at a time."""
+    """All problems of a layout are reported at once."""
     assert len(_problems(**{TP: 3, PP: 5, EP: 2})) == 3
 
 

@@ -1,4 +1,5 @@
-"""Megatron-core's GPTModel on the CPU, one process: the same numbers as Hugging Face's eager model, and what happens at the edges."""
+"""Megatron-core's GPTModel on the CPU in one process: the numbers of Hugging Face's eager model,
+and edge cases."""
 
 import sys
 from pathlib import Path
@@ -58,7 +59,8 @@ def _packed(ids):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_gradients_of_a_packed_row_are_those_of_the_hugging_face_model(family, folders):
-    """One row of eight sequences against one eager forward pass each: 1e-5 on logits, 1e-6 on gradients."""
+    """A row of eight packed sequences has the logits (1e-5) and gradients (1e-6) of one eager
+    forward pass each."""
     from transformers import AutoModelForCausalLM
 
     from slime.backends.megatron_utils.local_params import local_parameters
@@ -89,7 +91,8 @@ def test_logits_and_gradients_of_a_packed_row_are_those_of_the_hugging_face_mode
 
 
 def test_scaled_rotary_frequencies_are_those_of_the_hugging_face_model(tmp_path):
-    """Llama 3.1's scaling: ignoring it would go unnoticed on short contexts and be wrong on long ones."""
+    """Llama 3.1's scaled frequencies equal Hugging Face's; ignored, they would show on long
+    contexts only."""
     scaling = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}  # fmt: skip
     folder = make_tiny_checkpoint(tmp_path / "scaled", "llama", rope_parameters=scaling, head_dim=16)
@@ -107,7 +110,8 @@ def test_scaled_rotary_frequencies_are_those_of_the_hugging_face_model(tmp_path)
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_come_back_byte_for_byte(family, folders):
-    """Load and export: names, dtypes, shapes and bytes of every tensor, and so the checksum that an engine compares."""
+    """Loaded and exported, every tensor has its name, dtype, shape and bytes, and so the checksum
+    that an engine compares."""
     from slime.backends.megatron_utils.update_weight import named_hf_weights_checksum
     from slime.files.checksum import weights_checksum
     from slime.models.hf_config import read_hf_config
@@ -123,7 +127,8 @@ def test_weights_come_back_byte_for_byte(family, folders):
 
 
 def test_buckets_end_with_the_parameter_that_fills_them_and_are_copies(folders):
-    """A bucket is what is in memory at a time; the receiver may keep its tensors while training goes on."""
+    """A bucket ends with the parameter that fills it, and its tensors are copies that the receiver
+    may keep."""
     from slime.backends.megatron_utils.update_weight import iter_hf_weight_buckets
     from slime.models.hf_config import read_hf_config
 
@@ -143,7 +148,8 @@ def test_buckets_end_with_the_parameter_that_fills_them_and_are_copies(folders):
 
 
 def test_padding_of_the_vocabulary_has_no_probability(folders):
-    """104 tokens in a table of 1024 rows: with zero rows in the softmax every log-prob would be off by more than 1."""
+    """With 104 tokens in a table of 1024 rows, padding rows have no probability; in the softmax
+    every log-prob would be off by more than 1."""
     expected = reference_run(folders["qwen3"])
     with built(folders["qwen3"], make_vocab_size_divisible_by=1024) as (args, model, *rest):
         data, mine = local_batch(args)
@@ -156,7 +162,7 @@ def test_padding_of_the_vocabulary_has_no_probability(folders):
 
 
 def test_an_empty_micro_batch_changes_nothing(folders):
-    """A rank without samples still runs the schedule, or the others hang in a collective."""
+    """An empty micro-batch runs the schedule and changes nothing."""
     results = []
     for empty in (False, True):
         with built(folders["llama"]) as (args, model, *rest):
@@ -172,7 +178,7 @@ def test_an_empty_micro_batch_changes_nothing(folders):
 
 
 def test_a_log_prob_pass_has_no_dropout_and_leaves_the_model_training(folders):
-    """Dropout in it would make every ratio of the first step another random number; none afterwards would change what is trained."""
+    """A log-prob pass has no dropout, and the model is in training mode afterwards."""
     with built(folders["llama"], hidden_dropout=0.5) as (args, model, *rest):
         data, mine = local_batch(args)
         first, second = log_probs_of(args, model, data, mine), log_probs_of(args, model, data, mine)
@@ -181,7 +187,8 @@ def test_a_log_prob_pass_has_no_dropout_and_leaves_the_model_training(folders):
 
 
 def test_per_token_loss_weighs_tokens_alike(folders):
-    """One 17-token response counts 17 times a one-token response; per rollout they count the same."""
+    """Per token, a 17-token response counts 17 times a one-token response; per rollout they count
+    the same."""
     reference = reference_run(folders["llama"])
     first_step = [reference["log_probs"][index] for index in range(4)]
     with built(folders["llama"], calculate_per_token_loss=True) as (args, *state):
@@ -191,7 +198,7 @@ def test_per_token_loss_weighs_tokens_alike(folders):
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(folders):
-    """One NaN must not reach the weights, Adam's moments or the schedule."""
+    """A NaN in the gradient leaves weights, Adam's moments and the schedule as they are."""
     with built(folders["llama"]) as (args, model, optimizer, scheduler):
         before = exported(args, model)
         data, _ = local_batch(args)
@@ -206,7 +213,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(folders):
 
 
 def test_weight_decay_leaves_norms_and_biases_alone(folders):
-    """Megatron's optimizer alone decays them too; with a learning rate but no gradient only matrices may shrink."""
+    """Weight decay shrinks matrices only, while Megatron's optimizer by itself decays norms and
+    biases too."""
     with built(folders["qwen2"], clip_grad=0.0) as (args, model, optimizer, scheduler):
         before = exported(args, model)
         optimizer.step()
@@ -220,7 +228,8 @@ def test_weight_decay_leaves_norms_and_biases_alone(folders):
 
 @pytest.mark.parametrize("source", ["hugging face", "checkpoint"])
 def test_a_step_starts_from_the_weights_that_were_loaded(folders, tmp_path, source):
-    """bfloat16 trains fp32 copies. Made when the model was, they would be zero: a first step without a gradient would erase the model."""
+    """The fp32 copies that bfloat16 training uses hold the loaded weights, so that a first step
+    without a gradient changes nothing."""
     from slime.backends.megatron_utils.checkpoint import save_checkpoint
 
     load_dir = None
@@ -237,7 +246,8 @@ def test_a_step_starts_from_the_weights_that_were_loaded(folders, tmp_path, sour
 
 
 def test_a_critic_gives_one_value_per_response_token(folders):
-    """The value head replaces the output layer; it is new, so it does not come from the checkpoint, and it trains."""
+    """A critic has a new value head in place of the output layer, gives one value per response
+    token, and trains."""
     from slime.backends.megatron_utils.checkpoint import load_checkpoint
     from slime.backends.megatron_utils.data import get_data_iterator
     from slime.backends.megatron_utils.loss import get_values
@@ -264,8 +274,8 @@ def test_a_critic_gives_one_value_per_response_token(folders):
 
 
 def test_adaptations_leave_the_rest_of_the_process_alone(folders):
-    """Also when Megatron was imported first: transformers must load the same weights and rotary frequencies afterwards, and torch
-    itself must still refuse CUDA. (Every other test of this file installs them before Megatron's import.)"""
+    """The adaptations to the CPU leave transformers' weights and rotary frequencies, and torch's
+    refusal of CUDA, as they are, also when Megatron was imported first."""
     script = f"""
 import sys, torch
 sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})
@@ -291,7 +301,8 @@ except (AssertionError, RuntimeError):
 
 
 def test_bfloat16_training_resumes_bit_for_bit(folders, tmp_path):
-    """The fp32 main weights, which the bfloat16 model does not hold, must be in the checkpoint."""
+    """bfloat16 training resumes bit for bit, because the fp32 main weights are in the
+    checkpoint."""
     from slime.backends.megatron_utils.checkpoint import save_checkpoint
 
     results = []
@@ -310,8 +321,8 @@ def test_bfloat16_training_resumes_bit_for_bit(folders, tmp_path):
 
 
 def test_an_extended_run_follows_the_new_schedule_where_that_is_asked_for(folders, tmp_path):
-    """The checkpoint's linear decay has ended: its rate is 0. With --override-opt-param-scheduler the options' schedule goes on from
-    the checkpoint's position, half of the way here."""
+    """With --override-opt-param-scheduler a run whose linear decay has ended continues by the
+    options' schedule, here half of the way."""
     from slime.backends.megatron_utils.checkpoint import save_checkpoint
 
     linear = {"lr_decay_style": "linear", "lr": 1e-2, "min_lr": 0.0}
@@ -328,7 +339,8 @@ def test_an_extended_run_follows_the_new_schedule_where_that_is_asked_for(folder
 
 
 def test_every_stand_in_takes_what_the_installed_megatron_core_passes(folders):
-    """megatron-core 0.19 calls its rotary function with an argument that 0.16 does not have, and the main job crashed on Python 3.12."""
+    """Every stand-in accepts the arguments of the installed megatron-core, whose versions
+    differ."""
     import inspect
 
     from slime.accelerator import get_accelerator
@@ -352,7 +364,7 @@ def test_every_stand_in_takes_what_the_installed_megatron_core_passes(folders):
 
 
 def test_a_stand_in_ignores_a_new_argument_only_at_its_default():
-    """An argument that asks for something must not be dropped without a word."""
+    """A stand-in ignores an unknown argument only if it has its default value."""
     from slime.accelerator.cpu_megatron import stand_in
     from slime.exceptions import ConfigError
 
@@ -389,7 +401,8 @@ def before_train_step(args, rollout_id, step_id, model, optimizer, opt_param_sch
 
 
 def test_megatron_hooks_see_every_pass_and_step_and_may_build_the_model(folders):
-    """Upstream's three hooks into Megatron: a model of one's own, and a look before each log-prob pass and optimizer step."""
+    """Upstream's three Megatron hooks build the model and are called before each log-prob pass and
+    optimizer step."""
     from support.megatron_worker import training_args
 
     here = "tests.megatron.test_megatron_single_process" if __name__ == "__main__" else __name__

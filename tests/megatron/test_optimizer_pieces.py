@@ -1,4 +1,5 @@
-"""Optimizer state is put together from pieces that other layouts wrote: the right elements of the right shard, or an error."""
+"""Optimizer state is put together from pieces that other layouts wrote: the right elements of the
+right shard, or an error."""
 
 import types
 
@@ -40,7 +41,7 @@ def test_a_range_is_cut_from_the_pieces_that_hold_it(tmp_path, rank, start, end,
 
 
 def test_elements_that_no_file_holds_are_an_error(tmp_path):
-    """Too few elements would be noticed by a shape somewhere, or by nobody."""
+    """A range with elements that no file holds is an error."""
     reader = reader_of(tmp_path, [PIECES[0], PIECES[2]])
     assert reader.piece("exp_avg", slot_of(0, 0, 3)).tolist() == [0, 1, 2]
     with pytest.raises(ConfigError, match="of w .* is not complete: element 3 of 6 is in no file"):

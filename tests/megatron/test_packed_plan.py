@@ -17,7 +17,7 @@ def _plan(lengths, cp_size=1, cp_rank=0):
 
 
 def test_positions_start_again_with_every_sequence():
-    """Rotary angles must not run on from one sequence into the next."""
+    """Rotary positions start at 0 with every sequence of the row."""
     assert _plan([3, 1, 2]).positions_T.tolist() == [0, 1, 2, 0, 0, 1]
 
 
@@ -28,26 +28,28 @@ def test_context_parallel_ranks_hold_mirrored_chunks():
 
 
 def test_a_length_that_does_not_divide_into_chunks_is_an_error():
-    """6 tokens on 2 ranks would need chunks of one and a half."""
+    """6 tokens on 2 ranks, chunks of one and a half, are an error."""
     with pytest.raises(RolloutDataError, match="6 tokens .* multiple of 4"):
         _plan([8, 6], 2, 0)
 
 
 def test_equal_lengths_need_no_gather():
-    """The common case of a benchmark or a fixed-length task."""
+    """Sequences of equal length need no gather."""
     plan = _plan([5, 5, 5])
     assert plan.restore_T is None
     assert plan.buckets[0].query_rows is None and plan.buckets[0].shape == (3, 5)
 
 
 def test_a_long_sequence_does_not_pad_the_short_ones():
-    """Padding 30 sequences of 8 tokens to 1000 would cost a hundred times the work."""
+    """A long sequence does not pad the short ones: 30 of 8 tokens padded to 1000 would cost a
+    hundred times the work."""
     plan = _plan([8] * 30 + [1000, 600, 400])
     assert [bucket.shape for bucket in plan.buckets] == [(2, 1000), (1, 400), (30, 8)]
 
 
 def test_equal_boundaries_share_one_plan():
-    """The reference, the log-prob and the training pass see the same rows."""
+    """Rows with equal boundaries share one plan, as those of the reference, log-prob and training
+    pass do."""
     first, second = (torch.tensor([0, 3, 8], dtype=torch.int32) for _ in range(2))
     assert packed_plan(first, cp_size=1, cp_rank=0) is packed_plan(second, cp_size=1, cp_rank=0)
     assert packed_plan(first, cp_size=1, cp_rank=0) is not packed_plan(torch.tensor([0, 4, 8]), cp_size=1, cp_rank=0)
@@ -57,7 +59,8 @@ def test_equal_boundaries_share_one_plan():
 
 
 def test_angles_are_kept_for_the_layers_and_made_again_for_other_ones():
-    """Positions 0, 1, 0 at one radian each; another model's frequencies, scale or type must not get the tables of before."""
+    """Rotary angles are kept for all layers and computed again for other frequencies, scale or
+    type."""
     plan, radians = _plan([2, 1]), torch.arange(3.0).view(3, 1, 1, 1)
     cos, sin = plan.rotary_tables(radians, 1.0, torch.float32)
     assert torch.equal(sin.flatten(), torch.tensor([0.0, 1.0, 0.0]).sin()) and torch.equal(cos.flatten(), torch.tensor([0.0, 1.0, 0.0]).cos())
@@ -70,7 +73,8 @@ def test_angles_are_kept_for_the_layers_and_made_again_for_other_ones():
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=12).filter(any))
 def test_every_token_comes_back_from_its_bucket(lengths):
-    """Gather into buckets, restore: the identity, for any lengths, empty sequences included."""
+    """Gathering into buckets and restoring is the identity for any lengths, empty sequences
+    included."""
     plan = _plan(lengths)
     tokens = torch.arange(sum(lengths))
     flat = [tokens if bucket.query_rows is None else tokens[bucket.query_rows].flatten() for bucket in plan.buckets]
@@ -82,7 +86,8 @@ def test_every_token_comes_back_from_its_bucket(lengths):
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.sampled_from([2, 3]))
 def test_keys_of_all_ranks_line_up_by_position(chunk_counts, cp_size):
-    """Key p of a sequence is the token at position p, wherever it lives; a query sees the keys up to its own position."""
+    """Key p of a sequence is the token at position p, whichever rank holds it; a query sees keys up
+    to its own position."""
     lengths = [count * 2 * cp_size for count in chunk_counts]
     plans = [_plan(lengths, cp_size, rank) for rank in range(cp_size)]
     # The gathered tokens name themselves: 1000 * sequence + position.

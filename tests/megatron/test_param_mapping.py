@@ -1,4 +1,4 @@
-"""Hugging Face tensors <-> Megatron parameters: two directions of one set of rules, for any cut."""
+"""Hugging Face tensors <-> Megatron parameters: one set of rules in two directions, for any cut."""
 
 import argparse
 
@@ -28,7 +28,8 @@ def test_queries_keys_and_values_are_interleaved_by_group():
 
 
 def test_the_order_of_export_is_the_models_own():
-    """Layer by layer, within a layer by its parts, the head last: the same from every layout."""
+    """Parameters are exported layer by layer, within a layer by its parts, the head last, in the
+    same order for every layout."""
     names = [
         "embedding.word_embeddings.weight",
         "decoder.layers.0.self_attention.linear_qkv.weight",
@@ -41,7 +42,8 @@ def test_the_order_of_export_is_the_models_own():
 
 
 def test_names_of_layers_and_experts_are_those_of_the_whole_model():
-    """Wrappers' prefixes are no part of a name."""
+    """Exported names number layers and experts of the whole model and have no prefix of a
+    wrapper."""
     args = argparse.Namespace(num_attention_heads=4, num_query_groups=2, vocab_size=10)
     named = convert_qwen3_moe_to_hf(
         args,
@@ -56,14 +58,14 @@ def test_names_of_layers_and_experts_are_those_of_the_whole_model():
 
 
 def test_padding_rows_of_the_vocabulary_do_not_leave():
-    """10 tokens in a table of 16 rows."""
+    """Padding rows are not exported: 10 tokens of a table of 16 rows."""
     args = argparse.Namespace(num_attention_heads=4, num_query_groups=2, vocab_size=10)
     ((name, tensor),) = _convert_to_hf_core(args, "llama", "output_layer.weight", torch.ones(16, 3))
     assert name == "lm_head.weight" and tensor.shape == (10, 3)
 
 
 def test_an_unknown_parameter_is_an_error():
-    """A parameter that is silently left out would be missing in the engine."""
+    """A parameter without a rule is an error; left out, the engine would lack it."""
     with pytest.raises(ConfigError, match="has no counterpart"):
         match("llama", "decoder.layers.0.mlp.new_thing.weight")
     with pytest.raises(ConfigError, match="'rwkv' is not supported"):
@@ -78,7 +80,8 @@ def test_an_unknown_parameter_is_an_error():
     st.sampled_from([1, 2]),
 )
 def test_cutting_and_putting_together_is_the_identity(name, size, dim, stride):
-    """For the gated MLP, whose halves are cut one by one, and for any stride."""
+    """Cutting and putting together is the identity for any stride and for the gated MLP, whose
+    halves are cut one by one."""
     if "linear_fc1" in name:
         dim = 0
     whole = torch.arange(16 * 16).view(16, 16)
@@ -87,7 +90,7 @@ def test_cutting_and_putting_together_is_the_identity(name, size, dim, stride):
 
 
 def test_a_rank_of_the_gated_mlp_holds_a_part_of_both_halves():
-    """gate rows 0..3, up rows 4..7: rank 1 of 2 holds 2, 3, 6, 7."""
+    """With gate rows 0..3 and up rows 4..7, rank 1 of 2 holds 2, 3, 6, 7."""
     whole = torch.arange(8)[:, None]
     assert shard("decoder.layers.0.mlp.linear_fc1.weight", whole, size=2, rank=1, dim=0)[:, 0].tolist() == [2, 3, 6, 7]
 

@@ -1,4 +1,5 @@
-"""Everything that a training step reads comes back from a checkpoint: the list of it, and a proof for each part, on a real rank."""
+"""Everything that a training step reads comes back from a checkpoint: the list of it, and a test
+for each part on a real rank."""
 
 import sys
 from pathlib import Path
@@ -104,7 +105,8 @@ def unmask(args, rollout_id, rollout_data):
 
 
 def test_a_rank_says_which_planned_samples_did_not_train(rank):
-    """Eight samples in two steps: a hook masks one; a gradient that is not finite skips both steps; a hook that unmasks is refused."""
+    """A rank reports planned samples that did not train: one masked by a hook, all of two skipped
+    steps; a hook that unmasks is refused."""
     actor = rank("--rollout-data-postprocess-path", f"{__name__}.mask_first")
     assert _train(actor, 0) == {"not_trained": {"masked_by_function": 1}}
     actor.args.rollout_data_postprocess_path = None
@@ -151,7 +153,8 @@ def _assert_equal(found, expected):
 
 
 def test_everything_that_a_step_reads_is_restored(rank):
-    """Reference moved after rollout 1, saved after rollout 2: a resumed run took --ref-load's again, and its KL was 0.027 for 0."""
+    """Everything that a step reads is restored, the moved reference included: it is not
+    --ref-load's again."""
     actor = rank()
     actor.update_weights()
     for rollout_id in range(3):
@@ -180,7 +183,8 @@ def test_everything_that_a_step_reads_is_restored(rank):
 
 @pytest.mark.parametrize("kind", ["host", "file"])
 def test_training_goes_on_after_its_state_was_out_of_the_device(rank, tmp_path, kind):
-    """Every storage that training holds is emptied and filled again: parameters are views of flat buffers, and stay them."""
+    """Every storage of training is emptied and filled again, and parameters stay views of flat
+    buffers."""
     actor = rank()
     actor.update_weights()
     _train(actor, 0)
@@ -197,7 +201,8 @@ def test_training_goes_on_after_its_state_was_out_of_the_device(rank, tmp_path, 
 
 
 def test_a_sleeping_rank_holds_no_memory_for_training(rank):
-    """--offload-train did nothing on a CPU machine: its state is on the run folder's disk while engines generate, and back bit by bit."""
+    """With --offload-train a rank's state is on the run folder's disk while engines generate, and
+    comes back bit for bit."""
     actor = rank()
     actor.update_weights()
     _train(actor, 0)
@@ -215,7 +220,7 @@ def test_a_sleeping_rank_holds_no_memory_for_training(rank):
 
 
 def test_a_full_disk_leaves_the_training_state_where_it_is(tmp_path, monkeypatch):
-    """The error names the option and the folder; nothing was emptied."""
+    """On a full disk the state stays in memory, and the error names the option and the folder."""
 
     class FullFile(io.BytesIO):
         def write(self, data):
@@ -229,7 +234,8 @@ def test_a_full_disk_leaves_the_training_state_where_it_is(tmp_path, monkeypatch
 
 
 def test_ranks_that_were_ended_go_on_in_new_processes(rank, tmp_path):
-    """--release-train: the state is written whole, also where checkpoints are asked to be without a part of it."""
+    """--release-train writes the whole state, also where checkpoints leave a part out, and new
+    processes go on with it."""
     actor = rank("--no-save-optim", "--no-save-rng")
     actor.update_weights()
     _train(actor, 0)
@@ -244,7 +250,7 @@ def test_ranks_that_were_ended_go_on_in_new_processes(rank, tmp_path):
 
 
 def test_a_checkpoint_of_an_earlier_version_has_no_counters_and_loads(rank, tmp_path):
-    """It counted one weight version per rollout, and its reference did not move."""
+    """A checkpoint of an earlier version without counters loads."""
     actor = rank()
     actor.update_weights()
     _train(actor, 0)
@@ -272,7 +278,7 @@ def test_a_damaged_state_is_named(tmp_path, text):
 
 
 def test_the_critic_is_saved_with_its_policy_and_found_again(tmp_path):
-    """--save alone never saved the critic, and the resumed run began a new one without a word."""
+    """--save saves the critic with its policy, and a resumed run loads it."""
     words = [*write_run_inputs(tmp_path), "--advantage-estimator", "ppo", "--save", str(tmp_path / "save")]
     assert parse_args(words).critic_save == str(tmp_path / "save" / "critic")
     assert parse_args([*words, "--critic-save", str(tmp_path / "c")]).critic_save == str(tmp_path / "c")
@@ -286,7 +292,7 @@ def test_the_critic_is_saved_with_its_policy_and_found_again(tmp_path):
 
 
 def test_the_critic_resumes_after_the_rollout_of_its_policy(tmp_path, caplog):
-    """The critic is published first: a crash in between leaves it one checkpoint ahead."""
+    """A critic that a crash left one checkpoint ahead resumes at its policy's rollout."""
     for step in (3, 5):
         (tmp_path / f"iter_000000{step}").mkdir()
     args = SimpleNamespace(load="policy", critic_load=str(tmp_path), ckpt_step=None)

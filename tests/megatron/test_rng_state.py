@@ -1,4 +1,5 @@
-"""Random states as plain values: what was drawn after the state was taken is drawn again after it was restored."""
+"""Random states as plain values: after a restore, the numbers drawn since the state was taken are
+drawn again."""
 
 import json
 import random
@@ -19,7 +20,8 @@ def draw():
 
 
 def test_every_generator_goes_on_where_it_was():
-    """Python's, numpy's and torch's; through JSON, as the checkpoint has it; in the middle of a pair of normal numbers too."""
+    """Python's, numpy's and torch's generators continue through JSON, also in the middle of a pair
+    of normal numbers."""
     get_accelerator().prepare_megatron()
     random.seed(1), np.random.seed(2), torch.manual_seed(3)
     draw()
@@ -31,7 +33,8 @@ def test_every_generator_goes_on_where_it_was():
 
 
 def test_megatrons_named_streams_are_part_of_the_state():
-    """Dropout of a tensor-parallel rank has a stream of its own."""
+    """The state includes Megatron's named streams, such as the dropout of a tensor-parallel
+    rank."""
     get_accelerator().prepare_megatron()
     tracker = get_cuda_rng_tracker()
     before = tracker.get_states()

@@ -1,4 +1,5 @@
-"""Small parts between the training loop and its processes: weight sets by name, errors out of actors, the engines' type."""
+"""Small parts between the training loop and its processes: weight sets by name, errors from actors,
+the engines' data type."""
 
 import sys
 from pathlib import Path
@@ -33,7 +34,8 @@ def holding(value):
 
 
 def test_outputs_of_a_forward_pass_come_back_in_the_order_of_the_samples():
-    """Rows become one column; a function of one's own may also give a number per sample, or rows of several numbers."""
+    """Outputs come back in the order of the samples, as one column for rows of tokens; a user's
+    function may give a number per sample, or rows of several."""
     rows = [torch.full((n + 1,), float(n)) for n in range(3)]
     wide = [torch.full((n, 2), float(n)) for n in range(3)]
     numbers = [torch.tensor(float(n)) for n in range(3)]
@@ -46,7 +48,8 @@ def test_outputs_of_a_forward_pass_come_back_in_the_order_of_the_samples():
 
 
 def test_moved_weight_set_makes_room_for_the_next():
-    """--keep-old-actor: at each publish the engines' set becomes the old one and the trained weights the engines' set."""
+    """With --keep-old-actor each publish makes the engines' set the old one and the trained weights
+    the engines' set."""
     model = holding(0.0)
     weights = WeightsBackup([model])
     weights.backup("actor")
@@ -75,7 +78,8 @@ def raised_in_constructor(error):
 
 @pytest.mark.parametrize("wrapped", [lambda error: error, raised_in_actor, raised_in_constructor, lambda e: raised_in_actor(raised_in_actor(e))])
 def test_error_from_an_actor_is_its_message_alone(wrapped, capsys):
-    """A user reads what to change, not Ray's stack; the status tells bad options from the rest."""
+    """A configuration error from an actor is its message without Ray's stack, with the exit status
+    of wrong options."""
     found = slime_error_of(wrapped(ConfigError("--load x is not there.\nUse another.")))
     assert type(found) is ConfigError
     assert str(found) == "--load x is not there.\nUse another."
@@ -85,14 +89,14 @@ def test_error_from_an_actor_is_its_message_alone(wrapped, capsys):
 
 
 def test_other_error_from_an_actor_names_the_actor_and_the_cause(capsys):
-    """A bug is told with the end of its stack."""
+    """Another error from an actor names actor and cause with the end of its stack."""
     assert slime_error_of(raised_in_actor(KeyError("x"))) is None
     assert train.print_failure(raised_in_actor(KeyError("x"))) == 1
     assert "error in an actor" in capsys.readouterr().err
 
 
 def test_death_of_a_process_is_one_sentence():
-    """Ray's page about it is ten lines of guesses; what helps is whose process it was, and where to look."""
+    """The death of an actor's process is one sentence that names the actor and where to look."""
     page = "The actor died unexpectedly before finishing this task.\n\tclass_name: EngineActor\n\tpid: 4711\n\tnamespace: x\n"
     killed = ray.exceptions.RayActorError(error_msg=page + "The actor is dead because ... Worker exit type: SYSTEM_ERROR Worker exit detail: ...")
     assert reason_of_death(killed).startswith("It had process id 4711. It crashed or was killed from outside;")
@@ -104,13 +108,15 @@ def test_death_of_a_process_is_one_sentence():
     [("", "float32"), ("--bf16", "bfloat16"), ("--fp16", "float16"), ("--bf16 --sglang-dtype float32", "float32")],
 )
 def test_engine_computes_in_the_trainers_type(words, dtype, tmp_path):
-    """A float32 checkpoint trained in bfloat16: the engine would refuse its weights and, in float32, disagree on log-probs."""
+    """The engine takes the trainer's data type: a float32 checkpoint trained in bfloat16 is served
+    in bfloat16."""
     args = parse_args([*write_run_inputs(tmp_path), *words.split()])
     assert engine_config_from_args(args, 0).dtype == dtype
 
 
 def test_server_that_has_other_weights_is_noticed():
-    """A reply with status 200 may still say that nothing was loaded; --check-weight-update-equal compares every byte."""
+    """A reply with status 200 that reports a failed load is an error, and
+    --check-weight-update-equal compares every byte."""
     assert update_problem({"success": True}, expected=None) is None
     assert update_problem({"success": True, "checksum": "ab"}, expected="ab") is None
     assert update_problem({"success": False, "message": "no such folder"}, expected=None) == (
@@ -121,7 +127,7 @@ def test_server_that_has_other_weights_is_noticed():
 
 
 def test_engine_that_does_not_answer_is_reported_and_not_waited_for(monkeypatch):
-    """faults, health check `ray.get` has no timeout: an engine that hangs would hang whoever asks how it is."""
+    """An engine that does not answer a health check is reported after its time limit."""
     health = {"well": None, "stuck": ray.exceptions.GetTimeoutError("no reply"), "failed": raised_in_actor(EngineError("engine 2 has failed"))}
 
     def get(ref, timeout=None):
@@ -136,7 +142,8 @@ def test_engine_that_does_not_answer_is_reported_and_not_waited_for(monkeypatch)
 
 
 def test_critic_continues_with_its_policy():
-    """Values of another rollout's critic would be wrong targets; a new critic may join a trained policy."""
+    """Critic and policy resume at the same rollout, or the critic starts new; another combination
+    is refused."""
     args = SimpleNamespace(load="policy", critic_load="critic")
     _check_critic_start(args, 3, {3})
     _check_critic_start(args, 3, {0})
@@ -145,7 +152,7 @@ def test_critic_continues_with_its_policy():
 
 
 def test_a_weight_update_does_not_wait_for_ever_for_its_lock(monkeypatch):
-    """Another update holds it and has died."""
+    """An update whose lock another one holds gives up after its limit."""
     from slime.backends.megatron_utils.update_weight import publish
 
     monkeypatch.setattr(publish.actors, "get", lambda value, **kwargs: value)
@@ -184,7 +191,7 @@ def run_of(monkeypatch, num_rollout=2, **options):
 
 
 def test_trainers_and_engines_take_turns_with_the_devices_memory(monkeypatch):
-    """While one side works the other's memory is free; both are there when weights go from one to the other."""
+    """While one side works the other's memory is free, and both are there when weights are sent."""
     plain = ["engines generate", "critic train", "policy train", "policy update_weights"]
     assert run_of(monkeypatch) == plain * 2
     sleep, wake = ["critic offload", "policy offload"], ["critic onload", "policy onload"]
@@ -198,7 +205,8 @@ def test_trainers_and_engines_take_turns_with_the_devices_memory(monkeypatch):
 
 @pytest.mark.parametrize("name", ["colocate", "offload_train", "offload_rollout", "release_train"])
 def test_sides_that_work_at_the_same_time_cannot_take_turns(name):
-    """train-async generates while it trains."""
+    """Colocation, offloading and --release-train are refused in train-async, which generates while
+    it trains."""
     options = {"colocate": False, "offload_train": False, "offload_rollout": False, "release_train": False, "local": False, name: True}
     run = SimpleNamespace(args=SimpleNamespace(**options))
     with pytest.raises(ConfigError, match=f"remove --{name.replace('_', '-')}, or use slime train"):
@@ -206,7 +214,8 @@ def test_sides_that_work_at_the_same_time_cannot_take_turns(name):
 
 
 def test_a_loop_that_cannot_take_turns_refuses_the_options_at_parsing(tmp_path, capsys, monkeypatch):
-    """--local was refused once engines and trainers had loaded their weights. Every such option is named at once, also in a dry run."""
+    """Every option that the loop cannot honour is named at parsing, all at once, also in a dry
+    run."""
     monkeypatch.setattr(train, "_run_session", lambda *args: pytest.fail("the run was started"))
     for more in ([], ["--dry-run"]):
         assert train_async.main([*write_run_inputs(tmp_path), "--local", "--offload-train", *more]) == 2

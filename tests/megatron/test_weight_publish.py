@@ -1,4 +1,5 @@
-"""What the engines are told when weights are published, in which order, and what the fingerprint covers."""
+"""What the engines are told when weights are published, in which order, and what the fingerprint
+covers."""
 
 from types import SimpleNamespace
 
@@ -59,7 +60,8 @@ def methods(calls):
 
 @pytest.mark.parametrize("check", [False, True])
 def test_engines_pause_take_every_bucket_and_go_on(published, check):
-    """All under the lock, and with --check-weight-update-equal the engine is told what it must hold."""
+    """Under the lock engines pause, take every bucket and continue, with the expected checksum
+    under --check-weight-update-equal."""
     calls, fingerprint = published(check=check)
     assert methods(calls) == [
         "get_updatable_engines_and_lock", "acquire", "pause", "begin_weight_update", "update_weights", "update_weights",
@@ -72,7 +74,7 @@ def test_engines_pause_take_every_bucket_and_go_on(published, check):
 
 
 def test_bfloat16_travels_as_its_bits(published):
-    """numpy has no bfloat16; a float in its place would be another dtype to the engine, and another checksum."""
+    """bfloat16, which numpy lacks, is sent as uint16 bits."""
     calls, _ = published(check=False)
     sent = [call[1] for call in calls if call[0] == "update_weights"]
     assert [sorted(bucket) for bucket in sent] == [["a"], ["b", "c"]]
@@ -82,14 +84,15 @@ def test_bfloat16_travels_as_its_bits(published):
 
 
 def test_the_lock_is_given_back_when_an_engine_refuses(published):
-    """The next update would wait for the time-out of a lock that nobody holds."""
+    """An engine that refuses an update does not leave the lock taken."""
     calls, error = published(check=False, update_weights=EngineError("weights refused"))
     assert isinstance(error, EngineError)
     assert methods(calls)[-1] == "release" and "end_weight_update" not in methods(calls)
 
 
 def test_a_fingerprint_is_of_all_tensors_or_of_the_first_bytes():
-    """24 bytes are `a` alone; 25 take one tensor more; a rank that exported nothing has none."""
+    """With 24 bytes the fingerprint covers `a` alone and with 25 one tensor more; a rank that
+    exported nothing has none."""
     for limit, names in ((float("inf"), "abc"), (24, "a"), (25, "ab"), (29, "abc")):
         fingerprint = publish.Fingerprint(limit=limit)
         for bucket in BUCKETS:
@@ -99,7 +102,7 @@ def test_a_fingerprint_is_of_all_tensors_or_of_the_first_bytes():
 
 
 def test_without_the_check_a_large_model_is_hashed_in_part(published, monkeypatch):
-    """Hashing every byte costs seconds; whoever asks for the check gets every byte."""
+    """Only --check-weight-update-equal hashes every byte of a large model, which takes seconds."""
     monkeypatch.setattr(publish, "FINGERPRINT_BYTES", 24)
     assert published(check=False)[1] == weights_checksum({"a": TENSORS["a"]})
     assert published(check=True)[1] == weights_checksum(TENSORS)

@@ -1,4 +1,5 @@
-"""Sets of weights in host memory, their checksum, and what is cut, sent and confirmed: on tensors of a few numbers."""
+"""Weight sets in host memory, their checksum, and what is cut, sent and confirmed, on tensors of a
+few numbers."""
 
 import hashlib
 import sys
@@ -42,7 +43,8 @@ def fill(model, value):
 
 
 def test_every_chunk_comes_back_with_its_own_parameters_and_buffers():
-    """Two virtual pipeline stages name their layers alike."""
+    """Two virtual pipeline stages with equal layer names get back their own parameters and
+    buffers."""
     model = [chunk(1), chunk(2)]
     sets = WeightsBackup(model)
     sets.backup("actor")
@@ -69,7 +71,7 @@ def test_borrowed_weights_are_given_back_whatever_happens(fails):
 
 
 def test_a_moved_set_leaves_its_place_to_the_one_it_replaces():
-    """Both sets stay, so that no memory is taken anew: the old actor's place holds what the next backup overwrites."""
+    """Moving a set exchanges the two sets' memory, so that none is allocated anew."""
     model = [chunk(1)]
     sets = WeightsBackup(model)
     sets.backup("old_actor")
@@ -93,7 +95,8 @@ def test_weights_that_only_fell_have_changed():
 
 
 def test_the_checksum_is_of_names_types_shapes_and_bytes_in_c_order():
-    """The formula of the module's head, written out; a transposed view is not its memory."""
+    """The checksum is over names, types, shapes and bytes in C order, also for a transposed
+    view."""
 
     def digest(name, dtype, shape, content):
         return hashlib.blake2b(f"{name}\0{dtype}\0{shape}\0".encode() + content, digest_size=16).digest()
@@ -110,14 +113,15 @@ def test_the_checksum_is_of_names_types_shapes_and_bytes_in_c_order():
 
 
 def test_a_parameter_is_cut_into_as_many_pieces_as_there_are_ranks_or_not_at_all():
-    """torch.chunk makes three pieces of five rows for four ranks: the fourth would have none."""
+    """Five rows for four ranks are refused; torch.chunk would make three pieces."""
     assert shard("x.weight", torch.arange(4.0), size=2, rank=1, dim=0).tolist() == [2, 3]
     with pytest.raises(ValueError, match="with 5 rows cannot be cut into 4 pieces"):
         shard("x.weight", torch.zeros(5, 1), size=4, rank=0, dim=0)
 
 
 def test_an_experts_part_is_that_of_its_rank_among_the_experts_tensor_ranks(monkeypatch):
-    """Rank 1 of two for dense weights is rank 0 of two for experts where the two groups are laid out apart."""
+    """An expert is cut by its own tensor-parallel group, in which rank 1 for dense weights may be
+    rank 0."""
     layer = torch.nn.Module()
     layer.experts, layer.dense = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
     model = torch.nn.Module()
@@ -134,7 +138,8 @@ def test_an_experts_part_is_that_of_its_rank_among_the_experts_tensor_ranks(monk
 
 
 def test_an_update_counts_only_when_the_server_says_so():
-    """A reply without the word is no success: a proxy's page, an older server."""
+    """A reply without the word of success, as from a proxy or an older server, is a failed
+    update."""
     assert update_problem({"success": True}, expected=None) is None
     for reply in ({}, {"success": None}, {"success": False}, "ok", None):
         assert "it answered" in update_problem(reply, expected=None)
@@ -147,7 +152,7 @@ class _Transfer:
 
 @pytest.mark.parametrize(("sizes", "expected"), [([4, 4, 4], [2, 1]), ([4], [1]), ([8, 8], [1, 1]), ([], [])])
 def test_every_tensor_is_in_a_bucket_the_last_one_too(sizes, expected):
-    """Buckets of 8 bytes: one that is alone in the last bucket is sent like the others."""
+    """Every tensor is sent, also one alone in the last bucket of 8 bytes."""
     transfers = [_Transfer(size) for size in sizes]
     buckets = list(_cut(transfers, 8))
     assert [len(bucket) for bucket in buckets] == expected and [t for bucket in buckets for t in bucket] == transfers

@@ -1,4 +1,5 @@
-"""A checkpoint from anywhere: its index and its objects are read as data, and nothing that a file names is ever run."""
+"""A foreign checkpoint: its index and its objects are read as data, and nothing that a file names
+is run."""
 
 import sys
 from pathlib import Path
@@ -90,7 +91,8 @@ def test_a_checkpoint_comes_back_with_every_tensor(saved, copy):
     ],
 )
 def test_an_index_that_calls_something_first_runs_nothing_and_is_named(saved, copy, module, name):
-    """The call stands before an index that is right in every byte, and the manifest's hashes fit: torch would run it and go on."""
+    """An index whose pickle begins with a call is refused and runs nothing, although everything
+    else and the manifest's hashes fit."""
     path, ran = copy / ".metadata", copy.parent / "ran"
     honest = path.read_bytes()
     assert honest[:2] == b"\x80\x04"
@@ -130,7 +132,8 @@ class _Harmful:
 
 @pytest.mark.parametrize("key", [EXTRA_STATE, EMBEDDING])
 def test_an_object_of_the_checkpoint_that_would_run_code_runs_nothing(saved, copy, key):
-    """A layer's extra state is a pickle inside a data file; and an index may call a tensor an object, to have it read as one."""
+    """A pickled object of the checkpoint, such as a layer's extra state or a tensor that the index
+    calls an object, is refused and runs nothing."""
     ran, content = copy.parent / "ran", io.BytesIO()
     torch.save([_Harmful(str(ran))], content)
     (copy / "__9_9.distcp").write_bytes(content.getvalue())
@@ -199,7 +202,8 @@ def test_bytes_that_are_no_index_are_named(tmp_path, content):
 
 
 def test_an_index_of_an_older_python_is_read(copy):
-    """Python 3.11.2 writes the member of an enumeration as getattr(class, name), not as class(value)."""
+    """An index of Python 3.11.2, which writes enumeration members as getattr(class, name), is
+    read."""
     old = (copy / ".metadata").read_bytes()
     member = b"\x8c\x14_MEM_FORMAT_ENCODING"
     assert old.count(member) == 1

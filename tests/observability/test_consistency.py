@@ -1,4 +1,5 @@
-"""Trainer against engine: the numbers count trained tokens alone, exactly, at every split; `slime consistency` shows where they come from."""
+"""Trainer against engine: exact numbers over trained tokens alone, at every split; `slime
+consistency` shows where they come from."""
 
 import io
 import json
@@ -66,7 +67,7 @@ def metrics_of(*batches, cp_size=1):
 
 
 def test_tool_output_between_sampled_tokens_does_not_count():
-    """faults, gap over tokens nobody sampled: placeholders 0.0 would give a gap of 15 nats; the true one is .02 / 3."""
+    """Log-probs 0.0 of a tool's tokens do not enter the gap: it is .02 / 3 and not 15 nats."""
     found = metrics_of(batch_of([[-1, -1, -30, -30, -30, -1]], [[-1, -1.02, 0, 0, 0, -1]], [[1, 1, 0, 0, 0, 1]]))
     assert found["logprob_abs_diff/mean"] == pytest.approx(0.02 / 3, rel=1e-5)
     assert found["logprob_abs_diff/max"] == pytest.approx(0.02, rel=1e-5)
@@ -75,7 +76,7 @@ def test_tool_output_between_sampled_tokens_does_not_count():
 
 
 def test_without_a_trained_token_there_is_no_number_and_no_crash():
-    """A mean over nothing would be NaN in the charts, or a 0 that looks like agreement."""
+    """Without a trained token there is no gap, neither NaN nor a 0 that looks like agreement."""
     assert metrics_of(batch_of([[-1, -1]], [[-2, -2]], [[0, 0]])) == {}
     assert metrics_of(batch_of([[]], [[]])) == {}
     assert metrics_of(batch_of([], [])) == {}  # a rank without samples, where there are fewer samples than ranks
@@ -83,7 +84,8 @@ def test_without_a_trained_token_there_is_no_number_and_no_crash():
 
 
 def test_quantiles_and_both_kl_estimates_by_hand():
-    """d = trainer - engine = 0.5, -0.25, 0, 1: k1 = mean(-d), k3 = mean(e^d - 1 - d)."""
+    """For trainer - engine = 0.5, -0.25, 0, 1, by hand: quantiles, k1 = mean(-d) and k3 = mean(e^d
+    - 1 - d)."""
     found = metrics_of(batch_of([[-1.0, -2.0, -3.0, -1.0]], [[-1.5, -1.75, -3.0, -2.0]]))
     assert found["logprob_abs_diff/mean"] == 1.75 / 4 and found["logprob_abs_diff/max"] == 1.0
     assert found["logprob_abs_diff/p50"] == 0.375  # between 0.25 and 0.5
@@ -94,7 +96,8 @@ def test_quantiles_and_both_kl_estimates_by_hand():
 
 
 def test_parts_are_quarters_of_each_response_and_sources():
-    """A gap at the end of long responses, or in one data set, disappears in the mean."""
+    """The gap is reported by quarter of the response and by source, because it disappears in the
+    mean."""
     trainer = [[-1.0] * 8, [-1.0] * 4]
     engine = [[-1, -1, -1, -1, -1, -1, -2, -2], [-1, -1, -1, -4]]
     found = metrics_of(batch_of(trainer, engine, sources=["long", "short"]))
@@ -112,7 +115,8 @@ def random_batch(seed, count=12):
 
 
 def test_the_numbers_are_the_same_over_one_and_over_three_ranks():
-    """Means over ranks of means would weigh tokens by the rank they are on; quantiles need the union of all values."""
+    """Means and quantiles over three ranks are those of one: neither means of means nor quantiles
+    of quantiles."""
     whole = random_batch(0)
     expected = metrics_of(whole)
     parts = [{name: values[low : low + 5] for name, values in whole.items()} for low in (0, 5, 10)]
@@ -121,7 +125,8 @@ def test_the_numbers_are_the_same_over_one_and_over_three_ranks():
 
 @pytest.mark.parametrize("cp_size", [2, 4])
 def test_context_parallel_ranks_give_the_numbers_of_the_whole(cp_size):
-    """Each rank has its tokens of every response, and counts no token twice."""
+    """Context-parallel ranks, each with its tokens of every response, give the numbers of the
+    whole."""
     whole = random_batch(1)
     ranks = []
     for cp_rank in range(cp_size):
@@ -134,7 +139,7 @@ def test_context_parallel_ranks_give_the_numbers_of_the_whole(cp_size):
 
 
 def test_the_alarm_says_how_much_and_what_to_look_at():
-    """A warning that names neither number nor cause is ignored."""
+    """The alarm names the numbers, the option and what to look at."""
     metrics = {"rollout/logprob_abs_diff/mean": 0.25, "rollout/logprob_abs_diff/max": 3.0}
     text = consistency_alarms(metrics, ConsistencyLimits(0.1))["gap"]
     for part in ("0.25 nats", "largest 3", "--logprob-diff-alarm 0.1", "perf/weight_version", "temperature"):
@@ -149,7 +154,8 @@ def reduced(parts):
 
 @pytest.mark.parametrize("shift", (-2, -1, 1))
 def test_log_probs_that_stand_one_token_off_are_recognised(shift):
-    """The mean gap of this policy is 0.02 nats, far below any threshold; the engine's value of token i + k is the trainer's of token i."""
+    """Engine log-probs shifted by a token are found by their median against the trainer's
+    neighbours, though the mean gap of 0.02 nats is below any threshold."""
     rng = np.random.default_rng(0)
     trainer = [(-0.05 * rng.random(40) - 0.001).tolist() for _ in range(6)]
     engine = [np.roll(entry, shift).tolist() for entry in trainer]
@@ -163,7 +169,7 @@ def test_log_probs_that_stand_one_token_off_are_recognised(shift):
 
 
 def test_what_is_only_noisy_or_only_rounded_is_not_called_shifted():
-    """Gaps of another cause fit no neighbour better; below 1e-4 nats there is nothing to see; one token has no neighbour."""
+    """Noise, gaps below 1e-4 nats and responses of one token are not called shifted."""
     rng = np.random.default_rng(1)
     trainer = [(-3 * rng.random(40)).tolist() for _ in range(6)]
     for engine in ([(np.array(entry) + 0.3 * rng.random(40)).tolist() for entry in trainer], trainer):
@@ -173,7 +179,8 @@ def test_what_is_only_noisy_or_only_rounded_is_not_called_shifted():
 
 
 def test_a_mask_that_is_one_token_off_is_seen():
-    """Three of four sampled tokens train and one of a tool does: 1 of 4 sampled is outside the loss, 1 of 4 trained was never sampled."""
+    """A mask off by one is found: 1 of 4 sampled tokens is outside the loss, and 1 of 4 trained
+    ones was never sampled."""
     found = reduced(consistency_contributions(batch_of([[-1, -2, -3, -1, -9]], [[-1, -2, -3, -1, 0.0]], [[0, 1, 1, 1, 1]])))
     assert found["rollout/mask/sampled_untrained"] == found["rollout/mask/trained_unsampled"] == 0.25
     alarms = consistency_alarms(found, ConsistencyLimits(logprob_diff=10.0))
@@ -182,7 +189,8 @@ def test_a_mask_that_is_one_token_off_is_seen():
 
 
 def test_masks_that_are_meant_are_no_alarm():
-    """Tool tokens outside the loss, a sample that does not train at all, a certain token (log-prob 0 on both sides), older tokens masked by option."""
+    """Tool tokens outside the loss, samples that do not train, certain tokens (log-prob 0 on both
+    sides) and older tokens masked by option raise no alarm."""
     trainer, engine = [[-1, -9, -2], [-1, -1, -1], [-1, 0.0, -1]], [[-1, 0.0, -2], [-1, -1, -1], [-1, 0.0, -1]]
     found = reduced(consistency_contributions(batch_of(trainer, engine, [[1, 0, 1], [0, 0, 0], [1, 1, 1]])))
     assert found["rollout/mask/sampled_untrained"] == found["rollout/mask/trained_unsampled"] == 0
@@ -193,7 +201,8 @@ def test_masks_that_are_meant_are_no_alarm():
 
 
 def test_samples_of_older_weights_have_a_threshold_of_their_own():
-    """One update old, 0.4 nats apart: by design in train-async, no alarm up to 10 x 0.1, and never a reason to stop; 0.2 at the same weights is one."""
+    """For samples one update old the alarm is at 10 times the threshold of 0.1, so that 0.4 nats
+    raise none and never stop the run; 0.2 at the same weights raises one."""
     ages = np.array([0.0, 1.0])
     batch = batch_of([[-1, -1], [-1, -1]], [[-1, -1], [-1.4, -1.4]])
     parts = consistency_contributions(batch, ages_N=ages) | staleness_contributions(ages)
@@ -212,7 +221,8 @@ def test_samples_of_older_weights_have_a_threshold_of_their_own():
 
 
 def test_a_run_says_each_kind_of_alarm_once():
-    """A problem line names how often and where it began; `slime train` ends with status 1 because of it."""
+    """At the end each kind of alarm is one problem line with how often and where it began, and
+    `slime train` returns 1."""
     series = {
         "rollout/logprob_abs_diff/mean": {0: 0.01, 1: 0.2, 2: "nan"},
         "rollout/logprob_abs_diff/max": {0: 0.1, 1: 0.5, 2: "nan"},
@@ -226,7 +236,8 @@ def test_a_run_says_each_kind_of_alarm_once():
 
 
 def test_ages_count_rollouts_trained_since_a_version_went_out():
-    """Version 1 out, a rollout trained: age 1. Version 2 out: 0 for it, still 1 for 1; trained again 1 and 2. -1 is not known, 0 from before the start."""
+    """A version's age is the number of rollouts trained since it was published; a version from
+    before the start is older than all of them, and an unknown one (-1) has no age."""
     from slime.backends.megatron_utils.weight_ages import WeightAges
 
     ages = WeightAges()
@@ -277,7 +288,8 @@ def write_dumps(folder, gaps):
 
 
 def test_worst_tokens_come_with_their_place_and_origin(tmp_path):
-    """Largest first, masked tokens never, and everything that is needed to find the token again."""
+    """The worst tokens come largest first, without masked ones, with everything needed to find them
+    again."""
     report = build_report(write_run(tmp_path / "run"), top=2)
     assert report.step == 1, "the rollout with the largest mean"
     first, second = report.tokens
@@ -289,7 +301,7 @@ def test_worst_tokens_come_with_their_place_and_origin(tmp_path):
 
 
 def test_the_text_around_a_token_is_decoded_and_cannot_drive_the_terminal(tmp_path, monkeypatch):
-    """A model may sample escape sequences; they are shown, not obeyed."""
+    """The text around a token is decoded, and sampled escape sequences are shown escaped."""
     monkeypatch.setattr(report_module, "decoder_of", lambda folder: (lambda ids: "".join(f"<{i}>" if i != 14 else "\x1b[2J" for i in ids), None))
     stream = io.StringIO()
     print_report(build_report(write_run(tmp_path / "run"), top=1), stream=stream)
@@ -298,7 +310,7 @@ def test_the_text_around_a_token_is_decoded_and_cannot_drive_the_terminal(tmp_pa
 
 
 def test_a_log_prob_that_is_no_number_is_the_worst(tmp_path):
-    """Sorting would put NaN anywhere."""
+    """A NaN log-prob is listed first."""
     write_dumps(tmp_path, {(0, 0): math.nan, (1, 1): 50.0})
     tokens = worst_tokens(read_train_dump(tmp_path / "train_data/1.safetensors"), top=2)
     assert [(token.sample_index, token.response_token) for token in tokens] == [(100, 0), (101, 1)]
@@ -307,7 +319,7 @@ def test_a_log_prob_that_is_no_number_is_the_worst(tmp_path):
 
 
 def test_exit_status_tells_agreement_alarm_and_no_run_apart(tmp_path, capsys):
-    """For scripts: 0, 1, 2."""
+    """The exit status is 0 for agreement, 1 for an alarm, 2 without a run."""
     calm = write_run(tmp_path / "calm")
     assert cli.main(["consistency", str(calm)]) == 0
     out = capsys.readouterr().out
@@ -330,7 +342,7 @@ def test_exit_status_tells_agreement_alarm_and_no_run_apart(tmp_path, capsys):
 
 
 def test_json_has_the_table_and_the_tokens(tmp_path, capsys):
-    """For notebooks and other programs."""
+    """--json has the table and the tokens."""
     assert main([str(write_run(tmp_path / "run")), "--json", "--top", "3"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [step["metrics"]["rollout/logprob_abs_diff/mean"] for step in found["steps"]] == [0.01, 0.02]
@@ -339,7 +351,7 @@ def test_json_has_the_table_and_the_tokens(tmp_path, capsys):
 
 
 def test_a_terminal_gets_tables_and_a_file_plain_columns(tmp_path):
-    """Boxes in a log file are noise, and rich would cut long rows there."""
+    """A terminal gets tables, and a file plain columns with whole rows."""
 
     class Terminal(io.StringIO):
         def isatty(self):
@@ -357,7 +369,7 @@ def test_a_terminal_gets_tables_and_a_file_plain_columns(tmp_path):
 
 
 def test_a_damaged_dump_does_not_hide_the_table(tmp_path):
-    """The metrics are good whatever became of the dump."""
+    """A damaged dump is reported, and the table of metrics is shown."""
     run = write_run(tmp_path / "run")
     path = run / "dumps/train_data/1.safetensors"
     os.truncate(path, path.stat().st_size - 3)
@@ -366,7 +378,7 @@ def test_a_damaged_dump_does_not_hide_the_table(tmp_path):
 
 
 def test_a_replay_finds_the_versions_in_the_dump_it_was_given(tmp_path):
-    """It samples nothing, so it writes no samples of its own."""
+    """A replay finds weight versions in the dump that it reads, because it writes no samples."""
     run = write_run(tmp_path / "run")
     dumps = run / "dumps"
     paths = {"save_debug_train_data": f"{dumps}/train_data/{{rollout_id}}.safetensors", "load_debug_rollout_data": f"{dumps}/rollout_data/{{rollout_id}}.jsonl"}
@@ -375,7 +387,7 @@ def test_a_replay_finds_the_versions_in_the_dump_it_was_given(tmp_path):
 
 
 def test_the_step_axis_is_translated_where_it_counts_optimizer_steps():
-    """With --wandb-always-use-train-step rollout 3 of two steps each stands at 6."""
+    """With --wandb-always-use-train-step rollout 3 of two steps each is found at step 6."""
     sizes = {"global_batch_size": 16, "rollout_batch_size": 8, "n_samples_per_prompt": 4}
     assert rollout_of_step(6, {"wandb_always_use_train_step": True, **sizes}) == 3
     assert rollout_of_step(6, {"wandb_always_use_train_step": False, **sizes}) == 6

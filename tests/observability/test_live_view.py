@@ -1,4 +1,5 @@
-"""What the terminal shows: a line per step where it is a file, a panel where it is a terminal, never ten silent seconds."""
+"""What the terminal shows: one line per step in a file, a panel in a terminal, and a sign of life
+at least every ten seconds."""
 
 import argparse
 import io
@@ -27,7 +28,7 @@ def feed(state, *records):
 
 
 def test_one_line_per_rollout_with_what_all_processes_said_about_it():
-    """Rollout manager and trainer log in separate records; a person reads one line."""
+    """The records of rollout manager and trainer make one line per rollout."""
     state = RunState(started=0.0, num_rollout=2)
     lines = feed(
         state,
@@ -44,7 +45,8 @@ def test_one_line_per_rollout_with_what_all_processes_said_about_it():
 
 
 def test_rollout_is_printed_once_and_whole_while_the_next_is_generated():
-    """train-async: rollout 1's samples are logged before rollout 0 is trained, its weight update after rollout 0's line."""
+    """In train-async each rollout is one complete line, although records of the next one arrive in
+    between."""
     state = RunState(started=0.0)
     lines = feed(
         state,
@@ -62,7 +64,8 @@ def test_rollout_is_printed_once_and_whole_while_the_next_is_generated():
 
 
 def test_the_reward_that_is_shown_is_over_everything_sampled_whatever_is_logged_later():
-    """The rollout side logs the mean over everything sampled and that of what the gate kept; the trainers' record comes after them."""
+    """The reward in the line is the mean over everything sampled, also when the trainers' record
+    comes later."""
     state = RunState(started=0.0)
     first = {"rollout/reward/mean": 0.69, "rollout/reward/mean_kept": 0.87}
     feed(state, metric("rollout/step", 0) | {"metrics": first}, metric("rollout/step", 0, rollout__raw_reward=0.5))
@@ -70,7 +73,7 @@ def test_the_reward_that_is_shown_is_over_everything_sampled_whatever_is_logged_
 
 
 def test_rollout_without_timing_is_printed_too():
-    """Rollouts that train only the critic, or none, have no perf/step_time and still get their lines."""
+    """A rollout without perf/step_time, in which only the critic trains or none, gets its line."""
     state = RunState(started=0.0)
     assert feed(state, *(metric("rollout/step", step, rollout__raw_reward=0.25 * (step + 1)) for step in range(3))) == [
         "rollout 1  reward 0.25"
@@ -79,7 +82,8 @@ def test_rollout_without_timing_is_printed_too():
 
 
 def test_steps_are_shown_with_their_rollout():
-    """Rollout 0 trained only the critic: the policy's first step, number 2, is of rollout 1."""
+    """A step is shown with its own rollout: after one in which only the critic trained, the
+    policy's first step, number 2, is of rollout 1."""
     state = RunState(started=0.0)
     feed(
         state,
@@ -91,7 +95,7 @@ def test_steps_are_shown_with_their_rollout():
 
 
 def test_evaluation_stands_below_the_rollout_it_follows():
-    """The accuracy after rollout 0 must not look like that of before."""
+    """An evaluation's line is below the rollout that it follows."""
     lines = feed(
         RunState(started=0.0),
         metric("rollout/step", 0, rollout__raw_reward=0.25, perf__step_time=1.0),
@@ -102,14 +106,14 @@ def test_evaluation_stands_below_the_rollout_it_follows():
 
 
 def test_supervised_run_shows_no_reward():
-    """Its samples have reward 0, which says nothing."""
+    """A supervised run shows no reward."""
     state = RunState(started=0.0, hidden=("reward", "pass rate"))
     feed(state, metric("rollout/step", 0, rollout__raw_reward=0.0, train__loss=2.5, perf__step_time=1.0))
     assert state.on_end() == ["rollout 1  loss 2.5  step s 1"]
 
 
 def test_evaluation_has_its_own_line():
-    """Held-out accuracy is what the reader waits for."""
+    """An evaluation has a line of its own."""
     assert feed(
         RunState(started=0.0),
         metric("eval/step", 5, eval__addition=0.31, **{"eval/addition-num_samples": 512, "eval/addition/failed": 0}),
@@ -117,7 +121,8 @@ def test_evaluation_has_its_own_line():
 
 
 def test_remaining_time_follows_the_recent_pace():
-    """Rollouts 0, 1, 2 ended at 100, 101, 102: 7 are left at one second each, half a second of them is over."""
+    """The remaining time follows the recent pace: after rollouts that ended at 100, 101, 102, 7 are
+    left at one second each, and half a second has passed."""
     state = RunState(started=0.0, num_rollout=10)
     assert state.remaining_s(100.0) is None
     feed(state, *(metric("rollout/step", step, perf__step_time=1.0) for step in range(3)))
@@ -125,7 +130,7 @@ def test_remaining_time_follows_the_recent_pace():
 
 
 def test_silent_moments_say_what_is_going_on():
-    """Long generation: phase, count and seconds."""
+    """During a long phase the line shows phase, count and seconds."""
     state = RunState(started=0.0)
     state.on_progress({"time": 10.0, "phase": "generate", "done": 20, "total": 128})
     state.on_progress({"time": 15.0, "phase": "generate", "done": 64, "total": 128})
@@ -157,7 +162,7 @@ def watch(tmp_path, stream, **options):
 
 
 def test_piped_output_has_one_line_per_step_and_no_control_codes(tmp_path):
-    """ecosystem.md check 3: output piped to a file."""
+    """Output in a file has one line per step and no control codes."""
     text = watch(tmp_path, io.StringIO())
     assert "\x1b" not in text and "\r" not in text
     assert text.splitlines() == [
@@ -168,21 +173,22 @@ def test_piped_output_has_one_line_per_step_and_no_control_codes(tmp_path):
 
 
 def test_silence_is_broken_before_ten_seconds(tmp_path, monkeypatch):
-    """The limit is a constant below ten; with a shorter one the same loop is watched here."""
+    """A line is printed before ten seconds of silence; the test runs the same loop with a shorter
+    limit."""
     assert live_view_module.SILENCE_S < 10 - live_view_module.POLL_INTERVAL_S
     monkeypatch.setattr(live_view_module, "SILENCE_S", 0.05)
     assert "  ... generate 64/128, 0 s" in watch(tmp_path, io.StringIO()).splitlines()
 
 
 def test_terminal_gets_a_panel_and_the_same_lines(tmp_path):
-    """A terminal has bars that move, and the lines stay above them."""
+    """A terminal gets a panel with moving bars, and the lines stay above it."""
     text = watch(tmp_path, Terminal())
     assert "\x1b" in text and "generate" in text
     assert "rollout 2/2  reward 0.5  step s 1" in text
 
 
 def test_broken_terminal_does_not_end_the_run(tmp_path):
-    """The reader closed the pipe (| head)."""
+    """A closed pipe, as by `| head`, does not end the run."""
 
     class Closed(io.StringIO):
         def write(self, text):
@@ -192,7 +198,7 @@ def test_broken_terminal_does_not_end_the_run(tmp_path):
 
 
 def test_live_view_can_be_switched_off(tmp_path):
-    """--no-live-view leaves the terminal alone and makes nothing."""
+    """--no-live-view makes nothing and leaves the terminal alone."""
     with live_view(argparse.Namespace(live_view=False, run_dir=str(tmp_path / "run"))):
         assert not (tmp_path / "run").exists()
 

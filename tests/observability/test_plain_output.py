@@ -1,4 +1,4 @@
-"""What is written into a file or a pipe has no colours and no carriage returns."""
+"""Output in a file or a pipe has no colours and no carriage returns."""
 
 import subprocess
 import sys
@@ -20,14 +20,15 @@ NUM_GPUS = 0
     ],
 )
 def test_libraries_are_told_where_output_is_no_terminal(is_terminal, given, expected):
-    """What a user has set stays."""
+    """Libraries are switched to plain output where it is no terminal, unless the user has set
+    something else."""
     environment = dict(given)
     keep_output_plain(environment, is_terminal=is_terminal)
     assert environment == expected
 
 
 def test_a_library_bar_and_rays_lines_come_out_plain_in_a_pipe():
-    """transformers' bar for one file of weights was two states on one line, and Ray's lines about a process were cyan."""
+    """In a pipe transformers' progress bar has no carriage returns, and Ray's lines no colours."""
     script = (
         "from slime.tracking.plain_output import keep_output_plain; keep_output_plain()\n"
         "import sys, tqdm.auto; list(tqdm.auto.tqdm([1, 2]))\n"

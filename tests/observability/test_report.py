@@ -1,4 +1,5 @@
-"""The report reads metrics.jsonl alone and says when samples, weights or rewards do not add up."""
+"""The report reads metrics.jsonl alone and reports samples, weights or rewards that do not add
+up."""
 
 import argparse
 import io
@@ -53,7 +54,8 @@ def changed(change):
 
 
 def test_the_summary_says_what_the_gate_costs(tmp_path):
-    """Its share of the iteration, of which the first rollout has none to compare with."""
+    """The summary gives the gate's share of the iteration, without the first rollout, which has no
+    earlier one to compare with."""
 
     def with_share(key, step, metrics):
         share = {"gate/time/share_of_iteration": None if step == 0 else 0.05 if step == 7 else 0.02}
@@ -67,7 +69,8 @@ def test_the_summary_says_what_the_gate_costs(tmp_path):
 
 
 def test_a_loss_that_is_no_number_from_a_step_on_is_a_problem(tmp_path, capsys):
-    """Optimizer steps 6 to 19 of 20 changed nothing; the summary said "loss 0.1 .. 0.1", and nothing more."""
+    """A loss that is NaN from a step on is a problem with the steps, here 6 to 19 of 20, and not
+    hidden by "loss 0.1 .. 0.1"."""
 
     def broken(key, step, metrics):
         lost = {"train/loss": "nan", "train/grad_norm": "inf", "train/update_skipped": 1.0}
@@ -88,13 +91,13 @@ def test_a_loss_that_is_no_number_from_a_step_on_is_a_problem(tmp_path, capsys):
 
 
 def test_a_loss_that_never_was_a_number_is_a_problem_too(tmp_path):
-    """No row of the table can show it."""
+    """A loss that was never a number is a problem as well."""
     lost = changed(lambda key, step, metrics: metrics | ({"train/loss": "nan"} if key == "train/step" else {}))
     assert problems_of(tmp_path, lost) == ["train/loss is not a finite number in 20 of 20 records, the first at step 0"]
 
 
 def test_an_evaluation_that_is_no_number_is_a_problem(tmp_path):
-    """Evaluation has its own axis and names."""
+    """An evaluation that is NaN is a problem."""
     lost = changed(lambda key, step, metrics: metrics | ({"eval/addition": "nan"} if key == "eval/step" and step == 9 else {}))
     assert problems_of(tmp_path, lost) == ["eval/addition is not a finite number in 1 of 4 records, the first at step 9"]
 
@@ -104,7 +107,8 @@ def problems_of(folder, records):
 
 
 def test_healthy_run_has_no_problem_and_its_summary_states_the_balance(tmp_path):
-    """1280 sampled = 1200 trained + 80 dropped (50 truncated, 30 empty)."""
+    """A healthy run has no problem, and its summary reads 1280 sampled = 1200 trained + 80 dropped
+    (50 truncated, 30 empty)."""
     summary = write_report(write_run(tmp_path, healthy_records()))
     assert summary.problems == [] and summary.exit_status == 0
     assert summary.facts[0] == "samples: 1280 sampled = 1200 trained + 80 dropped (30 empty, 50 truncated)"
@@ -116,7 +120,7 @@ def test_healthy_run_has_no_problem_and_its_summary_states_the_balance(tmp_path)
 
 
 def test_lost_sample_is_named_with_its_rollout(tmp_path):
-    """One of 128 samples of rollout 4 is neither trained nor dropped."""
+    """A sample that is neither trained nor dropped is a problem that names its rollout."""
 
     def lose_one(key, step, metrics):
         if step == 4 and "rollout/ledger/trained" in metrics:
@@ -131,7 +135,7 @@ def test_lost_sample_is_named_with_its_rollout(tmp_path):
 
 
 def test_sample_that_is_counted_twice_is_named_too(tmp_path):
-    """Losing one and doubling one in another rollout must not cancel out."""
+    """A sample counted twice is a problem too and does not cancel a lost one in another rollout."""
 
     def shift(key, step, metrics):
         if "rollout/ledger/trained" in metrics:
@@ -149,7 +153,8 @@ def test_sample_that_is_counted_twice_is_named_too(tmp_path):
     ("config", "problems"), [(None, 1), ("logprob_diff_alarm: 0.9\n", 0), ("logprob_diff_alarm: 2e-1\n", 1), ("debug_train_only: true\n", 0)]
 )
 def test_the_command_uses_the_thresholds_that_the_run_was_started_with(tmp_path, config, problems, capsys):
-    """A mean gap of 0.5 nats, which --logprob-diff-alarm 0.9 of the run allows; a replay is not compared at all."""
+    """The command uses the run's own thresholds, here --logprob-diff-alarm 0.9 for a gap of 0.5,
+    and compares no replay."""
     gap = {"rollout/logprob_abs_diff/mean": 0.5, "rollout/logprob_abs_diff/max": 0.7}
     write_run(tmp_path, changed(lambda key, step, metrics: metrics | (gap if key == "rollout/step" else {})))
     if config is not None:
@@ -159,13 +164,15 @@ def test_the_command_uses_the_thresholds_that_the_run_was_started_with(tmp_path,
 
 
 def test_a_recorded_config_that_cannot_be_read_is_named(tmp_path, capsys):
-    """In place of a report with other thresholds than the run's."""
+    """A recorded config that cannot be read is an error; other thresholds are not used in its
+    place."""
     (write_run(tmp_path, healthy_records()) / "config.yaml").write_text("lr: [1\n")
     assert report.main([str(tmp_path)]) == 2 and "config.yaml" in capsys.readouterr().err
 
 
 def test_a_supervised_run_is_reported_as_one(tmp_path, capsys):
-    """Without rewards: the command called that a problem, the report at the run's end did not."""
+    """A supervised run has no rewards, and neither the command nor the report at the end calls that
+    a problem."""
     write_run(tmp_path, changed(lambda key, step, metrics: {n: v for n, v in metrics.items() if "reward" not in n and "pass" not in n}))
     assert report.main([str(tmp_path)]) == 1
     (tmp_path / "config.yaml").write_text("loss_type: sft_loss\n")
@@ -173,7 +180,8 @@ def test_a_supervised_run_is_reported_as_one(tmp_path, capsys):
 
 
 def test_a_converters_copies_stand_beside_what_was_sampled(tmp_path):
-    """128 samples of rollout 4, each in two rows: 240 rows trained and 16 dropped."""
+    """Copies that a converter made are named beside the sampled ones: 128 samples in two rows each,
+    240 rows trained and 16 dropped."""
 
     def twice(key, step, metrics):
         if step == 4 and "rollout/ledger/trained" in metrics:
@@ -186,7 +194,8 @@ def test_a_converters_copies_stand_beside_what_was_sampled(tmp_path):
 
 
 def test_samples_of_a_skipped_step_are_not_counted_as_trained(tmp_path):
-    """All 120 planned samples of rollout 4 were in steps that changed nothing: 19 x 120 trained, and the ledger balances."""
+    """Samples of skipped steps do not count as trained, and the ledger balances: 19 x 120
+    trained."""
 
     def skip(key, step, metrics):
         if step == 4 and "rollout/ledger/trained" in metrics:
@@ -199,7 +208,7 @@ def test_samples_of_a_skipped_step_are_not_counted_as_trained(tmp_path):
 
 
 def test_rollout_whose_training_did_not_finish_is_not_counted_as_trained(tmp_path):
-    """A run that is killed while its tenth rollout trains: 9 x 120 samples trained, the 120 planned ones of the tenth did not."""
+    """A rollout that was killed while it trained does not count as trained: 9 x 120."""
 
     def crash(key, step, metrics):
         if "rollout/ledger/trained" in metrics:
@@ -213,7 +222,7 @@ def test_rollout_whose_training_did_not_finish_is_not_counted_as_trained(tmp_pat
 
 
 def test_zero_learning_rate_is_found(tmp_path):
-    """Everything runs, nothing is learnt: the weights are the same bytes."""
+    """A run whose weights never change is a problem."""
 
     def freeze(key, step, metrics):
         return {**metrics, "train/weight_delta": 0.0} if "train/weight_delta" in metrics else metrics
@@ -223,7 +232,7 @@ def test_zero_learning_rate_is_found(tmp_path):
 
 
 def test_constant_reward_is_found(tmp_path):
-    """A reward function that cannot tell responses apart."""
+    """A constant reward is a problem."""
 
     def flatten(key, step, metrics):
         return {**metrics, "rollout/raw_reward": 0.5} if "rollout/raw_reward" in metrics else metrics
@@ -233,7 +242,7 @@ def test_constant_reward_is_found(tmp_path):
 
 
 def test_what_was_never_counted_is_a_problem_and_not_a_pass(tmp_path):
-    """A run that logs no ledger, no weight change and no reward proves nothing."""
+    """A run that logs no ledger, no weight change or no reward has a problem for each."""
     problems = problems_of(tmp_path, [("train/step", 0, {"train/loss": 1.0})])
     assert [problem.split(":")[0] for problem in problems] == [
         "no ledger",
@@ -243,7 +252,8 @@ def test_what_was_never_counted_is_a_problem_and_not_a_pass(tmp_path):
 
 
 def test_equal_responses_with_different_rewards_are_a_problem(tmp_path):
-    """0 in a clean run; three in rollout 4 name that rollout and the tool that shows the samples."""
+    """Equal responses with different rewards are a problem that names the rollout and the command
+    that shows them."""
 
     def with_conflicts(key, step, metrics):
         return metrics | {"rollout/reward/conflict_count": 3.0 if step == 4 else 0.0} if key == "rollout/step" else metrics
@@ -253,7 +263,7 @@ def test_equal_responses_with_different_rewards_are_a_problem(tmp_path):
 
 
 def test_a_log_prob_alarm_is_a_problem_unless_the_run_replays(tmp_path):
-    """A gap that only warns in a log is seen when the GPUs are paid."""
+    """A log-prob alarm is a problem, except in a replay."""
     records = [("rollout/step", 0, {"rollout/mask/sampled_untrained": 0.36, "train/weight_delta": 0.1})]
     run = read_run(write_run(tmp_path, records))
     (problem,) = summarize_run(run, Checks(ledger=False, reward=False)).problems
@@ -267,19 +277,20 @@ def test_a_log_prob_alarm_is_a_problem_unless_the_run_replays(tmp_path):
 
 
 def test_a_run_that_only_evaluates_has_no_books_to_balance():
-    """--num-rollout 0 with --eval-interval: three problems and status 1 though the evaluation was as asked."""
+    """A run with --num-rollout 0 and --eval-interval has no problem."""
     options = {"num_rollout": 0, "eval_interval": 1, "debug_train_only": False}
     assert report.checks_for(argparse.Namespace(**options)) == Checks(ledger=False, weights=False, reward=False, log_probs=None)
 
 
 def test_supervised_run_needs_no_reward(tmp_path):
-    """The warm-up of the addition example has none."""
+    """A supervised run without reward has no problem."""
     run = read_run(write_run(tmp_path, [("train/step", 0, {"train/weight_delta": 0.1, "train/loss": 1.0})]))
     assert summarize_run(run, Checks(ledger=False, reward=False)).problems == []
 
 
 def test_later_record_of_a_step_wins_and_torn_lines_are_counted(tmp_path):
-    """A resumed run repeats steps; a full disk leaves half a line."""
+    """Of two records of a step the later one counts, as after a resume, and cut lines are
+    counted."""
     records = [("train/step", 0, {"train/loss": 1.0}), ("train/step", 0, {"train/loss": 2.0})]
     write_run(tmp_path, records)
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -290,7 +301,7 @@ def test_later_record_of_a_step_wins_and_torn_lines_are_counted(tmp_path):
 
 
 def test_picture_is_a_png_of_readme_width(tmp_path):
-    """It is made without a display and replaces an older one."""
+    """The picture is a PNG of README's width, made without a display, and replaces an older one."""
     png = write_report(write_run(tmp_path, healthy_records())).png
     header = png.read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
@@ -299,12 +310,12 @@ def test_picture_is_a_png_of_readme_width(tmp_path):
 
 
 def test_picture_of_an_almost_empty_run_is_drawn(tmp_path):
-    """An interrupted first step must not end in a traceback of the plot."""
+    """A run with one unfinished step still gets a picture."""
     assert write_report(write_run(tmp_path, [("train/step", 0, {"train/loss": 1.0})])).png.exists()
 
 
 def test_plain_output_has_no_control_codes(tmp_path):
-    """The summary goes into log files too."""
+    """The plain summary has no control codes."""
     stream = io.StringIO()
     summary = summarize_run(read_run(write_run(tmp_path, changed(lambda k, s, m: {**m, "rollout/ledger/sampled": 1}))))
     print_summary(summary, stream=stream)
@@ -313,7 +324,7 @@ def test_plain_output_has_no_control_codes(tmp_path):
 
 
 def test_command_line_exits_with_what_it_found(tmp_path, capsys):
-    """0 all right, 1 something does not add up, 2 no run."""
+    """The exit status is 0 if all is right, 1 if something does not add up, 2 without a run."""
     assert report.main([str(write_run(tmp_path, healthy_records()))]) == 0
     assert report.main([str(write_run(tmp_path, [("train/step", 0, {"train/loss": 1.0})]))]) == 1
     assert report.main([str(tmp_path / "absent")]) == 2
@@ -321,7 +332,8 @@ def test_command_line_exits_with_what_it_found(tmp_path, capsys):
 
 
 def test_end_of_a_run_prints_the_report_for_its_options(tmp_path, capsys):
-    """A supervised run is not blamed for having no reward; a run without records is no error."""
+    """The report at a run's end follows its options: a supervised run needs no reward, and a run
+    without records is no error."""
     args = argparse.Namespace(
         run_dir=str(tmp_path), debug_rollout_only=False, loss_type="sft_loss", debug_train_only=False, logprob_diff_alarm=0.1,
         untrained_tokens_alarm=0.01, custom_reward_post_process_path=None, num_rollout=3,
@@ -335,7 +347,7 @@ def test_end_of_a_run_prints_the_report_for_its_options(tmp_path, capsys):
 
 
 def test_ledger_equation_is_written_out():
-    """The sentence that a person reads at the end of a run."""
+    """The ledger is written out as an equation."""
     ledger = Ledger(10, 7, {"truncated": 2, "stale": 0})
     assert str(ledger) == "10 sampled = 7 trained + 2 dropped (2 truncated)"
     assert ledger.missing == 1

@@ -1,4 +1,4 @@
-"""Timers accumulate seconds by name and refuse to be started twice or ended unstarted."""
+"""Timers accumulate seconds by name and refuse to be started twice or stopped without a start."""
 
 import time
 
@@ -19,12 +19,12 @@ def fresh_timer():
 
 
 def test_one_timer_per_process_also_under_upstreams_path():
-    """The trainer starts what the data path ends."""
+    """There is one timer per process, also under upstream's path."""
     assert Timer() is Timer() is UpstreamTimer()
 
 
 def test_seconds_of_one_name_add_up_until_reset():
-    """faults, timers without a CPU test: two log-prob passes of a step are one number."""
+    """Two log-prob passes of a step add up to one number until the timer is reset."""
     for _ in range(2):
         with timer("log_probs"):
             time.sleep(0.01)
@@ -35,7 +35,7 @@ def test_seconds_of_one_name_add_up_until_reset():
 
 
 def test_log_dict_is_a_copy():
-    """What was logged must not change when the next phase is timed."""
+    """The logged dictionary does not change when the next phase is timed."""
     Timer().add("train", 1.0)
     logged = Timer().log_dict()
     Timer().add("train", 1.0)
@@ -43,7 +43,7 @@ def test_log_dict_is_a_copy():
 
 
 def test_double_start_and_end_without_start_are_errors():
-    """A silent restart would lose the first half of a phase."""
+    """Starting a running timer and stopping one that does not run are errors."""
     Timer().start("train")
     with pytest.raises(AssertionError, match="running already"):
         Timer().start("train")
@@ -53,7 +53,7 @@ def test_double_start_and_end_without_start_are_errors():
 
 
 def test_decorator_uses_the_functions_name_and_times_a_call_that_raises():
-    """The time before an error is still spent."""
+    """The decorator times a call under the function's name, also one that raises."""
 
     @timer
     def train():
@@ -66,7 +66,7 @@ def test_decorator_uses_the_functions_name_and_times_a_call_that_raises():
 
 
 def test_inverse_timer_pauses_a_running_timer():
-    """train_wait runs except while training does."""
+    """The inverse timer pauses train_wait while training runs."""
     Timer().start("train_wait")
     with inverse_timer("train_wait"):
         time.sleep(0.05)
@@ -75,7 +75,7 @@ def test_inverse_timer_pauses_a_running_timer():
 
 
 def test_with_defer_runs_after_the_function_also_when_it_raises():
-    """The wait timer starts again whatever happened in the step."""
+    """A deferred call, such as the wait timer's start, runs also when the step raises."""
     calls = []
 
     @with_defer(lambda: calls.append("after"))

@@ -1,4 +1,4 @@
-"""Traces say where a sample's time went, and never disturb what they watch."""
+"""Traces tell where a sample's time went, and never disturb the calls that they record."""
 
 import asyncio
 import types
@@ -23,7 +23,7 @@ def events_of(sample, kind=None):
 
 
 def test_spans_nest_and_end_with_their_duration():
-    """The request lies inside the sample's generation, and its attributes are those at its end."""
+    """The request's span lies inside the sample's and has the attributes of its end."""
     sample = Sample()
     with trace_span(sample, "generate", attrs={"turn": 1}):
         with trace_span(sample, "sglang_generate") as attrs:
@@ -37,7 +37,7 @@ def test_spans_nest_and_end_with_their_duration():
 
 
 def test_error_of_the_body_is_noted_and_raised():
-    """A failed request is a span too."""
+    """A span whose body raises records the error and raises it."""
     sample = Sample()
     with pytest.raises(KeyError):
         with trace_span(sample, "reward"):
@@ -46,7 +46,8 @@ def test_error_of_the_body_is_noted_and_raised():
 
 
 def test_one_span_of_a_group_is_in_every_members_trace():
-    """A group request belongs to all of its samples; samples that share a trace get it once."""
+    """A group request's span is in the trace of each of its samples, once where samples share a
+    trace."""
     first, second, third = Sample(), Sample(), Sample()
     bind_trace(third, bind_trace(first))
     trace_event([first, [second, third]], "dispatched")
@@ -55,7 +56,8 @@ def test_one_span_of_a_group_is_in_every_members_trace():
 
 
 def test_decorated_functions_are_traced_under_their_samples():
-    """Plain and coroutine functions, the sample by position or by name."""
+    """Plain and coroutine functions are traced under their samples, given by position or by
+    name."""
 
     @trace_function("score", target="sample", attrs_getter=lambda args, sample: {"label": sample.label})
     def score(args, sample):
@@ -76,7 +78,7 @@ def test_decorated_functions_are_traced_under_their_samples():
     "target", [None, 7, types.MappingProxyType({}), object()], ids=["none", "int", "proxy", "object"]
 )
 def test_what_cannot_be_traced_runs_all_the_same(target):
-    """Tracing must not turn a working call into an error."""
+    """A call without a traceable sample runs as without tracing."""
     with trace_span(target, "x") as attrs:
         attrs["a"] = 1
     trace_event(target, "y")
@@ -84,13 +86,13 @@ def test_what_cannot_be_traced_runs_all_the_same(target):
 
 
 def test_failing_attribute_getter_does_not_fail_the_call():
-    """A bug in instrumentation stays there."""
+    """An attribute getter that raises does not fail the call."""
     sample = Sample()
     assert trace_function("z", attrs_getter=lambda sample: 1 / 0)(lambda sample: 3)(sample) == 3
 
 
 def test_meta_info_keeps_counts_times_and_the_kind_of_end():
-    """What the observability of requests is computed from."""
+    """Of meta_info the counts, times and the kind of end are kept."""
     meta = {
         "id": "r1", "prompt_tokens": 8, "completion_tokens": 3, "cached_tokens": 0, "queue_time": 0.25, "e2e_latency": 1.5,
         "decode_throughput": 12.0, "finish_reason": {"type": "stop", "matched": 1}, "output_token_logprobs": [[-0.1, 5, None]],
@@ -103,7 +105,7 @@ def test_meta_info_keeps_counts_times_and_the_kind_of_end():
 
 
 def test_stage_durations_become_children_of_the_request():
-    """Prefill and decode on different servers: their times come in meta_info and belong below the request's span."""
+    """Prefill and decode times of different servers become spans below the request's."""
     sample = Sample()
     meta = {"e2e_latency": 2.0, "prefill_duration": 0.5, "decode_duration": 1.25}
     with trace_span(sample, "sglang_generate") as attrs:

@@ -1,4 +1,5 @@
-"""One metrics file that many processes write, trackers that never end a run, step axes that never go back."""
+"""One metrics file that many processes write, trackers that never end a run, step axes that never
+go back."""
 
 import argparse
 import errno
@@ -78,7 +79,8 @@ def records(run_dir):
 
 
 def test_a_record_is_one_line_with_its_step_and_its_values(tmp_path):
-    """faults, no local machine-readable record: the file is read without slime: plain JSON, tensors as numbers, the step beside the metrics."""
+    """A record is one line of plain JSON, with tensors as numbers and the step beside the
+    metrics."""
     import numpy as np
     import torch
 
@@ -99,7 +101,7 @@ def test_a_record_is_one_line_with_its_step_and_its_values(tmp_path):
 
 
 def test_a_record_without_its_step_is_refused(tmp_path):
-    """A metric without a place on its axis cannot be drawn."""
+    """A record without its step is refused."""
     args = make_args(tmp_path)
     logging_utils.init_tracking(args)
     with pytest.raises(RolloutDataError, match="rollout/step"):
@@ -127,7 +129,7 @@ def test_records_of_processes_that_write_at_once_never_mix(tmp_path):
 
 
 def test_tail_returns_each_record_once_and_waits_for_whole_lines(tmp_path):
-    """A reader that comes in the middle of a write must not parse half a record."""
+    """The reader returns each record once and waits for whole lines."""
     path = tmp_path / "metrics.jsonl"
     tail = JsonlTail(path)
     assert tail.read() == []
@@ -142,7 +144,8 @@ def test_tail_returns_each_record_once_and_waits_for_whole_lines(tmp_path):
 
 
 def test_full_disk_loses_records_and_says_so_once_and_the_next_record_is_whole(tmp_path, monkeypatch, caplog):
-    """The disk fills in the middle of a record, stays full for one more, then has space again."""
+    """Records lost to a full disk are counted and warned about once, and the next record after a
+    cut one is whole."""
     args = make_args(tmp_path)
     logging_utils.init_tracking(args, primary=False)
     write = os.write
@@ -168,7 +171,7 @@ def test_full_disk_loses_records_and_says_so_once_and_the_next_record_is_whole(t
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs the always-full device")
 def test_a_really_full_device_does_not_raise(tmp_path):
-    """/dev/full answers every write with ENOSPC."""
+    """Writing to /dev/full, which answers ENOSPC, does not raise."""
     args = make_args(tmp_path)
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     logging_utils.init_tracking(args, primary=False)
@@ -178,7 +181,8 @@ def test_a_really_full_device_does_not_raise(tmp_path):
 
 
 def test_dead_tracker_is_counted_and_said_once_and_the_others_go_on(tmp_path, monkeypatch, caplog):
-    """W&B being down costs no training and no local record."""
+    """Records lost to a failing tracker are counted and warned about once, and the other trackers
+    go on."""
     healthy, dead = StrictTracker(), DeadTracker()
     args = make_args(tmp_path)
     start(monkeypatch, args, dead, healthy)
@@ -194,7 +198,8 @@ def test_dead_tracker_is_counted_and_said_once_and_the_others_go_on(tmp_path, mo
 
 
 def test_every_evaluation_reaches_a_strict_tracker_although_training_is_ahead(tmp_path, monkeypatch):
-    """faults.md "Evaluation logs lost or on the wrong step": train at 1..4, evaluate the weights of 0, 2, 4 later."""
+    """Evaluations of the weights of 0, 2, 4 that finish after steps 1..4 all reach a tracker that
+    refuses earlier steps."""
     tracker, args = StrictTracker(), make_args(tmp_path)
     start(monkeypatch, args, tracker)
     order = [("train", 1), ("train", 2), ("eval", 0), ("train", 3), ("train", 4), ("eval", 2), ("eval", 4)]
@@ -205,7 +210,8 @@ def test_every_evaluation_reaches_a_strict_tracker_although_training_is_ahead(tm
 
 
 def test_resumed_run_sends_nothing_twice_and_nothing_backwards(tmp_path, monkeypatch):
-    """A run ends after step 4; its continuation from 2 repeats 3 and 4, one of them with a metric the first had not sent."""
+    """A run that sent step 4 and resumes from 2 sends no value again and none backwards, but a
+    metric that step 4 had not sent."""
     tracker = StrictTracker()
     start(monkeypatch, make_args(tmp_path), tracker)
     for step in (1, 2, 3, 4):
@@ -222,7 +228,8 @@ def test_resumed_run_sends_nothing_twice_and_nothing_backwards(tmp_path, monkeyp
 
 
 def test_series_of_one_axis_that_advance_apart_lose_nothing(tmp_path, monkeypatch, caplog):
-    """train-async: rollout 2 is logged before rollout 1 has trained. PPO: the critic counts both steps before the policy's first."""
+    """Series of one axis may advance apart, as in train-async and with a PPO critic that counts its
+    steps before the policy's, and lose no value."""
     tracker, args = StrictTracker(), make_args(tmp_path)
     start(monkeypatch, args, tracker)
     order = [("rollout/step", 0, "rollout/reward"), ("rollout/step", 1, "rollout/reward"), ("rollout/step", 0, "perf/train_time"),
@@ -237,7 +244,8 @@ def test_series_of_one_axis_that_advance_apart_lose_nothing(tmp_path, monkeypatc
 
 
 def test_a_value_of_a_past_step_is_counted_and_named_at_the_end(tmp_path, monkeypatch, caplog):
-    """One series that goes back cannot be drawn; the file keeps it, and nobody has to find out alone."""
+    """A value of a past step stays in the file, and at the end a message counts and names what
+    trackers did not draw."""
     tracker, args = StrictTracker(), make_args(tmp_path)
     start(monkeypatch, args, tracker)
     for step in (1, 3, 2, 4, 4):
@@ -249,7 +257,7 @@ def test_a_value_of_a_past_step_is_counted_and_named_at_the_end(tmp_path, monkey
 
 
 def test_fresh_run_in_an_old_folder_moves_the_old_records_aside(tmp_path, monkeypatch):
-    """Two runs in one file would give one curve that jumps."""
+    """A fresh run in an old folder moves the old records to another file."""
     for loss in (1.0, 2.0):
         args, tracker = make_args(tmp_path), StrictTracker()
         start(monkeypatch, args, tracker)
@@ -270,7 +278,7 @@ def log_as_another_process(run_dir, done):
 
 
 def test_records_of_other_processes_reach_the_primarys_tracker(tmp_path, monkeypatch):
-    """Trainer and rollout actors only append; the driver alone talks to trackers, so each has one writer."""
+    """Actors append records, and the driver alone sends them to trackers."""
     tracker, args = StrictTracker(), make_args(tmp_path)
     start(monkeypatch, args, tracker)
     context = multiprocessing.get_context("spawn")
@@ -288,7 +296,8 @@ def test_records_of_other_processes_reach_the_primarys_tracker(tmp_path, monkeyp
 
 
 def test_tensorboard_holds_scalars_at_their_steps(tmp_path):
-    """--use-tensorboard, read back by TensorBoard's own reader; the step key itself is no curve."""
+    """With --use-tensorboard its own reader finds scalars at their steps, and the step key is no
+    curve."""
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     args = make_args(tmp_path, use_tensorboard=True, tb_project_name="p", tb_experiment_name="e")
     logging_utils.init_tracking(args)
@@ -301,7 +310,8 @@ def test_tensorboard_holds_scalars_at_their_steps(tmp_path):
 
 
 def test_wandb_offline_run_holds_records_with_their_own_axes(tmp_path, monkeypatch):
-    """--use-wandb --wandb-mode offline, without account or network: files that `wandb sync` sends later."""
+    """With --use-wandb --wandb-mode offline the files for `wandb sync` hold the records with their
+    axes, without account or network."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     args = make_args(tmp_path, use_wandb=True, wandb_mode="offline", wandb_key="secret-of-nobody")
@@ -323,7 +333,8 @@ def test_wandb_offline_run_holds_records_with_their_own_axes(tmp_path, monkeypat
 
 
 def test_wandb_draws_each_family_over_its_own_step(tmp_path, monkeypatch):
-    """Over W&B's own counter, evaluations and training steps would share one axis that means neither."""
+    """In W&B each family of metrics has its own step, so that evaluations and training steps do not
+    share an axis."""
     axes = {}
     run = types.SimpleNamespace(define_metric=lambda name, step_metric=None: axes.update({name: step_metric}))
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: run, Settings=dict))
@@ -336,7 +347,8 @@ def test_wandb_draws_each_family_over_its_own_step(tmp_path, monkeypatch):
 
 
 def test_wandb_options_keep_upstreams_meaning_and_hide_secrets(tmp_path):
-    """The id follows from the folder, so a resumed run continues its own W&B run without anybody assigning to args."""
+    """W&B options mean what upstream's mean, secrets are hidden, and the id follows from the
+    folder, so that a resumed run continues its own."""
     args = make_args(
         tmp_path / "run7", use_wandb=True, wandb_project="p", wandb_group="g", wandb_team="t", wandb_key="abc"
     )
@@ -349,14 +361,15 @@ def test_wandb_options_keep_upstreams_meaning_and_hide_secrets(tmp_path):
 
 
 def test_missing_tracker_package_is_a_config_error_that_says_what_to_install(tmp_path, monkeypatch):
-    """Asked for and not there must be said before training, with the remedy."""
+    """A tracker whose package is missing is an error before training with what to install."""
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"slime-rl\[wandb\]"):
         logging_utils.init_tracking(make_args(tmp_path, use_wandb=True))
 
 
 def test_progress_is_throttled_but_never_misses_the_ends_of_a_phase(tmp_path):
-    """A call per sample must be cheap: 101 calls within one interval are three records, and the next phase is shown at once."""
+    """101 progress calls within one interval are three records, and the next phase is shown at
+    once."""
     now = [100.0]
     reporter = progress.ProgressReporter(tmp_path, interval_s=0.5, clock=lambda: now[0])
     for done in range(101):
@@ -370,12 +383,12 @@ def test_progress_is_throttled_but_never_misses_the_ends_of_a_phase(tmp_path):
 
 
 def test_progress_without_a_run_folder_does_nothing():
-    """Library use and tests have no run."""
+    """Without a run folder progress calls do nothing."""
     assert progress.report(phase="generate", done=0, total=1) is False
 
 
 def test_threads_of_one_process_write_whole_records(tmp_path):
-    """Rollout code logs from several threads."""
+    """Threads of one process write whole records."""
     args = make_args(tmp_path)
     logging_utils.init_tracking(args, primary=False)
 
@@ -394,7 +407,8 @@ def test_threads_of_one_process_write_whole_records(tmp_path):
 
 
 def test_run_folder_follows_from_its_name_or_the_start_time(monkeypatch, tmp_path):
-    """Every process gets the same absolute folder from the options."""
+    """The run folder follows from the given folder, the run's name, or the start time, and is
+    absolute."""
     monkeypatch.chdir(tmp_path)
     assert resolve_run_dir(None, "mine") == str(tmp_path / "runs" / "mine")
     assert resolve_run_dir("here", "mine") == str(tmp_path / "here")
@@ -406,12 +420,12 @@ def test_run_folder_follows_from_its_name_or_the_start_time(monkeypatch, tmp_pat
     [(True, True), (2, 2), (0.5, 0.5), (float("inf"), "inf"), (None, None), ("text", "text"), ([1, 2], "[1, 2]")],
 )
 def test_values_become_what_json_has(value, plain):
-    """Not-a-number and infinity are no JSON; as text they are seen instead of lost."""
+    """NaN and infinity, which JSON lacks, are written as text."""
     assert plain_value(value) == plain
 
 
 def test_trackers_get_the_points_that_are_no_numbers(tmp_path):
-    """A loss that becomes NaN must end as NaN in the curve, not as a curve that stops."""
+    """Trackers get NaN values, so that the curve of a failed loss ends in NaN."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     args = make_args(tmp_path, use_tensorboard=True)
@@ -426,7 +440,7 @@ def test_trackers_get_the_points_that_are_no_numbers(tmp_path):
 
 
 def test_the_end_of_a_run_hands_out_the_problems_of_its_report(tmp_path, capsys):
-    """They decide the exit status: a PROBLEM line above status 0 is read by nobody's script."""
+    """The end of a run returns its report's problems, which decide the exit status."""
     run_options = {"debug_rollout_only": False, "debug_train_only": False, "loss_type": "policy_loss", "custom_reward_post_process_path": None}
     args = make_args(tmp_path, write_report=True, **run_options)
     logging_utils.init_tracking(args, primary=True)
