@@ -36,7 +36,7 @@ train: $(STAMP)
 
 test: $(STAMP)
 	@mkdir -p runs
-	@echo "[1/4] ruff"; $(BIN)/ruff check .
+	@echo "[1/4] ruff"; $(BIN)/ruff check .; $(BIN)/ruff format --check .
 	@echo "[2/4] repository shape"; $(BIN)/python tools/repo_shape.py
 	@echo "[3/4] generated workflows"; $(BIN)/python .github/workflows/generate_github_workflows.py --check
 	@echo "[4/4] pytest"; $(BIN)/python -m pytest -q -n 2 --durations=15 --junitxml=runs/test-report.xml $(ARGS)
@@ -51,6 +51,7 @@ test-mutants: $(STAMP)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
 clean:

@@ -1,5 +1,6 @@
-"""Packaging of slime. The distribution is `slime-rl`, because `slime` on PyPI is an unrelated package; the import
-name is `slime`."""
+"""Packaging of slime. The distribution is `slime-rl`, because `slime` on PyPI is an unrelated
+package; the import name is `slime`.
+"""
 
 import re
 import runpy
@@ -12,7 +13,8 @@ TESTED = runpy.run_path(str(ROOT / "slime" / "tested_versions.py"))
 FIRST_PYTHON, LAST_PYTHON = TESTED["PYTHON"]
 
 CORE = [
-    TESTED["requirement"]("torch"),  # below 2.10 torch.load(weights_only=True) can still execute code
+    # below 2.10 torch.load(weights_only=True) can still execute code
+    TESTED["requirement"]("torch"),
     "numpy>=1.26",
     TESTED["requirement"]("ray"),
     "requests>=2.31",
@@ -67,19 +69,27 @@ def read_version() -> str:
 setup(
     name="slime-rl",
     version=read_version(),
-    description="RL post-training for language models whose data path is exact, visible and testable on two CPU cores",
+    description=(
+        "RL post-training for language models whose data path is exact, visible and "
+        "testable on two CPU cores"
+    ),
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_namespace_packages(include=["slime", "slime.*"]),
-    package_data={"": ["*.html", "*.css", "*.js", "*.jinja", "*.svg", "*.yaml", "*.json", "*.txt", "*.md"]},
+    package_data={
+        "": ["*.html", "*.css", "*.js", "*.jinja", "*.svg", "*.yaml", "*.json", "*.txt", "*.md"]
+    },
     python_requires=f">={FIRST_PYTHON[0]}.{FIRST_PYTHON[1]},<{LAST_PYTHON[0]}.{LAST_PYTHON[1] + 1}",
     install_requires=CORE,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["slime = slime.cli:main"]},
     classifiers=[
         "Programming Language :: Python :: 3",
-        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(FIRST_PYTHON[1], LAST_PYTHON[1] + 1)),
+        *(
+            f"Programming Language :: Python :: 3.{minor}"
+            for minor in range(FIRST_PYTHON[1], LAST_PYTHON[1] + 1)
+        ),
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
 )

@@ -1,7 +1,8 @@
-"""The console script `slime`: one word chooses the command; only that command's modules are imported.
+"""The console script `slime`: one word chooses the command; only that command's modules are
+imported.
 
-`train` and `train-async` read upstream's flags (`slime.utils.arguments`); our own commands are dataclasses or functions that
-tyro turns into a command line.
+`train` and `train-async` read upstream's flags (`slime.utils.arguments`); our own commands are
+dataclasses or functions that tyro turns into a command line.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from slime.tracking.plain_output import keep_output_plain
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """One subcommand. `entry` is "module:function"; the function takes a list of words when `raw`, else tyro calls it."""
+    """One subcommand. `entry` is "module:function"; the function takes a list of words when `raw`,
+    else tyro calls it.
+    """
 
     entry: str
     help: str
@@ -29,27 +32,58 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "train": Command(
-        "slime.train:main", "Train: generate, score, update, publish the weights; one after the other.", raw=True
+        "slime.train:main",
+        "Train: generate, score, update, publish the weights; one after the other.",
+        raw=True,
     ),
     "train-async": Command(
-        "slime.train_async:main", "Train with the next rollout generated while this one is trained on.", raw=True
+        "slime.train_async:main",
+        "Train with the next rollout generated while this one is trained on.",
+        raw=True,
     ),
-    "serve": Command("slime.backends.torch_engine.serve:serve", "Serve a Hugging Face folder over SGLang's HTTP API."),
-    "doctor": Command("slime.commands.doctor:doctor", "Check this machine: one line and one remedy each."),
+    "serve": Command(
+        "slime.backends.torch_engine.serve:serve",
+        "Serve a Hugging Face folder over SGLang's HTTP API.",
+    ),
+    "doctor": Command(
+        "slime.commands.doctor:doctor", "Check this machine: one line and one remedy each."
+    ),
     "consistency": Command(
-        "slime.harness.consistency_report:main", "Where trainer and engine disagree in a run, token by token.", raw=True
+        "slime.harness.consistency_report:main",
+        "Where trainer and engine disagree in a run, token by token.",
+        raw=True,
     ),
-    "diff": Command("slime.harness.diff:main", "Compare two dumps field by field and name the first difference.", raw=True),
-    "rewards": Command("slime.commands.reward:rewards", "Check that the labels of a prompt file can be answered right.", raw=True),
-    "rescore": Command("slime.commands.reward:rescore", "Score a rollout dump again and show what changed.", raw=True),
-    "show": Command("slime.harness.show:main", "One sample of a rollout dump, token by token.", raw=True),
-    "gate": Command("slime.commands.gate:main", "Look at, compare and tune the response gate.", raw=True),
+    "diff": Command(
+        "slime.harness.diff:main",
+        "Compare two dumps field by field and name the first difference.",
+        raw=True,
+    ),
+    "rewards": Command(
+        "slime.commands.reward:rewards",
+        "Check that the labels of a prompt file can be answered right.",
+        raw=True,
+    ),
+    "rescore": Command(
+        "slime.commands.reward:rescore",
+        "Score a rollout dump again and show what changed.",
+        raw=True,
+    ),
+    "show": Command(
+        "slime.harness.show:main", "One sample of a rollout dump, token by token.", raw=True
+    ),
+    "gate": Command(
+        "slime.commands.gate:main", "Look at, compare and tune the response gate.", raw=True
+    ),
 }
 
 
 def available_commands() -> dict[str, Command]:
     """Returns the commands whose module is part of this installation."""
-    return {name: command for name, command in COMMANDS.items() if _module_exists(command.entry.partition(":")[0])}
+    return {
+        name: command
+        for name, command in COMMANDS.items()
+        if _module_exists(command.entry.partition(":")[0])
+    }
 
 
 def _module_exists(module: str) -> bool:
@@ -69,7 +103,13 @@ def usage(commands: dict[str, Command]) -> str:
         "",
     ]
     lines += [f"  {name:{width}}{command.help}" for name, command in commands.items()]
-    return "\n".join([*lines, "", "slime COMMAND --help shows the options of a command; slime --version the version."])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "slime COMMAND --help shows the options of a command; slime --version the version.",
+        ]
+    )
 
 
 def load_entry(command: Command) -> Callable:
@@ -79,7 +119,9 @@ def load_entry(command: Command) -> Callable:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 2 for a command line that cannot be, else the command's own."""
+    """Runs one command and returns its exit status: 2 for a command line that cannot be, else the
+    command's own.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     commands = available_commands()
     if not words or words[0] in ("-h", "--help", "help"):
@@ -112,7 +154,12 @@ def _run(name: str, command: Command, words: list[str]) -> int:
 
     # A command whose options are one dataclass has --port, not --command.port.
     config = (tyro.conf.OmitArgPrefixes,)
-    return int(tyro.cli(function, prog=f"slime {name}", description=command.help, args=words, config=config) or 0)
+    return int(
+        tyro.cli(
+            function, prog=f"slime {name}", description=command.help, args=words, config=config
+        )
+        or 0
+    )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,27 @@
-"""The errors a user can cause, one class per kind. Each survives pickling through Ray with its message intact."""
+"""The errors a user can cause, one class per kind. Each survives pickling through Ray with its
+message intact.
+"""
 
 
 class SlimeError(Exception):
-    """Base of every error that slime raises on purpose. The message says what, with which values, and what to do."""
+    """Base of every error that slime raises on purpose. The message says what, with which values,
+    and what to do.
+    """
 
 
 class ConfigError(SlimeError, ValueError):
-    """An option, a file or a combination of options cannot work. Raised before any process is started where possible."""
+    """An option, a file or a combination of options cannot work. Raised before any process is
+    started where possible.
+    """
 
 
 class RolloutDataError(SlimeError, ValueError):
-    """Samples, columns or shards break the data contract: a length, an alignment, a missing or an undeclared field."""
+    """Samples, columns or shards break the data contract: a length, an alignment, a missing or an
+    undeclared field.
+    """
 
 
 class EngineError(SlimeError, RuntimeError):
-    """An inference engine is unreachable, refused a request, or answered with something that is not a result."""
+    """An inference engine is unreachable, refused a request, or answered with something that is not
+    a result.
+    """

@@ -1,4 +1,5 @@
-"""Training in this process, for notebooks, debuggers and profilers: what `slime train --local` does, as functions.
+"""Training in this process, for notebooks, debuggers and profilers: what `slime train --local`
+does, as functions.
 
     from slime.local import local_run, train
 
@@ -8,7 +9,8 @@
     with local_run(["--config", "grpo.yaml"]) as run:     the loop by hand
         shards = generate(run, 0)
 
-Options are words of the command line, or keywords with the options' names; keywords win. Errors are raised, with their stacks.
+Options are words of the command line, or keywords with the options' names; keywords win. Errors are
+raised, with their stacks.
 """
 
 from __future__ import annotations
@@ -26,7 +28,15 @@ from slime.train import Run, open_run, train_on, update_weights
 from slime.train import generate as start_rollout
 from slime.train import train as training_loop
 
-__all__ = ["LocalResult", "generate", "local_run", "train", "train_on", "update_weights", "words_of"]
+__all__ = [
+    "LocalResult",
+    "generate",
+    "local_run",
+    "train",
+    "train_on",
+    "update_weights",
+    "words_of",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,25 +47,41 @@ class LocalResult:
     run_dir: Path
 
     def series(self, name: str) -> dict[int, float]:
-        """step -> value of one metric. KeyError with the nearest names where nothing was logged under it."""
+        """step -> value of one metric. KeyError with the nearest names where nothing was logged
+        under it.
+        """
         from slime.files.jsonl import read_jsonl
         from slime.tracking.tracking import FILE_NAME
 
-        records = [record for record in read_jsonl(self.run_dir / FILE_NAME)[0] if "metrics" in record]
-        found = {record["step"]: record["metrics"][name] for record in records if name in record["metrics"]}
+        records = [
+            record for record in read_jsonl(self.run_dir / FILE_NAME)[0] if "metrics" in record
+        ]
+        found = {
+            record["step"]: record["metrics"][name]
+            for record in records
+            if name in record["metrics"]
+        }
         if not found:
-            near = nearest_names(name, sorted({key for record in records for key in record["metrics"]}), count=3)
-            raise KeyError(f"no record has {name!r}." + (f" Did you mean {' or '.join(near)}?" if near else ""))
+            near = nearest_names(
+                name, sorted({key for record in records for key in record["metrics"]}), count=3
+            )
+            raise KeyError(
+                f"no record has {name!r}." + (f" Did you mean {' or '.join(near)}?" if near else "")
+            )
         return found
 
 
 def words_of(options: dict[str, Any]) -> list[str]:
-    """The words of the command line that say `options`. None leaves an option out. ConfigError for an unknown name."""
+    """The words of the command line that say `options`. None leaves an option out. ConfigError for
+    an unknown name.
+    """
     specs, words = specs_by_name(), []
     for name, value in options.items():
         if name not in specs:
             near = nearest_names(name, specs)
-            raise ConfigError(f"unknown option {name!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
+            raise ConfigError(
+                f"unknown option {name!r}." + (f" Did you mean {near[0]!r}?" if near else "")
+            )
         spec = specs[name]
         if value is None:
             continue
@@ -67,13 +93,19 @@ def words_of(options: dict[str, Any]) -> list[str]:
         assert spec.flag is not None
         values = list(value) if isinstance(value, list | tuple) else [value]
         texts = [json.dumps(one) if isinstance(one, dict) else str(one) for one in values]
-        words += [word for text in texts for word in (spec.flag, text)] if spec.repeat else [spec.flag, *texts]
+        words += (
+            [word for text in texts for word in (spec.flag, text)]
+            if spec.repeat
+            else [spec.flag, *texts]
+        )
     return words
 
 
 @contextlib.contextmanager
 def local_run(options: Sequence[str] = (), **named: Any) -> Iterator[Run]:
-    """A run in this process, its models loaded and the weights published to the engine; everything is stopped at the end."""
+    """A run in this process, its models loaded and the weights published to the engine; everything
+    is stopped at the end.
+    """
     from slime.tracking.tracking import finish_tracking
     from slime.utils.arguments import parse_args
 

@@ -1,4 +1,5 @@
-"""What slime is tested with, stated once: setup.py's bounds, `slime doctor`, `tools/install.py` and a test of README read it.
+"""What slime is tested with, stated once: setup.py's bounds, `slime doctor`, `tools/install.py` and
+a test of README read it.
 
 Standard library only, and no imports: setup.py runs this file before anything is installed.
 """
@@ -8,10 +9,12 @@ from __future__ import annotations
 # Every version of Python on which the main job and the core test folders pass.
 PYTHON = ((3, 10), (3, 13))
 
-# package -> (lowest that works, lowest and highest that the tests ran with, first version that pip must not take)
+# package -> (lowest that works, lowest and highest that the tests ran with, first version that pip
+# must not take)
 PACKAGES: dict[str, tuple[str, str, str, str | None]] = {
     "torch": ("2.10", "2.13", "2.13", None),
-    # pip takes 0.16.1 on Python 3.10 and 3.11, and 0.19 on newer ones. slime replaces functions inside it.
+    # pip takes 0.16.1 on Python 3.10 and 3.11, and 0.19 on newer ones. slime replaces functions
+    # inside it.
     "megatron-core": ("0.16", "0.16", "0.19", "0.20"),
     "transformers": ("5", "5.20", "5.24", "6"),  # pip takes 5.20 on Python 3.10
     "ray": ("2.49", "2.60", "2.60", "3"),

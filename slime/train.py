@@ -1,6 +1,6 @@
 """The synchronous loop: generate, train, publish the weights, evaluate. It reads as the algorithm.
 
-    python -m slime.train --config run.yaml        or        slime train --config run.yaml
+python -m slime.train --config run.yaml        or        slime train --config run.yaml
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Run:
     start_rollout_id: int
     num_rollout: int
     num_rollout_per_epoch: int | None
-    begun_at: dict[int, int] = dataclasses.field(default_factory=dict)  # rollout -> versions published when it was begun
+    # rollout -> versions published when it was begun
+    begun_at: dict[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def trainers(self) -> list[Any]:
@@ -46,18 +47,30 @@ class Run:
         """True after the rollouts at which a periodic action (save, evaluation) falls due."""
         from slime.utils.misc import should_run_periodic_action
 
-        return should_run_periodic_action(rollout_id, interval, self.num_rollout_per_epoch, self.num_rollout)
+        return should_run_periodic_action(
+            rollout_id, interval, self.num_rollout_per_epoch, self.num_rollout
+        )
 
     def is_due_to_save(self, rollout_id: int) -> bool:
-        """True after every --save-interval rollouts, and after the last one: nothing that was asked for ends unsaved."""
+        """True after every --save-interval rollouts, and after the last one: nothing that was asked
+        for ends unsaved.
+        """
         asked = self.args.save or self.args.save_hf
-        return bool(asked) and (rollout_id == self.num_rollout - 1 or self.is_due(rollout_id, self.args.save_interval))
+        return bool(asked) and (
+            rollout_id == self.num_rollout - 1 or self.is_due(rollout_id, self.args.save_interval)
+        )
 
 
 @contextlib.contextmanager
 def build_run(args: Any) -> Iterator[Run]:
-    """Starts the actors, loads the weights and publishes them to the engines; takes everything down again."""
-    from slime.ray.placement_group import create_placement_groups, create_rollout_manager, create_training_models
+    """Starts the actors, loads the weights and publishes them to the engines; takes everything down
+    again.
+    """
+    from slime.ray.placement_group import (
+        create_placement_groups,
+        create_rollout_manager,
+        create_training_models,
+    )
     from slime.ray.utils import STOP_TIMEOUT_S, wait_for
 
     report(phase="starting engines and trainers")
@@ -68,7 +81,12 @@ def build_run(args: Any) -> Iterator[Run]:
         num_rollout_per_epoch = None
         if args.num_rollout is None:
             refs = [rollout_manager.get_num_rollout_per_epoch.remote()]
-            (num_rollout_per_epoch,) = wait_for(refs, what="counting the prompts", timeout_s=args.startup_timeout, option="--startup-timeout")
+            (num_rollout_per_epoch,) = wait_for(
+                refs,
+                what="counting the prompts",
+                timeout_s=args.startup_timeout,
+                option="--startup-timeout",
+            )
         num_rollout, num_rollout_per_epoch = planned_rollouts(args, num_rollout_per_epoch)
         args = with_num_rollout(args, num_rollout)
         if not args.debug_rollout_only:
@@ -77,10 +95,20 @@ def build_run(args: Any) -> Iterator[Run]:
         else:
             start = 0
         report(phase="starting engines")
-        wait_for([rollout_manager.ready.remote()], what="starting the engines", timeout_s=args.startup_timeout, option="--startup-timeout")
+        wait_for(
+            [rollout_manager.ready.remote()],
+            what="starting the engines",
+            timeout_s=args.startup_timeout,
+            option="--startup-timeout",
+        )
         start = start if args.start_rollout_id is None else args.start_rollout_id
         if start > 0 and args.load:
-            wait_for([rollout_manager.load.remote(start - 1)], what="loading the data position", timeout_s=args.startup_timeout, option="--startup-timeout")
+            wait_for(
+                [rollout_manager.load.remote(start - 1)],
+                what="loading the data position",
+                timeout_s=args.startup_timeout,
+                option="--startup-timeout",
+            )
         if actor is not None and not args.debug_train_only:
             report(phase="updating weights")
             actor.update_weights()
@@ -89,18 +117,29 @@ def build_run(args: Any) -> Iterator[Run]:
         for group in (critic, actor):
             if group is not None:
                 _quietly(group.release)
-        _quietly(lambda: wait_for([rollout_manager.dispose.remote()], what="stopping the engines", timeout_s=STOP_TIMEOUT_S, option=None))
+        _quietly(
+            lambda: wait_for(
+                [rollout_manager.dispose.remote()],
+                what="stopping the engines",
+                timeout_s=STOP_TIMEOUT_S,
+                option=None,
+            )
+        )
 
 
 def planned_rollouts(args: Any, num_rollout_per_epoch: int | None) -> tuple[int, int | None]:
-    """(rollouts to run, rollouts per epoch where --num-epoch counts them). ConfigError for --num-epoch without a dataset.
+    """(rollouts to run, rollouts per epoch where --num-epoch counts them). ConfigError for
+    --num-epoch without a dataset.
 
     With --num-rollout an epoch's end is no event: nothing is saved or evaluated because of it.
     """
     if args.num_rollout is not None:
         return args.num_rollout, None
     if not num_rollout_per_epoch:
-        raise ConfigError(f"--num-epoch {args.num_epoch} counts passes over prompts, and the data source has no length. Use --num-rollout.")
+        raise ConfigError(
+            f"--num-epoch {args.num_epoch} counts passes over prompts, and the data source has no "
+            "length. Use --num-rollout."
+        )
     return args.num_epoch * num_rollout_per_epoch, num_rollout_per_epoch
 
 
@@ -109,9 +148,11 @@ class NothingLeft(SlimeError):
 
 
 def with_num_rollout(args: Any, num_rollout: int) -> Any:
-    """Returns a copy of `args` whose --num-rollout is the number that follows from --num-epoch: the trainers' schedule needs its end.
+    """Returns a copy of `args` whose --num-rollout is the number that follows from --num-epoch: the
+    trainers' schedule needs its end.
 
-    NothingLeft where all rollouts are done; ConfigError where a resumed schedule does not reach the last one.
+    NothingLeft where all rollouts are done; ConfigError where a resumed schedule does not reach the
+    last one.
     """
     from slime.config.resume import nothing_left, schedule_problem
 
@@ -119,7 +160,10 @@ def with_num_rollout(args: Any, num_rollout: int) -> Any:
         return args
     if (sentence := nothing_left(args, num_rollout=num_rollout)) is not None:
         raise NothingLeft(sentence)
-    if not args.debug_rollout_only and (problem := schedule_problem(args, num_rollout=num_rollout)) is not None:
+    if (
+        not args.debug_rollout_only
+        and (problem := schedule_problem(args, num_rollout=num_rollout)) is not None
+    ):
         raise ConfigError(problem)
     known = copy.copy(args)
     known.num_rollout = num_rollout
@@ -127,7 +171,9 @@ def with_num_rollout(args: Any, num_rollout: int) -> Any:
 
 
 def _quietly(action: Callable[[], Any]) -> None:
-    """Runs one step of the cleanup; its failure is logged and must not hide the error that ended the run."""
+    """Runs one step of the cleanup; its failure is logged and must not hide the error that ended
+    the run.
+    """
     try:
         action()
     except Exception as error:  # noqa: BLE001 - Ray reports dead actors by many exception types
@@ -155,7 +201,9 @@ def train_on(run: Run, rollout_id: int, shards: list) -> None:
 
 
 def log_trained(args: Any, rollout_id: int, shards: list, results: Sequence[Any] = ()) -> None:
-    """Closes the rollout's ledger: what was planned has trained, but for what the policy's ranks say in their `results`."""
+    """Closes the rollout's ledger: what was planned has trained, but for what the policy's ranks
+    say in their `results`.
+    """
     from slime.data.ledger import finished_metrics
     from slime.metrics.statistics import compute_rollout_step
     from slime.tracking.tracking import log
@@ -164,15 +212,25 @@ def log_trained(args: Any, rollout_id: int, shards: list, results: Sequence[Any]
     for result in results:
         not_trained.update(result["not_trained"] if result else {})
     metrics = finished_metrics(sum(box.num_trained for box in shards), not_trained)
-    log(args, {**metrics, "rollout/step": compute_rollout_step(args, rollout_id)}, step_key="rollout/step")
+    log(
+        args,
+        {**metrics, "rollout/step": compute_rollout_step(args, rollout_id)},
+        step_key="rollout/step",
+    )
 
 
 def begin_training(run: Run) -> None:
-    """Engines give their memory back and trainers take theirs, as --offload-rollout, --offload-train and --release-train ask."""
+    """Engines give their memory back and trainers take theirs, as --offload-rollout,
+    --offload-train and --release-train ask.
+    """
     from slime.ray.utils import wait_for
 
     if run.args.offload_rollout and not run.args.debug_train_only:
-        wait_for([run.rollout_manager.offload.remote()], what="freeing the engines' memory", timeout_s=run.args.step_timeout)
+        wait_for(
+            [run.rollout_manager.offload.remote()],
+            what="freeing the engines' memory",
+            timeout_s=run.args.step_timeout,
+        )
     for group in run.trainers:
         if run.args.release_train:
             group.recreate(run.rollout_manager)
@@ -195,26 +253,43 @@ def update_weights(run: Run) -> None:
 
     report(phase="updating weights")
     if run.args.offload_rollout:
-        wait_for([run.rollout_manager.onload.remote()], what="giving the engines memory", timeout_s=run.args.step_timeout)
+        wait_for(
+            [run.rollout_manager.onload.remote()],
+            what="giving the engines memory",
+            timeout_s=run.args.step_timeout,
+        )
     run.actor.update_weights()
 
 
 def save(run: Run, rollout_id: int) -> None:
-    """One checkpoint: the data position first, then the models, whose published pointer makes both current."""
+    """One checkpoint: the data position first, then the models, whose published pointer makes both
+    current.
+    """
     from slime.ray.utils import wait_for
 
     report(phase="saving")
-    wait_for([run.rollout_manager.save.remote(rollout_id)], what="saving the data position", timeout_s=run.args.step_timeout)
+    wait_for(
+        [run.rollout_manager.save.remote(rollout_id)],
+        what="saving the data position",
+        timeout_s=run.args.step_timeout,
+    )
     for group in run.trainers:
         group.save_model(rollout_id)
 
 
 def evaluate_at_start(run: Run) -> None:
-    """The evaluation of weights that no rollout of this run has trained: those of a first start, or, with --num-rollout 0, the loaded ones alone."""
+    """The evaluation of weights that no rollout of this run has trained: those of a first start,
+    or, with --num-rollout 0, the loaded ones alone.
+    """
     from slime.config.resume import evaluates_only
 
     args = run.args
-    is_first = run.start_rollout_id == 0 and args.eval_interval is not None and not args.debug_train_only and not args.skip_eval_before_train
+    is_first = (
+        run.start_rollout_id == 0
+        and args.eval_interval is not None
+        and not args.debug_train_only
+        and not args.skip_eval_before_train
+    )
     if is_first or evaluates_only(args):
         evaluate(run, run.start_rollout_id)
 
@@ -224,7 +299,11 @@ def evaluate(run: Run, rollout_id: int) -> None:
     from slime.ray.utils import wait_for
 
     report(phase="evaluating")
-    wait_for([run.rollout_manager.eval.remote(rollout_id)], what="evaluation", timeout_s=run.args.step_timeout)
+    wait_for(
+        [run.rollout_manager.eval.remote(rollout_id)],
+        what="evaluation",
+        timeout_s=run.args.step_timeout,
+    )
 
 
 def train(run: Run) -> None:
@@ -236,7 +315,9 @@ def train(run: Run) -> None:
     evaluate_at_start(run)
     end_training(run)  # of the trainers' start
     for rollout_id in range(run.start_rollout_id, run.num_rollout):
-        (shards,) = wait_for([generate(run, rollout_id)], what=f"rollout {rollout_id}", timeout_s=args.step_timeout)
+        (shards,) = wait_for(
+            [generate(run, rollout_id)], what=f"rollout {rollout_id}", timeout_s=args.step_timeout
+        )
         if args.debug_rollout_only:
             continue
         begin_training(run)
@@ -251,9 +332,16 @@ def train(run: Run) -> None:
             evaluate(run, rollout_id + 1)
 
 
-def launch(argv: Sequence[str] | None, loop: Callable[[Run], None], *, check: Callable[[Any], None] | None = None) -> int:
-    """Parses the options, runs `loop` inside a Ray session, and returns the exit status: 0 done, 1 failed or with problems in its report,
-    2 bad options, 130 interrupted. `check`: raises ConfigError for options with which this loop cannot run."""
+def launch(
+    argv: Sequence[str] | None,
+    loop: Callable[[Run], None],
+    *,
+    check: Callable[[Any], None] | None = None,
+) -> int:
+    """Parses the options, runs `loop` inside a Ray session, and returns the exit status: 0 done, 1
+    failed or with problems in its report, 2 bad options, 130 interrupted. `check`: raises
+    ConfigError for options with which this loop cannot run.
+    """
     started = time.monotonic()
     keep_output_plain()
     from slime.config.resume import nothing_left
@@ -270,7 +358,10 @@ def launch(argv: Sequence[str] | None, loop: Callable[[Run], None], *, check: Ca
         from slime.commands.dry_run import dry_run
 
         return dry_run(args)
-    if args.num_rollout is not None and (sentence := nothing_left(args, num_rollout=args.num_rollout)) is not None:
+    if (
+        args.num_rollout is not None
+        and (sentence := nothing_left(args, num_rollout=args.num_rollout)) is not None
+    ):
         print(sentence, file=sys.stderr)
         return 0
     return _run_session(args, loop, started)
@@ -278,7 +369,9 @@ def launch(argv: Sequence[str] | None, loop: Callable[[Run], None], *, check: Ca
 
 @contextlib.contextmanager
 def open_run(args: Any) -> Iterator[Run]:
-    """A run of parsed options, ready for its loop, with its records, live view and actors. `finish_tracking(args)` is the caller's to call."""
+    """A run of parsed options, ready for its loop, with its records, live view and actors.
+    `finish_tracking(args)` is the caller's to call.
+    """
     from slime.config.yaml_file import write_resolved_config
     from slime.ray.session import run_session
     from slime.tracking.live_view import live_view
@@ -304,8 +397,13 @@ def _run_session(args: Any, loop: Callable[[Run], None], started: float) -> int:
                 loop(run)
             status, is_done = 0, True
         except KeyboardInterrupt as error:
-            go_on = f"; continue with --load {args.save}" if has_megatron_checkpoint(args.save) else ""
-            print(f"interrupted ({str(error) or 'SIGINT'}): everything is stopped{go_on}", file=sys.stderr)
+            go_on = (
+                f"; continue with --load {args.save}" if has_megatron_checkpoint(args.save) else ""
+            )
+            print(
+                f"interrupted ({str(error) or 'SIGINT'}): everything is stopped{go_on}",
+                file=sys.stderr,
+            )
             status = 130
         except bdb.BdbQuit:
             print("ended in the debugger: everything is stopped", file=sys.stderr)
@@ -326,10 +424,11 @@ def _run_session(args: Any, loop: Callable[[Run], None], started: float) -> int:
 
 
 def print_failure(error: Exception) -> int:
-    """Says on standard error what ended the run, in place of Ray's pages; returns the exit status: 2 for a ConfigError, else 1.
+    """Says on standard error what ended the run, in place of Ray's pages; returns the exit status:
+    2 for a ConfigError, else 1.
 
-    An error that slime raised on purpose, in this process or in an actor, is its one message. Of any other, the actor that raised it and
-    the end of its stack are shown.
+    An error that slime raised on purpose, in this process or in an actor, is its one message. Of
+    any other, the actor that raised it and the end of its stack are shown.
     """
     import ray
 

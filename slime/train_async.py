@@ -1,6 +1,7 @@
-"""The asynchronous loop: the next rollout is generated while this one trains, one rollout off-policy.
+"""The asynchronous loop: the next rollout is generated while this one trains, one rollout
+off-policy.
 
-    python -m slime.train_async --config run.yaml        or        slime train-async --config run.yaml
+    python -m slime.train_async --config run.yaml        or slime train-async --config run.yaml
 
 Engines and trainers need devices of their own, so `--colocate` is refused.
 """
@@ -12,25 +13,42 @@ from typing import Any
 
 from slime.exceptions import ConfigError
 from slime.ray.utils import wait_for
-from slime.train import Run, evaluate, evaluate_at_start, generate, launch, save, train_on, update_weights
+from slime.train import (
+    Run,
+    evaluate,
+    evaluate_at_start,
+    generate,
+    launch,
+    save,
+    train_on,
+    update_weights,
+)
 
 
 def require_two_sides(args: Any) -> None:
-    """ConfigError for options with which engines and trainers take turns, all of them at once: here they work at the same time."""
+    """ConfigError for options with which engines and trainers take turns, all of them at once: here
+    they work at the same time.
+    """
     problems = [
-        "slime train-async needs devices of their own for trainers and engines, which work at the same time: "
+        "slime train-async needs devices of their own for trainers and engines, which work at the "
+        "same time: "
         f"remove --{name.replace('_', '-')}, or use slime train"
         for name in ("colocate", "offload_train", "offload_rollout", "release_train")
         if getattr(args, name)
     ]
     if args.local:
-        problems.append("slime train-async runs engines and trainers at the same time, --local one after the other: use slime train --local.")
+        problems.append(
+            "slime train-async runs engines and trainers at the same time, --local one after the "
+            "other: use slime train --local."
+        )
     if problems:
         raise ConfigError("\n".join(problems))
 
 
 def train(run: Run) -> None:
-    """Runs rollouts `start_rollout_id .. num_rollout - 1` with one rollout in flight ahead of the trainer."""
+    """Runs rollouts `start_rollout_id .. num_rollout - 1` with one rollout in flight ahead of the
+    trainer.
+    """
     args = run.args
     require_two_sides(args)
     evaluates = args.eval_interval is not None and not args.debug_train_only
@@ -46,12 +64,14 @@ def train(run: Run) -> None:
             save(run, rollout_id)
         if (rollout_id + 1) % args.update_weights_interval == 0 and not args.debug_train_only:
             if ahead is not None:
-                # No weights may change under a running generation, or one sample would mix two policies unnoticed.
+                # No weights may change under a running generation, or one sample would mix two
+                # policies unnoticed.
                 wait_for([ahead], what=f"rollout {rollout_id + 1}", timeout_s=args.step_timeout)
             update_weights(run)
         if evaluates and run.is_due(rollout_id, args.eval_interval):
             if ahead is not None:
-                # The end of a generation aborts every request on the engines, those of an evaluation too.
+                # The end of a generation aborts every request on the engines, those of an
+                # evaluation too.
                 wait_for([ahead], what=f"rollout {rollout_id + 1}", timeout_s=args.step_timeout)
             evaluate(run, rollout_id + 1)
 

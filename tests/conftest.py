@@ -1,4 +1,6 @@
-"""Puts tests/ and the repository root on sys.path, so that `python tests/<file>` and pytest from anywhere find support/ and slime."""
+"""Puts tests/ and the repository root on sys.path, so that `python tests/<file>` and pytest from
+anywhere find support/ and slime.
+"""
 
 import inspect
 import os
@@ -21,7 +23,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With `-n 2`, a file stays on one worker, and real runs, which use both cores, stay one after the other on the worker that begins with them."""
+    """With `-n 2`, a file stays on one worker, and real runs, which use both cores, stay one after
+    the other on the worker that begins with them.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class FileScheduling(LoadScopeScheduling):
@@ -29,7 +33,8 @@ def pytest_xdist_make_scheduler(config, log):
             file = nodeid.split("::", 1)[0]
             return RUNS if file.startswith(RUNS) else file
 
-    config.option.loadscopereorder = False  # in the order of the collection, not the largest file first
+    # in the order of the collection, not the largest file first
+    config.option.loadscopereorder = False
     return FileScheduling(config, log)
 
 
@@ -49,8 +54,14 @@ def no_process_group_stays():
         pytest.fail("this module leaves the default process group of torch.distributed behind")
     mpu = sys.modules.get("megatron.core.parallel_state")
     if mpu is not None:
-        foreign = [name for name, value in vars(mpu).items() if inspect.isroutine(value) and value.__name__ == "<lambda>"]
-        assert not foreign, f"this module leaves stand-ins in megatron.core.parallel_state: {foreign}"
+        foreign = [
+            name
+            for name, value in vars(mpu).items()
+            if inspect.isroutine(value) and value.__name__ == "<lambda>"
+        ]
+        assert not foreign, (
+            f"this module leaves stand-ins in megatron.core.parallel_state: {foreign}"
+        )
 
 
 @pytest.fixture

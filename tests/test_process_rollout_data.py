@@ -1,6 +1,7 @@
 """`process_rollout_data`: whatever the partition, a rank's fields are all about the same samples.
 
-Values name their sample: total length 100 + i, response length 200 + i, raw reward 1 for every third. A wrong pairing can be read in the failure.
+Values name their sample: total length 100 + i, response length 200 + i, raw reward 1 for every
+third. A wrong pairing can be read in the failure.
 """
 
 import os
@@ -91,7 +92,9 @@ def test_selecting_by_reward_selects_the_owned_correct_samples(identity_get, par
         batch = receive(plain_shards(partitions), rank)
         correct = [i for i, reward in enumerate(batch["local_raw_reward"]) if reward == 1]
         picked += [batch["response_lengths"][i] - 200 for i in correct]
-        assert [batch["log_probs"][i] for i in correct] == [f"log-probs of {batch['partition'][i]}" for i in correct]
+        assert [batch["log_probs"][i] for i in correct] == [
+            f"log-probs of {batch['partition'][i]}" for i in correct
+        ]
     assert sorted(picked) == [0, 3, 6]
 
 
@@ -128,7 +131,11 @@ def test_one_box_per_rank_is_asserted(identity_get, partitions):
     [
         ("partition", [0, 0], "repeats positions \\[0\\]"),
         ("partition", [0, 8], "positions \\[8\\] are outside a batch of 8"),
-        ("response_lengths", [200], "'response_lengths' has 1 entries, but this rank has 2 samples"),
+        (
+            "response_lengths",
+            [200],
+            "'response_lengths' has 1 entries, but this rank has 2 samples",
+        ),
         ("raw_reward", [1.0], "'raw_reward' has 1 entries, but the whole batch has 8 samples"),
         ("raw_reward", [1.0] * 9, "'raw_reward' has 9 entries, but the whole batch has 8 samples"),
     ],
@@ -142,25 +149,42 @@ def test_a_shard_that_does_not_fit_its_partition_is_refused(identity_get, field,
         receive(shards, 0)
 
 
-@pytest.mark.parametrize("tokens", [[[0] * 102, [0] * 100], [np.zeros(102), np.zeros(100)]], ids=["lists", "arrays"])
+@pytest.mark.parametrize(
+    "tokens", [[[0] * 102, [0] * 100], [np.zeros(102), np.zeros(100)]], ids=["lists", "arrays"]
+)
 def test_a_foreign_shard_in_another_order_than_its_partition_is_refused(identity_get, tokens):
     """Entries of the right number in another order than the partition are refused, found by their
     lengths or rollout ids; else each sample would train with another's rewards and masks."""
     (shard, other) = plain_shards([[0, 2], [1, 3, 4, 5, 6, 7]])
-    with pytest.raises(RolloutDataError, match="rank 0: 'tokens' is not in the order of the partition: entry 0 .*102 .* says 100"):
+    with pytest.raises(
+        RolloutDataError,
+        match="rank 0: 'tokens' is not in the order of the partition: entry 0 .*102 .* says 100",
+    ):
         receive([{**shard, "tokens": tokens}, other], 0)
     assert len(receive([{**shard, "tokens": tokens[::-1]}, other], 0)["tokens"][0]) == 100
-    same_lengths = {"total_lengths": [100] * 8, "tokens": [[0] * 100] * 2, "all_rollout_ids": list(range(8))}
-    with pytest.raises(RolloutDataError, match="'rollout_ids' is not in the order of the partition: entry 0 .*2 .* says 0"):
+    same_lengths = {
+        "total_lengths": [100] * 8,
+        "tokens": [[0] * 100] * 2,
+        "all_rollout_ids": list(range(8)),
+    }
+    with pytest.raises(
+        RolloutDataError,
+        match="'rollout_ids' is not in the order of the partition: entry 0 .*2 .* says 0",
+    ):
         receive([{**shard, **same_lengths, "rollout_ids": [2, 0]}, other], 0)
-    assert receive([{**shard, **same_lengths, "rollout_ids": [0, 2]}, other], 0)["rollout_ids"] == [0, 2]
+    assert receive([{**shard, **same_lengths, "rollout_ids": [0, 2]}, other], 0)["rollout_ids"] == [
+        0,
+        2,
+    ]
 
 
-# --- the same through our own split ---------------------------------------------------------------------------------------
+# --- the same through our own split ---------------------------------------------------------------
 
 
 def make_samples(count=8):
-    """Sample i has 100 + i tokens, the last 20 + i of them response, whose ids and log-probs hold i."""
+    """Sample i has 100 + i tokens, the last 20 + i of them response, whose ids and log-probs hold
+    i.
+    """
     return [
         Sample(
             index=i,
@@ -194,7 +218,9 @@ def describe(batch):
         "partition": list(batch["partition"]),
         "total_lengths": list(batch["total_lengths"]),
         "tokens": [sorted(set(np.asarray(entry).tolist())) for entry in batch["tokens"]],
-        "log_probs": [sorted(set(np.asarray(entry).tolist())) for entry in batch["rollout_log_probs"]],
+        "log_probs": [
+            sorted(set(np.asarray(entry).tolist())) for entry in batch["rollout_log_probs"]
+        ],
         "sources": list(batch["source_names"]),
         "raw_reward": list(batch["raw_reward"]),
         "local_raw_reward": list(batch["local_raw_reward"]),
@@ -216,7 +242,10 @@ def check_rank(found, dp_rank_parts):
 def test_our_shards_arrive_aligned_and_cover_every_sample_once(identity_get, dp_size):
     """Tokens, log-probs, source names and rewards travel with their sample, and the ranks together
     hold every sample once."""
-    shards = [pickle.loads(pickle.dumps(shard, protocol=5)) for shard in make_split(make_samples(), dp_size).shards]  # noqa: S301  our own bytes
+    shards = [
+        pickle.loads(pickle.dumps(shard, protocol=5))
+        for shard in make_split(make_samples(), dp_size).shards
+    ]  # noqa: S301  our own bytes
     parts = []
     for rank in range(dp_size):
         check_rank(describe(receive(shards, rank)), parts)
@@ -232,7 +261,11 @@ def test_a_shard_that_reaches_the_wrong_rank_is_refused(identity_get):
 
 
 @pytest.mark.parametrize(
-    ("position", "said"), [(6, r"not what was scheduled; positions \[6, 7\] differ"), (8, r"positions \[8\] are outside a batch of 8 samples")]
+    ("position", "said"),
+    [
+        (6, r"not what was scheduled; positions \[6, 7\] differ"),
+        (8, r"positions \[8\] are outside a batch of 8 samples"),
+    ],
 )
 def test_a_partition_that_is_not_what_was_scheduled_is_refused(identity_get, position, said):
     """Each shard carries the owners of the whole batch, and a partition that contradicts them is
@@ -251,7 +284,9 @@ def test_arrays_on_arrival_are_views_of_the_wire(identity_get):
     buffers = []
     blob = pickle.dumps(shard, protocol=5, buffer_callback=buffers.append)
     assert len(blob) < 3000 < sum(len(buffer.raw()) for buffer in buffers)
-    batch = localize(pickle.loads(blob, buffers=[buffer.raw().toreadonly() for buffer in buffers]), 0)  # noqa: S301  our own bytes
+    batch = localize(
+        pickle.loads(blob, buffers=[buffer.raw().toreadonly() for buffer in buffers]), 0
+    )  # noqa: S301  our own bytes
     assert not batch["tokens"][0].flags.owndata
     with pytest.raises(ValueError, match="read-only"):
         batch["tokens"][0][0] = 7
@@ -272,11 +307,20 @@ def test_no_shard_is_in_memory_while_the_next_one_is_made(monkeypatch):
             del shard
 
     monkeypatch.setattr(rollout.ray, "put", lambda shard: shard["partition"])
-    monkeypatch.setattr(rollout, "split_by_dp", lambda data, config, dropped_failures: types.SimpleNamespace(shards=shards(), plan=plan))
+    monkeypatch.setattr(
+        rollout,
+        "split_by_dp",
+        lambda data, config, dropped_failures: types.SimpleNamespace(shards=shards(), plan=plan),
+    )
     monkeypatch.setattr(rollout.SplitConfig, "from_args", lambda *args: None)
     manager = types.SimpleNamespace(args=None, train_parallel_config={})
     boxes, _ = rollout.RolloutManager._split(manager, None)
-    assert [(box.inner, box.num_trained) for box in boxes] == [([0], 2), ([1], 2), ([2], 1), ([3], 2)]
+    assert [(box.inner, box.num_trained) for box in boxes] == [
+        ([0], 2),
+        ([1], 2),
+        ([2], 1),
+        ([3], 2),
+    ]
     assert alive == [0, 0, 0, 0]
 
 
@@ -295,17 +339,37 @@ def test_what_a_custom_converter_leaves_out_or_adds_is_in_the_ledger(sources, dr
     plan = make_split(make_samples(len(sources)), 2).plan
     owned = (plan.owner_ranks_N >= 0).tolist()
     ledger = ledger_of_rollout(
-        [None] * 8, sources, trains=owned, num_trained=plan.num_trained_samples, dropped_by_split=plan.dropped, dropped_before={}
+        [None] * 8,
+        sources,
+        trains=owned,
+        num_trained=plan.num_trained_samples,
+        dropped_by_split=plan.dropped,
+        dropped_before={},
     )
-    assert (ledger.sampled, ledger.copies, ledger.trained, ledger.dropped) == (8, copies, len(sources), dropped)
-    assert ledger.plan_metrics().get("rollout/ledger/copies", 0) == copies and ledger.plus(ledger).copies == 2 * copies
-    with pytest.raises(RolloutDataError, match="The gate and the ledger disagree: .* at position 3 .* 'empty'"):
+    assert (ledger.sampled, ledger.copies, ledger.trained, ledger.dropped) == (
+        8,
+        copies,
+        len(sources),
+        dropped,
+    )
+    assert (
+        ledger.plan_metrics().get("rollout/ledger/copies", 0) == copies
+        and ledger.plus(ledger).copies == 2 * copies
+    )
+    with pytest.raises(
+        RolloutDataError, match="The gate and the ledger disagree: .* at position 3 .* 'empty'"
+    ):
         ledger_of_rollout(
-            [None, None, None, "empty", None, None, None, None], sources, trains=owned, num_trained=8, dropped_by_split={}, dropped_before={}
+            [None, None, None, "empty", None, None, None, None],
+            sources,
+            trains=owned,
+            num_trained=8,
+            dropped_by_split={},
+            dropped_before={},
         )
 
 
-# --- through a real object store ------------------------------------------------------------------------------------------
+# --- through a real object store ------------------------------------------------------------------
 
 
 class Trainer:
@@ -320,14 +384,22 @@ class Trainer:
 
     def receive_plain(self, boxes, rank, dp_size):
         batch = process_rollout_data(None, boxes, rank, dp_size)
-        return batch["partition"], batch["total_lengths"], batch["raw_reward"], batch["local_raw_reward"]
+        return (
+            batch["partition"],
+            batch["total_lengths"],
+            batch["raw_reward"],
+            batch["local_raw_reward"],
+        )
 
 
 @pytest.fixture(scope="module")
 def trainers():
     here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    with mock.patch.dict(os.environ, {"PYTHONPATH": path}):  # workers import this file and slime as this process does
+    path = os.pathsep.join(
+        [str(here), str(here.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    )
+    # workers import this file and slime as this process does
+    with mock.patch.dict(os.environ, {"PYTHONPATH": path}):
         start_ray()
     actor = ray.remote(num_cpus=0)(Trainer)
     yield [actor.remote(), actor.remote()]
@@ -336,7 +408,11 @@ def trainers():
 
 def start_ray():
     ray.init(
-        num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=100 * 2**20
+        num_cpus=2,
+        include_dashboard=False,
+        logging_level="ERROR",
+        log_to_driver=False,
+        object_store_memory=100 * 2**20,
     )
 
 
@@ -347,7 +423,9 @@ def test_shards_cross_a_real_object_store_without_being_copied(trainers):
 
     for dp_size in (1, 2, 4):
         boxes = [Box(ray.put(shard)) for shard in make_split(make_samples(), dp_size).shards]
-        found = ray.get([trainers[rank % 2].receive.remote(boxes, rank, dp_size) for rank in range(dp_size)])
+        found = ray.get(
+            [trainers[rank % 2].receive.remote(boxes, rank, dp_size) for rank in range(dp_size)]
+        )
         parts = []
         for rank_found in found:
             check_rank(rank_found, parts)
@@ -360,10 +438,18 @@ def test_plain_dicts_cross_a_real_object_store(trainers, partitions):
     """Shards that are dicts of lists arrive for every partition, as custom converters ship them."""
     boxes = [types.SimpleNamespace(inner=ray.put(shard)) for shard in plain_shards(partitions)]
     results = ray.get(
-        [trainers[rank % 2].receive_plain.remote(boxes, rank, len(partitions)) for rank in range(len(partitions))]
+        [
+            trainers[rank % 2].receive_plain.remote(boxes, rank, len(partitions))
+            for rank in range(len(partitions))
+        ]
     )
     for part, (got, totals, raw, local) in zip(partitions, results, strict=True):
-        assert (got, totals, raw, local) == (part, [100 + i for i in part], REWARDS, [REWARDS[i] for i in part])
+        assert (got, totals, raw, local) == (
+            part,
+            [100 + i for i in part],
+            REWARDS,
+            [REWARDS[i] for i in part],
+        )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,19 @@
-"""What of upstream's interface is missing or different here: `python tools/interface_check.py`; exit 1 where a difference has no reason.
+"""What of upstream's interface is missing or different here: `python tools/interface_check.py`;
+exit 1 where a difference has no reason.
 
-The table tools/interface/table.jsonl has one row per name, option, `Sample` field and metric that upstream documents: what upstream says, and,
-where this package differs, the reason. A row without a reason must hold; a row with one must still differ, or the reason is out of date.
+The table tools/interface/table.jsonl has one row per name, option, `Sample` field and metric that
+upstream documents: what upstream says, and, where this package differs, the reason. A row without a
+reason must hold; a row with one must still differ, or the reason is out of date.
 
-    python tools/interface_check.py                       check the table against the code, print what differs
-    python tools/interface_check.py --source interface.md print what a description of upstream's interface names and the table lacks
+    python tools/interface_check.py                       check the table against the code, print
+                                                          what differs
+    python tools/interface_check.py --source interface.md print what a description of upstream's
+    interface names and the table lacks
 
-A description is Markdown: names stand in back-ticks, `function(arguments)` below the last dotted `slime.` path before it, options begin with two
-dashes, fields of `Sample` are rows of the table in the section on `slime.utils.types`, and metrics are back-ticked or comma-separated keys with a prefix.
+A description is Markdown: names stand in back-ticks, `function(arguments)` below the last dotted
+`slime.` path before it, options begin with two dashes, fields of `Sample` are rows of the table in
+the section on `slime.utils.types`, and metrics are back-ticked or comma-separated keys with a
+prefix.
 """
 
 from __future__ import annotations
@@ -31,13 +37,25 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 TABLE = ROOT / "tools" / "interface" / "table.jsonl"
-METRIC_PREFIXES = ("rollout", "train", "perf", "eval", "passrate", "multi_turn", "request", "prefill", "decode")
+METRIC_PREFIXES = (
+    "rollout",
+    "train",
+    "perf",
+    "eval",
+    "passrate",
+    "multi_turn",
+    "request",
+    "prefill",
+    "decode",
+)
 _NOTHING = object()
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One fact of the interface. kind: name, option, field or metric. `says`: signature or default as text; None: the name alone."""
+    """One fact of the interface. kind: name, option, field or metric. `says`: signature or default
+    as text; None: the name alone.
+    """
 
     kind: str
     name: str
@@ -51,19 +69,28 @@ class Row:
 
 def read_table(path: Path = TABLE) -> list[Row]:
     """Returns the rows of the table."""
-    return [Row(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    return [
+        Row(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines() if line
+    ]
 
 
-# --- the code against a row ------------------------------------------------------------------------------------------------
+# --- the code against a row -----------------------------------------------------------------------
 
 
 def difference(row: Row) -> str | None:
     """What is missing or different here, as a sentence; None where the row holds."""
-    return {"name": _name_differs, "option": _option_differs, "field": _field_differs, "metric": _metric_differs}[row.kind](row)
+    return {
+        "name": _name_differs,
+        "option": _option_differs,
+        "field": _field_differs,
+        "metric": _metric_differs,
+    }[row.kind](row)
 
 
 def resolve(path: str) -> Any:
-    """Returns the object at a dotted path: a module, or attributes below one. `_NOTHING` where there is none."""
+    """Returns the object at a dotted path: a module, or attributes below one. `_NOTHING` where
+    there is none.
+    """
     parts = path.split(".")
     for count in range(len(parts), 0, -1):
         with contextlib.suppress(ImportError), warnings.catch_warnings():
@@ -113,22 +140,36 @@ def _signature_differs(theirs: str, ours: inspect.Signature) -> str | None:
         if mine is None:
             if keyword_only and takes_any:
                 continue
-            if not keyword_only and any(parameter.kind is parameter.VAR_POSITIONAL for parameter in have):
+            if not keyword_only and any(
+                parameter.kind is parameter.VAR_POSITIONAL for parameter in have
+            ):
                 continue
             return f"has no parameter {name}: {ours}"
         if not keyword_only and (have.index(mine) != position or mine.kind is mine.KEYWORD_ONLY):
             return f"has {name} at another place: {ours}"
-        if default is not _NOTHING and mine.default != default and mine.default is not inspect.Parameter.empty:
+        if (
+            default is not _NOTHING
+            and mine.default != default
+            and mine.default is not inspect.Parameter.empty
+        ):
             return f"has the default {mine.default!r} for {name}"
         if default is not _NOTHING and mine.default is inspect.Parameter.empty:
             return f"needs {name}: {ours}"
     known = {name for name, _, _ in wanted}
-    extra = [p.name for p in have if p.name not in known and p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    extra = [
+        p.name
+        for p in have
+        if p.name not in known
+        and p.default is p.empty
+        and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
     return f"needs {', '.join(extra)} too: {ours}" if extra else None
 
 
 def _parameters_of(text: str) -> list[tuple[str, Any, bool]] | None:
-    """(name, default or `_NOTHING`, keyword-only) per parameter of a signature; None for one that is only hinted at."""
+    """(name, default or `_NOTHING`, keyword-only) per parameter of a signature; None for one that
+    is only hinted at.
+    """
     inner = text.strip()[1:-1].strip()
     if "..." in inner:
         return None
@@ -137,7 +178,9 @@ def _parameters_of(text: str) -> list[tuple[str, Any, bool]] | None:
     except SyntaxError:
         return None
     found: list[tuple[str, Any, bool]] = []
-    defaults: list[ast.expr | None] = [None] * (len(arguments.args) - len(arguments.defaults)) + list(arguments.defaults)
+    defaults: list[ast.expr | None] = [None] * (
+        len(arguments.args) - len(arguments.defaults)
+    ) + list(arguments.defaults)
     for argument, default in zip(arguments.args, defaults, strict=True):
         found.append((argument.arg, _literal(default), False))
     for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
@@ -183,7 +226,11 @@ def _field_differs(row: Row) -> str | None:
     if row.name not in fields:
         return "is missing"
     value = getattr(Sample(), row.name)
-    said = {"PENDING": Sample.Status.PENDING, "Sample.SpecInfo()": Sample.SpecInfo(), "Sample.PrefixCacheInfo()": Sample.PrefixCacheInfo()}
+    said = {
+        "PENDING": Sample.Status.PENDING,
+        "Sample.SpecInfo()": Sample.SpecInfo(),
+        "Sample.PrefixCacheInfo()": Sample.PrefixCacheInfo(),
+    }
     expected = said.get(row.says or "", _NOTHING)
     if expected is _NOTHING:
         expected = ast.literal_eval(row.says or "None")
@@ -191,10 +238,19 @@ def _field_differs(row: Row) -> str | None:
 
 
 def _metric_differs(row: Row) -> str | None:
-    """Whether the strings of the code make up the key: whole, or one after the other as an f-string joins them."""
+    """Whether the strings of the code make up the key: whole, or one after the other as an f-string
+    joins them.
+    """
     rest = row.name.partition("/")[2]
-    missing = [piece for key in _alternatives(rest) for piece in re.split(r"<[^>]*>", key) if not _is_made_of_texts(piece)]
-    return f"is not emitted: no strings of the code make up {', '.join(missing)}" if missing else None
+    missing = [
+        piece
+        for key in _alternatives(rest)
+        for piece in re.split(r"<[^>]*>", key)
+        if not _is_made_of_texts(piece)
+    ]
+    return (
+        f"is not emitted: no strings of the code make up {', '.join(missing)}" if missing else None
+    )
 
 
 def _alternatives(text: str) -> list[str]:
@@ -202,7 +258,11 @@ def _alternatives(text: str) -> list[str]:
     match = re.search(r"\{([^}]*)\}", text)
     if not match:
         return [text]
-    return [other for word in match[1].split(",") for other in _alternatives(text[: match.start()] + word + text[match.end() :])]
+    return [
+        other
+        for word in match[1].split(",")
+        for other in _alternatives(text[: match.start()] + word + text[match.end() :])
+    ]
 
 
 def _is_made_of_texts(piece: str) -> bool:
@@ -210,7 +270,8 @@ def _is_made_of_texts(piece: str) -> bool:
     reached = [True] + [False] * len(piece)
     for end in range(1, len(piece) + 1):
         reached[end] = any(
-            reached[start] and (piece[start:end] in texts or piece[start:end] in ("/", "_", "-")) for start in range(end)
+            reached[start] and (piece[start:end] in texts or piece[start:end] in ("/", "_", "-"))
+            for start in range(end)
         )
     return reached[-1]
 
@@ -222,14 +283,20 @@ def _texts_of_the_code() -> set[str]:
     if not _texts:
         for path in (ROOT / "slime").rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str) and 2 < len(node.value) < 80:
-                    _texts.update({node.value, node.value.strip("_/-"), node.value.partition("/")[2]})
+                if (
+                    isinstance(node, ast.Constant)
+                    and isinstance(node.value, str)
+                    and 2 < len(node.value) < 80
+                ):
+                    _texts.update(
+                        {node.value, node.value.strip("_/-"), node.value.partition("/")[2]}
+                    )
                 elif isinstance(node, ast.keyword) and node.arg:
                     _texts.add(node.arg)
     return _texts
 
 
-# --- a description of the interface ------------------------------------------------------------------------------------------
+# --- a description of the interface ---------------------------------------------------------------
 
 
 def rows_of_description(text: str) -> Iterator[Row]:
@@ -254,7 +321,11 @@ def _all_rows(text: str) -> Iterator[Row]:
         for token in re.findall(r"`([^`]+)`", line):
             path = re.match(r"(slime\.[\w.]*\w)(\(.*\))?$", token)
             if path:
-                module, inner = (path[1], "") if resolve(path[1]) is not _NOTHING and inspect.ismodule(resolve(path[1])) else (path[1].rpartition(".")[0], "")
+                module, inner = (
+                    (path[1], "")
+                    if resolve(path[1]) is not _NOTHING and inspect.ismodule(resolve(path[1]))
+                    else (path[1].rpartition(".")[0], "")
+                )
                 yield Row("name", path[1], path[2])
                 continue
             called = re.match(r"(?:async )?([A-Za-z_]\w*)(\(.*\))$", token)
@@ -273,13 +344,19 @@ def _is_package(module: str) -> bool:
 
 
 def _place(module: str, inner: str, name: str) -> str:
-    """The dotted path of a function that is named below `module`: there, in the submodule named last, or in a class of either."""
+    """The dotted path of a function that is named below `module`: there, in the submodule named
+    last, or in a class of either.
+    """
     for owner in ([f"{module}.{inner}"] if inner else []) + [module]:
         if resolve(f"{owner}.{name}") is not _NOTHING:
             return f"{owner}.{name}"
         found = resolve(owner)
         for member in vars(found).values() if inspect.ismodule(found) else ():
-            if inspect.isclass(member) and member.__module__.startswith("slime") and hasattr(member, name):
+            if (
+                inspect.isclass(member)
+                and member.__module__.startswith("slime")
+                and hasattr(member, name)
+            ):
                 return f"{owner}.{member.__name__}.{name}"
     return f"{module}.{inner}.{name}" if inner else f"{module}.{name}"
 
@@ -295,25 +372,38 @@ def _option_rows(line: str) -> Iterator[Row]:
     cells = [cell.strip() for cell in line.split("|")[1:-1]]
     in_table = len(cells) == 3 and cells[0].startswith("--")
     source = cells[0] if in_table else line
-    for match in re.finditer(r"(--[a-z][a-z0-9-]*[a-z0-9])(?: \(?\"?(-?\d[\d.e-]*|True|False))?", source):
+    for match in re.finditer(
+        r"(--[a-z][a-z0-9-]*[a-z0-9])(?: \(?\"?(-?\d[\d.e-]*|True|False))?", source
+    ):
         default = match[2]
-        if in_table and default is None and source.count("--") == 1 and re.fullmatch(r"-?\d[\d.e-]*|None|\w+", cells[1]):
+        if (
+            in_table
+            and default is None
+            and source.count("--") == 1
+            and re.fullmatch(r"-?\d[\d.e-]*|None|\w+", cells[1])
+        ):
             default = cells[1]
-        yield Row("option", match[1], None if default in ("required", "off", "on", "class") else default)
+        yield Row(
+            "option", match[1], None if default in ("required", "off", "on", "class") else default
+        )
 
 
 def _metric_rows(line: str) -> Iterator[Row]:
     for token in re.findall(r"`([^`]+)`", line):
-        match = re.fullmatch(r"(" + "|".join(METRIC_PREFIXES) + r")/[\w<>@{}|,/-]+", token.replace(" ", ""))
+        match = re.fullmatch(
+            r"(" + "|".join(METRIC_PREFIXES) + r")/[\w<>@{}|,/-]+", token.replace(" ", "")
+        )
         if match and "*" not in token and not token.endswith(".py"):
             yield Row("metric", token.replace(" ", ""))
 
 
-# --- the command ---------------------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def report(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
-    """(differences with their reasons, problems: differences without one and reasons without a difference)."""
+    """(differences with their reasons, problems: differences without one and reasons without a
+    difference).
+    """
     explained, problems = [], []
     for row in rows:
         found = difference(row)
@@ -322,24 +412,48 @@ def report(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
         elif found:
             problems.append(f"{row.kind} {row.name} {found}, and the table has no reason")
         elif row.reason:
-            problems.append(f"{row.kind} {row.name} is as upstream's now; the table's reason is out of date: {row.reason}")
+            problems.append(
+                f"{row.kind} {row.name} is as upstream's now; the table's reason is out of date: "
+                f"{row.reason}"
+            )
     return explained, problems
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", type=Path, help="a description of upstream's interface, to find what the table lacks")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--source",
+        type=Path,
+        help="a description of upstream's interface, to find what the table lacks",
+    )
     words = parser.parse_args(argv)
     rows = read_table()
     if words.source is not None:
         known = {row.key for row in rows}
-        new = [row for row in rows_of_description(words.source.read_text(encoding="utf-8")) if row.key not in known]
+        new = [
+            row
+            for row in rows_of_description(words.source.read_text(encoding="utf-8"))
+            if row.key not in known
+        ]
         for row in new:
-            print(json.dumps({name: value for name, value in dataclasses.asdict(row).items() if value is not None}))
+            print(
+                json.dumps(
+                    {
+                        name: value
+                        for name, value in dataclasses.asdict(row).items()
+                        if value is not None
+                    }
+                )
+            )
         return 1 if new else 0
     explained, problems = report(rows)
     print("\n".join(explained + [f"PROBLEM: {problem}" for problem in problems]))
-    print(f"{len(rows)} rows: {len(rows) - len(explained) - len(problems)} as upstream's, {len(explained)} differ for a reason, {len(problems)} problems")
+    print(
+        f"{len(rows)} rows: {len(rows) - len(explained) - len(problems)} as upstream's, "
+        f"{len(explained)} differ for a reason, {len(problems)} problems"
+    )
     return 1 if problems else 0
 
 

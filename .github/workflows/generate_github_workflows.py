@@ -1,10 +1,14 @@
 """Renders every *.yml.j2 beside this file into the workflow of the same name.
 
     python .github/workflows/generate_github_workflows.py             write the workflows
-    python .github/workflows/generate_github_workflows.py --check     exit 1 when a rendered file is not what its template gives
-    python .github/workflows/generate_github_workflows.py --missing   print test files that no job runs; exit 1 when there are any
+    python .github/workflows/generate_github_workflows.py --check     exit 1 when a rendered file is
+                                                                      not what its template gives
+    python .github/workflows/generate_github_workflows.py --missing   print test files that no job
+                                                                      runs; exit 1 when there are
+                                                                      any
 
-Block marks are <% %>, variable marks << >> and comment marks <# #>, so that GitHub's ${{ }} passes through untouched.
+Block marks are <% %>, variable marks << >> and comment marks <# #>, so that GitHub's ${{ }} passes
+through untouched.
 """
 
 from __future__ import annotations
@@ -48,12 +52,16 @@ def find_differences(folder: Path = FOLDER) -> list[str]:
         if not target.exists():
             problems.append(f"{target.name} is missing; run python {SCRIPT}")
         elif target.read_text(encoding="utf-8") != render(template):
-            problems.append(f"{target.name} is not what {template.name} renders to; run python {SCRIPT}")
+            problems.append(
+                f"{target.name} is not what {template.name} renders to; run python {SCRIPT}"
+            )
     return problems
 
 
 def registered_tests(workflow: Path) -> dict[str, list[str]]:
-    """Returns job name -> test files, relative to tests/, from the matrices of a rendered workflow."""
+    """Returns job name -> test files, relative to tests/, from the matrices of a
+    rendered workflow.
+    """
     jobs = yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"]
     found = {}
     for name, job in jobs.items():
@@ -64,21 +72,34 @@ def registered_tests(workflow: Path) -> dict[str, list[str]]:
 
 
 def find_registration_problems(workflow: Path, tests: Path) -> list[str]:
-    """Returns a sentence per test file that no job runs, that is registered twice in a job, or that is registered but not there."""
+    """Returns a sentence per test file that no job runs, that is registered twice in a job, or that
+    is registered but not there.
+    """
     registered = registered_tests(workflow)
     existing = {path.relative_to(tests).as_posix() for path in tests.rglob("test_*.py")}
     everywhere = {name for names in registered.values() for name in names}
-    problems = [f"tests/{name} is in no job of {workflow.name}" for name in sorted(existing - everywhere)]
+    problems = [
+        f"tests/{name} is in no job of {workflow.name}" for name in sorted(existing - everywhere)
+    ]
     for job, names in registered.items():
-        problems += [f"{job} registers tests/{name}, which is not there" for name in names if name not in existing]
-        problems += [f"{job} registers tests/{name} twice" for name in sorted({n for n in names if names.count(n) > 1})]
+        problems += [
+            f"{job} registers tests/{name}, which is not there"
+            for name in names
+            if name not in existing
+        ]
+        problems += [
+            f"{job} registers tests/{name} twice"
+            for name in sorted({n for n in names if names.count(n) > 1})
+        ]
     return problems
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--check", action="store_true", help="Compare instead of writing.")
-    parser.add_argument("--missing", action="store_true", help="Print the test files that no job runs.")
+    parser.add_argument(
+        "--missing", action="store_true", help="Print the test files that no job runs."
+    )
     options = parser.parse_args()
     problems: list[str] = []
     if options.check:

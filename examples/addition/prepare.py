@@ -1,9 +1,12 @@
-"""Makes everything the addition example needs, from nothing and the same every time: problems, tokenizer, untrained
-checkpoint.
+"""Makes everything the addition example needs, from nothing and the same every time: problems,
+tokenizer, untrained checkpoint.
 
-data/train.jsonl   {"prompt": [{"role": "user", "content": "47+38="}], "label": "85"}     for GRPO data/eval.jsonl
-the same form; none of its problems is in train.jsonl or sft.jsonl data/sft.jsonl     {"messages": [user, assistant]}
-for the warm-up data/model/        a Hugging Face folder: 2-layer Qwen3, random weights, character tokenizer with a
+data/train.jsonl   {"prompt": [{"role": "user", "content": "47+38="}], "label": "85"} for GRPO
+                   data/eval.jsonl
+the same form; none of its problems is in train.jsonl or sft.jsonl data/sft.jsonl {"messages":
+[user, assistant]}
+for the warm-up data/model/        a Hugging Face folder: 2-layer Qwen3, random weights, character
+                                   tokenizer with a
 chat template
 """
 
@@ -36,7 +39,8 @@ CHAT_TEMPLATE = (
 
 
 def make_problems(seed: int = SEED) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Returns (training, held-out) pairs of two-digit operands with a two-digit sum, disjoint, in a seeded order.
+    """Returns (training, held-out) pairs of two-digit operands with a two-digit sum, disjoint, in a
+    seeded order.
 
     Together they are all 3240 such pairs. a + b and b + a are different problems.
     """
@@ -81,17 +85,22 @@ def write_data(folder: Path, seed: int = SEED) -> None:
 
 
 def build_tokenizer():
-    """Returns a Hugging Face fast tokenizer: one token per printable ASCII character or newline, seven special
-    tokens, 104 ids with a spare."""
+    """Returns a Hugging Face fast tokenizer: one token per printable ASCII character or newline,
+    seven special tokens, 104 ids with a spare.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     characters = [chr(code) for code in range(32, 127)] + ["\n"]
-    vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *characters, "<|spare|>"])}
+    vocabulary = {
+        token: index for index, token in enumerate([*SPECIAL_TOKENS, *characters, "<|spare|>"])
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
@@ -106,7 +115,9 @@ def build_tokenizer():
 
 
 def build_model(tokenizer, seed: int = SEED):
-    """Returns an untrained Qwen3ForCausalLM in float32: 2 layers, hidden 128, 4 heads, about 0.4 M parameters."""
+    """Returns an untrained Qwen3ForCausalLM in float32: 2 layers, hidden 128, 4 heads, about 0.4 M
+    parameters.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -134,23 +145,33 @@ def build_model(tokenizer, seed: int = SEED):
 
 
 def complete_model(model, tokenizer, seed: int):
-    """Returns `model` with a padding embedding like any other row, and with the tokenizer's end and padding tokens for generation."""
+    """Returns `model` with a padding embedding like any other row, and with the tokenizer's end and
+    padding tokens for generation.
+    """
     import torch
     from transformers import GenerationConfig
 
     with torch.no_grad():
-        # transformers leaves the padding row at zero, where RMSNorm's gradient is a thousand times that of any other row:
-        # an untrained model that samples the padding token would be trained on that token alone.
+        # transformers leaves the padding row at zero, where RMSNorm's gradient is a thousand times
+        # that of any other row: an untrained model that samples the padding token would be trained
+        # on that token alone.
         padding = model.get_input_embeddings().weight[tokenizer.pad_token_id]
-        padding.normal_(std=model.config.initializer_range, generator=torch.Generator().manual_seed(seed))
+        padding.normal_(
+            std=model.config.initializer_range, generator=torch.Generator().manual_seed(seed)
+        )
     model.generation_config = GenerationConfig(
-        eos_token_id=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
+        eos_token_id=[tokenizer.eos_token_id],
+        pad_token_id=tokenizer.pad_token_id,
+        do_sample=True,
+        temperature=1.0,
     )
     return model
 
 
 def make_once(folder: Path, stamp: dict[str, Any], make: Callable[[Path], None]) -> Path:
-    """Lets `make` fill `folder` unless a call with an equal `stamp` did so whole, and returns it. The last file written marks completeness."""
+    """Lets `make` fill `folder` unless a call with an equal `stamp` did so whole, and returns it.
+    The last file written marks completeness.
+    """
     marker = folder / "complete.json"
     if marker.exists() and json.loads(marker.read_text(encoding="utf-8")) == stamp:
         return folder
@@ -175,7 +196,9 @@ def prepare(folder: Path = DATA, seed: int = SEED) -> Path:
         write_data(folder, seed)
         save_untrained(folder / "model", seed)
 
-    return make_once(folder, {"seed": seed, "num_eval_problems": NUM_EVAL_PROBLEMS, "format": 2}, make)
+    return make_once(
+        folder, {"seed": seed, "num_eval_problems": NUM_EVAL_PROBLEMS, "format": 2}, make
+    )
 
 
 if __name__ == "__main__":
@@ -183,6 +206,8 @@ if __name__ == "__main__":
         description="Write the addition example's problems, tokenizer and untrained model."
     )
     parser.add_argument("--out", type=Path, default=DATA, help="Folder to write to.")
-    parser.add_argument("--seed", type=int, default=SEED, help="Seed of the split and of the weights.")
+    parser.add_argument(
+        "--seed", type=int, default=SEED, help="Seed of the split and of the weights."
+    )
     options = parser.parse_args()
     print(prepare(options.out, options.seed))

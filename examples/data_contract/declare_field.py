@@ -1,8 +1,10 @@
-"""Declaring and logging a field of one's own: how long each response's final answer is, and how unsure the policy was of each token.
+"""Declaring and logging a field of one's own: how long each response's final answer is, and how
+unsure the policy was of each token.
 
     python examples/data_contract/declare_field.py
 
-Two declarations carry the fields from samples, over two data-parallel ranks, to metrics. Nothing else names them.
+Two declarations carry the fields from samples, over two data-parallel ranks, to metrics. Nothing
+else names them.
 """
 
 from __future__ import annotations
@@ -22,9 +24,12 @@ from slime.utils.dp_schedule import ScheduleConfig  # noqa: E402
 from slime.utils.types import Sample  # noqa: E402
 
 # A number per sample, read from Sample.metadata["answer_length"], logged as rollout/answer_length.
-declare_field("answer_length", source="metadata.answer_length", wire_dtype="int32", reduce=Reduce.SAMPLE_MEAN)
+declare_field(
+    "answer_length", source="metadata.answer_length", wire_dtype="int32", reduce=Reduce.SAMPLE_MEAN
+)
 
-# A number per response token, logged as rollout/surprise: its masked mean within a rollout, then the mean over rollouts.
+# A number per response token, logged as rollout/surprise: its masked mean within a rollout, then
+# the mean over rollouts.
 declare_field(
     "surprise",
     scope=Scope.TOKEN,
@@ -38,7 +43,9 @@ declare_field(
 
 
 def make_samples() -> list[Sample]:
-    """Four prompts with two responses each; sample i has i + 1 response tokens, an answer of i tokens and a surprise of i at each token."""
+    """Four prompts with two responses each; sample i has i + 1 response tokens, an answer of i
+    tokens and a surprise of i at each token.
+    """
     return [
         Sample(
             index=i,
@@ -59,15 +66,24 @@ def run(dp_size: int) -> dict[str, float]:
     raw_rewards, rewards, _ = compute_rewards(samples, config)
     columns = build_train_columns(samples, (raw_rewards, rewards), config)
     schedule = ScheduleConfig(dp_size=dp_size, align=dp_size, token_cap=32, packing="balanced")
-    split = split_by_dp(columns, SplitConfig(global_batch_size=8, expected_rollouts=8, schedule=schedule))
+    split = split_by_dp(
+        columns, SplitConfig(global_batch_size=8, expected_rollouts=8, schedule=schedule)
+    )
     # a run puts each shard into Ray's object store here, and each training rank takes its own out
-    return merge_all([phase_contributions(localize(shard, rank)) for rank, shard in enumerate(split.shards)])
+    return merge_all(
+        [phase_contributions(localize(shard, rank)) for rank, shard in enumerate(split.shards)]
+    )
 
 
 def main() -> None:
     for dp_size in (1, 2):
         metrics = run(dp_size)
-        print(f"dp {dp_size}: " + ", ".join(f"rollout/{name} = {metrics[name]:g}" for name in ("answer_length", "surprise")))
+        print(
+            f"dp {dp_size}: "
+            + ", ".join(
+                f"rollout/{name} = {metrics[name]:g}" for name in ("answer_length", "surprise")
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Makes the mixture-of-experts example's model: the addition example's data and tokenizer, a Qwen3-MoE with four experts.
+"""Makes the mixture-of-experts example's model: the addition example's data and tokenizer, a
+Qwen3-MoE with four experts.
 
 data/train.jsonl, eval.jsonl, sft.jsonl   as in examples/addition/prepare.py
-data/model/                               a Hugging Face folder: 2 layers of Qwen3-MoE, random weights, two of four experts per token
+data/model/                               a Hugging Face folder: 2 layers of Qwen3-MoE, random
+                                          weights, two of four experts per token
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ NUM_EXPERTS, EXPERTS_PER_TOKEN = 4, 2
 
 
 def build_model(tokenizer, seed: int = SEED):
-    """Returns an untrained Qwen3MoeForCausalLM in float32: 2 layers, hidden 128, 4 heads, 4 experts of width 192, 0.8 M parameters."""
+    """Returns an untrained Qwen3MoeForCausalLM in float32: 2 layers, hidden 128, 4 heads, 4 experts
+    of width 192, 0.8 M parameters.
+    """
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 

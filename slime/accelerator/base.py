@@ -33,7 +33,9 @@ class Accelerator(abc.ABC):
 
     @abc.abstractmethod
     def offload(self, tensors: Iterable[torch.Tensor], *, folder: str) -> OffloadedTensors:
-        """Gives the device memory of `tensors` back; `restore` of the result fills it again. `folder`: where files may be written."""
+        """Gives the device memory of `tensors` back; `restore` of the result fills it again.
+        `folder`: where files may be written.
+        """
 
     @abc.abstractmethod
     def memory_stats(self) -> dict[str, float]:
@@ -49,4 +51,6 @@ class Accelerator(abc.ABC):
 
     @abc.abstractmethod
     def prepare_megatron(self) -> None:
-        """Makes Megatron-core usable on this device. Idempotent; call it before any Megatron function that makes tensors."""
+        """Makes Megatron-core usable on this device. Idempotent; call it before any Megatron
+        function that makes tensors.
+        """

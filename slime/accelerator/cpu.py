@@ -46,7 +46,12 @@ class CpuAccelerator(Accelerator):
             free = os.sysconf("SC_AVPHYS_PAGES") * page
         else:
             allocated, free = peak, total - peak
-        return {"allocated": allocated / _GB, "peak": peak / _GB, "free": free / _GB, "total": total / _GB}
+        return {
+            "allocated": allocated / _GB,
+            "peak": peak / _GB,
+            "free": free / _GB,
+            "total": total / _GB,
+        }
 
     def rng_state(self) -> torch.Tensor:
         return torch.get_rng_state()

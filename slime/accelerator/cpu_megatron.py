@@ -1,32 +1,49 @@
-"""Every adaptation that makes megatron-core (0.16 to 0.19) run on the CPU over gloo. Installed only where CUDA is not used.
+"""Every adaptation that makes megatron-core (0.16 to 0.19) run on the CPU over gloo. Installed only
+where CUDA is not used.
 
-Principle: megatron-core's modules, and only they, see a `torch` module whose device "cuda" is the CPU. The process's real
-torch stays as it is, so Hugging Face models, user code and the engine are unaffected. (Wrapping the real torch's factory
-functions instead silently corrupts `from_pretrained`: rotary frequencies stay uninitialised.)
+Principle: megatron-core's modules, and only they, see a `torch` module whose device "cuda" is the
+CPU. The process's real torch stays as it is, so Hugging Face models, user code and the engine are
+unaffected. (Wrapping the real torch's factory functions instead silently corrupts
+`from_pretrained`: rotary frequencies stay uninitialised.)
 
 Adaptations, each with the reason it exists:
 
- 1. `torch.<factory>(device="cuda", pin_memory=True)` in megatron modules makes CPU tensors: token counters of the schedules,
+ 1. `torch.<factory>(device="cuda", pin_memory=True)` in megatron modules makes CPU tensors: token
+    counters of the schedules,
     gradient clipping, embeddings' index tensors and checkpoint code name the device literally.
- 2. `torch.cuda.current_device()` in megatron modules is `torch.device("cpu")`: most allocations use it as the device.
- 3. `torch.cuda.{manual_seed,get_rng_state,set_rng_state}` in megatron modules act on the CPU's default generator, and
-    `tensor_parallel.random._get/_set_cuda_rng_state` too: model-parallel seeds and dropout streams keep their meaning.
- 4. `torch.cuda.{Stream,Event,stream,current_stream,synchronize,empty_cache}` in megatron modules do nothing: the MoE
+ 2. `torch.cuda.current_device()` in megatron modules is `torch.device("cpu")`: most allocations use
+    it as the device.
+ 3. `torch.cuda.{manual_seed,get_rng_state,set_rng_state}` in megatron modules act on the CPU's
+    default generator, and
+    `tensor_parallel.random._get/_set_cuda_rng_state` too: model-parallel seeds and dropout streams
+    keep their meaning.
+ 4. `torch.cuda.{Stream,Event,stream,current_stream,synchronize,empty_cache}` in megatron modules do
+    nothing: the MoE
     dispatcher and the checkpoint writer order work with them; CPU work is already in order.
- 5. `torch.Tensor.type()` returns a name that equals both "torch.FloatTensor" and "torch.cuda.FloatTensor": the optimizers and
-    gradient clipping sort parameters by the latter. Process-wide, because it is a method of every tensor.
+ 5. `torch.Tensor.type()` returns a name that equals both "torch.FloatTensor" and
+    "torch.cuda.FloatTensor": the optimizers and
+    gradient clipping sort parameters by the latter. Process-wide, because it is a method of every
+    tensor.
  6. `torch.Tensor.cuda()` returns the tensor itself. Process-wide, same reason.
- 7. Functions that megatron wraps in `torch.compile` stay, or become again, what they were: compiling costs minutes and gains
-    nothing here. While megatron is imported by this module, `torch.compile` is the identity and wandb (which megatron's
-    inference code looks for) is not found: importing the compiler and wandb would double the start of every rank.
+ 7. Functions that megatron wraps in `torch.compile` stay, or become again, what they were:
+    compiling costs minutes and gains
+    nothing here. While megatron is imported by this module, `torch.compile` is the identity and
+    wandb (which megatron's
+    inference code looks for) is not found: importing the compiler and wandb would double the start
+    of every rank.
  8. `moe_utils.te_general_gemm = None`: unbound without Transformer Engine, NameError in the router.
- 9. `token_dispatcher.maybe_move_tensor_to_cpu` gives numpy splits also for CPU tensors: gloo's all_to_all takes no tensors.
-10. `rope_utils._apply_rotary_pos_emb_thd` gathers the angles of a packed row with one index instead of slicing per sequence:
+ 9. `token_dispatcher.maybe_move_tensor_to_cpu` gives numpy splits also for CPU tensors: gloo's
+    all_to_all takes no tensors.
+10. `rope_utils._apply_rotary_pos_emb_thd` gathers the angles of a packed row with one index instead
+    of slicing per sequence:
     same numbers, but a row of 64 short sequences costs one operation instead of 64 in every layer.
-11. `mappings._gather/_reduce_scatter_along_first_dim` with parts of unequal size (experts cut over tensor-parallel ranks) pad
-    to the largest part, or sum everything and keep a part: gloo's all_gather and reduce_scatter want equal sizes.
+11. `mappings._gather/_reduce_scatter_along_first_dim` with parts of unequal size (experts cut over
+    tensor-parallel ranks) pad
+    to the largest part, or sum everything and keep a part: gloo's all_gather and reduce_scatter
+    want equal sizes.
 
-Functions of 7 to 11 are replaced through `stand_in`, so that an argument that a newer megatron-core adds does not break the call.
+Functions of 7 to 11 are replaced through `stand_in`, so that an argument that a newer megatron-core
+adds does not break the call.
 """
 
 from __future__ import annotations
@@ -72,14 +89,20 @@ _patched_modules: set[str] = set()
 
 
 def install_cpu_adaptations() -> None:
-    """Installs all adaptations of this module's docstring. Idempotent; works before and after megatron's own import,
-    and a second call also covers megatron modules that were imported in between."""
+    """Installs all adaptations of this module's docstring. Idempotent; works before and after
+    megatron's own import, and a second call also covers megatron modules that were imported in
+    between.
+    """
     with _light_imports():
         for name in _MODULES:
             importlib.import_module(name)
     proxy = _torch_for_megatron()
     for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.core.") and name not in _patched_modules and module is not None:
+        if (
+            name.startswith("megatron.core.")
+            and name not in _patched_modules
+            and module is not None
+        ):
             if module.__dict__.get("torch") is torch:
                 module.__dict__["torch"] = proxy
             _unwrap_compiled(module)
@@ -113,7 +136,9 @@ def _light_imports() -> Iterator[None]:
 
 @functools.cache
 def _torch_for_megatron() -> types.ModuleType:
-    """A copy of torch's namespace with adaptations 1 to 4. A copy, not `__getattr__`, so that a look-up costs nothing."""
+    """A copy of torch's namespace with adaptations 1 to 4. A copy, not `__getattr__`, so that a
+    look-up costs nothing.
+    """
     proxy = types.ModuleType("torch")
     proxy.__dict__.update(torch.__dict__)
     # Names that torch loads on first use.
@@ -144,7 +169,11 @@ def _on_cpu(factory: Any) -> Any:
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         device = kwargs.get("device")
-        if device is not None and not isinstance(device, int) and torch.device(device).type == "cuda":
+        if (
+            device is not None
+            and not isinstance(device, int)
+            and torch.device(device).type == "cuda"
+        ):
             kwargs["device"] = "cpu"
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
@@ -187,7 +216,9 @@ class _TypeName(str):
     """ "torch.FloatTensor" that also equals "torch.cuda.FloatTensor"."""
 
     def __eq__(self, other: object) -> bool:
-        return str.__eq__(self, other) or (isinstance(other, str) and other == "torch.cuda" + self[len("torch") :])
+        return str.__eq__(self, other) or (
+            isinstance(other, str) and other == "torch.cuda" + self[len("torch") :]
+        )
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -206,7 +237,9 @@ class _TypeMethod:
             return self
         return functools.partial(self._type, tensor)
 
-    def _type(self, tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+    def _type(
+        self, tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any
+    ) -> Any:
         if dtype is None:
             return _TypeName(self.original(tensor))
         return self.original(tensor, dtype, non_blocking, **kwargs)
@@ -217,17 +250,20 @@ def _same_tensor(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tenso
 
 
 def stand_in(original: Callable, replacement: Callable) -> Callable:
-    """Returns `replacement`, made to accept the arguments that only `original` has, as long as they have `original`'s defaults.
+    """Returns `replacement`, made to accept the arguments that only `original` has, as long as they
+    have `original`'s defaults.
 
-    megatron-core adds arguments from version to version. One that the replacement does not know must not be ignored when it asks
-    for something: then the call raises ConfigError.
+    megatron-core adds arguments from version to version. One that the replacement does not know
+    must not be ignored when it asks for something: then the call raises ConfigError.
     """
-    original = getattr(original, "stands_in_for", original)  # what a second installation replaces is the first's replacement
+    # what a second installation replaces is the first's replacement
+    original = getattr(original, "stands_in_for", original)
     known = inspect.signature(replacement).parameters
     defaults = {
         name: parameter.default
         for name, parameter in inspect.signature(original).parameters.items()
-        if name not in known and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if name not in known
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
     replacement.stands_in_for = original
     if not defaults:
@@ -239,7 +275,8 @@ def stand_in(original: Callable, replacement: Callable) -> Callable:
             value = kwargs.pop(name, default)
             if value is not default and value != default:
                 raise ConfigError(
-                    f"{original.__module__}.{original.__name__} was called with {name}={value!r}, which slime's CPU version of it does "
+                    f"{original.__module__}.{original.__name__} was called with {name}={value!r}, "
+                    "which slime's CPU version of it does "
                     "not know. Use megatron-core 0.16 to 0.19."
                 )
         return replacement(*args, **kwargs)
@@ -250,7 +287,9 @@ def stand_in(original: Callable, replacement: Callable) -> Callable:
 
 def _unwrap_compiled(module: types.ModuleType) -> None:
     owners = [module] + [
-        value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == module.__name__
     ]
     for owner in owners:
         for name, value in list(vars(owner).items()):
@@ -262,7 +301,9 @@ def _unwrap_compiled(module: types.ModuleType) -> None:
 def _patch_rng() -> None:
     from megatron.core.tensor_parallel import random as megatron_random
 
-    def get_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    def get_state(
+        device: Any = None, clone: bool = False, graph_safe: bool = False
+    ) -> torch.Tensor:
         return torch.get_rng_state()
 
     def set_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
@@ -283,7 +324,9 @@ def _patch_moe() -> None:
             return tensor.numpy()
         return tensor
 
-    token_dispatcher.maybe_move_tensor_to_cpu = stand_in(token_dispatcher.maybe_move_tensor_to_cpu, to_host)
+    token_dispatcher.maybe_move_tensor_to_cpu = stand_in(
+        token_dispatcher.maybe_move_tensor_to_cpu, to_host
+    )
 
 
 def _patch_uneven_collectives() -> None:
@@ -291,10 +334,16 @@ def _patch_uneven_collectives() -> None:
 
     if getattr(mappings._gather_along_first_dim, "takes_uneven_parts", False):
         return
-    even_gather, even_reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+    even_gather, even_reduce_scatter = (
+        mappings._gather_along_first_dim,
+        mappings._reduce_scatter_along_first_dim,
+    )
 
     def gather(
-        input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+        input_: torch.Tensor,
+        group: Any,
+        output_split_sizes: Any = None,
+        use_global_buffer: bool = False,
     ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
             return even_gather(input_, group, output_split_sizes, use_global_buffer)
@@ -306,7 +355,10 @@ def _patch_uneven_collectives() -> None:
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     def reduce_scatter(
-        input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+        input_: torch.Tensor,
+        group: Any,
+        input_split_sizes: Any = None,
+        use_global_buffer: bool = False,
     ) -> torch.Tensor:
         if input_split_sizes is None or group.size() == 1:
             return even_reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
@@ -344,4 +396,6 @@ def _patch_rope() -> None:
         rotated = rotated * cos + half * sin
         return torch.cat((rotated, passed), dim=-1) if passed.shape[-1] else rotated
 
-    rope_utils._apply_rotary_pos_emb_thd = stand_in(rope_utils._apply_rotary_pos_emb_thd, apply_rotary_pos_emb_thd)
+    rope_utils._apply_rotary_pos_emb_thd = stand_in(
+        rope_utils._apply_rotary_pos_emb_thd, apply_rotary_pos_emb_thd
+    )

@@ -1,4 +1,6 @@
-"""CUDA as an accelerator: nccl and torch.cuda. Thin by intent; no machine of this project's CI has a GPU to run it on."""
+"""CUDA as an accelerator: nccl and torch.cuda. Thin by intent; no machine of this project's CI has
+a GPU to run it on.
+"""
 
 from __future__ import annotations
 

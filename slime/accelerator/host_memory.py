@@ -1,7 +1,9 @@
-"""Tensors that leave their device for a while: their memory there is given back, and their content waits elsewhere.
+"""Tensors that leave their device for a while: their memory there is given back, and their content
+waits elsewhere.
 
-The storage of a tensor is emptied in place and filled again, so every view of it (a parameter inside a flat gradient buffer, an
-optimizer's main parameter) stays the same object and is right again afterwards. Between the two nobody may read it.
+The storage of a tensor is emptied in place and filled again, so every view of it (a parameter
+inside a flat gradient buffer, an optimizer's main parameter) stays the same object and is right
+again afterwards. Between the two nobody may read it.
 """
 
 from __future__ import annotations
@@ -20,10 +22,15 @@ class OffloadedTensors:
     """The content of emptied storages. `restore` puts everything back, once."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copies the storages behind `tensors`, each once however many views it has, and empties them."""
+        """Copies the storages behind `tensors`, each once however many views it has, and empties
+        them.
+        """
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
-        self._sizes = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
-        # nothing is emptied before everything is copied: a full disk leaves the tensors as they were
+        self._sizes = [
+            (storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()
+        ]
+        # nothing is emptied before everything is copied: a full disk leaves the tensors as they
+        # were
         self._copies = [self._copy(storage) for storage, _ in self._sizes]
         for storage, _ in self._sizes:
             storage.resize_(0)
@@ -63,17 +70,22 @@ class HostCopies(OffloadedTensors):
 
 
 class FileCopies(OffloadedTensors):
-    """Storages in host memory whose content waits in an unnamed file, which ends with this process whatever ends it."""
+    """Storages in host memory whose content waits in an unnamed file, which ends with this process
+    whatever ends it.
+    """
 
     def __init__(self, tensors: Iterable[torch.Tensor], folder: str) -> None:
-        """As the base class, with the file on the disk of `folder`. ConfigError, and nothing is emptied, where it does not fit."""
+        """As the base class, with the file on the disk of `folder`. ConfigError, and nothing is
+        emptied, where it does not fit.
+        """
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
         try:
             super().__init__(tensors)
         except OSError as error:
             self._file.close()
             raise ConfigError(
-                f"--offload-train cannot write the training state below {folder}: {error.strerror}. Free some space, or use --no-offload-train."
+                f"--offload-train cannot write the training state below {folder}: "
+                f"{error.strerror}. Free some space, or use --no-offload-train."
             ) from error
 
     def _copy(self, storage: torch.UntypedStorage) -> int:
@@ -89,7 +101,9 @@ class FileCopies(OffloadedTensors):
         while rest:
             num_read = self._file.readinto(rest)
             if not num_read:
-                raise OSError("the file with the training state of --offload-train has become shorter")
+                raise OSError(
+                    "the file with the training state of --offload-train has become shorter"
+                )
             rest = rest[num_read:]
 
     def restore(self) -> None:

@@ -11,7 +11,9 @@ logger = logging.getLogger(__name__)
 
 
 def clear_memory(clear_host_memory: bool = False) -> None:
-    """Gives unused device memory back; with `clear_host_memory` also collects Python's garbage first."""
+    """Gives unused device memory back; with `clear_host_memory` also collects Python's garbage
+    first.
+    """
     if clear_host_memory:
         gc.collect()
     get_accelerator().empty_cache()
@@ -25,5 +27,7 @@ def available_memory() -> dict[str, float]:
 def print_memory(msg: str) -> dict[str, float]:
     """Logs the device's memory under `msg` and returns it."""
     memory = available_memory()
-    logger.info("%s: %s", msg, ", ".join(f"{name} {value:.2f} GB" for name, value in memory.items()))
+    logger.info(
+        "%s: %s", msg, ", ".join(f"{name} {value:.2f} GB" for name, value in memory.items())
+    )
     return memory

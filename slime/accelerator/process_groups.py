@@ -12,7 +12,9 @@ _GLOO_GROUP: dist.ProcessGroup | None = None
 
 
 def init_gloo_group() -> dist.ProcessGroup:
-    """Returns a gloo group over the whole world, made on the first call. Every rank must call it."""
+    """Returns a gloo group over the whole world, made on the first call. Every rank
+    must call it.
+    """
     global _GLOO_GROUP
     if _GLOO_GROUP is None:
         _GLOO_GROUP = dist.new_group(backend="gloo")
@@ -28,7 +30,9 @@ def set_gloo_group(group: dist.ProcessGroup | None) -> None:
 def get_gloo_group() -> dist.ProcessGroup:
     """Returns the gloo group over the whole world. RuntimeError before `init_gloo_group`."""
     if _GLOO_GROUP is None:
-        raise RuntimeError("there is no gloo group yet: call init_gloo_group() on every rank first.")
+        raise RuntimeError(
+            "there is no gloo group yet: call init_gloo_group() on every rank first."
+        )
     return _GLOO_GROUP
 
 
@@ -42,19 +46,25 @@ def init_process_group(
     group_name: str | None = None,
     pg_options: Any = None,
 ) -> dist.ProcessGroup:
-    """Returns a further main process group, independent of the default one (for example trainer rank 0 with the engines).
+    """Returns a further main process group, independent of the default one (for example trainer
+    rank 0 with the engines).
 
-    Either `store` with `world_size` and `rank`, or `init_method` ("env://" by default). Groups of one store do not meet: keys carry `group_name`.
+    Either `store` with `world_size` and `rank`, or `init_method` ("env://" by default). Groups of
+    one store do not meet: keys carry `group_name`.
     """
     if store is not None and init_method is not None:
         raise ValueError("give init_process_group either a store or an init_method, not both.")
     timeout = timeout or dist.distributed_c10d.default_pg_timeout
     if store is None:
-        store, rank, world_size = next(dist.rendezvous(init_method or "env://", rank, world_size, timeout=timeout))
+        store, rank, world_size = next(
+            dist.rendezvous(init_method or "env://", rank, world_size, timeout=timeout)
+        )
         store.set_timeout(timeout)
         store = dist.PrefixStore(group_name, store)
     elif world_size <= 0 or rank < 0:
-        raise ValueError(f"a store needs world_size > 0 and rank >= 0, got world_size={world_size}, rank={rank}.")
+        raise ValueError(
+            f"a store needs world_size > 0 and rank >= 0, got world_size={world_size}, rank={rank}."
+        )
     group, _ = dist.distributed_c10d._new_process_group_helper(
         world_size,
         rank,
@@ -65,7 +75,9 @@ def init_process_group(
         backend_options=pg_options,
         timeout=timeout,
     )
-    dist.distributed_c10d._world.pg_group_ranks[group] = {index: index for index in range(world_size)}
+    dist.distributed_c10d._world.pg_group_ranks[group] = {
+        index: index for index in range(world_size)
+    }
     return group
 
 
@@ -84,21 +96,27 @@ def distributed_masked_whiten(
     *,
     allow_empty: bool = False,
 ) -> torch.Tensor:
-    """Returns (values - mean) / sqrt(variance + epsilon), or values / sqrt(variance + epsilon) without `shift_mean`; shape and dtype of `values`.
+    """Returns (values - mean) / sqrt(variance + epsilon), or values / sqrt(variance + epsilon)
+    without `shift_mean`; shape and dtype of `values`.
 
-    Mean and variance are over the positions with mask 1 on all ranks of `process_group` (None = the world); the variance has Bessel's correction from
-    two positions on. Two passes in fp64: squares of large values with a small spread do not cancel. Every rank must call it, also with no
-    values. When no position at all is unmasked, every rank raises ValueError, or with `allow_empty` every rank returns `values` as they are.
+    Mean and variance are over the positions with mask 1 on all ranks of `process_group` (None = the
+    world); the variance has Bessel's correction from two positions on. Two passes in fp64: squares
+    of large values with a small spread do not cancel. Every rank must call it, also with no values.
+    When no position at all is unmasked, every rank raises ValueError, or with `allow_empty` every
+    rank returns `values` as they are.
     """
     trained = mask.to(values.device) != 0
     selected = torch.where(trained, values, 0).to(torch.float64)
-    totals = _sum_over_ranks(torch.stack([trained.sum().to(torch.float64), selected.sum()]), process_group)
+    totals = _sum_over_ranks(
+        torch.stack([trained.sum().to(torch.float64), selected.sum()]), process_group
+    )
     count, total = totals.tolist()
     if count == 0 and allow_empty:
         return values
     if count == 0:
         raise ValueError(
-            "cannot whiten: no position has mask 1 on any rank (global mask sum is 0). Every response of this step is masked; "
+            "cannot whiten: no position has mask 1 on any rank (global mask sum is 0). Every "
+            "response of this step is masked; "
             "check the loss masks and the filters."
         )
     mean = total / count

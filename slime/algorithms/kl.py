@@ -1,4 +1,6 @@
-"""Estimators of KL(policy || base) from the log-probs of sampled tokens (Schulman 2020, http://joschu.net/blog/kl-approx.html)."""
+"""Estimators of KL(policy || base) from the log-probs of sampled tokens (Schulman 2020,
+http://joschu.net/blog/kl-approx.html).
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,17 @@ def k1(d: torch.Tensor) -> torch.Tensor:
 
 
 def k2(d: torch.Tensor) -> torch.Tensor:
-    """Returns (log pi - log pi_base)^2 / 2: biased, low variance; its gradient is that of the true KL."""
+    """Returns (log pi - log pi_base)^2 / 2: biased, low variance; its gradient is that of the true
+    KL.
+    """
     return d.square() / 2
 
 
 def k3(d: torch.Tensor) -> torch.Tensor:
-    """Returns exp(-d) - 1 + d: unbiased, low variance, never negative. A token that the base finds e^MAX_LOG_RATIO times as likely has the value at
-    that bound and no gradient, where exp would overflow."""
+    """Returns exp(-d) - 1 + d: unbiased, low variance, never negative. A token that the base finds
+    e^MAX_LOG_RATIO times as likely has the value at that bound and no gradient, where exp would
+    overflow.
+    """
     d = d.clamp(min=-MAX_LOG_RATIO)
     return torch.exp(-d) - 1 + d
 
@@ -31,17 +37,26 @@ def low_var_kl(d: torch.Tensor) -> torch.Tensor:
     return k3(d)
 
 
-KL_KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "low_var_kl": low_var_kl}
+KL_KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "low_var_kl": low_var_kl,
+}
 
 
 def approximate_kl(
-    log_probs: torch.Tensor, log_probs_base: torch.Tensor, *, kind: str, importance_ratio: torch.Tensor | None = None
+    log_probs: torch.Tensor,
+    log_probs_base: torch.Tensor,
+    *,
+    kind: str,
+    importance_ratio: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the per-token KL estimate in nats, same shape, computed in fp32 (fp64 stays fp64).
 
-    `importance_ratio` = pi / pi_old makes the estimate unbiased for samples of an older policy (DeepSeek-V3.2, arXiv:2512.02556). Where that ratio is
-    at its bound (`slime.algorithms.ratios`), the token has no gradient.
-    Raises ValueError for a kind that is not in `KL_KINDS`.
+    `importance_ratio` = pi / pi_old makes the estimate unbiased for samples of an older policy
+    (DeepSeek-V3.2, arXiv:2512.02556). Where that ratio is at its bound (`slime.algorithms.ratios`),
+    the token has no gradient. Raises ValueError for a kind that is not in `KL_KINDS`.
     """
     if kind not in KL_KINDS:
         raise ValueError(f"unknown KL estimator {kind!r}. Use one of {', '.join(KL_KINDS)}.")

@@ -1,7 +1,9 @@
-"""Log-probability and entropy of rows of logits whose vocabulary is split over ranks. The collectives come in as functions.
+"""Log-probability and entropy of rows of logits whose vocabulary is split over ranks. The
+collectives come in as functions.
 
-The order of the operations is part of the contract (comparisons are made at 1e-8): m = max; z = x - m; s = sum exp(z);
-softmax = exp(z) / s; log_prob = z[target] - log s; entropy = m + log s - sum softmax * x.
+The order of the operations is part of the contract (comparisons are made at 1e-8): m = max; z = x -
+m; s = sum exp(z); softmax = exp(z) / s; log_prob = z[target] - log s; entropy = m + log s - sum
+softmax * x.
 """
 
 from __future__ import annotations
@@ -20,19 +22,24 @@ def _identity(values: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class VocabularyShard:
-    """This rank's columns of the logits: it owns ids [start, start + width of the logits). The two functions reduce a tensor in
-    place over the ranks that hold the other columns, and return it; the defaults are those of one rank."""
+    """This rank's columns of the logits: it owns ids [start, start + width of the logits). The two
+    functions reduce a tensor in place over the ranks that hold the other columns, and return it;
+    the defaults are those of one rank.
+    """
 
     start: int = 0
     reduce_max: Reduce = _identity
     reduce_sum: Reduce = _identity
 
 
-def softmax_parts(x: torch.Tensor, shard: VocabularyShard = VocabularyShard()) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (m [T], log s [T], softmax [T, V]) of rows `x` [T, V of this rank]. A token's log-prob is (x[token] - m) - log s.
+def softmax_parts(
+    x: torch.Tensor, shard: VocabularyShard = VocabularyShard()
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns (m [T], log s [T], softmax [T, V]) of rows `x` [T, V of this rank]. A token's
+    log-prob is (x[token] - m) - log s.
 
-    torch.log_softmax sums float32 one number after the other on the CPU: over a real vocabulary its log-probs are all off to one side. A sum of
-    its own is added in pairs.
+    torch.log_softmax sums float32 one number after the other on the CPU: over a real vocabulary its
+    log-probs are all off to one side. A sum of its own is added in pairs.
     """
     maximum = shard.reduce_max(x.max(dim=-1).values)
     softmax = (x - maximum.unsqueeze(-1)).exp_()  # in place: [T, V] is the largest tensor of a step
@@ -42,8 +49,9 @@ def softmax_parts(x: torch.Tensor, shard: VocabularyShard = VocabularyShard()) -
 
 
 class _LogProbAndEntropy(torch.autograd.Function):
-    """The gradients are written out because the logits are the largest tensor of a step: one softmax is kept instead of a chain of
-    temporaries, and no collective runs in the backward pass."""
+    """The gradients are written out because the logits are the largest tensor of a step: one
+    softmax is kept instead of a chain of temporaries, and no collective runs in the backward pass.
+    """
 
     @staticmethod
     def forward(ctx, logits, targets, shard, keep_mask, entropy_mode):
@@ -53,10 +61,14 @@ class _LogProbAndEntropy(torch.autograd.Function):
         columns = torch.where(owned, columns, 0).unsqueeze(-1)
         kept = logits
         if keep_mask is not None:
-            # the sampled token stays whatever the replayed nucleus says, or its log-prob would be -inf
-            keep = keep_mask.scatter(-1, columns, owned.unsqueeze(-1) | keep_mask.gather(-1, columns))
+            # the sampled token stays whatever the replayed nucleus says, or its log-prob would be
+            # -inf
+            keep = keep_mask.scatter(
+                -1, columns, owned.unsqueeze(-1) | keep_mask.gather(-1, columns)
+            )
             kept = logits.masked_fill(~keep, float("-inf"))
-        # a rank whose columns are all masked contributes exp(-inf) = 0, because the maximum is finite over the ranks
+        # a rank whose columns are all masked contributes exp(-inf) = 0, because the maximum is
+        # finite over the ranks
         maximum, log_total, softmax = softmax_parts(kept, shard)
         target_z = torch.where(owned, kept.gather(-1, columns).squeeze(-1) - maximum, 0)
         log_prob = shard.reduce_sum(target_z) - log_total
@@ -85,7 +97,9 @@ class _LogProbAndEntropy(torch.autograd.Function):
         grad *= grad_log_prob
         if ctx.entropy_grad:
             full_softmax, logits, weighted_sum = rest
-            grad += full_softmax * (weighted_sum.unsqueeze(-1) - logits) * grad_entropy.unsqueeze(-1)
+            grad += (
+                full_softmax * (weighted_sum.unsqueeze(-1) - logits) * grad_entropy.unsqueeze(-1)
+            )
         return grad, None, None, None, None
 
 
@@ -99,10 +113,12 @@ def compute_log_probs_and_entropy(
     with_entropy_grad: bool = True,
     chunk_size: int = -1,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns (log-prob [T, 1] of `targets` in nats, entropy [T] in nats or None) for `logits` [T, V of this rank], `targets` [T] global ids.
+    """Returns (log-prob [T, 1] of `targets` in nats, entropy [T] in nats or None) for `logits` [T,
+    V of this rank], `targets` [T] global ids.
 
-    `keep_mask` (bool [T, V of this rank]) restricts the distribution of the log-prob, never of the entropy. `chunk_size` > 0 works on that many
-    rows at a time. Zero rows give zeros of shape (0,) for both, still connected to the logits, so that backward runs everywhere.
+    `keep_mask` (bool [T, V of this rank]) restricts the distribution of the log-prob, never of the
+    entropy. `chunk_size` > 0 works on that many rows at a time. Zero rows give zeros of shape (0,)
+    for both, still connected to the logits, so that backward runs everywhere.
     """
     if logits.size(0) == 0:
         nothing = logits.sum(dim=-1)
@@ -133,10 +149,12 @@ def build_topp_keep_mask(
     width: int,
     vocab_start: int,
 ) -> torch.Tensor:
-    """Returns bool [num_rows, width]: all True, except rows with replayed nucleus ids, which keep only their ids.
+    """Returns bool [num_rows, width]: all True, except rows with replayed nucleus ids, which keep
+    only their ids.
 
-    Entry k of `row_indices` [K] is the row of response token k (-1: not on this rank), `counts` [K] its number of ids, `ids` all ids one after
-    another as global vocabulary ids. A token with no ids (nobody sampled it) keeps its whole row.
+    Entry k of `row_indices` [K] is the row of response token k (-1: not on this rank), `counts` [K]
+    its number of ids, `ids` all ids one after another as global vocabulary ids. A token with no ids
+    (nobody sampled it) keeps its whole row.
     """
     device = row_indices.device
     mask = torch.ones((num_rows, width), dtype=torch.bool, device=device)

@@ -1,6 +1,8 @@
-"""`slime doctor`: checks this machine, one line and one remedy each. Exit status 1 when something fails, 0 with warnings only.
+"""`slime doctor`: checks this machine, one line and one remedy each. Exit status 1 when something
+fails, 0 with warnings only.
 
-Each check takes what it looks at as arguments (defaults ask the machine), so that a test can hand it a broken one.
+Each check takes what it looks at as arguments (defaults ask the machine), so that a test can hand
+it a broken one.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ ASK: Any = object()
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """The outcome of one check. `state` is ok, warn or fail; `remedy` says what to do about the last two."""
+    """The outcome of one check. `state` is ok, warn or fail; `remedy` says what to do about the
+    last two.
+    """
 
     name: str
     state: str
@@ -81,8 +85,14 @@ def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
 
 
 def usable_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Returns the cores this process may use: its CPU affinity, or the container's quota where that is less."""
-    cores = float(len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else float(os.cpu_count() or 1)
+    """Returns the cores this process may use: its CPU affinity, or the container's quota where that
+    is less.
+    """
+    cores = (
+        float(len(os.sched_getaffinity(0)))
+        if hasattr(os, "sched_getaffinity")
+        else float(os.cpu_count() or 1)
+    )
     quota, period = _cgroup_quota(cgroup_root)
     return min(cores, quota / period) if quota and period else cores
 
@@ -93,7 +103,9 @@ def _cgroup_quota(root: Path) -> tuple[float | None, float | None]:
             quota, period = (root / "cpu.max").read_text().split()
             return (None if quota == "max" else float(quota)), float(period)
         quota_v1 = float((root / "cpu/cpu.cfs_quota_us").read_text())
-        return (quota_v1 if quota_v1 > 0 else None), float((root / "cpu/cpu.cfs_period_us").read_text())
+        return (quota_v1 if quota_v1 > 0 else None), float(
+            (root / "cpu/cpu.cfs_period_us").read_text()
+        )
     except (OSError, ValueError):
         return None, None
 
@@ -106,14 +118,26 @@ def check_cores(cores: float | None = None) -> Finding:
     return warn(
         "CPU cores",
         f"{cores:g}",
-        "Trainers and engine take turns on one core: several times slower. Give the container 2 or more.",
+        (
+            "Trainers and engine take turns on one core: several times slower. Give the container "
+            "2 or "
+            "more."
+        ),
     )
 
 
-def memory_gib(meminfo: str | None = None, cgroup_root: Path = Path("/sys/fs/cgroup")) -> tuple[float, float]:
-    """Returns (available, total) memory in GiB; a container's limit counts as total where it is lower."""
+def memory_gib(
+    meminfo: str | None = None, cgroup_root: Path = Path("/sys/fs/cgroup")
+) -> tuple[float, float]:
+    """Returns (available, total) memory in GiB; a container's limit counts as total where it is
+    lower.
+    """
     text = Path("/proc/meminfo").read_text() if meminfo is None else meminfo
-    values = {line.split(":")[0]: float(line.split()[1]) / 1024**2 for line in text.splitlines() if ":" in line}
+    values = {
+        line.split(":")[0]: float(line.split()[1]) / 1024**2
+        for line in text.splitlines()
+        if ":" in line
+    }
     total, available = values["MemTotal"], values.get("MemAvailable", values["MemFree"])
     try:
         limit = float((cgroup_root / "memory.max").read_text()) / GIB
@@ -133,7 +157,11 @@ def check_memory(available: float | None = None, total: float | None = None) -> 
     return fail(
         "Memory",
         detail,
-        "The smallest run needs 4 GiB: end other programs, or raise the container's limit (docker: --memory).",
+        (
+            "The smallest run needs 4 GiB: end other programs, or raise the container's limit "
+            "(docker: "
+            "--memory)."
+        ),
     )
 
 
@@ -142,7 +170,9 @@ def check_shm(free: int | None = None, path: str = "/dev/shm") -> Finding:
     if free is None:
         if not os.path.isdir(path):
             return warn(
-                "Shared memory", f"{path} is missing", "Ray falls back to slow files. In docker use --shm-size=2g."
+                "Shared memory",
+                f"{path} is missing",
+                "Ray falls back to slow files. In docker use --shm-size=2g.",
             )
         free = shutil.disk_usage(path).free
     if free >= GIB // 2:
@@ -176,10 +206,15 @@ def check_package(package: str, *, at_least: str, version: str | None = ASK) -> 
 
 
 def check_tested(package: str, *, version: str | None = ASK) -> Finding:
-    """A required package is installed in a version of the tested range: older fails, newer than all tests warns."""
+    """A required package is installed in a version of the tested range: older fails, newer than all
+    tests warns.
+    """
     found = installed_version(package) if version is ASK else version
     lowest, _, last, below = tested_versions.PACKAGES[package]
-    tested, remedy = tested_versions.tested_range(package), f"pip install '{tested_versions.requirement(package)}'"
+    tested, remedy = (
+        tested_versions.tested_range(package),
+        f"pip install '{tested_versions.requirement(package)}'",
+    )
     if found is None:
         return fail(package, "not installed", remedy)
     numbers = version_numbers(str(found))
@@ -188,11 +223,16 @@ def check_tested(package: str, *, version: str | None = ASK) -> Finding:
     if below is not None and numbers >= version_numbers(below):
         return fail(package, f"{found} is newer than slime knows (tested: {tested})", remedy)
     if numbers[: len(version_numbers(last))] > version_numbers(last):
-        return warn(package, f"{found} is newer than what is tested ({tested})", "It may work; the tested range surely does.")
+        return warn(
+            package,
+            f"{found} is newer than what is tested ({tested})",
+            "It may work; the tested range surely does.",
+        )
     return ok(package, f"{found} (tested: {tested})")
 
 
-# Imported in a process of its own: a mismatched pair may crash the interpreter, and torch needs seconds.
+# Imported in a process of its own: a mismatched pair may crash the interpreter, and torch needs
+# seconds.
 TORCH_PROBE = """
 import json, sys, warnings
 caught = []
@@ -210,9 +250,17 @@ print(json.dumps(report))
 
 
 def probe_torch(python: str = sys.executable, timeout: float = 120.0) -> dict:
-    """Returns what `import torch` says in a fresh interpreter; {"error": ...} when it does not survive it."""
+    """Returns what `import torch` says in a fresh interpreter; {"error": ...} when it does not
+    survive it.
+    """
     try:
-        done = subprocess.run([python, "-c", TORCH_PROBE], capture_output=True, text=True, timeout=timeout, check=False)
+        done = subprocess.run(
+            [python, "-c", TORCH_PROBE],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"error": str(error)}
     if done.returncode != 0:
@@ -229,11 +277,17 @@ def check_torch(report: dict | None = None) -> Finding:
         return fail(
             "torch",
             report["error"],
-            "pip install torch==2.13.0, in the environment of slime; a broken CUDA library shows here too.",
+            (
+                "pip install torch==2.13.0, in the environment of slime; a broken CUDA library "
+                "shows "
+                "here too."
+            ),
         )
     numpy = report.get("numpy", "missing")
     pair = f"torch {report['torch']} with numpy {numpy}"
-    bridge = report.get("bridge_error") or next((text for text in report["warnings"] if "numpy" in text.lower()), None)
+    bridge = report.get("bridge_error") or next(
+        (text for text in report["warnings"] if "numpy" in text.lower()), None
+    )
     if bridge:
         return fail(
             "torch",
@@ -242,14 +296,21 @@ def check_torch(report: dict | None = None) -> Finding:
         )
     if version_numbers(report["torch"]) < (2, 10):
         return fail(
-            "torch", report["torch"], "pip install torch==2.13.0: below 2.10, reading a checkpoint can execute code."
+            "torch",
+            report["torch"],
+            "pip install torch==2.13.0: below 2.10, reading a checkpoint can execute code.",
         )
     build = f"CUDA {report['cuda_build']}" if report["cuda_build"] else "CPU build"
     finding = check_tested("torch", version=report["torch"])
-    return dataclasses.replace(finding, detail=f"{pair}, {build}" if finding.state == "ok" else f"{finding.detail}, {build}")
+    return dataclasses.replace(
+        finding,
+        detail=f"{pair}, {build}" if finding.state == "ok" else f"{finding.detail}, {build}",
+    )
 
 
-def check_gpu(report: dict | None = None, devices: Sequence[str] | None = None, driver: str | None = ASK) -> Finding:
+def check_gpu(
+    report: dict | None = None, devices: Sequence[str] | None = None, driver: str | None = ASK
+) -> Finding:
     """Whether GPUs, driver and torch's build go together; a machine without GPUs is fine."""
     if devices is None:
         devices = [str(path) for path in sorted(Path("/dev").glob("nvidia[0-9]*"))]
@@ -261,7 +322,9 @@ def check_gpu(report: dict | None = None, devices: Sequence[str] | None = None, 
         return ok("GPU", "none: training and engine run on the CPU")
     if report.get("cuda_build") is None:
         return warn(
-            "GPU", f"{len(devices)} found, but torch is a CPU build", "Install the CUDA build of torch to use them."
+            "GPU",
+            f"{len(devices)} found, but torch is a CPU build",
+            "Install the CUDA build of torch to use them.",
         )
     if driver is None:
         return fail(
@@ -290,21 +353,36 @@ def check_ports(bind: Callable[[str], int] | None = None) -> Finding:
     try:
         ports = [(bind or bind_free)("127.0.0.1") for _ in range(2)]
     except OSError as error:
-        return fail("Loopback ports", str(error), "A sandbox or firewall forbids servers on 127.0.0.1; allow them.")
+        return fail(
+            "Loopback ports",
+            str(error),
+            "A sandbox or firewall forbids servers on 127.0.0.1; allow them.",
+        )
     return ok("Loopback ports", f"can be opened (tried {ports[0]} and {ports[1]})")
 
 
 def check_proxy(environment: Mapping[str, str] = os.environ) -> Finding:
     """Engine calls to 127.0.0.1 do not go through a proxy."""
-    proxies = [name for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY") if environment.get(name)]
+    proxies = [
+        name
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
+        if environment.get(name)
+    ]
     if not proxies:
         return ok("Proxy", "none")
-    excluded = {part.strip() for name in ("no_proxy", "NO_PROXY") for part in environment.get(name, "").split(",")}
+    excluded = {
+        part.strip()
+        for name in ("no_proxy", "NO_PROXY")
+        for part in environment.get(name, "").split(",")
+    }
     if "*" in excluded or {"127.0.0.1", "localhost"} <= excluded:
         return ok("Proxy", f"{proxies[0]} is set, loopback is excluded")
     return warn(
         "Proxy",
-        f"{proxies[0]} is set and no_proxy has no loopback: programs that honour it would send engine calls to the proxy",
+        (
+            f"{proxies[0]} is set and no_proxy has no loopback: programs that honour it would send "
+            "engine calls to the proxy"
+        ),
         "export no_proxy=127.0.0.1,localhost,<addresses of your nodes>",
     )
 
@@ -319,9 +397,12 @@ def check_hf_cache(environment: Mapping[str, str] = os.environ) -> Finding:
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        return warn("Hugging Face cache", f"{home} cannot be written", "export HF_HOME=<a folder of yours>")
+        return warn(
+            "Hugging Face cache", f"{home} cannot be written", "export HF_HOME=<a folder of yours>"
+        )
     return ok(
-        "Hugging Face cache", f"{home}, {'offline' if offline else 'downloads allowed (HF_HUB_OFFLINE=1 forbids them)'}"
+        "Hugging Face cache",
+        f"{home}, {'offline' if offline else 'downloads allowed (HF_HUB_OFFLINE=1 forbids them)'}",
     )
 
 
@@ -330,7 +411,11 @@ def check_open_files(limit: int | None = None) -> Finding:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
     if limit == resource.RLIM_INFINITY or limit >= 4096:
         return ok("Open files", "unlimited" if limit == resource.RLIM_INFINITY else str(limit))
-    return warn("Open files", f"the limit is {limit}", "ulimit -n 65536 (docker: --ulimit nofile=65536:65536)")
+    return warn(
+        "Open files",
+        f"the limit is {limit}",
+        "ulimit -n 65536 (docker: --ulimit nofile=65536:65536)",
+    )
 
 
 def check_clock(now: float | None = None) -> Finding:
@@ -338,7 +423,9 @@ def check_clock(now: float | None = None) -> Finding:
     now = time.time() if now is None else now
     text = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
     if now < 1767225600:  # 2026-01-01
-        return warn("Clock", text, "Set the clock (for instance: systemctl restart systemd-timesyncd).")
+        return warn(
+            "Clock", text, "Set the clock (for instance: systemctl restart systemd-timesyncd)."
+        )
     return ok("Clock", text)
 
 
@@ -357,13 +444,19 @@ def check_extras(versions: Mapping[str, str | None] | None = None) -> Finding:
         versions = {package: installed_version(package) for package in EXTRAS}
     missing = sorted({extra for package, extra in EXTRAS.items() if versions[package] is None})
     present = (
-        ", ".join(f"{package} {version}" for package, version in versions.items() if version is not None) or "none"
+        ", ".join(
+            f"{package} {version}" for package, version in versions.items() if version is not None
+        )
+        or "none"
     )
     if not missing:
         return ok("Optional packages", present)
     return ok(
         "Optional packages",
-        f"{present}; missing extras: {', '.join(missing)} (pip install 'slime-rl[{','.join(missing)}]')",
+        (
+            f"{present}; missing extras: {', '.join(missing)} (pip install "
+            f"'slime-rl[{','.join(missing)}]')"
+        ),
     )
 
 
@@ -407,7 +500,12 @@ def format_findings(findings: Sequence[Finding]) -> str:
             lines.append(f"  {'':{width}}  -> {finding.remedy}")
     counts = {state: sum(finding.state == state for finding in findings) for state in MARKS}
     verdict = "slime can run here" if not counts["fail"] else "slime cannot run here yet"
-    return "\n".join([*lines, f"{verdict}: {counts['ok']} ok, {counts['warn']} warnings, {counts['fail']} failures"])
+    return "\n".join(
+        [
+            *lines,
+            f"{verdict}: {counts['ok']} ok, {counts['warn']} warnings, {counts['fail']} failures",
+        ]
+    )
 
 
 def doctor(json: bool = False) -> int:

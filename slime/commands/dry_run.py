@@ -1,7 +1,9 @@
-"""`slime train --dry-run`: shows what would run, tries prompts, template and reward for real, and stops before any process starts.
+"""`slime train --dry-run`: shows what would run, tries prompts, template and reward for real, and
+stops before any process starts.
 
-Works without Ray and without an engine. Returns 0 when everything it tried worked, 1 when a prompt, the template or the reward
-failed. The texts come from pure functions; `dry_run` only loads and prints.
+Works without Ray and without an engine. Returns 0 when everything it tried worked, 1 when a prompt,
+the template or the reward failed. The texts come from pure functions; `dry_run` only loads and
+prints.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ TOOL_MESSAGES = (
 
 
 def format_options(args: argparse.Namespace) -> list[str]:
-    """Returns one line per option that differs from its default: name, value, where it comes from; secrets are not shown."""
+    """Returns one line per option that differs from its default: name, value, where it comes from;
+    secrets are not shown.
+    """
     lines = []
     for spec in all_specs():
         value = getattr(args, spec.name)
@@ -52,23 +56,34 @@ def format_options(args: argparse.Namespace) -> list[str]:
 
 
 def format_counts(counts: dict[str, int]) -> str:
-    """Returns how many of the given options are honoured, mapped to another flag, or ignored (each of those had its warning)."""
+    """Returns how many of the given options are honoured, mapped to another flag, or ignored (each
+    of those had its warning).
+    """
     total = counts["honoured"] + counts["mapped"] + counts["ignored"]
-    return f"{total} options given: {counts['honoured']} honoured, {counts['mapped']} mapped, {counts['ignored']} ignored, 0 refused"
+    return (
+        f"{total} options given: {counts['honoured']} honoured, {counts['mapped']} mapped, "
+        f"{counts['ignored']} ignored, 0 refused"
+    )
 
 
 def format_sizes(sizes: DerivedSizes) -> list[str]:
     """Returns the table of sizes, each named once, and the batch algebra that connects them."""
-    lines = [f"{name.replace('_', ' '):28} {value:g}" for name, value in dataclasses.asdict(sizes).items()]
+    lines = [
+        f"{name.replace('_', ' '):28} {value:g}"
+        for name, value in dataclasses.asdict(sizes).items()
+    ]
     return [
         *lines,
-        f"{sizes.prompts_per_rollout} prompts x {sizes.samples_per_prompt} = {sizes.samples_per_rollout} samples = "
+        f"{sizes.prompts_per_rollout} prompts x {sizes.samples_per_prompt} = "
+        f"{sizes.samples_per_rollout} samples = "
         f"{sizes.steps_per_rollout} optimizer steps x {sizes.samples_per_step}",
     ]
 
 
 def format_layout(sizes: DerivedSizes, *, ranks_per_node: int, is_colocated: bool) -> list[str]:
-    """Returns one line per training rank with its coordinates, then the engines with their devices."""
+    """Returns one line per training rank with its coordinates, then the engines with
+    their devices.
+    """
     places = process_layout(sizes, ranks_per_node=ranks_per_node)
     lines = [f"{'rank':>6} {'node':>5} {'TP':>4} {'CP':>4} {'DP':>4} {'PP':>4}"]
     lines += [
@@ -86,18 +101,26 @@ def format_layout(sizes: DerivedSizes, *, ranks_per_node: int, is_colocated: boo
 
 
 def first_difference(kept: Sequence[int], longer: Sequence[int]) -> int | None:
-    """Returns the first position at which `longer` does not continue `kept`; None when `kept` is a prefix of `longer`."""
+    """Returns the first position at which `longer` does not continue `kept`; None when `kept` is a
+    prefix of `longer`.
+    """
     for position, (one, other) in enumerate(zip(kept, longer, strict=False)):
         if one != other:
             return position
     return None if len(longer) >= len(kept) else len(longer)
 
 
-def template_difference(tokenizer: Any, messages: Sequence[dict], kept: int, template_kwargs: dict) -> str | None:
-    """Returns how the render of all `messages` departs from the render of the first `kept` of them; None when it only adds tokens."""
+def template_difference(
+    tokenizer: Any, messages: Sequence[dict], kept: int, template_kwargs: dict
+) -> str | None:
+    """Returns how the render of all `messages` departs from the render of the first `kept` of them;
+    None when it only adds tokens.
+    """
 
     def ids_of(some: Sequence[dict]) -> list[int]:
-        text = tokenizer.apply_chat_template(list(some), tokenize=False, add_generation_prompt=False, **template_kwargs)
+        text = tokenizer.apply_chat_template(
+            list(some), tokenize=False, add_generation_prompt=False, **template_kwargs
+        )
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     before, after = ids_of(messages[:kept]), ids_of(messages)
@@ -109,7 +132,11 @@ def template_difference(tokenizer: Any, messages: Sequence[dict], kept: int, tem
         return repr(tokenizer.decode(list(ids[max(0, position - 4) : position + 4])))
 
     def at(ids: Sequence[int]) -> str:
-        return f"{ids[position]} {tokenizer.decode([ids[position]])!r}" if position < len(ids) else "the end"
+        return (
+            f"{ids[position]} {tokenizer.decode([ids[position]])!r}"
+            if position < len(ids)
+            else "the end"
+        )
 
     return (
         f"token {position} was {at(before)} and became {at(after)} when a message was added "
@@ -118,7 +145,9 @@ def template_difference(tokenizer: Any, messages: Sequence[dict], kept: int, tem
 
 
 def probe_template(tokenizer: Any, template_kwargs: dict) -> tuple[list[str], bool]:
-    """Returns (lines, whether later renders keep the tokens of earlier turns). Multi-turn training needs that."""
+    """Returns (lines, whether later renders keep the tokens of earlier turns). Multi-turn training
+    needs that.
+    """
     if not getattr(tokenizer, "chat_template", None):
         return ["- the tokenizer has no chat template; prompts must be plain text"], True
     lines, is_stable = [], True
@@ -130,7 +159,8 @@ def probe_template(tokenizer: Any, template_kwargs: dict) -> tuple[list[str], bo
             difference = template_difference(tokenizer, messages, kept, template_kwargs)
         except Exception as error:  # noqa: BLE001 - a template is a program of its own and may raise anything
             lines.append(
-                f"- {name}: the template does not render it ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+                f"- {name}: the template does not render it "
+                f"({str(error).splitlines()[0] if str(error) else type(error).__name__})"
             )
             continue
         is_stable = is_stable and difference is None
@@ -141,30 +171,47 @@ def probe_template(tokenizer: Any, template_kwargs: dict) -> tuple[list[str], bo
         )
     if not is_stable:
         lines.append(
-            "  Single-turn training is not affected. For several turns, append token ids instead of rendering the conversation anew."
+            "  Single-turn training is not affected. For several turns, append token ids instead "
+            "of rendering the conversation anew."
         )
     return lines, is_stable
 
 
-def judge_rewards(texts: Sequence[str], rewards: Sequence[Any], reward_key: str | None) -> tuple[list[str], bool]:
-    """Returns (lines, whether the reward works): no exception, and some form of the right answer beats the wrong one, which is last."""
+def judge_rewards(
+    texts: Sequence[str], rewards: Sequence[Any], reward_key: str | None
+) -> tuple[list[str], bool]:
+    """Returns (lines, whether the reward works): no exception, and some form of the right answer
+    beats the wrong one, which is last.
+    """
 
     def number(reward: Any) -> Any:
         return reward[reward_key] if isinstance(reward, dict) and reward_key in reward else reward
 
-    lines = [f"  {text!r:48} -> {_shown(number(reward))}" for text, reward in zip(texts, rewards, strict=True)]
+    lines = [
+        f"  {text!r:48} -> {_shown(number(reward))}"
+        for text, reward in zip(texts, rewards, strict=True)
+    ]
     failed = [reward for reward in rewards if isinstance(reward, BaseException)]
     if failed:
         return [*lines, f"✗ the reward function failed: {_shown(failed[0])}"], False
     numbers = [number(reward) for reward in rewards]
-    odd = [value for value in numbers if isinstance(value, bool) or not isinstance(value, int | float)]
+    odd = [
+        value for value in numbers if isinstance(value, bool) or not isinstance(value, int | float)
+    ]
     if odd:
-        return [*lines, f"✗ the reward must be a number, got {odd[0]!r}; for a dictionary give --reward-key"], False
+        return [
+            *lines,
+            f"✗ the reward must be a number, got {odd[0]!r}; for a dictionary give --reward-key",
+        ], False
     if max(numbers[:-1]) > numbers[-1]:
         return [*lines, "✓ a right answer scores above a wrong one"], True
     return [
         *lines,
-        "! no form of the label scores above a wrong answer: fine if the reward does not look at labels, else a mistake",
+        (
+            "! no form of the label scores above a wrong answer: fine if the reward does not look "
+            "at "
+            "labels, else a mistake"
+        ),
     ], True
 
 
@@ -173,8 +220,10 @@ def _shown(value: Any) -> str:
 
 
 def load_prompts(args: argparse.Namespace, tokenizer: Any) -> list[Any]:
-    """Returns (place, sample) of up to ROWS_GRADED rows of --prompt-data, evenly spaced after the first PROMPTS_SHOWN, rendered as they would be
-    sent; raises ConfigError for a row that cannot be."""
+    """Returns (place, sample) of up to ROWS_GRADED rows of --prompt-data, evenly spaced after the
+    first PROMPTS_SHOWN, rendered as they would be sent; raises ConfigError for a row that cannot
+    be.
+    """
     from slime.commands.reward_probe import sample_rows
     from slime.prompts.dataset import RowFormat, build_sample
     from slime.prompts.prompt_files import read_rows
@@ -201,10 +250,15 @@ def _section(title: str, lines: Sequence[str]) -> None:
 
 
 def dry_run(args: argparse.Namespace) -> int:
-    """Prints the whole preview of a run and returns the exit status: 0 all right, 1 something that was tried failed."""
+    """Prints the whole preview of a run and returns the exit status: 0 all right, 1 something that
+    was tried failed.
+    """
     print("slime train --dry-run: nothing is started", flush=True)
     _section(format_counts(args.flag_counts), [])
-    if args.num_rollout is not None and (sentence := nothing_left(args, num_rollout=args.num_rollout)) is not None:
+    if (
+        args.num_rollout is not None
+        and (sentence := nothing_left(args, num_rollout=args.num_rollout)) is not None
+    ):
         _section("Rollouts", [f"! {sentence}"])
     _section("Options (those that differ from their defaults)", format_options(args))
     path = os.path.join(args.run_dir, "config.yaml")
@@ -213,11 +267,15 @@ def dry_run(args: argparse.Namespace) -> int:
     if args.rollout_batch_size is not None and args.global_batch_size is not None:
         sizes = derived_sizes(args)
         _section("Derived sizes", format_sizes(sizes))
-        layout = format_layout(sizes, ranks_per_node=args.actor_num_gpus_per_node, is_colocated=args.colocate)
+        layout = format_layout(
+            sizes, ranks_per_node=args.actor_num_gpus_per_node, is_colocated=args.colocate
+        )
         _section("Processes (training ranks, then engines)", layout)
     hooks = format_hooks(args)
     if hooks:
-        _section("Functions that the options name (loaded, and fit to be called: docs/hooks.md)", hooks)
+        _section(
+            "Functions that the options name (loaded, and fit to be called: docs/hooks.md)", hooks
+        )
     try:
         return 0 if _probe_all(args) else 1
     except SlimeError as error:
@@ -238,22 +296,33 @@ def _probe_all(args: argparse.Namespace) -> bool:
         _section("Prompts", ["- none from --prompt-data; the rollout function brings its own"])
         return True
     if args.multimodal_keys and load_processor(args.hf_checkpoint) is None:
-        _section("Prompts", ["✗ --multimodal-keys is given, but the model's folder has no processor"])
+        _section(
+            "Prompts", ["✗ --multimodal-keys is given, but the model's folder has no processor"]
+        )
         return False
     rows = load_prompts(args, tokenizer)
     shown = [sample for _, sample in rows[:PROMPTS_SHOWN]]
     if args.rollout_function_path == SUPERVISED:
         _section(
-            f"Conversations (the first {len(shown)} rows of {args.prompt_data}; [[ ]] is what is trained)",
+            (
+                f"Conversations (the first {len(shown)} rows of {args.prompt_data}; [[ ]] is what "
+                "is "
+                "trained)"
+            ),
             format_conversations(shown, tokenizer, args.loss_mask_type),
         )
         return True
-    _section(f"Prompts (the first {len(shown)} rows of {args.prompt_data})", format_prompts(shown, tokenizer))
+    _section(
+        f"Prompts (the first {len(shown)} rows of {args.prompt_data})",
+        format_prompts(shown, tokenizer),
+    )
     return _probe_reward(args, rows, tokenizer)
 
 
 def format_prompts(samples: Sequence[Any], tokenizer: Any, *, longest: int = 600) -> list[str]:
-    """Returns each prompt's text with its token count and label; long texts are cut in the middle."""
+    """Returns each prompt's text with its token count and label; long texts are cut in
+    the middle.
+    """
     from slime.prompts.dataset import compute_prompt_lengths, prompt_text
 
     lines = []
@@ -262,14 +331,19 @@ def format_prompts(samples: Sequence[Any], tokenizer: Any, *, longest: int = 600
     ):
         text = prompt_text(sample, tokenizer)
         if len(text) > longest:
-            text = f"{text[: longest // 2]} [... {len(text) - longest} characters ...] {text[-longest // 2 :]}"
+            text = (
+                f"{text[: longest // 2]} [... {len(text) - longest} characters ...] "
+                f"{text[-longest // 2 :]}"
+            )
         lines.append(f"{number}: {length} tokens, label {sample.label!r}")
         lines += ["   | " + line for line in text.splitlines()]
     return lines
 
 
 def format_conversations(samples: Sequence[Any], tokenizer: Any, loss_mask_type: str) -> list[str]:
-    """Returns each conversation's text as it is trained on, with the tokens of loss mask 1 between [[ and ]], and how many there are."""
+    """Returns each conversation's text as it is trained on, with the tokens of loss mask 1 between
+    [[ and ]], and how many there are.
+    """
     from slime.prompts.masks import MultiTurnLossMaskGenerator
     from slime.rollout.sft_rollout import fill_samples
 
@@ -279,7 +353,9 @@ def format_conversations(samples: Sequence[Any], tokenizer: Any, loss_mask_type:
     for number, sample in enumerate(filled):
         mask = [0] * (len(sample.tokens) - sample.response_length) + list(sample.loss_mask)
         lines.append(f"{number}: {len(mask)} tokens, {sum(mask)} of them trained")
-        lines += ["   | " + line for line in marked_text(sample.tokens, mask, tokenizer).splitlines()]
+        lines += [
+            "   | " + line for line in marked_text(sample.tokens, mask, tokenizer).splitlines()
+        ]
     return lines
 
 
@@ -290,12 +366,17 @@ def marked_text(tokens: Sequence[int], mask: Sequence[int], tokenizer: Any) -> s
     return "".join(f"[[{text}]]" if trained else text for trained, text in texts)
 
 
-def _probe_reward(args: argparse.Namespace, rows: Sequence[tuple[str, Any]], tokenizer: Any) -> bool:
+def _probe_reward(
+    args: argparse.Namespace, rows: Sequence[tuple[str, Any]], tokenizer: Any
+) -> bool:
     from slime.commands.reward_probe import WRONG_ANSWER, right_answers, score_texts
 
     if args.rm_type is None and args.custom_rm_path is None:
         sets_it = args.custom_generate_function_path
-        _section("Reward", [f"- not tried: {sets_it} sets it" if sets_it else "- no reward function in this run"])
+        _section(
+            "Reward",
+            [f"- not tried: {sets_it} sets it" if sets_it else "- no reward function in this run"],
+        )
         return True
     if (args.rm_type or "").endswith("remote_rm"):
         _section("Reward", [f"- not tried: it is a server ({mask_urls(args.rm_url)})"])
@@ -309,8 +390,12 @@ def _probe_reward(args: argparse.Namespace, rows: Sequence[tuple[str, Any]], tok
     return works and _probe_labels(args, rows, tokenizer)
 
 
-def _probe_labels(args: argparse.Namespace, rows: Sequence[tuple[str, Any]], tokenizer: Any) -> bool:
-    """Grades the labels of the sampled rows against themselves. A built-in type that can call none of them right fails the dry run."""
+def _probe_labels(
+    args: argparse.Namespace, rows: Sequence[tuple[str, Any]], tokenizer: Any
+) -> bool:
+    """Grades the labels of the sampled rows against themselves. A built-in type that can call none
+    of them right fails the dry run.
+    """
     from slime.commands.reward_probe import advice, describe_probes, probe_rows
 
     probes = asyncio.run(probe_rows(args, rows, tokenizer))
@@ -325,5 +410,3 @@ def _probe_labels(args: argparse.Namespace, rows: Sequence[tuple[str, Any]], tok
         lines.append(advice(None if args.custom_rm_path else args.rm_type))
     _section(f"Labels ({len(probes)} rows graded against themselves)", lines)
     return not is_hopeless
-
-

@@ -1,6 +1,8 @@
-"""Can each row's label be answered right? The run's own reward function on right and on obviously wrong answers.
+"""Can each row's label be answered right? The run's own reward function on right and on obviously
+wrong answers.
 
-A probe is the text that the engine would return: the answer, ended as the chat template ends a turn, through the tokenizer and back.
+A probe is the text that the engine would return: the answer, ended as the chat template ends a
+turn, through the tokenizer and back.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ WRONG_ANSWER = "I do not know."
 # How an answer is written for the graders that look for one.
 FORMS = ("{}", "</think>\n\\boxed{{{}}}", "Answer: {}", "The answer is {}.")
 ROWS_AT_ONCE = 64
-# Rows of a file that a sample is drawn from: reading a large one whole only to look at 20 rows would take minutes.
+# Rows of a file that a sample is drawn from: reading a large one whole only to look at 20 rows
+# would take minutes.
 ROWS_READ = 2000
 # Types that look at no label, or whose answer is a program's.
 WITHOUT_LABEL = frozenset({"random", "ifbench", "remote_rm"})
@@ -32,7 +35,9 @@ WITHOUT_LABEL = frozenset({"random", "ifbench", "remote_rm"})
 
 @dataclasses.dataclass(frozen=True)
 class RowProbe:
-    """What one row's right and wrong answers score. `failure`: the error of the reward function, where it had one."""
+    """What one row's right and wrong answers score. `failure`: the error of the reward function,
+    where it had one.
+    """
 
     place: str
     label: Any
@@ -59,12 +64,19 @@ class RowProbe:
 
 
 def right_answers(sample: Sample) -> list[str]:
-    """Every form of what the label accepts: bare, boxed, after "Answer:", in a sentence; choices also by their letter."""
+    """Every form of what the label accepts: bare, boxed, after "Answer:", in a sentence; choices
+    also by their letter.
+    """
     label = sample.label
     texts = label_texts(label)
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
     choices = metadata.get("choices")
-    if isinstance(label, int) and not isinstance(label, bool) and choices and 0 <= label < len(choices):
+    if (
+        isinstance(label, int)
+        and not isinstance(label, bool)
+        and choices
+        and 0 <= label < len(choices)
+    ):
         texts = [list(choices)[label] if isinstance(choices, dict) else chr(ord("A") + label)]
     if isinstance(metadata.get("correct_letter"), str):
         texts.append(metadata["correct_letter"].upper())
@@ -72,7 +84,9 @@ def right_answers(sample: Sample) -> list[str]:
 
 
 def wrong_answers(sample: Sample, other_label: Any) -> list[str]:
-    """An answer that says nothing, and another row's answer (or this one with a digit more) in every form."""
+    """An answer that says nothing, and another row's answer (or this one with a digit more) in
+    every form.
+    """
     own = set(label_texts(sample.label))
     others = [text for text in label_texts(other_label)[-1:] if text not in own]
     if not others:
@@ -81,51 +95,85 @@ def wrong_answers(sample: Sample, other_label: Any) -> list[str]:
 
 
 def turn_end(tokenizer: Any, template_kwargs: dict[str, Any]) -> str:
-    """What the chat template writes behind an assistant's text, up to the end of its turn; the end token without a template."""
+    """What the chat template writes behind an assistant's text, up to the end of its turn; the end
+    token without a template.
+    """
     mark = "ANSWER"
     if tokenizer is not None and getattr(tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": mark}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False, **template_kwargs)
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=False, **template_kwargs
+        )
         _, found, end = text.rpartition(mark)
         if found:
             return end.rstrip("\n")
     return getattr(tokenizer, "eos_token", None) or ""
 
 
-def as_generated(text: str, tokenizer: Any, *, end: str, skip_special_tokens: bool) -> tuple[str, list[int]]:
-    """(the text as an engine returns it, its ids): with the turn's end, unless special tokens are skipped."""
+def as_generated(
+    text: str, tokenizer: Any, *, end: str, skip_special_tokens: bool
+) -> tuple[str, list[int]]:
+    """(the text as an engine returns it, its ids): with the turn's end, unless special tokens are
+    skipped.
+    """
     if tokenizer is None:
         return text, []
     ids = tokenizer(text + end, add_special_tokens=False)["input_ids"]
     decoded = tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-    # a tokenizer that does not know some character would make every answer wrong for a reason that is not the reward's
-    plain = tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"], skip_special_tokens=True)
+    # a tokenizer that does not know some character would make every answer wrong for a reason that
+    # is not the reward's
+    plain = tokenizer.decode(
+        tokenizer(text, add_special_tokens=False)["input_ids"], skip_special_tokens=True
+    )
     return (decoded if plain.strip() == text.strip() else text), list(ids)
 
 
-async def score_texts(args: argparse.Namespace, sample: Sample, texts: Sequence[str], tokenizer: Any) -> list[Any]:
-    """The reward of each text as the response to `sample`, by the run's own reward function; an exception takes a reward's place."""
-    end = turn_end(tokenizer, args.apply_chat_template_kwargs or {}) if tokenizer is not None else ""
+async def score_texts(
+    args: argparse.Namespace, sample: Sample, texts: Sequence[str], tokenizer: Any
+) -> list[Any]:
+    """The reward of each text as the response to `sample`, by the run's own reward function; an
+    exception takes a reward's place.
+    """
+    end = (
+        turn_end(tokenizer, args.apply_chat_template_kwargs or {}) if tokenizer is not None else ""
+    )
     samples = []
     for text in texts:
         probe = copy.deepcopy(sample)
-        probe.response, ids = as_generated(text, tokenizer, end=end, skip_special_tokens=args.rollout_skip_special_tokens)
+        probe.response, ids = as_generated(
+            text, tokenizer, end=end, skip_special_tokens=args.rollout_skip_special_tokens
+        )
         probe.response_length, probe.tokens, probe.status = len(ids), ids, Status.COMPLETED
         samples.append(probe)
-    calls = [batched_async_rm(args, samples)] if args.group_rm else [async_rm(args, probe) for probe in samples]
+    calls = (
+        [batched_async_rm(args, samples)]
+        if args.group_rm
+        else [async_rm(args, probe) for probe in samples]
+    )
     limited = (asyncio.wait_for(call, PROBE_SECONDS) for call in calls)
     results = await asyncio.gather(*limited, return_exceptions=True)
     if args.group_rm:
-        return list(results[0]) if isinstance(results[0], list | tuple) else [results[0]] * len(samples)
+        return (
+            list(results[0])
+            if isinstance(results[0], list | tuple)
+            else [results[0]] * len(samples)
+        )
     return list(results)
 
 
 def looks_at_labels(args: argparse.Namespace, sample: Sample) -> bool:
-    """Whether the row's grader compares with the label, as far as that is known: True for custom functions."""
-    return bool(sample.custom_rm_path or args.custom_rm_path) or split_rm_type_name(args, sample) not in WITHOUT_LABEL
+    """Whether the row's grader compares with the label, as far as that is known: True for custom
+    functions.
+    """
+    return (
+        bool(sample.custom_rm_path or args.custom_rm_path)
+        or split_rm_type_name(args, sample) not in WITHOUT_LABEL
+    )
 
 
-async def probe_row(args: argparse.Namespace, sample: Sample, place: str, other_label: Any, tokenizer: Any) -> RowProbe:
+async def probe_row(
+    args: argparse.Namespace, sample: Sample, place: str, other_label: Any, tokenizer: Any
+) -> RowProbe:
     """One row's probe."""
     right, wrong = right_answers(sample), wrong_answers(sample, other_label)
     rewards = await score_texts(args, sample, [*right, *wrong], tokenizer)
@@ -140,14 +188,25 @@ async def probe_row(args: argparse.Namespace, sample: Sample, place: str, other_
     return RowProbe(place, sample.label, tuple(scored[: len(right)]), tuple(scored[len(right) :]))
 
 
-async def probe_rows(args: argparse.Namespace, rows: Iterable[tuple[str, Sample]], tokenizer: Any) -> list[RowProbe]:
+async def probe_rows(
+    args: argparse.Namespace, rows: Iterable[tuple[str, Sample]], tokenizer: Any
+) -> list[RowProbe]:
     """The probes of all rows that have a label and a grader that looks at it, in order."""
     probes: list[RowProbe] = []
     rows = iter(rows)
     while batch := list(itertools.islice(rows, ROWS_AT_ONCE)):
-        asked = [(place, sample) for place, sample in batch if label_texts(sample.label) and looks_at_labels(args, sample)]
-        others = [sample.label for _, sample in asked[1:]] + [sample.label for _, sample in asked[:1]]
-        calls = [probe_row(args, sample, place, other, tokenizer) for (place, sample), other in zip(asked, others, strict=True)]
+        asked = [
+            (place, sample)
+            for place, sample in batch
+            if label_texts(sample.label) and looks_at_labels(args, sample)
+        ]
+        others = [sample.label for _, sample in asked[1:]] + [
+            sample.label for _, sample in asked[:1]
+        ]
+        calls = [
+            probe_row(args, sample, place, other, tokenizer)
+            for (place, sample), other in zip(asked, others, strict=True)
+        ]
         probes += await asyncio.gather(*calls)
     return probes
 
@@ -161,26 +220,44 @@ def sample_rows(rows: Iterable[Any], count: int) -> list[Any]:
 
 
 def describe_probes(probes: Sequence[RowProbe], *, shown: int = 5) -> list[str]:
-    """Lines: how many rows can be answered right, and the rows that cannot, or that accept a wrong answer, each with its label."""
+    """Lines: how many rows can be answered right, and the rows that cannot, or that accept a wrong
+    answer, each with its label.
+    """
     failed = [probe for probe in probes if probe.failure is not None]
     graded = [probe for probe in probes if probe.failure is None]
     never = [probe for probe in graded if not probe.can_be_right]
     loose = [probe for probe in graded if probe.accepted_wrong is not None]
-    lines = [f"{len(graded) - len(never)} of {len(probes)} rows: a right answer scores above a wrong one"]
+    lines = [
+        f"{len(graded) - len(never)} of {len(probes)} rows: a right answer scores above a wrong one"
+    ]
     for title, found, detail in (
-        ("the reward function failed", failed, lambda probe: f"{type(probe.failure).__name__}: {probe.failure}"),
+        (
+            "the reward function failed",
+            failed,
+            lambda probe: f"{type(probe.failure).__name__}: {probe.failure}",
+        ),
         ("can never be right: no form of the label scores above a wrong answer", never, _scores_of),
-        ("a wrong answer scores as high as the right one", loose, lambda probe: f"{probe.accepted_wrong!r} -> {probe.best_right:g}"),
+        (
+            "a wrong answer scores as high as the right one",
+            loose,
+            lambda probe: f"{probe.accepted_wrong!r} -> {probe.best_right:g}",
+        ),
     ):
         if found:
             lines.append(f"{len(found)} of {len(probes)} rows: {title}")
-            lines += [f"    {probe.place}: label {_short(probe.label)}: {detail(probe)}" for probe in found[:shown]]
+            lines += [
+                f"    {probe.place}: label {_short(probe.label)}: {detail(probe)}"
+                for probe in found[:shown]
+            ]
             lines += [f"    ... and {len(found) - shown} more"] * (len(found) > shown)
     return lines
 
 
 def _scores_of(probe: RowProbe) -> str:
-    return f"all of {len(probe.right)} forms score {probe.best_right:g} or less, as {WRONG_ANSWER!r} does"
+    return (
+        f"all of {len(probe.right)} forms score {probe.best_right:g} or less, as "
+        f"{WRONG_ANSWER!r} does"
+    )
 
 
 def _short(value: Any) -> str:
@@ -193,4 +270,7 @@ def advice(rm_type: str | None) -> str:
     name = (rm_type or "").removeprefix(BOXED_PREFIX)
     if not name:
         return "Compare the labels with what the reward function reads."
-    return f"--rm-type {name} does not read these labels: docs/rewards.md says which type to choose; or change the labels, or --label-key."
+    return (
+        f"--rm-type {name} does not read these labels: docs/rewards.md says which type to "
+        "choose; or change the labels, or --label-key."
+    )

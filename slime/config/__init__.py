@@ -1,8 +1,10 @@
-"""Every option of slime: one dataclass per concern, one field per option, one sentence of help per field.
+"""Every option of slime: one dataclass per concern, one field per option, one sentence of help per
+field.
 
-Nothing here imports more than the standard library, so `slime train --no-such-flag` answers before torch could be imported.
-`slime.config.specs` turns the dataclasses into a flat list; `cli` makes the command line from it, `yaml_file` the `--config`
-file, `rules` and `derive` what holds between options, `compat` what upstream flags mean here.
+Nothing here imports more than the standard library, so `slime train --no-such-flag` answers before
+torch could be imported. `slime.config.specs` turns the dataclasses into a flat list; `cli` makes
+the command line from it, `yaml_file` the `--config` file, `rules` and `derive` what holds between
+options, `compat` what upstream flags mean here.
 """
 
 # The order is the order of the groups in `--help` and in docs/flags.md.

@@ -1,4 +1,6 @@
-"""The command line: one argparse parser generated from all options, with the layers default < file < flag kept apart."""
+"""The command line: one argparse parser generated from all options, with the layers default < file
+< flag kept apart.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from typing import Any
 from slime.config.compat import apply_compat, off_values
 from slime.config.list_text import convert_list_text, is_list_text
 from slime.config.megatron import megatron_fields
-from slime.config.specs import OptionSpec, all_specs, convert_text, flag_of, nearest_names, specs_by_name
+from slime.config.specs import (
+    OptionSpec,
+    all_specs,
+    convert_text,
+    flag_of,
+    nearest_names,
+    specs_by_name,
+)
 from slime.config.synonyms import synonym_hint
 from slime.config.yaml_file import read_option_file
 from slime.exceptions import ConfigError
@@ -34,7 +43,9 @@ NOT_GIVEN = _NotGiven()
 
 @dataclasses.dataclass(frozen=True)
 class CommandLine:
-    """A parsed command line. `args` holds every option; `given` says where a non-default one came from."""
+    """A parsed command line. `args` holds every option; `given` says where a non-default one came
+    from.
+    """
 
     args: argparse.Namespace
     given: dict[str, str]
@@ -47,7 +58,9 @@ class CommandLine:
 
 
 class OptionParser(argparse.ArgumentParser):
-    """argparse without abbreviations; every error is a ConfigError that carries all of them. Plug-ins may add arguments to it."""
+    """argparse without abbreviations; every error is a ConfigError that carries all of them.
+    Plug-ins may add arguments to it.
+    """
 
     def __init__(self) -> None:
         super().__init__(prog="slime train", allow_abbrev=False, add_help=False)
@@ -58,11 +71,17 @@ class OptionParser(argparse.ArgumentParser):
         raise ConfigError(message[0].upper() + message[1:] + ".")
 
     def converter(self, spec: OptionSpec) -> Callable[[str], Any]:
-        """Returns a text converter for `spec` that collects its errors, so that all of them are shown at once."""
+        """Returns a text converter for `spec` that collects its errors, so that all of them are
+        shown at once.
+        """
 
         def convert(text: str) -> Any:
             try:
-                return convert_list_text(spec, text) if is_list_text(spec, text) else convert_text(spec, text)
+                return (
+                    convert_list_text(spec, text)
+                    if is_list_text(spec, text)
+                    else convert_text(spec, text)
+                )
             except ValueError as error:
                 self.value_problems.append(f"{spec.flag}: {error}")
                 return None
@@ -76,22 +95,37 @@ class _AppendOnce(argparse.Action):
     def __call__(self, parser, namespace, values, option_string=None):
         collected = getattr(namespace, self.dest, None)
         collected = list(collected) if isinstance(collected, list) else []
-        setattr(namespace, self.dest, [*collected, *(values if isinstance(values, list) else [values])])
+        setattr(
+            namespace, self.dest, [*collected, *(values if isinstance(values, list) else [values])]
+        )
 
 
 def build_parser(specs: Iterable[OptionSpec]) -> OptionParser:
-    """Returns a parser with every option in its group; `--config`, `--print-config`, `--dry-run` and `--help` stand first."""
+    """Returns a parser with every option in its group; `--config`, `--print-config`, `--dry-run`
+    and `--help` stand first.
+    """
     parser = OptionParser()
     control = parser.add_argument_group("Command")
     control.add_argument(
-        "--config", metavar="FILE.yaml", help="Read options from a YAML file; flags on the command line win."
-    )
-    control.add_argument("--print-config", action="store_true", help="Print the resolved options as YAML and stop.")
-    control.add_argument(
-        "--dry-run", action="store_true", help="Check and show what would run, then stop before any process starts."
+        "--config",
+        metavar="FILE.yaml",
+        help="Read options from a YAML file; flags on the command line win.",
     )
     control.add_argument(
-        "-h", "--help", nargs="?", const="", metavar="WORD", help="Show the options, or those that match WORD."
+        "--print-config", action="store_true", help="Print the resolved options as YAML and stop."
+    )
+    control.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="Check and show what would run, then stop before any process starts.",
+    )
+    control.add_argument(
+        "-h",
+        "--help",
+        nargs="?",
+        const="",
+        metavar="WORD",
+        help="Show the options, or those that match WORD.",
     )
     groups: dict[str, Any] = {}
     for spec in specs:
@@ -103,7 +137,11 @@ def build_parser(specs: Iterable[OptionSpec]) -> OptionParser:
 
 
 def _add_option(group: Any, parser: OptionParser, spec: OptionSpec) -> None:
-    common = {"dest": spec.name, "default": spec.default, "help": help_text(spec).replace("%", "%%")}
+    common = {
+        "dest": spec.name,
+        "default": spec.default,
+        "help": help_text(spec).replace("%", "%%"),
+    }
     if spec.kind is bool and not spec.many:
         if spec.flag:
             group.add_argument(spec.flag, *spec.aliases, action="store_true", **common)
@@ -121,21 +159,28 @@ def _add_option(group: Any, parser: OptionParser, spec: OptionSpec) -> None:
 
 
 def reset_arg(parser: argparse.ArgumentParser, name: str, **kwargs: Any) -> None:
-    """Changes the default of the existing flag `name`, or adds it: upstream's helper for `add_custom_arguments`."""
+    """Changes the default of the existing flag `name`, or adds it: upstream's helper for
+    `add_custom_arguments`.
+    """
     for action in parser._actions:
         if name in action.option_strings:
             if "default" in kwargs:
-                # A plug-in's default is a layer below files and flags; actions that share a dest must agree.
+                # A plug-in's default is a layer below files and flags; actions that share a dest
+                # must agree.
                 parser.set_defaults(**{action.dest: kwargs["default"]})
             return
     parser.add_argument(name, **kwargs)
 
 
-def parse_command_line(argv: Sequence[str] | None = None, add_custom_arguments: Callable | None = None) -> CommandLine:
-    """Returns the parsed options: defaults, overridden by `--config`, overridden by flags, overridden by `--custom-config-path`.
+def parse_command_line(
+    argv: Sequence[str] | None = None, add_custom_arguments: Callable | None = None
+) -> CommandLine:
+    """Returns the parsed options: defaults, overridden by `--config`, overridden by flags,
+    overridden by `--custom-config-path`.
 
-    `add_custom_arguments(parser)` may add plug-in options; a parser it returns is used. Raises ConfigError with all unknown flags
-    and keys (each with the nearest known one), all values of a wrong type, and all flags that are refused.
+    `add_custom_arguments(parser)` may add plug-in options; a parser it returns is used. Raises
+    ConfigError with all unknown flags and keys (each with the nearest known one), all values of a
+    wrong type, and all flags that are refused.
     """
     specs = all_specs()
     parser = build_parser(specs)
@@ -152,10 +197,19 @@ def parse_command_line(argv: Sequence[str] | None = None, add_custom_arguments: 
     plugin = {name: value for name, value in vars(given).items() if name not in own_names}
     control = {flag: plugin.pop(flag[2:].replace("-", "_")) for flag in COMMAND_FLAGS}
 
-    values = {**off_values(own_names), **{spec.name: parser.get_default(spec.name) for spec in specs}}
+    values = {
+        **off_values(own_names),
+        **{spec.name: parser.get_default(spec.name) for spec in specs},
+    }
     sources: dict[str, str] = {}
-    flag_values = {name: value for name, value in vars(given).items() if name in own_names and value is not NOT_GIVEN}
-    flag_values = {name: _unwrapped(specs_by_name()[name], value) for name, value in flag_values.items()}
+    flag_values = {
+        name: value
+        for name, value in vars(given).items()
+        if name in own_names and value is not NOT_GIVEN
+    }
+    flag_values = {
+        name: _unwrapped(specs_by_name()[name], value) for name, value in flag_values.items()
+    }
     file_other: dict[str, Any] = {}
     warnings = [*outcome.warnings]
     if control["--config"]:
@@ -164,7 +218,11 @@ def parse_command_line(argv: Sequence[str] | None = None, add_custom_arguments: 
         warnings += file.warnings
         values.update(file.known)
         sources.update(dict.fromkeys(file.known, control["--config"]))
-        file_other = {name: value for name, value in file.other.items() if plugin[name] == parser.get_default(name)}
+        file_other = {
+            name: value
+            for name, value in file.other.items()
+            if plugin[name] == parser.get_default(name)
+        }
     values.update(flag_values)
     sources.update(dict.fromkeys(flag_values, "command line"))
     values.update({**plugin, **file_other})
@@ -193,7 +251,9 @@ def parse_command_line(argv: Sequence[str] | None = None, add_custom_arguments: 
 
 
 def join_problems(problems: Sequence[str]) -> str:
-    """Returns one message: the problem itself when there is one, a numbered list when there are several."""
+    """Returns one message: the problem itself when there is one, a numbered list when there are
+    several.
+    """
     if len(problems) == 1:
         return problems[0]
     return f"{len(problems)} problems:\n" + "\n".join(
@@ -202,7 +262,9 @@ def join_problems(problems: Sequence[str]) -> str:
 
 
 def _unwrapped(spec: OptionSpec, value: Any) -> Any:
-    """The value of a flag's words: one word is one value where the option takes that, and a list written as one word is its items."""
+    """The value of a flag's words: one word is one value where the option takes that, and a list
+    written as one word is its items.
+    """
     if spec.unwrap and len(value) == 1:
         return value[0]
     if spec.many and not spec.repeat and value is not None:
@@ -218,7 +280,12 @@ def _join_negative_numbers(words: Sequence[str]) -> list[str]:
     """`--x -1e-3` becomes `--x=-1e-3`: argparse would take the number for a flag."""
     joined: list[str] = []
     for word in words:
-        if joined and NUMBER.fullmatch(word) and joined[-1].startswith("--") and "=" not in joined[-1]:
+        if (
+            joined
+            and NUMBER.fullmatch(word)
+            and joined[-1].startswith("--")
+            and "=" not in joined[-1]
+        ):
             joined[-1] += "=" + word
         else:
             joined.append(word)
@@ -240,42 +307,68 @@ def describe_unknown(words: Sequence[str], declared: Sequence[str]) -> list[str]
         problems.append(f"Unknown flag {flag}. {synonym_hint(flag) or nearest}")
     if problems and not megatron_fields():
         problems.append(
-            f"megatron-core is not installed, so none of its flags is known. pip install '{requirement('megatron-core')}'"
+            "megatron-core is not installed, so none of its flags is known. pip install "
+            f"'{requirement('megatron-core')}'"
         )
     return problems
 
 
 def help_text(spec: OptionSpec) -> str:
     """Returns the help of one option with its default."""
-    return spec.help if spec.default is None or spec.kind is bool else f"{spec.help} (default: {spec.default})"
+    return (
+        spec.help
+        if spec.default is None or spec.kind is bool
+        else f"{spec.help} (default: {spec.default})"
+    )
 
 
 def format_help(specs: Iterable[OptionSpec], word: str = "", *, usage: str | None = None) -> str:
-    """Returns the help page. Without `word`: all of slime's options, megatron-core's fields only counted. With it: what matches.
-    `usage`: the line of another command that takes some of them; None: training, with its own switches."""
+    """Returns the help page. Without `word`: all of slime's options, megatron-core's fields only
+    counted. With it: what matches. `usage`: the line of another command that takes some of them;
+    None: training, with its own switches.
+    """
     specs = list(specs)
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
     lines = [f"usage: {usage or 'slime train [--config FILE.yaml] [--FLAG VALUE ...]'}", ""]
     if not word and usage is None:
         lines += [
-            "Train a language model with reinforcement learning: prompts -> engine -> reward -> update.",
+            (
+                "Train a language model with reinforcement learning: prompts -> engine -> reward "
+                "-> "
+                "update."
+            ),
             "",
-            "  --config FILE.yaml   read options from a file (keys are the flags' names); flags win",
+            (
+                "  --config FILE.yaml   read options from a file (keys are the flags' names); "
+                "flags "
+                "win"
+            ),
             "  --print-config       print the resolved options as YAML and stop",
-            "  --dry-run            check everything, show sizes, layout, prompts and reward, and stop",
-            "  --help WORD          only the options that match WORD, e.g. --help kl, --help megatron",
+            (
+                "  --dry-run            check everything, show sizes, layout, prompts and reward, "
+                "and "
+                "stop"
+            ),
+            (
+                "  --help WORD          only the options that match WORD, e.g. --help kl, --help "
+                "megatron"
+            ),
         ]
     needle = word.lower().lstrip("-").replace("-", "_")
     chosen = [
         spec
         for spec in specs
-        if (needle and (needle in spec.name or needle in spec.group.lower() or needle in spec.help.lower()))
+        if (
+            needle
+            and (needle in spec.name or needle in spec.group.lower() or needle in spec.help.lower())
+        )
         or (not needle and spec.source == "slime")
     ]
     if not chosen:
         near = nearest_names(needle, [spec.name for spec in specs], count=3)
         lines += [
-            f"No option matches {word!r}." + (f" Near: {', '.join(flag_of(name) for name in near)}." if near else "")
+            f"No option matches {word!r}."
+            + (f" Near: {', '.join(flag_of(name) for name in near)}." if near else "")
         ]
     group = None
     for spec in chosen:
@@ -285,7 +378,13 @@ def format_help(specs: Iterable[OptionSpec], word: str = "", *, usage: str | Non
         lines += format_option(spec, width)
     hidden = len(specs) - len(chosen)
     if not word and hidden:
-        lines += ["", f"{hidden} more options are fields of megatron-core's configs: slime train --help megatron"]
+        lines += [
+            "",
+            (
+                f"{hidden} more options are fields of megatron-core's configs: slime train --help "
+                "megatron"
+            ),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -296,10 +395,15 @@ def format_option(spec: OptionSpec, width: int) -> list[str]:
         state = {True: "default: on", False: "", None: ""}[spec.default]
     else:
         several = " ..." if spec.many and not spec.repeat else ""
-        default = "" if spec.default is None or spec.default in ([], {}) else f"default: {spec.default}"
+        default = (
+            "" if spec.default is None or spec.default in ([], {}) else f"default: {spec.default}"
+        )
         state = "required" if spec.required else default
         flags = f"{flags} {spec.type_name}{several}"
         if spec.repeat:
             state = f"{state}, repeatable".lstrip(", ")
     head = f"  {flags}" + (f"  [{state}]" if state else "")
-    return [head, *textwrap.wrap(spec.help, width, initial_indent="      ", subsequent_indent="      ")]
+    return [
+        head,
+        *textwrap.wrap(spec.help, width, initial_indent="      ", subsequent_indent="      "),
+    ]

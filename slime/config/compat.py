@@ -1,7 +1,9 @@
-"""Flags that upstream scripts use and that mean something else here: renamed, without effect, or refused, each with the reason.
+"""Flags that upstream scripts use and that mean something else here: renamed, without effect, or
+refused, each with the reason.
 
-Silence is a failure: a flag is honoured (declared as an option), mapped (rewritten to another flag, with a warning), ignored
-(accepted with a warning, because nothing a user can observe depends on it here) or refused (it would change results).
+Silence is a failure: a flag is honoured (declared as an option), mapped (rewritten to another flag,
+with a warning), ignored (accepted with a warning, because nothing a user can observe depends on it
+here) or refused (it would change results).
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ class FlagStatus(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class CompatFlag:
-    """One upstream flag that is not an option here. `becomes` holds the words that replace it when it is mapped."""
+    """One upstream flag that is not an option here. `becomes` holds the words that replace it when
+    it is mapped.
+    """
 
     flag: str
     status: FlagStatus
@@ -70,20 +74,25 @@ TABLE: tuple[CompatFlag, ...] = (
         IGNORED,
         "there is one implementation here, so nothing is to be chosen",
         "use_flash_attn use_mcore_models use_legacy_models attention_backend megatron_to_hf_mode "
-        "use_rotary_position_embeddings tokenizer_type tokenizer_model auto_detect_ckpt_format ckpt_format "
+        "use_rotary_position_embeddings tokenizer_type tokenizer_model auto_detect_ckpt_format "
+        "ckpt_format "
         "dist_ckpt_strictness ckpt_fully_parallel_load ckpt_fully_parallel_save",
     ),
     *_listed(
         IGNORED,
         "Megatron's own training loop and data loader, which read it, do not run in slime",
-        "train_iters train_samples eval_iters log_interval log_throughput log_params_norm log_timers_to_tensorboard "
-        "timing_log_level num_workers data_path split data_cache_path mock_data exit_interval exit_duration_in_mins "
-        "tensorboard_dir tensorboard_queue_size no_create_attention_mask_in_dataloader reset_position_ids "
+        "train_iters train_samples eval_iters log_interval log_throughput log_params_norm "
+        "log_timers_to_tensorboard "
+        "timing_log_level num_workers data_path split data_cache_path mock_data exit_interval "
+        "exit_duration_in_mins "
+        "tensorboard_dir tensorboard_queue_size no_create_attention_mask_in_dataloader "
+        "reset_position_ids "
         "reset_attention_mask eod_mask_loss no_mmap_bin_files manual_gc manual_gc_interval",
     ),
     *_listed(
         REFUSED,
-        "an engine runs on one device here and none spans nodes, so nothing would read it; leave it out, and give the training ranks of a "
+        "an engine runs on one device here and none spans nodes, so nothing would read it; leave "
+        "it out, and give the training ranks of a "
         "node with --actor-num-gpus-per-node, for instance 8",
         "num_gpus_per_node",
     ),
@@ -96,114 +105,197 @@ TABLE: tuple[CompatFlag, ...] = (
     *_listed(IGNORED, "the model family is read from --hf-checkpoint/config.json", "model_name"),
     *_listed(
         IGNORED,
-        "an engine is asked for its health whenever a request to it fails; one that is dead ends the run with the reason",
-        "rollout_health_check_interval rollout_health_check_timeout rollout_health_check_first_wait",
+        (
+            "an engine is asked for its health whenever a request to it fails; one that is dead "
+            "ends "
+            "the run with the reason"
+        ),
+        (
+            "rollout_health_check_interval rollout_health_check_timeout "
+            "rollout_health_check_first_wait"
+        ),
     ),
-    *_listed(REFUSED, "a dead engine ends the run; start it again with --load, which resumes exactly", "use_fault_tolerance"),
-    *_listed(REFUSED, "a checkpoint is published whole before the next rollout begins; leave the flag out", "async_save"),
     *_listed(
         REFUSED,
-        "there is no profiler inside a run; py-spy attaches to any of its processes, whose ids are in the run folder's logs",
+        "a dead engine ends the run; start it again with --load, which resumes exactly",
+        "use_fault_tolerance",
+    ),
+    *_listed(
+        REFUSED,
+        "a checkpoint is published whole before the next rollout begins; leave the flag out",
+        "async_save",
+    ),
+    *_listed(
+        REFUSED,
+        (
+            "there is no profiler inside a run; py-spy attaches to any of its processes, whose ids "
+            "are "
+            "in the run folder's logs"
+        ),
         "profile_target use_pytorch_profiler profile_step_start profile_step_end profile_ranks",
     ),
     *_listed(
         REFUSED,
-        "the optimizer keeps its state here; --reset-optimizer-states makes the steps of every rollout independent of earlier ones",
+        (
+            "the optimizer keeps its state here; --reset-optimizer-states makes the steps of every "
+            "rollout independent of earlier ones"
+        ),
         "use_stateless_adam",
     ),
     *_listed(
         REFUSED,
-        "forged rollout data are not made here; --load-debug-rollout-data trains on recorded samples",
+        (
+            "forged rollout data are not made here; --load-debug-rollout-data trains on recorded "
+            "samples"
+        ),
         "load_forge_rollout_data",
     ),
     *_listed(
         REFUSED,
-        "there is no rollout buffer server; write the requests to yours as a --rollout-function-path",
+        (
+            "there is no rollout buffer server; write the requests to yours as a "
+            "--rollout-function-path"
+        ),
         "rollout_buffer_url fetch_trajectory_retry_times rollout_task_type",
     ),
     *_listed(
         REFUSED,
-        "the padded size follows from --vocab-size, --make-vocab-size-divisible-by and the tensor-parallel size; give those",
+        (
+            "the padded size follows from --vocab-size, --make-vocab-size-divisible-by and the "
+            "tensor-parallel size; give those"
+        ),
         "padded_vocab_size",
     ),
-    *_listed(IGNORED, "train/entropy_loss is reported by default; --no-report-entropy leaves it out", "report_entropy"),
+    *_listed(
+        IGNORED,
+        "train/entropy_loss is reported by default; --no-report-entropy leaves it out",
+        "report_entropy",
+    ),
     *_listed(
         REFUSED,
         "this model family is not supported yet: Llama, Qwen2 and Qwen3 are",
-        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_scaling_factor mscale mscale_all_dim "
+        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_scaling_factor "
+        "mscale mscale_all_dim "
         "enable_mtp_training mtp_loss_scaling vision_model freeze_vision_model spec qwen_gdn_backend freeze_indexer",
     ),
     *_listed(
         REFUSED,
-        "rows are always packed (thd): context parallelism and samples of any length need it. Leave the flag out",
+        (
+            "rows are always packed (thd): context parallelism and samples of any length need it. "
+            "Leave the flag out"
+        ),
         "qkv_format",
     ),
     *_listed(
         REFUSED,
         "every update sends all weights here; see --update-weight-transport",
-        "update_weight_mode update_weight_delta_encoding update_weight_delta_checksum update_weight_local_checkpoint_dir",
+        (
+            "update_weight_mode update_weight_delta_encoding update_weight_delta_checksum "
+            "update_weight_local_checkpoint_dir"
+        ),
     ),
     *_listed(
         REFUSED,
-        "the critic's own options stand in a file: --megatron-config-path with `megatron: [{role: critic, overrides: {lr: 1.0e-5}}]`",
+        (
+            "the critic's own options stand in a file: --megatron-config-path with `megatron: "
+            "[{role: "
+            "critic, overrides: {lr: 1.0e-5}}]`"
+        ),
         "critic_lr critic_lr_warmup_iters",
     ),
     *_listed(
         REFUSED,
-        "it edits the logits that tokens are drawn from, and the trainer cannot compute such log-probs again: importance ratios would be wrong from "
+        "it edits the logits that tokens are drawn from, and the trainer cannot compute such "
+        "log-probs again: importance ratios would be wrong from "
         "the first step on. Use it in evaluation only (--eval-config), or shape the text by the reward",
-        "rollout_repetition_penalty rollout_frequency_penalty rollout_presence_penalty rollout_logit_bias rollout_min_new_tokens",
+        (
+            "rollout_repetition_penalty rollout_frequency_penalty rollout_presence_penalty "
+            "rollout_logit_bias rollout_min_new_tokens"
+        ),
     ),
     *_listed(
         REFUSED,
         "it is read nowhere in upstream and would do nothing",
         "http_proxy min_batch_collection_ratio",
     ),
-    *_listed(REFUSED, "context parallelism is zigzag here, for every model; leave the flag out", "allgather_cp"),
     *_listed(
         REFUSED,
-        "the experts that the engine chose are not replayed in training; compare the two with `slime consistency` and leave the flag out",
+        "context parallelism is zigzag here, for every model; leave the flag out",
+        "allgather_cp",
+    ),
+    *_listed(
+        REFUSED,
+        (
+            "the experts that the engine chose are not replayed in training; compare the two with "
+            "`slime consistency` and leave the flag out"
+        ),
         "use_routing_replay use_rollout_routing_replay",
     ),
-    *_listed(REFUSED, "every engine does prefill and decode; leave the flag out", "prefill_num_servers"),
-    *_listed(REFUSED, "requests are sent by the rollout manager alone; leave the flag out", "use_distributed_post"),
+    *_listed(
+        REFUSED, "every engine does prefill and decode; leave the flag out", "prefill_num_servers"
+    ),
+    *_listed(
+        REFUSED,
+        "requests are sent by the rollout manager alone; leave the flag out",
+        "use_distributed_post",
+    ),
     *_listed(
         REFUSED,
         "the router here is SGLang's: --use-sglang-router",
-        "slime_router_middleware_paths use_slime_router slime_router_timeout slime_router_max_connections",
+        (
+            "slime_router_middleware_paths use_slime_router slime_router_timeout "
+            "slime_router_max_connections"
+        ),
     ),
-    *_listed(REFUSED, "--advantage-estimator ppo trains a critic, no other estimator does", "use_critic"),
-    *_listed(REFUSED, "--num-critic-only-steps says for how many rollouts only the critic trains", "critic_train_only"),
+    *_listed(
+        REFUSED, "--advantage-estimator ppo trains a critic, no other estimator does", "use_critic"
+    ),
+    *_listed(
+        REFUSED,
+        "--num-critic-only-steps says for how many rollouts only the critic trains",
+        "critic_train_only",
+    ),
 )
 
 
 # Whole families of flags: every flag that begins so.
 FAMILIES: tuple[CompatFlag, ...] = (
-    *_listed(REFUSED, "DeepGEMM's fp8 matrix products are not supported; train in --bf16", "megatron_deepgemm"),
+    *_listed(
+        REFUSED,
+        "DeepGEMM's fp8 matrix products are not supported; train in --bf16",
+        "megatron_deepgemm",
+    ),
 )
 
 SGLANG_IGNORED = frozenset(
     "chunked_prefill_size schedule_policy schedule_conservativeness "
-    "cuda_graph_bs cuda_graph_max_bs disable_cuda_graph disable_cuda_graph_padding enable_torch_compile torch_compile_max_bs "
-    "attention_backend decode_attention_backend prefill_attention_backend sampling_backend grammar_backend watchdog_timeout "
+    "cuda_graph_bs cuda_graph_max_bs disable_cuda_graph disable_cuda_graph_padding "
+    "enable_torch_compile torch_compile_max_bs "
+    "attention_backend decode_attention_backend prefill_attention_backend sampling_backend "
+    "grammar_backend watchdog_timeout "
     "enable_metrics enable_memory_saver enable_mixed_chunk num_continuous_decode_steps "
-    "disable_custom_all_reduce enable_nccl_nvls enable_mscclpp triton_attention_num_kv_splits log_requests log_requests_level "
-    "show_time_cost decode_log_interval stream_interval page_size swa_full_tokens_ratio hicache_ratio enable_hierarchical_cache "
+    "disable_custom_all_reduce enable_nccl_nvls enable_mscclpp triton_attention_num_kv_splits "
+    "log_requests log_requests_level "
+    "show_time_cost decode_log_interval stream_interval page_size swa_full_tokens_ratio "
+    "hicache_ratio enable_hierarchical_cache "
     "skip_server_warmup tokenizer_worker_num nccl_port dist_timeout max_queued_requests".split()
 )
 SGLANG_REFUSED = {
     "speculative decoding is not in the embedded engine": (
-        "speculative_algorithm speculative_draft_model_path speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens"
+        "speculative_algorithm speculative_draft_model_path speculative_num_steps "
+        "speculative_eagle_topk speculative_num_draft_tokens"
     ),
     "the embedded engine runs one process per engine": (
-        "tp_size tensor_parallel_size dp_size data_parallel_size ep_size expert_parallel_size pp_size pipeline_parallel_size "
+        "tp_size tensor_parallel_size dp_size data_parallel_size ep_size expert_parallel_size "
+        "pp_size pipeline_parallel_size "
         "enable_dp_attention enable_dp_lm_head moe_a2a_backend enable_ep_moe enable_deepep_moe deepep_mode nnodes node_rank"
     ),
     "the embedded engine computes in the checkpoint's type without quantization": "quantization kv_cache_dtype torchao_config",
     "adapters are not supported": "lora_paths enable_lora max_loras_per_batch",
 }
 
-# What code and plug-ins written for upstream read on the namespace although the flag is refused here: its "off" value.
+# What code and plug-ins written for upstream read on the namespace although the flag is refused
+# here: its "off" value.
 OFF_VALUES: dict[str, object] = {
     **dict.fromkeys(
         (
@@ -253,7 +345,9 @@ def compat_flags() -> dict[str, CompatFlag]:
 
 @dataclasses.dataclass(frozen=True)
 class CompatOutcome:
-    """A command line after the table was applied: the words to parse, what to print, and what cannot go on."""
+    """A command line after the table was applied: the words to parse, what to print, and what
+    cannot go on.
+    """
 
     words: tuple[str, ...]
     mapped: tuple[str, ...]
@@ -268,12 +362,19 @@ class CompatOutcome:
 
 def _entry_of(flag: str, table: Mapping[str, CompatFlag]) -> CompatFlag | None:
     """The table's answer to `flag`: its own, else that of the family whose name it begins with."""
-    family = next((entry for entry in FAMILIES if flag == entry.flag or flag.startswith(f"{entry.flag}-")), None)
+    family = next(
+        (entry for entry in FAMILIES if flag == entry.flag or flag.startswith(f"{entry.flag}-")),
+        None,
+    )
     return table.get(flag, family)
 
 
-def apply_compat(words: Sequence[str], declared: Iterable[str], *, help_words: Iterable[str] = ()) -> CompatOutcome:
-    """Returns `words` with upstream flags rewritten or taken out (with their values). A flag in `declared` is left alone."""
+def apply_compat(
+    words: Sequence[str], declared: Iterable[str], *, help_words: Iterable[str] = ()
+) -> CompatOutcome:
+    """Returns `words` with upstream flags rewritten or taken out (with their values). A flag in
+    `declared` is left alone.
+    """
     table, declared = compat_flags(), frozenset(declared) | frozenset(help_words)
     kept: list[str] = []
     notes: dict[FlagStatus, list[str]] = {status: [] for status in FlagStatus}
@@ -288,11 +389,17 @@ def apply_compat(words: Sequence[str], declared: Iterable[str], *, help_words: I
             continue
         if entry.status is FlagStatus.MAPPED:
             kept += [*entry.becomes, inline] if equals else entry.becomes
-            notes[entry.status].append(f"{flag} {entry.reason}; it was read as {' '.join(entry.becomes)}.")
+            notes[entry.status].append(
+                f"{flag} {entry.reason}; it was read as {' '.join(entry.becomes)}."
+            )
             continue
         while index < len(words) and not words[index].startswith("--"):
             index += 1
         notes[entry.status].append(f"{flag}: {entry.reason}.")
     return CompatOutcome(
-        tuple(kept), *(tuple(notes[status]) for status in (FlagStatus.MAPPED, FlagStatus.IGNORED, FlagStatus.REFUSED))
+        tuple(kept),
+        *(
+            tuple(notes[status])
+            for status in (FlagStatus.MAPPED, FlagStatus.IGNORED, FlagStatus.REFUSED)
+        ),
     )

@@ -14,16 +14,24 @@ class DataOptions:
 
     prompt_data: str | None = option(
         None,
-        "Prompts as .jsonl, .parquet, .json (an array), .csv, .tsv, or a folder of datasets.save_to_disk; a slice like "
+        "Prompts as .jsonl, .parquet, .json (an array), .csv, .tsv, or a folder of "
+        "datasets.save_to_disk; a slice like "
         "data.jsonl@[0:1000] takes those rows, a folder or a pattern like 'd/*.jsonl' all its files.",
     )
-    input_key: str = option("input", "Key of the prompt in each row: a text, or a list of chat messages.")
-    label_key: str | None = option(None, "Key of the label (ground truth) in each row; every row must have it.")
+    input_key: str = option(
+        "input", "Key of the prompt in each row: a text, or a list of chat messages."
+    )
+    label_key: str | None = option(
+        None, "Key of the label (ground truth) in each row; every row must have it."
+    )
     metadata_key: str = option("metadata", "Key of a row's free dictionary, if it has one.")
     tool_key: str = option(
-        "tools", "Key of a row's tool definitions, if it has them; they are rendered by the chat template."
+        "tools",
+        "Key of a row's tool definitions, if it has them; they are rendered by the chat template.",
     )
-    multimodal_keys: dict | None = option(None, 'Keys of media per kind, as JSON: {"image": "images"}.')
+    multimodal_keys: dict | None = option(
+        None, 'Keys of media per kind, as JSON: {"image": "images"}.'
+    )
     apply_chat_template: bool = option(
         False, "Render prompts with the tokenizer's chat template when the dataset is read."
     )
@@ -38,7 +46,9 @@ class DataOptions:
     data_source_path: str = option(
         "slime.rollout.data_source.RolloutDataSourceWithBuffer", help_of("data_source_path")
     )
-    rollout_shuffle: bool = option(False, "Shuffle the prompts anew in each epoch, from --rollout-seed.")
+    rollout_shuffle: bool = option(
+        False, "Shuffle the prompts anew in each epoch, from --rollout-seed."
+    )
     rollout_seed: int = option(
         42, "Seed of the prompt order and, with deterministic inference, of every sampled response."
     )

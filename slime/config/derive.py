@@ -1,8 +1,9 @@
-"""What follows from the given options: computed once after parsing; deriving twice changes nothing. What was given stays, except for
-switches that can have no effect (`adjustments`).
+"""What follows from the given options: computed once after parsing; deriving twice changes nothing.
+What was given stays, except for switches that can have no effect (`adjustments`).
 
-Each step reads the named options and returns new values. A step runs when the namespace has all options it reads: the command
-line always has, a caller of `slime_validate_args` with upstream's short namespace may not.
+Each step reads the named options and returns new values. A step runs when the namespace has all
+options it reads: the command line always has, a caller of `slime_validate_args` with upstream's
+short namespace may not.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ STEPS: list[tuple[frozenset[str], Step]] = []
 
 
 def step(*reads: str) -> Callable[[Step], Step]:
-    """Registers a derivation that reads these options; order of registration is order of execution."""
+    """Registers a derivation that reads these options; order of registration is order
+    of execution.
+    """
 
     def register(function: Step) -> Step:
         STEPS.append((frozenset(reads), function))
@@ -34,7 +37,9 @@ def step(*reads: str) -> Callable[[Step], Step]:
 
 
 def derive(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns all derived values of `args` that differ from what it holds; `args` itself is not touched."""
+    """Returns all derived values of `args` that differ from what it holds; `args` itself is not
+    touched.
+    """
     work = argparse.Namespace(**vars(args))
     changed: dict[str, Any] = {}
     for reads, function in STEPS:
@@ -47,14 +52,18 @@ def derive(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def uses_cuda(accelerator: str) -> bool:
-    """Whether training would run on CUDA: as asked for, else by SLIME_ACCELERATOR, else by what torch's build and the machine offer."""
+    """Whether training would run on CUDA: as asked for, else by SLIME_ACCELERATOR, else by what
+    torch's build and the machine offer.
+    """
     if accelerator == "auto":
         accelerator = os.environ.get("SLIME_ACCELERATOR", "").strip().lower() or "auto"
     return cuda_is_usable() if accelerator == "auto" else accelerator == "cuda"
 
 
 def cuda_is_usable() -> bool:
-    """Whether torch, if it were imported, would find a CUDA device: it was built for CUDA, and a device is there and not hidden."""
+    """Whether torch, if it were imported, would find a CUDA device: it was built for CUDA, and a
+    device is there and not hidden.
+    """
     return why_no_cuda() is None
 
 
@@ -73,7 +82,9 @@ def why_no_cuda() -> str | None:
 
 
 def has_megatron_checkpoint(folder: str | None) -> bool:
-    """Whether `folder` holds a published Megatron checkpoint: the tracker file that names the latest iteration."""
+    """Whether `folder` holds a published Megatron checkpoint: the tracker file that names the
+    latest iteration.
+    """
     return folder is not None and (Path(folder) / CHECKPOINT_TRACKER).is_file()
 
 
@@ -107,7 +118,9 @@ def _clip_range(args: argparse.Namespace) -> dict[str, Any]:
 @step("reward_key", "eval_reward_key", "rollout_function_path", "eval_function_path")
 def _evaluation(args: argparse.Namespace) -> dict[str, Any]:
     return {
-        "eval_reward_key": args.reward_key if args.eval_reward_key is None else args.eval_reward_key,
+        "eval_reward_key": args.reward_key
+        if args.eval_reward_key is None
+        else args.eval_reward_key,
         "eval_function_path": args.rollout_function_path
         if args.eval_function_path is None
         else args.eval_function_path,
@@ -120,9 +133,13 @@ def _lengths(args: argparse.Namespace) -> dict[str, Any]:
     if longest is None:
         return {}
     return {
-        "eval_max_context_len": longest if args.eval_max_context_len is None else args.eval_max_context_len,
+        "eval_max_context_len": longest
+        if args.eval_max_context_len is None
+        else args.eval_max_context_len,
         # One token of room, or nothing could be generated.
-        "rollout_max_prompt_len": longest - 1 if args.rollout_max_prompt_len is None else args.rollout_max_prompt_len,
+        "rollout_max_prompt_len": longest - 1
+        if args.rollout_max_prompt_len is None
+        else args.rollout_max_prompt_len,
     }
 
 
@@ -140,7 +157,9 @@ def _batch_sizes(args: argparse.Namespace) -> dict[str, Any]:
     if args.over_sampling_batch_size is None:
         values["over_sampling_batch_size"] = args.rollout_batch_size
     executions = args.rollout_batch_size * args.n_samples_per_prompt
-    if args.global_batch_size is None and (args.num_steps_per_rollout is None or args.num_steps_per_rollout > 0):
+    if args.global_batch_size is None and (
+        args.num_steps_per_rollout is None or args.num_steps_per_rollout > 0
+    ):
         values["global_batch_size"] = executions // (args.num_steps_per_rollout or 1)
     return values
 
@@ -149,7 +168,11 @@ def _batch_sizes(args: argparse.Namespace) -> dict[str, Any]:
 def _batch_order(args: argparse.Namespace) -> dict[str, Any]:
     if args.rollout_batch_order is not None:
         return {}
-    return {"rollout_batch_order": "completion" if args.rollout_function_path == FULLY_ASYNC else "submission"}
+    return {
+        "rollout_batch_order": "completion"
+        if args.rollout_function_path == FULLY_ASYNC
+        else "submission"
+    }
 
 
 @step("n_samples_per_prompt", "grpo_std_normalization")
@@ -176,7 +199,9 @@ def _actor_devices(args: argparse.Namespace) -> dict[str, Any]:
 @step("critic_num_gpus_per_node", "critic_num_nodes", "actor_num_gpus_per_node", "actor_num_nodes")
 def _critic_devices(args: argparse.Namespace) -> dict[str, Any]:
     return {
-        "critic_num_nodes": args.actor_num_nodes if args.critic_num_nodes is None else args.critic_num_nodes,
+        "critic_num_nodes": args.actor_num_nodes
+        if args.critic_num_nodes is None
+        else args.critic_num_nodes,
         "critic_num_gpus_per_node": args.actor_num_gpus_per_node
         if args.critic_num_gpus_per_node is None
         else args.critic_num_gpus_per_node,
@@ -202,12 +227,19 @@ def _offload(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-@step("colocate", "rollout_num_gpus", "actor_num_gpus_per_node", "actor_num_nodes", "debug_rollout_only")
+@step(
+    "colocate",
+    "rollout_num_gpus",
+    "actor_num_gpus_per_node",
+    "actor_num_nodes",
+    "debug_rollout_only",
+)
 def _colocated_engines(args: argparse.Namespace) -> dict[str, Any]:
     if not args.colocate or args.debug_rollout_only:
         return {}
     actor_gpus = args.actor_num_gpus_per_node * args.actor_num_nodes
-    # 0 means no engine at all, and more than the actor's means that the rest are engines alone: both are meant.
+    # 0 means no engine at all, and more than the actor's means that the rest are engines alone:
+    # both are meant.
     if args.rollout_num_gpus is None or 0 < args.rollout_num_gpus < actor_gpus:
         return {"rollout_num_gpus": actor_gpus}
     return {}
@@ -221,15 +253,28 @@ def _engines(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _reference_weights(args: argparse.Namespace) -> str | None:
-    """Where the reference's weights lie: the same iteration that the reference takes, or the first step's KL would not be 0."""
+    """Where the reference's weights lie: the same iteration that the reference takes, or the first
+    step's KL would not be 0.
+    """
     if args.ref_ckpt_step is None or not has_megatron_checkpoint(args.ref_load):
         return args.ref_load
     return str(Path(args.ref_load) / f"iter_{args.ref_ckpt_step:07d}")
 
 
-@step("load", "ref_load", "ref_ckpt_step", "no_load_optim", "no_load_rng", "finetune", "start_rollout_id", "save")
+@step(
+    "load",
+    "ref_load",
+    "ref_ckpt_step",
+    "no_load_optim",
+    "no_load_rng",
+    "finetune",
+    "start_rollout_id",
+    "save",
+)
 def _where_to_start(args: argparse.Namespace) -> dict[str, Any]:
-    """Without a checkpoint to resume, training starts at rollout 0 from the reference's (or the Hugging Face folder's) weights."""
+    """Without a checkpoint to resume, training starts at rollout 0 from the reference's (or the
+    Hugging Face folder's) weights.
+    """
     if has_megatron_checkpoint(args.load):
         return {}
     return {
@@ -243,14 +288,20 @@ def _where_to_start(args: argparse.Namespace) -> dict[str, Any]:
 
 @step("advantage_estimator", "save", "critic_save", "load", "critic_load", "finetune")
 def _critic_folders(args: argparse.Namespace) -> dict[str, Any]:
-    """The critic is saved with its policy, and a resumed policy takes the critic that was saved with it."""
+    """The critic is saved with its policy, and a resumed policy takes the critic that was saved
+    with it.
+    """
     if args.advantage_estimator != "ppo":
         return {}
     values: dict[str, Any] = {}
     if args.critic_save is None and args.save is not None:
         values["critic_save"] = f"{args.save}/critic"
     if args.critic_load is None and not args.finetune and has_megatron_checkpoint(args.load):
-        known = [folder for folder in (f"{args.load}/critic", args.critic_save) if has_megatron_checkpoint(folder)]
+        known = [
+            folder
+            for folder in (f"{args.load}/critic", args.critic_save)
+            if has_megatron_checkpoint(folder)
+        ]
         values.update({"critic_load": known[0]} if known else {})
     return values
 
@@ -265,20 +316,41 @@ def _external_engines(args: argparse.Namespace) -> dict[str, Any]:
     return {"rollout_external": bool(args.rollout_external_engine_addrs)}
 
 
-# Derived values which depend on the disk or the clock: a recorded configuration does not hold what came of them.
-VOLATILE = ("load", "finetune", "no_load_optim", "no_load_rng", "start_rollout_id", "run_dir", "critic_load")
+# Derived values which depend on the disk or the clock: a recorded configuration does not hold what
+# came of them.
+VOLATILE = (
+    "load",
+    "finetune",
+    "no_load_optim",
+    "no_load_rng",
+    "start_rollout_id",
+    "run_dir",
+    "critic_load",
+)
 
 
 @step("sequence_parallel", "tensor_model_parallel_size")
 def _sequence_parallel(args: argparse.Namespace) -> dict[str, Any]:
     # As Megatron does: one rank has nothing to split. `adjustments` says so.
-    return {"sequence_parallel": False} if args.sequence_parallel and args.tensor_model_parallel_size == 1 else {}
+    return (
+        {"sequence_parallel": False}
+        if args.sequence_parallel and args.tensor_model_parallel_size == 1
+        else {}
+    )
 
 
 def adjustments(args: argparse.Namespace) -> list[str]:
-    """Returns one sentence per given option that `derive` turns off because it can have no effect."""
+    """Returns one sentence per given option that `derive` turns off because it can
+    have no effect.
+    """
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
-        return ["--sequence-parallel has no effect with --tensor-model-parallel-size 1 and was turned off."]
+        return [
+            (
+                "--sequence-parallel has no effect with --tensor-model-parallel-size 1 and was "
+                "turned "
+                "off."
+            )
+        ]
     return []
 
 
@@ -306,7 +378,9 @@ def _run_folder(args: argparse.Namespace) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class DerivedSizes:
-    """Each size of a run, named once. Ranks count processes; batch sizes are of the unit their comment says."""
+    """Each size of a run, named once. Ranks count processes; batch sizes are of the unit their
+    comment says.
+    """
 
     prompts_per_rollout: int
     samples_per_prompt: int
@@ -324,7 +398,9 @@ class DerivedSizes:
 
 
 def derived_sizes(args: argparse.Namespace) -> DerivedSizes:
-    """Returns the sizes of a run from derived options. Divisions that do not come out even are the rules' business."""
+    """Returns the sizes of a run from derived options. Divisions that do not come out even are the
+    rules' business.
+    """
     ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
     tensor, pipeline, context = (
         args.tensor_model_parallel_size,
@@ -336,7 +412,9 @@ def derived_sizes(args: argparse.Namespace) -> DerivedSizes:
     if args.rollout_external_engine_addrs:
         engines = len(args.rollout_external_engine_addrs)
     else:
-        engines = args.rollout_num_engines or args.rollout_num_gpus // args.rollout_num_gpus_per_engine
+        engines = (
+            args.rollout_num_engines or args.rollout_num_gpus // args.rollout_num_gpus_per_engine
+        )
     return DerivedSizes(
         prompts_per_rollout=args.rollout_batch_size,
         samples_per_prompt=args.n_samples_per_prompt,
@@ -367,7 +445,9 @@ class RankPlace:
 
 
 def process_layout(sizes: DerivedSizes, *, ranks_per_node: int) -> list[RankPlace]:
-    """Returns the coordinates of every training rank in Megatron's order: TP varies fastest, then CP, DP, PP."""
+    """Returns the coordinates of every training rank in Megatron's order: TP varies fastest, then
+    CP, DP, PP.
+    """
     places = []
     for rank in range(sizes.actor_ranks):
         rest, tensor = divmod(rank, sizes.tensor_parallel_size)
@@ -378,14 +458,18 @@ def process_layout(sizes: DerivedSizes, *, ranks_per_node: int) -> list[RankPlac
 
 
 def devices_needed(args: argparse.Namespace) -> tuple[int, int]:
-    """Returns the devices (GPUs, or CPU cores without GPUs) for training and for engines; with --colocate they are the same ones."""
+    """Returns the devices (GPUs, or CPU cores without GPUs) for training and for engines; with
+    --colocate they are the same ones.
+    """
     actor = args.actor_num_nodes * args.actor_num_gpus_per_node
     engines = 0 if args.rollout_external_engine_addrs else args.rollout_num_gpus
     return (0 if args.debug_rollout_only else actor), (0 if args.debug_train_only else engines)
 
 
 def apply_derived(args: argparse.Namespace, values: Mapping[str, Any]) -> None:
-    """Puts derived values into the namespace, before anyone but the parser has seen it; `as_requested` remembers what was asked for."""
+    """Puts derived values into the namespace, before anyone but the parser has seen it;
+    `as_requested` remembers what was asked for.
+    """
     if not hasattr(args, "as_requested"):
         args.as_requested = {name: getattr(args, name) for name in VOLATILE if hasattr(args, name)}
     for name, value in values.items():

@@ -1,4 +1,6 @@
-"""Options of the inference engines: how many, where they listen, how they generate. Upstream's `--sglang-*` names."""
+"""Options of the inference engines: how many, where they listen, how they generate. Upstream's
+`--sglang-*` names.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +15,51 @@ class EngineOptions:
 
     rollout_num_engines: int | None = option(
         None,
-        "Number of engines to start. None: rollout_num_gpus // rollout_num_gpus_per_engine, and 1 when neither is given.",
+        (
+            "Number of engines to start. None: rollout_num_gpus // rollout_num_gpus_per_engine, "
+            "and 1 "
+            "when neither is given."
+        ),
     )
     rollout_external_engine_addrs: list[str] | None = option(
         None,
-        "URLs of running SGLang-compatible servers to use in place of starting engines, e.g. http://10.0.0.5:30000.",
+        (
+            "URLs of running SGLang-compatible servers to use in place of starting engines, e.g. "
+            "http://10.0.0.5:30000."
+        ),
     )
     rollout_engine_device: str = option(
-        "auto", "Device of the embedded engine; auto: as --accelerator.", choices=("auto", "cpu", "cuda")
+        "auto",
+        "Device of the embedded engine; auto: as --accelerator.",
+        choices=("auto", "cpu", "cuda"),
     )
     rollout_engine_threads: int = option(
         1,
-        "Torch threads of one CPU engine. Deterministic inference on CPU needs 1: more threads split sums differently.",
+        (
+            "Torch threads of one CPU engine. Deterministic inference on CPU needs 1: more threads "
+            "split sums differently."
+        ),
     )
     rollout_engine_start_timeout: float = option(
         600.0, "Seconds an engine may take to load its weights and answer /health."
     )
 
-    sglang_server_concurrency: int = option(512, "Requests in flight per engine, at most, from the rollout client.")
-    sglang_host: str = option("127.0.0.1", "Address the engines bind to. Anything but loopback needs --sglang-api-key.")
+    sglang_server_concurrency: int = option(
+        512, "Requests in flight per engine, at most, from the rollout client."
+    )
+    sglang_host: str = option(
+        "127.0.0.1", "Address the engines bind to. Anything but loopback needs --sglang-api-key."
+    )
     sglang_port: int | None = option(
-        None, "Port of the first engine, engine i listens on port + i. None: the system chooses free ports."
+        None,
+        (
+            "Port of the first engine, engine i listens on port + i. None: the system chooses free "
+            "ports."
+        ),
     )
     sglang_api_key: str | None = option(
-        None, "Key that clients send as `Authorization: Bearer KEY`. Never written to recorded options."
+        None,
+        "Key that clients send as `Authorization: Bearer KEY`. Never written to recorded options.",
     )
     sglang_served_model_name: str | None = option(
         None, "Name the engine reports for its model. None: the --hf-checkpoint folder."
@@ -48,18 +71,30 @@ class EngineOptions:
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     sglang_context_length: int | None = option(
-        None, "Prompt plus response tokens of one request, at most. None: the model's max_position_embeddings."
+        None,
+        (
+            "Prompt plus response tokens of one request, at most. None: the model's "
+            "max_position_embeddings."
+        ),
     )
     sglang_max_running_requests: int | None = option(
         None,
-        "Sequences generated at once, at most; further requests wait. None: 1024, fewer if memory for their KV cache is short.",
+        (
+            "Sequences generated at once, at most; further requests wait. None: 1024, fewer if "
+            "memory "
+            "for their KV cache is short."
+        ),
     )
     sglang_max_total_tokens: int | None = option(
         None, "Tokens the KV cache holds. None: from --sglang-mem-fraction-static."
     )
     sglang_mem_fraction_static: float | None = option(
         None,
-        "Part of the device's free memory for weights and KV cache. None: 0.8 on a GPU, 0.2 on a CPU that others share.",
+        (
+            "Part of the device's free memory for weights and KV cache. None: 0.8 on a GPU, 0.2 on "
+            "a "
+            "CPU that others share."
+        ),
     )
     sglang_max_prefill_tokens: int = option(
         4096, "Prompt tokens of one forward pass, more than one prompt together, at most."
@@ -69,12 +104,15 @@ class EngineOptions:
     )
     sglang_enable_deterministic_inference: bool = option(
         False,
-        "Tokens and log-probs of a request with a sampling_seed depend on nothing but its prompt, its seed, its parameters and the weights:"
+        "Tokens and log-probs of a request with a sampling_seed depend on nothing but its prompt, "
+        "its seed, its parameters and the weights:"
         " not on what else is in the batch.",
     )
     sglang_random_seed: int = option(42, "Seed for requests that bring no sampling_seed.")
 
-    use_sglang_router: bool = option(False, "Put the sglang-router (extra `router`) in front of the engines.")
+    use_sglang_router: bool = option(
+        False, "Put the sglang-router (extra `router`) in front of the engines."
+    )
     sglang_router_ip: str | None = option(
         None, "Address of a router that runs already. None: start one, if --use-sglang-router."
     )

@@ -10,13 +10,25 @@ from slime.config.option import option
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationOptions:
-    """Evaluation: datasets and their sampling; what is not given is taken from the rollout's options."""
+    """Evaluation: datasets and their sampling; what is not given is taken from the rollout's
+    options.
+    """
 
-    eval_interval: int | None = option(None, "Rollouts between evaluations; without it there are none.")
-    skip_eval_before_train: bool = option(False, "Leave out the evaluation before the first rollout.")
-    eval_prompt_data: list[str] | None = option(None, "Evaluation sets as pairs: NAME PATH [NAME PATH ...].")
+    eval_interval: int | None = option(
+        None, "Rollouts between evaluations; without it there are none."
+    )
+    skip_eval_before_train: bool = option(
+        False, "Leave out the evaluation before the first rollout."
+    )
+    eval_prompt_data: list[str] | None = option(
+        None, "Evaluation sets as pairs: NAME PATH [NAME PATH ...]."
+    )
     eval_config: str | None = option(
-        None, "YAML file with eval.datasets (one entry per set) and eval.defaults, in place of --eval-prompt-data."
+        None,
+        (
+            "YAML file with eval.datasets (one entry per set) and eval.defaults, in place of "
+            "--eval-prompt-data."
+        ),
     )
     eval_function_path: str | None = option(None, help_of("eval_function_path"))
     n_samples_per_eval_prompt: int = option(1, "Responses per evaluation prompt.")
@@ -27,7 +39,9 @@ class EvaluationOptions:
     eval_max_prompt_len: int | None = option(
         None, "Longest prompt in evaluation, in tokens; longer ones are left out and counted."
     )
-    eval_max_context_len: int | None = option(None, "Longest prompt + response in evaluation, in tokens.")
+    eval_max_context_len: int | None = option(
+        None, "Longest prompt + response in evaluation, in tokens."
+    )
     eval_min_new_tokens: int | None = option(None, "Shortest response in evaluation, in tokens.")
     eval_input_key: str | None = option(None, "Key of the prompt in evaluation rows.")
     eval_label_key: str | None = option(None, "Key of the label in evaluation rows.")

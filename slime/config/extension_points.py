@@ -1,9 +1,11 @@
-"""Every place where a run calls a user's function: the option that names it, how it is called, and what it returns.
+"""Every place where a run calls a user's function: the option that names it, how it is called, and
+what it returns.
 
 The help of the options, the check before the run, docs/hooks.md and its tests read this table.
 
     EXTENSION_POINTS["custom_rm_path"].signature                  "async (args, sample)"
-    problem_of(EXTENSION_POINTS["custom_rm_path"], reward)        None, or what is wrong with `reward` and what to write
+    problem_of(EXTENSION_POINTS["custom_rm_path"], reward)        None, or what is wrong with
+                                                                  `reward` and what to write
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ _DEFAULTS = {"evaluation": "=False"}  # as upstream's functions of these kinds h
 class ExtensionPoint:
     """One option that names a function (or, with `methods`, a class).
 
-    `arguments` are passed by position, `keywords` by keyword, `optional` by keyword to a function whose signature has them.
-    `task` is the sentence of help; `called` says when, and in which process; `returns` what is done with the result.
+    `arguments` are passed by position, `keywords` by keyword, `optional` by keyword to a function
+    whose signature has them. `task` is the sentence of help; `called` says when, and in which
+    process; `returns` what is done with the result.
     """
 
     option: str
@@ -50,9 +53,14 @@ class ExtensionPoint:
 
     @property
     def parameters(self) -> str:
-        """The parameters as one writes them, for instance "(args, sample, *, rollout_id, evaluation)"."""
+        """The parameters as one writes them, for instance "(args, sample, *, rollout_id,
+        evaluation)".
+        """
         star = ["*"] if not self.arguments or self.mode is Mode.EITHER else []
-        named = [name + _DEFAULTS.get(name, "=None" if name in self.optional else "") for name in self._by_keyword]
+        named = [
+            name + _DEFAULTS.get(name, "=None" if name in self.optional else "")
+            for name in self._by_keyword
+        ]
         return f"({', '.join([*self.arguments, *star, *named])})"
 
     @property
@@ -85,7 +93,10 @@ _POINTS = (
         ("args", "rollout_id", "data_source"),
         "makes one rollout.",
         "once a rollout, in the rollout manager",
-        "list of groups, or RolloutFnTrainOutput; with evaluation=True dict of datasets, or RolloutFnEvalOutput",
+        (
+            "list of groups, or RolloutFnTrainOutput; with evaluation=True dict of datasets, or "
+            "RolloutFnEvalOutput"
+        ),
         keywords=("evaluation",),
     ),
     ExtensionPoint(
@@ -116,8 +127,16 @@ _POINTS = (
     ExtensionPoint(
         "custom_rm_path",
         ("args", "sample"),
-        "scores in place of --rm-type; with --group-rm it gets the list of samples and returns a list of rewards.",
-        "once a sample that passed the response gate (once a group with --group-rm), in training and evaluation",
+        (
+            "scores in place of --rm-type; with --group-rm it gets the list of samples and returns "
+            "a "
+            "list of rewards."
+        ),
+        (
+            "once a sample that passed the response gate (once a group with --group-rm), in "
+            "training "
+            "and evaluation"
+        ),
         "number, or dict with --reward-key",
         mode=Mode.ASYNC,
     ),
@@ -140,7 +159,10 @@ _POINTS = (
     ExtensionPoint(
         "buffer_filter_path",
         ("args", "rollout_id", "buffer", "num_samples"),
-        "takes at most num_samples groups out of the buffer of groups that were given back; default: the oldest first.",
+        (
+            "takes at most num_samples groups out of the buffer of groups that were given back; "
+            "default: the oldest first."
+        ),
         "whenever groups are fetched while the buffer has some; rollout_id is None",
         "list of groups",
     ),
@@ -196,7 +218,11 @@ _POINTS = (
     ExtensionPoint(
         "custom_model_provider_path",
         (),
-        "builds the model in place of slime; its layers are Megatron's, and its output layer is replaced for a critic.",
+        (
+            "builds the model in place of slime; its layers are Megatron's, and its output layer "
+            "is "
+            "replaced for a critic."
+        ),
         "once per virtual pipeline stage on every training rank, before weights are loaded",
         "this rank's part of the model",
         keywords=("pre_process", "post_process"),
@@ -219,7 +245,10 @@ _POINTS = (
     ExtensionPoint(
         "rollout_data_postprocess_path",
         ("args", "rollout_id", "rollout_data"),
-        "changes numbers of the local batch, or masks tokens, between advantages and training; tokens, lengths and micro-batches stay.",
+        (
+            "changes numbers of the local batch, or masks tokens, between advantages and training; "
+            "tokens, lengths and micro-batches stay."
+        ),
         "once a rollout on every training rank",
         "None",
     ),
@@ -278,18 +307,25 @@ def help_of(option: str) -> str:
 
 
 def problem_of(point: ExtensionPoint, function: Any) -> str | None:
-    """What keeps `function` from being called as `point` calls it, and the line to write; None when nothing does.
+    """What keeps `function` from being called as `point` calls it, and the line to write; None when
+    nothing does.
 
-    An async function is one by `async def`, or by an annotation that says that it returns an awaitable.
+    An async function is one by `async def`, or by an annotation that says that it returns an
+    awaitable.
     """
-    name = getattr(function, "__name__", type(function).__name__ if callable(function) else "function")
+    name = getattr(
+        function, "__name__", type(function).__name__ if callable(function) else "function"
+    )
     write = f" Write: {point.declaration(name)}"
     if not callable(function):
         return f"it is {_article(type(function).__name__)} and cannot be called.{write}"
     if point.methods:
         missing = [method for method in point.methods if not hasattr(function, method)]
         if inspect.isclass(function) and missing:
-            return f"class {name} has no {', no '.join(missing)}. It needs the methods {', '.join(point.methods)}."
+            return (
+                f"class {name} has no {', no '.join(missing)}. It needs the methods "
+                f"{', '.join(point.methods)}."
+            )
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin may have none
@@ -301,7 +337,9 @@ def problem_of(point: ExtensionPoint, function: Any) -> str | None:
     except TypeError as error:
         shown = f"{name}({', '.join(map(_without_annotation, parameters.values()))})"
         return f"{shown} cannot be called with {point.parameters}: {error}.{write}"
-    if point.mode is Mode.ASYNC and not (_is_async(inspect.unwrap(function)) or _returns_awaitable(signature)):
+    if point.mode is Mode.ASYNC and not (
+        _is_async(inspect.unwrap(function)) or _returns_awaitable(signature)
+    ):
         return f"{name} is not async, but its result is awaited.{write}"
     if point.mode is Mode.SYNC and _is_async(function):
         return f"{name} is async, but its result is not awaited.{write}"

@@ -1,6 +1,8 @@
-"""What must hold between the options and this machine: files that exist, folders that can be written, ports that are free.
+"""What must hold between the options and this machine: files that exist, folders that can be
+written, ports that are free.
 
-Like `rules`, each returns sentences; unlike them, these look at the disk and the network, so they run last and only here.
+Like `rules`, each returns sentences; unlike them, these look at the disk and the network, so they
+run last and only here.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ WRITABLE = ("save", "critic_save", "dump_details", "run_dir", "update_weight_dis
 
 
 def machine_problems(args: argparse.Namespace) -> list[str]:
-    """Returns one sentence per thing on this machine that the options need and that is not there."""
+    """Returns one sentence per thing on this machine that the options need and that
+    is not there.
+    """
     checks: tuple[Callable[[argparse.Namespace], list[str]], ...] = (
         model_folders_exist,
         resume_folder_has_a_checkpoint,
@@ -57,7 +61,10 @@ def missing_path(flag: str, path: str, what: str) -> str:
     while not known.is_dir():
         known = known.parent
     if known != parent:
-        return f"{flag} {path}: no such {what}; {known} exists, but has no {parent.relative_to(known).parts[0]!r}."
+        return (
+            f"{flag} {path}: no such {what}; {known} exists, but has no "
+            f"{parent.relative_to(known).parts[0]!r}."
+        )
     near = nearest_names(Path(path).name, sorted(entry.name for entry in parent.iterdir()), count=3)
     hint = (
         f" Did you mean {' or '.join(str(Path(path).parent / name) for name in near)}?"
@@ -68,7 +75,9 @@ def missing_path(flag: str, path: str, what: str) -> str:
 
 
 def model_folders_exist(args: argparse.Namespace) -> list[str]:
-    """--hf-checkpoint and the other model folders are folders; --hf-checkpoint has a config.json."""
+    """--hf-checkpoint and the other model folders are folders; --hf-checkpoint has a
+    config.json.
+    """
     problems = []
     for name in MODEL_FOLDERS:
         path = getattr(args, name)
@@ -82,67 +91,113 @@ def model_folders_exist(args: argparse.Namespace) -> list[str]:
             )
             problems.append(missing_path(flag_of(name), path, "folder") + hub)
         elif name == "hf_checkpoint" and not is_hf_folder(path):
-            problems.append(f"--hf-checkpoint {path} has no config.json: it is not a Hugging Face model folder.")
-        elif name != "hf_checkpoint" and not is_hf_folder(path) and not has_megatron_checkpoint(path):
-            problems.append(f"{flag_of(name)} {path} holds neither a Megatron checkpoint nor a Hugging Face model.")
+            problems.append(
+                f"--hf-checkpoint {path} has no config.json: it is not a Hugging Face model folder."
+            )
+        elif (
+            name != "hf_checkpoint" and not is_hf_folder(path) and not has_megatron_checkpoint(path)
+        ):
+            problems.append(
+                f"{flag_of(name)} {path} holds neither a Megatron checkpoint nor a Hugging Face "
+                "model."
+            )
     return problems
 
 
 def resume_folder_has_a_checkpoint(args: argparse.Namespace) -> list[str]:
-    """--load leads to something. The folder that --save writes may still be empty: that is the first start of a run."""
+    """--load leads to something. The folder that --save writes may still be empty: that is the
+    first start of a run.
+    """
     load = args.as_requested["load"]
     if load is None or has_megatron_checkpoint(load) or is_hf_folder(load):
         return []
     if args.save is not None and Path(load).absolute() == Path(args.save).absolute():
         return []
     if not Path(load).is_dir():
-        return [missing_path("--load", load, "folder") + " (With --save on the same folder a first start is fine.)"]
+        return [
+            missing_path("--load", load, "folder")
+            + " (With --save on the same folder a first start is fine.)"
+        ]
     return [
-        f"--load {load} holds no published checkpoint and no Hugging Face model. Correct the path, or leave --load out to start anew."
+        (
+            f"--load {load} holds no published checkpoint and no Hugging Face model. Correct the "
+            "path, "
+            "or leave --load out to start anew."
+        )
     ]
 
 
 def save_folder_is_this_runs(args: argparse.Namespace) -> list[str]:
     """A run writes over no checkpoints but those that it goes on from."""
     load = args.as_requested["load"]
-    if not has_megatron_checkpoint(args.save) or (load is not None and os.path.realpath(load) == os.path.realpath(args.save)):
+    if not has_megatron_checkpoint(args.save) or (
+        load is not None and os.path.realpath(load) == os.path.realpath(args.save)
+    ):
         return []
-    latest = (Path(args.save) / CHECKPOINT_TRACKER).read_text(encoding="utf-8", errors="replace").strip()[:20]
+    latest = (
+        (Path(args.save) / CHECKPOINT_TRACKER)
+        .read_text(encoding="utf-8", errors="replace")
+        .strip()[:20]
+    )
     return [
-        f"--save {args.save} holds checkpoints of another run (the latest is {latest}), and this run would write over them one by one. Go on from "
+        f"--save {args.save} holds checkpoints of another run (the latest is {latest}), and this "
+        "run would write over them one by one. Go on from "
         f"them with --load {args.save}, or give another folder."
     ]
 
 
 def first_iteration_is_one(args: argparse.Namespace) -> list[str]:
-    """A first start takes the reference's iteration; --ckpt-step cannot ask for another one there."""
+    """A first start takes the reference's iteration; --ckpt-step cannot ask for
+    another one there.
+    """
     load = args.as_requested["load"]
-    fresh = not has_megatron_checkpoint(load) and not is_hf_folder(load) and has_megatron_checkpoint(args.ref_load)
+    fresh = (
+        not has_megatron_checkpoint(load)
+        and not is_hf_folder(load)
+        and has_megatron_checkpoint(args.ref_load)
+    )
     if not fresh or args.ckpt_step in (None, args.ref_ckpt_step):
         return []
-    iteration = "its latest iteration" if args.ref_ckpt_step is None else f"iteration {args.ref_ckpt_step} (--ref-ckpt-step)"
+    iteration = (
+        "its latest iteration"
+        if args.ref_ckpt_step is None
+        else f"iteration {args.ref_ckpt_step} (--ref-ckpt-step)"
+    )
     return [
-        f"--ckpt-step {args.ckpt_step} is an iteration of --load, which has no checkpoint: the policy starts from --ref-load, {iteration}. Use "
+        f"--ckpt-step {args.ckpt_step} is an iteration of --load, which has no checkpoint: the "
+        f"policy starts from --ref-load, {iteration}. Use "
         f"--ref-ckpt-step {args.ckpt_step} for both, leave --ckpt-step out, or give --load {args.ref_load} --finetune."
     ]
 
 
 def replay_keeps_what_it_reads(args: argparse.Namespace) -> list[str]:
-    """A replay does not write its dumps over those that it reads, under whatever name the folder is given."""
+    """A replay does not write its dumps over those that it reads, under whatever name the folder is
+    given.
+    """
     read, written = args.load_debug_rollout_data, args.save_debug_rollout_data
     if read is None or written is None:
         return []
     files = []
     for template in (read, written):
         try:
-            files.append({os.path.realpath(template.format(rollout_id=name)) for name in (0, "eval_0")})
+            files.append(
+                {os.path.realpath(template.format(rollout_id=name)) for name in (0, "eval_0")}
+            )
         except (KeyError, IndexError, ValueError):
             return []  # the rules have named the template
     if not files[0] & files[1]:
         return []
-    flag = "--save-debug-rollout-data" if args.dump_details is None else f"--dump-details {args.dump_details}"
+    flag = (
+        "--save-debug-rollout-data"
+        if args.dump_details is None
+        else f"--dump-details {args.dump_details}"
+    )
     return [
-        f"{flag} would write {written}, the dump that --load-debug-rollout-data reads. Give the replay a --dump-details folder of its own."
+        (
+            f"{flag} would write {written}, the dump that --load-debug-rollout-data reads. Give "
+            "the "
+            "replay a --dump-details folder of its own."
+        )
     ]
 
 
@@ -154,13 +209,21 @@ def files_exist(args: argparse.Namespace) -> list[str]:
         if getattr(args, name) and not Path(getattr(args, name)).is_file()
     ]
     template = args.load_debug_rollout_data
-    if template is not None and not Path(template).parent.is_dir() and "{" not in str(Path(template).parent):
-        problems.append(missing_path("--load-debug-rollout-data", str(Path(template).parent), "folder"))
+    if (
+        template is not None
+        and not Path(template).parent.is_dir()
+        and "{" not in str(Path(template).parent)
+    ):
+        problems.append(
+            missing_path("--load-debug-rollout-data", str(Path(template).parent), "folder")
+        )
     return problems
 
 
 def folders_can_be_written(args: argparse.Namespace) -> list[str]:
-    """Output folders can be made: the nearest existing ancestor is a folder with write permission."""
+    """Output folders can be made: the nearest existing ancestor is a folder with write
+    permission.
+    """
     problems = []
     for name in WRITABLE:
         path = getattr(args, name)
@@ -194,10 +257,16 @@ def ports_are_free(args: argparse.Namespace) -> list[str]:
         return []
     problems = []
     if args.sglang_port is not None:
-        engines = args.rollout_num_engines or args.rollout_num_gpus // max(1, args.rollout_num_gpus_per_engine)
+        engines = args.rollout_num_engines or args.rollout_num_gpus // max(
+            1, args.rollout_num_gpus_per_engine
+        )
         if not 0 < args.sglang_port <= 65536 - max(1, engines):
             return [
-                f"--sglang-port {args.sglang_port} is no usable port for {engines} engines. Use 1024 to {65536 - engines}."
+                (
+                    f"--sglang-port {args.sglang_port} is no usable port for {engines} engines. "
+                    "Use "
+                    f"1024 to {65536 - engines}."
+                )
             ]
         busy = [
             port
@@ -205,7 +274,10 @@ def ports_are_free(args: argparse.Namespace) -> list[str]:
             if not port_is_free(args.sglang_host, port)
         ]
         problems += [
-            f"--sglang-port {args.sglang_port}: port {port} is in use. Leave it out, or choose another."
+            (
+                f"--sglang-port {args.sglang_port}: port {port} is in use. Leave it out, or choose "
+                "another."
+            )
             for port in busy
         ]
     starts_router = args.use_sglang_router and args.sglang_router_ip is None
@@ -214,17 +286,36 @@ def ports_are_free(args: argparse.Namespace) -> list[str]:
         and args.sglang_router_port is not None
         and not port_is_free(args.sglang_host, args.sglang_router_port)
     ):
-        problems.append(f"--sglang-router-port {args.sglang_router_port} is in use. Leave it out, or choose another.")
+        problems.append(
+            f"--sglang-router-port {args.sglang_router_port} is in use. Leave it out, or choose "
+            "another."
+        )
     return problems
 
 
-# (why it is needed, package to import, extra of slime-rl that brings it, whether the options need it)
+# (why it is needed, package to import, extra of slime-rl that brings it, whether the options need
+# it)
 OPTIONAL_PACKAGES: tuple[tuple[str, str, str, Callable[[argparse.Namespace], bool]], ...] = (
     ("--use-wandb", "wandb", "wandb", lambda args: args.use_wandb),
     ("--use-tensorboard", "tensorboard", "tensorboard", lambda args: args.use_tensorboard),
-    ("--use-sglang-router", "sglang_router", "router", lambda args: args.use_sglang_router and args.sglang_router_ip is None),
-    ("--rm-type math_verify", "math_verify", "math", lambda args: (args.rm_type or "").endswith("math_verify")),
-    ("--prompt-data *.parquet", "pyarrow", "data", lambda args: bool(re.search(r"\.parquet(@\[|$)", str(args.prompt_data)))),
+    (
+        "--use-sglang-router",
+        "sglang_router",
+        "router",
+        lambda args: args.use_sglang_router and args.sglang_router_ip is None,
+    ),
+    (
+        "--rm-type math_verify",
+        "math_verify",
+        "math",
+        lambda args: (args.rm_type or "").endswith("math_verify"),
+    ),
+    (
+        "--prompt-data *.parquet",
+        "pyarrow",
+        "data",
+        lambda args: bool(re.search(r"\.parquet(@\[|$)", str(args.prompt_data))),
+    ),
 )
 
 
@@ -238,27 +329,54 @@ def packages_are_installed(args: argparse.Namespace) -> list[str]:
 
 
 def cuda_is_here(args: argparse.Namespace) -> list[str]:
-    """Where CUDA is asked for and the run stays on this machine, torch can use it; one sentence for each option where it cannot."""
+    """Where CUDA is asked for and the run stays on this machine, torch can use it; one sentence for
+    each option where it cannot.
+    """
     if args.ray_address or os.environ.get("RAY_ADDRESS") or cuda_is_usable():
         return []
-    wanted = [f"{flag_of(name)} cuda" for name in ("accelerator", "rollout_engine_device") if getattr(args, name) == "cuda"]
-    from_environment = os.environ.get("SLIME_ACCELERATOR", "").strip().lower() if args.accelerator == "auto" else ""
+    wanted = [
+        f"{flag_of(name)} cuda"
+        for name in ("accelerator", "rollout_engine_device")
+        if getattr(args, name) == "cuda"
+    ]
+    from_environment = (
+        os.environ.get("SLIME_ACCELERATOR", "").strip().lower()
+        if args.accelerator == "auto"
+        else ""
+    )
     if from_environment not in ("", "cpu", "cuda"):
-        return [f"SLIME_ACCELERATOR={from_environment!r} in the environment is not known. Use cpu or cuda, or unset it."]
+        return [
+            (
+                f"SLIME_ACCELERATOR={from_environment!r} in the environment is not known. Use cpu "
+                "or "
+                "cuda, or unset it."
+            )
+        ]
     if from_environment == "cuda":
         wanted.append("SLIME_ACCELERATOR=cuda in the environment")
     if args.distributed_backend == "nccl" and not uses_cuda(args.accelerator):
         wanted.append("--distributed-backend nccl")
-    return [f"{asked}: torch cannot use CUDA here, {why_no_cuda()}. Leave it out to run on the CPU." for asked in wanted]
+    return [
+        f"{asked}: torch cannot use CUDA here, {why_no_cuda()}. Leave it out to run on the CPU."
+        for asked in wanted
+    ]
 
 
 def nothing_asks_a_cpu_for_cuda_kernels(args: argparse.Namespace) -> list[str]:
     """What the model has not on a CPU machine (`FIXED_ON_CPU`) was not asked for."""
     if uses_cuda(args.accelerator):
         return []
-    asked = {name: getattr(args, name) for name in FIXED_ON_CPU if getattr(args, name) not in (None, FIXED_ON_CPU[name])}
+    asked = {
+        name: getattr(args, name)
+        for name in FIXED_ON_CPU
+        if getattr(args, name) not in (None, FIXED_ON_CPU[name])
+    }
     return [
-        f"{flag_of(name)}{'' if value is True else f' {value}'} needs CUDA, and training runs on the CPU (--accelerator). Leave it out."
+        (
+            f"{flag_of(name)}{'' if value is True else f' {value}'} needs CUDA, and training runs "
+            "on "
+            "the CPU (--accelerator). Leave it out."
+        )
         for name, value in asked.items()
     ]
 
@@ -277,7 +395,8 @@ def devices_are_enough(args: argparse.Namespace) -> list[str]:
         return []
     return [
         f"The run needs {needed} {kind}, {available} are here:\n"
-        f"       training  {training:4d}   --actor-num-nodes {args.actor_num_nodes} x --actor-num-gpus-per-node {args.actor_num_gpus_per_node}\n"
+        f"       training  {training:4d}   --actor-num-nodes {args.actor_num_nodes} x "
+        f"--actor-num-gpus-per-node {args.actor_num_gpus_per_node}\n"
         f"       engines   {engines:4d}   --rollout-num-gpus {args.rollout_num_gpus}\n"
         f"     Lower them, or {'use --ray-address of a cluster' if kind == 'GPUs' else f'let processes share cores with --num-cpus {needed}'}."
     ]
@@ -287,5 +406,12 @@ def weights_have_a_way(args: argparse.Namespace) -> list[str]:
     """--update-weight-transport names a way to the engines that exists."""
     if args.update_weight_transport != "nccl":
         return []
-    other = "disk --update-weight-disk-dir FOLDER" if args.rollout_external_engine_addrs else "tensor"
-    return [f"--update-weight-transport nccl: trainer and engines have no NCCL group of their own here. Use {other}."]
+    other = (
+        "disk --update-weight-disk-dir FOLDER" if args.rollout_external_engine_addrs else "tensor"
+    )
+    return [
+        (
+            "--update-weight-transport nccl: trainer and engines have no NCCL group of their own "
+            f"here. Use {other}."
+        )
+    ]

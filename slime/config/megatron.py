@@ -1,8 +1,10 @@
-"""Megatron's options: the flags of Megatron's command line, and every simple field of megatron-core's config dataclasses.
+"""Megatron's options: the flags of Megatron's command line, and every simple field of
+megatron-core's config dataclasses.
 
-The fields are read from megatron-core's source with `ast` (name, type, default, the string below the field as help), so that
-torch is never imported to parse a command line. A field that is not given is None: then the Hugging Face config decides for
-model shape, and megatron-core's own default for everything else.
+The fields are read from megatron-core's source with `ast` (name, type, default, the string below
+the field as help), so that torch is never imported to parse a command line. A field that is not
+given is None: then the Hugging Face config decides for model shape, and megatron-core's own default
+for everything else.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class ParallelOptions:
     tensor_model_parallel_size: int = option(1, "Ranks that share each layer's matrices (TP).")
     pipeline_model_parallel_size: int = option(1, "Ranks that share the stack of layers (PP).")
     context_parallel_size: int = option(1, "Ranks that share the tokens of each sequence (CP).")
-    expert_model_parallel_size: int = option(1, "Ranks that share the experts of each MoE layer (EP).")
+    expert_model_parallel_size: int = option(
+        1, "Ranks that share the experts of each MoE layer (EP)."
+    )
     expert_tensor_parallel_size: int | None = option(
         None, "Ranks that share the matrices of one expert; None: the TP size."
     )
@@ -40,7 +44,9 @@ class ParallelOptions:
         None, "Layers per virtual pipeline stage (interleaved schedule); None: off."
     )
     distributed_backend: str | None = option(
-        None, "Collectives between training ranks; None: nccl with CUDA, gloo without.", choices=("nccl", "gloo")
+        None,
+        "Collectives between training ranks; None: nccl with CUDA, gloo without.",
+        choices=("nccl", "gloo"),
     )
     distributed_timeout_minutes: int = option(
         10, "A collective that waits longer than this ends the run with the stacks of all ranks."
@@ -60,7 +66,9 @@ class ModelShapeOptions:
         128, "The embedding table is padded to a multiple of this times the TP size."
     )
     position_embedding_type: str | None = option(
-        None, "How positions enter the model.", choices=("learned_absolute", "rope", "mrope", "yarn", "none")
+        None,
+        "How positions enter the model.",
+        choices=("learned_absolute", "rope", "mrope", "yarn", "none"),
     )
     rotary_base: float | None = option(None, "Base of the rotary frequencies (theta).")
     rotary_percent: float | None = option(None, "Share of each head that is rotated, (0, 1].")
@@ -70,8 +78,12 @@ class ModelShapeOptions:
         None, "Separate weights for the embedding and the output layer."
     )
     swiglu: bool | None = option(None, "Gated MLP with SiLU.")
-    normalization: str | None = option(None, "Kind of layer norm.", choices=("LayerNorm", "RMSNorm"))
-    group_query_attention: bool | None = option(None, "Several query heads share one key/value head.")
+    normalization: str | None = option(
+        None, "Kind of layer norm.", choices=("LayerNorm", "RMSNorm")
+    )
+    group_query_attention: bool | None = option(
+        None, "Several query heads share one key/value head."
+    )
     num_query_groups: int | None = option(None, "Key/value heads.")
     disable_bias_linear: bool | None = option(None, "No bias in linear layers.")
     add_qkv_bias: bool | None = option(None, "Bias in the query/key/value projection only (Qwen2).")
@@ -90,20 +102,32 @@ class OptimizerOptions:
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
     lr_warmup_iters: int = option(0, "Optimizer steps of linear warm-up.")
-    lr_warmup_fraction: float | None = option(None, "Warm-up as a share of lr-decay-iters; excludes lr-warmup-iters.")
+    lr_warmup_fraction: float | None = option(
+        None, "Warm-up as a share of lr-decay-iters; excludes lr-warmup-iters."
+    )
     lr_warmup_init: float = option(0.0, "Learning rate at the first warm-up step.")
-    lr_decay_iters: int | None = option(None, "Optimizer steps over which the rate decays; None: all steps of the run.")
+    lr_decay_iters: int | None = option(
+        None, "Optimizer steps over which the rate decays; None: all steps of the run."
+    )
     weight_decay: float = option(0.01, "Weight decay (decoupled for Adam).")
-    start_weight_decay: float | None = option(None, "Weight decay at the first step; None: weight-decay.")
-    end_weight_decay: float | None = option(None, "Weight decay at the last step; None: weight-decay.")
+    start_weight_decay: float | None = option(
+        None, "Weight decay at the first step; None: weight-decay."
+    )
+    end_weight_decay: float | None = option(
+        None, "Weight decay at the last step; None: weight-decay."
+    )
     weight_decay_incr_style: str = option(
-        "constant", "How weight decay goes from its start to its end.", choices=("constant", "linear", "cosine")
+        "constant",
+        "How weight decay goes from its start to its end.",
+        choices=("constant", "linear", "cosine"),
     )
     clip_grad: float = option(1.0, "Largest global gradient norm; 0 turns clipping off.")
     adam_beta1: float = option(0.9, "Adam's decay of the first moment.")
     adam_beta2: float = option(0.999, "Adam's decay of the second moment.")
     adam_eps: float = option(1e-8, "Adam's term for numerical stability.")
-    use_distributed_optimizer: bool = option(False, "Shard the optimizer state over the data-parallel ranks.")
+    use_distributed_optimizer: bool = option(
+        False, "Shard the optimizer state over the data-parallel ranks."
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +142,12 @@ class NumericsOptions:
         "Recompute activations in the backward pass: whole layers, or the costly parts only.",
         choices=("full", "selective"),
     )
-    recompute_method: str | None = option(None, "Which layers full recomputation covers.", choices=("uniform", "block"))
-    recompute_num_layers: int | None = option(None, "Layers per recomputation unit; goes with recompute-method.")
+    recompute_method: str | None = option(
+        None, "Which layers full recomputation covers.", choices=("uniform", "block")
+    )
+    recompute_num_layers: int | None = option(
+        None, "Layers per recomputation unit; goes with recompute-method."
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,11 +181,15 @@ NOT_FLAGS = {
     "use_cpu_initialization": "set by the accelerator",
     "barrier_with_L1_time": "timers are slime's own",
     "log_max_attention_logit": "needs a Megatron timer loop",
-    "overlap_p2p_comm": "on with --num-layers-per-virtual-pipeline-stage: batched messages of the interleaved schedule get mixed up",
+    "overlap_p2p_comm": (
+        "on with --num-layers-per-virtual-pipeline-stage: batched messages of the "
+        "interleaved schedule get mixed up"
+    ),
     "batch_p2p_comm": "off with --num-layers-per-virtual-pipeline-stage, on without",
 }
 
-# What the model is built with on a CPU machine, where CUDA's kernels are not there. Another value is refused.
+# What the model is built with on a CPU machine, where CUDA's kernels are not there. Another value
+# is refused.
 FIXED_ON_CPU: dict[str, Any] = {
     "transformer_impl": "local",
     "gradient_accumulation_fusion": False,
@@ -169,7 +201,8 @@ FIXED_ON_CPU: dict[str, Any] = {
     "moe_grouped_gemm": False,
 }
 
-# Fields of megatron-core that a slime dataclass declares too, on purpose: slime's declaration is the one flag.
+# Fields of megatron-core that a slime dataclass declares too, on purpose: slime's declaration is
+# the one flag.
 SHARED_NAMES = frozenset(
     {
         field.name
@@ -187,7 +220,9 @@ _SCALAR_OR_LIST = re.compile(r"Union\[(\w+), (?:List|list)\[\1\]\]")
 
 @dataclasses.dataclass(frozen=True)
 class MegatronField:
-    """One simple-typed field of a megatron-core config class, as its source declares it. `default` is source text."""
+    """One simple-typed field of a megatron-core config class, as its source declares it. `default`
+    is source text.
+    """
 
     name: str
     config_class: str
@@ -200,7 +235,9 @@ class MegatronField:
 
 
 def megatron_core_folder() -> Path | None:
-    """Returns the folder of the installed megatron-core, without importing it; None where it is not installed."""
+    """Returns the folder of the installed megatron-core, without importing it; None where it is not
+    installed.
+    """
     spec = importlib.util.find_spec("megatron")
     for location in (spec.submodule_search_locations or ()) if spec else ():
         if (Path(location) / "core" / "transformer").is_dir():
@@ -209,14 +246,18 @@ def megatron_core_folder() -> Path | None:
 
 
 def fields_of_source(source: str, config_class: str) -> list[MegatronField]:
-    """Returns the simple-typed fields of `config_class` in Python source text; callables, dtypes and objects are left out.
+    """Returns the simple-typed fields of `config_class` in Python source text; callables, dtypes
+    and objects are left out.
 
     Raises ConfigError when the class is not in the source.
     """
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef) and node.name == config_class:
             return _fields_of_class(node)
-    raise ConfigError(f"megatron-core has no {config_class} where slime looks for it. Install {requirement('megatron-core')}.")
+    raise ConfigError(
+        f"megatron-core has no {config_class} where slime looks for it. Install "
+        f"{requirement('megatron-core')}."
+    )
 
 
 def _fields_of_class(node: ast.ClassDef) -> list[MegatronField]:
@@ -279,7 +320,9 @@ def _default_text(value: ast.expr | None) -> str:
 
 @functools.lru_cache(maxsize=1)
 def megatron_fields() -> tuple[MegatronField, ...]:
-    """Returns the simple fields of all config classes in `SOURCES`, also where two classes share a name; empty without megatron-core."""
+    """Returns the simple fields of all config classes in `SOURCES`, also where two classes share a
+    name; empty without megatron-core.
+    """
     folder = megatron_core_folder()
     if folder is None:
         return ()
@@ -290,13 +333,22 @@ def megatron_fields() -> tuple[MegatronField, ...]:
 
 
 def field_names_of(config_class: str) -> tuple[str, ...]:
-    """Returns the names of the flags that are fields of `config_class`; TransformerConfig includes ModelParallelConfig, its base."""
-    classes = {config_class, "ModelParallelConfig"} if config_class == "TransformerConfig" else {config_class}
-    return tuple(dict.fromkeys(field.name for field in megatron_fields() if field.config_class in classes))
+    """Returns the names of the flags that are fields of `config_class`; TransformerConfig includes
+    ModelParallelConfig, its base.
+    """
+    classes = (
+        {config_class, "ModelParallelConfig"}
+        if config_class == "TransformerConfig"
+        else {config_class}
+    )
+    return tuple(
+        dict.fromkeys(field.name for field in megatron_fields() if field.config_class in classes)
+    )
 
 
 def megatron_specs(taken: frozenset[str]) -> list[OptionSpec]:
-    """Returns one undecided (None) option per megatron-core field whose name and flag are not in `taken`.
+    """Returns one undecided (None) option per megatron-core field whose name and flag are not in
+    `taken`.
 
     A field of several classes becomes one flag whose help names them all: the value goes to each.
     """
@@ -306,12 +358,19 @@ def megatron_specs(taken: frozenset[str]) -> list[OptionSpec]:
         classes_of.setdefault(field.name, []).append(field.config_class)
     specs, seen = [], set()
     for field in megatron_fields():
-        if field.name in seen or field.name in taken or field.name in NOT_FLAGS or flag_of(field.name) in taken:
+        if (
+            field.name in seen
+            or field.name in taken
+            or field.name in NOT_FLAGS
+            or flag_of(field.name) in taken
+        ):
             continue
         seen.add(field.name)
         also = classes_of[field.name][1:]
         sentence = (
-            re.split(r"(?<=[.!?])\s", field.help, maxsplit=1)[0] if field.help else f"megatron-core's {field.name}."
+            re.split(r"(?<=[.!?])\s", field.help, maxsplit=1)[0]
+            if field.help
+            else f"megatron-core's {field.name}."
         )
         off_flag = "--no-" + flag_of(field.name)[2:] if field.kind is bool else None
         specs.append(
@@ -319,7 +378,10 @@ def megatron_specs(taken: frozenset[str]) -> list[OptionSpec]:
                 name=field.name,
                 kind=field.kind,
                 default=None,
-                help=f"{sentence} [megatron-core default: {field.default}{'; also in ' + ', '.join(also) if also else ''}]",
+                help=(
+                    f"{sentence} [megatron-core default: "
+                    f"{field.default}{'; also in ' + ', '.join(also) if also else ''}]"
+                ),
                 group=titles[field.config_class],
                 flag=flag_of(field.name),
                 off_flag=off_flag if off_flag not in taken else None,

@@ -15,15 +15,29 @@ class ObservabilityOptions:
     """Observability: the run folder, trackers, the terminal."""
 
     run_name: str | None = option(
-        None, "Name of this run: its folder under runs/ and its name in trackers; default: the start time."
+        None,
+        (
+            "Name of this run: its folder under runs/ and its name in trackers; default: the start "
+            "time."
+        ),
     )
     run_dir: str | None = option(
         None,
-        "Folder of this run's metrics.jsonl, progress.jsonl and report, on a file system that every node shares; "
+        "Folder of this run's metrics.jsonl, progress.jsonl and report, on a file system that "
+        "every node shares; "
         "default: runs/<run name>. An existing one is continued.",
     )
-    live_view: bool = option(True, "Show progress in the terminal (plain lines when it is not a terminal).")
-    write_report: bool = option(True, "Print a summary and write report.png when the run ends; a problem in it makes the exit status 1.")
+    live_view: bool = option(
+        True, "Show progress in the terminal (plain lines when it is not a terminal)."
+    )
+    write_report: bool = option(
+        True,
+        (
+            "Print a summary and write report.png when the run ends; a problem in it makes the "
+            "exit "
+            "status 1."
+        ),
+    )
     use_wandb: bool = option(False, "Send metrics to Weights & Biases.")
     wandb_mode: str | None = option(
         None, "online sends, offline writes files to sync later; default: WANDB_MODE, else online.",
@@ -43,38 +57,60 @@ class ObservabilityOptions:
         disable_flag="--disable-wandb-random-suffix",
     )
     wandb_run_id: str | None = option(
-        None, "W&B run to write to; default: derived from the run folder, so a resumed run continues its own."
+        None,
+        (
+            "W&B run to write to; default: derived from the run folder, so a resumed run continues "
+            "its "
+            "own."
+        ),
     )
     wandb_always_use_train_step: bool = option(
         False, "Number rollout and evaluation records by optimizer steps instead of rollouts."
     )
     use_tensorboard: bool = option(False, "Write TensorBoard event files.")
     tb_project_name: str | None = option(
-        None, "First folder below the TensorBoard root (TENSORBOARD_DIR, else <run dir>/tensorboard)."
+        None,
+        "First folder below the TensorBoard root (TENSORBOARD_DIR, else <run dir>/tensorboard).",
     )
     tb_experiment_name: str | None = option(None, "Second folder below the TensorBoard root.")
     log_passrate: bool = option(False, "Log unbiased pass@k of every rollout.")
-    log_multi_turn: bool = option(False, "Log numbers of turns and of tokens that the environment wrote.")
-    log_correct_samples: bool = option(False, "Log lengths and entropy of the samples with reward 1.")
+    log_multi_turn: bool = option(
+        False, "Log numbers of turns and of tokens that the environment wrote."
+    )
+    log_correct_samples: bool = option(
+        False, "Log lengths and entropy of the samples with reward 1."
+    )
     logprob_diff_alarm: float = option(
-        0.1, "Mean |trainer - engine| log-prob difference, nats per token, above which a rollout raises an alarm."
+        0.1,
+        (
+            "Mean |trainer - engine| log-prob difference, nats per token, above which a rollout "
+            "raises "
+            "an alarm."
+        ),
     )
     logprob_diff_stop: float | None = option(
         None,
-        "Mean |trainer - engine| log-prob difference, nats per token, above which the run ends before the optimizer step. Samples of older weights "
+        "Mean |trainer - engine| log-prob difference, nats per token, above which the run ends "
+        "before the optimizer step. Samples of older weights "
         "than those being trained, as in slime train-async, do not count.",
     )
     untrained_tokens_alarm: float = option(
         0.01,
-        "Share of sampled tokens outside the loss, in samples that train, above which a rollout raises an alarm; 1 where your generate function "
+        "Share of sampled tokens outside the loss, in samples that train, above which a rollout "
+        "raises an alarm; 1 where your generate function "
         "masks sampled tokens on purpose.",
     )
-    log_reward_category: str | None = option(None, "Key of a dict reward whose values are counted as categories.")
+    log_reward_category: str | None = option(
+        None, "Key of a dict reward whose values are counted as categories."
+    )
 
 
-def resolve_run_dir(run_dir: str | None, run_name: str | None, *, started: float | None = None) -> str:
-    """Returns the run folder's absolute path: `run_dir` as given, else runs/<run_name>, else runs/<start
-    time>-<process id>."""
+def resolve_run_dir(
+    run_dir: str | None, run_name: str | None, *, started: float | None = None
+) -> str:
+    """Returns the run folder's absolute path: `run_dir` as given, else runs/<run_name>, else
+    runs/<start time>-<process id>.
+    """
     if run_dir is None:
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(started))
         run_dir = os.path.join("runs", run_name or f"{stamp}-{os.getpid()}")
@@ -82,6 +118,7 @@ def resolve_run_dir(run_dir: str | None, run_name: str | None, *, started: float
 
 
 def resolve_wandb_run_id(wandb_run_id: str | None, run_dir: str) -> str:
-    """Returns the id every process and every resumed process of this run folder uses: the given one, else 8 hex
-    digits of the folder's path."""
+    """Returns the id every process and every resumed process of this run folder uses: the given
+    one, else 8 hex digits of the folder's path.
+    """
     return wandb_run_id or hashlib.sha256(os.path.abspath(run_dir).encode()).hexdigest()[:8]

@@ -1,17 +1,21 @@
-"""`option(...)`: how an option is declared, once. Command line, YAML keys, help and docs are generated from it.
+"""`option(...)`: how an option is declared, once. Command line, YAML keys, help and docs are
+generated from it.
 
     @dataclasses.dataclass(frozen=True)
     class RolloutOptions:
         rollout_batch_size: int = option(REQUIRED, "Prompts per rollout.")
         rollout_temperature: float = option(1.0, "Sampling temperature, > 0.")
         rollout_stop: list[str] | None = option(None, "Stop strings.")
-        rewards_normalization: bool = option(True, "Subtract the group mean.", disable_flag="--disable-rewards-normalization")
-        rollout_sample_hook_path: list[str] | None = option(None, "Hook, may be repeated.", repeat=True)
+        rewards_normalization: bool = option(True, "Subtract the group mean.",
+        disable_flag="--disable-rewards-normalization")
+        rollout_sample_hook_path: list[str] | None = option(None, "Hook, may be repeated.",
+        repeat=True)
 
-The flag is the field's name with dashes. The type is read from the annotation: int, float, str, bool, `X | None`,
-`list[X]` (several values after one flag; with `repeat=True` one value per repetition), `dict` (a JSON object).
-A bool with default False is a switch `--x`; one with default True needs `disable_flag`, or gets `--no-x`.
-A class's docstring is the title of its group in `--help`.
+The flag is the field's name with dashes. The type is read from the annotation: int, float, str,
+bool, `X | None`, `list[X]` (several values after one flag; with `repeat=True` one value per
+repetition), `dict` (a JSON object). A bool with default False is a switch `--x`; one with default
+True needs `disable_flag`, or gets `--no-x`. A class's docstring is the title of its group in
+`--help`.
 """
 
 from __future__ import annotations
@@ -54,7 +58,9 @@ def option(
     repeat: bool = False,
     metavar: str | None = None,
 ) -> Any:
-    """Returns a dataclass field with `default` whose metadata["option"] is an `OptionInfo`. List and dict defaults are copied per instance."""
+    """Returns a dataclass field with `default` whose metadata["option"] is an `OptionInfo`. List
+    and dict defaults are copied per instance.
+    """
     info = OptionInfo(
         help=help,
         choices=tuple(choices) if choices is not None else None,

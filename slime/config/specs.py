@@ -1,4 +1,6 @@
-"""Reads the option dataclasses into one flat list of `OptionSpec`, and converts text to an option's type."""
+"""Reads the option dataclasses into one flat list of `OptionSpec`, and converts text to an option's
+type.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,18 @@ from slime.exceptions import ConfigError
 
 SCALAR_KINDS = (int, float, str, bool, dict)
 INT_TEXT = re.compile(r"[+-]?\d+(_\d+)*")
-SECRET_NAME = re.compile(r"(^|_)(api_key|secret|password|passwd|auth_token|access_token|hf_token)(_|$)|^wandb_key$")
+SECRET_NAME = re.compile(
+    r"(^|_)(api_key|secret|password|passwd|auth_token|access_token|hf_token)(_|$)|^wandb_key$"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class OptionSpec:
     """One option, in the form that the command line, YAML files, help and docs are generated from.
 
-    `kind` is int, float, str, bool or dict; `many` says that the value is a list of `kind`; `optional` that None is a legal value;
-    `unwrap` that a list of one is that one value.
-    A bool has `off_flag` (sets False) and, when it is off or undecided by default, `flag` (sets True).
+    `kind` is int, float, str, bool or dict; `many` says that the value is a list of `kind`;
+    `optional` that None is a legal value; `unwrap` that a list of one is that one value. A bool has
+    `off_flag` (sets False) and, when it is off or undecided by default, `flag` (sets True).
     """
 
     name: str
@@ -75,7 +79,9 @@ def flag_of(name: str) -> str:
 
 
 def read_annotation(annotation: Any) -> tuple[type, bool, bool, tuple[Any, ...] | None]:
-    """Returns (kind, many, optional, choices) of a type annotation. Raises TypeError for a type no command line can express."""
+    """Returns (kind, many, optional, choices) of a type annotation. Raises TypeError for a type no
+    command line can express.
+    """
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         inner = [argument for argument in arguments if argument is not type(None)]
@@ -94,14 +100,20 @@ def read_annotation(annotation: Any) -> tuple[type, bool, bool, tuple[Any, ...] 
         return annotation, False, False, None
     if annotation is list:
         return str, True, False, None
-    raise TypeError(f"an option cannot be {annotation}: use int, float, str, bool, dict, list[...] or X | None")
+    raise TypeError(
+        f"an option cannot be {annotation}: use int, float, str, bool, dict, list[...] or X | None"
+    )
 
 
 def specs_of_dataclass(cls: type) -> list[OptionSpec]:
-    """Returns one spec per field of an option dataclass. Raises TypeError for a field without `option(...)` or with a foreign type."""
+    """Returns one spec per field of an option dataclass. Raises TypeError for a field without
+    `option(...)` or with a foreign type.
+    """
     group = (cls.__doc__ or cls.__name__).strip().splitlines()[0].rstrip(".")
     hints = typing.get_type_hints(cls)
-    return [_spec_of_field(cls, field, hints[field.name], group) for field in dataclasses.fields(cls)]
+    return [
+        _spec_of_field(cls, field, hints[field.name], group) for field in dataclasses.fields(cls)
+    ]
 
 
 def _spec_of_field(cls: type, field: dataclasses.Field, annotation: Any, group: str) -> OptionSpec:
@@ -147,21 +159,29 @@ def option_classes(concerns: Iterable[str] = CONCERNS) -> list[type]:
     for concern in concerns:
         module = importlib.import_module(f"slime.config.{concern}")
         for value in vars(module).values():
-            if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__module__ == module.__name__:
+            if (
+                isinstance(value, type)
+                and dataclasses.is_dataclass(value)
+                and value.__module__ == module.__name__
+            ):
                 if any("option" in field.metadata for field in dataclasses.fields(value)):
                     classes.append(value)
     return classes
 
 
 def slime_specs() -> list[OptionSpec]:
-    """Returns the specs of all option dataclasses of slime. Raises ConfigError when two of them claim one name or flag."""
+    """Returns the specs of all option dataclasses of slime. Raises ConfigError when two of them
+    claim one name or flag.
+    """
     specs = [spec for cls in option_classes() for spec in specs_of_dataclass(cls)]
     require_unique(specs)
     return specs
 
 
 def require_unique(specs: Iterable[OptionSpec]) -> None:
-    """Raises ConfigError that names every option name and flag which is declared twice, with the groups that declare it."""
+    """Raises ConfigError that names every option name and flag which is declared twice, with the
+    groups that declare it.
+    """
     owners: dict[str, str] = {}
     clashes = []
     for spec in specs:
@@ -175,11 +195,15 @@ def require_unique(specs: Iterable[OptionSpec]) -> None:
 
 @functools.lru_cache(maxsize=1)
 def all_specs() -> tuple[OptionSpec, ...]:
-    """Returns every option: slime's dataclasses, then Megatron's own. Megatron's configs are read from source, torch is not imported."""
+    """Returns every option: slime's dataclasses, then Megatron's own. Megatron's configs are read
+    from source, torch is not imported.
+    """
     from slime.config.megatron import megatron_specs
 
     own = slime_specs()
-    specs = own + megatron_specs(taken=frozenset(word for spec in own for word in (spec.name, *spec.flags)))
+    specs = own + megatron_specs(
+        taken=frozenset(word for spec in own for word in (spec.name, *spec.flags))
+    )
     require_unique(specs)
     return tuple(specs)
 
@@ -191,7 +215,9 @@ def specs_by_name() -> dict[str, OptionSpec]:
 
 
 def nearest_names(word: str, names: Iterable[str], *, count: int = 1) -> list[str]:
-    """Returns the names most like `word`, the best first, judged without regard to case, dashes and underscores."""
+    """Returns the names most like `word`, the best first, judged without regard to case, dashes and
+    underscores.
+    """
 
     def plain(text: str) -> str:
         return text.lower().lstrip("-").replace("-", "_")
@@ -203,22 +229,29 @@ def nearest_names(word: str, names: Iterable[str], *, count: int = 1) -> list[st
     if target in by_plain:
         return [by_plain[target]]
     close = difflib.get_close_matches(target, by_plain, n=max(count, 5), cutoff=0.6)
-    close.sort(key=lambda match: sorted(match) != sorted(target))  # two letters that changed places: "gpro" is grpo
+    # two letters that changed places: "gpro" is grpo
+    close.sort(key=lambda match: sorted(match) != sorted(target))
     return [by_plain[match] for match in close[:count]]
 
 
 def convert_text(spec: OptionSpec, text: str) -> Any:
-    """Returns one value of `spec` from its text. Raises ValueError that says what is wrong and what would be right."""
+    """Returns one value of `spec` from its text. Raises ValueError that says what is wrong and what
+    would be right.
+    """
     value = _convert_scalar(spec.kind, text)
     return require_choice(spec, value)
 
 
 def require_choice(spec: OptionSpec, value: Any) -> Any:
-    """Returns `value` when it is among the choices of `spec`. Raises ValueError with the choices otherwise."""
+    """Returns `value` when it is among the choices of `spec`. Raises ValueError with the choices
+    otherwise.
+    """
     if spec.choices is not None and value is not None and value not in spec.choices:
         near = nearest_names(str(value), [str(choice) for choice in spec.choices])
         hint = f" Did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{value!r} is not one of {', '.join(str(choice) for choice in spec.choices)}.{hint}")
+        raise ValueError(
+            f"{value!r} is not one of {', '.join(str(choice) for choice in spec.choices)}.{hint}"
+        )
     return value
 
 
@@ -251,7 +284,9 @@ def _convert_scalar(kind: type, text: str) -> Any:
         try:
             value = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{text!r} is not JSON ({error.msg} at character {error.pos}).") from None
+            raise ValueError(
+                f"{text!r} is not JSON ({error.msg} at character {error.pos})."
+            ) from None
         if not isinstance(value, dict):
             raise ValueError(f'{text!r} is not a JSON object; write it like {{"key": value}}.')
         return value
@@ -265,5 +300,7 @@ def _convert_int(text: str) -> int:
         as_float = float(text)
     except ValueError:
         raise ValueError(f"{text!r} is not a whole number.") from None
-    hint = f" Write {int(as_float)}." if math.isfinite(as_float) and as_float == int(as_float) else ""
+    hint = (
+        f" Write {int(as_float)}." if math.isfinite(as_float) and as_float == int(as_float) else ""
+    )
     raise ValueError(f"{text!r} is not a whole number.{hint}")

@@ -1,6 +1,8 @@
-"""Every place that waits or tries again: for what, how long at most, which option sets it, what is said then. docs/loops.md is made from it.
+"""Every place that waits or tries again: for what, how long at most, which option sets it, what is
+said then. docs/loops.md is made from it.
 
-A test looks for waits in the code and fails for one that stands in no row; another looks for each row's message and test.
+A test looks for waits in the code and fails for one that stands in no row; another looks for each
+row's message and test.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ ASKED = "gave no answer within"
 class Wait:
     """One wait or repetition.
 
-    places: "file::Class.function" of the calls that wait, below slime/. options: flags that bound it; constants: "file::NAME" of
-    fixed bounds in seconds or tries. message: words of what is said at the end, which stand in `said_in` (default: the first place's
-    file); "" where the words are another library's. test: "file::function" below tests/ of a test that reaches the bound.
+    places: "file::Class.function" of the calls that wait, below slime/. options: flags that bound
+    it; constants: "file::NAME" of fixed bounds in seconds or tries. message: words of what is said
+    at the end, which stand in `said_in` (default: the first place's file); "" where the words are
+    another library's. test: "file::function" below tests/ of a test that reaches the bound.
     """
 
     group: str
@@ -49,7 +52,11 @@ AROUND = "Around a run"
 WAITS = (
     Wait(
         GENERATION,
-        "an engine's answer to a generation request: connection errors, timeouts and 5xx replies are tried again on the next engine",
+        (
+            "an engine's answer to a generation request: connection errors, timeouts and 5xx "
+            "replies "
+            "are tried again on the next engine"
+        ),
         ("rollout/engine_client.py::request_generate",),
         "the sample fails with that reason",
         " follows",
@@ -68,7 +75,11 @@ WAITS = (
     ),
     Wait(
         GENERATION,
-        "a group whose request an engine ended by itself: it is generated again while it gets new tokens, else a few times",
+        (
+            "a group whose request an engine ended by itself: it is generated again while it gets "
+            "new "
+            "tokens, else a few times"
+        ),
         ("rollout/group_loop.py::GroupLoop.run", "rollout/fully_async_rollout.py::_collect"),
         "its samples fail with that reason",
         "without a new token, more than --max-engine-aborts",
@@ -118,7 +129,10 @@ WAITS = (
     Wait(
         GENERATION,
         "the fully asynchronous worker, alive and not idle",
-        ("rollout/fully_async_rollout.py::AsyncRolloutWorker.stop", "rollout/fully_async_rollout.py::_collect"),
+        (
+            "rollout/fully_async_rollout.py::AsyncRolloutWorker.stop",
+            "rollout/fully_async_rollout.py::_collect",
+        ),
         "the run ends with the worker's error, or says that it was stopped",
         "the asynchronous worker was stopped",
         "rollout/test_group_selection.py::test_a_worker_that_was_stopped_is_not_waited_for",
@@ -126,7 +140,10 @@ WAITS = (
     ),
     Wait(
         GENERATION,
-        "all samples of an evaluation data set, where its entry in --eval-config has an eval_task_timeout",
+        (
+            "all samples of an evaluation data set, where its entry in --eval-config has an "
+            "eval_task_timeout"
+        ),
         ("rollout/evaluation.py::evaluate_dataset",),
         "the run ends with how many were done",
         "within eval_task_timeout",
@@ -137,7 +154,10 @@ WAITS = (
         GENERATION,
         "a custom generate function, and the hooks of a sample",
         (),
-        "the sample fails with that reason; one that blocks its event loop, or keeps the interpreter, ends the run as below",
+        (
+            "the sample fails with that reason; one that blocks its event loop, or keeps the "
+            "interpreter, ends the run as below"
+        ),
         "did not return within",
         "rollout/test_user_functions.py::test_a_generate_function_or_hook_that_waits_for_ever_costs_its_sample_only",
         options=("--generate-timeout",),
@@ -286,7 +306,10 @@ WAITS = (
     ),
     Wait(
         DRIVING,
-        "a rollout, a training step, a weight update, a checkpoint, an evaluation: everything inside them as well",
+        (
+            "a rollout, a training step, a weight update, a checkpoint, an evaluation: everything "
+            "inside them as well"
+        ),
         (
             "ray/utils.py::wait_for",
             "ray/actors.py::get",
@@ -340,7 +363,11 @@ WAITS = (
     ),
     Wait(
         AROUND,
-        "processes, threads and connections that end: they are asked, then ended by force or left behind",
+        (
+            "processes, threads and connections that end: they are asked, then ended by force or "
+            "left "
+            "behind"
+        ),
         (
             "train.py::build_run",
             "ray/rollout_servers.py::RolloutServers.stop",
@@ -415,16 +442,12 @@ WORKERS = (
     ),
     Worker(
         "the engine's thread waits for requests",
-        (
-            "backends/torch_engine/engine.py::Engine._loop",
-        ),
+        ("backends/torch_engine/engine.py::Engine._loop",),
         "stopped with the engine; its failure answers every request",
     ),
     Worker(
         "a stream waits for the next tokens of its request",
-        (
-            "backends/torch_engine/server.py::EngineServer._stream",
-        ),
+        ("backends/torch_engine/server.py::EngineServer._stream",),
         "the request ends, or the client goes away",
     ),
     Worker(
@@ -454,23 +477,17 @@ WORKERS = (
     ),
     Worker(
         "the trackers follow the records of all processes",
-        (
-            "tracking/tracking.py::Tracking._follow",
-        ),
+        ("tracking/tracking.py::Tracking._follow",),
         "stopped with the run",
     ),
     Worker(
         "the thread that watches calls of user functions",
-        (
-            "utils/watched_calls.py::CallWatch._watch",
-        ),
+        ("utils/watched_calls.py::CallWatch._watch",),
         "ends with its process",
     ),
     Worker(
         "the thread that writes the gate's snapshots",
-        (
-            "gate/snapshots.py::SnapshotWriter._work",
-        ),
+        ("gate/snapshots.py::SnapshotWriter._work",),
         "closed with the gate",
     ),
     Worker(
@@ -488,9 +505,7 @@ WORKERS = (
     ),
     Worker(
         "`slime.rollout.sleep_rollout.sleep` keeps engines up for a look at them",
-        (
-            "rollout/sleep_rollout.py::sleep",
-        ),
+        ("rollout/sleep_rollout.py::sleep",),
         "ended by hand; it is meant to wait",
     ),
 )

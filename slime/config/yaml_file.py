@@ -1,7 +1,8 @@
-"""`--config FILE.yaml` and its inverse: reads option values with file and line in every error, writes them back.
+"""`--config FILE.yaml` and its inverse: reads option values with file and line in every error,
+writes them back.
 
-Each scalar is read by the *option's* type, not by YAML's guess: `lr: 1e-6` is a number, `name: off` is text, `steps: "5"` is an
-error because it is quoted text. PyYAML is imported on first use.
+Each scalar is read by the *option's* type, not by YAML's guess: `lr: 1e-6` is a number, `name: off`
+is text, `steps: "5"` is an error because it is quoted text. PyYAML is imported on first use.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ URL_PASSWORD = re.compile(r"(\w+://)([^/\s:@]+):([^/\s@]+)@")
 
 @dataclasses.dataclass(frozen=True)
 class FileValues:
-    """What a YAML file says: known options by name, other keys by name, every problem found, each with file and line, and the keys that
-    are accepted without effect, each with the reason.
+    """What a YAML file says: known options by name, other keys by name, every problem found, each
+    with file and line, and the keys that are accepted without effect, each with the reason.
     """
 
     known: dict[str, Any]
@@ -41,12 +42,17 @@ class FileValues:
 
 
 def read_option_file(
-    path: str, specs: Mapping[str, OptionSpec], *, plugin_names: Iterable[str] = (), strict: bool = True
+    path: str,
+    specs: Mapping[str, OptionSpec],
+    *,
+    plugin_names: Iterable[str] = (),
+    strict: bool = True,
 ) -> FileValues:
     """Returns the options in YAML file `path`, converted and checked by `specs`.
 
-    Keys may use dashes or underscores. Keys in `plugin_names` (and, unless `strict`, all unknown keys) keep YAML's own value.
-    Raises ConfigError when the file cannot be read or is not YAML; other problems are collected in the result.
+    Keys may use dashes or underscores. Keys in `plugin_names` (and, unless `strict`, all unknown
+    keys) keep YAML's own value. Raises ConfigError when the file cannot be read or is not YAML;
+    other problems are collected in the result.
     """
     import yaml
 
@@ -59,12 +65,16 @@ def read_option_file(
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else path
-        raise ConfigError(f"{where}: not YAML: {getattr(error, 'problem', None) or error}.") from error
+        raise ConfigError(
+            f"{where}: not YAML: {getattr(error, 'problem', None) or error}."
+        ) from error
     found = FileValues({}, {}, [])
     if root is None:
         return found
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{path}:{root.start_mark.line + 1}: expected `option: value` lines, found a {root.id}.")
+        raise ConfigError(
+            f"{path}:{root.start_mark.line + 1}: expected `option: value` lines, found a {root.id}."
+        )
     reader = _Reader(path, yaml)
     seen: dict[str, int] = {}
     for key_node, value_node in root.value:
@@ -72,7 +82,9 @@ def read_option_file(
         key = str(key_node.value).strip()
         name = key.replace("-", "_")
         if name in seen:
-            found.problems.append(f"{path}:{line}: {key!r} is given twice (first on line {seen[name]}).")
+            found.problems.append(
+                f"{path}:{line}: {key!r} is given twice (first on line {seen[name]})."
+            )
             continue
         seen[name] = line
         if name == DERIVED:
@@ -82,19 +94,29 @@ def read_option_file(
                 found.known[name] = reader.value(specs[name], value_node)
             elif name in plugin_names or not strict:
                 found.other[name] = reader.plain(value_node)
-            elif (flag := compat_flags().get("--" + name.replace("_", "-"))) and flag.status is FlagStatus.IGNORED:
+            elif (
+                flag := compat_flags().get("--" + name.replace("_", "-"))
+            ) and flag.status is FlagStatus.IGNORED:
                 found.warnings.append(f"{path}:{line}: {key} is ignored: {flag.reason}.")
             else:
                 near = nearest_names(name, [*specs, *plugin_names])
-                nearest = f"Did you mean {near[0]!r}?" if near else "`slime train --help` lists all options."
-                found.problems.append(f"{path}:{line}: unknown key {key!r}. {synonym_hint(name) or nearest}")
+                nearest = (
+                    f"Did you mean {near[0]!r}?"
+                    if near
+                    else "`slime train --help` lists all options."
+                )
+                found.problems.append(
+                    f"{path}:{line}: unknown key {key!r}. {synonym_hint(name) or nearest}"
+                )
         except ValueError as error:
             found.problems.append(f"{path}:{line}: {key}: {error}")
     return found
 
 
 class _Reader:
-    """Turns YAML nodes into option values; errors are ValueErrors without position, the caller knows the line."""
+    """Turns YAML nodes into option values; errors are ValueErrors without position, the caller
+    knows the line.
+    """
 
     def __init__(self, path: str, yaml_module: Any) -> None:
         self.path = path
@@ -113,7 +135,9 @@ class _Reader:
         yaml = self.yaml
         if isinstance(node, yaml.ScalarNode) and node.style is None and node.value in NULL_WORDS:
             if not spec.optional:
-                raise ValueError(f"has no value; it needs {spec.type_name}, the default is {spec.default!r}.")
+                raise ValueError(
+                    f"has no value; it needs {spec.type_name}, the default is {spec.default!r}."
+                )
             return None
         if isinstance(node, yaml.ScalarNode) and is_list_text(spec, node.value):
             return convert_list_text(spec, node.value)
@@ -155,10 +179,12 @@ def _siblings_hint(path: str) -> str:
 
 
 def resolved_values(args: argparse.Namespace, specs: Iterable[OptionSpec]) -> dict[str, Any]:
-    """Returns what a resolved configuration records: every option of `args` except those that are None by default and still are.
+    """Returns what a resolved configuration records: every option of `args` except those that are
+    None by default and still are.
 
-    For derived values what was asked for: a flag beside the file must reach what follows from it (--eps-clip the upper bound,
-    --dump-details the paths of the dumps, --hf-checkpoint the shape of the model).
+    For derived values what was asked for: a flag beside the file must reach what follows from it
+    (--eps-clip the upper bound, --dump-details the paths of the dumps, --hf-checkpoint the shape of
+    the model).
     """
     requested = vars(args).get("as_requested", {})
     values = {}
@@ -171,20 +197,30 @@ def resolved_values(args: argparse.Namespace, specs: Iterable[OptionSpec]) -> di
 
 
 def derived_values(args: argparse.Namespace, specs: Iterable[OptionSpec]) -> dict[str, Any]:
-    """Returns the options that follow from others, as they came out. Not those that follow from the disk or the clock."""
+    """Returns the options that follow from others, as they came out. Not those that follow from the
+    disk or the clock.
+    """
     requested = vars(args).get("as_requested", {})
     names = (spec.name for spec in specs if spec.name in requested and spec.name not in VOLATILE)
     return {name: getattr(args, name) for name in names if getattr(args, name) != requested[name]}
 
 
 def format_resolved(args: argparse.Namespace, specs: Iterable[OptionSpec]) -> str:
-    """Returns the options of `args` as YAML under one comment per group. Read back with --config it gives the same options.
+    """Returns the options of `args` as YAML under one comment per group. Read back with --config it
+    gives the same options.
 
-    Secrets (API keys, passwords, also inside URLs) are replaced: a comment says that a value was there.
+    Secrets (API keys, passwords, also inside URLs) are replaced: a comment says that a value was
+    there.
     """
     specs = list(specs)
     values = resolved_values(args, specs)
-    lines = ["# Resolved options of slime. Use: slime train --config THIS_FILE (flags on the command line win)."]
+    lines = [
+        (
+            "# Resolved options of slime. Use: slime train --config THIS_FILE (flags on the "
+            "command "
+            "line win)."
+        )
+    ]
     group = None
     for spec in specs:
         if spec.name not in values:
@@ -199,13 +235,23 @@ def format_resolved(args: argparse.Namespace, specs: Iterable[OptionSpec]) -> st
             lines.append(format_entry(spec, mask_urls(value)))
     derived = derived_values(args, specs)
     if derived:
-        lines += ["", "# What followed from them. A run from this file does not read it: it follows anew.", f"{DERIVED}:"]
-        lines += [f"  {format_entry(spec, mask_urls(derived[spec.name]))}" for spec in specs if spec.name in derived]
+        lines += [
+            "",
+            "# What followed from them. A run from this file does not read it: it follows anew.",
+            f"{DERIVED}:",
+        ]
+        lines += [
+            f"  {format_entry(spec, mask_urls(derived[spec.name]))}"
+            for spec in specs
+            if spec.name in derived
+        ]
     return "\n".join(lines) + "\n"
 
 
 def mask_urls(value: Any) -> Any:
-    """Returns `value` with the password of every `scheme://user:password@host` in it replaced by ***."""
+    """Returns `value` with the password of every `scheme://user:password@host` in it replaced by
+    ***.
+    """
     if isinstance(value, str):
         return URL_PASSWORD.sub(r"\1\2:***@", value)
     if isinstance(value, list | tuple):
@@ -216,7 +262,9 @@ def mask_urls(value: Any) -> Any:
 
 
 def format_entry(spec: OptionSpec, value: Any) -> str:
-    """Returns one `name: value` line. Text is written as JSON where YAML would read something else."""
+    """Returns one `name: value` line. Text is written as JSON where YAML would read
+    something else.
+    """
     return f"{spec.name}: {_format_value(spec, value)}"
 
 
@@ -224,7 +272,9 @@ def _format_value(spec: OptionSpec, value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_format_value(spec, item) for item in value) + "]"
     if isinstance(value, str):
-        is_simple = re.fullmatch(r"[A-Za-z_/][\w./+-]*", value, re.ASCII) and value not in NULL_WORDS
+        is_simple = (
+            re.fullmatch(r"[A-Za-z_/][\w./+-]*", value, re.ASCII) and value not in NULL_WORDS
+        )
         return value if is_simple else _quoted(value)
     return _format_plain(value)
 
@@ -244,13 +294,22 @@ def _format_plain(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_format_plain(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_quoted(str(key))}: {_format_plain(item)}" for key, item in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(
+                f"{_quoted(str(key))}: {_format_plain(item)}" for key, item in value.items()
+            )
+            + "}"
+        )
     return _quoted(str(value))
 
 
 def _quoted(text: str) -> str:
-    # JSON's escapes are YAML's, except for surrogate pairs: characters beyond 16 bits stay as they are.
-    return '"' + "".join(char if ord(char) > 0xFFFF else json.dumps(char)[1:-1] for char in text) + '"'
+    # JSON's escapes are YAML's, except for surrogate pairs: characters beyond 16 bits stay as they
+    # are.
+    return (
+        '"' + "".join(char if ord(char) > 0xFFFF else json.dumps(char)[1:-1] for char in text) + '"'
+    )
 
 
 def write_resolved_config(args: argparse.Namespace, path: str | os.PathLike) -> None:

@@ -1,7 +1,9 @@
-"""`RolloutBatch`: the columns of one rollout batch or of one rank's shard, and `localize`, which turns a shard into a rank's batch.
+"""`RolloutBatch`: the columns of one rollout batch or of one rank's shard, and `localize`, which
+turns a shard into a rank's batch.
 
-It behaves as `dict[str, list]`, whatever is inside. Whether a list covers the whole rollout batch or this rank's samples is stated
-by the contract, and asked with `local(name)` / `whole(name)`: the wrong question is an error, never a shorter list.
+It behaves as `dict[str, list]`, whatever is inside. Whether a list covers the whole rollout batch
+or this rank's samples is stated by the contract, and asked with `local(name)` / `whole(name)`: the
+wrong question is an error, never a shorter list.
 
     whole batch --split_by_dp--> shard per rank --[ray.put / ray.get]--> localize --> local batch
 
@@ -44,19 +46,26 @@ class Stage(enum.Enum):
 
 
 class RolloutBatch(dict):
-    """Fields by name. `batch[name]` is a list (a tensor [N] for numbers that live on the device); `batch.column(name)` the arrays behind it."""
+    """Fields by name. `batch[name]` is a list (a tensor [N] for numbers that live on the device);
+    `batch.column(name)` the arrays behind it.
+    """
 
     def __init__(
-        self, entries: Mapping[str, Any] | Iterable = (), *, stage: Stage = Stage.WHOLE, info: dict | None = None
+        self,
+        entries: Mapping[str, Any] | Iterable = (),
+        *,
+        stage: Stage = Stage.WHOLE,
+        info: dict | None = None,
     ) -> None:
         super().__init__()
         self.stage = stage
-        self.info: dict[str, Any] = dict(info or {})  # small: num_whole, dp_rank, dp_size, declared, ...
+        # small: num_whole, dp_rank, dp_size, declared, ...
+        self.info: dict[str, Any] = dict(info or {})
         self.cache: dict[str, Any] = {}  # derived layouts, never shipped
         for name, value in dict(entries).items():
             dict.__setitem__(self, name, value)
 
-    # --- dict[str, list] -------------------------------------------------------------------------------------------
+    # --- dict[str, list] --------------------------------------------------------------------------
 
     def __getitem__(self, name: str) -> Any:
         value = dict.__getitem__(self, name)
@@ -65,7 +74,8 @@ class RolloutBatch(dict):
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self else default
 
-    def __iter__(self) -> Iterator[str]:  # overridden so that dict(batch) and {**batch} come through __getitem__
+    # overridden so that dict(batch) and {**batch} come through __getitem__
+    def __iter__(self) -> Iterator[str]:
         return iter(dict.keys(self))
 
     def items(self):
@@ -93,7 +103,11 @@ class RolloutBatch(dict):
     def update(self, *args: Any, **kw: Any) -> None:
         for other in args:
             # columns stay columns
-            pairs = [(name, other.raw(name)) for name in other] if isinstance(other, RolloutBatch) else dict(other).items()
+            pairs = (
+                [(name, other.raw(name)) for name in other]
+                if isinstance(other, RolloutBatch)
+                else dict(other).items()
+            )
             for name, value in pairs:
                 self[name] = value
         for name, value in kw.items():
@@ -102,7 +116,9 @@ class RolloutBatch(dict):
     def copy(self) -> RolloutBatch:
         """A batch with the same columns; replacing a field in one leaves the other alone."""
         return RolloutBatch(
-            {name: dict.__getitem__(self, name) for name in dict.keys(self)}, stage=self.stage, info=self.info
+            {name: dict.__getitem__(self, name) for name in dict.keys(self)},
+            stage=self.stage,
+            info=self.info,
         )
 
     def __eq__(self, other: object) -> bool:
@@ -116,7 +132,7 @@ class RolloutBatch(dict):
     def __repr__(self) -> str:
         return f"RolloutBatch({self.stage.value}, {', '.join(dict.keys(self))})"
 
-    # --- columns and extents ---------------------------------------------------------------------------------------
+    # --- columns and extents ----------------------------------------------------------------------
 
     def raw(self, name: str) -> Any:
         """What is stored: a column, a list or a tensor."""
@@ -129,13 +145,16 @@ class RolloutBatch(dict):
             return value
         entries = value.as_list() if isinstance(value, Column) else value
         spec = CONTRACT[name]
-        on_device = spec.scope is Scope.TOKEN and isinstance(entries, list) and any(map(is_tensor, entries))
+        on_device = (
+            spec.scope is Scope.TOKEN and isinstance(entries, list) and any(map(is_tensor, entries))
+        )
         if self.stage is Stage.LOCAL and on_device:
             column = Ragged.of_tensors(_all_tensors(name, entries))
         else:
             column = build_column(spec, entries)
         if isinstance(value, Column) and isinstance(column, Column):
-            column.adopt_list(entries)  # the holder of the list goes on seeing, and making, the edits
+            # the holder of the list goes on seeing, and making, the edits
+            column.adopt_list(entries)
             dict.__setitem__(self, name, column)
         return column
 
@@ -158,17 +177,22 @@ class RolloutBatch(dict):
         return spec.extent
 
     def whole(self, name: str) -> Any:
-        """The list over every sample of the rollout batch. `RolloutDataError` where this batch holds only a rank's part."""
+        """The list over every sample of the rollout batch. `RolloutDataError` where this batch
+        holds only a rank's part.
+        """
         extent = self.extent_of(name)
         if extent is Extent.LOCAL:
             raise RolloutDataError(
-                f"{name!r} covers only this rank's {self.num_samples} samples, not the whole rollout batch. Use local({name!r}), or declare "
+                f"{name!r} covers only this rank's {self.num_samples} samples, not the whole "
+                f"rollout batch. Use local({name!r}), or declare "
                 f"the field with extent=Extent.WHOLE."
             )
         return self[name]
 
     def local(self, name: str) -> Any:
-        """The list over this rank's samples. `RolloutDataError` for a whole-batch field, naming its local view."""
+        """The list over this rank's samples. `RolloutDataError` for a whole-batch field, naming its
+        local view.
+        """
         extent = self.extent_of(name)
         if extent is Extent.WHOLE:
             spec = CONTRACT.find(name)
@@ -178,7 +202,9 @@ class RolloutBatch(dict):
                 if view and view in self
                 else "Index whole() with batch['partition'], or split the batch first."
             )
-            raise RolloutDataError(f"{name!r} covers the whole rollout batch, not this rank's samples. {hint}")
+            raise RolloutDataError(
+                f"{name!r} covers the whole rollout batch, not this rank's samples. {hint}"
+            )
         return self[name]
 
     @property
@@ -196,7 +222,7 @@ class RolloutBatch(dict):
         """Samples of the whole rollout batch."""
         return int(self.info["num_whole"]) if "num_whole" in self.info else self.num_samples
 
-    # --- the wire --------------------------------------------------------------------------------------------------
+    # --- the wire ---------------------------------------------------------------------------------
 
     def __reduce__(self):
         return _from_wire, (
@@ -225,7 +251,10 @@ class RolloutBatch(dict):
 def _all_tensors(name: str, entries: list) -> list:
     for i, entry in enumerate(entries):
         if not is_tensor(entry):
-            raise RolloutDataError(f"{name}[{i}] is a {type(entry).__name__} where other entries are tensors; a hook that replaces one gives a tensor.")
+            raise RolloutDataError(
+                f"{name}[{i}] is a {type(entry).__name__} where other entries are tensors; a hook "
+                "that replaces one gives a tensor."
+            )
     return entries
 
 
@@ -248,20 +277,27 @@ def _to_wire(value: Any) -> Any:
 
 def _from_wire(format_name: str, stage: str, info: dict, wire: dict[str, tuple]) -> RolloutBatch:
     if format_name != "slime-columns-1":
-        raise RolloutDataError(f"This shard was written as {format_name!r}; this version reads 'slime-columns-1'.")
+        raise RolloutDataError(
+            f"This shard was written as {format_name!r}; this version reads 'slime-columns-1'."
+        )
     kinds = {"scalars": Scalars, "ragged": Ragged, "parts": Parts}
-    entries = {name: kinds[entry[0]](*entry[1:]) if entry[0] in kinds else entry[1] for name, entry in wire.items()}
+    entries = {
+        name: kinds[entry[0]](*entry[1:]) if entry[0] in kinds else entry[1]
+        for name, entry in wire.items()
+    }
     return RolloutBatch(entries, stage=Stage(stage), info=info)
 
 
-# --- building columns from lists -----------------------------------------------------------------------------------------
+# --- building columns from lists ------------------------------------------------------------------
 
 
 def build_column(spec: FieldSpec, entries: Any, *, required: np.ndarray | None = None) -> Any:
-    """The column of `entries` (one per sample) for this field; a plain list where the contract says Python objects.
+    """The column of `entries` (one per sample) for this field; a plain list where the contract says
+    Python objects.
 
-    `required` [N] bool: samples that must have the field (the valid ones). A field that only some of them have is an error or is filled,
-    as its declaration says; samples that need not have it get an empty or zero stand-in.
+    `required` [N] bool: samples that must have the field (the valid ones). A field that only some
+    of them have is an error or is filled, as its declaration says; samples that need not have it
+    get an empty or zero stand-in.
     """
     if isinstance(entries, Column):
         return entries
@@ -271,7 +307,8 @@ def build_column(spec: FieldSpec, entries: Any, *, required: np.ndarray | None =
         return _build_scalars(spec, entries, required)
     if is_tensor(entries):
         raise RolloutDataError(
-            f"{spec.name} must be a list with one array per sample, got one tensor of shape {tuple(entries.shape)}."
+            f"{spec.name} must be a list with one array per sample, got one tensor of shape "
+            f"{tuple(entries.shape)}."
         )
     entries = fill_missing(spec, list(entries), required)
     if entries and all(map(is_tensor, entries)) and spec.wire_dtype is None:
@@ -279,24 +316,34 @@ def build_column(spec: FieldSpec, entries: Any, *, required: np.ndarray | None =
     if spec.wire_dtype is None:
         return Parts([as_array(entry, what=f"{spec.name}[{i}]") for i, entry in enumerate(entries)])
     dtype = None if spec.wire_dtype == SMALLEST_INT else spec.wire_dtype
-    if dtype is None or not all(type(entry) is np.ndarray and entry.dtype == dtype for entry in entries):
-        entries = [as_array(entry, dtype, what=f"{spec.name}[{i}]") for i, entry in enumerate(entries)]
+    if dtype is None or not all(
+        type(entry) is np.ndarray and entry.dtype == dtype for entry in entries
+    ):
+        entries = [
+            as_array(entry, dtype, what=f"{spec.name}[{i}]") for i, entry in enumerate(entries)
+        ]
     if spec.one_number_per_row:
         for i, entry in enumerate(entries):
             if entry.ndim != 1:
-                raise RolloutDataError(f"{spec.name}[{i}] must have one number per token, got shape {list(entry.shape)}.")
+                raise RolloutDataError(
+                    f"{spec.name}[{i}] must have one number per token, got shape "
+                    f"{list(entry.shape)}."
+                )
     return Parts(entries)
 
 
 def fill_missing(spec: FieldSpec, entries: list, required: np.ndarray | None) -> list:
-    """`entries` with every None replaced, or `RolloutDataError` naming the samples that lack a field others have."""
+    """`entries` with every None replaced, or `RolloutDataError` naming the samples that lack a
+    field others have.
+    """
     missing = [i for i, entry in enumerate(entries) if entry is None]
     if not missing:
         return entries
     bad = missing if required is None else [i for i in missing if required[i]]
     if bad and spec.missing is not Missing.FILL:
         raise RolloutDataError(
-            f"{len(bad)} of {len(entries)} samples have no {spec.name}, for example positions {bad[:5]}, while others have it. Set it on every "
+            f"{len(bad)} of {len(entries)} samples have no {spec.name}, for example positions "
+            f"{bad[:5]}, while others have it. Set it on every "
             f"sample of the rollout, or on none, or declare the field with missing=Missing.FILL and fill=<value>."
         )
     stand_in = spec.fill
@@ -304,7 +351,10 @@ def fill_missing(spec: FieldSpec, entries: list, required: np.ndarray | None) ->
         stand_in = math.nan if np.dtype(spec.wire_dtype).kind == "f" else 0
     elif stand_in is None:
         shape = next((np.shape(entry)[1:] for entry in entries if entry is not None), ())
-        stand_in = np.zeros((0, *shape), dtype=spec.wire_dtype if spec.wire_dtype not in (None, SMALLEST_INT) else None)
+        stand_in = np.zeros(
+            (0, *shape),
+            dtype=spec.wire_dtype if spec.wire_dtype not in (None, SMALLEST_INT) else None,
+        )
     filled = list(entries)
     for i in missing:
         filled[i] = stand_in
@@ -323,10 +373,13 @@ def _build_scalars(spec: FieldSpec, entries: Any, required: np.ndarray | None) -
     try:
         array = np.asarray(entries)
     except (TypeError, ValueError) as error:
-        raise RolloutDataError(f"{spec.name} must be one number per sample ({spec.wire_dtype}): {error}") from None
+        raise RolloutDataError(
+            f"{spec.name} must be one number per sample ({spec.wire_dtype}): {error}"
+        ) from None
     if array.ndim != 1 and array.size != len(entries):
         raise RolloutDataError(
-            f"{spec.name} must be one number per sample ({spec.wire_dtype}), got shape {array.shape}."
+            f"{spec.name} must be one number per sample ({spec.wire_dtype}), got shape "
+            f"{array.shape}."
         )
     return Scalars(as_array(array.reshape(len(entries)), spec.wire_dtype, what=spec.name))
 
@@ -337,16 +390,19 @@ def column_dtype(spec: FieldSpec, column: Parts) -> str:
         return spec.wire_dtype or (column.parts[0].dtype.name if column.parts else "float32")
     filled = [part for part in column.parts if part.size]
     return smallest_int_dtype(
-        min((int(p.min()) for p in filled), default=0), max((int(p.max()) for p in filled), default=0)
+        min((int(p.min()) for p in filled), default=0),
+        max((int(p.max()) for p in filled), default=0),
     )
 
 
 def batch_from_lists(data: Mapping[str, Any]) -> RolloutBatch:
-    """The whole-batch `RolloutBatch` of a plain dict of lists, as a custom converter makes it; or of a `RolloutBatch`, where what a converter
-    added to the columns, or edited of them, is taken like a list of its own.
+    """The whole-batch `RolloutBatch` of a plain dict of lists, as a custom converter makes it; or
+    of a `RolloutBatch`, where what a converter added to the columns, or edited of them, is taken
+    like a list of its own.
 
-    Undeclared fields with one entry per sample are carried as objects, never as metrics, with one warning naming them; any other
-    undeclared field is a `RolloutDataError`. Fields that the split makes itself are recomputed, so they are left out.
+    Undeclared fields with one entry per sample are carried as objects, never as metrics, with one
+    warning naming them; any other undeclared field is a `RolloutDataError`. Fields that the split
+    makes itself are recomputed, so they are left out.
     """
     if "tokens" not in data:
         raise RolloutDataError(f"The train data has no 'tokens'; its keys are {sorted(data)}.")
@@ -358,7 +414,9 @@ def batch_from_lists(data: Mapping[str, Any]) -> RolloutBatch:
         valid = np.asarray(data["valid"] if columns is None else columns.array("valid"), dtype=bool)
     for name in data:
         entries = stored(name)
-        entries = entries.as_list() if isinstance(entries, Column) and entries.was_edited() else entries
+        entries = (
+            entries.as_list() if isinstance(entries, Column) and entries.was_edited() else entries
+        )
         spec = CONTRACT.find(name)
         if spec is None:
             undeclared.append(name)
@@ -373,7 +431,8 @@ def batch_from_lists(data: Mapping[str, Any]) -> RolloutBatch:
             raise RolloutDataError(
                 f"{name!r} has {size} for {num_samples} samples. A field needs one entry per sample"
                 + (
-                    f"; declare {name!r} with declare_field(..., scope=...) if it is something else."
+                    f"; declare {name!r} with declare_field(..., scope=...) if it is something "
+                    "else."
                     if name in undeclared
                     else "."
                 )
@@ -381,32 +440,38 @@ def batch_from_lists(data: Mapping[str, Any]) -> RolloutBatch:
         if is_tensor(entries) and spec.scope is Scope.SAMPLE and spec.wire_dtype is not None:
             entries = as_array(entries)
         dict.__setitem__(batch, name, build_column(spec, entries, required=valid))
-    if "loss_masks" in batch and (columns is None or batch.raw("loss_masks") is not columns.raw("loss_masks")):
+    if "loss_masks" in batch and (
+        columns is None or batch.raw("loss_masks") is not columns.raw("loss_masks")
+    ):
         check_masks(batch)  # untouched columns were checked when they were built
     if undeclared:
         warnings.warn(
-            f"Undeclared fields {undeclared} are shipped with their samples and are not metrics. Declare them with "
+            f"Undeclared fields {undeclared} are shipped with their samples and are not metrics. "
+            "Declare them with "
             f"slime.data.fields.declare_field to give them a dtype, a device or a metric.",
             stacklevel=2,
         )
     return batch
 
 
-# --- arrival -------------------------------------------------------------------------------------------------------------
+# --- arrival --------------------------------------------------------------------------------------
 
 
 def localize(shard: Mapping[str, Any], dp_rank: int, *, dp_size: int | None = None) -> RolloutBatch:
-    """This rank's batch: `total_lengths` cut to the partition, whole fields kept and their local views added, every length checked.
+    """This rank's batch: `total_lengths` cut to the partition, whole fields kept and their local
+    views added, every length checked.
 
-    `shard` is what `split_by_dp` made, or a plain dict of lists with `partition` and a whole `total_lengths`. Raises `RolloutDataError` where
-    the partition is not a set of positions, is not what the schedule gave this rank, or a list has another rank's length.
+    `shard` is what `split_by_dp` made, or a plain dict of lists with `partition` and a whole
+    `total_lengths`. Raises `RolloutDataError` where the partition is not a set of positions, is not
+    what the schedule gave this rank, or a list has another rank's length.
     """
     batch = shard.copy() if isinstance(shard, RolloutBatch) else RolloutBatch(shard)
     for spec in batch.info.get("declared", ()):
         CONTRACT.add(spec)  # nothing else imports a rollout plug-in here
     if "partition" not in batch:
         raise RolloutDataError(
-            f"The shard for data-parallel rank {dp_rank} has no 'partition'; its keys are {sorted(batch)}."
+            f"The shard for data-parallel rank {dp_rank} has no 'partition'; its keys are "
+            f"{sorted(batch)}."
         )
     partition = np.asarray(batch["partition"], dtype=np.int64).reshape(-1)
     num_whole = _whole_size(batch)
@@ -417,12 +482,17 @@ def localize(shard: Mapping[str, Any], dp_rank: int, *, dp_size: int | None = No
         spec = CONTRACT.find(name)
         if spec is None or not spec.per_sample:
             continue
-        view = name if spec.ships_whole else spec.local_view if spec.extent is Extent.WHOLE else None
+        view = (
+            name if spec.ships_whole else spec.local_view if spec.extent is Extent.WHOLE else None
+        )
         value = batch.raw(name)
         if view is None or value is None:
             continue
         if num_entries(value) != num_whole:
-            raise RolloutDataError(f"{name!r} has {num_entries(value)} entries, but the whole batch has {num_whole} samples.")
+            raise RolloutDataError(
+                f"{name!r} has {num_entries(value)} entries, but the whole batch has {num_whole} "
+                "samples."
+            )
         dict.__setitem__(batch, view, _take(value, partition))
     _check_counts(batch, num_local=len(partition), num_whole=num_whole)
     _check_micro_batches(batch, len(partition), dp_rank=dp_rank)
@@ -434,47 +504,70 @@ def localize(shard: Mapping[str, Any], dp_rank: int, *, dp_size: int | None = No
 
 
 def _check_micro_batches(batch: RolloutBatch, num_local: int, *, dp_rank: int) -> None:
-    """Every sample in one micro-batch, and as many micro-batches as the steps have: else peers wait, or samples train twice or never."""
+    """Every sample in one micro-batch, and as many micro-batches as the steps have: else peers
+    wait, or samples train twice or never.
+    """
     if batch.get("micro_batch_indices") is None:
         return
     micro_batches = batch["micro_batch_indices"]
     if sorted(i for indices in micro_batches for i in indices) != list(range(num_local)):
         raise RolloutDataError(
-            f"Data-parallel rank {dp_rank}: micro_batch_indices do not hold each of its {num_local} samples once."
+            f"Data-parallel rank {dp_rank}: micro_batch_indices do not hold each of its "
+            f"{num_local} samples once."
         )
     planned = batch.get("num_microbatches")
     if planned is not None and sum(planned) != len(micro_batches):
         raise RolloutDataError(
-            f"Data-parallel rank {dp_rank} has {len(micro_batches)} micro-batches where its steps have {list(planned)}."
+            f"Data-parallel rank {dp_rank} has {len(micro_batches)} micro-batches where its steps "
+            f"have {list(planned)}."
         )
 
 
 def _check_order(batch: RolloutBatch, partition: np.ndarray, *, dp_rank: int) -> None:
-    """The lists stand in the partition's order: whole fields read through it agree with what was shipped sample by sample."""
+    """The lists stand in the partition's order: whole fields read through it agree with what was
+    shipped sample by sample.
+    """
     known, shipped = batch.array("all_rollout_ids")[partition], batch.array("rollout_ids")
     if not np.array_equal(known, shipped):
         differ = partition[known != shipped][:5].tolist()
         raise RolloutDataError(
-            f"Data-parallel rank {dp_rank}: the partition is not in the order of the samples; positions {differ} hold other rollouts."
+            f"Data-parallel rank {dp_rank}: the partition is not in the order of the samples; "
+            f"positions {differ} hold other rollouts."
         )
     check_rows(batch)
 
 
 def _check_foreign_order(batch: RolloutBatch, *, dp_rank: int) -> None:
-    """The same for a shard that somebody else made, as far as it can be told: by identities where it has them, and by the lengths."""
+    """The same for a shard that somebody else made, as far as it can be told: by identities where
+    it has them, and by the lengths.
+    """
     if "all_rollout_ids" in batch and "rollout_ids" in batch:
         known = np.asarray(batch["all_rollout_ids"])[np.asarray(batch["partition"], dtype=np.int64)]
-        _compare_order("rollout_ids", known.tolist(), np.asarray(batch["rollout_ids"]).tolist(), dp_rank=dp_rank)
-    if "total_lengths" in batch and "tokens" in batch and all(hasattr(entry, "__len__") for entry in batch["tokens"]):
+        _compare_order(
+            "rollout_ids",
+            known.tolist(),
+            np.asarray(batch["rollout_ids"]).tolist(),
+            dp_rank=dp_rank,
+        )
+    if (
+        "total_lengths" in batch
+        and "tokens" in batch
+        and all(hasattr(entry, "__len__") for entry in batch["tokens"])
+    ):
         lengths = [int(length) for length in batch["total_lengths"]]
-        _compare_order("tokens", lengths, [len(entry) for entry in batch["tokens"]], dp_rank=dp_rank)
+        _compare_order(
+            "tokens", lengths, [len(entry) for entry in batch["tokens"]], dp_rank=dp_rank
+        )
 
 
 def _compare_order(name: str, expected: list[int], found: list[int], *, dp_rank: int) -> None:
     if found != expected and sorted(found) == sorted(expected):
-        place = next(i for i, (left, right) in enumerate(zip(found, expected, strict=True)) if left != right)
+        place = next(
+            i for i, (left, right) in enumerate(zip(found, expected, strict=True)) if left != right
+        )
         raise RolloutDataError(
-            f"Data-parallel rank {dp_rank}: {name!r} is not in the order of the partition: entry {place} belongs to another sample of this "
+            f"Data-parallel rank {dp_rank}: {name!r} is not in the order of the partition: entry "
+            f"{place} belongs to another sample of this "
             f"rank ({found[place]} where the whole batch says {expected[place]}). Put every list into the partition's order."
         )
 
@@ -483,9 +576,15 @@ def _whole_size(batch: RolloutBatch) -> int:
     if "num_whole" in batch.info:
         return int(batch.info["num_whole"])
     for spec in CONTRACT:
-        if spec.name in batch and (spec.ships_whole or spec.extent is Extent.WHOLE) and spec.per_sample:
+        if (
+            spec.name in batch
+            and (spec.ships_whole or spec.extent is Extent.WHOLE)
+            and spec.per_sample
+        ):
             return len(batch.raw(spec.name))
-    raise RolloutDataError(f"The shard has no whole-batch field such as 'total_lengths'; its keys are {sorted(batch)}.")
+    raise RolloutDataError(
+        f"The shard has no whole-batch field such as 'total_lengths'; its keys are {sorted(batch)}."
+    )
 
 
 def _take(value: Any, positions: np.ndarray) -> Any:
@@ -502,43 +601,59 @@ def _check_partition(
     if len(partition) and (partition.min() < 0 or partition.max() >= num_whole):
         bad = partition[(partition < 0) | (partition >= num_whole)][:5].tolist()
         raise RolloutDataError(
-            f"Data-parallel rank {dp_rank}: partition positions {bad} are outside a batch of {num_whole} samples."
+            f"Data-parallel rank {dp_rank}: partition positions {bad} are outside a batch of "
+            f"{num_whole} samples."
         )
     if len(np.unique(partition)) != len(partition):
         positions, counts = np.unique(partition, return_counts=True)
         raise RolloutDataError(
-            f"Data-parallel rank {dp_rank}: partition repeats positions {positions[counts > 1][:5].tolist()}."
+            f"Data-parallel rank {dp_rank}: partition repeats positions "
+            f"{positions[counts > 1][:5].tolist()}."
         )
     written_for = batch.info.get("dp_rank", dp_rank)
-    if written_for != dp_rank or (dp_size is not None and batch.info.get("dp_size", dp_size) != dp_size):
+    if written_for != dp_rank or (
+        dp_size is not None and batch.info.get("dp_size", dp_size) != dp_size
+    ):
         raise RolloutDataError(
-            f"Data-parallel rank {dp_rank} of {dp_size} received the shard of rank {written_for} of {batch.info.get('dp_size')}."
+            f"Data-parallel rank {dp_rank} of {dp_size} received the shard of rank {written_for} "
+            f"of {batch.info.get('dp_size')}."
         )
     if "owner_ranks" in batch:
         owned = np.flatnonzero(batch.array("owner_ranks") == dp_rank)
         if not np.array_equal(np.sort(partition), owned):
             differ = np.setxor1d(partition, owned)[:5].tolist()
             raise RolloutDataError(
-                f"Data-parallel rank {dp_rank}: the partition is not what was scheduled; positions {differ} differ."
+                f"Data-parallel rank {dp_rank}: the partition is not what was scheduled; positions "
+                f"{differ} differ."
             )
 
 
 def _check_counts(batch: RolloutBatch, *, num_local: int, num_whole: int) -> None:
     for name in dict.keys(batch):
         spec, value = CONTRACT.find(name), batch.raw(name)
-        if value is None or (spec is not None and not spec.per_sample) or num_entries(value) is None:
+        if (
+            value is None
+            or (spec is not None and not spec.per_sample)
+            or num_entries(value) is None
+        ):
             continue
         whole = spec is not None and spec.extent is Extent.WHOLE
         expected = num_whole if whole else num_local
         if len(value) != expected:
             covers = "the whole batch" if whole else "this rank"
-            raise RolloutDataError(f"{name!r} has {len(value)} entries, but {covers} has {expected} samples.")
+            raise RolloutDataError(
+                f"{name!r} has {len(value)} entries, but {covers} has {expected} samples."
+            )
 
 
-def check_rows(batch: RolloutBatch, names: Iterable[str] | None = None, *, positions: np.ndarray | None = None) -> None:
-    """Raises `RolloutDataError` naming the first sample whose entry of a TOKEN field has another length than its declaration says.
+def check_rows(
+    batch: RolloutBatch, names: Iterable[str] | None = None, *, positions: np.ndarray | None = None
+) -> None:
+    """Raises `RolloutDataError` naming the first sample whose entry of a TOKEN field has another
+    length than its declaration says.
 
-    `positions`: the samples that must fit (default all); `names`: the fields to look at (default all).
+    `positions`: the samples that must fit (default all); `names`: the fields to look at (default
+    all).
     """
     totals = np.asarray(batch.array("total_lengths"), dtype=np.int64)
     responses = np.asarray(batch.array("response_lengths"), dtype=np.int64)
@@ -547,7 +662,8 @@ def check_rows(batch: RolloutBatch, names: Iterable[str] | None = None, *, posit
     if len(bad):
         i = int(bad[0])
         raise RolloutDataError(
-            f"Sample at position {i} has response_length {responses[i]} but {totals[i]} tokens in all."
+            f"Sample at position {i} has response_length {responses[i]} but {totals[i]} tokens in "
+            "all."
         )
     for name in list(names) if names is not None else list(dict.keys(batch)):
         spec = CONTRACT.find(name)
@@ -558,21 +674,26 @@ def check_rows(batch: RolloutBatch, names: Iterable[str] | None = None, *, posit
         if len(bad):
             i = int(bad[0])
             raise RolloutDataError(
-                f"{name}[{i}] has {lengths[i]} rows, expected {expected[i]} ({spec.rows.value}; total_length {totals[i]}, "
+                f"{name}[{i}] has {lengths[i]} rows, expected {expected[i]} ({spec.rows.value}; "
+                f"total_length {totals[i]}, "
                 f"response_length {responses[i]}); {len(bad)} of {len(chosen)} samples differ."
             )
 
 
 def check_masks(batch: RolloutBatch) -> None:
-    """`RolloutDataError` naming the first sample whose loss mask holds something else than 0 and 1."""
+    """`RolloutDataError` naming the first sample whose loss mask holds something else
+    than 0 and 1.
+    """
     column = batch.column("loss_masks")
     masks = column.parts if isinstance(column, Parts) else column.as_list()
     if masks and all(type(mask) is np.ndarray for mask in masks):
         joined = np.concatenate(masks)
-        if not joined.size or joined.max() <= 1:  # one look at all of them, as nearly always all is well
+        # one look at all of them, as nearly always all is well
+        if not joined.size or joined.max() <= 1:
             return
     for i, mask in enumerate(masks):
         if mask.size and mask.max() > 1:
             raise RolloutDataError(
-                f"The loss mask at position {i} has the value {int(mask.max())}; a loss mask holds 0 and 1."
+                f"The loss mask at position {i} has the value {int(mask.max())}; a loss mask holds "
+                "0 and 1."
             )

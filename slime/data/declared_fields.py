@@ -1,4 +1,6 @@
-"""Plug-ins' declared fields on the rollout side: read from samples, missed where nothing fills them, and logged in evaluation."""
+"""Plug-ins' declared fields on the rollout side: read from samples, missed where nothing fills
+them, and logged in evaluation.
+"""
 
 from __future__ import annotations
 
@@ -20,56 +22,102 @@ _missed: set[str] = set()  # fields whose warning was given
 
 
 def read_source(samples: Sequence[Any], spec: FieldSpec) -> list:
-    """The entries of a declared field: a Sample attribute, or a key of one that is a dict. None where a sample has none."""
+    """The entries of a declared field: a Sample attribute, or a key of one that is a dict. None
+    where a sample has none.
+    """
     attribute, _, key = (spec.source or "").partition(".")
     values = [sample.__dict__.get(attribute) for sample in samples]
-    return [value.get(key) if isinstance(value, Mapping) else None for value in values] if key else values
+    return (
+        [value.get(key) if isinstance(value, Mapping) else None for value in values]
+        if key
+        else values
+    )
 
 
 def warn_of_unfilled(samples: Sequence[Any], spec: FieldSpec) -> None:
-    """Warns once that no sample has what a plug-in's field is read from, with the nearest name that samples do have."""
+    """Warns once that no sample has what a plug-in's field is read from, with the nearest name that
+    samples do have.
+    """
     if not samples or spec.name in _missed or spec not in CONTRACT.of_plug_ins:
         return
     _missed.add(spec.name)
     attribute, _, key = (spec.source or "").partition(".")
     if key:
         holders = [sample.__dict__.get(attribute) for sample in samples]
-        known = sorted({str(name) for holder in holders if isinstance(holder, Mapping) for name in holder})
+        known = sorted(
+            {str(name) for holder in holders if isinstance(holder, Mapping) for name in holder}
+        )
     else:
         known = sorted({name for sample in samples for name in sample.__dict__})
     near = nearest_names(key or attribute, known)
     prefix = f"{attribute}." if key else ""
-    hint = f"Did you mean {prefix}{near[0]}?" if near else f"{attribute if key else 'A sample'} has: {', '.join(known[:8]) or 'nothing'}."
-    logger.warning("declare_field(%r, source=%r): no sample of %d has it, so nothing is logged. %s", spec.name, spec.source, len(samples), hint)
+    hint = (
+        f"Did you mean {prefix}{near[0]}?"
+        if near
+        else f"{attribute if key else 'A sample'} has: {', '.join(known[:8]) or 'nothing'}."
+    )
+    logger.warning(
+        "declare_field(%r, source=%r): no sample of %d has it, so nothing is logged. %s",
+        spec.name,
+        spec.source,
+        len(samples),
+        hint,
+    )
 
 
 def declared_metrics(samples: Sequence[Any]) -> dict[str, float]:
-    """{metric name: number} of every plug-in's field that is read from samples and has a reduction, as training reduces it."""
+    """{metric name: number} of every plug-in's field that is read from samples and has a reduction,
+    as training reduces it.
+    """
     metrics = {}
     keys = execution_keys(samples)
     for spec in CONTRACT.of_plug_ins:
-        if not spec.source or spec.reduce is Reduce.NONE or spec.scope not in (Scope.SAMPLE, Scope.TOKEN):
+        if (
+            not spec.source
+            or spec.reduce is Reduce.NONE
+            or spec.scope not in (Scope.SAMPLE, Scope.TOKEN)
+        ):
             continue
         values = read_source(samples, spec)
         present = [i for i, value in enumerate(values) if value is not None]
         if not present:
             warn_of_unfilled(samples, spec)
             continue
-        numbers = _reduced(spec, [values[i] for i in present], [samples[i] for i in present], [keys[i] for i in present])
-        metrics.update({f"{spec.metric_name}{suffix}": number for suffix, number in numbers.items() if math.isfinite(number)})
+        numbers = _reduced(
+            spec,
+            [values[i] for i in present],
+            [samples[i] for i in present],
+            [keys[i] for i in present],
+        )
+        metrics.update(
+            {
+                f"{spec.metric_name}{suffix}": number
+                for suffix, number in numbers.items()
+                if math.isfinite(number)
+            }
+        )
     return metrics
 
 
 def _reduced(spec: FieldSpec, values: list, samples: list, keys: list) -> dict[str, float]:
-    """{suffix of the metric's name: number}; numbers that are not finite are left out, as in training."""
+    """{suffix of the metric's name: number}; numbers that are not finite are left out, as in
+    training.
+    """
     if spec.scope is Scope.TOKEN:
-        masks = [_mask_of(sample, len(value)) for sample, value in zip(samples, values, strict=True)]
-        arrays = [np.asarray(as_array(value), dtype=np.float64)[mask] for value, mask in zip(values, masks, strict=True)]
+        masks = [
+            _mask_of(sample, len(value)) for sample, value in zip(samples, values, strict=True)
+        ]
+        arrays = [
+            np.asarray(as_array(value), dtype=np.float64)[mask]
+            for value, mask in zip(values, masks, strict=True)
+        ]
         if spec.reduce is Reduce.ROLLOUT_MEAN:
             by_key: dict[Any, list[np.ndarray]] = {}
             for key, array in zip(keys, arrays, strict=True):
                 by_key.setdefault(key, []).append(array)
-            means = [np.concatenate(found).mean() for found in by_key.values() if sum(map(len, found))]
+            means = [
+                np.concatenate(found).mean() for found in by_key.values() if sum(map(len, found))
+            ]
             return {"": math.fsum(means) / len(means)} if means else {}
         numbers = np.concatenate(arrays)
     else:

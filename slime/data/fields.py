@@ -1,11 +1,12 @@
 """The field contract: one declaration per field that travels from samples to metrics.
 
-Everything that needs to know something about a field asks here: what is shipped to the training ranks and how it is split, its dtype on
-the wire and on the device, whether it is sharded over context-parallel ranks, which length each entry must have, whether it is a metric and
-how that metric is reduced. There is no other list of keys. A plug-in adds its own with `declare_field`.
+Everything that needs to know something about a field asks here: what is shipped to the training
+ranks and how it is split, its dtype on the wire and on the device, whether it is sharded over
+context-parallel ranks, which length each entry must have, whether it is a metric and how that
+metric is reduced. There is no other list of keys. A plug-in adds its own with `declare_field`.
 
-*scope* says what one entry describes; *extent* says which samples the list covers. They are two columns, because confusing them
-pairs one sample's reward with another sample's tokens.
+*scope* says what one entry describes; *extent* says which samples the list covers. They are two
+columns, because confusing them pairs one sample's reward with another sample's tokens.
 """
 
 from __future__ import annotations
@@ -67,9 +68,11 @@ class Reduce(enum.Enum):
 
     NONE = "none"  # never a metric
     ROLLOUT_MEAN = (
-        "rollout mean"  # masked token mean within a rollout, then the mean over rollouts with a trainable token
+        # masked token mean within a rollout, then the mean over rollouts with a trainable token
+        "rollout mean"
     )
-    SAMPLE_MEAN = "sample mean"  # mean over the samples of a rollout, then over rollouts: one vote per rollout
+    # mean over the samples of a rollout, then over rollouts: one vote per rollout
+    SAMPLE_MEAN = "sample mean"
     TOKEN_MEAN = "token mean"
     MEAN = "mean"  # sum of values over sum of counts
     SUM = "sum"
@@ -80,7 +83,9 @@ class Reduce(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class FieldSpec:
-    """One row of the contract. dtypes are numpy names; `wire_dtype` None means Python objects, carried as they are."""
+    """One row of the contract. dtypes are numpy names; `wire_dtype` None means Python objects,
+    carried as they are.
+    """
 
     name: str
     scope: Scope
@@ -90,11 +95,14 @@ class FieldSpec:
     device_dtype: str | None = None  # dtype for the model; None keeps the wire dtype
     to_device: bool = False
     cp_sharded: bool = False
-    flat: bool = False  # TOKEN: one number per row; metrics are always so, other fields may have more dimensions
+    # TOKEN: one number per row; metrics are always so, other fields may have more dimensions
+    flat: bool = False
     ships_whole: bool = False  # whole on the wire, this rank's part after `localize`
-    local_view: str | None = None  # name under which a WHOLE field's local part appears after `localize`
+    # name under which a WHOLE field's local part appears after `localize`
+    local_view: str | None = None
     origin: Origin = Origin.ROLLOUT
-    source: str | None = None  # "attribute" or "attribute.key" of Sample; None: built by its own rule, or by a plug-in
+    # "attribute" or "attribute.key" of Sample; None: built by its own rule, or by a plug-in
+    source: str | None = None
     missing: Missing = Missing.ERROR
     fill: Any = None
     reduce: Reduce = Reduce.NONE
@@ -113,7 +121,9 @@ class FieldSpec:
     @property
     def ragged(self) -> bool:
         """True when entries are arrays that travel as one values array and one offsets array."""
-        return self.scope is Scope.TOKEN and (self.wire_dtype is not None or self.origin is Origin.TRAINING)
+        return self.scope is Scope.TOKEN and (
+            self.wire_dtype is not None or self.origin is Origin.TRAINING
+        )
 
     @property
     def one_number_per_row(self) -> bool:
@@ -125,7 +135,9 @@ class FieldSpec:
         return self.metric or self.name
 
     def expected_rows(self, total_length: int, response_length: int) -> int | None:
-        """Rows an entry must have for a sample of these lengths, or None where any number is right. Works on arrays too."""
+        """Rows an entry must have for a sample of these lengths, or None where any number is right.
+        Works on arrays too.
+        """
         if self.rows is Rows.TOTAL:
             return total_length
         if self.rows is Rows.RESPONSE:
@@ -138,7 +150,9 @@ class FieldSpec:
 
 
 class Contract:
-    """The declared fields by name. `CONTRACT[name]` raises `RolloutDataError` saying what to declare for an unknown one."""
+    """The declared fields by name. `CONTRACT[name]` raises `RolloutDataError` saying what to
+    declare for an unknown one.
+    """
 
     def __init__(self, specs: tuple[FieldSpec, ...]) -> None:
         self._specs = {spec.name: spec for spec in specs}
@@ -158,7 +172,8 @@ class Contract:
             return self._specs[name]
         except KeyError:
             raise RolloutDataError(
-                f"The field {name!r} is not declared in the data contract. Declare it once, before the first rollout, with "
+                f"The field {name!r} is not declared in the data contract. Declare it once, before "
+                "the first rollout, with "
                 f"slime.data.fields.declare_field({name!r}, scope=..., ...)."
             ) from None
 
@@ -169,8 +184,14 @@ class Contract:
     def add(self, spec: FieldSpec) -> None:
         known = self._specs.get(spec.name)
         if known is not None and known != spec:
-            kind = "part of slime's own contract" if spec.name in self._builtin else "already declared differently"
-            raise RolloutDataError(f"The field {spec.name!r} is {kind}: {known}. Choose another name for {spec}.")
+            kind = (
+                "part of slime's own contract"
+                if spec.name in self._builtin
+                else "already declared differently"
+            )
+            raise RolloutDataError(
+                f"The field {spec.name!r} is {kind}: {known}. Choose another name for {spec}."
+            )
         self._specs[spec.name] = spec
 
     @property
@@ -179,9 +200,13 @@ class Contract:
         return tuple(spec for spec in self if spec.name not in self._builtin)
 
     def remove(self, name: str) -> None:
-        """Forgets a plug-in's field (for tests and for reloading plug-ins). slime's own fields stay."""
+        """Forgets a plug-in's field (for tests and for reloading plug-ins). slime's own fields
+        stay.
+        """
         if name in self._builtin:
-            raise RolloutDataError(f"{name!r} is part of slime's own contract and cannot be removed.")
+            raise RolloutDataError(
+                f"{name!r} is part of slime's own contract and cannot be removed."
+            )
         self._specs.pop(name, None)
 
 
@@ -213,7 +238,13 @@ CONTRACT = Contract(
     (
         # what the model reads
         _token(
-            "tokens", Rows.TOTAL, "int32", device_dtype="int64", to_device=True, flat=True, help="Prompt and response token ids."
+            "tokens",
+            Rows.TOTAL,
+            "int32",
+            device_dtype="int64",
+            to_device=True,
+            flat=True,
+            help="Prompt and response token ids.",
         ),
         _token(
             "loss_masks",
@@ -248,7 +279,11 @@ CONTRACT = Contract(
             help="Expert ids by token, layer and rank in the router's top-k.",
         ),
         _sample(
-            "multimodal_train_inputs", None, source="multimodal_train_inputs", missing=Missing.NONE, to_device=True
+            "multimodal_train_inputs",
+            None,
+            source="multimodal_train_inputs",
+            missing=Missing.NONE,
+            to_device=True,
         ),
         # lengths
         _sample("response_lengths", "int32", reduce=Reduce.SAMPLE_MEAN),
@@ -260,7 +295,10 @@ CONTRACT = Contract(
             missing=Missing.FILL,
             fill=math.nan,
             reduce=Reduce.SAMPLE_MEAN,
-            help="Normalized by group; what the estimator reads. A sample without one does not train.",
+            help=(
+                "Normalized by group; what the estimator reads. A sample without one does not "
+                "train."
+            ),
         ),
         _sample(
             "raw_reward",
@@ -270,11 +308,24 @@ CONTRACT = Contract(
             missing=Missing.FILL,
             fill=math.nan,
             reduce=Reduce.SAMPLE_MEAN,
-            help="As scored; NaN where there is no score. Whole, because pass@k needs all siblings. As a metric, over the rollout batch: what the gate "
+            help="As scored; NaN where there is no score. Whole, because pass@k needs all "
+            "siblings. As a metric, over the rollout batch: what the gate "
             "rejected for what the model wrote is 0, and groups that a filter dropped are not in it. rollout/reward/mean is over those as well.",
         ),
-        _sample("local_raw_reward", "float64", origin=Origin.ARRIVAL, help="raw_reward of this rank's samples."),
-        _sample("truncated", "int8", help="Cut at a length limit. As a metric, the share of what was sampled, logged on the rollout side."),
+        _sample(
+            "local_raw_reward",
+            "float64",
+            origin=Origin.ARRIVAL,
+            help="raw_reward of this rank's samples.",
+        ),
+        _sample(
+            "truncated",
+            "int8",
+            help=(
+                "Cut at a length limit. As a metric, the share of what was sampled, logged on the "
+                "rollout side."
+            ),
+        ),
         _sample(
             "round_number",
             "int32",
@@ -284,12 +335,17 @@ CONTRACT = Contract(
             reduce=Reduce.SAMPLE_MEAN,
         ),
         # verdicts
-        _sample("valid", "bool", extent=Extent.WHOLE, source="valid", missing=Missing.FILL, fill=True),
+        _sample(
+            "valid", "bool", extent=Extent.WHOLE, source="valid", missing=Missing.FILL, fill=True
+        ),
         _sample(
             "model_failure",
             "bool",
             extent=Extent.WHOLE,
-            help="Rejected for what the model wrote (empty, cut, malformed): wrong in pass@k. Infrastructure failures are left out of it.",
+            help=(
+                "Rejected for what the model wrote (empty, cut, malformed): wrong in pass@k. "
+                "Infrastructure failures are left out of it."
+            ),
         ),
         _sample("invalid_reason", None, source="invalid_reason", missing=Missing.NONE),
         # identities
@@ -304,7 +360,10 @@ CONTRACT = Contract(
             "int64",
             missing=Missing.FILL,
             fill=-1,
-            help="Number of the oldest weights that sampled one of its tokens, -1 where none is known: staleness, counted when it is trained.",
+            help=(
+                "Number of the oldest weights that sampled one of its tokens, -1 where none is "
+                "known: staleness, counted when it is trained."
+            ),
         ),
         # made by the split
         _sample(
@@ -315,7 +374,10 @@ CONTRACT = Contract(
             help="Trainable tokens of the sample's whole rollout.",
         ),
         _sample(
-            "rollout_sample_counts", "int32", origin=Origin.SPLIT, help="Trained samples of the sample's whole rollout."
+            "rollout_sample_counts",
+            "int32",
+            origin=Origin.SPLIT,
+            help="Trained samples of the sample's whole rollout.",
         ),
         _sample(
             "owner_ranks",
@@ -325,21 +387,41 @@ CONTRACT = Contract(
             help="Data-parallel rank that trains it, -1 for none.",
         ),
         _sample(
-            "all_rollout_ids", "int64", extent=Extent.WHOLE, origin=Origin.SPLIT, help="rollout_ids of the whole batch."
+            "all_rollout_ids",
+            "int64",
+            extent=Extent.WHOLE,
+            origin=Origin.SPLIT,
+            help="rollout_ids of the whole batch.",
         ),
         _sample(
             "raw_reward_weights",
             "float64",
             extent=Extent.WHOLE,
             origin=Origin.SPLIT,
-            help="The sample's share of its rollout's one vote; 0 for what was lost. What the model failed at counts, with reward 0.",
+            help=(
+                "The sample's share of its rollout's one vote; 0 for what was lost. What the "
+                "model failed at counts, with reward 0."
+            ),
         ),
-        _sample("partition", "int64", origin=Origin.SPLIT, help="Position of the sample in the whole batch."),
-        FieldSpec(
-            "global_batch_sizes", Scope.STEP, Extent.EQUAL, origin=Origin.SPLIT, help="Rollouts that train, per step."
+        _sample(
+            "partition",
+            "int64",
+            origin=Origin.SPLIT,
+            help="Position of the sample in the whole batch.",
         ),
         FieldSpec(
-            "num_microbatches", Scope.STEP, Extent.EQUAL, origin=Origin.SPLIT, help="Micro-batches per rank, per step."
+            "global_batch_sizes",
+            Scope.STEP,
+            Extent.EQUAL,
+            origin=Origin.SPLIT,
+            help="Rollouts that train, per step.",
+        ),
+        FieldSpec(
+            "num_microbatches",
+            Scope.STEP,
+            Extent.EQUAL,
+            origin=Origin.SPLIT,
+            help="Micro-batches per rank, per step.",
         ),
         FieldSpec(
             "micro_batch_indices",
@@ -380,28 +462,35 @@ CONTRACT = Contract(
 
 
 def declare_field(name: str, *, scope: Scope = Scope.SAMPLE, **kw: Any) -> FieldSpec:
-    """Adds a plug-in's field to the contract and returns its `FieldSpec`. Call it at import time of the plug-in: what the rollout side knows
-    travels with the data and is declared on the training ranks as it arrives.
+    """Adds a plug-in's field to the contract and returns its `FieldSpec`. Call it at import time of
+    the plug-in: what the rollout side knows travels with the data and is declared on the training
+    ranks as it arrives.
 
-    `source` names the `Sample` attribute it is read from ("train_metadata.difficulty" reads a key); without it a custom converter provides
-    the list. A TOKEN field needs `rows` and `wire_dtype`, unless `origin=Origin.TRAINING`. Declaring the same thing twice is fine;
-    a different declaration under a known name raises `RolloutDataError`.
+    `source` names the `Sample` attribute it is read from ("train_metadata.difficulty" reads a key);
+    without it a custom converter provides the list. A TOKEN field needs `rows` and `wire_dtype`,
+    unless `origin=Origin.TRAINING`. Declaring the same thing twice is fine; a different declaration
+    under a known name raises `RolloutDataError`.
     """
     spec = FieldSpec(name, scope, **kw)
     _check_kinds(spec)
     if spec.scope is Scope.TOKEN and spec.rows is None:
         raise RolloutDataError(
-            f"declare_field({name!r}, scope=Scope.TOKEN) needs rows=Rows.RESPONSE or another member of Rows."
+            f"declare_field({name!r}, scope=Scope.TOKEN) needs rows=Rows.RESPONSE or another "
+            "member of Rows."
         )
     if spec.scope is Scope.TOKEN and spec.wire_dtype is None and spec.shipped:
-        raise RolloutDataError(f"declare_field({name!r}, scope=Scope.TOKEN) needs wire_dtype, for example 'float32'.")
+        raise RolloutDataError(
+            f"declare_field({name!r}, scope=Scope.TOKEN) needs wire_dtype, for example 'float32'."
+        )
     if spec.cp_sharded and (spec.scope is not Scope.TOKEN or spec.rows is not Rows.RESPONSE):
         raise RolloutDataError(
-            f"declare_field({name!r}, cp_sharded=True) needs scope=Scope.TOKEN and rows=Rows.RESPONSE."
+            f"declare_field({name!r}, cp_sharded=True) needs scope=Scope.TOKEN and "
+            "rows=Rows.RESPONSE."
         )
     if spec.cp_sharded and not spec.to_device and spec.shipped:
         raise RolloutDataError(
-            f"declare_field({name!r}, cp_sharded=True) needs to_device=True: it is cut on its way to the device."
+            f"declare_field({name!r}, cp_sharded=True) needs to_device=True: it is cut on its way "
+            "to the device."
         )
     _check_reduce(spec)
     CONTRACT.add(spec)
@@ -409,18 +498,26 @@ def declare_field(name: str, *, scope: Scope = Scope.SAMPLE, **kw: Any) -> Field
 
 
 def _check_kinds(spec: FieldSpec) -> None:
-    kinds = {"scope": Scope, "extent": Extent, "origin": Origin, "missing": Missing, "reduce": Reduce}
+    kinds = {
+        "scope": Scope,
+        "extent": Extent,
+        "origin": Origin,
+        "missing": Missing,
+        "reduce": Reduce,
+    }
     for attribute, kind in kinds.items():
         value = getattr(spec, attribute)
         if not isinstance(value, kind):
             raise RolloutDataError(
-                f"declare_field({spec.name!r}, {attribute}={value!r}) needs one of {', '.join(map(str, kind))}."
+                f"declare_field({spec.name!r}, {attribute}={value!r}) needs one of "
+                f"{', '.join(map(str, kind))}."
             )
     for attribute in ("wire_dtype", "device_dtype"):
         dtype = getattr(spec, attribute)
         if dtype is not None and dtype != "smallest" and not _is_dtype(dtype):
             raise RolloutDataError(
-                f"declare_field({spec.name!r}, {attribute}={dtype!r}) needs a numpy dtype's name, for example 'float32'."
+                f"declare_field({spec.name!r}, {attribute}={dtype!r}) needs a numpy dtype's name, "
+                "for example 'float32'."
             )
 
 
@@ -434,7 +531,14 @@ def _is_dtype(name: str) -> bool:
     return True
 
 
-SAMPLE_REDUCTIONS = (Reduce.SAMPLE_MEAN, Reduce.MEAN, Reduce.SUM, Reduce.MIN, Reduce.MAX, Reduce.QUANTILES)
+SAMPLE_REDUCTIONS = (
+    Reduce.SAMPLE_MEAN,
+    Reduce.MEAN,
+    Reduce.SUM,
+    Reduce.MIN,
+    Reduce.MAX,
+    Reduce.QUANTILES,
+)
 TOKEN_REDUCTIONS = (
     Reduce.ROLLOUT_MEAN,
     Reduce.TOKEN_MEAN,
@@ -453,14 +557,17 @@ def _check_reduce(spec: FieldSpec) -> None:
     allowed = {Scope.TOKEN: TOKEN_REDUCTIONS, Scope.SAMPLE: SAMPLE_REDUCTIONS}.get(spec.scope, ())
     if spec.reduce not in allowed:
         raise RolloutDataError(
-            f"declare_field({spec.name!r}, scope={spec.scope}, reduce={spec.reduce}): a field of this scope can be reduced by "
+            f"declare_field({spec.name!r}, scope={spec.scope}, reduce={spec.reduce}): a field of "
+            "this scope can be reduced by "
             f"{', '.join(map(str, allowed)) or 'nothing'}."
         )
     if spec.scope is Scope.TOKEN and spec.rows is not Rows.RESPONSE:
         raise RolloutDataError(
-            f"declare_field({spec.name!r}, reduce={spec.reduce}) needs one value per response token (rows=Rows.RESPONSE)."
+            f"declare_field({spec.name!r}, reduce={spec.reduce}) needs one value per response "
+            "token (rows=Rows.RESPONSE)."
         )
     if spec.wire_dtype is None and spec.shipped:
         raise RolloutDataError(
-            f"declare_field({spec.name!r}, reduce={spec.reduce}) needs numbers: give wire_dtype, for example 'float32'."
+            f"declare_field({spec.name!r}, reduce={spec.reduce}) needs numbers: give wire_dtype, "
+            "for example 'float32'."
         )

@@ -1,6 +1,8 @@
-"""Forward FLOPs of a transformer by sequence length: `linear * tokens + quadratic * tokens^2` per sequence.
+"""Forward FLOPs of a transformer by sequence length: `linear * tokens + quadratic * tokens^2` per
+sequence.
 
-A multiply-add counts 2. Causal attention is counted half for QK^T and for AV. Padding is not counted.
+A multiply-add counts 2. Causal attention is counted half for QK^T and for AV. Padding is not
+counted.
 """
 
 from __future__ import annotations
@@ -19,9 +21,16 @@ def calculate_qkv_projection_flops(
     return 2 * seqlen * hidden_size * (num_heads + 2 * num_query_groups) * head_dim
 
 
-def calculate_attention_flops(seqlen: float, num_heads: int, qk_head_dim: int, v_head_dim: int | None = None) -> float:
+def calculate_attention_flops(
+    seqlen: float, num_heads: int, qk_head_dim: int, v_head_dim: int | None = None
+) -> float:
     """QK^T and AV of one layer under a causal mask."""
-    return seqlen * seqlen * num_heads * (qk_head_dim + (qk_head_dim if v_head_dim is None else v_head_dim))
+    return (
+        seqlen
+        * seqlen
+        * num_heads
+        * (qk_head_dim + (qk_head_dim if v_head_dim is None else v_head_dim))
+    )
 
 
 def calculate_output_flops(seqlen: float, hidden_size: int, num_heads: int, head_dim: int) -> float:
@@ -53,8 +62,10 @@ class FlopsModel:
 
     @staticmethod
     def from_args(args: Any) -> FlopsModel:
-        """The model of `args`: hidden_size, num_attention_heads, num_query_groups, vocab_size, ffn_hidden_size, num_experts, num_layers,
-        kv_channels; MoE and MLA sizes where present (callers pass bare namespaces, so those are optional)."""
+        """The model of `args`: hidden_size, num_attention_heads, num_query_groups, vocab_size,
+        ffn_hidden_size, num_experts, num_layers, kv_channels; MoE and MLA sizes where present
+        (callers pass bare namespaces, so those are optional).
+        """
         hidden = args.hidden_size
         head_dim = args.kv_channels or hidden // args.num_attention_heads
         qkv, attention, output = _attention_coefficients(args, hidden, head_dim)
@@ -69,12 +80,16 @@ class FlopsModel:
             expert_size = getattr(args, "moe_ffn_hidden_size", None) or args.ffn_hidden_size
             shared = getattr(args, "moe_shared_expert_intermediate_size", None) or 0
             active = expert_size * (getattr(args, "moe_router_topk", None) or 1) + shared
-            linear += moe_layers * (calculate_mlp_flops(1, hidden, active) + 2 * hidden * args.num_experts)
+            linear += moe_layers * (
+                calculate_mlp_flops(1, hidden, active) + 2 * hidden * args.num_experts
+            )
         return FlopsModel(linear=float(linear), quadratic=float(args.num_layers * attention))
 
 
 def _attention_coefficients(args: Any, hidden: int, head_dim: int) -> tuple[float, float, float]:
-    """(FLOPs per token of QKV, per token^2 of attention, per token of the output projection) of one layer."""
+    """(FLOPs per token of QKV, per token^2 of attention, per token of the output projection) of one
+    layer.
+    """
     heads = args.num_attention_heads
     if not getattr(args, "multi_latent_attention", False):
         groups = args.num_query_groups or heads
@@ -86,9 +101,9 @@ def _attention_coefficients(args: Any, hidden: int, head_dim: int) -> tuple[floa
     q_dim = args.qk_head_dim + args.qk_pos_emb_head_dim
     q_rank = getattr(args, "q_lora_rank", None)
     query = 2 * hidden * heads * q_dim if q_rank is None else 2 * q_rank * (hidden + heads * q_dim)
-    key_value = 2 * hidden * (args.kv_lora_rank + args.qk_pos_emb_head_dim) + 2 * args.kv_lora_rank * heads * (
-        args.qk_head_dim + args.v_head_dim
-    )
+    key_value = 2 * hidden * (
+        args.kv_lora_rank + args.qk_pos_emb_head_dim
+    ) + 2 * args.kv_lora_rank * heads * (args.qk_head_dim + args.v_head_dim)
     return (
         query + key_value,
         calculate_attention_flops(1, heads, q_dim, args.v_head_dim),
@@ -109,5 +124,7 @@ def _count_layers(args: Any) -> tuple[int, int]:
 
 
 def calculate_fwd_flops(seqlens: Iterable[int], args: Any) -> float:
-    """Forward FLOPs of all sequences together, for the model sizes in `args` (see `FlopsModel.from_args`)."""
+    """Forward FLOPs of all sequences together, for the model sizes in `args` (see
+    `FlopsModel.from_args`).
+    """
     return float(FlopsModel.from_args(args).of(list(seqlens)).sum())

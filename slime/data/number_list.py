@@ -1,7 +1,8 @@
 """`NumberList`: a Python list of numbers that remembers its array.
 
-Plug-ins expect tokens, log-probs and masks of a `Sample` to be lists. The gate and the columns read arrays, and packing a list into one costs ten
-times what they do with it. So a list that came out of an array, or was packed once, keeps the array until somebody changes the list.
+Plug-ins expect tokens, log-probs and masks of a `Sample` to be lists. The gate and the columns read
+arrays, and packing a list into one costs ten times what they do with it. So a list that came out of
+an array, or was packed once, keeps the array until somebody changes the list.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ if TYPE_CHECKING:
 
 
 class NumberList(list):
-    """A list in every respect. `array`: its numbers as a numpy array [N] where they are known as one, else None; nobody may write to it.
+    """A list in every respect. `array`: its numbers as a numpy array [N] where they are known as
+    one, else None; nobody may write to it.
 
-    Every method that changes the list forgets the array, also one that another thread is just making. C code that writes into a list's memory
-    (heapq) goes past them. A sum of lists, a slice and a copy are plain lists; see `joined`.
+    Every method that changes the list forgets the array, also one that another thread is just
+    making. C code that writes into a list's memory (heapq) goes past them. A sum of lists, a slice
+    and a copy are plain lists; see `joined`.
     """
 
     __slots__ = ("_array", "_changes")
@@ -52,7 +55,20 @@ def _forgetting(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in ("__setitem__", "__delitem__", "__iadd__", "__imul__", "append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"):
+for _name in (
+    "__setitem__",
+    "__delitem__",
+    "__iadd__",
+    "__imul__",
+    "append",
+    "clear",
+    "extend",
+    "insert",
+    "pop",
+    "remove",
+    "reverse",
+    "sort",
+):
     setattr(NumberList, _name, _forgetting(_name))
 
 
@@ -62,7 +78,9 @@ def _from_array(array: np.ndarray) -> NumberList:
 
 
 def number_list(values: Any) -> NumberList:
-    """A new `NumberList` of a list, tuple, numpy array or tensor [N]; empty for None. It shares no memory with `values`."""
+    """A new `NumberList` of a list, tuple, numpy array or tensor [N]; empty for None. It shares no
+    memory with `values`.
+    """
     if values is None:
         return NumberList()
     if not hasattr(values, "tolist"):
@@ -81,8 +99,9 @@ def number_list(values: Any) -> NumberList:
 
 
 def joined(first: Any, second: list) -> NumberList:
-    """The numbers of `first` (list, array, tensor or None), then those of `second`. The sum knows its array where `second` does: `first` is
-    packed then. None of the two is changed."""
+    """The numbers of `first` (list, array, tensor or None), then those of `second`. The sum knows
+    its array where `second` does: `first` is packed then. None of the two is changed.
+    """
     first = first if isinstance(first, list) else number_list(first)
     values = NumberList(first)
     list.extend(values, second)
@@ -106,9 +125,11 @@ def known_array(values: Any) -> np.ndarray | None:
 
 
 def packed(values: list, code: str) -> np.ndarray | None:
-    """The list as an array [N]: the one it remembers, or int32 (`code` "i"), float64 ("d") or uint8 ("B"), which a `NumberList` remembers then.
+    """The list as an array [N]: the one it remembers, or int32 (`code` "i"), float64 ("d") or uint8
+    ("B"), which a `NumberList` remembers then.
 
-    None where it holds something that this type does not: struct is strict about types, and twice as fast as numpy on a list.
+    None where it holds something that this type does not: struct is strict about types, and twice
+    as fast as numpy on a list.
     """
     if (array := known_array(values)) is not None:
         return array

@@ -1,8 +1,11 @@
-"""Packing samples into micro-batches under a token cap, so that all ranks have the same number of micro-batches and near-equal work.
+"""Packing samples into micro-batches under a token cap, so that all ranks have the same number of
+micro-batches and near-equal work.
 
-First the number of bins: the smallest multiple of `align` that the tokens allow. Then a packing into that many bins, by heuristics from
-quick to thorough. Then bins are dealt to ranks and bins and samples are exchanged between ranks until their work is even. Lower bounds
-and heuristics: Martello and Toth, "Knapsack Problems", 1990, chapter 8; the subset sums per bin are the minimum bin slack of Gupta and Ho, 1999.
+First the number of bins: the smallest multiple of `align` that the tokens allow. Then a packing
+into that many bins, by heuristics from quick to thorough. Then bins are dealt to ranks and bins and
+samples are exchanged between ranks until their work is even. Lower bounds and heuristics: Martello
+and Toth, "Knapsack Problems", 1990, chapter 8; the subset sums per bin are the minimum bin slack of
+Gupta and Ho, 1999.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-MAX_EXTRA_BLOCKS = 64  # blocks of `align` bins beyond the lower bound before every sample gets its own bin
+# blocks of `align` bins beyond the lower bound before every sample gets its own bin
+MAX_EXTRA_BLOCKS = 64
 MAX_EXCHANGES_PER_RANK = 64
 GOOD_ENOUGH = 1.0005  # busiest rank over the mean
 SUBSET_SUM_LIMIT = 4_000_000  # samples times bins; above it only the quick heuristics run
@@ -23,12 +27,18 @@ Bins = list[list[int]]
 
 
 def pack_balanced(
-    lengths: Sequence[int] | np.ndarray, work: Sequence[float] | np.ndarray, *, cap: int, num_ranks: int, align: int
+    lengths: Sequence[int] | np.ndarray,
+    work: Sequence[float] | np.ndarray,
+    *,
+    cap: int,
+    num_ranks: int,
+    align: int,
 ) -> list[list[list[int]]]:
-    """Per rank, the same number of micro-batches, as lists of positions: the fewest that were found to fit, a multiple of `align` in all.
+    """Per rank, the same number of micro-batches, as lists of positions: the fewest that were found
+    to fit, a multiple of `align` in all.
 
-    No micro-batch holds more than `cap` tokens, except one whose single sample is longer. `work` [N] is what ranks are made even in.
-    With fewer samples than micro-batches some are empty.
+    No micro-batch holds more than `cap` tokens, except one whose single sample is longer. `work`
+    [N] is what ranks are made even in. With fewer samples than micro-batches some are empty.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     work = np.asarray(work, dtype=np.float64)
@@ -89,7 +99,9 @@ def _best_fit(order: list[int], lengths: np.ndarray, *, cap: int, count: int) ->
 
 
 def _subset_sums(order: list[int], lengths: np.ndarray, *, cap: int, count: int) -> Bins | None:
-    """Bin after bin: the longest sample left, and the subset of the others that fills the bin best. Sums are bits of an integer."""
+    """Bin after bin: the longest sample left, and the subset of the others that fills the bin best.
+    Sums are bits of an integer.
+    """
     if len(order) * count > SUBSET_SUM_LIMIT:
         return None
     left = list(order)
@@ -107,11 +119,14 @@ def _subset_sums(order: list[int], lengths: np.ndarray, *, cap: int, count: int)
 
 
 def _fullest_subset(sizes: list[int], room: int) -> list[int]:
-    """Positions of a subset of `sizes` with the largest sum <= room. Longer sizes are taken before shorter ones where both reach it."""
+    """Positions of a subset of `sizes` with the largest sum <= room. Longer sizes are taken before
+    shorter ones where both reach it.
+    """
     mask = (1 << (room + 1)) - 1
     reachable = [1]
     used = []
-    # long ones first: a short one is taken only where longer ones alone do not reach the sum, and is left for a later bin otherwise
+    # long ones first: a short one is taken only where longer ones alone do not reach the sum, and
+    # is left for a later bin otherwise
     for position in sorted(range(len(sizes)), key=lambda k: (-sizes[k], k)):
         if sizes[position] > room:
             continue
@@ -143,7 +158,9 @@ def _deal(bins: Bins, work: np.ndarray, *, num_ranks: int) -> list[Bins]:
 
 
 def _exchange(ranks: list[Bins], lengths: np.ndarray, work: np.ndarray, *, cap: int) -> None:
-    """Moves work from the busiest rank to a lighter one, by the exchange that evens the two best, until they are even or none helps."""
+    """Moves work from the busiest rank to a lighter one, by the exchange that evens the two best,
+    until they are even or none helps.
+    """
     loads = np.array([sum(float(work[items].sum()) for items in bins) for bins in ranks])
     mean = loads.mean()
     if mean <= 0 or len(ranks) < 2:
@@ -154,7 +171,11 @@ def _exchange(ranks: list[Bins], lengths: np.ndarray, work: np.ndarray, *, cap: 
             return
         for light in np.argsort(loads, kind="stable").tolist():
             gap = loads[busy] - loads[light]
-            moved = _best_exchange(ranks[busy], ranks[light], lengths, work, cap=cap, gap=gap) if gap > 0 else 0.0
+            moved = (
+                _best_exchange(ranks[busy], ranks[light], lengths, work, cap=cap, gap=gap)
+                if gap > 0
+                else 0.0
+            )
             if moved:
                 loads[busy] -= moved
                 loads[light] += moved
@@ -163,8 +184,11 @@ def _exchange(ranks: list[Bins], lengths: np.ndarray, work: np.ndarray, *, cap: 
             return
 
 
-def _best_exchange(busy: Bins, light: Bins, lengths: np.ndarray, work: np.ndarray, *, cap: int, gap: float) -> float:
-    """Applies the exchange of two bins, of two samples, or the move of a sample that leaves the smaller gap, and returns the work moved.
+def _best_exchange(
+    busy: Bins, light: Bins, lengths: np.ndarray, work: np.ndarray, *, cap: int, gap: float
+) -> float:
+    """Applies the exchange of two bins, of two samples, or the move of a sample that leaves the
+    smaller gap, and returns the work moved.
 
     0.0 where every legal one would widen the gap."""
     bin_gain = np.subtract.outer([work[b].sum() for b in busy], [work[b].sum() for b in light])
@@ -187,9 +211,13 @@ def _best_exchange(busy: Bins, light: Bins, lengths: np.ndarray, work: np.ndarra
 
 
 def _sample_exchanges(busy: Bins, light: Bins, lengths: np.ndarray, work: np.ndarray, *, cap: int):
-    """(samples of the busy rank, samples and empty places of the light one, (gain, legal)) as (bin, sample) pairs; sample -1 is a place."""
+    """(samples of the busy rank, samples and empty places of the light one, (gain, legal)) as (bin,
+    sample) pairs; sample -1 is a place.
+    """
     give = [(k, i) for k, items in enumerate(busy) for i in items][:PAIR_LIMIT]
-    take = [(k, -1) for k in range(len(light))] + [(k, i) for k, items in enumerate(light) for i in items][:PAIR_LIMIT]
+    take = [(k, -1) for k in range(len(light))] + [
+        (k, i) for k, items in enumerate(light) for i in items
+    ][:PAIR_LIMIT]
     if not give:
         return None
     busy_loads = np.array([lengths[items].sum() for items in busy])

@@ -1,16 +1,21 @@
-"""Splitting lengths into balanced parts (Karmarkar and Karp's largest differencing) and packing them into bins (first fit)."""
+"""Splitting lengths into balanced parts (Karmarkar and Karp's largest differencing) and packing
+them into bins (first fit).
+"""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
 
-# A part is (sum, number of items, items); tuples compare in that order, which makes every tie a defined one.
+# A part is (sum, number of items, items); tuples compare in that order, which makes every tie a
+# defined one.
 Part = tuple[float, int, tuple[int, ...]]
 
 
 class _State:
-    """k disjoint parts, largest first. The heap pops the state with the largest spread; ties go to the greater largest part."""
+    """k disjoint parts, largest first. The heap pops the state with the largest spread; ties go to
+    the greater largest part.
+    """
 
     __slots__ = ("parts", "spread")
 
@@ -29,10 +34,14 @@ class _State:
         return _State([(a[0] + b[0], a[1] + b[1], a[2] + b[2]) for a, b in pairs])
 
 
-def karmarkar_karp(seqlen_list: Sequence[float], k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """`k_partitions` lists of positions whose sums are near-equal; with `equal_size` they also have the same number of items.
+def karmarkar_karp(
+    seqlen_list: Sequence[float], k_partitions: int, equal_size: bool
+) -> list[list[int]]:
+    """`k_partitions` lists of positions whose sums are near-equal; with `equal_size` they also have
+    the same number of items.
 
-    Items enter in ascending (length, position) order. AssertionError when `equal_size` and the count is not a multiple of k.
+    Items enter in ascending (length, position) order. AssertionError when `equal_size` and the
+    count is not a multiple of k.
     """
     order = sorted(range(len(seqlen_list)), key=lambda i: (seqlen_list[i], i))
     empty: Part = (0, 0, ())
@@ -44,7 +53,8 @@ def karmarkar_karp(seqlen_list: Sequence[float], k_partitions: int, equal_size: 
     else:
         blocks = [[i] for i in order]
     heap = [
-        _State([(seqlen_list[i], 1, (i,)) for i in block] + [empty] * (k_partitions - len(block))) for block in blocks
+        _State([(seqlen_list[i], 1, (i,)) for i in block] + [empty] * (k_partitions - len(block)))
+        for block in blocks
     ]
     heapq.heapify(heap)
     while len(heap) > 1:
@@ -53,7 +63,9 @@ def karmarkar_karp(seqlen_list: Sequence[float], k_partitions: int, equal_size: 
     return [list(part[2]) for part in heap[0].parts] if heap else [[] for _ in range(k_partitions)]
 
 
-def greedy_partition(seqlen_list: Sequence[float], k_partitions: int, equal_size: bool) -> list[list[int]]:
+def greedy_partition(
+    seqlen_list: Sequence[float], k_partitions: int, equal_size: bool
+) -> list[list[int]]:
     """Longest first into the lightest part (that has room, with `equal_size`)."""
     if equal_size:
         assert len(seqlen_list) % k_partitions == 0, (
@@ -73,18 +85,26 @@ def greedy_partition(seqlen_list: Sequence[float], k_partitions: int, equal_size
 def get_seqlen_balanced_partitions(
     seqlen_list: Sequence[float], k_partitions: int, equal_size: bool
 ) -> list[list[int]]:
-    """`karmarkar_karp`, checked (no empty part, every position once) and with each part sorted ascending."""
-    assert len(seqlen_list) >= k_partitions, f"{len(seqlen_list)} items cannot fill {k_partitions} parts"
+    """`karmarkar_karp`, checked (no empty part, every position once) and with each part sorted
+    ascending.
+    """
+    assert len(seqlen_list) >= k_partitions, (
+        f"{len(seqlen_list)} items cannot fill {k_partitions} parts"
+    )
     parts = [sorted(part) for part in karmarkar_karp(seqlen_list, k_partitions, equal_size)]
     assert all(parts), f"empty part among {k_partitions} of {len(seqlen_list)} items"
-    assert sorted(i for part in parts for i in part) == list(range(len(seqlen_list))), "parts are not a disjoint cover"
+    assert sorted(i for part in parts for i in part) == list(range(len(seqlen_list))), (
+        "parts are not a disjoint cover"
+    )
     return parts
 
 
 def first_fit_pack(total_lengths: Sequence[int], max_tokens_per_bin: int) -> list[list[int]]:
-    """Bins of positions: each length, in order, goes to the first bin it fits into; a length over the cap sits alone.
+    """Bins of positions: each length, in order, goes to the first bin it fits into; a length over
+    the cap sits alone.
 
-    O(n log n): a tree holds the largest room below each node, unopened bins having all of it, so the first bin that fits is the leftmost leaf.
+    O(n log n): a tree holds the largest room below each node, unopened bins having all of it, so
+    the first bin that fits is the leftmost leaf.
     """
     count = len(total_lengths)
     size = 1 << max(count - 1, 0).bit_length()
@@ -117,8 +137,12 @@ def first_fit_pack(total_lengths: Sequence[int], max_tokens_per_bin: int) -> lis
     return bins
 
 
-def expand_bins_by_splitting(bins: list[list[int]], target_count: int, lengths: Sequence[int]) -> None:
-    """Grows `bins` in place to `target_count` by halving, by tokens, the fullest bin with more than one sample; stops at singletons."""
+def expand_bins_by_splitting(
+    bins: list[list[int]], target_count: int, lengths: Sequence[int]
+) -> None:
+    """Grows `bins` in place to `target_count` by halving, by tokens, the fullest bin with more than
+    one sample; stops at singletons.
+    """
     heap = [(-sum(lengths[i] for i in items), k) for k, items in enumerate(bins) if len(items) > 1]
     heapq.heapify(heap)
     while len(bins) < target_count and heap:

@@ -1,8 +1,10 @@
-"""Columns: how the entries of one field are held, so that a batch is a few arrays and not a hundred thousand small ones.
+"""Columns: how the entries of one field are held, so that a batch is a few arrays and not a hundred
+thousand small ones.
 
-`Ragged` is one values array and one offsets array; `Parts` holds entries that are not gathered yet; `Scalars` is one number per sample.
-Every column also answers as a plain Python list (`as_list`), because plug-ins and upstream's functions expect lists.
-numpy only: torch values are accepted by duck typing, so that importing this costs nothing on the rollout side.
+`Ragged` is one values array and one offsets array; `Parts` holds entries that are not gathered yet;
+`Scalars` is one number per sample. Every column also answers as a plain Python list (`as_list`),
+because plug-ins and upstream's functions expect lists. numpy only: torch values are accepted by
+duck typing, so that importing this costs nothing on the rollout side.
 """
 
 from __future__ import annotations
@@ -27,22 +29,34 @@ def is_tensor(value: Any) -> bool:
 
 
 def num_entries(value: Any) -> int | None:
-    """Entries of a column, list, array [N, ...] or the like; None for what is no list of anything: a number, a text, a mapping, a set."""
-    if isinstance(value, str | bytes | Mapping | Set) or not hasattr(value, "__len__") or getattr(value, "ndim", 1) == 0:
+    """Entries of a column, list, array [N, ...] or the like; None for what is no list of anything:
+    a number, a text, a mapping, a set.
+    """
+    if (
+        isinstance(value, str | bytes | Mapping | Set)
+        or not hasattr(value, "__len__")
+        or getattr(value, "ndim", 1) == 0
+    ):
         return None
     return len(value)
 
 
 def as_array(value: Any, dtype: str | None = None, *, what: str = "value") -> np.ndarray:
-    """`value` (array, tensor, list or tuple) as a numpy array of `dtype`, without a copy where possible.
+    """`value` (array, tensor, list or tuple) as a numpy array of `dtype`, without a copy where
+    possible.
 
-    Raises `RolloutDataError` naming `what` where it is not numeric, or where an integer dtype would change a value.
+    Raises `RolloutDataError` naming `what` where it is not numeric, or where an integer dtype would
+    change a value.
     """
     if type(value) is np.ndarray:
         array = value
     elif type(value) is NumberList and value.array is not None:
         array = value.array
-    elif isinstance(value, list) and dtype in PACK_CODES and (found := packed(value, PACK_CODES[dtype])) is not None:
+    elif (
+        isinstance(value, list)
+        and dtype in PACK_CODES
+        and (found := packed(value, PACK_CODES[dtype])) is not None
+    ):
         array = found
     elif is_tensor(value):
         tensor = value.detach().cpu()
@@ -60,7 +74,9 @@ def as_array(value: Any, dtype: str | None = None, *, what: str = "value") -> np
     converted = array.astype(target)
     lossy = target.kind in "iu" and not np.can_cast(array.dtype, target, "safe")
     if lossy and not np.array_equal(converted, array):
-        raise RolloutDataError(f"{what} has values that do not fit {dtype}: {_preview(array[converted != array])}")
+        raise RolloutDataError(
+            f"{what} has values that do not fit {dtype}: {_preview(array[converted != array])}"
+        )
     return converted
 
 
@@ -79,7 +95,9 @@ def smallest_int_dtype(low: int, high: int) -> str:
 
 
 class Column:
-    """The entries of one field. `as_list` hands out a list once and remembers it, so that a plug-in's edits are seen."""
+    """The entries of one field. `as_list` hands out a list once and remembers it, so that a
+    plug-in's edits are seen.
+    """
 
     _list: list | None = None
     _snapshot: tuple | None = None
@@ -101,12 +119,16 @@ class Column:
         """True when the list that was handed out no longer holds the entries of this column."""
         if self._list is None:
             return False
-        if len(self._list) != len(self._snapshot) or not all(map(operator.is_, self._list, self._snapshot)):
+        if len(self._list) != len(self._snapshot) or not all(
+            map(operator.is_, self._list, self._snapshot)
+        ):
             return True
         return self._memory_of(self._list) != self._memory
 
     def adopt_list(self, entries: list) -> None:
-        """Makes `entries`, which was handed out before, this column's list: the same object, its entries now views of this column."""
+        """Makes `entries`, which was handed out before, this column's list: the same object, its
+        entries now views of this column.
+        """
         entries[:] = self._build_list()
         self._hand_out(entries)
 
@@ -114,7 +136,9 @@ class Column:
         self._list, self._snapshot, self._memory = entries, tuple(entries), self._memory_of(entries)
 
     def _memory_of(self, entries: list) -> list | None:
-        """Where each entry's numbers are; None where an entry cannot be given others without being replaced."""
+        """Where each entry's numbers are; None where an entry cannot be given others without being
+        replaced.
+        """
         return None
 
 
@@ -136,10 +160,12 @@ class Scalars(Column):
 
 
 class Ragged(Column):
-    """One array per sample, stored as `values` [rows, *trailing] and `offsets` [N + 1]; entry i starts at offsets[i] and has lengths[i] rows.
+    """One array per sample, stored as `values` [rows, *trailing] and `offsets` [N + 1]; entry i
+    starts at offsets[i] and has lengths[i] rows.
 
-    Rows between the end of an entry and the next offset are padding that belongs to no entry. `values` is a numpy array (read-only when
-    it comes from the object store) or a torch tensor; entries are views of it.
+    Rows between the end of an entry and the next offset are padding that belongs to no entry.
+    `values` is a numpy array (read-only when it comes from the object store) or a torch tensor;
+    entries are views of it.
     """
 
     def __init__(self, values: Any, offsets: np.ndarray, lengths: np.ndarray | None = None) -> None:
@@ -174,7 +200,10 @@ class Ragged(Column):
         if is_tensor(self.values) and self.is_dense:
             return list(self.values.split(self.lengths.tolist())) if len(self) else []
         values = self.values
-        return [values[start : start + length] for start, length in zip(starts, self.lengths.tolist(), strict=True)]
+        return [
+            values[start : start + length]
+            for start, length in zip(starts, self.lengths.tolist(), strict=True)
+        ]
 
     def _memory_of(self, entries: list) -> list | None:
         # `tensor.data = other` leaves the tensor in the list, with other numbers
@@ -193,7 +222,9 @@ class Ragged(Column):
 
 
 class Parts(Column):
-    """One array per sample, each still where its maker left it; gathered once, in schedule order, by `gather`."""
+    """One array per sample, each still where its maker left it; gathered once, in schedule order,
+    by `gather`.
+    """
 
     def __init__(self, parts: list[np.ndarray]) -> None:
         self.parts = parts
@@ -206,7 +237,12 @@ class Parts(Column):
         return list(self.parts)
 
     def gather(
-        self, positions: Sequence[int], *, dtype: str, padding: np.ndarray | None = None, lead: int = 0
+        self,
+        positions: Sequence[int],
+        *,
+        dtype: str,
+        padding: np.ndarray | None = None,
+        lead: int = 0,
     ) -> Ragged:
         """The entries at `positions` as one `Ragged` of `dtype`, in one copy.
 
@@ -224,11 +260,14 @@ class Parts(Column):
         pieces = chosen
         if padding is not None or lead:
             zeros = np.zeros(
-                (max(lead, int(padding.max(initial=0)) if padding is not None else 0), *trailing), dtype=dtype
+                (max(lead, int(padding.max(initial=0)) if padding is not None else 0), *trailing),
+                dtype=dtype,
             )
             pieces = [zeros[:lead]] if lead else []
             for part, pad in zip(
-                chosen, (padding if padding is not None else np.zeros(len(chosen), int)).tolist(), strict=True
+                chosen,
+                (padding if padding is not None else np.zeros(len(chosen), int)).tolist(),
+                strict=True,
             ):
                 pieces.append(part)
                 if pad:
@@ -238,16 +277,21 @@ class Parts(Column):
                 np.concatenate(pieces, out=out, casting="unsafe")
             except ValueError as error:
                 raise RolloutDataError(
-                    f"entries of one field have different shapes: {sorted({p.shape[1:] for p in chosen})}"
+                    "entries of one field have different shapes: "
+                    f"{sorted({p.shape[1:] for p in chosen})}"
                 ) from error
         return Ragged(out, offsets, None if padding is None and not lead else lengths)
 
 
 def concatenated_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """`concat([arange(s, s + n) for s, n in zip(starts, lengths)])` without the loop: positions [sum of lengths], int64."""
+    """`concat([arange(s, s + n) for s, n in zip(starts, lengths)])` without the loop: positions
+    [sum of lengths], int64.
+    """
     lengths = np.asarray(lengths, dtype=np.int64)
     total = int(lengths.sum())
     if total == 0:
         return np.zeros(0, dtype=np.int64)
     ends = np.cumsum(lengths)
-    return np.arange(total, dtype=np.int64) + np.repeat(np.asarray(starts, dtype=np.int64) - (ends - lengths), lengths)
+    return np.arange(total, dtype=np.int64) + np.repeat(
+        np.asarray(starts, dtype=np.int64) - (ends - lengths), lengths
+    )

@@ -1,6 +1,8 @@
-"""Group-normalized rewards: the half of the advantage that needs every sibling, computed before the batch is split over ranks.
+"""Group-normalized rewards: the half of the advantage that needs every sibling, computed before the
+batch is split over ranks.
 
-By group id, in any order, over the members that count, for groups of any size. Suffixes: `_N` samples, `_E` executions (rollouts), `_G` groups.
+By group id, in any order, over the members that count, for groups of any size. Suffixes: `_N`
+samples, `_E` executions (rollouts), `_G` groups.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class RewardStatistics:
 
     def metrics(self) -> dict[str, float]:
         """`group/...` numbers."""
-        return {f"group/{field.name}": getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {
+            f"group/{field.name}": getattr(self, field.name) for field in dataclasses.fields(self)
+        }
 
 
 def normalize_rewards(
@@ -43,13 +47,17 @@ def normalize_rewards(
     leave_one_out: bool = False,
     rollout_ids: Sequence[int] | None = None,
 ) -> tuple[np.ndarray, RewardStatistics]:
-    """`(normalized, statistics)`: each member's reward minus its group's mean, float64 [N]; with `divide_by_std` over (unbiased std + 1e-6),
-    with `leave_one_out` minus the mean of the other members.
+    """`(normalized, statistics)`: each member's reward minus its group's mean, float64 [N]; with
+    `divide_by_std` over (unbiased std + 1e-6), with `leave_one_out` minus the mean of the other
+    members.
 
-    Members are the group's valid executions: the samples of one rollout are one member, with their mean reward, and each of them gets that member's
-    value. Without `rollout_ids` every sample is a member of its own. Samples that are not valid, or whose reward is not finite, change nothing and get
+    Members are the group's valid executions: the samples of one rollout are one member, with their
+    mean reward, and each of them gets that member's
+    value. Without `rollout_ids` every sample is a member of its own. Samples that are not valid, or
+    whose reward is not finite, change nothing and get
     0. A group with one member, or with no spread between members, gives 0.
-    (GRPO, arXiv 2402.03300; without the std, Dr. GRPO, arXiv 2503.20783; leave-one-out, RLOO, arXiv 2402.14740.)
+    (GRPO, arXiv 2402.03300; without the std, Dr. GRPO, arXiv 2503.20783; leave-one-out, RLOO, arXiv
+    2402.14740.)
     """
     rewards_N = np.asarray(rewards, dtype=np.float64)
     counts_N = np.asarray(valid, dtype=bool) & np.isfinite(rewards_N)
@@ -63,13 +71,17 @@ def normalize_rewards(
     if rollout_ids is None:
         member_value, member_group, member = value, group, np.arange(len(value))
     else:
-        member_value, member_group, member = _execution_means(value, group, np.asarray(rollout_ids)[chosen])
+        member_value, member_group, member = _execution_means(
+            value, group, np.asarray(rollout_ids)[chosen]
+        )
     num_groups = int(group.max()) + 1
     size_G = np.bincount(member_group, minlength=num_groups)
     low_G, high_G = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
     np.minimum.at(low_G, member_group, member_value)
     np.maximum.at(high_G, member_group, member_value)
-    has_spread_G = high_G - low_G > SPREAD_TOLERANCE * np.maximum(1.0, np.maximum(np.abs(low_G), np.abs(high_G)))
+    has_spread_G = high_G - low_G > SPREAD_TOLERANCE * np.maximum(
+        1.0, np.maximum(np.abs(low_G), np.abs(high_G))
+    )
     # centred on the group's minimum first, so that a large common offset costs no digits
     shifted = member_value - low_G[member_group]
     mean_G = np.bincount(member_group, weights=shifted, minlength=num_groups) / size_G
@@ -87,8 +99,12 @@ def normalize_rewards(
     )
 
 
-def _execution_means(value: np.ndarray, group: np.ndarray, rollout_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(mean reward [E], group [E]) of each execution within its group, and each sample's execution [N]."""
+def _execution_means(
+    value: np.ndarray, group: np.ndarray, rollout_ids: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(mean reward [E], group [E]) of each execution within its group, and each sample's execution
+    [N].
+    """
     keys = np.stack([group, np.unique(rollout_ids, return_inverse=True)[1]])
     _, first, execution = np.unique(keys, axis=1, return_index=True, return_inverse=True)
     execution = execution.reshape(-1)
@@ -103,23 +119,36 @@ def _execution_means(value: np.ndarray, group: np.ndarray, rollout_ids: np.ndarr
 
 
 def execution_keys(samples: Sequence[Any]) -> list[Any]:
-    """One key per sample, equal for the samples of one execution: its `rollout_id`; a sample without one is an execution of its own."""
-    return [("own", position) if sample.rollout_id is None else sample.rollout_id for position, sample in enumerate(samples)]
+    """One key per sample, equal for the samples of one execution: its `rollout_id`; a sample
+    without one is an execution of its own.
+    """
+    return [
+        ("own", position) if sample.rollout_id is None else sample.rollout_id
+        for position, sample in enumerate(samples)
+    ]
 
 
-def execution_values(values: Sequence[float], keys: Sequence[Any], *, best: bool = False) -> dict[Any, float]:
-    """{key: mean of its finite values, or the largest of them}; a key without a finite value is left out."""
+def execution_values(
+    values: Sequence[float], keys: Sequence[Any], *, best: bool = False
+) -> dict[Any, float]:
+    """{key: mean of its finite values, or the largest of them}; a key without a finite value is
+    left out.
+    """
     by_key: dict[Any, list[float]] = {}
     for key, value in zip(keys, values, strict=True):
         if math.isfinite(value):
             by_key.setdefault(key, []).append(value)
-    return {key: max(found) if best else math.fsum(found) / len(found) for key, found in by_key.items()}
+    return {
+        key: max(found) if best else math.fsum(found) / len(found) for key, found in by_key.items()
+    }
 
 
 def reward_number(reward: Any, reward_key: str | None, *, index: Any = None) -> float:
-    """The number in `reward`: itself, or `reward[reward_key]`. NaN where there is none (None, or the key's value is None).
+    """The number in `reward`: itself, or `reward[reward_key]`. NaN where there is none (None, or
+    the key's value is None).
 
-    `RolloutDataError` naming the keys for a dict without a usable `reward_key`, or for something that is not a number.
+    `RolloutDataError` naming the keys for a dict without a usable `reward_key`, or for something
+    that is not a number.
     """
     reward = scalar(chosen_reward(reward, reward_key, index=index))
     if reward is None:
@@ -133,7 +162,9 @@ def reward_number(reward: Any, reward_key: str | None, *, index: Any = None) -> 
 
 
 def value_problem(reward: Any) -> str | None:
-    """What is wrong with a reward that is one value, in words; None if it is a finite number. Text is none, nor is a list of one number."""
+    """What is wrong with a reward that is one value, in words; None if it is a finite number. Text
+    is none, nor is a list of one number.
+    """
     if reward is None:
         return "reward is None"
     reward = scalar(reward)
@@ -146,7 +177,10 @@ def value_problem(reward: Any) -> str | None:
 
 
 def raw_rewards_of(samples: Sequence[Any], reward_key: str | None) -> np.ndarray:
-    """The scored reward of each sample, float64 [N], NaN where there is none. See `reward_number`."""
+    """The scored reward of each sample, float64 [N], NaN where there is none. See
+    `reward_number`.
+    """
     return np.array(
-        [reward_number(sample.reward, reward_key, index=sample.index) for sample in samples], dtype=np.float64
+        [reward_number(sample.reward, reward_key, index=sample.index) for sample in samples],
+        dtype=np.float64,
     )

@@ -1,6 +1,8 @@
-"""`Sample`: one prompt with one response, from the data source to the trainer. Imports nothing heavy.
+"""`Sample`: one prompt with one response, from the data source to the trainer. Imports nothing
+heavy.
 
-Shapes: T = response_length (tokens after the prompt); `tokens` holds prompt + response ids, so len(tokens) >= T.
+Shapes: T = response_length (tokens after the prompt); `tokens` holds prompt + response ids, so
+len(tokens) >= T.
 """
 
 from __future__ import annotations
@@ -27,7 +29,11 @@ class SpecInfo:
     @property
     def spec_accept_rate(self) -> float:
         """Accepted share of drafted tokens, 0.0 without drafts."""
-        return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num else 0.0
+        return (
+            self.spec_accept_token_num / self.spec_draft_token_num
+            if self.spec_draft_token_num
+            else 0.0
+        )
 
     @property
     def spec_accept_length(self) -> float:
@@ -71,11 +77,15 @@ class PrefixCacheInfo:
 
     @staticmethod
     def from_dict(data: dict) -> PrefixCacheInfo:
-        return PrefixCacheInfo(**{f.name: data.get(f.name, 0) for f in dataclasses.fields(PrefixCacheInfo)})
+        return PrefixCacheInfo(
+            **{f.name: data.get(f.name, 0) for f in dataclasses.fields(PrefixCacheInfo)}
+        )
 
 
 class Status(enum.Enum):
-    """Where a sample stands: not generated, ended by itself, cut at a limit, aborted by us, failed by an error."""
+    """Where a sample stands: not generated, ended by itself, cut at a limit, aborted by us, failed
+    by an error.
+    """
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -84,7 +94,11 @@ class Status(enum.Enum):
     FAILED = "failed"
 
 
-STATUS_OF_FINISH_REASON = {"length": Status.TRUNCATED, "abort": Status.ABORTED, "stop": Status.COMPLETED}
+STATUS_OF_FINISH_REASON = {
+    "length": Status.TRUNCATED,
+    "abort": Status.ABORTED,
+    "stop": Status.COMPLETED,
+}
 
 
 @dataclasses.dataclass
@@ -106,7 +120,8 @@ class Sample:
     reward: float | dict | None = None
     loss_mask: list[int] | None = None
     weight_versions: list[str] = dataclasses.field(default_factory=list)
-    weight_version_spans: list[list] = dataclasses.field(default_factory=list)  # [version or None, tokens], in order of the response
+    # [version or None, tokens], in order of the response
+    weight_version_spans: list[list] = dataclasses.field(default_factory=list)
     rollout_log_probs: list[float] | None = None
     rollout_top_p_token_ids: Any = None
     rollout_top_p_token_offsets: Any = None
@@ -127,7 +142,9 @@ class Sample:
     prefix_cache_info: PrefixCacheInfo = dataclasses.field(default_factory=PrefixCacheInfo)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every instance attribute, `status` as its string, counters as dicts. Lists are aliased, not copied."""
+        """Every instance attribute, `status` as its string, counters as dicts. Lists are aliased,
+        not copied.
+        """
         return {
             **self.__dict__,
             "status": self.status.value,
@@ -137,12 +154,16 @@ class Sample:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Sample:
-        """The sample of `to_dict`. Unknown keys become attributes; `data` is not modified. KeyError without `status`."""
+        """The sample of `to_dict`. Unknown keys become attributes; `data` is not modified. KeyError
+        without `status`.
+        """
         data = dict(data)
         known = {
             "status": Status(data.pop("status")),
             "spec_info": SpecInfo.from_dict(data.pop("spec_info", None) or {}),
-            "prefix_cache_info": PrefixCacheInfo.from_dict(data.pop("prefix_cache_info", None) or {}),
+            "prefix_cache_info": PrefixCacheInfo.from_dict(
+                data.pop("prefix_cache_info", None) or {}
+            ),
         }
         extra = {key: data.pop(key) for key in list(data) if key not in _FIELD_NAMES}
         sample = Sample(**data, **known)
@@ -150,15 +171,23 @@ class Sample:
         return sample
 
     def get_reward_value(self, args: Any) -> Any:
-        """`reward`, or `reward[args.reward_key]` where a key is set. RolloutDataError naming the keys where it is not one."""
-        return chosen_reward(self.reward, args.reward_key, index=self.index) if args.reward_key else self.reward
+        """`reward`, or `reward[args.reward_key]` where a key is set. RolloutDataError naming the
+        keys where it is not one.
+        """
+        return (
+            chosen_reward(self.reward, args.reward_key, index=self.index)
+            if args.reward_key
+            else self.reward
+        )
 
     @property
     def effective_response_length(self) -> int:
         """Trainable response tokens: the mask's sum, or the response length without a mask."""
         if self.loss_mask is None:
             return self.response_length
-        return sum(self.loss_mask if isinstance(self.loss_mask, list) else number_list(self.loss_mask))
+        return sum(
+            self.loss_mask if isinstance(self.loss_mask, list) else number_list(self.loss_mask)
+        )
 
     def append_response_tokens(
         self,
@@ -171,20 +200,28 @@ class Sample:
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Appends what one generation call (trainable) or an environment (not trainable) added to the response.
+        """Appends what one generation call (trainable) or an environment (not trainable) added to
+        the response.
 
-        `tokens` are new token ids [K], `log_probs` their log-probabilities [K] in nats, `meta_info` the engine's reply.
-        Raises ValueError where lengths disagree, where trainable tokens lack log-probs, or non-trainable ones have them.
-        Nothing is changed when it raises on its arguments.
+        `tokens` are new token ids [K], `log_probs` their log-probabilities [K] in nats, `meta_info`
+        the engine's reply. Raises ValueError where lengths disagree, where trainable tokens lack
+        log-probs, or non-trainable ones have them. Nothing is changed when it raises on its
+        arguments.
         """
-        tokens, log_probs = number_list(tokens), None if log_probs is None else number_list(log_probs)
+        tokens, log_probs = (
+            number_list(tokens),
+            None if log_probs is None else number_list(log_probs),
+        )
         _check_append(self, tokens, log_probs, trainable)
         nucleus = _new_nucleus(meta_info or {}, len(tokens)) if tokens and trainable else None
         if text:
             self.response += text
         if tokens:
             self._extend(tokens, log_probs, trainable)
-            self.weight_version_spans = [*self.weight_version_spans, *_new_spans(meta_info or {}, len(tokens), trainable)]
+            self.weight_version_spans = [
+                *self.weight_version_spans,
+                *_new_spans(meta_info or {}, len(tokens), trainable),
+            ]
             _append_nucleus(self, nucleus, len(tokens))
         if meta_info is not None:
             _set_routed_experts(self, meta_info, args)
@@ -200,7 +237,9 @@ class Sample:
             self.rollout_log_probs = [0.0] * had
         self.tokens = joined(self.tokens, tokens)
         self.loss_mask = joined(self.loss_mask, [int(trainable)] * len(tokens))
-        self.rollout_log_probs = joined(self.rollout_log_probs, log_probs if trainable else [0.0] * len(tokens))
+        self.rollout_log_probs = joined(
+            self.rollout_log_probs, log_probs if trainable else [0.0] * len(tokens)
+        )
         self.response_length = had + len(tokens)
 
     def _set_terminal_info(self, args: Any, meta_info: dict) -> None:
@@ -216,13 +255,18 @@ class Sample:
         for name in ("loss_mask", "rollout_log_probs"):
             values = getattr(self, name)
             if values is not None and len(values) != self.response_length:
-                raise ValueError(f"sample {self.index}: {name} has {len(values)} entries, response_length is {self.response_length}")
+                raise ValueError(
+                    f"sample {self.index}: {name} has {len(values)} entries, response_length is "
+                    f"{self.response_length}"
+                )
         offsets = self.rollout_top_p_token_offsets
         if offsets is not None and (
-            len(offsets) != self.response_length + 1 or int(offsets[-1]) != len(self.rollout_top_p_token_ids)
+            len(offsets) != self.response_length + 1
+            or int(offsets[-1]) != len(self.rollout_top_p_token_ids)
         ):
             raise ValueError(
-                f"sample {self.index}: {len(offsets)} nucleus offsets ending at {int(offsets[-1])} do not fit "
+                f"sample {self.index}: {len(offsets)} nucleus offsets ending at {int(offsets[-1])} "
+                "do not fit "
                 f"{self.response_length} response tokens and {len(self.rollout_top_p_token_ids)} ids"
             )
 
@@ -242,12 +286,15 @@ def _check_append(sample: Sample, tokens: list, log_probs: list | None, trainabl
         raise ValueError("non-trainable response tokens should not pass rollout log probabilities")
     if tokens and trainable and sample.rollout_log_probs is None and sample.response_length:
         raise ValueError(
-            f"sample {sample.index}: {sample.response_length} earlier response tokens have no rollout log-probs, so trainable tokens cannot follow"
+            f"sample {sample.index}: {sample.response_length} earlier response tokens have no "
+            "rollout log-probs, so trainable tokens cannot follow"
         )
 
 
 def _new_spans(meta_info: dict, num_tokens: int, trainable: bool) -> list[list]:
-    """[version, tokens] of the new tokens: as the reply tells them apart, else its one version; None for tokens that nobody sampled."""
+    """[version, tokens] of the new tokens: as the reply tells them apart, else its one version;
+    None for tokens that nobody sampled.
+    """
     spans = meta_info.get("weight_versions")
     if trainable and isinstance(spans, list) and sum(count for _, count in spans) == num_tokens:
         return [[str(version), count] for version, count in spans]
@@ -260,29 +307,44 @@ def _new_nucleus(meta_info: dict, num_tokens: int) -> tuple[list[int], list[int]
     from slime.utils.misc import decode_int32_meta_array
 
     ids = decode_int32_meta_array(meta_info, ["top_p_token_ids", "top_p_kept_token_ids"])
-    offsets = decode_int32_meta_array(meta_info, ["top_p_token_offsets", "top_p_kept_token_offsets"])
+    offsets = decode_int32_meta_array(
+        meta_info, ["top_p_token_offsets", "top_p_kept_token_offsets"]
+    )
     if ids is None and offsets is None:
         return None
     if ids is None or offsets is None:
-        raise ValueError("top_p_token_ids and top_p_token_offsets must come together; only one is present")
+        raise ValueError(
+            "top_p_token_ids and top_p_token_offsets must come together; only one is present"
+        )
     ids, offsets = ids.tolist(), offsets.tolist()
     if not offsets or offsets[0] != 0:
         raise ValueError(f"top_p_token_offsets must start with 0, got {offsets[:3]}")
     if offsets[-1] != len(ids):
-        raise ValueError(f"last top_p_token_offset is {offsets[-1]}, but there are {len(ids)} top_p_token_ids")
+        raise ValueError(
+            f"last top_p_token_offset is {offsets[-1]}, but there are {len(ids)} top_p_token_ids"
+        )
     if len(offsets) != num_tokens + 1:
-        raise ValueError(f"{len(offsets)} top_p_token_offsets for {num_tokens} new tokens; expected {num_tokens + 1}")
+        raise ValueError(
+            f"{len(offsets)} top_p_token_offsets for {num_tokens} new tokens; expected "
+            f"{num_tokens + 1}"
+        )
     return ids, offsets
 
 
-def _append_nucleus(sample: Sample, nucleus: tuple[list[int], list[int]] | None, num_tokens: int) -> None:
-    """Extends the sample's nucleus fields by the new tokens' (empty spans where there is none but the sample has some)."""
+def _append_nucleus(
+    sample: Sample, nucleus: tuple[list[int], list[int]] | None, num_tokens: int
+) -> None:
+    """Extends the sample's nucleus fields by the new tokens' (empty spans where there is none but
+    the sample has some).
+    """
     if nucleus is None and sample.rollout_top_p_token_offsets is None:
         return
     import torch
 
     old_ids = number_list(sample.rollout_top_p_token_ids)
-    old_offsets = number_list(sample.rollout_top_p_token_offsets) or [0] * (sample.response_length - num_tokens + 1)
+    old_offsets = number_list(sample.rollout_top_p_token_offsets) or [0] * (
+        sample.response_length - num_tokens + 1
+    )
     ids, offsets = nucleus if nucleus is not None else ([], [0] * (num_tokens + 1))
     shifted = [old_offsets[-1] + offset for offset in offsets[1:]]
     sample.rollout_top_p_token_ids = torch.tensor(old_ids + ids, dtype=torch.int32)
@@ -290,7 +352,9 @@ def _append_nucleus(sample: Sample, nucleus: tuple[list[int], list[int]] | None,
 
 
 def _set_routed_experts(sample: Sample, meta_info: dict, args: Any) -> None:
-    """Stores the expert ids [len(tokens) - 1, num_layers, topk] that the engine returned, from row `routed_experts_start_len` on."""
+    """Stores the expert ids [len(tokens) - 1, num_layers, topk] that the engine returned, from row
+    `routed_experts_start_len` on.
+    """
     if meta_info.get("routed_experts") is None:
         return
     import torch
@@ -304,11 +368,17 @@ def _set_routed_experts(sample: Sample, meta_info: dict, args: Any) -> None:
     rows = max(0, len(sample.tokens) - 1 - start)
     expected = rows * args.num_layers * args.moe_router_topk
     if start < 0 or flat.numel() != expected:
-        raise ValueError(f"routed_experts element count {flat.numel()}, expected {expected} ({rows} rows from row {start})")
+        raise ValueError(
+            f"routed_experts element count {flat.numel()}, expected {expected} ({rows} rows from "
+            f"row {start})"
+        )
     new = flat.reshape(rows, args.num_layers, args.moe_router_topk)
     old = sample.rollout_routed_experts
     if start and (old is None or len(old) < start):
-        raise ValueError(f"routed_experts start at row {start}, but only {0 if old is None else len(old)} rows are stored")
+        raise ValueError(
+            f"routed_experts start at row {start}, but only {0 if old is None else len(old)} rows "
+            "are stored"
+        )
     sample.rollout_routed_experts = torch.cat([torch.as_tensor(old)[:start], new]) if start else new
 
 
@@ -355,7 +425,9 @@ def scalar(value: Any) -> Any:
 
 
 def chosen_reward(reward: Any, reward_key: str | None, *, index: Any = None) -> Any:
-    """The reward itself, or what a dict of rewards holds under `reward_key`. RolloutDataError names the keys where it lacks that key."""
+    """The reward itself, or what a dict of rewards holds under `reward_key`. RolloutDataError names
+    the keys where it lacks that key.
+    """
     if not isinstance(reward, dict):
         return reward
     if not reward_key or reward_key not in reward:

@@ -1,7 +1,8 @@
 """Which rank trains which sample in which micro-batch of which optimizer step.
 
-Every rank runs the same number of micro-batches in a step; one that has fewer samples runs empty ones, which weigh nothing, so no collective
-waits for a peer. All samples of a rollout stay in one step. Nothing is dropped without being listed in `SchedulePlan.dropped`.
+Every rank runs the same number of micro-batches in a step; one that has fewer samples runs empty
+ones, which weigh nothing, so no collective waits for a peer. All samples of a rollout stay in one
+step. Nothing is dropped without being listed in `SchedulePlan.dropped`.
 
 Suffixes: `_N` samples of the batch, `_R` data-parallel ranks, `_S` optimizer steps.
 """
@@ -16,7 +17,11 @@ import numpy as np
 
 from slime.data.flops import FlopsModel
 from slime.data.packing import pack_balanced
-from slime.data.partitioning import expand_bins_by_splitting, first_fit_pack, get_seqlen_balanced_partitions
+from slime.data.partitioning import (
+    expand_bins_by_splitting,
+    first_fit_pack,
+    get_seqlen_balanced_partitions,
+)
 from slime.exceptions import ConfigError
 
 PACKINGS = ("balanced", "first_fit")
@@ -24,11 +29,14 @@ PACKINGS = ("balanced", "first_fit")
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleConfig:
-    """How samples are packed and spread. `align` is the number the micro-batch count per step must be a multiple of."""
+    """How samples are packed and spread. `align` is the number the micro-batch count per step must
+    be a multiple of.
+    """
 
     dp_size: int
     align: int
-    token_cap: int | None = None  # tokens per micro-batch over all context-parallel ranks; None: static blocks
+    # tokens per micro-batch over all context-parallel ranks; None: static blocks
+    token_cap: int | None = None
     micro_batch_size: int = 1
     packing: str = "first_fit"
     balance_data: bool = False
@@ -37,15 +45,20 @@ class ScheduleConfig:
 
     @staticmethod
     def from_args(args: Any, train_parallel_config: Mapping[str, int]) -> ScheduleConfig:
-        """From the batching options, model sizes and a `train_parallel_config` with dp_size, cp_size, vpp_size and
-        microbatch_group_size_per_vp_stage. Upstream calls this with a bare namespace, hence the defaults here."""
+        """From the batching options, model sizes and a `train_parallel_config` with dp_size,
+        cp_size, vpp_size and microbatch_group_size_per_vp_stage. Upstream calls this with a bare
+        namespace, hence the defaults here.
+        """
         dp_size, cp_size = train_parallel_config["dp_size"], train_parallel_config.get("cp_size", 1)
         virtual = (train_parallel_config.get("vpp_size") or 1) > 1
-        group = (train_parallel_config.get("microbatch_group_size_per_vp_stage") or 1) if virtual else 1
+        group = (
+            (train_parallel_config.get("microbatch_group_size_per_vp_stage") or 1) if virtual else 1
+        )
         dynamic = bool(getattr(args, "use_dynamic_batch_size", False))
         if dynamic and not args.max_tokens_per_gpu:
             raise ConfigError(
-                "--use-dynamic-batch-size needs --max-tokens-per-gpu, the tokens a micro-batch may hold per GPU."
+                "--use-dynamic-batch-size needs --max-tokens-per-gpu, the tokens a micro-batch may "
+                "hold per GPU."
             )
         by_flops = bool(getattr(args, "balance_by_flops", False))
         packing = getattr(args, "micro_batch_packing", "first_fit")
@@ -53,7 +66,8 @@ class ScheduleConfig:
         sized = getattr(args, "hidden_size", None) is not None
         if balance and not sized:
             raise ConfigError(
-                "--balance-data and --balance-by-flops need the model's sizes (--hidden-size, --num-layers, ...)."
+                "--balance-data and --balance-by-flops need the model's sizes (--hidden-size, "
+                "--num-layers, ...)."
             )
         return ScheduleConfig(
             dp_size=dp_size,
@@ -63,12 +77,20 @@ class ScheduleConfig:
             packing=packing,
             balance_data=balance,
             balance_by_flops=by_flops,
-            flops=FlopsModel.from_args(args) if sized and (balance or packing == "balanced") else None,
+            flops=FlopsModel.from_args(args)
+            if sized and (balance or packing == "balanced")
+            else None,
         )
 
     def work_of(self, lengths_N: np.ndarray) -> np.ndarray:
-        """The work of each sample: forward FLOPs where the model is known, else tokens. float64 [N]."""
-        return self.flops.of(lengths_N) if self.flops is not None else np.asarray(lengths_N, dtype=np.float64)
+        """The work of each sample: forward FLOPs where the model is known, else tokens. float64
+        [N].
+        """
+        return (
+            self.flops.of(lengths_N)
+            if self.flops is not None
+            else np.asarray(lengths_N, dtype=np.float64)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +107,9 @@ class StepReport:
 
 @dataclasses.dataclass(frozen=True)
 class SchedulePlan:
-    """The schedule of one rollout batch. Positions are positions in the arrays the plan was made from."""
+    """The schedule of one rollout batch. Positions are positions in the arrays the plan was made
+    from.
+    """
 
     partitions: list[list[int]]  # [R] positions in consumption order
     micro_batch_indices: list[list[list[int]]]  # [R][micro-batch] local positions
@@ -95,7 +119,9 @@ class SchedulePlan:
     steps: list[StepReport]
 
     def metrics(self) -> dict[str, float]:
-        """`schedule/...` numbers over the steps of the batch, and, where there are several, of each: `schedule/step_0/...`."""
+        """`schedule/...` numbers over the steps of the batch, and, where there are several, of
+        each: `schedule/step_0/...`.
+        """
         if not self.steps:
             return {"schedule/num_steps": 0, "schedule/dropped_samples": len(self.dropped)}
         per_step: dict[str, float] = {}
@@ -120,11 +146,14 @@ class SchedulePlan:
 def plan_step_sizes(
     num_rollouts: int, global_batch_size: int, *, expected_rollouts: int, keep_trailing: bool
 ) -> list[int]:
-    """Rollouts per optimizer step, in order. What the sum leaves over is trailing, and the caller reports it.
+    """Rollouts per optimizer step, in order. What the sum leaves over is trailing, and the caller
+    reports it.
 
-    Whole steps of `global_batch_size`, then, with `keep_trailing`, a last smaller one. Where rejected samples leave fewer rollouts than
-    the planned steps need (`expected_rollouts // global_batch_size` of them), the planned number of steps shares what there is evenly, so
-    that a few rejected samples cost only themselves. It depends on counts alone: marking and dropping train alike.
+    Whole steps of `global_batch_size`, then, with `keep_trailing`, a last smaller one. Where
+    rejected samples leave fewer rollouts than the planned steps need (`expected_rollouts //
+    global_batch_size` of them), the planned number of steps shares what there is evenly, so that a
+    few rejected samples cost only themselves. It depends on counts alone: marking and dropping
+    train alike.
     """
     if global_batch_size < 1:
         raise ConfigError(f"--global-batch-size must be at least 1, got {global_batch_size}.")
@@ -137,7 +166,10 @@ def plan_step_sizes(
     if full >= planned:
         return [global_batch_size] * full
     planned = min(planned, num_rollouts)
-    return [num_rollouts // planned + (1 if step < num_rollouts % planned else 0) for step in range(planned)]
+    return [
+        num_rollouts // planned + (1 if step < num_rollouts % planned else 0)
+        for step in range(planned)
+    ]
 
 
 def group_by_rollout(rollout_ids: Sequence[int]) -> list[list[int]]:
@@ -155,7 +187,9 @@ def plan_schedule(
     step_sizes: Sequence[int],
     config: ScheduleConfig,
 ) -> SchedulePlan:
-    """The schedule of samples with these lengths [N] and rollout ids [N], with `step_sizes[s]` rollouts in step s."""
+    """The schedule of samples with these lengths [N] and rollout ids [N], with `step_sizes[s]`
+    rollouts in step s.
+    """
     lengths_N = np.asarray(total_lengths, dtype=np.int64)
     work_N = config.work_of(lengths_N)
     rollouts = group_by_rollout(list(rollout_ids))
@@ -174,20 +208,32 @@ def plan_schedule(
                 micro_batches[rank].append(list(range(offset, offset + len(items))))
                 partitions[rank].extend(items)
     dropped = [i for rollout in rollouts[start:] for i in rollout]
-    return SchedulePlan(partitions, micro_batches, num_microbatches, list(step_sizes), dropped, reports)
+    return SchedulePlan(
+        partitions, micro_batches, num_microbatches, list(step_sizes), dropped, reports
+    )
 
 
 def _plan_step(
     positions: list[int], lengths_N: np.ndarray, work_N: np.ndarray, config: ScheduleConfig
 ) -> list[list[list[int]]]:
-    """Per rank, the micro-batches (lists of positions) of one step; the same number on every rank."""
+    """Per rank, the micro-batches (lists of positions) of one step; the same number on
+    every rank.
+    """
     lengths, work = lengths_N[positions], work_N[positions]
-    if config.token_cap is not None and config.packing == "balanced" and not config.balance_by_flops:
-        local_R = pack_balanced(lengths, work, cap=config.token_cap, num_ranks=config.dp_size, align=config.align)
+    if (
+        config.token_cap is not None
+        and config.packing == "balanced"
+        and not config.balance_by_flops
+    ):
+        local_R = pack_balanced(
+            lengths, work, cap=config.token_cap, num_ranks=config.dp_size, align=config.align
+        )
         return [[[positions[i] for i in items] for items in bins] for bins in local_R]
     if config.token_cap is None:
         size = config.micro_batch_size
-        bins = [list(range(i, min(i + size, len(positions)))) for i in range(0, len(positions), size)]
+        bins = [
+            list(range(i, min(i + size, len(positions)))) for i in range(0, len(positions), size)
+        ]
     elif config.balance_by_flops:
         bins = _flops_bins(lengths, work, cap=config.token_cap)
     else:
@@ -206,7 +252,9 @@ def _plan_step(
 
 
 def _flops_bins(lengths: np.ndarray, work: np.ndarray, *, cap: int) -> list[list[int]]:
-    """`--balance-by-flops`: ceil(tokens / cap) parts of near-equal work. The cap is not guaranteed."""
+    """`--balance-by-flops`: ceil(tokens / cap) parts of near-equal work. The cap is not
+    guaranteed.
+    """
     parts = min(len(lengths), max(1, -(-int(lengths.sum()) // cap)))
     if parts == len(lengths):
         return [[i] for i in range(parts)]
@@ -244,16 +292,19 @@ def build_dp_schedule(
     global_batch_size: int,
     rollout_indices: Sequence[int],
 ) -> tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]:
-    """Upstream's call: `(partitions, micro_batch_indices, num_microbatches, global_batch_sizes)` in whole steps of `global_batch_size` rollouts.
+    """Upstream's call: `(partitions, micro_batch_indices, num_microbatches, global_batch_sizes)` in
+    whole steps of `global_batch_size` rollouts.
 
-    AssertionError naming `num_rollouts` where there is not one whole step. Trailing rollouts are left out; `plan_schedule` lists them.
+    AssertionError naming `num_rollouts` where there is not one whole step. Trailing rollouts are
+    left out; `plan_schedule` lists them.
     """
     assert len(total_lengths) == len(rollout_indices), (
         f"{len(total_lengths)} lengths for {len(rollout_indices)} rollout ids"
     )
     num_rollouts = len(set(rollout_indices))
     assert num_rollouts >= global_batch_size, (
-        f"num_rollouts {num_rollouts} is less than one step of global_batch_size {global_batch_size}"
+        f"num_rollouts {num_rollouts} is less than one step of global_batch_size "
+        f"{global_batch_size}"
     )
     plan = plan_schedule(
         total_lengths,

@@ -1,8 +1,10 @@
-"""The whole rollout batch to one shard per data-parallel rank: who trains what, and the arrays that travel.
+"""The whole rollout batch to one shard per data-parallel rank: who trains what, and the arrays that
+travel.
 
-`plan_split` decides and computes what needs every sibling (loss denominators); `make_shards` gathers each rank's arrays, in consumption order,
-one rank at a time, so that no more than one shard is in memory beside the batch. Samples that no step trains stay in the whole-batch
-fields (pass@k, raw reward) and are counted by reason.
+`plan_split` decides and computes what needs every sibling (loss denominators); `make_shards`
+gathers each rank's arrays, in consumption order, one rank at a time, so that no more than one shard
+is in memory beside the batch. Samples that no step trains stay in the whole-batch fields (pass@k,
+raw reward) and are counted by reason.
 """
 
 from __future__ import annotations
@@ -15,7 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from slime.data.batch import RolloutBatch, Stage, batch_from_lists, build_column, check_rows, column_dtype
+from slime.data.batch import (
+    RolloutBatch,
+    Stage,
+    batch_from_lists,
+    build_column,
+    check_rows,
+    column_dtype,
+)
 from slime.data.fields import CONTRACT, Extent, FieldSpec, Scope
 from slime.data.ragged import Parts, Ragged, Scalars, is_tensor
 from slime.data.schedule import ScheduleConfig, SchedulePlan, plan_schedule, plan_step_sizes
@@ -32,37 +41,48 @@ class SplitConfig:
     expected_rollouts: int  # rollouts of a full batch: prompts * samples per prompt
     schedule: ScheduleConfig
     keep_trailing: bool = False
-    pad_to: int = 0  # packed rows are padded to a multiple of this many tokens; 0: laid out by the trainer
+    # packed rows are padded to a multiple of this many tokens; 0: laid out by the trainer
+    pad_to: int = 0
 
     @staticmethod
     def from_args(args: Any, train_parallel_config: Mapping[str, int]) -> SplitConfig:
-        """From the batching options and the trainer's dp_size, cp_size, vpp_size, microbatch_group_size_per_vp_stage and (optional) tp_size."""
+        """From the batching options and the trainer's dp_size, cp_size, vpp_size,
+        microbatch_group_size_per_vp_stage and (optional) tp_size.
+        """
         expected = args.rollout_batch_size * args.n_samples_per_prompt
         size = args.global_batch_size
         if size is None:
             if not args.num_steps_per_rollout:
-                raise ConfigError("Give --global-batch-size, or --num-steps-per-rollout from which it follows.")
+                raise ConfigError(
+                    "Give --global-batch-size, or --num-steps-per-rollout from which it follows."
+                )
             size = max(1, expected // args.num_steps_per_rollout)
-        # under context parallelism a rank's row interleaves chunks of all sequences, so the trainer gathers it
+        # under context parallelism a rank's row interleaves chunks of all sequences, so the trainer
+        # gathers it
         one_rank_row = train_parallel_config.get("cp_size", 1) == 1
         return SplitConfig(
             global_batch_size=size,
             expected_rollouts=expected,
             schedule=ScheduleConfig.from_args(args, train_parallel_config),
             keep_trailing=args.keep_trailing_rollouts,
-            pad_to=args.data_pad_size_multiplier * train_parallel_config.get("tp_size", 1) if one_rank_row else 0,
+            pad_to=args.data_pad_size_multiplier * train_parallel_config.get("tp_size", 1)
+            if one_rank_row
+            else 0,
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitPlan:
-    """The schedule in positions of the whole batch, what needs all siblings, and what became of every sample."""
+    """The schedule in positions of the whole batch, what needs all siblings, and what became of
+    every sample.
+    """
 
     schedule: SchedulePlan
     rollout_mask_sums_N: np.ndarray  # float32 [N]: trainable tokens of the sample's rollout
     rollout_sample_counts_N: np.ndarray  # int32 [N]: trained samples of the sample's rollout
     owner_ranks_N: np.ndarray  # int16 [N]: -1 where no step trains the sample
-    global_batch_sizes: list[int]  # per step, rollouts with a trainable token (at least 1, the loss divides by it)
+    # per step, rollouts with a trainable token (at least 1, the loss divides by it)
+    global_batch_sizes: list[int]
     num_trained_by_rank: list[int]  # samples with a trainable token in their rollout
     num_trained_rollouts: int
     dropped: dict[str, int]  # samples by reason
@@ -80,9 +100,11 @@ class SplitPlan:
 
 
 def plan_split(data: Mapping[str, Any], config: SplitConfig) -> tuple[RolloutBatch, SplitPlan]:
-    """The completed whole batch, and the plan of its split. `data` is a `RolloutBatch` or a custom converter's dict of lists.
+    """The completed whole batch, and the plan of its split. `data` is a `RolloutBatch` or a custom
+    converter's dict of lists.
 
-    Raises `RolloutDataError` where a field of a sample that trains does not fit the sample, or the plan is not a disjoint cover.
+    Raises `RolloutDataError` where a field of a sample that trains does not fit the sample, or the
+    plan is not a disjoint cover.
     """
     batch = _complete(batch_from_lists(data))
     valid_N = batch.array("valid")
@@ -97,7 +119,10 @@ def plan_split(data: Mapping[str, Any], config: SplitConfig) -> tuple[RolloutBat
         keep_trailing=config.keep_trailing,
     )
     local = plan_schedule(
-        lengths_N[candidates], rollout_ids_N[candidates].tolist(), step_sizes=step_sizes, config=config.schedule
+        lengths_N[candidates],
+        rollout_ids_N[candidates].tolist(),
+        step_sizes=step_sizes,
+        config=config.schedule,
     )
     schedule = dataclasses.replace(
         local,
@@ -109,14 +134,20 @@ def plan_split(data: Mapping[str, Any], config: SplitConfig) -> tuple[RolloutBat
 
 
 def _complete(batch: RolloutBatch) -> RolloutBatch:
-    """The batch with every field that the split needs; what a custom converter left out gets its neutral value."""
+    """The batch with every field that the split needs; what a custom converter left out gets its
+    neutral value.
+    """
     batch = batch.copy()
     num_samples = len(batch.raw("tokens"))
     token_lengths = _lengths_of(batch, "tokens")
     defaults: dict[str, Any] = {
         "total_lengths": lambda: token_lengths,
-        "response_lengths": lambda: _lengths_of(batch, "loss_masks") if "loss_masks" in batch else token_lengths,
-        "loss_masks": lambda: [np.ones(n, dtype=np.uint8) for n in batch.array("response_lengths").tolist()],
+        "response_lengths": lambda: (
+            _lengths_of(batch, "loss_masks") if "loss_masks" in batch else token_lengths
+        ),
+        "loss_masks": lambda: [
+            np.ones(n, dtype=np.uint8) for n in batch.array("response_lengths").tolist()
+        ],
         "rollout_ids": lambda: np.arange(num_samples),
         "valid": lambda: np.ones(num_samples, dtype=bool),
     }
@@ -126,7 +157,9 @@ def _complete(batch: RolloutBatch) -> RolloutBatch:
     for name in list(dict.keys(batch)):
         spec = CONTRACT.find(name)
         if spec is not None and spec.per_sample and len(batch.raw(name)) != num_samples:
-            raise RolloutDataError(f"{name!r} has {len(batch.raw(name))} entries for {num_samples} samples.")
+            raise RolloutDataError(
+                f"{name!r} has {len(batch.raw(name))} entries for {num_samples} samples."
+            )
     _reject_unusable(batch)
     return batch
 
@@ -139,17 +172,33 @@ def _lengths_of(batch: RolloutBatch, name: str) -> np.ndarray:
 
 
 def _reject_unusable(batch: RolloutBatch) -> None:
-    """A sample with a number that would spoil every gradient does not train, for the reason that the gate has for it: users' functions behind
-    the gate may write such numbers. A negative token id, a log-prob or a reward that is not finite."""
+    """A sample with a number that would spoil every gradient does not train, for the reason that
+    the gate has for it: users' functions behind the gate may write such numbers. A negative token
+    id, a log-prob or a reward that is not finite.
+    """
     valid_N = batch.array("valid").copy()
     found: list[tuple[str, np.ndarray]] = []
     checks = [("tokens", "bad_token", _has_negative)]
-    checks += [(name, "bad_logprob", _has_no_number) for name in ("rollout_log_probs", "teacher_log_probs")]
+    checks += [
+        (name, "bad_logprob", _has_no_number) for name in ("rollout_log_probs", "teacher_log_probs")
+    ]
     for name, reason, is_bad in checks:
         if name in batch:
             column = batch.column(name)
             entries = column.parts if isinstance(column, Parts) else column.as_list()
-            found.append((reason, np.fromiter((bool(good) and is_bad(entry) for good, entry in zip(valid_N, entries, strict=True)), bool, len(valid_N))))
+            found.append(
+                (
+                    reason,
+                    np.fromiter(
+                        (
+                            bool(good) and is_bad(entry)
+                            for good, entry in zip(valid_N, entries, strict=True)
+                        ),
+                        bool,
+                        len(valid_N),
+                    ),
+                )
+            )
     if "rewards" in batch:
         rewards_N = batch.array("rewards")
         is_finite_N = np.isfinite(rewards_N)
@@ -179,13 +228,19 @@ def _owners(partitions: list[list[int]], num_samples: int) -> np.ndarray:
     owners_N = np.full(num_samples, -1, dtype=np.int16)
     for rank, part in enumerate(partitions):
         if (owners_N[part] >= 0).any() or len(set(part)) != len(part):
-            raise RolloutDataError(f"The schedule gives a sample to rank {rank} twice, or to two ranks.")
+            raise RolloutDataError(
+                f"The schedule gives a sample to rank {rank} twice, or to two ranks."
+            )
         owners_N[part] = rank
     return owners_N
 
 
-def _with_denominators(batch: RolloutBatch, schedule: SchedulePlan, owner_ranks_N: np.ndarray) -> SplitPlan:
-    """Loss denominators over the samples that train: a sibling that was rejected or left over adds no tokens to them."""
+def _with_denominators(
+    batch: RolloutBatch, schedule: SchedulePlan, owner_ranks_N: np.ndarray
+) -> SplitPlan:
+    """Loss denominators over the samples that train: a sibling that was rejected or left over adds
+    no tokens to them.
+    """
     trained_N = owner_ranks_N >= 0
     masks = batch.column("loss_masks")
     entries = masks.parts if isinstance(masks, Parts) else masks.as_list()
@@ -200,7 +255,9 @@ def _with_denominators(batch: RolloutBatch, schedule: SchedulePlan, owner_ranks_
         for step in range(len(schedule.num_microbatches))
     ]
     masked_N = trained_N & (sums[rollout_N] == 0)
-    dropped = collections.Counter({TRAILING: len(schedule.dropped), FULLY_MASKED: int(masked_N.sum())})
+    dropped = collections.Counter(
+        {TRAILING: len(schedule.dropped), FULLY_MASKED: int(masked_N.sum())}
+    )
     valid = batch.array("valid")
     reasons = batch["invalid_reason"] if "invalid_reason" in batch else [None] * len(valid)
     dropped.update(reasons[i] or "invalid" for i in np.flatnonzero(~valid).tolist())
@@ -210,13 +267,17 @@ def _with_denominators(batch: RolloutBatch, schedule: SchedulePlan, owner_ranks_
         rollout_sample_counts_N=counts[rollout_N].astype(np.int32),
         owner_ranks_N=owner_ranks_N,
         global_batch_sizes=[max(size, 1) for size in sizes],
-        num_trained_by_rank=np.bincount(owner_ranks_N[trained_N & ~masked_N], minlength=len(schedule.partitions)).tolist(),
+        num_trained_by_rank=np.bincount(
+            owner_ranks_N[trained_N & ~masked_N], minlength=len(schedule.partitions)
+        ).tolist(),
         num_trained_rollouts=sum(sizes),
         dropped={reason: count for reason, count in dropped.items() if count},
     )
 
 
-def _steps_of_rollouts(schedule: SchedulePlan, rollout_N: np.ndarray, num_rollouts: int) -> np.ndarray:
+def _steps_of_rollouts(
+    schedule: SchedulePlan, rollout_N: np.ndarray, num_rollouts: int
+) -> np.ndarray:
     """The step that trains each rollout, int64, -1 for none."""
     steps = np.full(num_rollouts, -1, dtype=np.int64)
     bounds = np.cumsum([0, *schedule.num_microbatches]).tolist()
@@ -228,9 +289,15 @@ def _steps_of_rollouts(schedule: SchedulePlan, rollout_N: np.ndarray, num_rollou
 
 
 def make_shards(
-    batch: RolloutBatch, plan: SplitPlan, config: SplitConfig, *, dropped_failures: Sequence[int | None] = ()
+    batch: RolloutBatch,
+    plan: SplitPlan,
+    config: SplitConfig,
+    *,
+    dropped_failures: Sequence[int | None] = (),
 ) -> Iterator[RolloutBatch]:
-    """One shard per data-parallel rank, in rank order, made when asked for. `dropped_failures`: see `split_by_dp`."""
+    """One shard per data-parallel rank, in rank order, made when asked for. `dropped_failures`: see
+    `split_by_dp`.
+    """
     votes = 0.0
     made = {
         "rollout_mask_sums": Scalars(plan.rollout_mask_sums_N),
@@ -242,15 +309,23 @@ def make_shards(
         weights_N, votes = _raw_reward_weights(batch, dropped_failures)
         made["raw_reward_weights"] = Scalars(weights_N)
     columns = {
-        name: _shippable(batch, name) for name in dict.keys(batch) if name not in made and name != "invalid_reason"
+        name: _shippable(batch, name)
+        for name in dict.keys(batch)
+        if name not in made and name != "invalid_reason"
     }
     dtypes = {
-        name: column_dtype(CONTRACT[name], column) for name, column in columns.items() if isinstance(column, Parts)
+        name: column_dtype(CONTRACT[name], column)
+        for name, column in columns.items()
+        if isinstance(column, Parts)
     }
     for rank, partition in enumerate(plan.schedule.partitions):
         micro_batches = plan.schedule.micro_batch_indices[rank]
         positions = np.asarray(partition, dtype=np.int64)
-        info: dict[str, Any] = {"num_whole": len(plan.owner_ranks_N), "dp_rank": rank, "dp_size": len(plan.schedule.partitions)}
+        info: dict[str, Any] = {
+            "num_whole": len(plan.owner_ranks_N),
+            "dp_rank": rank,
+            "dp_size": len(plan.schedule.partitions),
+        }
         info.update(declared=CONTRACT.of_plug_ins, dropped_failure_votes=votes)
         shard = RolloutBatch(stage=Stage.SHARD, info=info)
         gaps: dict[str, tuple[np.ndarray, int]] = {}
@@ -267,11 +342,15 @@ def make_shards(
                 shard[name] = column
             elif isinstance(column, Parts):
                 padding, lead = gaps.get(name, (None, 0))
-                shard[name] = column.gather(partition, dtype=dtypes[name], padding=padding, lead=lead)
+                shard[name] = column.gather(
+                    partition, dtype=dtypes[name], padding=padding, lead=lead
+                )
             elif isinstance(column, Scalars):
                 shard[name] = column.select(positions)
             else:
-                shard[name] = column[positions] if is_tensor(column) else [column[i] for i in partition]
+                shard[name] = (
+                    column[positions] if is_tensor(column) else [column[i] for i in partition]
+                )
         shard["partition"] = Scalars(positions)
         shard["micro_batch_indices"] = micro_batches
         shard["num_microbatches"] = list(plan.schedule.num_microbatches)
@@ -279,16 +358,25 @@ def make_shards(
         yield shard
 
 
-def _raw_reward_weights(batch: RolloutBatch, dropped_failures: Sequence[int | None]) -> tuple[np.ndarray, float]:
-    """float64 [N]: each rollout's one vote in the mean of raw rewards, shared by its samples that are valid and scored, or that the model failed at; and
-    the votes of the samples that are not in the batch."""
+def _raw_reward_weights(
+    batch: RolloutBatch, dropped_failures: Sequence[int | None]
+) -> tuple[np.ndarray, float]:
+    """float64 [N]: each rollout's one vote in the mean of raw rewards, shared by its samples that
+    are valid and scored, or that the model failed at; and the votes of the samples that are not in
+    the batch.
+    """
     counted = batch.array("valid") & np.isfinite(batch.array("raw_reward"))
     if "model_failure" in batch:
         counted = counted | batch.array("model_failure").astype(bool)
     own = itertools.count(-1, -1)
     taken = set(batch.array("rollout_ids").tolist())
-    absent = [next(i for i in own if i not in taken) if rollout is None else rollout for rollout in dropped_failures]
-    ids = np.concatenate([batch.array("rollout_ids").astype(np.int64), np.array(absent, dtype=np.int64)])
+    absent = [
+        next(i for i in own if i not in taken) if rollout is None else rollout
+        for rollout in dropped_failures
+    ]
+    ids = np.concatenate(
+        [batch.array("rollout_ids").astype(np.int64), np.array(absent, dtype=np.int64)]
+    )
     counted = np.concatenate([counted, np.ones(len(absent), dtype=bool)])
     _, rollout = np.unique(ids, return_inverse=True)
     sizes = np.bincount(rollout, weights=counted)
@@ -298,7 +386,9 @@ def _raw_reward_weights(batch: RolloutBatch, dropped_failures: Sequence[int | No
 
 
 def _shippable(batch: RolloutBatch, name: str) -> Any:
-    """The column as `make_shards` wants it: `Parts` for arrays per sample, `Scalars` for numbers, else the list."""
+    """The column as `make_shards` wants it: `Parts` for arrays per sample, `Scalars` for numbers,
+    else the list.
+    """
     spec = CONTRACT.find(name)
     if spec is None or not spec.per_sample:
         return batch[name]
@@ -310,11 +400,13 @@ def _shippable(batch: RolloutBatch, name: str) -> Any:
     return column
 
 
-def plan_row_padding(lengths: np.ndarray, micro_batches: list[list[int]], *, pad_to: int) -> tuple[np.ndarray, int]:
+def plan_row_padding(
+    lengths: np.ndarray, micro_batches: list[list[int]], *, pad_to: int
+) -> tuple[np.ndarray, int]:
     """`(padding [N], lead)` so that each micro-batch is one row of a multiple of `pad_to` tokens.
 
-    Padding follows a micro-batch's last sample. An empty micro-batch is a row of padding alone: it belongs to the sample before it, or, before
-    the first sample, to `lead`.
+    Padding follows a micro-batch's last sample. An empty micro-batch is a row of padding alone: it
+    belongs to the sample before it, or, before the first sample, to `lead`.
     """
     padding, lead, last = np.zeros(len(lengths), dtype=np.int64), 0, -1
     for indices in micro_batches:
@@ -331,8 +423,9 @@ def plan_row_padding(lengths: np.ndarray, micro_batches: list[list[int]], *, pad
 def plan_gaps(
     totals: np.ndarray, responses: np.ndarray, micro_batches: list[list[int]], pad_to: int
 ) -> dict[str, tuple[np.ndarray, int]]:
-    """`{field: (padding after each entry, places before the first)}`, so that a micro-batch of tokens is one padded row, and the same slice of the
-    loss masks' buffer is its mask, each response token's at the position whose logit predicts it.
+    """`{field: (padding after each entry, places before the first)}`, so that a micro-batch of
+    tokens is one padded row, and the same slice of the loss masks' buffer is its mask, each
+    response token's at the position whose logit predicts it.
 
     A sample without a prompt has no such position: then masks are not laid out here.
     """
@@ -356,10 +449,11 @@ class Split:
 def split_by_dp(
     data: Mapping[str, Any], config: SplitConfig, *, dropped_failures: Sequence[int | None] = ()
 ) -> Split:
-    """Plans the split of `data` and returns it with its shards, one `RolloutBatch` per data-parallel rank.
+    """Plans the split of `data` and returns it with its shards, one `RolloutBatch` per
+    data-parallel rank.
 
-    dropped_failures: `Sample.rollout_id` of samples that the gate rejected for what the model wrote and that are not in `data`; they count as 0 in
-    the mean of raw rewards.
+    dropped_failures: `Sample.rollout_id` of samples that the gate rejected for what the model wrote
+    and that are not in `data`; they count as 0 in the mean of raw rewards.
     """
     batch, plan = plan_split(data, config)
     return Split(plan, make_shards(batch, plan, config, dropped_failures=dropped_failures))

@@ -1,4 +1,6 @@
-"""What a rollout hands on, checked: the nesting of prompts, rollouts and samples, and the routing of mixture-of-experts models."""
+"""What a rollout hands on, checked: the nesting of prompts, rollouts and samples, and the routing
+of mixture-of-experts models.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,21 @@ from slime.prompts.data_source import iter_samples
 
 
 def validate_rollout_id_annotated(node: Any, depth: int = 0) -> None:
-    """AssertionError where samples of one execution (a list nested two deep or more) do not all carry the same `rollout_id`:
-    they share a loss denominator, which nothing else tells."""
+    """AssertionError where samples of one execution (a list nested two deep or more) do not all
+    carry the same `rollout_id`: they share a loss denominator, which nothing else tells.
+    """
     if isinstance(node, Sample):
         return
     assert isinstance(node, list), (
-        f"a rollout function returns Samples in nested lists; found {type(node).__name__} at depth {depth}"
+        f"a rollout function returns Samples in nested lists; found {type(node).__name__} at depth "
+        f"{depth}"
     )
     samples = [entry for entry in node if isinstance(entry, Sample)]
     if depth >= 2 and len(samples) > 1:
         ids = {sample.rollout_id for sample in samples}
         assert None not in ids and len(ids) == 1, (
-            f"{len(samples)} samples of one rollout (indices {[sample.index for sample in samples]}) must have the same rollout_id, "
+            f"{len(samples)} samples of one rollout (indices "
+            f"{[sample.index for sample in samples]}) must have the same rollout_id, "
             f"they have {sorted(ids, key=str)}. Add to your generate function: for one in samples: one.rollout_id = sample.index"
         )
     for entry in node:
@@ -30,8 +35,9 @@ def validate_rollout_id_annotated(node: Any, depth: int = 0) -> None:
 
 
 def with_rollout_id(result: Any, rollout_id: int | None) -> Any:
-    """What a generate function returned. Several samples of one execution (fan-out) that carry no `rollout_id` get this one, in place: they
-    share a loss denominator and one vote in the baseline."""
+    """What a generate function returned. Several samples of one execution (fan-out) that carry no
+    `rollout_id` get this one, in place: they share a loss denominator and one vote in the baseline.
+    """
     if isinstance(result, Sample):
         return result
     samples = list(iter_samples(result))
@@ -49,8 +55,9 @@ def flatten_samples(node: Any) -> list[Sample]:
 def validate_rollout_routed_experts_for_replay(routed_experts: Sequence[Any], args: Any) -> None:
     """RolloutDataError (a ValueError) where the expert choices of a rollout cannot be replayed.
 
-    Each entry must be `[rows, args.num_layers, args.moe_router_topk]` with a row. With a top-k above 1 the choices of a token differ, so an
-    MoE layer whose ids are all 0 was never recorded; `args.moe_layer_freq`, if it is a list, says which layers are MoE layers.
+    Each entry must be `[rows, args.num_layers, args.moe_router_topk]` with a row. With a top-k
+    above 1 the choices of a token differ, so an MoE layer whose ids are all 0 was never recorded;
+    `args.moe_layer_freq`, if it is a list, says which layers are MoE layers.
     """
     import numpy as np  # here: rollout functions import this module, and must start without numpy
 
@@ -60,17 +67,23 @@ def validate_rollout_routed_experts_for_replay(routed_experts: Sequence[Any], ar
         raise RolloutDataError("routed experts: there are none, so nothing can be replayed.")
     expected = (args.num_layers, args.moe_router_topk)
     pattern = vars(args).get("moe_layer_freq")
-    is_moe = np.array(pattern, dtype=bool) if isinstance(pattern, list | tuple) else np.ones(args.num_layers, dtype=bool)
+    is_moe = (
+        np.array(pattern, dtype=bool)
+        if isinstance(pattern, list | tuple)
+        else np.ones(args.num_layers, dtype=bool)
+    )
     for index, entry in enumerate(routed_experts):
         ids = as_array(entry, what="rollout_routed_experts")
         if ids.ndim != 3 or ids.shape[1:] != expected:
             raise RolloutDataError(
-                f"Invalid rollout routed-experts shape {list(ids.shape)} of sample {index}: expected [rows, {expected[0]}, {expected[1]}]."
+                f"Invalid rollout routed-experts shape {list(ids.shape)} of sample {index}: "
+                f"expected [rows, {expected[0]}, {expected[1]}]."
             )
         if not len(ids):
             raise RolloutDataError(f"routed experts of sample {index} have no rows.")
         silent = np.flatnonzero(is_moe & ~ids.any(axis=(0, 2)))
         if args.moe_router_topk > 1 and len(silent):
             raise RolloutDataError(
-                f"routed experts of sample {index} are all zero in layers {silent.tolist()}: the engine did not record them."
+                f"routed experts of sample {index} are all zero in layers {silent.tolist()}: the "
+                "engine did not record them."
             )

@@ -1,6 +1,7 @@
 """Which weights sampled which tokens of a response, and the loss masks that follow from it.
 
-A version is the number under which weights were published. Spans are (version, tokens) in order of the response; None where nobody told.
+A version is the number under which weights were published. Spans are (version, tokens) in order of
+the response; None where nobody told.
 """
 
 from __future__ import annotations
@@ -26,24 +27,38 @@ def parse_weight_version(version: Any) -> int | None:
 
 
 def version_spans(sample: Sample) -> list[tuple[str | None, int]]:
-    """(version, tokens) over the whole response. Where the spans do not cover it (tokens that were set by hand), the oldest version that the sample
-    names counts for all of it."""
+    """(version, tokens) over the whole response. Where the spans do not cover it (tokens that were
+    set by hand), the oldest version that the sample names counts for all of it.
+    """
     spans = [(version, int(count)) for version, count in sample.weight_version_spans]
     if sum(count for _, count in spans) == sample.response_length:
         return spans
-    named = sorted(sample.weight_versions, key=lambda version: (parse_weight_version(version) is not None, parse_weight_version(version) or 0))
+    named = sorted(
+        sample.weight_versions,
+        key=lambda version: (
+            parse_weight_version(version) is not None,
+            parse_weight_version(version) or 0,
+        ),
+    )
     return [(str(named[0]) if named else None, sample.response_length)]
 
 
 def oldest_version(sample: Sample) -> int | None:
-    """The number of the oldest weights that sampled one of its tokens; None where no version is a number."""
+    """The number of the oldest weights that sampled one of its tokens; None where no version is a
+    number.
+    """
     versions = [*(version for version, _ in sample.weight_version_spans), *sample.weight_versions]
-    return min((number for number in map(parse_weight_version, versions) if number is not None), default=None)
+    return min(
+        (number for number in map(parse_weight_version, versions) if number is not None),
+        default=None,
+    )
 
 
 def mask_older_tokens(sample: Sample, *, unknown_is_older: bool) -> None:
-    """Takes every token of older weights than the engines serve now out of the loss. `unknown_is_older`: tokens without a known version too, as
-    they were there before this rollout began; where nobody told what the engines serve, this is every token."""
+    """Takes every token of older weights than the engines serve now out of the loss.
+    `unknown_is_older`: tokens without a known version too, as they were there before this rollout
+    began; where nobody told what the engines serve, this is every token.
+    """
     import numpy as np  # here: rollout functions import this module, and must start without numpy
 
     from slime.data.ragged import as_array
@@ -56,17 +71,25 @@ def mask_older_tokens(sample: Sample, *, unknown_is_older: bool) -> None:
 
     if not sample.response_length:
         return
-    keep = np.concatenate([np.full(count, stays(version)) for version, count in version_spans(sample)])
+    keep = np.concatenate(
+        [np.full(count, stays(version)) for version, count in version_spans(sample)]
+    )
     if keep.all():
         return
-    mask = np.ones(sample.response_length, dtype=np.int64) if sample.loss_mask is None else as_array(sample.loss_mask)
+    mask = (
+        np.ones(sample.response_length, dtype=np.int64)
+        if sample.loss_mask is None
+        else as_array(sample.loss_mask)
+    )
     if len(mask) != len(keep):
         return  # the gate rejects the sample, and says why
     sample.loss_mask = (mask * keep).tolist()
 
 
 def mask_older_samples(args: Any, samples: Iterable[Sample]) -> None:
-    """`mask_older_tokens` of a finished rollout's samples, where --mask-offpolicy-in-partial-rollout asks for it."""
+    """`mask_older_tokens` of a finished rollout's samples, where
+    --mask-offpolicy-in-partial-rollout asks for it.
+    """
     if args.partial_rollout and args.mask_offpolicy_in_partial_rollout:
         for sample in samples:
             mask_older_tokens(sample, unknown_is_older=False)

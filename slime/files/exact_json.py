@@ -1,6 +1,7 @@
 """JSON as fast as orjson reads and writes it, with integers of any size kept exact.
 
-orjson reads an integer beyond 64 bits as a float and refuses to write one. Such integers occur as labels.
+orjson reads an integer beyond 64 bits as a float and refuses to write one. Such integers occur as
+labels.
 """
 
 from __future__ import annotations
@@ -27,8 +28,12 @@ def loads(text: bytes) -> Any:
         return value
 
 
-def dumps(value: Any, *, default: Callable[[Any], Any] | None = None, option: int | None = None) -> bytes:
-    """The JSON text of a value. orjson.JSONEncodeError (a TypeError) for what JSON does not have."""
+def dumps(
+    value: Any, *, default: Callable[[Any], Any] | None = None, option: int | None = None
+) -> bytes:
+    """The JSON text of a value. orjson.JSONEncodeError (a TypeError) for what JSON
+    does not have.
+    """
     try:
         return orjson.dumps(value, default=default, option=option)
     except orjson.JSONEncodeError as error:

@@ -1,8 +1,8 @@
 """Append-only JSON lines that several processes write at once and anyone can read at any time.
 
-One record is one `write` on a descriptor opened with O_APPEND, so records of different processes never mix. A record
-that did not fit on a full disk leaves a torn line; the next record starts on a fresh line and readers skip and count
-what they cannot parse.
+One record is one `write` on a descriptor opened with O_APPEND, so records of different processes
+never mix. A record that did not fit on a full disk leaves a torn line; the next record starts on a
+fresh line and readers skip and count what they cannot parse.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ NOT_FINITE = frozenset({"nan", "inf", "-inf"})
 
 
 def plain_value(value: Any) -> Any:
-    """Returns `value` as something JSON has: tensors and numpy scalars of one element as numbers, not-a-number as a
-    string, the rest as text."""
+    """Returns `value` as something JSON has: tensors and numpy scalars of one element as numbers,
+    not-a-number as a string, the rest as text.
+    """
     if value is None or isinstance(value, bool | str | int):
         return value
     if not isinstance(value, float):
@@ -39,14 +40,18 @@ def plain_value(value: Any) -> Any:
 
 
 def encode(record: dict[str, Any]) -> bytes:
-    """Returns one JSON line with its newline. Keys are text; values may be nested dicts, lists and anything
-    `plain_value` takes."""
-    return exact_json.dumps(record, default=plain_value, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE)
+    """Returns one JSON line with its newline. Keys are text; values may be nested dicts, lists and
+    anything `plain_value` takes.
+    """
+    return exact_json.dumps(
+        record, default=plain_value, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
+    )
 
 
 class JsonlWriter:
-    """Appends records to one file; creates it and its folder on the first write. OSError of a write reaches the
-    caller."""
+    """Appends records to one file; creates it and its folder on the first write. OSError of a write
+    reaches the caller.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -62,7 +67,9 @@ class JsonlWriter:
         written = os.write(self._descriptor, line)
         self._torn = written < len(line)
         if self._torn:
-            raise OSError(f"{self.path}: {written} of {len(line)} bytes were written. Is the disk full?")
+            raise OSError(
+                f"{self.path}: {written} of {len(line)} bytes were written. Is the disk full?"
+            )
 
     def close(self) -> None:
         if self._descriptor is not None:
@@ -71,7 +78,9 @@ class JsonlWriter:
 
 
 class JsonlTail:
-    """Reads what was appended since the last call. `malformed` counts complete lines that are no JSON object."""
+    """Reads what was appended since the last call. `malformed` counts complete lines that are no
+    JSON object.
+    """
 
     def __init__(self, path: str | os.PathLike[str], *, from_end: bool = False) -> None:
         self.path = Path(path)
@@ -83,7 +92,8 @@ class JsonlTail:
         """Returns the complete new records in file order; [] when the file is not there."""
         try:
             with self.path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size < self._offset:  # the file was moved aside and begun anew
+                # the file was moved aside and begun anew
+                if os.fstat(file.fileno()).st_size < self._offset:
                     self._offset, self._rest = 0, b""
                 file.seek(self._offset)
                 data = file.read()

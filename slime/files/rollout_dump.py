@@ -1,4 +1,5 @@
-"""Rollout dumps: one JSON line per sample, with a head line that says what follows. Nothing in them is executed when read.
+"""Rollout dumps: one JSON line per sample, with a head line that says what follows. Nothing in them
+is executed when read.
 
 {"format": "slime-rollout-1", "rollout_id": 7, "evaluation": false, "num_samples": 512}
 {"group_index": 0, "tokens": [...], ...}
@@ -45,18 +46,28 @@ def dump_path(path_template: str, rollout_id: int, *, evaluation: bool) -> Path:
         ) from None
     if path == path_template:
         raise ConfigError(
-            f"The dump path {path_template!r} needs {{rollout_id}}, or each rollout overwrites the one before."
+            f"The dump path {path_template!r} needs {{rollout_id}}, or each rollout overwrites the "
+            "one before."
         )
     return Path(path)
 
 
-def save_debug_rollout_data(path_template: str, data: Sequence[Any], *, rollout_id: int, evaluation: bool) -> Path:
-    """Writes the samples (nested lists are flattened) and returns the file's path. A file is complete or absent, never half."""
+def save_debug_rollout_data(
+    path_template: str, data: Sequence[Any], *, rollout_id: int, evaluation: bool
+) -> Path:
+    """Writes the samples (nested lists are flattened) and returns the file's path. A file is
+    complete or absent, never half.
+    """
     samples = list(_flatten(data))
     path = dump_path(path_template, rollout_id, evaluation=evaluation)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    head = {"format": FORMAT, "rollout_id": rollout_id, "evaluation": evaluation, "num_samples": len(samples)}
+    head = {
+        "format": FORMAT,
+        "rollout_id": rollout_id,
+        "evaluation": evaluation,
+        "num_samples": len(samples),
+    }
     try:
         with open(temporary, "wb") as file:
             file.write(orjson.dumps(head) + b"\n")
@@ -71,22 +82,29 @@ def save_debug_rollout_data(path_template: str, data: Sequence[Any], *, rollout_
 
 
 class RolloutDumper:
-    """Saves the rollouts of a run below `path_template` (None: nothing is saved). A disk that takes no more costs dumps, never the run."""
+    """Saves the rollouts of a run below `path_template` (None: nothing is saved). A disk that takes
+    no more costs dumps, never the run.
+    """
 
     def __init__(self, path_template: str | None) -> None:
         self.path_template = path_template
         self.lost = 0
 
     def save(self, data: Sequence[Any], *, rollout_id: int, evaluation: bool) -> dict[str, int]:
-        """Saves as `save_debug_rollout_data` and returns metrics: how many dumps this run has lost, {} while none. The first loss is said."""
+        """Saves as `save_debug_rollout_data` and returns metrics: how many dumps this run has lost,
+        {} while none. The first loss is said.
+        """
         if not self.path_template:
             return {}
         try:
-            save_debug_rollout_data(self.path_template, data, rollout_id=rollout_id, evaluation=evaluation)
+            save_debug_rollout_data(
+                self.path_template, data, rollout_id=rollout_id, evaluation=evaluation
+            )
         except OSError as error:
             if not self.lost:
                 logger.warning(
-                    "rollout %s was not dumped to %s: %s. Training goes on; further losses are only counted, as rollout/dumps_lost. "
+                    "rollout %s was not dumped to %s: %s. Training goes on; further losses are "
+                    "only counted, as rollout/dumps_lost. "
                     "Free the disk, or point --save-debug-rollout-data elsewhere.",
                     rollout_id,
                     self.path_template,
@@ -101,7 +119,9 @@ def _encode_sample(sample: Sample) -> bytes:
         return exact_json.dumps(_encode(sample.to_dict()), default=_encode_object, option=_OPTIONS)
     except TypeError as error:
         # orjson wraps what `_encode_object` raised, which says more
-        raise RolloutDataError(f"Sample {sample.index} cannot be dumped: {error.__cause__ or error}") from error
+        raise RolloutDataError(
+            f"Sample {sample.index} cannot be dumped: {error.__cause__ or error}"
+        ) from error
 
 
 def _flatten(data: Any) -> Iterator[Sample]:
@@ -109,14 +129,18 @@ def _flatten(data: Any) -> Iterator[Sample]:
         yield data
     elif isinstance(data, dict):  # an evaluation's datasets by name
         for dataset in data.values():
-            yield from _flatten(dataset.get("samples") or () if isinstance(dataset, dict) else dataset)
+            yield from _flatten(
+                dataset.get("samples") or () if isinstance(dataset, dict) else dataset
+            )
     else:
         for entry in data:
             yield from _flatten(entry)
 
 
 def encode_json(value: Any) -> bytes:
-    """One JSON text of `value`, which may hold arrays, tensors and floats that are no numbers. `RolloutDataError` for other objects."""
+    """One JSON text of `value`, which may hold arrays, tensors and floats that are no numbers.
+    `RolloutDataError` for other objects.
+    """
     try:
         return exact_json.dumps(_encode(value), default=_encode_object, option=_OPTIONS)
     except TypeError as error:
@@ -129,7 +153,9 @@ def decode_json(text: bytes) -> Any:
 
 
 def _encode(value: Any) -> Any:
-    """`value` with what JSON lacks made explicit: arrays with their dtype, and the floats that are no numbers."""
+    """`value` with what JSON lacks made explicit: arrays with their dtype, and the floats that are
+    no numbers.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         return {_NAN: str(value)}
     if isinstance(value, dict):
@@ -141,7 +167,8 @@ def _encode(value: Any) -> Any:
         return [_encode(entry) for entry in value]
     if isinstance(value, np.ndarray) or is_tensor(value):
         return _encode_object(value)
-    if isinstance(value, str) and not value.isascii() and _SURROGATE.search(value):  # half an emoji of an engine: JSON text has no form for it
+    # half an emoji of an engine: JSON text has no form for it
+    if isinstance(value, str) and not value.isascii() and _SURROGATE.search(value):
         return {_TEXT: value.encode("utf-16-le", "surrogatepass").hex()}
     return value
 
@@ -150,7 +177,11 @@ def _encode_object(value: Any) -> Any:
     if is_tensor(value):
         tensor = value.detach().cpu()
         if str(tensor.dtype) == "torch.bfloat16":
-            return {**_array_record(tensor.float().numpy()), "kind": "tensor", "torch_dtype": "bfloat16"}
+            return {
+                **_array_record(tensor.float().numpy()),
+                "kind": "tensor",
+                "torch_dtype": "bfloat16",
+            }
         return {**_array_record(tensor.numpy()), "kind": "tensor"}
     if isinstance(value, np.ndarray):
         return {**_array_record(value), "kind": "array"}
@@ -161,14 +192,17 @@ def _encode_object(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     raise RolloutDataError(
-        f"A sample holds a {type(value).__name__}, which a dump cannot store: {value!r:.80}. Keep numbers, strings, lists, dicts, arrays and "
+        f"A sample holds a {type(value).__name__}, which a dump cannot store: {value!r:.80}. Keep "
+        "numbers, strings, lists, dicts, arrays and "
         f"tensors in samples, or drop it in a sample hook."
     )
 
 
 def _array_record(array: np.ndarray) -> dict[str, Any]:
     if array.dtype == object:
-        raise RolloutDataError("A sample holds an array of Python objects, which a dump cannot store.")
+        raise RolloutDataError(
+            "A sample holds an array of Python objects, which a dump cannot store."
+        )
     data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
     return {_ARRAY: data, "dtype": array.dtype.name, "shape": list(array.shape)}
 
@@ -190,7 +224,11 @@ def _decode(value: Any) -> Any:
 
 
 def _decode_array(record: dict[str, Any]) -> Any:
-    array = np.frombuffer(base64.b64decode(record[_ARRAY]), dtype=record["dtype"]).reshape(record["shape"]).copy()
+    array = (
+        np.frombuffer(base64.b64decode(record[_ARRAY]), dtype=record["dtype"])
+        .reshape(record["shape"])
+        .copy()
+    )
     if record.get("kind") != "tensor":
         return array
     import torch
@@ -200,7 +238,9 @@ def _decode_array(record: dict[str, Any]) -> Any:
 
 
 def read_rollout_dump(path: str | os.PathLike) -> list[Sample]:
-    """The samples of a dump, in order, equal to what was saved. `RolloutDataError` naming the file and line where it is damaged or cut short."""
+    """The samples of a dump, in order, equal to what was saved. `RolloutDataError` naming the file
+    and line where it is damaged or cut short.
+    """
     path = Path(path)
     try:
         with open(path, "rb") as file:
@@ -214,11 +254,14 @@ def _read_lines(path: Path, file: BinaryIO) -> list[Sample]:
     first = file.readline()
     head = _parse(path, 1, first) if first else {}
     if not isinstance(head, dict) or head.get("format") != FORMAT:
-        raise RolloutDataError(f"{path} is not a rollout dump of this version: it begins with {first[:60].rstrip()!r}.")
+        raise RolloutDataError(
+            f"{path} is not a rollout dump of this version: it begins with {first[:60].rstrip()!r}."
+        )
     count = sum(1 for _ in file)  # said first: the line at which a file was cut is rarely whole
     if count != head.get("num_samples"):
         raise RolloutDataError(
-            f"{path} holds {count} samples, its head says {head.get('num_samples')}. It was cut short or edited."
+            f"{path} holds {count} samples, its head says {head.get('num_samples')}. It was cut "
+            "short or edited."
         )
     file.seek(len(first))
     return [_read_sample(path, number, line) for number, line in enumerate(file, start=2)]
@@ -229,7 +272,9 @@ def _read_sample(path: Path, number: int, line: bytes) -> Sample:
     try:
         return Sample.from_dict(_decode(entry))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RolloutDataError(f"{path}, line {number}: not a sample ({type(error).__name__}: {error}).") from error
+        raise RolloutDataError(
+            f"{path}, line {number}: not a sample ({type(error).__name__}: {error})."
+        ) from error
 
 
 def _parse(path: Path, number: int, line: bytes) -> Any:
@@ -242,14 +287,17 @@ def _parse(path: Path, number: int, line: bytes) -> Any:
 def load_debug_rollout_data(
     path_template: str, *, rollout_id: int, subsample_ratio: float | None = None
 ) -> list[Sample]:
-    """The samples of one rollout's dump; with `subsample_ratio` in (0, 1] about that share of its groups, whole ones, at least one,
-    evenly spaced."""
+    """The samples of one rollout's dump; with `subsample_ratio` in (0, 1] about that share of its
+    groups, whole ones, at least one, evenly spaced.
+    """
     samples = read_rollout_dump(dump_path(path_template, rollout_id, evaluation=False))
     return samples if subsample_ratio is None else subsample_groups(samples, subsample_ratio)
 
 
 def subsample_groups(samples: list[Sample], ratio: float) -> list[Sample]:
-    """`round(ratio * groups)` whole groups (at least one), evenly spaced, in their order. A sample without group_index is its own group."""
+    """`round(ratio * groups)` whole groups (at least one), evenly spaced, in their order. A sample
+    without group_index is its own group.
+    """
     if not 0 < ratio <= 1:
         raise ConfigError(f"--load-debug-rollout-data-subsample must be in (0, 1], got {ratio}.")
     groups: dict[Any, list[Sample]] = {}
@@ -258,5 +306,7 @@ def subsample_groups(samples: list[Sample], ratio: float) -> list[Sample]:
         groups.setdefault(key, []).append(sample)
     count = max(1, round(ratio * len(groups))) if groups else 0
     chosen = {i * len(groups) // count for i in range(count)}
-    keep = {id(sample) for i, group in enumerate(groups.values()) if i in chosen for sample in group}
+    keep = {
+        id(sample) for i, group in enumerate(groups.values()) if i in chosen for sample in group
+    }
     return [sample for sample in samples if id(sample) in keep]

@@ -1,8 +1,10 @@
-"""Train dumps: what training computed per sample in one rollout, in whole-batch order, one file. Nothing in them is executed when read.
+"""Train dumps: what training computed per sample in one rollout, in whole-batch order, one file.
+Nothing in them is executed when read.
 
-The file is a safetensors file, so arrays keep their bits and any safetensors reader opens it. Its metadata holds one JSON text under
-"slime": format, rollout_id, rank (of the writer), num_samples, num_whole (samples of the rollout batch, also those no rank trained),
-dp_shards (per data-parallel rank: partition, micro-batches, steps), fields (by name: kind), left_out (by name: why).
+The file is a safetensors file, so arrays keep their bits and any safetensors reader opens it. Its
+metadata holds one JSON text under "slime": format, rollout_id, rank (of the writer), num_samples,
+num_whole (samples of the rollout batch, also those no rank trained), dp_shards (per data-parallel
+rank: partition, micro-batches, steps), fields (by name: kind), left_out (by name: why).
 
     kind    tensors                                    one entry is
     rows    NAME [rows, ...], NAME.offsets [N + 1]     an array with a row per token
@@ -49,8 +51,10 @@ CODES = {name: code for code, name in DTYPES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class TrainDump:
-    """One rollout's dump. Entry i of `token_fields` and `sample_fields` is of the i-th trained sample in whole-batch order, whose position in
-    the whole batch is `positions[i]`; `whole_fields` have one entry per sample of the whole batch."""
+    """One rollout's dump. Entry i of `token_fields` and `sample_fields` is of the i-th trained
+    sample in whole-batch order, whose position in the whole batch is `positions[i]`; `whole_fields`
+    have one entry per sample of the whole batch.
+    """
 
     path: Path
     rollout_id: int
@@ -73,11 +77,19 @@ class TrainDump:
     @property
     def owner_ranks(self) -> np.ndarray:
         """int64 [N]: the data-parallel rank that trained each sample."""
-        owner_of = {position: rank for rank, shard in enumerate(self.dp_shards) for position in shard["partition"]}
-        return np.array([owner_of[position] for position in self.positions.tolist()], dtype=np.int64)
+        owner_of = {
+            position: rank
+            for rank, shard in enumerate(self.dp_shards)
+            for position in shard["partition"]
+        }
+        return np.array(
+            [owner_of[position] for position in self.positions.tolist()], dtype=np.int64
+        )
 
     def sample(self, i: int) -> dict[str, Any]:
-        """Every field of the i-th trained sample by name; a whole-batch field gives the sample's own entry."""
+        """Every field of the i-th trained sample by name; a whole-batch field gives the sample's
+        own entry.
+        """
         position = int(self.positions[i])
         fields = {**self.token_fields, **self.sample_fields}
         return {name: values[i] for name, values in fields.items()} | {
@@ -86,24 +98,35 @@ class TrainDump:
 
 
 def train_dump_path(path_template: str, rollout_id: int, *, rank: int | str) -> Path:
-    """The file of one rollout: {rollout_id} in the template is replaced, and {rank} by the writer's rank. `ConfigError` without {rollout_id}."""
+    """The file of one rollout: {rollout_id} in the template is replaced, and {rank} by the writer's
+    rank. `ConfigError` without {rollout_id}.
+    """
     try:
-        name, other = (path_template.format(rollout_id=value, rank=rank) for value in (rollout_id, rollout_id + 1))
+        name, other = (
+            path_template.format(rollout_id=value, rank=rank)
+            for value in (rollout_id, rollout_id + 1)
+        )
     except (KeyError, IndexError, ValueError) as error:
         raise ConfigError(
-            f"The dump path {path_template!r} has a placeholder other than {{rollout_id}} and {{rank}}: {error}"
+            f"The dump path {path_template!r} has a placeholder other than {{rollout_id}} and "
+            f"{{rank}}: {error}"
         ) from None
     if name == other:
-        raise ConfigError(f"The dump path {path_template!r} needs {{rollout_id}}, or each rollout overwrites the one before.")
+        raise ConfigError(
+            f"The dump path {path_template!r} needs {{rollout_id}}, or each rollout overwrites the "
+            "one before."
+        )
     return Path(name)
 
 
-# --- writing -------------------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorOutline:
-    """A tensor that will be written: shapes come first in the file, so they are known before the data."""
+    """A tensor that will be written: shapes come first in the file, so they are known before the
+    data.
+    """
 
     name: str
     dtype: str
@@ -115,9 +138,13 @@ class TensorOutline:
 
 
 class TrainDumpWriter:
-    """Writes tensors one after the other, each let go of before the next is made. The file appears under its name when `commit` has it whole."""
+    """Writes tensors one after the other, each let go of before the next is made. The file appears
+    under its name when `commit` has it whole.
+    """
 
-    def __init__(self, path: Path, header: Mapping[str, Any], outlines: Sequence[TensorOutline]) -> None:
+    def __init__(
+        self, path: Path, header: Mapping[str, Any], outlines: Sequence[TensorOutline]
+    ) -> None:
         self.path = path
         self._outlines = list(outlines)
         checks = TensorOutline(CHECKS, "uint32", (1 + len(self._outlines),))
@@ -131,8 +158,14 @@ class TrainDumpWriter:
     def write(self, name: str, values: np.ndarray) -> None:
         """The next tensor. ValueError where it is not the one that was announced."""
         expected = self._outlines[len(self._checks) - 1]
-        if (name, values.dtype.name, values.shape) != (expected.name, expected.dtype, expected.shape):
-            raise ValueError(f"{expected} was announced, {name} {values.dtype.name} {values.shape} came")
+        if (name, values.dtype.name, values.shape) != (
+            expected.name,
+            expected.dtype,
+            expected.shape,
+        ):
+            raise ValueError(
+                f"{expected} was announced, {name} {values.dtype.name} {values.shape} came"
+            )
         data = np.ascontiguousarray(values).tobytes()
         self._checks.append(zlib.crc32(data))
         self._file.write(data)
@@ -140,7 +173,9 @@ class TrainDumpWriter:
     def commit(self) -> Path:
         """Closes the file and gives it its name."""
         if len(self._checks) != 1 + len(self._outlines):
-            raise ValueError(f"{len(self._checks) - 1} of {len(self._outlines)} tensors were written")
+            raise ValueError(
+                f"{len(self._checks) - 1} of {len(self._outlines)} tensors were written"
+            )
         self._file.write(np.array(self._checks, dtype=np.uint32).tobytes())
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -159,7 +194,11 @@ def _safetensors_head(header: Mapping[str, Any], outlines: Sequence[TensorOutlin
     start = 0
     for outline in outlines:
         end = start + outline.num_bytes
-        entries[outline.name] = {"dtype": CODES[outline.dtype], "shape": list(outline.shape), "data_offsets": [start, end]}
+        entries[outline.name] = {
+            "dtype": CODES[outline.dtype],
+            "shape": list(outline.shape),
+            "data_offsets": [start, end],
+        }
         start = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -167,22 +206,30 @@ def _safetensors_head(header: Mapping[str, Any], outlines: Sequence[TensorOutlin
 
 
 def encode_entries(entries: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Objects as rows: `(bytes of their JSON texts, bytes per entry [N])`. `RolloutDataError` for an object that JSON and arrays cannot hold."""
+    """Objects as rows: `(bytes of their JSON texts, bytes per entry [N])`. `RolloutDataError` for
+    an object that JSON and arrays cannot hold.
+    """
     texts = [encode_json(entry) for entry in entries]
-    return np.frombuffer(b"".join(texts), dtype=np.uint8), np.array([len(text) for text in texts], dtype=np.int64)
+    return np.frombuffer(b"".join(texts), dtype=np.uint8), np.array(
+        [len(text) for text in texts], dtype=np.int64
+    )
 
 
-# --- reading -------------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def is_train_dump(path: str | os.PathLike) -> bool:
-    """Whether the file begins as a safetensors file does: eight bytes of length, then a JSON object."""
+    """Whether the file begins as a safetensors file does: eight bytes of length, then a JSON
+    object.
+    """
     with open(path, "rb") as file:
         return file.read(9)[8:] == b"{"
 
 
 def read_train_dump(path: str | os.PathLike) -> TrainDump:
-    """The dump, every array with the bits that were saved. `RolloutDataError` naming the file, and the field where one is damaged."""
+    """The dump, every array with the bits that were saved. `RolloutDataError` naming the file, and
+    the field where one is damaged.
+    """
     path = Path(path)
     try:
         data = path.read_bytes()
@@ -194,14 +241,23 @@ def read_train_dump(path: str | os.PathLike) -> TrainDump:
     whole_fields: dict[str, Any] = {}
     for name, kind in header["fields"].items():
         place: dict[str, Any] = (
-            whole_fields if kind.startswith("whole") else token_fields if kind == "rows" else sample_fields
+            whole_fields
+            if kind.startswith("whole")
+            else token_fields
+            if kind == "rows"
+            else sample_fields
         )
         if kind in ("number", "whole"):
             place[name] = tensors[name]
             continue
         offsets = tensors[f"{name}.offsets"]
-        entries = [tensors[name][low:high] for low, high in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)]
-        place[name] = entries if kind == "rows" else [decode_json(entry.tobytes()) for entry in entries]
+        entries = [
+            tensors[name][low:high]
+            for low, high in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
+        ]
+        place[name] = (
+            entries if kind == "rows" else [decode_json(entry.tobytes()) for entry in entries]
+        )
     return TrainDump(
         path=path,
         rollout_id=header["rollout_id"],
@@ -225,10 +281,15 @@ def _parse(path: Path, data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarra
     except (ValueError, KeyError, TypeError, AttributeError):
         form = None
     if form != FORMAT:
-        raise RolloutDataError(f"{path} is not a train dump of this version ({FORMAT}), or its head is damaged; it begins with {data[:40]!r}.")
+        raise RolloutDataError(
+            f"{path} is not a train dump of this version ({FORMAT}), or its head is damaged; it "
+            f"begins with {data[:40]!r}."
+        )
     end = size + max(entry["data_offsets"][1] for entry in entries.values())
     if len(data) != end:
-        raise RolloutDataError(f"{path} has {len(data)} bytes, its head says {end}. It was cut short or edited.")
+        raise RolloutDataError(
+            f"{path} has {len(data)} bytes, its head says {end}. It was cut short or edited."
+        )
 
     def bytes_of(name: str) -> bytes:
         low, high = entries[name]["data_offsets"]
@@ -237,10 +298,16 @@ def _parse(path: Path, data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarra
     names = [name for name in entries if name != CHECKS]
     checks = np.frombuffer(bytes_of(CHECKS), dtype=np.uint32).tolist()
     found = [zlib.crc32(data[:size]), *(zlib.crc32(bytes_of(name)) for name in names)]
-    damaged = [name for name, a, b in zip(["the head", *names], checks, found, strict=True) if a != b]
+    damaged = [
+        name for name, a, b in zip(["the head", *names], checks, found, strict=True) if a != b
+    ]
     if damaged:
-        raise RolloutDataError(f"{path} is damaged: the checksums of {', '.join(damaged[:5])} do not fit.")
+        raise RolloutDataError(
+            f"{path} is damaged: the checksums of {', '.join(damaged[:5])} do not fit."
+        )
     return header, {
-        name: np.frombuffer(bytes_of(name), dtype=DTYPES[entries[name]["dtype"]]).reshape(entries[name]["shape"]).copy()
+        name: np.frombuffer(bytes_of(name), dtype=DTYPES[entries[name]["dtype"]])
+        .reshape(entries[name]["shape"])
+        .copy()
         for name in names
     }

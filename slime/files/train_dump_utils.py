@@ -1,7 +1,9 @@
-"""`save_debug_train_data`: the ranks' fields gathered, one at a time, on the rank that writes the train dump. The format is in `train_dump`.
+"""`save_debug_train_data`: the ranks' fields gathered, one at a time, on the rank that writes the
+train dump. The format is in `train_dump`.
 
-All ranks of tensor rank 0 and the last pipeline stage send what they hold; the first of them writes. Fields that are sharded over
-context-parallel ranks are put back together; of fields that these ranks share, one copy is sent.
+All ranks of tensor rank 0 and the last pipeline stage send what they hold; the first of them
+writes. Fields that are sharded over context-parallel ranks are put back together; of fields that
+these ranks share, one copy is sent.
 """
 
 from __future__ import annotations
@@ -46,13 +48,15 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class RankRows:
-    """One rank's entries of one field: `values` [rows, ...] and rows per sample [n]; one row per sample for numbers."""
+    """One rank's entries of one field: `values` [rows, ...] and rows per sample [n]; one row per
+    sample for numbers.
+    """
 
     values: np.ndarray
     lengths: np.ndarray
 
 
-# --- what one rank holds -------------------------------------------------------------------------------------------------
+# --- what one rank holds --------------------------------------------------------------------------
 
 
 def field_kinds(batch: RolloutBatch) -> tuple[dict[str, str], dict[str, str]]:
@@ -61,7 +65,11 @@ def field_kinds(batch: RolloutBatch) -> tuple[dict[str, str], dict[str, str]]:
     left_out: dict[str, str] = {}
     for name in dict.keys(batch):
         spec, value = CONTRACT.find(name), batch.raw(name)
-        if value is None or name in LAYOUT_FIELDS or (spec is not None and spec.origin is Origin.ARRIVAL):
+        if (
+            value is None
+            or name in LAYOUT_FIELDS
+            or (spec is not None and spec.origin is Origin.ARRIVAL)
+        ):
             continue
         whole = spec is not None and spec.extent is Extent.WHOLE
         if num_entries(value) != (batch.num_whole if whole else batch.num_samples):
@@ -70,7 +78,9 @@ def field_kinds(batch: RolloutBatch) -> tuple[dict[str, str], dict[str, str]]:
             kinds[name] = "rows"
         else:
             numeric = spec is not None and spec.wire_dtype is not None and _is_numeric(batch, name)
-            kinds[name] = ("whole" if whole else "number") if numeric else ("whole json" if whole else "json")
+            kinds[name] = (
+                ("whole" if whole else "number") if numeric else ("whole json" if whole else "json")
+            )
     return kinds, left_out
 
 
@@ -80,14 +90,20 @@ def _is_numeric(batch: RolloutBatch, name: str) -> bool:
 
 
 def rank_rows(batch: RolloutBatch, name: str, kind: str) -> RankRows:
-    """This rank's entries as arrays on the CPU. `RolloutDataError` naming the field where they cannot be."""
+    """This rank's entries as arrays on the CPU. `RolloutDataError` naming the field where they
+    cannot be.
+    """
     if kind.endswith("json"):
         try:
             return RankRows(*encode_entries(list(batch[name])))
         except RolloutDataError as error:
             raise RolloutDataError(f"{name}: {error}") from error
     if kind in ("number", "whole"):
-        values = as_array(batch.raw(name), what=name) if is_tensor(batch.raw(name)) else batch.array(name)
+        values = (
+            as_array(batch.raw(name), what=name)
+            if is_tensor(batch.raw(name))
+            else batch.array(name)
+        )
         return RankRows(_compact(values, name), np.ones(len(values), dtype=np.int64))
     column = batch.column(name)
     if isinstance(column, Ragged):
@@ -100,7 +116,9 @@ def rank_rows(batch: RolloutBatch, name: str, kind: str) -> RankRows:
 
 
 def _compact(values: np.ndarray, name: str) -> np.ndarray:
-    """Integers in the dtype they have on the wire, which is smaller than the model's and holds them all."""
+    """Integers in the dtype they have on the wire, which is smaller than the model's and holds them
+    all.
+    """
     spec = CONTRACT.find(name)
     dtype = spec.wire_dtype if spec is not None else None
     if dtype in CODES and np.dtype(dtype).kind in "iub" and values.dtype != dtype:
@@ -122,11 +140,15 @@ def sends(batch: RolloutBatch, name: str, kind: str, place: Place) -> bool:
     return place.cp_rank == 0 or _is_cp_sharded(name)
 
 
-# --- what the writer makes of it -----------------------------------------------------------------------------------------
+# --- what the writer makes of it ------------------------------------------------------------------
 
 
-def restore_responses(parts: Sequence[RankRows], totals: np.ndarray, responses: np.ndarray, *, name: str) -> RankRows:
-    """Full responses of one data-parallel rank from what its context-parallel ranks (in order) own. `RolloutDataError` where a part does not fit."""
+def restore_responses(
+    parts: Sequence[RankRows], totals: np.ndarray, responses: np.ndarray, *, name: str
+) -> RankRows:
+    """Full responses of one data-parallel rank from what its context-parallel ranks (in order) own.
+    `RolloutDataError` where a part does not fit.
+    """
     if len(parts) == 1:
         _check_rows(parts[0].lengths, responses, name=name)
         return parts[0]
@@ -135,20 +157,35 @@ def restore_responses(parts: Sequence[RankRows], totals: np.ndarray, responses: 
     filled = next((part.values for part in parts if len(part.values)), parts[0].values)
     full = np.empty((int(responses.sum()), *filled.shape[1:]), dtype=filled.dtype)
     for cp_rank, part in enumerate(parts):
-        layout = plan_response_layout(totals.tolist(), responses.tolist(), cp_size=len(parts), cp_rank=cp_rank)
-        _check_rows(part.lengths, np.asarray(layout.local_lengths), name=f"{name} of context-parallel rank {cp_rank}")
+        layout = plan_response_layout(
+            totals.tolist(), responses.tolist(), cp_size=len(parts), cp_rank=cp_rank
+        )
+        _check_rows(
+            part.lengths,
+            np.asarray(layout.local_lengths),
+            name=f"{name} of context-parallel rank {cp_rank}",
+        )
         full[layout.response_indices.numpy()] = part.values
     return RankRows(full, responses)
 
 
 def _check_rows(found: np.ndarray, expected: np.ndarray, *, name: str) -> None:
     if not np.array_equal(found, expected):
-        bad = int(np.flatnonzero(found != expected)[0]) if len(found) == len(expected) else min(len(found), len(expected))
-        raise RolloutDataError(f"{name}: {found.tolist()[bad:][:3]} rows from sample {bad} on, expected {expected.tolist()[bad:][:3]}.")
+        bad = (
+            int(np.flatnonzero(found != expected)[0])
+            if len(found) == len(expected)
+            else min(len(found), len(expected))
+        )
+        raise RolloutDataError(
+            f"{name}: {found.tolist()[bad:][:3]} rows from sample {bad} on, expected "
+            f"{expected.tolist()[bad:][:3]}."
+        )
 
 
 def in_batch_order(per_dp_rank: Sequence[RankRows], order: np.ndarray) -> RankRows:
-    """All ranks' entries, one after the other, rearranged: entry i is entry order[i] of the concatenation."""
+    """All ranks' entries, one after the other, rearranged: entry i is entry order[i] of the
+    concatenation.
+    """
     filled = [rows.values for rows in per_dp_rank if len(rows.values)] or [per_dp_rank[0].values]
     values, lengths = np.concatenate(filled), np.concatenate([rows.lengths for rows in per_dp_rank])
     starts = np.cumsum(lengths) - lengths
@@ -157,7 +194,9 @@ def in_batch_order(per_dp_rank: Sequence[RankRows], order: np.ndarray) -> RankRo
 
 @dataclasses.dataclass(frozen=True)
 class Outline:
-    """What a rank tells the writer before any data: its place, its samples, and the sizes of the fields that it will send."""
+    """What a rank tells the writer before any data: its place, its samples, and the sizes of the
+    fields that it will send.
+    """
 
     place: Place
     shard: dict[str, Any]  # partition, lengths and layout
@@ -176,7 +215,10 @@ def outline_of(batch: RolloutBatch, kinds: Mapping[str, str], place: Place) -> O
             sizes[name] = (len(values), values.shape[1:], values.dtype.name)
         except RolloutDataError as error:
             problems[name] = str(error)
-    shard = {name: np.asarray(batch.array(name), dtype=np.int64).tolist() for name in ("partition", "total_lengths", "response_lengths")}
+    shard = {
+        name: np.asarray(batch.array(name), dtype=np.int64).tolist()
+        for name in ("partition", "total_lengths", "response_lengths")
+    }
     shard |= {name: _plain(batch[name]) for name in LAYOUT_FIELDS if name in batch}
     return Outline(place, shard, sizes, problems)
 
@@ -189,9 +231,11 @@ def _plain(value: Any) -> Any:
 
 
 class DumpAssembly:
-    """The writer's side: from every rank's outline it knows the file before the data; then it takes the fields, one at a time.
+    """The writer's side: from every rank's outline it knows the file before the data; then it takes
+    the fields, one at a time.
 
-    The first thing that goes wrong is kept for `finish`, so that the other ranks, which only send, are never left waiting.
+    The first thing that goes wrong is kept for `finish`, so that the other ranks, which only send,
+    are never left waiting.
     """
 
     def __init__(self, path: Path, batch: RolloutBatch, kinds: Mapping[str, str]) -> None:
@@ -200,25 +244,39 @@ class DumpAssembly:
         self._failure: Exception | None = None
         self._writer: TrainDumpWriter | None = None
         self._outlines: list[Outline] = []
-        self._rank_at: dict[tuple[int, int], int] = {}  # (dp_rank, cp_rank) -> index of what it sends
+        # (dp_rank, cp_rank) -> index of what it sends
+        self._rank_at: dict[tuple[int, int], int] = {}
         self._shards: dict[int, dict[str, Any]] = {}  # by dp_rank
         self._order = np.zeros(0, dtype=np.int64)
 
-    def begin(self, outlines: list[Outline], header: Mapping[str, Any], left_out: Mapping[str, str]) -> None:
+    def begin(
+        self, outlines: list[Outline], header: Mapping[str, Any], left_out: Mapping[str, str]
+    ) -> None:
         """Opens the file."""
         left_out = dict(left_out)
         for outline in outlines:
             left_out.update(outline.problems)
         self.kinds = {name: kind for name, kind in self.kinds.items() if name not in left_out}
         self._outlines = outlines
-        self._rank_at = {(outline.place.dp_rank, outline.place.cp_rank): i for i, outline in enumerate(outlines)}
-        self._shards = {dp_rank: outlines[i].shard for (dp_rank, cp_rank), i in sorted(self._rank_at.items()) if cp_rank == 0}
+        self._rank_at = {
+            (outline.place.dp_rank, outline.place.cp_rank): i for i, outline in enumerate(outlines)
+        }
+        self._shards = {
+            dp_rank: outlines[i].shard
+            for (dp_rank, cp_rank), i in sorted(self._rank_at.items())
+            if cp_rank == 0
+        }
         if left_out:
             logger.warning("train dump %s: left out %s", self.path, left_out)
         try:
-            positions = np.concatenate([np.asarray(shard["partition"], dtype=np.int64) for shard in self._shards.values()])
+            positions = np.concatenate(
+                [np.asarray(shard["partition"], dtype=np.int64) for shard in self._shards.values()]
+            )
             if len(np.unique(positions)) != len(positions):
-                raise RolloutDataError("Two data-parallel ranks trained samples with the same position in the whole batch.")
+                raise RolloutDataError(
+                    "Two data-parallel ranks trained samples with the same position in the whole "
+                    "batch."
+                )
             self._order = np.argsort(positions, kind="stable")
             header = {
                 **header,
@@ -251,7 +309,9 @@ class DumpAssembly:
             rows = self._merge(name, parts)
             self._writer.write(name, rows.values)
             if self.kinds[name] in HAS_OFFSETS:
-                self._writer.write(f"{name}.offsets", np.concatenate(([0], np.cumsum(rows.lengths))))
+                self._writer.write(
+                    f"{name}.offsets", np.concatenate(([0], np.cumsum(rows.lengths)))
+                )
         except (OSError, RolloutDataError, ValueError) as error:
             self._failure = error
 
@@ -266,16 +326,23 @@ class DumpAssembly:
             sent = [part for part in found if part is not None]
             missing = len(sent) < len(found)
             if missing and shard["partition"]:
-                raise RolloutDataError(f"Data-parallel rank {dp_rank} has no {name}, others have it.")
+                raise RolloutDataError(
+                    f"Data-parallel rank {dp_rank} has no {name}, others have it."
+                )
             if sharded and not missing:
-                totals, responses = (np.asarray(shard[key], dtype=np.int64) for key in ("total_lengths", "response_lengths"))
+                totals, responses = (
+                    np.asarray(shard[key], dtype=np.int64)
+                    for key in ("total_lengths", "response_lengths")
+                )
                 per_dp_rank.append(restore_responses(sent, totals, responses, name=name))
             elif not missing:
                 per_dp_rank.append(sent[0])
         return in_batch_order(per_dp_rank, self._order)
 
     def finish(self) -> Path | None:
-        """Gives the file its name; None, said in the log, where the disk failed. Raises `RolloutDataError` where ranks did not fit together."""
+        """Gives the file its name; None, said in the log, where the disk failed. Raises
+        `RolloutDataError` where ranks did not fit together.
+        """
         try:
             if self._writer is not None and self._failure is None:
                 return self._writer.commit()
@@ -285,24 +352,43 @@ class DumpAssembly:
             self._writer.abandon()
         if not isinstance(self._failure, OSError):
             raise RolloutDataError(f"train dump {self.path}: {self._failure}") from self._failure
-        logger.error("train dump %s was not written (%s); training goes on without it", self.path, self._failure)
+        logger.error(
+            "train dump %s was not written (%s); training goes on without it",
+            self.path,
+            self._failure,
+        )
         return None
 
 
 def restore_context_parallel_fields_to_cpu(
-    rollout_data: Mapping[str, Any], gather_tensor: Callable[[Any, int, int], Any], *, keep_restored: bool
+    rollout_data: Mapping[str, Any],
+    gather_tensor: Callable[[Any, int, int], Any],
+    *,
+    keep_restored: bool,
 ) -> dict[str, Any] | None:
-    """Returns `rollout_data` with every context-parallel field restored to full responses on the CPU; None unless `keep_restored`.
+    """Returns `rollout_data` with every context-parallel field restored to full responses on the
+    CPU; None unless `keep_restored`.
 
-    `gather_tensor(tensor, total_length, response_length)` is a collective that every context-parallel rank enters once per tensor, in the same
-    order; one tensor is restored at a time. Raises `RolloutDataError` (a ValueError) without one tensor per sample, TypeError for what is no tensor.
+    `gather_tensor(tensor, total_length, response_length)` is a collective that every
+    context-parallel rank enters once per tensor, in the same order; one tensor is restored at a
+    time. Raises `RolloutDataError` (a ValueError) without one tensor per sample, TypeError for what
+    is no tensor.
     """
     restored = dict(rollout_data)
-    lengths = list(zip(rollout_data["total_lengths"], rollout_data["response_lengths"], strict=True))
-    for name in sorted(name for name in dict.keys(restored) if _is_cp_sharded(name) and rollout_data[name] is not None):
+    lengths = list(
+        zip(rollout_data["total_lengths"], rollout_data["response_lengths"], strict=True)
+    )
+    for name in sorted(
+        name
+        for name in dict.keys(restored)
+        if _is_cp_sharded(name) and rollout_data[name] is not None
+    ):
         entries = list(rollout_data[name])
         if len(entries) != len(lengths):
-            raise RolloutDataError(f"{name} must have one tensor per sample: {len(entries)} for {len(lengths)} samples.")
+            raise RolloutDataError(
+                f"{name} must have one tensor per sample: {len(entries)} for {len(lengths)} "
+                "samples."
+            )
         wrong = next((type(entry).__name__ for entry in entries if not is_tensor(entry)), None)
         if wrong is not None:
             raise TypeError(f"{name} must hold tensors, found {wrong}.")
@@ -315,23 +401,41 @@ def restore_context_parallel_fields_to_cpu(
     return restored if keep_restored else None
 
 
-# --- the shell -----------------------------------------------------------------------------------------------------------
+# --- the shell ------------------------------------------------------------------------------------
 
 
 def write_train_dump(
-    path: Path, rollout_data: Mapping[str, Any], *, header: Mapping[str, Any], place: Place, gather: Gather, share: Share
+    path: Path,
+    rollout_data: Mapping[str, Any],
+    *,
+    header: Mapping[str, Any],
+    place: Place,
+    gather: Gather,
+    share: Share,
 ) -> Path | None:
-    """Writes the dump on the rank on which `gather(value)` returns every rank's value, and returns its path; None on the others.
+    """Writes the dump on the rank on which `gather(value)` returns every rank's value, and returns
+    its path; None on the others.
 
-    `share(value)` returns every rank's value on all of them. Both are called equally often on each rank, whatever happens. `header` has
-    "rollout_id" and "rank". A failing disk is said in the log and leaves no file; data that do not fit raise `RolloutDataError`.
+    `share(value)` returns every rank's value on all of them. Both are called equally often on each
+    rank, whatever happens. `header` has "rollout_id" and "rank". A failing disk is said in the log
+    and leaves no file; data that do not fit raise `RolloutDataError`.
     """
-    batch = rollout_data if isinstance(rollout_data, RolloutBatch) else RolloutBatch(rollout_data, stage=Stage.LOCAL)
+    batch = (
+        rollout_data
+        if isinstance(rollout_data, RolloutBatch)
+        else RolloutBatch(rollout_data, stage=Stage.LOCAL)
+    )
     kinds, left_out = field_kinds(batch)
     for other_kinds, other_left_out in share((kinds, left_out)):
         left_out.update(other_left_out)
         # one rank with a None among its numbers makes the field JSON on all
-        kinds.update({name: kind for name, kind in other_kinds.items() if name not in kinds or kind.endswith("json")})
+        kinds.update(
+            {
+                name: kind
+                for name, kind in other_kinds.items()
+                if name not in kinds or kind.endswith("json")
+            }
+        )
     kinds = {name: kinds[name] for name in sorted(kinds) if name not in left_out}
     outline = outline_of(batch, kinds, place)
     outlines = gather(outline)
@@ -346,10 +450,14 @@ def write_train_dump(
     return None if assembly is None else assembly.finish()
 
 
-def save_debug_train_data(args: Any, *, rollout_id: int, rollout_data: Mapping[str, Any]) -> Path | None:
-    """Writes the train dump of this rollout where --save-debug-train-data says, and returns its path on the rank that wrote it.
+def save_debug_train_data(
+    args: Any, *, rollout_id: int, rollout_data: Mapping[str, Any]
+) -> Path | None:
+    """Writes the train dump of this rollout where --save-debug-train-data says, and returns its
+    path on the rank that wrote it.
 
-    Called by all ranks; those of tensor rank 0 and the last pipeline stage take part, the first of them writes.
+    Called by all ranks; those of tensor rank 0 and the last pipeline stage take part, the first of
+    them writes.
     """
     if args.save_debug_train_data is None:
         return None
@@ -364,7 +472,9 @@ def save_debug_train_data(args: Any, *, rollout_id: int, rollout_data: Mapping[s
     size = mpu.get_data_parallel_world_size(with_context_parallel=True)
     source = mpu.get_data_parallel_src_rank(with_context_parallel=True)
     cp_size = max(1, mpu.get_context_parallel_world_size())
-    place = Place(mpu.get_data_parallel_rank(), mpu.get_context_parallel_rank() if cp_size > 1 else 0, cp_size)
+    place = Place(
+        mpu.get_data_parallel_rank(), mpu.get_context_parallel_rank() if cp_size > 1 else 0, cp_size
+    )
 
     def share(value: Any) -> list[Any]:
         values: list[Any] = [None] * size

@@ -1,4 +1,6 @@
-"""Other engines' shapes as Samples. The gate is the only place that knows them; a missing field has a stated meaning, never a guess."""
+"""Other engines' shapes as Samples. The gate is the only place that knows them; a missing field has
+a stated meaning, never a guess.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,10 @@ _FINISH_ALIASES = {
 def sample_from_trajectory(raw: Mapping[str, Any]) -> Sample:
     """A Sample from a generic trajectory.
 
-    Keys: `prompt_tokens` (ids), or `prompt` as an id list; `prompt` as string or messages; `response` text; `response_tokens` ids
-    (required); `logprobs` per response token; `finish_reason`; `metadata`; `group_id`, `index`, `reward`. KeyError without
-    `response_tokens` or prompt ids: text is never tokenized again, because that would not give the sampled ids.
+    Keys: `prompt_tokens` (ids), or `prompt` as an id list; `prompt` as string or messages;
+    `response` text; `response_tokens` ids (required); `logprobs` per response token;
+    `finish_reason`; `metadata`; `group_id`, `index`, `reward`. KeyError without `response_tokens`
+    or prompt ids: text is never tokenized again, because that would not give the sampled ids.
     """
     prompt = raw.get("prompt", "")
     prompt_ids = raw.get("prompt_tokens")
@@ -48,10 +51,12 @@ def sample_from_trajectory(raw: Mapping[str, Any]) -> Sample:
 
 
 def sample_from_sglang(raw: Mapping[str, Any]) -> Sample:
-    """A Sample from {"request": {"input_ids", "text"?, "group_id"?, "index"?}, "response": SGLang's /generate JSON}.
+    """A Sample from {"request": {"input_ids", "text"?, "group_id"?, "index"?}, "response": SGLang's
+    /generate JSON}.
 
-    Ids and log-probs come from meta_info.output_token_logprobs ([log_prob, id, text] per token); `output_ids` is used for the ids
-    when log-probs were not asked for. ValueError if completion_tokens disagrees with the number of ids.
+    Ids and log-probs come from meta_info.output_token_logprobs ([log_prob, id, text] per token);
+    `output_ids` is used for the ids when log-probs were not asked for. ValueError if
+    completion_tokens disagrees with the number of ids.
     """
     request, response = raw["request"], raw["response"]
     meta = response.get("meta_info") or {}
@@ -78,10 +83,12 @@ def sample_from_sglang(raw: Mapping[str, Any]) -> Sample:
 
 
 def sample_from_openai(raw: Mapping[str, Any]) -> Sample:
-    """A Sample from {"request": {"prompt" | "messages", "prompt_token_ids"}, "response": completions or chat JSON, "choice": 0}.
+    """A Sample from {"request": {"prompt" | "messages", "prompt_token_ids"}, "response":
+    completions or chat JSON, "choice": 0}.
 
-    The ids are read from the choice's `token_ids` (vLLM, SGLang) or from logprobs.content[*].token as "token_id:<id>". KeyError if
-    there are none: the OpenAI shape without ids cannot be trained on.
+    The ids are read from the choice's `token_ids` (vLLM, SGLang) or from logprobs.content[*].token
+    as "token_id:<id>". KeyError if there are none: the OpenAI shape without ids cannot be trained
+    on.
     """
     request, response = raw["request"], raw["response"]
     choice = response["choices"][raw.get("choice", 0)]
@@ -94,8 +101,14 @@ def sample_from_openai(raw: Mapping[str, Any]) -> Sample:
         ids = [_id_of(token) for token in legacy["tokens"]]
     if ids is None:
         raise KeyError("token_ids: ask the server to return token ids")
-    log_probs = [entry["logprob"] for entry in content] if content is not None else legacy.get("token_logprobs")
-    prompt_ids = request.get("prompt_token_ids", response.get("prompt_token_ids", choice.get("prompt_token_ids")))
+    log_probs = (
+        [entry["logprob"] for entry in content]
+        if content is not None
+        else legacy.get("token_logprobs")
+    )
+    prompt_ids = request.get(
+        "prompt_token_ids", response.get("prompt_token_ids", choice.get("prompt_token_ids"))
+    )
     if prompt_ids is None:
         raise KeyError("prompt_token_ids")
     message = choice.get("message")
@@ -146,5 +159,7 @@ def _is_id_list(value: Any) -> bool:
 def _id_of(token: str) -> int:
     prefix, _, number = str(token).partition(":")
     if prefix != "token_id" or not number:
-        raise KeyError(f"token id of {token!r}: ask the server for return_tokens_as_token_ids or token_ids")
+        raise KeyError(
+            f"token id of {token!r}: ask the server for return_tokens_as_token_ids or token_ids"
+        )
     return int(number)

@@ -1,4 +1,6 @@
-"""Alarms: what a person should look at, in plain words with numbers. Pure: statistics in, alarms out."""
+"""Alarms: what a person should look at, in plain words with numbers. Pure: statistics in, alarms
+out.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from slime.gate.config import MODEL_FAILURES, PENALIZABLE, REASONS, InvalidReason, Policy
 from slime.gate.statistics import MAX_SHARE_OF_ITERATION, GateStatistics
 
-MIN_SECONDS_TO_ALARM = 0.5  # a toy iteration of a second is not worth a warning; the summary line says the share anyway
+# a toy iteration of a second is not worth a warning; the summary line says the share anyway
+MIN_SECONDS_TO_ALARM = 0.5
 MIN_RATE_STEP = 0.05
 MIN_RATE_FACTOR = 1.5
 MIN_STANDARD_ERRORS = 2.5
@@ -22,20 +25,27 @@ _CAUSES_OF_RATE = {
     InvalidReason.EMPTY: "sampling parameters, stop strings or the chat template",
     InvalidReason.TOO_SHORT: "stop strings or an early end of turn",
     InvalidReason.TOO_LONG: "a loop, or a length limit that is too tight",
-    InvalidReason.TRUNCATED: "a length limit that is too tight, or the model no longer ending its turn",
+    InvalidReason.TRUNCATED: (
+        "a length limit that is too tight, or the model no longer ending its turn"
+    ),
     InvalidReason.ABORTED: "the engine or the staleness rules",
     InvalidReason.FAILED: "the engine or the custom generate function",
     InvalidReason.REPETITIVE: "sampling temperature, or a collapsing policy",
-    InvalidReason.BAD_FORMAT: "sampling temperature, the chat template, or a policy that drifts from its format",
+    InvalidReason.BAD_FORMAT: (
+        "sampling temperature, the chat template, or a policy that drifts from its format"
+    ),
     InvalidReason.BAD_REWARD: "the reward function or its server",
-    InvalidReason.REJECTED: "the plug-in that sets valid=False; the raw snapshot's column detail has its words",
+    InvalidReason.REJECTED: (
+        "the plug-in that sets valid=False; the raw snapshot's column detail has its words"
+    ),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Alarm:
-    """`name` is stable (gate/alarm/<name> is its metric); `message` says what, with which values, and where to look. `subject`: the reason that an
-    alarm of several is about."""
+    """`name` is stable (gate/alarm/<name> is its metric); `message` says what, with which values,
+    and where to look. `subject`: the reason that an alarm of several is about.
+    """
 
     name: str
     message: str
@@ -43,7 +53,9 @@ class Alarm:
 
 
 def find_alarms(statistics: GateStatistics, history: Sequence[GateStatistics]) -> list[Alarm]:
-    """Alarms of one rollout given the statistics of earlier ones (oldest first); [] if nothing stands out."""
+    """Alarms of one rollout given the statistics of earlier ones (oldest first); [] if nothing
+    stands out.
+    """
     alarms = [*_group_alarms(statistics), *_time_alarms(statistics)]
     if history:
         alarms += [
@@ -58,9 +70,11 @@ def find_alarms(statistics: GateStatistics, history: Sequence[GateStatistics]) -
 
 
 def rate_jumped(count: int, total: int, count_before: int, total_before: int) -> bool:
-    """True if count/total is above count_before/total_before by 5 points, by half, and by more than chance.
+    """True if count/total is above count_before/total_before by 5 points, by half, and by more than
+    chance.
 
-    Chance: 2.5 standard errors of the difference of two proportions, sqrt(p (1 - p) (1/total + 1/total_before)), p pooled.
+    Chance: 2.5 standard errors of the difference of two proportions, sqrt(p (1 - p) (1/total +
+    1/total_before)), p pooled.
     """
     if not total or not total_before:
         return False
@@ -68,11 +82,15 @@ def rate_jumped(count: int, total: int, count_before: int, total_before: int) ->
     if rate - before < MIN_RATE_STEP or rate < MIN_RATE_FACTOR * before:
         return False
     pooled = (count + count_before) / (total + total_before)
-    return rate - before >= MIN_STANDARD_ERRORS * math.sqrt(pooled * (1 - pooled) * (1 / total + 1 / total_before))
+    return rate - before >= MIN_STANDARD_ERRORS * math.sqrt(
+        pooled * (1 - pooled) * (1 / total + 1 / total_before)
+    )
 
 
 def level_rose(count: int, total: int, count_at_start: int, total_at_start: int) -> bool:
-    """True if the share count/total is at least twice that of the start, 5 points above it, and above it by more than chance."""
+    """True if the share count/total is at least twice that of the start, 5 points above it, and
+    above it by more than chance.
+    """
     if not total or not total_at_start:
         return False
     doubled = count / total >= MIN_LEVEL_FACTOR * count_at_start / total_at_start
@@ -80,14 +98,22 @@ def level_rose(count: int, total: int, count_at_start: int, total_at_start: int)
 
 
 def level_message(
-    reason: InvalidReason, now: tuple[int, int], at_start: tuple[int, int], *, trains: bool, over: tuple[int, int, float]
+    reason: InvalidReason,
+    now: tuple[int, int],
+    at_start: tuple[int, int],
+    *,
+    trains: bool,
+    over: tuple[int, int, float],
 ) -> str:
-    """What a risen level means and what to try. `now`, `at_start`: (samples with the reason, samples); trains: whether such samples do; `over`: (first
-    rollouts, last rollouts, rollouts between their middles)."""
+    """What a risen level means and what to try. `now`, `at_start`: (samples with the reason,
+    samples); trains: whether such samples do; `over`: (first rollouts, last rollouts, rollouts
+    between their middles).
+    """
     before, after = at_start[0] / at_start[1], now[0] / now[1]
     first, last, distance = over
     text = (
-        f"'{reason.value}' rose from {100 * before:.1f} % of the samples in the first {_rollouts(first)} to {100 * after:.1f} % in the last {last}, "
+        f"'{reason.value}' rose from {100 * before:.1f} % of the samples in the first "
+        f"{_rollouts(first)} to {100 * after:.1f} % in the last {last}, "
         f"{100 * (after - before) / max(distance, 1):+.2f} points a rollout. "
     )
     if trains:
@@ -96,7 +122,7 @@ def level_message(
         return text + f"Look at {_cause(reason)}."
     return text + (
         "They are rejected, so no gradient teaches the model to avoid it: try --gate-policies "
-        f"'{{\"{reason.value}\": \"penalize\"}}', or look at {_cause(reason)}."
+        f'\'{{"{reason.value}": "penalize"}}\', or look at {_cause(reason)}.'
     )
 
 
@@ -105,30 +131,51 @@ def _rollouts(count: int) -> str:
 
 
 def find_level_alarms(
-    start: Mapping[int, GateStatistics], recent: Mapping[int, GateStatistics], policy_of: Callable[[InvalidReason], Policy]
+    start: Mapping[int, GateStatistics],
+    recent: Mapping[int, GateStatistics],
+    policy_of: Callable[[InvalidReason], Policy],
 ) -> list[Alarm]:
-    """One alarm per kind of model failure whose share rose since the run's first rollouts. Both are statistics by rollout."""
+    """One alarm per kind of model failure whose share rose since the run's first rollouts. Both are
+    statistics by rollout.
+    """
     alarms = []
     for reason in (reason for reason in REASONS if reason in MODEL_FAILURES):
         counts_at_start, counts = (
-            {number: (statistics.failures[reason], statistics.total) for number, statistics in part.items()} for part in (start, recent)
+            {
+                number: (statistics.failures[reason], statistics.total)
+                for number, statistics in part.items()
+            }
+            for part in (start, recent)
         )
-        message = level_problem(reason, counts_at_start, counts, trains=policy_of(reason) in (Policy.KEEP, Policy.PENALIZE))
+        message = level_problem(
+            reason,
+            counts_at_start,
+            counts,
+            trains=policy_of(reason) in (Policy.KEEP, Policy.PENALIZE),
+        )
         if message is not None:
             alarms.append(Alarm(FAILURE_LEVEL, message, reason.value))
     return alarms
 
 
-def level_problem(reason: InvalidReason, start: Counts, recent: Counts, *, trains: bool) -> str | None:
-    """`level_message` where the share rose from the first rollouts, or from the very first: the first updates can raise it already. None if it did not."""
+def level_problem(
+    reason: InvalidReason, start: Counts, recent: Counts, *, trains: bool
+) -> str | None:
+    """`level_message` where the share rose from the first rollouts, or from the very first: the
+    first updates can raise it already. None if it did not.
+    """
     for first in (start, dict([min(start.items())]) if start else {}):
         if not first or not recent:
             continue
-        (now, total), (before, total_before) = (map(sum, zip(*part.values(), strict=True)) for part in (recent, first))
+        (now, total), (before, total_before) = (
+            map(sum, zip(*part.values(), strict=True)) for part in (recent, first)
+        )
         if level_rose(now, total, before, total_before):
             distance = sum(recent) / len(recent) - sum(first) / len(first)
             over = (len(first), len(recent), distance)
-            return level_message(reason, (now, total), (before, total_before), trains=trains, over=over)
+            return level_message(
+                reason, (now, total), (before, total_before), trains=trains, over=over
+            )
     return None
 
 
@@ -142,29 +189,40 @@ def _rate_alarms(statistics: GateStatistics, history: Sequence[GateStatistics]) 
     if not rate_jumped(invalid, total, invalid_before, before):
         return []
     dropped = statistics.dropped
-    rises = {reason: dropped[reason] / total - sum(s.dropped[reason] for s in history) / before for reason in dropped}
+    rises = {
+        reason: dropped[reason] / total - sum(s.dropped[reason] for s in history) / before
+        for reason in dropped
+    }
     reason = max(rises, key=lambda name: rises[name])
     return [
         Alarm(
             "drop_rate",
-            f"{100 * invalid / total:.1f} % of the samples are invalid, {100 * invalid_before / before:.1f} % in the last {len(history)} "
+            f"{100 * invalid / total:.1f} % of the samples are invalid, "
+            f"{100 * invalid_before / before:.1f} % in the last {len(history)} "
             f"rollouts. Most of the rise is '{reason.value}' (+{100 * rises[reason]:.1f} points): look at {_cause(reason)}.",
         )
     ]
 
 
 def _alignment_message(statistics: GateStatistics, before: float) -> str:
-    causes = {name[6:]: count for name, count in statistics.counts.items() if name.startswith("cause_")}
+    causes = {
+        name[6:]: count for name, count in statistics.counts.items() if name.startswith("cause_")
+    }
     return (
-        f"{100 * statistics.alignment_failure_rate:.1f} % of the compared texts differ from their tokens, {100 * before:.1f} % before; "
-        f"causes {causes}; engine {statistics.versions.get('engine')}, tokenizer {statistics.versions.get('tokenizer')}. "
+        f"{100 * statistics.alignment_failure_rate:.1f} % of the compared texts differ from their "
+        f"tokens, {100 * before:.1f} % before; "
+        f"causes {causes}; engine {statistics.versions.get('engine')}, tokenizer "
+        f"{statistics.versions.get('tokenizer')}. "
         "Look at the sampler or the tokenizer: `slime gate align DUMP` lists them."
     )
 
 
 def _alignment_alarms(statistics: GateStatistics, history: Sequence[GateStatistics]) -> list[Alarm]:
     counts = (statistics.counts.get("mismatched", 0), statistics.counts.get("compared", 0))
-    before = (sum(s.counts.get("mismatched", 0) for s in history), sum(s.counts.get("compared", 0) for s in history))
+    before = (
+        sum(s.counts.get("mismatched", 0) for s in history),
+        sum(s.counts.get("compared", 0) for s in history),
+    )
     if not rate_jumped(*counts, *before):
         return []
     return [Alarm("alignment", _alignment_message(statistics, before[0] / before[1]))]
@@ -180,8 +238,10 @@ def _drift_alarms(statistics: GateStatistics) -> list[Alarm]:
     return [
         Alarm(
             "length_drift",
-            f"lengths of kept responses moved since the last rollout: PSI {drift.psi_previous:.2f} (above {PSI_MOVED} is another "
-            f"distribution), KS distance {drift.ks_previous:.2f}, now mean {lengths['mean']:.0f} and median {lengths['p50']:.0f} tokens. "
+            f"lengths of kept responses moved since the last rollout: PSI {drift.psi_previous:.2f} "
+            f"(above {PSI_MOVED} is another "
+            f"distribution), KS distance {drift.ks_previous:.2f}, now mean {lengths['mean']:.0f} "
+            f"and median {lengths['p50']:.0f} tokens. "
             "Look at the length limits, the stop strings and the reward's taste for length.",
         )
     ]
@@ -195,8 +255,10 @@ def _time_alarms(statistics: GateStatistics) -> list[Alarm]:
     return [
         Alarm(
             "time",
-            f"the gate takes {100 * share:.1f} % of the iteration ({statistics.gate_seconds:.1f} s, most of it in '{slowest}'). In this "
-            "order: (1) short circuit: put cheap thresholds first; (2) vectorise: arrays from the engine instead of lists; "
+            f"the gate takes {100 * share:.1f} % of the iteration ({statistics.gate_seconds:.1f} "
+            f"s, most of it in '{slowest}'). In this "
+            "order: (1) short circuit: put cheap thresholds first; (2) vectorise: arrays from the "
+            "engine instead of lists; "
             "(3) parallel: lower --gate-parallel-above; (4) cache: keep compared texts, or --gate-compare-text off.",
         )
     ]
@@ -209,13 +271,18 @@ def _group_alarms(statistics: GateStatistics) -> list[Alarm]:
     return [
         Alarm(
             "mixed_groups",
-            f"{len(mixed)} groups hold samples of different prompts, e.g. group {mixed[0]}: their baselines are wrong, the loss will look "
+            f"{len(mixed)} groups hold samples of different prompts, e.g. group {mixed[0]}: their "
+            "baselines are wrong, the loss will look "
             "normal and the model will slowly get worse. Look at the data source and at custom rollout functions; `slime gate groups DUMP`.",
         )
     ]
 
 
-def _version_alarms(statistics: GateStatistics, last: GateStatistics, alarms: Sequence[Alarm]) -> list[Alarm]:
+def _version_alarms(
+    statistics: GateStatistics, last: GateStatistics, alarms: Sequence[Alarm]
+) -> list[Alarm]:
     if not alarms or statistics.versions == last.versions:
         return []
-    return [Alarm("version", f"versions changed with it: {last.versions} -> {statistics.versions}.")]
+    return [
+        Alarm("version", f"versions changed with it: {last.versions} -> {statistics.versions}.")
+    ]

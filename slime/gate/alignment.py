@@ -1,6 +1,8 @@
-"""Tokens against text: decoding by rule, comparing, naming the cause of a difference, and remembering what was compared.
+"""Tokens against text: decoding by rule, comparing, naming the cause of a difference, and
+remembering what was compared.
 
-The token ids are the truth. `Codec` is a tokenizer prepared for the gate: which ids the text hides, what ends a turn, the cache.
+The token ids are the truth. `Codec` is a tokenizer prepared for the gate: which ids the text hides,
+what ends a turn, the cache.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from slime.gate.config import GateConfig, MismatchCause
 from slime.gate.text import is_blank
 
 _CACHE_ENTRIES = 200_000
-_SERIAL_DECODE_TOKENS = 4096  # below it, waking the tokenizer's threads takes longer than the decoding
+# below it, waking the tokenizer's threads takes longer than the decoding
+_SERIAL_DECODE_TOKENS = 4096
 _WHITESPACE = re.compile(r"\s+")
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
 REPLACEMENT = "\ufffd"
@@ -27,25 +30,35 @@ REPLACEMENT = "\ufffd"
 
 @dataclasses.dataclass(frozen=True)
 class TextFinding:
-    """What comparing one response gave. `text_is_response`: the engine's text is exactly the stripped decoded one."""
+    """What comparing one response gave. `text_is_response`: the engine's text is exactly the
+    stripped decoded one.
+    """
 
     cause: MismatchCause | None
     text_is_response: bool
 
 
 class Codec:
-    """A tokenizer with the tables the gate needs. Build it through `codec_of`, which keeps one per tokenizer and rule."""
+    """A tokenizer with the tables the gate needs. Build it through `codec_of`, which keeps one per
+    tokenizer and rule.
+    """
 
-    def __init__(self, tokenizer: Any, *, hide_special_tokens: bool = True, shown: Iterable[str] = ()):
+    def __init__(
+        self, tokenizer: Any, *, hide_special_tokens: bool = True, shown: Iterable[str] = ()
+    ):
         self.tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         special = _special_tokens(tokenizer)
-        self.special_strings = tuple(sorted((text for text in special.values() if text), key=len, reverse=True))
+        self.special_strings = tuple(
+            sorted((text for text in special.values() if text), key=len, reverse=True)
+        )
         self.vocab_size = _vocab_size(tokenizer, special)
         shown = set(shown)
-        # The last entry stands for every id beyond the tokenizer's: models pad their vocabulary, and such an id has no text.
+        # The last entry stands for every id beyond the tokenizer's: models pad their vocabulary,
+        # and such an id has no text.
         self.all_special = np.zeros(self.vocab_size + 1, dtype=bool)
-        self.unseen = np.zeros(self.vocab_size + 1, dtype=bool)  # says nothing to a reader, whether the text shows it or not
+        # says nothing to a reader, whether the text shows it or not
+        self.unseen = np.zeros(self.vocab_size + 1, dtype=bool)
         self.all_special[-1] = self.unseen[-1] = True
         for token_id, text in special.items():
             self.all_special[token_id] = True
@@ -53,7 +66,9 @@ class Codec:
         nothing = np.zeros_like(self.unseen)
         nothing[-1] = True
         self.hidden = self.unseen if hide_special_tokens else nothing  # what the text leaves out
-        self.has_shown_special = bool((self.all_special & ~self.hidden).any()) and hide_special_tokens
+        self.has_shown_special = (
+            bool((self.all_special & ~self.hidden).any()) and hide_special_tokens
+        )
         self.eos_token_ids = _eos_token_ids(tokenizer)
         self._visible = np.full(self.vocab_size + 1, -1, dtype=np.int8)
         self._visible[np.flatnonzero(self.unseen)] = 0
@@ -64,7 +79,9 @@ class Codec:
         return np.where((ids >= 0) & (ids < self.vocab_size), ids, self.vocab_size)
 
     def decode(self, rows: list[np.ndarray], *, without: np.ndarray | None = None) -> list[str]:
-        """One text per row of ids, in one batch, the ids of the table `without` (default: `hidden`) left out. Ids must not be negative."""
+        """One text per row of ids, in one batch, the ids of the table `without` (default: `hidden`)
+        left out. Ids must not be negative.
+        """
         table = self.hidden if without is None else without
         ids = [row[~table[np.minimum(row, self.vocab_size)]].tolist() for row in rows]
         if self._backend is not None:
@@ -81,7 +98,9 @@ class Codec:
         return bool((self.all_special[positions] & ~self.hidden[positions]).any())
 
     def proves_visible(self, ids: np.ndarray) -> np.ndarray:
-        """[any shape] bool: the id alone decodes to something a reader sees, so a response that holds it is not empty."""
+        """[any shape] bool: the id alone decodes to something a reader sees, so a response that
+        holds it is not empty.
+        """
         positions = self._clip(ids)
         unknown = positions[self._visible[positions] < 0]
         if len(unknown):
@@ -100,7 +119,9 @@ _CODECS: weakref.WeakKeyDictionary[Any, dict[tuple, Codec]] = weakref.WeakKeyDic
 
 
 def codec_of(tokenizer: Any, config: GateConfig) -> Codec | None:
-    """The codec of a tokenizer under the config's rule, built once. None for None; a Codec is returned as it is."""
+    """The codec of a tokenizer under the config's rule, built once. None for None; a Codec is
+    returned as it is.
+    """
     if tokenizer is None or isinstance(tokenizer, Codec):
         return tokenizer
     shown = set(config.keep_special_tokens)
@@ -110,7 +131,9 @@ def codec_of(tokenizer: Any, config: GateConfig) -> Codec | None:
     key = (config.hide_special_tokens, tuple(sorted(shown)))
     per_rule = _CODECS.setdefault(tokenizer, {})
     if key not in per_rule:
-        per_rule[key] = Codec(tokenizer, hide_special_tokens=config.hide_special_tokens, shown=shown)
+        per_rule[key] = Codec(
+            tokenizer, hide_special_tokens=config.hide_special_tokens, shown=shown
+        )
     return per_rule[key]
 
 
@@ -122,13 +145,17 @@ def content_key(ids: np.ndarray, response: Any, rule: bytes) -> bytes:
 
 
 def classify_mismatch(
-    decoded: str, text: str, *, special_strings: Iterable[str] = (), stop_strings: Iterable[str] = ()
+    decoded: str,
+    text: str,
+    *,
+    special_strings: Iterable[str] = (),
+    stop_strings: Iterable[str] = (),
 ) -> MismatchCause | None:
     """Why `text` (the engine's) is not `decoded` (from the ids); None if they agree.
 
-    Outer whitespace never counts; a stop string that the engine trimmed is agreement. Causes are tried from the most to the
-    least specific, each ignoring what the earlier ones ignore: special tokens, broken multi-byte characters, whitespace; what
-    still differs has shifted ids.
+    Outer whitespace never counts; a stop string that the engine trimmed is agreement. Causes are
+    tried from the most to the least specific, each ignoring what the earlier ones ignore: special
+    tokens, broken multi-byte characters, whitespace; what still differs has shifted ids.
     """
     decoded, text = decoded.strip(), text.strip()
     if decoded == text:
@@ -149,7 +176,9 @@ def classify_mismatch(
 
 
 def _agree_up_to_broken_characters(decoded: str, text: str) -> bool:
-    """True if the texts differ only where one of them has U+FFFD (or nothing) in place of a non-ASCII character."""
+    """True if the texts differ only where one of them has U+FFFD (or nothing) in place of a
+    non-ASCII character.
+    """
     shorter, longer = sorted((decoded, text), key=len)
     tail = longer[len(shorter) :]
     if longer.startswith(shorter) and len(tail) <= 4 and not tail.isascii():
@@ -185,4 +214,6 @@ def _vocab_size(tokenizer: Any, special: dict[int, str]) -> int:
 
 def _eos_token_ids(tokenizer: Any) -> frozenset[int]:
     eos = getattr(tokenizer, "eos_token_id", None)
-    return frozenset() if eos is None else frozenset(eos if isinstance(eos, list | tuple) else [eos])
+    return (
+        frozenset() if eos is None else frozenset(eos if isinstance(eos, list | tuple) else [eos])
+    )

@@ -1,8 +1,10 @@
-"""What the check before rewards leaves for the rollout's record, and what it needs to know of it. One object per process.
+"""What the check before rewards leaves for the rollout's record, and what it needs to know of it.
+One object per process.
 
-`check_responses` runs inside the rollout function, group by group; `Gate.run` later sees samples whose text already is the tokens'
-text and whose verdict already stands. Time spent, texts compared and log-probs missed are therefore counted here and taken by `Gate.run`,
-which in turn says how far the run is, for the schedule of levels.
+`check_responses` runs inside the rollout function, group by group; `Gate.run` later sees samples
+whose text already is the tokens' text and whose verdict already stands. Time spent, texts compared
+and log-probs missed are therefore counted here and taken by `Gate.run`, which in turn says how far
+the run is, for the schedule of levels.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-# Metadata key of the text that the engine sent, on samples whose response was replaced by its tokens' text.
+# Metadata key of the text that the engine sent, on samples whose response was replaced by its
+# tokens' text.
 ENGINE_TEXT = "engine_text"
 MISSING_LOG_PROBS = ("missing_log_probs", "missing_log_prob_tokens")
 SHIFTED_IDS = "cause_shifted_ids"
@@ -21,7 +24,9 @@ _COUNTS = ("compared", "mismatched", *MISSING_LOG_PROBS)
 
 
 class EarlyFindings:
-    """Sums over the calls of `check_responses` since the last `take`. Safe to use from several threads."""
+    """Sums over the calls of `check_responses` since the last `take`. Safe to use from several
+    threads.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -33,7 +38,9 @@ class EarlyFindings:
 
     def add(self, counts: Mapping[str, int], seconds: float) -> None:
         """Adds one call's comparisons, the log-probs that it missed, and its time in seconds."""
-        counted = {name: n for name, n in counts.items() if name in _COUNTS or name.startswith("cause_")}
+        counted = {
+            name: n for name, n in counts.items() if name in _COUNTS or name.startswith("cause_")
+        }
         with self._lock:
             self._counts.update(counted)
             self._seconds += seconds
@@ -53,23 +60,32 @@ class EarlyFindings:
         self.reached(rollout_id, None)
 
     def compares_all(self, rollout_id: int) -> bool:
-        """Whether the text of all samples is compared, and not of a few: in the run's first rollouts, and once a few have had other ids than their
-        text's."""
+        """Whether the text of all samples is compared, and not of a few: in the run's first
+        rollouts, and once a few have had other ids than their text's.
+        """
         return self.found_shifted_ids or rollout_id < self.first_rollout_id + FIRST_ROLLOUTS
 
     def reached(self, rollout_id: int, bad_format_rate: float | None) -> None:
-        """Says which rollout is generated from now on, and the last measured share of bad formats."""
+        """Says which rollout is generated from now on, and the last measured share of
+        bad formats.
+        """
         self.rollout_id, self.bad_format_rate = rollout_id, bad_format_rate
 
 
 def with_engine_text(metadata: Any, text: Any) -> Any:
-    """Metadata that keeps the engine's `text`, the first one where several passes replaced it; anything but a dictionary as it is."""
+    """Metadata that keeps the engine's `text`, the first one where several passes replaced it;
+    anything but a dictionary as it is.
+    """
     return {ENGINE_TEXT: text, **metadata} if isinstance(metadata, dict) else metadata
 
 
 def engine_text_of(sample: Any) -> Any:
     """The response text as the engine sent it."""
-    return sample.metadata.get(ENGINE_TEXT, sample.response) if isinstance(sample.metadata, dict) else sample.response
+    return (
+        sample.metadata.get(ENGINE_TEXT, sample.response)
+        if isinstance(sample.metadata, dict)
+        else sample.response
+    )
 
 
 EARLY = EarlyFindings()

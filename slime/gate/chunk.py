@@ -1,7 +1,8 @@
-"""The columns of one chunk of samples that the checks look at. Legend: N samples of the chunk, `rows` positions in it.
+"""The columns of one chunk of samples that the checks look at. Legend: N samples of the chunk,
+`rows` positions in it.
 
-Scalars are read once per sample; token and log-prob columns are gathered lazily, for the rows that are still alive, so that a
-sample that failed a cheap check costs nothing more.
+Scalars are read once per sample; token and log-prob columns are gathered lazily, for the rows that
+are still alive, so that a sample that failed a cheap check costs nothing more.
 """
 
 from __future__ import annotations
@@ -19,11 +20,24 @@ from slime.exceptions import RolloutDataError
 from slime.gate.alignment import Codec
 from slime.gate.config import GateConfig, Level, TaskRules
 from slime.gate.stand_ins import identity_problem
-from slime.gate.token_columns import Ragged, Scratch, length_of, log_prob_array, missing_positions, token_array
+from slime.gate.token_columns import (
+    Ragged,
+    Scratch,
+    length_of,
+    log_prob_array,
+    missing_positions,
+    token_array,
+)
 
 FINISH_CODES = {"stop": 1, "length": 2, "abort": 3}  # 0 = unknown: never guessed
 FINISH_NAMES = ("unknown", "stop", "length", "abort")
-_STATUS_CODES = {Status.PENDING: 0, Status.COMPLETED: 1, Status.TRUNCATED: 2, Status.ABORTED: 3, Status.FAILED: 4}
+_STATUS_CODES = {
+    Status.PENDING: 0,
+    Status.COMPLETED: 1,
+    Status.TRUNCATED: 2,
+    Status.ABORTED: 3,
+    Status.FAILED: 4,
+}
 STATUS_UNKNOWN = 5
 STATUS_TRUNCATED, STATUS_ABORTED, STATUS_FAILED = 2, 3, 4
 NO_RULES = TaskRules()
@@ -77,10 +91,13 @@ class Chunk:
         for position, sample in enumerate(self.samples):
             if not isinstance(sample, Sample):
                 raise RolloutDataError(
-                    f"Gate input {self.first_position + position} is {type(sample).__name__}, not a Sample. "
+                    f"Gate input {self.first_position + position} is {type(sample).__name__}, not "
+                    "a Sample. "
                     "Give Samples, or name an adapter (GateConfig.adapter) that makes one of this shape."
                 )
-            status.append(_STATUS_CODES[sample.status] if type(sample.status) is Status else STATUS_UNKNOWN)
+            status.append(
+                _STATUS_CODES[sample.status] if type(sample.status) is Status else STATUS_UNKNOWN
+            )
             reason = sample.finish_reason
             finish.append(FINISH_CODES.get(reason, 0) if isinstance(reason, str) else 0)
             length = sample.response_length
@@ -108,14 +125,25 @@ class Chunk:
         names = list(tasks)
         self.rules = [NO_RULES, *(tasks[name] for name in names)]
         index: dict[str | None, int] = {name: position + 1 for position, name in enumerate(names)}
-        self.rule_index = np.array([index.get(task_name(sample), 0) for sample in self.samples], dtype=np.int32)
+        self.rule_index = np.array(
+            [index.get(task_name(sample), 0) for sample in self.samples], dtype=np.int32
+        )
 
     def per_task(self, field: str, default: Any, missing: int) -> np.ndarray:
-        """[N] the task's number for `field`, `default` where the task says nothing, `missing` where that is None too."""
+        """[N] the task's number for `field`, `default` where the task says nothing, `missing` where
+        that is None too.
+        """
         if len(self.rules) == 1:
-            return np.full(self.num_samples, missing if default is None else default, dtype=np.int64)
-        values = [default if getattr(rules, field) is None else getattr(rules, field) for rules in self.rules]
-        return np.array([missing if value is None else value for value in values], dtype=np.int64)[self.rule_index]
+            return np.full(
+                self.num_samples, missing if default is None else default, dtype=np.int64
+            )
+        values = [
+            default if getattr(rules, field) is None else getattr(rules, field)
+            for rules in self.rules
+        ]
+        return np.array([missing if value is None else value for value in values], dtype=np.int64)[
+            self.rule_index
+        ]
 
     def format_of(self, row: int):
         """The format spec of the row's task, None if it has none."""
@@ -133,7 +161,9 @@ class Chunk:
         return self._tokens
 
     def tokens(self, rows: np.ndarray) -> Gathered:
-        """Token ids (prompt + response) of at least `rows`. Rows whose tokens cannot be read have none (see `unreadable`)."""
+        """Token ids (prompt + response) of at least `rows`. Rows whose tokens cannot be read have
+        none (see `unreadable`).
+        """
         if self._tokens is None:
             self._tokens = self._gather(rows, "tokens", token_array, np.dtype(np.int32))
         return self._tokens
@@ -142,7 +172,9 @@ class Chunk:
         """Log-probs of at least `rows`; unreadable or absent ones have none."""
         if self._log_probs is None:
             present = rows[self.log_prob_lengths[rows] >= 0]
-            self._log_probs = self._gather(present, "rollout_log_probs", log_prob_array, np.dtype(np.float32))
+            self._log_probs = self._gather(
+                present, "rollout_log_probs", log_prob_array, np.dtype(np.float32)
+            )
         return self._log_probs
 
     def _gather(
@@ -164,7 +196,9 @@ class Chunk:
 
     def response_ids(self, row: int) -> np.ndarray:
         """[T] ids of the response. The row's tokens have been gathered and read."""
-        assert self._tokens is not None, "a check read response ids before any check gathered tokens"
+        assert self._tokens is not None, (
+            "a check read response ids before any check gathered tokens"
+        )
         ids = self._tokens.ragged.row(self._tokens.place[row])
         return ids[len(ids) - self.response_lengths[row] :]
 
@@ -173,7 +207,9 @@ class Chunk:
         return missing_positions(self.samples[row].rollout_log_probs)
 
     def text_of(self, rows: np.ndarray) -> dict[int, str]:
-        """Text by row that the checks read: decoded from the ids where a codec is given, else the engine's. Decodes in one batch."""
+        """Text by row that the checks read: decoded from the ids where a codec is given, else the
+        engine's. Decodes in one batch.
+        """
         wanted = [row for row in rows.tolist() if row not in self._text_view]
         if not wanted:
             return self._text_view

@@ -1,4 +1,6 @@
-"""The gate's words: why a sample is invalid, what is done about it, and the frozen config that decides. No numpy, no torch."""
+"""The gate's words: why a sample is invalid, what is done about it, and the frozen config that
+decides. No numpy, no torch.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from slime.exceptions import ConfigError
 
 
 class InvalidReason(str, enum.Enum):
-    """The one primary reason of an invalid sample. Closed: `code` (position + 1) is what travels to the trainer, 0 is "none"."""
+    """The one primary reason of an invalid sample. Closed: `code` (position + 1) is what travels to
+    the trainer, 0 is "none".
+    """
 
     FAILED = "failed"
     ABORTED = "aborted"
@@ -35,7 +39,9 @@ class InvalidReason(str, enum.Enum):
 
     @property
     def is_model_failure(self) -> bool:
-        """True where the model answered badly (counts as wrong in pass@k); False where the infrastructure lost the answer."""
+        """True where the model answered badly (counts as wrong in pass@k); False where the
+        infrastructure lost the answer.
+        """
         return self in MODEL_FAILURES
 
 
@@ -74,13 +80,17 @@ def reason_of_code(code: int) -> InvalidReason | None:
 
 
 def is_model_failure(sample: Any) -> bool:
-    """Whether the gate rejected this sample for what the model wrote, and not because its answer was lost."""
+    """Whether the gate rejected this sample for what the model wrote, and not because its answer
+    was lost.
+    """
     return not sample.valid and REASON_OF_VALUE.get(sample.invalid_reason) in MODEL_FAILURES
 
 
 class Policy(str, enum.Enum):
-    """What happens to a sample with a reason: stays with valid=False; leaves the list; stays valid with the reason visible, and is scored like any other; or
-    stays valid and has the reward of a failure, unless it brings its own."""
+    """What happens to a sample with a reason: stays with valid=False; leaves the list; stays valid
+    with the reason visible, and is scored like any other; or stays valid and has the reward of a
+    failure, unless it brings its own.
+    """
 
     MARK = "mark"
     DROP = "drop"
@@ -89,7 +99,9 @@ class Policy(str, enum.Enum):
 
 
 class Level(str, enum.Enum):
-    """Strictness of one check. OFF is possible only for checks of quality, never for those of integrity."""
+    """Strictness of one check. OFF is possible only for checks of quality, never for those of
+    integrity.
+    """
 
     OFF = "off"
     LENIENT = "lenient"
@@ -97,7 +109,9 @@ class Level(str, enum.Enum):
 
 
 class MissingLogProbs(str, enum.Enum):
-    """What absent log-probs mean: stop the run, invalid sample, no loss on those positions, or fine (the run does not use them)."""
+    """What absent log-probs mean: stop the run, invalid sample, no loss on those positions, or fine
+    (the run does not use them).
+    """
 
     ERROR = "error"
     MARK = "mark"
@@ -119,10 +133,12 @@ QUALITY_CHECKS = ("too_short", "too_long", "truncated", "repetitive", "misaligne
 
 @dataclasses.dataclass(frozen=True)
 class TagPair:
-    """An opening and a closing marker, e.g. <answer> </answer>. `required`: at least one; `max_count`: None = any number.
+    """An opening and a closing marker, e.g. <answer> </answer>. `required`: at least one;
+    `max_count`: None = any number.
 
-    opaque: pair markers inside it are quoted text (reasoning may draft a call). opened_by_prompt: the prompt already ended with
-    the opening marker, so that the response holds only the closing one.
+    opaque: pair markers inside it are quoted text (reasoning may draft a call). opened_by_prompt:
+    the prompt already ended with the opening marker, so that the response holds only the closing
+    one.
     """
 
     open: str
@@ -137,10 +153,11 @@ class TagPair:
 class FormatSpec:
     """The structure a task's responses must have.
 
-    pairs: markers that come in pairs. order: opening markers that must appear in this order. forbidden: role markers that never
-    belong into a response; with `forbidden_everywhere` False they are refused only inside a pair. end_marker: the text or token
-    a finished response ends with (looked at under `strict` only). answer: opening marker of the pair that holds what is scored; its
-    content is put into metadata["answer_text"] of the new sample.
+    pairs: markers that come in pairs. order: opening markers that must appear in this order.
+    forbidden: role markers that never belong into a response; with `forbidden_everywhere` False
+    they are refused only inside a pair. end_marker: the text or token a finished response ends with
+    (looked at under `strict` only). answer: opening marker of the pair that holds what is scored;
+    its content is put into metadata["answer_text"] of the new sample.
     """
 
     pairs: tuple[TagPair, ...] = ()
@@ -151,14 +168,27 @@ class FormatSpec:
     answer: str | None = None
 
     def __post_init__(self):
-        texts = {"pairs": [m for p in self.pairs for m in (p.open, p.close)], "order": self.order, "forbidden": self.forbidden}
-        texts.update({name: [v] for name in ("end_marker", "answer") if (v := getattr(self, name)) is not None})
+        texts = {
+            "pairs": [m for p in self.pairs for m in (p.open, p.close)],
+            "order": self.order,
+            "forbidden": self.forbidden,
+        }
+        texts.update(
+            {
+                name: [v]
+                for name in ("end_marker", "answer")
+                if (v := getattr(self, name)) is not None
+            }
+        )
         for name, values in texts.items():
             if isinstance(values, str) or not all(isinstance(value, str) for value in values):
                 raise ConfigError(f"Gate format: `{name}` must hold strings, got {values!r}.")
         markers = self.markers
         if len(set(markers)) != len(markers) or any(not marker for marker in markers):
-            raise ConfigError(f"Gate format: markers must be non-empty and different from each other, got {markers}.")
+            raise ConfigError(
+                "Gate format: markers must be non-empty and different from each other, got "
+                f"{markers}."
+            )
         unknown = [
             marker
             for marker in (*self.order, *([self.answer] if self.answer else []))
@@ -166,7 +196,8 @@ class FormatSpec:
         ]
         if unknown:
             raise ConfigError(
-                f"Gate format: `order` or `answer` names {unknown}, which are not opening markers of any pair."
+                f"Gate format: `order` or `answer` names {unknown}, which are not opening markers "
+                "of any pair."
             )
 
     @property
@@ -176,7 +207,9 @@ class FormatSpec:
 
     @staticmethod
     def from_dict(data: Mapping) -> FormatSpec:
-        """From {"pairs": [{"open", "close", ...}], "order": [...], ...}. ConfigError for unknown keys."""
+        """From {"pairs": [{"open", "close", ...}], "order": [...], ...}. ConfigError for unknown
+        keys.
+        """
         known = {field.name for field in dataclasses.fields(FormatSpec)}
         unknown = sorted(set(data) - known)
         if unknown:
@@ -185,7 +218,8 @@ class FormatSpec:
             pairs = tuple(TagPair(**pair) for pair in data.get("pairs", ()))
         except TypeError as error:
             raise ConfigError(
-                f"Gate format: a pair is not understood: {error}. Fields: open, close, required, max_count."
+                f"Gate format: a pair is not understood: {error}. Fields: open, close, required, "
+                "max_count."
             ) from error
         rest: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list | tuple) else value
@@ -210,7 +244,10 @@ FORMAT_PRESETS: dict[str, FormatSpec | None] = {
         answer="<answer>",
     ),
     "tool_call": FormatSpec(
-        pairs=(dataclasses.replace(_THINK, opaque=True), TagPair("<tool_call>", "</tool_call>", max_count=None)),
+        pairs=(
+            dataclasses.replace(_THINK, opaque=True),
+            TagPair("<tool_call>", "</tool_call>", max_count=None),
+        ),
         forbidden=_ROLE_MARKERS,
     ),
 }
@@ -230,14 +267,20 @@ class TaskRules:
         for name in ("min_response_tokens", "max_response_tokens"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise ConfigError(f"Gate task rules: {name} is {value!r}, not a whole number of tokens.")
+                raise ConfigError(
+                    f"Gate task rules: {name} is {value!r}, not a whole number of tokens."
+                )
         if self.keep_truncated is not None and not isinstance(self.keep_truncated, bool):
-            raise ConfigError(f"Gate task rules: keep_truncated is {self.keep_truncated!r}, not true or false.")
+            raise ConfigError(
+                f"Gate task rules: keep_truncated is {self.keep_truncated!r}, not true or false."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleStep:
-    """From `rollout_id` on, or as soon as the measured bad-format rate is below `below_rate`, the level is `level`."""
+    """From `rollout_id` on, or as soon as the measured bad-format rate is below `below_rate`, the
+    level is `level`.
+    """
 
     level: Level
     rollout_id: int | None = None
@@ -248,10 +291,12 @@ class ScheduleStep:
 class GateConfig:
     """All that decides a verdict. Pure code gets this, never `args`.
 
-    Lengths are tokens. `margin` is the share of `context_length` left free. `vocab_size` None: taken from the tokenizer where one is given.
-    `eos_token_ids`: ids that end a response, beside the tokenizer's own; without any, that part is silent. `rewards_expected`: the batch has been scored.
-    `evaluation`: report only; samples come out unmarked. `compare_every`: above 1, the text of every so many samples by `Sample.index` is
-    compared. `compare_unasked`: other ids than the text's reject a sample, and smaller differences are only counted.
+    Lengths are tokens. `margin` is the share of `context_length` left free. `vocab_size` None:
+    taken from the tokenizer where one is given. `eos_token_ids`: ids that end a response, beside
+    the tokenizer's own; without any, that part is silent. `rewards_expected`: the batch has been
+    scored. `evaluation`: report only; samples come out unmarked. `compare_every`: above 1, the text
+    of every so many samples by `Sample.index` is compared. `compare_unasked`: other ids than the
+    text's reject a sample, and smaller differences are only counted.
     """
 
     policies: Mapping[InvalidReason, Policy] = dataclasses.field(default_factory=dict)
@@ -292,33 +337,50 @@ class GateConfig:
         for reason, policy in self.policies.items():
             if policy is Policy.KEEP and reason in NEVER_KEPT:
                 raise ConfigError(
-                    f"Gate policy 'keep' for '{reason.value}' is refused: such a sample cannot be trained. Use 'mark' or 'drop'."
+                    f"Gate policy 'keep' for '{reason.value}' is refused: such a sample cannot be "
+                    "trained. Use 'mark' or 'drop'."
                 )
             if policy is Policy.PENALIZE and reason not in PENALIZABLE:
                 raise ConfigError(
-                    f"Gate policy 'penalize' for '{reason.value}' is refused: only {sorted(r.value for r in PENALIZABLE)} can be penalized, which the model "
+                    f"Gate policy 'penalize' for '{reason.value}' is refused: only "
+                    f"{sorted(r.value for r in PENALIZABLE)} can be penalized, which the model "
                     "wrote and which can be trained. Use 'mark' or 'drop'."
                 )
         if not math.isfinite(self.failure_reward):
-            raise ConfigError(f"Gate failure reward {self.failure_reward} (--gate-failure-reward) must be a finite number.")
+            raise ConfigError(
+                f"Gate failure reward {self.failure_reward} (--gate-failure-reward) must be a "
+                "finite number."
+            )
         unknown = sorted(set(self.levels) - set(QUALITY_CHECKS))
         if unknown:
             raise ConfigError(
-                f"Gate levels for {unknown}: only {list(QUALITY_CHECKS)} have levels; the other checks always run."
+                f"Gate levels for {unknown}: only {list(QUALITY_CHECKS)} have levels; the other "
+                "checks always run."
             )
         if not 0.0 <= self.margin < 1.0:
-            raise ConfigError(f"Gate margin {self.margin} must be in [0, 1): it is the share of the context left free.")
-        if self.compare_every < 1:
-            raise ConfigError(f"Gate comparison of every {self.compare_every} samples: must be >= 1.")
-        if self.text_source not in ("tokens", "engine"):
-            raise ConfigError(f"Gate text source '{self.text_source}' must be 'tokens' or 'engine'.")
-        if self.min_response_tokens < 0 or (self.max_response_tokens is not None and self.max_response_tokens < 1):
             raise ConfigError(
-                f"Gate lengths: minimum {self.min_response_tokens} must be >= 0, maximum {self.max_response_tokens} >= 1."
+                f"Gate margin {self.margin} must be in [0, 1): it is the share of the context left "
+                "free."
+            )
+        if self.compare_every < 1:
+            raise ConfigError(
+                f"Gate comparison of every {self.compare_every} samples: must be >= 1."
+            )
+        if self.text_source not in ("tokens", "engine"):
+            raise ConfigError(
+                f"Gate text source '{self.text_source}' must be 'tokens' or 'engine'."
+            )
+        if self.min_response_tokens < 0 or (
+            self.max_response_tokens is not None and self.max_response_tokens < 1
+        ):
+            raise ConfigError(
+                f"Gate lengths: minimum {self.min_response_tokens} must be >= 0, maximum "
+                f"{self.max_response_tokens} >= 1."
             )
         if self.repetition_window < 0 or self.repetition_max_period < 1:
             raise ConfigError(
-                f"Gate repetition: window {self.repetition_window} must be >= 0 (0 turns the check off), "
+                f"Gate repetition: window {self.repetition_window} must be >= 0 (0 turns the check "
+                "off), "
                 f"period {self.repetition_max_period} >= 1."
             )
         self._check_that_some_length_passes("", TaskRules())
@@ -326,22 +388,38 @@ class GateConfig:
             self._check_that_some_length_passes(f" of task '{name}'", rules)
 
     def _check_that_some_length_passes(self, where: str, rules: TaskRules) -> None:
-        """ConfigError where no response can be long enough and short enough at once: the whole run would train on nothing."""
-        least = self.min_response_tokens if rules.min_response_tokens is None else rules.min_response_tokens
-        most = self.max_response_tokens if rules.max_response_tokens is None else rules.max_response_tokens
+        """ConfigError where no response can be long enough and short enough at once: the whole run
+        would train on nothing.
+        """
+        least = (
+            self.min_response_tokens
+            if rules.min_response_tokens is None
+            else rules.min_response_tokens
+        )
+        most = (
+            self.max_response_tokens
+            if rules.max_response_tokens is None
+            else rules.max_response_tokens
+        )
         if most is not None and least > most:
-            raise ConfigError(f"Gate lengths{where}: minimum {least} exceeds maximum {most}; no response could be valid.")
+            raise ConfigError(
+                f"Gate lengths{where}: minimum {least} exceeds maximum {most}; no response could "
+                "be valid."
+            )
         if self.context_length is not None:
             room = self.context_length - math.ceil(self.context_length * self.margin)
             if room < max(least, 1):
                 raise ConfigError(
-                    f"Gate lengths{where}: a context of {self.context_length} tokens with margin {self.margin} leaves {room} for prompt "
+                    f"Gate lengths{where}: a context of {self.context_length} tokens with margin "
+                    f"{self.margin} leaves {room} for prompt "
                     f"and response, the minimum response is {max(least, 1)}; no response could be valid."
                 )
 
     @property
     def log_prob_policy(self) -> MissingLogProbs:
-        """What missing log-probs mean for this call: nothing in an evaluation, which trains on none."""
+        """What missing log-probs mean for this call: nothing in an evaluation, which trains on
+        none.
+        """
         return MissingLogProbs.ALLOW if self.evaluation else self.missing_log_probs
 
     def policy_of(self, reason: InvalidReason) -> Policy:
@@ -353,17 +431,22 @@ class GateConfig:
         return self.levels.get(check, self.level)
 
     def at(self, rollout_id: int, bad_format_rate: float | None = None) -> GateConfig:
-        """This config with the level that the schedule gives for `rollout_id` and the measured bad-format rate in [0, 1].
+        """This config with the level that the schedule gives for `rollout_id` and the measured
+        bad-format rate in [0, 1].
 
-        A step with a `rollout_id` is reached from that rollout on; one with `below_rate` when the measured rate is below it.
-        The last reached step wins.
+        A step with a `rollout_id` is reached from that rollout on; one with `below_rate` when the
+        measured rate is below it. The last reached step wins.
         """
         if not self.schedule:
             return self
         level = self.level
         for step in self.schedule:
             by_id = step.rollout_id is not None and rollout_id >= step.rollout_id
-            by_rate = step.below_rate is not None and bad_format_rate is not None and bad_format_rate < step.below_rate
+            by_rate = (
+                step.below_rate is not None
+                and bad_format_rate is not None
+                and bad_format_rate < step.below_rate
+            )
             if by_id or by_rate:
                 level = step.level
         return dataclasses.replace(self, level=level, schedule=())
@@ -371,11 +454,13 @@ class GateConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The gate's word on one sample. `reason` with valid=True: found, kept by explicit policy, and therefore marked.
+    """The gate's word on one sample. `reason` with valid=True: found, kept by explicit policy, and
+    therefore marked.
 
-    `detail` says where and with which values. `text`: the response text decoded from the tokens when it must replace the engine's.
-    `keep_mask`: positions (0/1, [T]) that may carry loss where log-probs were missing and the policy is `mask`.
-    `answer`: content of the pair that the task's format scores. `reward`: of a sample that is penalized and has none.
+    `detail` says where and with which values. `text`: the response text decoded from the tokens
+    when it must replace the engine's. `keep_mask`: positions (0/1, [T]) that may carry loss where
+    log-probs were missing and the policy is `mask`. `answer`: content of the pair that the task's
+    format scores. `reward`: of a sample that is penalized and has none.
     """
 
     valid: bool

@@ -1,4 +1,6 @@
-"""The gate's shell: reads `args`, remembers earlier rollouts, writes records and snapshots, says alarms aloud."""
+"""The gate's shell: reads `args`, remembers earlier rollouts, writes records and snapshots, says
+alarms aloud.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,9 @@ COMPARED_SAMPLES = 8  # of a rollout, whose text is compared with their tokens u
 class Gate:
     """The gate of one run. `run` is called once per rollout with the whole batch, after rewards.
 
-    Holds the statistics of the last `window` rollouts (training and evaluation apart; `save` and `load` carry them over a resume), the
-    writer of <run_dir>/gate.jsonl, and the raw snapshots in <run_dir>/gate. A full disk is said once per rollout and never stops training.
+    Holds the statistics of the last `window` rollouts (training and evaluation apart; `save` and
+    `load` carry them over a resume), the writer of <run_dir>/gate.jsonl, and the raw snapshots in
+    <run_dir>/gate. A full disk is said once per rollout and never stops training.
     """
 
     def __init__(
@@ -67,7 +70,8 @@ class Gate:
         self._writer = None if run_dir is None else JsonlWriter(Path(run_dir) / RECORD_FILE)
         self._history = GateHistory(window)
         self._saved: tuple[str | Path, int] | None = None  # the last checkpoint
-        self._warned_at: dict[str, int] = {}  # the last rollout at which a reason's level was warned about
+        # the last rollout at which a reason's level was warned about
+        self._warned_at: dict[str, int] = {}
 
     @staticmethod
     def from_args(args: Any, tokenizer: Any = None) -> Gate:
@@ -75,7 +79,9 @@ class Gate:
         snapshots = None
         if args.gate_snapshots > 0 and args.run_dir is not None:
             max_bytes = int(args.gate_snapshots_max_gib * 2**30)
-            snapshots = SnapshotWriter(Path(args.run_dir) / "gate", keep=args.gate_snapshots, max_bytes=max_bytes)
+            snapshots = SnapshotWriter(
+                Path(args.run_dir) / "gate", keep=args.gate_snapshots, max_bytes=max_bytes
+            )
         EARLY.started(args.start_rollout_id or 0)
         return Gate(
             gate_config_from_args(args, tokenizer),
@@ -84,12 +90,15 @@ class Gate:
             window=args.gate_window,
             snapshots=snapshots,
             parallel_above=args.gate_parallel_above,
-            # else the user's function makes rewards of what the samples carry, a teacher's reply for instance
+            # else the user's function makes rewards of what the samples carry, a teacher's reply
+            # for instance
             rewards_in_samples=args.custom_reward_post_process_path is None,
         )
 
     def config_at(self, rollout_id: int) -> GateConfig:
-        """The config that the schedule gives for a rollout, by its number and by the last measured bad-format rate."""
+        """The config that the schedule gives for a rollout, by its number and by the last measured
+        bad-format rate.
+        """
         return self.config.at(rollout_id, self._bad_format_rate())
 
     def _bad_format_rate(self) -> float | None:
@@ -105,15 +114,19 @@ class Gate:
         iteration_seconds: float | None = None,
         dropped_groups: DroppedGroups = (),
     ) -> PostprocessResult:
-        """Judges the whole scored batch of one rollout; returns new samples, statistics and alarms, after recording them.
+        """Judges the whole scored batch of one rollout; returns new samples, statistics and alarms,
+        after recording them.
 
-        evaluation: report only; samples come back unmarked and only sane scores are expected of them. iteration_seconds: length of
-        an iteration (the last complete one will do), for the gate's share of it. dropped_groups: (reason, samples) of what the
-        rollout dropped itself; they are no part of the batch and of its statistics, only of the raw snapshot.
+        evaluation: report only; samples come back unmarked and only sane scores are expected of
+        them. iteration_seconds: length of an iteration (the last complete one will do), for the
+        gate's share of it. dropped_groups: (reason, samples) of what the rollout dropped itself;
+        they are no part of the batch and of its statistics, only of the raw snapshot.
         """
         started = time.perf_counter()
         rewards_expected = evaluation or self._rewards_in_samples
-        config = dataclasses.replace(self.config_at(rollout_id), rewards_expected=rewards_expected, evaluation=evaluation)
+        config = dataclasses.replace(
+            self.config_at(rollout_id), rewards_expected=rewards_expected, evaluation=evaluation
+        )
         if evaluation or EARLY.compares_all(rollout_id):
             config = dataclasses.replace(config, compare_every=1)
         if evaluation:
@@ -126,7 +139,9 @@ class Gate:
             config = dataclasses.replace(config, compare_every=1)
             outcome = self._judge(samples, config)
         result = assemble(samples, outcome, config, previous=history)
-        statistics = result.statistics.with_iteration(iteration_seconds).with_elapsed(time.perf_counter() - started)
+        statistics = result.statistics.with_iteration(iteration_seconds).with_elapsed(
+            time.perf_counter() - started
+        )
         if not evaluation:
             statistics = statistics.with_early_check(*EARLY.take())
             EARLY.reached(rollout_id + 1, statistics.rate_of(InvalidReason.BAD_FORMAT))
@@ -135,7 +150,9 @@ class Gate:
         if not evaluation:
             alarms += tuple(find_level_alarms(*self._history.level_of_failures(), config.policy_of))
         if evaluation and self._saved is not None and self._saved[1] == rollout_id - 1:
-            self.save(*self._saved)  # the evaluation of the weights in that checkpoint is part of what came before its resume
+            # the evaluation of the weights in that checkpoint is part of what came before its
+            # resume
+            self.save(*self._saved)
         result = dataclasses.replace(result, statistics=statistics, alarms=alarms)
         self._report(result, rollout_id, evaluation, config)
         if self.snapshots is not None and not evaluation:
@@ -148,28 +165,48 @@ class Gate:
         return judge(samples, config, codec_of(self._tokenizer, config))
 
     def save(self, folder: str | Path, rollout_id: int) -> None:
-        """Writes, into a checkpoint folder, what this gate remembers with rollout `rollout_id` the last one trained. A full disk is said."""
+        """Writes, into a checkpoint folder, what this gate remembers with rollout `rollout_id` the
+        last one trained. A full disk is said.
+        """
         self._saved = (folder, rollout_id)
         path = history_path(folder, rollout_id)
         try:
             self._history.write(path, rollout_id)
         except OSError as error:
-            logger.error("rollout %d: the gate's history could not be written to %s: %s", rollout_id, path, error)
+            logger.error(
+                "rollout %d: the gate's history could not be written to %s: %s",
+                rollout_id,
+                path,
+                error,
+            )
 
     def load(self, folder: str | Path, rollout_id: int) -> None:
-        """Remembers what `save` wrote after rollout `rollout_id`, so that the next rollout gets the record, the drift, the alarms and the
-        level that it would have had without the interruption. What is missing or damaged is said once and left out."""
+        """Remembers what `save` wrote after rollout `rollout_id`, so that the next rollout gets the
+        record, the drift, the alarms and the level that it would have had without the interruption.
+        What is missing or damaged is said once and left out.
+        """
         missing = self._history.read(history_path(folder, rollout_id), rollout_id)
         if missing is not None:
-            logger.warning("drift and alarms of the rollouts after %d compare with less than they could: %s", rollout_id, missing)
+            logger.warning(
+                "drift and alarms of the rollouts after %d compare with less than they could: %s",
+                rollout_id,
+                missing,
+            )
         EARLY.reached(rollout_id + 1, self._bad_format_rate())
 
     def metrics(self, result: PostprocessResult) -> dict[str, float]:
         """gate/... numbers of a result, with gate/alarm/<name> = 1 for each alarm."""
-        return {**result.statistics.to_metrics(), **{f"gate/alarm/{alarm.name}": 1 for alarm in result.alarms}}
+        return {
+            **result.statistics.to_metrics(),
+            **{f"gate/alarm/{alarm.name}": 1 for alarm in result.alarms},
+        }
 
-    def record_placement(self, rollout_id: int, raw_rows: Sequence[int], partitions: Sequence[Sequence[int]]) -> None:
-        """Writes where each row of the train data went: raw row -> (data-parallel rank, place on it). `partitions[r]`: positions in `raw_rows`."""
+    def record_placement(
+        self, rollout_id: int, raw_rows: Sequence[int], partitions: Sequence[Sequence[int]]
+    ) -> None:
+        """Writes where each row of the train data went: raw row -> (data-parallel rank, place on
+        it). `partitions[r]`: positions in `raw_rows`.
+        """
         if self.snapshots is not None:
             self.snapshots.submit_placement(rollout_id, list(raw_rows), partitions)
 
@@ -181,7 +218,9 @@ class Gate:
             self._writer.close()
 
     def _is_repeated(self, alarm: Alarm, rollout_id: int) -> bool:
-        """True for an alarm about a level that lasts, and was warned about within the last window of rollouts; the record has it every time."""
+        """True for an alarm about a level that lasts, and was warned about within the last window
+        of rollouts; the record has it every time.
+        """
         if alarm.subject is None:
             return False
         last = self._warned_at.get(alarm.subject)
@@ -190,12 +229,16 @@ class Gate:
         self._warned_at[alarm.subject] = rollout_id
         return False
 
-    def _report(self, result: PostprocessResult, rollout_id: int, evaluation: bool, config: GateConfig) -> None:
+    def _report(
+        self, result: PostprocessResult, rollout_id: int, evaluation: bool, config: GateConfig
+    ) -> None:
         kind = "evaluation" if evaluation else "rollout"
         logger.info("%s %d %s", kind, rollout_id, result.statistics.summary())
         for alarm in result.alarms:
             if not self._is_repeated(alarm, rollout_id):
-                logger.warning("%s %d gate alarm [%s]: %s", kind, rollout_id, alarm.name, alarm.message)
+                logger.warning(
+                    "%s %d gate alarm [%s]: %s", kind, rollout_id, alarm.name, alarm.message
+                )
         if self._writer is None:
             return
         record = {
@@ -209,19 +252,31 @@ class Gate:
             self._writer.write(record)
         except OSError as error:
             logger.error(
-                "%s %d: the gate's record could not be written to %s: %s", kind, rollout_id, self._writer.path, error
+                "%s %d: the gate's record could not be written to %s: %s",
+                kind,
+                rollout_id,
+                self._writer.path,
+                error,
             )
 
 
 def history_path(folder: str | Path, rollout_id: int) -> Path:
-    """Where a checkpoint folder keeps what the gate remembers after a rollout: beside the data position."""
+    """Where a checkpoint folder keeps what the gate remembers after a rollout: beside the data
+    position.
+    """
     return Path(folder) / "rollout" / f"gate_history_{rollout_id}.jsonl"
 
 
 def gate_config_from_args(args: Any, tokenizer: Any = None) -> GateConfig:
-    """The frozen config behind the --gate-* options. ConfigError says which option is wrong and what it takes."""
+    """The frozen config behind the --gate-* options. ConfigError says which option is wrong and
+    what it takes.
+    """
     custom_text = args.custom_generate_function_path is not None
-    text_source = args.gate_text_source if args.gate_text_source != "auto" else ("engine" if custom_text else "tokens")
+    text_source = (
+        args.gate_text_source
+        if args.gate_text_source != "auto"
+        else ("engine" if custom_text else "tokens")
+    )
     debugging = args.ci_test or args.debug_rollout_only
     uses_log_probs = args.use_rollout_logprobs or args.use_tis or args.get_mismatch_metrics
     missing = args.gate_missing_log_probs
@@ -232,7 +287,10 @@ def gate_config_from_args(args: Any, tokenizer: Any = None) -> GateConfig:
         policies=_policies(args),
         failure_reward=args.gate_failure_reward,
         level=Level(args.gate_level),
-        levels={name: _member(Level, level, "--gate-levels") for name, level in (args.gate_levels or {}).items()},
+        levels={
+            name: _member(Level, level, "--gate-levels")
+            for name, level in (args.gate_levels or {}).items()
+        },
         schedule=tuple(parse_schedule_step(text) for text in args.gate_schedule or ()),
         min_response_tokens=args.gate_min_response_tokens,
         max_response_tokens=args.gate_max_response_tokens,
@@ -241,14 +299,19 @@ def gate_config_from_args(args: Any, tokenizer: Any = None) -> GateConfig:
         vocab_size=args.vocab_size,
         eos_token_ids=_end_ids(args),
         text_source=text_source,
-        compare_text=args.gate_compare_text == "on" or (args.gate_compare_text == "auto" and (debugging or text_source == "tokens")),
+        compare_text=args.gate_compare_text == "on"
+        or (args.gate_compare_text == "auto" and (debugging or text_source == "tokens")),
         compare_unasked=args.gate_compare_text == "auto" and not debugging,
-        compare_every=1 if debugging or args.gate_compare_text == "on" else max(1, num_samples // COMPARED_SAMPLES),
+        compare_every=1
+        if debugging or args.gate_compare_text == "on"
+        else max(1, num_samples // COMPARED_SAMPLES),
         correct_text=args.gate_correct_text,
         hide_special_tokens=args.rollout_skip_special_tokens,
         keep_special_tokens=tuple(args.gate_keep_special_tokens or ()),
         stop_strings=tuple(args.rollout_stop or ()),
-        format=_format(args.gate_format_spec if args.gate_format_spec is not None else args.gate_format),
+        format=_format(
+            args.gate_format_spec if args.gate_format_spec is not None else args.gate_format
+        ),
         tasks={name: _task_rules(name, rules) for name, rules in (args.gate_tasks or {}).items()},
         missing_log_probs=MissingLogProbs(missing),
         repetition_window=args.gate_repetition_window,
@@ -261,13 +324,17 @@ def gate_config_from_args(args: Any, tokenizer: Any = None) -> GateConfig:
 
 
 def _end_ids(args: Any) -> frozenset[int]:
-    """Every id at which the engine ends a response: the checkpoint's and the stop ids of the options."""
+    """Every id at which the engine ends a response: the checkpoint's and the stop ids of the
+    options.
+    """
     of_model = read_eos_token_ids(args.hf_checkpoint) if args.hf_checkpoint else ()
     return frozenset([*of_model, *(args.rollout_stop_token_ids or ())])
 
 
 def parse_schedule_step(text: str) -> ScheduleStep:
-    """`100:lenient` (from rollout 100 on) or `rate<0.02:lenient` (once the bad-format rate is below 0.02)."""
+    """`100:lenient` (from rollout 100 on) or `rate<0.02:lenient` (once the bad-format rate is below
+    0.02).
+    """
     condition, _, level = text.partition(":")
     try:
         if condition.startswith("rate<"):
@@ -275,7 +342,8 @@ def parse_schedule_step(text: str) -> ScheduleStep:
         return ScheduleStep(Level(level), rollout_id=int(condition))
     except ValueError as error:
         raise ConfigError(
-            f"--gate-schedule '{text}' is not understood ({error}). Use 100:lenient or rate<0.02:lenient."
+            f"--gate-schedule '{text}' is not understood ({error}). Use 100:lenient or "
+            "rate<0.02:lenient."
         ) from error
 
 
@@ -290,7 +358,9 @@ def engine_version() -> str:
 
 
 def tokenizer_version(tokenizer: Any) -> str | None:
-    """Class and vocabulary size of the tokenizer and the version of the library it comes from; None for None."""
+    """Class and vocabulary size of the tokenizer and the version of the library it comes from; None
+    for None.
+    """
     if tokenizer is None:
         return None
     package = type(tokenizer).__module__.partition(".")[0]
@@ -309,15 +379,23 @@ def _policies(args: Any) -> dict[InvalidReason, Policy]:
         policies[InvalidReason.TRUNCATED] = Policy.KEEP
     for name, policy in (args.gate_policies or {}).items():
         if name not in REASON_OF_VALUE:
-            raise ConfigError(f"--gate-policies names the reason '{name}'. Known: {sorted(REASON_OF_VALUE)}.")
+            raise ConfigError(
+                f"--gate-policies names the reason '{name}'. Known: {sorted(REASON_OF_VALUE)}."
+            )
         policies[REASON_OF_VALUE[name]] = _member(Policy, policy, "--gate-policies")
         if policies[REASON_OF_VALUE[name]] is Policy.KEEP and REASON_OF_VALUE[name] in NEVER_KEPT:
             raise ConfigError(
-                f"--gate-policies cannot keep '{name}': such a sample cannot be trained. Use mark or drop."
+                f"--gate-policies cannot keep '{name}': such a sample cannot be trained. Use mark "
+                "or drop."
             )
-        if policies[REASON_OF_VALUE[name]] is Policy.PENALIZE and REASON_OF_VALUE[name] not in PENALIZABLE:
+        if (
+            policies[REASON_OF_VALUE[name]] is Policy.PENALIZE
+            and REASON_OF_VALUE[name] not in PENALIZABLE
+        ):
             raise ConfigError(
-                f"--gate-policies cannot penalize '{name}'. It can penalize {sorted(reason.value for reason in PENALIZABLE)}, which the model wrote and which "
+                f"--gate-policies cannot penalize '{name}'. It can penalize "
+                f"{sorted(reason.value for reason in PENALIZABLE)}, which the model wrote and "
+                "which "
                 "can be trained. Use mark or drop."
             )
     return policies
@@ -327,14 +405,18 @@ def _member(kind: Any, value: Any, flag: str) -> Any:
     try:
         return kind(value)
     except ValueError as error:
-        raise ConfigError(f"{flag}: '{value}' is not one of {[member.value for member in kind]}.") from error
+        raise ConfigError(
+            f"{flag}: '{value}' is not one of {[member.value for member in kind]}."
+        ) from error
 
 
 def _format(spec: Any) -> FormatSpec | None:
     if isinstance(spec, Mapping):
         return FormatSpec.from_dict(spec)
     if spec not in FORMAT_PRESETS:
-        raise ConfigError(f"Gate format '{spec}' is unknown. Known: {sorted(FORMAT_PRESETS)}, or a JSON object.")
+        raise ConfigError(
+            f"Gate format '{spec}' is unknown. Known: {sorted(FORMAT_PRESETS)}, or a JSON object."
+        )
     return FORMAT_PRESETS[spec]
 
 
@@ -342,7 +424,8 @@ def _task_rules(name: str, rules: Mapping[str, Any]) -> TaskRules:
     known = {"min_response_tokens", "max_response_tokens", "keep_truncated", "format"}
     if not isinstance(rules, Mapping) or set(rules) - known:
         raise ConfigError(
-            f"--gate-tasks: rules of '{name}' are {rules!r}; they must be an object with keys among {sorted(known)}."
+            f"--gate-tasks: rules of '{name}' are {rules!r}; they must be an object with keys "
+            f"among {sorted(known)}."
         )
     structure = _format(rules["format"]) if "format" in rules else None
     plain = {key: value for key, value in rules.items() if key != "format"}

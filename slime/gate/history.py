@@ -1,6 +1,8 @@
-"""What the gate remembers of earlier rollouts, and the file that lets a resumed run remember the same.
+"""What the gate remembers of earlier rollouts, and the file that lets a resumed run remember the
+same.
 
-A checkpoint's gate_history_7.jsonl holds a head line and one line per rollout: numbers that drift and alarms compare with, no samples.
+A checkpoint's gate_history_7.jsonl holds a head line and one line per rollout: numbers that drift
+and alarms compare with, no samples.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from slime.files.jsonl import encode, read_jsonl
 from slime.gate.statistics import GateStatistics
 
 FORMAT = "slime-gate-history-1"
-# Rollouts may be generated ahead of the one whose checkpoint is written; so many more are remembered than compared with.
+# Rollouts may be generated ahead of the one whose checkpoint is written; so many more are
+# remembered than compared with.
 _AHEAD = 4
 
 
@@ -28,8 +31,12 @@ class GateHistory:
         self._start: dict[int, GateStatistics] = {}  # the run's first rollouts
 
     def level_of_failures(self) -> tuple[dict[int, GateStatistics], dict[int, GateStatistics]]:
-        """(the run's first `window` training rollouts, the last `window` of those after them), by rollout."""
-        later = {number: past for number, past in self._past[False].items() if number not in self._start}
+        """(the run's first `window` training rollouts, the last `window` of those after them), by
+        rollout.
+        """
+        later = {
+            number: past for number, past in self._past[False].items() if number not in self._start
+        }
         return dict(self._start), dict(list(later.items())[-self.window :])
 
     def last(self, *, evaluation: bool) -> list[GateStatistics]:
@@ -37,7 +44,9 @@ class GateHistory:
         return list(self._past[evaluation].values())[-self.window :]
 
     def add(self, rollout_id: int, statistics: GateStatistics, *, evaluation: bool) -> None:
-        """Remembers a rollout, in the form that a file gives back: nothing that is computed later depends on where it came from."""
+        """Remembers a rollout, in the form that a file gives back: nothing that is computed later
+        depends on where it came from.
+        """
         past = self._past[evaluation]
         past.pop(rollout_id, None)
         past[rollout_id] = GateStatistics.from_history(statistics.to_history())
@@ -47,21 +56,38 @@ class GateHistory:
             del past[oldest]
 
     def write(self, path: Path, rollout_id: int) -> None:
-        """Writes what a run remembers whose last trained rollout is `rollout_id`, whole or not at all. OSError where the disk takes none.
+        """Writes what a run remembers whose last trained rollout is `rollout_id`, whole or not at
+        all. OSError where the disk takes none.
 
-        Later rollouts, generated ahead, are left out; an evaluation named `rollout_id` + 1 is one of the weights after `rollout_id`.
+        Later rollouts, generated ahead, are left out; an evaluation named `rollout_id` + 1 is one
+        of the weights after `rollout_id`.
         """
         records = [
             {"rollout_id": number, "evaluation": evaluation, **past[number].to_history()}
             for evaluation, past in self._past.items()
-            for number in [number for number in past if number <= rollout_id + evaluation][-self.window :]
+            for number in [number for number in past if number <= rollout_id + evaluation][
+                -self.window :
+            ]
         ]
-        start = {str(number): first.to_history() for number, first in self._start.items() if number <= rollout_id}
+        start = {
+            str(number): first.to_history()
+            for number, first in self._start.items()
+            if number <= rollout_id
+        }
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             with temporary.open("wb") as file:
-                file.write(encode({"format": FORMAT, "rollout_id": rollout_id, "records": len(records), "start": start}))
+                file.write(
+                    encode(
+                        {
+                            "format": FORMAT,
+                            "rollout_id": rollout_id,
+                            "records": len(records),
+                            "start": start,
+                        }
+                    )
+                )
                 file.writelines(map(encode, records))
                 file.flush()
                 os.fsync(file.fileno())
@@ -70,7 +96,9 @@ class GateHistory:
             temporary.unlink(missing_ok=True)
 
     def read(self, path: Path, rollout_id: int) -> str | None:
-        """Remembers what `write` wrote, and nothing else. Returns what is missing, in words, None if nothing is."""
+        """Remembers what `write` wrote, and nothing else. Returns what is missing, in words, None
+        if nothing is.
+        """
         self._past = {False: {}, True: {}}
         self._start = {}
         if not path.exists():
@@ -86,7 +114,10 @@ class GateHistory:
                     return f"{path} has format {line['format']!r}; this version reads {FORMAT}"
                 num_expected = line.get("records")
                 try:
-                    self._start = {int(number): GateStatistics.from_history(first) for number, first in line.get("start", {}).items()}
+                    self._start = {
+                        int(number): GateStatistics.from_history(first)
+                        for number, first in line.get("start", {}).items()
+                    }
                 except (LookupError, TypeError, ValueError, OverflowError, AttributeError):
                     return f"the head of {path} is damaged"
                 continue
@@ -98,11 +129,21 @@ class GateHistory:
             return f"the head of {path} is damaged"
         num_missing = num_expected - sum(map(len, self._past.values()))
         if num_missing or num_lost:
-            return f"{num_missing} of {num_expected} lines of {path} are damaged or missing, {num_lost} lines are no records"
+            return (
+                f"{num_missing} of {num_expected} lines of {path} are damaged or missing, "
+                f"{num_lost} lines are no records"
+            )
         return None
 
     def _remember(self, line: Mapping[str, Any], rollout_id: int) -> None:
         number, evaluation = line["rollout_id"], line["evaluation"]
-        if not isinstance(number, int) or not isinstance(evaluation, bool) or number > rollout_id + evaluation:
-            raise ValueError(f"rollout {number!r}, evaluation {evaluation!r} is none before rollout {rollout_id + 1}")
+        if (
+            not isinstance(number, int)
+            or not isinstance(evaluation, bool)
+            or number > rollout_id + evaluation
+        ):
+            raise ValueError(
+                f"rollout {number!r}, evaluation {evaluation!r} is none before rollout "
+                f"{rollout_id + 1}"
+            )
         self._past[evaluation][number] = GateStatistics.from_history(line)

@@ -1,7 +1,9 @@
-"""The gate: `postprocess_output_data` gives every sample a verdict with one reason, and changes no token.
+"""The gate: `postprocess_output_data` gives every sample a verdict with one reason, and changes no
+token.
 
-Pure: samples come out as new objects (token buffers shared), the input is not edited. Work goes chunk by chunk, so that added
-memory does not grow with the batch; a chunk's result does not depend on its neighbours, so parts add up to the whole.
+Pure: samples come out as new objects (token buffers shared), the input is not edited. Work goes
+chunk by chunk, so that added memory does not grow with the batch; a chunk's result does not depend
+on its neighbours, so parts add up to the whole.
 """
 
 from __future__ import annotations
@@ -44,9 +46,11 @@ def _no_seconds() -> collections.defaultdict[str, float]:
 
 @dataclasses.dataclass
 class Outcome:
-    """What the checks said about N samples. `codes` [N] int8: reason code of invalid samples, 0 = valid. `findings` [N] int8: the
-    reason a valid sample was kept in spite of. Sparse by position: details, texts (decoded responses), masks, answers, rewards (of penalized
-    samples that have none). `counts` and `seconds` are sums."""
+    """What the checks said about N samples. `codes` [N] int8: reason code of invalid samples, 0 =
+    valid. `findings` [N] int8: the reason a valid sample was kept in spite of. Sparse by position:
+    details, texts (decoded responses), masks, answers, rewards (of penalized samples that have
+    none). `counts` and `seconds` are sums.
+    """
 
     codes: np.ndarray
     findings: np.ndarray
@@ -63,11 +67,15 @@ class Outcome:
         """The outcome of the samples of all `parts`, one after another."""
         if not parts:
             return Outcome(np.zeros(0, dtype=np.int8), np.zeros(0, dtype=np.int8))
-        total = Outcome(np.concatenate([p.codes for p in parts]), np.concatenate([p.findings for p in parts]))
+        total = Outcome(
+            np.concatenate([p.codes for p in parts]), np.concatenate([p.findings for p in parts])
+        )
         first = 0
         for part in parts:
             for name in ("details", "texts", "masks", "answers", "rewards"):
-                getattr(total, name).update({first + row: value for row, value in getattr(part, name).items()})
+                getattr(total, name).update(
+                    {first + row: value for row, value in getattr(part, name).items()}
+                )
             total.counts.update(part.counts)
             for name, value in part.seconds.items():
                 total.seconds[name] += value
@@ -77,8 +85,10 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class PostprocessResult:
-    """`samples` in input order (dropped ones left out); `raw_rows[i]` is the input position of `samples[i]`; one verdict per
-    *input* sample; statistics of the call; alarms are filled by the shell that knows the history. `build(row)` makes the marked sample of an input."""
+    """`samples` in input order (dropped ones left out); `raw_rows[i]` is the input position of
+    `samples[i]`; one verdict per *input* sample; statistics of the call; alarms are filled by the
+    shell that knows the history. `build(row)` makes the marked sample of an input.
+    """
 
     samples: list[Sample]
     statistics: GateStatistics
@@ -109,13 +119,18 @@ def postprocess_output_data(
         tokenizer: a fast tokenizer or a `Codec`; without it text checks read the engine's text.
         previous: statistics of earlier rollouts, oldest first, for drift.
     Raises:
-        RolloutDataError: an item that is no Sample (naming its position), or missing log-probs under policy `error`.
+        RolloutDataError: an item that is no Sample (naming its position), or missing log-probs
+        under policy `error`.
     """
     samples = adapt(raw_outputs, config)
-    return assemble(samples, judge(samples, config, codec_of(tokenizer, config)), config, previous=previous)
+    return assemble(
+        samples, judge(samples, config, codec_of(tokenizer, config)), config, previous=previous
+    )
 
 
-def check_responses(samples: Sequence[Sample], config: GateConfig, *, tokenizer: Any = None) -> list[Verdict]:
+def check_responses(
+    samples: Sequence[Sample], config: GateConfig, *, tokenizer: Any = None
+) -> list[Verdict]:
     """One verdict per sample, before rewards, without statistics. Apply them with `apply_verdicts`.
 
     A schedule of levels follows the rollout that `Gate.run` last reported in this process.
@@ -128,15 +143,19 @@ def check_responses(samples: Sequence[Sample], config: GateConfig, *, tokenizer:
         config = dataclasses.replace(config, rewards_expected=False)
     outcome = judge(adapt(samples, config), config, codec_of(tokenizer, config))
     verdicts = _verdicts(outcome, config)
-    if config.log_prob_policy is MissingLogProbs.ALLOW:  # they stay absent, and `Gate.run` counts them
+    # they stay absent, and `Gate.run` counts them
+    if config.log_prob_policy is MissingLogProbs.ALLOW:
         outcome.counts.pop("missing_log_probs", None)
-    # Engines generate meanwhile: where they use the same cores, waiting for one is their time and not the gate's.
+    # Engines generate meanwhile: where they use the same cores, waiting for one is their time and
+    # not the gate's.
     EARLY.add(outcome.counts, min(time.perf_counter() - wall, time.process_time() - processor))
     return verdicts
 
 
 def apply_verdicts(samples: Sequence[Sample], verdicts: Sequence[Verdict]) -> list[Sample]:
-    """New samples with `valid` and `invalid_reason` set (and the decoded text or mask a verdict carries); token buffers are shared."""
+    """New samples with `valid` and `invalid_reason` set (and the decoded text or mask a verdict
+    carries); token buffers are shared.
+    """
     return [_marked(sample, verdict) for sample, verdict in zip(samples, verdicts, strict=True)]
 
 
@@ -156,18 +175,29 @@ def adapt(raw_outputs: Sequence[Any], config: GateConfig) -> Sequence[Sample]:
             samples.append(convert(raw))
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise RolloutDataError(
-                f"Gate input {position} cannot be read by adapter '{config.adapter}': {type(error).__name__}: {error}"
+                f"Gate input {position} cannot be read by adapter '{config.adapter}': "
+                f"{type(error).__name__}: {error}"
             ) from error
     return samples
 
 
-def judge(samples: Sequence[Sample], config: GateConfig, codec: Codec | None, *, first_position: int = 0) -> Outcome:
-    """The outcome of all checks over `samples`, chunk by chunk. `first_position`: of samples[0] in the batch, for messages."""
+def judge(
+    samples: Sequence[Sample], config: GateConfig, codec: Codec | None, *, first_position: int = 0
+) -> Outcome:
+    """The outcome of all checks over `samples`, chunk by chunk. `first_position`: of samples[0] in
+    the batch, for messages.
+    """
     scratch = Scratch()
     return Outcome.concatenate(
         [
             _judge_chunk(
-                Chunk(samples[low:high], config, codec, first_position=first_position + low, scratch=scratch)
+                Chunk(
+                    samples[low:high],
+                    config,
+                    codec,
+                    first_position=first_position + low,
+                    scratch=scratch,
+                )
             )
             for low, high in _chunk_bounds(samples)
         ]
@@ -175,7 +205,9 @@ def judge(samples: Sequence[Sample], config: GateConfig, codec: Codec | None, *,
 
 
 def _chunk_bounds(samples: Sequence[Sample]) -> Iterator[tuple[int, int]]:
-    """Consecutive [low, high) with at most CHUNK_TOKENS tokens (one sample may exceed it) and CHUNK_SAMPLES samples."""
+    """Consecutive [low, high) with at most CHUNK_TOKENS tokens (one sample may exceed it) and
+    CHUNK_SAMPLES samples.
+    """
     low = tokens = 0
     for position, sample in enumerate(samples):
         try:
@@ -218,12 +250,26 @@ def _judge_chunk(chunk: Chunk) -> Outcome:
     counts = collections.Counter({name: count for name, count in chunk.counts.items() if count})
     keep = {row for row in chunk.masks if codes[row] == 0}
     masks = {row: mask for row, mask in chunk.masks.items() if row in keep}
-    return Outcome(codes, findings, details, chunk.texts, masks, chunk.answers, _rewards_of_failures(chunk, codes), counts, seconds)
+    return Outcome(
+        codes,
+        findings,
+        details,
+        chunk.texts,
+        masks,
+        chunk.answers,
+        _rewards_of_failures(chunk, codes),
+        counts,
+        seconds,
+    )
 
 
-def _rows_for(chunk: Chunk, check: Check, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """(rows that the check looks at, rows that it need not look at or None): a penalized sample is a failure already, and another failure of the
-    model's does not exclude it. Whether it can be trained at all is still looked at."""
+def _rows_for(
+    chunk: Chunk, check: Check, alive: np.ndarray
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """(rows that the check looks at, rows that it need not look at or None): a penalized sample is
+    a failure already, and another failure of the model's does not exclude it. Whether it can be
+    trained at all is still looked at.
+    """
     if check.reason not in PENALIZABLE or not chunk.penalized.any():
         return alive, None
     settled = chunk.penalized[alive]
@@ -231,15 +277,21 @@ def _rows_for(chunk: Chunk, check: Check, alive: np.ndarray) -> tuple[np.ndarray
 
 
 def _rewards_of_failures(chunk: Chunk, codes: np.ndarray) -> dict[int, Any]:
-    """{row: reward} of the penalized samples that passed everything else and have no reward of their own."""
+    """{row: reward} of the penalized samples that passed everything else and have no reward of
+    their own.
+    """
     config = chunk.config
-    reward = {config.reward_key: config.failure_reward} if config.reward_key else config.failure_reward
+    reward = (
+        {config.reward_key: config.failure_reward} if config.reward_key else config.failure_reward
+    )
     rows = np.flatnonzero(chunk.penalized & (codes == 0)).tolist()
     return {row: reward for row in rows if chunk.samples[row].reward is None}
 
 
 def _record(chunk: Chunk, check: Check, alive, failed, codes, findings, details) -> np.ndarray:
-    """Writes the reason of the failed rows and returns the rows that go on: the others, and those kept by policy."""
+    """Writes the reason of the failed rows and returns the rows that go on: the others, and those
+    kept by policy.
+    """
     rows = alive[failed]
     penalized = is_penalized(chunk, check.reason, rows) & check.may_be_kept
     chunk.penalized[rows[penalized]] = True
@@ -256,22 +308,33 @@ def _record(chunk: Chunk, check: Check, alive, failed, codes, findings, details)
 
 
 def _count_finish_reasons(chunk: Chunk) -> None:
-    """Counts finish reasons, and how they agree with the last token: "stop" without an end token, "length" with one."""
+    """Counts finish reasons, and how they agree with the last token: "stop" without an end token,
+    "length" with one.
+    """
     for code, name in enumerate(FINISH_NAMES):
         chunk.counts[f"finish_{name}"] += int(np.count_nonzero(chunk.finish == code))
-    eos = chunk.config.eos_token_ids | (chunk.codec.eos_token_ids if chunk.codec is not None else frozenset())
+    eos = chunk.config.eos_token_ids | (
+        chunk.codec.eos_token_ids if chunk.codec is not None else frozenset()
+    )
     if not eos:
         return
-    rows = np.flatnonzero(((chunk.finish == 1) | (chunk.finish == 2)) & (chunk.response_lengths > 0) & (chunk.total_lengths > 0))
+    rows = np.flatnonzero(
+        ((chunk.finish == 1) | (chunk.finish == 2))
+        & (chunk.response_lengths > 0)
+        & (chunk.total_lengths > 0)
+    )
     last = _last_ids(chunk, rows)
     ends = (last[:, None] == np.array(list(eos))).any(axis=1)
-    chunk.counts["stop_without_eos"] += int(np.count_nonzero((chunk.finish[rows] == 1) & ~ends & (last >= 0)))
+    chunk.counts["stop_without_eos"] += int(
+        np.count_nonzero((chunk.finish[rows] == 1) & ~ends & (last >= 0))
+    )
     chunk.counts["length_with_eos"] += int(np.count_nonzero((chunk.finish[rows] == 2) & ends))
 
 
 def _last_ids(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
-    """[len(rows)] id of the last token, -1 where it cannot be read. A row that failed before any token was gathered has one too: most of
-    those with finish reason "length" do."""
+    """[len(rows)] id of the last token, -1 where it cannot be read. A row that failed before any
+    token was gathered has one too: most of those with finish reason "length" do.
+    """
     last = np.full(len(rows), -1, dtype=np.int64)
     absent = np.ones(len(rows), dtype=bool)
     if (gathered := chunk.gathered_tokens) is not None:
@@ -307,7 +370,9 @@ def _verdicts(outcome: Outcome, config: GateConfig) -> list[Verdict]:
             keep_mask=outcome.masks.get(row),
             answer=outcome.answers.get(row) if valid else None,
             reward=outcome.rewards.get(row) if valid else None,
-            dropped=reason is not None and config.policy_of(reason) is Policy.DROP and not config.evaluation,
+            dropped=reason is not None
+            and config.policy_of(reason) is Policy.DROP
+            and not config.evaluation,
         )
     return verdicts
 
@@ -330,11 +395,18 @@ def _marked(sample: Sample, verdict: Verdict) -> Sample:
     if verdict.reward is not None:
         fields["reward"] = verdict.reward
     if verdict.keep_mask is not None:
-        fields["loss_mask"], fields["rollout_log_probs"] = _masked_columns(sample, verdict.keep_mask)
+        fields["loss_mask"], fields["rollout_log_probs"] = _masked_columns(
+            sample, verdict.keep_mask
+        )
     return marked
 
 
-def _built(samples: Sequence[Sample], verdicts: Sequence[Verdict], is_reward_bad: Callable[[Any], bool], row: int) -> Sample:
+def _built(
+    samples: Sequence[Sample],
+    verdicts: Sequence[Verdict],
+    is_reward_bad: Callable[[Any], bool],
+    row: int,
+) -> Sample:
     """The marked sample of an input, with stand-ins for what nobody can read in an invalid one."""
     marked = _marked(samples[row], verdicts[row])
     if not marked.valid:
@@ -347,10 +419,14 @@ def _is_bad_reward(config: GateConfig, reward: Any) -> bool:
 
 
 def _masked_columns(sample: Sample, keep_mask: list[int]) -> tuple[list[int], list[float]]:
-    """Loss mask and log-probs where missing entries carry no loss. Their log-prob reads 0.0 and is never used."""
+    """Loss mask and log-probs where missing entries carry no loss. Their log-prob reads 0.0 and is
+    never used.
+    """
     given = keep_mask if sample.loss_mask is None else [int(value) for value in sample.loss_mask]
     mask = [a & b for a, b in zip(given, keep_mask, strict=True)]
-    log_probs = sample.rollout_log_probs if sample.rollout_log_probs is not None else [0.0] * len(keep_mask)
+    log_probs = (
+        sample.rollout_log_probs if sample.rollout_log_probs is not None else [0.0] * len(keep_mask)
+    )
     return mask, [value if value is not None else 0.0 for value in log_probs]
 
 
@@ -368,7 +444,9 @@ def assemble(
     if config.evaluation:
         build: Callable[[int], Sample] = lambda row: _copied(samples[row])  # noqa: E731
     else:
-        build = functools.partial(_built, samples, verdicts, functools.partial(_is_bad_reward, config))
+        build = functools.partial(
+            _built, samples, verdicts, functools.partial(_is_bad_reward, config)
+        )
     built = [build(row) for row in raw_rows]
     outcome.seconds["assemble"] += time.perf_counter() - start
     statistics = describe_samples(samples, outcome, config).with_history(previous)

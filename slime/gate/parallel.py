@@ -1,4 +1,6 @@
-"""The checks of a very large batch as Ray tasks. A task returns verdict columns, not samples; the result equals the serial one."""
+"""The checks of a very large batch as Ray tasks. A task returns verdict columns, not samples; the
+result equals the serial one.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from slime.gate.config import GateConfig
 from slime.gate.judge import Outcome, judge
 
 PART_SAMPLES = 8192
-# What the checks read. The rest is left behind: it need not be copied to the workers, and may be what cannot be.
+# What the checks read. The rest is left behind: it need not be copied to the workers, and may be
+# what cannot be.
 _READ = (
     "group_index", "index", "rollout_id", "tokens", "response", "response_length", "loss_mask", "rollout_log_probs", "reward", "status",
     "finish_reason", "valid", "invalid_reason", "metadata",
@@ -20,9 +23,15 @@ _READ = (
 
 
 def judge_in_parallel(
-    samples: Sequence[Sample], config: GateConfig, tokenizer: Any, *, part_samples: int = PART_SAMPLES
+    samples: Sequence[Sample],
+    config: GateConfig,
+    tokenizer: Any,
+    *,
+    part_samples: int = PART_SAMPLES,
 ) -> Outcome:
-    """The outcome of `judge`, computed by Ray tasks over consecutive parts. Serial where Ray is not running."""
+    """The outcome of `judge`, computed by Ray tasks over consecutive parts. Serial where Ray is not
+    running.
+    """
     import ray
 
     if not ray.is_initialized():
@@ -30,14 +39,17 @@ def judge_in_parallel(
     task = ray.remote(num_cpus=1)(_judge_part)
     shared = ray.put((config, tokenizer))
     parts = [
-        [_light(sample) for sample in samples[low : low + part_samples]] for low in range(0, len(samples), part_samples)
+        [_light(sample) for sample in samples[low : low + part_samples]]
+        for low in range(0, len(samples), part_samples)
     ]
     return Outcome.concatenate(
         ray.get([task.remote(part, low * part_samples, shared) for low, part in enumerate(parts)])
     )
 
 
-def _judge_part(samples: list[Sample], first_position: int, shared: tuple[GateConfig, Any]) -> Outcome:
+def _judge_part(
+    samples: list[Sample], first_position: int, shared: tuple[GateConfig, Any]
+) -> Outcome:
     config, tokenizer = shared
     return judge(samples, config, codec_of(tokenizer, config), first_position=first_position)
 
@@ -47,5 +59,7 @@ def _light(sample: Any) -> Any:
         return sample  # the checks refuse it and say where it stands
     light = Sample(**{name: getattr(sample, name) for name in _READ})
     if isinstance(sample.metadata, dict):
-        light.metadata = {name: sample.metadata[name] for name in TASK_NAME_KEYS if name in sample.metadata}
+        light.metadata = {
+            name: sample.metadata[name] for name in TASK_NAME_KEYS if name in sample.metadata
+        }
     return light

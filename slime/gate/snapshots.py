@@ -1,7 +1,9 @@
-"""Raw snapshots: the engine's output of the last rollouts as Parquet (zstd), readable by pandas, polars or duckdb without our code.
+"""Raw snapshots: the engine's output of the last rollouts as Parquet (zstd), readable by pandas,
+polars or duckdb without our code.
 
-raw_000007.parquet holds one row per sample that came from the engine: the batch, then what the rollout dropped, with the reason in the
-column dropped_by. place_000007.parquet says where each kept one went.
+raw_000007.parquet holds one row per sample that came from the engine: the batch, then what the
+rollout dropped, with the reason in the column dropped_by. place_000007.parquet says where each kept
+one went.
 """
 
 from __future__ import annotations
@@ -22,22 +24,40 @@ from slime.data.sample import Sample
 from slime.files.jsonl import plain_value
 from slime.gate.before_rewards import ENGINE_TEXT, engine_text_of
 from slime.gate.config import REASON_OF_VALUE, Verdict
-from slime.gate.token_columns import as_int, length_of, log_prob_array, missing_positions, token_array
+from slime.gate.token_columns import (
+    as_int,
+    length_of,
+    log_prob_array,
+    missing_positions,
+    token_array,
+)
 
 logger = logging.getLogger(__name__)
 _STOP = object()
 # What a disk, a value or pyarrow can raise (pyarrow's errors derive from these).
-_FAILURES = (OSError, ValueError, TypeError, RuntimeError, MemoryError, LookupError, OverflowError, AttributeError)
+_FAILURES = (
+    OSError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+    MemoryError,
+    LookupError,
+    OverflowError,
+    AttributeError,
+)
 _PATTERNS = ("raw_*.parquet", "place_*.parquet")
 DroppedGroups = Sequence[tuple[str, Sequence[Sample]]]
 
 
 class SnapshotWriter:
-    """Writes snapshots on one background thread: temporary name, fsync, rename. Keeps the last `keep` rollouts within `max_bytes`.
+    """Writes snapshots on one background thread: temporary name, fsync, rename. Keeps the last
+    `keep` rollouts within `max_bytes`.
 
-    Without pyarrow (the extra `data`) nothing is written and that is said once. A failed write is said and never raised; a rollout
-    that arrives while two are waiting is skipped and counted, so that a slow disk cannot fill the memory. For the same reason what the
-    rollout dropped is taken group by group while the whole, uncompressed, stays within `max_bytes`; the rest is counted aloud.
+    Without pyarrow (the extra `data`) nothing is written and that is said once. A failed write is
+    said and never raised; a rollout that arrives while two are waiting is skipped and counted, so
+    that a slow disk cannot fill the memory. For the same reason what the rollout dropped is taken
+    group by group while the whole, uncompressed, stays within `max_bytes`; the rest is counted
+    aloud.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3, max_bytes: int = 4 << 30):
@@ -50,28 +70,47 @@ class SnapshotWriter:
         self._available = _pyarrow_available()
         if not self._available:
             logger.warning(
-                "No raw snapshots are written to %s: pyarrow is missing. Install slime[data], or set --gate-snapshots 0.",
+                (
+                    "No raw snapshots are written to %s: pyarrow is missing. Install slime[data], "
+                    "or "
+                    "set --gate-snapshots 0."
+                ),
                 self.folder,
             )
 
     def submit(
-        self, rollout_id: int, samples: Sequence[Sample], verdicts: Sequence[Verdict], dropped_groups: DroppedGroups = ()
+        self,
+        rollout_id: int,
+        samples: Sequence[Sample],
+        verdicts: Sequence[Verdict],
+        dropped_groups: DroppedGroups = (),
     ) -> None:
-        """Queues one rollout's raw samples, and (reason, group) of what the rollout dropped before the gate saw the batch.
+        """Queues one rollout's raw samples, and (reason, group) of what the rollout dropped before
+        the gate saw the batch.
 
         They are read on the thread and must not change; the gate's are not edited by anyone.
         """
         samples, verdicts = list(samples), list(verdicts)
         dropped = self._fitting(rollout_id, samples, dropped_groups)
         self._enqueue(
-            rollout_id, lambda: self._publish(f"raw_{rollout_id:06d}.parquet", raw_table(samples, verdicts, dropped))
+            rollout_id,
+            lambda: self._publish(
+                f"raw_{rollout_id:06d}.parquet", raw_table(samples, verdicts, dropped)
+            ),
         )
 
-    def submit_placement(self, rollout_id: int, raw_rows: Sequence[int], partitions: Sequence[Sequence[int]]) -> None:
-        """Queues the table raw_row -> (dp_rank, dp_position). `partitions[rank]` lists positions in the gate's output."""
+    def submit_placement(
+        self, rollout_id: int, raw_rows: Sequence[int], partitions: Sequence[Sequence[int]]
+    ) -> None:
+        """Queues the table raw_row -> (dp_rank, dp_position). `partitions[rank]` lists positions in
+        the gate's output.
+        """
         raw_rows, partitions = list(raw_rows), [list(part) for part in partitions]
         self._enqueue(
-            rollout_id, lambda: self._publish(f"place_{rollout_id:06d}.parquet", placement_table(raw_rows, partitions))
+            rollout_id,
+            lambda: self._publish(
+                f"place_{rollout_id:06d}.parquet", placement_table(raw_rows, partitions)
+            ),
         )
 
     def flush(self) -> None:
@@ -85,7 +124,9 @@ class SnapshotWriter:
             self._thread.join()
             self._thread = None
 
-    def _fitting(self, rollout_id: int, samples: list[Sample], groups: DroppedGroups) -> list[tuple[str, Sample]]:
+    def _fitting(
+        self, rollout_id: int, samples: list[Sample], groups: DroppedGroups
+    ) -> list[tuple[str, Sample]]:
         """(reason, sample) of the dropped groups that have room beside the batch, in order."""
         room = self.max_bytes - sum(map(_num_bytes, samples))
         taken: list[tuple[str, Sample]] = []
@@ -93,7 +134,8 @@ class SnapshotWriter:
             room -= sum(map(_num_bytes, group))
             if room < 0:
                 logger.warning(
-                    "rollout %d: %d of %d groups that the rollout dropped are not in its raw snapshot; raise --gate-snapshots-max-gib "
+                    "rollout %d: %d of %d groups that the rollout dropped are not in its raw "
+                    "snapshot; raise --gate-snapshots-max-gib "
                     "to keep them.",
                     rollout_id,
                     len(groups) - number,
@@ -127,9 +169,14 @@ class SnapshotWriter:
                 if job is _STOP:
                     return
                 job()
-            except _FAILURES as error:  # the thread outlives any one snapshot: losing it never costs training data
+            except (
+                _FAILURES
+            ) as error:  # the thread outlives any one snapshot: losing it never costs training data
                 logger.error(
-                    "a raw snapshot in %s could not be written: %s: %s", self.folder, type(error).__name__, error
+                    "a raw snapshot in %s could not be written: %s: %s",
+                    self.folder,
+                    type(error).__name__,
+                    error,
                 )
             finally:
                 self._queue.task_done()
@@ -149,18 +196,25 @@ class SnapshotWriter:
         self._prune()
 
     def _prune(self) -> None:
-        """Removes all but the newest `keep` rollouts, and older ones beyond `max_bytes`; the newest always stays.
+        """Removes all but the newest `keep` rollouts, and older ones beyond `max_bytes`; the newest
+        always stays.
 
-        Newest is the one written last: a resumed run writes lower numbers than the run before it left.
+        Newest is the one written last: a resumed run writes lower numbers than the run before it
+        left.
         """
         files: dict[str, list[Path]] = {}
         for pattern in _PATTERNS:
             for path in self.folder.glob(pattern):
                 if (number := path.stem.partition("_")[2]).isdigit():
                     files.setdefault(number, []).append(path)
-        written = {number: max(path.stat().st_mtime_ns for path in paths) for number, paths in files.items()}
+        written = {
+            number: max(path.stat().st_mtime_ns for path in paths)
+            for number, paths in files.items()
+        }
         total = 0
-        for rank, number in enumerate(sorted(files, key=lambda n: (written[n], int(n)), reverse=True)):
+        for rank, number in enumerate(
+            sorted(files, key=lambda n: (written[n], int(n)), reverse=True)
+        ):
             total += sum(path.stat().st_size for path in files[number])
             if rank >= self.keep or (rank > 0 and total > self.max_bytes):
                 for path in files[number]:
@@ -168,12 +222,15 @@ class SnapshotWriter:
 
 
 def raw_table(
-    samples: Sequence[Sample], verdicts: Sequence[Verdict], dropped: Sequence[tuple[str, Sample]] = ()
+    samples: Sequence[Sample],
+    verdicts: Sequence[Verdict],
+    dropped: Sequence[tuple[str, Sample]] = (),
 ) -> Any:
-    """A pyarrow table, one row per raw sample: identity, prompt, label, the engine's text, ids, log-probs, finish reason, reward, metadata and the verdict.
+    """A pyarrow table, one row per raw sample: identity, prompt, label, the engine's text, ids,
+    log-probs, finish reason, reward, metadata and the verdict.
 
-    Rows 0 .. len(samples) - 1 are the batch (dropped_by is null), the others what the rollout dropped before, each with its reason and
-    with the verdict that it had by then.
+    Rows 0 .. len(samples) - 1 are the batch (dropped_by is null), the others what the rollout
+    dropped before, each with its reason and with the verdict that it had by then.
     """
     import pyarrow
 
@@ -191,17 +248,27 @@ def raw_table(
         "label": pyarrow.array([_json(s.label) for s in samples], pyarrow.string()),
         "response": pyarrow.array([_text(engine_text_of(s)) for s in samples], pyarrow.string()),
         "tokens": _list_column(tokens, pyarrow.int64()),
-        "response_length": pyarrow.array([_int(s.response_length) for s in samples], pyarrow.int64()),
+        "response_length": pyarrow.array(
+            [_int(s.response_length) for s in samples], pyarrow.int64()
+        ),
         "rollout_log_probs": _list_column(log_probs, pyarrow.float32()),
         "finish_reason": pyarrow.array(
             [_text(s.finish_reason) if s.finish_reason else None for s in samples], pyarrow.string()
         ),
-        "status": pyarrow.array([_text(getattr(s.status, "value", s.status)) for s in samples], pyarrow.string()),
-        "weight_versions": pyarrow.array([_text(s.weight_versions) for s in samples], pyarrow.string()),
+        "status": pyarrow.array(
+            [_text(getattr(s.status, "value", s.status)) for s in samples], pyarrow.string()
+        ),
+        "weight_versions": pyarrow.array(
+            [_text(s.weight_versions) for s in samples], pyarrow.string()
+        ),
         "reward": pyarrow.array([_json(s.reward) for s in samples], pyarrow.string()),
-        "metadata": pyarrow.array([_json(_own_metadata(s.metadata)) for s in samples], pyarrow.string()),
+        "metadata": pyarrow.array(
+            [_json(_own_metadata(s.metadata)) for s in samples], pyarrow.string()
+        ),
         "valid": pyarrow.array([v.valid for v in verdicts], pyarrow.bool_()),
-        "reason": pyarrow.array([v.reason.value if v.reason else None for v in verdicts], pyarrow.string()),
+        "reason": pyarrow.array(
+            [v.reason.value if v.reason else None for v in verdicts], pyarrow.string()
+        ),
         "detail": pyarrow.array([_text(v.detail) for v in verdicts], pyarrow.string()),
         "dropped": pyarrow.array([v.dropped for v in verdicts], pyarrow.bool_()),
         "dropped_by": pyarrow.array(dropped_by, pyarrow.string()),
@@ -210,13 +277,22 @@ def raw_table(
 
 
 def placement_table(raw_rows: Sequence[int], partitions: Sequence[Sequence[int]]) -> Any:
-    """A pyarrow table raw_row, output_position, dp_rank, dp_position. Positions that no rank got are absent (trimmed)."""
+    """A pyarrow table raw_row, output_position, dp_rank, dp_position. Positions that no rank got
+    are absent (trimmed).
+    """
     import pyarrow
 
-    rows = [(raw_rows[p], p, rank, place) for rank, part in enumerate(partitions) for place, p in enumerate(part)]
+    rows = [
+        (raw_rows[p], p, rank, place)
+        for rank, part in enumerate(partitions)
+        for place, p in enumerate(part)
+    ]
     names = ("raw_row", "output_position", "dp_rank", "dp_position")
     return pyarrow.table(
-        {name: pyarrow.array([row[i] for row in rows], pyarrow.int64()) for i, name in enumerate(names)}
+        {
+            name: pyarrow.array([row[i] for row in rows], pyarrow.int64())
+            for i, name in enumerate(names)
+        }
     )
 
 
@@ -229,14 +305,20 @@ def _own_metadata(metadata: Any) -> Any:
 
 def _verdict_on(sample: Sample) -> Verdict:
     """The verdict that a sample carries which the rollout dropped."""
-    reason = REASON_OF_VALUE.get(sample.invalid_reason) if isinstance(sample.invalid_reason, str) else None
+    reason = (
+        REASON_OF_VALUE.get(sample.invalid_reason)
+        if isinstance(sample.invalid_reason, str)
+        else None
+    )
     return Verdict(valid=bool(sample.valid), reason=reason, dropped=True)
 
 
 def _num_bytes(sample: Sample) -> int:
     """About what a row takes before compression."""
     numbers = 8 * max(length_of(sample.tokens), 0) + 4 * max(length_of(sample.rollout_log_probs), 0)
-    return numbers + sum(len(text) for text in (sample.prompt, sample.response) if isinstance(text, str))
+    return numbers + sum(
+        len(text) for text in (sample.prompt, sample.response) if isinstance(text, str)
+    )
 
 
 def _list_column(rows: list[np.ndarray | None], value_type: Any) -> Any:
@@ -247,7 +329,9 @@ def _list_column(rows: list[np.ndarray | None], value_type: Any) -> Any:
     lengths = np.array([0 if row is None else len(row) for row in rows], dtype=np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     present = [row.astype(dtype, copy=False) for row in rows if row is not None and len(row)]
-    values = pyarrow.array(np.concatenate(present) if present else np.zeros(0, dtype=dtype), value_type)
+    values = pyarrow.array(
+        np.concatenate(present) if present else np.zeros(0, dtype=dtype), value_type
+    )
     missing = pyarrow.array([row is None for row in rows], pyarrow.bool_())
     return pyarrow.LargeListArray.from_arrays(pyarrow.array(offsets), values, mask=missing)
 
@@ -271,7 +355,9 @@ def _int(value: Any) -> int | None:
 
 
 def _json(value: Any) -> str:
-    """JSON text, also of a string, so that reading gives the same value back; numpy and torch scalars as numbers."""
+    """JSON text, also of a string, so that reading gives the same value back; numpy and torch
+    scalars as numbers.
+    """
     try:
         text = json.dumps(value, default=plain_value, ensure_ascii=False)
     except (TypeError, ValueError):  # keys that are no strings, or a structure that holds itself

@@ -1,4 +1,6 @@
-"""Stand-ins for what no one downstream can read in an invalid sample, so that a sample that stays in the batch stops nobody."""
+"""Stand-ins for what no one downstream can read in an invalid sample, so that a sample that stays
+in the batch stops nobody.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,26 @@ _REPR.maxstring = _REPR.maxother = 100
 
 
 def is_identity(value: Any) -> bool:
-    """True for None and for integers that fit 64 bits: what an index, a group or a rollout id may be."""
-    whole = type(value) is int or isinstance(value, int | np.integer)  # the first answers at once for nearly all
+    """True for None and for integers that fit 64 bits: what an index, a group or a rollout id may
+    be.
+    """
+    # the first answers at once for nearly all
+    whole = type(value) is int or isinstance(value, int | np.integer)
     return value is None or (whole and -(2**63) <= int(value) < 2**63)
 
 
 def identity_problem(sample: Sample) -> str | None:
-    """Which of the fields that say whose sample this is cannot be one, in words; None if all can."""
+    """Which of the fields that say whose sample this is cannot be one, in words; None
+    if all can.
+    """
     for name in ("group_index", "index", "rollout_id"):
         if not is_identity(value := getattr(sample, name)):
             return f"{name} is {_REPR.repr(value)} of type {type(value).__name__}, not an integer"
     if not (sample.metadata is None or isinstance(sample.metadata, dict)):
-        return f"metadata is {_REPR.repr(sample.metadata)} of type {type(sample.metadata).__name__}, not a dict"
+        return (
+            f"metadata is {_REPR.repr(sample.metadata)} of type "
+            f"{type(sample.metadata).__name__}, not a dict"
+        )
     return None
 
 
@@ -39,7 +49,10 @@ def _is_length(value: Any) -> bool:
 def _are_log_probs(value: Any) -> bool:
     values = log_prob_array(value)
     # a Python list may hold integers that no array does
-    return not isinstance(values, str) and not (np.isfinite(values) & (np.abs(values) >= np.float64(2.0**63))).any()
+    return (
+        not isinstance(values, str)
+        and not (np.isfinite(values) & (np.abs(values) >= np.float64(2.0**63))).any()
+    )
 
 
 _RULES: tuple[tuple[str, Callable[[Any], bool], Any], ...] = (
@@ -60,10 +73,14 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], Any], ...] = (
 def stand_ins(sample: Sample, is_reward_bad: Callable[[Any], bool]) -> dict[str, Any]:
     """{field: stand-in} for the fields of an invalid sample that cannot be read; {} for most.
 
-    What stood there is kept in words under metadata["unreadable"], and as it was in the raw snapshot. A reward that is no number
-    becomes None.
+    What stood there is kept in words under metadata["unreadable"], and as it was in the raw
+    snapshot. A reward that is no number becomes None.
     """
-    found = {name: stand_in for name, is_readable, stand_in in _RULES if not is_readable(getattr(sample, name))}
+    found = {
+        name: stand_in
+        for name, is_readable, stand_in in _RULES
+        if not is_readable(getattr(sample, name))
+    }
     if sample.reward is not None and is_reward_bad(sample.reward):
         found["reward"] = None
     if not found:

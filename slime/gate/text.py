@@ -1,4 +1,6 @@
-"""Text rules: what counts as nothing, and what a well-formed response looks like. Every function is linear in the text."""
+"""Text rules: what counts as nothing, and what a well-formed response looks like. Every function is
+linear in the text.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,12 @@ import re
 
 from slime.gate.config import FormatSpec, Level
 
-# Ranges of characters that show nothing: Unicode categories Zs, Zl, Zp (spaces), Cc (control), Cf (format: zero-width,
-# BOM, soft hyphen, tags), Cs (lone surrogates), and joiners, fillers and variation selectors of other categories.
-# Unassigned and private characters are not among them (newer emoji, a font's own signs), nor are format characters that
-# are drawn (Arabic number signs). Written out because deriving them takes 0.2 s; a test derives them.
+# Ranges of characters that show nothing: Unicode categories Zs, Zl, Zp (spaces), Cc (control), Cf
+# (format: zero-width, BOM, soft hyphen, tags), Cs (lone surrogates), and joiners, fillers and
+# variation selectors of other categories. Unassigned and private characters are not among them
+# (newer emoji, a font's own signs), nor are format characters that are drawn (Arabic number signs).
+# Written out because deriving them takes
+# 0.2 s; a test derives them.
 BLANK_RANGES = (
     (0x0000, 0x0020),
     (0x007F, 0x00A0),
@@ -40,11 +44,14 @@ BLANK_RANGES = (
     (0xE0020, 0xE007F),
     (0xE0100, 0xE01EF),
 )
-_VISIBLE = re.compile("[^" + "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in BLANK_RANGES) + "]")
+_VISIBLE = re.compile(
+    "[^" + "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in BLANK_RANGES) + "]"
+)
 
 
 def is_blank(text: str) -> bool:
-    """True if nothing a reader can see is left: whitespace, zero-width, BOM, NBSP, control, soft hyphen, selectors, tags ...
+    """True if nothing a reader can see is left: whitespace, zero-width, BOM, NBSP, control, soft
+    hyphen, selectors, tags ...
 
     Stops at the first visible character. Combining marks alone count as visible.
     """
@@ -53,14 +60,20 @@ def is_blank(text: str) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _marker_pattern(spec: FormatSpec) -> re.Pattern:
-    return re.compile("|".join(re.escape(marker) for marker in sorted(spec.markers, key=len, reverse=True)))
+    return re.compile(
+        "|".join(re.escape(marker) for marker in sorted(spec.markers, key=len, reverse=True))
+    )
 
 
-def format_problem(text: str, spec: FormatSpec, level: Level, *, ends_with_end_token: bool | None = None) -> str | None:
-    """What is wrong with the structure of `text`, in words; None if it is well formed under `level`.
+def format_problem(
+    text: str, spec: FormatSpec, level: Level, *, ends_with_end_token: bool | None = None
+) -> str | None:
+    """What is wrong with the structure of `text`, in words; None if it is well formed under
+    `level`.
 
-    lenient: required markers present, as many closing as opening ones. strict: also open before close, no nesting, counts,
-    order, no role markers, end marker. `ends_with_end_token`: whether the last token is the end marker's token, None = unknown.
+    lenient: required markers present, as many closing as opening ones. strict: also open before
+    close, no nesting, counts, order, no role markers, end marker. `ends_with_end_token`: whether
+    the last token is the end marker's token, None = unknown.
     """
     if not spec.markers and not spec.end_marker:
         return None
@@ -73,7 +86,11 @@ def format_problem(text: str, spec: FormatSpec, level: Level, *, ends_with_end_t
 
 def _markers_in(text: str, spec: FormatSpec) -> list[tuple[str, int]]:
     """(marker, character) in order, without what opaque pairs quote."""
-    found = [(m.group(), m.start()) for m in _marker_pattern(spec).finditer(text)] if spec.markers else []
+    found = (
+        [(m.group(), m.start()) for m in _marker_pattern(spec).finditer(text)]
+        if spec.markers
+        else []
+    )
     return _outside_opaque_pairs(found, spec)
 
 
@@ -116,7 +133,11 @@ def _position_problem(found: list[tuple[str, int]], spec: FormatSpec) -> str | N
     inside = None
     opens = {marker for marker, _ in found if marker in by_open}
     for pair in spec.pairs:
-        if pair.opened_by_prompt and pair.open not in opens and any(marker == pair.close for marker, _ in found):
+        if (
+            pair.opened_by_prompt
+            and pair.open not in opens
+            and any(marker == pair.close for marker, _ in found)
+        ):
             inside, counts[pair.open], first_at[pair.open] = pair, 1, -1
     for marker, position in found:
         if marker in by_open:
@@ -126,7 +147,9 @@ def _position_problem(found: list[tuple[str, int]], spec: FormatSpec) -> str | N
             counts[marker] += 1
             first_at.setdefault(marker, position)
             if inside.max_count is not None and counts[marker] > inside.max_count:
-                return f"{marker} appears {counts[marker]} times, at most {inside.max_count} allowed"
+                return (
+                    f"{marker} appears {counts[marker]} times, at most {inside.max_count} allowed"
+                )
         elif marker in by_close:
             if inside is not by_close[marker]:
                 return f"{marker} at character {position} closes nothing"
@@ -141,8 +164,9 @@ def _position_problem(found: list[tuple[str, int]], spec: FormatSpec) -> str | N
 
 
 def answer_of(text: str, spec: FormatSpec) -> str | None:
-    """Stripped content of the last pair that `spec.answer` names, None if there is none. Neither reasoning outside
-    the pair comes along, nor an answer that an opaque pair quotes."""
+    """Stripped content of the last pair that `spec.answer` names, None if there is none. Neither
+    reasoning outside the pair comes along, nor an answer that an opaque pair quotes.
+    """
     pair = next((pair for pair in spec.pairs if pair.open == spec.answer), None)
     if pair is None:
         return None

@@ -1,4 +1,6 @@
-"""Per-sample sequences as one contiguous array and offsets. Legend: N rows, `offsets` [N + 1], row i is values[offsets[i]:offsets[i+1]]."""
+"""Per-sample sequences as one contiguous array and offsets. Legend: N rows, `offsets` [N + 1], row
+i is values[offsets[i]:offsets[i+1]].
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,17 @@ from slime.data.number_list import packed
 
 
 class Scratch:
-    """Memory that one chunk after another is gathered into: fresh memory for each would cost more than the checks."""
+    """Memory that one chunk after another is gathered into: fresh memory for each would cost more
+    than the checks.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str], np.ndarray] = {}
 
     def take(self, name: str, dtype: np.dtype, size: int) -> np.ndarray:
-        """[size] values of `dtype`, not initialised; what was taken by this name and dtype before is overwritten."""
+        """[size] values of `dtype`, not initialised; what was taken by this name and dtype before
+        is overwritten.
+        """
         key = (name, dtype.str)
         if key not in self._buffers or len(self._buffers[key]) < size:
             self._buffers[key] = np.empty(size, dtype=dtype)
@@ -47,8 +53,11 @@ class Ragged:
         return self.values[self.offsets[index] : self.offsets[index + 1]]
 
     def row_extremes(self) -> tuple[np.ndarray, np.ndarray]:
-        """[N] smallest and [N] largest value of each row: NaN where a row holds one, 0 for an empty row."""
-        filled = np.flatnonzero(np.diff(self.offsets))  # reduceat would give an empty row its neighbour's value
+        """[N] smallest and [N] largest value of each row: NaN where a row holds one, 0 for an empty
+        row.
+        """
+        # reduceat would give an empty row its neighbour's value
+        filled = np.flatnonzero(np.diff(self.offsets))
         lows, highs = np.zeros((2, len(self.offsets) - 1), dtype=self.values.dtype)
         if len(filled):
             lows[filled] = np.minimum.reduceat(self.values, self.offsets[filled])
@@ -57,7 +66,9 @@ class Ragged:
 
 
 def token_array(tokens: Any) -> np.ndarray | str:
-    """Token ids as a 1-D integer array without copying where they are one already; a string that says what is wrong otherwise."""
+    """Token ids as a 1-D integer array without copying where they are one already; a string that
+    says what is wrong otherwise.
+    """
     values = packed(tokens, "i") if isinstance(tokens, list) else _as_numpy(tokens)
     if values is None and isinstance(tokens, list):
         return f"tokens are not 32-bit integers: {_first_bad(tokens, int)}"
@@ -72,7 +83,9 @@ def token_array(tokens: Any) -> np.ndarray | str:
 
 
 def log_prob_array(log_probs: Any) -> np.ndarray | str:
-    """Log-probs as a 1-D float array; None entries become NaN only in `missing_positions`, here they are an error string."""
+    """Log-probs as a 1-D float array; None entries become NaN only in `missing_positions`, here
+    they are an error string.
+    """
     values = packed(log_probs, "d") if isinstance(log_probs, list) else _as_numpy(log_probs)
     if values is None and isinstance(log_probs, list):
         return f"log-probs are not numbers: {_first_bad(log_probs, float)}"
@@ -91,11 +104,17 @@ def mask_array(mask: Any) -> np.ndarray | str:
     if values.dtype == np.uint8 and (not values.size or values.max() <= 1):
         return values
     wrong = np.flatnonzero((values != 0) & (values != 1))
-    return f"entry {wrong[0]} of the loss mask is {values[wrong[0]]}, not 0 or 1" if len(wrong) else values
+    return (
+        f"entry {wrong[0]} of the loss mask is {values[wrong[0]]}, not 0 or 1"
+        if len(wrong)
+        else values
+    )
 
 
 def missing_positions(log_probs: Any) -> np.ndarray | None:
-    """[T] bool, True where an entry is None; None when there is no such entry or the value is not a list."""
+    """[T] bool, True where an entry is None; None when there is no such entry or the value is not a
+    list.
+    """
     if not isinstance(log_probs, list | tuple):
         return None
     missing = np.fromiter((value is None for value in log_probs), dtype=bool, count=len(log_probs))

@@ -1,7 +1,9 @@
-"""`slime consistency RUN`: where trainer and engine disagree about the log-probs of sampled tokens, from a run's folder.
+"""`slime consistency RUN`: where trainer and engine disagree about the log-probs of sampled tokens,
+from a run's folder.
 
-One row per rollout from metrics.jsonl, with an alarm where the mean difference exceeds the threshold. Where the run wrote train dumps
-(--dump-details), the tokens with the largest difference are shown in their text. Exit status 1 with an alarm, 2 where there is no such run.
+One row per rollout from metrics.jsonl, with an alarm where the mean difference exceeds the
+threshold. Where the run wrote train dumps (--dump-details), the tokens with the largest difference
+are shown in their text. Exit status 1 with an alarm, 2 where there is no such run.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ BEFORE, AFTER = 12, 6  # tokens of context
 
 @dataclasses.dataclass(frozen=True)
 class StepConsistency:
-    """One rollout: its metrics below `rollout/logprob_`, in nats per token, and the alarm's words or None."""
+    """One rollout: its metrics below `rollout/logprob_`, in nats per token, and the alarm's words
+    or None.
+    """
 
     step: int
     metrics: dict[str, float]
@@ -49,7 +53,9 @@ class StepConsistency:
 
 @dataclasses.dataclass(frozen=True)
 class TokenGap:
-    """A trained token: both log-probs in nats, where it stands, and the text around it. `text` is None without a tokenizer."""
+    """A trained token: both log-probs in nats, where it stands, and the text around it. `text` is
+    None without a tokenizer.
+    """
 
     sample_index: Any
     position_in_batch: int
@@ -72,7 +78,9 @@ class TokenGap:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What the command prints. `step` is the rollout the tokens are from; `note` says why there are none."""
+    """What the command prints. `step` is the rollout the tokens are from; `note` says why there are
+    none.
+    """
 
     run_dir: str
     threshold: float
@@ -86,7 +94,7 @@ class Report:
         return any(step.alarm is not None for step in self.steps)
 
 
-# --- pure ----------------------------------------------------------------------------------------------------------------
+# --- pure -----------------------------------------------------------------------------------------
 
 
 def consistency_by_step(run: RunRecords, *, limits: ConsistencyLimits) -> list[StepConsistency]:
@@ -95,29 +103,50 @@ def consistency_by_step(run: RunRecords, *, limits: ConsistencyLimits) -> list[S
     steps = []
     for step in sorted(run.series.get(MEAN, {})):
         # float() also reads the "nan" and "inf" of a metrics file, which are the worst there is
-        metrics = {name: float(run.series[name][step]) for name in names if step in run.series[name]}
-        steps.append(StepConsistency(step, metrics, " ".join(consistency_alarms(metrics, limits).values()) or None))
+        metrics = {
+            name: float(run.series[name][step]) for name in names if step in run.series[name]
+        }
+        steps.append(
+            StepConsistency(
+                step, metrics, " ".join(consistency_alarms(metrics, limits).values()) or None
+            )
+        )
     return steps
 
 
 def worst_step(steps: Sequence[StepConsistency]) -> StepConsistency:
-    """The rollout with the largest mean difference; one whose mean is no number comes before all others."""
-    return max(steps, key=lambda entry: math.inf if math.isnan(entry.metrics[MEAN]) else entry.metrics[MEAN])
+    """The rollout with the largest mean difference; one whose mean is no number comes before all
+    others.
+    """
+    return max(
+        steps,
+        key=lambda entry: math.inf if math.isnan(entry.metrics[MEAN]) else entry.metrics[MEAN],
+    )
 
 
 def worst_tokens(
-    dump: TrainDump, *, top: int, samples: Mapping[Any, Sample] | None = None, decode: Callable[[list[int]], str] | None = None
+    dump: TrainDump,
+    *,
+    top: int,
+    samples: Mapping[Any, Sample] | None = None,
+    decode: Callable[[list[int]], str] | None = None,
 ) -> list[TokenGap]:
-    """The trained tokens with the largest |trainer - engine| difference, largest first. `samples` by index (for weight versions) and `decode`
-    are optional. `RolloutDataError` where the dump lacks either kind of log-probs."""
+    """The trained tokens with the largest |trainer - engine| difference, largest first. `samples`
+    by index (for weight versions) and `decode` are optional. `RolloutDataError` where the dump
+    lacks either kind of log-probs.
+    """
     lacking = [name for name in ("log_probs", "rollout_log_probs") if name not in dump.token_fields]
     if lacking:
-        raise RolloutDataError(f"{dump.path} has no {' and no '.join(lacking)}: nothing to compare.")
+        raise RolloutDataError(
+            f"{dump.path} has no {' and no '.join(lacking)}: nothing to compare."
+        )
     import numpy as np
 
     fields = dump.token_fields
     gaps: list[tuple[float, int, int]] = []
-    for i, (trainer, engine, mask) in enumerate(zip(fields["log_probs"], fields["rollout_log_probs"], fields["loss_masks"], strict=True)):
+    for i, (trainer, engine, mask) in enumerate(
+        zip(fields["log_probs"], fields["rollout_log_probs"], fields["loss_masks"], strict=True)
+    ):
         distance = np.where(mask != 0, np.abs(trainer.astype(np.float64) - engine), -1.0)
         # NaN is the worst there is, and must not be sorted away
         distance = np.where((mask != 0) & np.isnan(distance), np.inf, distance)
@@ -125,18 +154,31 @@ def worst_tokens(
             if distance[j] >= 0:
                 gaps.append((-float(distance[j]), i, j))
     owners = dump.owner_ranks
-    return [_token_gap(dump, i, j, rank=int(owners[i]), samples=samples or {}, decode=decode) for _, i, j in sorted(gaps)[:top]]
+    return [
+        _token_gap(dump, i, j, rank=int(owners[i]), samples=samples or {}, decode=decode)
+        for _, i, j in sorted(gaps)[:top]
+    ]
 
 
 def _token_gap(
-    dump: TrainDump, i: int, j: int, *, rank: int, samples: Mapping[Any, Sample], decode: Callable[[list[int]], str] | None
+    dump: TrainDump,
+    i: int,
+    j: int,
+    *,
+    rank: int,
+    samples: Mapping[Any, Sample],
+    decode: Callable[[list[int]], str] | None,
 ) -> TokenGap:
     sample, tokens = dump.sample(i), dump.token_fields["tokens"][i].tolist()
     response = len(dump.token_fields["loss_masks"][i])
     place = len(tokens) - response + j
     index = _plain(sample.get("sample_indices"))
     known = samples.get(index)
-    pieces = (tokens[max(0, place - BEFORE) : place], tokens[place : place + 1], tokens[place + 1 : place + 1 + AFTER])
+    pieces = (
+        tokens[max(0, place - BEFORE) : place],
+        tokens[place : place + 1],
+        tokens[place + 1 : place + 1 + AFTER],
+    )
     before, text, after = (None, None, None) if decode is None else map(decode, pieces)
     return TokenGap(
         sample_index=index,
@@ -147,7 +189,9 @@ def _token_gap(
         trainer=float(sample["log_probs"][j]),
         engine=float(sample["rollout_log_probs"][j]),
         source=sample.get("source_names"),
-        weight_versions=[str(version) for version in known.weight_versions] if known is not None else [],
+        weight_versions=[str(version) for version in known.weight_versions]
+        if known is not None
+        else [],
         rank=rank,
         before=before,
         text=text,
@@ -160,7 +204,9 @@ def _plain(value: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """`text` on one line, with everything that a terminal would act on spelled out: a model may have sampled escape sequences."""
+    """`text` on one line, with everything that a terminal would act on spelled out: a model may
+    have sampled escape sequences.
+    """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -168,10 +214,14 @@ def rollout_of_step(step: int, config: Mapping[str, Any]) -> int:
     """The rollout whose metrics stand at this `rollout/step`."""
     if not config.get("wandb_always_use_train_step"):
         return step
-    return step * config["global_batch_size"] // (config["rollout_batch_size"] * config["n_samples_per_prompt"])
+    return (
+        step
+        * config["global_batch_size"]
+        // (config["rollout_batch_size"] * config["n_samples_per_prompt"])
+    )
 
 
-# --- reading a run -------------------------------------------------------------------------------------------------------
+# --- reading a run --------------------------------------------------------------------------------
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
@@ -188,31 +238,47 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not YAML: {error}") from error
 
 
-def build_report(run_dir: Path, *, step: int | None = None, top: int = 10, threshold: float | None = None) -> Report:
-    """Reads the run and its dumps. `step` restricts the report to one rollout; without it the tokens are of the rollout with the largest mean
-    difference. ConfigError where the folder is no run, or it has no such step or no such metrics."""
+def build_report(
+    run_dir: Path, *, step: int | None = None, top: int = 10, threshold: float | None = None
+) -> Report:
+    """Reads the run and its dumps. `step` restricts the report to one rollout; without it the
+    tokens are of the rollout with the largest mean difference. ConfigError where the folder is no
+    run, or it has no such step or no such metrics.
+    """
     try:
         run = read_run(run_dir)
     except FileNotFoundError as error:
         raise ConfigError(str(error)) from error
     config = read_config(run_dir)
     if threshold is None:
-        threshold = float(config.get("logprob_diff_alarm", ObservabilityOptions().logprob_diff_alarm))
-    untrained = float(config.get("untrained_tokens_alarm", ObservabilityOptions().untrained_tokens_alarm))
+        threshold = float(
+            config.get("logprob_diff_alarm", ObservabilityOptions().logprob_diff_alarm)
+        )
+    untrained = float(
+        config.get("untrained_tokens_alarm", ObservabilityOptions().untrained_tokens_alarm)
+    )
     steps = consistency_by_step(run, limits=ConsistencyLimits(threshold, untrained))
     if not steps:
-        raise ConfigError(f"{run_dir} logged no {MEAN}: no rollout had log-probs of both an engine and the trainer.")
+        raise ConfigError(
+            f"{run_dir} logged no {MEAN}: no rollout had log-probs of both an engine and the "
+            "trainer."
+        )
     if step is not None:
         known = [entry.step for entry in steps]
         steps = [entry for entry in steps if entry.step == step]
         if not steps:
-            raise ConfigError(f"{run_dir} has no rollout {step} with log-prob metrics; it has {known[0]} to {known[-1]}.")
+            raise ConfigError(
+                f"{run_dir} has no rollout {step} with log-prob metrics; it has {known[0]} to "
+                f"{known[-1]}."
+            )
     shown = worst_step(steps)
     tokens, note = _tokens_of_step(config, rollout_of_step(shown.step, config), top=top)
     return Report(str(run_dir), threshold, steps, shown.step, tokens, note)
 
 
-def _tokens_of_step(config: Mapping[str, Any], rollout_id: int, *, top: int) -> tuple[list[TokenGap], str | None]:
+def _tokens_of_step(
+    config: Mapping[str, Any], rollout_id: int, *, top: int
+) -> tuple[list[TokenGap], str | None]:
     path = _dump_file(config, rollout_id)
     if path is None or not path.exists():
         wanted = f"there is no {path}" if path else "the run wrote no train dumps"
@@ -231,21 +297,32 @@ def _samples_by_index(config: Mapping[str, Any], rollout_id: int) -> dict[Any, S
     """The samples of the rollout dump, written or replayed; {} where there is none."""
     from slime.files.rollout_dump import dump_path, read_rollout_dump
 
-    written = config.get("save_debug_rollout_data") or _detail(config, "rollout_data/{rollout_id}.jsonl")
+    written = config.get("save_debug_rollout_data") or _detail(
+        config, "rollout_data/{rollout_id}.jsonl"
+    )
     template = written or config.get("load_debug_rollout_data")
     path = dump_path(template, rollout_id, evaluation=False) if template else None
-    return {sample.index: sample for sample in read_rollout_dump(path)} if path is not None and path.exists() else {}
+    return (
+        {sample.index: sample for sample in read_rollout_dump(path)}
+        if path is not None and path.exists()
+        else {}
+    )
 
 
 def _dump_file(config: Mapping[str, Any], rollout_id: int) -> Path | None:
     from slime.files.train_dump import train_dump_path
 
-    template = config.get("save_debug_train_data") or _detail(config, "train_data/{rollout_id}.safetensors")
+    template = config.get("save_debug_train_data") or _detail(
+        config, "train_data/{rollout_id}.safetensors"
+    )
     if not template:
         return None
     path = train_dump_path(template, rollout_id, rank=0)
     if not path.exists() and "{rank}" in template:
-        return next(iter(sorted(path.parent.glob(train_dump_path(template, rollout_id, rank="*").name))), path)
+        return next(
+            iter(sorted(path.parent.glob(train_dump_path(template, rollout_id, rank="*").name))),
+            path,
+        )
     return path
 
 
@@ -266,14 +343,17 @@ def decoder_of(hf_checkpoint: str | None) -> tuple[Callable[[list[int]], str] | 
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False), None
 
 
-# --- saying it -----------------------------------------------------------------------------------------------------------
+# --- saying it ------------------------------------------------------------------------------------
 
 
 def step_rows(report: Report) -> list[list[str]]:
     """Head and rows of the table of rollouts."""
     rows = [["step", *COLUMNS, ""]]
     for step in report.steps:
-        cells = [f"{step.metrics[name]:.3g}" if name in step.metrics else "-" for name in COLUMNS.values()]
+        cells = [
+            f"{step.metrics[name]:.3g}" if name in step.metrics else "-"
+            for name in COLUMNS.values()
+        ]
         rows.append([str(step.step), *cells, "ALARM" if step.alarm else ""])
     return rows
 
@@ -282,15 +362,28 @@ def part_rows(report: Report) -> list[list[str]]:
     """Head and rows of the means by quarter of the response and by source, of the shown rollout."""
     shown = next(step for step in report.steps if step.step == report.step)
     prefix = f"{PREFIXES[0]}/"
-    parts = {name.removeprefix(prefix): value for name, value in shown.metrics.items() if name.count("/") > 2}
-    return [["part", "mean"], *([printable(name), f"{value:.3g}"] for name, value in sorted(parts.items()))]
+    parts = {
+        name.removeprefix(prefix): value
+        for name, value in shown.metrics.items()
+        if name.count("/") > 2
+    }
+    return [
+        ["part", "mean"],
+        *([printable(name), f"{value:.3g}"] for name, value in sorted(parts.items())),
+    ]
 
 
 def token_rows(report: Report) -> list[list[str]]:
     """Head and rows of the table of tokens."""
-    rows = [["sample", "token", "trainer", "engine", "difference", "id", "context", "source", "weights"]]
+    rows = [
+        ["sample", "token", "trainer", "engine", "difference", "id", "context", "source", "weights"]
+    ]
     for gap in report.tokens:
-        context = "-" if gap.text is None else printable(f"{gap.before}") + f"[{printable(gap.text)}]" + printable(f"{gap.after}")
+        context = (
+            "-"
+            if gap.text is None
+            else printable(f"{gap.before}") + f"[{printable(gap.text)}]" + printable(f"{gap.after}")
+        )
         rows.append(
             [
                 str(gap.sample_index),
@@ -341,7 +434,10 @@ def print_plain(title: str, rows: list[list[str]], stream: Any) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print(title, file=stream)
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), file=stream)
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(),
+            file=stream,
+        )
     print(file=stream)
 
 
@@ -360,16 +456,36 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the report of a run; returns 1 where the alarm threshold is exceeded, 2 where there is no such run."""
-    parser = argparse.ArgumentParser(prog="slime consistency", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="Run folder: it holds metrics.jsonl and config.yaml.")
-    parser.add_argument("--step", type=int, default=None, help="Look at this rollout only. Default: all, and tokens of the worst.")
+    """Prints the report of a run; returns 1 where the alarm threshold is exceeded, 2 where there is
+    no such run.
+    """
+    parser = argparse.ArgumentParser(
+        prog="slime consistency",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "run", type=Path, help="Run folder: it holds metrics.jsonl and config.yaml."
+    )
+    parser.add_argument(
+        "--step",
+        type=int,
+        default=None,
+        help="Look at this rollout only. Default: all, and tokens of the worst.",
+    )
     parser.add_argument("--top", type=int, default=10, help="Tokens that are shown.")
-    parser.add_argument("--threshold", type=float, default=None, help="Nats per token. Default: the run's --logprob-diff-alarm.")
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        default=None,
+        help="Nats per token. Default: the run's --logprob-diff-alarm.",
+    )
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
     options = parser.parse_args(argv)
     try:
-        report = build_report(options.run, step=options.step, top=max(0, options.top), threshold=options.threshold)
+        report = build_report(
+            options.run, step=options.step, top=max(0, options.top), threshold=options.threshold
+        )
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

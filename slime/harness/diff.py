@@ -1,7 +1,10 @@
-"""`slime diff A B`: two train dumps, two rollout dumps, or two folders of dumps, compared field by field.
+"""`slime diff A B`: two train dumps, two rollout dumps, or two folders of dumps, compared field by
+field.
 
-Samples are matched by their position in the whole rollout batch, so that the layout they were trained on does not matter. The first difference
-is named: sample, field, token, and the data-parallel rank that trained the sample. Exit status 0: identical (within --rtol and --atol), 1: not.
+Samples are matched by their position in the whole rollout batch, so that the layout they were
+trained on does not matter. The first difference is named: sample, field, token, and the
+data-parallel rank that trained the sample. Exit status 0: identical (within --rtol and --atol), 1:
+not.
 """
 
 from __future__ import annotations
@@ -23,15 +26,19 @@ from slime.files.rollout_dump import FORMAT as ROLLOUT_FORMAT
 from slime.files.rollout_dump import read_rollout_dump
 from slime.files.train_dump import is_train_dump, read_train_dump
 
-# Say where a sample was trained, how long something took or over which connection: two equal runs may differ in them.
+# Say where a sample was trained, how long something took or over which connection: two equal runs
+# may differ in them.
 NOT_COMPARED = ("partition", "owner_ranks", "non_generation_time", "session_id")
-# The contract's order: what training is given comes before what it computes from that, so that a cause is named before its effect.
+# The contract's order: what training is given comes before what it computes from that, so that a
+# cause is named before its effect.
 FIELD_ORDER = {spec.name: place for place, spec in enumerate(CONTRACT)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """Floats a and b are equal when |a - b| <= atol + rtol * max(|a|, |b|). Everything else must be identical."""
+    """Floats a and b are equal when |a - b| <= atol + rtol * max(|a|, |b|). Everything else must be
+    identical.
+    """
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -39,7 +46,9 @@ class Tolerance:
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-    """A dump as samples: by position in the whole batch its fields, and the rank that trained it (None: no rank, or not known)."""
+    """A dump as samples: by position in the whole batch its fields, and the rank that trained it
+    (None: no rank, or not known).
+    """
 
     name: str
     samples: dict[int, dict[str, Any]]
@@ -49,7 +58,9 @@ class Records:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One entry of one field of one sample that differs. `path`: where in the field, () for a single number."""
+    """One entry of one field of one sample that differs. `path`: where in the field, () for a
+    single number.
+    """
 
     position: int
     sample_index: Any
@@ -62,14 +73,24 @@ class Difference:
 
     def __str__(self) -> str:
         ranks = (self.rank_a, self.rank_b)
-        where = "" if ranks == (None, None) else f", data-parallel rank {ranks[0]}" + ("" if ranks[0] == ranks[1] else f" in A and {ranks[1]} in B")
+        where = (
+            ""
+            if ranks == (None, None)
+            else f", data-parallel rank {ranks[0]}"
+            + ("" if ranks[0] == ranks[1] else f" in A and {ranks[1]} in B")
+        )
         place = "".join(f", {_path_name(self.field, part)}" for part in self.path)
-        return f"sample {self.sample_index} (position {self.position}{where}), {self.field}{place}: {_short(self.a)} in A, {_short(self.b)} in B"
+        return (
+            f"sample {self.sample_index} (position {self.position}{where}), "
+            f"{self.field}{place}: {_short(self.a)} in A, {_short(self.b)} in B"
+        )
 
 
 @dataclasses.dataclass
 class FieldCount:
-    """What differs in one field: samples, entries, and the largest absolute and relative difference of its floats (also within tolerance)."""
+    """What differs in one field: samples, entries, and the largest absolute and relative difference
+    of its floats (also within tolerance).
+    """
 
     samples: int = 0
     entries: int = 0
@@ -79,7 +100,9 @@ class FieldCount:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The outcome. `first` is the difference at the lowest position; `fields` has every compared field."""
+    """The outcome. `first` is the difference at the lowest position; `fields` has every compared
+    field.
+    """
 
     num_samples: int
     fields: dict[str, FieldCount]
@@ -93,14 +116,22 @@ class Comparison:
 
     @property
     def num_differences(self) -> int:
-        return sum(count.entries for count in self.fields.values()) + len(self.only_in_a) + len(self.only_in_b)
+        return (
+            sum(count.entries for count in self.fields.values())
+            + len(self.only_in_a)
+            + len(self.only_in_b)
+        )
 
 
 def _path_name(field: str, part: Any) -> str:
     spec = CONTRACT.find(field)
     if isinstance(part, int) and spec is not None and spec.rows is Rows.RESPONSE:
         return f"response token {part}"
-    return f"token {part}" if isinstance(part, int) and spec is not None and spec.rows is Rows.TOTAL else f"entry {part!r}"
+    return (
+        f"token {part}"
+        if isinstance(part, int) and spec is not None and spec.rows is Rows.TOTAL
+        else f"entry {part!r}"
+    )
 
 
 def _short(value: Any) -> str:
@@ -109,11 +140,15 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-# --- comparing -----------------------------------------------------------------------------------------------------------
+# --- comparing ------------------------------------------------------------------------------------
 
 
-def _differences(a: Any, b: Any, tolerance: Tolerance, count: FieldCount) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
-    """Yields (path, entry of a, entry of b) where they differ, in order; notes in `count` how far floats are apart."""
+def _differences(
+    a: Any, b: Any, tolerance: Tolerance, count: FieldCount
+) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
+    """Yields (path, entry of a, entry of b) where they differ, in order; notes in `count` how far
+    floats are apart.
+    """
     numeric_a, numeric_b = _numeric(a), _numeric(b)
     if numeric_a is not None and numeric_b is not None:
         yield from _numeric_differences(numeric_a, numeric_b, tolerance, count)
@@ -141,12 +176,18 @@ def _numeric(value: Any) -> np.ndarray | None:
         return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
     if isinstance(value, np.ndarray | np.generic | bool | int | float):
         return np.asarray(value)
-    if isinstance(value, list) and value and all(isinstance(entry, bool | int | float) for entry in value):
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(entry, bool | int | float) for entry in value)
+    ):
         return np.asarray(value)
     return None
 
 
-def _numeric_differences(a: np.ndarray, b: np.ndarray, tolerance: Tolerance, count: FieldCount) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
+def _numeric_differences(
+    a: np.ndarray, b: np.ndarray, tolerance: Tolerance, count: FieldCount
+) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
     if a.shape != b.shape:
         yield (), f"shape {list(a.shape)}", f"shape {list(b.shape)}"
         return
@@ -158,10 +199,14 @@ def _numeric_differences(a: np.ndarray, b: np.ndarray, tolerance: Tolerance, cou
             apart = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0.0, np.abs(x - y))
         apart = np.where(np.isnan(apart), np.inf, apart)
         size = np.maximum(np.abs(x), np.abs(y))
-        differs = ~(apart <= tolerance.atol + tolerance.rtol * np.where(np.isfinite(size), size, 0.0))
+        differs = ~(
+            apart <= tolerance.atol + tolerance.rtol * np.where(np.isfinite(size), size, 0.0)
+        )
         if apart.size:
             count.largest = max(count.largest, float(apart.max()))
-            relative = np.divide(apart, size, out=np.zeros_like(apart), where=np.isfinite(size) & (size > 0))
+            relative = np.divide(
+                apart, size, out=np.zeros_like(apart), where=np.isfinite(size) & (size > 0)
+            )
             count.largest_relative = max(count.largest_relative, float(relative.max()))
     for place in np.argwhere(differs):
         path = tuple(place.tolist())
@@ -169,7 +214,9 @@ def _numeric_differences(a: np.ndarray, b: np.ndarray, tolerance: Tolerance, cou
 
 
 def compare_records(a: Records, b: Records, *, tolerance: Tolerance = Tolerance()) -> Comparison:
-    """Compares two dumps over the samples and fields that both have; what only one has is listed."""
+    """Compares two dumps over the samples and fields that both have; what only one
+    has is listed.
+    """
     fields: dict[str, FieldCount] = {}
     first: Difference | None = None
     only_in_a, only_in_b = _only(a, b), _only(b, a)
@@ -185,7 +232,16 @@ def compare_records(a: Records, b: Records, *, tolerance: Tolerance = Tolerance(
             count.entries += len(found)
             if found and first is None:
                 path, x, y = found[0]
-                first = Difference(position, a.indices.get(position), name, path, x, y, a.ranks.get(position), b.ranks.get(position))
+                first = Difference(
+                    position,
+                    a.indices.get(position),
+                    name,
+                    path,
+                    x,
+                    y,
+                    a.ranks.get(position),
+                    b.ranks.get(position),
+                )
     return Comparison(len(shared), fields, first, only_in_a, only_in_b)
 
 
@@ -195,12 +251,16 @@ def _only(a: Records, b: Records) -> list[str]:
     fields: dict[str, int] = {}
     for position, sample in a.samples.items():
         for name in sample:
-            if name not in NOT_COMPARED and position in b.samples and name not in b.samples[position]:
+            if (
+                name not in NOT_COMPARED
+                and position in b.samples
+                and name not in b.samples[position]
+            ):
                 fields.setdefault(name, position)
     return words + [f"field {name}" for name in fields]
 
 
-# --- reading -------------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def read_records(path: Path) -> Records:
@@ -213,34 +273,52 @@ def read_records(path: Path) -> Records:
             whole = {name: values[position] for name, values in dump.whole_fields.items()}
             samples[position] = dump.sample(trained[position]) if position in trained else whole
         indices = {p: samples[p].get("sample_indices") for p in trained}
-        return Records(str(path), samples, _plain(indices), dict(zip(trained, dump.owner_ranks.tolist(), strict=True)))
+        return Records(
+            str(path),
+            samples,
+            _plain(indices),
+            dict(zip(trained, dump.owner_ranks.tolist(), strict=True)),
+        )
     read = read_rollout_dump(path)
     by_position = {position: sample.to_dict() for position, sample in enumerate(read)}
     return Records(str(path), by_position, {p: sample.index for p, sample in enumerate(read)}, {})
 
 
 def _plain(values: Mapping[int, Any]) -> dict[int, Any]:
-    return {key: value.item() if isinstance(value, np.generic) else value for key, value in values.items()}
+    return {
+        key: value.item() if isinstance(value, np.generic) else value
+        for key, value in values.items()
+    }
 
 
 def find_dumps(folder: Path) -> list[str]:
     """Names, relative to the folder, of the dumps in it."""
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and _is_dump(path))
+    return sorted(
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.is_file() and _is_dump(path)
+    )
 
 
 def _is_dump(path: Path) -> bool:
     with open(path, "rb") as file:
         start = file.read(64)
-    return (path.suffix == ".safetensors" and start[8:9] == b"{") or start.startswith(f'{{"format":"{ROLLOUT_FORMAT}"'.encode())
+    return (path.suffix == ".safetensors" and start[8:9] == b"{") or start.startswith(
+        f'{{"format":"{ROLLOUT_FORMAT}"'.encode()
+    )
 
 
 def compare_paths(a: Path, b: Path, *, tolerance: Tolerance = Tolerance()) -> dict[str, Comparison]:
-    """Comparisons by name: one for two files, one per common dump for two folders. A dump that only one folder has is a difference."""
+    """Comparisons by name: one for two files, one per common dump for two folders. A dump that only
+    one folder has is a difference.
+    """
     for path in (a, b):
         if not path.exists():
             raise RolloutDataError(f"There is no dump at {path}.")
     if a.is_dir() != b.is_dir():
-        raise RolloutDataError(f"{a} and {b}: one is a folder, the other a file. Give two files, or two folders.")
+        raise RolloutDataError(
+            f"{a} and {b}: one is a folder, the other a file. Give two files, or two folders."
+        )
     if not a.is_dir():
         return {"": compare_records(read_records(a), read_records(b), tolerance=tolerance)}
     names_a, names_b = find_dumps(a), find_dumps(b)
@@ -249,37 +327,64 @@ def compare_paths(a: Path, b: Path, *, tolerance: Tolerance = Tolerance()) -> di
     result = {}
     for name in sorted({*names_a, *names_b}):
         if name in names_a and name in names_b:
-            result[name] = compare_records(read_records(a / name), read_records(b / name), tolerance=tolerance)
+            result[name] = compare_records(
+                read_records(a / name), read_records(b / name), tolerance=tolerance
+            )
         else:
             only = [["this dump"], []] if name in names_a else [[], ["this dump"]]
             result[name] = Comparison(0, {}, None, *only)
     return result
 
 
-# --- saying it -----------------------------------------------------------------------------------------------------------
+# --- saying it ------------------------------------------------------------------------------------
 
 
-def describe(comparison: Comparison, *, tolerance: Tolerance = Tolerance(), top: int = 10) -> list[str]:
-    """Lines that say whether the dumps are identical, else where they differ first and how much in which fields."""
+def describe(
+    comparison: Comparison, *, tolerance: Tolerance = Tolerance(), top: int = 10
+) -> list[str]:
+    """Lines that say whether the dumps are identical, else where they differ first and how much in
+    which fields.
+    """
     if comparison.identical:
-        floats = [(count.largest, count.largest_relative, name) for name, count in comparison.fields.items() if count.largest > 0]
+        floats = [
+            (count.largest, count.largest_relative, name)
+            for name, count in comparison.fields.items()
+            if count.largest > 0
+        ]
         within = f" within rtol {tolerance.rtol:g}, atol {tolerance.atol:g}" if floats else ""
-        lines = [f"identical{within}: {len(comparison.fields)} fields x {comparison.num_samples} samples, 0 differences"]
+        lines = [
+            (
+                f"identical{within}: {len(comparison.fields)} fields x {comparison.num_samples} "
+                "samples, 0 differences"
+            )
+        ]
         if floats:
             largest, relative, name = max(floats)
-            lines.append(f"largest difference within tolerance: {largest:.3g} (relative {relative:.3g}) in {name}")
+            lines.append(
+                f"largest difference within tolerance: {largest:.3g} (relative {relative:.3g}) in "
+                f"{name}"
+            )
         return lines
     differing = {name: count for name, count in comparison.fields.items() if count.entries}
     lines = [
-        f"different: {len(differing)} of {len(comparison.fields)} fields over {comparison.num_samples} samples, "
+        f"different: {len(differing)} of {len(comparison.fields)} fields over "
+        f"{comparison.num_samples} samples, "
         f"{comparison.num_differences} differences"
     ]
     if comparison.first is not None:
         lines.append(f"first: {comparison.first}")
-    lines += [f"only in {side}: {text}" for side, texts in (("A", comparison.only_in_a), ("B", comparison.only_in_b)) for text in texts]
+    lines += [
+        f"only in {side}: {text}"
+        for side, texts in (("A", comparison.only_in_a), ("B", comparison.only_in_b))
+        for text in texts
+    ]
     ranked = sorted(differing.items(), key=lambda item: -item[1].entries)
     for name, count in ranked[:top]:
-        size = f", largest {count.largest:.3g} (relative {count.largest_relative:.3g})" if count.largest else ""
+        size = (
+            f", largest {count.largest:.3g} (relative {count.largest_relative:.3g})"
+            if count.largest
+            else ""
+        )
         lines.append(f"  {name}: {count.entries} entries in {count.samples} samples{size}")
     if len(ranked) > top:
         lines.append(f"  and {len(ranked) - top} more fields")
@@ -288,10 +393,17 @@ def describe(comparison: Comparison, *, tolerance: Tolerance = Tolerance(), top:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compares and prints; returns 0 for identical dumps, 1 for others."""
-    parser = argparse.ArgumentParser(prog="slime diff", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="slime diff", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("a", type=Path, help="Train dump, rollout dump, or folder of dumps.")
     parser.add_argument("b", type=Path, help="What A is compared with.")
-    parser.add_argument("--rtol", type=float, default=0.0, help="Relative tolerance of floats. Two layouts sum in different orders: 1e-4.")
+    parser.add_argument(
+        "--rtol",
+        type=float,
+        default=0.0,
+        help="Relative tolerance of floats. Two layouts sum in different orders: 1e-4.",
+    )
     parser.add_argument("--atol", type=float, default=0.0, help="Absolute tolerance of floats.")
     parser.add_argument("--top", type=int, default=10, help="Differing fields that are listed.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
@@ -301,15 +413,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     tolerance = Tolerance(options.rtol, options.atol)
     comparisons = compare_paths(options.a, options.b, tolerance=tolerance)
     if options.json:
-        print(json.dumps({name: _as_json(comparison) for name, comparison in comparisons.items()}, default=str))
+        print(
+            json.dumps(
+                {name: _as_json(comparison) for name, comparison in comparisons.items()},
+                default=str,
+            )
+        )
     else:
         for name, comparison in comparisons.items():
-            print(*([f"{name}:"] if name else []), *describe(comparison, tolerance=tolerance, top=options.top), sep="\n")
+            print(
+                *([f"{name}:"] if name else []),
+                *describe(comparison, tolerance=tolerance, top=options.top),
+                sep="\n",
+            )
     return 0 if all(comparison.identical for comparison in comparisons.values()) else 1
 
 
 def _as_json(comparison: Comparison) -> dict[str, Any]:
-    first = None if comparison.first is None else {**dataclasses.asdict(comparison.first), "text": str(comparison.first)}
+    first = (
+        None
+        if comparison.first is None
+        else {**dataclasses.asdict(comparison.first), "text": str(comparison.first)}
+    )
     if first is not None:
         first["a"], first["b"] = (_short(first[side]) for side in ("a", "b"))
     return {

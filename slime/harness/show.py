@@ -1,10 +1,14 @@
-"""`slime show DUMP --sample N`: one sample of a rollout dump, token by token, with what the trainer computed for it.
+"""`slime show DUMP --sample N`: one sample of a rollout dump, token by token, with what the trainer
+computed for it.
 
     slime show runs/latest/dumps/rollout_data/7.jsonl                 one line per sample
-    slime show runs/latest/dumps/rollout_data/7.jsonl --sample 12     prompt, response, label, reward, group; then a line per response token
+    slime show runs/latest/dumps/rollout_data/7.jsonl --sample 12     prompt, response, label,
+                                                                      reward, group; then a line per
+                                                                      response token
 
-The trainer's numbers come from the train dump of the same rollout (--train-dump, else train_data/7.safetensors beside the folder
-rollout_data), the texts from the tokenizer that the run's config.yaml names (--hf-checkpoint, else the config.yaml above the dump).
+The trainer's numbers come from the train dump of the same rollout (--train-dump, else
+train_data/7.safetensors beside the folder rollout_data), the texts from the tokenizer that the
+run's config.yaml names (--hf-checkpoint, else the config.yaml above the dump).
 """
 
 from __future__ import annotations
@@ -42,8 +46,12 @@ class TokenRow:
     advantage: float | None
 
 
-def token_rows(sample: Sample, trained: dict[str, Any] | None, decode: Callable[[list[int]], str] | None) -> list[TokenRow]:
-    """One row per response token of a sample; `trained` are its fields in the train dump. RolloutDataError where lengths contradict."""
+def token_rows(
+    sample: Sample, trained: dict[str, Any] | None, decode: Callable[[list[int]], str] | None
+) -> list[TokenRow]:
+    """One row per response token of a sample; `trained` are its fields in the train dump.
+    RolloutDataError where lengths contradict.
+    """
     length = sample.response_length
     ids = [int(token) for token in list(sample.tokens)[len(sample.tokens) - length :]]
 
@@ -52,7 +60,9 @@ def token_rows(sample: Sample, trained: dict[str, Any] | None, decode: Callable[
             return [None] * length
         values = list(values)
         if len(values) != length:
-            raise RolloutDataError(f"sample {sample.index}: {len(values)} {name} for {length} response tokens.")
+            raise RolloutDataError(
+                f"sample {sample.index}: {len(values)} {name} for {length} response tokens."
+            )
         return values
 
     trained = trained or {}
@@ -77,17 +87,24 @@ def token_rows(sample: Sample, trained: dict[str, Any] | None, decode: Callable[
 
 
 def chosen(samples: Sequence[Sample], index: int, path: Path) -> list[int]:
-    """Positions of the samples with that index (several where one execution emitted several). RolloutDataError that says which there are."""
+    """Positions of the samples with that index (several where one execution emitted several).
+    RolloutDataError that says which there are.
+    """
     found = [position for position, sample in enumerate(samples) if sample.index == index]
     if not found:
         known = sorted({sample.index for sample in samples if sample.index is not None})
         span = f"; it has {len(known)} from {known[0]} to {known[-1]}" if known else ""
-        raise RolloutDataError(f"{path} has no sample {index}{span}. The number is Sample.index; without --sample all are listed.")
+        raise RolloutDataError(
+            f"{path} has no sample {index}{span}. The number is Sample.index; without --sample all "
+            "are listed."
+        )
     return found
 
 
 def trained_fields(path: Path | None, position: int, sample: Sample) -> dict[str, Any] | None:
-    """What the trainer recorded of the sample at that position of the rollout's batch; None where there is no dump, or it did not train."""
+    """What the trainer recorded of the sample at that position of the rollout's batch; None where
+    there is no dump, or it did not train.
+    """
     if path is None:
         return None
     dump = read_train_dump(path)
@@ -105,7 +122,9 @@ def train_dump_beside(path: Path) -> Path | None:
 
 
 def model_of(path: Path) -> str | None:
-    """--hf-checkpoint of the run in whose folder the dump lies; None where no config.yaml is above it."""
+    """--hf-checkpoint of the run in whose folder the dump lies; None where no config.yaml is above
+    it.
+    """
     for folder in list(path.absolute().parents)[:4]:
         if (folder / "config.yaml").is_file():
             found = read_config(folder).get("hf_checkpoint")
@@ -119,8 +138,14 @@ def format_number(value: float | None) -> str:
 
 
 def format_sample(sample: Sample) -> list[str]:
-    """What concerns the sample as a whole, one fact per line; control characters are spelled out."""
-    prompt = sample.prompt if isinstance(sample.prompt, str) else json.dumps(sample.prompt, ensure_ascii=False, default=str)
+    """What concerns the sample as a whole, one fact per line; control characters are
+    spelled out.
+    """
+    prompt = (
+        sample.prompt
+        if isinstance(sample.prompt, str)
+        else json.dumps(sample.prompt, ensure_ascii=False, default=str)
+    )
     facts = {
         "prompt": printable(prompt),
         "response": printable(sample.response or ""),
@@ -130,7 +155,10 @@ def format_sample(sample: Sample) -> list[str]:
         "status": f"{sample.status.value}, "
         + ("valid" if sample.valid else f"invalid: {printable(str(sample.invalid_reason))}")
         + (", removed by a filter" if sample.remove_sample else ""),
-        "tokens": f"{len(sample.tokens) - sample.response_length} prompt + {sample.response_length} response",
+        "tokens": (
+            f"{len(sample.tokens) - sample.response_length} prompt + "
+            f"{sample.response_length} response"
+        ),
         "weights": ", ".join(dict.fromkeys(map(str, sample.weight_versions))) or "-",
     }
     return [f"{name:9} {text}" for name, text in facts.items()]
@@ -163,17 +191,35 @@ def table_of(rows: Sequence[TokenRow]) -> list[list[str]]:
         gap = None if row.engine is None or row.trainer is None else row.trainer - row.engine
         text = "-" if row.text is None else f"'{printable(row.text)}'"
         numbers = (row.engine, row.trainer, gap, row.advantage)
-        table.append([str(row.token), str(row.id), text, str(row.mask), *map(format_number, numbers)])
+        table.append(
+            [str(row.token), str(row.id), text, str(row.mask), *map(format_number, numbers)]
+        )
     return table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints samples of a dump; returns 2, with the reason, for what cannot be shown."""
-    parser = argparse.ArgumentParser(prog="slime show", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dump", type=Path, help="A rollout dump: rollout_data/<rollout>.jsonl of --dump-details.")
-    parser.add_argument("--sample", type=int, default=None, help="Sample.index of the sample to show. Default: list all.")
-    parser.add_argument("--train-dump", type=Path, default=None, help="Train dump of the same rollout. Default: the one beside.")
-    parser.add_argument("--hf-checkpoint", default=None, help="Folder with the tokenizer. Default: the run's.")
+    parser = argparse.ArgumentParser(
+        prog="slime show", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "dump", type=Path, help="A rollout dump: rollout_data/<rollout>.jsonl of --dump-details."
+    )
+    parser.add_argument(
+        "--sample",
+        type=int,
+        default=None,
+        help="Sample.index of the sample to show. Default: list all.",
+    )
+    parser.add_argument(
+        "--train-dump",
+        type=Path,
+        default=None,
+        help="Train dump of the same rollout. Default: the one beside.",
+    )
+    parser.add_argument(
+        "--hf-checkpoint", default=None, help="Folder with the tokenizer. Default: the run's."
+    )
     parser.add_argument("--json", action="store_true", help="Print one JSON object per sample.")
     options = parser.parse_args(argv)
     try:
@@ -185,17 +231,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(options: argparse.Namespace, stream: Any) -> None:
-    """Prints what the options ask for. SlimeError where a file is missing, damaged, or has no such sample."""
+    """Prints what the options ask for. SlimeError where a file is missing, damaged, or has no such
+    sample.
+    """
     path: Path = options.dump
     if path.is_dir():
         dumps = sorted(path.rglob("*.jsonl"))
-        hint = f" For instance {dumps[0]}." if dumps else " It holds no dump: --dump-details makes them."
+        hint = (
+            f" For instance {dumps[0]}."
+            if dumps
+            else " It holds no dump: --dump-details makes them."
+        )
         raise ConfigError(f"{path} is a folder; name one rollout dump.{hint}")
     samples = read_rollout_dump(path)
     if options.sample is None and not options.json:
         print_plain(f"{len(samples)} samples of {path}", list_rows(samples), stream)
         return
-    positions = range(len(samples)) if options.sample is None else chosen(samples, options.sample, path)
+    positions = (
+        range(len(samples)) if options.sample is None else chosen(samples, options.sample, path)
+    )
     train_dump = options.train_dump or train_dump_beside(path)
     decode, note = decoder_of(options.hf_checkpoint or model_of(path))
     for position in positions:
@@ -210,7 +264,13 @@ def show(options: argparse.Namespace, stream: Any) -> None:
     if options.json:
         return
     if train_dump is None:
-        print("no train dump beside it: --train-dump FILE adds the trainer's log-probs and advantages", file=stream)
+        print(
+            (
+                "no train dump beside it: --train-dump FILE adds the trainer's log-probs and "
+                "advantages"
+            ),
+            file=stream,
+        )
     elif trained is None:
         print(f"the sample is not in {train_dump}: it did not train", file=stream)
     if note:
@@ -221,8 +281,20 @@ def _as_json(sample: Sample, rows: Sequence[TokenRow]) -> str:
     def finite(value: Any) -> Any:
         return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
-    tokens = [{name: finite(value) for name, value in dataclasses.asdict(row).items()} for row in rows]
-    names = ("index", "group_index", "rollout_id", "prompt", "response", "label", "reward", "valid", "invalid_reason")
+    tokens = [
+        {name: finite(value) for name, value in dataclasses.asdict(row).items()} for row in rows
+    ]
+    names = (
+        "index",
+        "group_index",
+        "rollout_id",
+        "prompt",
+        "response",
+        "label",
+        "reward",
+        "valid",
+        "invalid_reason",
+    )
     facts = {name: finite(getattr(sample, name)) for name in names}
     return json.dumps({**facts, "status": sample.status.value, "tokens": tokens}, default=str)
 

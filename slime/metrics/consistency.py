@@ -1,12 +1,14 @@
-"""How far the trainer's log-probs of the sampled tokens are from the engine's: the same weights should give the same numbers.
+"""How far the trainer's log-probs of the sampled tokens are from the engine's: the same weights
+should give the same numbers.
 
-Let d = trainer - engine log-prob of a sampled token, in nats. Over trained tokens only, exact over all ranks:
-abs diff mean, max and quantiles of |d|; k1 = mean(-d), k3 = mean(exp(d) - 1 - d), both estimates of KL(engine || trainer)
-(J. Schulman, "Approximating KL divergence", 2020); the mean of |d| by quarter of the response, by data source, and, where some samples are of
-older weights than those being trained, by weights.
+Let d = trainer - engine log-prob of a sampled token, in nats. Over trained tokens only, exact over
+all ranks: abs diff mean, max and quantiles of |d|; k1 = mean(-d), k3 = mean(exp(d) - 1 - d), both
+estimates of KL(engine || trainer) (J. Schulman, "Approximating KL divergence", 2020); the mean of
+|d| by quarter of the response, by data source, and, where some samples are of older weights than
+those being trained, by weights.
 
-Three further looks find what a mean hides: log-probs that are right but stand one token off, sampled tokens that do not train, and trained tokens
-that nobody sampled.
+Three further looks find what a mean hides: log-probs that are right but stand one token off,
+sampled tokens that do not train, and trained tokens that nobody sampled.
 """
 
 from __future__ import annotations
@@ -32,19 +34,33 @@ CLEARLY_UNLIKELY = -0.1
 
 
 def consistency_contributions(
-    batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: int = 0, ages_N: np.ndarray | None = None, masks_older: bool = False
+    batch: Mapping[str, Any],
+    *,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    ages_N: np.ndarray | None = None,
+    masks_older: bool = False,
 ) -> dict[str, Contribution]:
-    """This rank's part of the metrics below `rollout/`; {} for a batch that lacks either kind of log-probs.
+    """This rank's part of the metrics below `rollout/`; {} for a batch that lacks either kind of
+    log-probs.
 
-    ages_N: updates of the weights since each sample's oldest token was sampled, NaN where it is not known; None: the trainer's log-probs are of the
-    weights that sampled. masks_older: tokens of older weights are outside the loss by an option.
+    ages_N: updates of the weights since each sample's oldest token was sampled, NaN where it is not
+    known; None: the trainer's log-probs are of the weights that sampled. masks_older: tokens of
+    older weights are outside the loss by an option.
     """
-    if raw_entry(batch, "log_probs") is None or raw_entry(batch, "rollout_log_probs") is None or "loss_masks" not in batch:
+    if (
+        raw_entry(batch, "log_probs") is None
+        or raw_entry(batch, "rollout_log_probs") is None
+        or "loss_masks" not in batch
+    ):
         return {}
     tokens = sample_tokens(batch, cp_size=cp_size, cp_rank=cp_rank)
     sample_T = np.repeat(np.arange(len(tokens.plan.lengths_N)), tokens.plan.lengths_N)
     kept = slice(None) if tokens.mask_T is None else tokens.mask_T
-    trainer_T, engine_T = (flat_tokens(batch, name, tokens.plan.lengths_N) for name in ("log_probs", "rollout_log_probs"))
+    trainer_T, engine_T = (
+        flat_tokens(batch, name, tokens.plan.lengths_N)
+        for name in ("log_probs", "rollout_log_probs")
+    )
     difference = (trainer_T.astype(np.float64) - engine_T)[kept]
     distance = np.abs(difference)
     result = {
@@ -55,7 +71,12 @@ def consistency_contributions(
         "logprob_kl/k3": c.mean(_k3(difference), len(difference)),
     }
     places_T = _places(sample_T, batch, cp_size=cp_size, cp_rank=cp_rank)
-    quarter_T = np.minimum(3, 4 * places_T // np.maximum(1, np.asarray(batch["response_lengths"], dtype=np.int64)[sample_T]))
+    quarter_T = np.minimum(
+        3,
+        4
+        * places_T
+        // np.maximum(1, np.asarray(batch["response_lengths"], dtype=np.int64)[sample_T]),
+    )
     result |= _by_label("position", quarter_T[kept], QUARTERS, distance)
     if ages_N is not None:
         result |= _by_label("weights", (ages_N > 0).astype(int)[sample_T[kept]], WEIGHTS, distance)
@@ -65,25 +86,50 @@ def consistency_contributions(
         label_of = {name: index for index, name in enumerate(sources)}
         label_N = np.array([label_of[name] for name in names])
         result |= _by_label("source", label_N[sample_T[kept]], sources, distance)
-    result |= _mask_shares(trainer_T, engine_T, tokens.mask_T, tokens.mask_sums_N[sample_T] > 0, count_untrained=not masks_older)
+    result |= _mask_shares(
+        trainer_T,
+        engine_T,
+        tokens.mask_T,
+        tokens.mask_sums_N[sample_T] > 0,
+        count_untrained=not masks_older,
+    )
     return result
 
 
-def shift_contributions(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: int = 0) -> dict[str, Contribution]:
-    """{k: the median of |trainer[i] - engine[i + k]| over pairs of trained tokens of one sample that this rank holds}, for k of SHIFTS and 0. Ranks'
-    medians are weighed by their pairs: enough to see which k fits, and no number to log."""
-    if raw_entry(batch, "log_probs") is None or raw_entry(batch, "rollout_log_probs") is None or "loss_masks" not in batch:
+def shift_contributions(
+    batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: int = 0
+) -> dict[str, Contribution]:
+    """{k: the median of |trainer[i] - engine[i + k]| over pairs of trained tokens of one sample
+    that this rank holds}, for k of SHIFTS and 0. Ranks' medians are weighed by their pairs: enough
+    to see which k fits, and no number to log.
+    """
+    if (
+        raw_entry(batch, "log_probs") is None
+        or raw_entry(batch, "rollout_log_probs") is None
+        or "loss_masks" not in batch
+    ):
         return {}
     tokens = sample_tokens(batch, cp_size=cp_size, cp_rank=cp_rank)
     sample_T = np.repeat(np.arange(len(tokens.plan.lengths_N)), tokens.plan.lengths_N)
     place_T = _places(sample_T, batch, cp_size=cp_size, cp_rank=cp_rank)
     kept = slice(None) if tokens.mask_T is None else tokens.mask_T
-    columns = (*(flat_tokens(batch, name, tokens.plan.lengths_N) for name in ("log_probs", "rollout_log_probs")), sample_T, place_T)
+    columns = (
+        *(
+            flat_tokens(batch, name, tokens.plan.lengths_N)
+            for name in ("log_probs", "rollout_log_probs")
+        ),
+        sample_T,
+        place_T,
+    )
     trainer, engine, sample, place = (column[kept][:SHIFT_TOKENS] for column in columns)
     result = {}
     for k in (*SHIFTS, 0):
         size = max(0, len(trainer) - abs(k))
-        mine, other = (slice(0, size), slice(k, k + size)) if k >= 0 else (slice(-k, -k + size), slice(0, size))
+        mine, other = (
+            (slice(0, size), slice(k, k + size))
+            if k >= 0
+            else (slice(-k, -k + size), slice(0, size))
+        )
         pair = (sample[mine] == sample[other]) & (place[other] - place[mine] == k)
         gaps = np.abs(trainer[mine].astype(np.float64) - engine[other])[pair]
         result[str(k)] = c.mean([np.median(gaps) * len(gaps)] if len(gaps) else [], len(gaps))
@@ -91,16 +137,23 @@ def shift_contributions(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: 
 
 
 def shifted_by(medians: Mapping[str, float]) -> int | None:
-    """k where the engine's log-prob of token i + k is the trainer's of token i, from reduced `shift_contributions`; None where they stand at their
-    tokens."""
+    """k where the engine's log-prob of token i + k is the trainer's of token i, from reduced
+    `shift_contributions`; None where they stand at their tokens.
+    """
     at_place = medians.get("0", 0.0)
     others = {k: medians[str(k)] for k in SHIFTS if str(k) in medians}
     best = min(others, key=others.__getitem__, default=None)
-    return best if best is not None and at_place > SMALLEST_GAP and 10 * others[best] < at_place else None
+    return (
+        best
+        if best is not None and at_place > SMALLEST_GAP and 10 * others[best] < at_place
+        else None
+    )
 
 
 def staleness_contributions(ages_N: np.ndarray) -> dict[str, Contribution]:
-    """This rank's part of `staleness/mean` and `staleness/max`: updates of the weights between sampling and training, of samples that tell."""
+    """This rank's part of `staleness/mean` and `staleness/max`: updates of the weights between
+    sampling and training, of samples that tell.
+    """
     known = ages_N[np.isfinite(ages_N)]
     return {"staleness/mean": c.mean(known, len(known)), "staleness/max": c.maximum(known)}
 
@@ -111,14 +164,20 @@ def _k3(difference: np.ndarray) -> np.ndarray:
     return np.expm1(bounded) - bounded
 
 
-def _by_label(kind: str, label_T: np.ndarray, names: Sequence[str], distance: np.ndarray) -> dict[str, Contribution]:
+def _by_label(
+    kind: str, label_T: np.ndarray, names: Sequence[str], distance: np.ndarray
+) -> dict[str, Contribution]:
     return {
-        f"logprob_abs_diff/{kind}/{name}": c.mean(distance[label_T == index], int((label_T == index).sum()))
+        f"logprob_abs_diff/{kind}/{name}": c.mean(
+            distance[label_T == index], int((label_T == index).sum())
+        )
         for index, name in enumerate(names)
     }
 
 
-def _places(sample_T: np.ndarray, batch: Mapping[str, Any], *, cp_size: int, cp_rank: int) -> np.ndarray:
+def _places(
+    sample_T: np.ndarray, batch: Mapping[str, Any], *, cp_size: int, cp_rank: int
+) -> np.ndarray:
     """int64 [tokens on this rank]: each token's place in its response."""
     responses = np.asarray(batch["response_lengths"], dtype=np.int64)
     starts = np.cumsum(responses) - responses
@@ -127,24 +186,40 @@ def _places(sample_T: np.ndarray, batch: Mapping[str, Any], *, cp_size: int, cp_
         from slime.data.context_parallel import plan_response_layout
 
         totals = np.asarray(batch["total_lengths"], dtype=np.int64)
-        whole_T = whole_T[plan_response_layout(totals, responses, cp_size=cp_size, cp_rank=cp_rank).response_indices.numpy()]
+        whole_T = whole_T[
+            plan_response_layout(
+                totals, responses, cp_size=cp_size, cp_rank=cp_rank
+            ).response_indices.numpy()
+        ]
     return whole_T
 
 
 def _mask_shares(
-    trainer_T: np.ndarray, engine_T: np.ndarray, mask_T: np.ndarray | None, trains_T: np.ndarray, *, count_untrained: bool
+    trainer_T: np.ndarray,
+    engine_T: np.ndarray,
+    mask_T: np.ndarray | None,
+    trains_T: np.ndarray,
+    *,
+    count_untrained: bool,
 ) -> dict[str, Contribution]:
-    """`mask/sampled_untrained`: the share of tokens with an engine's log-prob, in samples that train, whose mask is 0. `mask/trained_unsampled`: the
-    share of trained tokens whose engine's log-prob is exactly 0, which is what stands where nobody sampled, though the token is not certain."""
+    """`mask/sampled_untrained`: the share of tokens with an engine's log-prob, in samples that
+    train, whose mask is 0. `mask/trained_unsampled`: the share of trained tokens whose engine's
+    log-prob is exactly 0, which is what stands where nobody sampled, though the token is not
+    certain.
+    """
     mask = np.ones(len(engine_T), dtype=bool) if mask_T is None else mask_T
     unsampled = mask & (engine_T == 0) & (trainer_T < CLEARLY_UNLIKELY)
     result = {"mask/trained_unsampled": c.mean([float(unsampled.sum())], int(mask.sum()))}
     if count_untrained:
         sampled = np.isfinite(engine_T) & (engine_T != 0) & trains_T
-        result["mask/sampled_untrained"] = c.mean([float((sampled & ~mask).sum())], int(sampled.sum()))
+        result["mask/sampled_untrained"] = c.mean(
+            [float((sampled & ~mask).sum())], int(sampled.sum())
+        )
     return result
 
 
 def shift_metric(shift: int) -> Contribution:
-    """`logprob_shift`, of the one rank that knows it; there is no such metric where nothing is shifted."""
+    """`logprob_shift`, of the one rank that knows it; there is no such metric where nothing is
+    shifted.
+    """
     return c.total([shift])

@@ -1,7 +1,9 @@
-"""One rank's part of each metric, as pure functions of a batch. A contribution carries what an exact reduction needs, and nothing else.
+"""One rank's part of each metric, as pure functions of a batch. A contribution carries what an
+exact reduction needs, and nothing else.
 
-Sums are kept as two float64 numbers (the rounded sum and what the rounding lost), so that a metric is the same number however the samples
-are spread over ranks, also where positive and negative terms cancel. Suffixes: `_N` samples of this rank, `_T` its response tokens.
+Sums are kept as two float64 numbers (the rounded sum and what the rounding lost), so that a metric
+is the same number however the samples are spread over ranks, also where positive and negative terms
+cancel. Suffixes: `_N` samples of this rank, `_T` its response tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ BLOCK_TOKENS = 1 << 18
 
 @dataclasses.dataclass(frozen=True)
 class Contribution:
-    """One rank's part of one metric. `total` + `residue` is the sum; `values` are all values, for quantiles."""
+    """One rank's part of one metric. `total` + `residue` is the sum; `values` are all values, for
+    quantiles.
+    """
 
     reduce: Reduce
     total: float = 0.0
@@ -43,7 +47,9 @@ def exact_sum(values: Iterable[float]) -> tuple[float, float]:
 
 
 def mean(total_terms: Any, count: float) -> Contribution:
-    """Part of a mean: the sum of `total_terms` over `count`. The mean over no count is left out of the metrics."""
+    """Part of a mean: the sum of `total_terms` over `count`. The mean over no count is left out of
+    the metrics.
+    """
     total, residue = exact_sum(np.asarray(total_terms, dtype=np.float64).reshape(-1).tolist())
     return Contribution(Reduce.MEAN, total=total, residue=residue, count=float(count))
 
@@ -66,26 +72,43 @@ def minimum(values: Any) -> Contribution:
     return Contribution(Reduce.MIN, extreme=float(array.min()) if array.size else None)
 
 
-# What a declared field or a length with Reduce.QUANTILES is logged as: suffix of the metric's name, share.
-QUARTILES = (("/quantile_25", 0.25), ("/quantile_50", 0.5), ("/quantile_75", 0.75), ("/quantile_100", 1.0))
+# What a declared field or a length with Reduce.QUANTILES is logged as: suffix of the metric's name,
+# share.
+QUARTILES = (
+    ("/quantile_25", 0.25),
+    ("/quantile_50", 0.5),
+    ("/quantile_75", 0.75),
+    ("/quantile_100", 1.0),
+)
 
 
 def quantiles(values: Any, points: Sequence[tuple[str, float]]) -> Contribution:
     """Part of exact quantiles: `points` are (suffix of the metric's name, share in [0, 1])."""
-    return Contribution(Reduce.QUANTILES, values=np.asarray(values, dtype=np.float64).reshape(-1), points=tuple(points))
+    return Contribution(
+        Reduce.QUANTILES,
+        values=np.asarray(values, dtype=np.float64).reshape(-1),
+        points=tuple(points),
+    )
 
 
 def merge(parts: Sequence[Contribution]) -> dict[str, float]:
-    """`{suffix: value}` of one metric from every rank's part ("" for its own name); {} where no rank has anything.
+    """`{suffix: value}` of one metric from every rank's part ("" for its own name); {} where no
+    rank has anything.
 
     Quantiles interpolate linearly between neighbours, as numpy does.
     """
     reduce = parts[0].reduce
     if any(part.reduce is not reduce for part in parts):
-        raise ValueError(f"ranks disagree about the reduction: {sorted({part.reduce.value for part in parts})}")
+        raise ValueError(
+            f"ranks disagree about the reduction: {sorted({part.reduce.value for part in parts})}"
+        )
     if reduce is Reduce.QUANTILES:
         values = np.sort(np.concatenate([part.values for part in parts]))
-        return {suffix: float(np.quantile(values, share)) for suffix, share in parts[0].points} if values.size else {}
+        return (
+            {suffix: float(np.quantile(values, share)) for suffix, share in parts[0].points}
+            if values.size
+            else {}
+        )
     if reduce in (Reduce.MAX, Reduce.MIN):
         extremes = [part.extreme for part in parts if part.extreme is not None]
         return {"": max(extremes) if reduce is Reduce.MAX else min(extremes)} if extremes else {}
@@ -97,7 +120,9 @@ def merge(parts: Sequence[Contribution]) -> dict[str, float]:
 
 
 def merge_all(per_rank: Sequence[dict[str, Contribution]]) -> dict[str, float]:
-    """The metrics of all ranks: the union of their keys, each reduced over the ranks that have it."""
+    """The metrics of all ranks: the union of their keys, each reduced over the ranks
+    that have it.
+    """
     names = list(dict.fromkeys(name for contributions in per_rank for name in contributions))
     metrics: dict[str, float] = {}
     for name in names:
@@ -106,39 +131,53 @@ def merge_all(per_rank: Sequence[dict[str, Contribution]]) -> dict[str, float]:
     return metrics
 
 
-# --- per-token and per-sample fields -------------------------------------------------------------------------------------
+# --- per-token and per-sample fields --------------------------------------------------------------
 
 
 class SegmentPlan:
-    """Where each sample's values stand in a concatenation of `lengths_N` values, the blocks of whole samples to walk over, and the memory for
-    one block. Made once per batch and used for every field."""
+    """Where each sample's values stand in a concatenation of `lengths_N` values, the blocks of
+    whole samples to walk over, and the memory for one block. Made once per batch and used for every
+    field.
+    """
 
     def __init__(self, lengths_N: Any) -> None:
         self.lengths_N = np.asarray(lengths_N, dtype=np.int64)
         self.num_tokens = int(self.lengths_N.sum())
-        self.filled = np.flatnonzero(self.lengths_N)  # reduceat would give an empty sample its neighbour's value
+        # reduceat would give an empty sample its neighbour's value
+        self.filled = np.flatnonzero(self.lengths_N)
         ends = np.cumsum(self.lengths_N)[self.filled]
         self.starts = ends - self.lengths_N[self.filled]
         firsts = np.flatnonzero(np.diff(self.starts // BLOCK_TOKENS, prepend=-1))
         lasts = np.append(firsts[1:], len(self.filled))[: len(firsts)]
         lows, highs = self.starts[firsts], ends[lasts - 1]
         self.starts_in_block = self.starts - np.repeat(lows, lasts - firsts)
-        self.blocks = list(zip(firsts.tolist(), lasts.tolist(), lows.tolist(), highs.tolist(), strict=True))
+        self.blocks = list(
+            zip(firsts.tolist(), lasts.tolist(), lows.tolist(), highs.tolist(), strict=True)
+        )
         self.longest_block = int((highs - lows).max(initial=0))
 
     @functools.cached_property
     def buffer(self) -> np.ndarray:
-        """float64 [longest block]. One that stays in the cache: fresh memory for every block costs more than the sums."""
+        """float64 [longest block]. One that stays in the cache: fresh memory for every block costs
+        more than the sums.
+        """
         return np.empty(self.longest_block)
 
 
-def segment_sums(values_T: np.ndarray, plan: SegmentPlan, mask_T: np.ndarray | None = None) -> np.ndarray:
-    """float64 [N]: the sum of each sample's values, added in float64, in their order; entries where `mask_T` is False are not read.
+def segment_sums(
+    values_T: np.ndarray, plan: SegmentPlan, mask_T: np.ndarray | None = None
+) -> np.ndarray:
+    """float64 [N]: the sum of each sample's values, added in float64, in their order; entries where
+    `mask_T` is False are not read.
 
-    `values_T` is the concatenation of the samples' values. ValueError where it has more or fewer than the plan's lengths say.
+    `values_T` is the concatenation of the samples' values. ValueError where it has more or fewer
+    than the plan's lengths say.
     """
     if len(values_T) != plan.num_tokens:
-        raise ValueError(f"{len(values_T)} values where the samples of this rank have {plan.num_tokens} response tokens")
+        raise ValueError(
+            f"{len(values_T)} values where the samples of this rank have {plan.num_tokens} "
+            "response tokens"
+        )
     sums = np.empty(len(plan.filled))
     for first, last, low, high in plan.blocks:
         block = plan.buffer[: high - low]
@@ -153,11 +192,13 @@ def segment_sums(values_T: np.ndarray, plan: SegmentPlan, mask_T: np.ndarray | N
 
 @dataclasses.dataclass(frozen=True)
 class SampleTokens:
-    """This rank's response tokens: how many each sample has here, which are trained, and each sample's denominators.
+    """This rank's response tokens: how many each sample has here, which are trained, and each
+    sample's denominators.
 
-    `plan`: tokens on this rank; `mask_T` bool over them, None where all are trained; `mask_sums_N`: trainable tokens of the full response;
-    `rollout_mask_sums_N`: of its whole rollout. `copies`: ranks that report the same samples (context parallelism), each with its own tokens.
-    Sums are remembered by the memory they are of, so values must not change while this object is in use.
+    `plan`: tokens on this rank; `mask_T` bool over them, None where all are trained; `mask_sums_N`:
+    trainable tokens of the full response; `rollout_mask_sums_N`: of its whole rollout. `copies`:
+    ranks that report the same samples (context parallelism), each with its own tokens. Sums are
+    remembered by the memory they are of, so values must not change while this object is in use.
     """
 
     plan: SegmentPlan
@@ -165,7 +206,9 @@ class SampleTokens:
     mask_sums_N: np.ndarray
     rollout_mask_sums_N: np.ndarray
     copies: int = 1
-    known: dict[tuple[int, int, str], tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict, repr=False)
+    known: dict[tuple[int, int, str], tuple[np.ndarray, np.ndarray]] = dataclasses.field(
+        default_factory=dict, repr=False
+    )
 
     def masked_sums(self, values_T: np.ndarray) -> np.ndarray:
         """float64 [N]: the sum of each sample's trained tokens. `values_T` as in `segment_sums`."""
@@ -181,32 +224,51 @@ class SampleTokens:
         """This rank's part of the number of rollouts that have a trainable token."""
         has = self.rollout_mask_sums_N > 0
         # a rollout's samples share one count, in proportion to their tokens, wherever they are
-        return math.fsum((self.mask_sums_N[has] / self.rollout_mask_sums_N[has]).tolist()) / self.copies
+        return (
+            math.fsum((self.mask_sums_N[has] / self.rollout_mask_sums_N[has]).tolist())
+            / self.copies
+        )
 
     def rollout_mean(self, values_T: np.ndarray) -> Contribution:
-        """Masked token mean within each rollout, then the mean over rollouts that have a trainable token."""
+        """Masked token mean within each rollout, then the mean over rollouts that have a trainable
+        token.
+        """
         has = self.rollout_mask_sums_N > 0
-        return mean(self.masked_sums(values_T)[has] / self.rollout_mask_sums_N[has], self.rollout_count)
+        return mean(
+            self.masked_sums(values_T)[has] / self.rollout_mask_sums_N[has], self.rollout_count
+        )
 
     def token_mean(self, values_T: np.ndarray) -> Contribution:
         """Mean over all trained tokens."""
         return mean(self.masked_sums(values_T), int(self.mask_sums_N.sum()) / self.copies)
 
-    def sample_mean(self, values_T: np.ndarray, chosen_N: np.ndarray, *, sign: int = 1) -> Contribution:
-        """`sign` times the masked token mean within each chosen sample, then the mean over those that have a trainable token."""
+    def sample_mean(
+        self, values_T: np.ndarray, chosen_N: np.ndarray, *, sign: int = 1
+    ) -> Contribution:
+        """`sign` times the masked token mean within each chosen sample, then the mean over those
+        that have a trainable token.
+        """
         has = chosen_N & (self.mask_sums_N > 0)
-        return mean(sign * self.masked_sums(values_T)[has] / self.mask_sums_N[has], int(has.sum()) / self.copies)
+        return mean(
+            sign * self.masked_sums(values_T)[has] / self.mask_sums_N[has],
+            int(has.sum()) / self.copies,
+        )
 
 
 def weighted_mean(values_N: Any, weights_N: Any) -> Contribution:
     """Mean with weights; non-finite values are left out together with their weight."""
-    values, weights = np.asarray(values_N, dtype=np.float64), np.asarray(weights_N, dtype=np.float64)
+    values, weights = (
+        np.asarray(values_N, dtype=np.float64),
+        np.asarray(weights_N, dtype=np.float64),
+    )
     keep = np.isfinite(values)
     return mean(values[keep] * weights[keep], math.fsum(weights[keep].tolist()))
 
 
 def length_share_by_quarter(lengths: Any, longest: int) -> list[Contribution]:
-    """Share of `lengths` in each quarter of (0, longest]: four parts of means. Longer ones count in the last quarter."""
+    """Share of `lengths` in each quarter of (0, longest]: four parts of means. Longer ones count in
+    the last quarter.
+    """
     lengths = np.asarray(lengths, dtype=np.float64)
     quarter = np.clip(np.ceil(4 * lengths / longest) - 1, 0, 3).astype(int)
     counts = np.bincount(quarter, minlength=4)

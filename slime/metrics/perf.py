@@ -14,8 +14,10 @@ from slime.tracking.timer import Timer
 def perf_metrics(
     seconds: Mapping[str, float], *, forward_flops: float, num_tokens: int, world_size: int
 ) -> dict[str, float]:
-    """`perf/...` of one phase: every timer in seconds; TFLOPs per GPU of each pass; trained tokens per second over all GPUs; the step's time
-    and the share of it spent waiting. `forward_flops` and `num_tokens` are of the whole phase."""
+    """`perf/...` of one phase: every timer in seconds; TFLOPs per GPU of each pass; trained tokens
+    per second over all GPUs; the step's time and the share of it spent waiting. `forward_flops` and
+    `num_tokens` are of the whole phase.
+    """
     metrics = {f"perf/{name}_time": value for name, value in seconds.items()}
     tflops = forward_flops / world_size / 1e12
     for name, passes in (("log_probs", 1), ("ref_log_probs", 1), ("actor_train", 3)):
@@ -31,7 +33,9 @@ def perf_metrics(
 
 
 def trained_seq_lens() -> Sequence[int]:
-    """Lengths of the samples of the phase that some rank trains, or of all where that is not known."""
+    """Lengths of the samples of the phase that some rank trains, or of all where that
+    is not known.
+    """
     timer = Timer()
     return timer.__dict__.get("trained_seq_lens", timer.seq_lens)
 
@@ -43,7 +47,9 @@ def log_perf_data_raw(
     compute_total_fwd_flops: Callable[[Sequence[int]], float] | None = None,
     extra_metrics: dict[str, float] | None = None,
 ) -> dict[str, float] | None:
-    """Logs `perf_metrics` of this process's timers where it is the primary rank, and resets the timers in any case."""
+    """Logs `perf_metrics` of this process's timers where it is the primary rank, and resets the
+    timers in any case.
+    """
     from slime.tracking import tracking
 
     seconds = Timer().log_dict()
@@ -51,9 +57,14 @@ def log_perf_data_raw(
     if not is_primary_rank:
         return None
     lengths = trained_seq_lens()
-    flops = (compute_total_fwd_flops or (lambda seq_lens: calculate_fwd_flops(seq_lens, args)))(lengths)
+    flops = (compute_total_fwd_flops or (lambda seq_lens: calculate_fwd_flops(seq_lens, args)))(
+        lengths
+    )
     metrics = perf_metrics(
-        seconds, forward_flops=flops, num_tokens=sum(lengths), world_size=int(os.environ.get("WORLD_SIZE", "1"))
+        seconds,
+        forward_flops=flops,
+        num_tokens=sum(lengths),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
     )
     metrics.update(extra_metrics or {})
     metrics["rollout/step"] = compute_rollout_step(args, rollout_id)

@@ -1,6 +1,8 @@
-"""What the rollout side logs about its samples: lengths, rewards, sources, staleness, status, throughput. Pure functions and two shells.
+"""What the rollout side logs about its samples: lengths, rewards, sources, staleness, status,
+throughput. Pure functions and two shells.
 
-A number that does not exist (a reward of None, no sample with a version) is left out of its mean and counted, never a crash or a zero.
+A number that does not exist (a reward of None, no sample with a version) is left out of its mean
+and counted, never a crash or a zero.
 """
 
 from __future__ import annotations
@@ -44,15 +46,26 @@ class RolloutMetricsConfig:
     passrate_threshold: float | None = None
     rollout_num_gpus: int | None = None
     trainer_weight_version: int | None = None
-    is_trained: bool = False  # these samples will be: the training ranks count how old they are when it happens
+    # these samples will be: the training ranks count how old they are when it happens
+    is_trained: bool = False
 
     @classmethod
-    def from_args(cls, args: RolloutMetricsConfig | Any, *, evaluation: bool = False) -> RolloutMetricsConfig:
-        """`args` itself if it is a config, else one of the options that it has; upstream's short namespaces lack some, which keep their defaults."""
+    def from_args(
+        cls, args: RolloutMetricsConfig | Any, *, evaluation: bool = False
+    ) -> RolloutMetricsConfig:
+        """`args` itself if it is a config, else one of the options that it has; upstream's short
+        namespaces lack some, which keep their defaults.
+        """
         if isinstance(args, cls):
             return args
         given = vars(args)
-        config = cls(**{field.name: given[field.name] for field in dataclasses.fields(cls) if field.name in given})
+        config = cls(
+            **{
+                field.name: given[field.name]
+                for field in dataclasses.fields(cls)
+                if field.name in given
+            }
+        )
         key = given.get("eval_reward_key") if evaluation else None
         return dataclasses.replace(config, reward_key=key) if key else config
 
@@ -70,10 +83,12 @@ def _group_of(sample: Any, position: int) -> Any:
 
 
 def sampled_lengths(samples: Sequence[Any]) -> np.ndarray:
-    """Response tokens per sample that the model sampled, int64 [N]: not those that an environment wrote, which are masked and have log-prob 0.
+    """Response tokens per sample that the model sampled, int64 [N]: not those that an environment
+    wrote, which are masked and have log-prob 0.
 
-    A token that the model sampled and a user's function masked counts. Where no log-prob tells them apart, a response that is masked as a whole counts as
-    a whole, and of any other the trainable tokens count.
+    A token that the model sampled and a user's function masked counts. Where no log-prob tells them
+    apart, a response that is masked as a whole counts as a whole, and of any other the trainable
+    tokens count.
     """
     return np.array([_sampled_length(sample) for sample in samples], dtype=np.int64)
 
@@ -91,12 +106,15 @@ def _sampled_length(sample: Any) -> int:
 def compute_metrics_from_samples(
     args: RolloutMetricsConfig | Any, samples: Sequence[Any], *, filtered: Sequence[Any] = ()
 ) -> dict[str, float]:
-    """`response_len/*`, reward, group spread, status counts, sources, staleness, speculation, cache and repetition of these samples.
+    """`response_len/*`, reward, group spread, status counts, sources, staleness, speculation, cache
+    and repetition of these samples.
 
-    `samples` are all that the gate judged. `filtered` are those of groups that a filter dropped before: they count in what is about everything that was sampled
-    (`reward/mean`, `truncated_ratio`, the counts of samples, the sources' counts and cuts) and in nothing else. Lengths are tokens that
-    the model sampled; their means, and `reward/mean_kept`, are over the samples that the gate let pass. {} for no samples. `args` is the
-    config or, as upstream calls it, a namespace of options.
+    `samples` are all that the gate judged. `filtered` are those of groups that a filter dropped
+    before: they count in what is about everything that was sampled (`reward/mean`,
+    `truncated_ratio`, the counts of samples, the sources' counts and cuts) and in nothing else.
+    Lengths are tokens that the model sampled; their means, and `reward/mean_kept`, are over the
+    samples that the gate let pass. {} for no samples. `args` is the config or, as upstream calls
+    it, a namespace of options.
     """
     config = RolloutMetricsConfig.from_args(args)
     if not samples and not filtered:
@@ -113,11 +131,15 @@ def compute_metrics_from_samples(
     metrics.update(_source_metrics(everything, rewards, num_batch=len(samples)))
     staleness = staleness_metrics(samples, current_version=config.trainer_weight_version)
     left_to_training = ("staleness/mean", "staleness/max") if config.is_trained else ()
-    metrics.update({name: value for name, value in staleness.items() if name not in left_to_training})
+    metrics.update(
+        {name: value for name, value in staleness.items() if name not in left_to_training}
+    )
     metrics.update(_engine_metrics(everything))
     metrics.update(compute_top_p_kept_vocab_metrics(samples))
     if samples:
-        metrics["repetition_frac"] = sum(has_repetition(sample.response or "") for sample in samples) / len(samples)
+        metrics["repetition_frac"] = sum(
+            has_repetition(sample.response or "") for sample in samples
+        ) / len(samples)
     if config.log_reward_category:
         metrics.update(_category_metrics(samples, config.log_reward_category))
     return metrics
@@ -131,13 +153,21 @@ def truncated_share(samples: Sequence[Any]) -> float:
 def _reward_metrics(
     config: RolloutMetricsConfig, samples: Sequence[Any], rewards: np.ndarray, *, num_batch: int
 ) -> dict[str, float]:
-    """Mean reward of everything sampled, and of what the gate kept of the first `num_batch`, with one vote per rollout; unscored samples; and groups whose
-    rewards are all equal (not for ppo). A sample rejected for what the model wrote has reward 0; one that was lost has none. The training ranks log the mean
-    over the first `num_batch` alone, with the same zeros, as raw_reward."""
+    """Mean reward of everything sampled, and of what the gate kept of the first `num_batch`, with
+    one vote per rollout; unscored samples; and groups whose rewards are all equal (not for ppo). A
+    sample rejected for what the model wrote has reward 0; one that was lost has none. The training
+    ranks log the mean over the first `num_batch` alone, with the same zeros, as raw_reward.
+    """
     metrics = {"reward/missing_count": float((~np.isfinite(rewards)).sum())}
     keys = execution_keys(samples)
-    of_all = [0.0 if is_model_failure(sample) else r if sample.valid else math.nan for sample, r in zip(samples, rewards.tolist(), strict=True)]
-    of_kept = [r if s.valid else math.nan for s, r in zip(samples[:num_batch], rewards.tolist(), strict=False)]
+    of_all = [
+        0.0 if is_model_failure(sample) else r if sample.valid else math.nan
+        for sample, r in zip(samples, rewards.tolist(), strict=True)
+    ]
+    of_kept = [
+        r if s.valid else math.nan
+        for s, r in zip(samples[:num_batch], rewards.tolist(), strict=False)
+    ]
     for name, values in (("reward/mean", of_all), ("reward/mean_kept", of_kept)):
         if votes := execution_values(values, keys[: len(values)]):
             metrics[name] = math.fsum(votes.values()) / len(votes)
@@ -145,7 +175,10 @@ def _reward_metrics(
     metrics["num_sampled_samples"] = float(len(samples))
     if config.advantage_estimator != "ppo":
         by_group: dict[Any, list[float]] = collections.defaultdict(list)
-        members = [(_group_of(sample, position), key) for position, (sample, key) in enumerate(zip(samples, keys, strict=True))]
+        members = [
+            (_group_of(sample, position), key)
+            for position, (sample, key) in enumerate(zip(samples, keys, strict=True))
+        ]
         for (group, _), value in execution_values(of_kept, members[:num_batch]).items():
             by_group[group].append(value)
         metrics.update(zero_spread_metrics(by_group))
@@ -153,8 +186,10 @@ def _reward_metrics(
 
 
 def zero_spread_metrics(rewards_by_group: Mapping[Any, Sequence[float]]) -> dict[str, float]:
-    """`zero_std/count` and its share of the groups of two and more; `zero_std/count_all_solved` (equal rewards of 1), `..._all_failed` (<= 0) and
-    `..._other`; and `zero_std/count_<reward>`, rounded to one digit, for the most frequent rewards: a name for each would be unbounded."""
+    """`zero_std/count` and its share of the groups of two and more; `zero_std/count_all_solved`
+    (equal rewards of 1), `..._all_failed` (<= 0) and `..._other`; and `zero_std/count_<reward>`,
+    rounded to one digit, for the most frequent rewards: a name for each would be unbounded.
+    """
     groups = [values for values in rewards_by_group.values() if len(values) > 1]
     counts = {"all_solved": 0, "all_failed": 0, "other": 0}
     by_reward: collections.Counter[float] = collections.Counter()
@@ -162,10 +197,19 @@ def zero_spread_metrics(rewards_by_group: Mapping[Any, Sequence[float]]) -> dict
         low, high = min(values), max(values)
         if high - low <= SPREAD_TOLERANCE * max(1.0, abs(low), abs(high)):
             by_reward[round(low, 1)] += 1
-            counts["all_solved" if abs(low - 1) <= SPREAD_TOLERANCE else "all_failed" if low <= 0 else "other"] += 1
+            counts[
+                "all_solved"
+                if abs(low - 1) <= SPREAD_TOLERANCE
+                else "all_failed"
+                if low <= 0
+                else "other"
+            ] += 1
     total = sum(counts.values())
     metrics = {f"zero_std/count_{name}": float(count) for name, count in counts.items()}
-    metrics |= {f"zero_std/count_{reward}": float(count) for reward, count in by_reward.most_common(MAX_REWARD_NAMES)}
+    metrics |= {
+        f"zero_std/count_{reward}": float(count)
+        for reward, count in by_reward.most_common(MAX_REWARD_NAMES)
+    }
     metrics["zero_std/count"] = float(total)
     if groups:
         metrics["zero_std/frac"] = total / len(groups)
@@ -180,14 +224,19 @@ def _status_metrics(samples: Sequence[Any]) -> dict[str, float]:
     }
     metrics["removed_count"] = float(sum(bool(sample.remove_sample) for sample in samples))
     # begun in an earlier rollout, and generated on under partial rollout
-    metrics["resumed_count"] = float(sum("start_rollout_id" in (sample.metadata or {}) for sample in samples))
+    metrics["resumed_count"] = float(
+        sum("start_rollout_id" in (sample.metadata or {}) for sample in samples)
+    )
     metrics["invalid_count"] = float(sum(not sample.valid for sample in samples))
     return metrics
 
 
-def _source_metrics(samples: Sequence[Any], rewards: np.ndarray, *, num_batch: int) -> dict[str, float]:
-    """Per data source: samples and truncated share of everything sampled; mean reward and length of what the gate kept of the first `num_batch`. Nothing
-    where no sample names its source."""
+def _source_metrics(
+    samples: Sequence[Any], rewards: np.ndarray, *, num_batch: int
+) -> dict[str, float]:
+    """Per data source: samples and truncated share of everything sampled; mean reward and length of
+    what the gate kept of the first `num_batch`. Nothing where no sample names its source.
+    """
     names = [source_name_of(sample) for sample in samples]
     counts = collections.Counter(names)
     if set(counts) <= {"unknown"}:
@@ -209,10 +258,17 @@ def _source_metrics(samples: Sequence[Any], rewards: np.ndarray, *, num_batch: i
     return metrics
 
 
-def staleness_metrics(samples: Sequence[Any], *, current_version: int | None = None) -> dict[str, float]:
-    """`staleness/*` in policy versions between each sample's oldest tokens and `current_version` (default: the newest version seen): mean, max,
-    the share of samples that span several versions, and how many tell no version. {} where none tells."""
-    spans = [[v for v in map(parse_weight_version, sample.weight_versions) if v is not None] for sample in samples]
+def staleness_metrics(
+    samples: Sequence[Any], *, current_version: int | None = None
+) -> dict[str, float]:
+    """`staleness/*` in policy versions between each sample's oldest tokens and `current_version`
+    (default: the newest version seen): mean, max, the share of samples that span several versions,
+    and how many tell no version. {} where none tells.
+    """
+    spans = [
+        [v for v in map(parse_weight_version, sample.weight_versions) if v is not None]
+        for sample in samples
+    ]
     known = [span for span in spans if span]
     if not known:
         return {}
@@ -227,14 +283,23 @@ def staleness_metrics(samples: Sequence[Any], *, current_version: int | None = N
 
 
 def _engine_metrics(samples: Sequence[Any]) -> dict[str, float]:
-    """Speculation and prefix cache over all requests: a rate is the ratio of two sums, so that a short request counts less than a long one."""
+    """Speculation and prefix cache over all requests: a rate is the ratio of two sums, so that a
+    short request counts less than a long one.
+    """
     metrics: dict[str, float] = {}
     speculative = [sample.spec_info for sample in samples]
-    drafted, passes = (sum(getattr(info, name) for info in speculative) for name in ("spec_draft_token_num", "spec_verify_ct"))
+    drafted, passes = (
+        sum(getattr(info, name) for info in speculative)
+        for name in ("spec_draft_token_num", "spec_verify_ct")
+    )
     if drafted:
-        metrics["spec_accept_rate"] = sum(info.spec_accept_token_num for info in speculative) / drafted
+        metrics["spec_accept_rate"] = (
+            sum(info.spec_accept_token_num for info in speculative) / drafted
+        )
     if passes:
-        metrics["spec_accept_length"] = sum(info.completion_token_num for info in speculative if info.spec_verify_ct) / passes
+        metrics["spec_accept_length"] = (
+            sum(info.completion_token_num for info in speculative if info.spec_verify_ct) / passes
+        )
     prompts = sum(sample.prefix_cache_info.total_prompt_tokens for sample in samples)
     if prompts:
         cached = sum(sample.prefix_cache_info.cached_tokens for sample in samples)
@@ -244,13 +309,19 @@ def _engine_metrics(samples: Sequence[Any]) -> dict[str, float]:
 
 
 def compute_top_p_kept_vocab_metrics(samples: Sequence[Any]) -> dict[str, float]:
-    """`top_p_kept_vocab_per_token`: ids that nucleus sampling kept per trainable token, removed samples left out. {} where there is none."""
+    """`top_p_kept_vocab_per_token`: ids that nucleus sampling kept per trainable token, removed
+    samples left out. {} where there is none.
+    """
     kept = tokens = 0
     for sample in samples:
         if sample.rollout_top_p_token_offsets is None or sample.remove_sample:
             continue
         sizes = np.diff(as_array(sample.rollout_top_p_token_offsets))
-        mask = np.ones(len(sizes), dtype=bool) if sample.loss_mask is None else as_array(sample.loss_mask) != 0
+        mask = (
+            np.ones(len(sizes), dtype=bool)
+            if sample.loss_mask is None
+            else as_array(sample.loss_mask) != 0
+        )
         kept += int(sizes[mask].sum())
         tokens += int(mask.sum())
     return {"top_p_kept_vocab_per_token": kept / tokens} if tokens else {}
@@ -258,21 +329,27 @@ def compute_top_p_kept_vocab_metrics(samples: Sequence[Any]) -> dict[str, float]
 
 def _category_metrics(samples: Sequence[Any], key: str) -> dict[str, float]:
     """Share of samples per value of `key` in dict rewards."""
-    values = [str(sample.reward[key]) for sample in samples if isinstance(sample.reward, dict) and key in sample.reward]
+    values = [
+        str(sample.reward[key])
+        for sample in samples
+        if isinstance(sample.reward, dict) and key in sample.reward
+    ]
     return {
         f"error_cat/{name}": count / len(samples)
         for name, count in collections.Counter(values).most_common(MAX_SOURCES)
     }
 
 
-# --- throughput ----------------------------------------------------------------------------------------------------------
+# --- throughput -----------------------------------------------------------------------------------
 
 
 def compute_perf_metrics_from_samples(
     args: RolloutMetricsConfig | Any, samples: Sequence[Any], rollout_time: float
 ) -> dict[str, float]:
-    """Seconds and tokens per second of one rollout of `rollout_time` seconds, and the requests' own timings from `sample.trace`. `samples` are all
-    that were generated for it, those of dropped groups included: the engines made their tokens in that time too. `args`: config or options."""
+    """Seconds and tokens per second of one rollout of `rollout_time` seconds, and the requests' own
+    timings from `sample.trace`. `samples` are all that were generated for it, those of dropped
+    groups included: the engines made their tokens in that time too. `args`: config or options.
+    """
     config = RolloutMetricsConfig.from_args(args)
     metrics: dict[str, float] = {"rollout_time": rollout_time}
     if not samples:
@@ -286,19 +363,24 @@ def compute_perf_metrics_from_samples(
         longest = int(tokens.argmax())
         if rollout_time > 0:
             if config.rollout_num_gpus:
-                metrics[f"{prefix}tokens_per_gpu_per_sec"] = tokens.sum() / rollout_time / config.rollout_num_gpus
+                metrics[f"{prefix}tokens_per_gpu_per_sec"] = (
+                    tokens.sum() / rollout_time / config.rollout_num_gpus
+                )
             metrics[f"longest_{prefix}sample_tokens_per_sec"] = tokens[longest] / rollout_time
         generating = rollout_time - waiting[longest]
         if waiting[longest] > 0 and generating > 0:
             metrics[f"longest_{prefix}sample_non_generation_time"] = waiting[longest]
-            metrics[f"longest_{prefix}sample_tokens_per_sec_without_non_generation"] = tokens[longest] / generating
+            metrics[f"longest_{prefix}sample_tokens_per_sec_without_non_generation"] = (
+                tokens[longest] / generating
+            )
     metrics.update(request_metrics(samples))
     return metrics
 
 
 def request_metrics(samples: Iterable[Any]) -> dict[str, float]:
-    """Statistics of the engine's requests, from `sample.trace` events of type `span_end` named `sglang_generate`; and how many requests there
-    were, and how many told their timings."""
+    """Statistics of the engine's requests, from `sample.trace` events of type `span_end` named
+    `sglang_generate`; and how many requests there were, and how many told their timings.
+    """
     names = {
         "e2e_latency": "request/e2e_latency",
         "queue_time": "request/queue_time",
@@ -331,7 +413,7 @@ def request_metrics(samples: Iterable[Any]) -> dict[str, float]:
     return metrics
 
 
-# --- shells --------------------------------------------------------------------------------------------------------------
+# --- shells ---------------------------------------------------------------------------------------
 
 
 def log_rollout_data(
@@ -345,11 +427,13 @@ def log_rollout_data(
     sampled: Sequence[Any] | None = None,
     filtered: Sequence[Any] = (),
 ) -> dict[str, Any] | None:
-    """Logs one rollout's `rollout/*` and `perf/*` at `rollout/step`, beside the rollout function's own metrics. A custom log function that returns
-    True replaces all of it; so does reading the samples from a dump. Returns what was logged.
+    """Logs one rollout's `rollout/*` and `perf/*` at `rollout/step`, beside the rollout function's
+    own metrics. A custom log function that returns True replaces all of it; so does reading the
+    samples from a dump. Returns what was logged.
 
-    trainer_weight_version: the newest published version, from which staleness is counted; None: the newest that a sample has. sampled: all samples that the
-    gate judged, where `samples` lacks those that its policy drops. filtered: samples of groups that a filter dropped before.
+    trainer_weight_version: the newest published version, from which staleness is counted; None: the
+    newest that a sample has. sampled: all samples that the gate judged, where `samples` lacks those
+    that its policy drops. filtered: samples of groups that a filter dropped before.
     """
     from slime.tracking import tracking
     from slime.utils.misc import load_function
@@ -362,12 +446,18 @@ def log_rollout_data(
         return None
     judged = samples if sampled is None else sampled
     config = dataclasses.replace(
-        RolloutMetricsConfig.from_args(args), trainer_weight_version=trainer_weight_version, is_trained=not args.debug_rollout_only
+        RolloutMetricsConfig.from_args(args),
+        trainer_weight_version=trainer_weight_version,
+        is_trained=not args.debug_rollout_only,
     )
     metrics = {
         **(rollout_extra_metrics or {}),
-        **dict_add_prefix(compute_metrics_from_samples(config, judged, filtered=filtered), "rollout/"),
-        **dict_add_prefix(compute_perf_metrics_from_samples(config, [*judged, *filtered], rollout_time), "perf/"),
+        **dict_add_prefix(
+            compute_metrics_from_samples(config, judged, filtered=filtered), "rollout/"
+        ),
+        **dict_add_prefix(
+            compute_perf_metrics_from_samples(config, [*judged, *filtered], rollout_time), "perf/"
+        ),
         "rollout/step": compute_rollout_step(args, rollout_id),
     }
     tracking.log(args, metrics, step_key="rollout/step")
@@ -375,9 +465,14 @@ def log_rollout_data(
 
 
 def log_eval_rollout_data(
-    rollout_id: int, args: Any, data: Mapping[str, Mapping[str, Any]], extra_metrics: dict[str, Any] | None = None
+    rollout_id: int,
+    args: Any,
+    data: Mapping[str, Mapping[str, Any]],
+    extra_metrics: dict[str, Any] | None = None,
 ) -> dict[str, Any] | None:
-    """Logs `eval/<dataset>` (mean reward) and its sample metrics, truncated share and pass@k at `eval/step`. Returns what was logged."""
+    """Logs `eval/<dataset>` (mean reward) and its sample metrics, truncated share and pass@k at
+    `eval/step`. Returns what was logged.
+    """
     from slime.tracking import tracking
     from slime.utils.misc import load_function
 
@@ -389,17 +484,27 @@ def log_eval_rollout_data(
     config = RolloutMetricsConfig.from_args(args, evaluation=True)
     for name, dataset in data.items():
         metrics.update(
-            dict_add_prefix(eval_metrics(config, dataset, group_size=args.n_samples_per_eval_prompt), f"eval/{name}")
+            dict_add_prefix(
+                eval_metrics(config, dataset, group_size=args.n_samples_per_eval_prompt),
+                f"eval/{name}",
+            )
         )
     metrics["eval/step"] = compute_rollout_step(args, rollout_id)
     tracking.log(args, metrics, step_key="eval/step")
     return metrics
 
 
-def eval_metrics(config: RolloutMetricsConfig, dataset: Mapping[str, Any], *, group_size: int) -> dict[str, float]:
-    """One evaluation dataset's numbers; the key "" is its mean reward. An attempt (the samples of one `rollout_id`) has one vote: its mean
-    reward in the mean, its best in pass@k. Groups are blocks of `group_size`, or `Sample.group_index` where set."""
-    rewards = np.array([reward_number(r, None, index=position) for position, r in enumerate(dataset["rewards"])], dtype=np.float64)
+def eval_metrics(
+    config: RolloutMetricsConfig, dataset: Mapping[str, Any], *, group_size: int
+) -> dict[str, float]:
+    """One evaluation dataset's numbers; the key "" is its mean reward. An attempt (the samples of
+    one `rollout_id`) has one vote: its mean reward in the mean, its best in pass@k. Groups are
+    blocks of `group_size`, or `Sample.group_index` where set.
+    """
+    rewards = np.array(
+        [reward_number(r, None, index=position) for position, r in enumerate(dataset["rewards"])],
+        dtype=np.float64,
+    )
     samples = flatten_samples(dataset.get("samples") or [])
     keys = execution_keys(samples) if len(samples) == len(rewards) else list(range(len(rewards)))
     votes = execution_values(rewards.tolist(), keys)
@@ -413,10 +518,13 @@ def eval_metrics(config: RolloutMetricsConfig, dataset: Mapping[str, Any], *, gr
     if truncated is not None and len(truncated):
         metrics["-truncated_ratio"] = sum(map(bool, truncated)) / len(truncated)
     if config.log_passrate:
-        by_id = len(samples) == len(rewards) and all(sample.group_index is not None for sample in samples)
+        by_id = len(samples) == len(rewards) and all(
+            sample.group_index is not None for sample in samples
+        )
         places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
         groups = {
-            key: samples[position].group_index if by_id else places[key] // group_size for position, key in enumerate(keys)
+            key: samples[position].group_index if by_id else places[key] // group_size
+            for position, key in enumerate(keys)
         }
         best = execution_values(rewards.tolist(), keys, best=True)
         rates = compute_ragged_pass_rate(

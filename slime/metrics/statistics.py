@@ -27,7 +27,9 @@ def powers_of_two_up_to(size: int) -> list[int]:
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
-    """Unbiased chance that k of `num_samples` drawn without replacement hold a solved one: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374, eq. 1)."""
+    """Unbiased chance that k of `num_samples` drawn without replacement hold a solved one: 1 -
+    C(n-c, k) / C(n, k) (arXiv 2107.03374, eq. 1).
+    """
     if num_samples - num_solved < k:
         return 1.0
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
@@ -40,11 +42,17 @@ def is_solved(rewards: Any, threshold: float | None = None) -> np.ndarray:
 
 
 def compute_pass_rate(
-    flat_rewards: Sequence[float], group_size: int, num_groups: int | None = None, *, threshold: float | None = None
+    flat_rewards: Sequence[float],
+    group_size: int,
+    num_groups: int | None = None,
+    *,
+    threshold: float | None = None,
 ) -> dict[str, float]:
-    """`{"pass@k": mean over groups}` for k = 1, 2, 4, ... <= group_size, of rewards in groups of `group_size`; {} for groups of one.
+    """`{"pass@k": mean over groups}` for k = 1, 2, 4, ... <= group_size, of rewards in groups of
+    `group_size`; {} for groups of one.
 
-    AssertionError unless there are `num_groups` whole groups. For groups of different sizes see `compute_ragged_pass_rate`.
+    AssertionError unless there are `num_groups` whole groups. For groups of different sizes see
+    `compute_ragged_pass_rate`.
     """
     if group_size == 1:
         return {}
@@ -61,7 +69,8 @@ def compute_pass_rate(
 def compute_ragged_pass_rate(
     rewards: Sequence[float], group_ids: Sequence[int], *, threshold: float | None = None
 ) -> dict[str, float]:
-    """`{"pass@k": mean over groups with at least k members}` for groups of any size in any order; {} where no group has two members.
+    """`{"pass@k": mean over groups with at least k members}` for groups of any size in any order;
+    {} where no group has two members.
 
     Rewards that are not finite (no score) are left out of their group.
     """
@@ -120,21 +129,32 @@ def compression_ratio(
 
 def has_repetition(text: str) -> bool:
     """Whether the last 10,000 characters of a longer text compress more than tenfold: a loop."""
-    return len(text) > REPETITION_CHARS and compression_ratio(text[-REPETITION_CHARS:])[0] > REPETITION_RATIO
+    return (
+        len(text) > REPETITION_CHARS
+        and compression_ratio(text[-REPETITION_CHARS:])[0] > REPETITION_RATIO
+    )
 
 
 def compute_rollout_step(args: Any, rollout_id: int) -> int:
-    """The value of the rollout axis: the rollout id, or, with wandb_always_use_train_step, the optimizer steps before it."""
+    """The value of the rollout axis: the rollout id, or, with wandb_always_use_train_step, the
+    optimizer steps before it.
+    """
     if args.wandb_always_use_train_step:
-        return rollout_id * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
+        return (
+            rollout_id
+            * args.rollout_batch_size
+            * args.n_samples_per_prompt
+            // args.global_batch_size
+        )
     return rollout_id
 
 
 def compute_train_step(args: Any, rollout_id: int, step_id: int, *, last: int) -> int:
-    """The value of the train axis: the planned optimizer steps of the rollouts before, plus `step_id`; always above `last`, the step logged before.
+    """The value of the train axis: the planned optimizer steps of the rollouts before, plus
+    `step_id`; always above `last`, the step logged before.
 
-    From the plan and not from this rollout's own steps: rejected samples or a trailing step change their number, and the axis must neither go back
-    nor repeat, also after a resume.
+    From the plan and not from this rollout's own steps: rejected samples or a trailing step change
+    their number, and the axis must neither go back nor repeat, also after a resume.
     """
     planned = -(-args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size)
     return max(rollout_id * max(planned, 1) + step_id, last + 1)

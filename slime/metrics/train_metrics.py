@@ -1,7 +1,9 @@
-"""What the training ranks log about a rollout batch: every declared metric field, and the optional panels.
+"""What the training ranks log about a rollout batch: every declared metric field, and the optional
+panels.
 
-All ranks of the last pipeline stage with tensor rank 0 build contributions (pure), which are gathered over data x context parallel ranks and
-reduced once. What is a metric and how it is reduced stands in the contract; nothing here lists keys.
+All ranks of the last pipeline stage with tensor rank 0 build contributions (pure), which are
+gathered over data x context parallel ranks and reduced once. What is a metric and how it is reduced
+stands in the contract; nothing here lists keys.
 """
 
 from __future__ import annotations
@@ -23,7 +25,12 @@ from slime.metrics.reduction import (  # noqa: F401  (their later place upstream
     gather_and_reduce_log_dict,
     rollout_log_metric_contribution,
 )
-from slime.metrics.statistics import compute_pass_rate, compute_ragged_pass_rate, compute_rollout_step, is_solved
+from slime.metrics.statistics import (
+    compute_pass_rate,
+    compute_ragged_pass_rate,
+    compute_rollout_step,
+    is_solved,
+)
 from slime.metrics.step_metrics import reduce_train_step_metrics  # noqa: F401  (its later place upstream)
 
 logger = logging.getLogger(__name__)
@@ -55,7 +62,7 @@ class TrainMetricsConfig:
         )
 
 
-# --- contributions of one rank -------------------------------------------------------------------------------------------
+# --- contributions of one rank --------------------------------------------------------------------
 
 
 def _say_once(text: str) -> None:
@@ -70,20 +77,28 @@ def _numbers(value: Any) -> np.ndarray:
         return value.detach().double().cpu().numpy().reshape(-1)
     if isinstance(value, np.ndarray):
         return value.astype(np.float64)
-    return np.array([np.nan if entry is None else float(entry) for entry in value], dtype=np.float64)
+    return np.array(
+        [np.nan if entry is None else float(entry) for entry in value], dtype=np.float64
+    )
 
 
-def _sample_field(batch: Mapping[str, Any], name: str, default: float | None = None) -> np.ndarray | None:
+def _sample_field(
+    batch: Mapping[str, Any], name: str, default: float | None = None
+) -> np.ndarray | None:
     """A per-sample field as float64 [N], or None where the batch lacks it."""
     if name not in batch or batch[name] is None:
         return None if default is None else np.full(_num_local(batch), default)
     return _numbers(
-        batch.array(name) if isinstance(batch, RolloutBatch) and not is_tensor(batch.raw(name)) else batch[name]
+        batch.array(name)
+        if isinstance(batch, RolloutBatch) and not is_tensor(batch.raw(name))
+        else batch[name]
     )
 
 
 def raw_entry(batch: Mapping[str, Any], name: str) -> Any:
-    """What the batch stores under `name`, a column or a list; None where it lacks it. No list is made of a column."""
+    """What the batch stores under `name`, a column or a list; None where it lacks it. No list is
+    made of a column.
+    """
     if name not in batch:
         return None
     return batch.raw(name) if isinstance(batch, RolloutBatch) else batch[name]
@@ -94,7 +109,8 @@ def _num_local(batch: Mapping[str, Any]) -> int:
 
 
 def flat_tokens(batch: Mapping[str, Any], name: str, lengths_N: np.ndarray) -> np.ndarray:
-    """The concatenated entries of a TOKEN field on the CPU, in their own dtype; not copied where the batch holds one column on the CPU.
+    """The concatenated entries of a TOKEN field on the CPU, in their own dtype; not copied where
+    the batch holds one column on the CPU.
 
     RolloutDataError naming the sample that has another number of entries than `lengths_N` says.
     """
@@ -103,26 +119,38 @@ def flat_tokens(batch: Mapping[str, Any], name: str, lengths_N: np.ndarray) -> n
         if isinstance(column, Ragged):
             _check_lengths(name, column.lengths, lengths_N)
             if column.values.ndim != 1:
-                raise RolloutDataError(f"{name} must have one number per token, got shape {list(column.values.shape)} for all samples.")
+                raise RolloutDataError(
+                    f"{name} must have one number per token, got shape {list(column.values.shape)} "
+                    "for all samples."
+                )
             return as_array(column.dense_values(), what=name)
         entries = column.parts if isinstance(column, Parts) else column.as_list()
     else:
         entries = [as_array(entry, what=name) for entry in batch[name]]
-    _check_lengths(name, np.fromiter(map(len, entries), dtype=np.int64, count=len(entries)), lengths_N)
+    _check_lengths(
+        name, np.fromiter(map(len, entries), dtype=np.int64, count=len(entries)), lengths_N
+    )
     return np.concatenate(entries) if len(entries) else np.zeros(0)
 
 
 def _check_lengths(name: str, found_N: np.ndarray, lengths_N: np.ndarray) -> None:
     if len(found_N) != len(lengths_N):
-        raise RolloutDataError(f"{name} has {len(found_N)} entries where this rank has {len(lengths_N)} samples.")
+        raise RolloutDataError(
+            f"{name} has {len(found_N)} entries where this rank has {len(lengths_N)} samples."
+        )
     wrong = np.flatnonzero(found_N != lengths_N)
     if len(wrong):
         i = int(wrong[0])
-        raise RolloutDataError(f"{name} has {found_N[i]} values for the {lengths_N[i]} response tokens of the sample at {i}.")
+        raise RolloutDataError(
+            f"{name} has {found_N[i]} values for the {lengths_N[i]} response tokens of the sample "
+            f"at {i}."
+        )
 
 
 def _trains_every_token(batch: Mapping[str, Any], num_tokens: int) -> bool:
-    """Whether no response token is masked, told without touching each mask: rows between the entries are zero."""
+    """Whether no response token is masked, told without touching each mask: rows between the
+    entries are zero.
+    """
     if not isinstance(batch, RolloutBatch):
         return False
     column = batch.column("loss_masks")
@@ -143,7 +171,10 @@ def sample_tokens(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: int = 
         from slime.data.context_parallel import plan_response_layout
 
         layout = plan_response_layout(
-            _sample_field(batch, "total_lengths").astype(np.int64), responses, cp_size=cp_size, cp_rank=cp_rank
+            _sample_field(batch, "total_lengths").astype(np.int64),
+            responses,
+            cp_size=cp_size,
+            cp_rank=cp_rank,
         )
         plan = c.SegmentPlan(layout.local_lengths)
         mask_T = None if mask_T is None else mask_T[layout.response_indices.numpy()]
@@ -151,20 +182,30 @@ def sample_tokens(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: int = 
     return SampleTokens(plan, mask_T, mask_sums, sums, copies=cp_size)
 
 
-def phase_contributions(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: int = 0) -> dict[str, Contribution]:
+def phase_contributions(
+    batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: int = 0
+) -> dict[str, Contribution]:
     """This rank's part of every declared metric field in `batch`, by metric name.
 
-    SAMPLE_MEAN gives each rollout one vote, whatever number of samples it emitted; over ROLLOUT_MEAN's denominators see `SampleTokens`. Fields
-    that are absent, or without an entry for any sample, contribute nothing.
+    SAMPLE_MEAN gives each rollout one vote, whatever number of samples it emitted; over
+    ROLLOUT_MEAN's denominators see `SampleTokens`. Fields that are absent, or without an entry for
+    any sample, contribute nothing.
     """
     result: dict[str, Contribution] = {}
     if not _num_local(batch):
         return result
-    tokens = sample_tokens(batch, cp_size=cp_size, cp_rank=cp_rank) if "loss_masks" in batch else None
+    tokens = (
+        sample_tokens(batch, cp_size=cp_size, cp_rank=cp_rank) if "loss_masks" in batch else None
+    )
     counts = _sample_field(batch, "rollout_sample_counts", default=1.0)
     for name in dict.keys(batch):
         spec = CONTRACT.find(name)
-        if spec is None or spec.reduce is Reduce.NONE or raw_entry(batch, name) is None or spec.extent is Extent.EQUAL:
+        if (
+            spec is None
+            or spec.reduce is Reduce.NONE
+            or raw_entry(batch, name) is None
+            or spec.extent is Extent.EQUAL
+        ):
             continue
         contribution = (
             _token_contribution(batch, spec, tokens)
@@ -174,19 +215,24 @@ def phase_contributions(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: 
         if contribution is not None:
             result[spec.metric_name] = contribution
     # what trains: the samples of rollouts with a trainable token, as the ledger counts them
-    trained_N = tokens.rollout_mask_sums_N > 0 if tokens is not None else np.ones(len(counts), dtype=bool)
+    trained_N = (
+        tokens.rollout_mask_sums_N > 0 if tokens is not None else np.ones(len(counts), dtype=bool)
+    )
     copies = float(cp_size)
     result["num_samples"] = c.total([int(trained_N.sum()) / copies])
     result["num_rollouts"] = c.total(1.0 / counts[trained_N] / copies)
     return result
 
 
-def _token_contribution(batch: Mapping[str, Any], spec: FieldSpec, tokens: SampleTokens | None) -> Contribution | None:
+def _token_contribution(
+    batch: Mapping[str, Any], spec: FieldSpec, tokens: SampleTokens | None
+) -> Contribution | None:
     if tokens is None:
         return None
     if not spec.cp_sharded and tokens.copies > 1:
         raise RolloutDataError(
-            f"The metric field {spec.name!r} must be declared cp_sharded=True to be reduced under context parallelism."
+            f"The metric field {spec.name!r} must be declared cp_sharded=True to be reduced under "
+            "context parallelism."
         )
     values_T = flat_tokens(batch, spec.name, tokens.plan.lengths_N)
     if spec.reduce is Reduce.TOKEN_MEAN:
@@ -198,7 +244,9 @@ def _token_contribution(batch: Mapping[str, Any], spec: FieldSpec, tokens: Sampl
 
 
 def _is_first_copy(batch: Mapping[str, Any], spec: FieldSpec, cp_rank: int) -> bool:
-    """Whether this rank speaks for values that its context-parallel peers have too, and every rank where the field is whole."""
+    """Whether this rank speaks for values that its context-parallel peers have too, and every rank
+    where the field is whole.
+    """
     if cp_rank or spec.extent is not Extent.WHOLE or not isinstance(batch, RolloutBatch):
         return cp_rank == 0
     owners = batch.array("owner_ranks") if "owner_ranks" in batch else np.zeros(1)
@@ -210,10 +258,13 @@ def _sample_contribution(
 ) -> Contribution | None:
     values = _sample_field(batch, spec.name)
     if spec.reduce in (Reduce.SUM, Reduce.QUANTILES) and not _is_first_copy(batch, spec, cp_rank):
-        values = values[:0]  # said once; a mean, a maximum and a minimum are the same of any number of copies
+        # said once; a mean, a maximum and a minimum are the same of any number of copies
+        values = values[:0]
     if spec.extent is Extent.WHOLE:
         weights = _sample_field(batch, "raw_reward_weights")
-        weights = np.ones(len(values)) if weights is None or len(weights) != len(values) else weights
+        weights = (
+            np.ones(len(values)) if weights is None or len(weights) != len(values) else weights
+        )
         if spec.name == "raw_reward":
             values, weights = _with_failures(batch, values, weights)
     else:
@@ -221,8 +272,12 @@ def _sample_contribution(
     return _plain_contribution(spec, values, weights, copies=1)
 
 
-def _with_failures(batch: Mapping[str, Any], values: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Raw rewards and weights where what the model failed at is 0, also what is not in the batch: else a policy that fails more often looks better."""
+def _with_failures(
+    batch: Mapping[str, Any], values: np.ndarray, weights: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Raw rewards and weights where what the model failed at is 0, also what is not in the batch:
+    else a policy that fails more often looks better.
+    """
     failed = _sample_field(batch, "model_failure")
     if failed is not None:
         values = np.where(failed != 0, 0.0, values)
@@ -245,16 +300,22 @@ def _plain_contribution(
     return makers[spec.reduce]() if spec.reduce in makers else None
 
 
-def correct_sample_contributions(batch: Mapping[str, Any], *, config: TrainMetricsConfig) -> dict[str, Contribution]:
-    """Lengths and entropy of this rank's samples with raw reward 1: `correct_response_lengths` (mean and quantiles), `correct_length/p25..p100`
-    (their share per quarter of the longest response; longer ones in the last), `correct_entropy`.
+def correct_sample_contributions(
+    batch: Mapping[str, Any], *, config: TrainMetricsConfig
+) -> dict[str, Contribution]:
+    """Lengths and entropy of this rank's samples with raw reward 1: `correct_response_lengths`
+    (mean and quantiles), `correct_length/p25..p100` (their share per quarter of the longest
+    response; longer ones in the last), `correct_entropy`.
 
-    The entropy is the policy's if it was computed; else the sampled-token estimate -log p from the training log-probs; else from the
-    engine's; else it is left out and said once. A rank without a correct sample contributes count 0.
+    The entropy is the policy's if it was computed; else the sampled-token estimate -log p from the
+    training log-probs; else from the engine's; else it is left out and said once. A rank without a
+    correct sample contributes count 0.
     """
     raw = _sample_field(batch, "local_raw_reward")
     if raw is None:
-        _say_once("--log-correct-samples: the batch has no raw_reward, so nothing is known to be correct.")
+        _say_once(
+            "--log-correct-samples: the batch has no raw_reward, so nothing is known to be correct."
+        )
         return {}
     correct = is_solved(raw)
     lengths = _sample_field(batch, "response_lengths")
@@ -265,21 +326,40 @@ def correct_sample_contributions(batch: Mapping[str, Any], *, config: TrainMetri
     }
     if config.rollout_max_response_len:
         shares = c.length_share_by_quarter(chosen, config.rollout_max_response_len)
-        result.update({f"correct_length/{quarter}": share for quarter, share in zip(QUARTERS, shares, strict=True)})
-    source = next((name for name in ("entropy", "log_probs", "rollout_log_probs") if raw_entry(batch, name) is not None), None)
+        result.update(
+            {
+                f"correct_length/{quarter}": share
+                for quarter, share in zip(QUARTERS, shares, strict=True)
+            }
+        )
+    source = next(
+        (
+            name
+            for name in ("entropy", "log_probs", "rollout_log_probs")
+            if raw_entry(batch, name) is not None
+        ),
+        None,
+    )
     if source is None:
         _say_once(
-            "--log-correct-samples: there is neither entropy nor any log-prob, so rollout/correct_entropy is left out."
+            "--log-correct-samples: there is neither entropy nor any log-prob, so "
+            "rollout/correct_entropy is left out."
         )
     elif "loss_masks" in batch:
         tokens = sample_tokens(batch, cp_size=config.cp_size, cp_rank=config.cp_rank)
         values_T = flat_tokens(batch, source, tokens.plan.lengths_N)
-        result["correct_entropy"] = tokens.sample_mean(values_T, correct, sign=1 if source == "entropy" else -1)
+        result["correct_entropy"] = tokens.sample_mean(
+            values_T, correct, sign=1 if source == "entropy" else -1
+        )
     return result
 
 
-def multi_turn_contributions(batch: Mapping[str, Any], *, config: TrainMetricsConfig) -> dict[str, Contribution]:
-    """`multi_turn/...` numbers over samples: response lengths with and without what the environment wrote, and rounds."""
+def multi_turn_contributions(
+    batch: Mapping[str, Any], *, config: TrainMetricsConfig
+) -> dict[str, Contribution]:
+    """`multi_turn/...` numbers over samples: response lengths with and without what the environment
+    wrote, and rounds.
+    """
     lengths = _sample_field(batch, "response_lengths")
     masked = np.array([float((as_array(mask) != 0).sum()) for mask in batch["loss_masks"]])
     result = _spread("raw_response_length/response_length", lengths)
@@ -302,19 +382,24 @@ def _spread(name: str, values: np.ndarray) -> dict[str, Contribution]:
 
 
 def pass_rates(batch: Mapping[str, Any], *, config: TrainMetricsConfig) -> dict[str, float]:
-    """`{"pass@k": ...}` over the whole rollout batch: one vote per rollout, groups by id and of any size; samples that were lost are left out,
-    those rejected as model failures count as wrong.
+    """`{"pass@k": ...}` over the whole rollout batch: one vote per rollout, groups by id and of any
+    size; samples that were lost are left out, those rejected as model failures count as wrong.
 
-    Without group ids (a plain dict), groups are `rollout_batch_size` blocks of `n_samples_per_prompt`; AssertionError when they do not fit.
+    Without group ids (a plain dict), groups are `rollout_batch_size` blocks of
+    `n_samples_per_prompt`; AssertionError when they do not fit.
     """
     raw = _numbers(batch["raw_reward"])
     if "group_ids" not in batch:
         return compute_pass_rate(
-            raw.tolist(), config.n_samples_per_prompt, config.rollout_batch_size, threshold=config.passrate_threshold
+            raw.tolist(),
+            config.n_samples_per_prompt,
+            config.rollout_batch_size,
+            threshold=config.passrate_threshold,
         )
     groups = np.asarray(_numbers(batch["group_ids"]), dtype=np.int64)
     if "valid" in batch:
-        # an answer that was lost says nothing about the prompt; one that the gate rejected for what it says is a wrong one
+        # an answer that was lost says nothing about the prompt; one that the gate rejected for what
+        # it says is a wrong one
         raw = np.where(_numbers(batch["valid"]) != 0, raw, np.nan)
     if "model_failure" in batch:
         raw = np.where(_numbers(batch["model_failure"]) != 0, 0.0, raw)
@@ -326,7 +411,7 @@ def pass_rates(batch: Mapping[str, Any], *, config: TrainMetricsConfig) -> dict[
     return compute_ragged_pass_rate(raw, groups, threshold=config.passrate_threshold)
 
 
-# --- shells --------------------------------------------------------------------------------------------------------------
+# --- shells ---------------------------------------------------------------------------------------
 
 
 def _is_logging_rank() -> bool:
@@ -344,9 +429,12 @@ def _config(args: Any) -> TrainMetricsConfig:
     )
 
 
-def gather_log_data(metric_name: str, args: Any, rollout_id: int, log_dict: dict[str, Any]) -> dict[str, float] | None:
-    """Reduces `log_dict` over data x context parallel ranks and logs it as `<metric_name>/<key>` at `rollout/step`. The dict on the source
-    rank, None elsewhere."""
+def gather_log_data(
+    metric_name: str, args: Any, rollout_id: int, log_dict: dict[str, Any]
+) -> dict[str, float] | None:
+    """Reduces `log_dict` over data x context parallel ranks and logs it as `<metric_name>/<key>` at
+    `rollout/step`. The dict on the source rank, None elsewhere.
+    """
     from slime.tracking import tracking
 
     reduced = _gathered(log_dict)
@@ -371,10 +459,14 @@ def _gathered(log_dict: dict[str, Any]) -> dict[str, float] | None:
     )
 
 
-def log_rollout_data(rollout_id: int, args: Any, rollout_data: Mapping[str, Any]) -> dict[str, float] | None:
-    """Logs `rollout/<metric>` for every declared metric field of this rollout batch, then the panels that options ask for.
+def log_rollout_data(
+    rollout_id: int, args: Any, rollout_data: Mapping[str, Any]
+) -> dict[str, float] | None:
+    """Logs `rollout/<metric>` for every declared metric field of this rollout batch, then the
+    panels that options ask for.
 
-    Called by all ranks; those of tensor rank 0 and the last pipeline stage take part. Returns the metrics on the source rank, None elsewhere.
+    Called by all ranks; those of tensor rank 0 and the last pipeline stage take part. Returns the
+    metrics on the source rank, None elsewhere.
     """
     if not _is_logging_rank():
         return None
@@ -384,7 +476,11 @@ def log_rollout_data(rollout_id: int, args: Any, rollout_data: Mapping[str, Any]
         parts.update(correct_sample_contributions(rollout_data, config=config))
     metrics = gather_log_data("rollout", args, rollout_id, parts)
     if metrics is not None and args.ci_test:
-        check_ci(metrics, rollout_id, check_kl=not (args.ci_disable_kl_checker or args.use_rollout_routing_replay))
+        check_ci(
+            metrics,
+            rollout_id,
+            check_kl=not (args.ci_disable_kl_checker or args.use_rollout_routing_replay),
+        )
     if args.log_multi_turn:
         log_multi_turn_data(rollout_id, args, rollout_data)
     if args.log_passrate:
@@ -393,18 +489,29 @@ def log_rollout_data(rollout_id: int, args: Any, rollout_data: Mapping[str, Any]
 
 
 def log_consistency(
-    rollout_id: int, args: Any, rollout_data: Mapping[str, Any], *, ages_N: np.ndarray | None = None, compares_sampler: bool = True
+    rollout_id: int,
+    args: Any,
+    rollout_data: Mapping[str, Any],
+    *,
+    ages_N: np.ndarray | None = None,
+    compares_sampler: bool = True,
 ) -> dict[str, float] | None:
-    """Logs `rollout/logprob_abs_diff/...`, `rollout/logprob_kl/...` and their like (see consistency.py), with alarms in plain words, and staleness.
-    Called by all ranks, before the weights change. RolloutDataError where the gap is above --logprob-diff-stop.
+    """Logs `rollout/logprob_abs_diff/...`, `rollout/logprob_kl/...` and their like (see
+    consistency.py), with alarms in plain words, and staleness. Called by all ranks, before the
+    weights change. RolloutDataError where the gap is above --logprob-diff-stop.
 
-    ages_N: updates of the weights since each sample's oldest token, NaN where unknown. compares_sampler: the trainer's log-probs are of the weights
-    that sampled, whatever the ages are.
+    ages_N: updates of the weights since each sample's oldest token, NaN where unknown.
+    compares_sampler: the trainer's log-probs are of the weights that sampled, whatever the ages
+    are.
     """
     if not _is_logging_rank():
         return None
     from slime.metrics import consistency
-    from slime.metrics.consistency_alarms import ConsistencyLimits, consistency_alarms, gap_of_same_weights
+    from slime.metrics.consistency_alarms import (
+        ConsistencyLimits,
+        consistency_alarms,
+        gap_of_same_weights,
+    )
 
     config = _config(args)
     parts = consistency.consistency_contributions(
@@ -416,7 +523,11 @@ def log_consistency(
     )
     if ages_N is not None:
         parts |= consistency.staleness_contributions(ages_N)
-    medians = _gathered(consistency.shift_contributions(rollout_data, cp_size=config.cp_size, cp_rank=config.cp_rank))
+    medians = _gathered(
+        consistency.shift_contributions(
+            rollout_data, cp_size=config.cp_size, cp_rank=config.cp_rank
+        )
+    )
     if (shift := consistency.shifted_by(medians or {})) is not None:
         parts["logprob_shift"] = consistency.shift_metric(shift)
     metrics = gather_log_data("rollout", args, rollout_id, parts)
@@ -425,14 +536,17 @@ def log_consistency(
     gap = gap_of_same_weights(metrics or {})
     if args.logprob_diff_stop is not None and gap is not None and not gap <= args.logprob_diff_stop:
         raise RolloutDataError(
-            f"rollout {rollout_id}: trainer and engine disagree by {gap:.3g} nats a token on average, more than --logprob-diff-stop "
+            f"rollout {rollout_id}: trainer and engine disagree by {gap:.3g} nats a token on "
+            "average, more than --logprob-diff-stop "
             f"{args.logprob_diff_stop:g}; the optimizer step was not taken. The dump of this rollout and `slime consistency` show the tokens."
         )
     return metrics
 
 
 def check_ci(metrics: Mapping[str, float], rollout_id: int, *, check_kl: bool) -> None:
-    """AssertionError where a healthy first rollout cannot look like this: policy unlike its reference, log-probs or entropy out of range."""
+    """AssertionError where a healthy first rollout cannot look like this: policy unlike its
+    reference, log-probs or entropy out of range.
+    """
     policy, reference = metrics.get("rollout/log_probs"), metrics.get("rollout/ref_log_probs")
     if rollout_id == 0 and check_kl and policy is not None and reference is not None:
         assert abs(policy - reference) < 1e-8, (
@@ -446,24 +560,40 @@ def check_ci(metrics: Mapping[str, float], rollout_id: int, *, check_kl: bool) -
         )
 
 
-def log_multi_turn_data(rollout_id: int, args: Any, rollout_data: Mapping[str, Any]) -> dict[str, float] | None:
+def log_multi_turn_data(
+    rollout_id: int, args: Any, rollout_data: Mapping[str, Any]
+) -> dict[str, float] | None:
     """Logs `multi_turn/...`: means over samples, and the phase's true max and min."""
     if not _is_logging_rank():
         return None
-    return gather_log_data("multi_turn", args, rollout_id, multi_turn_contributions(rollout_data, config=_config(args)))
+    return gather_log_data(
+        "multi_turn", args, rollout_id, multi_turn_contributions(rollout_data, config=_config(args))
+    )
 
 
-def log_passrate(rollout_id: int, args: Any, rollout_data: Mapping[str, Any]) -> dict[str, float] | None:
+def log_passrate(
+    rollout_id: int, args: Any, rollout_data: Mapping[str, Any]
+) -> dict[str, float] | None:
     """Logs `passrate/pass@k` of the whole rollout batch."""
     if not _is_logging_rank():
         return None
-    rates = pass_rates(rollout_data, config=_config(args)) if rollout_data.get("raw_reward") is not None else {}
-    return gather_log_data("passrate", args, rollout_id, {name: c.mean([rate], 1) for name, rate in rates.items()})
+    rates = (
+        pass_rates(rollout_data, config=_config(args))
+        if rollout_data.get("raw_reward") is not None
+        else {}
+    )
+    return gather_log_data(
+        "passrate", args, rollout_id, {name: c.mean([rate], 1) for name, rate in rates.items()}
+    )
 
 
-def log_perf_data(rollout_id: int, args: Any, extra_metrics: dict[str, float] | None = None) -> dict[str, float] | None:
-    """Logs `perf/<timer>_time` in seconds, and throughput in TFLOPs per GPU and tokens per second, on the primary rank. Resets timers on every
-    rank. FLOPs and tokens are of the samples that were trained."""
+def log_perf_data(
+    rollout_id: int, args: Any, extra_metrics: dict[str, float] | None = None
+) -> dict[str, float] | None:
+    """Logs `perf/<timer>_time` in seconds, and throughput in TFLOPs per GPU and tokens per second,
+    on the primary rank. Resets timers on every rank. FLOPs and tokens are of the samples that were
+    trained.
+    """
     from megatron.core import mpu
 
     from slime.metrics.perf import log_perf_data_raw

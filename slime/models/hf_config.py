@@ -1,4 +1,6 @@
-"""Hugging Face config.json -> Megatron field names. Pure: json in, plain values out, no torch, no `args`."""
+"""Hugging Face config.json -> Megatron field names. Pure: json in, plain values out, no torch, no
+`args`.
+"""
 
 from __future__ import annotations
 
@@ -16,44 +18,61 @@ _QK_NORM = {"qwen3", "qwen3_moe"}
 SUPPORTED_MODEL_TYPES = tuple(_QKV_BIAS)
 
 # The only rotary scaling that Megatron-core's RotaryEmbedding computes, with its fixed constants.
-_LLAMA3_CONSTANTS = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+_LLAMA3_CONSTANTS = {
+    "low_freq_factor": 1,
+    "high_freq_factor": 4,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """Returns `folder`/config.json as a dict. Raises `ConfigError` where there is none or it is not JSON."""
+    """Returns `folder`/config.json as a dict. Raises `ConfigError` where there is none or it is not
+    JSON.
+    """
     path = Path(folder) / "config.json"
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist. Give a Hugging Face model folder (--hf-checkpoint).") from None
+        raise ConfigError(
+            f"{path} does not exist. Give a Hugging Face model folder (--hf-checkpoint)."
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a config: `text_config` of multimodal models, else `config` itself."""
+    """The language model's part of a config: `text_config` of multimodal models, else `config`
+    itself.
+    """
     return config.get("text_config") or config
 
 
 def megatron_fields_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the model-shape fields that a Hugging Face config implies, under Megatron's names.
 
-    `use_rope_scaling` and `rope_scaling_factor` appear only where the config scales rotary frequencies (Llama 3).
-    Raises `ConfigError` for a model type or a feature that has no Megatron counterpart here.
+    `use_rope_scaling` and `rope_scaling_factor` appear only where the config scales rotary
+    frequencies (Llama 3). Raises `ConfigError` for a model type or a feature that has no Megatron
+    counterpart here.
     """
     config = text_config(config)
     family = config.get("model_type")
     if family not in _QKV_BIAS:
         raise ConfigError(
-            f"model_type {family!r} of config.json is not supported. Known: {', '.join(SUPPORTED_MODEL_TYPES)}."
+            f"model_type {family!r} of config.json is not supported. Known: "
+            f"{', '.join(SUPPORTED_MODEL_TYPES)}."
         )
     if config.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"hidden_act {config['hidden_act']!r} is not supported, only silu.")
-    if config.get("use_sliding_window") or set(config.get("layer_types") or ()) - {"full_attention"}:
-        raise ConfigError("Some layers use sliding-window or linear attention, which is not supported.")
+    if config.get("use_sliding_window") or set(config.get("layer_types") or ()) - {
+        "full_attention"
+    }:
+        raise ConfigError(
+            "Some layers use sliding-window or linear attention, which is not supported."
+        )
     if (config.get("attention_bias") and family != "qwen2") or config.get("mlp_bias"):
         raise ConfigError(
-            "attention_bias or mlp_bias is true: biases in the output projection and the MLP are not supported."
+            "attention_bias or mlp_bias is true: biases in the output projection and the MLP are "
+            "not supported."
         )
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
@@ -87,33 +106,49 @@ def megatron_fields_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_theta(config: Mapping[str, Any]) -> float:
-    """Base of the rotary frequencies: `rope_parameters.rope_theta` (transformers 5) before `rope_theta`."""
+    """Base of the rotary frequencies: `rope_parameters.rope_theta` (transformers 5) before
+    `rope_theta`.
+    """
     parameters = config.get("rope_parameters") or {}
     value = parameters.get("rope_theta", config.get("rope_theta"))
     return float(value if value is not None else 10000.0)
 
 
 def check_against_hf(args_fields: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """Returns one sentence per field of `args_fields` that is given (not None) and contradicts `config`; empty if none does."""
+    """Returns one sentence per field of `args_fields` that is given (not None) and contradicts
+    `config`; empty if none does.
+    """
     problems = []
     for name, expected in megatron_fields_from_hf(config).items():
         given = args_fields.get(name)
-        if given is None or name in ("attention_dropout", "hidden_dropout", "max_position_embeddings"):
+        if given is None or name in (
+            "attention_dropout",
+            "hidden_dropout",
+            "max_position_embeddings",
+        ):
             continue
         if name == "moe_layer_freq":
-            same = layer_pattern(given, config["num_hidden_layers"]) == layer_pattern(expected, config["num_hidden_layers"])
+            same = layer_pattern(given, config["num_hidden_layers"]) == layer_pattern(
+                expected, config["num_hidden_layers"]
+            )
         else:
-            same = math.isclose(given, expected, rel_tol=1e-9) if isinstance(expected, float) else given == expected
+            same = (
+                math.isclose(given, expected, rel_tol=1e-9)
+                if isinstance(expected, float)
+                else given == expected
+            )
         if not same:
             flag = "--" + name.replace("_", "-")
             problems.append(
-                f"{flag} is {given!r}, but the model's config.json says {expected!r}. Drop the flag or use {expected!r}."
+                f"{flag} is {given!r}, but the model's config.json says {expected!r}. Drop the "
+                f"flag or use {expected!r}."
             )
     return problems
 
 
 def layer_pattern(frequency: int | list[int], num_layers: int) -> list[int]:
-    """Returns 1 for each MoE layer and 0 for each dense one. A number n means every n-th layer from the first; a list says it itself.
+    """Returns 1 for each MoE layer and 0 for each dense one. A number n means every n-th layer from
+    the first; a list says it itself.
 
     (3, num_layers=4) -> [1, 0, 0, 1]
     """
@@ -128,10 +163,15 @@ def _rope_scaling_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return {}
-    differing = {key: scaling.get(key) for key, value in _LLAMA3_CONSTANTS.items() if scaling.get(key) != value}
+    differing = {
+        key: scaling.get(key)
+        for key, value in _LLAMA3_CONSTANTS.items()
+        if scaling.get(key) != value
+    }
     if kind != "llama3" or differing:
         raise ConfigError(
-            f"rope_scaling of type {kind!r} {differing or ''} is not supported; Megatron-core computes llama3 with {_LLAMA3_CONSTANTS}."
+            f"rope_scaling of type {kind!r} {differing or ''} is not supported; Megatron-core "
+            f"computes llama3 with {_LLAMA3_CONSTANTS}."
         )
     return {"use_rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
 

@@ -1,4 +1,6 @@
-"""What a Hugging Face folder says outside its weights. Read as JSON; no code of it is ever executed."""
+"""What a Hugging Face folder says outside its weights. Read as JSON; no code of it is ever
+executed.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,15 @@ from slime.exceptions import ConfigError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in `path`. ConfigError names the file when it is missing or malformed."""
+    """Returns the JSON object in `path`. ConfigError names the file when it is missing or
+    malformed.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
-            f"{path} does not exist. Give a Hugging Face folder: config.json, *.safetensors, tokenizer.json."
+            f"{path} does not exist. Give a Hugging Face folder: config.json, *.safetensors, "
+            "tokenizer.json."
         ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
@@ -25,7 +30,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_eos_token_ids(folder: str | Path, tokenizer_eos: int | None = None) -> tuple[int, ...]:
-    """Returns every id that ends a response: those of generation_config.json, config.json and the tokenizer's eos_token together."""
+    """Returns every id that ends a response: those of generation_config.json, config.json and the
+    tokenizer's eos_token together.
+    """
     found: list[Any] = []
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name

@@ -1,7 +1,9 @@
-"""Which Hugging Face tensors make which Megatron parameter, stated once and read in both directions.
+"""Which Hugging Face tensors make which Megatron parameter, stated once and read in both
+directions.
 
-Names here are of the whole model: no "module." prefix, layer and expert numbers counted over all pipeline stages and expert ranks.
-Letters: H hidden size, D head dimension, G key/value heads (query groups), Q query heads.
+Names here are of the whole model: no "module." prefix, layer and expert numbers counted over all
+pipeline stages and expert ranks. Letters: H hidden size, D head dimension, G key/value heads (query
+groups), Q query heads.
 """
 
 from __future__ import annotations
@@ -20,12 +22,16 @@ from slime.models.hf_config import text_config
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One Megatron parameter (`{layer}`, `{expert}` stand for numbers) and the Hugging Face tensors it is made of."""
+    """One Megatron parameter (`{layer}`, `{expert}` stand for numbers) and the Hugging Face tensors
+    it is made of.
+    """
 
     megatron: str
     hf: tuple[str, ...]
     how: str = (
-        "copy"  # copy | vocab (rows are padded) | glu (gate over up) | qkv (by query group: its queries, key, value)
+        # copy | vocab (rows are padded) | glu (gate over up) | qkv (by query group: its queries,
+        # key, value)
+        "copy"
     )
 
     @functools.cached_property
@@ -37,14 +43,18 @@ class Rule:
 
 
 def _layer(megatron: str, *hf: str, how: str = "copy") -> Rule:
-    return Rule("decoder.layers.{layer}." + megatron, tuple("model.layers.{layer}." + name for name in hf), how)
+    return Rule(
+        "decoder.layers.{layer}." + megatron,
+        tuple("model.layers.{layer}." + name for name in hf),
+        how,
+    )
 
 
 _QKV = ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj.")
 _EXPERT = "mlp.experts.{expert}."
 
-# The order is the order of export. Two spellings of one parameter: Transformer Engine fuses norms into the next layer and
-# groups experts; Megatron's local layers do not.
+# The order is the order of export. Two spellings of one parameter: Transformer Engine fuses norms
+# into the next layer and groups experts; Megatron's local layers do not.
 DENSE_RULES = (
     Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab"),
     _layer("input_layernorm.weight", "input_layernorm.weight"),
@@ -70,7 +80,10 @@ MOE_RULES = (
         how="glu",
     ),
     _layer(
-        "mlp.experts.linear_fc1.weight{expert}", _EXPERT + "gate_proj.weight", _EXPERT + "up_proj.weight", how="glu"
+        "mlp.experts.linear_fc1.weight{expert}",
+        _EXPERT + "gate_proj.weight",
+        _EXPERT + "up_proj.weight",
+        how="glu",
     ),
     _layer("mlp.experts.local_experts.{expert}.linear_fc2.weight", _EXPERT + "down_proj.weight"),
     _layer("mlp.experts.linear_fc2.weight{expert}", _EXPERT + "down_proj.weight"),
@@ -100,7 +113,11 @@ class Shape:
 
     @staticmethod
     def from_args(args: Any) -> Shape:
-        return Shape(args.num_attention_heads, args.num_query_groups or args.num_attention_heads, args.vocab_size)
+        return Shape(
+            args.num_attention_heads,
+            args.num_query_groups or args.num_attention_heads,
+            args.vocab_size,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,9 +137,13 @@ def strip_module_prefix(name: str) -> str:
 
 
 def match(family: str, name: str) -> Match:
-    """Returns the rule for a Megatron parameter `name`. Raises `ConfigError` for a family or a parameter without one."""
+    """Returns the rule for a Megatron parameter `name`. Raises `ConfigError` for a family or a
+    parameter without one.
+    """
     if family not in FAMILIES:
-        raise ConfigError(f"Model family {family!r} is not supported. Known: {', '.join(FAMILIES)}.")
+        raise ConfigError(
+            f"Model family {family!r} is not supported. Known: {', '.join(FAMILIES)}."
+        )
     name = strip_module_prefix(name)
     for index, rule in enumerate(FAMILIES[family]):
         found = rule.pattern.fullmatch(name)
@@ -132,11 +153,15 @@ def match(family: str, name: str) -> Match:
             if "layer" not in numbers:
                 return Match(rule, hf_names, (0 if index == 0 else 2, 0, index, 0))
             return Match(rule, hf_names, (1, numbers["layer"], index, numbers.get("expert", 0)))
-    raise ConfigError(f"The Megatron parameter {name!r} has no counterpart in Hugging Face's {family} models.")
+    raise ConfigError(
+        f"The Megatron parameter {name!r} has no counterpart in Hugging Face's {family} models."
+    )
 
 
 def combine(rule: Rule, tensors: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
-    """The whole Megatron parameter (vocabulary not yet padded) from the tensors named by `rule.hf`, in that order."""
+    """The whole Megatron parameter (vocabulary not yet padded) from the tensors named by `rule.hf`,
+    in that order.
+    """
     if rule.how == "glu":
         return torch.cat(tuple(tensors))
     if rule.how == "qkv":
@@ -146,21 +171,29 @@ def combine(rule: Rule, tensors: Sequence[torch.Tensor], shape: Shape) -> torch.
 
 
 def split(rule: Rule, parameter: torch.Tensor, shape: Shape) -> list[torch.Tensor]:
-    """The inverse of `combine`, in the order of `rule.hf`; padding rows of the vocabulary are dropped."""
+    """The inverse of `combine`, in the order of `rule.hf`; padding rows of the vocabulary are
+    dropped.
+    """
     if rule.how == "vocab":
         return [parameter[: shape.vocab_size]]
     if rule.how == "glu":
         return list(parameter.chunk(2))
     if rule.how == "qkv":
         per_group = shape.num_query_heads // shape.num_query_groups
-        grouped = parameter.view(shape.num_query_groups, -1, *parameter.shape[1:])  # [G, (Q/G + 2) * D, ...]
+        # [G, (Q/G + 2) * D, ...]
+        grouped = parameter.view(shape.num_query_groups, -1, *parameter.shape[1:])
         head_dim = grouped.shape[1] // (per_group + 2)
-        return [part.flatten(0, 1) for part in grouped.split([per_group * head_dim, head_dim, head_dim], dim=1)]
+        return [
+            part.flatten(0, 1)
+            for part in grouped.split([per_group * head_dim, head_dim, head_dim], dim=1)
+        ]
     return [parameter]
 
 
 def expected_hf_names(family: str, fields: Mapping[str, Any]) -> Iterator[str]:
-    """Every tensor that a Hugging Face folder of this family may hold; `fields` are Megatron's (`megatron_fields_from_hf`)."""
+    """Every tensor that a Hugging Face folder of this family may hold; `fields` are Megatron's
+    (`megatron_fields_from_hf`).
+    """
     experts = fields.get("num_moe_experts") or 0
     for rule in FAMILIES[family]:
         layers = range(fields["num_layers"]) if "{layer}" in rule.megatron else (0,)

@@ -1,4 +1,5 @@
-"""What a rollout asks: prompt files, datasets, chat templates, masks of conversations, tokenizers, evaluation sets.
+"""What a rollout asks: prompt files, datasets, chat templates, masks of conversations, tokenizers,
+evaluation sets.
 
 Imports config, data and files; knows nothing of engines or ranks.
 """

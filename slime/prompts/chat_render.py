@@ -1,8 +1,10 @@
-"""Text of conversations as a tokenizer's chat template writes it, and where in that text a turn ends. Pure; no `args`.
+"""Text of conversations as a tokenizer's chat template writes it, and where in that text a turn
+ends. Pure; no `args`.
 
-Templates are programs: they may strip earlier reasoning, merge consecutive tool results, or write a turn's end only once the
-next one follows. Therefore nothing here is located by the length of an earlier render. A word that occurs nowhere else
-takes the place of one message's content, the conversation is rendered as a whole, and the word is looked up in it.
+Templates are programs: they may strip earlier reasoning, merge consecutive tool results, or write a
+turn's end only once the next one follows. Therefore nothing here is located by the length of an
+earlier render. A word that occurs nowhere else takes the place of one message's content, the
+conversation is rendered as a whole, and the word is looked up in it.
 """
 
 from __future__ import annotations
@@ -15,21 +17,26 @@ from typing import Any
 
 from slime.exceptions import RolloutDataError
 
-# What a template may write beside a message's content, and a probe must not have: it would move or repeat the word.
+# What a template may write beside a message's content, and a probe must not have: it would move or
+# repeat the word.
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 PROBE_WORD = "Zq{}jX"
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
-    """A tokenizer's chat template with what stays the same over a conversation: tools and template arguments."""
+    """A tokenizer's chat template with what stays the same over a conversation: tools and template
+    arguments.
+    """
 
     tokenizer: Any
     tools: list | None = None
     template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def render(self, messages: list[dict], *, add_generation_prompt: bool = False) -> str:
-        """The conversation's text. RolloutDataError with the template's own words where it refuses the messages."""
+        """The conversation's text. RolloutDataError with the template's own words where it refuses
+        the messages.
+        """
         from jinja2 import TemplateError
 
         try:
@@ -43,16 +50,21 @@ class ChatTemplate:
         except (TemplateError, TypeError, KeyError) as error:
             roles = [message.get("role") for message in messages]
             raise RolloutDataError(
-                f"the chat template cannot render the roles {roles}: {error}. Change the messages or give the tokenizer "
+                f"the chat template cannot render the roles {roles}: {error}. Change the messages "
+                "or give the tokenizer "
                 "another chat template."
             ) from error
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a whole conversation's text; the template writes its own BOS, none is added."""
+        """The ids of a whole conversation's text; the template writes its own BOS,
+        none is added.
+        """
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def encode_continuation(self, text: str) -> list[int]:
-        """The ids of a text that stands behind other tokens, without what tokenizers put in front of a text's first word."""
+        """The ids of a text that stands behind other tokens, without what tokenizers put in front
+        of a text's first word.
+        """
         if not text:
             return []
         ids = self.encode(text)
@@ -70,18 +82,31 @@ class ChatTemplate:
 
     @functools.cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids that ordinary text never encodes to: end marks, role marks, padding; not unknown text or `<think>` and its like."""
+        """Ids that ordinary text never encodes to: end marks, role marks, padding; not unknown text
+        or `<think>` and its like.
+        """
         tokenizer = self.tokenizer
         marks = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
-        added = {i for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
+        added = {
+            i
+            for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
+            if token.special
+        }
         return frozenset({*tokenizer.all_special_ids, *added} - ({tokenizer.unk_token_id} - marks))
 
     def text_after(
-        self, messages: list[dict], position: int, *, add_generation_prompt: bool = False, keep_calls: bool = False
+        self,
+        messages: list[dict],
+        position: int,
+        *,
+        add_generation_prompt: bool = False,
+        keep_calls: bool = False,
     ) -> str | None:
-        """What the render has behind the content of message `position`; None where the content does not show exactly once.
+        """What the render has behind the content of message `position`; None where the content does
+        not show exactly once.
 
-        The message stands as plain content, without reasoning and, unless `keep_calls`, without tool calls.
+        The message stands as plain content, without reasoning and, unless `keep_calls`, without
+        tool calls.
         """
         word = _unused_word(messages, self.tools)
         probe = list(messages)
@@ -93,8 +118,9 @@ class ChatTemplate:
         return text.split(word, 1)[1] if text.count(word) == 1 else None
 
     def text_between(self, messages: list[dict], position: int) -> str | None:
-        """What the render has between the contents of messages `position` and `position + 1`: end of turn, separators,
-        the next role's header. None where that cannot be told."""
+        """What the render has between the contents of messages `position` and `position + 1`: end
+        of turn, separators, the next role's header. None where that cannot be told.
+        """
         word = _unused_word(messages, self.tools)
         probe = list(messages)
         probe[position + 1] = _with_content(messages[position + 1], word, keep_calls=True)
@@ -104,7 +130,8 @@ class ChatTemplate:
     def text_after_turn(
         self, messages: list[dict], position: int, *, add_generation_prompt: bool = False
     ) -> str | None:
-        """What the render has behind the whole turn `position`, its tool calls included; None where that cannot be told.
+        """What the render has behind the whole turn `position`, its tool calls included; None where
+        that cannot be told.
 
         The true render must end with what is returned, whatever the template does to earlier turns.
         """
@@ -112,19 +139,25 @@ class ChatTemplate:
         after = self.text_after(messages, position, add_generation_prompt=add_generation_prompt)
         if after is not None and full.endswith(after):
             return after
-        after = self._text_after_calls(messages, position, add_generation_prompt=add_generation_prompt)
+        after = self._text_after_calls(
+            messages, position, add_generation_prompt=add_generation_prompt
+        )
         return after if after is not None and full.endswith(after) else None
 
     def _text_after_calls(
         self, messages: list[dict], position: int, *, add_generation_prompt: bool
     ) -> str | None:
-        """The same for templates that write a tool result by what they find in the call, which must stand in the probe."""
+        """The same for templates that write a tool result by what they find in the call, which must
+        stand in the probe.
+        """
         if not messages[position].get("tool_calls"):
             return None
         turn = messages[: position + 1]
         end = self.text_after(turn, position)
         calls_and_end = self.text_after(turn, position, keep_calls=True)
-        after = self.text_after(messages, position, add_generation_prompt=add_generation_prompt, keep_calls=True)
+        after = self.text_after(
+            messages, position, add_generation_prompt=add_generation_prompt, keep_calls=True
+        )
         if not end or not calls_and_end or after is None or not calls_and_end.endswith(end):
             return None
         calls = calls_and_end[: len(calls_and_end) - len(end)]
@@ -132,8 +165,10 @@ class ChatTemplate:
 
 
 def renderable_messages(tokenizer: Any, messages: list[dict]) -> list[dict]:
-    """The messages as the template takes them: arguments of tool calls that are JSON text become values where the template would
-    encode the text once more, as most do; a template that writes text as it is gets the text."""
+    """The messages as the template takes them: arguments of tool calls that are JSON text become
+    values where the template would encode the text once more, as most do; a template that writes
+    text as it is gets the text.
+    """
     if not any(isinstance(message, dict) and message.get("tool_calls") for message in messages):
         return messages
     if not _encodes_arguments(tokenizer):
@@ -145,11 +180,20 @@ _ENCODES: dict[str, bool] = {}  # by template
 
 
 def _encodes_arguments(tokenizer: Any) -> bool:
-    """Whether the template turns a tool call's arguments into JSON even where they are text, or cannot take text at all."""
+    """Whether the template turns a tool call's arguments into JSON even where they are text, or
+    cannot take text at all.
+    """
     key = str(getattr(tokenizer, "chat_template", None))
     if key not in _ENCODES:
-        call = {"id": "call_1", "type": "function", "function": {"name": "probe", "arguments": '{"probe_key": 1}'}}
-        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        call = {
+            "id": "call_1",
+            "type": "function",
+            "function": {"name": "probe", "arguments": '{"probe_key": 1}'},
+        }
+        probe = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
         try:
             text = tokenizer.apply_chat_template(probe, tokenize=False)
             _ENCODES[key] = '\\"probe_key\\"' in text
@@ -160,7 +204,11 @@ def _encodes_arguments(tokenizer: Any) -> bool:
 
 def _with_argument_values(message: dict) -> dict:
     calls = message.get("tool_calls")
-    return {**message, "tool_calls": [_with_values(call) for call in calls]} if isinstance(calls, list) else message
+    return (
+        {**message, "tool_calls": [_with_values(call) for call in calls]}
+        if isinstance(calls, list)
+        else message
+    )
 
 
 def _with_values(call: Any) -> Any:
@@ -179,7 +227,9 @@ def _with_values(call: Any) -> Any:
 
 
 def _unused_word(messages: list[dict], tools: list | None) -> str:
-    """A word that occurs in none of the messages and tools, and that trimming and escaping leave as it is."""
+    """A word that occurs in none of the messages and tools, and that trimming and escaping leave as
+    it is.
+    """
     text = str(messages) + str(tools)
     number = 0
     while PROBE_WORD.format(number) in text:

@@ -1,11 +1,13 @@
-"""Where prompts come from: groups of samples with an identity, and a position that survives any number of resumes.
+"""Where prompts come from: groups of samples with an identity, and a position that survives any
+number of resumes.
 
-What was handed out but not trained is part of the saved state. Each group is remembered from `get_samples` on until the
-rollout that used it up is saved: the rollout function calls `commit(rollout_id, group_ids)` for every group it kept or
-dropped and `add_samples` for every group that it gives back. The state saved after rollout r holds the position, the
-buffer, and every group that rollouts after r used or that are still out; on resume those come first, in order, so
-that the stream equals the uninterrupted one. A rollout function that never calls `commit` is taken to have used up all
-that it was given and did not give back.
+What was handed out but not trained is part of the saved state. Each group is remembered from
+`get_samples` on until the rollout that used it up is saved: the rollout function calls
+`commit(rollout_id, group_ids)` for every group it kept or dropped and `add_samples` for every group
+that it gives back. The state saved after rollout r holds the position, the buffer, and every group
+that rollouts after r used or that are still out; on resume those come first, in order, so that the
+stream equals the uninterrupted one. A rollout function that never calls `commit` is taken to have
+used up all that it was given and did not give back.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ class DataSource(abc.ABC):
         """Prompts per epoch."""
 
     def commit(self, rollout_id: int, group_ids: Iterable[int]) -> None:  # noqa: B027 - optional for plug-ins
-        """Notes that rollout `rollout_id` used these groups up (`Sample.group_index`), trained or dropped."""
+        """Notes that rollout `rollout_id` used these groups up (`Sample.group_index`), trained or
+        dropped.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +78,9 @@ class GroupOrigin:
 
 
 def clone_for_group(prompt: Sample) -> Sample:
-    """A new sample of the prompt: containers are its own, texts and media are shared (they are never edited)."""
+    """A new sample of the prompt: containers are its own, texts and media are shared (they are
+    never edited).
+    """
     return Sample(
         prompt=prompt.prompt if isinstance(prompt.prompt, str) else copy.deepcopy(prompt.prompt),
         label=prompt.label if isinstance(prompt.label, str) else copy.deepcopy(prompt.label),
@@ -101,7 +107,9 @@ def group_id_of(group: Group) -> int | None:
 
 
 class RolloutDataSource(DataSource):
-    """Serves the prompts of --prompt-data, epoch after epoch; without a dataset, empty samples with an identity."""
+    """Serves the prompts of --prompt-data, epoch after epoch; without a dataset, empty samples with
+    an identity.
+    """
 
     def __init__(self, args: Any) -> None:
         self.args = args
@@ -111,7 +119,8 @@ class RolloutDataSource(DataSource):
         self.sample_index = 0
         self.metadata: dict[str, Any] = {}
         self.dataset = build_dataset(args) if args.rollout_global_dataset else None
-        # Groups handed out and not yet given back or saved as trained, and by which rollout they were used up.
+        # Groups handed out and not yet given back or saved as trained, and by which rollout they
+        # were used up.
         self._origins: dict[int, GroupOrigin] = {}
         self._used_by: dict[int, int] = {}
         self._is_told = False  # whether the rollout function ever called `commit`
@@ -125,7 +134,9 @@ class RolloutDataSource(DataSource):
         if self.dataset is not None and self.sample_offset >= len(self.dataset):
             self.epoch_id += 1
             self.sample_offset = 0
-        origin = GroupOrigin(self.sample_group_index, self.sample_index, self.epoch_id, self.sample_offset)
+        origin = GroupOrigin(
+            self.sample_group_index, self.sample_index, self.epoch_id, self.sample_offset
+        )
         group = self._make_group(origin)
         self._origins[origin.group_index] = origin
         self.sample_offset += self.dataset is not None
@@ -147,7 +158,10 @@ class RolloutDataSource(DataSource):
         return group
 
     def add_samples(self, samples: list[Group]) -> None:
-        raise RuntimeError(f"{type(self).__name__} is read-only; use RolloutDataSourceWithBuffer to take samples back.")
+        raise RuntimeError(
+            f"{type(self).__name__} is read-only; use RolloutDataSourceWithBuffer to take samples "
+            "back."
+        )
 
     def commit(self, rollout_id: int, group_ids: Iterable[int]) -> None:
         self._is_told = True
@@ -162,9 +176,14 @@ class RolloutDataSource(DataSource):
         return set()
 
     def _untrained(self, rollout_id: int) -> list[GroupOrigin]:
-        """Groups that are out, or that a rollout after `rollout_id` used, in order of their identity."""
+        """Groups that are out, or that a rollout after `rollout_id` used, in order of their
+        identity.
+        """
         if not self._is_told:
-            return [self._origins[group_id] for group_id in sorted(self._waiting() & self._origins.keys())]
+            return [
+                self._origins[group_id]
+                for group_id in sorted(self._waiting() & self._origins.keys())
+            ]
         return [
             origin
             for group_id, origin in sorted(self._origins.items())
@@ -196,10 +215,13 @@ class RolloutDataSource(DataSource):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict`. ConfigError where the dataset or its order is not the one that was saved."""
+        """Restores `state_dict`. ConfigError where the dataset or its order is not the one that was
+        saved.
+        """
         if state.get("format") != STATE_FORMAT:
             raise ConfigError(
-                f"the data position has format {state.get('format')!r}; this version reads {STATE_FORMAT}."
+                f"the data position has format {state.get('format')!r}; this version reads "
+                f"{STATE_FORMAT}."
             )
         try:
             self._check_stream(state["stream"])
@@ -208,17 +230,29 @@ class RolloutDataSource(DataSource):
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(
-                f"the data position is not one that this version wrote ({type(error).__name__}: {error}). Resume from an earlier rollout."
+                f"the data position is not one that this version wrote ({type(error).__name__}: "
+                f"{error}). Resume from an earlier rollout."
             ) from error
 
     def _check_stream(self, saved: dict[str, Any]) -> None:
         # earlier versions kept no checksum
-        now = {name: value for name, value in self._stream().items() if name in saved or name != "rows_checksum"}
-        different = [f"{name}: saved {saved[name]}, now {now[name]}" for name in now if saved[name] != now[name]]
+        now = {
+            name: value
+            for name, value in self._stream().items()
+            if name in saved or name != "rows_checksum"
+        }
+        different = [
+            f"{name}: saved {saved[name]}, now {now[name]}"
+            for name in now
+            if saved[name] != now[name]
+        ]
         if different:
             raise ConfigError(
-                "the prompts are not the ones that the checkpoint was trained on (" + "; ".join(different) + "). "
-                "Use the same --prompt-data (every row, in its order), --rollout-shuffle, --rollout-seed and --n-samples-per-prompt, "
+                "the prompts are not the ones that the checkpoint was trained on ("
+                + "; ".join(different)
+                + "). "
+                "Use the same --prompt-data (every row, in its order), --rollout-shuffle, "
+                "--rollout-seed and --n-samples-per-prompt, "
                 "or start with --start-rollout-id 0."
             )
 
@@ -235,7 +269,8 @@ class RolloutDataSource(DataSource):
     def _restore_untrained(self, origins: list[GroupOrigin], state: dict[str, Any]) -> None:
         if origins:
             raise ConfigError(
-                f"{len(origins)} groups were handed out but not trained when the checkpoint was saved, and "
+                f"{len(origins)} groups were handed out but not trained when the checkpoint was "
+                "saved, and "
                 f"{type(self).__name__} cannot serve them again. Use RolloutDataSourceWithBuffer."
             )
 
@@ -244,8 +279,12 @@ class RolloutDataSource(DataSource):
             return
         write_json(state_path(self.args.save, rollout_id), self.state_dict(rollout_id))
         keep = {origin.group_index for origin in self._untrained(rollout_id)}
-        self._origins = {group_id: origin for group_id, origin in self._origins.items() if group_id in keep}
-        self._used_by = {group_id: used_by for group_id, used_by in self._used_by.items() if group_id in keep}
+        self._origins = {
+            group_id: origin for group_id, origin in self._origins.items() if group_id in keep
+        }
+        self._used_by = {
+            group_id: used_by for group_id, used_by in self._used_by.items() if group_id in keep
+        }
 
     def load(self, rollout_id: int | None = None) -> None:
         if self.args.load is None or rollout_id is None or rollout_id < 0:
@@ -253,12 +292,16 @@ class RolloutDataSource(DataSource):
         path = state_path(self.args.load, rollout_id)
         if not path.exists():
             raise ConfigError(
-                f"cannot resume after rollout {rollout_id}: there is no data position {str(path)!r}. "
+                f"cannot resume after rollout {rollout_id}: there is no data position "
+                f"{str(path)!r}. "
                 "Start at the beginning with --start-rollout-id 0, or give a --load folder that has it."
             )
         self.load_state_dict(read_state(path))
         logger.info(
-            "data position after rollout %d: epoch %d, prompt %d", rollout_id, self.epoch_id, self.sample_offset
+            "data position after rollout %d: epoch %d, prompt %d",
+            rollout_id,
+            self.epoch_id,
+            self.sample_offset,
         )
 
     def __len__(self) -> int:
@@ -271,7 +314,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def __init__(self, args: Any) -> None:
         super().__init__(args)
         self.buffer: list[Group] = []
-        self.buffer_filter = load_function(args.buffer_filter_path) if args.buffer_filter_path else pop_first
+        self.buffer_filter = (
+            load_function(args.buffer_filter_path) if args.buffer_filter_path else pop_first
+        )
 
     def get_samples(self, num_samples: int) -> list[Group]:
         groups = self._from_buffer(num_samples)
@@ -282,18 +327,34 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             return []
         option, path = "--buffer-filter-path", self.args.buffer_filter_path or "pop_first"
         about = f"a buffer of {len(self.buffer)} groups, of which {num_samples} are wanted"
-        taken = call_filter(option, path, self.buffer_filter, lambda: about, self.args, None, self.buffer, num_samples)
+        taken = call_filter(
+            option,
+            path,
+            self.buffer_filter,
+            lambda: about,
+            self.args,
+            None,
+            self.buffer,
+            num_samples,
+        )
         size = self.args.n_samples_per_prompt
-        return require_groups(option, path, taken, buffer=self.buffer, num_groups=num_samples, group_size=size)
+        return require_groups(
+            option, path, taken, buffer=self.buffer, num_groups=num_samples, group_size=size
+        )
 
     def add_samples(self, samples: list[Group]) -> None:
-        """Puts groups into the buffer, which stays in order of identity: the stream does not depend on when a group came back.
-        AssertionError for anything but full groups."""
+        """Puts groups into the buffer, which stays in order of identity: the stream does not depend
+        on when a group came back. AssertionError for anything but full groups.
+        """
         assert isinstance(samples, list), f"expected a list of groups, got {type(samples).__name__}"
         size = self.args.n_samples_per_prompt
         for group in samples:
-            assert isinstance(group, list), f"expected a group (a list of samples), got {type(group).__name__}"
-            assert len(group) == size, f"a group has {len(group)} members, --n-samples-per-prompt is {size}"
+            assert isinstance(group, list), (
+                f"expected a group (a list of samples), got {type(group).__name__}"
+            )
+            assert len(group) == size, (
+                f"a group has {len(group)} members, --n-samples-per-prompt is {size}"
+            )
         self.buffer += samples
         self.buffer.sort(key=_stream_position)
         for group in samples:
@@ -306,8 +367,12 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         progress = {}
         for position, group in enumerate(self.buffer):
             group_id = group_id_of(group)
-            if group_id not in self._origins or any(not is_pristine(sample) for sample in iter_samples(group)):
-                progress[str(group_id if group_id is not None else f"unnamed-{position}")] = encode_group(group)
+            if group_id not in self._origins or any(
+                not is_pristine(sample) for sample in iter_samples(group)
+            ):
+                progress[str(group_id if group_id is not None else f"unnamed-{position}")] = (
+                    encode_group(group)
+                )
         return {**super().state_dict(rollout_id), "buffer_groups": progress}
 
     def _restore_untrained(self, origins: list[GroupOrigin], state: dict[str, Any]) -> None:
@@ -316,7 +381,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         self.buffer = []
         for origin in origins:
             progress = encoded.pop(str(origin.group_index), None)
-            self.buffer.append(self._make_group(origin) if progress is None else decode_group(progress))
+            self.buffer.append(
+                self._make_group(origin) if progress is None else decode_group(progress)
+            )
         self.buffer += [decode_group(group) for group in encoded.values()]
 
     def get_buffer_length(self) -> int:
@@ -330,20 +397,27 @@ def _stream_position(group: Group) -> tuple[bool, int]:
     return (group_id is None, group_id or 0)
 
 
-def pop_first(args: Any, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
-    """Removes and returns the oldest `num_samples` groups of the buffer (all of them where it has fewer)."""
+def pop_first(
+    args: Any, rollout_id: int | None, buffer: list[Group], num_samples: int
+) -> list[Group]:
+    """Removes and returns the oldest `num_samples` groups of the buffer (all of them where it has
+    fewer).
+    """
     taken = buffer[:num_samples]
     del buffer[:num_samples]
     return taken
 
 
 def build_dataset(args: Any) -> Dataset:
-    """The dataset of --prompt-data, with the tokenizer of --hf-checkpoint where rendering or the filter needs it."""
+    """The dataset of --prompt-data, with the tokenizer of --hf-checkpoint where rendering or the
+    filter needs it.
+    """
     from slime.utils.processing_utils import load_processor, shared_tokenizer
 
     if not args.prompt_data:
         raise ConfigError(
-            "--prompt-data is missing. Give a .jsonl, .parquet, .json or .csv file, or --disable-rollout-global-dataset with a "
+            "--prompt-data is missing. Give a .jsonl, .parquet, .json or .csv file, or "
+            "--disable-rollout-global-dataset with a "
             "rollout function that makes its own prompts."
         )
     max_length = args.rollout_max_prompt_len
@@ -367,7 +441,11 @@ def build_dataset(args: Any) -> Dataset:
 
 def is_pristine(sample: Sample) -> bool:
     """Whether nothing was generated for the sample yet."""
-    return sample.response_length == 0 and not sample.response and sample.status is Sample.Status.PENDING
+    return (
+        sample.response_length == 0
+        and not sample.response
+        and sample.status is Sample.Status.PENDING
+    )
 
 
 def state_path(folder: str, rollout_id: int) -> Path:
@@ -376,7 +454,9 @@ def state_path(folder: str, rollout_id: int) -> Path:
 
 
 def write_json(path: Path, state: dict[str, Any]) -> None:
-    """Writes the file whole or not at all: a temporary name, flushed to disk, then renamed. A hash protects every byte of it."""
+    """Writes the file whole or not at all: a temporary name, flushed to disk, then renamed. A hash
+    protects every byte of it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -390,7 +470,9 @@ def write_json(path: Path, state: dict[str, Any]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The state in a file of `write_json`, or in one of an earlier version, which had no hash. ConfigError for a damaged one."""
+    """The state in a file of `write_json`, or in one of an earlier version, which had no hash.
+    ConfigError for a damaged one.
+    """
     content = path.read_bytes()
     try:
         state = exact_json.loads(content)
@@ -419,17 +501,29 @@ def _sealed(state: bytes) -> bytes:
 
 
 def encode_group(group: Group) -> list:
-    """A group as JSON-able values, nesting kept. ConfigError where a sample holds what JSON cannot (media, tensors)."""
-    return [encode_group(member) if isinstance(member, list) else _encode_sample(member) for member in group]
+    """A group as JSON-able values, nesting kept. ConfigError where a sample holds what JSON cannot
+    (media, tensors).
+    """
+    return [
+        encode_group(member) if isinstance(member, list) else _encode_sample(member)
+        for member in group
+    ]
 
 
 def decode_group(encoded: list) -> Group:
     """The group of `encode_group`."""
-    return [decode_group(member) if isinstance(member, list) else _decode_sample(member) for member in encoded]
+    return [
+        decode_group(member) if isinstance(member, list) else _decode_sample(member)
+        for member in encoded
+    ]
 
 
 # Payloads that engines return as integer tensors; kept as lists in the file.
-_TENSOR_FIELDS = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets", "rollout_routed_experts")
+_TENSOR_FIELDS = (
+    "rollout_top_p_token_ids",
+    "rollout_top_p_token_offsets",
+    "rollout_routed_experts",
+)
 
 
 def _encode_sample(sample: Sample) -> dict[str, Any]:
@@ -441,7 +535,8 @@ def _encode_sample(sample: Sample) -> dict[str, Any]:
         exact_json.dumps(values)
     except orjson.JSONEncodeError as error:
         raise ConfigError(
-            f"sample {sample.index} is unfinished and cannot be saved with the data position: {error}. "
+            f"sample {sample.index} is unfinished and cannot be saved with the data position: "
+            f"{error}. "
             "Switch off --partial-rollout for prompts with media, or keep metadata to plain values."
         ) from error
     return {name: value for name, value in values.items() if value is not None}

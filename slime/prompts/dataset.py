@@ -1,4 +1,6 @@
-"""Prompt datasets: from files to samples, with the length filter on the token ids that will be sent."""
+"""Prompt datasets: from files to samples, with the length filter on the token ids that will be
+sent.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,17 @@ from slime.prompts.prompt_files import Row, parse_generalized_path, read_rows
 
 logger = logging.getLogger(__name__)
 
-# Rows per tokenizer call of the length filter: large enough for the batch to pay, small enough to bound memory.
+# Rows per tokenizer call of the length filter: large enough for the batch to pay, small enough to
+# bound memory.
 FILTER_CHUNK = 1024
 _ROW_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_SORT_KEYS
 _parse_generalized_path = parse_generalized_path
 
 
 def read_file(path: str) -> Iterator[dict[str, Any]]:
-    """The rows of a prompt file as dicts, one at a time; see `read_rows` for paths, slices and errors."""
+    """The rows of a prompt file as dicts, one at a time; see `read_rows` for paths, slices and
+    errors.
+    """
     for row in read_rows(path):
         yield row.data
 
@@ -49,12 +54,16 @@ class RowFormat:
 
 
 def _build_messages(
-    data: dict, prompt_key: str, as_conversation: bool, multimodal_keys: dict[str, str] | None = None
+    data: dict,
+    prompt_key: str,
+    as_conversation: bool,
+    multimodal_keys: dict[str, str] | None = None,
 ) -> str | list[dict]:
-    """The prompt of a row: its text, or its chat messages with media in place of their placeholders.
+    """The prompt of a row: its text, or its chat messages with media in place of their
+    placeholders.
 
-    A text becomes one user message where a conversation is wanted or media are present. ValueError where the number of
-    placeholders of a kind differs from the number of media.
+    A text becomes one user message where a conversation is wanted or media are present. ValueError
+    where the number of placeholders of a kind differs from the number of media.
     """
     prompt = data[prompt_key]
     if isinstance(prompt, str):
@@ -64,7 +73,9 @@ def _build_messages(
     if not multimodal_keys:
         return prompt
     media = {kind: _as_list(data.get(key)) for kind, key in multimodal_keys.items()}
-    messages = [{**message, "content": _place_media(message.get("content"), media)} for message in prompt]
+    messages = [
+        {**message, "content": _place_media(message.get("content"), media)} for message in prompt
+    ]
     unused = {kind: len(left) for kind, left in media.items() if left}
     if unused:
         raise ValueError(f"more media than placeholders in the prompt; unused: {unused}")
@@ -81,28 +92,38 @@ def _as_list(value: Any) -> list:
 def _place_media(content: Any, media: dict[str, list]) -> Any:
     if not isinstance(content, str):
         return content
-    kinds = {MultimodalTypes.get(name).placeholder: name for name in media if MultimodalTypes.get(name)}
+    kinds = {
+        MultimodalTypes.get(name).placeholder: name for name in media if MultimodalTypes.get(name)
+    }
     if not kinds:
         raise ValueError(
-            f"unknown kinds of media {sorted(media)}; known: {[kind.name for kind in MultimodalTypes.all()]}"
+            f"unknown kinds of media {sorted(media)}; known: "
+            f"{[kind.name for kind in MultimodalTypes.all()]}"
         )
     parts = []
     for piece in re.split("(" + "|".join(map(re.escape, kinds)) + ")", content):
         if piece in kinds:
             name = kinds[piece]
             if not media[name]:
-                raise ValueError(f"the prompt has more {piece} placeholders than the row has media of that kind")
+                raise ValueError(
+                    f"the prompt has more {piece} placeholders than the row has media of that kind"
+                )
             parts.append({"type": name, name: media[name].pop(0)})
         elif piece:
             parts.append({"type": "text", "text": piece})
     return parts
 
 
-def render_prompt(tokenizer: Any, messages: list[dict], tools: list | None, template_kwargs: dict | None) -> str:
-    """The text of chat messages with the generation prompt, as the tokenizer's template writes it."""
+def render_prompt(
+    tokenizer: Any, messages: list[dict], tools: list | None, template_kwargs: dict | None
+) -> str:
+    """The text of chat messages with the generation prompt, as the tokenizer's
+    template writes it.
+    """
     if not getattr(tokenizer, "chat_template", True):
         raise ConfigError(
-            "the prompts are chat messages, but the tokenizer has no chat template. Add one to its folder."
+            "the prompts are chat messages, but the tokenizer has no chat template. Add one to its "
+            "folder."
         )
     return tokenizer.apply_chat_template(
         renderable_messages(tokenizer, messages),
@@ -114,14 +135,22 @@ def render_prompt(tokenizer: Any, messages: list[dict], tools: list | None, temp
 
 
 def prompt_text(sample: Sample, tokenizer: Any) -> str:
-    """The text that is sent for a sample: its prompt, rendered where it is still a list of messages."""
+    """The text that is sent for a sample: its prompt, rendered where it is still a list of
+    messages.
+    """
     if isinstance(sample.prompt, str):
         return sample.prompt
-    return render_prompt(tokenizer, sample.prompt, sample.metadata.get("tools"), sample.apply_chat_template_kwargs)
+    return render_prompt(
+        tokenizer, sample.prompt, sample.metadata.get("tools"), sample.apply_chat_template_kwargs
+    )
 
 
-def compute_prompt_lengths(samples: list[Sample], tokenizer: Any, processor: Any = None) -> list[int]:
-    """The number of token ids of each prompt as it will be sent [N]: template, generation prompt and media included."""
+def compute_prompt_lengths(
+    samples: list[Sample], tokenizer: Any, processor: Any = None
+) -> list[int]:
+    """The number of token ids of each prompt as it will be sent [N]: template, generation prompt
+    and media included.
+    """
     lengths: list[int | None] = [None] * len(samples)
     text_only = []
     for position, sample in enumerate(samples):
@@ -131,7 +160,9 @@ def compute_prompt_lengths(samples: list[Sample], tokenizer: Any, processor: Any
             text_only.append(position)
     if text_only:
         texts = [prompt_text(samples[position], tokenizer) for position in text_only]
-        for position, ids in zip(text_only, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True):
+        for position, ids in zip(
+            text_only, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True
+        ):
             lengths[position] = len(ids)
     return lengths
 
@@ -146,22 +177,30 @@ def _multimodal_length(sample: Sample, tokenizer: Any, processor: Any) -> int:
     return len(processor(text=prompt_text(sample, tokenizer), **given)["input_ids"][0])
 
 
-def filter_long_prompt(samples: list[Sample], tokenizer: Any, processor: Any, max_length: int | None) -> list[Sample]:
+def filter_long_prompt(
+    samples: list[Sample], tokenizer: Any, processor: Any, max_length: int | None
+) -> list[Sample]:
     """The samples whose prompt has at most `max_length` tokens, in order; all of them for None.
 
-    Message lists are measured through the chat template; where the tokenizer has none they stay, with a warning.
+    Message lists are measured through the chat template; where the tokenizer has none they stay,
+    with a warning.
     """
     if max_length is None or not samples:
         return samples
     if not isinstance(samples[0].prompt, str) and not hasattr(tokenizer, "apply_chat_template"):
-        logger.warning("prompts are message lists and the tokenizer has no chat template: lengths are not checked")
+        logger.warning(
+            "prompts are message lists and the tokenizer has no chat template: lengths are not "
+            "checked"
+        )
         return samples
     lengths = compute_prompt_lengths(samples, tokenizer, processor)
     return [sample for sample, length in zip(samples, lengths, strict=True) if length <= max_length]
 
 
 def get_source(sample: Sample) -> str:
-    """The data source of a sample: its `source` attribute, else metadata["source_name"], else "unknown"."""
+    """The data source of a sample: its `source` attribute, else metadata["source_name"], else
+    "unknown".
+    """
     source = getattr(sample, "source", None)
     return source if source is not None else (sample.metadata or {}).get("source_name", "unknown")
 
@@ -169,8 +208,9 @@ def get_source(sample: Sample) -> str:
 class Dataset:
     """Samples of one prompt file, read once at construction; `samples` is their current order.
 
-    Only what is kept stays in memory: rows are read, sliced and filtered in chunks. `num_read` and `num_too_long` count
-    rows. Raises ConfigError naming file, row and remedy for a row that cannot be used, and where nothing is left.
+    Only what is kept stays in memory: rows are read, sliced and filtered in chunks. `num_read` and
+    `num_too_long` count rows. Raises ConfigError naming file, row and remedy for a row that cannot
+    be used, and where nothing is left.
     """
 
     def __init__(
@@ -211,23 +251,40 @@ class Dataset:
         self.samples = self.origin_samples
         if not self.samples:
             raise ConfigError(
-                f"{path}: none of its {self.num_read} rows is left; {self.num_too_long} prompts are longer than "
+                f"{path}: none of its {self.num_read} rows is left; {self.num_too_long} prompts "
+                "are longer than "
                 f"{max_length} tokens. Raise --rollout-max-prompt-len, or change the slice."
             )
-        logger.info("%s: %d prompts, %d longer than %s left out", path, len(self), self.num_too_long, max_length)
+        logger.info(
+            "%s: %d prompts, %d longer than %s left out",
+            path,
+            len(self),
+            self.num_too_long,
+            max_length,
+        )
 
     @functools.cached_property
     def rows_checksum(self) -> str:
-        """Hex digest of prompt, label and metadata of every row in the file's order: another row, or another order, is another digest."""
+        """Hex digest of prompt, label and metadata of every row in the file's order: another row,
+        or another order, is another digest.
+        """
         digest = hashlib.blake2b(digest_size=16)
         for sample in self.origin_samples:
             row = (sample.prompt, sample.label, sample.metadata)
-            # Media are objects without a stable text; their kind and place count, their content does not.
-            digest.update(exact_json.dumps(row, default=lambda value: type(value).__name__, option=_ROW_OPTIONS) + b"\n")
+            # Media are objects without a stable text; their kind and place count, their content
+            # does not.
+            digest.update(
+                exact_json.dumps(
+                    row, default=lambda value: type(value).__name__, option=_ROW_OPTIONS
+                )
+                + b"\n"
+            )
         return digest.hexdigest()
 
     def shuffle(self, new_epoch_id: int) -> None:
-        """Puts `samples` into the order of an epoch: a function of seed and epoch alone, not of any global state."""
+        """Puts `samples` into the order of an epoch: a function of seed and epoch alone, not of any
+        global state.
+        """
         if new_epoch_id != self.epoch_id:
             order = list(range(len(self.origin_samples)))
             random.Random(self.seed + new_epoch_id).shuffle(order)
@@ -253,7 +310,9 @@ def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
 
 
 def build_sample(row: Row, form: RowFormat, tokenizer: Any = None, processor: Any = None) -> Sample:
-    """The sample of one row, without identity. ConfigError names the row, what is wrong with it, and the remedy."""
+    """The sample of one row, without identity. ConfigError names the row, what is wrong with it,
+    and the remedy.
+    """
     data = row.data
     prompt = _required(row, form.prompt_key, "prompt", "--input-key")
     _check_prompt(row, form.prompt_key, prompt)
@@ -263,7 +322,9 @@ def build_sample(row: Row, form: RowFormat, tokenizer: Any = None, processor: An
     if tools:
         metadata["tools"] = tools
     try:
-        messages = _build_messages(data, form.prompt_key, form.apply_chat_template, form.multimodal_keys)
+        messages = _build_messages(
+            data, form.prompt_key, form.apply_chat_template, form.multimodal_keys
+        )
     except ValueError as error:
         raise ConfigError(f"{row.place}: {error}") from error
     if form.supervised is not None:
@@ -274,7 +335,9 @@ def build_sample(row: Row, form: RowFormat, tokenizer: Any = None, processor: An
 
         media = processing_utils.process_vision_info(messages, processor)
     if form.apply_chat_template:
-        messages = _rendered(row, lambda: render_prompt(tokenizer, messages, tools, form.apply_chat_template_kwargs))
+        messages = _rendered(
+            row, lambda: render_prompt(tokenizer, messages, tools, form.apply_chat_template_kwargs)
+        )
     return Sample(
         prompt=messages,
         label=label,
@@ -302,37 +365,49 @@ def _check_prompt(row: Row, key: str, prompt: Any) -> None:
         problem = f"is a {type(prompt).__name__}, not a text or a list of messages"
     elif not prompt:
         problem = "is an empty list"
-    elif not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in prompt):
+    elif not all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in prompt
+    ):
         problem = "has a message that is not an object with a role"
     elif not any(message.get("content") or message.get("tool_calls") for message in prompt):
         problem = "has only messages without content"
     if problem:
         raise ConfigError(
-            f"{row.place}: the prompt {key!r} {problem} (value: {str(prompt)[:80]!r}). Repair or remove the row."
+            f"{row.place}: the prompt {key!r} {problem} (value: {str(prompt)[:80]!r}). Repair or "
+            "remove the row."
         )
 
 
 def _check_conversation(row: Row, prompt: Any, label: Any, loss_mask_type: str) -> None:
-    problem = conversation_problem(message_pairs(prompt, label, where=lambda: row.place), loss_mask_type)
+    problem = conversation_problem(
+        message_pairs(prompt, label, where=lambda: row.place), loss_mask_type
+    )
     if problem:
         raise ConfigError(
-            f"{row.place}: {problem}: {str(prompt)[:80]!r}. Add the answer as an assistant message, name a label with --label-key, or remove "
+            f"{row.place}: {problem}: {str(prompt)[:80]!r}. Add the answer as an assistant "
+            "message, name a label with --label-key, or remove "
             "the row."
         )
 
 
 def _parsed(row: Row, key: str, kind: type) -> Any:
-    """The value under an optional key, parsed where it is JSON text (parquet files often hold nested values so)."""
+    """The value under an optional key, parsed where it is JSON text (parquet files often hold
+    nested values so).
+    """
     value = row.data.get(key)
     if isinstance(value, str) and value.strip():
         try:
             value = orjson.loads(value)
         except orjson.JSONDecodeError as error:
-            raise ConfigError(f"{row.place}: {key!r} is text that is not JSON ({error}).") from error
+            raise ConfigError(
+                f"{row.place}: {key!r} is text that is not JSON ({error})."
+            ) from error
     if value in (None, ""):
         return None
     if not isinstance(value, kind):
-        raise ConfigError(f"{row.place}: {key!r} is a {type(value).__name__}; a {kind.__name__} is needed.")
+        raise ConfigError(
+            f"{row.place}: {key!r} is a {type(value).__name__}; a {kind.__name__} is needed."
+        )
     return value
 
 

@@ -1,4 +1,6 @@
-"""Evaluation datasets: what is given for one, else for all, else on the command line, else for the rollout."""
+"""Evaluation datasets: what is given for one, else for all, else on the command line, else for the
+rollout.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,29 @@ _UNAVAILABLE = ("app_service", "message_processor", "reward_model", "remote_envi
 # What a YAML file may hold in place of a number. None is not given.
 _KINDS: dict[str, type] = {
     **dict.fromkeys(("temperature", "top_p", "repetition_penalty", "eval_task_timeout"), float),
-    **dict.fromkeys(("top_k", "max_response_len", "n_samples_per_eval_prompt", "min_new_tokens", "min_eval_samples"), int),
-    **dict.fromkeys(("path", "rm_type", "custom_rm_path", "custom_generate_function_path", "input_key", "label_key", "tool_key", "metadata_key"), str),
+    **dict.fromkeys(
+        (
+            "top_k",
+            "max_response_len",
+            "n_samples_per_eval_prompt",
+            "min_new_tokens",
+            "min_eval_samples",
+        ),
+        int,
+    ),
+    **dict.fromkeys(
+        (
+            "path",
+            "rm_type",
+            "custom_rm_path",
+            "custom_generate_function_path",
+            "input_key",
+            "label_key",
+            "tool_key",
+            "metadata_key",
+        ),
+        str,
+    ),
     **dict.fromkeys(("apply_chat_template", "skip_special_tokens", "no_stop_trim"), bool),
 }
 _KIND_WORDS = {float: "a number", int: "a whole number", str: "a text", bool: "true or false"}
@@ -91,28 +114,48 @@ class EvalDatasetConfig:
     def __post_init__(self, rm_type_is_fallback: bool) -> None:
         self._rm_type_is_fallback = rm_type_is_fallback
         if self.min_eval_samples is not None and self.min_eval_samples <= 0:
-            raise ConfigError(f"evaluation {self.name!r}: min_eval_samples is {self.min_eval_samples}; it must be > 0.")
+            raise ConfigError(
+                f"evaluation {self.name!r}: min_eval_samples is {self.min_eval_samples}; it must "
+                "be > 0."
+            )
         if not isinstance(self.metadata_overrides, dict):
             raise ConfigError(f"evaluation {self.name!r}: metadata_overrides must be a mapping.")
         for field, kind in _KINDS.items():
             if not _is_kind(getattr(self, field), kind):
-                raise ConfigError(f"evaluation {self.name!r}: {field} is {getattr(self, field)!r}; it must be {_KIND_WORDS[kind]}.")
+                raise ConfigError(
+                    f"evaluation {self.name!r}: {field} is {getattr(self, field)!r}; it must be "
+                    f"{_KIND_WORDS[kind]}."
+                )
         for field in _UNAVAILABLE:
             if getattr(self, field) is not None:
-                raise ConfigError(f"evaluation {self.name!r}: {field} is not available here; remove it.")
+                raise ConfigError(
+                    f"evaluation {self.name!r}: {field} is not available here; remove it."
+                )
 
     @property
     def cache_key(self) -> tuple:
         """What decides the dataset's samples as they are read; equal keys share them."""
-        keys = (self.name, self.path, self.input_key, self.label_key, self.tool_key, self.metadata_key)
+        keys = (
+            self.name,
+            self.path,
+            self.input_key,
+            self.label_key,
+            self.tool_key,
+            self.metadata_key,
+        )
         media = tuple(sorted((self.multimodal_keys or {}).items()))
-        return (*keys, media, self.apply_chat_template, repr(sorted(self.apply_chat_template_kwargs.items())))
+        return (
+            *keys,
+            media,
+            self.apply_chat_template,
+            repr(sorted(self.apply_chat_template_kwargs.items())),
+        )
 
     def inject_metadata(self, metadata: dict | None) -> dict[str, Any]:
         """A new dict: the row's metadata with a reward type, then this dataset's overrides.
 
-        A type that the evaluation's configuration names replaces the row's own; --rm-type is for rows without one, as in
-        training.
+        A type that the evaluation's configuration names replaces the row's own; --rm-type is for
+        rows without one, as in training.
         """
         merged = dict(metadata or {})
         if self.rm_type is not None and not (self._rm_type_is_fallback and merged.get("rm_type")):
@@ -125,7 +168,9 @@ FIELD_NAMES = frozenset(field.name for field in dataclasses.fields(EvalDatasetCo
 
 
 def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
-    """Dataset entries as a list of dicts with a name. None is empty; a dict maps names to entries (or paths)."""
+    """Dataset entries as a list of dicts with a name. None is empty; a dict maps names to entries
+    (or paths).
+    """
     if config is None:
         return []
     if isinstance(config, dict):
@@ -137,7 +182,10 @@ def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
         raise TypeError(f"eval.datasets must be a list or a mapping, got {type(config).__name__}")
     for entry in config:
         if not isinstance(entry, dict):
-            raise TypeError(f"an entry of eval.datasets must be a mapping, got {type(entry).__name__}: {entry!r}")
+            raise TypeError(
+                f"an entry of eval.datasets must be a mapping, got {type(entry).__name__}: "
+                f"{entry!r}"
+            )
         if not entry.get("name"):
             raise ConfigError(f"an entry of eval.datasets has no name: {entry!r}")
     return [dict(entry) for entry in config]
@@ -146,9 +194,11 @@ def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
 def build_eval_dataset_configs(
     args: Any, raw_config: Any, defaults: dict[str, Any] | None = None
 ) -> list[EvalDatasetConfig]:
-    """The datasets of a configuration: each entry, then `defaults`, then args (eval_* before rollout_*).
+    """The datasets of a configuration: each entry, then `defaults`, then args (eval_* before
+    rollout_*).
 
-    ConfigError names unknown keys and entries without a path. Options that `args` does not have count as not given.
+    ConfigError names unknown keys and entries without a path. Options that `args` does not have
+    count as not given.
     """
     defaults = dict(defaults or {})
     _refuse_unknown(defaults, "eval.defaults")
@@ -167,7 +217,10 @@ def _build(args: Any, entry: dict[str, Any], defaults: dict[str, Any]) -> EvalDa
 
 
 def _from_args(args: Any, field: str) -> Any:
-    return next((value for name in _FROM_ARGS[field] if (value := getattr(args, name, None)) is not None), None)
+    return next(
+        (value for name in _FROM_ARGS[field] if (value := getattr(args, name, None)) is not None),
+        None,
+    )
 
 
 def _refuse_unknown(entry: dict[str, Any], where: str) -> None:
@@ -177,15 +230,21 @@ def _refuse_unknown(entry: dict[str, Any], where: str) -> None:
 
 
 def eval_datasets_of(args: Any) -> list[EvalDatasetConfig]:
-    """The datasets of --eval-config, else of --eval-prompt-data (NAME PATH pairs; one PATH alone is named eval)."""
+    """The datasets of --eval-config, else of --eval-prompt-data (NAME PATH pairs; one PATH alone is
+    named eval).
+    """
     if args.eval_config:
         return _from_yaml(args)
     pairs = args.eval_prompt_data or []
     if len(pairs) == 1:
         pairs = ["eval", *pairs]
     if len(pairs) % 2:
-        raise ConfigError(f"--eval-prompt-data takes pairs NAME PATH, got {len(pairs)} values: {pairs}.")
-    entries = [{"name": name, "path": path} for name, path in zip(pairs[::2], pairs[1::2], strict=True)]
+        raise ConfigError(
+            f"--eval-prompt-data takes pairs NAME PATH, got {len(pairs)} values: {pairs}."
+        )
+    entries = [
+        {"name": name, "path": path} for name, path in zip(pairs[::2], pairs[1::2], strict=True)
+    ]
     return build_eval_dataset_configs(args, entries, {})
 
 

@@ -1,8 +1,10 @@
-"""Reading prompt files row by row: .jsonl, .parquet, .json arrays, .csv and .tsv, data set folders; slices, folders and patterns.
+"""Reading prompt files row by row: .jsonl, .parquet, .json arrays, .csv and .tsv, data set folders;
+slices, folders and patterns.
 
 Memory: one row, or one batch; the whole file of a .json array.
 
-A row that cannot be read is an error that names the file, row and remedy; none is skipped. Blank lines are not rows.
+A row that cannot be read is an error that names the file, row and remedy; none is skipped. Blank
+lines are not rows.
 """
 
 from __future__ import annotations
@@ -32,10 +34,16 @@ SUFFIXES = (".jsonl", ".parquet", ".json", ".csv", ".tsv", ".arrow")
 # In a folder, .json files are descriptions as often as data: they are read when they are named.
 FOLDER_SUFFIXES = (".jsonl", ".parquet", ".csv", ".tsv")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-# A parquet batch holds about this many bytes, so that nested columns stay in one Arrow chunk whatever the file's size.
+# A parquet batch holds about this many bytes, so that nested columns stay in one Arrow chunk
+# whatever the file's size.
 PARQUET_BATCH_BYTES = 32 * 2**20
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
-_FOREIGN_MARKS = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_FOREIGN_MARKS = (
+    codecs.BOM_UTF32_LE,
+    codecs.BOM_UTF32_BE,
+    codecs.BOM_UTF16_LE,
+    codecs.BOM_UTF16_BE,
+)
 
 
 class PromptFileMissing(ConfigError, FileNotFoundError):
@@ -60,10 +68,11 @@ def parse_generalized_path(path: str) -> tuple[str, slice | None]:
 
 
 def read_rows(path: str) -> Iterator[Row]:
-    """The rows of a file, a folder or a pattern, in order (files by name), after the slice of the path.
+    """The rows of a file, a folder or a pattern, in order (files by name), after the slice of the
+    path.
 
-    PromptFileMissing with the path where there is nothing; ConfigError for another file type, an empty file, and a row
-    that is not a JSON object.
+    PromptFileMissing with the path where there is nothing; ConfigError for another file type, an
+    empty file, and a row that is not a JSON object.
     """
     plain, rows = parse_generalized_path(str(path))
     files = _files_of(plain)
@@ -86,10 +95,18 @@ def _files_of(path: str) -> list[Path]:
         if saved is not None:
             return saved
         files = sorted(file for file in plain.iterdir() if file_type(file) in FOLDER_SUFFIXES)
-        missing = f"folder {path!r} has no {', '.join(FOLDER_SUFFIXES)} file and is no data set folder"
-    elif HUB_NAME.fullmatch(path) and file_type(plain) not in SUFFIXES and not plain.exists() and not plain.parent.exists():
+        missing = (
+            f"folder {path!r} has no {', '.join(FOLDER_SUFFIXES)} file and is no data set folder"
+        )
+    elif (
+        HUB_NAME.fullmatch(path)
+        and file_type(plain) not in SUFFIXES
+        and not plain.exists()
+        and not plain.parent.exists()
+    ):
         raise ConfigError(
-            f"there is no {path!r} here. As a name on the Hugging Face hub it must be downloaded first, with the package datasets: "
+            f"there is no {path!r} here. As a name on the Hugging Face hub it must be downloaded "
+            "first, with the package datasets: "
             f'datasets.load_dataset("{path}", split="train").to_json("prompts.jsonl")'
         )
     elif plain.exists() or not glob.has_magic(path):
@@ -101,10 +118,15 @@ def _files_of(path: str) -> list[Path]:
     for file in files:
         if file_type(file) not in SUFFIXES:
             raise ConfigError(
-                f"prompt file {str(file)!r} has the type {file.suffix!r}; use one of {', '.join(SUFFIXES)}."
+                f"prompt file {str(file)!r} has the type {file.suffix!r}; use one of "
+                f"{', '.join(SUFFIXES)}."
             )
-        if file.exists() and not file.is_file():  # a pipe would be waited for, and could be read only once
-            raise ConfigError(f"prompt file {str(file)!r} is no regular file, and prompts are read several times. Write them into a file first.")
+        # a pipe would be waited for, and could be read only once
+        if file.exists() and not file.is_file():
+            raise ConfigError(
+                f"prompt file {str(file)!r} is no regular file, and prompts are read several "
+                "times. Write them into a file first."
+            )
     return files
 
 
@@ -113,16 +135,24 @@ def _rows_of(file: Path) -> Iterator[Row]:
     if kind == ".jsonl" or (kind == ".json" and _is_json_lines(file)):
         return _read_jsonl(file)
     if kind == ".json":
-        return (Row(_object(item, f"{file}, item {number}"), f"{file}, item {number}") for number, item in read_json_array(file))
+        return (
+            Row(_object(item, f"{file}, item {number}"), f"{file}, item {number}")
+            for number, item in read_json_array(file)
+        )
     if kind in DELIMITERS:
         return (Row(data, f"{file}, line {number}") for number, data in read_csv(file))
     if kind == ".arrow":
-        return (Row(data, f"{file}, row {number}") for number, data in enumerate(read_arrow(file), start=1))
+        return (
+            Row(data, f"{file}, row {number}")
+            for number, data in enumerate(read_arrow(file), start=1)
+        )
     return _read_parquet(file)
 
 
 def _is_json_lines(file: Path) -> bool:
-    """Whether the first line is a whole object and more lines follow: many files named .json are .jsonl."""
+    """Whether the first line is a whole object and more lines follow: many files named .json are
+    .jsonl.
+    """
     with file.open("rb") as lines:
         first = next(lines, b"").removeprefix(codecs.BOM_UTF8)
         try:
@@ -133,7 +163,10 @@ def _is_json_lines(file: Path) -> bool:
 
 def _object(value: Any, place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ConfigError(f'{place}: the value is a {type(value).__name__}, not an object. Write {{"input": ...}}.')
+        raise ConfigError(
+            f'{place}: the value is a {type(value).__name__}, not an object. Write {{"input": '
+            f"...}}."
+        )
     return value
 
 
@@ -144,7 +177,9 @@ def _read_file(file: Path) -> Iterator[Row]:
         empty = False
         yield row
     if empty:
-        raise ConfigError(f"{file} has no rows. Give a file with at least one JSON object per line.")
+        raise ConfigError(
+            f"{file} has no rows. Give a file with at least one JSON object per line."
+        )
 
 
 def _read_jsonl(file: Path) -> Iterator[Row]:
@@ -159,7 +194,8 @@ def _read_jsonl(file: Path) -> Iterator[Row]:
 def _without_byte_order_mark(line: bytes, file: Path) -> bytes:
     if line.startswith(_FOREIGN_MARKS):
         raise ConfigError(
-            f"{file}, line 1: the file begins with a UTF-16 or UTF-32 byte order mark. Save it as UTF-8, "
+            f"{file}, line 1: the file begins with a UTF-16 or UTF-32 byte order mark. Save it as "
+            "UTF-8, "
             "for instance with: iconv -f UTF-16 -t UTF-8."
         )
     return line.removeprefix(codecs.BOM_UTF8)
@@ -196,7 +232,9 @@ def _read_parquet(file: Path) -> Iterator[Row]:
             for group in range(parquet.num_row_groups):
                 about = parquet.metadata.row_group(group)
                 batch_size = _rows_per_batch(about.total_byte_size, about.num_rows)
-                for batch in parquet.iter_batches(batch_size=batch_size, row_groups=[group], use_threads=False):
+                for batch in parquet.iter_batches(
+                    batch_size=batch_size, row_groups=[group], use_threads=False
+                ):
                     for data in rows_of_batch(batch):
                         number += 1
                         yield Row(data, f"{file}, row {number}")
@@ -212,5 +250,7 @@ def _parquet() -> Any:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise ConfigError("reading .parquet needs pyarrow: pip install 'slime-rl[data]', or use .jsonl.") from error
+        raise ConfigError(
+            "reading .parquet needs pyarrow: pip install 'slime-rl[data]', or use .jsonl."
+        ) from error
     return pyarrow.parquet

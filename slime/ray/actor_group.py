@@ -28,7 +28,12 @@ class RayTrainGroup:
         with_opd_teacher: bool = False,
         actor_path: str = MEGATRON_ACTOR,
     ) -> None:
-        self.args, self.role, self.with_ref, self.with_opd_teacher = args, role, with_ref, with_opd_teacher
+        self.args, self.role, self.with_ref, self.with_opd_teacher = (
+            args,
+            role,
+            with_ref,
+            with_opd_teacher,
+        )
         self.world_size = num_nodes * num_gpus_per_node
         self.num_published = 0  # versions that the engines got
         self._place = (actor_path, pg, num_gpus_per_actor)
@@ -43,52 +48,96 @@ class RayTrainGroup:
                 "scheduling_strategy": bundle_strategy(group, order[rank]),
                 "runtime_env": {"env_vars": add_default_ray_env_vars(self.args.train_env_vars)},
             }
-            handlers.append(actors.start(TrainWorker, actor_path, self.world_size, rank, master_addr, master_port, **options))
+            handlers.append(
+                actors.start(
+                    TrainWorker,
+                    actor_path,
+                    self.world_size,
+                    rank,
+                    master_addr,
+                    master_port,
+                    **options,
+                )
+            )
             if rank == 0:
                 master_addr, master_port = actors.get(
-                    handlers[0].call.remote("get_master_addr_and_port"), timeout=self.args.startup_timeout
+                    handlers[0].call.remote("get_master_addr_and_port"),
+                    timeout=self.args.startup_timeout,
                 )
         return handlers
 
-    def _all(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+    def _all(
+        self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
+    ) -> list[Any]:
         refs = [handler.call.remote(method, *args, **kwargs) for handler in self._handlers]
         return self._wait(refs, method, timeout_s or self.args.step_timeout)
 
-    def _wait(self, refs: list[Any], doing: str, timeout_s: float, *, option: str = "--step-timeout") -> list[Any]:
-        names = [*(f"{self.role} rank {rank}" for rank in range(self.world_size)), "the rollout manager"]
-        return wait_for(refs, what=f"{self.role}: {doing}", timeout_s=timeout_s, names=names, option=option)
+    def _wait(
+        self, refs: list[Any], doing: str, timeout_s: float, *, option: str = "--step-timeout"
+    ) -> list[Any]:
+        names = [
+            *(f"{self.role} rank {rank}" for rank in range(self.world_size)),
+            "the rollout manager",
+        ]
+        return wait_for(
+            refs, what=f"{self.role}: {doing}", timeout_s=timeout_s, names=names, option=option
+        )
 
     def create(self, rollout_manager: Any = None) -> list[int]:
-        """Builds the models; returns each rank's first rollout to run. A rollout manager that cannot start ends the wait."""
+        """Builds the models; returns each rank's first rollout to run. A rollout manager that
+        cannot start ends the wait.
+        """
         return self._init(self.args, rollout_manager)
 
     def _init(self, args: Any, rollout_manager: Any) -> list[int]:
-        refs = [handler.call.remote("init", args, self.role, self.with_ref, self.with_opd_teacher) for handler in self._handlers]
+        refs = [
+            handler.call.remote("init", args, self.role, self.with_ref, self.with_opd_teacher)
+            for handler in self._handlers
+        ]
         if rollout_manager is not None:
             refs.append(rollout_manager.ready.remote())
-        start_ids = self._wait(refs, "loading", self.args.startup_timeout, option="--startup-timeout")[: self.world_size]
+        start_ids = self._wait(
+            refs, "loading", self.args.startup_timeout, option="--startup-timeout"
+        )[: self.world_size]
         if rollout_manager is not None:
             self.set_rollout_manager(rollout_manager)
         return start_ids
 
     def async_train(
-        self, rollout_id: int, rollout_data_ref: list, external_data: Any = None, *, sampler_age: int | None = None
+        self,
+        rollout_id: int,
+        rollout_data_ref: list,
+        external_data: Any = None,
+        *,
+        sampler_age: int | None = None,
     ) -> list[Any]:
-        """Starts one rollout's training on every rank; returns the references. A list of external data is one entry a rank.
+        """Starts one rollout's training on every rank; returns the references. A list of external
+        data is one entry a rank.
 
         sampler_age: how many versions were published since the rollout was begun; None: not known.
         """
-        per_rank = external_data if isinstance(external_data, list) else [external_data] * self.world_size
+        per_rank = (
+            external_data if isinstance(external_data, list) else [external_data] * self.world_size
+        )
         return [
-            handler.call.remote("train", rollout_id, rollout_data_ref, external_data=data, sampler_age=sampler_age)
+            handler.call.remote(
+                "train", rollout_id, rollout_data_ref, external_data=data, sampler_age=sampler_age
+            )
             for handler, data in zip(self._handlers, per_rank, strict=True)
         ]
 
     def train(
-        self, rollout_id: int, rollout_data_ref: list, external_data: Any = None, *, sampler_age: int | None = None
+        self,
+        rollout_id: int,
+        rollout_data_ref: list,
+        external_data: Any = None,
+        *,
+        sampler_age: int | None = None,
     ) -> list[Any]:
         """`async_train`, waited for."""
-        refs = self.async_train(rollout_id, rollout_data_ref, external_data, sampler_age=sampler_age)
+        refs = self.async_train(
+            rollout_id, rollout_data_ref, external_data, sampler_age=sampler_age
+        )
         return self._wait(refs, f"train of rollout {rollout_id}", self.args.step_timeout)
 
     def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
@@ -107,7 +156,9 @@ class RayTrainGroup:
         self._all("sleep")
 
     def suspend(self) -> None:
-        """Writes the ranks' whole state below the run folder and ends their processes, until `recreate`."""
+        """Writes the ranks' whole state below the run folder and ends their processes, until
+        `recreate`.
+        """
         self._all("suspend", self._suspended_dir)
         self._end_processes()
 
@@ -117,7 +168,14 @@ class RayTrainGroup:
             return
         self._handlers = self._allocate(*self._place)
         folder = self._suspended_dir
-        whole = {"load": folder, "critic_load": folder, "ckpt_step": None, "finetune": False, "no_load_optim": False, "no_load_rng": False}
+        whole = {
+            "load": folder,
+            "critic_load": folder,
+            "ckpt_step": None,
+            "finetune": False,
+            "no_load_optim": False,
+            "no_load_rng": False,
+        }
         self._init(argparse.Namespace(**{**vars(self.args), **whole}), rollout_manager)
 
     @property
@@ -131,7 +189,9 @@ class RayTrainGroup:
         self._all("set_rollout_manager", rollout_manager)
 
     def release(self) -> None:
-        """Ends all ranks: they leave their process group, then their processes end. What `suspend` wrote goes with them."""
+        """Ends all ranks: they leave their process group, then their processes end. What `suspend`
+        wrote goes with them.
+        """
         self._end_processes()
         shutil.rmtree(self._suspended_dir, ignore_errors=True)
 

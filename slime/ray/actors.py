@@ -1,12 +1,13 @@
-"""Actors and references: Ray's, or objects of this process (`--local`). What a run asks of Ray while it works is asked here.
+"""Actors and references: Ray's, or objects of this process (`--local`). What a run asks of Ray
+while it works is asked here.
 
     handle = start(Engine, config, num_cpus=1)       an actor, Ray options by name
     reference = handle.health.remote()               its method, called
     get(reference), wait([reference])                the result
 
-Inside `local_actors()` an actor is a plain object and its method runs when `.remote(...)` is called, in the caller's thread, so a
-debugger, a profiler or a traceback goes through. What two processes would not share is not shared: `put` copies, and each actor has
-timers of its own.
+Inside `local_actors()` an actor is a plain object and its method runs when `.remote(...)` is
+called, in the caller's thread, so a debugger, a profiler or a traceback goes through. What two
+processes would not share is not shared: `put` copies, and each actor has timers of its own.
 """
 
 from __future__ import annotations
@@ -119,7 +120,9 @@ def put(value: Any) -> Any:
 
 
 def wait(refs: list[Any], *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
-    """(references whose result is there, the others), as `ray.wait`: at most `num_returns` in the first, after at most `timeout` s."""
+    """(references whose result is there, the others), as `ray.wait`: at most `num_returns` in the
+    first, after at most `timeout` s.
+    """
     if any(isinstance(ref, LocalRef) for ref in refs):
         return refs[:num_returns], refs[num_returns:]
     return ray.wait(refs, num_returns=num_returns, timeout=timeout)
@@ -132,20 +135,25 @@ def kill(handle: Any) -> None:
 
 
 def gpu_ids() -> list[Any]:
-    """The devices of the actor that asks; local: none, which leaves the choice to the accelerator."""
+    """The devices of the actor that asks; local: none, which leaves the choice to the
+    accelerator.
+    """
     return [] if _is_local else ray.get_gpu_ids()
 
 
 @contextlib.contextmanager
 def local_actors(warning_filters: str = "") -> Iterator[None]:
-    """Inside, actors are objects of this process. At the end the environment and the process-wide objects are as before.
+    """Inside, actors are objects of this process. At the end the environment and the process-wide
+    objects are as before.
 
     warning_filters: ("ignore:text,...") as Ray actors get it in PYTHONWARNINGS.
     """
     global _is_local
     before, excepthook = dict(os.environ), sys.excepthook
     if os.environ.get("PYTHONBREAKPOINT", "").startswith("ray."):
-        del os.environ["PYTHONBREAKPOINT"]  # left by a Ray session of this process or its parent: it sends breakpoint() to Ray's debugger
+        # left by a Ray session of this process or its parent: it sends breakpoint() to Ray's
+        # debugger
+        del os.environ["PYTHONBREAKPOINT"]
     _is_local = True
     try:
         with warnings.catch_warnings():
@@ -155,7 +163,8 @@ def local_actors(warning_filters: str = "") -> Iterator[None]:
             yield
     finally:
         _is_local = False
-        sys.excepthook = excepthook  # torch.distributed's names a rank before each line of a traceback
+        # torch.distributed's names a rank before each line of a traceback
+        sys.excepthook = excepthook
         SingletonMeta.clear_instances()
         os.environ.clear()
         os.environ.update(before)

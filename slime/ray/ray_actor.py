@@ -9,7 +9,9 @@ class RayActor:
     """Base of actors that others connect to."""
 
     @staticmethod
-    def _get_current_node_ip_and_free_port(start_port: int = 10000, consecutive: int = 1) -> tuple[str, int]:
+    def _get_current_node_ip_and_free_port(
+        start_port: int = 10000, consecutive: int = 1
+    ) -> tuple[str, int]:
         """This node's address and the first of `consecutive` free ports from `start_port` on."""
         return get_current_node_ip(), get_free_port(start_port=start_port, consecutive=consecutive)
 

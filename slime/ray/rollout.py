@@ -1,6 +1,8 @@
-"""`RolloutManager`: the wiring from prompts to shards - engines, rollout function, gate, rewards, columns, split. No arithmetic here.
+"""`RolloutManager`: the wiring from prompts to shards - engines, rollout function, gate, rewards,
+columns, split. No arithmetic here.
 
-    data_source -> rollout function -> gate -> rewards by group -> columns -> split by data-parallel rank -> [ray.put]
+    data_source -> rollout function -> gate -> rewards by group -> columns -> split by data-parallel
+    rank -> [ray.put]
 """
 
 from __future__ import annotations
@@ -16,7 +18,12 @@ from typing import Any
 import ray  # noqa: F401 - tests replace ray.put through this module
 
 from slime.data.attribution import Mark, marks_of, restore_marks, with_marks
-from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards, length_penalties_of
+from slime.data.columns import (
+    ColumnsConfig,
+    build_train_columns,
+    compute_rewards,
+    length_penalties_of,
+)
 from slime.data.ledger import CRITIC_ONLY, ledger_of_rollout
 from slime.data.sample import Sample
 from slime.data.split import SplitConfig, SplitPlan, split_by_dp
@@ -41,7 +48,13 @@ from slime.rollout.engine_client import set_engines
 from slime.rollout.reward_checks import RewardWatch
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.tracking.timer import Timer, timer
-from slime.tracking.tracking import configure_logger, finish_tracking, init_tracking, log, log_dir_of
+from slime.tracking.tracking import (
+    configure_logger,
+    finish_tracking,
+    init_tracking,
+    log,
+    log_dir_of,
+)
 from slime.utils.http_utils import init_http_client
 from slime.utils.misc import Box, count_rollouts_per_epoch, load_function
 from slime.utils.processing_utils import shared_tokenizer
@@ -66,13 +79,22 @@ class RolloutManager:
         if log_dir_of(args) is not None:
             WATCH.record_in(log_dir_of(args))
         init_tracking(args, primary=False)
-        # a replay asks for no prompt: None then, and the checkpoint of a replay has no data position
-        self.data_source = None if args.load_debug_rollout_data else load_function(args.data_source_path)(args)
+        # a replay asks for no prompt: None then, and the checkpoint of a replay has no data
+        # position
+        self.data_source = (
+            None if args.load_debug_rollout_data else load_function(args.data_source_path)(args)
+        )
         self.generate_rollout = load_function(args.rollout_function_path)
-        self.eval_generate_rollout = load_function(args.eval_function_path or args.rollout_function_path)
+        self.eval_generate_rollout = load_function(
+            args.eval_function_path or args.rollout_function_path
+        )
         self.custom_reward_post_process_func = _load_optional(args.custom_reward_post_process_path)
-        self.custom_convert_samples_to_train_data_func = _load_optional(args.custom_convert_samples_to_train_data_path)
-        self.gate = Gate.from_args(args, shared_tokenizer(args.hf_checkpoint) if args.hf_checkpoint else None)
+        self.custom_convert_samples_to_train_data_func = _load_optional(
+            args.custom_convert_samples_to_train_data_path
+        )
+        self.gate = Gate.from_args(
+            args, shared_tokenizer(args.hf_checkpoint) if args.hf_checkpoint else None
+        )
         self.train_parallel_config: dict[str, int] | None = None
         self.rollout_engine_lock = Lock.remote()
         self.server = start_rollout_servers(args, pg)
@@ -85,24 +107,36 @@ class RolloutManager:
         self._weight_version: int | None = None  # what the engines serve now
         self._last_generate_started: float | None = None
 
-    # --- what the driver calls ---------------------------------------------------------------------------------------
+    # --- what the driver calls --------------------------------------------------------------------
 
     def generate(self, rollout_id: int) -> list[Box] | None:
-        """One box (a reference to a shard) per data-parallel rank, or None with --debug-rollout-only."""
+        """One box (a reference to a shard) per data-parallel rank, or None with
+        --debug-rollout-only.
+        """
         started = time.monotonic()
-        iteration_seconds = None if self._last_generate_started is None else started - self._last_generate_started
+        iteration_seconds = (
+            None if self._last_generate_started is None else started - self._last_generate_started
+        )
         self._last_generate_started = started
         set_current_rollout_id(rollout_id)
         output = self._get_rollout_data(rollout_id)
         all_samples = flatten_samples(output.samples)
         mask_older_samples(self.args, all_samples)
         rollout_time = time.monotonic() - started
-        dropped_groups = [(reason, flatten_samples(group)) for reason, group in output.dropped_groups]
+        dropped_groups = [
+            (reason, flatten_samples(group)) for reason, group in output.dropped_groups
+        ]
         filtered = [sample for _, group in dropped_groups for sample in group]
         with timer("gate"):
-            judged = self.gate.run(all_samples, rollout_id, iteration_seconds=iteration_seconds, dropped_groups=dropped_groups)
+            judged = self.gate.run(
+                all_samples,
+                rollout_id,
+                iteration_seconds=iteration_seconds,
+                dropped_groups=dropped_groups,
+            )
         samples = judged.samples
-        marks = [] if self.args.debug_rollout_only else marks_of(judged.judged, judged.verdicts)  # before any of the user's functions sees them
+        # before any of the user's functions sees them
+        marks = [] if self.args.debug_rollout_only else marks_of(judged.judged, judged.verdicts)
         dumped = self.dumper.save(samples, rollout_id=rollout_id, evaluation=False)
         seen = dict_add_prefix(self.reward_watch.metrics(samples), "rollout/")
         extra = {**(output.metrics or {}), **self.gate.metrics(judged), **seen, **dumped}
@@ -127,7 +161,9 @@ class RolloutManager:
             data, sources = self._train_data(judged, marks)
             boxes, plan = self._split(data, dropped_failures=_failures_outside(judged, sources))
         self.gate.record_placement(rollout_id, sources, plan.schedule.partitions)
-        planned = self._log_split(rollout_id, plan, output, marks, sources, {"rollout/truncated": truncated})
+        planned = self._log_split(
+            rollout_id, plan, output, marks, sources, {"rollout/truncated": truncated}
+        )
         return boxes if planned else [Box(box.inner) for box in boxes]
 
     def eval(self, rollout_id: int) -> None:
@@ -136,8 +172,14 @@ class RolloutManager:
             return
         set_current_rollout_id(rollout_id)
         with self._blaming_engines():
-            output = call_rollout_fn(self.eval_generate_rollout, self.args, rollout_id, self.data_source, evaluation=True)
-        samples = [sample for dataset in output.data.values() for sample in flatten_samples(dataset.get("samples") or [])]
+            output = call_rollout_fn(
+                self.eval_generate_rollout, self.args, rollout_id, self.data_source, evaluation=True
+            )
+        samples = [
+            sample
+            for dataset in output.data.values()
+            for sample in flatten_samples(dataset.get("samples") or [])
+        ]
         self.dumper.save(samples, rollout_id=rollout_id, evaluation=True)
         judged = self.gate.run(_groups_apart(output.data), rollout_id, evaluation=True)
         found = {f"eval/{name}": value for name, value in self.gate.metrics(judged).items()}
@@ -151,12 +193,16 @@ class RolloutManager:
         found: dict[str, float] = {}
         for name, dataset in data.items():
             key = self.args.eval_reward_key or self.args.reward_key
-            seen = self.reward_watch.metrics(flatten_samples(dataset.get("samples") or []), reward_key=key)
+            seen = self.reward_watch.metrics(
+                flatten_samples(dataset.get("samples") or []), reward_key=key
+            )
             found.update(dict_add_prefix(seen, f"eval/{name}/"))
         return found
 
     def save(self, rollout_id: int) -> None:
-        """Writes the data position in which `rollout_id` is the last rollout trained, and what the gate remembers at that point."""
+        """Writes the data position in which `rollout_id` is the last rollout trained, and what the
+        gate remembers at that point.
+        """
         if self.data_source is not None:
             self.data_source.save(rollout_id)
         if self.args.save is not None:
@@ -178,15 +224,21 @@ class RolloutManager:
         self.server.resume_memory(timeout_s=self.args.step_timeout)
 
     def get_num_rollout_per_epoch(self) -> int | None:
-        """Rollouts that one pass over the prompts makes; None without a dataset. ConfigError where --num-epoch would run none."""
+        """Rollouts that one pass over the prompts makes; None without a dataset. ConfigError where
+        --num-epoch would run none.
+        """
         num_prompts = 0 if self.data_source is None else len(self.data_source)
         if not num_prompts:
             return None
         num_epoch = self.args.num_epoch if self.args.num_rollout is None else None
-        return count_rollouts_per_epoch(num_prompts, self.args.rollout_batch_size, num_epoch=num_epoch)
+        return count_rollouts_per_epoch(
+            num_prompts, self.args.rollout_batch_size, num_epoch=num_epoch
+        )
 
     def set_train_parallel_config(self, config: dict[str, int]) -> None:
-        """How the trainers are laid out: dp_size (without CP), cp_size, vpp_size, microbatch_group_size_per_vp_stage, tp_size."""
+        """How the trainers are laid out: dp_size (without CP), cp_size, vpp_size,
+        microbatch_group_size_per_vp_stage, tp_size.
+        """
         self.train_parallel_config = dict(config)
 
     def dispose(self) -> None:
@@ -195,18 +247,27 @@ class RolloutManager:
         finish_tracking(self.args, primary=False)
         self.server.stop()
 
-    # --- engines -----------------------------------------------------------------------------------------------------
+    # --- engines ----------------------------------------------------------------------------------
 
     @property
     def rollout_engines(self) -> list[Any]:
         return self.server.engines
 
     def get_updatable_engines_and_lock(self) -> tuple:
-        """(engines, lock, number of new engines, devices per engine, device offsets, parallel configs)."""
+        """(engines, lock, number of new engines, devices per engine, device offsets, parallel
+        configs).
+        """
         size = self.args.rollout_num_gpus_per_engine
         count = len(self.rollout_engines)
         offsets = [size * rank for rank in range(count)]
-        return self.rollout_engines, self.rollout_engine_lock, self._num_new_engines, [size] * count, offsets, [{}] * count
+        return (
+            self.rollout_engines,
+            self.rollout_engine_lock,
+            self._num_new_engines,
+            [size] * count,
+            offsets,
+            [{}] * count,
+        )
 
     def get_engine_urls(self) -> list[str]:
         """Every engine's own address, also behind a router."""
@@ -225,7 +286,7 @@ class RolloutManager:
         refs = [engine.weights_checksum.remote() for engine in self.rollout_engines]
         return wait_for(refs, what="checksums of the engines", timeout_s=self.args.step_timeout)
 
-    # --- samples to shards -------------------------------------------------------------------------------------------
+    # --- samples to shards ------------------------------------------------------------------------
 
     def _get_rollout_data(self, rollout_id: int) -> RolloutFnTrainOutput:
         if self.args.load_debug_rollout_data:
@@ -236,13 +297,17 @@ class RolloutManager:
             )
             return RolloutFnTrainOutput(samples=samples)
         with timer("generate"), self._blaming_engines():
-            output = call_rollout_fn(self.generate_rollout, self.args, rollout_id, self.data_source, evaluation=False)
+            output = call_rollout_fn(
+                self.generate_rollout, self.args, rollout_id, self.data_source, evaluation=False
+            )
         validate_rollout_id_annotated(output.samples)
         return output
 
     @contextlib.contextmanager
     def _blaming_engines(self) -> Iterator[None]:
-        """An error inside becomes an EngineError where an engine is what failed: many failed samples are then its consequence."""
+        """An error inside becomes an EngineError where an engine is what failed: many failed
+        samples are then its consequence.
+        """
         try:
             yield
         except Exception as error:
@@ -252,12 +317,17 @@ class RolloutManager:
             raise
 
     def _post_process_rewards(self, samples: list[Sample]) -> tuple[list[float], list[float]]:
-        """(raw rewards, rewards): as scored, and normalized by group where the estimator asks for it."""
+        """(raw rewards, rewards): as scored, and normalized by group where the estimator asks for
+        it.
+        """
         if self.custom_reward_post_process_func is not None:
             return self.custom_reward_post_process_func(self.args, list(samples))
         config = ColumnsConfig.from_args(self.args)
         raw, rewards, statistics = compute_rewards(samples, config)
-        self._reward_metrics = {**(statistics.metrics() if statistics is not None else {}), **length_penalties_of(samples, config)[1]}
+        self._reward_metrics = {
+            **(statistics.metrics() if statistics is not None else {}),
+            **length_penalties_of(samples, config)[1],
+        }
         return raw, rewards
 
     def _convert_samples_to_train_data(self, samples: list[Sample]) -> Any:
@@ -265,34 +335,55 @@ class RolloutManager:
         self._reward_metrics = {}
         if self.custom_convert_samples_to_train_data_func is not None:
             return self.custom_convert_samples_to_train_data_func(self.args, list(samples))
-        return build_train_columns(samples, self._post_process_rewards(samples), ColumnsConfig.from_args(self.args))
+        return build_train_columns(
+            samples, self._post_process_rewards(samples), ColumnsConfig.from_args(self.args)
+        )
 
-    def _train_data(self, judged: PostprocessResult, marks: Sequence[Mark]) -> tuple[Any, list[int]]:
-        """The train data, in which no row of a rejected sample is valid, and the position among all judged samples of each row's sample.
+    def _train_data(
+        self, judged: PostprocessResult, marks: Sequence[Mark]
+    ) -> tuple[Any, list[int]]:
+        """The train data, in which no row of a rejected sample is valid, and the position among all
+        judged samples of each row's sample.
 
-        Users' functions hold the samples before and while this is made. The verdicts are the gate's, whatever they wrote into a sample.
+        Users' functions hold the samples before and while this is made. The verdicts are the
+        gate's, whatever they wrote into a sample.
         """
         restore_marks(judged.judged, marks)
         data = self._convert_samples_to_train_data(judged.samples)
         restore_marks(judged.judged, marks)
         return with_marks(data, marks, batch_rows=judged.raw_rows)
 
-    def _split(self, data: Any, *, dropped_failures: Sequence[int | None] = ()) -> tuple[list[Box], SplitPlan]:
+    def _split(
+        self, data: Any, *, dropped_failures: Sequence[int | None] = ()
+    ) -> tuple[list[Box], SplitPlan]:
         if self.train_parallel_config is None:
-            raise RolloutDataError("the trainers have not told how they are laid out; call set_train_parallel_config first")
+            raise RolloutDataError(
+                "the trainers have not told how they are laid out; call set_train_parallel_config "
+                "first"
+            )
         config = SplitConfig.from_args(self.args, self.train_parallel_config)
         split = split_by_dp(data, config, dropped_failures=dropped_failures)
-        # map lets go of a shard before the next one is made: a loop's variable would keep a second one in memory
+        # map lets go of a shard before the next one is made: a loop's variable would keep a second
+        # one in memory
         refs = list(map(actors.put, split.shards))
-        return [Box(ref, num_samples) for ref, num_samples in zip(refs, split.plan.num_trained_by_rank, strict=True)], split.plan
+        return [
+            Box(ref, num_samples)
+            for ref, num_samples in zip(refs, split.plan.num_trained_by_rank, strict=True)
+        ], split.plan
 
     def _split_train_data_by_dp(self, data: Any) -> list[Box]:
         """One box per data-parallel rank, index = rank without CP."""
         return self._split(data)[0]
 
     def _log_gate(self, metrics: dict[str, float], rollout_id: int, *, step_key: str) -> None:
-        """The gate's numbers alone, where a user's function, or reading the samples from a dump, takes the place of the rollout's log."""
-        log(self.args, {**metrics, step_key: compute_rollout_step(self.args, rollout_id)}, step_key=step_key)
+        """The gate's numbers alone, where a user's function, or reading the samples from a dump,
+        takes the place of the rollout's log.
+        """
+        log(
+            self.args,
+            {**metrics, step_key: compute_rollout_step(self.args, rollout_id)},
+            step_key=step_key,
+        )
 
     def _log_split(
         self,
@@ -303,8 +394,10 @@ class RolloutManager:
         sources: list[int],
         extra_metrics: dict[str, float],
     ) -> int:
-        """Conservation - sampled = trained + dropped by reason - checked and logged, with the schedule and the timers. Returns the number of
-        samples that are planned to train; that they did, the driver logs."""
+        """Conservation - sampled = trained + dropped by reason - checked and logged, with the
+        schedule and the timers. Returns the number of samples that are planned to train; that they
+        did, the driver logs.
+        """
         ledger = ledger_of_rollout(
             [mark.reason for mark in marks],
             sources,
@@ -314,20 +407,34 @@ class RolloutManager:
             dropped_before=output.dropped,
         )
         if rollout_id < self.args.num_critic_only_steps and self.args.use_critic:
-            ledger = dataclasses.replace(ledger, trained=0, dropped={**ledger.dropped, CRITIC_ONLY: ledger.trained})
+            ledger = dataclasses.replace(
+                ledger, trained=0, dropped={**ledger.dropped, CRITIC_ONLY: ledger.trained}
+            )
         elif ledger.sampled and not ledger.trained:
-            logger.warning("rollout %d trains nothing: all of its %d samples were dropped: %s", rollout_id, ledger.sampled, dict(ledger.dropped))
+            logger.warning(
+                "rollout %d trains nothing: all of its %d samples were dropped: %s",
+                rollout_id,
+                ledger.sampled,
+                dict(ledger.dropped),
+            )
         times = {f"perf/{name}_time": seconds for name, seconds in Timer().log_dict().items()}
         Timer().reset()
-        metrics = {**ledger.plan_metrics(), **plan.metrics(), **self._reward_metrics, **extra_metrics, **times}
+        metrics = {
+            **ledger.plan_metrics(),
+            **plan.metrics(),
+            **self._reward_metrics,
+            **extra_metrics,
+            **times,
+        }
         metrics["rollout/step"] = compute_rollout_step(self.args, rollout_id)
         log(self.args, metrics, step_key="rollout/step")
         return ledger.trained
 
 
 class RolloutManagerActor(RolloutManager):
-    """`RolloutManager` in its process. What its start raises is raised by `ready`: Ray answers an exception in a constructor by aborting
-    the process, with pages of native stack."""
+    """`RolloutManager` in its process. What its start raises is raised by `ready`: Ray answers an
+    exception in a constructor by aborting the process, with pages of native stack.
+    """
 
     def __init__(self, args: Any, pg: tuple) -> None:
         self._failure: Exception | None = None
@@ -340,7 +447,8 @@ class RolloutManagerActor(RolloutManager):
     def generate(self, rollout_id: int) -> list[Box] | None:
         boxes = super().generate(rollout_id)
         if not self._is_warm:
-            # What a first rollout loaded stays. Python's full collections would walk over all of it, 0.2 s in the middle of a later rollout.
+            # What a first rollout loaded stays. Python's full collections would walk over all of
+            # it, 0.2 s in the middle of a later rollout.
             gc.collect()
             gc.freeze()
             self._is_warm = True
@@ -360,19 +468,32 @@ class RolloutManagerActor(RolloutManager):
 
 
 def _failures_outside(judged: PostprocessResult, sources: Sequence[int]) -> list[int | None]:
-    """`Sample.rollout_id` of the samples that were rejected for what the model wrote and have no row in the train data."""
+    """`Sample.rollout_id` of the samples that were rejected for what the model wrote and have no
+    row in the train data.
+    """
     inside = set(sources)
-    return [s.rollout_id for place, s in enumerate(judged.judged) if place not in inside and is_model_failure(s)]
+    return [
+        s.rollout_id
+        for place, s in enumerate(judged.judged)
+        if place not in inside and is_model_failure(s)
+    ]
 
 
 def _groups_apart(data: Mapping[str, Mapping[str, Any]]) -> list[Sample]:
-    """All samples of an evaluation, as copies in which no two datasets share a group id: each dataset counts its groups from 0."""
+    """All samples of an evaluation, as copies in which no two datasets share a group id: each
+    dataset counts its groups from 0.
+    """
     samples: list[Sample] = []
     offset = 0
     for dataset in data.values():
         own = flatten_samples(dataset.get("samples") or [])
         ids = [s.group_index for s in own if type(s.group_index) is int]
-        moved = [dataclasses.replace(s, group_index=s.group_index + offset) if type(s.group_index) is int else s for s in own]
+        moved = [
+            dataclasses.replace(s, group_index=s.group_index + offset)
+            if type(s.group_index) is int
+            else s
+            for s in own
+        ]
         samples += moved if offset else own
         offset += max(ids, default=-1) + 1
     return samples

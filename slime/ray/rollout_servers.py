@@ -1,4 +1,6 @@
-"""Starting, addressing and stopping the engines of a run: embedded ones as Ray actors, or external servers by URL."""
+"""Starting, addressing and stopping the engines of a run: embedded ones as Ray actors, or external
+servers by URL.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class RolloutServers:
-    """The engines of a run. `engines` are Ray actors whose weights we set; external servers have none."""
+    """The engines of a run. `engines` are Ray actors whose weights we set; external servers have
+    none.
+    """
 
     engines: list[Any]
     urls: list[str]
@@ -44,13 +48,17 @@ class RolloutServers:
         return [self.router.url] if self.router is not None else self.urls
 
     def failures(self) -> list[str]:
-        """One sentence per engine of ours that is gone or whose thread has failed: why requests to it get no answer."""
+        """One sentence per engine of ours that is gone or whose thread has failed: why requests to
+        it get no answer.
+        """
         found = []
         for rank, (engine, url) in enumerate(zip(self.engines, self.urls, strict=True)):
             try:
                 actors.get(engine.health.remote(), timeout=HEALTH_TIMEOUT_S)
             except ray.exceptions.GetTimeoutError:
-                found.append(f"engine {rank} ({url}) does not answer within {HEALTH_TIMEOUT_S:.0f} s.")
+                found.append(
+                    f"engine {rank} ({url}) does not answer within {HEALTH_TIMEOUT_S:.0f} s."
+                )
             except ray.exceptions.RayActorError as error:
                 found.append(f"the process of engine {rank} ({url}) died. {reason_of_death(error)}")
             except Exception as error:  # noqa: BLE001 - Ray mixes its class into whatever the engine raised
@@ -59,20 +67,37 @@ class RolloutServers:
 
     def release_memory(self, *, timeout_s: float) -> None:
         """Our engines give their caches' memory back; one that still has requests keeps it."""
-        freed = wait_for([engine.release_memory.remote() for engine in self.engines], what="freeing the engines' memory", timeout_s=timeout_s)
+        freed = wait_for(
+            [engine.release_memory.remote() for engine in self.engines],
+            what="freeing the engines' memory",
+            timeout_s=timeout_s,
+        )
         if not all(freed):
-            logger.info("%d of %d engines have requests and keep their memory.", freed.count(False), len(freed))
+            logger.info(
+                "%d of %d engines have requests and keep their memory.",
+                freed.count(False),
+                len(freed),
+            )
 
     def resume_memory(self, *, timeout_s: float) -> None:
         """Our engines take it again."""
-        wait_for([engine.resume_memory.remote() for engine in self.engines], what="giving the engines memory", timeout_s=timeout_s)
+        wait_for(
+            [engine.resume_memory.remote() for engine in self.engines],
+            what="giving the engines memory",
+            timeout_s=timeout_s,
+        )
 
     def stop(self) -> None:
         """Ends the router, then the engines. Their processes are gone when it returns."""
         if self.router is not None:
             self.router.stop()
         if self.engines:
-            wait_for([engine.shutdown.remote() for engine in self.engines], what="stopping the engines", timeout_s=15, option=None)
+            wait_for(
+                [engine.shutdown.remote() for engine in self.engines],
+                what="stopping the engines",
+                timeout_s=15,
+                option=None,
+            )
         for engine in self.engines:
             actors.kill(engine)
         self.engines = []
@@ -107,12 +132,16 @@ def _external_servers(args: Any) -> RolloutServers:
         init_http_client(args)
         run(_check_external_engines(urls, timeout_s=args.rollout_engine_start_timeout))
 
-    return start_external_rollout_servers(args, start_router=start_router, wait_for_answers=wait_for_answers)
+    return start_external_rollout_servers(
+        args, start_router=start_router, wait_for_answers=wait_for_answers
+    )
 
 
 async def _check_external_engines(urls: list[str], *, timeout_s: float) -> None:
-    """Returns once every server answers /health. EngineError for one that does not: at once where nothing listens at its address,
-    otherwise after `timeout_s`, which a server that still loads its model has."""
+    """Returns once every server answers /health. EngineError for one that does not: at once where
+    nothing listens at its address, otherwise after `timeout_s`, which a server that still loads its
+    model has.
+    """
     deadline = time.monotonic() + timeout_s
     for url in urls:
         for attempt in itertools.count(1):
@@ -123,7 +152,8 @@ async def _check_external_engines(urls: list[str], *, timeout_s: float) -> None:
                 starting = isinstance(error, HttpStatusError) and error.status >= 500
                 if time.monotonic() > deadline or not (starting or attempt < MIN_HEALTH_TRIES):
                     raise EngineError(
-                        f"the engine at {url} does not answer: {error} Start it, or correct --rollout-external-engine-addrs."
+                        f"the engine at {url} does not answer: {error} Start it, or correct "
+                        "--rollout-external-engine-addrs."
                     ) from error
                 await asyncio.sleep(pause_before_try(attempt))
 
@@ -147,9 +177,17 @@ def _create_engines(args: Any, placement: Placement) -> list[Any]:
     engines = []
     for rank in range(num_engines):
         options = device_options(ENGINE_FRACTION) | {
-            "scheduling_strategy": bundle_strategy(group, order[rank * args.rollout_num_gpus_per_engine]),
-            "runtime_env": {"env_vars": add_default_ray_env_vars({"OMP_NUM_THREADS": str(args.rollout_engine_threads)})},
+            "scheduling_strategy": bundle_strategy(
+                group, order[rank * args.rollout_num_gpus_per_engine]
+            ),
+            "runtime_env": {
+                "env_vars": add_default_ray_env_vars(
+                    {"OMP_NUM_THREADS": str(args.rollout_engine_threads)}
+                )
+            },
             "max_concurrency": 4,
         }
-        engines.append(actors.start(EngineActor, engine_config_from_args(args, rank), rank, **options))
+        engines.append(
+            actors.start(EngineActor, engine_config_from_args(args, rank), rank, **options)
+        )
     return engines

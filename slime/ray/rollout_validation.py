@@ -16,9 +16,13 @@ def validate_server_group_gpu_indices(
     rollout_num_gpus: int,
     rollout_num_gpus_per_engine: int,
 ) -> None:
-    """Returns None if `num_engines` engines fit into the placed devices from `gpu_offset` on. Raises ConfigError (a ValueError) with every number."""
+    """Returns None if `num_engines` engines fit into the placed devices from `gpu_offset` on.
+    Raises ConfigError (a ValueError) with every number.
+    """
     required = gpu_offset + num_engines * num_gpus_per_engine_on_node
-    if num_engines == 0 or (gpu_offset >= 0 and num_gpus_per_engine_on_node > 0 and required <= num_available_gpus):
+    if num_engines == 0 or (
+        gpu_offset >= 0 and num_gpus_per_engine_on_node > 0 and required <= num_available_gpus
+    ):
         return
     numbers = dict(
         worker_type=worker_type,
@@ -33,6 +37,7 @@ def validate_server_group_gpu_indices(
     )
     listing = ", ".join(f"{name}={value}" for name, value in numbers.items())
     raise ConfigError(
-        f"the engines do not fit into the placed devices: {listing}, len(reordered_gpu_ids)={num_available_gpus}. "
+        f"the engines do not fit into the placed devices: {listing}, "
+        f"len(reordered_gpu_ids)={num_available_gpus}. "
         "Lower --rollout-num-gpus or --rollout-num-gpus-per-engine, or give the job more devices."
     )

@@ -1,4 +1,6 @@
-"""One Ray session for one run: started (or joined) here, and gone when the run ends, however it ends."""
+"""One Ray session for one run: started (or joined) here, and gone when the run ends, however it
+ends.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,16 @@ from slime.ray.utils import add_default_ray_env_vars
 from slime.tracking.tracking import configure_logger, log_dir_of
 
 OBJECT_STORE_BYTES = 2 * 1024**3
-CLUSTER_ANSWER_S = 10.0  # a cluster that is alive answers in milliseconds; Ray itself would try for minutes
+# a cluster that is alive answers in milliseconds; Ray itself would try for minutes
+CLUSTER_ANSWER_S = 10.0
 logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Inside, SIGTERM ends the run in the same orderly way as Ctrl-C. Signals are the main thread's; in another this does nothing."""
+    """Inside, SIGTERM ends the run in the same orderly way as Ctrl-C. Signals are the main
+    thread's; in another this does nothing.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -42,7 +47,9 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         raise KeyboardInterrupt(signal.Signals(signum).name)
 
-    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {
+        number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         yield
     finally:
@@ -63,7 +70,10 @@ def run_session(args: Any) -> Iterator[None]:
 
     configure_logger("local", log_dir=log_dir_of(args))
     load_function.cache_clear()  # a notebook may have defined its functions anew
-    with actors.local_actors(warning_filters=add_default_ray_env_vars()["PYTHONWARNINGS"]), interruptible():
+    with (
+        actors.local_actors(warning_filters=add_default_ray_env_vars()["PYTHONWARNINGS"]),
+        interruptible(),
+    ):
         try:
             yield
         finally:
@@ -75,12 +85,19 @@ def run_session(args: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ray_session(args: Any) -> Iterator[None]:
-    """A connection to the cluster of `--ray-address`, or a private local one that is stopped, with its files, at the end."""
-    os.environ |= {name: value for name, value in add_default_ray_env_vars().items() if name.startswith("RAY_")}
+    """A connection to the cluster of `--ray-address`, or a private local one that is stopped, with
+    its files, at the end.
+    """
+    os.environ |= {
+        name: value for name, value in add_default_ray_env_vars().items() if name.startswith("RAY_")
+    }
     os.environ.setdefault("RAY_DEDUP_LOGS", "1")
     address = args.ray_address or os.environ.get("RAY_ADDRESS")
     if address:
-        require_cluster(address, named_by="--ray-address" if args.ray_address else "RAY_ADDRESS in the environment")
+        require_cluster(
+            address,
+            named_by="--ray-address" if args.ray_address else "RAY_ADDRESS in the environment",
+        )
         try:
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=True)
             # Ray's core has put its own handlers in place, which print a stack and abort.
@@ -114,34 +131,47 @@ def ray_session(args: Any) -> Iterator[None]:
 
 
 def require_cluster(address: str, *, named_by: str, timeout_s: float = CLUSTER_ANSWER_S) -> None:
-    """Raises ConfigError in one sentence unless a Ray cluster answers at `address` within `timeout_s`.
+    """Raises ConfigError in one sentence unless a Ray cluster answers at `address` within
+    `timeout_s`.
 
     `address` is what ray.init takes: host:port, ray://host:port, or auto.
     """
-    remedy = f"Start the cluster (ray start --head), correct {named_by}, or leave it out: the run then starts Ray by itself."
+    remedy = (
+        f"Start the cluster (ray start --head), correct {named_by}, or leave it out: the run "
+        "then starts Ray by itself."
+    )
     if address == "local":
         return
     if address == "auto":
         try:
             address = services.canonicalize_bootstrap_address_or_die(address)
         except ConnectionError as error:
-            raise ConfigError(f"{named_by} is auto, but no Ray cluster runs on this machine. {remedy}") from error
+            raise ConfigError(
+                f"{named_by} is auto, but no Ray cluster runs on this machine. {remedy}"
+            ) from error
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigError(f"{named_by} is {address!r}, which is no address. Write HOST:PORT, or auto.")
+        raise ConfigError(
+            f"{named_by} is {address!r}, which is no address. Write HOST:PORT, or auto."
+        )
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s):
             pass
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"no Ray cluster answers at {address} ({named_by}): {error}. {remedy}") from error
+        raise ConfigError(
+            f"no Ray cluster answers at {address} ({named_by}): {error}. {remedy}"
+        ) from error
     if not address.startswith("ray://") and not _answers_as_ray(address, timeout_s):
         raise ConfigError(
-            f"{address} ({named_by}) accepts connections, but does not answer as a Ray cluster within {timeout_s:g} s. {remedy}"
+            f"{address} ({named_by}) accepts connections, but does not answer as a Ray cluster "
+            f"within {timeout_s:g} s. {remedy}"
         )
 
 
 def _answers_as_ray(address: str, timeout_s: float) -> bool:
-    """Whether the cluster's control store answers. Asked from a thread of its own: Ray's client would wait for a minute, then abort."""
+    """Whether the cluster's control store answers. Asked from a thread of its own: Ray's client
+    would wait for a minute, then abort.
+    """
     answered = threading.Event()
 
     def ask() -> None:
@@ -155,9 +185,11 @@ def _answers_as_ray(address: str, timeout_s: float) -> bool:
 
 @contextlib.contextmanager
 def loopback_only() -> Iterator[None]:
-    """Inside, a private Ray session listens on 127.0.0.1 alone: nobody else may reach the processes of a run on one machine.
+    """Inside, a private Ray session listens on 127.0.0.1 alone: nobody else may reach the processes
+    of a run on one machine.
 
-    Ray has this as its mode for machines that cannot form a cluster; its servers bind to loopback when that is the node's address.
+    Ray has this as its mode for machines that cannot form a cluster; its servers bind to loopback
+    when that is the node's address.
     """
     name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
     before, constant = os.environ.get(name), ray_constants.ENABLE_RAY_CLUSTER
@@ -173,11 +205,16 @@ def loopback_only() -> Iterator[None]:
 
 
 def processes_of(folder: str) -> list[int]:
-    """Returns the ids of the processes whose command line names `folder`: those of the Ray session that lives there."""
+    """Returns the ids of the processes whose command line names `folder`: those of the Ray session
+    that lives there.
+    """
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if int(entry.name) != os.getpid() and folder.encode() in (entry / "cmdline").read_bytes():
+            if (
+                int(entry.name) != os.getpid()
+                and folder.encode() in (entry / "cmdline").read_bytes()
+            ):
                 found.append(int(entry.name))
     return found
 
@@ -204,6 +241,8 @@ def _remove_folder(folder: str, *, patience_s: float = 3.0) -> None:
 
 
 def _object_store_bytes() -> int:
-    """At most 2 GiB and at most a third of what /dev/shm has free: more would fall back to slow files."""
+    """At most 2 GiB and at most a third of what /dev/shm has free: more would fall back to slow
+    files.
+    """
     free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else OBJECT_STORE_BYTES
     return max(128 * 1024**2, min(OBJECT_STORE_BYTES, free // 3))

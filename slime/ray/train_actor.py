@@ -20,10 +20,14 @@ from slime.ray.utils import wait_for
 class TrainRayActor(RayActor):
     """One rank of a training process group. Rank 0 chooses the address at which all ranks meet."""
 
-    def __init__(self, world_size: int, rank: int, master_addr: str | None, master_port: int | None) -> None:
+    def __init__(
+        self, world_size: int, rank: int, master_addr: str | None, master_port: int | None
+    ) -> None:
         self.world_size, self.rank = world_size, rank
         if master_addr is None or master_port is None:
-            master_addr, master_port = self._get_current_node_ip_and_free_port(start_port=20000 + (os.getpid() * 7) % 20000)
+            master_addr, master_port = self._get_current_node_ip_and_free_port(
+                start_port=20000 + (os.getpid() * 7) % 20000
+            )
         self.master_addr, self.master_port = master_addr, master_port
         device_ids = actors.gpu_ids()
         os.environ |= {
@@ -34,9 +38,18 @@ class TrainRayActor(RayActor):
             "LOCAL_RANK": str(device_ids[0] if device_ids else 0),
         }
 
-    def init(self, args: Any, role: str, with_ref: bool = False, with_opd_teacher: bool = False) -> int:
-        """Joins the process group. Subclasses build the model and return the first rollout to run."""
-        self.args, self.role, self.with_ref, self.with_opd_teacher = args, role, with_ref, with_opd_teacher
+    def init(
+        self, args: Any, role: str, with_ref: bool = False, with_opd_teacher: bool = False
+    ) -> int:
+        """Joins the process group. Subclasses build the model and return the first
+        rollout to run.
+        """
+        self.args, self.role, self.with_ref, self.with_opd_teacher = (
+            args,
+            role,
+            with_ref,
+            with_opd_teacher,
+        )
         accelerator = get_accelerator()
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group(
@@ -47,11 +60,17 @@ class TrainRayActor(RayActor):
         return 0
 
     def set_rollout_manager(self, rollout_manager: Any) -> None:
-        """Keeps the handle; rank 0 tells the manager how samples must be split over data-parallel ranks."""
+        """Keeps the handle; rank 0 tells the manager how samples must be split over data-parallel
+        ranks.
+        """
         self.rollout_manager = rollout_manager
         if self.rank == 0:
             told = rollout_manager.set_train_parallel_config.remote(self.train_parallel_config)
-            wait_for([told], what="telling the rollout manager the layout", timeout_s=self.args.step_timeout)
+            wait_for(
+                [told],
+                what="telling the rollout manager the layout",
+                timeout_s=self.args.step_timeout,
+            )
 
     def clear_memory(self) -> None:
         """Gives cached device memory back."""
@@ -71,7 +90,12 @@ class TrainRayActor(RayActor):
 
     @abc.abstractmethod
     def train(
-        self, rollout_id: int, rollout_data_ref: list, external_data: Any = None, *, sampler_age: int | None = None
+        self,
+        rollout_id: int,
+        rollout_data_ref: list,
+        external_data: Any = None,
+        *,
+        sampler_age: int | None = None,
     ) -> Any: ...
 
     @abc.abstractmethod

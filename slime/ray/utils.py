@@ -1,4 +1,6 @@
-"""Small Ray pieces shared by every actor: environment variables, a lock, waiting with an owner and a deadline."""
+"""Small Ray pieces shared by every actor: environment variables, a lock, waiting with an owner and
+a deadline.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,23 @@ NOSET_VISIBLE_DEVICES_ENV_VARS_LIST = [
 DEATH_NOTICE_S = 3.0  # how much later than its peers' errors the death of a process may be heard of
 
 # Passed on from the driver to every actor, so that a test or a user sets them once.
-_FORWARDED = ("SLIME_ACCELERATOR", "HF_HUB_OFFLINE", "HF_HOME", "TOKENIZERS_PARALLELISM", "CUDA_DEVICE_MAX_CONNECTIONS", *PLAIN)
+_FORWARDED = (
+    "SLIME_ACCELERATOR",
+    "HF_HUB_OFFLINE",
+    "HF_HOME",
+    "TOKENIZERS_PARALLELISM",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    *PLAIN,
+)
 
 # Megatron-core says these at import, before any logging of ours is set up: both are as intended.
-_EXPECTED_WARNINGS = "ignore:Apex is not installed,ignore:Transformer Engine and Apex are not installed,ignore:full scope is deprecated"
+_EXPECTED_WARNINGS = (
+    "ignore:Apex is not installed,ignore:Transformer Engine and Apex are not "
+    "installed,ignore:full scope is deprecated"
+)
 
-# How long actors may take to leave in good order when a run ends; busy ones are ended with the session. Two groups fit into 10 seconds.
+# How long actors may take to leave in good order when a run ends; busy ones are ended with the
+# session. Two groups fit into 10 seconds.
 STOP_TIMEOUT_S = 3.5
 
 
@@ -49,9 +62,14 @@ def get_physical_gpu_id() -> str:
 
 
 def add_default_ray_env_vars(env: dict[str, str] | None = None) -> dict[str, str]:
-    """`env` plus what every actor needs: one thread a process unless asked otherwise, visible devices left alone, no usage ping."""
+    """`env` plus what every actor needs: one thread a process unless asked otherwise, visible
+    devices left alone, no usage ping.
+    """
     defaults = dict.fromkeys(NOSET_VISIBLE_DEVICES_ENV_VARS_LIST, "1")
-    defaults |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "RAY_USAGE_STATS_ENABLED": "0"}
+    defaults |= {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
     defaults["PYTHONWARNINGS"] = _EXPECTED_WARNINGS
     defaults |= {name: os.environ[name] for name in _FORWARDED if name in os.environ}
     return defaults | (env or {})
@@ -59,7 +77,9 @@ def add_default_ray_env_vars(env: dict[str, str] | None = None) -> dict[str, str
 
 @actors.remote(num_cpus=0)
 class Lock:
-    """A non-blocking lock between actors. `acquire()` tells whether it was got; `release()` needs it held."""
+    """A non-blocking lock between actors. `acquire()` tells whether it was got; `release()` needs
+    it held.
+    """
 
     def __init__(self) -> None:
         self._locked = False
@@ -82,19 +102,32 @@ def wait_for(
     names: Sequence[str] | None = None,
     option: str | None = "--step-timeout",
 ) -> list[Any]:
-    """The results of `refs` in order. Raises the first failure as soon as it happens, whichever actor it is on, and
-    SlimeError after `timeout_s` seconds, which `option` sets: with one rank dead, its peers would otherwise wait in a collective.
+    """The results of `refs` in order. Raises the first failure as soon as it happens, whichever
+    actor it is on, and SlimeError after `timeout_s` seconds, which `option` sets: with one rank
+    dead, its peers would otherwise wait in a collective.
 
-    A process that died is a SlimeError that says what was going on and, with `names` (one a reference), whose it was.
+    A process that died is a SlimeError that says what was going on and, with `names` (one a
+    reference), whose it was.
     """
     deadline = time.monotonic() + timeout_s
     pending = list(refs)
     while pending:
         left = deadline - time.monotonic()
         if left <= 0:
-            silent = "" if names is None else f" ({', '.join(names[list(refs).index(ref)] for ref in pending)})"
-            limit = f"{timeout_s:.0f} s" if option is None else f"{option} {timeout_s:g} s; raise it if that is too short"
-            raise SlimeError(f"{what}: {len(pending)} of {len(refs)} actors{silent} gave no answer within {limit}")
+            silent = (
+                ""
+                if names is None
+                else f" ({', '.join(names[list(refs).index(ref)] for ref in pending)})"
+            )
+            limit = (
+                f"{timeout_s:.0f} s"
+                if option is None
+                else f"{option} {timeout_s:g} s; raise it if that is too short"
+            )
+            raise SlimeError(
+                f"{what}: {len(pending)} of {len(refs)} actors{silent} gave no answer within "
+                f"{limit}"
+            )
         done, pending = actors.wait(pending, num_returns=1, timeout=min(left, 10.0))
         try:
             actors.get(done)
@@ -109,13 +142,19 @@ def wait_for(
 
 
 def _death_among(refs: list[Any], first: Exception) -> tuple[Any, Exception] | None:
-    """(reference, error) of an actor whose process died, None where none did. `first` is what refs[0] raised: where the others share
-    a collective with a dead one, a lost connection is often the first that is heard of it."""
+    """(reference, error) of an actor whose process died, None where none did. `first` is what
+    refs[0] raised: where the others share a collective with a dead one, a lost connection is often
+    the first that is heard of it.
+    """
     if isinstance(first, ray.exceptions.RayActorError):
         return None if first.actor_init_failed else (refs[0], first)
     if isinstance(first, SlimeError):
         return None
-    ended, _ = actors.wait(refs[1:], num_returns=len(refs) - 1, timeout=DEATH_NOTICE_S) if len(refs) > 1 else ([], [])
+    ended, _ = (
+        actors.wait(refs[1:], num_returns=len(refs) - 1, timeout=DEATH_NOTICE_S)
+        if len(refs) > 1
+        else ([], [])
+    )
     for ref in ended:
         try:
             actors.get(ref)
@@ -136,14 +175,17 @@ def plain_text(error: BaseException) -> str:
 
 
 def slime_error_of(error: BaseException) -> SlimeError | None:
-    """The error that slime raised on purpose, here or in an actor (also in its constructor), with its own message alone; None if it is
-    another error. What an actor got from a further actor is followed to its beginning."""
+    """The error that slime raised on purpose, here or in an actor (also in its constructor), with
+    its own message alone; None if it is another error. What an actor got from a further actor is
+    followed to its beginning.
+    """
     while isinstance(error, ray.exceptions.RayTaskError):
         error = error.cause
     if isinstance(error, SlimeError):
         return error
     if isinstance(error, ray.exceptions.RayError):
-        # Of a constructor that failed Ray keeps the text only; the last error of a chain is what was raised.
+        # Of a constructor that failed Ray keeps the text only; the last error of a chain is what
+        # was raised.
         text = plain_text(error)
         found = list(_RAISED.finditer(text))
         if found:
@@ -158,7 +200,13 @@ def reason_of_death(error: Exception) -> str:
     pid = re.search(r"^\s*pid: (\d+)", text, re.MULTILINE)
     number = f"It had process id {pid.group(1)}. " if pid else ""
     if "OUT_OF_MEMORY" in text or "memory monitor" in text:
-        return number + "Ray ended it for want of memory: use smaller batches, fewer processes, or a larger machine."
+        return number + (
+            "Ray ended it for want of memory: use smaller batches, fewer processes, or a larger "
+            "machine."
+        )
     if "SYSTEM_ERROR" in text:
-        return number + "It crashed or was killed from outside; where memory was short, dmesg tells that the kernel did it."
+        return number + (
+            "It crashed or was killed from outside; where memory was short, dmesg tells that the "
+            "kernel did it."
+        )
     return number + " ".join(text.split())[:300]

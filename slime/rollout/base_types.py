@@ -13,9 +13,10 @@ from slime.data.sample import Sample
 class RolloutFnTrainOutput:
     """The groups of one rollout, in order of sample index.
 
-    `metrics` are logged beside the rollout's own; `dropped` counts the samples that were generated or begun for this
-    rollout and are not in `samples`, by reason. `dropped_groups` are (reason, group) of those among them that are gone for
-    good, for the raw snapshot; what was given back to the data source is counted and not among them.
+    `metrics` are logged beside the rollout's own; `dropped` counts the samples that were generated
+    or begun for this rollout and are not in `samples`, by reason. `dropped_groups` are (reason,
+    group) of those among them that are gone for good, for the raw snapshot; what was given back to
+    the data source is counted and not among them.
     """
 
     samples: list[list[Sample]]
@@ -26,14 +27,18 @@ class RolloutFnTrainOutput:
 
 @dataclasses.dataclass
 class RolloutFnEvalOutput:
-    """Per dataset: {"rewards": [...], "truncated": [...], "samples": [...]}, lists of equal length."""
+    """Per dataset: {"rewards": [...], "truncated": [...], "samples": [...]}, lists of
+    equal length.
+    """
 
     data: dict[str, dict[str, Any]]
     metrics: dict[str, Any] | None = None
 
 
 def call_rollout_fn(fn: Callable[..., Any], *args: Any, evaluation: bool, **kwargs: Any) -> Any:
-    """The output of a rollout function, wrapped where it returns a bare list (training) or dict (evaluation)."""
+    """The output of a rollout function, wrapped where it returns a bare list (training) or dict
+    (evaluation).
+    """
     output = fn(*args, evaluation=evaluation, **kwargs)
     if isinstance(output, RolloutFnTrainOutput | RolloutFnEvalOutput):
         return output

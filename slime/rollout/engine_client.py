@@ -1,4 +1,6 @@
-"""The engines as the rollout side sees them: their addresses, one generation request, and the order to abort."""
+"""The engines as the rollout side sees them: their addresses, one generation request, and the order
+to abort.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _last_warning: dict[str, float] = {}  # by engine
 
 @dataclasses.dataclass(frozen=True)
 class Engines:
-    """Base addresses ("http://127.0.0.1:15000") of equal engines, or of the one router before them."""
+    """Base addresses ("http://127.0.0.1:15000") of equal engines, or of the one router
+    before them.
+    """
 
     urls: tuple[str, ...]
     is_router: bool = False
@@ -34,16 +38,21 @@ def set_engines(urls: list[str] | tuple[str, ...], *, is_router: bool = False) -
 
 
 def get_engines(args: Any) -> Engines:
-    """The engines that were set, else the router of --sglang-router-ip, else --rollout-external-engine-addrs."""
+    """The engines that were set, else the router of --sglang-router-ip, else
+    --rollout-external-engine-addrs.
+    """
     if _engines is not None and _engines.urls:
         return _engines
     if getattr(args, "sglang_router_ip", None):
         host = http_utils._wrap_ipv6(args.sglang_router_ip)
         return Engines((f"http://{host}:{args.sglang_router_port}",), is_router=True)
     if getattr(args, "rollout_external_engine_addrs", None):
-        return Engines(tuple(with_scheme(address) for address in args.rollout_external_engine_addrs))
+        return Engines(
+            tuple(with_scheme(address) for address in args.rollout_external_engine_addrs)
+        )
     raise ConfigError(
-        "there is no engine to send requests to: none was started, and neither --sglang-router-ip nor "
+        "there is no engine to send requests to: none was started, and neither --sglang-router-ip "
+        "nor "
         "--rollout-external-engine-addrs is given."
     )
 
@@ -54,7 +63,9 @@ def with_scheme(address: str) -> str:
 
 
 def choose_url(engines: Engines, key: int | None) -> str:
-    """One engine's address; equal keys (a prompt's group) get the same one, so that its prefix cache serves them all."""
+    """One engine's address; equal keys (a prompt's group) get the same one, so that its prefix
+    cache serves them all.
+    """
     return engines.urls[(key or 0) % len(engines.urls)]
 
 
@@ -63,8 +74,9 @@ async def request_generate(
 ) -> Any:
     """The engine's answer to one /generate body.
 
-    Connection errors, timeouts and 5xx are tried again, each time on the next engine and under a new request id, since
-    the lost one may still be running; 4xx never. EngineError after the last try.
+    Connection errors, timeouts and 5xx are tried again, each time on the next engine and under a
+    new request id, since the lost one may still be running; 4xx never. EngineError after the last
+    try.
     """
     engines = get_engines(args)
     retries = getattr(args, "rollout_request_retries", 5)
@@ -83,7 +95,9 @@ async def request_generate(
 
 
 def _log_retry(url: str, error: EngineError, what_follows: str) -> None:
-    """One warning per engine and few seconds: a dead engine fails every request that runs on it, and each of their repetitions."""
+    """One warning per engine and few seconds: a dead engine fails every request that runs on it,
+    and each of their repetitions.
+    """
     now = time.monotonic()
     is_news = now - _last_warning.get(url, -RETRY_WARNING_INTERVAL_S) >= RETRY_WARNING_INTERVAL_S
     if is_news:
@@ -95,15 +109,24 @@ def _renamed(payload: dict[str, Any], attempt: int) -> dict[str, Any]:
     rid = payload.get("rid")
     if rid is None:
         return {}
-    return {"rid": [f"{one}-try{attempt}" for one in rid] if isinstance(rid, list) else f"{rid}-try{attempt}"}
+    return {
+        "rid": [f"{one}-try{attempt}" for one in rid]
+        if isinstance(rid, list)
+        else f"{rid}-try{attempt}"
+    }
 
 
 async def abort_engines(args: Any) -> None:
-    """Tells every engine to end its running requests; they answer with what they have. Unreachable ones are logged."""
+    """Tells every engine to end its running requests; they answer with what they have. Unreachable
+    ones are logged.
+    """
     engines = get_engines(args)
     urls = await _workers_behind(engines.urls[0]) if engines.is_router else engines.urls
     results = await asyncio.gather(
-        *(http_utils.post(f"{url}/abort_request", {"abort_all": True}, max_retries=2) for url in urls),
+        *(
+            http_utils.post(f"{url}/abort_request", {"abort_all": True}, max_retries=2)
+            for url in urls
+        ),
         return_exceptions=True,
     )
     for url, result in zip(urls, results, strict=True):
@@ -112,7 +135,9 @@ async def abort_engines(args: Any) -> None:
 
 
 async def _workers_behind(router: str) -> list[str]:
-    """Addresses of a router's engines: newer routers list them at /workers, older ones at /list_workers."""
+    """Addresses of a router's engines: newer routers list them at /workers, older ones at
+    /list_workers.
+    """
     try:
         return [worker["url"] for worker in (await http_utils.get(f"{router}/workers"))["workers"]]
     except http_utils.HttpStatusError as error:

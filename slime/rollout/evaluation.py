@@ -1,4 +1,6 @@
-"""Evaluation: every dataset is generated with its own sampling and scored, on the same path as training."""
+"""Evaluation: every dataset is generated with its own sampling and scored, on the same path as
+training.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,17 @@ from slime.utils.misc import load_function
 MERGED_SIZE = 32
 
 
-async def evaluate_datasets(args: Any, rollout_id: int, cache: dict[Any, Dataset]) -> RolloutFnEvalOutput:
-    """Rewards, truncation flags and samples of every evaluation dataset, by name. ConfigError where there is none."""
+async def evaluate_datasets(
+    args: Any, rollout_id: int, cache: dict[Any, Dataset]
+) -> RolloutFnEvalOutput:
+    """Rewards, truncation flags and samples of every evaluation dataset, by name. ConfigError where
+    there is none.
+    """
     configs = eval_datasets_of(args)
     if not configs:
-        raise ConfigError("there is nothing to evaluate: give --eval-prompt-data NAME PATH or --eval-config.")
+        raise ConfigError(
+            "there is nothing to evaluate: give --eval-prompt-data NAME PATH or --eval-config."
+        )
     data: dict[str, dict[str, Any]] = {}
     metrics: dict[str, Any] = {}
     for config in configs:
@@ -39,8 +47,9 @@ async def evaluate_dataset(
 ) -> tuple[dict[str, list], FailureCounter]:
     """({"rewards", "truncated", "samples"} in order of the dataset, the failures).
 
-    Samples whose generation or reward failed, a reward that is no finite number among them, have no reward and stand in none of
-    the lists; they are counted, and too many of them are a RolloutDataError.
+    Samples whose generation or reward failed, a reward that is no finite number among them, have no
+    reward and stand in none of the lists; they are counted, and too many of them are a
+    RolloutDataError.
     """
     from slime.rollout import sglang_rollout
 
@@ -56,7 +65,9 @@ async def evaluate_dataset(
 
     async def one(number: int, group: list[Sample]) -> None:
         nonlocal done
-        results[number] = await sglang_rollout.generate_and_rm_group(args, group, dict(params), evaluation=True)
+        results[number] = await sglang_rollout.generate_and_rm_group(
+            args, group, dict(params), evaluation=True
+        )
         fail_unusable_rewards(args, iter_samples(results[number]))
         failures.add([list(iter_samples([member])) for member in results[number]])
         done += len(group)
@@ -67,7 +78,8 @@ async def evaluate_dataset(
         await asyncio.wait_for(asyncio.gather(*tasks), config.eval_task_timeout)
     except asyncio.TimeoutError as error:
         raise RolloutDataError(
-            f"evaluation {config.name!r}: {done} of {total} samples within eval_task_timeout {config.eval_task_timeout} s"
+            f"evaluation {config.name!r}: {done} of {total} samples within eval_task_timeout "
+            f"{config.eval_task_timeout} s"
         ) from error
     finally:
         for task in tasks:
@@ -77,14 +89,17 @@ async def evaluate_dataset(
     columns = eval_columns(args, samples)
     if config.min_eval_samples is not None and len(columns["samples"]) < config.min_eval_samples:
         raise RolloutDataError(
-            f"evaluation {config.name!r}: {len(columns['samples'])} scored samples, min_eval_samples is "
+            f"evaluation {config.name!r}: {len(columns['samples'])} scored samples, "
+            "min_eval_samples is "
             f"{config.min_eval_samples}"
         )
     return columns, failures
 
 
 def fail_unusable_rewards(args: Any, samples: Iterable[Sample]) -> None:
-    """Marks samples FAILED whose reward training would not take: text, a list, NaN. RolloutDataError for a dict without the key."""
+    """Marks samples FAILED whose reward training would not take: text, a list, NaN.
+    RolloutDataError for a dict without the key.
+    """
     key = args.eval_reward_key or args.reward_key
     for sample in samples:
         if sample.reward is None:
@@ -95,8 +110,15 @@ def fail_unusable_rewards(args: Any, samples: Iterable[Sample]) -> None:
 
 
 def number_attempts(groups: Iterable[list]) -> None:
-    """Gives the samples of an attempt that emitted several one `rollout_id`, -1, -2, ... in order, where they have none: an attempt has one vote."""
-    attempts = [list(iter_samples(member)) for group in groups for member in group if not isinstance(member, Sample)]
+    """Gives the samples of an attempt that emitted several one `rollout_id`, -1, -2, ... in order,
+    where they have none: an attempt has one vote.
+    """
+    attempts = [
+        list(iter_samples(member))
+        for group in groups
+        for member in group
+        if not isinstance(member, Sample)
+    ]
     for number, samples in enumerate(attempts, start=1):
         for sample in samples:
             if sample.rollout_id is None:
@@ -104,7 +126,9 @@ def number_attempts(groups: Iterable[list]) -> None:
 
 
 def merge_groups(groups: list[list[Sample]], *, size: int) -> list[list[Sample]]:
-    """Consecutive groups joined while together they have at most `size` samples; the order stays."""
+    """Consecutive groups joined while together they have at most `size` samples; the
+    order stays.
+    """
     merged: list[list[Sample]] = []
     for group in groups:
         if merged and len(merged[-1]) + len(group) <= size:
@@ -114,8 +138,12 @@ def merge_groups(groups: list[list[Sample]], *, size: int) -> list[list[Sample]]
     return merged
 
 
-def build_eval_groups(args: Any, config: EvalDatasetConfig, cache: dict[Any, Dataset]) -> list[list[Sample]]:
-    """One group of `n_samples_per_eval_prompt` samples per prompt; group and sample numbers count from 0 in each dataset."""
+def build_eval_groups(
+    args: Any, config: EvalDatasetConfig, cache: dict[Any, Dataset]
+) -> list[list[Sample]]:
+    """One group of `n_samples_per_eval_prompt` samples per prompt; group and sample numbers count
+    from 0 in each dataset.
+    """
     dataset = _dataset(args, config, cache)
     groups = []
     scorer = config.custom_rm_path
@@ -136,9 +164,18 @@ def build_eval_groups(args: Any, config: EvalDatasetConfig, cache: dict[Any, Dat
 def _dataset(args: Any, config: EvalDatasetConfig, cache: dict[Any, Dataset]) -> Dataset:
     from slime.utils.processing_utils import load_processor, shared_tokenizer
 
-    key = (config.cache_key, args.hf_checkpoint, args.eval_max_prompt_len, config.apply_chat_template)
+    key = (
+        config.cache_key,
+        args.hf_checkpoint,
+        args.eval_max_prompt_len,
+        config.apply_chat_template,
+    )
     if key not in cache:
-        max_length = args.rollout_max_prompt_len if args.eval_max_prompt_len is None else args.eval_max_prompt_len
+        max_length = (
+            args.rollout_max_prompt_len
+            if args.eval_max_prompt_len is None
+            else args.eval_max_prompt_len
+        )
         cache[key] = Dataset(
             config.path,
             shared_tokenizer(args.hf_checkpoint),
@@ -156,10 +193,15 @@ def _dataset(args: Any, config: EvalDatasetConfig, cache: dict[Any, Dataset]) ->
 
 
 def eval_sampling_params(args: Any, config: EvalDatasetConfig) -> dict[str, Any]:
-    """The engine's sampling parameters for one dataset. ConfigError where no limit bounds a response."""
+    """The engine's sampling parameters for one dataset. ConfigError where no limit bounds a
+    response.
+    """
     limit = config.max_response_len or args.eval_max_context_len or args.rollout_max_context_len
     if limit is None:
-        raise ConfigError(f"evaluation {config.name!r}: give --eval-max-response-len or --rollout-max-response-len.")
+        raise ConfigError(
+            f"evaluation {config.name!r}: give --eval-max-response-len or "
+            "--rollout-max-response-len."
+        )
     params = {
         "temperature": config.temperature,
         "top_p": config.top_p,
@@ -171,12 +213,17 @@ def eval_sampling_params(args: Any, config: EvalDatasetConfig) -> dict[str, Any]
         "no_stop_trim": config.no_stop_trim,
         "spaces_between_special_tokens": False,
     }
-    optional = {"min_new_tokens": config.min_new_tokens, "repetition_penalty": config.repetition_penalty}
+    optional = {
+        "min_new_tokens": config.min_new_tokens,
+        "repetition_penalty": config.repetition_penalty,
+    }
     return {**params, **{name: value for name, value in optional.items() if value is not None}}
 
 
 def eval_columns(args: Any, samples: list[Sample]) -> dict[str, list]:
-    """Rewards, truncation flags and samples of those that have a reward, as lists of equal length."""
+    """Rewards, truncation flags and samples of those that have a reward, as lists of
+    equal length.
+    """
     scored = [sample for sample in samples if sample.reward is not None]
     key = args.eval_reward_key or args.reward_key
     return {

@@ -1,4 +1,6 @@
-"""A sample whose generation or reward call failed: marked with its reason, counted, and a limit to how many there may be."""
+"""A sample whose generation or reward call failed: marked with its reason, counted, and a limit to
+how many there may be.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ logger = logging.getLogger(__name__)
 FAILED_REASON = "failed"
 
 
-# Raised by a user's function, these end the run and are no sample's failure: a wrong option, and `quit` in a debugger.
+# Raised by a user's function, these end the run and are no sample's failure: a wrong option, and
+# `quit` in a debugger.
 ENDS_THE_RUN = (ConfigError, bdb.BdbQuit)
 
 # What was said with its stack already: (stage, type, file and line of the innermost call).
@@ -28,7 +31,9 @@ _said: set[tuple[str, str, str, int]] = set()
 
 
 def describe_error(error: BaseException) -> str:
-    """The error's type and the beginning of its text on one line, and where a user's code raised it."""
+    """The error's type and the beginning of its text on one line, and where a user's code raised
+    it.
+    """
     text = " ".join(str(error).split())
     described = f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
     place = "" if isinstance(error, SlimeError) else _place_of(error)
@@ -36,20 +41,28 @@ def describe_error(error: BaseException) -> str:
 
 
 def _place_of(error: BaseException) -> str:
-    """"file:line" of the innermost call outside installed packages; "" where the error has no stack."""
+    """ "file:line" of the innermost call outside installed packages; "" where the error has no
+    stack.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "site-packages" not in frame.filename]
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
 
 
 def log_cause(stage: str, sample: Sample, error: BaseException) -> None:
-    """Logs the error with its stack, once per distinct cause (stage, type and the line that raised it); later ones at debug level.
+    """Logs the error with its stack, once per distinct cause (stage, type and the line that raised
+    it); later ones at debug level.
 
     An engine's errors and passed limits have no stack worth reading: their sentence says all.
     """
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1] if frames else None
-    cause = (stage, type(error).__name__, last.filename if last else "", (last.lineno or 0) if last else 0)
+    cause = (
+        stage,
+        type(error).__name__,
+        last.filename if last else "",
+        (last.lineno or 0) if last else 0,
+    )
     is_news = cause not in _said and not isinstance(error, EngineError | CallTimeout)
     _said.add(cause)
     logger.log(
@@ -63,7 +76,9 @@ def log_cause(stage: str, sample: Sample, error: BaseException) -> None:
 
 
 def mark_failed(sample: Sample, stage: str, reason: str) -> Sample:
-    """The sample with status FAILED, no reward, and metadata["failure"] = "<stage>: <reason>"; its tokens stay for a look."""
+    """The sample with status FAILED, no reward, and metadata["failure"] = "<stage>: <reason>"; its
+    tokens stay for a look.
+    """
     sample.status = Sample.Status.FAILED
     sample.valid = False
     sample.invalid_reason = FAILED_REASON
@@ -81,8 +96,10 @@ def fail(sample: Sample, stage: str, error: BaseException) -> Sample:
 class FailureCounter:
     """Counts failed samples of one rollout and stops it when they are too many.
 
-    `total` is the number of attempts that the rollout is to return; `max_ratio` the share of them that may fail. Of an attempt that emitted several
-    samples that share fails that its failed samples have of it. Attempts beyond `total`, of groups that a filter dropped, count like the others.
+    `total` is the number of attempts that the rollout is to return; `max_ratio` the share of them
+    that may fail. Of an attempt that emitted several samples that share fails that its failed
+    samples have of it. Attempts beyond `total`, of groups that a filter dropped, count like the
+    others.
     """
 
     def __init__(self, *, total: int, max_ratio: float) -> None:
@@ -103,7 +120,9 @@ class FailureCounter:
         return float(self._failed_attempts / max(1, self.total, self._num_attempts))
 
     def add(self, attempts: Iterable[Sequence[Sample]]) -> None:
-        """Counts the failed among the samples that each of `attempts` emitted. RolloutDataError, with the reasons, as soon as the limit is passed."""
+        """Counts the failed among the samples that each of `attempts` emitted. RolloutDataError,
+        with the reasons, as soon as the limit is passed.
+        """
         for samples in attempts:
             failed = [sample for sample in samples if sample.status is Sample.Status.FAILED]
             self._num_attempts += 1
@@ -112,12 +131,20 @@ class FailureCounter:
             for sample in failed:
                 self._note(sample)
         if self.ratio > self.max_ratio:
-            listed = "; ".join(f"{count} x {reason}" for reason, count in self.reasons.most_common(5))
+            listed = "; ".join(
+                f"{count} x {reason}" for reason, count in self.reasons.most_common(5)
+            )
             expected = max(self.total, self._num_attempts)
             share = f"{self.count} of {expected} samples of this rollout"
             if self._num_samples != self._num_attempts:
-                share = f"{self.count} samples, {100 * self.ratio:.1f} % of this rollout's {expected} attempts,"
-            raise RolloutDataError(f"{share} failed, more than --max-failed-ratio {self.max_ratio} allows. Reasons: {listed}")
+                share = (
+                    f"{self.count} samples, {100 * self.ratio:.1f} % of this rollout's "
+                    f"{expected} attempts,"
+                )
+            raise RolloutDataError(
+                f"{share} failed, more than --max-failed-ratio {self.max_ratio} allows. Reasons: "
+                f"{listed}"
+            )
 
     def _note(self, sample: Sample) -> None:
         reason = sample.metadata.get("failure", "unknown: no reason was given")

@@ -1,8 +1,10 @@
-"""Generation that never stops: a worker keeps groups in flight across rollouts, and each rollout takes those that are done.
+"""Generation that never stops: a worker keeps groups in flight across rollouts, and each rollout
+takes those that are done.
 
-For use with `slime train-async`. Whether a finished group stays is decided in group_selection.py, as in the synchronous rollout:
-groups that an abort left unfinished go back to the data source, and the worker replaces those that the filter drops. The state of
-the data source knows which groups are out, so that a resume generates them again.
+For use with `slime train-async`. Whether a finished group stays is decided in group_selection.py,
+as in the synchronous rollout: groups that an abort left unfinished go back to the data source, and
+the worker replaces those that the filter drops. The state of the data source knows which groups are
+out, so that a resume generates them again.
 """
 
 from __future__ import annotations
@@ -58,9 +60,11 @@ atexit.register(stop_global_worker)
 
 
 class AsyncRolloutWorker:
-    """Keeps at most `concurrency` groups in flight, and at most as many finished ones waiting beside them.
+    """Keeps at most `concurrency` groups in flight, and at most as many finished ones waiting
+    beside them.
 
-    Finished groups stand in `output_queue` as (group id, group), first done first out. `poll_interval` is in seconds.
+    Finished groups stand in `output_queue` as (group id, group), first done first out.
+    `poll_interval` is in seconds.
     """
 
     def __init__(self, args: Any, data_buffer: Any, concurrency: int = 10) -> None:
@@ -79,13 +83,16 @@ class AsyncRolloutWorker:
         self.engine_aborts = EngineAborts()  # of groups over all rollouts
         self.is_exhausted = False  # whether the data source had no group when it was asked last
         self.num_active = 0  # groups in flight
-        self._wake_up: Callable[[], None] = lambda: None  # ends the loop's pause; callable from any thread
+        # ends the loop's pause; callable from any thread
+        self._wake_up: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         """Starts the worker's thread; does nothing when it runs."""
         if self.worker_thread is None or not self.worker_thread.is_alive():
             self.running = True
-            self.worker_thread = threading.Thread(target=self._run, name="slime-fully-async", daemon=True)
+            self.worker_thread = threading.Thread(
+                target=self._run, name="slime-fully-async", daemon=True
+            )
             self.worker_thread.start()
 
     def stop(self) -> None:
@@ -100,7 +107,9 @@ class AsyncRolloutWorker:
         return self.output_queue.qsize()
 
     def get_completed_groups(self, limit: int | None = None) -> list[tuple[int, list]]:
-        """Finished groups in order of completion, at most `limit` of them; the others stay in the queue."""
+        """Finished groups in order of completion, at most `limit` of them; the others stay in the
+        queue.
+        """
         completed = []
         while limit is None or len(completed) < limit:
             try:
@@ -131,7 +140,11 @@ class AsyncRolloutWorker:
                 self._top_up(active)
                 self.num_active = len(active)
                 waiter = asyncio.ensure_future(taken.wait())
-                await asyncio.wait({*active, waiter}, timeout=self.poll_interval, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    {*active, waiter},
+                    timeout=self.poll_interval,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
                 waiter.cancel()
                 taken.clear()
         finally:
@@ -150,7 +163,9 @@ class AsyncRolloutWorker:
                 return
             for group in groups:
                 task = asyncio.create_task(
-                    generate_and_rm_group(self.args, group, dict(self.state.sampling_params), evaluation=False)
+                    generate_and_rm_group(
+                        self.args, group, dict(self.state.sampling_params), evaluation=False
+                    )
                 )
                 group_id = group_id_of(group)
                 task.add_done_callback(self._make_done_cb(-1 if group_id is None else group_id))
@@ -169,7 +184,9 @@ class AsyncRolloutWorker:
         return done
 
 
-async def _generate_rollout_async(args: Any, rollout_id: int, data_buffer: Any) -> list[list[Sample]]:
+async def _generate_rollout_async(
+    args: Any, rollout_id: int, data_buffer: Any
+) -> list[list[Sample]]:
     """Exactly `rollout_batch_size` finished groups, in order of sample index."""
     output = await _collect(args, rollout_id, data_buffer)
     return output.samples
@@ -197,15 +214,20 @@ async def _collect(args: Any, rollout_id: int, data_buffer: Any) -> RolloutFnTra
                 kept.append(group)
                 continue
             selection.drop_filtered(verdict, group)
-            # The worker goes on without being asked; the groups of a rollout are counted as the synchronous one fetches them.
+            # The worker goes on without being asked; the groups of a rollout are counted as the
+            # synchronous one fetches them.
             remaining -= 1
             if remaining < target:
                 remaining += selection.config.fetch_size
-        report_progress("generate", len(kept) * selection.config.group_size, selection.failures.total)
+        report_progress(
+            "generate", len(kept) * selection.config.group_size, selection.failures.total
+        )
         if len(kept) < target and not completed:
             _check_alive(worker, rollout_id, num_kept=len(kept), target=target)
             await asyncio.sleep(min(0.05, worker.poll_interval))
-    logger.info("rollout %d: %d groups taken in %.1f s", rollout_id, target, time.monotonic() - started)
+    logger.info(
+        "rollout %d: %d groups taken in %.1f s", rollout_id, target, time.monotonic() - started
+    )
     output = selection.output(kept)
     commit = getattr(data_buffer, "commit", None)
     if commit is not None:
@@ -227,7 +249,9 @@ def _buffer_lock(worker: AsyncRolloutWorker) -> Any:
     return getattr(worker, "buffer_lock", None) or contextlib.nullcontext()
 
 
-def _check_alive(worker: AsyncRolloutWorker, rollout_id: int, *, num_kept: int, target: int) -> None:
+def _check_alive(
+    worker: AsyncRolloutWorker, rollout_id: int, *, num_kept: int, target: int
+) -> None:
     """Raises what ended the worker, or that nothing more will come: no wait without an end."""
     error = getattr(worker, "error", None)
     if error is not None:
@@ -235,19 +259,25 @@ def _check_alive(worker: AsyncRolloutWorker, rollout_id: int, *, num_kept: int, 
     thread = getattr(worker, "worker_thread", None)
     if thread is not None and not thread.is_alive() and not worker.queue_size():
         raise RolloutDataError(
-            f"rollout {rollout_id}: the asynchronous worker was stopped; {num_kept} of {target} groups are kept."
+            f"rollout {rollout_id}: the asynchronous worker was stopped; {num_kept} of {target} "
+            "groups are kept."
         )
     is_idle = getattr(worker, "is_exhausted", False) and not worker.num_active
     if is_idle and not worker.queue_size():
         raise RolloutDataError(
-            f"rollout {rollout_id}: the data source has no more prompts; {num_kept} of {target} groups are kept."
+            f"rollout {rollout_id}: the data source has no more prompts; {num_kept} of {target} "
+            "groups are kept."
         )
 
 
 def generate_rollout_fully_async(
     args: Any, rollout_id: int, data_buffer: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
-    """One rollout's groups, taken from what the worker has finished. ConfigError (a ValueError) for evaluation."""
+    """One rollout's groups, taken from what the worker has finished. ConfigError (a ValueError) for
+    evaluation.
+    """
     if evaluation:
-        raise ConfigError("fully asynchronous rollout has no evaluation; give --eval-function-path for it.")
+        raise ConfigError(
+            "fully asynchronous rollout has no evaluation; give --eval-function-path for it."
+        )
     return run(_collect(args, rollout_id, data_buffer))

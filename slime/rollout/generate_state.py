@@ -1,4 +1,6 @@
-"""`GenerateState`: what every generation task of this process shares - tokenizer, limits, sampling parameters, running tasks."""
+"""`GenerateState`: what every generation task of this process shares - tokenizer, limits, sampling
+parameters, running tasks.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,13 @@ MAX_REMEMBERED_PROMPTS = 4096
 
 
 def rollout_sampling_params(args: Any) -> dict[str, Any]:
-    """The engine's sampling parameters of a training rollout. ConfigError where no limit bounds a response."""
+    """The engine's sampling parameters of a training rollout. ConfigError where no limit bounds a
+    response.
+    """
     if args.rollout_max_response_len is None and args.rollout_max_context_len is None:
         raise ConfigError(
-            "nothing bounds the length of a response: give --rollout-max-response-len or --rollout-max-context-len."
+            "nothing bounds the length of a response: give --rollout-max-response-len or "
+            "--rollout-max-context-len."
         )
     params = {
         "temperature": args.rollout_temperature,
@@ -56,9 +61,13 @@ class GenerateState(metaclass=SingletonMeta):
         http_utils.init_http_client(args)
         engines = max(1, http_utils.get_rollout_num_engines(args))
         self.max_requests = args.sglang_server_concurrency * engines
-        self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict] = weakref.WeakKeyDictionary()
+        self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict] = (
+            weakref.WeakKeyDictionary()
+        )
         self.sampling_params = rollout_sampling_params(args)
-        self.group_sampling_seeds = [args.rollout_seed + member for member in range(args.n_samples_per_prompt)]
+        self.group_sampling_seeds = [
+            args.rollout_seed + member for member in range(args.n_samples_per_prompt)
+        ]
         self._prompt_ids: dict[str, list[int]] = {}
         self.reset()
 
@@ -70,10 +79,13 @@ class GenerateState(metaclass=SingletonMeta):
     @property
     def group_semaphore(self) -> asyncio.Semaphore:
         """The same for requests of whole groups, each of which counts as many samples as it has."""
-        return self._semaphore("groups", max(1, self.max_requests // max(1, self.args.n_samples_per_prompt)))
+        return self._semaphore(
+            "groups", max(1, self.max_requests // max(1, self.args.n_samples_per_prompt))
+        )
 
     def _semaphore(self, name: str, value: int) -> asyncio.Semaphore:
-        # One per loop: the fully asynchronous worker has a loop of its own, and asyncio's primitives belong to one.
+        # One per loop: the fully asynchronous worker has a loop of its own, and asyncio's
+        # primitives belong to one.
         mine = self._semaphores.setdefault(asyncio.get_running_loop(), {})
         return mine.setdefault(name, asyncio.Semaphore(value))
 
@@ -90,7 +102,9 @@ class GenerateState(metaclass=SingletonMeta):
         yield None
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of a rendered prompt, tokenized once for all members of its group; a new list each time."""
+        """The ids of a rendered prompt, tokenized once for all members of its group; a new list
+        each time.
+        """
         ids = self._prompt_ids.get(text)
         if ids is None:
             if len(self._prompt_ids) >= MAX_REMEMBERED_PROMPTS:
@@ -105,7 +119,9 @@ class GenerateState(metaclass=SingletonMeta):
 
         tasks = [
             asyncio.create_task(
-                sglang_rollout.generate_and_rm_group(self.args, group, dict(self.sampling_params), evaluation=False)
+                sglang_rollout.generate_and_rm_group(
+                    self.args, group, dict(self.sampling_params), evaluation=False
+                )
             )
             for group in groups
         ]

@@ -1,8 +1,9 @@
-"""What is asked of an engine for one sample, and what its answer does to that sample. Pure: no HTTP, no `args`.
+"""What is asked of an engine for one sample, and what its answer does to that sample. Pure: no
+HTTP, no `args`.
 
-The prompt is tokenized once and sent as ids. Response ids and log-probs are taken from the reply as they are, never from its
-text. A reply whose counts disagree is refused whole, before anything is stored.
-Shapes: K = tokens of one reply.
+The prompt is tokenized once and sent as ids. Response ids and log-probs are taken from the reply as
+they are, never from its text. A reply whose counts disagree is refused whole, before anything is
+stored. Shapes: K = tokens of one reply.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ _COUNTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """One checked reply: response token ids [K], their log-probs [K] in nats, the text, and the engine's meta information."""
+    """One checked reply: response token ids [K], their log-probs [K] in nats, the text, and the
+    engine's meta information.
+    """
 
     token_ids: list[int]
     log_probs: list[float]
@@ -49,12 +52,18 @@ class Reply:
 
 
 def derive_seed(
-    base_seed: int, *, member: int, sample_index: int | None, rollout_id: int | None, segment: int = 0
+    base_seed: int,
+    *,
+    member: int,
+    sample_index: int | None,
+    rollout_id: int | None,
+    segment: int = 0,
 ) -> int:
     """A sampling seed in [0, 2^31), a function of its arguments alone.
 
-    `base_seed + member` is the seed of the group's member; sample and rollout are mixed in so that prompts differ, and the
-    number of response tokens so far (`segment`), so that a continued response does not repeat its first random numbers.
+    `base_seed + member` is the seed of the group's member; sample and rollout are mixed in so that
+    prompts differ, and the number of response tokens so far (`segment`), so that a continued
+    response does not repeat its first random numbers.
     """
     key = struct.pack(
         "<4q",
@@ -69,9 +78,11 @@ def derive_seed(
 def response_budget(
     sample: Sample, *, max_response_len: int | None, max_context_len: int | None, prompt_length: int
 ) -> int | None:
-    """Tokens that may still be generated: what is left of the response limit and of the context; None without limits.
+    """Tokens that may still be generated: what is left of the response limit and of the context;
+    None without limits.
 
-    Zero or less means that nothing is to be sent. `sample.response_length` counts against both limits.
+    Zero or less means that nothing is to be sent. `sample.response_length` counts against both
+    limits.
     """
     budgets = []
     if max_response_len is not None:
@@ -92,7 +103,9 @@ def build_request(
     return_arrays: bool = False,
     return_routed_experts: bool = False,
 ) -> dict[str, Any]:
-    """The body of one /generate call: the sample's ids so far (or `input_ids`, or `text` with images) and how to sample."""
+    """The body of one /generate call: the sample's ids so far (or `input_ids`, or `text` with
+    images) and how to sample.
+    """
     request: dict[str, Any] = {"sampling_params": sampling_params, "return_logprob": True}
     if image_data:
         request.update(text=text, image_data=image_data)
@@ -108,24 +121,38 @@ def build_request(
 
 
 def build_batch_request(requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """One /generate body for several requests on ids: per-request values become lists, the answer is a list in this order."""
-    batch: dict[str, Any] = {key: [request[key] for request in requests] for key in ("input_ids", "sampling_params")}
+    """One /generate body for several requests on ids: per-request values become lists, the answer
+    is a list in this order.
+    """
+    batch: dict[str, Any] = {
+        key: [request[key] for request in requests] for key in ("input_ids", "sampling_params")
+    }
     if "rid" in requests[0]:
         batch["rid"] = [request["rid"] for request in requests]
-    shared = {key: value for key, value in requests[0].items() if key not in ("input_ids", "sampling_params", "rid")}
+    shared = {
+        key: value
+        for key, value in requests[0].items()
+        if key not in ("input_ids", "sampling_params", "rid")
+    }
     return {**batch, **shared}
 
 
 def parse_batch_reply(payload: Any, *, num_requests: int) -> list[dict[str, Any]]:
-    """The replies to `build_batch_request`, in its order. RolloutDataError for any other number of them."""
+    """The replies to `build_batch_request`, in its order. RolloutDataError for any other number of
+    them.
+    """
     replies = payload if isinstance(payload, list) else [payload]
     if len(replies) != num_requests:
-        raise RolloutDataError(f"the engine sent {len(replies)} replies to {num_requests} requests in one call")
+        raise RolloutDataError(
+            f"the engine sent {len(replies)} replies to {num_requests} requests in one call"
+        )
     return replies
 
 
 def parse_reply(payload: Any) -> Reply:
-    """The checked reply. RolloutDataError says what does not fit; an aborted reply without tokens is a valid empty one."""
+    """The checked reply. RolloutDataError says what does not fit; an aborted reply without tokens
+    is a valid empty one.
+    """
     if not isinstance(payload, dict) or not isinstance(payload.get("meta_info"), dict):
         raise RolloutDataError(f"the engine's reply has no meta_info: {str(payload)[:200]}")
     meta = payload["meta_info"]
@@ -135,7 +162,8 @@ def parse_reply(payload: Any) -> Reply:
         token_ids, log_probs = _ids_and_log_probs(payload, meta)
     except (TypeError, LookupError) as error:
         raise RolloutDataError(
-            f"the engine's reply {meta.get('id')!r} cannot be read: output_token_logprobs is no list of [log-prob, id, text]: {error}"
+            f"the engine's reply {meta.get('id')!r} cannot be read: output_token_logprobs is no "
+            f"list of [log-prob, id, text]: {error}"
         ) from error
     reply = Reply(token_ids, log_probs, text=payload.get("text") or "", meta_info=meta)
     if problem := _count_problem(payload, reply):
@@ -144,7 +172,11 @@ def parse_reply(payload: Any) -> Reply:
 
 
 def _type_problem(payload: dict, meta: dict) -> str | None:
-    text, output_ids, reason = payload.get("text"), payload.get("output_ids"), meta.get("finish_reason")
+    text, output_ids, reason = (
+        payload.get("text"),
+        payload.get("output_ids"),
+        meta.get("finish_reason"),
+    )
     if not isinstance(text, str | None):
         return f"text is {text!r:.40}, no string"
     if not isinstance(output_ids, list | None):
@@ -167,7 +199,8 @@ def _ids_and_log_probs(payload: dict, meta: dict) -> tuple[list[int], list[float
     if entries is None:
         if payload.get("output_ids") or meta.get("completion_tokens"):
             raise RolloutDataError(
-                f"the engine's reply has {meta.get('completion_tokens')} tokens but no output_token_logprobs; "
+                f"the engine's reply has {meta.get('completion_tokens')} tokens but no "
+                "output_token_logprobs; "
                 "does the server support return_logprob?"
             )
         return [], []
@@ -181,7 +214,9 @@ def _count_problem(payload: dict, reply: Reply) -> str | None:
         return f"completion_tokens is {completion_tokens}, but it has {num_ids} log-probs"
     output_ids = payload.get("output_ids")
     if output_ids is not None and len(output_ids) != num_ids:
-        return f"{len(output_ids)} output_ids and {num_ids} log-probs (ids of the prompt among them?)"
+        return (
+            f"{len(output_ids)} output_ids and {num_ids} log-probs (ids of the prompt among them?)"
+        )
     if output_ids is not None and list(output_ids) != reply.token_ids:
         return "output_ids and the ids in output_token_logprobs differ"
     if known_array(reply.log_probs) is None and any(value is None for value in reply.log_probs):
@@ -192,10 +227,11 @@ def _count_problem(payload: dict, reply: Reply) -> str | None:
 
 
 def apply_response(sample: Sample, payload: Any, *, args: Any = None) -> Sample:
-    """The sample, extended by the reply's ids, log-probs and text, with status, finish reason and weight version set.
+    """The sample, extended by the reply's ids, log-probs and text, with status, finish reason and
+    weight version set.
 
-    RolloutDataError leaves it as it was. Per-token payloads that cover the whole sequence (routed experts) replace the
-    earlier ones. `args` is only handed on for the shape of routed experts.
+    RolloutDataError leaves it as it was. Per-token payloads that cover the whole sequence (routed
+    experts) replace the earlier ones. `args` is only handed on for the shape of routed experts.
     """
     reply = parse_reply(payload)
     meta = {key: value for key, value in reply.meta_info.items() if value is not None}
@@ -211,7 +247,11 @@ def apply_response(sample: Sample, payload: Any, *, args: Any = None) -> Sample:
         sample.append_response_tokens(
             args, tokens=reply.token_ids, log_probs=reply.log_probs, meta_info=meta, text=reply.text
         )
-    except (TypeError, ValueError, RuntimeError) as error:  # torch answers some payloads with the last
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # torch answers some payloads with the last
         sample.__dict__.update(before)
         raise RolloutDataError(
             f"the engine's reply {meta.get('id')!r} does not fit sample {sample.index}: {error}"
@@ -224,22 +264,27 @@ def apply_segment(
 ) -> Sample:
     """`apply_response`, where the text of a response that goes on is that of all its ids together.
 
-    A character may be split between two segments, and many tokenizers leave out a text's first space: the texts of the segments
-    do not add up. `decode(ids)` is asked only for responses that had begun.
+    A character may be split between two segments, and many tokenizers leave out a text's first
+    space: the texts of the segments do not add up. `decode(ids)` is asked only for responses that
+    had begun.
     """
     had, before = sample.response_length, sample.response
     ids_before = sample.tokens[len(sample.tokens) - had :] if had else []
     apply_response(sample, payload, args=args)
     if had and sample.response_length > had:
         ids = sample.tokens[len(sample.tokens) - sample.response_length :]
-        sample.response = continue_text(before, decode(list(ids_before)), decode(list(ids)), appended=sample.response)
+        sample.response = continue_text(
+            before, decode(list(ids_before)), decode(list(ids)), appended=sample.response
+        )
     return sample
 
 
 def continue_text(before: str, decoded_before: str, decoded: str, *, appended: str) -> str:
-    """The text `before`, continued so that its end agrees with `decoded`, the text of all ids; `decoded_before` is that of the earlier ones.
+    """The text `before`, continued so that its end agrees with `decoded`, the text of all ids;
+    `decoded_before` is that of the earlier ones.
 
-    What a template or a user wrote in place of earlier ids stays. `appended`, where the end of `before` is not the ids' text.
+    What a template or a user wrote in place of earlier ids stays. `appended`, where the end of
+    `before` is not the ids' text.
     """
     same = next(
         (i for i, (a, b) in enumerate(zip(decoded_before, decoded, strict=False)) if a != b),
@@ -252,8 +297,9 @@ def continue_text(before: str, decoded_before: str, decoded: str, *, appended: s
 
 
 def cut_untrained_tail(sample: Sample, over: int, *, decode: Callable[[list[int]], str]) -> int:
-    """Takes what a template or an environment added last (mask 0) off a response that is `over` tokens too long by it; returns the
-    tokens taken off, 0 where the response ends with trained tokens, or with fewer of the others than `over`.
+    """Takes what a template or an environment added last (mask 0) off a response that is `over`
+    tokens too long by it; returns the tokens taken off, 0 where the response ends with trained
+    tokens, or with fewer of the others than `over`.
 
     Nothing can be sampled behind them any more, so they would only pass the limit.
     """
@@ -261,14 +307,18 @@ def cut_untrained_tail(sample: Sample, over: int, *, decode: Callable[[list[int]
     length = next((i for i, value in enumerate(reversed(mask)) if value), len(mask))
     if over <= 0 or length < over or length == len(mask):
         return 0
-    kept, tail = len(mask) - length, [int(token) for token in sample.tokens[len(sample.tokens) - length :]]
+    kept, tail = (
+        len(mask) - length,
+        [int(token) for token in sample.tokens[len(sample.tokens) - length :]],
+    )
     sample.tokens = sample.tokens[: len(sample.tokens) - length]
     sample.loss_mask = mask[:kept]
     sample.response_length = kept
     if sample.rollout_log_probs is not None:
         sample.rollout_log_probs = sample.rollout_log_probs[:kept]
     if sample.rollout_top_p_token_offsets is not None:
-        sample.rollout_top_p_token_offsets = sample.rollout_top_p_token_offsets[: kept + 1]  # the tail has no nucleus
+        # the tail has no nucleus
+        sample.rollout_top_p_token_offsets = sample.rollout_top_p_token_offsets[: kept + 1]
     if sample.rollout_routed_experts is not None:
         sample.rollout_routed_experts = sample.rollout_routed_experts[: len(sample.tokens) - 1]
     sample.response = sample.response.removesuffix(decode(tail))
@@ -276,14 +326,18 @@ def cut_untrained_tail(sample: Sample, over: int, *, decode: Callable[[list[int]
 
 
 def reset_to_prompt(sample: Sample) -> Sample:
-    """A new sample with the same prompt and identity and nothing generated: no tokens, masks, log-probs, reward or verdict."""
+    """A new sample with the same prompt and identity and nothing generated: no tokens, masks,
+    log-probs, reward or verdict.
+    """
     return Sample(
         group_index=sample.group_index,
         index=sample.index,
         rollout_id=sample.rollout_id,
         prompt=sample.prompt,
         label=sample.label,
-        metadata={key: value for key, value in sample.metadata.items() if key not in GENERATED_METADATA},
+        metadata={
+            key: value for key, value in sample.metadata.items() if key not in GENERATED_METADATA
+        },
         multimodal_inputs=sample.multimodal_inputs,
         apply_chat_template_kwargs=sample.apply_chat_template_kwargs,
         generate_function_path=sample.generate_function_path,
@@ -293,4 +347,6 @@ def reset_to_prompt(sample: Sample) -> Sample:
 
 
 # Metadata that generation, the gate and scoring write; they do not belong to the prompt.
-GENERATED_METADATA = frozenset({"start_rollout_id", "failure", "reward_error", "raw_reward", "answer_text", ENGINE_TEXT})
+GENERATED_METADATA = frozenset(
+    {"start_rollout_id", "failure", "reward_error", "raw_reward", "answer_text", ENGINE_TEXT}
+)

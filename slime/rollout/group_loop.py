@@ -1,8 +1,8 @@
 """The loop of one training rollout: fetch groups, generate, filter, keep a batch, end the rest.
 
-Whether a finished group stays is decided in group_selection.py. Which of those that stay fill the batch is decided by
-`BatchBuilder`, a plain value: in order of submission (the first groups that the filter keeps, however long they took) or in
-order of completion.
+Whether a finished group stays is decided in group_selection.py. Which of those that stay fill the
+batch is decided by `BatchBuilder`, a plain value: in order of submission (the first groups that the
+filter keeps, however long they took) or in order of completion.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from slime.rollout.group_selection import GroupSelection, first_index, pristine
 logger = logging.getLogger(__name__)
 
 
-
 @dataclasses.dataclass
 class BatchBuilder:
-    """Collects finished groups by their number of submission (0, 1, 2, ...) until `target` of them are kept.
+    """Collects finished groups by their number of submission (0, 1, 2, ...) until `target` of them
+    are kept.
 
-    in_order: the batch is the first `target` kept groups in order of submission, so an early finisher waits for its
-    predecessors; otherwise it is the first `target` that finished.
+    in_order: the batch is the first `target` kept groups in order of submission, so an early
+    finisher waits for its predecessors; otherwise it is the first `target` that finished.
     """
 
     target: int
@@ -56,19 +56,25 @@ class BatchBuilder:
         return chosen
 
     def used(self, chosen: list[int]) -> set[int]:
-        """The numbers that the rollout used up: the batch, and what the filter dropped. In order, nothing behind the batch's last group is
-        used: how many of those had finished by then is chance, and it must not decide which prompts come next."""
+        """The numbers that the rollout used up: the batch, and what the filter dropped. In order,
+        nothing behind the batch's last group is used: how many of those had finished by then is
+        chance, and it must not decide which prompts come next.
+        """
         last = max(chosen, default=-1) if self.in_order else float("inf")
         return {*chosen, *(number for number in self.dropped if number < last)}
 
     def finished(self, number: int, group: list) -> list:
-        """The finished group of that number; `group`, as it was fetched, while it is not finished."""
+        """The finished group of that number; `group`, as it was fetched, while it is
+        not finished.
+        """
         return self.kept.get(number, self.dropped.get(number, group))
 
 
 @dataclasses.dataclass
 class LoopOutcome:
-    """`output` for the trainer; `returned` groups for the data source; `used_group_ids` of those that were trained or dropped."""
+    """`output` for the trainer; `returned` groups for the data source; `used_group_ids` of those
+    that were trained or dropped.
+    """
 
     output: RolloutFnTrainOutput
     returned: list[list]
@@ -80,17 +86,22 @@ class LoopOutcome:
 class GroupLoop:
     """One run of the loop. `fetch(n)` returns n new groups."""
 
-    def __init__(self, args: Any, rollout_id: int, fetch: Callable[[int], list[list[Sample]]]) -> None:
+    def __init__(
+        self, args: Any, rollout_id: int, fetch: Callable[[int], list[list[Sample]]]
+    ) -> None:
         from slime.rollout import sglang_rollout
 
         self.args, self.rollout_id, self.fetch = args, rollout_id, fetch
         self.rollout = sglang_rollout
         self.state = sglang_rollout.GenerateState(args)
         self.selection = GroupSelection(args, rollout_id)
-        self.builder = BatchBuilder(args.rollout_batch_size, in_order=args.rollout_batch_order != "completion")
+        self.builder = BatchBuilder(
+            args.rollout_batch_size, in_order=args.rollout_batch_order != "completion"
+        )
         self.drop_verdicts: dict[int, DynamicFilterOutput] = {}  # by number of submission
         self.submitted: list[list] = []  # by number of submission, as they were fetched
-        self.ended: dict[int, list] = {}  # what came of groups that were not needed any more, by number of submission
+        # what came of groups that were not needed any more, by number of submission
+        self.ended: dict[int, list] = {}
         self.number_of: dict[asyncio.Task, int] = {}
 
     async def run(self) -> LoopOutcome:
@@ -98,7 +109,9 @@ class GroupLoop:
         try:
             while (chosen := self.builder.batch()) is None:
                 self._top_up()
-                done, self.state.pendings = await asyncio.wait(self.state.pendings, return_when=asyncio.FIRST_COMPLETED)
+                done, self.state.pendings = await asyncio.wait(
+                    self.state.pendings, return_when=asyncio.FIRST_COMPLETED
+                )
                 for task in sorted(done, key=self.number_of.__getitem__):
                     self._settle(self.number_of[task], task.result())
                 self._report()
@@ -138,7 +151,9 @@ class GroupLoop:
             self.drop_verdicts[number] = verdict
 
     def _resubmit(self, number: int, group: list) -> None:
-        """An engine ended a request that we did not abort (a weight update, a restart): the group is generated again."""
+        """An engine ended a request that we did not abort (a weight update, a restart): the group
+        is generated again.
+        """
         again = group if self.args.partial_rollout else pristine(self.submitted[number])
         (task,) = self.state.submit_generate_tasks([again])
         self.state.remaining_batch_size -= 1  # the group is counted already
@@ -153,7 +168,10 @@ class GroupLoop:
         done, late = await asyncio.wait(self.state.pendings, timeout=self.args.abort_timeout)
         if late:
             logger.warning(
-                "%d groups did not end within --abort-timeout %g s of their abort; they are cancelled and given back",
+                (
+                    "%d groups did not end within --abort-timeout %g s of their abort; they are "
+                    "cancelled and given back"
+                ),
                 len(late),
                 self.args.abort_timeout,
             )
@@ -178,7 +196,10 @@ class GroupLoop:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _report(self) -> None:
-        done, total = len(self.builder.kept) * self.args.n_samples_per_prompt, self.selection.failures.total
+        done, total = (
+            len(self.builder.kept) * self.args.n_samples_per_prompt,
+            self.selection.failures.total,
+        )
         report_progress("generate", min(done, total), total)
 
     def _outcome(self, chosen: list[int]) -> LoopOutcome:
@@ -195,7 +216,11 @@ class GroupLoop:
             output,
             returned=sorted(returned, key=first_index),
             all_groups=[self._result(number) for number in range(len(self.submitted))],
-            used_group_ids=[found for number in sorted(used) if (found := group_id_of(self.submitted[number])) is not None],
+            used_group_ids=[
+                found
+                for number in sorted(used)
+                if (found := group_id_of(self.submitted[number])) is not None
+            ],
             selection=self.selection,
         )
 
@@ -207,6 +232,8 @@ def report_progress(phase: str, done: int, total: int) -> None:
     report(phase=phase, done=done, total=total)
 
 
-async def run_group_loop(args: Any, rollout_id: int, fetch: Callable[[int], list[list[Sample]]]) -> LoopOutcome:
+async def run_group_loop(
+    args: Any, rollout_id: int, fetch: Callable[[int], list[list[Sample]]]
+) -> LoopOutcome:
     """One training rollout. RolloutDataError when too many samples fail or the prompts end."""
     return await GroupLoop(args, rollout_id, fetch).run()

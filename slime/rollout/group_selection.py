@@ -1,7 +1,9 @@
-"""Which finished groups a rollout keeps, and how it ends when none stays: one implementation for every rollout function.
+"""Which finished groups a rollout keeps, and how it ends when none stays: one implementation for
+every rollout function.
 
-A finished group is unfinished (the engine ended a request: it is generated again, a bounded number of times), dropped by the
-dynamic filter (it is replaced, a bounded number of times), or kept. What was kept passes the sample filter at the end.
+A finished group is unfinished (the engine ended a request: it is generated again, a bounded number
+of times), dropped by the dynamic filter (it is replaced, a bounded number of times), or kept. What
+was kept passes the sample filter at the end.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ EXCERPT = 60
 
 @dataclasses.dataclass(frozen=True)
 class SelectionConfig:
-    """What the options say about which groups stay. `target`: groups of the batch; `fetch_size`: groups fetched at a time."""
+    """What the options say about which groups stay. `target`: groups of the batch; `fetch_size`:
+    groups fetched at a time.
+    """
 
     target: int
     fetch_size: int
@@ -71,7 +75,9 @@ class SelectionConfig:
 
 
 class EngineAborts:
-    """How often in a row an engine ended a group's requests without a new token, by the group's key."""
+    """How often in a row an engine ended a group's requests without a new token, by the group's
+    key.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[Any, tuple[int, int]] = {}  # aborts, tokens at the last one
@@ -89,34 +95,43 @@ class EngineAborts:
 
 
 class GroupSelection:
-    """The decisions of one rollout and the counts of what they left out. `aborts` may outlive the rollout."""
+    """The decisions of one rollout and the counts of what they left out. `aborts` may outlive the
+    rollout.
+    """
 
     def __init__(self, args: Any, rollout_id: int, aborts: EngineAborts | None = None) -> None:
         self.args, self.rollout_id = args, rollout_id
         self.config = SelectionConfig.from_args(args)
-        self.filter = load_function(self.config.dynamic_filter) if self.config.dynamic_filter else None
+        self.filter = (
+            load_function(self.config.dynamic_filter) if self.config.dynamic_filter else None
+        )
         self.failures = FailureCounter(
-            total=self.config.target * self.config.group_size, max_ratio=self.config.max_failed_ratio
+            total=self.config.target * self.config.group_size,
+            max_ratio=self.config.max_failed_ratio,
         )
         self.aborts = EngineAborts() if aborts is None else aborts
         self.dropped: collections.Counter[str] = collections.Counter()
         self.dropped_groups: list[tuple[str, list]] = []  # used up and not in the batch
         self._filter_counts = MetricGatherer()
-        self._drops: collections.Counter[str] = collections.Counter()  # every verdict against a group, by reason
+        # every verdict against a group, by reason
+        self._drops: collections.Counter[str] = collections.Counter()
         self._examples: dict[str, str] = {}
         self._drops_to_say = 2 * self.config.target  # twice as many each time
 
     def is_unfinished(self, key: Any, group: list) -> bool:
         """Whether the group is to be generated again because an engine ended one of its requests.
 
-        After --max-engine-aborts of them without a new token its aborted samples are FAILED instead.
+        After --max-engine-aborts of them without a new token its aborted samples are FAILED
+        instead.
         """
         samples = list(iter_samples(group))
         aborted = [sample for sample in samples if sample.status is Sample.Status.ABORTED]
         if not aborted:
             self.aborts.forget(key)
             return False
-        tokens = sum(sample.response_length for sample in samples) if self.config.partial_rollout else 0
+        tokens = (
+            sum(sample.response_length for sample in samples) if self.config.partial_rollout else 0
+        )
         count = self.aborts.note(key, tokens)
         if count <= self.config.max_engine_aborts:
             return True
@@ -125,15 +140,22 @@ class GroupSelection:
             mark_failed(
                 sample,
                 "generation",
-                f"the engine aborted it {count} times without a new token, more than --max-engine-aborts {self.config.max_engine_aborts} allows",
+                (
+                    f"the engine aborted it {count} times without a new token, more than "
+                    f"--max-engine-aborts {self.config.max_engine_aborts} allows"
+                ),
             )
         return False
 
-    def verdict_against(self, group: list, *, remaining: int, num_kept: int) -> DynamicFilterOutput | None:
-        """The dynamic filter's verdict where the group is dropped, None where it stays. Failures are counted here.
+    def verdict_against(
+        self, group: list, *, remaining: int, num_kept: int
+    ) -> DynamicFilterOutput | None:
+        """The dynamic filter's verdict where the group is dropped, None where it stays. Failures
+        are counted here.
 
-        remaining: groups of this rollout that are running or kept; num_kept: those kept. RolloutDataError with reasons and examples where the filter
-        has dropped more than --max-dropped-groups.
+        remaining: groups of this rollout that are running or kept; num_kept: those kept.
+        RolloutDataError with reasons and examples where the filter has dropped more than
+        --max-dropped-groups.
         """
         self.failures.add([list(iter_samples([member])) for member in group])
         verdict = self._filter_verdict(group)
@@ -152,26 +174,42 @@ class GroupSelection:
         if self.filter is None:
             return DynamicFilterOutput(keep=True)
         call = functools.partial(call_dynamic_filter, self.filter)
-        return call_filter("--dynamic-sampling-filter-path", str(self.config.dynamic_filter), call, lambda: describe_group(group), self.args, group)
+        return call_filter(
+            "--dynamic-sampling-filter-path",
+            str(self.config.dynamic_filter),
+            call,
+            lambda: describe_group(group),
+            self.args,
+            group,
+        )
 
     def _watch_drops(self, num_kept: int) -> None:
-        """Says that the filter drops most of what is generated, which from outside looks like an engine that hangs; ends it at the limit."""
+        """Says that the filter drops most of what is generated, which from outside looks like an
+        engine that hangs; ends it at the limit.
+        """
         total, config = sum(self._drops.values()), self.config
         counts = ", ".join(f"{count} {reason}" for reason, count in self._drops.most_common())
         so_far = (
-            f"rollout {self.rollout_id}: {config.dynamic_filter} dropped {total} groups ({counts}) and kept {num_kept} of the "
+            f"rollout {self.rollout_id}: {config.dynamic_filter} dropped {total} groups ({counts}) "
+            f"and kept {num_kept} of the "
             f"{config.target} that the batch needs"
         )
         if total > config.max_dropped_groups and num_kept < config.target:
-            examples = "; ".join(f"{reason}: {example}" for reason, example in self._examples.items())
+            examples = "; ".join(
+                f"{reason}: {example}" for reason, example in self._examples.items()
+            )
             raise RolloutDataError(
-                f"{so_far}, more than --max-dropped-groups {config.max_dropped_groups} allows. Examples: {examples}. Where the rewards of "
-                "a group are all equal the prompts are too easy or too hard, or the reward function cannot tell responses apart; choose other "
+                f"{so_far}, more than --max-dropped-groups {config.max_dropped_groups} allows. "
+                f"Examples: {examples}. Where the rewards of "
+                "a group are all equal the prompts are too easy or too hard, or the reward "
+                "function cannot tell responses apart; choose other "
                 "prompts, another filter, or a larger --max-dropped-groups."
             )
         if total >= self._drops_to_say:
             self._drops_to_say *= 2
-            logger.warning("%s. Look at the rewards: does any group have two different ones?", so_far)
+            logger.warning(
+                "%s. Look at the rewards: does any group have two different ones?", so_far
+            )
 
     def drop_filtered(self, verdict: DynamicFilterOutput, group: list) -> None:
         """Counts a group that the dynamic filter dropped and the rollout used up."""
@@ -184,11 +222,14 @@ class GroupSelection:
         self.dropped_groups.append((reason, group))
 
     def give_back(self, group: list, *, fetched: list) -> list:
-        """What the data source gets of a group that the rollout did not use up: with its tokens under partial rollout, else as it was
-        `fetched`. Samples that were begun are counted."""
+        """What the data source gets of a group that the rollout did not use up: with its tokens
+        under partial rollout, else as it was `fetched`. Samples that were begun are counted.
+        """
         begun = sum(1 for sample in iter_samples(group) if sample.response_length)
         if begun:
-            self.dropped["returned_partial" if self.config.partial_rollout else "returned_pristine"] += begun
+            self.dropped[
+                "returned_partial" if self.config.partial_rollout else "returned_pristine"
+            ] += begun
         if not self.config.partial_rollout:
             return pristine(fetched)
         for sample in iter_samples(group):
@@ -197,7 +238,9 @@ class GroupSelection:
         return group
 
     def output(self, groups: list[list]) -> RolloutFnTrainOutput:
-        """The batch in order of sample index, after the user's sample filter, with what is counted."""
+        """The batch in order of sample index, after the user's sample filter, with what
+        is counted.
+        """
         groups = sorted(groups, key=first_index)
         if self.config.sample_filter:
             self._filter_samples(groups)
@@ -206,11 +249,26 @@ class GroupSelection:
         return RolloutFnTrainOutput(groups, metrics, dict(self.dropped), self.dropped_groups)
 
     def _filter_samples(self, groups: list[list]) -> None:
-        """Calls the user's filter, which marks samples (`remove_sample`) in place. Those that it takes out of their lists are counted."""
+        """Calls the user's filter, which marks samples (`remove_sample`) in place. Those that it
+        takes out of their lists are counted.
+        """
         before = [list(iter_samples(group)) for group in groups]
         option, path = "--rollout-sample-filter-path", str(self.config.sample_filter)
-        returned = call_filter(option, path, load_function(path), lambda: f"the {len(groups)} groups of rollout {self.rollout_id}", self.args, groups)
-        require_nothing(option, path, returned, groups, "set sample.remove_sample in place, or take samples out of the lists that it is given.")
+        returned = call_filter(
+            option,
+            path,
+            load_function(path),
+            lambda: f"the {len(groups)} groups of rollout {self.rollout_id}",
+            self.args,
+            groups,
+        )
+        require_nothing(
+            option,
+            path,
+            returned,
+            groups,
+            "set sample.remove_sample in place, or take samples out of the lists that it is given.",
+        )
         require_samples(option, path, groups)
         left = {id(sample) for sample in iter_samples(groups)}
         gone = [[sample for sample in samples if id(sample) not in left] for samples in before]
@@ -224,8 +282,12 @@ class GroupSelection:
         option, path = "--rollout-all-samples-process-path", self.config.process_all
         if path:
             about = f"the {len(groups)} groups of rollout {self.rollout_id}"
-            returned = call_filter(option, path, load_function(path), lambda: about, self.args, groups, data_source)
-            require_nothing(option, path, returned, groups, "it sees the groups of a finished rollout.")
+            returned = call_filter(
+                option, path, load_function(path), lambda: about, self.args, groups, data_source
+            )
+            require_nothing(
+                option, path, returned, groups, "it sees the groups of a finished rollout."
+            )
 
 
 def describe_group(group: list) -> str:
@@ -234,7 +296,10 @@ def describe_group(group: list) -> str:
     rewards = ", ".join(str(sample.reward)[:EXCERPT] for sample in samples[:8])
     more = ", ..." if len(samples) > 8 else ""
     first = samples[0]
-    return f"group {group_id_of(group)} (prompt {_excerpt(first.prompt)}, label {_excerpt(first.label)}) has the rewards [{rewards}{more}]"
+    return (
+        f"group {group_id_of(group)} (prompt {_excerpt(first.prompt)}, label "
+        f"{_excerpt(first.label)}) has the rewards [{rewards}{more}]"
+    )
 
 
 def _excerpt(value: Any) -> str:
@@ -250,5 +315,7 @@ def first_index(group: list) -> tuple[int, int]:
 
 def pristine(group: list) -> list[Sample]:
     """The group as the data source made it: one sample per member, nothing generated."""
-    members = [member if isinstance(member, Sample) else next(iter_samples(member)) for member in group]
+    members = [
+        member if isinstance(member, Sample) else next(iter_samples(member)) for member in group
+    ]
     return [generation.reset_to_prompt(member) for member in members]

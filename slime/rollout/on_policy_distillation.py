@@ -1,5 +1,5 @@
-"""On-policy distillation: a teacher behind --rm-url scores the student's tokens; its log-probs are the signal, not a
-reward.
+"""On-policy distillation: a teacher behind --rm-url scores the student's tokens; its log-probs are
+the signal, not a reward.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from slime.utils.http_utils import request_with_retries
 
 
 async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> dict[str, Any]:
-    """The teacher's reply to the sample's tokens, with the log-prob of every input token at the rollout's
-    temperature.
+    """The teacher's reply to the sample's tokens, with the log-prob of every input token at the
+    rollout's temperature.
     """
     if not args.rm_url:
         raise ConfigError("on-policy distillation needs --rm-url, the teacher's /generate address.")
@@ -29,11 +29,15 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> dict[str, Any
         "return_logprob": True,
         "logprob_start_len": 0,
     }
-    return await request_with_retries("POST", args.rm_url, payload, max_retries=10, timeout_s=args.rm_timeout)
+    return await request_with_retries(
+        "POST", args.rm_url, payload, max_retries=10, timeout_s=args.rm_timeout
+    )
 
 
 async def evaluation_reward(args: Any, sample: Sample, **kwargs: Any) -> Any:
-    """The reward of an evaluated sample: the teacher's log-probs are no score, so --rm-type (or the row's rm_type) gives it."""
+    """The reward of an evaluated sample: the teacher's log-probs are no score, so --rm-type (or the
+    row's rm_type) gives it.
+    """
     from slime.rollout.rm_hub import async_rm
 
     scored_by_type = argparse.Namespace(**{**vars(args), "custom_rm_path": None})
@@ -45,11 +49,14 @@ reward_func.in_evaluation = f"{__name__}.evaluation_reward"
 evaluation_reward.bounds_itself = True  # a built-in scorer
 
 
-def post_process_rewards(args: Any, samples: list[Sample], **kwargs: Any) -> tuple[list[float], list[float]]:
-    """Stores `teacher_log_probs` [response_length] on each sample and returns zeros as raw rewards and as rewards.
+def post_process_rewards(
+    args: Any, samples: list[Sample], **kwargs: Any
+) -> tuple[list[float], list[float]]:
+    """Stores `teacher_log_probs` [response_length] on each sample and returns zeros as raw rewards
+    and as rewards.
 
-    The first input token has no log-prob; the last `response_length` of the others belong to the response.
-    RolloutDataError where the teacher sent too few.
+    The first input token has no log-prob; the last `response_length` of the others belong to the
+    response. RolloutDataError where the teacher sent too few.
     """
     for sample in samples:
         reply = sample.get_reward_value(args)
@@ -62,6 +69,8 @@ def post_process_rewards(args: Any, samples: list[Sample], **kwargs: Any) -> tup
                 f"sample {sample.index}: the teacher sent {len(entries)} log-probs for "
                 f"{sample.response_length} response tokens"
             )
-        sample.teacher_log_probs = [float(entry[0]) for entry in entries[len(entries) - sample.response_length :]]
+        sample.teacher_log_probs = [
+            float(entry[0]) for entry in entries[len(entries) - sample.response_length :]
+        ]
     zeros = [0.0] * len(samples)
     return zeros, list(zeros)

@@ -1,7 +1,9 @@
-"""Signs of a wrong reward in a finished rollout: equal responses with different rewards, and graders that can only say no.
+"""Signs of a wrong reward in a finished rollout: equal responses with different rewards, and
+graders that can only say no.
 
-A grader that is a function of prompt, label and response gives equal responses of one group equal rewards. Where it does not, a label was
-mixed up, a call was answered for another sample, or state leaks between calls.
+A grader that is a function of prompt, label and response gives equal responses of one group equal
+rewards. Where it does not, a label was mixed up, a call was answered for another sample, or state
+leaks between calls.
 """
 
 from __future__ import annotations
@@ -37,13 +39,16 @@ class RewardConflict:
 
     def __str__(self) -> str:
         return (
-            f"group {self.group_index}: samples {self.first_index} and {self.second_index} have the same response (it ends "
+            f"group {self.group_index}: samples {self.first_index} and {self.second_index} have "
+            "the same response (it ends "
             f"{self.response[-60:]!r}) and the rewards {self.rewards[0]:g} and {self.rewards[1]:g}"
         )
 
 
 def is_deterministic(args: Any, sample: Any) -> bool:
-    """Whether equal responses to one prompt must score the same. A custom function is taken to be, unless --reward-is-random says no."""
+    """Whether equal responses to one prompt must score the same. A custom function is taken to be,
+    unless --reward-is-random says no.
+    """
     if args.reward_is_random:
         return False
     if sample.custom_rm_path or args.custom_rm_path:
@@ -53,16 +58,24 @@ def is_deterministic(args: Any, sample: Any) -> bool:
 
 
 def find_reward_conflicts(samples: Sequence[Any], reward_key: str | None) -> list[RewardConflict]:
-    """One conflict per sample whose reward differs from that of the first sample of its group with the same response and status.
+    """One conflict per sample whose reward differs from that of the first sample of its group with
+    the same response and status.
 
-    Only rollouts of one sample are compared: several samples of one rollout share a reward that other texts decide too. Samples
-    without a group or a finite reward are left out.
+    Only rollouts of one sample are compared: several samples of one rollout share a reward that
+    other texts decide too. Samples without a group or a finite reward are left out.
     """
-    sizes = collections.Counter(sample.rollout_id for sample in samples if sample.rollout_id is not None)
+    sizes = collections.Counter(
+        sample.rollout_id for sample in samples if sample.rollout_id is not None
+    )
     first: dict[tuple, tuple[Any, float]] = {}
     conflicts = []
     for sample in samples:
-        if sample.group_index is None or sample.reward is None or not sample.response or sizes[sample.rollout_id] > 1:
+        if (
+            sample.group_index is None
+            or sample.reward is None
+            or not sample.response
+            or sizes[sample.rollout_id] > 1
+        ):
             continue
         reward = _number(sample, reward_key)
         if not math.isfinite(reward):
@@ -71,7 +84,13 @@ def find_reward_conflicts(samples: Sequence[Any], reward_key: str | None) -> lis
         other, other_reward = first.setdefault(key, (sample, reward))
         if abs(reward - other_reward) > TOLERANCE * max(1.0, abs(reward), abs(other_reward)):
             conflicts.append(
-                RewardConflict(sample.group_index, other.index, sample.index, (other_reward, reward), sample.response)
+                RewardConflict(
+                    sample.group_index,
+                    other.index,
+                    sample.index,
+                    (other_reward, reward),
+                    sample.response,
+                )
             )
     return conflicts
 
@@ -83,22 +102,29 @@ def _number(sample: Any, reward_key: str | None) -> float:
         return math.nan
 
 
-def find_reward_warnings(args: Any, samples: Sequence[Any], conflicts: Sequence[RewardConflict]) -> dict[str, str]:
+def find_reward_warnings(
+    args: Any, samples: Sequence[Any], conflicts: Sequence[RewardConflict]
+) -> dict[str, str]:
     """{kind: sentence} for a reader of the log; a kind need be said once per run."""
     found = {}
     if conflicts:
         found["conflict"] = (
-            f"{len(conflicts)} samples have another reward than a sample of their group with the same response; the first: {conflicts[0]}. "
-            "A reward of prompt, label and response cannot do that: look for mixed-up labels or state in the reward function "
+            f"{len(conflicts)} samples have another reward than a sample of their group with the "
+            f"same response; the first: {conflicts[0]}. "
+            "A reward of prompt, label and response cannot do that: look for mixed-up labels or "
+            "state in the reward function "
             "(slime rescore DUMP shows which rewards change), or say --reward-is-random where it draws lots."
         )
     graded = [
         sample for sample in samples
         if sample.reward is not None and not (sample.custom_rm_path or args.custom_rm_path) and split_rm_type_name(args, sample) == "deepscaler"
     ]  # fmt: skip
-    if graded and not any(mark in (sample.response or "") for sample in graded for mark in ANSWER_MARKS):
+    if graded and not any(
+        mark in (sample.response or "") for sample in graded for mark in ANSWER_MARKS
+    ):
         found["no answer mark"] = (
-            f"none of {len(graded)} responses graded by deepscaler has {' or '.join(ANSWER_MARKS)}, and without one deepscaler scores 0 whatever "
+            f"none of {len(graded)} responses graded by deepscaler has "
+            f"{' or '.join(ANSWER_MARKS)}, and without one deepscaler scores 0 whatever "
             "the answer. For models that do not think aloud use --rm-type math or math_value; docs/rewards.md compares them."
         )
     return found
@@ -112,7 +138,9 @@ class RewardWatch:
         self._said: set[str] = set()
 
     def metrics(self, samples: Sequence[Any], *, reward_key: str | None = None) -> dict[str, float]:
-        """{"reward/conflict_count": n} where rewards of these samples must be a function of the response; {} elsewhere."""
+        """{"reward/conflict_count": n} where rewards of these samples must be a function of the
+        response; {} elsewhere.
+        """
         compared = [sample for sample in samples if is_deterministic(self.args, sample)]
         conflicts = find_reward_conflicts(compared, reward_key or self.args.reward_key)
         for kind, sentence in find_reward_warnings(self.args, samples, conflicts).items():

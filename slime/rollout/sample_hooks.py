@@ -24,10 +24,11 @@ def get_current_rollout_id() -> int | None:
 
 
 async def apply_rollout_sample_hooks(args: Any, value: Any, **kwargs: Any) -> Any:
-    """`value` (a Sample, or nested lists of them) after every hook, in order; the very same object without hooks.
+    """`value` (a Sample, or nested lists of them) after every hook, in order; the very same object
+    without hooks.
 
-    A hook gets those of `kwargs` that its signature names, `rollout_id` among them. None keeps the sample; anything
-    else but a Sample is a TypeError.
+    A hook gets those of `kwargs` that its signature names, `rollout_id` among them. None keeps the
+    sample; anything else but a Sample is a TypeError.
     """
     paths = getattr(args, "rollout_sample_hook_path", None)
     if not paths:
@@ -46,7 +47,9 @@ async def _apply(hooks: list[Callable], args: Any, value: Any, kwargs: dict[str,
             result = await result
         if result is not None and not isinstance(result, Sample):
             name = getattr(hook, "__qualname__", hook)
-            raise TypeError(f"sample hook {name} returned {type(result).__name__}; expected Sample or None")
+            raise TypeError(
+                f"sample hook {name} returned {type(result).__name__}; expected Sample or None"
+            )
         value = value if result is None else result
     return value
 
@@ -59,6 +62,7 @@ def accepted_kwargs(fn: Callable, kwargs: dict[str, Any]) -> dict[str, Any]:
     named = {
         parameter.name
         for parameter in parameters
-        if parameter.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        if parameter.kind
+        in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     }
     return {name: value for name, value in kwargs.items() if name in named}

@@ -22,20 +22,25 @@ logger = logging.getLogger(__name__)
 UNFINISHED = (Sample.Status.PENDING, Sample.Status.ABORTED, Sample.Status.FAILED)
 
 
-# Groups that finish within this time are judged in one pass: a pass over 8 short samples costs about as much as one over 800.
+# Groups that finish within this time are judged in one pass: a pass over 8 short samples costs
+# about as much as one over 800.
 GATHER_S = 0.03
 
 
 @dataclasses.dataclass
 class Gate:
-    """Marks samples as valid or not, in place. `check` returns one verdict per sample, `apply` the marked samples."""
+    """Marks samples as valid or not, in place. `check` returns one verdict per sample, `apply` the
+    marked samples.
+    """
 
     check: Callable[[list[Sample]], list]
     apply: Callable[[list[Sample], list], list[Sample]]
     _waiting: list[tuple[list[Sample], asyncio.Future]] = dataclasses.field(default_factory=list)
 
     def mark(self, samples: list[Sample]) -> None:
-        """Sets `valid`, `invalid_reason` and what else a verdict carries. A text that is replaced stays in the metadata, for raw snapshots."""
+        """Sets `valid`, `invalid_reason` and what else a verdict carries. A text that is replaced
+        stays in the metadata, for raw snapshots.
+        """
         verdicts = self.check(samples)
         for sample, marked in zip(samples, self.apply(samples, verdicts), strict=True):
             if sample.response and marked.response != sample.response:
@@ -43,7 +48,9 @@ class Gate:
             sample.__dict__.update(marked.__dict__)
 
     async def mark_soon(self, samples: list[Sample]) -> None:
-        """`mark`, in one pass with the other groups that finish at the same time; verdicts do not depend on the company."""
+        """`mark`, in one pass with the other groups that finish at the same time; verdicts do not
+        depend on the company.
+        """
         loop = asyncio.get_running_loop()
         marked = loop.create_future()
         self._waiting.append((samples, marked))
@@ -73,11 +80,15 @@ def build_gate(args: Any, tokenizer: Any) -> Gate:
     from slime.gate.gate import gate_config_from_args
 
     config = gate_config_from_args(args, tokenizer)
-    return Gate(lambda samples: check_responses(samples, config, tokenizer=tokenizer), apply_verdicts)
+    return Gate(
+        lambda samples: check_responses(samples, config, tokenizer=tokenizer), apply_verdicts
+    )
 
 
 def scoring_args(args: Any, sampling_params: dict[str, Any]) -> Any:
-    """`args` with the stop strings that these samples were generated with: an evaluation dataset may have its own."""
+    """`args` with the stop strings that these samples were generated with: an evaluation dataset
+    may have its own.
+    """
     stop = sampling_params.get("stop")
     if stop == getattr(args, "rollout_stop", None):
         return args
@@ -87,8 +98,9 @@ def scoring_args(args: Any, sampling_params: dict[str, Any]) -> Any:
 async def score_group(args: Any, group: list[Sample], gate: Gate | None) -> None:
     """Marks the finished samples of `group` and gives the valid ones their reward, in place.
 
-    Invalid and unfinished samples keep reward None and no reward function sees them. A reward call that fails, or ends
-    without a number, marks its sample FAILED. Rewards that are there already stay.
+    Invalid and unfinished samples keep reward None and no reward function sees them. A reward call
+    that fails, or ends without a number, marks its sample FAILED. Rewards that are there already
+    stay.
     """
     finished = [sample for sample in group if sample.status not in UNFINISHED]
     if gate is not None and finished:
@@ -110,9 +122,14 @@ async def score_group(args: Any, group: list[Sample], gate: Gate | None) -> None
 async def _request_rewards(args: Any, samples: list[Sample]) -> list[Any]:
     """One reward, or the exception in its place, per sample."""
     if getattr(args, "group_rm", False) and args.custom_rm_path:
-        rewards = await _within_limit(args, args.custom_rm_path, samples, batched_async_rm(args, samples))
+        rewards = await _within_limit(
+            args, args.custom_rm_path, samples, batched_async_rm(args, samples)
+        )
         if len(rewards) != len(samples):
-            raise ValueError(f"the group reward function returned {len(rewards)} rewards for {len(samples)} samples")
+            raise ValueError(
+                f"the group reward function returned {len(rewards)} rewards for {len(samples)} "
+                "samples"
+            )
         return list(rewards)
     # A task per sample only costs time where scoring is plain computation.
     if all(is_immediate(args, sample) for sample in samples):
@@ -122,7 +139,9 @@ async def _request_rewards(args: Any, samples: list[Sample]) -> list[Any]:
 
 async def _guarded(args: Any, sample: Sample) -> Any:
     try:
-        return await _within_limit(args, sample.custom_rm_path or args.custom_rm_path, [sample], async_rm(args, sample))
+        return await _within_limit(
+            args, sample.custom_rm_path or args.custom_rm_path, [sample], async_rm(args, sample)
+        )
     except ENDS_THE_RUN:
         raise
     except Exception as error:  # noqa: BLE001 - see score_group
@@ -130,14 +149,21 @@ async def _guarded(args: Any, sample: Sample) -> Any:
         return error
 
 
-async def _within_limit(args: Any, path: str | None, samples: list[Sample], call: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a reward call; a user's function has --reward-timeout for it. Built-in scorers, and functions that say so
-    (`bounds_itself`), have limits of their own."""
+async def _within_limit(
+    args: Any, path: str | None, samples: list[Sample], call: Coroutine[Any, Any, Any]
+) -> Any:
+    """The result of a reward call; a user's function has --reward-timeout for it. Built-in scorers,
+    and functions that say so (`bounds_itself`), have limits of their own.
+    """
     if path is None or getattr(load_function(path), "bounds_itself", False):
         return await call
-    indices = ", ".join(str(sample.index) for sample in samples[:8]) + (", ..." if len(samples) > 8 else "")
+    indices = ", ".join(str(sample.index) for sample in samples[:8]) + (
+        ", ..." if len(samples) > 8 else ""
+    )
     what = f"the reward function {path} for sample{'s' if len(samples) > 1 else ''} {indices}"
-    return await call_within(call, what=what, option="--reward-timeout", timeout_s=getattr(args, "reward_timeout", 60.0))
+    return await call_within(
+        call, what=what, option="--reward-timeout", timeout_s=getattr(args, "reward_timeout", 60.0)
+    )
 
 
 def store_reward(sample: Sample, reward: Any) -> None:

@@ -1,11 +1,14 @@
-"""The default rollout function: prompts to scored groups over SGLang's HTTP API, many at a time, repeatable.
+"""The default rollout function: prompts to scored groups over SGLang's HTTP API, many at a time,
+repeatable.
 
     generate_rollout -> generate_rollout_async (group_loop.py: fetch, filter, keep, abort)
                           -> generate_and_rm_group -> generate_and_rm -> generate -> engine
-                                                   -> one request for the whole group, where nothing forbids it
+                                                   -> one request for the whole group, where nothing
+                                                   forbids it
                      -> eval_rollout (evaluation.py)
 
-A generation or reward call that fails marks its sample FAILED with a reason; see failures.py for when that ends the run.
+A generation or reward call that fails marks its sample FAILED with a reason; see failures.py for
+when that ends the run.
 """
 
 from __future__ import annotations
@@ -32,7 +35,11 @@ from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.engine_client import abort_engines, choose_url, get_engines, request_generate
 from slime.rollout.failures import ENDS_THE_RUN, fail
 from slime.rollout.generate_state import GenerateState
-from slime.rollout.sample_hooks import apply_rollout_sample_hooks, get_current_rollout_id, set_current_rollout_id
+from slime.rollout.sample_hooks import (
+    apply_rollout_sample_hooks,
+    get_current_rollout_id,
+    set_current_rollout_id,
+)
 from slime.rollout.scoring import score_group, scoring_args
 from slime.utils.async_utils import run
 from slime.utils.hooks import load_hook
@@ -47,36 +54,49 @@ EVAL_PROMPT_DATASET: dict[Any, Any] = {}
 
 @dataclasses.dataclass
 class GroupContext:
-    """Set while a group is generated: its members are collected here and scored together once all of them are there."""
+    """Set while a group is generated: its members are collected here and scored together once all
+    of them are there.
+    """
 
     evaluation: bool
     to_score: list[Sample] = dataclasses.field(default_factory=list)
 
 
-_group_context: contextvars.ContextVar[GroupContext | None] = contextvars.ContextVar("group_context", default=None)
+_group_context: contextvars.ContextVar[GroupContext | None] = contextvars.ContextVar(
+    "group_context", default=None
+)
 
 
 def get_model_url(args: Any, model_name: str = "default", endpoint: str = "/generate") -> str:
-    """The address of an endpoint of the engines, for custom generate functions. One model is served: any name leads there."""
+    """The address of an endpoint of the engines, for custom generate functions. One model is
+    served: any name leads there.
+    """
     return choose_url(get_engines(args), None) + endpoint
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """The sample with the engine's tokens, log-probs, text, status and weight version appended.
 
-    `sampling_params["max_new_tokens"]` is reduced in place to what may still be generated; with nothing left the sample
-    is TRUNCATED without a request. EngineError and RolloutDataError leave the sample as it was.
+    `sampling_params["max_new_tokens"]` is reduced in place to what may still be generated; with
+    nothing left the sample is TRUNCATED without a request. EngineError and RolloutDataError leave
+    the sample as it was.
     """
     state = GenerateState(args)
     request = prepare_request(args, state, sample, sampling_params)
     if request is not None:
-        reply = await request_generate(args, request, key=sample.group_index, session_id=sample.session_id)
+        reply = await request_generate(
+            args, request, key=sample.group_index, session_id=sample.session_id
+        )
         store_reply(args, state, sample, reply, sampling_params)
     return sample
 
 
-def store_reply(args: Any, state: Any, sample: Sample, reply: Any, sampling_params: dict[str, Any]) -> None:
-    """Appends the engine's reply to the sample; its text is that of all response ids. RolloutDataError leaves the sample as it was."""
+def store_reply(
+    args: Any, state: Any, sample: Sample, reply: Any, sampling_params: dict[str, Any]
+) -> None:
+    """Appends the engine's reply to the sample; its text is that of all response ids.
+    RolloutDataError leaves the sample as it was.
+    """
 
     def decode(ids: list[int]) -> str:
         return state.tokenizer.decode(
@@ -89,11 +109,16 @@ def store_reply(args: Any, state: Any, sample: Sample, reply: Any, sampling_para
     generation.apply_segment(sample, reply, decode=decode, args=args)
 
 
-def prepare_request(args: Any, state: Any, sample: Sample, sampling_params: dict[str, Any]) -> dict[str, Any] | None:
-    """The /generate body of the sample, whose prompt is tokenized here if it was not yet; None where no room is left."""
+def prepare_request(
+    args: Any, state: Any, sample: Sample, sampling_params: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The /generate body of the sample, whose prompt is tokenized here if it was not yet; None
+    where no room is left.
+    """
     if sample.status not in (Sample.Status.PENDING, Sample.Status.ABORTED):
         raise AssertionError(
-            f"sample {sample.index} is {sample.status.value}; only pending and aborted ones are generated"
+            f"sample {sample.index} is {sample.status.value}; only pending and aborted ones are "
+            "generated"
         )
     context = _group_context.get()
     if context is not None and not context.evaluation:
@@ -112,7 +137,9 @@ def prepare_request(args: Any, state: Any, sample: Sample, sampling_params: dict
     sampling_params["max_new_tokens"] = max(0, budget)
     if budget <= 0:
         generation.cut_untrained_tail(
-            sample, -budget, decode=lambda ids: state.tokenizer.decode(ids, skip_special_tokens=False)
+            sample,
+            -budget,
+            decode=lambda ids: state.tokenizer.decode(ids, skip_special_tokens=False),
         )
         sample.status = Sample.Status.TRUNCATED
         sample.finish_reason = "length"
@@ -133,36 +160,52 @@ def max_context_len(args: Any) -> int | None:
     context = _group_context.get()
     limit = getattr(args, "rollout_max_context_len", None)
     if context is not None and context.evaluation:
-        return limit if getattr(args, "eval_max_context_len", None) is None else args.eval_max_context_len
+        return (
+            limit
+            if getattr(args, "eval_max_context_len", None) is None
+            else args.eval_max_context_len
+        )
     return limit
 
 
 def _encode_multimodal_prompt(state: Any, sample: Sample) -> tuple[str, list[str]]:
-    """Sets tokens and training inputs of a prompt with media; returns what the engine takes: text and image data."""
+    """Sets tokens and training inputs of a prompt with media; returns what the engine takes: text
+    and image data.
+    """
     from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine
 
     if sample.response_length:
-        raise RolloutDataError(f"sample {sample.index}: a response to a prompt with media cannot be continued by ids")
+        raise RolloutDataError(
+            f"sample {sample.index}: a response to a prompt with media cannot be continued by ids"
+        )
     text = prompt_text(sample, state.tokenizer)
     encoded = dict(state.processor(text=text, **build_processor_kwargs(sample.multimodal_inputs)))
     sample.tokens = encoded.pop("input_ids")[0].tolist()
     encoded.pop("attention_mask", None)
     sample.multimodal_train_inputs = encoded or None
-    return text, [encode_image_for_rollout_engine(image) for image in sample.multimodal_inputs.get("images") or []]
+    return text, [
+        encode_image_for_rollout_engine(image)
+        for image in sample.multimodal_inputs.get("images") or []
+    ]
 
 
 async def generate_and_rm(
     args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
-    """The sample generated and scored; a list where the custom generate function returns one. Errors are raised.
+    """The sample generated and scored; a list where the custom generate function returns one.
+    Errors are raised.
 
-    A finished sample is returned as it is. Inside a group, scoring waits until every member is there.
+    A finished sample is returned as it is. Inside a group, scoring waits until every member is
+    there.
     """
     mask_offpolicy_part(args, sample)
     if sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
-        assert sample.reward is not None or args.group_rm or not sample.valid or _group_context.get() is not None, (
-            f"sample {sample.index} is finished but has no reward"
-        )
+        assert (
+            sample.reward is not None
+            or args.group_rm
+            or not sample.valid
+            or _group_context.get() is not None
+        ), f"sample {sample.index} is finished but has no reward"
         return await _score_or_collect(args, sample, evaluation)
     state = GenerateState(args)
     async with state.semaphore:
@@ -186,16 +229,24 @@ async def _apply_hooks(args: Any, sample: Sample, result: Any, evaluation: bool)
 async def _within_limit(args: Any, what: str, call: Coroutine[Any, Any, Any]) -> Any:
     """The result of a user's coroutine; CallTimeout after --generate-timeout."""
     limit = getattr(args, "generate_timeout", None)
-    return await (call if limit is None else call_within(call, what=what, option="--generate-timeout", timeout_s=limit))
+    return await (
+        call
+        if limit is None
+        else call_within(call, what=what, option="--generate-timeout", timeout_s=limit)
+    )
 
 
 def mask_offpolicy_part(args: Any, sample: Sample) -> None:
-    """Excludes what earlier policies sampled from the loss, where that is asked for, whether the sample was cut or had ended by itself."""
+    """Excludes what earlier policies sampled from the loss, where that is asked for, whether the
+    sample was cut or had ended by itself.
+    """
     if args.partial_rollout and args.mask_offpolicy_in_partial_rollout:
         mask_older_tokens(sample, unknown_is_older=True)
 
 
-async def _call_generate(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Any:
+async def _call_generate(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+) -> Any:
     path = sample.generate_function_path or args.custom_generate_function_path
     if path is None:
         return await generate(args, sample, sampling_params)
@@ -204,7 +255,9 @@ async def _call_generate(args: Any, sample: Sample, sampling_params: dict[str, A
         function = load_hook("custom_generate_function_path", path, where=where, load=load_function)
     else:
         function = load_function(path)
-    extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
+    extra = (
+        {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
+    )
     call = function(args, sample, sampling_params, **extra)
     index = sample.index
     result = await _within_limit(args, f"the generate function {path} for sample {index}", call)
@@ -213,22 +266,31 @@ async def _call_generate(args: Any, sample: Sample, sampling_params: dict[str, A
 
 
 def _require_samples(path: str, result: Any) -> None:
-    """TypeError unless a generate function returned a sample, or a list that holds samples (of lists too)."""
+    """TypeError unless a generate function returned a sample, or a list that holds samples (of
+    lists too).
+    """
     members = [result]
     while members:
         member = members.pop()
         if isinstance(member, list | tuple) and member:
             members += member
         elif not isinstance(member, Sample):
-            shown = "an empty list" if isinstance(member, list | tuple) else f"{type(member).__name__} ({str(member)[:40]!r})"
+            shown = (
+                "an empty list"
+                if isinstance(member, list | tuple)
+                else f"{type(member).__name__} ({str(member)[:40]!r})"
+            )
             raise TypeError(
-                f"the generate function {path} returned {shown} where a Sample is needed. Return the sample or a non-empty list of samples; "
+                f"the generate function {path} returned {shown} where a Sample is needed. Return "
+                "the sample or a non-empty list of samples; "
                 "one that must not train has remove_sample set."
             )
 
 
 async def _score_or_collect(args: Any, result: Any, evaluation: bool) -> Any:
-    """Scores a result, now or with its group. A list with an aborted member is not scored at all."""
+    """Scores a result, now or with its group. A list with an aborted member is not
+    scored at all.
+    """
     samples = [result] if isinstance(result, Sample) else list(iter_samples(result))
     if any(sample.status is Sample.Status.ABORTED for sample in samples):
         return result
@@ -243,28 +305,38 @@ async def _score_or_collect(args: Any, result: Any, evaluation: bool) -> Any:
 
 
 def raise_failed(samples: Iterable[Sample]) -> None:
-    """RolloutDataError for a sample whose reward call failed, for callers that asked for one sample alone."""
+    """RolloutDataError for a sample whose reward call failed, for callers that asked for one sample
+    alone.
+    """
     for sample in samples:
         if sample.status is Sample.Status.FAILED:
-            raise RolloutDataError(f"sample {sample.index} failed: {sample.metadata.get('failure')}")
+            raise RolloutDataError(
+                f"sample {sample.index} failed: {sample.metadata.get('failure')}"
+            )
 
 
 async def generate_and_rm_group(
     args: Any, group: list[Any], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> list[Any]:
-    """The group generated and scored: one Sample, or one list of them (fan-out), per member, in order.
+    """The group generated and scored: one Sample, or one list of them (fan-out), per member, in
+    order.
 
-    A member of `group` may be the list of an execution that an earlier rollout finished; it stays as it is. An execution that an abort
-    ended among several samples cannot be continued: it comes back as its prompt, ABORTED, to begin again. Members whose generation or
-    reward failed are marked FAILED; ConfigError is raised. With an aborted member the group is unfinished and nothing in it is scored
-    under --group-rm.
+    A member of `group` may be the list of an execution that an earlier rollout finished; it stays
+    as it is. An execution that an abort ended among several samples cannot be continued: it comes
+    back as its prompt, ABORTED, to begin again. Members whose generation or reward failed are
+    marked FAILED; ConfigError is raised. With an aborted member the group is unfinished and nothing
+    in it is scored under --group-rm.
     """
     state = GenerateState(args)
     if state.aborted:
         return group
     for sample in iter_samples(group):
         if sample.session_id is None:
-            sample.session_id = f"{sample.group_index}-{sample.index}" if sample.index is not None else uuid.uuid4().hex
+            sample.session_id = (
+                f"{sample.group_index}-{sample.index}"
+                if sample.index is not None
+                else uuid.uuid4().hex
+            )
     params = [
         member_params(args, next(iter_samples([member])), sampling_params, number, evaluation)
         for number, member in enumerate(group)
@@ -276,7 +348,9 @@ async def generate_and_rm_group(
             results = await _generate_in_one_request(args, state, group, params, evaluation)
         else:
             members = zip(group, params, strict=True)
-            results = await asyncio.gather(*(_guarded(args, member, one, evaluation) for member, one in members))
+            results = await asyncio.gather(
+                *(_guarded(args, member, one, evaluation) for member, one in members)
+            )
     finally:
         _group_context.reset(token)
     results = [_to_continue(member, result) for member, result in zip(group, results, strict=True)]
@@ -288,7 +362,9 @@ async def generate_and_rm_group(
 
 
 def _to_continue(member: Any, result: Any) -> Any:
-    """A member's result as a later call can go on from it: an execution of several samples with an aborted one begins again."""
+    """A member's result as a later call can go on from it: an execution of several samples with an
+    aborted one begins again.
+    """
     if isinstance(result, Sample):
         return result
     samples = list(iter_samples(result))
@@ -304,7 +380,9 @@ def _to_continue(member: Any, result: Any) -> Any:
 def member_params(
     args: Any, sample: Sample, sampling_params: dict[str, Any], member: int, evaluation: bool
 ) -> dict[str, Any]:
-    """A member's own copy of the sampling parameters, lists included, with its seed under deterministic inference."""
+    """A member's own copy of the sampling parameters, lists included, with its seed under
+    deterministic inference.
+    """
     params = copy.deepcopy(sampling_params)
     if getattr(args, "sglang_enable_deterministic_inference", False):
         params["sampling_seed"] = generation.derive_seed(
@@ -317,8 +395,12 @@ def member_params(
     return params
 
 
-async def _guarded(args: Any, member: Any, sampling_params: dict[str, Any], evaluation: bool) -> Any:
-    """`generate_and_rm` of a sample, where an error marks it FAILED; a finished execution of several samples is only scored."""
+async def _guarded(
+    args: Any, member: Any, sampling_params: dict[str, Any], evaluation: bool
+) -> Any:
+    """`generate_and_rm` of a sample, where an error marks it FAILED; a finished execution of
+    several samples is only scored.
+    """
     if not isinstance(member, Sample):
         for sample in iter_samples(member):
             mask_offpolicy_part(args, sample)
@@ -333,8 +415,10 @@ async def _guarded(args: Any, member: Any, sampling_params: dict[str, Any], eval
 
 
 def sends_group_requests(args: Any, group: list[Any]) -> bool:
-    """Whether the members go to the engine in one request: nothing but the default generation, and no router in between
-    (routers re-write a request's sampling parameters and know only one set of them)."""
+    """Whether the members go to the engine in one request: nothing but the default generation, and
+    no router in between (routers re-write a request's sampling parameters and know only one set of
+    them).
+    """
     choice = getattr(args, "rollout_group_requests", "off")
     if choice == "off" or args.custom_generate_function_path or generate is not _default_generate:
         return False
@@ -351,7 +435,9 @@ _default_generate = generate
 async def _generate_in_one_request(
     args: Any, state: Any, group: list[Sample], params: list[dict], evaluation: bool
 ) -> list[Any]:
-    """The members' results. A request that is refused as a whole is repeated member by member, to find the culprit."""
+    """The members' results. A request that is refused as a whole is repeated member by member, to
+    find the culprit.
+    """
     requests: list[tuple[Sample, dict[str, Any]]] = []
     async with state.group_semaphore:
         for sample, one in zip(group, params, strict=True):
@@ -366,7 +452,9 @@ async def _generate_in_one_request(
     return [await _finish_member(args, sample, evaluation) for sample in group]
 
 
-def _prepared(args: Any, state: Any, sample: Sample, sampling_params: dict[str, Any]) -> dict[str, Any] | None:
+def _prepared(
+    args: Any, state: Any, sample: Sample, sampling_params: dict[str, Any]
+) -> dict[str, Any] | None:
     """`prepare_request`, where an error marks the sample FAILED and leaves nothing to send."""
     try:
         return prepare_request(args, state, sample, sampling_params)
@@ -377,7 +465,9 @@ def _prepared(args: Any, state: Any, sample: Sample, sampling_params: dict[str, 
         return None
 
 
-async def _request_batch(args: Any, state: Any, requests: list[tuple[Sample, dict]], *, key: int | None) -> None:
+async def _request_batch(
+    args: Any, state: Any, requests: list[tuple[Sample, dict]], *, key: int | None
+) -> None:
     session_id = requests[0][0].session_id
     try:
         body = generation.build_batch_request([request for _, request in requests])
@@ -440,8 +530,9 @@ def generate_rollout(
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """One rollout for training, or one evaluation.
 
-    `data_source` hands out groups and takes back those that were begun and not used. RolloutDataError where more samples
-    failed than --max-failed-ratio allows; ConfigError for what the options make impossible.
+    `data_source` hands out groups and takes back those that were begun and not used.
+    RolloutDataError where more samples failed than --max-failed-ratio allows; ConfigError for what
+    the options make impossible.
     """
     set_current_rollout_id(rollout_id)
     if evaluation:

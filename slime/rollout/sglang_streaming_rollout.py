@@ -1,4 +1,5 @@
-"""Generation over server-sent events: what arrived before a lost connection or an abort is not lost.
+"""Generation over server-sent events: what arrived before a lost connection or an abort is not
+lost.
 
 For `--custom-generate-function-path slime.rollout.sglang_streaming_rollout.generate_streaming`.
 """
@@ -23,9 +24,9 @@ logger = logging.getLogger(__name__)
 async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """The sample with what one streamed generation made of it.
 
-    Each event holds the whole response so far, so the last one is the result. When the stream breaks off after some
-    tokens they are kept, and the sample is ABORTED: it is continued under partial rollout and generated again without.
-    EngineError where nothing arrived.
+    Each event holds the whole response so far, so the last one is the result. When the stream
+    breaks off after some tokens they are kept, and the sample is ABORTED: it is continued under
+    partial rollout and generated again without. EngineError where nothing arrived.
     """
     state = GenerateState(args)
     request = prepare_request(args, state, sample, sampling_params)
@@ -39,7 +40,9 @@ async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[st
     except EngineError as error:
         if last is None:
             raise
-        logger.warning("sample %s: the stream broke off, its tokens so far are kept: %s", sample.index, error)
+        logger.warning(
+            "sample %s: the stream broke off, its tokens so far are kept: %s", sample.index, error
+        )
     if last is None:
         raise EngineError(f"{url}/generate ended its stream without an event")
     if last["meta_info"].get("finish_reason") is None:
@@ -49,7 +52,9 @@ async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[st
 
 
 async def _events(url: str, payload: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """The JSON of each "data: ..." line up to "data: [DONE]". EngineError for an error event or a broken stream."""
+    """The JSON of each "data: ..." line up to "data: [DONE]". EngineError for an error event or a
+    broken stream.
+    """
     async for line in http_utils.stream_lines("POST", url, payload):
         if not line.startswith(b"data:"):
             continue

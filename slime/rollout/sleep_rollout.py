@@ -12,5 +12,7 @@ logger = logging.getLogger(__name__)
 def sleep(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> None:
     """Waits until the process is ended."""
     for hours in range(10**6):
-        logger.info("rollout %d: the engines are up and nothing is generated (hour %d)", rollout_id, hours)
+        logger.info(
+            "rollout %d: the engines are up and nothing is generated (hour %d)", rollout_id, hours
+        )
         time.sleep(3600)

@@ -1,4 +1,6 @@
-"""Tool calls in the text of a turn. Only what stands behind the reasoning is a call; a malformed one is data, not an error."""
+"""Tool calls in the text of a turn. Only what stands behind the reasoning is a call; a malformed
+one is data, not an error.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ CALL_MARKS = ("<tool_call>", "</tool_call>")
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
-    """One call: the function's name and arguments, or `problem`, in words that can be given back to the model."""
+    """One call: the function's name and arguments, or `problem`, in words that can be given back to
+    the model.
+    """
 
     text: str
     name: str | None = None
@@ -23,7 +27,9 @@ class ToolCall:
 
 @dataclasses.dataclass(frozen=True)
 class ParsedTurn:
-    """A turn's reasoning (None without any), the content behind it without its calls, and the calls in their order."""
+    """A turn's reasoning (None without any), the content behind it without its calls, and the calls
+    in their order.
+    """
 
     reasoning: str | None
     content: str
@@ -40,7 +46,9 @@ def read_json_call(text: str) -> ToolCall:
         return ToolCall(text, problem='a tool call is {"name": "...", "arguments": {...}}')
     arguments = value.get("arguments", {})
     if not isinstance(arguments, dict):
-        return ToolCall(text, value["name"], problem="the arguments of a tool call are a JSON object")
+        return ToolCall(
+            text, value["name"], problem="the arguments of a tool call are a JSON object"
+        )
     return ToolCall(text, value["name"], arguments)
 
 
@@ -51,10 +59,11 @@ def parse_turn(
     read_call: Callable[[str], ToolCall] = read_json_call,
     starts_in_reasoning: bool = False,
 ) -> ParsedTurn:
-    """The parts of a turn's text, read from left to right. Reasoning that is not closed reaches to the end; a call that is
-    not closed is a call with a problem.
+    """The parts of a turn's text, read from left to right. Reasoning that is not closed reaches to
+    the end; a call that is not closed is a call with a problem.
 
-    starts_in_reasoning: the generation prompt has opened the reasoning. A closing tag before any opening one says so too.
+    starts_in_reasoning: the generation prompt has opened the reasoning. A closing tag before any
+    opening one says so too.
     """
     opened, closed = text.find(THINK_OPEN), text.find(THINK_CLOSE)
     if starts_in_reasoning or 0 <= closed < (opened if opened >= 0 else len(text)):
@@ -68,11 +77,15 @@ def parse_turn(
             break
         place, mark = min(places)
         content.append(text[:place])
-        inside, end, text = text[place + len(mark) :].partition(THINK_CLOSE if mark == THINK_OPEN else marks[1])
+        inside, end, text = text[place + len(mark) :].partition(
+            THINK_CLOSE if mark == THINK_OPEN else marks[1]
+        )
         if mark == THINK_OPEN:
             reasoning.append(inside.strip("\n"))
         else:
             unclosed = ToolCall(inside.strip(), problem=f"the call has no {marks[1]}")
             calls.append(read_call(inside.strip()) if end else unclosed)
     content.append(text)
-    return ParsedTurn("\n".join(reasoning) if reasoning else None, "".join(content).strip(), tuple(calls))
+    return ParsedTurn(
+        "\n".join(reasoning) if reasoning else None, "".join(content).strip(), tuple(calls)
+    )

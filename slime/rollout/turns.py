@@ -1,12 +1,15 @@
-"""What a new turn adds to a multi-turn response: sampled ids as they are, and the ids that template and environment add.
+"""What a new turn adds to a multi-turn response: sampled ids as they are, and the ids that template
+and environment add.
 
-    turn 1: sampled ids [mask 1] -> delta: end of turn, tool results, next header [mask 0] -> turn 2: sampled ids [mask 1] ...
+    turn 1: sampled ids [mask 1] -> delta: end of turn, tool results, next header [mask 0] -> turn
+    2: sampled ids [mask 1] ...
 
-Sampled ids are never encoded again. The delta is what the template writes behind the turn, found with a probe in the render
-of the whole conversation (prompts/chat_render.py), less the end of turn that the model has emitted itself. Whether the
-whole render still says what was sampled is checked every time: a template that strips earlier reasoning makes it differ,
-and then the sampled ids are kept, or the conversation goes on in a second sample of the same rollout.
-Pure: no `args`, no engine. Shapes: C = context ids before the turn, S = sampled ids, D = ids of the delta.
+Sampled ids are never encoded again. The delta is what the template writes behind the turn, found
+with a probe in the render of the whole conversation (prompts/chat_render.py), less the end of turn
+that the model has emitted itself. Whether the whole render still says what was sampled is checked
+every time: a template that strips earlier reasoning makes it differ, and then the sampled ids are
+kept, or the conversation goes on in a second sample of the same rollout. Pure: no `args`, no
+engine. Shapes: C = context ids before the turn, S = sampled ids, D = ids of the delta.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ EXCERPT = 40
 class Rerender:
     """A whole render that is no continuation of what was sampled.
 
-    `token_ids` are the ids of that render with the generation prompt; `kept` and `rendered` the two texts from the first
-    character in which they differ, `position`, on.
+    `token_ids` are the ids of that render with the generation prompt; `kept` and `rendered` the two
+    texts from the first character in which they differ, `position`, on.
     """
 
     token_ids: list[int]
@@ -39,13 +42,17 @@ class Rerender:
 
     def __str__(self) -> str:
         kept, rendered = self.kept[:EXCERPT], self.rendered[:EXCERPT]
-        return f"from character {self.position} on, {kept!r} was sampled or given, and the chat template now writes {rendered!r}"
+        return (
+            f"from character {self.position} on, {kept!r} was sampled or given, and the chat "
+            f"template now writes {rendered!r}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class TurnDelta:
-    """What template and environment add behind a sampled turn: ids [D] without log-probs, their text, and how the whole
-    render differs from what was sampled, None where it does not."""
+    """What template and environment add behind a sampled turn: ids [D] without log-probs, their
+    text, and how the whole render differs from what was sampled, None where it does not.
+    """
 
     token_ids: list[int]
     text: str
@@ -61,25 +68,29 @@ def compute_turn_delta(
     new_messages: list[dict],
     end_token_ids: Collection[int] = (),
 ) -> TurnDelta:
-    """The ids that stand between a sampled turn and the next one: the turn's end and separators that the model did not
-    emit, the new messages, and the next generation prompt.
+    """The ids that stand between a sampled turn and the next one: the turn's end and separators
+    that the model did not emit, the new messages, and the next generation prompt.
 
-    context_ids: everything before the turn [C], as it was sent. sampled_ids: the turn as sampled [S].
-    messages: the conversation up to and including the assistant's message for `sampled_ids`. new_messages: what follows.
-    end_token_ids: ids that end a turn in place of the template's own end mark, when they were sampled last.
-    RolloutDataError where the template refuses the conversation or does not show where the turn ends.
+    context_ids: everything before the turn [C], as it was sent. sampled_ids: the turn as sampled
+    [S]. messages: the conversation up to and including the assistant's message for `sampled_ids`.
+    new_messages: what follows. end_token_ids: ids that end a turn in place of the template's own
+    end mark, when they were sampled last. RolloutDataError where the template refuses the
+    conversation or does not show where the turn ends.
     """
     if not messages or messages[-1].get("role") != "assistant" or not new_messages:
         raise RolloutDataError(
-            f"a turn delta lies between an assistant message and new ones; the conversation ends with "
+            "a turn delta lies between an assistant message and new ones; the conversation ends "
+            "with "
             f"{messages[-1].get('role') if messages else None!r} and {len(new_messages)} messages are new."
         )
     position, conversation = len(messages) - 1, [*messages, *new_messages]
     behind = template.text_after_turn(conversation, position, add_generation_prompt=True)
     if behind is None:
         raise RolloutDataError(
-            f"the chat template does not show where turn {position} ends: its content appears not exactly once, or what is "
-            f"written behind it depends on it. Roles: {[message.get('role') for message in conversation]}. Give the "
+            f"the chat template does not show where turn {position} ends: its content appears not "
+            "exactly once, or what is "
+            "written behind it depends on it. Roles: "
+            f"{[message.get('role') for message in conversation]}. Give the "
             "tokenizer a template that writes messages in order, or build the ids of new turns in your generate function."
         )
     token_ids = template.encode_continuation(behind)
@@ -87,7 +98,9 @@ def compute_turn_delta(
         token_ids = _without_emitted_ids(token_ids, sampled_ids, end_token_ids)
     else:
         mark = template.text_between(conversation, position)
-        token_ids = template.encode_continuation(_without_emitted_text(behind, template.decode(sampled_ids), mark))
+        token_ids = template.encode_continuation(
+            _without_emitted_text(behind, template.decode(sampled_ids), mark)
+        )
     ids_so_far = [*context_ids, *sampled_ids, *token_ids]
     full_ids = template.encode(template.render(conversation, add_generation_prompt=True))
     rerender = None if ids_so_far == full_ids else _difference(ids_so_far, full_ids, template)
@@ -95,7 +108,9 @@ def compute_turn_delta(
 
 
 def _text_behind(sampled_ids: Sequence[int], token_ids: list[int], template: ChatTemplate) -> str:
-    """The text of a delta as it stands behind the turn: alone, many tokenizers would leave out its first space."""
+    """The text of a delta as it stands behind the turn: alone, many tokenizers would leave out its
+    first space.
+    """
     turn, both = template.decode(sampled_ids), template.decode([*sampled_ids, *token_ids])
     return both.removeprefix(turn) if both.startswith(turn) else template.decode(token_ids)
 
@@ -105,7 +120,8 @@ def _without_emitted_ids(
 ) -> list[int]:
     """The ids behind a turn that ends with a special token, less those that were sampled.
 
-    Content holds no special tokens, so equal ids at the border are the end of turn, and what follows it.
+    Content holds no special tokens, so equal ids at the border are the end of turn, and what
+    follows it.
     """
     sampled = list(sampled_ids)
     for count in range(min(len(behind_ids), len(sampled)), 0, -1):
@@ -115,9 +131,11 @@ def _without_emitted_ids(
 
 
 def _without_emitted_text(behind: str, sampled_text: str, mark: str | None) -> str:
-    """The text behind a turn that ends with text, the next role's tag `mark`, less the tag where it was sampled.
+    """The text behind a turn that ends with text, the next role's tag `mark`, less the tag where it
+    was sampled.
 
-    It counts as sampled where it was sampled whole, in whatever tokens, its trailing white space excepted.
+    It counts as sampled where it was sampled whole, in whatever tokens, its trailing white space
+    excepted.
     """
     if not mark or not mark.strip() or not behind.startswith(mark):
         return behind
@@ -127,29 +145,37 @@ def _without_emitted_text(behind: str, sampled_text: str, mark: str | None) -> s
     return behind
 
 
-def _difference(ids_so_far: list[int], full_ids: list[int], template: ChatTemplate) -> Rerender | None:
+def _difference(
+    ids_so_far: list[int], full_ids: list[int], template: ChatTemplate
+) -> Rerender | None:
     """How two sequences differ as text; None where only the split into tokens does."""
     kept, rendered = template.decode(ids_so_far), template.decode(full_ids)
     if kept == rendered:
         return None
     same = next(
-        (i for i, (a, b) in enumerate(zip(kept, rendered, strict=False)) if a != b), min(len(kept), len(rendered))
+        (i for i, (a, b) in enumerate(zip(kept, rendered, strict=False)) if a != b),
+        min(len(kept), len(rendered)),
     )
     return Rerender(full_ids, same, kept[same:], rendered[same:])
 
 
 def append_turn_delta(sample: Sample, delta: TurnDelta, *, on_rerender: str = KEEP) -> Sample:
-    """The sample that the next turn is generated on. `sample` gets the delta's ids in any case, with mask 0.
+    """The sample that the next turn is generated on. `sample` gets the delta's ids in any case,
+    with mask 0.
 
-    on_rerender: what happens where the whole render differs from what was sampled. "keep": the sampled ids stay the
-    context, `sample` is returned. "fork": a new sample of the same rollout is returned, whose prompt is that render; both
-    belong into the list that the generate function returns. "refuse": RolloutDataError, nothing is changed.
+    on_rerender: what happens where the whole render differs from what was sampled. "keep": the
+    sampled ids stay the context, `sample` is returned. "fork": a new sample of the same rollout is
+    returned, whose prompt is that render; both belong into the list that the generate function
+    returns. "refuse": RolloutDataError, nothing is changed.
     """
     if on_rerender not in RERENDER_POLICIES:
-        raise ConfigError(f"on_rerender is {on_rerender!r}; it is one of {', '.join(RERENDER_POLICIES)}.")
+        raise ConfigError(
+            f"on_rerender is {on_rerender!r}; it is one of {', '.join(RERENDER_POLICIES)}."
+        )
     if delta.rerender is not None and on_rerender == REFUSE:
         raise RolloutDataError(
-            f"sample {sample.index}: the conversation is not what was sampled: {delta.rerender}. Use a template that keeps "
+            f"sample {sample.index}: the conversation is not what was sampled: {delta.rerender}. "
+            "Use a template that keeps "
             "earlier turns as they are, or on_rerender='keep' or 'fork'."
         )
     sample.append_response_tokens(tokens=delta.token_ids, trainable=False, text=delta.text)
@@ -159,14 +185,17 @@ def append_turn_delta(sample: Sample, delta: TurnDelta, *, on_rerender: str = KE
 
 
 def fork_sample(sample: Sample, prompt_ids: Sequence[int]) -> Sample:
-    """A second sample of the same rollout with `prompt_ids` as its whole prompt and nothing generated.
+    """A second sample of the same rollout with `prompt_ids` as its whole prompt and nothing
+    generated.
 
-    `sample.rollout_id`, where it is None, becomes the sample's index, so that both share one loss denominator.
-    RolloutDataError for a sample that has neither.
+    `sample.rollout_id`, where it is None, becomes the sample's index, so that both share one loss
+    denominator. RolloutDataError for a sample that has neither.
     """
     if sample.rollout_id is None:
         if sample.index is None:
-            raise RolloutDataError("a sample without index and rollout_id cannot be forked: set Sample.rollout_id.")
+            raise RolloutDataError(
+                "a sample without index and rollout_id cannot be forked: set Sample.rollout_id."
+            )
         sample.rollout_id = sample.index
     fork = reset_to_prompt(sample)
     fork.tokens = list(prompt_ids)
@@ -174,9 +203,12 @@ def fork_sample(sample: Sample, prompt_ids: Sequence[int]) -> Sample:
     return fork
 
 
-def turn_text(sampled_ids: Sequence[int], *, template: ChatTemplate, stops: Sequence[str] = ()) -> str:
-    """The content of a sampled turn: its text with special tokens inside it (thinking tags may be such), without end
-    marks and padding behind it, and without the stop string that ended it."""
+def turn_text(
+    sampled_ids: Sequence[int], *, template: ChatTemplate, stops: Sequence[str] = ()
+) -> str:
+    """The content of a sampled turn: its text with special tokens inside it (thinking tags may be
+    such), without end marks and padding behind it, and without the stop string that ended it.
+    """
     ids = list(sampled_ids)
     while ids and ids[-1] in template.special_ids:
         ids.pop()

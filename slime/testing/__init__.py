@@ -1,4 +1,5 @@
-"""What a unit test of a reward, a generate function or a hook needs: options with defaults, samples, a scripted engine, a real tiny one.
+"""What a unit test of a reward, a generate function or a hook needs: options with defaults,
+samples, a scripted engine, a real tiny one.
 
     from slime.testing import FakeEngine, call, engines_at, make_args, make_sample
 
@@ -40,21 +41,25 @@ SMALL = {
     "n_samples_per_prompt": 2,
     "rollout_max_response_len": 8,
     "rollout_num_engines": 1,
-    "gate_compare_text": "off",  # a scripted engine's text is what a test says, not what a tokenizer makes of the ids
+    # a scripted engine's text is what a test says, not what a tokenizer makes of the ids
+    "gate_compare_text": "off",
 }
 
 
 def make_args(**overrides: Any) -> argparse.Namespace:
-    """Every option of slime with its default, the required ones with small values, then `overrides`.
+    """Every option of slime with its default, the required ones with small values, then
+    `overrides`.
 
-    Nothing is derived or checked, and a model's own options (megatron-core's) are not among them. ConfigError for a name that is no option,
-    with the nearest.
+    Nothing is derived or checked, and a model's own options (megatron-core's) are not among them.
+    ConfigError for a name that is no option, with the nearest.
     """
     values = {spec.name: spec.default for spec in slime_specs()} | SMALL
     for name in overrides:
         if name not in values:
             near = nearest_names(name, values)
-            raise ConfigError(f"unknown option {name!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
+            raise ConfigError(
+                f"unknown option {name!r}." + (f" Did you mean {near[0]!r}?" if near else "")
+            )
     return argparse.Namespace(**{**values, **overrides})
 
 
@@ -67,23 +72,34 @@ def make_sample(
     loss_mask: Sequence[int] | None = None,
     **fields: Any,
 ) -> Sample:
-    """A sample as it stands after generation: ids, lengths and masks fit the texts; without a response one that is still to be generated.
+    """A sample as it stands after generation: ids, lengths and masks fit the texts; without a
+    response one that is still to be generated.
 
-    tokenizer: gives the ids; without one, each character is its code point. log_probs: the engine's, one per response token; default -0.5.
-    fields: further fields of Sample (label, metadata, index, group_index, reward, status, ...).
+    tokenizer: gives the ids; without one, each character is its code point. log_probs: the
+    engine's, one per response token; default -0.5. fields: further fields of Sample (label,
+    metadata, index, group_index, reward, status, ...).
     """
     if not response:
         return Sample(prompt=prompt, **{"index": 0, "group_index": 0, **fields})
 
     def ids_of(text: Any) -> list[int]:
         if not isinstance(text, str):
-            raise ConfigError(f"make_sample takes the text of the prompt, got {type(text).__name__}; render messages first.")
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if tokenizer else list(map(ord, text))
+            raise ConfigError(
+                f"make_sample takes the text of the prompt, got {type(text).__name__}; render "
+                "messages first."
+            )
+        return (
+            list(tokenizer(text, add_special_tokens=False)["input_ids"])
+            if tokenizer
+            else list(map(ord, text))
+        )
 
     response_ids = ids_of(response)
     for name, given in (("log_probs", log_probs), ("loss_mask", loss_mask)):
         if given is not None and len(given) != len(response_ids):
-            raise ConfigError(f"make_sample: {len(given)} {name} for {len(response_ids)} response tokens.")
+            raise ConfigError(
+                f"make_sample: {len(given)} {name} for {len(response_ids)} response tokens."
+            )
     values: dict[str, Any] = {
         "index": 0,
         "group_index": 0,
@@ -97,7 +113,9 @@ def make_sample(
 
 
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The result of a function, awaited where it is async. Samples that it was given are changed as in a run."""
+    """The result of a function, awaited where it is async. Samples that it was given are changed as
+    in a run.
+    """
 
     async def result_of() -> Any:
         result = function(*args, **kwargs)
@@ -107,14 +125,18 @@ def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def make_tiny_tokenizer(folder: str | Path) -> str:
-    """`folder`, now holding a tokenizer of one id per character, with a chat template (no weights): enough for a scripted engine."""
+    """`folder`, now holding a tokenizer of one id per character, with a chat template (no weights):
+    enough for a scripted engine.
+    """
     make_char_tokenizer().save_pretrained(folder)
     return str(folder)
 
 
 @contextlib.contextmanager
 def engines_at(*urls: str, is_router: bool = False) -> Iterator[None]:
-    """Inside, generation goes to the engines at `urls`, and nothing is left of earlier rollouts in this process, nor after it."""
+    """Inside, generation goes to the engines at `urls`, and nothing is left of earlier rollouts in
+    this process, nor after it.
+    """
     from slime.rollout import engine_client
     from slime.utils.misc import SingletonMeta
 

@@ -1,12 +1,14 @@
-"""A scripted double of a *remote* engine: an aiohttp server on loopback that speaks SGLang's API and can misbehave on demand.
+"""A scripted double of a *remote* engine: an aiohttp server on loopback that speaks SGLang's API
+and can misbehave on demand.
 
     with FakeEngine(lambda request: [5, 6, 7]) as engine:
         engine.faults.append(Fault(status=500))      # the next request only
         ... send requests to engine.url ...
     engine.requests                                  # every body that arrived, in order
 
-`answer(request)` gives the response ids of one prompt; token number k of an answer has log-prob -(k + 1) / 8, exact in
-float32. An answer may also be a dict, which replaces the whole JSON reply of that prompt.
+`answer(request)` gives the response ids of one prompt; token number k of an answer has log-prob -(k
++ 1) / 8, exact in float32. An answer may also be a dict, which replaces the whole JSON reply of
+that prompt.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from aiohttp import web
 
 @dataclasses.dataclass
 class Fault:
-    """What goes wrong with one HTTP request: a status, a closed connection, or no answer for `hang` seconds."""
+    """What goes wrong with one HTTP request: a status, a closed connection, or no answer for `hang`
+    seconds.
+    """
 
     status: int | None = None
     close: bool = False
@@ -44,8 +48,9 @@ def log_prob_of(position: int) -> float:
 
 
 class FakeEngine:
-    """Runs in a thread of its own. `delay(prompt)` is the time of one prompt in seconds; an abort ends it early, with
-    `partial(prompt)` of its tokens (default: none)."""
+    """Runs in a thread of its own. `delay(prompt)` is the time of one prompt in seconds; an abort
+    ends it early, with `partial(prompt)` of its tokens (default: none).
+    """
 
     def __init__(
         self,
@@ -68,7 +73,9 @@ class FakeEngine:
 
     def __enter__(self) -> FakeEngine:
         started = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(started)), daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve(started)), daemon=True
+        )
         self._thread.start()
         assert started.wait(10), "the fake engine did not start"
         return self
@@ -78,7 +85,11 @@ class FakeEngine:
         self._thread.join(10)
 
     async def _serve(self, started: threading.Event) -> None:
-        self._loop, self._stop, self._abort = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        self._loop, self._stop, self._abort = (
+            asyncio.get_running_loop(),
+            asyncio.Event(),
+            asyncio.Event(),
+        )
         app = web.Application(client_max_size=2**28)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort_request)
@@ -138,7 +149,9 @@ class FakeEngine:
         limit = prompt.sampling_params["max_new_tokens"]
         tokens = answer[: self.partial(prompt)] if aborted else answer[:limit]
         kind = "abort" if aborted else "length" if len(answer) > limit else "stop"
-        return make_reply(tokens, kind, text=self.decode(tokens), prompt=prompt, version=version, body=body)
+        return make_reply(
+            tokens, kind, text=self.decode(tokens), prompt=prompt, version=version, body=body
+        )
 
 
 def make_reply(
@@ -172,5 +185,7 @@ def make_reply(
         meta[TOKEN_IDS_KEY] = encode_array(tokens, TOKEN_DTYPE)
         meta[LOG_PROBS_KEY] = encode_array(log_probs, LOG_PROB_DTYPE)
     else:
-        meta["output_token_logprobs"] = [[lp, token, None] for lp, token in zip(log_probs, tokens, strict=True)]
+        meta["output_token_logprobs"] = [
+            [lp, token, None] for lp, token in zip(log_probs, tokens, strict=True)
+        ]
     return {"text": text, "output_ids": list(tokens), "meta_info": meta}

@@ -1,7 +1,8 @@
 """Fixtures for pytest: put `pytest_plugins = ["slime.testing.fixtures"]` into your conftest.py.
 
-    def test_my_generate(tiny_engine):
-        sample = call(my_generate, tiny_engine.args(rollout_max_response_len=4), make_sample(prompt="1+1="), {"max_new_tokens": 4})
+def test_my_generate(tiny_engine):
+    sample = call(my_generate, tiny_engine.args(rollout_max_response_len=4),
+    make_sample(prompt="1+1="), {"max_new_tokens": 4})
 """
 
 from __future__ import annotations
@@ -26,13 +27,19 @@ class TinyEngine:
     folder: Path
 
     def args(self, **overrides: Any) -> argparse.Namespace:
-        """`make_args` with this model; greedy unless asked otherwise, so that a test has one answer."""
-        return make_args(**{"hf_checkpoint": str(self.folder), "rollout_temperature": 0.0, **overrides})
+        """`make_args` with this model; greedy unless asked otherwise, so that a test has one
+        answer.
+        """
+        return make_args(
+            **{"hf_checkpoint": str(self.folder), "rollout_temperature": 0.0, **overrides}
+        )
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder of a random two-layer model whose tokenizer has one id per character."""
+    """A Hugging Face folder of a random two-layer model whose tokenizer has one id
+    per character.
+    """
     return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny-model"))
 
 

@@ -1,9 +1,12 @@
-"""Tiny Hugging Face folders (config, safetensors, fast tokenizer with chat template, generation config) for tests, made in under a second.
+"""Tiny Hugging Face folders (config, safetensors, fast tokenizer with chat template, generation
+config) for tests, made in under a second.
 
-    folder = make_tiny_checkpoint(tmp_path / "m", family="qwen3", num_hidden_layers=2, hidden_size=32)
+    folder = make_tiny_checkpoint(tmp_path / "m", family="qwen3", num_hidden_layers=2,
+    hidden_size=32)
 
-The tokenizer is character level: one id per character of `chars` plus the special tokens below, so that a test can read
-ids from text and back. Weights are random but seeded, wide enough that the next-token distribution is far from uniform.
+The tokenizer is character level: one id per character of `chars` plus the special tokens below, so
+that a test can read ids from text and back. Weights are random but seeded, wide enough that the
+next-token distribution is far from uniform.
 """
 
 from __future__ import annotations
@@ -14,14 +17,17 @@ from pathlib import Path
 SPECIAL_TOKENS = ("<|pad|>", "<|unk|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>")
 DEFAULT_CHARS = string.digits + string.ascii_letters + string.punctuation + " \n"
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] "
+    "}}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 def make_char_tokenizer(chars: str = DEFAULT_CHARS, *, chat_template: str = CHAT_TEMPLATE):
-    """Returns a `PreTrainedTokenizerFast` with one token per character; ids 0..4 are `SPECIAL_TOKENS`, then `chars` in order."""
+    """Returns a `PreTrainedTokenizerFast` with one token per character; ids 0..4 are
+    `SPECIAL_TOKENS`, then `chars` in order.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -29,7 +35,9 @@ def make_char_tokenizer(chars: str = DEFAULT_CHARS, *, chat_template: str = CHAT
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<|unk|>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="<|pad|>",
@@ -44,7 +52,9 @@ def make_char_tokenizer(chars: str = DEFAULT_CHARS, *, chat_template: str = CHAT
 
 
 def tiny_config(family: str, **overrides):
-    """Returns a transformers config of `family` (see FAMILIES) with small sizes; every keyword replaces one of its fields."""
+    """Returns a transformers config of `family` (see FAMILIES) with small sizes; every keyword
+    replaces one of its fields.
+    """
     from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     fields = dict(
@@ -60,13 +70,20 @@ def tiny_config(family: str, **overrides):
         tie_word_embeddings=False,
         attention_dropout=0.0,
     )
-    classes = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}
+    classes = {
+        "llama": LlamaConfig,
+        "qwen2": Qwen2Config,
+        "qwen3": Qwen3Config,
+        "qwen3_moe": Qwen3MoeConfig,
+    }
     if family not in classes:
         raise ValueError(f"family {family!r} is not one of {FAMILIES}")
     if family == "qwen2":
         del fields["head_dim"]
     if family == "qwen3_moe":
-        fields.update(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
+        fields.update(
+            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
+        )
     fields.update(overrides)
     return classes[family](**fields)
 
@@ -81,11 +98,13 @@ def make_tiny_checkpoint(
     eos_token_ids: tuple[int, ...] = (4, 2),
     **overrides,
 ) -> Path:
-    """Returns `folder`, now holding a loadable checkpoint: model and tokenizer, float32 safetensors, generation config.
+    """Returns `folder`, now holding a loadable checkpoint: model and tokenizer, float32
+    safetensors, generation config.
 
-    vocab_size: rows of the embedding; None means as many as the tokenizer has tokens, rounded up to a multiple of 8.
-    eos_token_ids: what generation_config.json lists (4 is <|im_end|>, 2 is <|endoftext|>).
-    overrides: fields of the transformers config (num_hidden_layers=..., tie_word_embeddings=True, ...).
+    vocab_size: rows of the embedding; None means as many as the tokenizer has tokens, rounded up to
+    a multiple of 8. eos_token_ids: what generation_config.json lists (4 is <|im_end|>, 2 is
+    <|endoftext|>). overrides: fields of the transformers config (num_hidden_layers=...,
+    tie_word_embeddings=True, ...).
     """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -95,12 +114,18 @@ def make_tiny_checkpoint(
     if vocab_size is None:
         vocab_size = -(-len(tokenizer) // 8) * 8
     config = tiny_config(
-        family, vocab_size=vocab_size, pad_token_id=0, eos_token_id=eos_token_ids[0], bos_token_id=None, **overrides
+        family,
+        vocab_size=vocab_size,
+        pad_token_id=0,
+        eos_token_id=eos_token_ids[0],
+        bos_token_id=None,
+        **overrides,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # Biases and norms start as zeros and ones; a converter that loses or swaps one must not go unnoticed.
+    # Biases and norms start as zeros and ones; a converter that loses or swaps one must not go
+    # unnoticed.
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

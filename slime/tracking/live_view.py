@@ -1,7 +1,7 @@
 """What a run is doing, in the terminal: a moving panel, or plain lines when the output is a file.
 
-The driver's thread follows metrics.jsonl and progress.jsonl of the run folder, so it shows what every process reports
-and none of them waits for it. `RunState` is pure: records in, text out.
+The driver's thread follows metrics.jsonl and progress.jsonl of the run folder, so it shows what
+every process reports and none of them waits for it. `RunState` is pure: records in, text out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from slime.tracking import progress
 from slime.tracking.report import EVAL_FAMILIES, FAMILIES, pick
 
 POLL_INTERVAL_S = 0.25
-SILENCE_S = 8.0  # a plain line is printed at least this often, so that ten seconds never pass without one
+# a plain line is printed at least this often, so that ten seconds never pass without one
+SILENCE_S = 8.0
 
 
 def format_duration(seconds: float) -> str:
@@ -34,7 +35,9 @@ def format_duration(seconds: float) -> str:
 
 @dataclasses.dataclass
 class RunState:
-    """Where a run stands, from its records. Times are seconds since the epoch, as in the records."""
+    """Where a run stands, from its records. Times are seconds since the epoch, as in
+    the records.
+    """
 
     started: float
     num_rollout: int | None = None
@@ -44,29 +47,43 @@ class RunState:
     done: int = 0
     total: int | None = None
     values: dict[str, float] = dataclasses.field(default_factory=dict)
-    pending: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)  # metrics of unprinted rollouts, in order
+    # metrics of unprinted rollouts, in order
+    pending: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
     last_printed: int | None = None
-    num_steps: dict[int, int] = dataclasses.field(default_factory=dict)  # rollout -> its optimizer steps
-    ended: dict[int, float] = dataclasses.field(default_factory=dict)  # rollout -> when its training ended
+    # rollout -> its optimizer steps
+    num_steps: dict[int, int] = dataclasses.field(default_factory=dict)
+    # rollout -> when its training ended
+    ended: dict[int, float] = dataclasses.field(default_factory=dict)
 
     def on_progress(self, record: dict[str, Any]) -> None:
         """Takes one record of progress.jsonl."""
         if record.get("phase") != self.phase:
             self.phase_since = record.get("time", self.started)
-        self.phase, self.done, self.total = str(record.get("phase")), record.get("done") or 0, record.get("total")
+        self.phase, self.done, self.total = (
+            str(record.get("phase")),
+            record.get("done") or 0,
+            record.get("total"),
+        )
 
     def on_metrics(self, record: dict[str, Any]) -> list[str]:
-        """Takes one record of metrics.jsonl; returns the lines that are now complete: of rollouts, of an evaluation.
+        """Takes one record of metrics.jsonl; returns the lines that are now complete: of rollouts,
+        of an evaluation.
 
-        Generation may be a rollout ahead of training, so records of two rollouts come mixed. A rollout is complete when it was trained and
-        the next one has begun; where its training is not timed, when the one after that has.
+        Generation may be a rollout ahead of training, so records of two rollouts come mixed. A
+        rollout is complete when it was trained and the next one has begun; where its training is
+        not timed, when the one after that has.
         """
         key, step, metrics = record.get("step_key"), record.get("step"), record.get("metrics") or {}
         if key == "eval/step":
-            scores = [f"{name} {value:.4g}" for name, value in sorted(pick(metrics, EVAL_FAMILIES).items())]
+            scores = [
+                f"{name} {value:.4g}"
+                for name, value in sorted(pick(metrics, EVAL_FAMILIES).items())
+            ]
             trained = self._take(lambda rollout, later: rollout in self.ended)
             return trained + ([f"evaluation {step}  " + "  ".join(scores)] if scores else [])
-        named = {name: metrics[name] for names in FAMILIES.values() for name in names if name in metrics}
+        named = {
+            name: metrics[name] for names in FAMILIES.values() for name in names if name in metrics
+        }
         if key != "rollout/step":
             rollout = self._rollout_of(step)
             if rollout is None:
@@ -77,7 +94,8 @@ class RunState:
         assert isinstance(step, int), f"a record of rollout/step has the step {step!r}"
         if step not in self.pending:
             if self.last_printed is not None and step <= self.last_printed:
-                return []  # the weight update after a rollout, which was printed when its evaluation came
+                # the weight update after a rollout, which was printed when its evaluation came
+                return []
             self.pending[step] = {}
             self.pending = dict(sorted(self.pending.items()))
         self.pending[step].update(named)
@@ -85,14 +103,18 @@ class RunState:
             self.num_steps[step] = int(metrics["schedule/num_steps"])
         if "perf/step_time" in metrics:
             self.ended.setdefault(step, record.get("time", self.started))
-        return self._take(lambda rollout, later: later > 1 or (later == 1 and rollout in self.ended))
+        return self._take(
+            lambda rollout, later: later > 1 or (later == 1 and rollout in self.ended)
+        )
 
     def on_end(self) -> list[str]:
         """Returns the lines of the rollouts that are not printed yet: the run is over."""
         return self._take(lambda rollout, later: True)
 
     def _rollout_of(self, train_step: Any) -> int | None:
-        """The pending rollout that optimizer step `train_step` belongs to: by the numbers where they fit, else the first untrained one."""
+        """The pending rollout that optimizer step `train_step` belongs to: by the numbers where
+        they fit, else the first untrained one.
+        """
         for rollout in self.pending:
             num_steps = self.num_steps.get(rollout)
             if num_steps and isinstance(train_step, int) and train_step // num_steps == rollout:
@@ -100,7 +122,9 @@ class RunState:
         return next((rollout for rollout in self.pending if rollout not in self.ended), None)
 
     def _take(self, is_complete: Callable[[int, int], bool]) -> list[str]:
-        """The lines of the first pending rollouts for which `is_complete(rollout, number of later ones)`, in order."""
+        """The lines of the first pending rollouts for which `is_complete(rollout, number of later
+        ones)`, in order.
+        """
         lines = []
         while self.pending:
             rollout = next(iter(self.pending))
@@ -123,7 +147,9 @@ class RunState:
         return f"rollout {rollout + 1}{of}  " + "  ".join(shown)
 
     def remaining_s(self, now: float) -> float | None:
-        """Returns the expected seconds to the end from the last rollouts' pace, None before two of them are over."""
+        """Returns the expected seconds to the end from the last rollouts' pace, None before two of
+        them are over.
+        """
         recent = list(self.ended.values())[-8:]
         if len(recent) < 2 or not self.num_rollout:
             return None
@@ -133,11 +159,16 @@ class RunState:
     def progress_line(self, now: float) -> str:
         """Returns one line for a silent moment: what is going on and for how long."""
         share = f" {self.done}/{self.total}" if self.total else ""
-        return f"  ... {self.phase}{share}, {format_duration(max(0.0, now - (self.phase_since or self.started)))}"
+        return (
+            f"  ... {self.phase}{share}, "
+            f"{format_duration(max(0.0, now - (self.phase_since or self.started)))}"
+        )
 
 
 class LiveView:
-    """A thread that shows the run until it is stopped. A failure in it ends the view, never the run."""
+    """A thread that shows the run until it is stopped. A failure in it ends the view, never the
+    run.
+    """
 
     def __init__(
         self,
@@ -149,7 +180,9 @@ class LiveView:
         poll_interval_s: float = POLL_INTERVAL_S,
         is_shared: bool = False,
     ) -> None:
-        """is_shared: a debugger may wait for input on the terminal, so nothing is redrawn and silence is not commented."""
+        """is_shared: a debugger may wait for input on the terminal, so nothing is redrawn and
+        silence is not commented.
+        """
         self._stream = stream or sys.stderr
         self._is_shared = is_shared
         self._state = RunState(started=time.time(), num_rollout=num_rollout, hidden=hidden)
@@ -181,7 +214,10 @@ class LiveView:
         return [line for record in self._metrics.read() for line in self._state.on_metrics(record)]
 
     def _run_lines(self) -> None:
-        self._print(f"run started, {'?' if self._state.num_rollout is None else self._state.num_rollout} rollouts")
+        self._print(
+            f"run started, {'?' if self._state.num_rollout is None else self._state.num_rollout} "
+            "rollouts"
+        )
         while True:
             stopping = self._stop.wait(self._poll_interval_s)
             for line in self._read():
@@ -200,7 +236,14 @@ class LiveView:
     def _run_panel(self) -> None:
         from rich.console import Console
         from rich.live import Live
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            SpinnerColumn,
+            TextColumn,
+            TimeElapsedColumn,
+        )
         from rich.table import Table
 
         console = Console(file=self._stream)
@@ -212,7 +255,13 @@ class LiveView:
         phase_bar = bars.add_task("starting", total=None, note="")
         grid = Table.grid()
         grid.add_row(bars)
-        with Live(grid, console=console, refresh_per_second=4, redirect_stdout=False, redirect_stderr=False) as live:
+        with Live(
+            grid,
+            console=console,
+            refresh_per_second=4,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        ) as live:
             shown_phase = None
             while not self._stop.wait(self._poll_interval_s):
                 for line in self._read():
@@ -237,8 +286,11 @@ def live_view(args: Any) -> Iterator[None]:
     if not args.live_view:
         yield
         return
-    hidden = ("reward", "pass rate") if args.loss_type == "sft_loss" else ()  # supervised samples have reward 0
-    view = LiveView(start_run_folder(args), num_rollout=args.num_rollout, hidden=hidden, is_shared=args.local)
+    # supervised samples have reward 0
+    hidden = ("reward", "pass rate") if args.loss_type == "sft_loss" else ()
+    view = LiveView(
+        start_run_folder(args), num_rollout=args.num_rollout, hidden=hidden, is_shared=args.local
+    )
     view.start()
     try:
         yield

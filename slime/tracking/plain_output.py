@@ -1,4 +1,6 @@
-"""Output that is no terminal (a file, a pipe, CI) gets no colours and no progress bars of libraries."""
+"""Output that is no terminal (a file, a pipe, CI) gets no colours and no progress bars of
+libraries.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,17 @@ import os
 import sys
 from collections.abc import MutableMapping
 
-# What each library reads: tqdm (transformers, datasets), the hub's client, Ray's lines about its processes.
+# What each library reads: tqdm (transformers, datasets), the hub's client, Ray's lines about its
+# processes.
 PLAIN = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "RAY_COLOR_PREFIX": "0"}
 
 
-def keep_output_plain(environment: MutableMapping[str, str] = os.environ, *, is_terminal: bool | None = None) -> None:
-    """Sets `PLAIN` in the environment, before the libraries read it, where output is no terminal or NO_COLOR is set; what is set stays."""
+def keep_output_plain(
+    environment: MutableMapping[str, str] = os.environ, *, is_terminal: bool | None = None
+) -> None:
+    """Sets `PLAIN` in the environment, before the libraries read it, where output is no terminal or
+    NO_COLOR is set; what is set stays.
+    """
     if is_terminal is None:
         is_terminal = sys.stdout.isatty() and sys.stderr.isatty()
     if is_terminal and not environment.get("NO_COLOR"):

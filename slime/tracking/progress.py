@@ -1,4 +1,6 @@
-"""How far the current phase is, for the live view: throttled records in the run folder's progress.jsonl."""
+"""How far the current phase is, for the live view: throttled records in the run folder's
+progress.jsonl.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,16 @@ FILE_NAME = "progress.jsonl"
 
 
 class ProgressReporter:
-    """Writes at most one record per phase and `interval_s`; the first, the last and a change of phase are always
-    written."""
+    """Writes at most one record per phase and `interval_s`; the first, the last and a change of
+    phase are always written.
+    """
 
     def __init__(
-        self, run_dir: str | os.PathLike[str], *, interval_s: float = 0.5, clock: Callable[[], float] = time.time
+        self,
+        run_dir: str | os.PathLike[str],
+        *,
+        interval_s: float = 0.5,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._writer = JsonlWriter(Path(run_dir) / FILE_NAME)
         self._interval_s = interval_s
@@ -30,14 +37,23 @@ class ProgressReporter:
         self._last_time = float("-inf")
 
     def report(self, *, phase: str, done: int = 0, total: int | None = None, **fields: Any) -> bool:
-        """Returns whether a record was written. A disk that is full loses the record, never the run."""
+        """Returns whether a record was written. A disk that is full loses the record, never the
+        run.
+        """
         now = self._clock()
         with self._lock:
             is_edge = phase != self._last_phase or done == 0 or done == total
             if not is_edge and now - self._last_time < self._interval_s:
                 return False
             self._last_phase, self._last_time = phase, now
-            record = {"time": now, "pid": os.getpid(), "phase": phase, "done": done, "total": total, **fields}
+            record = {
+                "time": now,
+                "pid": os.getpid(),
+                "phase": phase,
+                "done": done,
+                "total": total,
+                **fields,
+            }
             with contextlib.suppress(OSError):
                 self._writer.write(record)
                 return True
@@ -54,10 +70,14 @@ def configure(run_dir: str | os.PathLike[str] | None) -> None:
 
 
 def report(*, phase: str, done: int = 0, total: int | None = None, **fields: Any) -> bool:
-    """Says that `done` of `total` units of `phase` ("generate", "reward", "train", "publish", "evaluate", ...) are
-    finished.
+    """Says that `done` of `total` units of `phase` ("generate", "reward", "train", "publish",
+    "evaluate", ...) are finished.
 
-    Returns whether a record was written: False when it was throttled or this process has no run folder. Cheap enough
-    to call per sample.
+    Returns whether a record was written: False when it was throttled or this process has no run
+    folder. Cheap enough to call per sample.
     """
-    return False if _reporter is None else _reporter.report(phase=phase, done=done, total=total, **fields)
+    return (
+        False
+        if _reporter is None
+        else _reporter.report(phase=phase, done=done, total=total, **fields)
+    )

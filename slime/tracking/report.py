@@ -1,4 +1,5 @@
-"""What a run did, from its metrics.jsonl alone: a summary table, report.png, and whether the run's books balance.
+"""What a run did, from its metrics.jsonl alone: a summary table, report.png, and whether the run's
+books balance.
 
 python -m slime.tracking.report RUN_DIR      exit status 1 when something does not add up
 """
@@ -47,14 +48,21 @@ EVAL_FAMILIES: dict[str, tuple[str, ...]] = {}
 
 
 def pick(metrics: Mapping[str, Any], families: Mapping[str, Sequence[str]]) -> dict[str, float]:
-    """Returns the numbers of `metrics` under their short labels; with EVAL_FAMILIES, every evaluation set's mean
-    reward by its name."""
+    """Returns the numbers of `metrics` under their short labels; with EVAL_FAMILIES, every
+    evaluation set's mean reward by its name.
+    """
     if families is EVAL_FAMILIES:
-        known = {name for name in metrics if name.startswith("eval/") and name.count("/") == 1 and name != "eval/step"}
+        known = {
+            name
+            for name in metrics
+            if name.startswith("eval/") and name.count("/") == 1 and name != "eval/step"
+        }
         # eval/<set>-<what> are details of eval/<set>
         sets = {name for name in known if not any(name.startswith(f"{other}-") for other in known)}
         return {
-            name.removeprefix("eval/"): float(metrics[name]) for name in sets if _is_number(metrics[name]) or is_not_finite(metrics[name])
+            name.removeprefix("eval/"): float(metrics[name])
+            for name in sets
+            if _is_number(metrics[name]) or is_not_finite(metrics[name])
         }
     found = {}
     for label, names in families.items():
@@ -70,14 +78,17 @@ def _is_number(value: Any) -> bool:
 
 
 def is_not_finite(value: Any) -> bool:
-    """Whether a recorded value is not-a-number or infinite: metrics.jsonl holds those as text, which JSON has."""
+    """Whether a recorded value is not-a-number or infinite: metrics.jsonl holds those as text,
+    which JSON has.
+    """
     return isinstance(value, str) and value in NOT_FINITE
 
 
 @dataclasses.dataclass(frozen=True)
 class RunRecords:
-    """A run's metrics: name -> step -> value, each on its own axis, the latest record of a step wins.
-    `num_unreadable` lines were torn."""
+    """A run's metrics: name -> step -> value, each on its own axis, the latest record of a step
+    wins. `num_unreadable` lines were torn.
+    """
 
     series: dict[str, dict[int, Any]]
     num_unreadable: int
@@ -85,12 +96,18 @@ class RunRecords:
 
     def numbers(self, name: str) -> tuple[list[int], list[float]]:
         """Returns the steps and values of `name` in step order, without what is no number."""
-        points = sorted((step, float(value)) for step, value in self.series.get(name, {}).items() if _is_number(value))
+        points = sorted(
+            (step, float(value))
+            for step, value in self.series.get(name, {}).items()
+            if _is_number(value)
+        )
         return [step for step, _ in points], [value for _, value in points]
 
     def not_finite(self, name: str) -> list[int]:
         """Returns the steps at which `name` was recorded and was no number, ascending."""
-        return sorted(step for step, value in self.series.get(name, {}).items() if is_not_finite(value))
+        return sorted(
+            step for step, value in self.series.get(name, {}).items() if is_not_finite(value)
+        )
 
     def ends(self, name: str) -> tuple[int, int]:
         """Returns the first and the last step at which `name` was recorded, finite or not."""
@@ -106,7 +123,9 @@ def read_run(run_dir: str | os.PathLike[str]) -> RunRecords:
     """Reads <run_dir>/metrics.jsonl. FileNotFoundError, naming it, when there is none."""
     path = Path(run_dir) / "metrics.jsonl"
     if not path.exists():
-        raise FileNotFoundError(f"{path} is missing: {run_dir} is no run folder, or the run logged nothing")
+        raise FileNotFoundError(
+            f"{path} is missing: {run_dir} is no run folder, or the run logged nothing"
+        )
     records, num_unreadable = read_jsonl(path)
     series: dict[str, dict[int, Any]] = {}
     times = []
@@ -121,8 +140,10 @@ def read_run(run_dir: str | os.PathLike[str]) -> RunRecords:
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
-    """Samples of a run: sampled = trained + the sum of dropped, by reason; also those that were planned and did not train. `copies`: further rows that a
-    custom converter made of samples; trained and dropped count rows."""
+    """Samples of a run: sampled = trained + the sum of dropped, by reason; also those that were
+    planned and did not train. `copies`: further rows that a custom converter made of samples;
+    trained and dropped count rows.
+    """
 
     sampled: int
     trained: int
@@ -131,11 +152,15 @@ class Ledger:
 
     @property
     def missing(self) -> int:
-        """Samples that neither were trained nor have a reason; negative when more came out than went in."""
+        """Samples that neither were trained nor have a reason; negative when more came out than
+        went in.
+        """
         return self.sampled + self.copies - self.trained - sum(self.dropped.values())
 
     def __str__(self) -> str:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items()) if count)
+        reasons = ", ".join(
+            f"{count} {reason}" for reason, count in sorted(self.dropped.items()) if count
+        )
         total = sum(self.dropped.values())
         copies = f" + {self.copies} copies" if self.copies else ""
         return f"{self.sampled} sampled{copies} = {self.trained} trained + {total} dropped" + (
@@ -144,7 +169,9 @@ class Ledger:
 
 
 def read_ledgers(run: RunRecords) -> dict[int, Ledger]:
-    """Returns the ledger of every rollout that reported one. Samples of a rollout whose training did not finish are not trained."""
+    """Returns the ledger of every rollout that reported one. Samples of a rollout whose training
+    did not finish are not trained.
+    """
     steps = run.numbers(LEDGER + "sampled")[0]
     reasons = [name for name in run.series if name.startswith((LEDGER + "dropped/", NOT_TRAINED))]
     finished = run.series.get(LEDGER + "trained", {})
@@ -154,11 +181,24 @@ def read_ledgers(run: RunRecords) -> dict[int, Ledger]:
         return int(value) if _is_number(value) else 0
 
     def dropped(step: int) -> dict[str, int]:
-        by_reason = {name.removeprefix(LEDGER + "dropped/").removeprefix(NOT_TRAINED): count(name, step) for name in reasons}
-        return by_reason if step in finished else {**by_reason, UNFINISHED: count(LEDGER + "planned", step)}
+        by_reason = {
+            name.removeprefix(LEDGER + "dropped/").removeprefix(NOT_TRAINED): count(name, step)
+            for name in reasons
+        }
+        return (
+            by_reason
+            if step in finished
+            else {**by_reason, UNFINISHED: count(LEDGER + "planned", step)}
+        )
 
     return {
-        step: Ledger(count(LEDGER + "sampled", step), count(LEDGER + "trained", step), dropped(step), count(COPIES, step)) for step in steps
+        step: Ledger(
+            count(LEDGER + "sampled", step),
+            count(LEDGER + "trained", step),
+            dropped(step),
+            count(COPIES, step),
+        )
+        for step in steps
     }
 
 
@@ -168,12 +208,17 @@ def total_ledger(ledgers: Mapping[int, Ledger]) -> Ledger:
     for ledger in ledgers.values():
         for reason, count in ledger.dropped.items():
             dropped[reason] = dropped.get(reason, 0) + count
-    sampled, trained, copies = (sum(getattr(one, name) for one in ledgers.values()) for name in ("sampled", "trained", "copies"))
+    sampled, trained, copies = (
+        sum(getattr(one, name) for one in ledgers.values())
+        for name in ("sampled", "trained", "copies")
+    )
     return Ledger(sampled, trained, dropped, copies)
 
 
 def find_ledger_problems(ledgers: Mapping[int, Ledger]) -> list[str]:
-    """Returns a sentence per rollout whose samples do not balance, or one when nothing was counted."""
+    """Returns a sentence per rollout whose samples do not balance, or one when nothing
+    was counted.
+    """
     if not ledgers:
         return [f"no ledger: no record has {LEDGER}sampled, so nobody counted the samples"]
     return [
@@ -185,27 +230,38 @@ def find_ledger_problems(ledgers: Mapping[int, Ledger]) -> list[str]:
 
 
 def find_weight_problems(run: RunRecords) -> list[str]:
-    """Returns a sentence unless some record says that the published weights differ from those before."""
+    """Returns a sentence unless some record says that the published weights differ from those
+    before.
+    """
     name = run.first_of(WEIGHT_SIGNS)
     if name is None:
         return [f"nothing says that the weights changed: no record has {' or '.join(WEIGHT_SIGNS)}"]
     if not any(run.numbers(name)[1]):
         return [
-            f"weights never changed: {name} is 0 in all {len(run.numbers(name)[1])} records. Is the learning rate 0?"
+            (
+                f"weights never changed: {name} is 0 in all {len(run.numbers(name)[1])} records. "
+                "Is "
+                "the learning rate 0?"
+            )
         ]
     return []
 
 
 def find_reward_problems(run: RunRecords) -> list[str]:
-    """Returns a sentence when the reward is the same number in every rollout, which teaches nothing, and one when equal responses scored differently."""
+    """Returns a sentence when the reward is the same number in every rollout, which teaches
+    nothing, and one when equal responses scored differently.
+    """
     name = run.first_of(FAMILIES["reward"])
     if name is None:
         return [f"no reward: no record has {' or '.join(FAMILIES['reward'])}"]
     problems = []
-    conflicts = [(step, count) for step, count in zip(*run.numbers(REWARD_CONFLICTS), strict=True) if count]
+    conflicts = [
+        (step, count) for step, count in zip(*run.numbers(REWARD_CONFLICTS), strict=True) if count
+    ]
     if conflicts:
         problems.append(
-            f"{sum(count for _, count in conflicts):g} samples have another reward than a sample of their group with the same response, the first in "
+            f"{sum(count for _, count in conflicts):g} samples have another reward than a sample "
+            "of their group with the same response, the first in "
             f"rollout {conflicts[0][0]} ({REWARD_CONFLICTS}): a label was mixed up or the reward function keeps state; slime rescore DUMP shows where"
         )
     values = run.numbers(name)[1]
@@ -218,36 +274,58 @@ def find_reward_problems(run: RunRecords) -> list[str]:
 
 
 def find_number_problems(run: RunRecords) -> list[str]:
-    """Returns a sentence per family that was not a finite number at some step, and one when optimizer steps were skipped for it."""
+    """Returns a sentence per family that was not a finite number at some step, and one when
+    optimizer steps were skipped for it.
+    """
     problems = []
     skipped = [step for step, value in zip(*run.numbers(UPDATE_SKIPPED), strict=True) if value]
     if skipped:
         of = len(run.numbers("train/loss")[0]) + len(run.not_finite("train/loss"))
         problems.append(
-            f"{len(skipped)} of {max(of, len(skipped))} optimizer steps changed nothing, the first at step {skipped[0]}: a gradient was not finite "
+            f"{len(skipped)} of {max(of, len(skipped))} optimizer steps changed nothing, the first "
+            f"at step {skipped[0]}: a gradient was not finite "
             f"({UPDATE_SKIPPED}). Look at the reward, the log-probs and the learning rate of that step."
         )
-    names = {name for families in (FAMILIES.values(), [[f"eval/{name}"] for name in eval_sets(run)]) for family in families for name in family}
+    names = {
+        name
+        for families in (FAMILIES.values(), [[f"eval/{name}"] for name in eval_sets(run)])
+        for family in families
+        for name in family
+    }
     for name in sorted(names):
         if steps := run.not_finite(name):
             total = len(steps) + len(run.numbers(name)[0])
-            problems.append(f"{name} is not a finite number in {len(steps)} of {total} records, the first at step {steps[0]}")
+            problems.append(
+                f"{name} is not a finite number in {len(steps)} of {total} records, the first at "
+                f"step {steps[0]}"
+            )
     return problems
 
 
 def find_gate_problems(run: RunRecords) -> list[str]:
-    """Returns a sentence per kind of failure whose share of the samples at least doubled between the run's first and last rollouts."""
+    """Returns a sentence per kind of failure whose share of the samples at least doubled between
+    the run's first and last rollouts.
+    """
     from slime.gate.alarms import level_problem
     from slime.gate.config import MODEL_FAILURES, REASONS
 
     problems = []
     totals = dict(zip(*run.numbers("gate/total"), strict=True))
     for reason in (reason for reason in REASONS if reason in MODEL_FAILURES):
-        shares = {step: share for step, share in zip(*run.numbers(f"gate/failures/{reason.value}"), strict=True) if step in totals}
+        shares = {
+            step: share
+            for step, share in zip(*run.numbers(f"gate/failures/{reason.value}"), strict=True)
+            if step in totals
+        }
         steps, window = list(shares), min(LEVEL_WINDOW, len(shares) // 2)
         first, last = steps[:window], steps[len(steps) - window :]
-        start, recent = ({step: (round(shares[step] * totals[step]), round(totals[step])) for step in part} for part in (first, last))
-        trained = sum(run.series.get(f"gate/kept_in_spite/{reason.value}", {}).get(step, 0) for step in last)
+        start, recent = (
+            {step: (round(shares[step] * totals[step]), round(totals[step])) for step in part}
+            for part in (first, last)
+        )
+        trained = sum(
+            run.series.get(f"gate/kept_in_spite/{reason.value}", {}).get(step, 0) for step in last
+        )
         message = level_problem(reason, start, recent, trains=bool(trained))
         if message is not None:
             problems.append(f"the model fails more: {message}")
@@ -256,7 +334,9 @@ def find_gate_problems(run: RunRecords) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Checks:
-    """Which books a run has to balance. A supervised run has no reward; one without training no new weights; one that only evaluates none of these."""
+    """Which books a run has to balance. A supervised run has no reward; one without training no new
+    weights; one that only evaluates none of these.
+    """
 
     ledger: bool = True
     weights: bool = True
@@ -266,8 +346,9 @@ class Checks:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """`rows` are (what, first, last, best) as text; `facts` single lines; `problems` what does not add up; `png` the
-    picture or None."""
+    """`rows` are (what, first, last, best) as text; `facts` single lines; `problems` what does not
+    add up; `png` the picture or None.
+    """
 
     rows: list[tuple[str, str, str, str]]
     facts: list[str]
@@ -286,7 +367,9 @@ def summarize_run(run: RunRecords, checks: Checks = Checks()) -> Summary:
     names |= {f"eval {label}": f"eval/{label}" for label in eval_sets(run)}
     rows = []
     for label, name in names.items():
-        if name is not None and (checks.reward or label not in ("reward", "reward kept", "pass rate")):
+        if name is not None and (
+            checks.reward or label not in ("reward", "reward kept", "pass rate")
+        ):
             values = run.numbers(name)[1]
             first, last = ((f"{float(run.series[name][step]):.4g}") for step in run.ends(name))
             rows.append((label, first, last, f"{min(values):.4g} .. {max(values):.4g}"))
@@ -308,7 +391,10 @@ def summarize_run(run: RunRecords, checks: Checks = Checks()) -> Summary:
     if checks.log_probs is not None:
         problems += find_consistency_problems(run.series, checks.log_probs)
     if shares := run.numbers(GATE_SHARE)[1]:
-        facts.append(f"gate: {statistics.median(shares):.1%} of an iteration (median of {len(shares)}; largest {max(shares):.1%})")
+        facts.append(
+            f"gate: {statistics.median(shares):.1%} of an iteration (median of {len(shares)}; "
+            f"largest {max(shares):.1%})"
+        )
     if run.num_unreadable:
         facts.append(f"metrics: {run.num_unreadable} torn lines were skipped")
     return Summary(rows, facts, problems)
@@ -339,12 +425,18 @@ def print_summary(summary: Summary, *, stream: Any = None) -> None:
         console.print(f"picture: {summary.png}", markup=False, soft_wrap=True)
 
 
-def write_report(run_dir: str | os.PathLike[str], *, checks: Checks = Checks(), title: str | None = None) -> Summary:
-    """Writes <run_dir>/report.png and returns the summary; `summary.problems` is empty when everything adds up."""
+def write_report(
+    run_dir: str | os.PathLike[str], *, checks: Checks = Checks(), title: str | None = None
+) -> Summary:
+    """Writes <run_dir>/report.png and returns the summary; `summary.problems` is empty when
+    everything adds up.
+    """
     from slime.tracking.report_picture import draw_report
 
     run = read_run(run_dir)
-    png = draw_report(run, Path(run_dir) / "report.png", title=title or Path(run_dir).resolve().name)
+    png = draw_report(
+        run, Path(run_dir) / "report.png", title=title or Path(run_dir).resolve().name
+    )
     return dataclasses.replace(summarize_run(run, checks), png=png)
 
 
@@ -357,12 +449,18 @@ def checks_for(args: Any) -> Checks:
     distills = args.custom_reward_post_process_path == DISTILLATION
     # a replay may train on samples of other weights on purpose
     log_probs = None if args.debug_train_only else ConsistencyLimits.from_args(args)
-    return Checks(ledger=trains, weights=trains, reward=args.loss_type == "policy_loss" and not distills, log_probs=log_probs)
+    return Checks(
+        ledger=trains,
+        weights=trains,
+        reward=args.loss_type == "policy_loss" and not distills,
+        log_probs=log_probs,
+    )
 
 
 def recorded_checks(run_dir: str | os.PathLike[str]) -> Checks:
-    """Returns what the run in this folder has to balance, by the options that its config.yaml records; the usual checks where it has none. ConfigError for one
-    that cannot be read."""
+    """Returns what the run in this folder has to balance, by the options that its config.yaml
+    records; the usual checks where it has none. ConfigError for one that cannot be read.
+    """
     from slime.config.specs import slime_specs
     from slime.config.yaml_file import read_option_file
 
@@ -371,12 +469,17 @@ def recorded_checks(run_dir: str | os.PathLike[str]) -> Checks:
         return Checks()
     specs = {spec.name: spec for spec in slime_specs()}
     recorded = read_option_file(str(path), specs, strict=False).known
-    return checks_for(argparse.Namespace(**{name: recorded.get(name, spec.default) for name, spec in specs.items()}))
+    return checks_for(
+        argparse.Namespace(
+            **{name: recorded.get(name, spec.default) for name, spec in specs.items()}
+        )
+    )
 
 
 def report_at_end(args: Any) -> list[str]:
-    """Prints the report of the run that `args` describes and returns its problems; a run that logged nothing has none, and a full
-    disk costs only the picture."""
+    """Prints the report of the run that `args` describes and returns its problems; a run that
+    logged nothing has none, and a full disk costs only the picture.
+    """
     try:
         summary = write_report(args.run_dir, checks=checks_for(args))
     except FileNotFoundError as error:
@@ -390,8 +493,12 @@ def report_at_end(args: Any) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Reports one run folder, with the thresholds that the run was started with; returns 1 when something does not add up, 2 when there is no run."""
-    parser = argparse.ArgumentParser(prog="python -m slime.tracking.report", description=__doc__.split("\n", 1)[0])
+    """Reports one run folder, with the thresholds that the run was started with; returns 1 when
+    something does not add up, 2 when there is no run.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m slime.tracking.report", description=__doc__.split("\n", 1)[0]
+    )
     parser.add_argument("run_dir", help="Folder that holds metrics.jsonl.")
     options = parser.parse_args(argv)
     try:

@@ -21,7 +21,9 @@ def _panel(
     bottom: float | None = None,
     is_log: bool = False,
 ) -> None:
-    """Draws (steps, values, label, colour) lines; a short series gets markers so that one point is visible."""
+    """Draws (steps, values, label, colour) lines; a short series gets markers so that one point is
+    visible.
+    """
     lines = [line for line in lines if line[0]]
     for steps, values, label, colour in lines:
         axes.plot(
@@ -48,7 +50,16 @@ def _panel(
     if len(lines) > 1:
         axes.legend(fontsize=9, frameon=False, loc="best")
     if not lines:
-        axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color=GREY, fontsize=11)
+        axes.text(
+            0.5,
+            0.5,
+            "not logged",
+            transform=axes.transAxes,
+            ha="center",
+            va="center",
+            color=GREY,
+            fontsize=11,
+        )
         axes.set_xticks([])
         axes.set_yticks([])
 
@@ -62,7 +73,9 @@ def _series(
 
 
 def _rewards(run: RunRecords) -> list[tuple[list[int], list[float], str, str]]:
-    """Reward of everything sampled, that of what the gate kept, and pass rate; curves that are one are drawn once."""
+    """Reward of everything sampled, that of what the gate kept, and pass rate; curves that are one
+    are drawn once.
+    """
     lines: list[tuple[list[int], list[float], str, str]] = []
     for label, colour in (("reward", BLUE), ("reward kept", GREEN), ("pass rate", ORANGE)):
         line = _series(run, label, colour)
@@ -71,7 +84,9 @@ def _rewards(run: RunRecords) -> list[tuple[list[int], list[float], str, str]]:
     return lines
 
 
-def _positive(line: tuple[list[int], list[float], str, str]) -> tuple[list[int], list[float], str, str]:
+def _positive(
+    line: tuple[list[int], list[float], str, str],
+) -> tuple[list[int], list[float], str, str]:
     """Absolute values, without the zeros that a logarithmic axis cannot hold."""
     steps, values, label, colour = line
     points = [(step, abs(value)) for step, value in zip(steps, values, strict=True) if value]
@@ -83,13 +98,17 @@ def _fates(run: RunRecords) -> list[tuple[list[int], list[float], str, str]]:
     ledgers = {step: ledger for step, ledger in sorted(read_ledgers(run).items()) if ledger.sampled}
     steps = list(ledgers)
     trained = [ledger.trained / (ledger.sampled + ledger.copies) for ledger in ledgers.values()]
-    dropped = [sum(ledger.dropped.values()) / (ledger.sampled + ledger.copies) for ledger in ledgers.values()]
+    dropped = [
+        sum(ledger.dropped.values()) / (ledger.sampled + ledger.copies)
+        for ledger in ledgers.values()
+    ]
     return [(steps, trained, "trained", GREEN), (steps, dropped, "dropped, with a reason", RED)]
 
 
 def draw_report(run: RunRecords, path: Path, *, title: str) -> Path:
-    """Draws reward, held-out evaluation, response length, KL and log-prob gap, seconds per step and the samples'
-    fate; returns `path`."""
+    """Draws reward, held-out evaluation, response length, KL and log-prob gap, seconds per step and
+    the samples' fate; returns `path`.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -97,7 +116,10 @@ def draw_report(run: RunRecords, path: Path, *, title: str) -> Path:
     FigureCanvasAgg(figure)
     panels = figure.subplots(2, 3)
     colours = (BLUE, ORANGE, GREEN, RED)
-    evaluations = [(*run.numbers(f"eval/{name}"), name, colours[i % 4]) for i, name in enumerate(eval_sets(run))]
+    evaluations = [
+        (*run.numbers(f"eval/{name}"), name, colours[i % 4])
+        for i, name in enumerate(eval_sets(run))
+    ]
     draw: list[Callable[[Any], None]] = [
         lambda axes: _panel(axes, "reward", _rewards(run)),
         lambda axes: _panel(axes, "evaluation", evaluations, bottom=0),

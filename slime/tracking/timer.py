@@ -12,8 +12,9 @@ from slime.utils.misc import SingletonMeta
 
 
 class Timer(metaclass=SingletonMeta):
-    """Seconds by name, accumulated until `reset`. One per process. `seq_lens` holds the total lengths [N] of the
-    phase that is timed."""
+    """Seconds by name, accumulated until `reset`. One per process. `seq_lens` holds the total
+    lengths [N] of the phase that is timed.
+    """
 
     def __init__(self) -> None:
         self.timers: dict[str, float] = {}
@@ -58,7 +59,9 @@ class Timer(metaclass=SingletonMeta):
 
 
 def timer(name_or_function: str | Callable[..., Any]) -> Any:
-    """As `with timer("name"):` times the body; as `@timer` times every call under the function's name."""
+    """As `with timer("name"):` times the body; as `@timer` times every call under the function's
+    name.
+    """
     if isinstance(name_or_function, str):
         return Timer().context(name_or_function)
     function = name_or_function

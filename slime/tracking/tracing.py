@@ -1,12 +1,14 @@
-"""Spans and events of one sample's life, kept in `sample.trace` as plain dictionaries that JSON can hold.
+"""Spans and events of one sample's life, kept in `sample.trace` as plain dictionaries that JSON can
+hold.
 
     with trace_span(sample, "sglang_generate") as attrs:
         reply = await post(...)
         attrs.update(build_sglang_meta_trace_attrs(reply["meta_info"]))
 
-A trace is {"trace_id", "events"}; an event {"type": "span_start" | "span_end" | "event", "name", "time", "attrs"} and, for spans,
-"span_id", "parent_id" and, at the end, "duration". Times are seconds since the epoch, durations seconds of a monotonic clock. Tracing never raises
-into the code that it watches.
+A trace is {"trace_id", "events"}; an event {"type": "span_start" | "span_end" | "event", "name",
+"time", "attrs"} and, for spans, "span_id", "parent_id" and, at the end, "duration". Times are
+seconds since the epoch, durations seconds of a monotonic clock. Tracing never raises into the code
+that it watches.
 """
 
 from __future__ import annotations
@@ -24,15 +26,25 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-# an attribute under this key holds child spans as [{"name", "duration", "attrs"}], for durations that only the engine measured
+# an attribute under this key holds child spans as [{"name", "duration", "attrs"}], for durations
+# that only the engine measured
 TRACE_CHILDREN_KEY = "trace_children"
 
-PLAIN_META = ("prompt_tokens", "completion_tokens", "cached_tokens", "queue_time", "e2e_latency", "decode_throughput")
+PLAIN_META = (
+    "prompt_tokens",
+    "completion_tokens",
+    "cached_tokens",
+    "queue_time",
+    "e2e_latency",
+    "decode_throughput",
+)
 # disaggregated engines report the time of each stage under <stage>_<what>
 STAGES = ("prefill", "decode")
 STAGE_SUFFIXES = ("_duration", "_latency", "_time")
 
-_parent: contextvars.ContextVar[int | None] = contextvars.ContextVar("slime_trace_parent", default=None)
+_parent: contextvars.ContextVar[int | None] = contextvars.ContextVar(
+    "slime_trace_parent", default=None
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +60,9 @@ class TraceHandle:
 
 
 class TraceSpanContext(dict[str, Any]):
-    """The attributes of a span that is under way: a dictionary, with upstream's setters beside its own."""
+    """The attributes of a span that is under way: a dictionary, with upstream's setters beside its
+    own.
+    """
 
     def set(self, name: str, value: Any) -> None:
         self[name] = value
@@ -64,8 +78,12 @@ def _new_id() -> int:
     return secrets.randbits(48)
 
 
-def bind_trace(target: Any, trace: TraceHandle | dict[str, Any] | None = None) -> TraceHandle | None:
-    """Returns the trace of `target`, made when it has none; `trace` makes several objects share one. None where it cannot be attached."""
+def bind_trace(
+    target: Any, trace: TraceHandle | dict[str, Any] | None = None
+) -> TraceHandle | None:
+    """Returns the trace of `target`, made when it has none; `trace` makes several objects share
+    one. None where it cannot be attached.
+    """
     try:
         if isinstance(target, TraceHandle):
             return target
@@ -90,8 +108,9 @@ def bind_trace_carrier(
     attempt: int = 0,
     parent_span_id: int | None = None,
 ) -> TraceHandle | None:
-    """Returns a trace with these identities (None: left out), attached to `carrier`: under the key "trace" of a dictionary, else as attribute
-    `trace`. None where it cannot be attached."""
+    """Returns a trace with these identities (None: left out), attached to `carrier`: under the key
+    "trace" of a dictionary, else as attribute `trace`. None where it cannot be attached.
+    """
     identities = {"sample_id": sample_id, "group_id": group_id}
     trace = {
         "trace_id": trace_id or f"{_new_id():012x}",
@@ -115,13 +134,25 @@ def _attach(carrier: Any, trace: dict[str, Any]) -> bool:
 
 
 def export_trace(handle: TraceHandle) -> dict[str, Any]:
-    """Returns the trace as plain values, for a request or a file; `import_trace` goes on with it in another process."""
-    return {**handle.trace, "events": list(handle.trace["events"]), "parent_span_id": handle.parent_span_id}
+    """Returns the trace as plain values, for a request or a file; `import_trace` goes on with it in
+    another process.
+    """
+    return {
+        **handle.trace,
+        "events": list(handle.trace["events"]),
+        "parent_span_id": handle.parent_span_id,
+    }
 
 
 def import_trace(payload: Mapping[str, Any], carrier: Any = None) -> TraceHandle | None:
-    """Returns the trace that `export_trace` wrote, attached to `carrier` if one is given. None for what is no such payload."""
-    if not isinstance(payload, Mapping) or not isinstance(payload.get("events"), list) or "trace_id" not in payload:
+    """Returns the trace that `export_trace` wrote, attached to `carrier` if one is given. None for
+    what is no such payload.
+    """
+    if (
+        not isinstance(payload, Mapping)
+        or not isinstance(payload.get("events"), list)
+        or "trace_id" not in payload
+    ):
         logger.debug("no trace in a payload of type %s", type(payload).__name__)
         return None
     trace = {name: value for name, value in payload.items() if name != "parent_span_id"}
@@ -156,23 +187,30 @@ def _append(target: Any, event: dict[str, Any]) -> None:
 
 def trace_event(target: Any, name: str, *, attrs: Mapping[str, Any] | None = None) -> None:
     """Adds one moment to the trace of `target` (a sample, a handle, or a list of them)."""
-    _append(target, {"type": "event", "name": name, "time": time.time(), "attrs": dict(attrs or {})})
+    _append(
+        target, {"type": "event", "name": name, "time": time.time(), "attrs": dict(attrs or {})}
+    )
 
 
 def trace_next_attempt(target: Any, *, attrs: Mapping[str, Any] | None = None) -> None:
-    """Counts one more attempt in the trace of `target` (a request that is sent again), and adds it as the event `next_attempt`."""
+    """Counts one more attempt in the trace of `target` (a request that is sent again), and adds it
+    as the event `next_attempt`.
+    """
     with contextlib.suppress(Exception):  # as above
         for handle in _handles(target):
             handle.trace["attempt"] = handle.trace.get("attempt", 0) + 1
-            trace_event(handle, "next_attempt", attrs={**(attrs or {}), "attempt": handle.trace["attempt"]})
+            trace_event(
+                handle, "next_attempt", attrs={**(attrs or {}), "attempt": handle.trace["attempt"]}
+            )
 
 
 @contextlib.contextmanager
 def trace_span(
     target: Any, name: str, *, attrs: Mapping[str, Any] | None = None, record_error: bool = True
 ) -> Iterator[TraceSpanContext]:
-    """Traces the body as a span of `target`; yields its attributes, which the body may extend. An error of the body is raised, and noted unless
-    `record_error` is False."""
+    """Traces the body as a span of `target`; yields its attributes, which the body may extend. An
+    error of the body is raised, and noted unless `record_error` is False.
+    """
     span_id, parent_id = _new_id(), _parent.get()
     started, values = time.perf_counter(), TraceSpanContext(attrs or {})
     common = {"name": name, "span_id": span_id, "parent_id": parent_id}
@@ -198,8 +236,17 @@ def _append_children(target: Any, parent_id: int, children: Iterable[Mapping[str
     """Adds spans that somebody else measured, as ended children of `parent_id`."""
     with contextlib.suppress(Exception):  # as above
         for child in children:
-            event = {"type": "span_end", "name": child["name"], "span_id": _new_id(), "parent_id": parent_id}
-            event |= {"time": time.time(), "duration": child["duration"], "attrs": dict(child.get("attrs", {}))}
+            event = {
+                "type": "span_end",
+                "name": child["name"],
+                "span_id": _new_id(),
+                "parent_id": parent_id,
+            }
+            event |= {
+                "time": time.time(),
+                "duration": child["duration"],
+                "attrs": dict(child.get("attrs", {})),
+            }
             _append(target, event)
 
 
@@ -213,8 +260,9 @@ def trace_function(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Returns a decorator that traces every call, of a plain or a coroutine function.
 
-    `target` is the name of the parameter that holds the sample (None: "sample"), or a function of the call's arguments that returns it, as
-    `target_getter` is; `attrs_getter` gets the same arguments and returns the span's attributes.
+    `target` is the name of the parameter that holds the sample (None: "sample"), or a function of
+    the call's arguments that returns it, as `target_getter` is; `attrs_getter` gets the same
+    arguments and returns the span's attributes.
     """
     getter = target_getter or (target if callable(target) else None)
     parameter = target if isinstance(target, str) else "sample"
@@ -224,7 +272,11 @@ def trace_function(
 
         def open_span(args: tuple, kwargs: dict) -> contextlib.AbstractContextManager[Any]:
             try:
-                found = getter(*args, **kwargs) if getter else signature.bind(*args, **kwargs).arguments[parameter]
+                found = (
+                    getter(*args, **kwargs)
+                    if getter
+                    else signature.bind(*args, **kwargs).arguments[parameter]
+                )
                 attrs = attrs_getter(*args, **kwargs) if attrs_getter is not None else None
                 return trace_span(found, name, attrs=attrs, record_error=record_error)
             except Exception as error:  # noqa: BLE001 - as above
@@ -251,10 +303,11 @@ def trace_function(
 
 
 def build_sglang_meta_trace_attrs(meta: Any) -> dict[str, Any]:
-    """Returns what a trace keeps of an engine's meta_info: token counts, queue time, latency, throughput, finish reason's type.
+    """Returns what a trace keeps of an engine's meta_info: token counts, queue time, latency,
+    throughput, finish reason's type.
 
-    Durations that a disaggregated engine reports per stage (prefill_..., decode_...) become children under TRACE_CHILDREN_KEY.
-    {} for what is no mapping.
+    Durations that a disaggregated engine reports per stage (prefill_..., decode_...) become
+    children under TRACE_CHILDREN_KEY. {} for what is no mapping.
     """
     if not isinstance(meta, Mapping):
         return {}

@@ -1,10 +1,11 @@
-"""Metrics of a run: one JSONL file that every process appends to, and trackers that one process feeds.
+"""Metrics of a run: one JSONL file that every process appends to, and trackers that one process
+feeds.
 
-`log` in any process appends a record to <run dir>/metrics.jsonl. The primary process (the driver) also feeds
-TensorBoard and W&B, with its own records directly and with the other processes' records by following that file, so a
-tracker has one writer, the training processes never wait for a network, and W&B's offline mode holds everything.
-Nothing here ends a run: what a full disk or a dead tracker did not take is counted, said once, and repeated at the
-end.
+`log` in any process appends a record to <run dir>/metrics.jsonl. The primary process (the driver)
+also feeds TensorBoard and W&B, with its own records directly and with the other processes' records
+by following that file, so a tracker has one writer, the training processes never wait for a
+network, and W&B's offline mode holds everything. Nothing here ends a run: what a full disk or a
+dead tracker did not take is counted, said once, and repeated at the end.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ _configured_logger = False
 
 
 class Sink(Protocol):
-    """A tracker. `write` takes plain values; `metrics[step_key]` is the record's step. Either method may raise
-    anything."""
+    """A tracker. `write` takes plain values; `metrics[step_key]` is the record's step. Either
+    method may raise anything.
+    """
 
     name: str
 
@@ -42,13 +44,22 @@ class Sink(Protocol):
 
 
 # Libraries whose INFO lines are about themselves, not about the run.
-QUIET_LIBRARIES = ("megatron", "transformers", "torch", "urllib3", "asyncio", "filelock", "matplotlib")
+QUIET_LIBRARIES = (
+    "megatron",
+    "transformers",
+    "torch",
+    "urllib3",
+    "asyncio",
+    "filelock",
+    "matplotlib",
+)
 
 
 def configure_logger(prefix: str = "", *, log_dir: str | os.PathLike[str] | None = None) -> None:
     """Sets where this process's log lines go, once; `prefix` names the process.
 
-    With `log_dir`, everything from INFO on is in `<log_dir>/<prefix>.log` and only warnings reach the terminal; without it INFO does.
+    With `log_dir`, everything from INFO on is in `<log_dir>/<prefix>.log` and only warnings reach
+    the terminal; without it INFO does.
     """
     global _configured_logger
     if _configured_logger:
@@ -82,12 +93,14 @@ def log_dir_of(args: Any) -> str | None:
 class StepAxes:
     """Keeps every series of a tracker from going back. A series is one metric on one step axis.
 
-    Series that share an axis advance apart: a rollout is logged while the one before still trains, and critic and policy count the
-    same steps one after the other. `before` holds records that an earlier process of this run has sent: they are not sent twice.
+    Series that share an axis advance apart: a rollout is logged while the one before still trains,
+    and critic and policy count the same steps one after the other. `before` holds records that an
+    earlier process of this run has sent: they are not sent twice.
     """
 
     def __init__(self, before: list[dict[str, Any]] | None = None) -> None:
-        self.late = 0  # values of steps that are past in this process: a tracker would draw their line backwards
+        # values of steps that are past in this process: a tracker would draw their line backwards
+        self.late = 0
         self._last: dict[tuple[str, str], float] = {}
         for record in before or []:
             for name in record["metrics"]:
@@ -120,7 +133,11 @@ class Tracking:
     """This process's way to the metrics file and, in the primary process, to the trackers."""
 
     def __init__(
-        self, run_dir: str | None, sinks: list[Sink] | None = None, *, before: list[dict[str, Any]] | None = None
+        self,
+        run_dir: str | None,
+        sinks: list[Sink] | None = None,
+        *,
+        before: list[dict[str, Any]] | None = None,
     ) -> None:
         self.lost: collections.Counter[str] = collections.Counter()
         self._sinks = sinks or []
@@ -132,13 +149,17 @@ class Tracking:
         self._follower: threading.Thread | None = None
         if self._sinks and self._writer is not None:
             self._tail = JsonlTail(self._writer.path, from_end=True)
-            self._follower = threading.Thread(target=self._follow, name="metrics-follower", daemon=True)
+            self._follower = threading.Thread(
+                target=self._follow, name="metrics-follower", daemon=True
+            )
             self._follower.start()
 
     def log(self, metrics: dict[str, Any], step_key: str) -> None:
         """Appends one record and, in the primary process, sends it on."""
         if step_key not in metrics:
-            raise RolloutDataError(f"log: the step {step_key!r} is not among the metrics {sorted(metrics)[:8]}")
+            raise RolloutDataError(
+                f"log: the step {step_key!r} is not among the metrics {sorted(metrics)[:8]}"
+            )
         values = {name: plain_value(value) for name, value in metrics.items()}
         record: dict[str, Any] = {
             "time": time.time(),
@@ -155,7 +176,9 @@ class Tracking:
         self._send(values, step_key)
 
     def close(self) -> None:
-        """Sends what other processes wrote until now, closes the trackers, and says what was lost."""
+        """Sends what other processes wrote until now, closes the trackers, and says
+        what was lost.
+        """
         self._stop.set()
         if self._follower is not None:
             self._follower.join(timeout=30)
@@ -166,7 +189,10 @@ class Tracking:
             self._writer.close()
         if self._axes.late:
             logger.warning(
-                "%d values were not sent to %s: their series had reached a later step. %s has them.",
+                (
+                    "%d values were not sent to %s: their series had reached a later step. %s has "
+                    "them."
+                ),
                 self._axes.late,
                 ", ".join(sink.name for sink in self._sinks),
                 FILE_NAME,
@@ -207,7 +233,9 @@ class Tracking:
         """Sends what other processes have appended since the last call."""
         for record in self._tail.read():
             if record.get("process") != self._process and "step_key" in record:
-                self._send({**record["metrics"], record["step_key"]: record["step"]}, record["step_key"])
+                self._send(
+                    {**record["metrics"], record["step_key"]: record["step"]}, record["step_key"]
+                )
 
 
 _tracking: Tracking | None = None
@@ -216,8 +244,9 @@ _folders: set[str] = set()
 
 
 def start_run_folder(args: Any) -> str:
-    """Makes the run folder and returns its path. A run that does not resume (no --load) moves an older run's records
-    aside, once per process."""
+    """Makes the run folder and returns its path. A run that does not resume (no --load) moves an
+    older run's records aside, once per process.
+    """
     run_dir = os.path.abspath(args.run_dir)
     if run_dir in _folders:
         return run_dir
@@ -245,15 +274,18 @@ def _point_latest(run_dir: str) -> None:
 
 
 def build_sinks(args: Any, run_dir: str) -> list[Sink]:
-    """Returns the trackers that the options ask for. ConfigError for a missing package; a tracker that does not
-    start is left out and said."""
+    """Returns the trackers that the options ask for. ConfigError for a missing package; a tracker
+    that does not start is left out and said.
+    """
     from slime.exceptions import ConfigError
 
     def start_tensorboard() -> Sink:
         from slime.tracking.tensorboard_sink import TensorBoardSink, resolve_log_dir
 
         root = os.environ.get("TENSORBOARD_DIR")
-        return TensorBoardSink(resolve_log_dir(run_dir, args.tb_project_name, args.tb_experiment_name, root=root))
+        return TensorBoardSink(
+            resolve_log_dir(run_dir, args.tb_project_name, args.tb_experiment_name, root=root)
+        )
 
     def start_wandb() -> Sink:
         from slime.tracking.wandb_sink import WandbSink
@@ -272,14 +304,21 @@ def build_sinks(args: Any, run_dir: str) -> list[Sink]:
         except ConfigError:
             raise
         except Exception as error:  # noqa: BLE001 - an unreachable tracker must not keep a run from starting
-            logger.warning("%s did not start (%s: %s); the run goes on without it", name, type(error).__name__, error)
+            logger.warning(
+                "%s did not start (%s: %s); the run goes on without it",
+                name,
+                type(error).__name__,
+                error,
+            )
     return sinks
 
 
 def init_tracking(args: Any, primary: bool = True, **kwargs: Any) -> None:
-    """Prepares `log` and `progress.report` in this process. The driver is primary: it alone feeds the trackers.
+    """Prepares `log` and `progress.report` in this process. The driver is primary: it alone feeds
+    the trackers.
 
-    Upstream's extra keyword arguments are accepted; nothing here needs them. Calling it again starts anew.
+    Upstream's extra keyword arguments are accepted; nothing here needs them. Calling it again
+    starts anew.
     """
     global _tracking, _is_primary
     if _tracking is not None:
@@ -290,7 +329,9 @@ def init_tracking(args: Any, primary: bool = True, **kwargs: Any) -> None:
     _is_primary = primary
     if primary:
         run_dir = start_run_folder(args)
-        before = [record for record in read_jsonl(Path(run_dir) / FILE_NAME)[0] if "step_key" in record]
+        before = [
+            record for record in read_jsonl(Path(run_dir) / FILE_NAME)[0] if "step_key" in record
+        ]
         _tracking = Tracking(run_dir, build_sinks(args, run_dir), before=before)
     else:
         _tracking = Tracking(run_dir)
@@ -298,12 +339,12 @@ def init_tracking(args: Any, primary: bool = True, **kwargs: Any) -> None:
 
 
 def log(args: Any, metrics: dict[str, Any], step_key: str) -> None:
-    """Logs one record whose step is `metrics[step_key]` ("train/step", "rollout/step", "eval/step", each an axis of
-    its own).
+    """Logs one record whose step is `metrics[step_key]` ("train/step", "rollout/step", "eval/step",
+    each an axis of its own).
 
-    Values may be numbers, one-element tensors or text. In a process that did not call `init_tracking`, W&B's active
-    run takes the record
-    if `args.use_wandb`, and the metrics file if `args` names a run folder. RolloutDataError when the step is missing.
+    Values may be numbers, one-element tensors or text. In a process that did not call
+    `init_tracking`, W&B's active run takes the record if `args.use_wandb`, and the metrics file if
+    `args` names a run folder. RolloutDataError when the step is missing.
     """
     if _tracking is not None:
         _tracking.log(metrics, step_key)
@@ -318,10 +359,11 @@ def log(args: Any, metrics: dict[str, Any], step_key: str) -> None:
 
 
 def finish_tracking(args: Any, *, primary: bool = True) -> list[str]:
-    """Closes this process's files and trackers; in the primary process prints the report and returns the problems in it.
+    """Closes this process's files and trackers; in the primary process prints the report and
+    returns the problems in it.
 
-    Safe to call twice or without `init_tracking`. An actor (not `primary`) leaves those of the driver open, which with --local are in
-    its process.
+    Safe to call twice or without `init_tracking`. An actor (not `primary`) leaves those of the
+    driver open, which with --local are in its process.
     """
     global _tracking
     if _tracking is None or (_is_primary and not primary):

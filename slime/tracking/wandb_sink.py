@@ -1,4 +1,6 @@
-"""Weights & Biases from metric records. One process of a run writes to it; W&B is imported only when it was asked for."""
+"""Weights & Biases from metric records. One process of a run writes to it; W&B is imported only
+when it was asked for.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ FINISH_TIMEOUT_S = 60.0
 
 
 def build_init_arguments(args: Any, run_dir: str) -> dict[str, Any]:
-    """Returns the keyword arguments of `wandb.init` for these options; the recorded options hold no secrets."""
+    """Returns the keyword arguments of `wandb.init` for these options; the recorded options hold no
+    secrets.
+    """
     run_id = resolve_wandb_run_id(args.wandb_run_id, run_dir)
     name = os.path.basename(run_dir)
     group = args.wandb_group or name
@@ -40,12 +44,17 @@ def build_init_arguments(args: Any, run_dir: str) -> dict[str, Any]:
 def public_options(args: Any) -> dict[str, Any]:
     """Returns the options as plain values without those whose name says that they are secret."""
     secret_words = ("key", "secret", "password", "token")
-    secrets = {name for name in vars(args) if name.split("_")[-1] in secret_words and isinstance(vars(args)[name], str)}
+    secrets = {
+        name
+        for name in vars(args)
+        if name.split("_")[-1] in secret_words and isinstance(vars(args)[name], str)
+    }
     plain = (bool, int, float, str, type(None))
     return {
         name: value if isinstance(value, plain) else str(value)
         for name, value in vars(args).items()
-        if name not in secrets or name.startswith(("input_", "label_", "metadata_", "tool_", "reward_", "eval_"))
+        if name not in secrets
+        or name.startswith(("input_", "label_", "metadata_", "tool_", "reward_", "eval_"))
     }
 
 
@@ -58,7 +67,9 @@ class WandbSink:
         try:
             import wandb
         except ImportError as error:
-            raise ConfigError("--use-wandb needs the package wandb: pip install 'slime-rl[wandb]'") from error
+            raise ConfigError(
+                "--use-wandb needs the package wandb: pip install 'slime-rl[wandb]'"
+            ) from error
         init_arguments = build_init_arguments(args, run_dir)
         settings: dict[str, Any] = {"init_timeout": 60, "console": "off"}
         if args.wandb_host:
@@ -73,25 +84,40 @@ class WandbSink:
                 self._run.define_metric(family, step_metric=axis)
 
     def write(self, metrics: dict[str, Any], step_key: str) -> None:
-        """Logs one record. Its step is a column, so W&B's own counter never rejects an older step of another axis."""
-        self._run.log({name: float(value) if value in NOT_FINITE else value for name, value in metrics.items()})
+        """Logs one record. Its step is a column, so W&B's own counter never rejects an older step
+        of another axis.
+        """
+        self._run.log(
+            {
+                name: float(value) if value in NOT_FINITE else value
+                for name, value in metrics.items()
+            }
+        )
 
     def close(self) -> None:
-        """Uploads the rest, for at most a minute: a tracker that does not answer must not keep a finished run alive."""
+        """Uploads the rest, for at most a minute: a tracker that does not answer must not keep a
+        finished run alive.
+        """
         finisher = threading.Thread(target=self._run.finish, name="wandb-finish", daemon=True)
         finisher.start()
         finisher.join(FINISH_TIMEOUT_S)
         if finisher.is_alive():
-            raise TimeoutError(f"W&B did not finish within {FINISH_TIMEOUT_S:.0f} s; `wandb sync` sends the rest")
+            raise TimeoutError(
+                f"W&B did not finish within {FINISH_TIMEOUT_S:.0f} s; `wandb sync` sends the rest"
+            )
 
 
 def init_wandb_primary(args: Any) -> WandbSink | None:
-    """Returns the W&B run of these options, started in this process; None without --use-wandb. A run of slime starts it by itself."""
+    """Returns the W&B run of these options, started in this process; None without --use-wandb. A
+    run of slime starts it by itself.
+    """
     return WandbSink(args, os.path.abspath(args.run_dir)) if args.use_wandb else None
 
 
 def init_wandb_secondary(args: Any, role: str | None = None) -> None:
-    """Prepares `logging_utils.log` in a further process of the run: its records reach W&B through the primary process. `role` names log lines."""
+    """Prepares `logging_utils.log` in a further process of the run: its records reach W&B through
+    the primary process. `role` names log lines.
+    """
     from slime.tracking.tracking import configure_logger, init_tracking
 
     configure_logger(role or "")

@@ -1,4 +1,6 @@
-"""`parse_args`: from the command line to one checked namespace. Composes `slime.config` with what a model folder and a dataset say."""
+"""`parse_args`: from the command line to one checked namespace. Composes `slime.config` with what a
+model folder and a dataset say.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,21 @@ from slime.utils.hooks import hook_problems
 
 __all__ = ["parse_args", "parse_megatron_role_args", "reset_arg", "resolve", "slime_validate_args"]
 
-# Reading every row of every prompt file before the start finds the bad one in time; a huge file is left to the loader after this.
+# Reading every row of every prompt file before the start finds the bad one in time; a huge file is
+# left to the loader after this.
 PREFLIGHT_SECONDS = 3.0
 
 
 def parse_args(
     argv: Sequence[str] | Callable | None = None, add_custom_arguments: Callable | None = None
 ) -> argparse.Namespace:
-    """Returns all options, derived and checked. `--help` and `--print-config` print and raise SystemExit(0).
+    """Returns all options, derived and checked. `--help` and `--print-config` print and raise
+    SystemExit(0).
 
-    `parse_args(add_custom_arguments)` is upstream's call. Warnings go to stderr. Beside the options the namespace has `dry_run`,
-    `given_options` (option -> where it was given), `flag_counts`, and `as_requested` (values before disk and clock had their say).
-    Raises ConfigError that lists every problem: unknown flags and keys, wrong types, broken rules, missing files.
+    `parse_args(add_custom_arguments)` is upstream's call. Warnings go to stderr. Beside the options
+    the namespace has `dry_run`, `given_options` (option -> where it was given), `flag_counts`, and
+    `as_requested` (values before disk and clock had their say). Raises ConfigError that lists every
+    problem: unknown flags and keys, wrong types, broken rules, missing files.
     """
     if callable(argv):
         argv, add_custom_arguments = None, argv
@@ -54,10 +59,13 @@ def parse_args(
 
 
 def resolve(line: CommandLine) -> argparse.Namespace:
-    """Returns the namespace of a parsed command line with all derived values. Raises ConfigError with every problem there is."""
+    """Returns the namespace of a parsed command line with all derived values. Raises ConfigError
+    with every problem there is.
+    """
     if not megatron_fields():
         raise ConfigError(
-            f"megatron-core is not installed, so its options are unknown and nothing can train. pip install '{requirement('megatron-core')}'"
+            "megatron-core is not installed, so its options are unknown and nothing can train. "
+            f"pip install '{requirement('megatron-core')}'"
         )
     args = line.args
     args.dry_run, args.given_options, args.flag_counts = line.dry_run, line.given, line.counts
@@ -76,7 +84,8 @@ def resolve(line: CommandLine) -> argparse.Namespace:
         + dataset_problems(args)
     )
     if args.accelerator != "auto" and not cuda_is_here(args):
-        # get_accelerator() asks the environment, which reaches every process of the run; a user's module may ask while it is imported.
+        # get_accelerator() asks the environment, which reaches every process of the run; a user's
+        # module may ask while it is imported.
         os.environ["SLIME_ACCELERATOR"] = args.accelerator
     problems += hook_problems(args)
     if problems:
@@ -85,7 +94,8 @@ def resolve(line: CommandLine) -> argparse.Namespace:
 
 
 def slime_validate_args(args: argparse.Namespace) -> None:
-    """Derives and checks in place, on any namespace: steps and rules whose options are missing from it are skipped.
+    """Derives and checks in place, on any namespace: steps and rules whose options are missing from
+    it are skipped.
 
     Raises ConfigError (a ValueError) with every broken rule.
     """
@@ -96,7 +106,9 @@ def slime_validate_args(args: argparse.Namespace) -> None:
 
 
 def model_problems(args: argparse.Namespace) -> list[str]:
-    """Fills in the model shape from --hf-checkpoint/config.json; returns what contradicts it or is not supported."""
+    """Fills in the model shape from --hf-checkpoint/config.json; returns what contradicts it or is
+    not supported.
+    """
     from slime.config.derive import is_hf_folder
     from slime.models.hf_config import check_against_hf, megatron_fields_from_hf, read_hf_config
 
@@ -127,7 +139,9 @@ def layout_rules(args: argparse.Namespace) -> list[str]:
 
 
 def role_problems(args: argparse.Namespace) -> list[str]:
-    """Returns what is wrong with the file of --megatron-config-path, which is read when the training processes start."""
+    """Returns what is wrong with the file of --megatron-config-path, which is read when the
+    training processes start.
+    """
     if args.megatron_config_path is None:
         return []
     try:
@@ -139,7 +153,9 @@ def role_problems(args: argparse.Namespace) -> list[str]:
 
 
 def gate_problems(args: argparse.Namespace) -> list[str]:
-    """Returns what is wrong with the --gate-* options, as the gate itself would say at its first rollout."""
+    """Returns what is wrong with the --gate-* options, as the gate itself would say at its first
+    rollout.
+    """
     from slime.gate.gate import gate_config_from_args
 
     try:
@@ -151,21 +167,28 @@ def gate_problems(args: argparse.Namespace) -> list[str]:
     longest = args.rollout_max_response_len
     if longest is not None and config.min_response_tokens > longest:
         return [
-            f"--gate-min-response-tokens {config.min_response_tokens} exceeds --rollout-max-response-len {longest}: no response could be valid."
+            (
+                f"--gate-min-response-tokens {config.min_response_tokens} exceeds "
+                f"--rollout-max-response-len {longest}: no response could be valid."
+            )
         ]
     return []
 
 
 def reward_problems(args: argparse.Namespace) -> list[str]:
-    """Returns which reward types do not exist, lack their package or their key: of --rm-type and of each evaluation dataset. Those of
-    rows are checked with the rows."""
+    """Returns which reward types do not exist, lack their package or their key: of --rm-type and of
+    each evaluation dataset. Those of rows are checked with the rows.
+    """
     from slime.prompts.eval_config import eval_datasets_of
     from slime.rollout.rm_hub.type_names import missing_key_problem, rm_type_problem
 
     named = [("--rm-type", args.rm_type)]
     if args.eval_config is not None and Path(args.eval_config).is_file():
         try:
-            named += [(f"--eval-config {args.eval_config}: {dataset.name}: rm_type", dataset.rm_type) for dataset in eval_datasets_of(args)]
+            named += [
+                (f"--eval-config {args.eval_config}: {dataset.name}: rm_type", dataset.rm_type)
+                for dataset in eval_datasets_of(args)
+            ]
         except (ConfigError, TypeError) as error:
             return [str(error)]
     problems = [(name, problem) for name, rm_type in named if (problem := rm_type_problem(rm_type))]
@@ -175,13 +198,24 @@ def reward_problems(args: argparse.Namespace) -> list[str]:
 
 
 def dataset_problems(args: argparse.Namespace, *, seconds: float = PREFLIGHT_SECONDS) -> list[str]:
-    """Returns the first bad row (file, line, reason) of each prompt file; reading stops after `seconds` without an error."""
+    """Returns the first bad row (file, line, reason) of each prompt file; reading stops after
+    `seconds` without an error.
+    """
     files = []
-    if args.prompt_data is not None and args.rollout_global_dataset and not args.load_debug_rollout_data:
-        files.append(("--prompt-data", args.prompt_data, args.input_key, args.label_key, args.tool_key))
+    if (
+        args.prompt_data is not None
+        and args.rollout_global_dataset
+        and not args.load_debug_rollout_data
+    ):
+        files.append(
+            ("--prompt-data", args.prompt_data, args.input_key, args.label_key, args.tool_key)
+        )
     if args.eval_interval is not None:
         try:
-            files += [(*place, one.path, one.input_key, one.label_key, one.tool_key) for one, place in _evaluation_files(args)]
+            files += [
+                (*place, one.path, one.input_key, one.label_key, one.tool_key)
+                for one, place in _evaluation_files(args)
+            ]
         except (ConfigError, TypeError):
             pass  # said where the reward types are looked at
     deadline = time.monotonic() + seconds
@@ -189,7 +223,11 @@ def dataset_problems(args: argparse.Namespace, *, seconds: float = PREFLIGHT_SEC
     for flag, path, input_key, label_key, tool_key in files:
         problem = _first_bad_row(args, path, (input_key, label_key, tool_key), deadline)
         if problem is not None:
-            problems.append(f"{flag}: {problem}" if isinstance(problem, str) else missing_path(flag, path, "file"))
+            problems.append(
+                f"{flag}: {problem}"
+                if isinstance(problem, str)
+                else missing_path(flag, path, "file")
+            )
     return problems
 
 
@@ -203,22 +241,28 @@ def _evaluation_files(args: argparse.Namespace) -> list[tuple[Any, tuple[str]]]:
     return [(one, (where.format(one.name),)) for one in eval_datasets_of(args)]
 
 
-def _first_bad_row(args: argparse.Namespace, path: str, keys: tuple, deadline: float) -> str | FileNotFoundError | None:
+def _first_bad_row(
+    args: argparse.Namespace, path: str, keys: tuple, deadline: float
+) -> str | FileNotFoundError | None:
     from slime.prompts.dataset import RowFormat, build_sample
     from slime.prompts.prompt_files import parse_generalized_path, read_rows
     from slime.rollout.rm_hub.type_names import rm_type_problem
 
-    form = RowFormat(prompt_key=keys[0], label_key=keys[1], tool_key=keys[2], metadata_key=args.metadata_key)
+    form = RowFormat(
+        prompt_key=keys[0], label_key=keys[1], tool_key=keys[2], metadata_key=args.metadata_key
+    )
     try:
         for number, row in enumerate(read_rows(path)):
-            # The template is left to the loader: rendering needs the tokenizer, and that needs seconds.
+            # The template is left to the loader: rendering needs the tokenizer, and that needs
+            # seconds.
             problem = rm_type_problem(build_sample(row, form).metadata.get("rm_type"))
             if problem is not None:
                 return f"{row.place}: rm_type {problem}"
             if number % 256 == 0 and time.monotonic() > deadline:
                 break
     except FileNotFoundError as error:
-        # A folder that is there and holds no prompts has its own sentence; near names would give back the same path.
+        # A folder that is there and holds no prompts has its own sentence; near names would give
+        # back the same path.
         return str(error) if Path(parse_generalized_path(path)[0]).expanduser().exists() else error
     except ConfigError as error:
         return str(error)
@@ -228,9 +272,11 @@ def _first_bad_row(args: argparse.Namespace, path: str, keys: tuple, deadline: f
 
 
 def parse_megatron_role_args(args: argparse.Namespace, path: str, role: str) -> argparse.Namespace:
-    """Returns a copy of `args` with the overrides that YAML file `path` has for `role`: `megatron: [{role: ..., overrides: {...}}]`.
+    """Returns a copy of `args` with the overrides that YAML file `path` has for `role`: `megatron:
+    [{role: ..., overrides: {...}}]`.
 
-    Raises ConfigError for a file of another form, an unknown option, or a value of a wrong type, each with its place.
+    Raises ConfigError for a file of another form, an unknown option, or a value of a wrong type,
+    each with its place.
     """
     import yaml
 
@@ -245,7 +291,10 @@ def parse_megatron_role_args(args: argparse.Namespace, path: str, role: str) -> 
     result = copy.copy(args)
     for entry in entries:
         if not isinstance(entry, dict) or set(entry) - {"role", "overrides"} or "role" not in entry:
-            raise ConfigError(f"{path}: an entry of `megatron` must have the keys role and overrides, got {entry!r}.")
+            raise ConfigError(
+                f"{path}: an entry of `megatron` must have the keys role and overrides, got "
+                f"{entry!r}."
+            )
         if entry["role"] == role:
             for name, value in (entry.get("overrides") or {}).items():
                 setattr(result, name, _role_value(path, role, name, value))
@@ -257,7 +306,8 @@ def _role_value(path: str, role: str, name: str, value: Any) -> Any:
     if name not in specs:
         near = nearest_names(name, specs)
         raise ConfigError(
-            f"{path}: role {role}: unknown option {name!r}." + (f" Did you mean {near[0]!r}?" if near else "")
+            f"{path}: role {role}: unknown option {name!r}."
+            + (f" Did you mean {near[0]!r}?" if near else "")
         )
     spec = specs[name]
     # YAML reads 1e-6 as text, and 1 where 1.0 is meant.
@@ -268,7 +318,9 @@ def _role_value(path: str, role: str, name: str, value: Any) -> Any:
             pass
     items = value if spec.many and isinstance(value, list) else [value]
     if not (value is None and spec.optional) and not all(type(item) is spec.kind for item in items):
-        raise ConfigError(f"{path}: role {role}: {flag_of(name)} is {value!r}, must be {spec.type_name}.")
+        raise ConfigError(
+            f"{path}: role {role}: {flag_of(name)} is {value!r}, must be {spec.type_name}."
+        )
     try:
         for item in items:
             require_choice(spec, item)

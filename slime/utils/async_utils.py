@@ -1,4 +1,6 @@
-"""One background event loop for the whole process, so that an HTTP session outlives the call that opened it."""
+"""One background event loop for the whole process, so that an HTTP session outlives the call that
+opened it.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,18 @@ def get_async_loop() -> asyncio.AbstractEventLoop:
 def run(coro: Coroutine[Any, Any, T]) -> T:
     """The result of `coro`, run on the background loop; blocks the caller.
 
-    RuntimeError when called from the loop's own thread, where it could only wait for itself. An interrupt (Ctrl-C)
-    cancels the coroutine before it reaches the caller. CallTimeout when a user's function holds an event loop beyond its limit;
-    a loop that is held is left behind, later calls get a new one.
+    RuntimeError when called from the loop's own thread, where it could only wait for itself. An
+    interrupt (Ctrl-C) cancels the coroutine before it reaches the caller. CallTimeout when a user's
+    function holds an event loop beyond its limit; a loop that is held is left behind, later calls
+    get a new one.
     """
     loop = get_async_loop()
     if _running_loop() is loop:
         coro.close()
-        raise RuntimeError("async_utils.run was called from the background loop itself; await the coroutine instead")
+        raise RuntimeError(
+            "async_utils.run was called from the background loop itself; await the coroutine "
+            "instead"
+        )
     future = asyncio.run_coroutine_threadsafe(coro, loop)
     try:
         while True:

@@ -1,6 +1,8 @@
-"""`process_rollout_data`: a training rank fetches its shard from the object store and makes it its own.
+"""`process_rollout_data`: a training rank fetches its shard from the object store and makes it its
+own.
 
-Every other name of this path is slime.prompts.dataset's: read from there, and replaced there when it is replaced here.
+Every other name of this path is slime.prompts.dataset's: read from there, and replaced there when
+it is replaced here.
 """
 
 from __future__ import annotations
@@ -16,31 +18,43 @@ if TYPE_CHECKING:
     from slime.prompts.dataset import *  # noqa: F403
 
 
-def process_rollout_data(args: Any, rollout_data_ref: list[Any], dp_rank: int, dp_size: int) -> RolloutBatch:
-    """This rank's batch from `rollout_data_ref`, one box (anything with `.inner`) per data-parallel rank. `args` is not read.
+def process_rollout_data(
+    args: Any, rollout_data_ref: list[Any], dp_rank: int, dp_size: int
+) -> RolloutBatch:
+    """This rank's batch from `rollout_data_ref`, one box (anything with `.inner`) per data-parallel
+    rank. `args` is not read.
 
-    `raw_reward` stays whole and `local_raw_reward` is its part in partition order, where there is one; `total_lengths` becomes local, and the
-    timer keeps the whole batch's lengths. AssertionError where there is not one box per rank; `RolloutDataError` where the shard is not this
-    rank's, or a list has another length than its samples.
+    `raw_reward` stays whole and `local_raw_reward` is its part in partition order, where there is
+    one; `total_lengths` becomes local, and the timer keeps the whole batch's lengths.
+    AssertionError where there is not one box per rank; `RolloutDataError` where the shard is not
+    this rank's, or a list has another length than its samples.
     """
     # late: prompts are read from this module where neither Ray nor numpy is loaded
     from slime.data.batch import localize
     from slime.ray import actors
 
-    assert len(rollout_data_ref) == dp_size, f"{len(rollout_data_ref)} shards for {dp_size} data-parallel ranks"
+    assert len(rollout_data_ref) == dp_size, (
+        f"{len(rollout_data_ref)} shards for {dp_size} data-parallel ranks"
+    )
     shard = actors.get(rollout_data_ref[dp_rank].inner)
     batch = localize(shard, dp_rank, dp_size=dp_size)
     timer = Timer()
-    timer.seq_lens = [int(length) for length in shard["total_lengths"]] if "total_lengths" in shard else []
+    timer.seq_lens = (
+        [int(length) for length in shard["total_lengths"]] if "total_lengths" in shard else []
+    )
     timer.trained_seq_lens = _trained_lengths(shard, timer.seq_lens)
     return batch
 
 
 def _trained_lengths(shard: Any, seq_lens: list[int]) -> list[int]:
-    """Lengths of the samples that some rank trains: what the phase's FLOPs and tokens per second are about."""
+    """Lengths of the samples that some rank trains: what the phase's FLOPs and tokens per second
+    are about.
+    """
     if "owner_ranks" not in shard:
         return seq_lens
-    return [length for length, owner in zip(seq_lens, shard["owner_ranks"], strict=True) if owner >= 0]
+    return [
+        length for length, owner in zip(seq_lens, shard["owner_ranks"], strict=True) if owner >= 0
+    ]
 
 
 open_door(__name__, dataset)

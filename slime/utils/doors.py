@@ -1,4 +1,6 @@
-"""Doors: upstream's module paths whose names live in several modules of ours. A door defines nothing itself."""
+"""Doors: upstream's module paths whose names live in several modules of ours. A door defines
+nothing itself.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,12 @@ from typing import Any
 
 
 def open_door(path: str, *homes: ModuleType) -> None:
-    """Makes the module `path` read each name from the first of `homes` that has it, and replace it there.
+    """Makes the module `path` read each name from the first of `homes` that has it, and replace it
+    there.
 
-    A test or plug-in that patches `path.name` therefore patches what runs, and one that deletes it afterwards, as `mock.patch` does, takes its
-    replacement back. Names that `path` itself defines stay its own.
+    A test or plug-in that patches `path.name` therefore patches what runs, and one that deletes it
+    afterwards, as `mock.patch` does, takes its replacement back. Names that `path` itself defines
+    stay its own.
     """
     replaced: dict[str, list[Any]] = {}  # by name: what stood in the home before each replacement
 

@@ -1,4 +1,6 @@
-"""Users' functions looked at before they are called: loaded, and held against the table of extension points."""
+"""Users' functions looked at before they are called: loaded, and held against the table of
+extension points.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,16 @@ from slime.exceptions import ConfigError
 from slime.prompts.eval_config import eval_datasets_of
 from slime.utils.misc import load_function
 
-SAMPLE_OPTIONS = ("custom_rm_path", "custom_generate_function_path")  # an evaluation dataset may have its own, and a sample
+# an evaluation dataset may have its own, and a sample
+SAMPLE_OPTIONS = ("custom_rm_path", "custom_generate_function_path")
 
 
-def load_hook(option: str, path: str, *, where: str, load: Callable[[str], Any] = load_function) -> Any:
-    """The function at `path`, checked for the extension point of `option`. ConfigError says where the path stands (`where`), what is
-    wrong, and what to write."""
+def load_hook(
+    option: str, path: str, *, where: str, load: Callable[[str], Any] = load_function
+) -> Any:
+    """The function at `path`, checked for the extension point of `option`. ConfigError says where
+    the path stands (`where`), what is wrong, and what to write.
+    """
     point = EXTENSION_POINTS[option]
     try:
         function = load(path)
@@ -32,11 +38,17 @@ def load_hook(option: str, path: str, *, where: str, load: Callable[[str], Any] 
 
 
 def hooks_of(args: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
-    """(option, path, where the path was given) of every user's function that the options and evaluation datasets name."""
+    """(option, path, where the path was given) of every user's function that the options and
+    evaluation datasets name.
+    """
     defaults = specs_by_name()
     for option, point in EXTENSION_POINTS.items():
         value = getattr(args, option)
-        if not value or value == defaults[option].default or (option == "eval_function_path" and value == args.rollout_function_path):
+        if (
+            not value
+            or value == defaults[option].default
+            or (option == "eval_function_path" and value == args.rollout_function_path)
+        ):
             continue
         for path in value if isinstance(value, list) else [value]:
             yield option, path, f"{point.flag} {path}"
@@ -46,11 +58,17 @@ def hooks_of(args: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
         for option in SAMPLE_OPTIONS:
             path = getattr(dataset, option)
             if path and path != getattr(args, option):
-                yield option, path, f"--eval-config {args.eval_config}: {dataset.name}: {option} {path}"
+                yield (
+                    option,
+                    path,
+                    f"--eval-config {args.eval_config}: {dataset.name}: {option} {path}",
+                )
 
 
 def hook_problems(args: argparse.Namespace) -> list[str]:
-    """One sentence per user's function that does not exist or cannot be called. Imports the modules that hold them."""
+    """One sentence per user's function that does not exist or cannot be called. Imports the modules
+    that hold them.
+    """
     problems = []
     try:
         hooks = list(hooks_of(args))
@@ -67,10 +85,15 @@ def hook_problems(args: argparse.Namespace) -> list[str]:
 
 
 def format_hooks(args: argparse.Namespace) -> list[str]:
-    """One line per user's function of a checked run: where it was given, and where it is defined."""
+    """One line per user's function of a checked run: where it was given, and where it
+    is defined.
+    """
     lines = []
     for option, path, where in hooks_of(args):
         function = inspect.unwrap(load_hook(option, path, where=where))
         code = getattr(function, "__code__", None)
-        lines.append(f"✓ {where}" + (f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""))
+        lines.append(
+            f"✓ {where}"
+            + (f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else "")
+        )
     return lines

@@ -1,7 +1,8 @@
 """HTTP client of the rollout side, and the helpers around ports and routers.
 
-One aiohttp session per event loop, with keep-alive. What is tried again: connection errors, timeouts and 5xx replies,
-with growing pauses and a cap. What never is: a 4xx reply, because the same request would be refused again.
+One aiohttp session per event loop, with keep-alive. What is tried again: connection errors,
+timeouts and 5xx replies, with growing pauses and a cap. What never is: a 4xx reply, because the
+same request would be refused again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
-# Below the 5 s after which common servers close idle connections, so that no request meets a closing one.
+# Below the 5 s after which common servers close idle connections, so that no request meets a
+# closing one.
 KEEP_ALIVE_S = 3.0
 
 
@@ -48,7 +50,9 @@ class HttpStatusError(EngineError):
 
 @dataclasses.dataclass(frozen=True)
 class HttpSettings:
-    """How requests are sent: connections at a time, seconds for one try, the key that engines ask for."""
+    """How requests are sent: connections at a time, seconds for one try, the key that engines ask
+    for.
+    """
 
     max_connections: int = 512
     timeout_s: float | None = 1800.0
@@ -56,7 +60,9 @@ class HttpSettings:
 
 
 _settings = HttpSettings()
-_sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = weakref.WeakKeyDictionary()
+_sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def configure_http(settings: HttpSettings) -> None:
@@ -92,7 +98,9 @@ def _session() -> aiohttp.ClientSession:
     session = _sessions.get(loop)
     if session is None or session.closed:
         headers = {"Authorization": f"Bearer {_settings.api_key}"} if _settings.api_key else None
-        connector = aiohttp.TCPConnector(limit=_settings.max_connections, keepalive_timeout=KEEP_ALIVE_S)
+        connector = aiohttp.TCPConnector(
+            limit=_settings.max_connections, keepalive_timeout=KEEP_ALIVE_S
+        )
         session = aiohttp.ClientSession(connector=connector, headers=headers, trust_env=False)
         if not _sessions:
             atexit.register(_close_at_exit)
@@ -104,7 +112,9 @@ def _close_at_exit() -> None:
     """Closes the sessions of loops that still run, so that no connection is reported as lost."""
     for loop, session in list(_sessions.items()):
         if loop.is_running() and not session.closed:
-            with contextlib.suppress(asyncio.TimeoutError, concurrent.futures.TimeoutError, RuntimeError):
+            with contextlib.suppress(
+                asyncio.TimeoutError, concurrent.futures.TimeoutError, RuntimeError
+            ):
                 asyncio.run_coroutine_threadsafe(session.close(), loop).result(timeout=1.0)
 
 
@@ -116,12 +126,17 @@ async def close_session() -> None:
 
 
 async def request_once(
-    method: str, url: str, payload: Any = None, *, headers: dict | None = None, timeout_s: float | None = None
+    method: str,
+    url: str,
+    payload: Any = None,
+    *,
+    headers: dict | None = None,
+    timeout_s: float | None = None,
 ) -> Any:
     """One try: the reply's JSON, or its text where it is not JSON, or None where it is empty.
 
-    Raises HttpStatusError for any status but 2xx, EngineError when the engine cannot be reached, closes the connection
-    or does not answer in time.
+    Raises HttpStatusError for any status but 2xx, EngineError when the engine cannot be reached,
+    closes the connection or does not answer in time.
     """
     body = None if payload is None else exact_json.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
     send = {"Content-Type": "application/json", **(headers or {})} if body is not None else headers
@@ -131,7 +146,9 @@ async def request_once(
             content = await reply.read()
             if not 200 <= reply.status < 300:
                 text = content[:500].decode("utf-8", errors="replace")
-                raise HttpStatusError(f"{method} {url} was answered with {reply.status}: {text}", reply.status, text)
+                raise HttpStatusError(
+                    f"{method} {url} was answered with {reply.status}: {text}", reply.status, text
+                )
     except asyncio.TimeoutError as error:
         raise EngineError(f"{method} {url} got no answer within {limit.total} s") from error
     except (aiohttp.ClientError, OSError) as error:
@@ -145,7 +162,9 @@ async def request_once(
 async def stream_lines(
     method: str, url: str, payload: Any = None, *, timeout_s: float | None = None
 ) -> AsyncIterator[bytes]:
-    """The reply's lines as they arrive, without their ends. Errors as in `request_once`, also in the middle."""
+    """The reply's lines as they arrive, without their ends. Errors as in `request_once`, also in
+    the middle.
+    """
     limit = aiohttp.ClientTimeout(total=_settings.timeout_s if timeout_s is None else timeout_s)
     body = None if payload is None else exact_json.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
     send = {"Content-Type": "application/json"}
@@ -153,7 +172,9 @@ async def stream_lines(
         async with _session().request(method, url, data=body, headers=send, timeout=limit) as reply:
             if not 200 <= reply.status < 300:
                 text = (await reply.read())[:500].decode("utf-8", errors="replace")
-                raise HttpStatusError(f"{method} {url} was answered with {reply.status}: {text}", reply.status, text)
+                raise HttpStatusError(
+                    f"{method} {url} was answered with {reply.status}: {text}", reply.status, text
+                )
             pending = b""
             async for chunk in reply.content.iter_any():
                 *lines, pending = (pending + chunk).split(b"\n")
@@ -186,7 +207,9 @@ async def request_with_retries(
     headers: dict | None = None,
     timeout_s: float | None = None,
 ) -> Any:
-    """`request_once`, tried again at most `max_retries` times where that can help; then the last error."""
+    """`request_once`, tried again at most `max_retries` times where that can help; then the last
+    error.
+    """
     for attempt in range(max_retries + 1):
         try:
             return await request_once(method, url, payload, headers=headers, timeout_s=timeout_s)
@@ -199,8 +222,12 @@ async def request_with_retries(
 
 
 async def post(url: str, payload: Any, max_retries: int = 60, headers: dict | None = None) -> Any:
-    """The reply to a POST, parsed where it is JSON. EngineError after the last try; 4xx is never tried again."""
-    return await request_with_retries("POST", url, payload, max_retries=max_retries, headers=headers)
+    """The reply to a POST, parsed where it is JSON. EngineError after the last try; 4xx is never
+    tried again.
+    """
+    return await request_with_retries(
+        "POST", url, payload, max_retries=max_retries, headers=headers
+    )
 
 
 async def get(url: str, max_retries: int = 3) -> Any:
@@ -238,19 +265,27 @@ def get_host_info() -> tuple[str, str]:
 def _wrap_ipv6(host: str) -> str:
     """The host as it stands in a URL: IPv6 addresses in brackets."""
     try:
-        return f"[{host}]" if ipaddress.ip_address(host.strip("[]")).version == 6 and not host.startswith("[") else host
+        return (
+            f"[{host}]"
+            if ipaddress.ip_address(host.strip("[]")).version == 6 and not host.startswith("[")
+            else host
+        )
     except ValueError:
         return host
 
 
 def run_router(args: Any) -> None:
-    """Runs the real sglang-router in this process until it ends. ConfigError when it is not installed."""
+    """Runs the real sglang-router in this process until it ends. ConfigError when it is not
+    installed.
+    """
     try:
         from sglang_router.launch_router import launch_router
     except ImportError as error:
         from slime.exceptions import ConfigError
 
-        raise ConfigError("the router needs the package sglang-router: pip install 'slime-rl[router]'") from error
+        raise ConfigError(
+            "the router needs the package sglang-router: pip install 'slime-rl[router]'"
+        ) from error
     launch_router(args)
 
 

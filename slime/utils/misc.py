@@ -22,22 +22,36 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def load_function(path: str) -> Any:
-    """The object at a dotted path "package.module.name". ConfigError, with the nearest name, where the module or the name is missing, and
-    with the place where the import of the module failed."""
+    """The object at a dotted path "package.module.name". ConfigError, with the nearest name, where
+    the module or the name is missing, and with the place where the import of the module failed.
+    """
     module_path, _, name = path.rpartition(".")
     if not module_path or not all(part.isidentifier() for part in path.split(".")):
-        raise ConfigError(f"cannot load {path!r}: it is not a dotted path. Write it as package.module.function.")
+        raise ConfigError(
+            f"cannot load {path!r}: it is not a dotted path. Write it as package.module.function."
+        )
     try:
         module = importlib.import_module(module_path)
     except SystemExit as error:
-        raise ConfigError(f"cannot load {path!r}: {module_path} ends the process when it is imported.") from error
+        raise ConfigError(
+            f"cannot load {path!r}: {module_path} ends the process when it is imported."
+        ) from error
     except Exception as error:  # noqa: BLE001 - a user's module may raise anything
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None and (module_path == missing or module_path.startswith(missing + ".")):
-            raise ConfigError(f"cannot load {path!r}: there is no module {missing!r}.{_module_hint(missing)}") from error
-        raise ConfigError(f"cannot load {path!r}: importing {module_path} fails: {_where_it_failed(error)}") from error
+        if missing is not None and (
+            module_path == missing or module_path.startswith(missing + ".")
+        ):
+            raise ConfigError(
+                f"cannot load {path!r}: there is no module {missing!r}.{_module_hint(missing)}"
+            ) from error
+        raise ConfigError(
+            f"cannot load {path!r}: importing {module_path} fails: {_where_it_failed(error)}"
+        ) from error
     if not hasattr(module, name):
-        raise ConfigError(f"cannot load {path!r}: module {module_path!r} has no {name!r}.{_name_hint(module, name)}")
+        raise ConfigError(
+            f"cannot load {path!r}: module {module_path!r} has no "
+            f"{name!r}.{_name_hint(module, name)}"
+        )
     return getattr(module, name)
 
 
@@ -51,15 +65,23 @@ def _module_hint(missing: str) -> str:
     if parent:
         return ""
     here = Path(last).is_dir() or Path(f"{last}.py").is_file()
-    return f" It is in this folder: set PYTHONPATH={Path.cwd()}" if here else " Is its folder on PYTHONPATH?"
+    return (
+        f" It is in this folder: set PYTHONPATH={Path.cwd()}"
+        if here
+        else " Is its folder on PYTHONPATH?"
+    )
 
 
 def _name_hint(module: Any, name: str) -> str:
-    own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    own = [
+        key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
+    ]
     near = nearest_names(name, own)
     if near:
         return f" Did you mean {module.__name__}.{near[0]}?"
-    own = [key for key in own if getattr(getattr(module, key), "__module__", None) == module.__name__]
+    own = [
+        key for key in own if getattr(getattr(module, key), "__module__", None) == module.__name__
+    ]
     return f" It has {', '.join(own[:8])}." if own else ""
 
 
@@ -67,7 +89,11 @@ def _where_it_failed(error: BaseException) -> str:
     """The error with the file and line of the last frame (of a syntax error: where it stands)."""
     text = f"{type(error).__name__}: {error}"
     frames = traceback.extract_tb(error.__traceback__)
-    return text if isinstance(error, SyntaxError) or not frames else f"{text} ({frames[-1].filename}:{frames[-1].lineno})"
+    return (
+        text
+        if isinstance(error, SyntaxError) or not frames
+        else f"{text} ({frames[-1].filename}:{frames[-1].lineno})"
+    )
 
 
 class SingletonMeta(type):
@@ -82,7 +108,9 @@ class SingletonMeta(type):
 
     @staticmethod
     def exchange(cls: type, instance: Any) -> Any:
-        """Makes `instance` the one of `cls`, None for one that is still to be built, and returns the one before."""
+        """Makes `instance` the one of `cls`, None for one that is still to be built, and returns
+        the one before.
+        """
         before = SingletonMeta._instances.pop(cls, None)
         if instance is not None:
             SingletonMeta._instances[cls] = instance
@@ -95,7 +123,9 @@ class SingletonMeta(type):
 
 
 class Box:
-    """Holds one object (an object reference) so that Ray does not resolve it in an argument list. `num_trained`: samples in it that train."""
+    """Holds one object (an object reference) so that Ray does not resolve it in an argument list.
+    `num_trained`: samples in it that train.
+    """
 
     def __init__(self, inner: Any, num_trained: int = 0) -> None:
         self._inner = inner
@@ -106,7 +136,9 @@ class Box:
         return self._inner
 
 
-def group_by(iterable: Iterable[Any], key: Callable[[Any], Hashable] | None = None) -> dict[Hashable, list]:
+def group_by(
+    iterable: Iterable[Any], key: Callable[[Any], Hashable] | None = None
+) -> dict[Hashable, list]:
     """The items by key (the item itself without one), keys in order of first sight."""
     groups: dict[Hashable, list] = {}
     for item in iterable:
@@ -133,16 +165,22 @@ def _as_int32(value: Any) -> Any:
         value = base64.b64decode(value, validate=True)
     if isinstance(value, bytes | bytearray | memoryview):
         if len(value) % 4:
-            raise ValueError(f"an int32 payload of {len(value)} bytes is not a whole number of values")
+            raise ValueError(
+                f"an int32 payload of {len(value)} bytes is not a whole number of values"
+            )
         return torch.from_numpy(np.frombuffer(bytes(value), dtype="<i4").astype(np.int32))
     return torch.as_tensor(value).to(torch.int32).reshape(-1)
 
 
 def should_run_periodic_action(
-    rollout_id: int, interval: int | None, num_rollout_per_epoch: int | None = None, num_rollout: int | None = None
+    rollout_id: int,
+    interval: int | None,
+    num_rollout_per_epoch: int | None = None,
+    num_rollout: int | None = None,
 ) -> bool:
-    """True after every `interval` rollouts, at an epoch's end (where epochs are counted) and after the last rollout; never without
-    interval."""
+    """True after every `interval` rollouts, at an epoch's end (where epochs are counted) and after
+    the last rollout; never without interval.
+    """
     if interval is None:
         return False
     done = rollout_id + 1
@@ -151,24 +189,32 @@ def should_run_periodic_action(
     return done % interval == 0 or bool(num_rollout_per_epoch and done % num_rollout_per_epoch == 0)
 
 
-def count_rollouts_per_epoch(num_prompts: int, rollout_batch_size: int, *, num_epoch: int | None) -> int:
-    """Whole batches in one pass over the prompts; 0 where the prompts do not fill one and `num_epoch` does not ask for it.
+def count_rollouts_per_epoch(
+    num_prompts: int, rollout_batch_size: int, *, num_epoch: int | None
+) -> int:
+    """Whole batches in one pass over the prompts; 0 where the prompts do not fill one and
+    `num_epoch` does not ask for it.
 
     ConfigError where it does: --num-epoch counts whole batches, and there would be nothing to run.
     """
     per_epoch = num_prompts // rollout_batch_size
     if not per_epoch and num_epoch is not None:
         raise ConfigError(
-            f"--num-epoch {num_epoch} runs nothing: the {num_prompts} prompts do not fill one batch of --rollout-batch-size "
+            f"--num-epoch {num_epoch} runs nothing: the {num_prompts} prompts do not fill one "
+            "batch of --rollout-batch-size "
             f"{rollout_batch_size}. Use --rollout-batch-size {num_prompts} or less, or --num-rollout, which goes over the prompts as often as needed."
         )
     return per_epoch
 
 
 def exec_command(command: str, capture_output: bool = False) -> str | None:
-    """Runs a shell command and returns its output when captured. CalledProcessError on a non-zero status."""
+    """Runs a shell command and returns its output when captured. CalledProcessError on a non-zero
+    status.
+    """
     logger.info("running: %s", command)
-    done = subprocess.run(["bash", "-c", command], check=True, capture_output=capture_output, text=True)
+    done = subprocess.run(
+        ["bash", "-c", command], check=True, capture_output=capture_output, text=True
+    )
     return done.stdout if capture_output else None
 
 
@@ -182,7 +228,9 @@ def get_current_node_ip() -> str:
 
 
 def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:
-    """The first port from `start_port` on that starts a run of `consecutive` free ones. OSError if there is none."""
+    """The first port from `start_port` on that starts a run of `consecutive` free ones. OSError if
+    there is none.
+    """
     for port in range(start_port, 65536 - consecutive):
         if all(is_port_free(port + offset) for offset in range(consecutive)):
             return port
@@ -200,8 +248,12 @@ def is_port_free(port: int, host: str = "") -> bool:
         return True
 
 
-def chunk_named_params_by_size(named_params: Iterable[tuple[str, Any]], chunk_size: int) -> Iterator[list]:
-    """Lists of consecutive (name, tensor) pairs of at most `chunk_size` bytes; a larger tensor gets its own list."""
+def chunk_named_params_by_size(
+    named_params: Iterable[tuple[str, Any]], chunk_size: int
+) -> Iterator[list]:
+    """Lists of consecutive (name, tensor) pairs of at most `chunk_size` bytes; a larger tensor gets
+    its own list.
+    """
     chunk: list[tuple[str, Any]] = []
     size = 0
     for name, param in named_params:

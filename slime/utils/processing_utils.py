@@ -12,7 +12,9 @@ from slime.exceptions import ConfigError
 
 
 def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
-    """The tokenizer of a local Hugging Face folder or cached model. ConfigError says what is missing."""
+    """The tokenizer of a local Hugging Face folder or cached model. ConfigError says what is
+    missing.
+    """
     from transformers import AutoTokenizer
 
     _check_folder(name_or_path, "tokenizer")
@@ -27,11 +29,14 @@ def load_processor(name_or_path: str, **kwargs: Any) -> Any | None:
     from transformers import AutoProcessor, PreTrainedTokenizerBase
 
     if Path(name_or_path).is_dir() and not any(
-        (Path(name_or_path) / name).exists() for name in ("preprocessor_config.json", "processor_config.json")
+        (Path(name_or_path) / name).exists()
+        for name in ("preprocessor_config.json", "processor_config.json")
     ):
         return None
     try:
-        processor = AutoProcessor.from_pretrained(name_or_path, **{"trust_remote_code": False, **kwargs})
+        processor = AutoProcessor.from_pretrained(
+            name_or_path, **{"trust_remote_code": False, **kwargs}
+        )
     except (OSError, ValueError):
         return None
     return None if isinstance(processor, PreTrainedTokenizerBase) else processor
@@ -54,10 +59,11 @@ def shared_tokenizer(name_or_path: str) -> Any:
 
 
 def process_vision_info(prompt: list[dict], processor: Any = None) -> dict[str, list | None]:
-    """The media of a message list: {"images": [PIL image] or None, "videos": [...] or None}, in order of appearance.
+    """The media of a message list: {"images": [PIL image] or None, "videos": [...] or None}, in
+    order of appearance.
 
-    `qwen_vl_utils` decides sizes where it is installed; without it images are opened as they are, and videos are
-    refused with ConfigError.
+    `qwen_vl_utils` decides sizes where it is installed; without it images are opened as they are,
+    and videos are refused with ConfigError.
     """
     try:
         from qwen_vl_utils import process_vision_info as qwen_process
@@ -74,7 +80,9 @@ def _collect_media(prompt: list[dict]) -> dict[str, list | None]:
         content = message.get("content")
         for part in content if isinstance(content, list) else []:
             if part.get("type") == "video" or "video" in part:
-                raise ConfigError("video prompts need the package qwen-vl-utils: pip install qwen-vl-utils")
+                raise ConfigError(
+                    "video prompts need the package qwen-vl-utils: pip install qwen-vl-utils"
+                )
             if part.get("type") in ("image", "image_url") or "image" in part:
                 images.append(_open_image(part.get("image", part.get("image_url"))))
     return {"images": images or None, "videos": None}
@@ -91,14 +99,18 @@ def _open_image(source: Any) -> Any:
         source = base64.b64decode(source.split(",", 1)[1])
     if isinstance(source, str):
         if source.startswith(("http://", "https://")):
-            raise ConfigError(f"image {source[:80]!r} is a web address; download it and give a path.")
+            raise ConfigError(
+                f"image {source[:80]!r} is a web address; download it and give a path."
+            )
         source = source.removeprefix("file://")
     with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
         return image.convert("RGB")
 
 
 def build_processor_kwargs(multimodal_inputs: dict | None = None) -> dict[str, Any]:
-    """Arguments of a processor's call for the given media: only the kinds that are present, as tensors."""
+    """Arguments of a processor's call for the given media: only the kinds that are present, as
+    tensors.
+    """
     given = {kind: media for kind, media in (multimodal_inputs or {}).items() if media is not None}
     return {**given, "return_tensors": "pt"}
 

@@ -1,4 +1,6 @@
-"""Upstream's path of slime.data.sample: the same module, so that a patch through either name acts."""
+"""Upstream's path of slime.data.sample: the same module, so that a patch through
+either name acts.
+"""
 
 import sys
 

@@ -1,9 +1,12 @@
-"""Calls of a user's code that must come back: a limit to what they wait for, and a watch over those that hold the event loop.
+"""Calls of a user's code that must come back: a limit to what they wait for, and a watch over those
+that hold the event loop.
 
-Three ways to hang need three answers. A call that awaits something for ever is cancelled (`call_within`). One that blocks its event
-loop (a sleep, a request without a timeout, an endless loop) cannot be ended from inside: a thread sees it and whoever waits for the
-loop is told (`raise_overdue`). One that keeps the interpreter to itself (C code that does not let go of the GIL) stops every thread of
-the process: a timer below Python then writes the stacks and ends the process, and `last_words` tells what was running.
+Three ways to hang need three answers. A call that awaits something for ever is cancelled
+(`call_within`). One that blocks its event loop (a sleep, a request without a timeout, an endless
+loop) cannot be ended from inside: a thread sees it and whoever waits for the loop is told
+(`raise_overdue`). One that keeps the interpreter to itself (C code that does not let go of the GIL)
+stops every thread of the process: a timer below Python then writes the stacks and ends the process,
+and `last_words` tells what was running.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ class Step:
 
 
 class CallWatch:
-    """The steps that run in this process, by thread, and the thread and the timer that watch them."""
+    """The steps that run in this process, by thread, and the thread and the timer that
+    watch them.
+    """
 
     def __init__(self) -> None:
         self._steps: dict[int, Step] = {}
@@ -88,7 +93,9 @@ class CallWatch:
         self._steps.pop(threading.get_ident(), None)
 
     def raise_overdue(self) -> None:
-        """CallTimeout, with the stack, for a step that has held its event loop beyond its limit; once per step."""
+        """CallTimeout, with the stack, for a step that has held its event loop beyond its limit;
+        once per step.
+        """
         if self._overdue is not None:
             error, self._overdue = self._overdue, None
             raise error
@@ -96,7 +103,9 @@ class CallWatch:
     def _start(self) -> None:
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="slime-call-watch", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._watch, name="slime-call-watch", daemon=True
+                )
                 self._thread.start()
 
     def _watch(self) -> None:
@@ -115,9 +124,12 @@ class CallWatch:
                     self._note_overdue(thread_id, step, held_s)
 
     def _arm(self) -> None:
-        """(Re)starts the timer that ends this process if no thread gets the interpreter any more."""
+        """(Re)starts the timer that ends this process if no thread gets the
+        interpreter any more.
+        """
         longest = max((step.timeout_s for step in list(self._steps.values())), default=0.0)
-        with contextlib.suppress(ValueError, OSError, RuntimeError):  # no stream to write to: then without this last resort
+        # no stream to write to: then without this last resort
+        with contextlib.suppress(ValueError, OSError, RuntimeError):
             stacks = {} if self._stacks is None else {"file": self._stacks}
             faulthandler.dump_traceback_later(longest + HELD_GRACE_S, exit=True, **stacks)
             self._is_armed = True
@@ -127,14 +139,18 @@ class CallWatch:
         frames = [] if frame is None else _frames_of(frame)
         if any(mark in name for name, _, _ in frames for mark in DEBUGGERS):
             return  # someone is looking at it
-        place = " <- ".join(f"{name}:{line} in {function}" for name, line, function in frames[:FRAMES_SHOWN])
+        place = " <- ".join(
+            f"{name}:{line} in {function}" for name, line, function in frames[:FRAMES_SHOWN]
+        )
         error = CallTimeout(
-            f"{step.what} has held its event loop for {held_s:.0f} s, more than {step.option} {step.timeout_s:g} allows: it neither returned "
+            f"{step.what} has held its event loop for {held_s:.0f} s, more than {step.option} "
+            f"{step.timeout_s:g} allows: it neither returned "
             f"nor awaited anything. It stands at {place}. Await what takes long, give it a timeout of its own, or raise {step.option}."
         )
         if self._steps.get(thread_id) is step:
             self._overdue = error
-            self._steps.pop(thread_id, None)  # reported once; its thread may stay blocked for long after the run has ended
+            # reported once; its thread may stay blocked for long after the run has ended
+            self._steps.pop(thread_id, None)
 
 
 def _frames_of(frame: FrameType | None) -> list[tuple[str, int, str]]:
@@ -152,7 +168,9 @@ WATCH = CallWatch()
 class _Steps:
     """Awaits a coroutine and tells the watch about each of its steps."""
 
-    def __init__(self, coro: Coroutine[Any, Any, Any], what: str, option: str, timeout_s: float) -> None:
+    def __init__(
+        self, coro: Coroutine[Any, Any, Any], what: str, option: str, timeout_s: float
+    ) -> None:
         self.coro, self.what, self.option, self.timeout_s = coro, what, option, timeout_s
         self.own_s = 0.0
 
@@ -176,11 +194,13 @@ class _Steps:
                 send, value = self.coro.throw, error
 
 
-async def call_within(coro: Coroutine[Any, Any, Any], *, what: str, option: str, timeout_s: float) -> Any:
+async def call_within(
+    coro: Coroutine[Any, Any, Any], *, what: str, option: str, timeout_s: float
+) -> Any:
     """The result of a user's coroutine; CallTimeout after `timeout_s` seconds of its own.
 
-    Time in which other calls held the event loop does not count: a thousand calls may wait for each other. `what` names function and
-    sample, `option` the flag that sets the limit.
+    Time in which other calls held the event loop does not count: a thousand calls may wait for each
+    other. `what` names function and sample, `option` the flag that sets the limit.
     """
     steps = _Steps(coro, what, option, timeout_s)
 
@@ -200,18 +220,26 @@ async def call_within(coro: Coroutine[Any, Any, Any], *, what: str, option: str,
     finally:
         if not task.done():
             task.cancel()
-    raise CallTimeout(f"{what} did not return within {option} {timeout_s:g} s. Give what it waits for a limit, or raise {option}.")
+    raise CallTimeout(
+        f"{what} did not return within {option} {timeout_s:g} s. Give what it waits for a limit, "
+        f"or raise {option}."
+    )
 
 
 def last_words(folder: str | Path | None) -> str | None:
-    """What a process whose interpreter was held by a call was running when the timer ended it; None where that did not happen."""
+    """What a process whose interpreter was held by a call was running when the timer ended it; None
+    where that did not happen.
+    """
     for stacks in sorted(Path(folder or os.devnull).glob("call-*.stacks")):
         note = stacks.with_suffix(".note")
         if not stacks.stat().st_size or not note.exists():
             continue
-        option, timeout_s, what = note.read_bytes().split(b"\0", 1)[0].decode(errors="replace").split("\n", 2)
+        option, timeout_s, what = (
+            note.read_bytes().split(b"\0", 1)[0].decode(errors="replace").split("\n", 2)
+        )
         return (
-            f"{what} kept the interpreter to itself for more than {option} {timeout_s} s (code in C that does not let other threads run, for "
+            f"{what} kept the interpreter to itself for more than {option} {timeout_s} s (code in "
+            "C that does not let other threads run, for "
             f"instance a regular expression), so its process was ended. The stacks of its threads are in {stacks}."
         )
     return None

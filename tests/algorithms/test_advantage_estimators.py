@@ -1,4 +1,6 @@
-"""Advantages and returns: the recursion, where a reward lands, what a masked token may do, and what each context-parallel rank gets."""
+"""Advantages and returns: the recursion, where a reward lands, what a masked token may do, and what
+each context-parallel rank gets.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ BARE_ARGS = {
 
 def compute(rollout_data: dict, **options) -> dict:
     with pretend_rank():
-        loss.compute_advantages_and_returns(SimpleNamespace(**{**BARE_ARGS, **options}), rollout_data)
+        loss.compute_advantages_and_returns(
+            SimpleNamespace(**{**BARE_ARGS, **options}), rollout_data
+        )
     return rollout_data
 
 
@@ -61,7 +65,10 @@ def as_lists(tensors) -> list[list[float]]:
 
 def make_data(samples: list[ReferenceSample]) -> dict:
     fields = ("log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs", "values")
-    data = {name: [torch.tensor(getattr(s, name), dtype=torch.float64) for s in samples] for name in fields}
+    data = {
+        name: [torch.tensor(getattr(s, name), dtype=torch.float64) for s in samples]
+        for name in fields
+    }
     return {
         **data,
         "total_lengths": [len(s.tokens) for s in samples],
@@ -76,7 +83,11 @@ def make_samples(shapes, seed: int, *, mask_some: bool = True) -> list[Reference
     samples = []
     for index, (prompt, response) in enumerate(shapes):
         draw = lambda n=response: torch.randn(n, generator=generator, dtype=torch.float64).tolist()  # noqa: E731
-        mask = torch.randint(0, 2, (response,), generator=generator).tolist() if mask_some else [1] * response
+        mask = (
+            torch.randint(0, 2, (response,), generator=generator).tolist()
+            if mask_some
+            else [1] * response
+        )
         samples.append(
             ReferenceSample(
                 tokens=[0] * (prompt + response),
@@ -94,7 +105,10 @@ def make_samples(shapes, seed: int, *, mask_some: bool = True) -> list[Reference
     return samples
 
 
-@pytest.mark.parametrize("options", ({}, {"kl_coef": 0.1}, {"advantage_estimator": "ppo"}, {"use_opd": True, "opd_kl_coef": 0.5}))
+@pytest.mark.parametrize(
+    "options",
+    ({}, {"kl_coef": 0.1}, {"advantage_estimator": "ppo"}, {"use_opd": True, "opd_kl_coef": 0.5}),
+)
 def test_a_batch_keeps_each_computed_field_as_one_column_with_the_numbers_of_the_lists(options):
     """Advantages and returns are one column per field, with the numbers that a plain dict and a
     plug-in's list view hold."""
@@ -113,7 +127,10 @@ def compute_with(advantages, **options):
     """Two samples of three tokens, whose advantages, and returns, a custom function sets."""
 
     def set_both(args, rollout_data) -> None:
-        rollout_data["advantages"], rollout_data["returns"] = advantages, [torch.zeros(3), torch.zeros(3)]
+        rollout_data["advantages"], rollout_data["returns"] = (
+            advantages,
+            [torch.zeros(3), torch.zeros(3)],
+        )
 
     with mock.patch.object(loss, "load_function", lambda path: set_both):
         data = make_data(make_samples([(1, 3), (1, 3)], seed=0))
@@ -124,8 +141,14 @@ def compute_with(advantages, **options):
     ("second", "said"),
     [
         (torch.zeros(2), "advantages of sample 1 .* has 2 entries, expected 3"),
-        (torch.zeros(3, 1), r"advantages of sample 1 must be a tensor \[3\], one number per token, got \[3, 1\]"),
-        ([0.0, 0.0, 0.0], r"advantages of sample 1 must be a tensor \[3\], one number per token, got list"),
+        (
+            torch.zeros(3, 1),
+            r"advantages of sample 1 must be a tensor \[3\], one number per token, got \[3, 1\]",
+        ),
+        (
+            [0.0, 0.0, 0.0],
+            r"advantages of sample 1 must be a tensor \[3\], one number per token, got list",
+        ),
     ],
 )
 def test_a_custom_advantage_function_whose_entries_do_not_fit_is_told_which_sample(second, said):
@@ -140,11 +163,17 @@ def test_a_custom_functions_advantages_are_float_constants(monkeypatch):
     a whole reward gives integers, which whitening would round to -1, 0 and 1; a graph would be run
     backward twice."""
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: None)
-    monkeypatch.setattr(loss, "_whiten", lambda layout, data, flat: distributed_masked_whiten(flat, torch.ones(6)))
+    monkeypatch.setattr(
+        loss, "_whiten", lambda layout, data, flat: distributed_masked_whiten(flat, torch.ones(6))
+    )
     whole = [torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])]
     floats = [(part.float() * torch.ones((), requires_grad=True)) for part in whole]
-    results = [compute_with(part, normalize_advantages=True)["advantages"] for part in (whole, floats)]
-    assert as_lists(results[0]) == as_lists(results[1]) and results[0][0][0] == pytest.approx(-2.5 / 3.5**0.5)
+    results = [
+        compute_with(part, normalize_advantages=True)["advantages"] for part in (whole, floats)
+    ]
+    assert as_lists(results[0]) == as_lists(results[1]) and results[0][0][0] == pytest.approx(
+        -2.5 / 3.5**0.5
+    )
     assert not any(part.requires_grad for part in results[1])
 
 
@@ -181,7 +210,9 @@ def test_a_response_has_the_same_returns_alone_and_beside_others():
     product depends on its shape."""
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randn(n, generator=generator) for n in (1, 5, 127, 128, 129, 256, 300, 77)]
-    together = ppo_utils.chunked_discounted_returns(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), 0.97)
+    together = ppo_utils.chunked_discounted_returns(
+        torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), 0.97
+    )
     for row, beside in zip(rows, together, strict=True):
         alone = ppo_utils.chunked_discounted_returns(row.unsqueeze(0), 0.97)[0]
         assert torch.equal(alone, beside[: len(row)]), len(row)
@@ -189,13 +220,22 @@ def test_a_response_has_the_same_returns_alone_and_beside_others():
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 128])
 def test_chunked_gae_equals_the_definition(chunk_size):
-    """Rewards 0, 0, 1, values .5, .5, .5, gamma 1, lambda .5: deltas 0, 0, .5 -> advantages .125, .25, .5."""
+    """Rewards 0, 0, 1, values .5, .5, .5, gamma 1, lambda .5: deltas 0, 0, .5 -> advantages .125,
+    .25, .5.
+    """
     rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.full((1, 3), 0.5)
-    for gae in (ppo_utils.vanilla_gae, lambda *args: ppo_utils.chunked_gae(*args, chunk_size=chunk_size)):
+    for gae in (
+        ppo_utils.vanilla_gae,
+        lambda *args: ppo_utils.chunked_gae(*args, chunk_size=chunk_size),
+    ):
         advantages, returns = gae(rewards, values, 1.0, 0.5)
-        assert advantages.tolist() == [[0.125, 0.25, 0.5]] and returns.tolist() == [[0.625, 0.75, 1.0]]
+        assert advantages.tolist() == [[0.125, 0.25, 0.5]] and returns.tolist() == [
+            [0.625, 0.75, 1.0]
+        ]
     generator = torch.Generator().manual_seed(1)
-    rewards, values = (torch.randn(4, 37, generator=generator, dtype=torch.float64) for _ in range(2))
+    rewards, values = (
+        torch.randn(4, 37, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
     for chunked, plain in zip(
         ppo_utils.chunked_gae(rewards, values, 0.97, 0.9, chunk_size),
         ppo_utils.vanilla_gae(rewards, values, 0.97, 0.9),
@@ -206,7 +246,9 @@ def test_chunked_gae_equals_the_definition(chunk_size):
 
 def test_grpo_returns_repeat_the_reward_like_the_kl():
     """One number per sample becomes one number per token, in the sample's own length."""
-    returns = ppo_utils.get_grpo_returns(torch.tensor([10.0, 20.0]), [torch.zeros(2), torch.zeros(3)])
+    returns = ppo_utils.get_grpo_returns(
+        torch.tensor([10.0, 20.0]), [torch.zeros(2), torch.zeros(3)]
+    )
     assert as_lists(returns) == [[10, 10], [20, 20, 20]]
     assert ppo_utils.get_grpo_returns([], []) == []
 
@@ -216,11 +258,15 @@ def test_reinforce_plus_plus_puts_the_reward_on_the_last_trained_token():
     kl = [torch.full((3,), 0.1)]
     with pretend_rank():
         rest = ([3], [5], 1.0, 0.5)
-        returns = ppo_utils.get_reinforce_plus_plus_returns([4.0], kl, [torch.tensor([1, 1, 0])], *rest)
+        returns = ppo_utils.get_reinforce_plus_plus_returns(
+            [4.0], kl, [torch.tensor([1, 1, 0])], *rest
+        )
         assert returns[0].tolist() == pytest.approx([1.85, 3.9, 0.0])
         with pytest.raises(AssertionError, match="sample 0 has no token with loss mask 1"):
             ppo_utils.get_reinforce_plus_plus_returns([4.0], kl, [torch.zeros(3)], *rest)
-    baseline = ppo_utils.get_reinforce_plus_plus_baseline_advantages([4.0], kl, [torch.tensor([1, 1, 0])], 1.0)
+    baseline = ppo_utils.get_reinforce_plus_plus_baseline_advantages(
+        [4.0], kl, [torch.tensor([1, 1, 0])], 1.0
+    )
     assert baseline[0].tolist() == pytest.approx([3.9, 3.9, 4.0])
     assert kl[0].tolist() == pytest.approx([0.1] * 3)
 
@@ -232,9 +278,17 @@ def test_last_trained_tokens_of_ragged_samples():
     assert find_last_trained_tokens(masks, (3, 0, 1, 1)).tolist() == [1, -1, -1, 4]
 
 
-@given(SHAPES, st.sampled_from(sorted(ADVANTAGE_ESTIMATORS)), st.booleans(), st.booleans(), st.integers(0, 999))
+@given(
+    SHAPES,
+    st.sampled_from(sorted(ADVANTAGE_ESTIMATORS)),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 999),
+)
 @settings(max_examples=80, deadline=None)
-def test_every_estimator_equals_the_reference(shapes, estimator, use_rollout_logprobs, use_opd, seed):
+def test_every_estimator_equals_the_reference(
+    shapes, estimator, use_rollout_logprobs, use_opd, seed
+):
     """Every estimator equals a second implementation, written from the papers, that goes token by
     token."""
     samples = make_samples(shapes, seed)
@@ -249,7 +303,9 @@ def test_every_estimator_equals_the_reference(shapes, estimator, use_rollout_log
         "normalize_advantages": any(any(s.loss_mask) for s in samples),
     }
     data = compute(make_data(samples), **options, opd_kl_coef=0.5)
-    advantages, returns, kl = reference_advantages(samples, ReferenceOptions(**options, opd_kl_coef=0.5))
+    advantages, returns, kl = reference_advantages(
+        samples, ReferenceOptions(**options, opd_kl_coef=0.5)
+    )
     for name, expected in (("advantages", advantages), ("returns", returns), ("kl", kl)):
         for actual, wanted in zip(data[name], expected, strict=True):
             assert actual.tolist() == pytest.approx(wanted, abs=1e-9), name
@@ -271,7 +327,9 @@ def test_ppo_entry_of_the_table_is_what_the_trainer_computes():
     torch.testing.assert_close(torch.cat(data["returns"]), returns, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("estimator", ["ppo", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize(
+    "estimator", ["ppo", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+)
 def test_the_logged_kl_stays_raw(estimator):
     """The logged KL is not overwritten by the rewards made of it: KL .1 .1 .1, coefficient .5,
     reward 1 logs .1 and not .383."""
@@ -291,12 +349,16 @@ def test_the_logged_kl_stays_raw(estimator):
 
 @pytest.mark.parametrize(("total", "response"), [(5, 3), (7, 3), (13, 6), (12, 4)])
 @pytest.mark.parametrize("cp_size", [2, 4])
-def test_ppo_reward_lands_on_the_true_last_token_of_the_rank_that_owns_it(monkeypatch, total, response, cp_size):
+def test_ppo_reward_lands_on_the_true_last_token_of_the_rank_that_owns_it(
+    monkeypatch, total, response, cp_size
+):
     """The reward is added on the rank that owns the last response token: at CP 2, total 5, response
     3 the last entry of rank 0 is token 2, not 4; at total 7 rank 0 has none."""
     seen = {}
     monkeypatch.setattr(
-        loss, "get_advantages_and_returns_batch", lambda t, r, values, rewards, gamma, lambd: (rewards, values)
+        loss,
+        "get_advantages_and_returns_batch",
+        lambda t, r, values, rewards, gamma, lambd: (rewards, values),
     )
     for cp_rank in range(cp_size):
         layout = plan_response_layout([total], [response], cp_size=cp_size, cp_rank=cp_rank)
@@ -309,8 +371,12 @@ def test_ppo_reward_lands_on_the_true_last_token_of_the_rank_that_owns_it(monkey
             "rewards": [7.0],
         }
         with pretend_rank(cp_size=cp_size, cp_rank=cp_rank):
-            loss.compute_advantages_and_returns(SimpleNamespace(**{**BARE_ARGS, "advantage_estimator": "ppo"}), data)
-        seen |= dict(zip(layout.response_indices.tolist(), data["advantages"][0].tolist(), strict=True))
+            loss.compute_advantages_and_returns(
+                SimpleNamespace(**{**BARE_ARGS, "advantage_estimator": "ppo"}), data
+            )
+        seen |= dict(
+            zip(layout.response_indices.tolist(), data["advantages"][0].tolist(), strict=True)
+        )
     assert [seen[token] for token in range(response)] == [0.0] * (response - 1) + [7.0]
 
 
@@ -338,11 +404,20 @@ def test_a_custom_function_replaces_the_estimator(monkeypatch):
         rollout_data["advantages"] = [kl + 3 for kl in rollout_data["kl"]]
         rollout_data["returns"] = [kl + 4 for kl in rollout_data["kl"]]
 
-    data = {"total_lengths": [5], "response_lengths": [2], "loss_masks": [torch.ones(2)], "rewards": [1.0]}
+    data = {
+        "total_lengths": [5],
+        "response_lengths": [2],
+        "loss_masks": [torch.ones(2)],
+        "rewards": [1.0],
+    }
     monkeypatch.setattr(loss, "load_function", lambda path: set_both)
-    assert as_lists(compute(dict(data), custom_advantage_function_path="a.b")["advantages"]) == [[3, 3]]
+    assert as_lists(compute(dict(data), custom_advantage_function_path="a.b")["advantages"]) == [
+        [3, 3]
+    ]
     monkeypatch.setattr(loss, "load_function", lambda path: lambda args, rollout_data: None)
-    with pytest.raises(RolloutDataError, match="no advantages, which --custom-advantage-function-path a.b"):
+    with pytest.raises(
+        RolloutDataError, match="no advantages, which --custom-advantage-function-path a.b"
+    ):
         compute(dict(data), custom_advantage_function_path="a.b")
 
 
@@ -360,7 +435,9 @@ def test_distillation_needs_the_teacher_and_reports_the_reverse_kl():
         compute(dict(data), use_opd=True)
     data["teacher_log_probs"] = [torch.tensor([-1.5, -1.0])]
     compute(data, use_opd=True, opd_kl_coef=2.0)
-    assert as_lists(data["advantages"]) == [[0.0, 3.0]] and as_lists(data["opd_reverse_kl"]) == [[0.5, -1.0]]
+    assert as_lists(data["advantages"]) == [[0.0, 3.0]] and as_lists(data["opd_reverse_kl"]) == [
+        [0.5, -1.0]
+    ]
     assert as_lists(data["returns"]) == [[1.0, 1.0]]
     advantages = [torch.ones(2)]
     assert loss.apply_opd_kl_to_advantages(SimpleNamespace(), {}, advantages, None) is advantages
@@ -378,7 +455,13 @@ def test_empty_responses_and_ranks_without_samples_pass_through():
     for estimator in ADVANTAGE_ESTIMATORS:
         compute(data, advantage_estimator=estimator)
         assert as_lists(data["advantages"]) == [[], [1, 1, 1], [], [2, 2]], estimator
-    empty = {"total_lengths": [], "response_lengths": [], "loss_masks": [], "values": [], "rewards": []}
+    empty = {
+        "total_lengths": [],
+        "response_lengths": [],
+        "loss_masks": [],
+        "values": [],
+        "rewards": [],
+    }
     for estimator in ADVANTAGE_ESTIMATORS:
         assert compute(empty, advantage_estimator=estimator)["advantages"] == []
 
@@ -386,7 +469,12 @@ def test_empty_responses_and_ranks_without_samples_pass_through():
 def test_unknown_estimators_and_wrong_lengths_are_named():
     """An unknown estimator and a field one entry short are refused by name; such a field would pair
     every later token with its neighbour."""
-    data = {"total_lengths": [5], "response_lengths": [2], "loss_masks": [torch.ones(2)], "rewards": [1.0]}
+    data = {
+        "total_lengths": [5],
+        "response_lengths": [2],
+        "loss_masks": [torch.ones(2)],
+        "rewards": [1.0],
+    }
     with pytest.raises(NotImplementedError, match="'pg'.*grpo"):
         compute(data, advantage_estimator="pg")
     with pytest.raises(RolloutDataError, match="log_probs of sample 0 .* 1 entries, expected 2"):
@@ -401,11 +489,22 @@ def test_whitening_is_over_data_and_context_parallel_ranks(monkeypatch):
     """Whitening uses the data- and context-parallel ranks together; over data-parallel ranks alone
     each half of a sequence would get its own mean."""
     asked = []
-    with pretend_rank(), monkeypatch.context() as patched:  # undone before pretend_rank is: it would bring its stand-in back for good
-        patched.setattr(loss.mpu, "get_data_parallel_group", lambda **options: asked.append(options) or "all of them")
-        patched.setattr(loss, "distributed_masked_whiten", lambda values, masks, *, process_group, **kw: [process_group])
+    # undone before pretend_rank is: it would bring its stand-in back for good
+    with pretend_rank(), monkeypatch.context() as patched:
+        patched.setattr(
+            loss.mpu,
+            "get_data_parallel_group",
+            lambda **options: asked.append(options) or "all of them",
+        )
+        patched.setattr(
+            loss,
+            "distributed_masked_whiten",
+            lambda values, masks, *, process_group, **kw: [process_group],
+        )
         layout = loss.get_response_layout([4], [2])
-        assert loss._whiten(layout, {"loss_masks": [torch.ones(2)]}, torch.ones(2)) == ["all of them"]
+        assert loss._whiten(layout, {"loss_masks": [torch.ones(2)]}, torch.ones(2)) == [
+            "all of them"
+        ]
     assert asked == [{"with_context_parallel": True}]
 
 
@@ -414,7 +513,11 @@ def test_whitening_nothing_is_one_clear_error():
     every rank has the global count."""
     with pytest.raises(ValueError, match="no position has mask 1 on any rank"):
         distributed_masked_whiten(torch.ones(3), torch.zeros(3))
-    assert distributed_masked_whiten(torch.ones(3), torch.zeros(3), allow_empty=True).tolist() == [1, 1, 1]
+    assert distributed_masked_whiten(torch.ones(3), torch.zeros(3), allow_empty=True).tolist() == [
+        1,
+        1,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("estimator", sorted(ADVANTAGE_ESTIMATORS))
@@ -425,13 +528,28 @@ def test_a_rollout_that_is_masked_whole_is_left_as_it_is(estimator):
     for sample in samples:
         sample.loss_mask = [0] * sample.response_length
     plain, whitened = (
-        compute(make_data(samples), advantage_estimator=estimator, kl_coef=0.3, gamma=0.9, normalize_advantages=on)
+        compute(
+            make_data(samples),
+            advantage_estimator=estimator,
+            kl_coef=0.3,
+            gamma=0.9,
+            normalize_advantages=on,
+        )
         for on in (False, True)
     )
     assert as_lists(whitened["advantages"]) == as_lists(plain["advantages"])
     assert as_lists(whitened["returns"]) == as_lists(plain["returns"])
-    empty = {"total_lengths": [], "response_lengths": [], "loss_masks": [], "values": [], "rewards": []}
-    assert list(compute(empty, advantage_estimator=estimator, normalize_advantages=True)["advantages"]) == []
+    empty = {
+        "total_lengths": [],
+        "response_lengths": [],
+        "loss_masks": [],
+        "values": [],
+        "rewards": [],
+    }
+    assert (
+        list(compute(empty, advantage_estimator=estimator, normalize_advantages=True)["advantages"])
+        == []
+    )
 
 
 def test_other_pipeline_stages_have_nothing_to_do():

@@ -1,4 +1,6 @@
-"""Context-parallel layout and reducers: every response token belongs to one rank, and every sum is that of one rank."""
+"""Context-parallel layout and reducers: every response token belongs to one rank, and every sum is
+that of one rank.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ from hypothesis import strategies as st
 from support.pretend_rank import pretend_rank
 
 from slime.backends.megatron_utils import cp_utils
-from slime.data.context_parallel import compute_zigzag_ranges, plan_contiguous_layout, plan_response_layout
+from slime.data.context_parallel import (
+    compute_zigzag_ranges,
+    plan_contiguous_layout,
+    plan_response_layout,
+)
 from slime.data.rows import RowShape, plan_rows
 from slime.exceptions import RolloutDataError
 
@@ -26,7 +32,11 @@ SAMPLES = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 20)), min_size=0
 
 @pytest.mark.parametrize(
     ("total", "response", "owned"),
-    [(11, 7, ([9], [3, 4, 5, 6, 7, 8])), (10, 2, ([], [7, 8])), (9, 8, ([0, 1, 2], [3, 4, 5, 6, 7]))],
+    [
+        (11, 7, ([9], [3, 4, 5, 6, 7, 8])),
+        (10, 2, ([], [7, 8])),
+        (9, 8, ([0, 1, 2], [3, 4, 5, 6, 7])),
+    ],
 )
 def test_zigzag_gives_each_rank_its_logit_positions(total, response, owned):
     """Each rank has the logits of its zigzag chunks; a signal cut by another rule would have
@@ -50,7 +60,9 @@ def test_offsets_of_a_rank_without_response_tokens_are_empty():
 
 @given(SAMPLES, st.sampled_from([1, 2, 3, 4, 8]))
 @settings(max_examples=60, deadline=None)
-def test_ranks_partition_the_response_tokens_and_point_at_the_logits_that_predict_them(samples, cp_size):
+def test_ranks_partition_the_response_tokens_and_point_at_the_logits_that_predict_them(
+    samples, cp_size
+):
     """Every response token belongs to one rank, and the flat index of a micro-batch agrees with
     slicing each sample by itself."""
     totals, responses = [p + r for p, r in samples], [r for _, r in samples]
@@ -58,7 +70,9 @@ def test_ranks_partition_the_response_tokens_and_point_at_the_logits_that_predic
     tokens = [100 * i + torch.arange(total) for i, total in enumerate(totals)]
     flat_tokens = torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64)
     flat_responses = (
-        torch.cat([t[len(t) - r :] for t, r in zip(tokens, responses, strict=True)]) if tokens else flat_tokens
+        torch.cat([t[len(t) - r :] for t, r in zip(tokens, responses, strict=True)])
+        if tokens
+        else flat_tokens
     )
     seen = []
     for cp_rank in range(cp_size):
@@ -74,7 +88,8 @@ def test_ranks_partition_the_response_tokens_and_point_at_the_logits_that_predic
         owned = flat_tokens[layout.token_indices]
         assert owned.tolist() == [int(value) for e in expected for value in e]
         assert torch.equal(flat_responses[layout.response_indices], owned)
-        assert torch.equal(row[layout.row_indices] + 1, owned)  # the logit that predicts token p is at p - 1
+        # the logit that predicts token p is at p - 1
+        assert torch.equal(row[layout.row_indices] + 1, owned)
         assert torch.equal(layout.sample_indices, owned // 100)
         seen += owned.tolist()
     assert sorted(seen) == sorted(flat_responses.tolist())
@@ -87,8 +102,13 @@ def test_contiguous_layout_partitions_too(samples, cp_size):
     each token to one rank."""
     totals, responses = [p + r for p, r in samples], [r for _, r in samples]
     rows = -(-sum(totals) // cp_size)
-    layouts = [plan_contiguous_layout(totals, responses, num_rows=rows, cp_rank=rank) for rank in range(cp_size)]
-    assert torch.cat([layout.response_indices for layout in layouts]).tolist() == list(range(sum(responses)))
+    layouts = [
+        plan_contiguous_layout(totals, responses, num_rows=rows, cp_rank=rank)
+        for rank in range(cp_size)
+    ]
+    assert torch.cat([layout.response_indices for layout in layouts]).tolist() == list(
+        range(sum(responses))
+    )
     for rank, layout in enumerate(layouts):
         assert torch.equal(layout.row_indices + rank * rows + 1, layout.token_indices)
 
@@ -121,7 +141,12 @@ def test_slice_with_cp_pads_with_a_number_or_a_function():
         pad = lambda t, n: torch.cat([t, 50 + torch.arange(n)])  # noqa: E731
         assert cp_utils.slice_with_cp(torch.arange(5), pad).tolist() == [0, 1, 51, 52]
     with pretend_rank(cp_size=2, cp_rank=1):
-        assert cp_utils.slice_with_cp(torch.arange(10).reshape(5, 2), -1).tolist() == [[4, 5], [6, 7], [8, 9], [-1, -1]]
+        assert cp_utils.slice_with_cp(torch.arange(10).reshape(5, 2), -1).tolist() == [
+            [4, 5],
+            [6, 7],
+            [8, 9],
+            [-1, -1],
+        ]
     with pretend_rank():
         tokens = torch.arange(5)
         assert cp_utils.slice_with_cp(tokens, 0) is tokens
@@ -135,7 +160,10 @@ def test_per_sample_per_rollout_and_per_token_means():
     lengths = ([9, 9, 9], [3, 2, 2], masks)
     with pretend_rank():
         assert cp_utils.get_sum_of_sample_mean(*lengths)(x) == 2 + 6 + 8
-        assert cp_utils.get_sum_of_sample_mean(*lengths, torch.tensor([4.0, 4.0, 1.0]))(x) == 16 / 4 + 8
+        assert (
+            cp_utils.get_sum_of_sample_mean(*lengths, torch.tensor([4.0, 4.0, 1.0]))(x)
+            == 16 / 4 + 8
+        )
         assert cp_utils.get_sum_of_sample_mean(*lengths, [4, 4, 1])(x) == 16 / 4 + 8
         assert cp_utils.get_sum_of_sample_mean(*lengths, calculate_per_token_loss=True)(x) == 24
         assert cp_utils.get_sum_of_sample_mean([], [], [])(torch.empty(0)) == 0
@@ -147,24 +175,48 @@ def test_a_fully_masked_sample_adds_nothing_not_one():
     with pretend_rank():
         reduce = cp_utils.get_sum_of_sample_mean([6, 6], [4, 4], [torch.ones(4), torch.zeros(4)])
         assert reduce(torch.full((8,), 2.0)) == 2
-        assert cp_utils.get_sum_of_sample_mean([6], [4], [torch.zeros(4)])(torch.full((4,), float("nan"))) == 0
+        assert (
+            cp_utils.get_sum_of_sample_mean([6], [4], [torch.zeros(4)])(
+                torch.full((4,), float("nan"))
+            )
+            == 0
+        )
 
 
 def test_reducers_refuse_wrong_lengths_and_name_the_sample():
     """A mask one entry short is refused with its sample; it would shift every later one."""
     with pretend_rank():
-        with pytest.raises(RolloutDataError, match="loss_masks of sample 1 .* 1 entries, expected 2"):
+        with pytest.raises(
+            RolloutDataError, match="loss_masks of sample 1 .* 1 entries, expected 2"
+        ):
             cp_utils.get_sum_of_sample_mean([5, 5], [3, 2], [torch.ones(3), torch.ones(1)])
-        with pytest.raises(RolloutDataError, match=r"advantages of sample 1 must be a tensor \[2\], one number per token, got \[2, 1\]"):
+        with pytest.raises(
+            RolloutDataError,
+            match=(
+                r"advantages of sample 1 must be a tensor \[2\], one number per token, got \[2, "
+                r"1\]"
+            ),
+        ):
             cp_utils.check_lengths([torch.ones(3), torch.ones(2, 1)], [3, 2], name="advantages")
         for length in (1, 3):
-            with pytest.raises(RolloutDataError, match=f"advantages of sample 1 of the micro-batch has {length} entries, expected 2"):
-                cp_utils.check_lengths([torch.ones(3), torch.ones(length)], [3, 2], name="advantages")
+            with pytest.raises(
+                RolloutDataError,
+                match=f"advantages of sample 1 of the micro-batch has {length} entries, expected 2",
+            ):
+                cp_utils.check_lengths(
+                    [torch.ones(3), torch.ones(length)], [3, 2], name="advantages"
+                )
         for denominators in ([1, 1, 1], [1]):
-            with pytest.raises(RolloutDataError, match=f"{len(denominators)} loss denominators for 2 samples"):
-                cp_utils.get_sum_of_sample_mean([5, 5], [3, 2], [torch.ones(3), torch.ones(2)], denominators)
+            with pytest.raises(
+                RolloutDataError, match=f"{len(denominators)} loss denominators for 2 samples"
+            ):
+                cp_utils.get_sum_of_sample_mean(
+                    [5, 5], [3, 2], [torch.ones(3), torch.ones(2)], denominators
+                )
         with pytest.raises(RolloutDataError, match="got 4 entries, .* 5 response tokens"):
-            cp_utils.get_sum_of_sample_mean([5, 5], [3, 2], [torch.ones(3), torch.ones(2)])(torch.ones(4))
+            cp_utils.get_sum_of_sample_mean([5, 5], [3, 2], [torch.ones(3), torch.ones(2)])(
+                torch.ones(4)
+            )
 
 
 @given(SAMPLES, st.sampled_from([2, 4]), st.booleans(), st.randoms(use_true_random=False))
@@ -173,20 +225,32 @@ def test_sums_over_cp_ranks_equal_one_rank(samples, cp_size, per_token, random):
     """Sums over context-parallel ranks equal those of one rank; complete values summed over CP gave
     a loss of -57.36 for -28.43."""
     totals, responses = [p + r for p, r in samples], [r for _, r in samples]
-    masks = [torch.tensor([random.randint(0, 1) for _ in range(r)], dtype=torch.uint8) for r in responses]
-    x = [torch.tensor([random.uniform(-1, 1) for _ in range(r)], dtype=torch.float64) for r in responses]
+    masks = [
+        torch.tensor([random.randint(0, 1) for _ in range(r)], dtype=torch.uint8) for r in responses
+    ]
+    x = [
+        torch.tensor([random.uniform(-1, 1) for _ in range(r)], dtype=torch.float64)
+        for r in responses
+    ]
 
     def total_of(size: int, rank: int) -> float:
         with pretend_rank(cp_size=size, cp_rank=rank):
-            local = [cp_utils.slice_log_prob_with_cp(v, t, r) for v, t, r in zip(x, totals, responses, strict=True)]
+            local = [
+                cp_utils.slice_log_prob_with_cp(v, t, r)
+                for v, t, r in zip(x, totals, responses, strict=True)
+            ]
             reduce = cp_utils.get_sum_of_sample_mean(totals, responses, masks, None, per_token)
             return float(reduce(cp_utils.concatenate(local)))
 
-    assert sum(total_of(cp_size, rank) for rank in range(cp_size)) == pytest.approx(total_of(1, 0), abs=1e-12)
+    assert sum(total_of(cp_size, rank) for rank in range(cp_size)) == pytest.approx(
+        total_of(1, 0), abs=1e-12
+    )
 
 
 def test_routing_replay_rows_follow_the_tokens():
-    """Routing row t belongs to token t; the last token and the padding get ids spread over the experts."""
+    """Routing row t belongs to token t; the last token and the padding get ids spread over the
+    experts.
+    """
     experts = [torch.full((3, 1, 2), 7), torch.full((1, 1, 2), 5)]
     tokens = [torch.arange(4), torch.arange(2)]
     options = {"num_experts": 4, "sequence_parallel": False, "allgather_cp": False}
@@ -200,17 +264,24 @@ def test_routing_replay_rows_follow_the_tokens():
         rows = cp_utils.prepare_routed_experts_for_routing_replay(
             experts, tokens, data_pad_size_multiplier=1, **options
         )
-    assert rows[:, 0, 0].tolist() == [7, 7, 0, 0]  # token 1 and 2 of the first; token 1 and one pad of the second
+    # token 1 and 2 of the first; token 1 and one pad of the second
+    assert rows[:, 0, 0].tolist() == [7, 7, 0, 0]
     whole_stream = {**options, "allgather_cp": True}
     with pretend_rank(cp_size=2, cp_rank=1):
-        rows = cp_utils.prepare_routed_experts_for_routing_replay(experts, tokens, data_pad_size_multiplier=1, **whole_stream)
+        rows = cp_utils.prepare_routed_experts_for_routing_replay(
+            experts, tokens, data_pad_size_multiplier=1, **whole_stream
+        )
     assert rows[:, 0, 0].tolist() == [0, 5, 0]  # the second half of 7 7 7 0 5 0
     with pretend_rank(tp_size=2, tp_rank=1):
         rows = cp_utils.prepare_routed_experts_for_routing_replay(
             experts, tokens, data_pad_size_multiplier=4, **{**options, "sequence_parallel": True}
         )
-    assert rows[:, 0, 0].tolist() == [5, 0, 0, 2]  # the second half of 7 7 7 0 5 0 and two rows of padding
-    with pretend_rank(), pytest.raises(AssertionError, match="sample 0: 3 routing rows for 3 tokens"):
+    # the second half of 7 7 7 0 5 0 and two rows of padding
+    assert rows[:, 0, 0].tolist() == [5, 0, 0, 2]
+    with (
+        pretend_rank(),
+        pytest.raises(AssertionError, match="sample 0: 3 routing rows for 3 tokens"),
+    ):
         cp_utils.prepare_routed_experts_for_routing_replay(
             experts[:1], [torch.arange(3)], data_pad_size_multiplier=1, **options
         )
@@ -226,8 +297,16 @@ def test_padded_rows_have_two_chunks_of_padding_under_context_parallelism():
 def test_micro_batches_that_report_other_metrics_are_not_added_up():
     """Micro-batches with different metrics are refused: values are added by position, so a KL would
     be added to a loss."""
-    losses = [{"keys": ["loss", "kl"], "values": torch.tensor([1.0, 2.0, 3.0])}, {"keys": ["kl", "loss"], "values": torch.tensor([1.0, 3.0, 2.0])}]
-    options = {"calculate_per_token_loss": False, "step_global_batch_size": 4, "cp_size": 1, "dp_with_cp_group": None}
+    losses = [
+        {"keys": ["loss", "kl"], "values": torch.tensor([1.0, 2.0, 3.0])},
+        {"keys": ["kl", "loss"], "values": torch.tensor([1.0, 3.0, 2.0])},
+    ]
+    options = {
+        "calculate_per_token_loss": False,
+        "step_global_batch_size": 4,
+        "cp_size": 1,
+        "dp_with_cp_group": None,
+    }
     with pytest.raises(AssertionError, match="micro-batch 1 reports"):
         cp_utils.reduce_train_step_metrics(losses, **options)
 
@@ -246,23 +325,37 @@ def test_train_step_metrics_divide_by_what_the_step_holds(monkeypatch):
     assert cp_utils.reduce_train_step_metrics(losses, calculate_per_token_loss=True, **options) == {
         "loss": pytest.approx(0.1)
     }
-    assert cp_utils.reduce_train_step_metrics(losses, calculate_per_token_loss=False, **options) == {"loss": 0.25}
+    assert cp_utils.reduce_train_step_metrics(
+        losses, calculate_per_token_loss=False, **options
+    ) == {"loss": 0.25}
     empty = [{"keys": ["loss"], "values": torch.zeros(2)}]
-    assert cp_utils.reduce_train_step_metrics(empty, calculate_per_token_loss=True, **options) == {"loss": 0.0}
+    assert cp_utils.reduce_train_step_metrics(empty, calculate_per_token_loss=True, **options) == {
+        "loss": 0.0
+    }
 
 
 @pytest.mark.parametrize(("num_micro_batches", "num_metrics"), [(1, 1), (16, 9)])
 def test_a_step_reduces_and_reads_its_metrics_once(monkeypatch, num_micro_batches, num_metrics):
     """16 micro-batches of 9 metrics need one collective and one read of the device."""
     calls = []
-    monkeypatch.setattr(cp_utils.dist, "all_reduce", lambda tensor, group: calls.append("all_reduce"))
+    monkeypatch.setattr(
+        cp_utils.dist, "all_reduce", lambda tensor, group: calls.append("all_reduce")
+    )
     for name in ("item", "tolist", "__float__"):
         real = getattr(torch.Tensor, name)
-        monkeypatch.setattr(torch.Tensor, name, lambda self, name=name, real=real: calls.append(name) or real(self))
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda self, name=name, real=real: calls.append(name) or real(self)
+        )
     keys = [f"m{i}" for i in range(num_metrics)]
-    losses = [{"keys": keys, "values": torch.arange(1.0 + num_metrics)} for _ in range(num_micro_batches)]
+    losses = [
+        {"keys": keys, "values": torch.arange(1.0 + num_metrics)} for _ in range(num_micro_batches)
+    ]
     found = cp_utils.reduce_train_step_metrics(
-        losses, calculate_per_token_loss=False, step_global_batch_size=num_micro_batches, cp_size=1, dp_with_cp_group=None
+        losses,
+        calculate_per_token_loss=False,
+        step_global_batch_size=num_micro_batches,
+        cp_size=1,
+        dp_with_cp_group=None,
     )
     assert found == {f"m{i}": i + 1.0 for i in range(num_metrics)}
     assert calls == ["all_reduce", "tolist"]

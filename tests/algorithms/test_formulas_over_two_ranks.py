@@ -1,4 +1,5 @@
-"""What needs a second rank: a split vocabulary, a sequence split over context-parallel ranks, whitening over all of them, further groups.
+"""What needs a second rank: a split vocabulary, a sequence split over context-parallel ranks,
+whitening over all of them, further groups.
 
 Two gloo processes run everything once; each test reads its part of what they returned.
 """
@@ -34,12 +35,17 @@ from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 NUM_GPUS = 0
 
 WIDTH, ROWS = 6, 5
-# the last sample is so short that rank 0 owns none of its response; the second one is longer on rank 1
+# the last sample is so short that rank 0 owns none of its response; the second one is longer on
+# rank 1
 SHAPES = [(3, 4), (1, 9), (4, 2), (8, 2)]
 SEQUENCE_OPTIONS = {
     "gspo": {"advantage_estimator": "gspo"},
     "opsm": {"use_opsm": True},
-    "gspo opsm per token": {"advantage_estimator": "gspo", "use_opsm": True, "calculate_per_token_loss": True},
+    "gspo opsm per token": {
+        "advantage_estimator": "gspo",
+        "use_opsm": True,
+        "calculate_per_token_loss": True,
+    },
 }
 ESTIMATOR_OPTIONS = {
     "ppo": {"advantage_estimator": "ppo", "kl_coef": 0.2, "gamma": 0.9, "lambd": 0.8},
@@ -89,7 +95,9 @@ def _sequence_losses(rank: int, alone) -> dict:
         args = SimpleNamespace(**dataclasses.asdict(options))
         with pretend_rank(cp_size=2, cp_rank=rank, tp_group=alone):
             batch, packed = pack(samples, logits, advantages, mask_sums_of(samples))
-            step_loss, normaliser, reported = loss.loss_function(args, batch, 1, len(samples), packed)
+            step_loss, normaliser, reported = loss.loss_function(
+                args, batch, 1, len(samples), packed
+            )
         step_loss.backward()
         gradients = [rows.grad for rows in logits]
         results[name] = (step_loss.detach(), normaliser, reported, gradients)
@@ -110,7 +118,9 @@ def _estimators(rank: int) -> dict:
             for field in ("log_probs", "ref_log_probs", "values"):
                 data[field] = [
                     cp_utils.slice_log_prob_with_cp(
-                        torch.tensor(getattr(s, field), dtype=torch.float64), len(s.tokens), s.response_length
+                        torch.tensor(getattr(s, field), dtype=torch.float64),
+                        len(s.tokens),
+                        s.response_length,
                     )
                     for s in samples
                 ]
@@ -118,7 +128,9 @@ def _estimators(rank: int) -> dict:
             gathered = {
                 field: [
                     cp_utils.all_gather_with_cp(v, t, r)
-                    for v, t, r in zip(data[field], data["total_lengths"], data["response_lengths"], strict=True)
+                    for v, t, r in zip(
+                        data[field], data["total_lengths"], data["response_lengths"], strict=True
+                    )
                 ]
                 for field in ("advantages", "returns", "kl")
             }
@@ -130,8 +142,12 @@ def _allgather_cp(rank: int, alone) -> list:
     samples = make_samples(SHAPES, 5)
     stream = torch.cat([rows.detach() for rows in make_logits(samples, 6)])
     rows = -(-len(stream) // 2)
-    local = torch.nn.functional.pad(stream, (0, 0, 0, 2 * rows - len(stream)))[rank * rows : (rank + 1) * rows]
-    args = SimpleNamespace(rollout_temperature=1.0, log_probs_chunk_size=-1, allgather_cp=True, entropy_coef=0.0)
+    local = torch.nn.functional.pad(stream, (0, 0, 0, 2 * rows - len(stream)))[
+        rank * rows : (rank + 1) * rows
+    ]
+    args = SimpleNamespace(
+        rollout_temperature=1.0, log_probs_chunk_size=-1, allgather_cp=True, entropy_coef=0.0
+    )
     with pretend_rank(cp_size=2, cp_rank=rank, tp_group=alone):
         _, out = loss.get_log_probs_and_entropy(
             local.unsqueeze(0),
@@ -144,7 +160,9 @@ def _allgather_cp(rank: int, alone) -> list:
 
 
 def _gather_gradient(rank: int) -> tuple:
-    """Weighs the gathered response by 1..7 on both ranks; each local entry must receive the sum of both ranks' weights."""
+    """Weighs the gathered response by 1..7 on both ranks; each local entry must receive the sum of
+    both ranks' weights.
+    """
     with pretend_rank(cp_size=2, cp_rank=rank):
         layout = cp_utils.get_response_layout([11], [7])
         local = layout.response_indices.double().requires_grad_()
@@ -155,7 +173,9 @@ def _gather_gradient(rank: int) -> tuple:
 
 def _whitening(rank: int) -> dict:
     def run(parts, masks, **options):
-        return distributed_masked_whiten(torch.tensor(parts[rank]), torch.tensor(masks[rank]), **options).tolist()
+        return distributed_masked_whiten(
+            torch.tensor(parts[rank]), torch.tensor(masks[rank]), **options
+        ).tolist()
 
     ones = ([1, 1, 1], [1])
     results = {
@@ -172,7 +192,9 @@ def _whitening(rank: int) -> dict:
 
 
 def _whitened_shards(rank: int, alone) -> dict:
-    """{(estimator, data-parallel size): {sample: whitened advantages at its trained tokens}} of this rank's samples, in an order of each size's own."""
+    """{(estimator, data-parallel size): {sample: whitened advantages at its trained tokens}} of
+    this rank's samples, in an order of each size's own.
+    """
     results = {}
     for dp_size, group, local in ((1, alone, 0), (2, None, rank)):
         samples = [make_long_samples()[i] for i in np.random.default_rng(dp_size).permutation(24)]
@@ -209,7 +231,8 @@ def _groups(rank: int, folder: str) -> tuple:
 
 
 def _everything(rank, world_size, folder):
-    # the world is the context-parallel group; a tensor-parallel group of one keeps the vocabulary whole
+    # the world is the context-parallel group; a tensor-parallel group of one keeps the vocabulary
+    # whole
     alone = [dist.new_group([member]) for member in range(world_size)][rank]
     return {
         "vocabulary": _split_vocabulary(rank),
@@ -243,7 +266,9 @@ def test_a_split_vocabulary_gives_the_whole_ones_log_probs_entropies_and_gradien
         results = ranks[rank]["vocabulary"][name]
         for actual, wanted in zip(results[:2], (log_prob, entropy), strict=True):
             torch.testing.assert_close(actual, wanted.detach(), rtol=0, atol=2e-6)
-        torch.testing.assert_close(results[2], whole.grad[:, rank * WIDTH : (rank + 1) * WIDTH], rtol=0, atol=2e-6)
+        torch.testing.assert_close(
+            results[2], whole.grad[:, rank * WIDTH : (rank + 1) * WIDTH], rtol=0, atol=2e-6
+        )
 
 
 @pytest.mark.parametrize("name", sorted(SEQUENCE_OPTIONS))
@@ -254,7 +279,9 @@ def test_sequence_ratios_span_the_context_parallel_ranks(ranks, name):
     samples = make_samples(SHAPES, 5)
     logits = make_logits(samples, 6)
     advantages, _, _ = reference_advantages(samples, options)
-    value, metrics = reference_policy_loss(samples, *reference_of(samples, logits, options), advantages, options)
+    value, metrics = reference_policy_loss(
+        samples, *reference_of(samples, logits, options), advantages, options
+    )
     value.backward()
     parts = [rank["sequence"][name] for rank in ranks]
     total, values = sum(part[0] for part in parts), sum(part[2]["values"] for part in parts)
@@ -278,9 +305,13 @@ def test_advantages_of_split_sequences_equal_the_reference(ranks, name):
     """GAE, discounted returns and whitening see the whole sequence, and both ranks agree."""
     samples = make_samples(SHAPES, 5)
     options = ReferenceOptions(**ESTIMATOR_OPTIONS[name])
-    for field, expected in zip(("advantages", "returns", "kl"), reference_advantages(samples, options), strict=True):
+    for field, expected in zip(
+        ("advantages", "returns", "kl"), reference_advantages(samples, options), strict=True
+    ):
         for rank in range(2):
-            for actual, wanted in zip(ranks[rank]["estimators"][name][field], expected, strict=True):
+            for actual, wanted in zip(
+                ranks[rank]["estimators"][name][field], expected, strict=True
+            ):
                 assert actual == pytest.approx(wanted, abs=1e-6), field
 
 
@@ -290,12 +321,18 @@ def test_allgather_context_parallel_hands_on_zigzag_parts(ranks):
     expected = reference_of(samples, make_logits(samples, 6), ReferenceOptions())[0]
     for rank in range(2):
         for sample, actual, wanted in zip(samples, ranks[rank]["allgather"], expected, strict=True):
-            layout = plan_response_layout([len(sample.tokens)], [sample.response_length], cp_size=2, cp_rank=rank)
-            torch.testing.assert_close(actual.double(), wanted.detach()[layout.response_indices], rtol=0, atol=1e-5)
+            layout = plan_response_layout(
+                [len(sample.tokens)], [sample.response_length], cp_size=2, cp_rank=rank
+            )
+            torch.testing.assert_close(
+                actual.double(), wanted.detach()[layout.response_indices], rtol=0, atol=1e-5
+            )
 
 
 def test_gathered_responses_are_in_order_and_differentiable(ranks):
-    """Total 11, response 7: rank 0 owns entry 6, rank 1 entries 0..5; both ranks' uses flow back."""
+    """Total 11, response 7: rank 0 owns entry 6, rank 1 entries 0..5; both ranks'
+    uses flow back.
+    """
     for rank, owned in enumerate(([6], [0, 1, 2, 3, 4, 5])):
         full, gradient = ranks[rank]["gradient"]
         assert full == [0, 1, 2, 3, 4, 5, 6]
@@ -308,12 +345,16 @@ def test_whitening_is_over_all_ranks(ranks):
     first, second = (rank["whitening"] for rank in ranks)
     for name in ("ragged", "far from zero"):
         assert first[name] == pytest.approx([-0.5] * 3) and second[name] == pytest.approx([1.5])
-    assert first["empty rank"] == [] and second["empty rank"] == pytest.approx([-0.70710678, 0.70710678])
-    assert first["scale only"] == pytest.approx([0.5] * 3) and second["scale only"] == pytest.approx([2.5])
-    assert (first["nothing"], second["nothing"]) == ([1.0, 3.0], [])
-    assert [first["junk"][i] for i in (0, 2, 3)] == pytest.approx([-0.5] * 3) and second["junk"][0] == pytest.approx(
-        1.5
+    assert first["empty rank"] == [] and second["empty rank"] == pytest.approx(
+        [-0.70710678, 0.70710678]
     )
+    assert first["scale only"] == pytest.approx([0.5] * 3) and second[
+        "scale only"
+    ] == pytest.approx([2.5])
+    assert (first["nothing"], second["nothing"]) == ([1.0, 3.0], [])
+    assert [first["junk"][i] for i in (0, 2, 3)] == pytest.approx([-0.5] * 3) and second["junk"][
+        0
+    ] == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize("estimator", WHITENED)
@@ -323,15 +364,23 @@ def test_whitened_advantages_do_not_depend_on_the_split(ranks, estimator):
     first, second = (rank["whitened shards"] for rank in ranks)
     alone, parts = first[estimator, 1], (first[estimator, 2], second[estimator, 2])
     assert alone == second[estimator, 1]
-    assert sorted(alone) == sorted([*parts[0], *parts[1]]) and len(alone) == 23 and min(map(len, parts)) > 1
+    assert (
+        sorted(alone) == sorted([*parts[0], *parts[1]])
+        and len(alone) == 23
+        and min(map(len, parts)) > 1
+    )
     for index, values in {**parts[0], **parts[1]}.items():
         assert values == pytest.approx(alone[index], rel=2**-23, abs=0), index
     flat = np.array([value for values in alone.values() for value in values])
-    assert flat.mean() == pytest.approx(0, abs=1e-6) and flat.std(ddof=1) == pytest.approx(1, abs=1e-6)
+    assert flat.mean() == pytest.approx(0, abs=1e-6) and flat.std(ddof=1) == pytest.approx(
+        1, abs=1e-6
+    )
 
 
 def test_further_groups_have_their_own_ranks(ranks):
-    """The gloo group sums over the world; the second main group broadcasts from its own rank 0, which is world rank 1."""
+    """The gloo group sums over the world; the second main group broadcasts from its own rank 0,
+    which is world rank 1.
+    """
     assert [rank["groups"] for rank in ranks] == [(3.0, 101.0), (3.0, 101.0)]
 
 

@@ -38,13 +38,19 @@ def test_each_reason_for_a_pass_is_the_only_one(options, num_steps, words):
         return
     (reason,) = reasons
     assert words in reason
-    assert len(reasons_to_recompute_log_probs(dataclasses.replace(plan, num_steps=5))) == (1 if num_steps > 1 else 2)
+    assert len(reasons_to_recompute_log_probs(dataclasses.replace(plan, num_steps=5))) == (
+        1 if num_steps > 1 else 2
+    )
 
 
 def test_kept_log_probs_come_back_in_the_order_of_the_batch():
     """Captured log-probs are returned in the batch's order, also where the schedule put position 7
     before position 3."""
-    data = {"log_probs": None, "rollout_log_probs": [torch.zeros(1), torch.zeros(2)], "partition": [7, 3]}
+    data = {
+        "log_probs": None,
+        "rollout_log_probs": [torch.zeros(1), torch.zeros(2)],
+        "partition": [7, 3],
+    }
     with log_prob_capture.looked_at_log_probs(data, lambda: None):
         log_prob_capture._maybe_capture_log_probs({"partition": [3]}, [torch.tensor([-3.0, -3.5])])
         log_prob_capture._maybe_capture_log_probs({"partition": [7]}, [torch.tensor([-7.0])])

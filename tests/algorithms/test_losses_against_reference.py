@@ -1,5 +1,7 @@
-"""The loss of a step, its gradient and its metrics, against a single-process reference that shares no code: under any packing, order, padding,
-split into micro-batches, and on any context-parallel rank."""
+"""The loss of a step, its gradient and its metrics, against a single-process reference that shares
+no code: under any packing, order, padding, split into micro-batches, and on any context-parallel
+rank.
+"""
 
 from __future__ import annotations
 
@@ -38,27 +40,56 @@ VARIANTS = {
     "grpo": {},
     "grpo dual clip": {"eps_clip_c": 1.5, "eps_clip_high": 0.4},
     "grpo kl": {"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "low_var_kl"},
-    "grpo unbiased kl": {"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k3", "use_unbiased_kl": True},
+    "grpo unbiased kl": {
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.2,
+        "kl_loss_type": "k3",
+        "use_unbiased_kl": True,
+    },
     "grpo entropy": {"entropy_coef": 0.1, "rollout_temperature": 0.7},
     "grpo tis": {"use_tis": True, "tis_clip": 1.1, "tis_clip_low": 0.9},
     "grpo rollout log-probs": {"use_rollout_logprobs": True},
     "grpo opsm": {"use_opsm": True},
     "grpo per token": {"calculate_per_token_loss": True, "entropy_coef": 0.1, "use_tis": True},
     "gspo": {"advantage_estimator": "gspo"},
-    "gspo opsm per token": {"advantage_estimator": "gspo", "use_opsm": True, "calculate_per_token_loss": True},
+    "gspo opsm per token": {
+        "advantage_estimator": "gspo",
+        "use_opsm": True,
+        "calculate_per_token_loss": True,
+    },
     "cispo": {"advantage_estimator": "cispo"},
     "rloo": {"advantage_estimator": "rloo"},
     "dr_grpo": {"advantage_estimator": "dr_grpo", "use_tis": True},
     "ppo": {"advantage_estimator": "ppo", "gamma": 0.9, "lambd": 0.8, "kl_coef": 0.1},
-    "reinforce_plus_plus": {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True},
-    "reinforce_plus_plus_baseline": {"advantage_estimator": "reinforce_plus_plus_baseline", "kl_coef": 0.1},
+    "reinforce_plus_plus": {
+        "advantage_estimator": "reinforce_plus_plus",
+        "normalize_advantages": True,
+    },
+    "reinforce_plus_plus_baseline": {
+        "advantage_estimator": "reinforce_plus_plus_baseline",
+        "kl_coef": 0.1,
+    },
 }
 # CP ranks of these talk to each other in the loss: tests/distributed runs them with real groups
 NEEDS_GROUP = {"gspo", "grpo opsm", "gspo opsm per token"}
 
 
-def run_step(samples, logits, advantages, options, *, bins, dp_size=1, cp_size=1, returns=None, padding=3, **extra):
-    """Returns (loss, metrics) of one step as Megatron's schedule and the metric reduction put it together, and leaves the gradient in `logits`."""
+def run_step(
+    samples,
+    logits,
+    advantages,
+    options,
+    *,
+    bins,
+    dp_size=1,
+    cp_size=1,
+    returns=None,
+    padding=3,
+    **extra,
+):
+    """Returns (loss, metrics) of one step as Megatron's schedule and the metric reduction put it
+    together, and leaves the gradient in `logits`.
+    """
     args = SimpleNamespace(**dataclasses.asdict(options), **extra)
     sums = mask_sums_of(samples)
     num_rollouts = len({sample.rollout_id for sample in samples})
@@ -80,7 +111,9 @@ def run_step(samples, logits, advantages, options, *, bins, dp_size=1, cp_size=1
                     args, batch, num_microbatches, num_rollouts, packed
                 )
                 if not options.calculate_per_token_loss:
-                    step_loss = step_loss / max(int(normaliser), 1) / num_microbatches / (dp_size * cp_size)
+                    step_loss = (
+                        step_loss / max(int(normaliser), 1) / num_microbatches / (dp_size * cp_size)
+                    )
                 total, tokens = total + step_loss, tokens + int(normaliser)
                 assert keys in (None, reported["keys"]) and normaliser.dtype == torch.int32
                 values, keys = values + reported["values"], reported["keys"]
@@ -89,7 +122,9 @@ def run_step(samples, logits, advantages, options, *, bins, dp_size=1, cp_size=1
     with pretend_rank():  # a recomputed loss asks again where it is
         total.backward()
     divisor = values[0] / cp_size if options.calculate_per_token_loss else num_rollouts
-    return total.item(), {key: (value / divisor).item() for key, value in zip(keys, values[1:], strict=True)}
+    return total.item(), {
+        key: (value / divisor).item() for key, value in zip(keys, values[1:], strict=True)
+    }
 
 
 def reference_step(samples, logits, options):
@@ -102,7 +137,9 @@ def reference_step(samples, logits, options):
 
 
 def take_gradients(logits) -> list[torch.Tensor]:
-    gradients = [torch.zeros_like(rows) if rows.grad is None else rows.grad.clone() for rows in logits]
+    gradients = [
+        torch.zeros_like(rows) if rows.grad is None else rows.grad.clone() for rows in logits
+    ]
     for rows in logits:
         rows.grad = None
     return gradients
@@ -129,10 +166,19 @@ def test_one_rank_equals_the_reference(name):
     logits = make_logits(samples, 6)
     advantages, expected_loss, expected = reference_step(samples, logits, options)
     gradients = take_gradients(logits)
-    step_loss, metrics = run_step(samples, logits, advantages, options, bins=[[0, 3, 4], [5, 1, 2], []])
+    step_loss, metrics = run_step(
+        samples, logits, advantages, options, bins=[[0, 3, 4], [5, 1, 2], []]
+    )
     assert step_loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-7)
     assert_metrics(metrics, expected)
-    assert {"loss", "pg_loss", "pg_clipfrac", "ppo_kl", "train_rollout_logprob_abs_diff", "entropy_loss"} <= set(metrics)
+    assert {
+        "loss",
+        "pg_loss",
+        "pg_clipfrac",
+        "ppo_kl",
+        "train_rollout_logprob_abs_diff",
+        "entropy_loss",
+    } <= set(metrics)
     assert_same_gradients(take_gradients(logits), gradients)
 
 
@@ -146,16 +192,25 @@ def test_context_parallel_ranks_add_up_to_the_reference(name, cp_size):
     logits = make_logits(samples, 6)
     advantages, expected_loss, expected = reference_step(samples, logits, options)
     gradients = take_gradients(logits)
-    step_loss, metrics = run_step(samples, logits, advantages, options, bins=[[0, 3, 4], [5, 1, 2]], cp_size=cp_size)
+    step_loss, metrics = run_step(
+        samples, logits, advantages, options, bins=[[0, 3, 4], [5, 1, 2]], cp_size=cp_size
+    )
     assert step_loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-7)
     assert_metrics(metrics, expected)
     assert_same_gradients(take_gradients(logits), gradients)
 
 
-@given(st.permutations(range(6)), st.lists(st.integers(0, 6), max_size=3), st.integers(0, 5), st.sampled_from([1, 2]))
+@given(
+    st.permutations(range(6)),
+    st.lists(st.integers(0, 6), max_size=3),
+    st.integers(0, 5),
+    st.sampled_from([1, 2]),
+)
 @settings(max_examples=25, deadline=None)
 def test_order_split_and_padding_do_not_matter(order, cuts, padding, dp_size):
-    """The same samples in any order, in any micro-batches, on any number of data-parallel ranks: one loss, one gradient, one set of metrics."""
+    """The same samples in any order, in any micro-batches, on any number of data-parallel ranks:
+    one loss, one gradient, one set of metrics.
+    """
     options = ReferenceOptions(entropy_coef=0.1, use_kl_loss=True, kl_loss_coef=0.2, use_tis=True)
     samples = make_samples(SHAPES, 8, rollout_ids=ROLLOUT_IDS)
     logits = make_logits(samples, 9)
@@ -165,7 +220,9 @@ def test_order_split_and_padding_do_not_matter(order, cuts, padding, dp_size):
     edges = [0, *sorted(cuts), 6]
     bins = [list(order[low:high]) for low, high in zip(edges, edges[1:], strict=False)]
     bins += [[]] * (-len(bins) % dp_size)
-    split = run_step(samples, logits, advantages, options, bins=bins, padding=padding, dp_size=dp_size)
+    split = run_step(
+        samples, logits, advantages, options, bins=bins, padding=padding, dp_size=dp_size
+    )
     assert split[0] == pytest.approx(together[0], rel=1e-5)
     assert split[1] == pytest.approx(together[1], rel=1e-5, abs=1e-6)
     assert_same_gradients(take_gradients(logits), expected)
@@ -189,7 +246,12 @@ def test_junk_at_masked_positions_changes_nothing(name, junk):
             if not mask:
                 rows[sample.prompt_length + t - 1] = junk
                 advantage[t] = junk
-                for field in (sample.log_probs, sample.rollout_log_probs, sample.ref_log_probs, sample.values):
+                for field in (
+                    sample.log_probs,
+                    sample.rollout_log_probs,
+                    sample.ref_log_probs,
+                    sample.values,
+                ):
                     field[t] = junk
         rows[: sample.prompt_length - 1] = junk
     dirty_logits = [rows.requires_grad_() for rows in dirty_logits]
@@ -202,7 +264,9 @@ def test_junk_at_masked_positions_changes_nothing(name, junk):
 
 @pytest.mark.parametrize("name", [*sorted(VARIANTS), "value loss", "sft loss"])
 def test_loss_gradients_agree_with_finite_differences(name):
-    """fp64 gradcheck from the packed logits to the scaled loss that Megatron's schedule receives."""
+    """fp64 gradcheck from the packed logits to the scaled loss that Megatron's
+    schedule receives.
+    """
     loss_types = {"value loss": "value_loss", "sft loss": "sft_loss"}
     options = ReferenceOptions(**VARIANTS.get(name, {}))
     samples = make_samples([(1, 2), (2, 0), (1, 3)], 4)
@@ -210,8 +274,12 @@ def test_loss_gradients_agree_with_finite_differences(name):
     width = 1 if name == "value loss" else 5
     for sample in samples:
         sample.tokens = [token % 5 for token in sample.tokens]
-    batch, packed = pack(samples, make_logits(samples, 6, width=width), advantages, mask_sums_of(samples), padding=1)
-    args = SimpleNamespace(**dataclasses.asdict(options), loss_type=loss_types.get(name, "policy_loss"))
+    batch, packed = pack(
+        samples, make_logits(samples, 6, width=width), advantages, mask_sums_of(samples), padding=1
+    )
+    args = SimpleNamespace(
+        **dataclasses.asdict(options), loss_type=loss_types.get(name, "policy_loss")
+    )
     with pretend_rank():
         assert torch.autograd.gradcheck(
             lambda x: loss.loss_function(args, batch, 2, 3, x)[0],
@@ -224,18 +292,22 @@ def test_loss_gradients_agree_with_finite_differences(name):
 def test_value_loss_equals_the_reference(cp_size):
     """The critic's loss and gradient equal the reference, with NaN in the old values of masked
     tokens."""
-    options = ReferenceOptions(advantage_estimator="ppo", gamma=0.9, lambd=0.8, value_clip=0.05)  # not the default
+    # not the default
+    options = ReferenceOptions(advantage_estimator="ppo", gamma=0.9, lambd=0.8, value_clip=0.05)
     samples = make_samples(SHAPES, 5, rollout_ids=ROLLOUT_IDS)
     logits = make_logits(samples, 6, width=1)
     advantages, returns, _ = reference_advantages(samples, options)
     values = [
-        rows[s.prompt_length - 1 : len(s.tokens) - 1, 0].double() for rows, s in zip(logits, samples, strict=True)
+        rows[s.prompt_length - 1 : len(s.tokens) - 1, 0].double()
+        for rows, s in zip(logits, samples, strict=True)
     ]
     expected = reference_value_loss(samples, values, returns, options)
     expected.backward()
     gradients = take_gradients(logits)
     for sample in samples:
-        sample.values = [v if m else float("nan") for v, m in zip(sample.values, sample.loss_mask, strict=True)]
+        sample.values = [
+            v if m else float("nan") for v, m in zip(sample.values, sample.loss_mask, strict=True)
+        ]
     step = run_step(
         samples,
         logits,
@@ -247,7 +319,10 @@ def test_value_loss_equals_the_reference(cp_size):
         loss_type="value_loss",
     )
     assert step[0] == pytest.approx(expected.item(), rel=1e-5)
-    assert step[1]["value_loss"] == pytest.approx(expected.item(), rel=1e-5) and 0 <= step[1]["value_clipfrac"] <= 1
+    assert (
+        step[1]["value_loss"] == pytest.approx(expected.item(), rel=1e-5)
+        and 0 <= step[1]["value_clipfrac"] <= 1
+    )
     assert_same_gradients(take_gradients(logits), gradients)
 
 
@@ -261,7 +336,13 @@ def test_sft_loss_is_the_references_whatever_a_rollout_would_be_sampled_with(tem
     advantages = [[0.0] * s.response_length for s in samples]
     options = ReferenceOptions(rollout_temperature=temperature)
     step = run_step(
-        samples, logits, advantages, options, bins=[[0, 1, 2], [3, 4, 5]], loss_type="sft_loss", rollout_top_p=top_p
+        samples,
+        logits,
+        advantages,
+        options,
+        bins=[[0, 1, 2], [3, 4, 5]],
+        loss_type="sft_loss",
+        rollout_top_p=top_p,
     )
     assert step[0] == pytest.approx(expected.item(), rel=1e-5) and step[1] == {
         "loss": pytest.approx(expected.item(), rel=1e-5)
@@ -280,7 +361,12 @@ def test_first_step_without_old_log_probs_has_ratio_one(recompute):
     advantages, expected_loss, expected = reference_step(samples, logits, options)
     gradients = take_gradients(logits)
     step = run_step(
-        samples, logits, advantages, options, bins=[[0, 1, 2], [3, 4, 5]], recompute_loss_function=recompute
+        samples,
+        logits,
+        advantages,
+        options,
+        bins=[[0, 1, 2], [3, 4, 5]],
+        recompute_loss_function=recompute,
     )
     assert step[0] == pytest.approx(expected_loss, rel=1e-5) and step[1]["ppo_kl"] == 0
     assert "train_rollout_logprob_abs_diff" not in step[1]
@@ -300,7 +386,11 @@ def one_batch(**options):
 def call_loss(args, batch, packed):
     with pretend_rank():
         value, normaliser, reported = loss.loss_function(args, batch, 1, 2, packed)
-    return value, normaliser, dict(zip(reported["keys"], reported["values"][1:].tolist(), strict=True))
+    return (
+        value,
+        normaliser,
+        dict(zip(reported["keys"], reported["values"][1:].tolist(), strict=True)),
+    )
 
 
 def test_entropy_is_reported_unless_that_is_switched_off(monkeypatch):
@@ -330,7 +420,16 @@ class HostReads(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         name = getattr(function, "__name__", "")
-        if name in ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"):
+        if name in (
+            "item",
+            "tolist",
+            "numpy",
+            "cpu",
+            "__bool__",
+            "__int__",
+            "__float__",
+            "__index__",
+        ):
             self.found.append(name)
         if name in ("tensor", "as_tensor") and isinstance(args[0], list | tuple):
             self.found += [name for value in args[0] if isinstance(value, torch.Tensor)]
@@ -341,7 +440,10 @@ def test_more_metrics_read_no_more_values_from_the_device():
     """The metrics leave the loss as one tensor: 11 of them cause no more reads of the device than
     6."""
     reads = {}
-    for options in ({}, {"use_kl_loss": True, "kl_loss_coef": 0.2, "entropy_coef": 0.1, "use_tis": True}):
+    for options in (
+        {},
+        {"use_kl_loss": True, "kl_loss_coef": 0.2, "entropy_coef": 0.1, "use_tis": True},
+    ):
         args, batch, packed = one_batch(**options)
         with pretend_rank(), HostReads() as mode:
             reported = loss.loss_function(args, batch, 1, 2, packed)[2]
@@ -358,8 +460,15 @@ def test_a_correction_may_reject_tokens_from_the_loss_but_not_from_the_metrics(m
     fraction are over the batch's masks."""
     args, batch, packed = one_batch(use_tis=True, custom_tis_function_path="my.function")
 
-    def reject_the_first_token(args, *, pg_loss, loss_masks, total_lengths, response_lengths, **kwargs):
-        assert len(kwargs["train_log_probs"]) == len(kwargs["rollout_log_probs"]) == len(loss_masks) == 2
+    def reject_the_first_token(
+        args, *, pg_loss, loss_masks, total_lengths, response_lengths, **kwargs
+    ):
+        assert (
+            len(kwargs["train_log_probs"])
+            == len(kwargs["rollout_log_probs"])
+            == len(loss_masks)
+            == 2
+        )
         masks = [mask.clone() for mask in loss_masks]
         for mask in masks:
             mask[0] = 0
@@ -372,7 +481,9 @@ def test_a_correction_may_reject_tokens_from_the_loss_but_not_from_the_metrics(m
     uncorrected = call_loss(one_batch(entropy_coef=0.1)[0], batch, packed)[2]
     args.entropy_coef = 0.1
     corrected = call_loss(args, batch, packed)[2]
-    assert all(corrected[name] == uncorrected[name] for name in ("ppo_kl", "pg_clipfrac", "entropy_loss"))
+    assert all(
+        corrected[name] == uncorrected[name] for name in ("ppo_kl", "pg_clipfrac", "entropy_loss")
+    )
     metrics_only = SimpleNamespace(**{**vars(args), "use_tis": False, "get_mismatch_metrics": True})
     _, _, metrics = call_loss(metrics_only, batch, packed)
     _, _, plain = call_loss(one_batch()[0], batch, packed)
@@ -384,7 +495,9 @@ def test_the_distance_to_the_teacher_is_among_the_metrics_of_the_step():
     rollouts."""
     args, batch, packed = one_batch()
     assert "opd_reverse_kl" not in call_loss(args, batch, packed)[2]
-    batch["opd_reverse_kl"] = [torch.full_like(mask, 0.5, dtype=torch.float32) for mask in batch["loss_masks"]]
+    batch["opd_reverse_kl"] = [
+        torch.full_like(mask, 0.5, dtype=torch.float32) for mask in batch["loss_masks"]
+    ]
     assert call_loss(args, batch, packed)[2]["opd_reverse_kl"] == pytest.approx(0.5 + 0.5)
 
 
@@ -398,7 +511,9 @@ def test_custom_reducer_gets_the_denominators_when_it_names_them(monkeypatch, ta
     def four(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
         return lambda x: x.sum() * 0 + 5
 
-    def five(total_lengths, response_lengths, loss_masks, calculate_per_token_loss, sample_denoms=None):
+    def five(
+        total_lengths, response_lengths, loss_masks, calculate_per_token_loss, sample_denoms=None
+    ):
         seen["denominators"] = sample_denoms
         return four(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)
 
@@ -412,7 +527,9 @@ def test_custom_loss_and_unknown_loss(monkeypatch):
     loss type is refused."""
     args, batch, packed = one_batch(loss_type="custom_loss", custom_loss_function_path="my.loss")
     monkeypatch.setattr(
-        loss, "load_function", lambda path: lambda args, batch, logits, reduce: (reduce(torch.ones(7)), {"mine": 3.0})
+        loss,
+        "load_function",
+        lambda path: lambda args, batch, logits, reduce: (reduce(torch.ones(7)), {"mine": 3.0}),
     )
     value, normaliser, metrics = call_loss(args, batch, packed)
     value.backward()  # a loss that does not reach the logits must not stop the backward pass
@@ -438,7 +555,11 @@ def test_a_missing_field_is_named_with_the_option_that_needs_it(options, missing
     with pytest.raises(RolloutDataError, match=f"no {missing}, which --"):
         call_loss(args, batch, packed)
     with pytest.raises(ConfigError, match="--dr-grpo-length"):
-        call_loss(one_batch(advantage_estimator="dr_grpo", rollout_max_response_len=None)[0], batch, packed)
+        call_loss(
+            one_batch(advantage_estimator="dr_grpo", rollout_max_response_len=None)[0],
+            batch,
+            packed,
+        )
 
 
 def test_the_cases_reach_every_branch():
@@ -450,7 +571,15 @@ def test_the_cases_reach_every_branch():
     for sample, new in zip(samples, log_probs, strict=True):
         for t, mask in enumerate(sample.loss_mask):
             ratio = float((new[t] - sample.log_probs[t]).exp())
-            side = "below" if ratio < 0.8 else "inside" if ratio <= 1.2 else "dual" if ratio > 1.5 else "above"
+            side = (
+                "below"
+                if ratio < 0.8
+                else "inside"
+                if ratio <= 1.2
+                else "dual"
+                if ratio > 1.5
+                else "above"
+            )
             if mask:
                 seen.add((sample.reward > 0, side))
     wanted = {(sign, side) for sign in (True, False) for side in ("below", "inside", "dual")}
@@ -463,7 +592,9 @@ def test_a_shifted_or_short_log_prob_fails():
     args, batch, packed = one_batch()
     with pretend_rank():
         out = loss.get_log_probs_and_entropy(
-            packed, args=args, **{k: batch[k] for k in ("unconcat_tokens", "total_lengths", "response_lengths")}
+            packed,
+            args=args,
+            **{k: batch[k] for k in ("unconcat_tokens", "total_lengths", "response_lengths")},
         )[1]
     batch["log_probs"] = [values.detach() for values in out["log_probs"]]
     assert call_loss(args, batch, packed)[2]["ppo_kl"] == 0
@@ -488,7 +619,9 @@ def test_captured_log_probs_are_the_first_of_each_position():
     assert loss.drain_captured_log_probs() == {}
     with pretend_rank():
         out = loss.get_log_probs_and_entropy(
-            packed, args=args, **{k: batch[k] for k in ("unconcat_tokens", "total_lengths", "response_lengths")}
+            packed,
+            args=args,
+            **{k: batch[k] for k in ("unconcat_tokens", "total_lengths", "response_lengths")},
         )[1]
     torch.testing.assert_close(captured[3], out["log_probs"][1].detach())
 

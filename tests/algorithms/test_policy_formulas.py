@@ -1,4 +1,6 @@
-"""Per-token formulas: KL estimators, clipped losses, corrections. Numbers are small enough to check by hand."""
+"""Per-token formulas: KL estimators, clipped losses, corrections. Numbers are small enough to check
+by hand.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def test_kl_kinds_of_a_token_that_became_twice_as_likely():
     expected = {"k1": LN2, "k2": LN2**2 / 2, "k3": 0.5 - 1 + LN2, "low_var_kl": 0.5 - 1 + LN2}
     for kind, value in expected.items():
         assert ppo_utils.compute_approx_kl(new, base, kind).item() == pytest.approx(value)
-    assert ppo_utils.compute_approx_kl(new, base, "k2", torch.tensor(3.0)).item() == pytest.approx(3 * LN2**2 / 2)
+    assert ppo_utils.compute_approx_kl(new, base, "k2", torch.tensor(3.0)).item() == pytest.approx(
+        3 * LN2**2 / 2
+    )
     with pytest.raises(ValueError, match="unknown KL estimator 'k4'"):
         ppo_utils.compute_approx_kl(new, base, "k4")
 
@@ -50,14 +54,18 @@ def test_only_low_var_kl_is_clamped_and_its_gradient_survives_overflow():
     assert kl.tolist() == [10.0, 10.0]
     kl.sum().backward()
     assert new.grad.tolist() == [0.0, 0.0]
-    assert ppo_utils.compute_approx_kl(new.detach(), base, "k3").tolist() == pytest.approx([math.exp(20) - 21, 299.0])
+    assert ppo_utils.compute_approx_kl(new.detach(), base, "k3").tolist() == pytest.approx(
+        [math.exp(20) - 21, 299.0]
+    )
     assert ppo_utils.compute_approx_kl(new.detach(), base, "k1").tolist() == [-200.0, 300.0]
 
 
 def test_kl_is_computed_in_fp32_from_bf16():
     """KL of bf16 log-probs is computed in fp32; a difference in bf16 has three digits."""
     kl = ppo_utils.compute_approx_kl(
-        torch.tensor([-1.0], dtype=torch.bfloat16), torch.tensor([-1.25], dtype=torch.bfloat16), "k1"
+        torch.tensor([-1.0], dtype=torch.bfloat16),
+        torch.tensor([-1.25], dtype=torch.bfloat16),
+        "k1",
     )
     assert kl.dtype == torch.float32 and kl.item() == 0.25
 
@@ -72,7 +80,9 @@ def test_policy_loss_clips_only_where_the_ratio_left_the_band_the_profitable_way
 
 def test_dual_clip_bounds_the_loss_at_negative_advantages():
     """Ratio 10, A = -1: the loss 10 becomes c = 3; positive advantages are untouched."""
-    losses, _ = ppo_utils.compute_policy_loss(tensor(-math.log(10), -math.log(10)), tensor(-1, 1), 0.2, 0.2, 3.0)
+    losses, _ = ppo_utils.compute_policy_loss(
+        tensor(-math.log(10), -math.log(10)), tensor(-1, 1), 0.2, 0.2, 3.0
+    )
     assert losses.tolist() == pytest.approx([3.0, -1.2])
     with pytest.raises(AssertionError, match="eps_clip_c > 1"):
         ppo_utils.compute_policy_loss(tensor(0), tensor(1), 0.2, 0.2, 0.9)
@@ -81,18 +91,30 @@ def test_dual_clip_bounds_the_loss_at_negative_advantages():
 FAR_LOSSES = {
     "ppo": lambda d, new, a: ppo_utils.compute_policy_loss(-d, a, 0.2, 0.3)[0],
     "dual clip": lambda d, new, a: ppo_utils.compute_policy_loss(-d, a, 0.2, 0.3, 3.0)[0],
-    "tis": lambda d, new, a: a * new * truncated_importance_weights(d, torch.zeros_like(d), BandConfig(0, 2)).weights.detach(),
+    "tis": lambda d, new, a: (
+        a
+        * new
+        * truncated_importance_weights(d, torch.zeros_like(d), BandConfig(0, 2)).weights.detach()
+    ),
     "k3": lambda d, new, a: ppo_utils.compute_approx_kl(-d, torch.zeros_like(d), "k3"),
-    "low_var_kl": lambda d, new, a: ppo_utils.compute_approx_kl(-d, torch.zeros_like(d), "low_var_kl"),
-    "unbiased k2": lambda d, new, a: ppo_utils.compute_approx_kl(d, torch.zeros_like(d), "k2", importance_ratio(d)),
-    "unbiased k3": lambda d, new, a: ppo_utils.compute_approx_kl(d, torch.zeros_like(d), "k3", importance_ratio(d)),
+    "low_var_kl": lambda d, new, a: ppo_utils.compute_approx_kl(
+        -d, torch.zeros_like(d), "low_var_kl"
+    ),
+    "unbiased k2": lambda d, new, a: ppo_utils.compute_approx_kl(
+        d, torch.zeros_like(d), "k2", importance_ratio(d)
+    ),
+    "unbiased k3": lambda d, new, a: ppo_utils.compute_approx_kl(
+        d, torch.zeros_like(d), "k3", importance_ratio(d)
+    ),
     "cispo": lambda d, new, a: ppo_utils.compute_cispo_loss(-d, new, a, 0.2, 0.3)[0],
 }
 
 
 @pytest.mark.parametrize("advantage", (1.0, -1.0, 0.0))
 @pytest.mark.parametrize("name", FAR_LOSSES)
-def test_a_token_e_to_the_100_away_has_no_gradient_and_the_others_train_as_without_it(name, advantage):
+def test_a_token_e_to_the_100_away_has_no_gradient_and_the_others_train_as_without_it(
+    name, advantage
+):
     """One token with a log-ratio of 100 gets gradient 0, and the others train as without it;
     exp(100) is inf in fp32, and inf times 0 is NaN."""
 
@@ -107,7 +129,8 @@ def test_a_token_e_to_the_100_away_has_no_gradient_and_the_others_train_as_witho
     values, far = gradient(100.0)
     assert all(map(math.isfinite, values + far)), (values, far)
     assert (far[0], far[2]) == (near[0], near[2]) and max(map(abs, far)) < 100
-    if name not in ("cispo", "tis"):  # these weigh a token's log-prob by the clipped ratio and keep its gradient
+    # these weigh a token's log-prob by the clipped ratio and keep its gradient
+    if name not in ("cispo", "tis"):
         assert far[1] == 0.0
     back = gradient(-100.0)
     assert all(map(math.isfinite, back[0] + back[1]))
@@ -136,16 +159,21 @@ def test_the_whole_policy_loss_survives_a_far_token(estimator, old):
     for sample in samples:
         sample.loss_mask = [1] * sample.response_length
     samples[0].rollout_log_probs[1] = samples[0].log_probs[1] = -130.0
-    samples[1].ref_log_probs[0] = 120.0  # no log-prob, but a finite number: k3's exponent must stand it
+    # no log-prob, but a finite number: k3's exponent must stand it
+    samples[1].ref_log_probs[0] = 120.0
     for advantage in (1.0, -1.0):
         logits = make_logits(samples, 4)
-        batch, packed = pack(samples, logits, [[advantage] * 4, [advantage] * 3], mask_sums_of(samples))
+        batch, packed = pack(
+            samples, logits, [[advantage] * 4, [advantage] * 3], mask_sums_of(samples)
+        )
         args = SimpleNamespace(
             advantage_estimator=estimator, use_rollout_logprobs=old == "rollout", use_tis=old != "rollout", eps_clip_c=3.0,
             use_opsm=True, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3", use_unbiased_kl=True, rollout_max_response_len=8,
         )  # fmt: skip
         with pretend_rank():
-            reduce = loss.get_sum_of_sample_mean(*(batch[k] for k in ("total_lengths", "response_lengths", "loss_masks")))
+            reduce = loss.get_sum_of_sample_mean(
+                *(batch[k] for k in ("total_lengths", "response_lengths", "loss_masks"))
+            )
             value, metrics = loss.policy_loss_function(args, batch, packed, reduce)
         value.backward()
         assert all(math.isfinite(number) for number in metrics.values()), metrics
@@ -158,7 +186,9 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient():
     """CISPO gives a clipped token the gradient -clamp(r) A, where PPO gives none."""
     log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
     old = torch.tensor([-1.0 - LN2, -2.0])
-    losses, clipped = ppo_utils.compute_cispo_loss(old - log_probs, log_probs, torch.tensor([1.0, 3.0]), 0.2, 0.3)
+    losses, clipped = ppo_utils.compute_cispo_loss(
+        old - log_probs, log_probs, torch.tensor([1.0, 3.0]), 0.2, 0.3
+    )
     assert losses.tolist() == pytest.approx([1.3, 6.0]) and clipped.tolist() == [1.0, 0.0]
     losses.sum().backward()
     assert log_probs.grad.tolist() == pytest.approx([-1.3, -3.0])
@@ -182,11 +212,15 @@ def test_opsm_drops_far_responses_of_negative_advantage():
     old = [tensor(-0.5, -0.5), tensor(-0.5, -0.5, 0), tensor(-1)]
     masks = [torch.tensor([1, 1]), torch.tensor([1, 1, 0]), torch.tensor([1])]
     advantages = [tensor(1, 1), tensor(-1, -1, -1), tensor(-1)]
-    keep, fraction = ppo_utils.compute_opsm_mask(SimpleNamespace(opsm_delta=0.1), full, old, advantages, masks)
+    keep, fraction = ppo_utils.compute_opsm_mask(
+        SimpleNamespace(opsm_delta=0.1), full, old, advantages, masks
+    )
     assert keep.tolist() == [1, 1, 0, 0, 0, 1]
     assert fraction == 1.0
     local = [tensor(1), tensor(-1), tensor()]  # one context-parallel rank's part
-    keep, fraction = ppo_utils.compute_opsm_mask(SimpleNamespace(opsm_delta=0.1), full, old, local, masks)
+    keep, fraction = ppo_utils.compute_opsm_mask(
+        SimpleNamespace(opsm_delta=0.1), full, old, local, masks
+    )
     assert keep.tolist() == [1, 0] and fraction == 0.5
 
 
@@ -203,7 +237,9 @@ def test_tis_truncates_and_icepop_zeroes_outside_the_band():
 
 
 def test_value_loss_is_the_larger_of_clipped_and_unclipped_error():
-    """Old value 0, clip .2. New 1, target 1: clipped value .2, error .64 (clipped larger). New 1, target 0: error 1 (unclipped larger)."""
+    """Old value 0, clip .2. New 1, target 1: clipped value .2, error .64 (clipped larger). New 1,
+    target 0: error 1 (unclipped larger).
+    """
     losses, clipped = clipped_value_loss(tensor(1, 1), tensor(0, 0), tensor(1, 0), value_clip=0.2)
     assert losses.tolist() == pytest.approx([0.64, 1.0]) and clipped.tolist() == [1, 0]
 
@@ -221,7 +257,10 @@ def test_every_formula_agrees_with_finite_differences(seed):
         "dual": lambda x: ppo_utils.compute_policy_loss(old - x, advantages, 0.2, 0.3, 1.5)[0],
         "gspo": lambda x: ppo_utils.compute_gspo_kl(x.split(3), old.split(3), x.split(3), masks),
         "value": lambda x: clipped_value_loss(x, old, advantages, value_clip=0.2)[0],
-        **{kind: lambda x, kind=kind: ppo_utils.compute_approx_kl(x, old, kind) for kind in KL_KINDS},
+        **{
+            kind: lambda x, kind=kind: ppo_utils.compute_approx_kl(x, old, kind)
+            for kind in KL_KINDS
+        },
         "unbiased": lambda x: ppo_utils.compute_approx_kl(x, old, "k3", torch.exp(x - old)),
     }
     for name, function in checks.items():
@@ -245,16 +284,24 @@ def test_the_documentation_names_every_choice_and_its_example_runs():
 
     text = (Path(__file__).resolve().parents[2] / "docs" / "algorithms.md").read_text()
     options = {field.name for field in dataclasses.fields(AlgorithmOptions)}
-    for name in (*ADVANTAGE_ESTIMATORS, *LOSS_TYPES, *(o for o in options if o.startswith("custom_"))):
+    for name in (
+        *ADVANTAGE_ESTIMATORS,
+        *LOSS_TYPES,
+        *(o for o in options if o.startswith("custom_")),
+    ):
         assert name in text or "--" + name.replace("_", "-") in text, name
     code = text.split("```python")[1].split("```")[0]
     namespace: dict = {}
     exec(code, namespace)
     samples = make_samples([(2, 4), (1, 3)], 3)
-    batch, packed = pack(samples, make_logits(samples, 4), [[1.0] * 4, [-1.0] * 3], mask_sums_of(samples))
+    batch, packed = pack(
+        samples, make_logits(samples, 4), [[1.0] * 4, [-1.0] * 3], mask_sums_of(samples)
+    )
     with pretend_rank():
         args = SimpleNamespace(loss_type="custom_loss", custom_loss_function_path="unused")
-        reduce = loss.get_sum_of_sample_mean(*(batch[k] for k in ("total_lengths", "response_lengths", "loss_masks")))
+        reduce = loss.get_sum_of_sample_mean(
+            *(batch[k] for k in ("total_lengths", "response_lengths", "loss_masks"))
+        )
         value, metrics = namespace["better_half"](args, batch, packed, reduce)
     assert value.item() > 0 and metrics["better"].item() == 1.0
 

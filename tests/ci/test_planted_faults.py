@@ -1,4 +1,6 @@
-"""The table of planted faults can be planted, covers every part of the code, and its runner tells a killed fault from a survivor."""
+"""The table of planted faults can be planted, covers every part of the code, and its runner tells a
+killed fault from a survivor.
+"""
 
 import importlib.util
 import sys
@@ -62,7 +64,8 @@ def small(tmp_path):
     (tmp_path / "tests").mkdir()
     (tmp_path / "slime" / "part.py").write_text("def following(n):\n    return n + 1\n")
     (tmp_path / "tests" / "test_part.py").write_text(
-        "from slime.part import following\n\n\ndef test_looks():\n    assert following(1) == 2\n\n\ndef test_does_not():\n    following(1)\n"
+        "from slime.part import following\n\n\ndef test_looks():\n    assert following(1) == "
+        "2\n\n\ndef test_does_not():\n    following(1)\n"
     )
     return tmp_path
 
@@ -76,7 +79,9 @@ def test_every_fault_can_be_planted():
 def test_every_part_of_the_code_has_its_share_of_faults():
     """Each part of the code has at least its minimum of planted faults."""
     counts = Counter(fault.area for fault in table.read_faults())
-    assert {area: counts[area] for area in MINIMUM_BY_AREA if counts[area] < MINIMUM_BY_AREA[area]} == {}
+    assert {
+        area: counts[area] for area in MINIMUM_BY_AREA if counts[area] < MINIMUM_BY_AREA[area]
+    } == {}
     assert set(counts) == set(MINIMUM_BY_AREA) and counts.total() >= MINIMUM_TOTAL
 
 
@@ -127,7 +132,11 @@ def test_a_fault_is_killed_by_a_test_that_looks_and_survives_one_that_does_not(s
     for name in ("test_looks", "test_does_not", "test_of_another_name"):
         planted = fault(tests=(f"tests/test_part.py::{name}",))
         verdicts[name] = run.plant_and_run(small, planted, timeout=60).verdict
-    assert verdicts == {"test_looks": "killed", "test_does_not": "survived", "test_of_another_name": "broken"}
+    assert verdicts == {
+        "test_looks": "killed",
+        "test_does_not": "survived",
+        "test_of_another_name": "broken",
+    }
     assert (small / "slime" / "part.py").read_text() == before
     endless = fault(new="n + following(n)", tests=("tests/test_part.py::test_looks",))
     assert run.plant_and_run(small, endless, timeout=60).verdict == "killed"
@@ -142,7 +151,10 @@ def test_a_test_that_fails_anyway_kills_nothing():
         "FAILED tests/test_red.py::test_red": "broken",
         "time-out": "broken",
     }
-    assert {detail: baseline.judge(run.Outcome(planted, "killed", 0.0, detail)).verdict for detail in details} == details
+    assert {
+        detail: baseline.judge(run.Outcome(planted, "killed", 0.0, detail)).verdict
+        for detail in details
+    } == details
     assert baseline.judge(run.Outcome(planted, "survived", 0.0, "")).verdict == "survived"
     assert run.Baseline().judge(run.Outcome(planted, "killed", 0.0, "time-out")).verdict == "killed"
 
@@ -151,17 +163,31 @@ def test_a_survivor_is_right_only_where_the_table_explains_it():
     """A survivor needs an explanation in the table, and an explained fault that is killed is a
     problem too."""
     explained = fault(equivalent="nothing reads it")
-    outcomes = {(f.equivalent, v): run.Outcome(f, v, 0.0, "").is_right for f in (fault(), explained) for v in ("killed", "survived", "broken")}
-    assert {key for key, right in outcomes.items() if right} == {(None, "killed"), ("nothing reads it", "survived")}
+    outcomes = {
+        (f.equivalent, v): run.Outcome(f, v, 0.0, "").is_right
+        for f in (fault(), explained)
+        for v in ("killed", "survived", "broken")
+    }
+    assert {key for key, right in outcomes.items() if right} == {
+        (None, "killed"),
+        ("nothing reads it", "survived"),
+    }
 
 
 def test_a_sample_is_the_same_for_the_same_seed_and_names_are_checked():
     """The same seed draws the same faults, and an unknown name is refused."""
     faults = [fault(id=f"part-{i}") for i in range(50)] + [fault(id="other-0", area="other")]
     first = run.select(faults, [], sample=30, seed=0)
-    assert first == run.select(faults, [], sample=30, seed=0) != run.select(faults, [], sample=30, seed=1)
+    assert (
+        first
+        == run.select(faults, [], sample=30, seed=0)
+        != run.select(faults, [], sample=30, seed=1)
+    )
     assert len({fault.id for fault in first}) == 30
-    assert [fault.id for fault in run.select(faults, ["other", "part-7"], sample=None, seed=0)] == ["part-7", "other-0"]
+    assert [fault.id for fault in run.select(faults, ["other", "part-7"], sample=None, seed=0)] == [
+        "part-7",
+        "other-0",
+    ]
     with pytest.raises(ValueError, match="no area and no fault is called part-99"):
         run.select(faults, ["part-99"], sample=None, seed=0)
 

@@ -38,16 +38,28 @@ def test_this_repository_has_no_findings():
         ("slime/ray/x.py", "def f(args):\n    args.load = 1\n", "args"),
         ("slime/ray/x.py", "def f(self):\n    self.args.load = 1\n", "args"),
         ("slime/ray/x.py", "def f(args):\n    setattr(args, 'load', 1)\n", "args"),
-        ("slime/ray/x.py", "def f(args):\n    return getattr(args, 'load', None)\n", "hidden default"),
+        (
+            "slime/ray/x.py",
+            "def f(args):\n    return getattr(args, 'load', None)\n",
+            "hidden default",
+        ),
         ("slime/ray/x.py", "import torch\ntorch.load('x')\n", "unsafe load"),
         ("slime/ray/x.py", "import torch\ntorch.load('x', weights_only=False)\n", "unsafe load"),
         ("slime/ray/x.py", "import pickle\npickle.loads(b'')\n", "unsafe load"),
         ("slime/ray/x.py", "f(trust_remote_code=True)\n", "unsafe load"),
         ("slime/ray/x.py", "try:\n    pass\nexcept:\n    pass\n", "bare except"),
-        ("slime/ray/x.py", "host = '.'.join('0000')\nhost = '0.0' + '.0.0'\nbind('0.0.0.0')\n", "open address"),
+        (
+            "slime/ray/x.py",
+            "host = '.'.join('0000')\nhost = '0.0' + '.0.0'\nbind('0.0.0.0')\n",
+            "open address",
+        ),
         ("slime/ray/x.py", "def f(:\n", "syntax"),
         ("tests/test_x.py", "def test_one():\n    pass\n", "test file"),
-        ("tests/test_x.py", "import pytest\nNUM_GPUS = 0\nif __name__ == '__main__':\n    test_one()\n", "test file"),
+        (
+            "tests/test_x.py",
+            "import pytest\nNUM_GPUS = 0\nif __name__ == '__main__':\n    test_one()\n",
+            "test file",
+        ),
         ("tests/test_x.py", "import pytest\nNUM_GPUS = 0\npytest.main([__file__])\n", "test file"),
     ],
 )
@@ -60,11 +72,23 @@ def test_each_rule_finds_its_violation(path, text, rule):
     ("path", "text"),
     [
         ("slime/ray/x.py", "from slime.algorithms import advantages\nimport ray\n"),
-        ("slime/algorithms/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import ray\n"),
+        (
+            "slime/algorithms/x.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import ray\n",
+        ),
         ("slime/ray/x.py", "def f(args):\n    args = parse()\n    other.load = args.load\n"),
-        ("slime/ray/x.py", "def f(self, a, b, c, d, e, f, g, h):\n    return getattr(a, 'x', None)\n"),
+        (
+            "slime/ray/x.py",
+            "def f(self, a, b, c, d, e, f, g, h):\n    return getattr(a, 'x', None)\n",
+        ),
         ("slime/ray/x.py", "import torch\ntorch.load('x', weights_only=True)\n"),
-        ("tests/test_x.py", "import pytest\nNUM_GPUS = 0\nif __name__ == '__main__':\n    pytest.main([__file__])\n"),
+        (
+            "tests/test_x.py",
+            (
+                "import pytest\nNUM_GPUS = 0\nif __name__ == '__main__':\n    "
+                "pytest.main([__file__])\n"
+            ),
+        ),
     ],
 )
 def test_what_is_allowed_is_not_found(path, text):
@@ -81,7 +105,10 @@ def test_exception_excuses_its_place_and_must_be_needed():
     (unneeded,) = repo_shape.apply_exceptions([], (excuse,))
     assert unneeded.rule == "exception"
     other = ("args", "slime/ray/x.py::g", "a reason")
-    assert [finding.rule for finding in repo_shape.apply_exceptions(findings, (other,))] == ["args", "exception"]
+    assert [finding.rule for finding in repo_shape.apply_exceptions(findings, (other,))] == [
+        "args",
+        "exception",
+    ]
 
 
 def test_every_exception_has_a_reason():
@@ -92,7 +119,9 @@ def test_every_exception_has_a_reason():
 def test_two_test_files_of_one_name_are_found():
     """Two test files with one name are reported: tests/ is no package, so the second would shadow
     the first."""
-    (finding,) = repo_shape.check_basenames(["tests/a/test_x.py", "tests/b/test_x.py", "tests/b/test_y.py"])
+    (finding,) = repo_shape.check_basenames(
+        ["tests/a/test_x.py", "tests/b/test_x.py", "tests/b/test_y.py"]
+    )
     assert finding.place == "tests/b/test_x.py"
 
 

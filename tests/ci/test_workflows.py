@@ -47,9 +47,15 @@ job_tool = load(JOB_TOOL)
 
 
 def run(*command, cwd=ROOT):
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST")
+    }
     return subprocess.run(
-        [sys.executable, *map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True
+        [sys.executable, *map(str, command)],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
 
 
@@ -63,10 +69,14 @@ def checkout(tmp_path):
     text = template.read_text()
     start = text.index("<% set cpu_unittest = [")
     end = text.index("] %>", start)
-    entries = "".join(f"  {{'test_file': '{name}', 'num_gpus': 0}},\n" for name in ("test_a.py", "sub/test_b.py"))
+    entries = "".join(
+        f"  {{'test_file': '{name}', 'num_gpus': 0}},\n" for name in ("test_a.py", "sub/test_b.py")
+    )
     text = text[:start] + "<% set cpu_unittest = [\n" + entries + text[end:]
     start = text.index("<% set slow_layouts = [")
-    template.write_text(text[:start] + "<% set slow_layouts = [\n" + text[text.index("] %>", start) :])
+    template.write_text(
+        text[:start] + "<% set slow_layouts = [\n" + text[text.index("] %>", start) :]
+    )
     (folder / "pr-test.yml").write_text(generator.render(template))
     tests = tmp_path / "tests"
     (tests / "sub").mkdir(parents=True)
@@ -78,12 +88,23 @@ def checkout(tmp_path):
 
 
 def registration_problems(checkout):
-    return generator.find_registration_problems(checkout / ".github" / "workflows" / "pr-test.yml", checkout / "tests")
+    return generator.find_registration_problems(
+        checkout / ".github" / "workflows" / "pr-test.yml", checkout / "tests"
+    )
 
 
 def run_job(checkout, *options):
     workflow = checkout / ".github" / "workflows" / "pr-test.yml"
-    return run(JOB_TOOL, "cpu-unittest", "--no-install", "--workflow", workflow, "--root", checkout, *options)
+    return run(
+        JOB_TOOL,
+        "cpu-unittest",
+        "--no-install",
+        "--workflow",
+        workflow,
+        "--root",
+        checkout,
+        *options,
+    )
 
 
 def test_committed_workflow_is_what_its_template_renders_to():
@@ -101,7 +122,11 @@ def test_every_file_with_slow_layouts_is_in_the_job_that_runs_that_mark():
     """Files with slow layouts are in a job of their own, because `make test` and cpu-unittest leave
     them out."""
     tests = ROOT / "tests"
-    marked = {p.relative_to(tests).as_posix() for p in tests.rglob("test_*.py") if "mark.slow_layouts" in p.read_text()}
+    marked = {
+        p.relative_to(tests).as_posix()
+        for p in tests.rglob("test_*.py")
+        if "mark.slow_layouts" in p.read_text()
+    }
     marked -= {"ci/test_workflows.py"}
     job = yaml.safe_load((WORKFLOWS / "pr-test.yml").read_text())["jobs"]["slow-layouts"]
     assert "if" not in job and job["env"]["PYTEST_ADDOPTS"] == "-m slow_layouts"
@@ -120,7 +145,9 @@ def test_no_change_is_too_small_for_the_cpu_tests():
     workflow = yaml.safe_load((WORKFLOWS / "pr-test.yml").read_text())
     triggers = workflow[True]  # YAML 1.1 reads the key `on` as a boolean
     assert {"push", "pull_request"} <= set(triggers)
-    assert not [name for event in triggers.values() for name in event or {} if name.startswith("paths")]
+    assert not [
+        name for event in triggers.values() for name in event or {} if name.startswith("paths")
+    ]
     assert "if" not in workflow["jobs"]["cpu-unittest"]
 
 
@@ -128,8 +155,15 @@ def test_every_tested_python_runs_in_a_job():
     """Each Python version of the range that README and `slime doctor` name runs in a job, the
     newest megatron-core with it."""
     jobs = yaml.safe_load((WORKFLOWS / "pr-test.yml").read_text())["jobs"]
-    setups = [step["with"]["python-version"] for job in jobs.values() for step in job["steps"] if "setup-python" in step.get("uses", "")]
-    run = {version for version in setups if "matrix" not in version} | set(jobs["interpreters"]["strategy"]["matrix"]["python"])
+    setups = [
+        step["with"]["python-version"]
+        for job in jobs.values()
+        for step in job["steps"]
+        if "setup-python" in step.get("uses", "")
+    ]
+    run = {version for version in setups if "matrix" not in version} | set(
+        jobs["interpreters"]["strategy"]["matrix"]["python"]
+    )
     (_, first), (_, last) = tested_versions.PYTHON
     assert run == {f"3.{minor}" for minor in range(first, last + 1)}
     commands = " ".join(step.get("run", "") for step in jobs["interpreters"]["steps"])
@@ -151,7 +185,9 @@ def test_unregistered_test_file_is_named(checkout):
 def test_registered_file_that_is_missing_is_named(checkout):
     """A registered file that does not exist is reported, as after a renaming."""
     (checkout / "tests" / "sub" / "test_b.py").unlink()
-    assert registration_problems(checkout) == ["cpu-unittest registers tests/sub/test_b.py, which is not there"]
+    assert registration_problems(checkout) == [
+        "cpu-unittest registers tests/sub/test_b.py, which is not there"
+    ]
 
 
 def test_file_registered_twice_is_named(checkout):
@@ -206,8 +242,10 @@ def test_expressions_of_github_pass_through_the_template():
     [
         (TEST_FILE.format(condition="True"), 0),
         (TEST_FILE.format(condition="False"), 1),
-        ("def test_one():\n    assert False\n", 5),  # no __main__ block: python runs nothing and exits with 0
-        ("import pytest\n\nif __name__ == '__main__':\n    pytest.main([__file__])\n", 5),  # no case, status not passed on
+        # no __main__ block: python runs nothing and exits with 0
+        ("def test_one():\n    assert False\n", 5),
+        # no case, status not passed on
+        ("import pytest\n\nif __name__ == '__main__':\n    pytest.main([__file__])\n", 5),
         (TEST_FILE.format(condition="pytest.skip('all')"), 5),
     ],
     ids=["passes", "fails", "no main block", "no case", "all skipped"],
@@ -226,13 +264,19 @@ def test_local_run_of_the_job_runs_every_entry_and_says_what_it_skips(checkout):
     result = run_job(checkout)
     assert result.returncode == 0, result.stderr
     assert "2 of 2 entries passed" in result.stdout
-    assert "Checkout: skipped, actions/checkout" in result.stdout and "Install: skipped" in result.stdout
+    assert (
+        "Checkout: skipped, actions/checkout" in result.stdout
+        and "Install: skipped" in result.stdout
+    )
     assert "tests/sub/test_b.py: 1 ran, 0 skipped, exit status 0" in result.stdout
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(TEST_FILE.format(condition="False"), "status 1"), ("def test_one():\n    pass\n", "status 5")],
+    [
+        (TEST_FILE.format(condition="False"), "status 1"),
+        ("def test_one():\n    pass\n", "status 5"),
+    ],
     ids=["failing file", "file that runs no test"],
 )
 def test_job_fails_when_one_entry_fails_or_runs_nothing(checkout, content, reason):
@@ -253,9 +297,15 @@ def test_only_runs_the_named_entry_and_refuses_an_unknown_one(checkout):
 
 def test_expressions_are_evaluated_or_refused():
     """An expression that the local runner does not know is an error and not an empty text."""
-    context = {"matrix": {"info": {"test_file": "test_a.py"}}, "github": {"sha": "local", "event": {}}}
+    context = {
+        "matrix": {"info": {"test_file": "test_a.py"}},
+        "github": {"sha": "local", "event": {}},
+    }
     assert job_tool.substitute("tests/${{ matrix.info.test_file }}", context) == "tests/test_a.py"
-    assert job_tool.substitute("${{ github.event.inputs.infinite_run || 'false' }}", context) == "false"
+    assert (
+        job_tool.substitute("${{ github.event.inputs.infinite_run || 'false' }}", context)
+        == "false"
+    )
     assert job_tool.substitute("[${{ matrix.info.test_args }}]", context) == "[]"
     with pytest.raises(ValueError, match="does not know"):
         job_tool.substitute("${{ contains(github.ref, 'x') }}", context)
@@ -283,7 +333,9 @@ def test_workflow_has_no_security_findings(tmp_path):
     result = findings(WORKFLOWS / "pr-test.yml")
     assert result.returncode == 0, result.stdout + result.stderr
     broken = tmp_path / "broken.yml"
-    broken.write_text((WORKFLOWS / "pr-test.yml").read_text().replace("contents: read", "contents: write"))
+    broken.write_text(
+        (WORKFLOWS / "pr-test.yml").read_text().replace("contents: read", "contents: write")
+    )
     result = findings(broken)
     assert result.returncode and "excessive-permissions" in result.stdout
 

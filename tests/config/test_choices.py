@@ -1,4 +1,6 @@
-"""Every value with a known set of choices is checked before anything starts, and words of other trainers are answered."""
+"""Every value with a known set of choices is checked before anything starts, and words of other
+trainers are answered.
+"""
 
 import sys
 from pathlib import Path
@@ -42,7 +44,12 @@ def no_cuda(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("mth", "Did you mean math?"), ("boxed_mth", "Did you mean boxed_math?"), ("Math", "Did you mean math?"), ("zzz", "Known: dapo, ")],
+    [
+        ("mth", "Did you mean math?"),
+        ("boxed_mth", "Did you mean boxed_math?"),
+        ("Math", "Did you mean math?"),
+        ("zzz", "Known: dapo, "),
+    ],
 )
 def test_a_reward_type_that_does_not_exist_is_refused_at_parsing(name, hint, tmp_path):
     """It was found by the first scored sample, minutes after the start."""
@@ -51,21 +58,44 @@ def test_a_reward_type_that_does_not_exist_is_refused_at_parsing(name, hint, tmp
 
 
 def test_what_a_reward_type_needs_is_asked_for_at_parsing(tmp_path):
-    """A verdict of several values needs the key of the one to train on; a package that is not there was missed after the first generation."""
+    """A verdict of several values needs the key of the one to train on; a package that is not there
+    was missed after the first generation.
+    """
     text = problems_of(["--rm-type", "boxed_dapo"], tmp_path)
-    assert "boxed_dapo gives several values (score, acc, pred)" in text and "Add --reward-key score." in text
-    assert parse_args([*write_run_inputs(tmp_path), "--rm-type", "dapo", "--reward-key", "score"]).reward_key == "score"
+    assert (
+        "boxed_dapo gives several values (score, acc, pred)" in text
+        and "Add --reward-key score." in text
+    )
+    assert (
+        parse_args(
+            [*write_run_inputs(tmp_path), "--rm-type", "dapo", "--reward-key", "score"]
+        ).reward_key
+        == "score"
+    )
     if importlib.util.find_spec("ifbench") is None:
-        assert "'ifbench' needs the package ifbench, which is not installed" in problems_of(["--rm-type", "ifbench"], tmp_path)
+        assert "'ifbench' needs the package ifbench, which is not installed" in problems_of(
+            ["--rm-type", "ifbench"], tmp_path
+        )
 
 
 def test_an_evaluation_configuration_is_read_before_the_run(tmp_path):
-    """A file that is not there, or a word in place of a number, was found at the first evaluation."""
+    """A file that is not there, or a word in place of a number, was found at the first
+    evaluation.
+    """
     write_run_inputs(tmp_path)
-    config, words = tmp_path / "eval.yaml", ["--eval-interval", "1", "--eval-config", str(tmp_path / "eval.yaml")]
-    entry = f"eval:\n  datasets:\n    - name: sums\n      rm_type: math\n      path: {tmp_path / 'prompts.jsonl'}"
+    config, words = (
+        tmp_path / "eval.yaml",
+        ["--eval-interval", "1", "--eval-config", str(tmp_path / "eval.yaml")],
+    )
+    entry = (
+        "eval:\n  datasets:\n    - name: sums\n      rm_type: math\n      path: "
+        f"{tmp_path / 'prompts.jsonl'}"
+    )
     config.write_text(entry + "x\n")
-    assert f"eval.yaml: sums {tmp_path / 'prompts.jsonl'}x: no such file. Did you mean " in problems_of(words, tmp_path)
+    assert (
+        f"eval.yaml: sums {tmp_path / 'prompts.jsonl'}x: no such file. Did you mean "
+        in problems_of(words, tmp_path)
+    )
     for value, said in (("temperature: hot", "'hot'; it must be a number"), ("max_response_len: 2.5", "2.5; it must be a whole number"),
                         ("n_samples_per_eval_prompt: true", "True; it must be a whole number"), ("skip_special_tokens: 1", "1; it must be true or false"),
                         ("label_key: wrong", "the label 'wrong' is missing")):  # fmt: skip
@@ -88,31 +118,49 @@ def test_the_reward_type_of_an_evaluation_set_is_checked_too(tmp_path):
     """An evaluation falls due long after the start."""
     words = write_run_inputs(tmp_path)
     config = tmp_path / "eval.yaml"
-    config.write_text(f"eval:\n  datasets:\n    - name: sums\n      path: {tmp_path / 'prompts.jsonl'}\n      rm_type: exactmatch\n")
+    config.write_text(
+        f"eval:\n  datasets:\n    - name: sums\n      path: {tmp_path / 'prompts.jsonl'}\n      "
+        "rm_type: exactmatch\n"
+    )
     text = problems_of(["--eval-config", str(config), "--eval-interval", "1"], tmp_path)
-    assert "sums: rm_type: 'exactmatch' is not a built-in reward type. Did you mean exact_match?" in text
+    assert (
+        "sums: rm_type: 'exactmatch' is not a built-in reward type. Did you mean exact_match?"
+        in text
+    )
     config.write_text("eval:\n  datasets:\n    - name: sums\n      pth: x\n")
-    assert "unknown keys ['pth']" in problems_of(["--eval-config", str(config), "--eval-interval", "1"], tmp_path)
+    assert "unknown keys ['pth']" in problems_of(
+        ["--eval-config", str(config), "--eval-interval", "1"], tmp_path
+    )
     assert words
 
 
 def test_the_reward_type_of_a_row_is_checked_with_its_place(tmp_path):
     """A row's metadata may name its own type."""
     write_run_inputs(tmp_path)
-    rows = [{"input": "1+1=", "label": "2", "metadata": {"rm_type": rm_type}} for rm_type in ("math", "mth")]
+    rows = [
+        {"input": "1+1=", "label": "2", "metadata": {"rm_type": rm_type}}
+        for rm_type in ("math", "mth")
+    ]
     mixed = tmp_path / "mixed.jsonl"
     mixed.write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = problems_of(["--prompt-data", str(mixed)], tmp_path)
-    assert f"{mixed}, line 2: rm_type 'mth' is not a built-in reward type. Did you mean math?" in text
+    assert (
+        f"{mixed}, line 2: rm_type 'mth' is not a built-in reward type. Did you mean math?" in text
+    )
 
 
 @pytest.mark.parametrize(
     "words", ["--accelerator cuda", "--rollout-engine-device cuda", "--distributed-backend nccl"]
 )
 def test_cuda_where_torch_has_none_is_refused_at_parsing(words, tmp_path, no_cuda):
-    """The dry run printed ticks for it, and the run told to unset a variable that nobody had set."""
+    """The dry run printed ticks for it, and the run told to unset a variable that
+    nobody had set.
+    """
     text = problems_of(words.split(), tmp_path)
-    assert f"{words}: torch cannot use CUDA here, torch 2.13.0+cpu is a CPU build. Leave it out to run on the CPU." in text
+    assert (
+        f"{words}: torch cannot use CUDA here, torch 2.13.0+cpu is a CPU build. Leave it out to "
+        "run on the CPU." in text
+    )
 
 
 def test_a_refused_accelerator_does_not_stay_in_the_environment(tmp_path, no_cuda):
@@ -126,9 +174,14 @@ def test_a_refused_accelerator_does_not_stay_in_the_environment(tmp_path, no_cud
 def test_the_environments_accelerator_is_checked_too(tmp_path, no_cuda):
     """SLIME_ACCELERATOR is the second way to choose."""
     no_cuda.setenv("SLIME_ACCELERATOR", "cuda")
-    assert "SLIME_ACCELERATOR=cuda in the environment: torch cannot use CUDA here" in problems_of([], tmp_path)
+    assert "SLIME_ACCELERATOR=cuda in the environment: torch cannot use CUDA here" in problems_of(
+        [], tmp_path
+    )
     no_cuda.setenv("SLIME_ACCELERATOR", "gpu")
-    assert "SLIME_ACCELERATOR='gpu' in the environment is not known. Use cpu or cuda" in problems_of([], tmp_path)
+    assert (
+        "SLIME_ACCELERATOR='gpu' in the environment is not known. Use cpu or cuda"
+        in problems_of([], tmp_path)
+    )
     no_cuda.setenv("SLIME_ACCELERATOR", "cpu")
     assert parse_args(write_run_inputs(tmp_path)).accelerator == "auto"
 
@@ -146,10 +199,20 @@ def test_an_optional_package_is_missed_at_parsing(tmp_path, monkeypatch):
     """Its import comes minutes later, in another process."""
     found = machine_rules.importlib.util.find_spec
     hidden = ("wandb", "sglang_router", "math_verify", "pyarrow")
-    monkeypatch.setattr(machine_rules.importlib.util, "find_spec", lambda name: None if name in hidden else found(name))
-    text = problems_of(["--use-wandb", "--use-sglang-router", "--rm-type", "boxed_math_verify"], tmp_path)
+    monkeypatch.setattr(
+        machine_rules.importlib.util,
+        "find_spec",
+        lambda name: None if name in hidden else found(name),
+    )
+    text = problems_of(
+        ["--use-wandb", "--use-sglang-router", "--rm-type", "boxed_math_verify"], tmp_path
+    )
     assert "--use-wandb needs the package wandb: pip install 'slime-rl[wandb]'" in text
-    assert "pip install 'slime-rl[router]'" in text and "pip install 'slime-rl[math]'" in text and "pyarrow" not in text
+    assert (
+        "pip install 'slime-rl[router]'" in text
+        and "pip install 'slime-rl[math]'" in text
+        and "pyarrow" not in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,7 +227,9 @@ def test_an_optional_package_is_missed_at_parsing(tmp_path, monkeypatch):
         ("--max_completion_length", "--rollout-max-response-len"),
     ],
 )
-def test_a_word_of_another_trainer_is_answered_with_the_option_of_the_same_meaning(word, flag, tmp_path):
+def test_a_word_of_another_trainer_is_answered_with_the_option_of_the_same_meaning(
+    word, flag, tmp_path
+):
     """Spelling alone finds nothing, or the wrong one."""
     with pytest.raises(ConfigError) as caught:
         parse_command_line([word, "1"])
@@ -176,11 +241,21 @@ def test_a_word_of_another_trainer_is_answered_with_the_option_of_the_same_meani
 
 
 def test_the_table_of_synonyms_names_only_flags_that_exist():
-    """A hint that is refused itself would be worse than none; and no word of the table may be a flag of ours."""
+    """A hint that is refused itself would be worse than none; and no word of the table may be a
+    flag of ours.
+    """
     declared = {flag for spec in all_specs() for flag in spec.flags}
-    named = {flag for text in (*synonyms.OPTION_WORDS, *synonyms.EXPLAINED_WORDS.values()) for flag in re.findall(r"--[a-z][\w-]*", text)}
+    named = {
+        flag
+        for text in (*synonyms.OPTION_WORDS, *synonyms.EXPLAINED_WORDS.values())
+        for flag in re.findall(r"--[a-z][\w-]*", text)
+    }
     assert named - declared == set()
-    words = [word for words in (*synonyms.OPTION_WORDS.values(), *synonyms.EXPLAINED_WORDS) for word in words.split()]
+    words = [
+        word
+        for words in (*synonyms.OPTION_WORDS.values(), *synonyms.EXPLAINED_WORDS)
+        for word in words.split()
+    ]
     assert len(words) == len(set(words)) > 150
     assert {f"--{word}" for word in words} & declared == set()
     assert synonyms.synonym_hint("--nobody-says-this") is None
@@ -200,12 +275,26 @@ def test_the_table_of_synonyms_names_only_flags_that_exist():
 def test_a_list_that_is_written_as_megatron_writes_it_is_read_without_eval(text, value, tmp_path):
     """Every mixture-of-experts script of upstream has such a flag."""
     assert parse_command_line(["--moe-layer-freq", text]).args.moe_layer_freq == value
-    (tmp_path / "run.yaml").write_text(f"moe_layer_freq: '{text}'\n" if "[" in text else f"moe_layer_freq: {text}\n")
+    (tmp_path / "run.yaml").write_text(
+        f"moe_layer_freq: '{text}'\n" if "[" in text else f"moe_layer_freq: {text}\n"
+    )
     assert parse_command_line(["--config", str(tmp_path / "run.yaml")]).args.moe_layer_freq == value
 
 
 @pytest.mark.parametrize(
-    "text", ["[0]*1+[1", "[x]*3", "[1.5]", "[1]*99999999999", "__import__('os').system('id')", "[f()]", "[1]+1", "[[1]]", "[1]*[2]", "(1)*2"]
+    "text",
+    [
+        "[0]*1+[1",
+        "[x]*3",
+        "[1.5]",
+        "[1]*99999999999",
+        "__import__('os').system('id')",
+        "[f()]",
+        "[1]+1",
+        "[[1]]",
+        "[1]*[2]",
+        "(1)*2",
+    ],
 )
 def test_a_list_that_is_none_is_refused(text):
     """Nothing that was read is ever run, and nothing of it may grow without bound."""
@@ -215,18 +304,43 @@ def test_a_list_that_is_none_is_refused(text):
 
 def test_lists_of_words_and_of_several_arguments_keep_their_meaning():
     """Stop strings may begin with a bracket; numbers may stand apart."""
-    args = parse_command_line(["--rollout-stop", "[0]", "x", "--moe-layer-freq", "0", "1", "--rollout-stop-token-ids", "[7,8]", "9"]).args
-    assert (args.rollout_stop, args.moe_layer_freq, args.rollout_stop_token_ids) == (["[0]", "x"], [0, 1], [7, 8, 9])
+    args = parse_command_line(
+        [
+            "--rollout-stop",
+            "[0]",
+            "x",
+            "--moe-layer-freq",
+            "0",
+            "1",
+            "--rollout-stop-token-ids",
+            "[7,8]",
+            "9",
+        ]
+    ).args
+    assert (args.rollout_stop, args.moe_layer_freq, args.rollout_stop_token_ids) == (
+        ["[0]", "x"],
+        [0, 1],
+        [7, 8, 9],
+    )
     assert specs_by_name()["rollout_stop"].kind is str
 
 
 def test_a_pattern_of_expert_layers_is_compared_by_layers(tmp_path):
-    """A list of ones says the same as the 1 that follows from config.json; another pattern contradicts it."""
+    """A list of ones says the same as the 1 that follows from config.json; another pattern
+    contradicts it.
+    """
     words = write_run_inputs(tmp_path)
-    moe = {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+    moe = {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "num_experts_per_tok": 2,
+    }
     (tmp_path / "model" / "config.json").write_text(json.dumps({**HF_CONFIG, **moe}))
     assert parse_args([*words, "--moe-layer-freq", "[1]*2"]).moe_layer_freq == [1, 1]
-    with pytest.raises(ConfigError, match=r"--moe-layer-freq is \[0, 1\], but the model's config.json says 1"):
+    with pytest.raises(
+        ConfigError, match=r"--moe-layer-freq is \[0, 1\], but the model's config.json says 1"
+    ):
         parse_args([*words, "--moe-layer-freq", "[0]*1+[1]*1"])
 
 
@@ -234,7 +348,10 @@ def test_sequence_parallel_with_one_tensor_rank_warns_and_goes_on(tmp_path, caps
     """Megatron does the same, so scripts for several sizes have the flag always."""
     args = parse_args([*write_run_inputs(tmp_path), "--sequence-parallel"])
     assert args.sequence_parallel is False
-    assert "--sequence-parallel has no effect with --tensor-model-parallel-size 1" in capsys.readouterr().err
+    assert (
+        "--sequence-parallel has no effect with --tensor-model-parallel-size 1"
+        in capsys.readouterr().err
+    )
     two = "--sequence-parallel --tensor-model-parallel-size 2 --actor-num-gpus-per-node 2"
     assert parse_args([*write_run_inputs(tmp_path), *two.split()]).sequence_parallel is True
     assert "no effect" not in capsys.readouterr().err

@@ -63,7 +63,9 @@ def test_a_typo_is_answered_with_the_flag_that_was_meant(typo):
 def test_all_problems_of_a_command_line_are_shown_at_once():
     """One run per problem is what a user should not need."""
     with pytest.raises(ConfigError) as caught:
-        parse_command_line("--rollout-batch-size 1e3 --lr quick --kl-loss-type k9 --nope 3 --also-nope stray".split())
+        parse_command_line(
+            "--rollout-batch-size 1e3 --lr quick --kl-loss-type k9 --nope 3 --also-nope stray".split()
+        )
     text = str(caught.value)
     assert text.startswith("5 problems:")
     for part in (
@@ -78,7 +80,9 @@ def test_all_problems_of_a_command_line_are_shown_at_once():
 
 def test_a_prefix_of_a_flag_is_not_the_flag():
     """An abbreviation changes its meaning when a new option is added."""
-    with pytest.raises(ConfigError, match="Unknown flag --rollout-batch. Did you mean --rollout-batch-size"):
+    with pytest.raises(
+        ConfigError, match="Unknown flag --rollout-batch. Did you mean --rollout-batch-size"
+    ):
         parse_command_line(["--rollout-batch", "4"])
     with pytest.raises(ConfigError, match="Unexpected word 'stray'"):
         parse_command_line(["stray", "--lr", "1"])
@@ -87,13 +91,28 @@ def test_a_prefix_of_a_flag_is_not_the_flag():
 def test_values_reach_the_namespace_with_their_types():
     """Everything else reads this namespace."""
     args = parse_command_line(
-        "--rollout-batch-size 4 --lr 1e-6 --rollout-top-k -1 --kl-coef -1e-3 --rollout-stop a b --rollout-stop-token-ids 1 2 --colocate "
-        "--disable-rewards-normalization --rollout-sample-hook-path a.b --rollout-sample-hook-path c.d --no-offload-train "
+        "--rollout-batch-size 4 --lr 1e-6 --rollout-top-k -1 --kl-coef -1e-3 --rollout-stop a b "
+        "--rollout-stop-token-ids 1 2 --colocate "
+        "--disable-rewards-normalization --rollout-sample-hook-path a.b --rollout-sample-hook-path "
+        "c.d --no-offload-train "
         '--moe-layer-freq 0 1 1 --window-attn-skip-freq 4 --no-bias-dropout-fusion --apply-chat-template-kwargs {"enable_thinking":false}'.split()
     ).args
-    assert (args.rollout_batch_size, args.lr, args.rollout_top_k, args.kl_coef) == (4, 1e-6, -1, -1e-3)
-    assert (args.rollout_stop, args.rollout_stop_token_ids, args.colocate) == (["a", "b"], [1, 2], True)
-    assert (args.rewards_normalization, args.offload_train, args.offload_rollout) == (False, False, None)
+    assert (args.rollout_batch_size, args.lr, args.rollout_top_k, args.kl_coef) == (
+        4,
+        1e-6,
+        -1,
+        -1e-3,
+    )
+    assert (args.rollout_stop, args.rollout_stop_token_ids, args.colocate) == (
+        ["a", "b"],
+        [1, 2],
+        True,
+    )
+    assert (args.rewards_normalization, args.offload_train, args.offload_rollout) == (
+        False,
+        False,
+        None,
+    )
     assert args.rollout_sample_hook_path == ["a.b", "c.d"]
     assert (args.moe_layer_freq, args.window_attn_skip_freq) == ([0, 1, 1], 4)
     assert (args.bias_dropout_fusion, args.bias_activation_fusion) == (False, None)
@@ -118,15 +137,28 @@ def test_defaults_are_upstreams():
 
 
 def test_flags_win_over_the_file_and_the_custom_file_wins_over_all(tmp_path):
-    """The order in which an experiment is written: base file, then what this run changes; plug-ins' own keys last."""
+    """The order in which an experiment is written: base file, then what this run changes; plug-ins'
+    own keys last.
+    """
     base, custom = tmp_path / "base.yaml", tmp_path / "custom.yaml"
     base.write_text("lr: 1e-5\nrollout-batch-size: 8\nrollout_sample_hook_path: [a.b]\n")
     custom.write_text("seed: 7\nmy_plugin_depth: 3\n")
     line = parse_command_line(
-        f"--config {base} --lr 1e-4 --rollout-sample-hook-path c.d --custom-config-path {custom} --seed 1".split()
+        (
+            f"--config {base} --lr 1e-4 --rollout-sample-hook-path c.d --custom-config-path "
+            f"{custom} "
+            "--seed 1"
+        ).split()
     )
-    assert (line.args.lr, line.args.rollout_batch_size, line.args.seed, line.args.my_plugin_depth) == (1e-4, 8, 7, 3)
-    assert line.args.rollout_sample_hook_path == ["c.d"], "a repeatable flag replaces the file's list"
+    assert (
+        line.args.lr,
+        line.args.rollout_batch_size,
+        line.args.seed,
+        line.args.my_plugin_depth,
+    ) == (1e-4, 8, 7, 3)
+    assert line.args.rollout_sample_hook_path == ["c.d"], (
+        "a repeatable flag replaces the file's list"
+    )
     assert line.given["lr"] == "command line" and line.given["rollout_batch_size"] == str(base)
 
 
@@ -154,8 +186,14 @@ def test_help_is_grouped_and_can_be_searched(capsys):
         parse_args(["--help"])
     assert stopped.value.code == 0
     page = capsys.readouterr().out
-    assert "--rollout-batch-size INT  [required]" in page and "Algorithm: advantages, losses, corrections\n----" in page
-    assert "--hidden-dropout" not in page and "more options are fields of megatron-core's configs" in page
+    assert (
+        "--rollout-batch-size INT  [required]" in page
+        and "Algorithm: advantages, losses, corrections\n----" in page
+    )
+    assert (
+        "--hidden-dropout" not in page
+        and "more options are fields of megatron-core's configs" in page
+    )
     assert max(map(len, page.splitlines())) <= 160
     found = format_help(all_specs(), "dropout")
     assert "--hidden-dropout" in found and "--rollout-batch-size" not in found
@@ -165,7 +203,9 @@ def test_help_is_grouped_and_can_be_searched(capsys):
 
 
 def test_a_valid_command_line_gives_a_complete_namespace(tmp_path):
-    """Model shape from the model's folder, sizes from each other, and where everything came from."""
+    """Model shape from the model's folder, sizes from each other, and where
+    everything came from.
+    """
     args = parse_args(write_run_inputs(tmp_path))
     assert (
         args.global_batch_size,
@@ -173,7 +213,13 @@ def test_a_valid_command_line_gives_a_complete_namespace(tmp_path):
         args.rollout_num_gpus,
         args.actor_num_gpus_per_node,
     ) == (8, 4, 1, 1)
-    assert (args.num_layers, args.hidden_size, args.num_query_groups, args.qk_layernorm, args.seq_length) == (
+    assert (
+        args.num_layers,
+        args.hidden_size,
+        args.num_query_groups,
+        args.qk_layernorm,
+        args.seq_length,
+    ) == (
         2,
         32,
         2,
@@ -181,15 +227,24 @@ def test_a_valid_command_line_gives_a_complete_namespace(tmp_path):
         128,
     )
     assert args.distributed_backend == "gloo" and args.eps_clip_high == 0.2
-    assert args.given_options["rollout_batch_size"] == "command line" and "lr" not in args.given_options
+    assert (
+        args.given_options["rollout_batch_size"] == "command line"
+        and "lr" not in args.given_options
+    )
     assert args.dry_run is False and isinstance(args, argparse.Namespace)
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     (
-        (["--gate-min-response-tokens", "50", "--gate-max-response-tokens", "20"], "minimum 50 exceeds maximum 20"),
-        (["--gate-min-response-tokens", "9", "--rollout-max-response-len", "4"], "9 exceeds --rollout-max-response-len 4"),
+        (
+            ["--gate-min-response-tokens", "50", "--gate-max-response-tokens", "20"],
+            "minimum 50 exceeds maximum 20",
+        ),
+        (
+            ["--gate-min-response-tokens", "9", "--rollout-max-response-len", "4"],
+            "9 exceeds --rollout-max-response-len 4",
+        ),
         (["--gate-snapshots", "-1"], "--gate-snapshots -1 is below 0"),
         (["--gate-policies", '{"emty": "drop"}'], "names the reason 'emty'"),
         (["--gate-levels", '{"truncated": "harsh"}'], "'harsh' is not one of"),
@@ -211,7 +266,9 @@ def test_without_megatron_core_the_message_says_so(tmp_path, monkeypatch):
     try:
         for cache in caches:
             cache.cache_clear()
-        with pytest.raises(ConfigError, match="megatron-core is not installed, so none of its flags is known"):
+        with pytest.raises(
+            ConfigError, match="megatron-core is not installed, so none of its flags is known"
+        ):
             parse_command_line(["--hidden-size", "8"])
         with pytest.raises(ConfigError, match="megatron-core is not installed"):
             parse_args(write_run_inputs(tmp_path))
@@ -226,7 +283,8 @@ def test_a_role_overrides_options_by_name(tmp_path):
     args = parse_args(write_run_inputs(tmp_path))
     file = tmp_path / "roles.yaml"
     file.write_text(
-        "megatron:\n  - role: critic\n    overrides: {lr: 1e-5, load: /critic}\n  - role: actor\n    overrides: {}\n"
+        "megatron:\n  - role: critic\n    overrides: {lr: 1e-5, load: /critic}\n  - role: actor\n  "
+        "  overrides: {}\n"
     )
     critic = parse_megatron_role_args(args, str(file), "critic")
     assert (critic.lr, critic.load, args.lr) == (1e-5, "/critic", 1e-6)

@@ -1,4 +1,6 @@
-"""Each check of `slime doctor` on a machine that is broken in one way: it says so, and what to do."""
+"""Each check of `slime doctor` on a machine that is broken in one way: it says so, and
+what to do.
+"""
 
 import runpy
 from pathlib import Path
@@ -12,7 +14,13 @@ NUM_GPUS = 0
 
 ROOT = Path(__file__).resolve().parents[2]
 
-GOOD_TORCH = {"torch": "2.13.0+cpu", "numpy": "2.4.6", "cuda_build": None, "cuda": False, "warnings": []}
+GOOD_TORCH = {
+    "torch": "2.13.0+cpu",
+    "numpy": "2.4.6",
+    "cuda_build": None,
+    "cuda": False,
+    "warnings": [],
+}
 CUDA_TORCH = {**GOOD_TORCH, "torch": "2.13.0", "cuda_build": "12.8", "cuda": True}
 
 
@@ -36,47 +44,100 @@ def refuse(host):
         (doctor.check_disk(doctor.GIB // 4), "fail", "Free at least 4 GiB"),
         (doctor.check_disk(2 * doctor.GIB), "warn", "Free at least 4 GiB"),
         (doctor.check_package("ray", at_least="2.49", version="2.60.0"), "ok", "2.60.0"),
-        (doctor.check_package("ray", at_least="2.49", version="2.9.0"), "fail", "2.9.0 is older than 2.49"),
-        (doctor.check_package("ray", at_least="2.49", version=None), "fail", "pip install 'ray>=2.49'"),
-        (doctor.check_tested("megatron-core", version="0.16.1"), "ok", "0.16.1 (tested: 0.16 to 0.19)"),
-        (doctor.check_tested("megatron-core", version="0.19.2"), "ok", "0.19.2 (tested: 0.16 to 0.19)"),
-        (doctor.check_tested("megatron-core", version="0.15.3"), "fail", "pip install 'megatron-core>=0.16,<0.20'"),
+        (
+            doctor.check_package("ray", at_least="2.49", version="2.9.0"),
+            "fail",
+            "2.9.0 is older than 2.49",
+        ),
+        (
+            doctor.check_package("ray", at_least="2.49", version=None),
+            "fail",
+            "pip install 'ray>=2.49'",
+        ),
+        (
+            doctor.check_tested("megatron-core", version="0.16.1"),
+            "ok",
+            "0.16.1 (tested: 0.16 to 0.19)",
+        ),
+        (
+            doctor.check_tested("megatron-core", version="0.19.2"),
+            "ok",
+            "0.19.2 (tested: 0.16 to 0.19)",
+        ),
+        (
+            doctor.check_tested("megatron-core", version="0.15.3"),
+            "fail",
+            "pip install 'megatron-core>=0.16,<0.20'",
+        ),
         (doctor.check_tested("megatron-core", version="0.20.0"), "fail", "newer than slime knows"),
         (doctor.check_tested("megatron-core", version=None), "fail", "not installed"),
         (doctor.check_tested("ray", version="2.61.0"), "warn", "newer than what is tested (2.60)"),
         (doctor.check_torch(GOOD_TORCH), "ok", "CPU build"),
-        (doctor.check_torch({**GOOD_TORCH, "torch": "2.14.1"}), "warn", "newer than what is tested (2.13)"),
+        (
+            doctor.check_torch({**GOOD_TORCH, "torch": "2.14.1"}),
+            "warn",
+            "newer than what is tested (2.13)",
+        ),
         (doctor.check_torch({**GOOD_TORCH, "torch": "2.6.0"}), "fail", "can execute code"),
         (
-            doctor.check_torch({**GOOD_TORCH, "bridge_error": "RuntimeError: Numpy is not available", "numpy": "1.26"}),
+            doctor.check_torch(
+                {
+                    **GOOD_TORCH,
+                    "bridge_error": "RuntimeError: Numpy is not available",
+                    "numpy": "1.26",
+                }
+            ),
             "fail",
             "torch 2.13.0+cpu with numpy 1.26",
         ),
         (
             doctor.check_torch(
-                {**GOOD_TORCH, "warnings": ["A module compiled using NumPy 1.x cannot be run in NumPy 2.4.6"]}
+                {
+                    **GOOD_TORCH,
+                    "warnings": ["A module compiled using NumPy 1.x cannot be run in NumPy 2.4.6"],
+                }
             ),
             "fail",
             "do not fit",
         ),
-        (doctor.check_torch({"error": "ImportError: libcudart.so.12: cannot open"}), "fail", "libcudart.so.12"),
+        (
+            doctor.check_torch({"error": "ImportError: libcudart.so.12: cannot open"}),
+            "fail",
+            "libcudart.so.12",
+        ),
         (doctor.check_gpu(GOOD_TORCH, devices=[], driver=None), "ok", "none"),
         (doctor.check_gpu(GOOD_TORCH, devices=["/dev/nvidia0"], driver="570"), "warn", "CPU build"),
         (doctor.check_gpu(CUDA_TORCH, devices=["/dev/nvidia0"], driver=None), "fail", "--gpus all"),
-        (doctor.check_gpu({**CUDA_TORCH, "cuda": False}, devices=["/dev/nvidia0"], driver="470"), "fail", "470"),
+        (
+            doctor.check_gpu({**CUDA_TORCH, "cuda": False}, devices=["/dev/nvidia0"], driver="470"),
+            "fail",
+            "470",
+        ),
         (doctor.check_gpu(CUDA_TORCH, devices=["/dev/nvidia0"], driver="570"), "ok", "1 devices"),
         (doctor.check_ports(refuse), "fail", "not permitted"),
         (doctor.check_ports(), "ok", "can be opened"),
         (doctor.check_proxy({}), "ok", "none"),
         (doctor.check_proxy({"http_proxy": "http://p:1"}), "warn", "no_proxy"),
-        (doctor.check_proxy({"HTTP_PROXY": "http://p:1", "no_proxy": "localhost"}), "warn", "127.0.0.1"),
-        (doctor.check_proxy({"http_proxy": "http://p:1", "NO_PROXY": "localhost, 127.0.0.1"}), "ok", "excluded"),
+        (
+            doctor.check_proxy({"HTTP_PROXY": "http://p:1", "no_proxy": "localhost"}),
+            "warn",
+            "127.0.0.1",
+        ),
+        (
+            doctor.check_proxy({"http_proxy": "http://p:1", "NO_PROXY": "localhost, 127.0.0.1"}),
+            "ok",
+            "excluded",
+        ),
         (doctor.check_hf_cache({"HF_HOME": "/dev/null/hf"}), "warn", "HF_HOME"),
         (doctor.check_hf_cache({"HF_HOME": "/tmp/hf", "HF_HUB_OFFLINE": "1"}), "ok", "offline"),
         (doctor.check_open_files(1024), "warn", "ulimit -n"),
         (doctor.check_open_files(65536), "ok", "65536"),
         (doctor.check_clock(0.0), "warn", "Set the clock"),
-        (doctor.check_extras({package: None for package in doctor.EXTRAS}), "ok", "slime-rl[data,math,"),
+        (
+            doctor.check_extras({package: None for package in doctor.EXTRAS}),
+            "ok",
+            "slime-rl[data,math,",
+        ),
     ],
 )
 def test_a_check_sees_what_is_wrong_and_says_what_to_do(finding, state, word):
@@ -132,7 +193,9 @@ def test_versions_compare_by_number():
 
 def test_findings_are_one_line_with_a_mark_and_the_remedy_below():
     """Read by people and pasted into issues."""
-    text = doctor.format_findings([doctor.ok("A", "fine"), doctor.fail("Bee", "broken", "Repair it.")])
+    text = doctor.format_findings(
+        [doctor.ok("A", "fine"), doctor.fail("Bee", "broken", "Repair it.")]
+    )
     assert text.splitlines() == [
         "✓ A    fine",
         "✗ Bee  broken",

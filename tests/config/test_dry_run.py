@@ -27,12 +27,14 @@ NUM_GPUS = 0
 
 STRIPPING_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['role'] == 'assistant' and not loop.last %}{{ message['content'].split('</think>')[-1] }}"
+    "{% if message['role'] == 'assistant' and not loop.last %}{{ "
+    "message['content'].split('</think>')[-1] }}"
     "{% else %}{{ message['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
 )
 MERGING_TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message['role'] != 'tool' or loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}<|im_start|>{{ message['role'] }}\n{% endif %}"
+    "{% if message['role'] != 'tool' or loop.first or messages[loop.index0 - 1]['role'] != 'tool' "
+    "%}<|im_start|>{{ message['role'] }}\n{% endif %}"
     "{{ message['content'] }}"
     "{% if message['role'] != 'tool' or loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}<|im_end|>\n{% endif %}{% endfor %}"
 )
@@ -70,10 +72,12 @@ def test_a_template_that_strips_earlier_thoughts_is_found_with_the_token():
         {"role": "assistant", "content": "<think>x</think>y"},
         {"role": "user", "content": "b"},
     ]
-    # <|im_start|>user\na<|im_end|>\n is 9 tokens, <|im_start|>assistant\n is 11: position 20 held the first thought, now the answer.
+    # <|im_start|>user\na<|im_end|>\n is 9 tokens, <|im_start|>assistant\n is 11: position 20 held
+    # the first thought, now the answer.
     difference = template_difference(tokenizer, messages, 2, {})
     assert difference.startswith(
-        f"token 20 was {tokenizer.convert_tokens_to_ids('<')} '<' and became {tokenizer.convert_tokens_to_ids('y')} 'y'"
+        f"token 20 was {tokenizer.convert_tokens_to_ids('<')} '<' and became "
+        f"{tokenizer.convert_tokens_to_ids('y')} 'y'"
     )
 
 
@@ -89,16 +93,24 @@ def test_a_template_that_merges_tool_results_is_found():
 
 def test_a_template_that_cannot_render_a_role_is_not_an_error():
     """Many templates know no tool role."""
-    template = "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m['content'] }}{% endfor %}"
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') "
+        "}}{% endif %}{{ m['content'] }}{% endfor %}"
+    )
     lines, is_stable = probe_template(make_char_tokenizer(chat_template=template), {})
-    assert is_stable and lines[1] == "- a second tool result: the template does not render it (no tools)"
+    assert (
+        is_stable
+        and lines[1] == "- a second tool result: the template does not render it (no tools)"
+    )
 
 
 def test_rewards_are_judged():
     """A reward that raises, returns text, or cannot tell right from wrong."""
     texts = ["3", "boxed", "wrong"]
     assert judge_rewards(texts, [1, 0, 0], None)[1] is True
-    assert judge_rewards(texts, [{"score": 1.0}, {"score": 0.0}, {"score": 0.0}], "score")[0][-1].startswith("✓")
+    assert judge_rewards(texts, [{"score": 1.0}, {"score": 0.0}, {"score": 0.0}], "score")[0][
+        -1
+    ].startswith("✓")
     lines, works = judge_rewards(texts, [0, 0, 0], None)
     assert works and lines[-1].startswith("!")
     lines, works = judge_rewards(texts, [ValueError("no digit"), 0, 0], None)
@@ -112,7 +124,14 @@ def test_sizes_and_layout_are_written_out():
     sizes = DerivedSizes(16, 8, 128, 64, 2, 32.0, 4, 2, 2, 1, 1, 2, 1)
     assert format_sizes(sizes)[-1] == "16 prompts x 8 = 128 samples = 2 optimizer steps x 64"
     lines = format_layout(sizes, ranks_per_node=4, is_colocated=False)
-    assert lines[1].split() == ["0", "0", "0", "0", "0", "0"] and lines[4].split() == ["3", "0", "1", "0", "1", "0"]
+    assert lines[1].split() == ["0", "0", "0", "0", "0", "0"] and lines[4].split() == [
+        "3",
+        "0",
+        "1",
+        "0",
+        "1",
+        "0",
+    ]
     assert lines[-2:] == ["engine 0: device 4", "engine 1: device 5"]
     assert format_layout(sizes, ranks_per_node=4, is_colocated=True)[-1] == "engine 1: device 1"
 
@@ -134,15 +153,25 @@ def test_the_whole_dry_run_shows_everything_and_returns_0(tmp_path, capsys):
 
 
 def test_labels_that_the_reward_type_can_never_call_right_fail_the_dry_run(tmp_path, capsys):
-    """Before the first rollout in place of 0.0 after it. One such row among others is named, and does not stop the run."""
+    """Before the first rollout in place of 0.0 after it. One such row among others is named, and
+    does not stop the run.
+    """
     words = run_inputs_with_tokenizer(tmp_path)
     metadata = {"rm_type": "gpqa", "choices": ["3", "4"]}  # Q is none of A and B
-    rows = [{"input": [{"role": "user", "content": "2+2="}], "label": "B", "metadata": metadata} for _ in range(30)]
+    rows = [
+        {"input": [{"role": "user", "content": "2+2="}], "label": "B", "metadata": metadata}
+        for _ in range(30)
+    ]
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in [{**rows[0], "label": "Q"}, *rows]))
+    prompts.write_text(
+        "".join(json.dumps(row) + "\n" for row in [{**rows[0], "label": "Q"}, *rows])
+    )
     assert dry_run(parse_args(words)) == 0
     page = capsys.readouterr().out
-    assert "! 19 of 20 rows: a right answer scores above a wrong one" in page and "prompts.jsonl, line 1: label" in page
+    assert (
+        "! 19 of 20 rows: a right answer scores above a wrong one" in page
+        and "prompts.jsonl, line 1: label" in page
+    )
     prompts.write_text("".join(json.dumps({**row, "label": "Q"}) + "\n" for row in rows))
     assert dry_run(parse_args(words)) == 1
     assert "✗ 0 of 20 rows" in capsys.readouterr().out
@@ -154,25 +183,41 @@ def test_a_reward_that_raises_fails_the_dry_run(tmp_path, capsys, monkeypatch):
         "async def score(args, sample, **kwargs):\n    raise KeyError('answer')\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    args = parse_args([*run_inputs_with_tokenizer(tmp_path), "--custom-rm-path", "my_broken_reward.score"])
+    args = parse_args(
+        [*run_inputs_with_tokenizer(tmp_path), "--custom-rm-path", "my_broken_reward.score"]
+    )
     assert dry_run(args) == 1
     assert "✗ the reward function failed: KeyError: 'answer'" in capsys.readouterr().out
 
 
 def test_supervised_conversations_are_shown_as_they_are_trained(tmp_path, capsys):
-    """With their mask, and without a generation prompt behind an answer that is there: 2 characters, the end token and
-    the newline that this template writes behind it are trained."""
+    """With their mask, and without a generation prompt behind an answer that is there: 2
+    characters, the end token and the newline that this template writes behind it are trained.
+    """
     words = run_inputs_with_tokenizer(tmp_path)
-    rows = [{"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2!"}]}] * 10
+    rows = [
+        {"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2!"}]}
+    ] * 10
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    drop = ("--apply-chat-template", "--rm-type", "exact_match", "--label-key", "label", "--rollout-max-response-len", "8")
+    drop = (
+        "--apply-chat-template",
+        "--rm-type",
+        "exact_match",
+        "--label-key",
+        "label",
+        "--rollout-max-response-len",
+        "8",
+    )
     words = [word for word in words if word not in drop]
     words += "--loss-type sft_loss --rollout-function-path slime.rollout.sft_rollout.generate_rollout --input-key messages".split()
     words += "--debug-train-only --disable-compute-advantages-and-returns --n-samples-per-prompt 1".split()
     assert dry_run(parse_args(words)) == 0
     shown = capsys.readouterr().out
     assert "4 of them trained" in shown
-    assert "   | <|im_start|>user\n     | 1+1=<|im_end|>\n     | <|im_start|>assistant\n     | [[2!<|im_end|>\n     | ]]" in shown
+    assert (
+        "   | <|im_start|>user\n     | 1+1=<|im_end|>\n     | <|im_start|>assistant\n     | "
+        "[[2!<|im_end|>\n     | ]]" in shown
+    )
     assert shown.count("<|im_start|>assistant") == 3, "one per conversation, and none behind it"
     assert marked_text([15, 16, 17], [1, 0, 1], make_char_tokenizer()) == "[[a]]b[[c]]"
 

@@ -38,11 +38,17 @@ def test_an_outdated_page_is_noticed(tmp_path, monkeypatch, capsys):
 
 
 def test_another_megatron_core_is_no_outdated_page(monkeypatch):
-    """Its own sections follow the installed version; everything else must still be what the code says."""
+    """Its own sections follow the installed version; everything else must still be what the code
+    says.
+    """
     page = generate_docs.flags_page()
     monkeypatch.setattr(generate_docs, "_megatron_version", lambda: "99.1")
     start = page.index("\n## Megatron: transformer config")
-    other = page[:start] + "\n## Megatron: transformer config\n\nother fields\n" + page[page.index("\n## Fields of megatron-core") :]
+    other = (
+        page[:start]
+        + "\n## Megatron: transformer config\n\nother fields\n"
+        + page[page.index("\n## Fields of megatron-core") :]
+    )
     assert generate_docs.is_current(page, other)
     assert not generate_docs.is_current(page, other.replace("`--prompt-data`", "`--prompts`"))
 

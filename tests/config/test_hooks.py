@@ -1,4 +1,6 @@
-"""Users' functions are looked at before the run: they exist, and can be called as slime calls them."""
+"""Users' functions are looked at before the run: they exist, and can be called as slime
+calls them.
+"""
 
 import asyncio
 import sys
@@ -22,7 +24,7 @@ from slime.utils.misc import load_function
 
 NUM_GPUS = 0
 
-GAME = '''
+GAME = """
 async def generate(args, sample, sampling_params):
     return sample
 
@@ -42,7 +44,7 @@ async def keep_none(args, samples):
     return False
 
 LIMIT = 3
-'''
+"""
 
 
 @pytest.fixture
@@ -83,39 +85,66 @@ def game(tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_a_function_that_cannot_be_called_is_refused_before_the_run(words, message, game):
-    """The old check asked only whether the first package exists; the rest failed 20 to 32 seconds into the run."""
+    """The old check asked only whether the first package exists; the rest failed 20 to 32 seconds
+    into the run.
+    """
     with pytest.raises(ConfigError) as caught:
         parse_args([*write_run_inputs(game), *words.split()])
     assert message in str(caught.value) and words.split()[-2] in str(caught.value)
 
 
 def test_every_wrong_function_is_named_in_one_message(game):
-    """The run is corrected once, not once per function; an evaluation dataset's own functions are among them."""
+    """The run is corrected once, not once per function; an evaluation dataset's own functions are
+    among them.
+    """
     (game / "eval.yaml").write_text(
-        f"eval:\n  datasets:\n    - {{name: held_out, path: {game / 'prompts.jsonl'}, custom_rm_path: hooks_game.rewad}}\n"
+        f"eval:\n  datasets:\n    - {{name: held_out, path: {game / 'prompts.jsonl'}, "
+        f"custom_rm_path: hooks_game.rewad}}\n"
     )
     words = "--custom-rm-path hooks_game.rewrad --buffer-filter-path hooks_game.keep_all --eval-config".split()
     with pytest.raises(ConfigError) as caught:
         parse_args([*write_run_inputs(game), *words, str(game / "eval.yaml")])
     text = str(caught.value)
     assert "--custom-rm-path hooks_game.rewrad" in text
-    assert "keep_all(args, samples) cannot be called with (args, rollout_id, buffer, num_samples)" in text
+    assert (
+        "keep_all(args, samples) cannot be called with (args, rollout_id, buffer, num_samples)"
+        in text
+    )
     assert "held_out: custom_rm_path hooks_game.rewad" in text
 
 
 def test_functions_that_can_be_called_pass_and_the_dry_run_lists_them(game, capsys):
-    """With the file and line that slime will call: of two modules of one name the wrong one is seen."""
+    """With the file and line that slime will call: of two modules of one name the wrong one is
+    seen.
+    """
     words = "--custom-generate-function-path hooks_game.generate --custom-rm-path hooks_game.reward --dry-run".split()
-    assert dry_run(parse_args([*write_run_inputs(game), *words])) == 1, "the folder has no tokenizer"
-    assert f"✓ --custom-rm-path hooks_game.reward ({game / 'hooks_game.py'}:5)" in capsys.readouterr().out
+    assert dry_run(parse_args([*write_run_inputs(game), *words])) == 1, (
+        "the folder has no tokenizer"
+    )
+    assert (
+        f"✓ --custom-rm-path hooks_game.reward ({game / 'hooks_game.py'}:5)"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_samples_own_function_gives_the_same_sentence(game):
-    """They are in the data, so they are met during the run; a ConfigError ends it, instead of one failed sample after the other."""
-    sample = Sample(index=4, generate_function_path="hooks_game.rollout_shaped", custom_rm_path="hooks_game.rewad")
-    with pytest.raises(ConfigError, match=r"sample 4: generate_function_path hooks_game.rollout_shaped: rollout_shaped\(args"):
+    """They are in the data, so they are met during the run; a ConfigError ends it, instead of one
+    failed sample after the other.
+    """
+    sample = Sample(
+        index=4,
+        generate_function_path="hooks_game.rollout_shaped",
+        custom_rm_path="hooks_game.rewad",
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"sample 4: generate_function_path hooks_game.rollout_shaped: rollout_shaped\(args",
+    ):
         asyncio.run(_call_generate(None, sample, {}, False))
-    with pytest.raises(ConfigError, match="sample 4: custom_rm_path hooks_game.rewad: .* Did you mean hooks_game.reward?"):
+    with pytest.raises(
+        ConfigError,
+        match="sample 4: custom_rm_path hooks_game.rewad: .* Did you mean hooks_game.reward?",
+    ):
         asyncio.run(async_rm(None, sample))
 
 
@@ -126,11 +155,20 @@ def test_what_slime_brings_fits_its_own_table():
         ("rollout_function_path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async"),
         ("rollout_function_path", "slime.rollout.sft_rollout.generate_rollout"),
         ("data_source_path", "slime.prompts.data_source.RolloutDataSourceWithBuffer"),
-        ("custom_generate_function_path", "slime.rollout.sglang_streaming_rollout.generate_streaming"),
+        (
+            "custom_generate_function_path",
+            "slime.rollout.sglang_streaming_rollout.generate_streaming",
+        ),
         ("custom_generate_function_path", "examples.calculator.rollout.generate"),
         ("custom_rm_path", "slime.rollout.on_policy_distillation.reward_func"),
-        ("custom_reward_post_process_path", "slime.rollout.on_policy_distillation.post_process_rewards"),
-        ("dynamic_sampling_filter_path", "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"),
+        (
+            "custom_reward_post_process_path",
+            "slime.rollout.on_policy_distillation.post_process_rewards",
+        ),
+        (
+            "dynamic_sampling_filter_path",
+            "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
+        ),
         ("buffer_filter_path", "slime.prompts.data_source.pop_first"),
     ):
         load_hook(option, path, where=option)
@@ -138,10 +176,15 @@ def test_what_slime_brings_fits_its_own_table():
 
 def test_the_table_has_every_option_that_names_a_function():
     """An option that is added without a row would not be checked."""
-    paths = {spec.name for spec in all_specs() if spec.source == "slime" and spec.name.endswith("_path")}
-    assert paths - set(EXTENSION_POINTS) == {"custom_config_path", "megatron_config_path"}  # files of options
+    paths = {
+        spec.name for spec in all_specs() if spec.source == "slime" and spec.name.endswith("_path")
+    }
+    # files of options
+    assert paths - set(EXTENSION_POINTS) == {"custom_config_path", "megatron_config_path"}
     assert set(EXTENSION_POINTS) <= paths
-    assert {spec.help for spec in all_specs() if spec.name in EXTENSION_POINTS} == {p.help for p in EXTENSION_POINTS.values()}
+    assert {spec.help for spec in all_specs() if spec.name in EXTENSION_POINTS} == {
+        p.help for p in EXTENSION_POINTS.values()
+    }
 
 
 def test_a_generate_function_may_set_the_reward_itself(game):
@@ -164,7 +207,9 @@ def wrapper(args, sample) -> "Awaitable[float]":  # noqa: F821
 
 
 def test_an_awaitable_is_accepted_where_it_can_be_seen():
-    """Objects with an async __call__, and plain functions that are annotated to return an awaitable."""
+    """Objects with an async __call__, and plain functions that are annotated to return an
+    awaitable.
+    """
     point = EXTENSION_POINTS["custom_rm_path"]
     assert point.mode is Mode.ASYNC
     assert problem_of(point, Callable()) is None and problem_of(point, wrapper) is None

@@ -1,4 +1,6 @@
-"""docs/hooks.md has every extension point as the table has it, and its examples are what it says they are."""
+"""docs/hooks.md has every extension point as the table has it, and its examples are what it says
+they are.
+"""
 
 import re
 import sys
@@ -47,7 +49,10 @@ def test_the_examples_of_the_rollout_side_do_what_they_say():
     """Called on two samples of one group: label 4, responses 4 and 5."""
     find = {option: example_of(point) for option, point in EXTENSION_POINTS.items()}
     args = make_args()
-    samples = [make_sample("2+2=", text, label="4", index=i, reward=r) for i, (text, r) in enumerate((("4", 1.0), ("5", 0.0)))]
+    samples = [
+        make_sample("2+2=", text, label="4", index=i, reward=r)
+        for i, (text, r) in enumerate((("4", 1.0), ("5", 0.0)))
+    ]
     assert [call(find["custom_rm_path"], args, sample) for sample in samples] == [1.0, 0.0]
     call(find["rollout_sample_hook_path"], args, samples[0], rollout_id=0, evaluation=False)
     assert samples[0].metadata["answer_length"] == 1
@@ -56,7 +61,10 @@ def test_the_examples_of_the_rollout_side_do_what_they_say():
     buffer = [[1], [2], [3]]
     assert find["buffer_filter_path"](args, None, buffer, 2) == [[2], [3]] and buffer == [[1]]
     assert find["custom_reward_post_process_path"](args, samples) == ([1.0, 0.0], [0.5, -0.5])
-    assert find["custom_convert_samples_to_train_data_path"](args, samples)["loss_masks"] == [[1], [1]]
+    assert find["custom_convert_samples_to_train_data_path"](args, samples)["loss_masks"] == [
+        [1],
+        [1],
+    ]
     find["rollout_sample_filter_path"](args, [samples])
     assert not samples[0].remove_sample
 
@@ -72,10 +80,23 @@ def test_the_supervised_pages_options_are_a_run(tmp_path):
     (block,) = re.findall(r"```yaml\n(.*?)```", (DOCS / "sft.md").read_text(), re.DOTALL)
     (row,) = re.findall(r"```json\n(.*?)```", (DOCS / "sft.md").read_text(), re.DOTALL)
     (tmp_path / "data.jsonl").write_text(row)
-    block = block.replace("path/to/model", inputs[1]).replace("data.jsonl", str(tmp_path / "data.jsonl"))
-    block = block.replace("save: checkpoints", f"save: {tmp_path}/checkpoints").replace("model-{", f"{tmp_path}/model-{{")
+    block = block.replace("path/to/model", inputs[1]).replace(
+        "data.jsonl", str(tmp_path / "data.jsonl")
+    )
+    block = block.replace("save: checkpoints", f"save: {tmp_path}/checkpoints").replace(
+        "model-{", f"{tmp_path}/model-{{"
+    )
     (tmp_path / "sft.yaml").write_text(block)
-    args = parse_args(["--config", str(tmp_path / "sft.yaml"), "--run-dir", str(tmp_path / "run"), "--num-cpus", "8"])
+    args = parse_args(
+        [
+            "--config",
+            str(tmp_path / "sft.yaml"),
+            "--run-dir",
+            str(tmp_path / "run"),
+            "--num-cpus",
+            "8",
+        ]
+    )
     assert args.loss_type == "sft_loss" and args.rollout_batch_size == 128
 
 

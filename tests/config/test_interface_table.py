@@ -1,4 +1,6 @@
-"""Every name, option, field and metric of upstream's interface is here as documented, or the table says why not."""
+"""Every name, option, field and metric of upstream's interface is here as documented, or the table
+says why not.
+"""
 
 import sys
 from pathlib import Path
@@ -15,7 +17,9 @@ NUM_GPUS = 0
 
 
 def test_what_differs_from_upstream_has_a_reason_and_every_reason_is_needed():
-    """A name that vanishes in a clean-up breaks somebody's plug-in; a reason that no longer holds hides the next difference."""
+    """A name that vanishes in a clean-up breaks somebody's plug-in; a reason that no longer holds
+    hides the next difference.
+    """
     rows = interface_check.read_table()
     assert len(rows) > 500 and len({row.key for row in rows}) == len(rows)
     _, problems = report(rows)
@@ -27,9 +31,22 @@ def test_what_differs_from_upstream_has_a_reason_and_every_reason_is_needed():
     [
         (Row("name", "slime.utils.misc.load_functions"), "is missing"),
         (Row("name", "slime.utils.ppo_utils.vanilla_gae", "(rewards, values, gamma, lambd)"), None),
-        (Row("name", "slime.utils.ppo_utils.vanilla_gae", "(values, rewards, gamma, lambd)"), "at another place"),
-        (Row("name", "slime.utils.ppo_utils.chunked_gae", "(rewards, values, gamma, lambd, chunk_size=64)"), "the default 128"),
-        (Row("name", "slime.utils.ppo_utils.vanilla_gae", "(rewards, values, gamma)"), "needs lambd too"),
+        (
+            Row("name", "slime.utils.ppo_utils.vanilla_gae", "(values, rewards, gamma, lambd)"),
+            "at another place",
+        ),
+        (
+            Row(
+                "name",
+                "slime.utils.ppo_utils.chunked_gae",
+                "(rewards, values, gamma, lambd, chunk_size=64)",
+            ),
+            "the default 128",
+        ),
+        (
+            Row("name", "slime.utils.ppo_utils.vanilla_gae", "(rewards, values, gamma)"),
+            "needs lambd too",
+        ),
         (Row("option", "--eps-clip", "0.3"), "has the default 0.2"),
         (Row("option", "--no-such-option"), "is not known"),
         (Row("field", "response_length", "1"), "has the default 0"),
@@ -40,7 +57,9 @@ def test_what_differs_from_upstream_has_a_reason_and_every_reason_is_needed():
     ids=str,
 )
 def test_differences_are_found(row, told):
-    """The check itself: names, places and defaults of parameters, defaults of options and fields, keys of metrics."""
+    """The check itself: names, places and defaults of parameters, defaults of options and fields,
+    keys of metrics.
+    """
     found = difference(row)
     assert found is None if told is None else told in found
 

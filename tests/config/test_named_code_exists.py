@@ -1,6 +1,7 @@
 """What texts name exists: modules and functions of slime, and the options of rules and derivations.
 
-A rule about a function that was renamed applies to nothing, and a rule about an option that does not exist is skipped: both in silence.
+A rule about a function that was renamed applies to nothing, and a rule about an option that does
+not exist is skipped: both in silence.
 """
 
 import ast
@@ -36,7 +37,10 @@ def names_of_texts():
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield from ((path.relative_to(ROOT), name) for name in DOTTED.findall(node.value))
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        yield from ((path.relative_to(ROOT), name) for name in DOTTED.findall(path.read_text(encoding="utf-8")))
+        yield from (
+            (path.relative_to(ROOT), name)
+            for name in DOTTED.findall(path.read_text(encoding="utf-8"))
+        )
 
 
 def exists(dotted):
@@ -56,7 +60,9 @@ def exists(dotted):
 
 
 def test_every_module_and_function_that_a_text_names_is_there():
-    """Rules, defaults of options, tables of places, messages and docs name code by its dotted path."""
+    """Rules, defaults of options, tables of places, messages and docs name code by its
+    dotted path.
+    """
     named = {}
     for place, name in names_of_texts():
         named.setdefault(name, place)
@@ -67,12 +73,18 @@ def test_every_module_and_function_that_a_text_names_is_there():
 def test_the_search_finds_what_is_missing():
     """A module, a function, a method."""
     assert exists("slime.config.rules.broken_rules") and exists("slime.utils.types.Sample.to_dict")
-    assert not exists("slime.rollout.fully_async_rollout.generate_rollout") and not exists("slime.no_module")
-    assert DOTTED.findall("see slime.a.b, slime.c() and slime.d. Not myslime.e, slime/f.py or slime-g.h") == ["slime.a.b", "slime.c", "slime.d"]
+    assert not exists("slime.rollout.fully_async_rollout.generate_rollout") and not exists(
+        "slime.no_module"
+    )
+    assert DOTTED.findall(
+        "see slime.a.b, slime.c() and slime.d. Not myslime.e, slime/f.py or slime-g.h"
+    ) == ["slime.a.b", "slime.c", "slime.d"]
 
 
 def test_rules_and_derivations_read_options_that_exist():
-    """One that reads another name is skipped wherever the name is missing: on every command line."""
+    """One that reads another name is skipped wherever the name is missing: on every
+    command line.
+    """
     known, unknown = set(vars(parse_command_line([]).args)), {}
     for reads, function in STEPS:
         unknown[function.__name__] = reads - known
@@ -83,10 +95,17 @@ def test_rules_and_derivations_read_options_that_exist():
 
 @pytest.mark.parametrize("function", [generate_rollout, generate_rollout_fully_async])
 def test_the_needs_of_a_rollout_function_are_checked_under_the_name_that_it_has(tmp_path, function):
-    """The functions themselves, so that a rule that spells another name fails: responses must end."""
+    """The functions themselves, so that a rule that spells another name fails:
+    responses must end.
+    """
     line = write_run_inputs(tmp_path)
     index = line.index("--rollout-max-response-len")
-    without = [*line[:index], *line[index + 2 :], "--rollout-function-path", f"{function.__module__}.{function.__qualname__}"]
+    without = [
+        *line[:index],
+        *line[index + 2 :],
+        "--rollout-function-path",
+        f"{function.__module__}.{function.__qualname__}",
+    ]
     with pytest.raises(ConfigError, match="--rollout-max-response-len is missing"):
         parse_args(without)
 

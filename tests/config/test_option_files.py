@@ -1,4 +1,6 @@
-"""--config and --print-config: strict keys with file and line, and a round trip for every option."""
+"""--config and --print-config: strict keys with file and line, and a round trip for
+every option.
+"""
 
 import sys
 from pathlib import Path
@@ -79,7 +81,8 @@ def test_every_option_survives_the_way_to_a_file_and_back(tmp_path_factory, data
     values = {name: data.draw(values_of(specs_by_name()[name]), label=name) for name in chosen}
     file = tmp_path_factory.getbasetemp() / "drawn.yaml"
     file.write_text(
-        "\n".join(format_entry(specs_by_name()[name], value) for name, value in values.items()), encoding="utf-8"
+        "\n".join(format_entry(specs_by_name()[name], value) for name, value in values.items()),
+        encoding="utf-8",
     )
     found = read_option_file(str(file), specs_by_name())
     assert found.problems == []
@@ -124,24 +127,54 @@ def test_a_resolved_configuration_is_a_fixed_point(tmp_path, capsys):
 
 
 def test_what_depends_on_the_disk_is_recorded_as_asked_for(tmp_path):
-    """A first start falls back to fresh weights; the recorded file must resume once there is a checkpoint."""
-    words = [*write_run_inputs(tmp_path), "--save", str(tmp_path / "ckpt"), "--load", str(tmp_path / "ckpt")]
+    """A first start falls back to fresh weights; the recorded file must resume once there is a
+    checkpoint.
+    """
+    words = [
+        *write_run_inputs(tmp_path),
+        "--save",
+        str(tmp_path / "ckpt"),
+        "--load",
+        str(tmp_path / "ckpt"),
+    ]
     args = parse_args(words)
-    assert (args.load, args.finetune, args.no_load_optim, args.start_rollout_id) == (None, True, True, 0)
+    assert (args.load, args.finetune, args.no_load_optim, args.start_rollout_id) == (
+        None,
+        True,
+        True,
+        0,
+    )
     values = resolved_values(args, all_specs())
-    assert (values["load"], values["finetune"], values["no_load_optim"]) == (str(tmp_path / "ckpt"), False, False)
+    assert (values["load"], values["finetune"], values["no_load_optim"]) == (
+        str(tmp_path / "ckpt"),
+        False,
+        False,
+    )
     assert "start_rollout_id" not in values
 
 
 def test_a_flag_beside_a_recorded_file_reaches_what_follows_from_it(tmp_path):
-    """The file's derived paths used to beat --dump-details: a replay wrote over the dumps that it was compared with."""
-    first = parse_args([*write_run_inputs(tmp_path), "--dump-details", str(tmp_path / "old"), "--eps-clip", "0.2"])
+    """The file's derived paths used to beat --dump-details: a replay wrote over the dumps that it
+    was compared with.
+    """
+    first = parse_args(
+        [*write_run_inputs(tmp_path), "--dump-details", str(tmp_path / "old"), "--eps-clip", "0.2"]
+    )
     assert first.save_debug_rollout_data == f"{tmp_path}/old/rollout_data/{{rollout_id}}.jsonl"
     file = tmp_path / "config.yaml"
     write_resolved_config(first, file)
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "config.json").write_text(json.dumps({**HF_CONFIG, "num_hidden_layers": 3}))
-    flags = ["--dump-details", str(tmp_path / "new"), "--eps-clip", "0.3", "--rollout-batch-size", "8"]
+    (tmp_path / "other" / "config.json").write_text(
+        json.dumps({**HF_CONFIG, "num_hidden_layers": 3})
+    )
+    flags = [
+        "--dump-details",
+        str(tmp_path / "new"),
+        "--eps-clip",
+        "0.3",
+        "--rollout-batch-size",
+        "8",
+    ]
     again = parse_args(["--config", str(file), *flags, "--hf-checkpoint", str(tmp_path / "other")])
     assert again.save_debug_rollout_data == f"{tmp_path}/new/rollout_data/{{rollout_id}}.jsonl"
     assert again.save_debug_train_data == f"{tmp_path}/new/train_data/{{rollout_id}}.safetensors"
@@ -160,13 +193,18 @@ def test_a_key_without_effect_is_named_with_its_reason(tmp_path):
 
 
 def test_a_recorded_file_shows_what_followed_apart_from_what_was_asked_for(tmp_path):
-    """Readers want the batch size that the run had; a run from the file must not take it for a choice."""
+    """Readers want the batch size that the run had; a run from the file must not take it for a
+    choice.
+    """
     args = parse_args([*write_run_inputs(tmp_path), "--dump-details", str(tmp_path / "d")])
     write_resolved_config(args, tmp_path / "config.yaml")
     content = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert "global_batch_size" not in content and "save_debug_train_data" not in content
     assert content["derived"]["global_batch_size"] == 8 and content["derived"]["num_layers"] == 2
-    assert content["derived"]["save_debug_train_data"] == f"{tmp_path}/d/train_data/{{rollout_id}}.safetensors"
+    assert (
+        content["derived"]["save_debug_train_data"]
+        == f"{tmp_path}/d/train_data/{{rollout_id}}.safetensors"
+    )
     assert read_config(tmp_path)["global_batch_size"] == 8
 
 
@@ -175,20 +213,34 @@ def test_a_replay_never_writes_over_the_dump_that_it_reads(tmp_path, written):
     words = write_run_inputs(tmp_path)
     (tmp_path / "d" / "rollout_data").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "d")
-    words += ["--load-debug-rollout-data", str(tmp_path / "d" / "rollout_data" / "{rollout_id}.jsonl")]
-    with pytest.raises(ConfigError, match="dump that --load-debug-rollout-data reads. Give the replay a --dump-details folder"):
+    words += [
+        "--load-debug-rollout-data",
+        str(tmp_path / "d" / "rollout_data" / "{rollout_id}.jsonl"),
+    ]
+    with pytest.raises(
+        ConfigError,
+        match="dump that --load-debug-rollout-data reads. Give the replay a --dump-details folder",
+    ):
         parse_args([*words, "--dump-details", str(tmp_path / written)])
     assert parse_args([*words, "--dump-details", str(tmp_path / "e")]).debug_train_only
 
 
 def test_a_used_save_folder_is_not_written_over(tmp_path):
-    """A second start without --load wrote iteration 0 over the first run's, and set the pointer back."""
+    """A second start without --load wrote iteration 0 over the first run's, and set the pointer
+    back.
+    """
     words = [*write_run_inputs(tmp_path), "--save", str(tmp_path / "ckpt")]
     parse_args(words)
     (tmp_path / "ckpt").mkdir()
     parse_args(words)  # empty: nothing to lose
     (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("9\n")
-    with pytest.raises(ConfigError, match=r"--save .*ckpt holds checkpoints of another run \(the latest is 9\).* Go on from them with --load"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"--save .*ckpt holds checkpoints of another run \(the latest is 9\).* Go on from "
+            r"them with --load"
+        ),
+    ):
         parse_args(words)
     with pytest.raises(ConfigError, match="holds checkpoints of another run"):
         parse_args([*words, "--load", str(tmp_path / "model")])
@@ -198,8 +250,18 @@ def test_a_used_save_folder_is_not_written_over(tmp_path):
 
 
 def test_a_resumed_policy_takes_its_critic_from_where_it_was_saved(tmp_path):
-    """critic/ in --load first, then --critic-save: a resumed run with the same options began a new critic."""
-    words = [*write_run_inputs(tmp_path), "--advantage-estimator", "ppo", "--save", f"{tmp_path}/s", "--critic-save", f"{tmp_path}/c"]
+    """critic/ in --load first, then --critic-save: a resumed run with the same options began a new
+    critic.
+    """
+    words = [
+        *write_run_inputs(tmp_path),
+        "--advantage-estimator",
+        "ppo",
+        "--save",
+        f"{tmp_path}/s",
+        "--critic-save",
+        f"{tmp_path}/c",
+    ]
     for name, loaded in (("c", None), ("s", f"{tmp_path}/c"), ("s/critic", f"{tmp_path}/s/critic")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "latest_checkpointed_iteration.txt").write_text("7")
@@ -208,7 +270,9 @@ def test_a_resumed_policy_takes_its_critic_from_where_it_was_saved(tmp_path):
 
 
 def test_a_first_start_takes_the_iteration_of_its_reference(tmp_path):
-    """Policy from the latest iteration, reference from iteration 3: the KL of the first step was 0.033 for 0."""
+    """Policy from the latest iteration, reference from iteration 3: the KL of the first step was
+    0.033 for 0.
+    """
     words = write_run_inputs(tmp_path)
     for step in (3, 7):
         (tmp_path / "x" / f"iter_000000{step}").mkdir(parents=True)
@@ -216,24 +280,48 @@ def test_a_first_start_takes_the_iteration_of_its_reference(tmp_path):
     words += ["--ref-load", str(tmp_path / "x"), "--use-kl-loss"]
     assert parse_args(words).load == str(tmp_path / "x")
     assert parse_args([*words, "--ref-ckpt-step", "3"]).load == str(tmp_path / "x" / "iter_0000003")
-    assert parse_args([*words, "--ref-ckpt-step", "3", "--ckpt-step", "3"]).load == str(tmp_path / "x" / "iter_0000003")
-    with pytest.raises(ConfigError, match="--ckpt-step 7 is an iteration of --load, which has no checkpoint"):
+    assert parse_args([*words, "--ref-ckpt-step", "3", "--ckpt-step", "3"]).load == str(
+        tmp_path / "x" / "iter_0000003"
+    )
+    with pytest.raises(
+        ConfigError, match="--ckpt-step 7 is an iteration of --load, which has no checkpoint"
+    ):
         parse_args([*words, "--ref-ckpt-step", "3", "--ckpt-step", "7"])
-    with pytest.raises(ConfigError, match="starts from --ref-load, its latest iteration. Use --ref-ckpt-step 3 for both"):
+    with pytest.raises(
+        ConfigError,
+        match="starts from --ref-load, its latest iteration. Use --ref-ckpt-step 3 for both",
+    ):
         parse_args([*words, "--ckpt-step", "3"])
-    resumed = parse_args([*words, "--load", str(tmp_path / "x"), "--ref-ckpt-step", "3", "--ckpt-step", "7"])
+    resumed = parse_args(
+        [*words, "--load", str(tmp_path / "x"), "--ref-ckpt-step", "3", "--ckpt-step", "7"]
+    )
     assert (resumed.load, resumed.ckpt_step, resumed.finetune) == (str(tmp_path / "x"), 7, False)
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("rolout_batch_size: 4", "run.yaml:2: unknown key 'rolout_batch_size'. Did you mean 'rollout_batch_size'?"),
+        (
+            "rolout_batch_size: 4",
+            "run.yaml:2: unknown key 'rolout_batch_size'. Did you mean 'rollout_batch_size'?",
+        ),
         ("zzqq: 4", "run.yaml:2: unknown key 'zzqq'. `slime train --help`"),
-        ("rollout_batch_size: four", "run.yaml:2: rollout_batch_size: 'four' is not a whole number."),
-        ("rollout_batch_size: 1e3", "run.yaml:2: rollout_batch_size: '1e3' is not a whole number. Write 1000."),
-        ("rollout_batch_size: '4'", "run.yaml:2: rollout_batch_size: must be INT, not quoted text '4'."),
-        ("rollout_batch_size: [4]", "run.yaml:2: rollout_batch_size: must be one INT, not a sequence."),
+        (
+            "rollout_batch_size: four",
+            "run.yaml:2: rollout_batch_size: 'four' is not a whole number.",
+        ),
+        (
+            "rollout_batch_size: 1e3",
+            "run.yaml:2: rollout_batch_size: '1e3' is not a whole number. Write 1000.",
+        ),
+        (
+            "rollout_batch_size: '4'",
+            "run.yaml:2: rollout_batch_size: must be INT, not quoted text '4'.",
+        ),
+        (
+            "rollout_batch_size: [4]",
+            "run.yaml:2: rollout_batch_size: must be one INT, not a sequence.",
+        ),
         ("rollout_top_k:", "run.yaml:2: rollout_top_k: has no value"),
         ("rollout_stop: a", "run.yaml:2: rollout_stop: must be a list, for instance [a, b]."),
         ("colocate: 1", "run.yaml:2: colocate: '1' is not true or false."),
@@ -255,11 +343,20 @@ def test_numbers_and_words_are_read_by_the_options_type(tmp_path):
     """YAML reads 1e-6 as text and `off` as false; the option knows better."""
     file = tmp_path / "run.yaml"
     file.write_text(
-        "\ufefflr: 1e-6\nrun_name: off\nwandb_group: 007\nclip_grad: 1\nmin_lr: .inf\nload: null\nrollout_stop_token_ids: [1, 2]\ncolocate: yes\n"
+        "\ufefflr: 1e-6\nrun_name: off\nwandb_group: 007\nclip_grad: 1\nmin_lr: .inf\nload: "
+        "null\nrollout_stop_token_ids: [1, 2]\ncolocate: yes\n"
     )
     args = parse_command_line(["--config", str(file)]).args
-    assert (args.lr, args.run_name, args.wandb_group, args.clip_grad, args.load) == (1e-6, "off", "007", 1.0, None)
-    assert args.min_lr == math.inf and args.rollout_stop_token_ids == [1, 2] and args.colocate is True
+    assert (args.lr, args.run_name, args.wandb_group, args.clip_grad, args.load) == (
+        1e-6,
+        "off",
+        "007",
+        1.0,
+        None,
+    )
+    assert (
+        args.min_lr == math.inf and args.rollout_stop_token_ids == [1, 2] and args.colocate is True
+    )
 
 
 def test_a_file_that_is_missing_or_not_yaml_is_named(tmp_path):
@@ -278,7 +375,14 @@ def test_a_file_that_is_missing_or_not_yaml_is_named(tmp_path):
 def test_secrets_are_not_written(tmp_path):
     """config.yaml is uploaded with runs and pasted into issues."""
     args = parse_command_line(
-        ["--wandb-key", "k3y-abc", "--rm-url", "http://me:pa55@host/rm", "--sglang-api-key", "t0k3n"]
+        [
+            "--wandb-key",
+            "k3y-abc",
+            "--rm-url",
+            "http://me:pa55@host/rm",
+            "--sglang-api-key",
+            "t0k3n",
+        ]
     ).args
     text = format_resolved(args, all_specs())
     assert "k3y-abc" not in text and "pa55" not in text and "t0k3n" not in text

@@ -1,4 +1,6 @@
-"""Rules between options: all broken ones at once, each with flags, values and a value that works."""
+"""Rules between options: all broken ones at once, each with flags, values and a value
+that works.
+"""
 
 import sys
 from pathlib import Path
@@ -34,16 +36,25 @@ def problems_of(words: str, tmp_path) -> str:
     [
         (
             "--global-batch-size 5",
-            "4 x --n-samples-per-prompt 2 = 8 samples do not divide into steps of --global-batch-size 5. Use 4 or 8, or --keep-trailing-rollouts.",
+            (
+                "4 x --n-samples-per-prompt 2 = 8 samples do not divide into steps of "
+                "--global-batch-size 5. Use 4 or 8, or --keep-trailing-rollouts."
+            ),
         ),
         ("--num-steps-per-rollout 3", "do not divide over --num-steps-per-rollout 3. Use 2 or 4."),
         (
             "--num-steps-per-rollout 2 --global-batch-size 8",
             "make 4 per step, but --global-batch-size is 8. Use --global-batch-size 4",
         ),
-        ("--over-sampling-batch-size 2", "--over-sampling-batch-size 2 is below --rollout-batch-size 4. Use 4 or more"),
+        (
+            "--over-sampling-batch-size 2",
+            "--over-sampling-batch-size 2 is below --rollout-batch-size 4. Use 4 or more",
+        ),
         ("--use-dynamic-batch-size", "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
-        ("--max-tokens-per-gpu 64 --log-probs-max-tokens-per-gpu 128", "differs from --max-tokens-per-gpu 64"),
+        (
+            "--max-tokens-per-gpu 64 --log-probs-max-tokens-per-gpu 128",
+            "differs from --max-tokens-per-gpu 64",
+        ),
         ("--balance-by-flops", "--balance-by-flops needs --use-dynamic-batch-size"),
         ("--rollout-temperature 0", "--rollout-temperature must be > 0, it is 0.0"),
         ("--rollout-top-k 0", "--rollout-top-k is 0: use -1"),
@@ -56,24 +67,48 @@ def problems_of(words: str, tmp_path) -> str:
             "--kl-coef 0.1 --kl-loss-coef 0.2",
             "--kl-coef 0.1 (in the reward) and --kl-loss-coef 0.2 (in the loss) exclude each other",
         ),
-        ("--advantage-estimator reinforce_plus_plus", "reinforce_plus_plus needs --normalize-advantages"),
-        ("--rollout-external-engine-addrs 127.0.0.1:9", "would keep their weights. Use --update-weight-transport disk"),
-        ("--advantage-estimator ppo --kl-coef 0.1", "returns would miss it. Use --use-kl-loss --kl-loss-coef 0.1"),
-        ("--advantage-estimator ppo --critic-num-gpus-per-node 2", "2 differ from the policy's 1 and 1"),
+        (
+            "--advantage-estimator reinforce_plus_plus",
+            "reinforce_plus_plus needs --normalize-advantages",
+        ),
+        (
+            "--rollout-external-engine-addrs 127.0.0.1:9",
+            "would keep their weights. Use --update-weight-transport disk",
+        ),
+        (
+            "--advantage-estimator ppo --kl-coef 0.1",
+            "returns would miss it. Use --use-kl-loss --kl-loss-coef 0.1",
+        ),
+        (
+            "--advantage-estimator ppo --critic-num-gpus-per-node 2",
+            "2 differ from the policy's 1 and 1",
+        ),
         ("--use-tis --use-rollout-logprobs", "they exclude each other"),
         ("--get-mismatch-metrics", "needs --custom-tis-function-path"),
         ("--use-opd", "--use-opd needs --opd-type"),
         (
-            "--use-opd --opd-type sglang --rollout-temperature 0.7 --custom-rm-path slime.rollout.on_policy_distillation.reward_func",
+            (
+                "--use-opd --opd-type sglang --rollout-temperature 0.7 --custom-rm-path "
+                "slime.rollout.on_policy_distillation.reward_func"
+            ),
             "a server scores given tokens at temperature 1 over its whole vocabulary",
         ),
         (
-            "--use-opd --opd-type sglang --custom-rm-path slime.rollout.on_policy_distillation.reward_func --gate-policy penalize",
+            (
+                "--use-opd --opd-type sglang --custom-rm-path "
+                "slime.rollout.on_policy_distillation.reward_func --gate-policy penalize"
+            ),
             "Gate policy penalize gives failures a reward",
         ),
-        ("--keep-old-actor --partial-rollout", "the tokens of one rollout are of several versions of the weights"),
         (
-            "--keep-old-actor --rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async",
+            "--keep-old-actor --partial-rollout",
+            "the tokens of one rollout are of several versions of the weights",
+        ),
+        (
+            (
+                "--keep-old-actor --rollout-function-path "
+                "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+            ),
             "--keep-old-actor with --rollout-function-path",
         ),
         ("--rollout-frequency-penalty 0.5", "it edits the logits that tokens are drawn from"),
@@ -89,7 +124,10 @@ def problems_of(words: str, tmp_path) -> str:
             "--actor-num-gpus-per-node 4 --tensor-model-parallel-size 4",
             "does not divide the model's 4 attention heads and 2 key/value heads",
         ),
-        ("--context-parallel-size 2 --qkv-format bshd", "rows are always packed (thd): context parallelism"),
+        (
+            "--context-parallel-size 2 --qkv-format bshd",
+            "rows are always packed (thd): context parallelism",
+        ),
         ("--bf16 --fp16", "--bf16 and --fp16 exclude each other"),
         ("--num-layers 3", "--num-layers is 3, but the model's config.json says 2"),
         ("--rotary-base 500", "--rotary-base is 500.0, but the model's config.json says 10000.0"),
@@ -102,13 +140,29 @@ def problems_of(words: str, tmp_path) -> str:
             "--save-debug-rollout-data /tmp/x --save-debug-train-data /tmp/x",
             "--save-debug-train-data must not be equal",
         ),
-        ("--custom-rm-path no_such_package.f", "there is no module 'no_such_package'. Is its folder on PYTHONPATH?"),
+        (
+            "--custom-rm-path no_such_package.f",
+            "there is no module 'no_such_package'. Is its folder on PYTHONPATH?",
+        ),
         ("--rm-type remote_rm", "--rm-type remote_rm needs --rm-url"),
         ("--debug-train-only --debug-rollout-only", "exclude each other"),
-        ("--local --actor-num-gpus-per-node 2", "--actor-num-nodes 1 x --actor-num-gpus-per-node 2 = 2. Use --actor-num-gpus-per-node 1"),
+        (
+            "--local --actor-num-gpus-per-node 2",
+            (
+                "--actor-num-nodes 1 x --actor-num-gpus-per-node 2 = 2. Use "
+                "--actor-num-gpus-per-node "
+                "1"
+            ),
+        ),
         ("--local --advantage-estimator ppo", "--local holds one trained model"),
-        ("--local --use-sglang-router", "--local starts no process, and --use-sglang-router is one"),
-        ("--local --ray-address 10.0.0.1:6379", "--local uses no Ray, but --ray-address is 10.0.0.1:6379"),
+        (
+            "--local --use-sglang-router",
+            "--local starts no process, and --use-sglang-router is one",
+        ),
+        (
+            "--local --ray-address 10.0.0.1:6379",
+            "--local uses no Ray, but --ray-address is 10.0.0.1:6379",
+        ),
         ("--num-cpus 1", "The run needs 2 CPU cores, 1 are here"),
         ("--label-key answer", "prompts.jsonl, line 1: the label 'answer' is missing"),
     ],
@@ -119,20 +173,30 @@ def test_each_rule_names_flags_values_and_a_way_out(tmp_path, words, message):
 
 
 def test_a_batch_that_leaves_a_rest_is_accepted_where_the_rest_trains(tmp_path):
-    """8 samples in steps of 5: 5 and 3. The rule that refuses it names the option that allows it."""
+    """8 samples in steps of 5: 5 and 3. The rule that refuses it names the option
+    that allows it.
+    """
     words = "--global-batch-size 5 --keep-trailing-rollouts"
     args = parse_args([*write_run_inputs(tmp_path), *words.split()])
     assert (args.global_batch_size, args.keep_trailing_rollouts) == (5, True)
 
 
 def test_a_replay_needs_no_prompts_and_counts_none(tmp_path):
-    """Samples come from the recording: without prompts nothing is missing, and passes over them are no number of rollouts."""
-    words = [*write_run_inputs(tmp_path), "--load-debug-rollout-data", str(tmp_path / "{rollout_id}.jsonl")]
+    """Samples come from the recording: without prompts nothing is missing, and passes over them are
+    no number of rollouts.
+    """
+    words = [
+        *write_run_inputs(tmp_path),
+        "--load-debug-rollout-data",
+        str(tmp_path / "{rollout_id}.jsonl"),
+    ]
     at = words.index("--prompt-data")
     words = words[:at] + words[at + 2 :]
     assert parse_args(words).prompt_data is None
     words[words.index("--num-rollout")] = "--num-epoch"
-    with pytest.raises(ConfigError, match="--load-debug-rollout-data does not read. Use --num-rollout"):
+    with pytest.raises(
+        ConfigError, match="--load-debug-rollout-data does not read. Use --num-rollout"
+    ):
         parse_args(words)
 
 
@@ -157,9 +221,16 @@ def test_missing_files_are_answered_with_the_names_that_exist(tmp_path):
     assert missing_path("--prompt-data", str(tmp_path / "trian.jsonl"), "file").endswith(
         f"Did you mean {tmp_path / 'train.jsonl'}?"
     )
-    assert "but has no 'deep'" in missing_path("--save", str(tmp_path / "deep" / "er" / "x"), "folder")
-    text = problems_of(f"--hf-checkpoint {tmp_path / 'modle'} --prompt-data {tmp_path / 'promts.jsonl'}", tmp_path)
-    assert f"Did you mean {tmp_path / 'model'}?" in text and f"Did you mean {tmp_path / 'prompts.jsonl'}" in text
+    assert "but has no 'deep'" in missing_path(
+        "--save", str(tmp_path / "deep" / "er" / "x"), "folder"
+    )
+    text = problems_of(
+        f"--hf-checkpoint {tmp_path / 'modle'} --prompt-data {tmp_path / 'promts.jsonl'}", tmp_path
+    )
+    assert (
+        f"Did you mean {tmp_path / 'model'}?" in text
+        and f"Did you mean {tmp_path / 'prompts.jsonl'}" in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,40 +264,68 @@ def test_resuming_from_nothing_is_an_error_but_a_first_start_is_not(tmp_path):
     """A mistyped --load that starts anew destroys a run quietly."""
     assert "holds no published checkpoint" in problems_of(f"--load {tmp_path}", tmp_path)
     assert "no such folder" in problems_of(f"--load {tmp_path / 'ckpt'}", tmp_path)
-    words = [*write_run_inputs(tmp_path), "--load", str(tmp_path / "ckpt"), "--save", str(tmp_path / "ckpt")]
+    words = [
+        *write_run_inputs(tmp_path),
+        "--load",
+        str(tmp_path / "ckpt"),
+        "--save",
+        str(tmp_path / "ckpt"),
+    ]
     assert parse_args(words).start_rollout_id == 0
     (tmp_path / "ckpt").mkdir()
     (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("4")
     args = parse_args(words)
-    assert (args.load, args.finetune, args.start_rollout_id) == (str(tmp_path / "ckpt"), False, None)
+    assert (args.load, args.finetune, args.start_rollout_id) == (
+        str(tmp_path / "ckpt"),
+        False,
+        None,
+    )
 
 
 def test_derived_values_follow_and_deriving_twice_changes_nothing():
     """What is given is never overridden, so a recorded configuration derives to itself."""
     args = parse_command_line(
-        "--rollout-batch-size 6 --n-samples-per-prompt 1 --num-steps-per-rollout 2 --max-tokens-per-gpu 512 --balance-by-flops "
+        "--rollout-batch-size 6 --n-samples-per-prompt 1 --num-steps-per-rollout 2 "
+        "--max-tokens-per-gpu 512 --balance-by-flops "
         "--dump-details /d --rollout-max-context-len 100 --advantage-estimator ppo --colocate --actor-num-gpus-per-node 2".split()
     ).args
     apply_derived(args, derive(args))
-    assert (args.global_batch_size, args.over_sampling_batch_size, args.grpo_std_normalization) == (3, 6, False)
-    assert (args.log_probs_max_tokens_per_gpu, args.balance_data, args.use_critic) == (512, True, True)
-    assert (args.offload_train, args.offload_rollout, args.rollout_num_gpus) == (True, True, 2)
-    assert (args.eval_max_context_len, args.rollout_max_prompt_len, args.critic_num_gpus_per_node) == (100, 99, 2)
-    assert args.save_debug_rollout_data.startswith("/d/rollout_data/") and args.save_debug_train_data.startswith(
-        "/d/train_data/"
+    assert (args.global_batch_size, args.over_sampling_batch_size, args.grpo_std_normalization) == (
+        3,
+        6,
+        False,
     )
+    assert (args.log_probs_max_tokens_per_gpu, args.balance_data, args.use_critic) == (
+        512,
+        True,
+        True,
+    )
+    assert (args.offload_train, args.offload_rollout, args.rollout_num_gpus) == (True, True, 2)
+    assert (
+        args.eval_max_context_len,
+        args.rollout_max_prompt_len,
+        args.critic_num_gpus_per_node,
+    ) == (100, 99, 2)
+    assert args.save_debug_rollout_data.startswith(
+        "/d/rollout_data/"
+    ) and args.save_debug_train_data.startswith("/d/train_data/")
     assert derive(args) == {}
 
 
 def test_ranks_are_laid_out_as_megatron_does():
     """TP varies fastest, then CP, DP, PP: neighbours share matrices."""
     args = parse_command_line(
-        "--rollout-batch-size 8 --actor-num-nodes 2 --actor-num-gpus-per-node 8 --tensor-model-parallel-size 2 "
+        "--rollout-batch-size 8 --actor-num-nodes 2 --actor-num-gpus-per-node 8 "
+        "--tensor-model-parallel-size 2 "
         "--pipeline-model-parallel-size 2 --context-parallel-size 2".split()
     ).args
     apply_derived(args, derive(args))
     sizes = derived_sizes(args)
-    assert (sizes.actor_ranks, sizes.data_parallel_size, sizes.samples_per_rank_and_step) == (16, 2, 4.0)
+    assert (sizes.actor_ranks, sizes.data_parallel_size, sizes.samples_per_rank_and_step) == (
+        16,
+        2,
+        4.0,
+    )
     places = process_layout(sizes, ranks_per_node=8)
     assert places[0] == RankPlace(rank=0, node=0, tensor=0, context=0, data=0, pipeline=0)
     assert places[1].tensor == 1 and places[2].context == 1 and places[4].data == 1
@@ -251,7 +350,15 @@ def test_rules_read_only_what_they_declare():
     for reads, function in RULES:
         assert reads <= names, reads - names
         Watching.seen.clear()
-        function(Watching(**{**vars(args), "update_weight_mode": "full", "update_weight_local_checkpoint_dir": None}))
+        function(
+            Watching(
+                **{
+                    **vars(args),
+                    "update_weight_mode": "full",
+                    "update_weight_local_checkpoint_dir": None,
+                }
+            )
+        )
         assert Watching.seen <= reads, (function.__name__, Watching.seen - reads)
 
 
@@ -271,7 +378,11 @@ def test_colocation_turns_offloading_on_and_keeps_what_was_meant():
     for given, expected in ((None, 8), (0, 0), (16, 16), (4, 8)):
         args = upstream_namespace(colocate=True, rollout_num_gpus=given)
         slime_validate_args(args)
-        assert (args.offload_train, args.offload_rollout, args.rollout_num_gpus) == (True, True, expected)
+        assert (args.offload_train, args.offload_rollout, args.rollout_num_gpus) == (
+            True,
+            True,
+            expected,
+        )
     args = upstream_namespace(rollout_num_gpus=8)
     slime_validate_args(args)
     assert (args.offload_train, args.offload_rollout) == (False, False)
@@ -279,12 +390,18 @@ def test_colocation_turns_offloading_on_and_keeps_what_was_meant():
 
 def test_engines_that_are_not_the_runs_own_are_not_told_to_free_memory():
     """--colocate leaves them alone; asked for by name, it is refused with the reason."""
-    external = {"rollout_external_engine_addrs": ["127.0.0.1:1"], "update_weight_transport": "disk", "update_weight_disk_dir": "/tmp/w"}
+    external = {
+        "rollout_external_engine_addrs": ["127.0.0.1:1"],
+        "update_weight_transport": "disk",
+        "update_weight_disk_dir": "/tmp/w",
+    }
     args = upstream_namespace(colocate=True, rollout_num_gpus=None, **external)
     slime_validate_args(args)
     assert (args.offload_train, args.offload_rollout) == (True, False)
     args = upstream_namespace(offload_rollout=True, **external)
-    with pytest.raises(ConfigError, match="--offload-rollout frees the memory of engines that the run starts"):
+    with pytest.raises(
+        ConfigError, match="--offload-rollout frees the memory of engines that the run starts"
+    ):
         slime_validate_args(args)
 
 
@@ -303,10 +420,17 @@ def test_engines_that_are_not_the_runs_own_are_not_told_to_free_memory():
             "not supported with --colocate",
         ),
         (
-            {"update_weight_mode": "delta", "update_weight_transport": "disk", "update_weight_disk_dir": "/d"},
+            {
+                "update_weight_mode": "delta",
+                "update_weight_transport": "disk",
+                "update_weight_disk_dir": "/d",
+            },
             "requires --update-weight-local-checkpoint-dir",
         ),
-        ({"save_debug_train_data": "/x", "save_debug_rollout_data": "/x"}, "--save-debug-train-data must not be equal"),
+        (
+            {"save_debug_train_data": "/x", "save_debug_rollout_data": "/x"},
+            "--save-debug-train-data must not be equal",
+        ),
         ({"rollout_temperature": 0.0}, "--rollout-temperature must be > 0"),
         ({"rollout_temperature": -1.0}, "--rollout-temperature must be > 0"),
     ],

@@ -1,4 +1,6 @@
-"""Options come from dataclasses: one name each, a sentence each, and Megatron's fields without importing torch."""
+"""Options come from dataclasses: one name each, a sentence each, and Megatron's fields without
+importing torch.
+"""
 
 import dataclasses
 import subprocess
@@ -50,8 +52,16 @@ class Sample:
 def test_a_field_becomes_a_flag_with_its_type_choices_and_ways_to_switch_it_off():
     """The dataclass is the only place where an option is written down."""
     specs = {spec.name: spec for spec in specs_of_dataclass(Sample)}
-    assert (specs["count"].flag, specs["count"].kind, specs["count"].required) == ("--count", int, True)
-    assert (specs["stops"].many, specs["stops"].repeat, specs["hooks"].repeat) == (True, False, True)
+    assert (specs["count"].flag, specs["count"].kind, specs["count"].required) == (
+        "--count",
+        int,
+        True,
+    )
+    assert (specs["stops"].many, specs["stops"].repeat, specs["hooks"].repeat) == (
+        True,
+        False,
+        True,
+    )
     assert specs["name"].choices == ("a", "b") and specs["kind"].choices == ("x", "y")
     assert specs["verbose"].flags == ("--verbose",)
     assert specs["shuffle"].flags == ("--no-shuffle",)
@@ -65,7 +75,9 @@ def test_a_type_that_no_command_line_can_express_is_refused_where_it_is_declared
     with pytest.raises(TypeError, match="one type and None at most"):
         read_annotation(int | str)
     bad = dataclasses.make_dataclass(
-        "Bad", [("path", "pathlib.Path", option(None, "A path."))], namespace={"__module__": __name__}
+        "Bad",
+        [("path", "pathlib.Path", option(None, "A path."))],
+        namespace={"__module__": __name__},
     )
     with pytest.raises((TypeError, NameError)):
         specs_of_dataclass(bad)
@@ -74,19 +86,27 @@ def test_a_type_that_no_command_line_can_express_is_refused_where_it_is_declared
 def test_no_two_options_share_a_name_or_a_flag():
     """argparse would let the later one win silently."""
     require_unique(all_specs())
-    twice = specs_of_dataclass(Sample) + [dataclasses.replace(specs_of_dataclass(Sample)[0], group="Other")]
+    twice = specs_of_dataclass(Sample) + [
+        dataclasses.replace(specs_of_dataclass(Sample)[0], group="Other")
+    ]
     with pytest.raises(ConfigError, match="count is declared in 'Sample options' and in 'Other'"):
         require_unique(twice)
 
 
 def test_every_option_has_a_sentence_and_a_default_of_its_type():
-    """Help without a sentence, or a default that its own flag would refuse, is a mistake in a dataclass."""
+    """Help without a sentence, or a default that its own flag would refuse, is a mistake in a
+    dataclass.
+    """
     for cls in option_classes():
         for spec in specs_of_dataclass(cls):
-            assert len(spec.help) > 8 and spec.help.rstrip()[-1] in ".)!", f"{cls.__name__}.{spec.name}: {spec.help!r}"
+            assert len(spec.help) > 8 and spec.help.rstrip()[-1] in ".)!", (
+                f"{cls.__name__}.{spec.name}: {spec.help!r}"
+            )
             if spec.default is not None:
                 items = spec.default if spec.many else [spec.default]
-                assert all(type(item) is spec.kind for item in items), f"{cls.__name__}.{spec.name} = {spec.default!r}"
+                assert all(type(item) is spec.kind for item in items), (
+                    f"{cls.__name__}.{spec.name} = {spec.default!r}"
+                )
                 assert spec.choices is None or all(item in spec.choices for item in items)
 
 
@@ -112,7 +132,9 @@ def test_a_value_of_a_wrong_type_says_what_would_be_right(kind, text, message):
 
 
 def test_megatron_fields_are_read_from_source_as_the_imported_classes_have_them():
-    """Names and defaults that differ from the real dataclasses would train another model than asked for."""
+    """Names and defaults that differ from the real dataclasses would train another model than asked
+    for.
+    """
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import TransformerConfig
@@ -122,24 +144,37 @@ def test_megatron_fields_are_read_from_source_as_the_imported_classes_have_them(
         ours = set(field_names_of(cls.__name__))
         assert ours <= set(real), ours - set(real)
         simple = {
-            name for name, field in real.items() if field.type in (int, float, bool, str) and not name.startswith("_")
+            name
+            for name, field in real.items()
+            if field.type in (int, float, bool, str) and not name.startswith("_")
         }
         assert simple <= ours, simple - ours
-    tensor_parallel = next(field for field in megatron_fields() if field.name == "tensor_model_parallel_size")
-    assert (tensor_parallel.kind, tensor_parallel.default) == (int, "1") and "tensor" in tensor_parallel.help.lower()
+    tensor_parallel = next(
+        field for field in megatron_fields() if field.name == "tensor_model_parallel_size"
+    )
+    assert (tensor_parallel.kind, tensor_parallel.default) == (
+        int,
+        "1",
+    ) and "tensor" in tensor_parallel.help.lower()
 
 
 def test_only_simple_fields_of_a_config_class_become_flags():
     """A callable or a dtype cannot be typed on a command line."""
     source = (
-        "@dataclass\nclass C:\n    a: int = 1\n    'Help of a.'\n    b: Optional[Callable] = None\n    c: Literal['x', 'y'] = 'x'\n"
-        "    d: Union[int, List[int]] = 1\n    e: torch.dtype = None\n    f: Optional[bool] = field(default=None, metadata={})\n    _g: int = 0\n"
+        "@dataclass\nclass C:\n    a: int = 1\n    'Help of a.'\n    b: Optional[Callable] = "
+        "None\n    c: Literal['x', 'y'] = 'x'\n"
+        "    d: Union[int, List[int]] = 1\n    e: torch.dtype = None\n    f: Optional[bool] = "
+        "field(default=None, metadata={})\n    _g: int = 0\n"
         "    h: Optional[Literal[2, 3, 4]] = None\n"
     )
     fields = {field.name: field for field in fields_of_source(source, "C")}
     assert list(fields) == ["a", "c", "d", "f", "h"]
     assert (fields["h"].kind, fields["h"].choices) == (int, (2, 3, 4))
-    assert fields["a"].help == "Help of a." and fields["c"].choices == ("x", "y") and fields["d"].unwrap
+    assert (
+        fields["a"].help == "Help of a."
+        and fields["c"].choices == ("x", "y")
+        and fields["d"].unwrap
+    )
     assert fields["f"].default == "None" and fields["f"].kind is bool
     with pytest.raises(ConfigError, match="no D where slime looks"):
         fields_of_source(source, "D")
@@ -161,7 +196,12 @@ def test_parsing_a_command_line_imports_no_heavy_package():
         "heavy = {'torch', 'ray', 'transformers', 'megatron', 'numpy', 'aiohttp'} & set(sys.modules); print(rc, sorted(heavy))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+        check=True,
     )
     assert done.stdout.split("\n")[0] == "2 []", done.stdout
     assert "Unknown flag --no-such-flag" in done.stderr

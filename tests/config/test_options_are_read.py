@@ -1,7 +1,9 @@
-"""Every option changes something: code outside slime/config reads it, Megatron gets it, or parsing itself acts on it.
+"""Every option changes something: code outside slime/config reads it, Megatron gets it, or parsing
+itself acts on it.
 
-Code that only shows options (the dry run, the doctor) and code in slime/config (rules, derivations, tables of upstream's flags) does
-not count: an option that is checked and derived from, and then read by nothing, is accepted and not honoured.
+Code that only shows options (the dry run, the doctor) and code in slime/config (rules, derivations,
+tables of upstream's flags) does not count: an option that is checked and derived from, and then
+read by nothing, is accepted and not honoured.
 """
 
 import ast
@@ -41,9 +43,18 @@ MEGATRON_CONFIGS = (
 # Nothing but parsing looks at these: words that show it, and what it then says or derives.
 ACTED_ON_AT_PARSING = {
     "critic_num_nodes": ("--advantage-estimator ppo --critic-num-nodes 2", "--critic-num-nodes 2"),
-    "critic_num_gpus_per_node": ("--advantage-estimator ppo --critic-num-gpus-per-node 2", "--critic-num-gpus-per-node 2"),
-    "rollout_data_transport": ("--rollout-data-transport nixl", "--rollout-data-transport nixl is not built in"),
-    "log_probs_max_tokens_per_gpu": ("--max-tokens-per-gpu 64 --log-probs-max-tokens-per-gpu 128", "differs from --max-tokens-per-gpu 64"),
+    "critic_num_gpus_per_node": (
+        "--advantage-estimator ppo --critic-num-gpus-per-node 2",
+        "--critic-num-gpus-per-node 2",
+    ),
+    "rollout_data_transport": (
+        "--rollout-data-transport nixl",
+        "--rollout-data-transport nixl is not built in",
+    ),
+    "log_probs_max_tokens_per_gpu": (
+        "--max-tokens-per-gpu 64 --log-probs-max-tokens-per-gpu 128",
+        "differs from --max-tokens-per-gpu 64",
+    ),
     "use_checkpoint_opt_param_scheduler": (
         "--use-checkpoint-opt-param-scheduler --override-opt-param-scheduler",
         "--use-checkpoint-opt-param-scheduler",
@@ -77,27 +88,54 @@ def _text(node):
 
 
 def _read_by(node):
-    """The names of options that one node of code reads by writing them down, and whether it reads one by a name that it computes."""
-    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _is_namespace(node.value):
+    """The names of options that one node of code reads by writing them down, and whether it reads
+    one by a name that it computes.
+    """
+    if (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Load)
+        and _is_namespace(node.value)
+    ):
         return {node.attr}, False
-    if isinstance(node, ast.Attribute) and _last_name(getattr(node.value, "func", None)) == "from_args":
+    if (
+        isinstance(node, ast.Attribute)
+        and _last_name(getattr(node.value, "func", None)) == "from_args"
+    ):
         return {node.attr}, False  # SomeConfig.from_args(args).x
-    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and _is_namespace(node.value):
+    if (
+        isinstance(node, ast.Subscript)
+        and isinstance(node.ctx, ast.Load)
+        and _is_namespace(node.value)
+    ):
         return {_text(node.slice)}, _text(node.slice) is None
-    if isinstance(node, ast.Call) and _last_name(node.func) == "getattr" and _is_namespace(node.args[0]):
+    if (
+        isinstance(node, ast.Call)
+        and _last_name(node.func) == "getattr"
+        and _is_namespace(node.args[0])
+    ):
         return {_text(node.args[1])}, _text(node.args[1]) is None
-    if isinstance(node, ast.Call) and _last_name(node.func) == "get" and _is_namespace(getattr(node.func, "value", None)):
+    if (
+        isinstance(node, ast.Call)
+        and _last_name(node.func) == "get"
+        and _is_namespace(getattr(node.func, "value", None))
+    ):
         return {_text(node.args[0])}, _text(node.args[0]) is None
     return set(), False
 
 
 def names_in(source):
-    """The options that code reads: written at the place, or in a table of the same file where a place reads by a computed name."""
+    """The options that code reads: written at the place, or in a table of the same file where a
+    place reads by a computed name.
+    """
     tree = ast.parse(source)
     found = [_read_by(node) for node in ast.walk(tree)]
     names = set().union(*(written for written, _ in found))
     if any(is_computed for _, is_computed in found):
-        for table in (node for node in ast.walk(tree) if isinstance(node, ast.Tuple | ast.List | ast.Set | ast.Dict)):
+        for table in (
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Tuple | ast.List | ast.Set | ast.Dict)
+        ):
             elements = [*table.keys, *table.values] if isinstance(table, ast.Dict) else table.elts
             names.update(filter(None, map(_text, elements)))
     return names - {None}
@@ -105,12 +143,26 @@ def names_in(source):
 
 def names_that_code_reads():
     """Of all code but that which only shows or checks options."""
-    sources = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py")}
-    read = set().union(*(names_in(source) for path, source in sources.items() if not path.startswith(SHOWN_ONLY)))
+    sources = {
+        path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+        for path in ROOT.rglob("*.py")
+    }
+    read = set().union(
+        *(names_in(source) for path, source in sources.items() if not path.startswith(SHOWN_ONLY))
+    )
     for config_class in COPIED_BY_NAME:
         users = [source for source in sources.values() if config_class.__name__ in source]
-        attributes = [node for source in users for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
-        taken = {node.attr for node in attributes if _last_name(node.value) in COPY_HOLDERS and isinstance(node.ctx, ast.Load)}
+        attributes = [
+            node
+            for source in users
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.Attribute)
+        ]
+        taken = {
+            node.attr
+            for node in attributes
+            if _last_name(node.value) in COPY_HOLDERS and isinstance(node.ctx, ast.Load)
+        }
         read |= taken & set(config_class.__dataclass_fields__)
     return read
 
@@ -125,7 +177,9 @@ def names_that_megatron_gets():
 
 
 def test_every_declared_option_is_read_by_code():
-    """Declared and accepted is not honoured: a script would run with another meaning than it says."""
+    """Declared and accepted is not honoured: a script would run with another meaning
+    than it says.
+    """
     found = names_that_code_reads() | names_that_megatron_gets()
     unread = {spec.name for spec in all_specs()} - found
     assert sorted(unread - set(ACTED_ON_AT_PARSING)) == []
@@ -175,7 +229,9 @@ def test_the_search_is_for_options_and_not_for_words(source, is_read):
 
 
 def test_megatrons_fields_are_not_overwritten_behind_an_option(tmp_path):
-    """An option that Megatron gets another value for than was given is not honoured: its name is no flag, or its value is refused."""
+    """An option that Megatron gets another value for than was given is not honoured: its name is no
+    flag, or its value is refused.
+    """
     from slime.backends.megatron_utils.model_provider import _derived_fields
 
     args = parse_args([*write_run_inputs(tmp_path), "--accelerator", "cpu"])
@@ -186,10 +242,21 @@ def test_megatrons_fields_are_not_overwritten_behind_an_option(tmp_path):
 
 @pytest.mark.parametrize("name", sorted(FIXED_ON_CPU))
 def test_what_a_cpu_machine_cannot_do_is_refused(tmp_path, name):
-    """It was accepted and counted as honoured, and the model was built without it. What the machine does anyway may be said."""
-    flag, words = f"--{name.replace('_', '-')}", [*write_run_inputs(tmp_path), "--accelerator", "cpu"]
-    asked, fixed = ([flag], [f"--no-{flag[2:]}"]) if FIXED_ON_CPU[name] is False else ([flag, "transformer_engine"], [flag, "local"])
-    with pytest.raises(ConfigError, match=f"{flag} .*needs CUDA, and training runs on the CPU.*Leave it out"):
+    """It was accepted and counted as honoured, and the model was built without it. What the machine
+    does anyway may be said.
+    """
+    flag, words = (
+        f"--{name.replace('_', '-')}",
+        [*write_run_inputs(tmp_path), "--accelerator", "cpu"],
+    )
+    asked, fixed = (
+        ([flag], [f"--no-{flag[2:]}"])
+        if FIXED_ON_CPU[name] is False
+        else ([flag, "transformer_engine"], [flag, "local"])
+    )
+    with pytest.raises(
+        ConfigError, match=f"{flag} .*needs CUDA, and training runs on the CPU.*Leave it out"
+    ):
         parse_args([*words, *asked])
     assert getattr(parse_args([*words, *fixed]), name) == FIXED_ON_CPU[name]
 

@@ -1,7 +1,7 @@
 """Upstream's paths after a move: each can be imported first, and a patch of a name there acts.
 
-A path that became a door must be the module itself under another name. A copy of its names imports as well, but a patch of the copy
-changes nothing: the code that runs looks the name up elsewhere.
+A path that became a door must be the module itself under another name. A copy of its names imports
+as well, but a patch of the copy changes nothing: the code that runs looks the name up elsewhere.
 """
 
 import ast
@@ -56,7 +56,9 @@ NUM_GPUS = 0
 
 
 def names_by_module() -> dict[str, list[str]]:
-    """{module path of upstream: the names that users import from it}, of the table's rows that must hold."""
+    """{module path of upstream: the names that users import from it}, of the table's rows that must
+    hold.
+    """
     found: dict[str, list[str]] = collections.defaultdict(list)
     for row in read_table():
         if row.kind != "name" or row.reason is not None:
@@ -75,7 +77,7 @@ def _is_module(path: str) -> bool:
         return False
 
 
-# --- imports ---------------------------------------------------------------------------------------------------------------
+# --- imports --------------------------------------------------------------------------------------
 
 # Third-party packages are loaded once; each case runs in a child that has loaded nothing of slime.
 RUN_EACH = """
@@ -132,19 +134,33 @@ assert filter_long_prompt(samples, tokenizer, processor, 16) == []
 
 
 def test_each_path_can_be_the_first_that_is_imported():
-    """A user's script imports the one path that it needs, with every name there; a test puts a stand-in in place of a module before that."""
+    """A user's script imports the one path that it needs, with every name there; a test puts a
+    stand-in in place of a module before that.
+    """
     paths = {path: sorted(set(names)) for path, names in names_by_module().items()}
     assert len(paths) > 50
-    cases = {"a stand-in for megatron": STAND_IN_FOR_MEGATRON, "a stand-in for slime.utils.processing_utils": STAND_IN_FOR_PROCESSING}
+    cases = {
+        "a stand-in for megatron": STAND_IN_FOR_MEGATRON,
+        "a stand-in for slime.utils.processing_utils": STAND_IN_FOR_PROCESSING,
+    }
     for path, names in paths.items():
-        cases[path] = IMPORT.format(path=path, imports=f"from {path} import {', '.join(names)}" if names else f"import {path}")
+        cases[path] = IMPORT.format(
+            path=path,
+            imports=f"from {path} import {', '.join(names)}" if names else f"import {path}",
+        )
     done = subprocess.run(
-        [sys.executable, "-c", RUN_EACH], input=json.dumps(cases), capture_output=True, text=True, timeout=300, cwd=ROOT
+        [sys.executable, "-c", RUN_EACH],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
     )
     assert done.stdout.splitlines() == ["done"], done.stdout + done.stderr[-2000:]
 
 
-# Names that a path imports from the module that defines them: a patch of such a name acts in the code of this path alone.
+# Names that a path imports from the module that defines them: a patch of such a name acts in the
+# code of this path alone.
 COPIES = """
 slime.backends.megatron_utils.hf_to_megatron: SafetensorReader
 slime.backends.megatron_utils.loss: _maybe_capture_log_probs compute_policy_loss drain_captured_log_probs enable_log_prob_capture
@@ -164,8 +180,14 @@ slime.utils.data: _parse_generalized_path
 
 
 def test_no_further_path_is_a_copy_of_another():
-    """A function or class that is replaced through its path is replaced in the module that defines it, whatever that module is called."""
-    listed = {f"{path}.{name}" for path, _, names in (line.partition(": ") for line in COPIES.split("\n") if line) for name in names.split()}
+    """A function or class that is replaced through its path is replaced in the module that defines
+    it, whatever that module is called.
+    """
+    listed = {
+        f"{path}.{name}"
+        for path, _, names in (line.partition(": ") for line in COPIES.split("\n") if line)
+        for name in names.split()
+    }
     found = set()
     for path, names in names_by_module().items():
         module = importlib.import_module(path)
@@ -175,31 +197,64 @@ def test_no_further_path_is_a_copy_of_another():
                 with mock.patch.object(module, name) as replaced:
                     if getattr(sys.modules[value.__module__], value.__name__) is not replaced:
                         found.add(f"{path}.{name}")
-    assert sorted(found - listed) == [], "make the path a door: the module itself in sys.modules, not its names"
+    assert sorted(found - listed) == [], (
+        "make the path a door: the module itself in sys.modules, not its names"
+    )
     assert sorted(listed - found) == [], "no copies any more: remove them from COPIES"
 
 
 def test_the_policy_loss_is_found_in_its_file():
-    """Users' tests read loss.py as a file: the function stands there, and the clipped loss is called by its name."""
+    """Users' tests read loss.py as a file: the function stands there, and the clipped loss is
+    called by its name.
+    """
     import slime.backends.megatron_utils as package
 
     tree = ast.parse((Path(package.__path__[0]) / "loss.py").read_text(encoding="utf-8"))
-    assert "policy_loss_function" in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    assert "compute_policy_loss" in {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    assert "policy_loss_function" in {
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef)
+    }
+    assert "compute_policy_loss" in {
+        node.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
 
 
-# --- patches ---------------------------------------------------------------------------------------------------------------
+# --- patches --------------------------------------------------------------------------------------
 
 
-METRICS = {"rewards": [1.0], "samples": [Sample(index=0, reward=1.0, tokens=[1, 2], response_length=1, response="a")]}
+METRICS = {
+    "rewards": [1.0],
+    "samples": [Sample(index=0, reward=1.0, tokens=[1, 2], response_length=1, response="a")],
+}
 PLACEMENT = SimpleNamespace(actor_num_nodes=1, actor_num_gpus_per_node=1, rollout_num_gpus=1, debug_train_only=False, debug_rollout_only=False,
                             colocate=False, rollout_external=False, kl_coef=0.0, use_kl_loss=False, use_opd=False, opd_type=None,
                             megatron_config_path=None)  # fmt: skip
-MEAN = {"rewards": [1.0, 0.0], "raw_reward": [1.0, 0.0], "response_lengths": [1, 1], "total_lengths": [2, 2], "loss_masks": [[1], [1]]}
+MEAN = {
+    "rewards": [1.0, 0.0],
+    "raw_reward": [1.0, 0.0],
+    "response_lengths": [1, 1],
+    "total_lengths": [2, 2],
+    "loss_masks": [[1], [1]],
+}
 
-MEGATRON, ROLLOUT, UTILS, SEEN = "slime.backends.megatron_utils", "slime.rollout", "slime.utils", "slime.observability"
-LOSS, MODEL, CP, DATA = f"{MEGATRON}.loss", f"{MEGATRON}.model", f"{MEGATRON}.cp_utils", f"{MEGATRON}.data"
-MANAGER, SGLANG, PLACE = "slime.ray.rollout", f"{ROLLOUT}.sglang_rollout", "slime.ray.placement_group"
+MEGATRON, ROLLOUT, UTILS, SEEN = (
+    "slime.backends.megatron_utils",
+    "slime.rollout",
+    "slime.utils",
+    "slime.observability",
+)
+LOSS, MODEL, CP, DATA = (
+    f"{MEGATRON}.loss",
+    f"{MEGATRON}.model",
+    f"{MEGATRON}.cp_utils",
+    f"{MEGATRON}.data",
+)
+MANAGER, SGLANG, PLACE = (
+    "slime.ray.rollout",
+    f"{ROLLOUT}.sglang_rollout",
+    "slime.ray.placement_group",
+)
 MPU = "megatron.core.mpu"
 
 PATCHES = [
@@ -352,25 +407,42 @@ PATCHES = [
 def test_a_patch_acts(row, tmp_path, monkeypatch):
     """A replaced name takes part in the call that users make."""
     place = SimpleNamespace(tmp_path=tmp_path, monkeypatch=monkeypatch)
-    assert is_reached(row, place), f"{row.entry} looks the name up elsewhere: {row.patched.rpartition('.')[0]} has a copy of it"
+    assert is_reached(row, place), (
+        f"{row.entry} looks the name up elsewhere: {row.patched.rpartition('.')[0]} has a copy of "
+        "it"
+    )
 
 
 def test_a_copy_is_told_from_a_door(monkeypatch):
-    """The check itself: a module under another name and a door to it pass, a module with the same names does not."""
+    """The check itself: a module under another name and a door to it pass, a module with the same
+    names does not.
+    """
     from slime.utils import seqlen_balancing
     from slime.utils.doors import open_door
 
-    names = {name: value for name, value in vars(seqlen_balancing).items() if not name.startswith("__")}
+    names = {
+        name: value for name, value in vars(seqlen_balancing).items() if not name.startswith("__")
+    }
     copy, door = types.ModuleType("slime.a_copy"), types.ModuleType("slime.a_door")
     copy.__dict__.update(names)
-    for path, module, expected in (("alias", seqlen_balancing, True), ("a_door", door, True), ("a_copy", copy, False)):
+    for path, module, expected in (
+        ("alias", seqlen_balancing, True),
+        ("a_door", door, True),
+        ("a_copy", copy, False),
+    ):
         monkeypatch.setitem(sys.modules, f"slime.{path}", module)
         monkeypatch.setattr("slime." + path, module, raising=False)
         if module is door:
             open_door("slime.a_door", seqlen_balancing)
-        row = Patch(f"slime.{path}.karmarkar_karp", f"slime.{path}.get_seqlen_balanced_partitions", given([1, 2], 2, False))
+        row = Patch(
+            f"slime.{path}.karmarkar_karp",
+            f"slime.{path}.get_seqlen_balanced_partitions",
+            given([1, 2], 2, False),
+        )
         assert is_reached(row, None) is expected
-        assert {name: getattr(module, name) for name in names} == names, "what the patch replaced is back"
+        assert {name: getattr(module, name) for name in names} == names, (
+            "what the patch replaced is back"
+        )
 
 
 if __name__ == "__main__":

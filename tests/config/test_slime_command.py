@@ -1,4 +1,6 @@
-"""The console script: the right command is found, a wrong one is answered, only what is needed is imported."""
+"""The console script: the right command is found, a wrong one is answered, only what is needed is
+imported.
+"""
 
 import sys
 from pathlib import Path
@@ -75,9 +77,14 @@ def test_print_config_prints_yaml_and_nothing_else(tmp_path, capsys):
 def test_an_unknown_flag_ends_with_status_2_and_the_nearest_name():
     """The whole path in a process of its own, as a shell script sees it."""
     command = [sys.executable, "-m", "slime.cli", "train", "--n-sample-per-prompt", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False
+    )
     assert done.returncode == 2
-    assert done.stderr == "error: Unknown flag --n-sample-per-prompt. Did you mean --n-samples-per-prompt?\n"
+    assert (
+        done.stderr
+        == "error: Unknown flag --n-sample-per-prompt. Did you mean --n-samples-per-prompt?\n"
+    )
     assert done.stdout == ""
 
 

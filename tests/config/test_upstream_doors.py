@@ -1,4 +1,6 @@
-"""Names that users' scripts, tests and plug-ins import from upstream's paths: they are there and behave as their users expect."""
+"""Names that users' scripts, tests and plug-ins import from upstream's paths: they are there and
+behave as their users expect.
+"""
 
 import importlib.util
 import subprocess
@@ -20,7 +22,7 @@ from slime.exceptions import ConfigError  # noqa: E402
 NUM_GPUS = 0
 
 
-# --- Megatron's options against the Hugging Face config --------------------------------------------------------------------
+# --- Megatron's options against the Hugging Face config -------------------------------------------
 
 
 def hf_options(**changes):
@@ -111,7 +113,7 @@ def test_missing_options_get_their_defaults_and_given_ones_stay():
     assert (args.lr, args.seed, args.clip_grad, args.micro_batch_size) == (None, 7, 1.0, 1)
 
 
-# --- placement -------------------------------------------------------------------------------------------------------------
+# --- placement ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -133,11 +135,15 @@ def test_the_placement_reads_the_seven_values_that_upstream_reads(changes, expec
     from slime.ray.placement_group import _get_placement_group_layout
 
     sizes = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 8, "rollout_num_gpus": 32}
-    switches = dict.fromkeys(("debug_train_only", "debug_rollout_only", "colocate", "rollout_external"), False)
-    assert _get_placement_group_layout(SimpleNamespace(**{**sizes, **switches, **changes})) == expected
+    switches = dict.fromkeys(
+        ("debug_train_only", "debug_rollout_only", "colocate", "rollout_external"), False
+    )
+    assert (
+        _get_placement_group_layout(SimpleNamespace(**{**sizes, **switches, **changes})) == expected
+    )
 
 
-# --- external engines ------------------------------------------------------------------------------------------------------
+# --- external engines -----------------------------------------------------------------------------
 
 
 class Reply:
@@ -160,8 +166,16 @@ def test_external_engines_tell_their_sizes_and_roles(monkeypatch):
 
     told = {
         "http://h:1/server_info": {"tp_size": 4, "pp_size": 2, "dp_size": 2},
-        "http://h:2/server_info": {"tp_size": 4, "dp_size": 4, "enable_dp_attention": True, "disaggregation_mode": "null"},
-        "http://h:3/server_info": {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 8998},
+        "http://h:2/server_info": {
+            "tp_size": 4,
+            "dp_size": 4,
+            "enable_dp_attention": True,
+            "disaggregation_mode": "null",
+        },
+        "http://h:3/server_info": {
+            "disaggregation_mode": "prefill",
+            "disaggregation_bootstrap_port": 8998,
+        },
     }
     monkeypatch.setattr(external.requests, "get", lambda url, timeout: Reply(told[url]))
     infos = external.discover_external_engines(["h:1", "http://h:2/", " h:3 "])
@@ -179,24 +193,52 @@ def test_external_engines_tell_their_sizes_and_roles(monkeypatch):
     assert not hasattr(args, "rollout_num_gpus_per_engine")
     assert external.external_engine_infos_from_args(args) == infos[:2]
     with pytest.raises(ConfigError, match=r"http://h:3 \(prefill\) do only a part"):
-        args = SimpleNamespace(rollout_external_engine_addrs=["h:3"], sglang_api_key=None, use_sglang_router=False)
+        args = SimpleNamespace(
+            rollout_external_engine_addrs=["h:3"], sglang_api_key=None, use_sglang_router=False
+        )
         external.start_external_rollout_servers(args, start_router=None)
 
 
-def test_addresses_are_read_once_at_the_start_and_their_servers_waited_for_before_they_are_asked(monkeypatch):
-    """What is waited for and what is used are the same URLs; one that is given twice is named before anything is waited for."""
+def test_addresses_are_read_once_at_the_start_and_their_servers_waited_for_before_they_are_asked(
+    monkeypatch,
+):
+    """What is waited for and what is used are the same URLs; one that is given twice is named
+    before anything is waited for.
+    """
     from slime.backends.sglang_utils import external
 
     events, normalize = [], external.normalize_external_engine_addr
-    monkeypatch.setattr(external, "normalize_external_engine_addr", lambda addr: events.append(f"read {addr}") or normalize(addr))
-    monkeypatch.setattr(external.requests, "get", lambda url, timeout: events.append(f"ask {url}") or Reply({"tp_size": 1}))
-    args = SimpleNamespace(rollout_external_engine_addrs=["h:1", "http://h:2/"], sglang_api_key=None, use_sglang_router=False)
-    servers = external.start_external_rollout_servers(args, start_router=None, wait_for_answers=lambda urls: events.append(("wait", *urls)))
+    monkeypatch.setattr(
+        external,
+        "normalize_external_engine_addr",
+        lambda addr: events.append(f"read {addr}") or normalize(addr),
+    )
+    monkeypatch.setattr(
+        external.requests,
+        "get",
+        lambda url, timeout: events.append(f"ask {url}") or Reply({"tp_size": 1}),
+    )
+    args = SimpleNamespace(
+        rollout_external_engine_addrs=["h:1", "http://h:2/"],
+        sglang_api_key=None,
+        use_sglang_router=False,
+    )
+    servers = external.start_external_rollout_servers(
+        args, start_router=None, wait_for_answers=lambda urls: events.append(("wait", *urls))
+    )
     assert servers.urls == ["http://h:1", "http://h:2"] and args.rollout_num_engines == 2
-    assert events == ["read h:1", "read http://h:2/", ("wait", "http://h:1", "http://h:2"), "ask http://h:1/server_info", "ask http://h:2/server_info"]
+    assert events == [
+        "read h:1",
+        "read http://h:2/",
+        ("wait", "http://h:1", "http://h:2"),
+        "ask http://h:1/server_info",
+        "ask http://h:2/server_info",
+    ]
     args.rollout_external_engine_addrs = ["h:1", "http://h:1"]
     with pytest.raises(ConfigError, match="names http://h:1 more than once"):
-        external.start_external_rollout_servers(args, start_router=None, wait_for_answers=lambda urls: pytest.fail("waited"))
+        external.start_external_rollout_servers(
+            args, start_router=None, wait_for_answers=lambda urls: pytest.fail("waited")
+        )
 
 
 def test_an_older_servers_route_is_tried_and_an_answer_of_another_kind_is_named(monkeypatch):
@@ -204,15 +246,22 @@ def test_an_older_servers_route_is_tried_and_an_answer_of_another_kind_is_named(
     from slime.backends.sglang_utils import external
     from slime.exceptions import EngineError
 
-    replies = {"http://h:1/server_info": Reply({}, 404), "http://h:1/get_server_info": Reply({"tp_size": 2})}
+    replies = {
+        "http://h:1/server_info": Reply({}, 404),
+        "http://h:1/get_server_info": Reply({"tp_size": 2}),
+    }
     monkeypatch.setattr(external.requests, "get", lambda url, timeout: replies[url])
     assert external.get_server_info("http://h:1") == {"tp_size": 2}
     replies["http://h:1/server_info"] = Reply(["no", "object"])
-    with pytest.raises(EngineError, match="http://h:1 does not say what it is .*list where an object"):
+    with pytest.raises(
+        EngineError, match="http://h:1 does not say what it is .*list where an object"
+    ):
         external.get_server_info("http://h:1")
 
 
-@pytest.mark.parametrize("addr", ["", "host", "host:", "host:port", "ftp://h:1", "http://:1", "h:99999"])
+@pytest.mark.parametrize(
+    "addr", ["", "host", "host:", "host:port", "ftp://h:1", "http://:1", "h:99999"]
+)
 def test_what_is_no_address_is_refused(addr):
     """It would fail minutes later, in the first request."""
     from slime.backends.sglang_utils.external import normalize_external_engine_addr
@@ -221,16 +270,24 @@ def test_what_is_no_address_is_refused(addr):
         normalize_external_engine_addr(addr)
 
 
-# --- the losses' doors -----------------------------------------------------------------------------------------------------
+# --- the losses' doors ----------------------------------------------------------------------------
 
 
 def test_returns_need_no_predicting_token():
-    """A sample that is all response has as many returns as tokens: 3, with the reward discounted to its front."""
+    """A sample that is all response has as many returns as tokens: 3, with the reward discounted to
+    its front.
+    """
     from slime.utils.ppo_utils import get_reinforce_plus_plus_returns
 
     with pretend_rank():
         returns = get_reinforce_plus_plus_returns(
-            torch.tensor([1.0, 2.0]), [torch.zeros(3), torch.zeros(1)], [torch.ones(3), torch.ones(1)], [3, 1], [3, 4], 0.0, 0.5
+            torch.tensor([1.0, 2.0]),
+            [torch.zeros(3), torch.zeros(1)],
+            [torch.ones(3), torch.ones(1)],
+            [3, 1],
+            [3, 4],
+            0.0,
+            0.5,
         )
     assert [values.tolist() for values in returns] == [[0.25, 0.5, 1.0], [2.0]]
 
@@ -248,15 +305,19 @@ def test_a_replaced_policy_loss_acts_and_gets_the_dual_clip(monkeypatch):
 
     monkeypatch.setattr(loss, "compute_policy_loss", replacement)
     values = torch.tensor([1.0, -2.0])
-    result, _ = loss._token_policy_loss("grpo", ClipConfig(0.1, 0.3, 3.0), values * 0, values * 0, values)
+    result, _ = loss._token_policy_loss(
+        "grpo", ClipConfig(0.1, 0.3, 3.0), values * 0, values * 0, values
+    )
     assert result.tolist() == [10.0, -20.0] and seen == [(0.1, 0.3, 3.0)]
 
 
-# --- conversion, dumps, traces, memory, launching ---------------------------------------------------------------------------
+# --- conversion, dumps, traces, memory, launching -------------------------------------------------
 
 
 def test_tensorizing_gives_writable_cpu_tensors_of_the_stated_types():
-    """Arrays from the object store are read-only, and a tensor over one crashes when it is written."""
+    """Arrays from the object store are read-only, and a tensor over one crashes when it
+    is written.
+    """
     import numpy as np
 
     from slime.observability.rollout_data_utils import tensorize_rollout_data_for_training
@@ -269,17 +330,27 @@ def test_tensorizing_gives_writable_cpu_tensors_of_the_stated_types():
         "multimodal_train_inputs": [None, {"pixels": np.ones(2, dtype=np.float32), "note": "kept"}],
     }  # fmt: skip
     assert tensorize_rollout_data_for_training(data) is data
-    assert [t.dtype for t in data["tokens"]] == [torch.int64] * 2 and data["loss_masks"][0].dtype == torch.int32
-    assert data["rollout_log_probs"][1].tolist() == [-2.0] and data["rollout_mask_sums"].dtype == torch.float32
+    assert [t.dtype for t in data["tokens"]] == [torch.int64] * 2 and data["loss_masks"][
+        0
+    ].dtype == torch.int32
+    assert (
+        data["rollout_log_probs"][1].tolist() == [-2.0]
+        and data["rollout_mask_sums"].dtype == torch.float32
+    )
     assert data["rollout_routed_experts"][0].dtype == torch.uint8 and data["rewards"] == [0.5, 1.0]
-    assert data["multimodal_train_inputs"][1]["note"] == "kept" and data["multimodal_train_inputs"][0] is None
+    assert (
+        data["multimodal_train_inputs"][1]["note"] == "kept"
+        and data["multimodal_train_inputs"][0] is None
+    )
     data["tokens"][0][0] = 9
     assert read_only[0] == 1
 
 
 def test_routed_experts_that_cannot_be_replayed_are_refused():
     """A layer that was never recorded replays expert 0 for every token."""
-    from slime.observability.rollout_data_utils import validate_rollout_routed_experts_for_replay as validate
+    from slime.observability.rollout_data_utils import (
+        validate_rollout_routed_experts_for_replay as validate,
+    )
 
     args = SimpleNamespace(num_layers=2, moe_router_topk=2, moe_layer_freq=[0, 1])
     good = torch.tensor([[[0, 0], [0, 1]], [[0, 0], [1, 0]]])
@@ -300,15 +371,26 @@ def test_context_parallel_fields_are_restored_one_tensor_at_a_time():
         calls.append((total_length, response_length))
         return torch.cat([tensor, tensor])
 
-    data = {"total_lengths": [5, 6], "response_lengths": [2, 4], "log_probs": [torch.ones(1), torch.zeros(2)], "rewards": [1.0, 2.0]}
+    data = {
+        "total_lengths": [5, 6],
+        "response_lengths": [2, 4],
+        "log_probs": [torch.ones(1), torch.zeros(2)],
+        "rewards": [1.0, 2.0],
+    }
     restored = restore_context_parallel_fields_to_cpu(data, gather, keep_restored=True)
-    assert [t.tolist() for t in restored["log_probs"]] == [[1.0, 1.0], [0.0] * 4] and restored["rewards"] == [1.0, 2.0]
+    assert [t.tolist() for t in restored["log_probs"]] == [[1.0, 1.0], [0.0] * 4] and restored[
+        "rewards"
+    ] == [1.0, 2.0]
     assert calls == [(5, 2), (6, 4)] and len(data["log_probs"][0]) == 1
     assert restore_context_parallel_fields_to_cpu(data, gather, keep_restored=False) is None
     with pytest.raises(ValueError, match="one tensor per sample"):
-        restore_context_parallel_fields_to_cpu({**data, "log_probs": [torch.ones(1)]}, gather, keep_restored=True)
+        restore_context_parallel_fields_to_cpu(
+            {**data, "log_probs": [torch.ones(1)]}, gather, keep_restored=True
+        )
     with pytest.raises(TypeError, match="log_probs must hold tensors, found list"):
-        restore_context_parallel_fields_to_cpu({**data, "log_probs": [[1.0], [1.0]]}, gather, keep_restored=True)
+        restore_context_parallel_fields_to_cpu(
+            {**data, "log_probs": [[1.0], [1.0]]}, gather, keep_restored=True
+        )
 
 
 def test_a_trace_goes_on_in_another_process():
@@ -325,7 +407,9 @@ def test_a_trace_goes_on_in_another_process():
     from slime.utils.types import Sample
 
     carrier = {}
-    handle = bind_trace_carrier(carrier, trace_id="t", sample_id=3, group_id=1, attempt=0, parent_span_id=77)
+    handle = bind_trace_carrier(
+        carrier, trace_id="t", sample_id=3, group_id=1, attempt=0, parent_span_id=77
+    )
     assert carrier["trace"]["sample_id"] == 3 and handle.trace_id == "t"
     trace_next_attempt(handle, attrs={"why": "timeout"})
     sample = Sample()
@@ -337,7 +421,9 @@ def test_a_trace_goes_on_in_another_process():
     with trace_span(other, "below the sender"):
         trace_event([sample, other], "once")
     assert bind_trace(sample).trace is sample.trace and sample.trace["attempt"] == 1
-    by_name = {event["name"]: event for event in sample.trace["events"] if event["type"] != "span_start"}
+    by_name = {
+        event["name"]: event for event in sample.trace["events"] if event["type"] != "span_start"
+    }
     assert by_name["below the sender"]["parent_id"] == 77
     assert by_name["nested"]["parent_id"] == by_name["at the top of the sample"]["span_id"]
     assert by_name["nested"]["attrs"] == {"tokens": 3, "ok": True, "late": 1}
@@ -364,7 +450,9 @@ def test_series_of_ones_own_reach_tensorboard(tmp_path):
 
     from slime.observability.tensorboard_utils import _TensorboardAdapter
 
-    adapter = _TensorboardAdapter(SimpleNamespace(run_dir=str(tmp_path), tb_project_name="p", tb_experiment_name=None))
+    adapter = _TensorboardAdapter(
+        SimpleNamespace(run_dir=str(tmp_path), tb_project_name="p", tb_experiment_name=None)
+    )
     adapter.log({"own/x": 1.5, "text": "left out"}, 4)
     adapter.finish()
     events = EventAccumulator(str(tmp_path / "tensorboard" / "p")).Reload()
@@ -395,17 +483,29 @@ def test_a_launch_script_runs_the_command_line_and_hears_of_failure(capfd):
 
 
 def test_a_launch_script_may_say_how_many_devices_the_run_sees(monkeypatch):
-    """Upstream's num_gpus_per_node is what its cluster offers; the flag of that name is refused. The caller's own choice of devices wins."""
+    """Upstream's num_gpus_per_node is what its cluster offers; the flag of that name is refused.
+    The caller's own choice of devices wins.
+    """
     from slime.utils.external_utils import command_utils
 
     calls = []
-    monkeypatch.setattr(command_utils.subprocess, "run", lambda command, **kwargs: calls.append((command, kwargs["env"])))
+    monkeypatch.setattr(
+        command_utils.subprocess,
+        "run",
+        lambda command, **kwargs: calls.append((command, kwargs["env"])),
+    )
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     command_utils.execute_train("--lr 1", num_gpus_per_node=2)
-    command_utils.execute_train("--lr 1", num_gpus_per_node=2, extra_env_vars={"CUDA_VISIBLE_DEVICES": "5"})
+    command_utils.execute_train(
+        "--lr 1", num_gpus_per_node=2, extra_env_vars={"CUDA_VISIBLE_DEVICES": "5"}
+    )
     command_utils.execute_train("--lr 1")
     assert [command[2:] for command, _ in calls] == [["slime.train", "--lr", "1"]] * 3
-    assert [environment.get("CUDA_VISIBLE_DEVICES") for _, environment in calls] == ["0,1", "5", None]
+    assert [environment.get("CUDA_VISIBLE_DEVICES") for _, environment in calls] == [
+        "0,1",
+        "5",
+        None,
+    ]
 
 
 def test_moments_are_reset_and_weights_are_not():
@@ -428,16 +528,22 @@ def test_moments_are_reset_and_weights_are_not():
     assert used.item() == fresh.item()
 
 
-# --- options ---------------------------------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         ("--update-weight-transport nccl", "--update-weight-transport nccl: .*Use tensor."),
-        ("--update-weight-transport nccl --rollout-external-engine-addrs h:1", "Use disk --update-weight-disk-dir FOLDER"),
-        ("--train-env-vars {\"A\":1}", "--train-env-vars: values must be texts, got {'A': 1}"),
-        ("--megatron-config-path roles.yaml", "role critic: unknown option 'lrr'. Did you mean 'lr'"),
+        (
+            "--update-weight-transport nccl --rollout-external-engine-addrs h:1",
+            "Use disk --update-weight-disk-dir FOLDER",
+        ),
+        ('--train-env-vars {"A":1}', "--train-env-vars: values must be texts, got {'A': 1}"),
+        (
+            "--megatron-config-path roles.yaml",
+            "role critic: unknown option 'lrr'. Did you mean 'lr'",
+        ),
     ],
 )
 def test_upstream_options_that_cannot_work_say_what_to_use(words, told, tmp_path, monkeypatch):

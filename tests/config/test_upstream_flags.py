@@ -1,4 +1,6 @@
-"""Upstream scripts' flags: each is honoured, mapped with a warning, ignored with a warning, or refused with a reason. Never silence."""
+"""Upstream scripts' flags: each is honoured, mapped with a warning, ignored with a warning, or
+refused with a reason. Never silence.
+"""
 
 import ast
 from pathlib import Path
@@ -14,9 +16,18 @@ from slime.exceptions import ConfigError
 NUM_GPUS = 0
 
 # What parse_args adds: derived values that are no options, and where options came from.
-KNOWN_BESIDE_OPTIONS = {"use_critic", "num_experts", "rollout_external", "dry_run", "given_options", "flag_counts", "as_requested"}
+KNOWN_BESIDE_OPTIONS = {
+    "use_critic",
+    "num_experts",
+    "rollout_external",
+    "dry_run",
+    "given_options",
+    "flag_counts",
+    "as_requested",
+}
 
-# interface.md, section 14 and 17: every option that upstream documents for the data path, and Megatron's in its example scripts.
+# interface.md, section 14 and 17: every option that upstream documents for the data path, and
+# Megatron's in its example scripts.
 UPSTREAM = """
 --rollout-batch-size --n-samples-per-prompt --global-batch-size --num-steps-per-rollout --micro-batch-size --use-dynamic-batch-size
 --max-tokens-per-gpu --log-probs-max-tokens-per-gpu --balance-data --balance-by-flops --over-sampling-batch-size --num-rollout --num-epoch
@@ -80,7 +91,9 @@ def declared_flags():
 
 def test_every_flag_of_upstreams_scripts_is_honoured_mapped_ignored_or_refused():
     """A flag that is neither would make a migrating user's script fail without saying why."""
-    unknown = [flag for flag in UPSTREAM if flag not in declared_flags() and flag not in compat_flags()]
+    unknown = [
+        flag for flag in UPSTREAM if flag not in declared_flags() and flag not in compat_flags()
+    ]
     assert unknown == []
 
 
@@ -101,31 +114,49 @@ def test_every_mapping_leads_to_a_flag_that_exists():
 def test_an_upstream_script_parses_and_every_flag_is_accounted_for():
     """What a user sees on the first run of an old script."""
     line = parse_command_line(
-        "--norm-epsilon 1e-5 --num-experts=8 --recompute-activations --accumulate-allreduce-grads-in-fp32 --no-rope-fusion --use-flash-attn "
+        "--norm-epsilon 1e-5 --num-experts=8 --recompute-activations "
+        "--accumulate-allreduce-grads-in-fp32 --no-rope-fusion --use-flash-attn "
         "--attention-backend flash --sglang-cuda-graph-bs 1 2 4 8 --log-interval 1 --lr 1e-6 --swiglu".split()
     )
     args = line.args
-    assert (args.layernorm_epsilon, args.num_moe_experts, args.recompute_granularity) == (1e-5, 8, "selective")
-    assert (args.grad_reduce_in_fp32, args.apply_rope_fusion, args.lr, args.swiglu) == (True, False, 1e-6, True)
+    assert (args.layernorm_epsilon, args.num_moe_experts, args.recompute_granularity) == (
+        1e-5,
+        8,
+        "selective",
+    )
+    assert (args.grad_reduce_in_fp32, args.apply_rope_fusion, args.lr, args.swiglu) == (
+        True,
+        False,
+        1e-6,
+        True,
+    )
     assert line.counts == {"honoured": 2, "mapped": 5, "ignored": 4}
     assert len(line.warnings) == 9 and all(text.startswith("--") for text in line.warnings)
-    assert any(text.startswith("--norm-epsilon is --layernorm-epsilon here") for text in line.warnings)
+    assert any(
+        text.startswith("--norm-epsilon is --layernorm-epsilon here") for text in line.warnings
+    )
 
 
 def test_a_refused_flag_stops_with_its_reason():
     """It would change results, so going on without it is not an option."""
     with pytest.raises(ConfigError) as caught:
-        parse_command_line("--q-lora-rank 512 --http-proxy x --sglang-tp-size 4 --num-gpus-per-node 8".split())
+        parse_command_line(
+            "--q-lora-rank 512 --http-proxy x --sglang-tp-size 4 --num-gpus-per-node 8".split()
+        )
     text = str(caught.value)
     assert "--q-lora-rank: this model family is not supported yet" in text
     assert "--http-proxy: it is read nowhere in upstream" in text
     assert "--sglang-tp-size: the embedded engine runs one process per engine" in text
-    assert "--num-gpus-per-node: an engine runs on one device here" in text and "leave it out" in text
+    assert (
+        "--num-gpus-per-node: an engine runs on one device here" in text and "leave it out" in text
+    )
 
 
 def test_a_family_of_flags_is_refused_by_its_beginning():
     """Upstream adds such flags faster than a list can follow."""
-    with pytest.raises(ConfigError, match="--megatron-deepgemm-anything: DeepGEMM's fp8 matrix products"):
+    with pytest.raises(
+        ConfigError, match="--megatron-deepgemm-anything: DeepGEMM's fp8 matrix products"
+    ):
         parse_command_line(["--megatron-deepgemm-anything", "1"])
     with pytest.raises(ConfigError, match="unknown|Unknown|not known"):
         parse_command_line(["--megatron-deepgemmish", "1"])
@@ -140,7 +171,9 @@ def test_a_declared_flag_wins_over_the_table():
 
 
 def test_every_attribute_that_slime_reads_from_args_is_there():
-    """An option that is read but declared nowhere fails minutes after the start, in one process of many."""
+    """An option that is read but declared nowhere fails minutes after the start, in one process of
+    many.
+    """
     root = Path(slime.__file__).parent
     known = set(vars(parse_command_line([]).args)) | KNOWN_BESIDE_OPTIONS
     unknown = set()
@@ -148,7 +181,10 @@ def test_every_attribute_that_slime_reads_from_args_is_there():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute):
                 owner = node.value
-                if getattr(owner, "id", getattr(owner, "attr", None)) == "args" and node.attr not in known:
+                if (
+                    getattr(owner, "id", getattr(owner, "attr", None)) == "args"
+                    and node.attr not in known
+                ):
                     unknown.add(f"{path.relative_to(root)}: args.{node.attr}")
     assert unknown == set()
 

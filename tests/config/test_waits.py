@@ -3,6 +3,7 @@
 import ast
 import asyncio
 import logging
+import re
 import subprocess
 import sys
 import types
@@ -30,7 +31,9 @@ WAITING = {"sleep", "wait", "wait_for", "result", "communicate", "urlopen", "acc
 
 
 def waiting_call(node: ast.Call) -> bool:
-    """Whether a call may wait: by its name; `ray.get` and `actors.get`; `queue.get()` and `thread.join()`, which take no value."""
+    """Whether a call may wait: by its name; `ray.get` and `actors.get`; `queue.get()` and
+    `thread.join()`, which take no value.
+    """
     function = node.func
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
     if name in WAITING:
@@ -39,12 +42,14 @@ def waiting_call(node: ast.Call) -> bool:
         return False
     owner = ast.unparse(function.value)
     if name == "get":
-        return owner in ("ray", "actors") or (not node.args and "context" not in owner and owner != "_parent")
+        return owner in ("ray", "actors") or (
+            not node.args and "context" not in owner and owner != "_parent"
+        )
     return (name == "join" and not node.args) or (name == "run" and owner == "subprocess")
 
 
 def waits_in(path: Path) -> set[str]:
-    """"Class.function" of everything in a file that waits."""
+    """ "Class.function" of everything in a file that waits."""
     found: set[str] = set()
 
     def visit(node: ast.AST, names: tuple[str, ...]) -> None:
@@ -60,15 +65,24 @@ def waits_in(path: Path) -> set[str]:
     return found
 
 
+def text_of(path: Path) -> str:
+    """The source, each message that is split over lines in one piece."""
+    return re.sub(r'"\s*\n\s*[rf]*"', "", path.read_text(encoding="utf-8"))
+
+
 def waits_in_code() -> set[str]:
     folder = ROOT / "slime"
     # slime.testing is what a user's own tests import; no run waits for it
-    files = [path for path in folder.rglob("*.py") if path.relative_to(folder).parts[0] != "testing"]
+    files = [
+        path for path in folder.rglob("*.py") if path.relative_to(folder).parts[0] != "testing"
+    ]
     return {f"{path.relative_to(folder)}::{name}" for path in files for name in waits_in(path)}
 
 
 def test_every_wait_in_the_code_stands_in_the_table_and_every_place_of_the_table_waits():
-    """A new wait needs a row: a bound, a message and a test. A row whose place is gone says what is not true."""
+    """A new wait needs a row: a bound, a message and a test. A row whose place is gone says what is
+    not true.
+    """
     told = {place for row in (*WAITS, *WORKERS) for place in row.places}
     assert sorted(waits_in_code() - told) == []
     # the place that asks for a bounded try need not contain the waiting call itself
@@ -77,19 +91,24 @@ def test_every_wait_in_the_code_stands_in_the_table_and_every_place_of_the_table
 
 def test_a_wait_is_found_by_its_call(tmp_path):
     """The search must be able to find something."""
-    source = "import time\nclass A:\n    def f(self, q):\n        time.sleep(1)\n        ', '.join([])\n        {}.get(1)\ndef g(q):\n    return q.get()\n"
+    source = (
+        "import time\nclass A:\n    def f(self, q):\n        time.sleep(1)\n        ', "
+        "'.join([])\n        {}.get(1)\ndef g(q):\n    return q.get()\n"
+    )
     (tmp_path / "m.py").write_text(source)
     assert waits_in(tmp_path / "m.py") == {"A.f", "g"}
 
 
 @pytest.mark.parametrize("wait", WAITS, ids=lambda wait: wait.what[:50])
 def test_each_wait_has_an_option_a_message_and_a_test(wait):
-    """What the page says must be true of the code: flags exist, words are said, and the named test is there."""
+    """What the page says must be true of the code: flags exist, words are said, and the named test
+    is there.
+    """
     flags = {flag for spec in all_specs() for flag in spec.flags}
     assert set(wait.options) <= flags
     assert all(generate_docs.constant_of(place) > 0 for place in wait.constants)
     said_in = wait.said_in or wait.places[0].split("::")[0]
-    assert wait.message in (ROOT / "slime" / said_in).read_text(encoding="utf-8")
+    assert wait.message in text_of(ROOT / "slime" / said_in)
     file, name = wait.test.split("::")
     assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8")
 
@@ -99,10 +118,12 @@ def test_the_page_of_loops_is_current_and_names_every_row(capsys):
     assert generate_docs.main(["loops", "--check"]) == 0, capsys.readouterr().err
     page = (ROOT / "docs" / "loops.md").read_text(encoding="utf-8")
     assert all(f"| {row.what} |" in page for row in (*WAITS, *WORKERS))
-    assert "`--max-engine-aborts` (`3`), `--step-timeout` (`7200.0`)" in page and "60 (fixed)" in page
+    assert (
+        "`--max-engine-aborts` (`3`), `--step-timeout` (`7200.0`)" in page and "60 (fixed)" in page
+    )
 
 
-# --- tests of bounds that stand in no other file -------------------------------------------------------------------------
+# --- tests of bounds that stand in no other file --------------------------------------------------
 
 
 @pytest.fixture
@@ -117,8 +138,18 @@ def rig(tmp_path):
         def build(engine=None, **overrides):
             remote = stack.enter_context(FakeEngine(lambda prompt: [5, 4], **(engine or {})))
             stack.enter_context(fresh_rollout_state(remote.url))
-            folder, prompts = tokenizer_folder(tmp_path / "model"), write_prompts(tmp_path / "p.jsonl", 8)
-            args = rollout_args(**{"hf_checkpoint": folder, "prompt_data": prompts, "rm_type": "random", **overrides})
+            folder, prompts = (
+                tokenizer_folder(tmp_path / "model"),
+                write_prompts(tmp_path / "p.jsonl", 8),
+            )
+            args = rollout_args(
+                **{
+                    "hf_checkpoint": folder,
+                    "prompt_data": prompts,
+                    "rm_type": "random",
+                    **overrides,
+                }
+            )
             return args, RolloutDataSourceWithBuffer(args)
 
         yield build
@@ -133,7 +164,9 @@ async def ignores_the_abort(args, sample, sampling_params):
 
 
 def test_groups_that_ignore_the_abort_are_cancelled_and_given_back(rig, caplog):
-    """Group 0 makes the batch of one; group 1 sleeps on: after 0.2 s it is cancelled, and its prompt is served again."""
+    """Group 0 makes the batch of one; group 1 sleeps on: after 0.2 s it is cancelled, and its
+    prompt is served again.
+    """
     from slime.rollout.sglang_rollout import generate_rollout
 
     args, source = rig(
@@ -150,9 +183,18 @@ def test_an_evaluation_that_takes_too_long_says_how_far_it_was(rig, tmp_path):
     from slime.rollout.sglang_rollout import generate_rollout
 
     config = tmp_path / "eval.yaml"
-    config.write_text(f"eval:\n  datasets:\n    - {{name: one, path: {write_prompts(tmp_path / 'e.jsonl', 4)}, eval_task_timeout: 0.3}}\n")
-    args, source = rig({"delay": lambda prompt: 0.0 if prompt.number == 0 else 20.0}, eval_config=str(config), rollout_group_requests="off")
-    with pytest.raises(RolloutDataError, match="evaluation 'one': [01] of 4 samples within eval_task_timeout 0.3 s"):
+    config.write_text(
+        f"eval:\n  datasets:\n    - {{name: one, path: {write_prompts(tmp_path / 'e.jsonl', 4)}, "
+        f"eval_task_timeout: 0.3}}\n"
+    )
+    args, source = rig(
+        {"delay": lambda prompt: 0.0 if prompt.number == 0 else 20.0},
+        eval_config=str(config),
+        rollout_group_requests="off",
+    )
+    with pytest.raises(
+        RolloutDataError, match="evaluation 'one': [01] of 4 samples within eval_task_timeout 0.3 s"
+    ):
         generate_rollout(args, 0, None, evaluation=True)
 
 
@@ -162,7 +204,11 @@ def test_a_grader_that_does_not_start_is_an_outcome(monkeypatch):
 
     monkeypatch.setattr(grader_pool, "START_TIMEOUT_S", 0.3)
     sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
-    monkeypatch.setattr(grader_pool, "_popen", lambda: subprocess.Popen(sleeper, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+    monkeypatch.setattr(
+        grader_pool,
+        "_popen",
+        lambda: subprocess.Popen(sleeper, stdin=subprocess.PIPE, stdout=subprocess.PIPE),
+    )
     pool = grader_pool.GraderPool(grader_pool.PoolSettings(num_workers=1))
     try:
         outcome = pool.grade("math", "\\boxed{1}", "1")
@@ -174,10 +220,21 @@ def test_a_grader_that_does_not_start_is_an_outcome(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, "rollout 3: 2 of 3 actors gave no answer within --step-timeout 0.1 s; raise it if that is too short"),
+        (
+            {},
+            (
+                "rollout 3: 2 of 3 actors gave no answer within --step-timeout 0.1 s; raise it if "
+                "that "
+                "is too short"
+            ),
+        ),
         (
             {"names": ["rank 0", "rank 1", "rank 2"], "option": "--startup-timeout"},
-            "rollout 3: 2 of 3 actors (rank 1, rank 2) gave no answer within --startup-timeout 0.1 s; raise it if that is too short",
+            (
+                "rollout 3: 2 of 3 actors (rank 1, rank 2) gave no answer within --startup-timeout "
+                "0.1 "
+                "s; raise it if that is too short"
+            ),
         ),
         ({"option": None}, "rollout 3: 2 of 3 actors gave no answer within 0 s"),
     ],
@@ -186,7 +243,14 @@ def test_actors_that_give_no_answer_are_named_with_the_option(monkeypatch, given
     """Of three references the first is done; the sentence names who is silent and what to raise."""
     from slime.ray import utils
 
-    monkeypatch.setattr(utils.actors, "wait", lambda refs, **kwargs: ([one for one in refs if one == "a"][:1], [one for one in refs if one != "a"]))
+    monkeypatch.setattr(
+        utils.actors,
+        "wait",
+        lambda refs, **kwargs: (
+            [one for one in refs if one == "a"][:1],
+            [one for one in refs if one != "a"],
+        ),
+    )
     monkeypatch.setattr(utils.actors, "get", lambda refs: refs)
     with pytest.raises(SlimeError) as caught:
         utils.wait_for(["a", "b", "c"], what="rollout 3", timeout_s=0.1, **given)
@@ -199,7 +263,10 @@ def test_an_external_engine_that_does_not_answer_ends_the_start(monkeypatch):
     from slime.utils.async_utils import run
 
     monkeypatch.setattr(rollout_servers, "pause_before_try", lambda attempt: 0.01)
-    with pytest.raises(EngineError, match="the engine at http://127.0.0.1:9 does not answer.*--rollout-external-engine-addrs"):
+    with pytest.raises(
+        EngineError,
+        match="the engine at http://127.0.0.1:9 does not answer.*--rollout-external-engine-addrs",
+    ):
         run(rollout_servers._check_external_engines(["http://127.0.0.1:9"], timeout_s=30))
 
 
@@ -217,14 +284,18 @@ def test_an_engine_that_is_silent_is_named_as_the_cause(monkeypatch):
 
 
 def test_a_process_group_whose_other_ranks_do_not_come_is_given_up(tmp_path):
-    """--distributed-timeout-minutes reaches torch: rank 0 of 2 waits for a second, then torch's own error comes."""
+    """--distributed-timeout-minutes reaches torch: rank 0 of 2 waits for a second, then torch's own
+    error comes.
+    """
     import datetime
 
     from slime.accelerator.process_groups import init_process_group
 
     store = f"file://{tmp_path / 'store'}"
     with pytest.raises(Exception, match="(?i)time"):
-        init_process_group("gloo", store, datetime.timedelta(seconds=1), world_size=2, rank=0, group_name="lonely")
+        init_process_group(
+            "gloo", store, datetime.timedelta(seconds=1), world_size=2, rank=0, group_name="lonely"
+        )
 
 
 def test_devices_that_ray_cannot_place_end_the_start(monkeypatch):
@@ -236,7 +307,9 @@ def test_devices_that_ray_cannot_place_end_the_start(monkeypatch):
     monkeypatch.setattr(placement_group, "_check_resources", lambda count: None)
     monkeypatch.setattr(placement_group.ray, "wait", lambda refs, timeout: ([], refs))
     monkeypatch.setattr(placement_group.ray, "available_resources", lambda: {"CPU": 1.0})
-    with pytest.raises(ConfigError, match=r"Ray could not place 2 x .* within 60 s; it has \{'CPU': 1.0\}"):
+    with pytest.raises(
+        ConfigError, match=r"Ray could not place 2 x .* within 60 s; it has \{'CPU': 1.0\}"
+    ):
         placement_group._create_placement_group(2)
 
 
@@ -249,7 +322,11 @@ def test_a_reward_that_hangs_in_the_dry_run_is_said(monkeypatch):
 
     monkeypatch.setattr(reward_probe, "PROBE_SECONDS", 0.1)
     args = rollout_args(rm_type=None, custom_rm_path=f"{__name__}.waits_for_ever")
-    rewards = asyncio.run(reward_probe.score_texts(args, Sample(index=0, prompt="p", label="1"), ["1", "2"], make_char_tokenizer()))
+    rewards = asyncio.run(
+        reward_probe.score_texts(
+            args, Sample(index=0, prompt="p", label="1"), ["1", "2"], make_char_tokenizer()
+        )
+    )
     assert [type(reward) for reward in rewards] == [asyncio.TimeoutError, asyncio.TimeoutError]
 
 
@@ -266,9 +343,19 @@ def test_what_ends_is_not_waited_for_without_a_bound():
         for place in row.places:
             file, name = place.split("::")
             tree = ast.parse((ROOT / "slime" / file).read_text(encoding="utf-8"))
-            (function,) = [n for n in ast.walk(tree) if getattr(n, "name", None) == name.split(".")[-1]][-1:]
-            calls = [call for call in ast.walk(function) if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)]
-            unbounded += [f"{place}: {ast.unparse(call)}" for call in calls if call.func.attr == "join" and not (call.args or call.keywords)]
+            (function,) = [
+                n for n in ast.walk(tree) if getattr(n, "name", None) == name.split(".")[-1]
+            ][-1:]
+            calls = [
+                call
+                for call in ast.walk(function)
+                if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
+            ]
+            unbounded += [
+                f"{place}: {ast.unparse(call)}"
+                for call in calls
+                if call.func.attr == "join" and not (call.args or call.keywords)
+            ]
     # what was killed is gone; a queue of writes ends with its disk
     assert sorted(unbounded) == [
         "gate/snapshots.py::SnapshotWriter.close: self._thread.join()",

@@ -1,4 +1,6 @@
-"""What a custom converter or a plug-in may hand over, and what is refused by name: nothing it put in is dropped or changed silently."""
+"""What a custom converter or a plug-in may hand over, and what is refused by name: nothing it put
+in is dropped or changed silently.
+"""
 
 import math
 import pickle
@@ -22,7 +24,9 @@ CONFIG = ColumnsConfig(divide_by_std=False)
 
 
 def lists(count=4, **changes):
-    """A converter's dict: sample i has 5 + i tokens, the last 2 + i of them response, and reward 10 * i."""
+    """A converter's dict: sample i has 5 + i tokens, the last 2 + i of them response, and reward 10
+    * i.
+    """
     data = {
         "tokens": [list(range(5 + i)) for i in range(count)],
         "response_lengths": [2 + i for i in range(count)],
@@ -40,7 +44,10 @@ def split(data, dp_size=2):
 
 
 def arrive(data, dp_size=2):
-    return [localize(shard, rank, dp_size=dp_size) for rank, shard in enumerate(split(data, dp_size).shards)]
+    return [
+        localize(shard, rank, dp_size=dp_size)
+        for rank, shard in enumerate(split(data, dp_size).shards)
+    ]
 
 
 def by_position(batches, name):
@@ -48,7 +55,7 @@ def by_position(batches, name):
     return {p: v for batch in batches for p, v in zip(batch["partition"], batch[name], strict=True)}
 
 
-# --- values that a converter provides -------------------------------------------------------------------------------------
+# --- values that a converter provides -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, None])
@@ -73,17 +80,23 @@ def test_a_converters_log_prob_that_is_no_number_never_reaches_a_gradient(name, 
     data["tokens"][2] = [*data["tokens"][2][:-1], -7]
     result = split(data)
     batches = [localize(shard, rank) for rank, shard in enumerate(result.shards)]
-    assert result.plan.dropped == {"bad_logprob": 1, "bad_token": 1} and result.plan.num_trained_samples == 2
+    assert (
+        result.plan.dropped == {"bad_logprob": 1, "bad_token": 1}
+        and result.plan.num_trained_samples == 2
+    )
     assert by_position(batches, "rewards") == {0: 0.0, 3: 30.0}
 
 
 @pytest.mark.parametrize(
-    "valid", [torch.tensor([1, 1, 0, 1]), torch.tensor([True, True, False, True]), np.array([1, 1, 0, 1])]
+    "valid",
+    [torch.tensor([1, 1, 0, 1]), torch.tensor([True, True, False, True]), np.array([1, 1, 0, 1])],
 )
 def test_numbers_per_sample_may_come_as_tensors_or_arrays(valid):
     """Tensors and arrays are accepted for numbers per sample; 0 and 1 in `valid` are verdicts, so
     one sample is rejected and not four."""
-    result = split(lists(valid=valid, rewards=torch.arange(4.0), response_lengths=torch.arange(4) + 2))
+    result = split(
+        lists(valid=valid, rewards=torch.arange(4.0), response_lengths=torch.arange(4) + 2)
+    )
     assert (result.plan.dropped, result.plan.num_trained_samples) == ({"invalid": 1}, 3)
     batches = [localize(shard, rank) for rank, shard in enumerate(result.shards)]
     assert by_position(batches, "rewards") == {0: 0.0, 1: 1.0, 3: 3.0}
@@ -97,19 +110,31 @@ def test_numbers_per_sample_may_come_as_tensors_or_arrays(valid):
             {"loss_masks": [np.full(2 + i, -1, np.int8) for i in range(4)]},
             r"loss_masks\[0\] has values that do not fit uint8",
         ),
-        ({"loss_masks": [None] + [[1] * (2 + i) for i in range(1, 4)]}, "1 of 4 samples have no loss_masks"),
+        (
+            {"loss_masks": [None] + [[1] * (2 + i) for i in range(1, 4)]},
+            "1 of 4 samples have no loss_masks",
+        ),
         (
             {"tokens": [np.full(5 + i, 2**31, np.uint32) for i in range(4)]},
             r"tokens\[0\] has values that do not fit int32",
         ),
-        ({"rewards": torch.zeros(4, 2)}, r"rewards must be one number per sample \(float32\), got shape \(4, 2\)"),
+        (
+            {"rewards": torch.zeros(4, 2)},
+            r"rewards must be one number per sample \(float32\), got shape \(4, 2\)",
+        ),
         ({"response_lengths": [2.5, 3, 4, 5]}, "response_lengths has values that do not fit int32"),
         ({"rewards": ["a", "b", "c", "d"]}, "rewards must hold numbers"),
         ({"mine": 3}, "'mine' has 3 for 4 samples"),
         ({"mine": torch.tensor(3)}, r"'mine' has tensor\(3\) for 4 samples"),
         ({"mine": {0: "a", 1: "b", 2: "c", 3: "d"}}, "'mine' has {0: 'a', .* for 4 samples"),
-        ({"rollout_log_probs": [torch.zeros(2 + i, 1) for i in range(4)]}, r"rollout_log_probs\[0\] must have one number per token, got shape \[2, 1\]"),
-        ({"loss_masks": [[[1]] * (2 + i) for i in range(4)]}, r"loss_masks\[0\] must have one number per token, got shape \[2, 1\]"),
+        (
+            {"rollout_log_probs": [torch.zeros(2 + i, 1) for i in range(4)]},
+            r"rollout_log_probs\[0\] must have one number per token, got shape \[2, 1\]",
+        ),
+        (
+            {"loss_masks": [[[1]] * (2 + i) for i in range(4)]},
+            r"loss_masks\[0\] must have one number per token, got shape \[2, 1\]",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(changes, said):
@@ -121,20 +146,32 @@ def test_what_does_not_fit_is_refused_by_name(changes, said):
 
 @pytest.mark.parametrize(
     "mine",
-    [torch.arange(12).reshape(4, 3), np.arange(12).reshape(4, 3), [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]],
+    [
+        torch.arange(12).reshape(4, 3),
+        np.arange(12).reshape(4, 3),
+        [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]],
+    ],
 )
 def test_an_undeclared_field_travels_with_its_sample_whatever_holds_it(mine):
     """A tensor, an array or a list arrives row by row with its sample: the row that starts with 3 *
     i belongs to sample i on every rank."""
     with pytest.warns(UserWarning, match="Undeclared fields"):
         batches = arrive(lists(mine=mine))
-    assert {p: int(row[0]) for p, row in by_position(batches, "mine").items()} == {0: 0, 1: 3, 2: 6, 3: 9}
+    assert {p: int(row[0]) for p, row in by_position(batches, "mine").items()} == {
+        0: 0,
+        1: 3,
+        2: 6,
+        3: 9,
+    }
 
 
 def test_a_converter_may_add_to_slimes_own_columns_and_edit_them():
     """A converter that calls `build_train_columns` and changes the result gets the same checks as
     one that makes lists."""
-    samples = [Sample(index=i, tokens=list(range(5 + i)), response_length=2 + i, reward=10.0 * i) for i in range(4)]
+    samples = [
+        Sample(index=i, tokens=list(range(5 + i)), response_length=2 + i, reward=10.0 * i)
+        for i in range(4)
+    ]
 
     def changed(**changes):
         batch = build_train_columns(samples, compute_rewards(samples, CONFIG)[:2], CONFIG)
@@ -147,12 +184,17 @@ def test_a_converter_may_add_to_slimes_own_columns_and_edit_them():
     with pytest.warns(UserWarning, match="Undeclared fields"):
         result = split(batch)
     batches = [localize(shard, rank) for rank, shard in enumerate(result.shards)]
-    assert by_position(batches, "mine") == {i: f"of {i}" for i in (1, 2, 3)} and result.plan.dropped == {"bad_reward": 1}
+    assert by_position(batches, "mine") == {
+        i: f"of {i}" for i in (1, 2, 3)
+    } and result.plan.dropped == {"bad_reward": 1}
     assert by_position(batches, "rollout_mask_sums") == {1: 3, 2: 1, 3: 5}
     for bad, said in (
         ({"mine": [1, 2, 3, 4, 5, 6]}, "'mine' has 6 entries for 4 samples"),
         ({"mine": 3.0}, "'mine' has 3.0 for 4 samples"),
-        ({"loss_masks": [[3] * (2 + i) for i in range(4)]}, "loss mask at position 0 has the value 3"),
+        (
+            {"loss_masks": [[3] * (2 + i) for i in range(4)]},
+            "loss mask at position 0 has the value 3",
+        ),
     ):
         with pytest.raises(RolloutDataError, match=said):
             split(changed(**bad))
@@ -161,10 +203,12 @@ def test_a_converter_may_add_to_slimes_own_columns_and_edit_them():
 def test_a_declared_field_that_is_not_per_sample_arrives_on_every_rank(declared):
     """A declared field per step, such as one temperature, arrives whole on every rank."""
     declared("temperatures", scope=Scope.STEP, extent=Extent.EQUAL)
-    assert [batch["temperatures"] for batch in arrive(lists(temperatures=[0.7, 0.9]))] == [[0.7, 0.9]] * 2
+    assert [batch["temperatures"] for batch in arrive(lists(temperatures=[0.7, 0.9]))] == [
+        [0.7, 0.9]
+    ] * 2
 
 
-# --- declarations ---------------------------------------------------------------------------------------------------------
+# --- declarations ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -174,13 +218,26 @@ def test_a_declared_field_that_is_not_per_sample_arrives_on_every_rank(declared)
         ({"reduce": "sum"}, "reduce='sum'.*Reduce.SUM"),
         ({"wire_dtype": "float33"}, "'float33'.*numpy dtype"),
         ({"reduce": Reduce.SAMPLE_MEAN}, "needs numbers: give wire_dtype"),
-        ({"reduce": Reduce.TOKEN_MEAN, "wire_dtype": "float32"}, "can be reduced by Reduce.SAMPLE_MEAN"),
         (
-            {"scope": Scope.TOKEN, "rows": Rows.TOTAL, "wire_dtype": "float32", "reduce": Reduce.MEAN},
+            {"reduce": Reduce.TOKEN_MEAN, "wire_dtype": "float32"},
+            "can be reduced by Reduce.SAMPLE_MEAN",
+        ),
+        (
+            {
+                "scope": Scope.TOKEN,
+                "rows": Rows.TOTAL,
+                "wire_dtype": "float32",
+                "reduce": Reduce.MEAN,
+            },
             "rows=Rows.RESPONSE",
         ),
         (
-            {"scope": Scope.TOKEN, "rows": Rows.RESPONSE, "wire_dtype": "float32", "cp_sharded": True},
+            {
+                "scope": Scope.TOKEN,
+                "rows": Rows.RESPONSE,
+                "wire_dtype": "float32",
+                "cp_sharded": True,
+            },
             "needs to_device=True",
         ),
         ({"scope": Scope.STEP, "reduce": Reduce.SUM}, "can be reduced by nothing"),
@@ -201,7 +258,9 @@ def make_samples(count=4, **metadata):
             tokens=list(range(5 + i)),
             response_length=2 + i,
             reward=float(i % 2),
-            metadata={name: values[i] for name, values in metadata.items() if values[i] is not None},
+            metadata={
+                name: values[i] for name, values in metadata.items() if values[i] is not None
+            },
             status=Sample.Status.COMPLETED,
         )
         for i in range(count)
@@ -216,8 +275,12 @@ def test_a_number_that_some_samples_lack_is_an_error_or_the_declared_fill(declar
     """A declared number that only some samples have is an error with their positions, or the
     declared fill; it never becomes NaN."""
     declared("difficulty", source="metadata.difficulty", wire_dtype="float32")
-    declared("weight", source="metadata.weight", wire_dtype="float32", missing=Missing.FILL, fill=0.5)
-    with pytest.raises(RolloutDataError, match=r"2 of 4 samples have no difficulty, for example positions \[1, 3\]"):
+    declared(
+        "weight", source="metadata.weight", wire_dtype="float32", missing=Missing.FILL, fill=0.5
+    )
+    with pytest.raises(
+        RolloutDataError, match=r"2 of 4 samples have no difficulty, for example positions \[1, 3\]"
+    ):
         convert(make_samples(difficulty=[1.0, None, 3.0, None]))
     assert convert(make_samples(weight=[1.0, None, None, 4.0]))["weight"] == [1.0, 0.5, 0.5, 4.0]
 
@@ -230,8 +293,13 @@ def test_a_rejected_sample_may_lack_a_number_that_the_others_have(declared, wire
     samples[3].valid = False
     columns = convert(samples)
     assert by_position(arrive(columns), "difficulty") == {0: 1, 1: 2, 2: 3}
-    # what stands in for it is no number where the dtype has that: a mean over all samples must not read a 0
-    assert np.isnan(columns.array("difficulty")[3]) if wire_dtype == "float32" else columns.array("difficulty")[3] == 0
+    # what stands in for it is no number where the dtype has that: a mean over all samples must not
+    # read a 0
+    assert (
+        np.isnan(columns.array("difficulty")[3])
+        if wire_dtype == "float32"
+        else columns.array("difficulty")[3] == 0
+    )
 
 
 @pytest.mark.parametrize("mask", [[0, 0, 0], np.zeros(3, np.uint8), torch.zeros(3)])
@@ -247,7 +315,7 @@ def test_a_fully_masked_sample_does_not_move_its_siblings_baseline(mask):
     assert statistics.num_excluded_samples == 1
 
 
-# --- tampering ------------------------------------------------------------------------------------------------------------
+# --- tampering ------------------------------------------------------------------------------------
 
 
 def reverse(shard, name):
@@ -270,15 +338,38 @@ def _first_sample_twice(micro_batches):
         (lambda s: reverse(s, "partition"), "not in the order of the samples"),
         (lambda s: reverse(s, "total_lengths"), "position 0 has response_length 9 but 5 tokens"),
         (lambda s: swap_two(s, "tokens"), r"tokens\[0\] has .* rows"),
-        (lambda s: s.update(micro_batch_indices=s["micro_batch_indices"] + [[]]), "micro-batches where its steps have"),
-        (lambda s: s.update(micro_batch_indices=[[0]] * len(s["micro_batch_indices"])), "do not hold each of its"),
-        (lambda s: s.update(micro_batch_indices=_first_sample_twice(s["micro_batch_indices"])), "do not hold each of its"),
+        (
+            lambda s: s.update(micro_batch_indices=s["micro_batch_indices"] + [[]]),
+            "micro-batches where its steps have",
+        ),
+        (
+            lambda s: s.update(micro_batch_indices=[[0]] * len(s["micro_batch_indices"])),
+            "do not hold each of its",
+        ),
+        (
+            lambda s: s.update(micro_batch_indices=_first_sample_twice(s["micro_batch_indices"])),
+            "do not hold each of its",
+        ),
         (lambda s: s.update(num_microbatches=[0]), r"where its steps have \[0\]"),
         (lambda s: s.update(num_microbatches=[99]), r"where its steps have \[99\]"),
         (lambda s: s.update(owner_ranks=[0] * 8), "not what was scheduled"),
-        (lambda s: s.update(owner_ranks=[1 - rank for rank in s["owner_ranks"]]), "not what was scheduled"),
+        (
+            lambda s: s.update(owner_ranks=[1 - rank for rank in s["owner_ranks"]]),
+            "not what was scheduled",
+        ),
     ],
-    ids=["partition", "total_lengths", "tokens", "too many", "repeated", "swapped for another", "fewer", "counts", "owners", "other owners"],
+    ids=[
+        "partition",
+        "total_lengths",
+        "tokens",
+        "too many",
+        "repeated",
+        "swapped for another",
+        "fewer",
+        "counts",
+        "owners",
+        "other owners",
+    ],
 )
 def test_a_shard_that_was_changed_on_the_wire_is_refused(change, said):
     """A shard with the right counts is refused if its order, lengths and micro-batches contradict
@@ -290,7 +381,7 @@ def test_a_shard_that_was_changed_on_the_wire_is_refused(change, said):
         localize(shard, 0, dp_size=2)
 
 
-# --- metrics that do not depend on the layout -----------------------------------------------------------------------------
+# --- metrics that do not depend on the layout -----------------------------------------------------
 
 
 @pytest.mark.parametrize(("dp_size", "cp_size"), [(1, 2), (2, 1), (2, 2), (8, 2)])

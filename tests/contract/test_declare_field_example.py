@@ -19,7 +19,9 @@ PRINTED = [f"dp {ranks}: rollout/answer_length = 3.5, rollout/surprise = 3.5" fo
 
 def run_script(script):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=environment)
+    return subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=environment
+    )
 
 
 def test_the_example_logs_its_fields_equally_on_one_and_two_ranks():
@@ -31,10 +33,14 @@ def test_the_example_logs_its_fields_equally_on_one_and_two_ranks():
 
 def program_of_the_guide():
     """The example with its declarations replaced by the page's Python code."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", GUIDE.read_text(), flags=re.MULTILINE | re.DOTALL
+    )
     head, _, rest = EXAMPLE.read_text().partition("# A number per sample")
     declarations, _, tail = rest.partition("def make_samples")
-    assert blocks and declarations.count("declare_field(") == 2 and "declare_field(" not in head + tail
+    assert (
+        blocks and declarations.count("declare_field(") == 2 and "declare_field(" not in head + tail
+    )
     return head, "\n".join(blocks), "def make_samples" + tail
 
 

@@ -36,11 +36,19 @@ def test_declared_fields_are_metrics_in_evaluation(declared):
     """Evaluation reduces declared fields as training does: (mean of 1 and 0, then 1) -> 0.75;
     tokens (1 + 3 + 5) / 3 and (2 + 2) / 2 -> 2.5; largest 1."""
     declared("solved", source="metadata.solved", wire_dtype="int32", reduce=Reduce.SAMPLE_MEAN)
-    declared("most", source="metadata.solved", wire_dtype="int32", reduce=Reduce.MAX, metric="most_solved")
+    declared(
+        "most",
+        source="metadata.solved",
+        wire_dtype="int32",
+        reduce=Reduce.MAX,
+        metric="most_solved",
+    )
     declared("surprise", scope=Scope.TOKEN, rows=Rows.RESPONSE, source="metadata.surprise", wire_dtype="float32",
              to_device=True, cp_sharded=True, reduce=Reduce.ROLLOUT_MEAN)  # fmt: skip
     samples = samples_of_two_attempts()
-    metrics = eval_metrics(RolloutMetricsConfig(), {"rewards": [1.0] * 3, "samples": samples}, group_size=1)
+    metrics = eval_metrics(
+        RolloutMetricsConfig(), {"rewards": [1.0] * 3, "samples": samples}, group_size=1
+    )
     assert (metrics["/solved"], metrics["/most_solved"], metrics["/surprise"]) == (0.75, 1.0, 2.5)
 
 
@@ -51,11 +59,19 @@ def test_a_declared_fields_quantiles_are_metrics_in_evaluation_too(declared):
     declared("surprise", scope=Scope.TOKEN, rows=Rows.RESPONSE, source="metadata.surprise", wire_dtype="float32",
              to_device=True, cp_sharded=True, reduce=Reduce.QUANTILES)  # fmt: skip
     declared("mean_hops", source="metadata.hops", wire_dtype="float32", reduce=Reduce.MEAN)
-    samples = [*samples_of_two_attempts(), make_sample("q", "ab", index=3, rollout_id=2, reward=1.0)]
+    samples = [
+        *samples_of_two_attempts(),
+        make_sample("q", "ab", index=3, rollout_id=2, reward=1.0),
+    ]
     for sample, hops in zip(samples, (4, 1, 2, math.nan), strict=True):
         sample.metadata["hops"] = hops
     metrics = declared_metrics(samples)
-    assert [metrics[f"hops/quantile_{share}"] for share in (25, 50, 75, 100)] == [1.5, 2.0, 3.0, 4.0]
+    assert [metrics[f"hops/quantile_{share}"] for share in (25, 50, 75, 100)] == [
+        1.5,
+        2.0,
+        3.0,
+        4.0,
+    ]
     assert metrics["surprise/quantile_50"] == 2.0 and metrics["surprise/quantile_100"] == 5.0
     assert metrics["mean_hops"] == 7 / 3 and "hops" not in metrics
 
@@ -69,7 +85,11 @@ def test_a_source_that_no_sample_has_is_warned_about_once(declared, caplog):
         build_train_columns(samples, ([1.0] * 3, [0.0] * 3), ColumnsConfig())
         assert declared_metrics(samples) == {}
     found = [record.getMessage() for record in caplog.records if "slved" in record.getMessage()]
-    assert len(found) == 1 and "no sample of 3 has it" in found[0] and "Did you mean metadata.solved?" in found[0]
+    assert (
+        len(found) == 1
+        and "no sample of 3 has it" in found[0]
+        and "Did you mean metadata.solved?" in found[0]
+    )
 
 
 async def two_rows(args, sample, sampling_params):
@@ -84,7 +104,10 @@ def test_fan_out_without_a_rollout_id_gets_its_members(monkeypatch):
     assert [row.rollout_id for row in rows] == [7, 7]
     validate_rollout_id_annotated([[rows]])
     rows[0].rollout_id = None
-    with pytest.raises(AssertionError, match="Add to your generate function: for one in samples: one.rollout_id = sample.index"):
+    with pytest.raises(
+        AssertionError,
+        match="Add to your generate function: for one in samples: one.rollout_id = sample.index",
+    ):
         validate_rollout_id_annotated([[rows]])
 
 
@@ -92,7 +115,9 @@ def test_the_live_line_has_one_length_and_a_custom_loss_keeps_its_log_prob_colum
     """The live line takes the trainer-engine gap from `rollout/logprob_abs_diff/mean`, which every
     loss has, and the length from one metric."""
     assert pick({"rollout/logprob_abs_diff/mean": 2e-7}, FAMILIES) == {"logprob diff": 2e-7}
-    assert pick({"rollout/response_len/mean": 9.0, "rollout/response_lengths": 4.0}, FAMILIES) == {"length": 4.0}
+    assert pick({"rollout/response_len/mean": 9.0, "rollout/response_lengths": 4.0}, FAMILIES) == {
+        "length": 4.0
+    }
     assert len(FAMILIES["length"]) == 1
 
 

@@ -54,7 +54,12 @@ def bare_args(**changes):
 
 
 def parallel(dp_size=1, *, cp_size=1, vpp_size=1, group=1):
-    return {"dp_size": dp_size, "cp_size": cp_size, "vpp_size": vpp_size, "microbatch_group_size_per_vp_stage": group}
+    return {
+        "dp_size": dp_size,
+        "cp_size": cp_size,
+        "vpp_size": vpp_size,
+        "microbatch_group_size_per_vp_stage": group,
+    }
 
 
 def naive_first_fit(lengths, cap):
@@ -72,19 +77,23 @@ def naive_first_fit(lengths, cap):
 
 
 def check_plan(plan, lengths, dp_size, cap=None):
-    """The invariants every schedule has: one count of micro-batches per step, a disjoint cover, flattening indices, the cap."""
+    """The invariants every schedule has: one count of micro-batches per step, a disjoint cover,
+    flattening indices, the cap.
+    """
     covered = sorted(i for part in plan.partitions for i in part)
     assert covered == sorted(set(range(len(lengths))) - set(plan.dropped))
     for rank in range(dp_size):
         micro_batches = plan.micro_batch_indices[rank]
         assert len(micro_batches) == sum(plan.num_microbatches)
-        assert [i for indices in micro_batches for i in indices] == list(range(len(plan.partitions[rank])))
+        assert [i for indices in micro_batches for i in indices] == list(
+            range(len(plan.partitions[rank]))
+        )
         for indices in micro_batches:
             tokens = sum(lengths[plan.partitions[rank][i]] for i in indices)
             assert cap is None or tokens <= cap or len(indices) == 1
 
 
-# --- upstream's call ------------------------------------------------------------------------------------------------------
+# --- upstream's call ------------------------------------------------------------------------------
 
 
 def test_the_pinned_example_of_balanced_data_holds():
@@ -104,7 +113,9 @@ def test_the_pinned_example_of_balanced_data_holds():
 def test_less_than_one_step_is_refused_by_name():
     """A batch smaller than one step fails with upstream's assertion, which names num_rollouts."""
     with pytest.raises(AssertionError, match="num_rollouts"):
-        build_dp_schedule(bare_args(), parallel(1), [1, 2, 3], global_batch_size=4, rollout_indices=[0, 1, 2])
+        build_dp_schedule(
+            bare_args(), parallel(1), [1, 2, 3], global_batch_size=4, rollout_indices=[0, 1, 2]
+        )
 
 
 def test_first_fit_fills_in_given_order_and_static_blocks_are_consecutive():
@@ -113,12 +124,20 @@ def test_first_fit_fills_in_given_order_and_static_blocks_are_consecutive():
     assert first_fit_pack([900, 300, 700, 100, 1200, 50], 1000) == [[0, 3], [1, 2], [4], [5]]
     args = bare_args(use_dynamic_batch_size=True, max_tokens_per_gpu=1000)
     partitions, micro_batches, counts, _ = build_dp_schedule(
-        args, parallel(2), [900, 300, 700, 100, 1200, 50], global_batch_size=6, rollout_indices=list(range(6))
+        args,
+        parallel(2),
+        [900, 300, 700, 100, 1200, 50],
+        global_batch_size=6,
+        rollout_indices=list(range(6)),
     )
     assert partitions == [[0, 3, 4], [1, 2, 5]]
     assert micro_batches == [[[0, 1], [2]], [[0, 1], [2]]] and counts == [2]
     partitions, *_ = build_dp_schedule(
-        bare_args(micro_batch_size=2), parallel(2), [5] * 8, global_batch_size=8, rollout_indices=list(range(8))
+        bare_args(micro_batch_size=2),
+        parallel(2),
+        [5] * 8,
+        global_batch_size=8,
+        rollout_indices=list(range(8)),
     )
     assert partitions == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
@@ -126,7 +145,11 @@ def test_first_fit_fills_in_given_order_and_static_blocks_are_consecutive():
 def test_a_last_static_block_that_is_not_full_is_a_micro_batch_too():
     """Five samples in blocks of two are three micro-batches: the fifth one trains."""
     partitions, micro_batches, counts, _ = build_dp_schedule(
-        bare_args(micro_batch_size=2), parallel(1), [5] * 5, global_batch_size=5, rollout_indices=list(range(5))
+        bare_args(micro_batch_size=2),
+        parallel(1),
+        [5] * 5,
+        global_batch_size=5,
+        rollout_indices=list(range(5)),
     )
     assert (partitions, micro_batches, counts) == ([[0, 1, 2, 3, 4]], [[[0, 1], [2, 3], [4]]], [3])
 
@@ -134,10 +157,20 @@ def test_a_last_static_block_that_is_not_full_is_a_micro_batch_too():
 def test_options_become_the_schedule_that_they_ask_for():
     """Each option reaches the schedule's config, those that balance by FLOPs with the model's
     sizes; a missing cap or size is refused."""
-    config = ScheduleConfig.from_args(bare_args(micro_batch_packing="balanced"), parallel(2, cp_size=2))
-    assert (config.packing, config.balance_data, config.flops) == ("balanced", False, FlopsModel.from_args(bare_args()))
+    config = ScheduleConfig.from_args(
+        bare_args(micro_batch_packing="balanced"), parallel(2, cp_size=2)
+    )
+    assert (config.packing, config.balance_data, config.flops) == (
+        "balanced",
+        False,
+        FlopsModel.from_args(bare_args()),
+    )
     config = ScheduleConfig.from_args(bare_args(balance_by_flops=True), parallel(2))
-    assert config.balance_data and config.balance_by_flops and config.flops == FlopsModel.from_args(bare_args())
+    assert (
+        config.balance_data
+        and config.balance_by_flops
+        and config.flops == FlopsModel.from_args(bare_args())
+    )
     assert ScheduleConfig.from_args(bare_args(), parallel(2)).flops is None
     with pytest.raises(ConfigError, match="--use-dynamic-batch-size needs --max-tokens-per-gpu"):
         ScheduleConfig.from_args(bare_args(use_dynamic_batch_size=True), parallel(2))
@@ -149,10 +182,16 @@ def test_parts_of_equal_flops_are_not_parts_of_equal_tokens():
     """Balanced by squares, [6, 5, 4, 3, 2] splits into 36 + 9 = 25 + 16 + 4; by tokens into 6 + 4 =
     5 + 3 + 2."""
     config = ScheduleConfig(
-        dp_size=1, align=1, token_cap=10, balance_by_flops=True, flops=FlopsModel(linear=0.0, quadratic=1.0)
+        dp_size=1,
+        align=1,
+        token_cap=10,
+        balance_by_flops=True,
+        flops=FlopsModel(linear=0.0, quadratic=1.0),
     )
     plan = plan_schedule([6, 5, 4, 3, 2], range(5), step_sizes=[5], config=config)
-    assert sorted(sorted(plan.partitions[0][i] for i in items) for items in plan.micro_batch_indices[0]) == [[0, 3], [1, 2, 4]]
+    assert sorted(
+        sorted(plan.partitions[0][i] for i in items) for items in plan.micro_batch_indices[0]
+    ) == [[0, 3], [1, 2, 4]]
 
 
 def test_context_parallel_size_widens_the_cap_and_vpp_aligns_the_count():
@@ -170,7 +209,8 @@ def test_context_parallel_size_widens_the_cap_and_vpp_aligns_the_count():
     )
     assert counts == [4]
     assert sorted(i for part in partitions for i in part) == [0, 1, 2, 3]
-    # 100 tokens fit two GPUs of 50; aligned to 2 * 4 = 8 micro-batches, so every sample is alone and four are empty
+    # 100 tokens fit two GPUs of 50; aligned to 2 * 4 = 8 micro-batches, so every sample is alone
+    # and four are empty
     assert sum(1 for rank in micro_batches for indices in rank if not indices) == 4
 
 
@@ -178,13 +218,17 @@ def test_all_samples_of_a_rollout_stay_in_one_step():
     """Siblings share a loss denominator and therefore train in one step."""
     ids = [7, 3, 7, 5, 3, 9, 9, 9]
     assert group_by_rollout(ids) == [[0, 2], [1, 4], [3], [5, 6, 7]]
-    plan = plan_schedule([10] * 8, ids, step_sizes=[2, 2], config=ScheduleConfig(dp_size=1, align=1))
+    plan = plan_schedule(
+        [10] * 8, ids, step_sizes=[2, 2], config=ScheduleConfig(dp_size=1, align=1)
+    )
     first = plan.num_microbatches[0]
-    step_one = [plan.partitions[0][i] for indices in plan.micro_batch_indices[0][:first] for i in indices]
+    step_one = [
+        plan.partitions[0][i] for indices in plan.micro_batch_indices[0][:first] for i in indices
+    ]
     assert sorted(step_one) == [0, 1, 2, 4]
 
 
-# --- ranks with less than others -------------------------------------------------------------------------------------------
+# --- ranks with less than others ------------------------------------------------------------------
 
 
 def test_a_light_rank_runs_as_many_micro_batches_as_a_heavy_one():
@@ -205,7 +249,10 @@ def test_any_number_of_samples_spreads_over_any_number_of_ranks(samples, dp_size
     collective."""
     cap = None if packing == "static" else 100
     config = ScheduleConfig(
-        dp_size=dp_size, align=dp_size, token_cap=cap, packing="balanced" if packing == "balanced" else "first_fit"
+        dp_size=dp_size,
+        align=dp_size,
+        token_cap=cap,
+        packing="balanced" if packing == "balanced" else "first_fit",
     )
     lengths = [10 + i % 7 for i in range(samples)]
     plan = plan_schedule(lengths, range(samples), step_sizes=[samples], config=config)
@@ -215,7 +262,7 @@ def test_any_number_of_samples_spreads_over_any_number_of_ranks(samples, dp_size
         assert plan.steps[0].num_empty >= dp_size - samples
 
 
-# --- steps ----------------------------------------------------------------------------------------------------------------
+# --- steps ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -255,7 +302,7 @@ def test_no_global_batch_size_is_an_error_that_says_so():
         plan_step_sizes(4, 0, expected_rollouts=4, keep_trailing=False)
 
 
-# --- first fit ------------------------------------------------------------------------------------------------------------
+# --- first fit ------------------------------------------------------------------------------------
 
 
 def test_fast_first_fit_gives_naive_first_fits_bins():
@@ -309,7 +356,9 @@ class CountingLengths(list):
 def test_splitting_bins_asks_for_a_length_a_few_times_however_many_bins_there_are(count):
     """Splitting reads each length a few times, however many bins there are; recomputing all sums
     would cost 64 times as much for 8 times the bins."""
-    lengths = np.minimum(8192, np.random.default_rng(0).lognormal(7.2, 0.8, count)).astype(int).tolist()
+    lengths = (
+        np.minimum(8192, np.random.default_rng(0).lognormal(7.2, 0.8, count)).astype(int).tolist()
+    )
     bins, counting = first_fit_pack(lengths, 16384), CountingLengths(lengths)
     assert len(bins) < count // 8
     expand_bins_by_splitting(bins, count // 2, counting)
@@ -322,7 +371,10 @@ def test_a_step_of_8192_samples_is_planned_in_under_a_second(packing):
     of that here, and the bound leaves room for a busy machine."""
     lengths = np.minimum(8192, np.random.default_rng(0).lognormal(7.2, 0.8, 8192)).astype(int)
     config = ScheduleConfig(dp_size=8, align=8, token_cap=16384, packing=packing, balance_data=True)
-    best = min(_seconds(lambda: plan_schedule(lengths, range(8192), step_sizes=[8192], config=config)) for _ in range(3))
+    best = min(
+        _seconds(lambda: plan_schedule(lengths, range(8192), step_sizes=[8192], config=config))
+        for _ in range(3)
+    )
     assert best < 1.0, f"{best:.2f} s"
 
 
@@ -333,15 +385,20 @@ def test_karmarkar_karp_balances_and_equal_size_means_equal_count():
     assert sorted(sum([8, 7, 6, 5, 4][i] for i in part) for part in parts) == [14, 16]
     with pytest.raises(AssertionError, match="5 items do not divide"):
         karmarkar_karp([8, 7, 6, 5, 4], 2, equal_size=True)
-    assert [len(part) for part in get_seqlen_balanced_partitions(list(range(12)), 3, equal_size=True)] == [4, 4, 4]
-    assert sorted(i for part in greedy_partition([3, 1, 2, 2], 2, equal_size=True) for i in part) == [0, 1, 2, 3]
-    # the long one takes one of the two places of its part, whatever its sum; without places the sums decide: 4 + 1 = 3 + 2
+    assert [
+        len(part) for part in get_seqlen_balanced_partitions(list(range(12)), 3, equal_size=True)
+    ] == [4, 4, 4]
+    assert sorted(
+        i for part in greedy_partition([3, 1, 2, 2], 2, equal_size=True) for i in part
+    ) == [0, 1, 2, 3]
+    # the long one takes one of the two places of its part, whatever its sum; without places the
+    # sums decide: 4 + 1 = 3 + 2
     assert greedy_partition([5, 1, 1, 1], 2, equal_size=True) == [[0, 3], [1, 2]]
     assert greedy_partition([1, 2, 3, 4], 2, equal_size=False) == [[3, 0], [2, 1]]
     assert get_reverse_idx([2, 0, 1]) == [1, 2, 0]
 
 
-# --- balanced -------------------------------------------------------------------------------------------------------------
+# --- balanced -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cap", [9216, 16384, 32768])
@@ -371,9 +428,19 @@ def test_balanced_packing_of_anything_keeps_its_promises():
         cap, ranks = rng.randint(5, 20), rng.choice([1, 2, 3, 4])
         align = ranks * rng.choice([1, 2])
         packed = pack_balanced(lengths, lengths, cap=cap, num_ranks=ranks, align=align)
-        assert len(packed) == ranks and len({len(bins) for bins in packed}) == 1 and sum(map(len, packed)) % align == 0
-        assert sorted(i for bins in packed for items in bins for i in items) == list(range(len(lengths)))
-        assert all(sum(lengths[i] for i in items) <= cap or len(items) == 1 for bins in packed for items in bins)
+        assert (
+            len(packed) == ranks
+            and len({len(bins) for bins in packed}) == 1
+            and sum(map(len, packed)) % align == 0
+        )
+        assert sorted(i for bins in packed for items in bins for i in items) == list(
+            range(len(lengths))
+        )
+        assert all(
+            sum(lengths[i] for i in items) <= cap or len(items) == 1
+            for bins in packed
+            for items in bins
+        )
 
 
 def test_two_samples_of_more_than_half_the_cap_never_share_a_bin():
@@ -388,16 +455,23 @@ def test_the_report_tells_bins_fill_and_imbalance():
     ranks."""
     first_fit = ScheduleConfig(dp_size=1, align=1, token_cap=100)
     (report,) = plan_schedule([60, 60, 80], range(3), step_sizes=[3], config=first_fit).steps
-    assert (report.num_micro_batches, report.lower_bound) == (3, 2)  # 200 tokens would fit two of 100
+    # 200 tokens would fit two of 100
+    assert (report.num_micro_batches, report.lower_bound) == (3, 2)
     static = ScheduleConfig(dp_size=2, align=2)
     plan = plan_schedule([30, 10, 10, 10, 5, 5], range(6), step_sizes=[4, 2], config=static)
-    # ranks have 40 and 20 tokens, 30 on average; then 5 and 5: the worst step is what an operator looks for
+    # ranks have 40 and 20 tokens, 30 on average; then 5 and 5: the worst step is what an operator
+    # looks for
     assert [step.work_max_over_mean for step in plan.steps] == [40 / 30, 1.0]
     assert plan.metrics()["schedule/work_max_over_mean"] == 40 / 30
     config = ScheduleConfig(dp_size=2, align=2, token_cap=100, packing="balanced")
     plan = plan_schedule([60, 40, 50, 50], range(4), step_sizes=[4], config=config)
     report = plan.steps[0]
-    assert (report.num_micro_batches, report.lower_bound, report.fill, report.work_max_over_mean) == (2, 2, 1.0, 1.0)
+    assert (
+        report.num_micro_batches,
+        report.lower_bound,
+        report.fill,
+        report.work_max_over_mean,
+    ) == (2, 2, 1.0, 1.0)
     assert plan.metrics()["schedule/fill"] == 1.0
     assert dataclasses.asdict(report)["num_empty"] == 0
     assert not [name for name in plan.metrics() if "/step_" in name]
@@ -408,11 +482,19 @@ def test_each_of_several_steps_is_reported():
     one."""
     config = ScheduleConfig(dp_size=1, align=1, token_cap=100, packing="balanced")
     found = plan_schedule([60, 40, 25, 25], range(4), step_sizes=[2, 2], config=config).metrics()
-    assert (found["schedule/step_0/fill"], found["schedule/step_1/fill"], found["schedule/fill"]) == (1.0, 0.5, 0.75)
-    assert found["schedule/step_1/micro_batches"] == found["schedule/step_1/micro_batches_lower_bound"] == 1
+    assert (
+        found["schedule/step_0/fill"],
+        found["schedule/step_1/fill"],
+        found["schedule/fill"],
+    ) == (1.0, 0.5, 0.75)
+    assert (
+        found["schedule/step_1/micro_batches"]
+        == found["schedule/step_1/micro_batches_lower_bound"]
+        == 1
+    )
 
 
-# --- FLOPs ----------------------------------------------------------------------------------------------------------------
+# --- FLOPs ----------------------------------------------------------------------------------------
 
 
 def test_forward_flops_are_the_sum_of_the_matrices():
@@ -429,7 +511,9 @@ def test_forward_flops_are_the_sum_of_the_matrices():
         kv_channels=2,
     )
     s = 3
-    expected = 2 * s * 4 * 4 * 2 + s * s * 2 * 4 + 2 * s * 4 * 4 + 2 * s * 4 * 8 * 3 + 2 * s * 4 * 10
+    expected = (
+        2 * s * 4 * 4 * 2 + s * s * 2 * 4 + 2 * s * 4 * 4 + 2 * s * 4 * 8 * 3 + 2 * s * 4 * 10
+    )
     assert calculate_fwd_flops([s], args) == expected
     assert calculate_fwd_flops([s, s], args) == 2 * expected
     assert calculate_fwd_flops([2 * s], args) > 2 * expected
@@ -438,12 +522,24 @@ def test_forward_flops_are_the_sum_of_the_matrices():
 def test_moe_and_mla_sizes_change_the_estimate():
     """The estimate counts active and shared experts in their layers, and MLA's head sizes."""
     moe = types.SimpleNamespace(
-        **{**SIZES, "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_layer_freq": [0, 1]}
+        **{
+            **SIZES,
+            "num_experts": 8,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 32,
+            "moe_layer_freq": [0, 1],
+        }
     )
     attention, dense, head = 2 * (2 * 64 * 8 * 16 + 2 * 4 * 16 * 64), 2 * 64 * 128 * 3, 2 * 64 * 100
-    assert FlopsModel.from_args(moe).linear == attention + dense + head + 2 * 64 * (2 * 32) * 3 + 2 * 64 * 8
+    assert (
+        FlopsModel.from_args(moe).linear
+        == attention + dense + head + 2 * 64 * (2 * 32) * 3 + 2 * 64 * 8
+    )
     moe.moe_shared_expert_intermediate_size = 16
-    assert FlopsModel.from_args(moe).linear == attention + dense + head + 2 * 64 * (2 * 32 + 16) * 3 + 2 * 64 * 8
+    assert (
+        FlopsModel.from_args(moe).linear
+        == attention + dense + head + 2 * 64 * (2 * 32 + 16) * 3 + 2 * 64 * 8
+    )
     every_second = types.SimpleNamespace(**{**vars(moe), "num_layers": 3, "moe_layer_freq": 2})
     listed = types.SimpleNamespace(**{**vars(moe), "num_layers": 3, "moe_layer_freq": [1, 0, 1]})
     assert FlopsModel.from_args(every_second) == FlopsModel.from_args(listed)

@@ -14,8 +14,24 @@ import pytest
 import torch
 
 from slime.data.batch import RolloutBatch, Stage, localize
-from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards, group_ids_of, rollout_ids_of
-from slime.data.fields import CONTRACT, Extent, FieldSpec, Missing, Origin, Reduce, Rows, Scope, declare_field
+from slime.data.columns import (
+    ColumnsConfig,
+    build_train_columns,
+    compute_rewards,
+    group_ids_of,
+    rollout_ids_of,
+)
+from slime.data.fields import (
+    CONTRACT,
+    Extent,
+    FieldSpec,
+    Missing,
+    Origin,
+    Reduce,
+    Rows,
+    Scope,
+    declare_field,
+)
 from slime.data.ragged import Ragged, as_array, smallest_int_dtype
 from slime.data.sample import Sample
 from slime.data.schedule import ScheduleConfig
@@ -60,14 +76,23 @@ def split(data, dp_size=1, *, size=None, pad_to=0, expected=None, keep=False):
 
 
 @pytest.mark.parametrize("dp_size", (1, 2))
-def test_a_field_that_only_the_rollout_side_declared_is_a_metric_on_the_training_ranks(declared, dp_size):
+def test_a_field_that_only_the_rollout_side_declared_is_a_metric_on_the_training_ranks(
+    declared, dp_size
+):
     """A declaration made on the rollout side travels with the batch, because the ranks never import
     a rollout plug-in."""
-    declared("answer_length", source="metadata.answer_length", wire_dtype="int32", reduce=Reduce.SAMPLE_MEAN)
+    declared(
+        "answer_length",
+        source="metadata.answer_length",
+        wire_dtype="int32",
+        reduce=Reduce.SAMPLE_MEAN,
+    )
     samples = [make_sample(i, metadata={"answer_length": i}) for i in range(4)]
     wire = [pickle.dumps(shard) for shard in split(convert(samples), dp_size).shards]
     CONTRACT.remove("answer_length")  # as in the process of a rank
-    batches = [localize(pickle.loads(data), rank, dp_size=dp_size) for rank, data in enumerate(wire)]
+    batches = [
+        localize(pickle.loads(data), rank, dp_size=dp_size) for rank, data in enumerate(wire)
+    ]
     assert merge_all([phase_contributions(batch) for batch in batches])["answer_length"] == 1.5
     CONTRACT.remove("answer_length")
     CONTRACT.add(FieldSpec("answer_length", Scope.SAMPLE, wire_dtype="float32"))
@@ -75,7 +100,7 @@ def test_a_field_that_only_the_rollout_side_declared_is_a_metric_on_the_training
         localize(pickle.loads(wire[0]), 0, dp_size=dp_size)
 
 
-# --- declarations ---------------------------------------------------------------------------------------------------------
+# --- declarations ---------------------------------------------------------------------------------
 
 
 def test_every_field_says_its_scope_extent_and_length():
@@ -103,21 +128,42 @@ def test_identities_and_masks_are_never_metrics():
         "rollout_mask_sums",
         "partition",
     }
-    never |= {"global_batch_sizes", "num_microbatches", "micro_batch_indices", "source_names", "group_ids", "metadata"}
+    never |= {
+        "global_batch_sizes",
+        "num_microbatches",
+        "micro_batch_indices",
+        "source_names",
+        "group_ids",
+        "metadata",
+    }
     assert not metrics & never
 
 
 def test_one_declaration_carries_a_new_field_from_sample_to_rank(declared):
     """One `declare_field` carries a plug-in's field from the samples to every rank, whole fields
     with their local view."""
-    declared("difficulty", source="metadata.difficulty", wire_dtype="float32", reduce=Reduce.SAMPLE_MEAN)
     declared(
-        "prompt_cost", source="metadata.cost", wire_dtype="float64", extent=Extent.WHOLE, local_view="local_prompt_cost"
+        "difficulty", source="metadata.difficulty", wire_dtype="float32", reduce=Reduce.SAMPLE_MEAN
+    )
+    declared(
+        "prompt_cost",
+        source="metadata.cost",
+        wire_dtype="float64",
+        extent=Extent.WHOLE,
+        local_view="local_prompt_cost",
     )
     declared("local_prompt_cost", wire_dtype="float64", origin=Origin.ARRIVAL)
-    declared("uncertainty", scope=Scope.TOKEN, rows=Rows.RESPONSE, wire_dtype="float32", source="metadata.uncertainty")
+    declared(
+        "uncertainty",
+        scope=Scope.TOKEN,
+        rows=Rows.RESPONSE,
+        wire_dtype="float32",
+        source="metadata.uncertainty",
+    )
     samples = [
-        make_sample(i, metadata={"difficulty": i / 8, "cost": 10.0 * i, "uncertainty": [i / 10] * (4 + i)})
+        make_sample(
+            i, metadata={"difficulty": i / 8, "cost": 10.0 * i, "uncertainty": [i / 10] * (4 + i)}
+        )
         for i in range(4)
     ]
     for rank, shard in enumerate(split(convert(samples), 2).shards):
@@ -127,7 +173,9 @@ def test_one_declaration_carries_a_new_field_from_sample_to_rank(declared):
         assert batch["prompt_cost"] == [0.0, 10.0, 20.0, 30.0] and batch["local_prompt_cost"] == [
             10.0 * i for i in part
         ]
-        assert [entry.tolist() for entry in batch["uncertainty"]] == [[pytest.approx(i / 10)] * (4 + i) for i in part]
+        assert [entry.tolist() for entry in batch["uncertainty"]] == [
+            [pytest.approx(i / 10)] * (4 + i) for i in part
+        ]
 
 
 def test_a_second_different_declaration_is_refused(declared):
@@ -144,7 +192,7 @@ def test_a_second_different_declaration_is_refused(declared):
         CONTRACT["nothing"]
 
 
-# --- conversion -----------------------------------------------------------------------------------------------------------
+# --- conversion -----------------------------------------------------------------------------------
 
 
 def test_conversion_reads_samples_and_changes_none():
@@ -164,10 +212,13 @@ def test_optional_fields_are_decided_over_all_samples():
         samples = [make_sample(i) for i in range(2)]
         samples[lacking].rollout_log_probs = None
         with pytest.raises(
-            RolloutDataError, match=rf"1 of 2 samples have no rollout_log_probs, for example positions \[{lacking}\]"
+            RolloutDataError,
+            match=rf"1 of 2 samples have no rollout_log_probs, for example positions \[{lacking}\]",
         ):
             convert(samples)
-    assert "rollout_log_probs" not in convert([make_sample(i, rollout_log_probs=None) for i in range(2)])
+    assert "rollout_log_probs" not in convert(
+        [make_sample(i, rollout_log_probs=None) for i in range(2)]
+    )
 
 
 def test_a_declared_fill_stands_in_for_what_some_samples_lack(declared):
@@ -194,7 +245,10 @@ def test_an_invalid_sample_may_lack_what_the_valid_ones_have():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"rollout_log_probs": [-0.1] * 3}, r"rollout_log_probs\[0\] has 3 rows, expected 4 \(response tokens"),
+        (
+            {"rollout_log_probs": [-0.1] * 3},
+            r"rollout_log_probs\[0\] has 3 rows, expected 4 \(response tokens",
+        ),
         ({"loss_mask": [1] * 5}, r"loss_masks\[0\] has 5 rows, expected 4"),
         ({"loss_mask": [1, 2, 1, 1]}, "position 0 has the value 2"),
         ({"loss_mask": [1, 0.5, 1, 1]}, "do not fit uint8"),
@@ -219,12 +273,24 @@ def test_rewards_that_are_no_numbers_make_the_sample_invalid():
         make_sample(3, reward=0.0),
     ]
     columns = convert(samples)
-    assert columns["valid"] == [False, False, True, True] and columns["invalid_reason"][:2] == ["bad_reward"] * 2
+    assert (
+        columns["valid"] == [False, False, True, True]
+        and columns["invalid_reason"][:2] == ["bad_reward"] * 2
+    )
     plan = split(columns).plan
     assert plan.dropped == {"bad_reward": 2} and plan.num_trained_samples == 2
 
 
-@pytest.mark.parametrize("value", (3, True + 2, np.float16(3), torch.tensor([3.0]), torch.tensor(3.0, dtype=torch.bfloat16, requires_grad=True)))
+@pytest.mark.parametrize(
+    "value",
+    (
+        3,
+        True + 2,
+        np.float16(3),
+        torch.tensor([3.0]),
+        torch.tensor(3.0, dtype=torch.bfloat16, requires_grad=True),
+    ),
+)
 def test_a_custom_reward_function_may_return_any_number(value):
     """--custom-reward-post-process-path may return any kind of number; a value that is none is an
     error that names the sample."""
@@ -238,13 +304,21 @@ def test_a_custom_reward_function_may_return_any_number(value):
 def test_raw_reward_before_shaping_wins_and_needs_its_key_too():
     """metadata["raw_reward"] takes precedence over the sample's reward, which is read by its
     key."""
-    samples = [make_sample(0, reward={"a": 1.0}, metadata={"raw_reward": 0.25}), make_sample(1, reward={"a": 3.0})]
+    samples = [
+        make_sample(0, reward={"a": 1.0}, metadata={"raw_reward": 0.25}),
+        make_sample(1, reward={"a": 3.0}),
+    ]
     assert convert(samples, reward_key="a")["raw_reward"] == [0.25, 3.0]
 
 
 def test_missing_rollout_ids_take_the_smallest_unused_ones():
     """A sample without an id is its own rollout, and must not join one that has an id."""
-    samples = [make_sample(0), make_sample(1, rollout_id=0), make_sample(2, rollout_id=2), make_sample(3)]
+    samples = [
+        make_sample(0),
+        make_sample(1, rollout_id=0),
+        make_sample(2, rollout_id=2),
+        make_sample(3),
+    ]
     assert rollout_ids_of(samples) == [1, 0, 2, 3]
 
 
@@ -253,7 +327,8 @@ def test_a_sample_without_a_group_never_joins_one_that_has_an_id():
     down."""
     groups = (None, -1, -1, None)
     samples = [
-        Sample(index=i, group_index=group, reward=10.0 * i, status=Sample.Status.COMPLETED) for i, group in enumerate(groups)
+        Sample(index=i, group_index=group, reward=10.0 * i, status=Sample.Status.COMPLETED)
+        for i, group in enumerate(groups)
     ]
     assert group_ids_of(samples) == [-2, -1, -1, -3]
     assert compute_rewards(samples, ColumnsConfig(divide_by_std=False))[1] == [0.0, -5.0, 5.0, 0.0]
@@ -285,9 +360,14 @@ def test_nucleus_data_is_required_where_the_trainer_replays_it():
 def test_engine_log_probs_of_another_distribution_than_the_replayed_one_are_refused_in_a_ratio():
     """Full-vocabulary engine log-probs are refused in a ratio with a replayed nucleus, where a
     token alone in its nucleus has log-prob 0 and not -0.3. As a metric they are accepted."""
-    nucleus = {"rollout_top_p_token_ids": torch.arange(5, dtype=torch.int32), "rollout_top_p_token_offsets": [0, 1, 3, 4, 5]}
+    nucleus = {
+        "rollout_top_p_token_ids": torch.arange(5, dtype=torch.int32),
+        "rollout_top_p_token_offsets": [0, 1, 3, 4, 5],
+    }
     whole = make_sample(0, **nucleus, rollout_log_probs=[0.0, -0.7, -0.3, 0.0])
-    with pytest.raises(RolloutDataError, match=r"left alone the log-prob -0.3, not 0.*--use-rollout-logprobs"):
+    with pytest.raises(
+        RolloutDataError, match=r"left alone the log-prob -0.3, not 0.*--use-rollout-logprobs"
+    ):
         convert([whole], require_top_p_tokens=True, uses_engine_log_probs=True)
     convert([whole], require_top_p_tokens=True)
     kept = make_sample(0, **nucleus, rollout_log_probs=[0.0, -0.7, -0.003, 0.0])
@@ -301,12 +381,17 @@ def test_expert_ids_travel_in_the_smallest_integers():
     shard = next(split(convert([make_sample(0, rollout_routed_experts=experts)])).shards)
     assert shard.raw("rollout_routed_experts").values.dtype == np.uint8
     # one size for the whole batch: the sample with expert 300 needs two bytes, whoever comes first
-    samples = [make_sample(i, rollout_routed_experts=np.full((9 + i, 2, 4), top)) for i, top in enumerate((300, 3))]
-    assert next(split(convert(samples)).shards).raw("rollout_routed_experts").values.dtype == np.int16
+    samples = [
+        make_sample(i, rollout_routed_experts=np.full((9 + i, 2, 4), top))
+        for i, top in enumerate((300, 3))
+    ]
+    assert (
+        next(split(convert(samples)).shards).raw("rollout_routed_experts").values.dtype == np.int16
+    )
     assert smallest_int_dtype(-1, 300) == "int16" and smallest_int_dtype(0, 2**40) == "int64"
 
 
-# --- plain dicts from custom converters -----------------------------------------------------------------------------------
+# --- plain dicts from custom converters -----------------------------------------------------------
 
 
 def test_a_converters_undeclared_field_is_carried_with_one_warning():
@@ -335,7 +420,16 @@ def test_rollout_ids_and_masks_may_be_left_out_by_a_converter():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         batch = localize(
-            next(split({"tokens": [[1, 2, 3], [4, 5, 6]], "response_lengths": [1, 2], "rewards": [1.0, 2.0]}).shards), 0
+            next(
+                split(
+                    {
+                        "tokens": [[1, 2, 3], [4, 5, 6]],
+                        "response_lengths": [1, 2],
+                        "rewards": [1.0, 2.0],
+                    }
+                ).shards
+            ),
+            0,
         )
     assert batch["rollout_ids"] == [0, 1] and batch["rollout_mask_sums"] == [1.0, 2.0]
     assert [mask.tolist() for mask in batch["loss_masks"]] == [[1], [1, 1]]
@@ -347,7 +441,7 @@ def test_train_metadata_reaches_the_trainer():
     assert localize(next(split(convert(samples)).shards), 0)["metadata"] == [{"a": 1}, None]
 
 
-# --- the split ------------------------------------------------------------------------------------------------------------
+# --- the split ------------------------------------------------------------------------------------
 
 
 def test_denominators_are_of_the_whole_rollout_over_trained_siblings():
@@ -372,12 +466,22 @@ def test_marking_and_dropping_ship_the_same_training_data():
     rank."""
     samples = [make_sample(i) for i in range(8)]
     for i in (2, 5):
-        samples[i] = dataclasses.replace(samples[i], valid=False, invalid_reason="truncated", reward=None)
-    marked = [localize(shard, rank) for rank, shard in enumerate(split(convert(samples), 2, size=4, expected=8).shards)]
+        samples[i] = dataclasses.replace(
+            samples[i], valid=False, invalid_reason="truncated", reward=None
+        )
+    marked = [
+        localize(shard, rank)
+        for rank, shard in enumerate(split(convert(samples), 2, size=4, expected=8).shards)
+    ]
     kept = [sample for sample in samples if sample.valid]
-    dropped = [localize(shard, rank) for rank, shard in enumerate(split(convert(kept), 2, size=4, expected=8).shards)]
+    dropped = [
+        localize(shard, rank)
+        for rank, shard in enumerate(split(convert(kept), 2, size=4, expected=8).shards)
+    ]
     for a, b in zip(marked, dropped, strict=True):
-        assert a["sample_indices"] == b["sample_indices"] and a["global_batch_sizes"] == b["global_batch_sizes"] == [
+        assert a["sample_indices"] == b["sample_indices"] and a["global_batch_sizes"] == b[
+            "global_batch_sizes"
+        ] == [
             3,
             3,
         ]
@@ -401,10 +505,17 @@ def test_a_step_that_is_masked_whole_trains_no_rollout():
     """A fully masked step has the denominator 1, so that its loss is 0 and not NaN, and counts as
     no trained rollout in schedule and metrics."""
     result = split(convert([make_sample(i, remove_sample=i < 2) for i in range(4)]), size=2)
-    assert result.plan.global_batch_sizes == [1, 2] and result.plan.metrics()["schedule/trained_rollouts"] == 2
-    found = merge_all([phase_contributions(localize(shard, rank)) for rank, shard in enumerate(result.shards)])
+    assert (
+        result.plan.global_batch_sizes == [1, 2]
+        and result.plan.metrics()["schedule/trained_rollouts"] == 2
+    )
+    found = merge_all(
+        [phase_contributions(localize(shard, rank)) for rank, shard in enumerate(result.shards)]
+    )
     assert found["num_samples"] == found["num_rollouts"] == result.plan.num_trained_samples == 2
-    assert found["response_lengths"] == (4 + 5 + 6 + 7) / 4, "what they are is known, whether they train or not"
+    assert found["response_lengths"] == (4 + 5 + 6 + 7) / 4, (
+        "what they are is known, whether they train or not"
+    )
 
 
 def test_a_batch_without_a_valid_sample_has_no_step():
@@ -443,7 +554,7 @@ def test_added_memory_of_split_and_wire_is_the_bytes_shipped():
     assert shipped < 1.05 * 64 * (3000 * (4 + 1) + 2000 * 4)
 
 
-# --- RolloutBatch ---------------------------------------------------------------------------------------------------------
+# --- RolloutBatch ---------------------------------------------------------------------------------
 
 
 def local_batch(count=4, **kw):
@@ -454,7 +565,11 @@ def test_a_rollout_batch_behaves_as_a_dict_of_lists():
     """A RolloutBatch behaves as the `dict[str, list]` that plug-ins and upstream's functions
     expect."""
     batch = local_batch()
-    assert isinstance(batch, dict) and isinstance(batch["tokens"], list) and isinstance(batch["rewards"], list)
+    assert (
+        isinstance(batch, dict)
+        and isinstance(batch["tokens"], list)
+        and isinstance(batch["rewards"], list)
+    )
     assert batch.get("nothing") is None and "tokens" in batch and len(dict(batch)) == len(batch)
     assert all(isinstance(value, list) for value in {**batch}.values())
     assert {name for name, _ in batch.items()} == set(batch) == set(batch.keys())
@@ -483,7 +598,8 @@ def test_the_wrong_extent_is_an_error_and_never_a_shorter_list():
     another extent."""
     batch = local_batch()
     assert (
-        batch.whole("raw_reward") == [0.0, 1.0, 10.0, 11.0] and batch.local("local_raw_reward") == batch["raw_reward"]
+        batch.whole("raw_reward") == [0.0, 1.0, 10.0, 11.0]
+        and batch.local("local_raw_reward") == batch["raw_reward"]
     )
     with pytest.raises(RolloutDataError, match="only this rank's 4 samples"):
         batch.whole("rewards")
@@ -515,17 +631,24 @@ def test_the_stage_of_a_batch_is_explicit():
     """A batch knows its stage: whole before the split, a shard on the wire, local on the rank."""
     columns = convert([make_sample(0), make_sample(1)])
     shard = next(split(columns).shards)
-    assert (columns.stage, shard.stage, localize(shard, 0).stage) == (Stage.WHOLE, Stage.SHARD, Stage.LOCAL)
+    assert (columns.stage, shard.stage, localize(shard, 0).stage) == (
+        Stage.WHOLE,
+        Stage.SHARD,
+        Stage.LOCAL,
+    )
     assert isinstance(plan_split(columns, SplitConfig(2, 2, ScheduleConfig(1, 1)))[0], RolloutBatch)
 
 
 def test_the_rollout_side_needs_no_torch():
     """Importing conversion and split is quick and loads neither torch nor megatron nor ray."""
     code = (
-        "import sys, slime.data.columns, slime.data.split, slime.files.rollout_dump, slime.metrics.rollout_metrics; "
+        "import sys, slime.data.columns, slime.data.split, slime.files.rollout_dump, "
+        "slime.metrics.rollout_metrics; "
         "print([m for m in ('torch', 'megatron', 'ray', 'wandb', 'sglang') if m in sys.modules])"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=_root(), check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=_root(), check=True
+    )
     assert out.stdout.strip() == "[]"
 
 

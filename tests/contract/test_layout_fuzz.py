@@ -1,7 +1,9 @@
-"""Random layouts: the whole chain from samples to metrics gives what one process with plain loops gives, to 1e-9, and the same advantages bit for bit.
+"""Random layouts: the whole chain from samples to metrics gives what one process with plain loops
+gives, to 1e-9, and the same advantages bit for bit.
 
-The reference below is deliberately naive: no arrays, no ranks, no columns. If the two agree on random lengths, rewards, groups, invalid members,
-masks, fan-out, caps, data and context parallel sizes, there is no layout on which a reward meets another sample's data.
+The reference below is deliberately naive: no arrays, no ranks, no columns. If the two agree on
+random lengths, rewards, groups, invalid members, masks, fan-out, caps, data and context parallel
+sizes, there is no layout on which a reward meets another sample's data.
 """
 
 import math
@@ -42,7 +44,9 @@ LONGEST = 12
 
 @st.composite
 def batches(draw):
-    """Samples of 1-5 prompts with 1-4 rollouts of 1-3 samples each; every token's log-prob is its own number."""
+    """Samples of 1-5 prompts with 1-4 rollouts of 1-3 samples each; every token's log-prob is its
+    own number.
+    """
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     samples, rollout_id = [], 0
     for group in range(draw(st.integers(1, 5))):
@@ -58,14 +62,18 @@ def batches(draw):
                         rollout_id=rollout_id,
                         tokens=rng.integers(0, 50_000, prompt + response).tolist(),
                         response_length=response,
-                        loss_mask=rng.integers(0, 2, response).tolist() if rng.random() < 0.6 else None,
+                        loss_mask=rng.integers(0, 2, response).tolist()
+                        if rng.random() < 0.6
+                        else None,
                         reward=reward if valid or rng.random() < 0.5 else None,
                         rollout_log_probs=(-rng.random(response) * 3).astype(np.float32).tolist(),
                         remove_sample=bool(rng.random() < 0.1),
                         valid=bool(valid),
                         invalid_reason=None if valid else "empty",
                         metadata={"round_number": int(rng.integers(1, 5))},
-                        status=Sample.Status.TRUNCATED if rng.random() < 0.2 else Sample.Status.COMPLETED,
+                        status=Sample.Status.TRUNCATED
+                        if rng.random() < 0.2
+                        else Sample.Status.COMPLETED,
                     )
                 )
             rollout_id += 1
@@ -88,7 +96,10 @@ def layouts(draw):
 
 def reference(samples, trained):
     """The metrics, in one process and with loops, over the samples that a step trains."""
-    masks = [[0] * s.response_length if s.remove_sample else s.loss_mask or [1] * s.response_length for s in samples]
+    masks = [
+        [0] * s.response_length if s.remove_sample else s.loss_mask or [1] * s.response_length
+        for s in samples
+    ]
     ids = {samples[i].rollout_id for i in trained}
     sums = {r: sum(sum(masks[i]) for i in trained if samples[i].rollout_id == r) for r in ids}
     sizes = {r: sum(1 for i in trained if samples[i].rollout_id == r) for r in ids}
@@ -97,7 +108,9 @@ def reference(samples, trained):
 
     def over_rollouts(name, value):
         if trained:
-            out[name] = math.fsum(value(i) / sizes[samples[i].rollout_id] for i in trained) / len(ids)
+            out[name] = math.fsum(value(i) / sizes[samples[i].rollout_id] for i in trained) / len(
+                ids
+            )
 
     over_rollouts("response_lengths", lambda i: samples[i].response_length)
     over_rollouts("round_number", lambda i: samples[i].metadata["round_number"])
@@ -119,7 +132,9 @@ def reference(samples, trained):
     for (group, _), values in scored.items():
         groups.setdefault(group, []).append(values[0])
     for k in (1, 2, 4):
-        terms = [pass_at_k(len(v), sum(r == 1 for r in v), k) for v in groups.values() if len(v) >= k]
+        terms = [
+            pass_at_k(len(v), sum(r == 1 for r in v), k) for v in groups.values() if len(v) >= k
+        ]
         if terms and max(map(len, groups.values())) > 1:
             out[f"pass@{k}"] = math.fsum(terms) / len(terms)
     correct = [i for i in trained if samples[i].reward == 1]
@@ -132,7 +147,8 @@ def reference(samples, trained):
         masked = [i for i in correct if sum(masks[i])]
         if masked:
             entropy = [
-                -sum(p for p, m in zip(samples[i].rollout_log_probs, masks[i], strict=True) if m) / sum(masks[i])
+                -sum(p for p, m in zip(samples[i].rollout_log_probs, masks[i], strict=True) if m)
+                / sum(masks[i])
                 for i in masked
             ]
             out["correct_entropy"] = math.fsum(entropy) / len(entropy)
@@ -142,7 +158,9 @@ def reference(samples, trained):
 
 
 def run_chain(samples, layout):
-    """The real chain: rewards, columns, split, wire, arrival, device, contributions of every rank, reduction."""
+    """The real chain: rewards, columns, split, wire, arrival, device, contributions of every rank,
+    reduction.
+    """
     dp_size, cp_size, packing, cap, pad_to, group = layout
     settings_ = ColumnsConfig(divide_by_std=True)
     columns = build_train_columns(samples, compute_rewards(samples, settings_)[:2], settings_)
@@ -157,8 +175,12 @@ def run_chain(samples, layout):
     for rank, shard in enumerate(shards):
         trained += localize(shard, rank)["partition"]
         for cp_rank in range(cp_size):
-            batch = to_train_device(localize(shard, rank, dp_size=dp_size), "cpu", cp_rank=cp_rank, cp_size=cp_size)
-            place = TrainMetricsConfig(cp_size=cp_size, cp_rank=cp_rank, rollout_max_response_len=LONGEST)
+            batch = to_train_device(
+                localize(shard, rank, dp_size=dp_size), "cpu", cp_rank=cp_rank, cp_size=cp_size
+            )
+            place = TrainMetricsConfig(
+                cp_size=cp_size, cp_rank=cp_rank, rollout_max_response_len=LONGEST
+            )
             advantages.update(zip(batch["sample_indices"], batch["rewards"], strict=True))
             phase.append(
                 phase_contributions(batch, cp_size=cp_size, cp_rank=cp_rank)
@@ -171,7 +193,12 @@ def run_chain(samples, layout):
                 else {}
             )
             rates = pass_rates(batch, config=place)
-    return {**c.merge_all(phase), **c.merge_all(panels), **rates}, advantages, sorted(trained), split.plan
+    return (
+        {**c.merge_all(phase), **c.merge_all(panels), **rates},
+        advantages,
+        sorted(trained),
+        split.plan,
+    )
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -183,7 +210,9 @@ def test_every_layout_gives_the_single_process_numbers(samples, layout):
     expected = reference(samples, trained)
     for name, value in expected.items():
         assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
-    assert all(math.isfinite(value) for value in found.values()), "no NaN from empty or fully masked batches"
+    assert all(math.isfinite(value) for value in found.values()), (
+        "no NaN from empty or fully masked batches"
+    )
     assert plan.num_trained_samples + sum(plan.dropped.values()) == len(samples), "conservation"
     again = run_chain(samples, (1, 1, "static", 8, 0, 1))
     assert advantages == again[1], "bit-identical at every split"
@@ -197,17 +226,30 @@ PER_TOKEN = {
     "kl k1": {"kl_coef": 0.2, "kl_loss_type": "k1"},
     "kl k2": {"kl_coef": 0.2, "kl_loss_type": "k2"},
     "kl k3": {"kl_coef": 0.2, "kl_loss_type": "k3"},
-    "low_var_kl and distillation": {"kl_coef": 0.2, "kl_loss_type": "low_var_kl", "use_opd": True, "opd_kl_coef": 0.3},
+    "low_var_kl and distillation": {
+        "kl_coef": 0.2,
+        "kl_loss_type": "low_var_kl",
+        "use_opd": True,
+        "opd_kl_coef": 0.3,
+    },
 }
 
 
 @pytest.mark.parametrize("per_token", sorted(PER_TOKEN))
 @pytest.mark.parametrize("estimator", sorted(ADVANTAGE_ESTIMATORS))
-def test_advantages_and_returns_have_the_same_bits_on_every_rank_count_and_in_every_order(estimator, per_token):
+def test_advantages_and_returns_have_the_same_bits_on_every_rank_count_and_in_every_order(
+    estimator, per_token
+):
     """A sample's advantages and returns have the same bits whatever else is on its rank, however
     long the longest response is, and wherever it stands."""
     samples, options = make_long_samples(), PER_TOKEN[per_token]
-    layouts = [(24, 1, "static"), (24, 2, "balanced"), (24, 2, "static"), (24, 4, "balanced"), (24, 4, "first_fit")]
+    layouts = [
+        (24, 1, "static"),
+        (24, 2, "balanced"),
+        (24, 2, "static"),
+        (24, 4, "balanced"),
+        (24, 4, "first_fit"),
+    ]
     # two groups; one sample, so that three ranks have none
     few = [(8, 4, "balanced"), (8, 2, "static"), (1, 4, "balanced")]
     with pretend_rank():
@@ -217,9 +259,13 @@ def test_advantages_and_returns_have_the_same_bits_on_every_rank_count_and_in_ev
         for seed, (num_samples, dp_size, packing) in enumerate(layouts + few):
             order = np.random.default_rng(seed).permutation(num_samples)
             if num_samples == 1:  # a group of one has another baseline
-                expected = advantages_of(*shards_of(samples[:1], estimator, 1), estimator, **options)
+                expected = advantages_of(
+                    *shards_of(samples[:1], estimator, 1), estimator, **options
+                )
             found = {}
-            for batch in shards_of([samples[i] for i in order], estimator, dp_size, packing=packing):
+            for batch in shards_of(
+                [samples[i] for i in order], estimator, dp_size, packing=packing
+            ):
                 found |= advantages_of(batch, estimator, **options)
             assert sorted(found) == [i for i in sorted(expected) if i < num_samples]
             wrong = [i for i in found if found[i] != expected[i]]
@@ -233,7 +279,9 @@ def test_metrics_are_the_same_number_at_dp_1_2_4_and_any_order():
     values = rng.normal(size=1000) * 10.0 ** rng.integers(-8, 8, 1000)
     whole = c.merge([c.mean(values, 1000)])[""]
     for ranks in (2, 4, 7):
-        parts = [c.mean(piece, len(piece)) for piece in np.array_split(rng.permutation(values), ranks)]
+        parts = [
+            c.mean(piece, len(piece)) for piece in np.array_split(rng.permutation(values), ranks)
+        ]
         assert c.merge(parts)[""] == whole
 
 
@@ -252,7 +300,9 @@ def test_tokens_arrive_on_some_layout_unchanged():
     ]
     settings_ = ColumnsConfig(group_baseline=False)
     columns = build_train_columns(samples, compute_rewards(samples, settings_)[:2], settings_)
-    split = split_by_dp(columns, SplitConfig(9, 9, ScheduleConfig(3, 3, token_cap=20, packing="balanced"), pad_to=4))
+    split = split_by_dp(
+        columns, SplitConfig(9, 9, ScheduleConfig(3, 3, token_cap=20, packing="balanced"), pad_to=4)
+    )
     for rank, shard in enumerate(split.shards):
         batch = to_train_device(localize(shard, rank), "cpu")
         for index, tokens in zip(batch["sample_indices"], batch["tokens"], strict=True):

@@ -22,7 +22,11 @@ def penalties(name, lengths, rewards=None, groups=None, counts=None, **numbers):
     count = len(lengths)
     penalty = LengthPenalty(**{"name": name, "budget": 100, "buffer": 20, **numbers})
     return compute_length_penalties(
-        lengths, rewards or [1.0] * count, groups or [0] * count, counts or [True] * count, penalty=penalty
+        lengths,
+        rewards or [1.0] * count,
+        groups or [0] * count,
+        counts or [True] * count,
+        penalty=penalty,
     ).tolist()
 
 
@@ -31,7 +35,9 @@ def test_the_soft_overlong_penalty_grows_over_the_last_part_of_the_budget():
     scales it."""
     assert penalties("soft_overlong", [1, 80, 85, 90, 100, 120]) == [0, 0, -0.25, -0.5, -1, -1]
     assert penalties("soft_overlong", [80, 90, 100], weight=0.5) == [0, -0.25, -0.5]
-    assert penalties("linear", [0, 25, 100, 150]) == [0, -0.25, -1, -1] and penalties("none", [100]) == [0]
+    assert penalties("linear", [0, 25, 100, 150]) == [0, -0.25, -1, -1] and penalties(
+        "none", [100]
+    ) == [0]
 
 
 def test_the_group_relative_penalty_compares_within_a_group_by_id():
@@ -39,12 +45,16 @@ def test_the_group_relative_penalty_compares_within_a_group_by_id():
     equal lengths of group 3 give 0."""
     lengths, groups = [10, 5, 30, 20, 5], [7, 3, 7, 7, 3]
     assert penalties("group_relative", lengths, groups=groups) == [0.5, 0, -0.5, 0, 0]
-    assert penalties("group_relative", lengths, rewards=[0.0, 1.0, 0.0, 1.0, 1.0], groups=groups) == [0, 0, -0.5, 0, 0]
+    assert penalties(
+        "group_relative", lengths, rewards=[0.0, 1.0, 0.0, 1.0, 1.0], groups=groups
+    ) == [0, 0, -0.5, 0, 0]
     assert penalties("group_relative", [10, 30], rewards=[0.8, 0.8], solved_from=0.8) == [0.5, -0.5]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "none"])
-@pytest.mark.parametrize("left_out", [{"counts": [True, True, False]}, {"rewards": [1.0, 1.0, math.nan]}])
+@pytest.mark.parametrize(
+    "left_out", [{"counts": [True, True, False]}, {"rewards": [1.0, 1.0, math.nan]}]
+)
 def test_what_does_not_count_has_no_penalty_and_changes_nobodys(name, left_out):
     """A rejected sample of 10,000 tokens has no penalty and does not stretch its group's range."""
     assert penalties(name, [90, 95, 10_000], **left_out) == [*penalties(name, [90, 95]), 0]
@@ -53,7 +63,11 @@ def test_what_does_not_count_has_no_penalty_and_changes_nobodys(name, left_out):
 def test_the_penalty_enters_the_baseline_and_leaves_the_raw_reward(tmp_path, monkeypatch):
     """Two right answers of 80 and 100 tokens have raw rewards 1 and 1, shaped 1 and 0, advantages
     +-0.5, and metrics give the penalty."""
-    options = {"length_penalty": "soft_overlong", "rollout_max_response_len": 100, "grpo_std_normalization": False}
+    options = {
+        "length_penalty": "soft_overlong",
+        "rollout_max_response_len": 100,
+        "grpo_std_normalization": False,
+    }
     samples = [sound_sample(i, length=80 + 20 * (i % 2), reward=1.0) for i in range(4)]
     raw, rewards, _ = compute_rewards(samples, ColumnsConfig.from_args(rollout_args(**options)))
     assert raw == [1.0] * 4 and rewards == [0.5, -0.5, 0.5, -0.5]
@@ -62,17 +76,32 @@ def test_the_penalty_enters_the_baseline_and_leaves_the_raw_reward(tmp_path, mon
     manager = manager_of(samples, tmp_path, monkeypatch, gate_repetition_window=0, **options)
     manager.generate(0)
     manager.gate.close()
-    found = [manager.logged[f"rollout/length_penalty/{name}"] for name in ("mean", "share", "shaped_reward")]
+    found = [
+        manager.logged[f"rollout/length_penalty/{name}"]
+        for name in ("mean", "share", "shaped_reward")
+    ]
     assert found == [-0.5, 0.5, 0.5] and manager.logged["rollout/reward/mean"] == 1.0
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"length_penalty": "linear", "rollout_max_response_len": None}, "--rollout-max-response-len, which is missing"),
-        ({"length_penalty": "soft_overlong", "length_penalty_buffer": 9}, "--length-penalty-buffer is 9: soft_overlong alone reads it, from 1 to"),
-        ({"length_penalty_buffer": 4}, "--length-penalty-buffer is 4: soft_overlong alone reads it"),
-        ({"length_penalty": "linear", "custom_reward_post_process_path": "a.b"}, "linear is not applied beside a custom reward post-process"),
+        (
+            {"length_penalty": "linear", "rollout_max_response_len": None},
+            "--rollout-max-response-len, which is missing",
+        ),
+        (
+            {"length_penalty": "soft_overlong", "length_penalty_buffer": 9},
+            "--length-penalty-buffer is 9: soft_overlong alone reads it, from 1 to",
+        ),
+        (
+            {"length_penalty_buffer": 4},
+            "--length-penalty-buffer is 4: soft_overlong alone reads it",
+        ),
+        (
+            {"length_penalty": "linear", "custom_reward_post_process_path": "a.b"},
+            "linear is not applied beside a custom reward post-process",
+        ),
         ({"length_penalty": "group_relative", "rollout_max_response_len": None}, None),
     ],
 )

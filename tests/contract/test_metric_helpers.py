@@ -26,7 +26,8 @@ NAN = float("nan")
     ("num_samples", "num_solved", "k", "expected"),
     [
         (4, 1, 2, 1 - 3 / 6),  # 3 of the 6 pairs miss the solved one
-        (3, 1, 2, 1 - 1 / 3),  # one pair of three misses it: not certain, although as many are unsolved as are drawn
+        # one pair of three misses it: not certain, although as many are unsolved as are drawn
+        (3, 1, 2, 1 - 1 / 3),
         (4, 3, 2, 1.0),  # one unsolved cannot fill a pair
         (5, 0, 3, 0.0),
         (4, 2, 1, 0.5),
@@ -95,7 +96,12 @@ def test_a_loop_is_looked_for_at_the_end_of_long_texts():
 def test_axes_count_rollouts_and_planned_optimizer_steps():
     """5 prompts of 2 samples in steps of 4 are 2.5 steps, planned as three; the train axis never
     repeats a value."""
-    args = types.SimpleNamespace(rollout_batch_size=5, n_samples_per_prompt=2, global_batch_size=4, wandb_always_use_train_step=False)
+    args = types.SimpleNamespace(
+        rollout_batch_size=5,
+        n_samples_per_prompt=2,
+        global_batch_size=4,
+        wandb_always_use_train_step=False,
+    )
     assert compute_rollout_step(args, 3) == 3
     args.wandb_always_use_train_step = True
     assert compute_rollout_step(args, 3) == 3 * 10 // 4

@@ -43,7 +43,9 @@ def parallel(*, cp_size=1, cp_rank=0, tp_size=1, vpp_size=None):
 
 
 def make_samples(lengths):
-    """Sample i: `lengths[i]` = (prompt, response); token ids 1000 * (i + 1) + position; log-probs -(i + 1) - position / 100."""
+    """Sample i: `lengths[i]` = (prompt, response); token ids 1000 * (i + 1) + position; log-probs
+    -(i + 1) - position / 100.
+    """
     return [
         Sample(
             index=i,
@@ -69,7 +71,10 @@ def shards_of(lengths, dp_size=1, *, cap=24, pad_to=8):
     columns = build_train_columns(samples, compute_rewards(samples, settings)[:2], settings)
     schedule = ScheduleConfig(dp_size=dp_size, align=dp_size, token_cap=cap, packing="balanced")
     config = SplitConfig(len(samples), len(samples), schedule, pad_to=pad_to)
-    return [pickle.loads(pickle.dumps(shard, protocol=5)) for shard in split_by_dp(columns, config).shards]  # noqa: S301  our own bytes
+    return [
+        pickle.loads(pickle.dumps(shard, protocol=5))
+        for shard in split_by_dp(columns, config).shards
+    ]  # noqa: S301  our own bytes
 
 
 def ready(shard, rank=0, *, cp_size=1, cp_rank=0):
@@ -82,8 +87,14 @@ def walk(batch, keys=None, pad=8):
 
 
 def reference_row(tokens, cp_size, pad):
-    """The row as the model of one rank reads it, sequence by sequence: upstream's recipe on `slice_with_cp`."""
-    row = torch.cat([slice_with_cp(t, 0) for t in tokens]) if tokens else torch.zeros(0, dtype=torch.int64)
+    """The row as the model of one rank reads it, sequence by sequence: upstream's recipe on
+    `slice_with_cp`.
+    """
+    row = (
+        torch.cat([slice_with_cp(t, 0) for t in tokens])
+        if tokens
+        else torch.zeros(0, dtype=torch.int64)
+    )
     width = max(pad, -(-len(row) // pad) * pad)
     return torch.nn.functional.pad(row, (0, width - len(row))), len(row)
 
@@ -111,7 +122,10 @@ def test_what_a_step_writes_into_its_tensors_does_not_reach_the_batch_it_came_fr
     """A rank's tensors are its own, also where the dtype stays the same: the store's objects are
     read-only and shared by the ranks of a node."""
     shard = localize(shards_of(LENGTHS)[0], 0)
-    before = {name: np.array(shard.column(name).values) for name in ("tokens", "rollout_log_probs", "loss_masks")}
+    before = {
+        name: np.array(shard.column(name).values)
+        for name in ("tokens", "rollout_log_probs", "loss_masks")
+    }
     with parallel():
         moved = to_train_device(shard, "cpu", cp_size=1, cp_rank=0)
     for name in before:
@@ -140,12 +154,21 @@ def test_rows_hold_the_samples_and_their_masks_on_every_layout(cp_size, tp_size)
                         strict=True,
                     )
                 ]
-                assert torch.equal(micro_batch["full_loss_masks"], reference_row(masks, cp_size, 8 * tp_size)[0][None])
-                lens = [len(t) if cp_size == 1 else 2 * cp_size * -(-len(t) // (2 * cp_size)) for t in tokens]
+                assert torch.equal(
+                    micro_batch["full_loss_masks"],
+                    reference_row(masks, cp_size, 8 * tp_size)[0][None],
+                )
+                lens = [
+                    len(t) if cp_size == 1 else 2 * cp_size * -(-len(t) // (2 * cp_size))
+                    for t in tokens
+                ]
                 pad = len(row) - used
                 bounds = list(itertools.accumulate([0, *lens, *([pad * cp_size] if pad else [])]))
                 params = micro_batch["packed_seq_params"]
-                assert params.cu_seqlens_q.tolist() == bounds and params.cu_seqlens_q.dtype == torch.int32
+                assert (
+                    params.cu_seqlens_q.tolist() == bounds
+                    and params.cu_seqlens_q.dtype == torch.int32
+                )
                 assert params.max_seqlen_q == max(np.diff(bounds)) and params.qkv_format == "thd"
                 assert len(bounds) == 2 or params.max_seqlen_q < bounds[-1], (
                     "the row's length would let positions run on"
@@ -162,7 +185,11 @@ def test_log_probs_from_elsewhere_are_cut_like_the_layout_says(cp_size):
         with parallel(cp_size=cp_size, cp_rank=cp_rank):
             batch = ready(shards_of(LENGTHS)[0], cp_size=cp_size, cp_rank=cp_rank)
             for full, part, total, response in zip(
-                whole, batch["rollout_log_probs"], batch["total_lengths"], batch["response_lengths"], strict=True
+                whole,
+                batch["rollout_log_probs"],
+                batch["total_lengths"],
+                batch["response_lengths"],
+                strict=True,
             ):
                 assert part.tolist() == slice_log_prob_with_cp(full.tolist(), total, response)
                 owned += len(part)
@@ -193,7 +220,9 @@ def test_without_context_parallelism_a_micro_batch_is_a_view_of_the_arrived_buff
 def test_a_rank_without_samples_runs_rows_of_padding():
     """With 1 sample on 4 ranks three ranks run an empty micro-batch whose mask is all zero."""
     for cp_size in (1, 2):
-        for rank, shard in enumerate(shards_of([(3, 4)], dp_size=4, pad_to=8 if cp_size == 1 else 0)):
+        for rank, shard in enumerate(
+            shards_of([(3, 4)], dp_size=4, pad_to=8 if cp_size == 1 else 0)
+        ):
             with parallel(cp_size=cp_size):
                 batch = ready(shard, rank, cp_size=cp_size)
                 micro_batches = walk(batch)
@@ -201,7 +230,10 @@ def test_a_rank_without_samples_runs_rows_of_padding():
             micro_batch = micro_batches[0]
             if batch["partition"]:
                 continue
-            assert micro_batch["tokens"].tolist() == [[0] * 8] and micro_batch["full_loss_masks"].sum() == 0
+            assert (
+                micro_batch["tokens"].tolist() == [[0] * 8]
+                and micro_batch["full_loss_masks"].sum() == 0
+            )
             assert micro_batch["packed_seq_params"].cu_seqlens_q.tolist() == [0, 8 * cp_size]
             assert (
                 micro_batch["unconcat_tokens"] == [] == micro_batch["loss_masks"]
@@ -219,7 +251,9 @@ def test_values_follow_their_sample_through_any_packing():
                     for k, index in enumerate(micro_batch["partition"]):
                         seen.append(index)
                         assert micro_batch["unconcat_tokens"][k][0] == 1000 * (index + 1)
-                        assert micro_batch["rewards"][k] == index == micro_batch["local_raw_reward"][k]
+                        assert (
+                            micro_batch["rewards"][k] == index == micro_batch["local_raw_reward"][k]
+                        )
                         log_probs = micro_batch["rollout_log_probs"][k]
                         assert len(log_probs) == LENGTHS[index][1] and (log_probs < -index).all()
         assert sorted(seen) == list(range(len(LENGTHS)))
@@ -230,7 +264,11 @@ def test_dtypes_on_the_device_are_the_models():
     int32 id is no index for some kernels."""
     batch = ready(shards_of(LENGTHS)[0])
     kinds = {name: batch[name][0].dtype for name in ("tokens", "loss_masks", "rollout_log_probs")}
-    assert kinds == {"tokens": torch.int64, "loss_masks": torch.int32, "rollout_log_probs": torch.float32}
+    assert kinds == {
+        "tokens": torch.int64,
+        "loss_masks": torch.int32,
+        "rollout_log_probs": torch.float32,
+    }
     assert batch["rollout_mask_sums"].dtype == torch.float32
     batch["loss_masks"][0].zero_()  # writable: nothing aliases the object store
 
@@ -262,7 +300,9 @@ def test_what_rows_were_laid_out_from_is_kept_so_that_nothing_else_gets_its_id()
         batch["loss_masks"][:] = [torch.zeros_like(mask) for mask in batch["loss_masks"]]
         batch.column("loss_masks")
         gc.collect()
-        assert origin() is not None and not any(row["full_loss_masks"].any() for row in walk(batch, pad=16))
+        assert origin() is not None and not any(
+            row["full_loss_masks"].any() for row in walk(batch, pad=16)
+        )
 
 
 def test_a_hook_that_gives_a_tensor_other_memory_is_seen_too():
@@ -274,7 +314,9 @@ def test_a_hook_that_gives_a_tensor_other_memory_is_seen_too():
         for mask in batch["loss_masks"]:
             mask.data = torch.zeros_like(mask)
         assert all(not micro_batch["full_loss_masks"].any() for micro_batch in walk(batch))
-    assert not batch.column("loss_masks").values.any() and not batch.column("loss_masks").was_edited()
+    assert (
+        not batch.column("loss_masks").values.any() and not batch.column("loss_masks").was_edited()
+    )
 
 
 def test_what_a_hook_adds_is_in_the_micro_batches_where_it_has_an_entry_per_sample():
@@ -282,16 +324,28 @@ def test_what_a_hook_adds_is_in_the_micro_batches_where_it_has_an_entry_per_samp
     another, and a known field of a wrong length, are errors."""
     batch = ready(shards_of(LENGTHS)[0])
     batch["mine"] = [f"of {position}" for position in batch["partition"]]
-    batch["scale"], batch["longer"], batch["beta"] = 3.0, [0] * (len(LENGTHS) + 1), torch.tensor(3.0)
+    batch["scale"], batch["longer"], batch["beta"] = (
+        3.0,
+        [0] * (len(LENGTHS) + 1),
+        torch.tensor(3.0),
+    )
     with parallel():
         micro_batches = walk(batch)
-        assert [entry for micro_batch in micro_batches for entry in micro_batch["mine"]] == batch["mine"]
+        assert [entry for micro_batch in micro_batches for entry in micro_batch["mine"]] == batch[
+            "mine"
+        ]
         assert not {"scale", "longer", "beta"} & set(micro_batches[0])
-        for name, said in (("scale", "'scale' has 3.0"), ("beta", r"'beta' has tensor\(3.\)"), ("longer", "'longer' has 7 entries for the 6 samples")):
+        for name, said in (
+            ("scale", "'scale' has 3.0"),
+            ("beta", r"'beta' has tensor\(3.\)"),
+            ("longer", "'longer' has 7 entries for the 6 samples"),
+        ):
             with pytest.raises(RolloutDataError, match=said):
                 walk(batch, ["tokens", name])
         batch["rollout_log_probs"].append(torch.zeros(3))
-        with pytest.raises(RolloutDataError, match="'rollout_log_probs' has 7 entries for the 6 samples"):
+        with pytest.raises(
+            RolloutDataError, match="'rollout_log_probs' has 7 entries for the 6 samples"
+        ):
             walk(batch)
 
 
@@ -299,7 +353,9 @@ def test_a_hook_that_mixes_tensors_with_something_else_is_told_where():
     """A field that mixes tensors with lists is refused with the entry."""
     batch = ready(shards_of(LENGTHS)[0])
     batch["loss_masks"][2] = [0] * len(batch["loss_masks"][2])
-    with pytest.raises(RolloutDataError, match=r"loss_masks\[2\] is a list where other entries are tensors"):
+    with pytest.raises(
+        RolloutDataError, match=r"loss_masks\[2\] is a list where other entries are tensors"
+    ):
         batch.column("loss_masks")
     with parallel(), pytest.raises(RolloutDataError, match=r"loss_masks\[2\] is a list"):
         walk(batch)
@@ -308,12 +364,16 @@ def test_a_hook_that_mixes_tensors_with_something_else_is_told_where():
 def test_plain_dicts_of_tensors_work_too():
     """A dict of lists with the same keys is accepted in place of a RolloutBatch."""
     batch = ready(shards_of(LENGTHS)[0])
-    plain = {name: list(value) if isinstance(value, list) else value for name, value in batch.items()}
+    plain = {
+        name: list(value) if isinstance(value, list) else value for name, value in batch.items()
+    }
     keys = ["tokens", "loss_masks", "rollout_log_probs", "absent"]
     for cp_size in (1, 2):
         with parallel(cp_size=cp_size):
             for a, b in zip(walk(batch, keys), walk(plain, keys), strict=True):
-                assert torch.equal(a["tokens"], b["tokens"]) and torch.equal(a["full_loss_masks"], b["full_loss_masks"])
+                assert torch.equal(a["tokens"], b["tokens"]) and torch.equal(
+                    a["full_loss_masks"], b["full_loss_masks"]
+                )
                 assert a["absent"] is None is b["absent"]
 
 
@@ -359,7 +419,10 @@ def test_allgather_cp_cuts_the_stream_into_equal_pieces():
     assert len(stream) == 16 and len(pieces[0]) == 8
     assert torch.equal(stream[:15], torch.cat(micro_batch["unconcat_tokens"])) and stream[15] == 0
     assert torch.cat(masks).sum() == sum(int(mask.sum()) for mask in batch["loss_masks"])
-    assert micro_batch["packed_seq_params"].cu_seqlens_q.tolist() in ([0, 7, 15, 16], [0, 8, 15, 16])
+    assert micro_batch["packed_seq_params"].cu_seqlens_q.tolist() in (
+        [0, 7, 15, 16],
+        [0, 8, 15, 16],
+    )
 
 
 def test_media_of_a_micro_batch_are_concatenated_by_key():

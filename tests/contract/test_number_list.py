@@ -66,13 +66,19 @@ def test_it_is_a_list_wherever_a_list_is_asked_for():
     """It compares, slices, adds, copies, serializes and indexes like a list."""
     values = number_list(np.arange(3, dtype=np.int32))
     assert values == [0, 1, 2] and isinstance(values, list) and repr(values) == "[0, 1, 2]"
-    assert type(values[1:]) is list and values + [7] == [0, 1, 2, 7] and [7] + values == [7, 0, 1, 2]
-    assert all(type(value) is int for value in values) and all(type(v) is float for v in number_list(np.ones(2, "f4")))
+    assert (
+        type(values[1:]) is list and values + [7] == [0, 1, 2, 7] and [7] + values == [7, 0, 1, 2]
+    )
+    assert all(type(value) is int for value in values) and all(
+        type(v) is float for v in number_list(np.ones(2, "f4"))
+    )
     assert json.dumps(values) == "[0, 1, 2]" and orjson.dumps(values) == b"[0,1,2]"
     assert torch.tensor(values).tolist() == np.array(values).tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("copied", (copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))))
+@pytest.mark.parametrize(
+    "copied", (copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)))
+)
 def test_copies_are_independent_lists_with_the_same_numbers(copied):
     """Copies are independent lists; between processes the array travels in place of the numbers."""
     values = number_list(np.array([0.1, -2.5], dtype=np.float32))
@@ -109,7 +115,9 @@ def test_a_list_that_was_changed_behind_its_back_is_packed_anew():
 def test_an_array_that_was_packed_around_a_change_is_not_remembered(when, monkeypatch):
     """An array packed while another thread changes the list is returned and not kept."""
     values = NumberList([1, 2, 3])
-    where, real = (number_list_module.struct, "pack") if when == "while it is packed" else (np, "frombuffer")
+    where, real = (
+        (number_list_module.struct, "pack") if when == "while it is packed" else (np, "frombuffer")
+    )
     original = getattr(where, real)
 
     def change_too(*args, **kw):
@@ -118,19 +126,29 @@ def test_an_array_that_was_packed_around_a_change_is_not_remembered(when, monkey
         return made
 
     monkeypatch.setattr(where, real, change_too)
-    assert packed(values, "i").tolist() == [1, 2, 3], "what the list was when the other thread looked"
+    assert packed(values, "i").tolist() == [1, 2, 3], (
+        "what the list was when the other thread looked"
+    )
     monkeypatch.undo()
     assert known_array(values) is None and packed(values, "i").tolist() == values == [9, 2, 3]
 
 
-numbers = st.lists(st.one_of(st.integers(-(2**31), 2**31 - 1), st.floats(width=32, allow_nan=False), st.booleans()), max_size=6)
+numbers = st.lists(
+    st.one_of(
+        st.integers(-(2**31), 2**31 - 1), st.floats(width=32, allow_nan=False), st.booleans()
+    ),
+    max_size=6,
+)
 
 
 @settings(max_examples=200, deadline=None)
 @given(first=numbers, second=numbers, known=st.tuples(st.booleans(), st.booleans()))
 def test_a_sum_is_the_sum_of_the_lists_and_its_array_says_the_same(first, second, known):
     """The sum of two lists has the right array, whichever of the parts have one."""
-    parts = [number_list(np.array(v)) if k and v else NumberList(v) for v, k in zip((first, second), known, strict=True)]
+    parts = [
+        number_list(np.array(v)) if k and v else NumberList(v)
+        for v, k in zip((first, second), known, strict=True)
+    ]
     total = joined(*parts)
     assert total == list(parts[0]) + list(parts[1])
     if known_array(total) is not None:
@@ -141,7 +159,9 @@ def test_a_sum_is_the_sum_of_the_lists_and_its_array_says_the_same(first, second
 def test_what_is_no_token_id_is_said_with_its_place(values):
     """A value that is no token id is refused with the message, and the position, that a plain list
     gives."""
-    assert token_array(NumberList(values)) == token_array(values) and isinstance(token_array(values), str)
+    assert token_array(NumberList(values)) == token_array(values) and isinstance(
+        token_array(values), str
+    )
     assert packed(values, "i") is None
 
 
@@ -149,7 +169,9 @@ def test_readers_take_the_array_that_is_there():
     """Gate and columns read the same packed memory; a float array is not taken for token ids."""
     tokens = NumberList([3, 1, 2])
     first = token_array(tokens)
-    assert token_array(tokens) is known_array(tokens) and as_array(tokens, "int32") is known_array(tokens)
+    assert token_array(tokens) is known_array(tokens) and as_array(tokens, "int32") is known_array(
+        tokens
+    )
     assert first.dtype == np.int32 and first.tolist() == [3, 1, 2]
     mask = NumberList([1, 0])
     assert mask_array(mask) is as_array(mask, "uint8") and mask_array(mask).tolist() == [1, 0]
@@ -159,7 +181,20 @@ def test_readers_take_the_array_that_is_there():
 
 
 @pytest.mark.parametrize("dtype", ("int32", "int64", "float32", "float64", "uint8"))
-@pytest.mark.parametrize("values", ([], [1, 0, 1], [True, False], [0.5, 1.25], [1e-46, 3e38], [-1, 255], [2**31], [None], [float("nan")]))
+@pytest.mark.parametrize(
+    "values",
+    (
+        [],
+        [1, 0, 1],
+        [True, False],
+        [0.5, 1.25],
+        [1e-46, 3e38],
+        [-1, 255],
+        [2**31],
+        [None],
+        [float("nan")],
+    ),
+)
 def test_a_packed_list_is_the_array_that_numpy_would_make(values, dtype):
     """A packed list has the numbers of numpy's array and is refused where numpy refuses."""
 
@@ -178,9 +213,15 @@ def test_a_sample_that_the_client_filled_knows_its_arrays():
     is packed number by number."""
     sample = Sample(tokens=[5, 6])
     for ids, log_probs in (([7, 8], [-0.5, -1.5]), ([9], [-2.5])):
-        sample.append_response_tokens(tokens=np.array(ids, "i4"), log_probs=np.array(log_probs, "f4"))
+        sample.append_response_tokens(
+            tokens=np.array(ids, "i4"), log_probs=np.array(log_probs, "f4")
+        )
     assert sample.tokens == [5, 6, 7, 8, 9] and known_array(sample.tokens).tolist() == sample.tokens
-    assert known_array(sample.rollout_log_probs).tolist() == sample.rollout_log_probs == [-0.5, -1.5, -2.5]
+    assert (
+        known_array(sample.rollout_log_probs).tolist()
+        == sample.rollout_log_probs
+        == [-0.5, -1.5, -2.5]
+    )
     assert sample.loss_mask == [1, 1, 1] and dataclasses.asdict(sample)["tokens"] == sample.tokens
 
 

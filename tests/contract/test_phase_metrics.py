@@ -73,7 +73,7 @@ def metrics_of(*batches, cp_size=1):
     return c.merge_all([phase_contributions(batch, cp_size=cp_size) for batch in batches])
 
 
-# --- what is a metric -----------------------------------------------------------------------------------------------------
+# --- what is a metric -----------------------------------------------------------------------------
 
 
 def test_identities_strings_and_layout_are_not_metrics_and_do_not_crash():
@@ -91,21 +91,34 @@ def test_identities_strings_and_layout_are_not_metrics_and_do_not_crash():
         undeclared=[5, 6],
     )
     names = set(metrics_of(batch))
-    assert names == {"response_lengths", "total_lengths", "rewards", "raw_reward", "num_samples", "num_rollouts"}
+    assert names == {
+        "response_lengths",
+        "total_lengths",
+        "rewards",
+        "raw_reward",
+        "num_samples",
+        "num_rollouts",
+    }
 
 
 def test_empty_and_fully_masked_batches_give_no_nan():
     """Where nothing is to be averaged there is no metric, and neither NaN nor an exception."""
     empty = plain_batch(rewards=[], rollout_log_probs=[])
     masked = plain_batch(
-        rewards=[1.0], rollout_log_probs=[torch.tensor([-1.0])], loss_masks=[torch.zeros(1, dtype=torch.int32)]
+        rewards=[1.0],
+        rollout_log_probs=[torch.tensor([-1.0])],
+        loss_masks=[torch.zeros(1, dtype=torch.int32)],
     )
     assert metrics_of(empty) == {}
     found = metrics_of(empty, masked)
     assert "rollout_log_probs" not in found and found["rewards"] == 1.0
-    assert (found["num_samples"], found["num_rollouts"]) == (0, 0), "nothing of it trains, and the ledger says so too"
+    assert (found["num_samples"], found["num_rollouts"]) == (0, 0), (
+        "nothing of it trains, and the ledger says so too"
+    )
     zero_length = plain_batch(
-        rewards=[1.0, 2.0], response_lengths=[0, 2], rollout_log_probs=[torch.zeros(0), torch.tensor([-1.0, -3.0])]
+        rewards=[1.0, 2.0],
+        response_lengths=[0, 2],
+        rollout_log_probs=[torch.zeros(0), torch.tensor([-1.0, -3.0])],
     )
     assert metrics_of(zero_length)["rollout_log_probs"] == -2.0
 
@@ -120,7 +133,8 @@ def test_values_at_masked_positions_are_never_read():
     assert metrics_of(batch)["log_probs"] == pytest.approx(-3.02 / 3, rel=1e-6)
 
 
-@pytest.mark.parametrize(("total", "response", "mean"), [(9, 6, 4.0), (10, 2, 1.5)])  # of the second, rank 0 owns no response token
+# of the second, rank 0 owns no response token
+@pytest.mark.parametrize(("total", "response", "mean"), [(9, 6, 4.0), (10, 2, 1.5)])
 def test_every_per_token_field_is_a_rollout_mean_under_context_parallelism(total, response, mean):
     """Two CP ranks report what one does, for any per-token field; upstream multiplied `rollout/kl`
     and `rollout/entropy` by cp_size."""
@@ -131,9 +145,13 @@ def test_every_per_token_field_is_a_rollout_mean_under_context_parallelism(total
     whole = plain_batch(**shape, kl=[full], entropy=[full], values=[full])
     parts = []
     for cp_rank in range(2):
-        owned = plan_response_layout([total], [response], cp_size=2, cp_rank=cp_rank).response_indices
+        owned = plan_response_layout(
+            [total], [response], cp_size=2, cp_rank=cp_rank
+        ).response_indices
         assert (len(owned) == 0) == (total == 10 and cp_rank == 0)
-        batch = plain_batch(**shape, **{name: [full[owned]] for name in ("kl", "entropy", "values")})
+        batch = plain_batch(
+            **shape, **{name: [full[owned]] for name in ("kl", "entropy", "values")}
+        )
         parts.append(phase_contributions(batch, cp_size=2, cp_rank=cp_rank))
     assert c.merge_all(parts) == pytest.approx(metrics_of(whole))
     assert c.merge_all(parts)["kl"] == c.merge_all(parts)["entropy"] == mean
@@ -144,12 +162,20 @@ def test_rewards_lengths_and_truncation_give_each_rollout_one_vote():
     samples give 0.667, not 0.333."""
     rewards = [1.0] * 5 + [0.0] * 10
     counts = [2] * 2 + [3] * 3 + [10] * 10
-    truncated, lengths = [1 - int(reward) for reward in rewards], [3 + 6 * int(reward) for reward in rewards]
-    batch = plain_batch(rewards=rewards, truncated=truncated, response_lengths=lengths, rollout_sample_counts=counts)
+    truncated, lengths = (
+        [1 - int(reward) for reward in rewards],
+        [3 + 6 * int(reward) for reward in rewards],
+    )
+    batch = plain_batch(
+        rewards=rewards, truncated=truncated, response_lengths=lengths, rollout_sample_counts=counts
+    )
     found = metrics_of(batch)
     assert found["rewards"] == pytest.approx(2 / 3)
     assert "truncated" not in found, "cuts are of what was sampled, which the trainers do not have"
-    assert (found["response_lengths"], found["total_lengths"]) == (pytest.approx(7), pytest.approx(17))
+    assert (found["response_lengths"], found["total_lengths"]) == (
+        pytest.approx(7),
+        pytest.approx(17),
+    )
     assert (found["num_samples"], found["num_rollouts"]) == (15, pytest.approx(3))
 
 
@@ -168,7 +194,10 @@ def test_the_mean_of_a_whole_batch_field_is_the_batchs_however_uneven_the_ranks(
     """The mean of a whole field is the batch's, though ranks with 4 and 1 samples both hold all
     rewards."""
     whole = {"total_lengths": [11] * 5, "raw_reward": [1.0, 0.0, 0.0, 1.0, 1.0]}
-    shards = [{**whole, "partition": p, "response_lengths": [1] * len(p), "rewards": [0.5] * len(p)} for p in ([0, 1, 2, 3], [4])]
+    shards = [
+        {**whole, "partition": p, "response_lengths": [1] * len(p), "rewards": [0.5] * len(p)}
+        for p in ([0, 1, 2, 3], [4])
+    ]
     found = metrics_of(*[arrive(shard, rank) for rank, shard in enumerate(shards)])
     assert found["raw_reward"] == 0.6 and found["num_samples"] == 5
 
@@ -176,15 +205,37 @@ def test_the_mean_of_a_whole_batch_field_is_the_batchs_however_uneven_the_ranks(
 def test_the_raw_reward_takes_what_the_model_failed_at_as_zero():
     """Failures of the model count as 0: rewards 1, 1, a rejected cut sample with 7, and a rejected
     rollout outside the batch give (1 + 1 + 0 + 0) / 4."""
-    rows = {"tokens": [[1, 2]] * 3, "response_lengths": [1] * 3, "raw_reward": [1.0, 1.0, 7.0], "rewards": [1.0] * 3}
-    data = {**rows, "valid": [True, True, False], "invalid_reason": [None, None, "truncated"], "model_failure": [False, False, True]}
+    rows = {
+        "tokens": [[1, 2]] * 3,
+        "response_lengths": [1] * 3,
+        "raw_reward": [1.0, 1.0, 7.0],
+        "rewards": [1.0] * 3,
+    }
+    data = {
+        **rows,
+        "valid": [True, True, False],
+        "invalid_reason": [None, None, "truncated"],
+        "model_failure": [False, False, True],
+    }
     for expected, dropped in ((2 / 3, []), (0.5, [None]), (0.5, [9, 9]), (0.5, [9])):
-        split = split_by_dp(data, SplitConfig(3, 3, ScheduleConfig(2, 2, token_cap=8), pad_to=8), dropped_failures=dropped)
-        assert metrics_of(*[localize(shard, rank) for rank, shard in enumerate(split.shards)])["raw_reward"] == pytest.approx(expected)
+        split = split_by_dp(
+            data,
+            SplitConfig(3, 3, ScheduleConfig(2, 2, token_cap=8), pad_to=8),
+            dropped_failures=dropped,
+        )
+        assert metrics_of(*[localize(shard, rank) for rank, shard in enumerate(split.shards)])[
+            "raw_reward"
+        ] == pytest.approx(expected)
     # a failed sample shares the vote of its rollout, in the batch or not
     fan_out = {**data, "rollout_ids": [0, 1, 1]}
-    split = split_by_dp(fan_out, SplitConfig(3, 3, ScheduleConfig(1, 1, token_cap=8), pad_to=8), dropped_failures=[0, 0])
-    assert metrics_of(localize(next(iter(split.shards)), 0))["raw_reward"] == pytest.approx((1 / 3 + 1 / 2) / 2)
+    split = split_by_dp(
+        fan_out,
+        SplitConfig(3, 3, ScheduleConfig(1, 1, token_cap=8), pad_to=8),
+        dropped_failures=[0, 0],
+    )
+    assert metrics_of(localize(next(iter(split.shards)), 0))["raw_reward"] == pytest.approx(
+        (1 / 3 + 1 / 2) / 2
+    )
 
 
 def test_lengths_are_the_partitions_lengths():
@@ -206,11 +257,16 @@ def test_lengths_are_the_partitions_lengths():
     assert c.merge_all([permuted])["correct_response_lengths"] == pytest.approx(80 / 3)
     # whoever compares with figures of an earlier version, on one rank too, reads why they changed
     root = Path(__file__).resolve().parents[2]
-    assert "with one rank, figures of earlier versions change too" in (root / "CHANGELOG.md").read_text()
-    assert "also on one rank, so figures differ" in " ".join((root / "docs" / "data_contract.md").read_text().split())
+    assert (
+        "with one rank, figures of earlier versions change too"
+        in (root / "CHANGELOG.md").read_text()
+    )
+    assert "also on one rank, so figures differ" in " ".join(
+        (root / "docs" / "data_contract.md").read_text().split()
+    )
 
 
-# --- panels ---------------------------------------------------------------------------------------------------------------
+# --- panels ---------------------------------------------------------------------------------------
 
 
 def correct_batch(**fields):
@@ -226,28 +282,42 @@ def test_correct_length_shares_are_of_quarters_and_keep_the_longest():
     """`correct_length/p*` are shares in quarters of the maximum length, longer ones included: of
     maximum 8, length 1 is in p25, 3 in p50, 9 in p100."""
     found = c.merge_all(
-        [correct_sample_contributions(correct_batch(), config=TrainMetricsConfig(rollout_max_response_len=8))]
+        [
+            correct_sample_contributions(
+                correct_batch(), config=TrainMetricsConfig(rollout_max_response_len=8)
+            )
+        ]
     )
     shares = [found[f"correct_length/{q}"] for q in ("p25", "p50", "p75", "p100")]
     assert shares == [pytest.approx(1 / 3), pytest.approx(1 / 3), 0.0, pytest.approx(1 / 3)]
-    assert found["correct_response_length/quantile_50"] == 3.0 and found["correct_response_length/quantile_100"] == 9.0
+    assert (
+        found["correct_response_length/quantile_50"] == 3.0
+        and found["correct_response_length/quantile_100"] == 9.0
+    )
 
 
 def test_correct_entropy_takes_the_best_source_there_is(caplog):
     """`correct_entropy` is a mean of the entropy, else of -log p of the trainer, else of the
     engine; without any of them one warning tells that it is left out."""
     ones = [torch.full((n,), 1.0) for n in (1, 2, 3, 9)]
-    entropy = [torch.tensor([0.5]), torch.zeros(2), torch.tensor([1.0, 99.0, 2.0]), torch.full((9,), 0.25)]
+    entropy = [
+        torch.tensor([0.5]),
+        torch.zeros(2),
+        torch.tensor([1.0, 99.0, 2.0]),
+        torch.full((9,), 0.25),
+    ]
     config = TrainMetricsConfig()
 
     def value(**fields):
-        return c.merge_all([correct_sample_contributions(correct_batch(**fields), config=config)]).get(
-            "correct_entropy"
-        )
+        return c.merge_all(
+            [correct_sample_contributions(correct_batch(**fields), config=config)]
+        ).get("correct_entropy")
 
     engine = [-2 * x for x in ones]
     trainer = [-3 * x for x in ones]
-    assert value(entropy=entropy, log_probs=trainer, rollout_log_probs=engine) == pytest.approx((0.5 + 1.5 + 0.25) / 3)
+    assert value(entropy=entropy, log_probs=trainer, rollout_log_probs=engine) == pytest.approx(
+        (0.5 + 1.5 + 0.25) / 3
+    )
     assert value(log_probs=trainer, rollout_log_probs=engine) == 3.0
     assert value(rollout_log_probs=engine) == 2.0
     train_metrics._said.clear()
@@ -261,7 +331,9 @@ def test_a_rank_without_correct_samples_contributes_count_zero():
     NaN."""
     none = plain_batch(raw_reward=[0.0, 0.0], rollout_log_probs=[torch.zeros(1), torch.zeros(2)])
     config = TrainMetricsConfig(rollout_max_response_len=8)
-    parts = [correct_sample_contributions(batch, config=config) for batch in (none, correct_batch())]
+    parts = [
+        correct_sample_contributions(batch, config=config) for batch in (none, correct_batch())
+    ]
     assert c.merge_all(parts)["correct_response_lengths"] == pytest.approx(13 / 3)
     assert c.merge_all(parts[:1]) == {}
 
@@ -270,9 +342,13 @@ def test_multi_turn_max_is_the_phases_max():
     """The maximum over ranks of 3 and 1 samples is that of the phase, and means are over all
     samples."""
     first = plain_batch(response_lengths=[2, 4, 6], round_number=[1, 2, 3])
-    second = plain_batch(response_lengths=[20], round_number=[9], loss_masks=[torch.tensor([1] * 5 + [0] * 15)])
+    second = plain_batch(
+        response_lengths=[20], round_number=[9], loss_masks=[torch.tensor([1] * 5 + [0] * 15)]
+    )
     config = TrainMetricsConfig(rollout_max_response_len=20)
-    found = c.merge_all([multi_turn_contributions(batch, config=config) for batch in (first, second)])
+    found = c.merge_all(
+        [multi_turn_contributions(batch, config=config) for batch in (first, second)]
+    )
     assert (
         found["raw_response_length/response_length_max"] == 20
         and found["raw_response_length/response_length_mean"] == 8
@@ -281,14 +357,21 @@ def test_multi_turn_max_is_the_phases_max():
         found["wo_obs_response_length/response_length_max"] == 6
         and found["raw_response_length/response_length_clip_ratio"] == 0.25
     )
-    assert found["multi_turn_metric/round_number_max"] == 9 and found["multi_turn_metric/round_number_min"] == 1
+    assert (
+        found["multi_turn_metric/round_number_max"] == 9
+        and found["multi_turn_metric/round_number_min"] == 1
+    )
 
 
 def test_pass_at_k_is_unbiased_for_groups_of_any_size():
     """Groups (n=4, c=1) and (n=2, c=2) give pass@1 = (1/4 + 1) / 2, pass@2 = (1 - C(3,2)/C(4,2) +
     1) / 2, pass@4 = 1."""
     rewards, groups = [1, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1]
-    assert compute_ragged_pass_rate(rewards, groups) == {"pass@1": 0.625, "pass@2": 0.75, "pass@4": 1.0}
+    assert compute_ragged_pass_rate(rewards, groups) == {
+        "pass@1": 0.625,
+        "pass@2": 0.75,
+        "pass@4": 1.0,
+    }
     assert compute_pass_rate([1, 0, 0, 0], 4) == {"pass@1": 0.25, "pass@2": 0.5, "pass@4": 1.0}
     assert compute_pass_rate([1, 0], 1) == {}
     assert compute_ragged_pass_rate([0.5, 0.9], [0, 0], threshold=0.8)["pass@1"] == 0.5
@@ -321,7 +404,9 @@ def test_pass_rate_reshapes_the_whole_rewards_of_a_plain_batch():
     """pass@k reshapes the whole rewards to [rollout_batch_size, n_samples_per_prompt], and a count
     that does not fit is refused."""
     batch = plain_batch(raw_reward=[1.0, 0.0, 0.0, 0.0])
-    assert pass_rates(batch, config=TrainMetricsConfig(n_samples_per_prompt=2, rollout_batch_size=2)) == {
+    assert pass_rates(
+        batch, config=TrainMetricsConfig(n_samples_per_prompt=2, rollout_batch_size=2)
+    ) == {
         "pass@1": 0.25,
         "pass@2": 0.5,
     }
@@ -329,21 +414,27 @@ def test_pass_rate_reshapes_the_whole_rewards_of_a_plain_batch():
         pass_rates(batch, config=TrainMetricsConfig(n_samples_per_prompt=3, rollout_batch_size=2))
 
 
-# --- reduction ------------------------------------------------------------------------------------------------------------
+# --- reduction ------------------------------------------------------------------------------------
 
 
 def test_keys_are_the_union_over_ranks():
     """A metric that only some ranks have is reported, also where the source rank lacks it."""
     found = reduce_log_dicts([{"a": (1.0, 2), "b": 5.0}, {"a": (9.0, 3), "c": (0.0, 0)}])
-    assert found == {"a": 10 / 5, "b": 5.0, "c": 0.0}  # the mean of the ranks' means would be (0.5 + 3) / 2
-    assert rollout_log_metric_contribution(3.0, cp_size=2, num_rollouts_in_rollout=8, dp_size=4) == (6.0, 2.0)
+    # the mean of the ranks' means would be (0.5 + 3) / 2
+    assert found == {"a": 10 / 5, "b": 5.0, "c": 0.0}
+    assert rollout_log_metric_contribution(
+        3.0, cp_size=2, num_rollouts_in_rollout=8, dp_size=4
+    ) == (6.0, 2.0)
 
 
 def test_quantiles_of_ranks_are_quantiles_of_the_union():
     """Quantiles are over the samples of all ranks; a mean of medians is no median."""
     values = np.arange(101.0)
     for ranks in (1, 2, 4):
-        parts = [c.quantiles(piece, [("/p50", 0.5), ("/p90", 0.9)]) for piece in np.array_split(values[::-1], ranks)]
+        parts = [
+            c.quantiles(piece, [("/p50", 0.5), ("/p90", 0.9)])
+            for piece in np.array_split(values[::-1], ranks)
+        ]
         assert c.merge_all([{"x": part} for part in parts]) == {"x/p50": 50.0, "x/p90": 90.0}
 
 
@@ -407,22 +498,31 @@ def test_log_rollout_data_sends_the_batchs_numbers_from_two_processes():
     (two, sent_two), (other, sent_other) = run_distributed(_log_on_rank, 2)
     assert other is None and sent_other == []
     assert len(sent_two) == 3 and all(m["rollout/step"] == 7 for m in sent_two)
-    assert two["rollout/raw_reward"] == 0.75 and two["rollout/correct_response_lengths"] == pytest.approx(8 / 3)
-    assert two["rollout/log_probs"] == -2.5 and two["rollout/correct_entropy"] == pytest.approx(8 / 3)
+    assert two["rollout/raw_reward"] == 0.75 and two[
+        "rollout/correct_response_lengths"
+    ] == pytest.approx(8 / 3)
+    assert two["rollout/log_probs"] == -2.5 and two["rollout/correct_entropy"] == pytest.approx(
+        8 / 3
+    )
     assert two["rollout/kl"] == 0.0, "a key that the source rank lacks is not lost"
     assert {"rollout/correct_length/p25", "rollout/correct_length/p100"} <= set(two)
     assert (
-        sent_two[2]["passrate/pass@2"] == 1.0 and sent_two[1]["multi_turn/raw_response_length/response_length_max"] == 4
+        sent_two[2]["passrate/pass@2"] == 1.0
+        and sent_two[1]["multi_turn/raw_response_length/response_length_max"] == 4
     )
 
 
-# --- checks, ledger, helpers ----------------------------------------------------------------------------------------------
+# --- checks, ledger, helpers ----------------------------------------------------------------------
 
 
 def test_ci_checks_name_the_numbers():
     """The CI checks fail with the numbers, for example where policy and reference differ before the
     first step."""
-    check_ci({"rollout/log_probs": -0.5, "rollout/ref_log_probs": -0.5, "rollout/entropy": 0.5}, 0, check_kl=True)
+    check_ci(
+        {"rollout/log_probs": -0.5, "rollout/ref_log_probs": -0.5, "rollout/entropy": 0.5},
+        0,
+        check_kl=True,
+    )
     with pytest.raises(AssertionError, match="differ before the first step"):
         check_ci({"rollout/log_probs": -0.5, "rollout/ref_log_probs": -0.6}, 0, check_kl=True)
     with pytest.raises(AssertionError, match="rollout/entropy is 2"):
@@ -433,7 +533,10 @@ def test_samples_are_conserved_or_the_ledger_says_all_numbers():
     """A lost sample is an error that contains all counts of the ledger."""
     ledger = Ledger(sampled=10, trained=7, dropped={"empty": 2, "trailing": 1})
     ledger.check()
-    assert ledger.plan_metrics()["rollout/ledger/dropped/empty"] == 2 and ledger.plan_metrics()["rollout/ledger/dropped"] == 3
+    assert (
+        ledger.plan_metrics()["rollout/ledger/dropped/empty"] == 2
+        and ledger.plan_metrics()["rollout/ledger/dropped"] == 3
+    )
     assert ledger.plus(ledger) == Ledger(20, 14, {"empty": 4, "trailing": 2})
     with pytest.raises(RolloutDataError, match=r"11 sampled, but 7 trained \+ 3 dropped = 10"):
         Ledger(11, 7, {"empty": 3}).check()
@@ -444,7 +547,10 @@ def test_samples_are_conserved_or_the_ledger_says_all_numbers():
 def test_throughput_is_of_what_was_trained():
     """Tokens per second and TFLOPs per GPU are of the trained samples, without dropped ones."""
     found = perf_metrics(
-        {"actor_train": 2.0, "train": 3.0, "train_wait": 1.0}, forward_flops=4e12, num_tokens=100, world_size=2
+        {"actor_train": 2.0, "train": 3.0, "train_wait": 1.0},
+        forward_flops=4e12,
+        num_tokens=100,
+        world_size=2,
     )
     assert found["perf/actor_train_tflops"] == 3.0 and found["perf/actor_train_tok_per_s"] == 50
     assert found["perf/step_time"] == 4.0 and found["perf/wait_time_ratio"] == 0.25
@@ -462,7 +568,10 @@ def test_small_helpers():
     assert compression_ratio("") == (math.inf, 0.0)
     assert has_repetition("ab" * 6000) and not has_repetition("ab" * 100)
     args = types.SimpleNamespace(
-        wandb_always_use_train_step=True, rollout_batch_size=8, n_samples_per_prompt=4, global_batch_size=16
+        wandb_always_use_train_step=True,
+        rollout_batch_size=8,
+        n_samples_per_prompt=4,
+        global_batch_size=16,
     )
     assert compute_rollout_step(args, 3) == 6
 

@@ -45,41 +45,76 @@ def test_all_samples_of_an_execution_have_its_one_advantage():
     fan = {"rollout_ids": [0, 0, 1]}
     assert normalize([1, 0, 0], [0] * 3, **fan)[0] == [0.25, 0.25, -0.25]
     assert normalize([1, 0, 0], [0] * 3, leave_one_out=True, **fan)[0] == [0.5, 0.5, -0.5]
-    assert normalize([1, 0, 0], [0] * 3, std=True, **fan)[0] == pytest.approx([math.sqrt(0.5)] * 2 + [-math.sqrt(0.5)], abs=1e-5)
+    assert normalize([1, 0, 0], [0] * 3, std=True, **fan)[0] == pytest.approx(
+        [math.sqrt(0.5)] * 2 + [-math.sqrt(0.5)], abs=1e-5
+    )
 
 
 @pytest.mark.parametrize(
-    ("rewards", "largest"), [([1, 0, 1, 0, 1, 0.02], 1.16), ([1, 0, 1, 0, 1, 0], 0.0), ([1, 0, 0, 1, 0.5, 0.5], 0.0), ([3, 3, 3, 3, 3, 3], 0.0)]
+    ("rewards", "largest"),
+    [
+        ([1, 0, 1, 0, 1, 0.02], 1.16),
+        ([1, 0, 1, 0, 1, 0], 0.0),
+        ([1, 0, 0, 1, 0.5, 0.5], 0.0),
+        ([3, 3, 3, 3, 3, 3], 0.0),
+    ],
 )
 def test_executions_of_nearly_equal_means_give_advantages_of_ordinary_size(rewards, largest):
     """Executions (1, 0), (1, 0), (1, 0.02) give advantages of ordinary size under grpo and not
     +-86; equal means give 0."""
     values, statistics = normalize(rewards, [0] * 6, std=True, rollout_ids=[0, 0, 1, 1, 2, 2])
-    assert max(map(abs, values)) == pytest.approx(largest, abs=0.01) and values[0] == values[1] and values[4] == values[5]
+    assert (
+        max(map(abs, values)) == pytest.approx(largest, abs=0.01)
+        and values[0] == values[1]
+        and values[4] == values[5]
+    )
     assert statistics.num_no_spread_groups == (largest == 0.0)
 
 
 @pytest.mark.parametrize("divide_by_std", [True, False])
 @pytest.mark.parametrize("leave_one_out", [True, False])
-def test_advantages_of_any_fan_out_are_finite_and_balance_over_executions(divide_by_std, leave_one_out):
+def test_advantages_of_any_fan_out_are_finite_and_balance_over_executions(
+    divide_by_std, leave_one_out
+):
     """For up to 4 executions of up to 4 samples, some invalid, advantages are finite, one per
     execution, with sum 0 in each group."""
     rng = np.random.default_rng(5)
     for _ in range(300):
         rollouts = np.repeat(np.arange(rng.integers(1, 5)), rng.integers(1, 5))
-        rewards = rng.choice([0, 1, 0.02, 1e-9, 1e6, 1 / 3], size=len(rollouts)) * rng.choice([1, -1])
+        rewards = rng.choice([0, 1, 0.02, 1e-9, 1e6, 1 / 3], size=len(rollouts)) * rng.choice(
+            [1, -1]
+        )
         valid = rng.random(len(rollouts)) < 0.8
-        values, _ = normalize(rewards, [7] * len(rollouts), valid.tolist(), std=divide_by_std, leave_one_out=leave_one_out, rollout_ids=rollouts)
-        by_execution = {r: {v for v, rr, ok in zip(values, rollouts, valid, strict=True) if rr == r and ok} for r in set(rollouts[valid])}
-        assert all(len(found) == 1 for found in by_execution.values()), "one advantage per execution"
-        assert np.isfinite(values).all() and abs(sum(max(f) for f in by_execution.values())) < 1e-3 * max(1, np.abs(rewards).max() * 1e-3)
+        values, _ = normalize(
+            rewards,
+            [7] * len(rollouts),
+            valid.tolist(),
+            std=divide_by_std,
+            leave_one_out=leave_one_out,
+            rollout_ids=rollouts,
+        )
+        by_execution = {
+            r: {v for v, rr, ok in zip(values, rollouts, valid, strict=True) if rr == r and ok}
+            for r in set(rollouts[valid])
+        }
+        assert all(len(found) == 1 for found in by_execution.values()), (
+            "one advantage per execution"
+        )
+        assert np.isfinite(values).all() and abs(
+            sum(max(f) for f in by_execution.values())
+        ) < 1e-3 * max(1, np.abs(rewards).max() * 1e-3)
         if divide_by_std and not leave_one_out:
-            assert np.abs(values).max(initial=0) <= 2.0, "(k - 1) / sqrt(k) is the largest for k <= 4 members"
+            assert np.abs(values).max(initial=0) <= 2.0, (
+                "(k - 1) / sqrt(k) is the largest for k <= 4 members"
+            )
 
 
 def test_every_sample_may_be_a_member_of_its_own():
     """With --fan-out-baseline row the mean of executions (1, 0) and (0,) is over three samples."""
-    samples = [Sample(group_index=0, rollout_id=r, index=i, reward=reward) for i, (r, reward) in enumerate([(0, 1.0), (0, 0.0), (1, 0.0)])]
+    samples = [
+        Sample(group_index=0, rollout_id=r, index=i, reward=reward)
+        for i, (r, reward) in enumerate([(0, 1.0), (0, 0.0), (1, 0.0)])
+    ]
     config = ColumnsConfig(divide_by_std=False)
     assert compute_rewards(samples, config)[1] == [0.25, 0.25, -0.25]
     by_row = dataclasses.replace(config, baseline_by_row=True)
@@ -102,7 +137,11 @@ def test_order_does_not_matter():
 def test_a_single_member_gives_zero_and_is_counted():
     """A group of one gets 0 and is counted: [1, 2 | 3] gives the singleton 0, never 300000."""
     values, statistics = normalize([1, 2, 3], [0, 0, 1], std=True)
-    assert values[2] == 0.0 and statistics.num_singleton_groups == 1 and statistics.num_no_spread_groups == 0
+    assert (
+        values[2] == 0.0
+        and statistics.num_singleton_groups == 1
+        and statistics.num_no_spread_groups == 0
+    )
     assert values[1] == pytest.approx(0.5 / (math.sqrt(0.5) + 1e-6))
 
 
@@ -128,7 +167,9 @@ def test_one_usable_member_gives_zero():
 def test_nan_reward_is_left_out_of_mean_and_std():
     """A NaN reward is outside mean and std: [1, NaN, 0, 1] trains three samples."""
     values, statistics = normalize([1, math.nan, 0, 1], [0] * 4)
-    assert values == pytest.approx([1 / 3, 0, -2 / 3, 1 / 3]) and statistics.num_excluded_samples == 1
+    assert (
+        values == pytest.approx([1 / 3, 0, -2 / 3, 1 / 3]) and statistics.num_excluded_samples == 1
+    )
     assert normalize([math.nan, math.nan], [0, 0])[0] == [0.0, 0.0]
 
 
@@ -137,7 +178,8 @@ def test_equal_float_rewards_have_no_spread():
     nothing."""
     values, statistics = normalize([0.1 + 0.2, 0.3, 0.3, 0.3], [0] * 4, std=True)
     assert values == [0.0] * 4 and statistics.num_no_spread_groups == 1
-    # rounding grows with the rewards: a million and a ten-thousandth more are the same, one and a ten-thousandth more are not
+    # rounding grows with the rewards: a million and a ten-thousandth more are the same, one and a
+    # ten-thousandth more are not
     assert normalize([1e6, 1e6 + 1e-4], [0, 0])[0] == [0.0, 0.0]
     assert normalize([0.1, 0.4], [0, 0])[0] == pytest.approx([-0.15, 0.15], rel=0, abs=1e-16)
     assert normalize([1.0, 1.0001], [0, 0])[0] == pytest.approx([-0.00005, 0.00005])
@@ -153,7 +195,10 @@ def test_rewards_for_more_or_fewer_samples_are_refused():
     """A post-processing function that returns another number of rewards is refused; each later
     sample would get its neighbour's."""
     samples = [Sample(index=i, group_index=0, tokens=[1, 2], response_length=1) for i in range(3)]
-    for raw, rewards, said in (([1.0] * 2, [1.0] * 3, "2 raw_rewards for 3 samples"), ([1.0] * 3, [1.0] * 4, "4 rewards for 3 samples")):
+    for raw, rewards, said in (
+        ([1.0] * 2, [1.0] * 3, "2 raw_rewards for 3 samples"),
+        ([1.0] * 3, [1.0] * 4, "4 rewards for 3 samples"),
+    ):
         with pytest.raises(RolloutDataError, match=said):
             columns.build_train_columns(samples, (raw, rewards), ColumnsConfig())
 
@@ -176,8 +221,13 @@ def test_rewards_for_more_or_fewer_samples_are_refused():
 def test_each_estimator_has_the_baseline_of_its_paper(estimator, options, expected):
     """Rewards (3, 0, 0) have mean 1 and deviation sqrt(3); Dr. GRPO is GRPO without the division,
     RLOO subtracts the mean of the others."""
-    config = ColumnsConfig.from_args(parse_command_line(["--advantage-estimator", estimator, *options]).args)
-    samples = [Sample(index=i, group_index=0, tokens=[1, 2], response_length=1, reward=r) for i, r in enumerate((3.0, 0.0, 0.0))]
+    config = ColumnsConfig.from_args(
+        parse_command_line(["--advantage-estimator", estimator, *options]).args
+    )
+    samples = [
+        Sample(index=i, group_index=0, tokens=[1, 2], response_length=1, reward=r)
+        for i, r in enumerate((3.0, 0.0, 0.0))
+    ]
     assert list(compute_rewards(samples, config)[1]) == pytest.approx(expected)
 
 
@@ -196,7 +246,13 @@ def test_a_large_common_offset_costs_no_digits():
 def test_equal_text_prompts_keep_their_own_groups():
     """Groups come from ids: equal prompt texts with two ids are two groups."""
     samples = [
-        Sample(index=i, group_index=i // 2, prompt="same", reward=float(i), status=Sample.Status.COMPLETED)
+        Sample(
+            index=i,
+            group_index=i // 2,
+            prompt="same",
+            reward=float(i),
+            status=Sample.Status.COMPLETED,
+        )
         for i in range(4)
     ]
     _, rewards, _ = compute_rewards(samples, ColumnsConfig(divide_by_std=False))
@@ -218,13 +274,18 @@ def test_aborted_and_removed_samples_do_not_move_the_baseline():
 
     _, rewards, _ = compute_rewards(samples(), ColumnsConfig(divide_by_std=False))
     assert rewards == [0.5, -0.5, 0.0, 0.0]
-    _, rewards, _ = compute_rewards(samples(), ColumnsConfig(divide_by_std=False, removed_samples_in_baseline=True))
+    _, rewards, _ = compute_rewards(
+        samples(), ColumnsConfig(divide_by_std=False, removed_samples_in_baseline=True)
+    )
     assert rewards == pytest.approx([1 - 10 / 3, -10 / 3, 9 - 10 / 3, 0.0])
 
 
 def test_an_aborted_sample_that_the_gate_keeps_counts_in_its_group():
     """A kept aborted sample counts in its group's mean, because it trains."""
-    kept = [Sample(index=i, group_index=0, reward=float(i), status=Sample.Status.ABORTED) for i in range(2)]
+    kept = [
+        Sample(index=i, group_index=0, reward=float(i), status=Sample.Status.ABORTED)
+        for i in range(2)
+    ]
     for sample in kept:
         sample.invalid_reason = "aborted"
     _, rewards, _ = compute_rewards(kept, ColumnsConfig(divide_by_std=False))
@@ -234,7 +295,9 @@ def test_an_aborted_sample_that_the_gate_keeps_counts_in_its_group():
 def test_one_response_per_prompt_is_said_once(caplog, monkeypatch):
     """With one response per prompt every advantage is 0, and one warning tells it, not one per
     rollout."""
-    samples = [Sample(index=i, group_index=i, reward=1.0, status=Sample.Status.COMPLETED) for i in range(3)]
+    samples = [
+        Sample(index=i, group_index=i, reward=1.0, status=Sample.Status.COMPLETED) for i in range(3)
+    ]
     monkeypatch.setattr(columns, "_said_singletons", False)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -245,10 +308,14 @@ def test_one_response_per_prompt_is_said_once(caplog, monkeypatch):
 
 def test_a_dict_reward_without_a_key_names_its_keys():
     """A dict reward without --reward-key is an error that names its keys and the option."""
-    with pytest.raises(RolloutDataError, match=r"sample 3 is a dict with keys \['acc', 'score'\].*--reward-key"):
+    with pytest.raises(
+        RolloutDataError, match=r"sample 3 is a dict with keys \['acc', 'score'\].*--reward-key"
+    ):
         reward_number({"score": 1, "acc": 0}, None, index=3)
     assert reward_number({"score": 1, "acc": 0}, "score") == 1.0
-    assert math.isnan(reward_number({"score": None}, "score")) and math.isnan(reward_number(None, None))
+    assert math.isnan(reward_number({"score": None}, "score")) and math.isnan(
+        reward_number(None, None)
+    )
     with pytest.raises(RolloutDataError, match="not a number"):
         reward_number("good", None, index=1)
 

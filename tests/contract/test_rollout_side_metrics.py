@@ -1,4 +1,6 @@
-"""Metrics and dumps of the rollout side: nothing that was collected goes unused, and a dump gives back what was saved."""
+"""Metrics and dumps of the rollout side: nothing that was collected goes unused, and a dump gives
+back what was saved.
+"""
 
 import json
 import math
@@ -56,7 +58,9 @@ def test_status_sources_and_removed_samples_are_counted():
         make_sample(3, status=Sample.Status.ABORTED, remove_sample=True, valid=False),
     ]
     found = compute_metrics_from_samples(CONFIG, samples)
-    counts = {name: found[f"status/{name}"] for name in ("completed", "truncated", "failed", "aborted")}
+    counts = {
+        name: found[f"status/{name}"] for name in ("completed", "truncated", "failed", "aborted")
+    }
     assert counts == {"completed": 1, "truncated": 1, "failed": 1, "aborted": 1}
     assert (
         found["source/math/count"] == 2
@@ -64,7 +68,11 @@ def test_status_sources_and_removed_samples_are_counted():
         and found["source/code/truncated_ratio"] == 1.0
     )
     assert found["source/unknown/count"] == 1 and found["truncated_ratio"] == 0.25
-    assert (found["removed_count"], found["invalid_count"], found["reward/missing_count"]) == (1, 1, 1)
+    assert (found["removed_count"], found["invalid_count"], found["reward/missing_count"]) == (
+        1,
+        1,
+        1,
+    )
     assert found["resumed_count"] == 1
 
 
@@ -72,26 +80,57 @@ def test_an_invalid_sample_moves_no_mean_and_is_still_counted():
     """An invalid sample's reward of 1000 and 4000 tokens enter no mean of what was kept, and it
     counts as sampled; in the mean over everything sampled, what the model wrote wrongly is a 0."""
     samples = [
-        make_sample(i, response_length=12, rollout_id=i, metadata={"source_name": "ab"[i % 2]}, reward=1.0) for i in range(3)
+        make_sample(
+            i, response_length=12, rollout_id=i, metadata={"source_name": "ab"[i % 2]}, reward=1.0
+        )
+        for i in range(3)
     ]
-    bad = {"valid": False, "invalid_reason": "too_long", "reward": 1000.0, "response_length": 4000, "rollout_id": 3}
-    found = compute_metrics_from_samples(CONFIG, [*samples, make_sample(3, metadata={"source_name": "b"}, **bad)])
-    assert (found["response_len/mean"], found["response_len/max"], found["reward/mean_kept"]) == (12, 12, 1)
-    assert (found["source/b/reward"], found["source/b/response_len"], found["source/b/count"]) == (1, 12, 2)
-    assert (found["num_sampled_rollouts"], found["num_sampled_samples"], found["invalid_count"]) == (4, 4, 1)
+    bad = {
+        "valid": False,
+        "invalid_reason": "too_long",
+        "reward": 1000.0,
+        "response_length": 4000,
+        "rollout_id": 3,
+    }
+    found = compute_metrics_from_samples(
+        CONFIG, [*samples, make_sample(3, metadata={"source_name": "b"}, **bad)]
+    )
+    assert (found["response_len/mean"], found["response_len/max"], found["reward/mean_kept"]) == (
+        12,
+        12,
+        1,
+    )
+    assert (found["source/b/reward"], found["source/b/response_len"], found["source/b/count"]) == (
+        1,
+        12,
+        2,
+    )
+    assert (
+        found["num_sampled_rollouts"],
+        found["num_sampled_samples"],
+        found["invalid_count"],
+    ) == (4, 4, 1)
     assert found["reward/mean"] == 0.75
     nothing = compute_metrics_from_samples(CONFIG, [make_sample(3, **bad)])
     assert not [name for name in nothing if name.startswith("response_len/")]
     assert nothing["reward/mean"] == 0 and "reward/mean_kept" not in nothing
-    lost = compute_metrics_from_samples(CONFIG, [make_sample(3, **{**bad, "invalid_reason": "bad_logprob"})])
-    assert not [name for name in lost if name.startswith("reward/mean")], "an answer that was lost is neither right nor wrong"
+    lost = compute_metrics_from_samples(
+        CONFIG, [make_sample(3, **{**bad, "invalid_reason": "bad_logprob"})]
+    )
+    assert not [name for name in lost if name.startswith("reward/mean")], (
+        "an answer that was lost is neither right nor wrong"
+    )
 
 
 def test_the_first_reward_is_over_everything_sampled_also_what_filters_dropped():
     """Two kept rollouts with reward 1, a right one that was cut, and a dropped group of two zeros
     give a mean of 2 / 5."""
     samples = [make_sample(i, reward=1.0) for i in range(3)]
-    samples[2].valid, samples[2].invalid_reason, samples[2].status = False, "truncated", Sample.Status.TRUNCATED
+    samples[2].valid, samples[2].invalid_reason, samples[2].status = (
+        False,
+        "truncated",
+        Sample.Status.TRUNCATED,
+    )
     filtered = [make_sample(8 + i, reward=0.0) for i in range(2)]
     found = compute_metrics_from_samples(CONFIG, samples, filtered=filtered)
     assert (found["reward/mean"], found["reward/mean_kept"]) == (0.4, 1.0)
@@ -102,7 +141,10 @@ def test_the_first_reward_is_over_everything_sampled_also_what_filters_dropped()
 def test_a_response_that_a_users_function_masks_keeps_its_length(masked):
     """Lengths 5 and 8, the second cut and masked or removed, are reported as 5, 8 and mean 6.5, not
     0 and 2.5."""
-    samples = [make_sample(0, response_length=5), make_sample(1, response_length=8, status=Sample.Status.TRUNCATED, **masked)]
+    samples = [
+        make_sample(0, response_length=5),
+        make_sample(1, response_length=8, status=Sample.Status.TRUNCATED, **masked),
+    ]
     found = compute_metrics_from_samples(CONFIG, samples)
     assert [found[f"response_len/{name}"] for name in ("min", "max", "mean")] == [5, 8, 6.5]
 
@@ -110,7 +152,12 @@ def test_a_response_that_a_users_function_masks_keeps_its_length(masked):
 def test_a_length_counts_what_the_model_sampled_and_not_what_a_tool_wrote():
     """Of seven response tokens, two sampled and trained, two of a tool (log-prob 0) and three
     sampled and masked, the length counts 5."""
-    sample = make_sample(0, response_length=7, loss_mask=[1, 1, 0, 0, 0, 0, 0], rollout_log_probs=[-0.5, -0.1, 0.0, 0.0, -0.2, -0.3, -0.4])
+    sample = make_sample(
+        0,
+        response_length=7,
+        loss_mask=[1, 1, 0, 0, 0, 0, 0],
+        rollout_log_probs=[-0.5, -0.1, 0.0, 0.0, -0.2, -0.3, -0.4],
+    )
     assert compute_metrics_from_samples(CONFIG, [sample])["response_len/mean"] == 5
     sample.rollout_log_probs = None
     assert compute_metrics_from_samples(CONFIG, [sample])["response_len/mean"] == 2
@@ -119,10 +166,22 @@ def test_a_length_counts_what_the_model_sampled_and_not_what_a_tool_wrote():
 def test_a_rate_is_the_ratio_of_two_sums():
     """1 of 2 and 90 of 100 accepted draft tokens are 91 / 102, not the mean 0.70 of two rates."""
     infos = [
-        SpecInfo(spec_accept_token_num=1, spec_draft_token_num=2, spec_verify_ct=2, completion_token_num=3),
-        SpecInfo(spec_accept_token_num=90, spec_draft_token_num=100, spec_verify_ct=20, completion_token_num=110),
+        SpecInfo(
+            spec_accept_token_num=1,
+            spec_draft_token_num=2,
+            spec_verify_ct=2,
+            completion_token_num=3,
+        ),
+        SpecInfo(
+            spec_accept_token_num=90,
+            spec_draft_token_num=100,
+            spec_verify_ct=20,
+            completion_token_num=110,
+        ),
     ]
-    found = compute_metrics_from_samples(CONFIG, [make_sample(i, spec_info=info) for i, info in enumerate(infos)])
+    found = compute_metrics_from_samples(
+        CONFIG, [make_sample(i, spec_info=info) for i, info in enumerate(infos)]
+    )
     assert found["spec_accept_rate"] == 91 / 102 and found["spec_accept_length"] == 113 / 22
 
 
@@ -130,18 +189,34 @@ def test_a_source_whose_groups_are_all_filtered_takes_no_other_series_with_it():
     """A source whose groups are all filtered, or that a rollout lacks, does not interrupt the other
     sources' series."""
     math_ = [make_sample(i, metadata={"source_name": "math"}) for i in range(2)]
-    code = [make_sample(4 + i, metadata={"source_name": "code"}, status=Sample.Status.TRUNCATED) for i in range(2)]
+    code = [
+        make_sample(4 + i, metadata={"source_name": "code"}, status=Sample.Status.TRUNCATED)
+        for i in range(2)
+    ]
     found = compute_metrics_from_samples(CONFIG, math_, filtered=code)
-    assert (found["source/math/count"], found["source/math/reward"], found["source/math/response_len"]) == (2, 0.5, 10.5)
-    assert (found["source/code/count"], found["source/code/truncated_ratio"]) == (2, 1) and "source/code/reward" not in found
+    assert (
+        found["source/math/count"],
+        found["source/math/reward"],
+        found["source/math/response_len"],
+    ) == (2, 0.5, 10.5)
+    assert (found["source/code/count"], found["source/code/truncated_ratio"]) == (
+        2,
+        1,
+    ) and "source/code/reward" not in found
     assert compute_metrics_from_samples(CONFIG, math_)["source/math/count"] == 2
-    assert not [name for name in compute_metrics_from_samples(CONFIG, [make_sample(0)]) if name.startswith("source/")]
+    assert not [
+        name
+        for name in compute_metrics_from_samples(CONFIG, [make_sample(0)])
+        if name.startswith("source/")
+    ]
 
 
 def test_a_groups_spread_is_between_executions():
     """Two executions with rewards (1, 0) and (1, 0) have equal means, so their group has no
     spread."""
-    samples = [make_sample(i, group_index=0, rollout_id=i // 2, reward=float(i % 2 == 0)) for i in range(4)]
+    samples = [
+        make_sample(i, group_index=0, rollout_id=i // 2, reward=float(i % 2 == 0)) for i in range(4)
+    ]
     assert compute_metrics_from_samples(CONFIG, samples)["zero_std/count"] == 1
     samples[1].reward = 0.5
     assert compute_metrics_from_samples(CONFIG, samples)["zero_std/count"] == 0
@@ -164,16 +239,22 @@ def test_the_mean_reward_has_one_vote_per_rollout():
     """The mean reward has one vote per rollout, not per turn: 0.667, not 0.333."""
     rows = [(1.0, 0)] * 2 + [(1.0, 1)] * 3 + [(0.0, 2)] * 10
     samples = [
-        make_sample(i, reward=reward, rollout_id=rollout, group_index=0) for i, (reward, rollout) in enumerate(rows)
+        make_sample(i, reward=reward, rollout_id=rollout, group_index=0)
+        for i, (reward, rollout) in enumerate(rows)
     ]
     found = compute_metrics_from_samples(CONFIG, samples)
-    assert found["reward/mean"] == pytest.approx(2 / 3) and (found["num_sampled_samples"], found["num_sampled_rollouts"]) == (15, 3)
+    assert found["reward/mean"] == pytest.approx(2 / 3) and (
+        found["num_sampled_samples"],
+        found["num_sampled_rollouts"],
+    ) == (15, 3)
 
 
 def test_groups_without_spread_have_a_bounded_set_of_names():
     """Groups without spread are counted under upstream's `zero_std/count_<reward>` for the most
     frequent rewards and three names for all; groups of one do not count."""
-    found = zero_spread_metrics({0: [1.0, 1.0], 1: [0.0, 0.0], 2: [0.1 + 0.2, 0.3], 3: [0.0, 1.0], 4: [5.0]})
+    found = zero_spread_metrics(
+        {0: [1.0, 1.0], 1: [0.0, 0.0], 2: [0.1 + 0.2, 0.3], 3: [0.0, 1.0], 4: [5.0]}
+    )
     assert found == {
         "zero_std/count_all_solved": 1,
         "zero_std/count_all_failed": 1,
@@ -228,7 +309,11 @@ def test_requests_are_counted():
             {
                 "type": "span_end",
                 "name": "sglang_generate",
-                "attrs": {"e2e_latency": 2.0, "decode_throughput": 50.0, "prefill_launch_delay": 0.5},
+                "attrs": {
+                    "e2e_latency": 2.0,
+                    "decode_throughput": 50.0,
+                    "prefill_launch_delay": 0.5,
+                },
             },
             {"type": "span_end", "name": "reward", "attrs": {"e2e_latency": 9.0}},
         ]
@@ -253,8 +338,12 @@ def test_kept_nucleus_ids_are_per_trainable_token():
         rollout_top_p_token_ids=list(range(16)),
         rollout_top_p_token_offsets=[0, 2, 11, 16],
     )
-    removed = make_sample(1, remove_sample=True, rollout_top_p_token_ids=[1], rollout_top_p_token_offsets=[0, 1])
-    assert _compute_top_p_kept_vocab_metrics(None, [sample, removed]) == {"top_p_kept_vocab_per_token": 3.5}
+    removed = make_sample(
+        1, remove_sample=True, rollout_top_p_token_ids=[1], rollout_top_p_token_offsets=[0, 1]
+    )
+    assert _compute_top_p_kept_vocab_metrics(None, [sample, removed]) == {
+        "top_p_kept_vocab_per_token": 3.5
+    }
     assert _compute_top_p_kept_vocab_metrics(None, [make_sample(0)]) == {}
 
 
@@ -263,10 +352,17 @@ def test_throughput_is_per_second_and_gpu():
     without its waiting."""
     samples = [
         make_sample(0, response_length=100),
-        make_sample(1, response_length=300, loss_mask=[1] * 200 + [0] * 100, non_generation_time=5.0),
+        make_sample(
+            1, response_length=300, loss_mask=[1] * 200 + [0] * 100, non_generation_time=5.0
+        ),
     ]
-    found = compute_perf_metrics_from_samples(RolloutMetricsConfig(rollout_num_gpus=2), samples, 10.0)
-    assert found["tokens_per_gpu_per_sec"] == 20.0 and found["effective_tokens_per_gpu_per_sec"] == 15.0
+    found = compute_perf_metrics_from_samples(
+        RolloutMetricsConfig(rollout_num_gpus=2), samples, 10.0
+    )
+    assert (
+        found["tokens_per_gpu_per_sec"] == 20.0
+        and found["effective_tokens_per_gpu_per_sec"] == 15.0
+    )
     assert (
         found["longest_sample_tokens_per_sec"] == 30.0
         and found["longest_sample_tokens_per_sec_without_non_generation"] == 60.0
@@ -281,10 +377,18 @@ def test_throughput_is_per_second_and_gpu():
 def test_a_users_evaluation_may_nest_its_samples(depth):
     """An evaluation may return its samples as lists in lists: attempts with rows (1, 1) and (0)
     have the mean 0.5."""
-    rows = [make_sample(0, group_index=0, rollout_id=5), make_sample(1, group_index=0, rollout_id=5), make_sample(2, group_index=0, rollout_id=6)]
+    rows = [
+        make_sample(0, group_index=0, rollout_id=5),
+        make_sample(1, group_index=0, rollout_id=5),
+        make_sample(2, group_index=0, rollout_id=6),
+    ]
     nested = [rows[:2], rows[2:]] if depth == 1 else [[rows[:2], rows[2:]]]
     found = eval_metrics(CONFIG, {"rewards": [1.0, 1.0, 0.0], "samples": nested}, group_size=2)
-    assert found[""] == 0.5 and found["/num_sampled_samples"] == 3 and found["/num_sampled_rollouts"] == 2
+    assert (
+        found[""] == 0.5
+        and found["/num_sampled_samples"] == 3
+        and found["/num_sampled_rollouts"] == 2
+    )
 
 
 def test_evaluation_counts_every_row_once_and_groups_by_id():
@@ -310,12 +414,19 @@ def test_evaluation_counts_every_row_once_and_groups_by_id():
 def test_an_attempt_of_an_evaluation_has_one_vote_however_many_samples_it_emitted(group_index):
     """Attempt 1 with two samples of reward 1 and attempt 2 with one of 0: mean and pass@1 are 0.5,
     not 0.667; pass@2 is 1."""
-    samples = [make_sample(i, group_index=group_index, rollout_id=rollout) for i, rollout in enumerate([-1, -1, None])]
-    found = eval_metrics(RolloutMetricsConfig(log_passrate=True), {"rewards": [1.0, 1.0, 0.0], "samples": samples}, group_size=2)
+    samples = [
+        make_sample(i, group_index=group_index, rollout_id=rollout)
+        for i, rollout in enumerate([-1, -1, None])
+    ]
+    found = eval_metrics(
+        RolloutMetricsConfig(log_passrate=True),
+        {"rewards": [1.0, 1.0, 0.0], "samples": samples},
+        group_size=2,
+    )
     assert (found[""], found["-pass@1"], found["-pass@2"]) == (0.5, 0.5, 1.0)
 
 
-# --- dumps ----------------------------------------------------------------------------------------------------------------
+# --- dumps ----------------------------------------------------------------------------------------
 
 
 def full_sample(i):
@@ -343,7 +454,10 @@ def test_a_dump_gives_back_exactly_what_was_saved(tmp_path):
     attributes."""
     samples = [full_sample(i) for i in range(3)]
     path = save_debug_rollout_data(
-        str(tmp_path / "d" / "{rollout_id}.jsonl"), [samples[:2], samples[2:]], rollout_id=7, evaluation=False
+        str(tmp_path / "d" / "{rollout_id}.jsonl"),
+        [samples[:2], samples[2:]],
+        rollout_id=7,
+        evaluation=False,
     )
     assert path.name == "7.jsonl"
     for saved, read in zip(samples, read_rollout_dump(path), strict=True):
@@ -377,12 +491,18 @@ def test_to_dict_shares_its_lists_as_upstreams_does_and_what_keeps_them_copies(t
     its time whatever happens to the sample."""
     sample = full_sample(0)
     assert "aliased" in Sample.to_dict.__doc__ and sample.to_dict()["tokens"] is sample.tokens
-    path = save_debug_rollout_data(str(tmp_path / "{rollout_id}"), [sample], rollout_id=0, evaluation=False)
+    path = save_debug_rollout_data(
+        str(tmp_path / "{rollout_id}"), [sample], rollout_id=0, evaluation=False
+    )
     sample.tokens.append(9)
     assert read_rollout_dump(path)[0].tokens == [1, 2, 3]
     as_dict = sample.to_dict()
     keys = list(as_dict)
-    assert Sample.from_dict(as_dict).tokens == [1, 2, 3, 9] and list(as_dict) == keys and as_dict["status"] == "completed"
+    assert (
+        Sample.from_dict(as_dict).tokens == [1, 2, 3, 9]
+        and list(as_dict) == keys
+        and as_dict["status"] == "completed"
+    )
 
 
 def test_a_dump_is_written_and_read_a_sample_at_a_time(tmp_path):
@@ -390,7 +510,9 @@ def test_a_dump_is_written_and_read_a_sample_at_a_time(tmp_path):
     samples = [make_sample(i, response=chr(97 + i % 26) * 100_000) for i in range(100)]
     tracemalloc.start()
     try:
-        path = save_debug_rollout_data(str(tmp_path / "{rollout_id}"), samples, rollout_id=0, evaluation=False)
+        path = save_debug_rollout_data(
+            str(tmp_path / "{rollout_id}"), samples, rollout_id=0, evaluation=False
+        )
         assert path.stat().st_size > 10e6 and tracemalloc.get_traced_memory()[1] < 2e6
         tracemalloc.reset_peak()
         read = read_rollout_dump(path)
@@ -402,20 +524,28 @@ def test_a_dump_is_written_and_read_a_sample_at_a_time(tmp_path):
 
 def test_a_dump_is_json_and_executes_nothing(tmp_path):
     """A pickle in place of a dump is refused by its first line."""
-    path = save_debug_rollout_data(str(tmp_path / "{rollout_id}"), [full_sample(0)], rollout_id=0, evaluation=False)
+    path = save_debug_rollout_data(
+        str(tmp_path / "{rollout_id}"), [full_sample(0)], rollout_id=0, evaluation=False
+    )
     assert json.loads(path.read_text().splitlines()[0])["num_samples"] == 1
     path.write_bytes(pickle.dumps({"samples": []}))
     with pytest.raises(RolloutDataError, match="line 1"):
         read_rollout_dump(path)
     path.write_text('{"samples": []}\n')
-    with pytest.raises(RolloutDataError, match="is not a rollout dump of this version: it begins with b'{\"samples\": "):
+    with pytest.raises(
+        RolloutDataError,
+        match='is not a rollout dump of this version: it begins with b\'{"samples": ',
+    ):
         read_rollout_dump(path)
 
 
 def test_a_damaged_or_missing_dump_is_named(tmp_path):
     """A lost line, a cut line and a missing file have a message each."""
     path = save_debug_rollout_data(
-        str(tmp_path / "{rollout_id}"), [full_sample(i) for i in range(3)], rollout_id=0, evaluation=False
+        str(tmp_path / "{rollout_id}"),
+        [full_sample(i) for i in range(3)],
+        rollout_id=0,
+        evaluation=False,
     )
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:-1]))
@@ -428,7 +558,10 @@ def test_a_damaged_or_missing_dump_is_named(tmp_path):
         load_debug_rollout_data(str(tmp_path / "{rollout_id}"), rollout_id=99)
     with pytest.raises(RolloutDataError, match="cannot store"):
         save_debug_rollout_data(
-            str(tmp_path / "{rollout_id}"), [make_sample(0, metadata={"f": object()})], rollout_id=1, evaluation=False
+            str(tmp_path / "{rollout_id}"),
+            [make_sample(0, metadata={"f": object()})],
+            rollout_id=1,
+            evaluation=False,
         )
 
 
@@ -456,10 +589,16 @@ def test_the_config_is_made_of_the_options_that_are_there():
     evaluation may read another reward key."""
     short = SimpleNamespace(reward_key="score", log_passrate=True)
     config = RolloutMetricsConfig.from_args(short)
-    assert config == RolloutMetricsConfig(reward_key="score", log_passrate=True) and RolloutMetricsConfig.from_args(config) is config
+    assert (
+        config == RolloutMetricsConfig(reward_key="score", log_passrate=True)
+        and RolloutMetricsConfig.from_args(config) is config
+    )
     assert RolloutMetricsConfig.from_args(short, evaluation=True).reward_key == "score"
     short.eval_reward_key = "acc"
-    assert RolloutMetricsConfig.from_args(short, evaluation=True).reward_key == "acc" and RolloutMetricsConfig.from_args(short).reward_key == "score"
+    assert (
+        RolloutMetricsConfig.from_args(short, evaluation=True).reward_key == "acc"
+        and RolloutMetricsConfig.from_args(short).reward_key == "score"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Per-sample sums in float64, at every length, whatever stands at masked positions; and how a batch's fields become what is summed."""
+"""Per-sample sums in float64, at every length, whatever stands at masked positions; and how a
+batch's fields become what is summed.
+"""
 
 import math
 from unittest import mock
@@ -23,9 +25,13 @@ lengths = st.lists(st.sampled_from([0, 1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BL
 
 
 def draw_values(size, seed):
-    """float32 of both signs and magnitudes from 2**-40 to 2**40, so that large ones cancel and small ones must survive."""
+    """float32 of both signs and magnitudes from 2**-40 to 2**40, so that large ones cancel and
+    small ones must survive.
+    """
     rng = np.random.default_rng(seed)
-    return (rng.normal(size=size) * 2.0 ** rng.integers(-40, 40, size)).astype(np.float32), rng.random(size) < 0.5
+    return (rng.normal(size=size) * 2.0 ** rng.integers(-40, 40, size)).astype(
+        np.float32
+    ), rng.random(size) < 0.5
 
 
 @settings(max_examples=40, deadline=None)
@@ -44,19 +50,27 @@ def test_sums_are_those_of_exact_arithmetic_and_masked_nan_changes_nothing(seed,
     for low, high, found in zip(bounds[:-1], bounds[1:], sums, strict=True):
         kept = values[low:high] if mask is None else values[low:high][mask[low:high]]
         exact = math.fsum(kept.tolist())
-        # the bound of any order of float64 additions: one rounding each (Higham, Accuracy and Stability, 4.4); float32 is 5e8 times off
-        assert abs(found - exact) <= len(kept) * 2.0**-53 * math.fsum(np.abs(kept).tolist()), (low, high)
+        # the bound of any order of float64 additions: one rounding each (Higham, Accuracy and
+        # Stability, 4.4); float32 is 5e8 times off
+        assert abs(found - exact) <= len(kept) * 2.0**-53 * math.fsum(np.abs(kept).tolist()), (
+            low,
+            high,
+        )
 
 
 def test_float32_rounding_does_not_enter():
-    """2**20 terms of 1 + 2**-23: the last bit of each is an eighth in the sum, which a float32 sum of this size would round away."""
+    """2**20 terms of 1 + 2**-23: the last bit of each is an eighth in the sum, which a float32 sum
+    of this size would round away.
+    """
     values = np.full(2**20, 1 + 2.0**-23, dtype=np.float32)
     assert segment_sums(values, SegmentPlan([2**20])).tolist() == [2**20 + 2.0**-3]
 
 
 def test_more_or_fewer_values_than_the_samples_have_is_an_error():
     """A number of values that does not fit the samples is an error."""
-    with pytest.raises(ValueError, match="4 values where the samples of this rank have 5 response tokens"):
+    with pytest.raises(
+        ValueError, match="4 values where the samples of this rank have 5 response tokens"
+    ):
         segment_sums(np.zeros(4, np.float32), SegmentPlan([2, 3]))
 
 
@@ -74,8 +88,10 @@ def test_memory_seen_twice_is_summed_once_and_other_memory_is_not_mistaken_for_i
     assert tokens.masked_sums(torch.arange(5.0).numpy()).tolist() == [1.0, 9.0]
     ten = np.arange(10, dtype=np.float32)
     assert tokens.masked_sums(ten[:5]).tolist() == [1.0, 9.0]
-    assert tokens.masked_sums(ten[::2]).tolist() == [2.0, 18.0]  # the same first address, other steps
-    assert tokens.masked_sums(ten[:5].view(np.int32)).tolist() != [1.0, 9.0]  # and the same steps, other numbers
+    # the same first address, other steps
+    assert tokens.masked_sums(ten[::2]).tolist() == [2.0, 18.0]
+    # and the same steps, other numbers
+    assert tokens.masked_sums(ten[:5].view(np.int32)).tolist() != [1.0, 9.0]
 
 
 def test_what_rounding_lost_travels_with_a_ranks_sum():
@@ -90,7 +106,10 @@ def test_what_rounding_lost_travels_with_a_ranks_sum():
 def test_values_for_more_or_fewer_tokens_than_there_are_are_refused():
     """One value too many is refused, though the sums of the first samples would be right."""
     for count in (2, 4):
-        with pytest.raises(ValueError, match=f"{count} values where the samples of this rank have 3 response tokens"):
+        with pytest.raises(
+            ValueError,
+            match=f"{count} values where the samples of this rank have 3 response tokens",
+        ):
             segment_sums(np.zeros(count), SegmentPlan([1, 2]))
 
 
@@ -108,11 +127,19 @@ def test_a_length_at_a_quarters_end_belongs_to_that_quarter():
 
 
 def test_ranks_that_report_the_same_samples_share_one_count():
-    """Two samples of 1 and 3 trained tokens are one rollout; two context-parallel ranks report them, each with its own tokens."""
+    """Two samples of 1 and 3 trained tokens are one rollout; two context-parallel ranks report
+    them, each with its own tokens.
+    """
     values = np.array([4.0, 1.0, 2.0, 3.0])
     for copies in (1, 2):
-        tokens = SampleTokens(SegmentPlan([1, 3]), None, np.array([1.0, 3.0]), np.array([4.0, 4.0]), copies=copies)
-        parts = (tokens.rollout_mean(values), tokens.token_mean(values), tokens.sample_mean(values, np.array([True, True])))
+        tokens = SampleTokens(
+            SegmentPlan([1, 3]), None, np.array([1.0, 3.0]), np.array([4.0, 4.0]), copies=copies
+        )
+        parts = (
+            tokens.rollout_mean(values),
+            tokens.token_mean(values),
+            tokens.sample_mean(values, np.array([True, True])),
+        )
         assert [part.total for part in parts] == [4 / 4 + 6 / 4, 10, 4 / 1 + 6 / 3]
         assert [part.count for part in parts] == [1 / copies, 4 / copies, 2 / copies]
     one = SampleTokens(SegmentPlan([1, 3]), None, np.array([1.0, 3.0]), np.array([4.0, 4.0]))
@@ -120,7 +147,7 @@ def test_ranks_that_report_the_same_samples_share_one_count():
     assert (chosen.total, chosen.count) == (-2, 1)
 
 
-# --- fields of a batch ------------------------------------------------------------------------------------------------------
+# --- fields of a batch ----------------------------------------------------------------------------
 
 
 def batch_of(values, kind):
@@ -153,7 +180,9 @@ def test_one_column_on_the_cpu_is_read_where_it_is():
 def test_a_sample_with_another_length_is_named_though_the_total_fits(kind):
     """Two samples with exchanged lengths, whose total fits, are refused."""
     batch = batch_of([torch.zeros(3), torch.zeros(2)], kind)
-    with pytest.raises(RolloutDataError, match="kl has 3 values for the 2 response tokens of the sample at 0"):
+    with pytest.raises(
+        RolloutDataError, match="kl has 3 values for the 2 response tokens of the sample at 0"
+    ):
         flat_tokens(batch, "kl", np.array([2, 3]))
     with pytest.raises(RolloutDataError, match="kl has 2 entries where this rank has 1 samples"):
         flat_tokens(batch, "kl", np.array([5]))

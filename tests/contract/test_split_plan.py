@@ -1,4 +1,6 @@
-"""The plan of a split: what the options make of it, and which samples each of its numbers is about."""
+"""The plan of a split: what the options make of it, and which samples each of its
+numbers is about.
+"""
 
 import types
 
@@ -26,11 +28,15 @@ OPTIONS = {
 
 
 def config_of(parallel=None, **options):
-    return SplitConfig.from_args(types.SimpleNamespace(**{**OPTIONS, **options}), {"dp_size": 2, **(parallel or {})})
+    return SplitConfig.from_args(
+        types.SimpleNamespace(**{**OPTIONS, **options}), {"dp_size": 2, **(parallel or {})}
+    )
 
 
 def lists(totals, **fields):
-    """A converter's dict: samples of these many tokens, all but the first of each in the response."""
+    """A converter's dict: samples of these many tokens, all but the first of each in
+    the response.
+    """
     return {
         "tokens": [list(range(total)) for total in totals],
         "loss_masks": [[1] * (total - 1) for total in totals],
@@ -42,14 +48,22 @@ def lists(totals, **fields):
 
 def plan_of(data, *, size=None, cap=None, dp_size=1):
     count = len(data["tokens"])
-    return plan_split(data, SplitConfig(size or count, size or count, ScheduleConfig(dp_size, dp_size, token_cap=cap)))
+    return plan_split(
+        data,
+        SplitConfig(size or count, size or count, ScheduleConfig(dp_size, dp_size, token_cap=cap)),
+    )
 
 
 def test_options_become_the_split_that_they_ask_for():
     """8 prompts of 4 samples in 2 steps are steps of 16; a row's padding is for one tensor-parallel
     group, and under CP the trainer lays it out."""
     config = config_of({"tp_size": 2})
-    assert (config.global_batch_size, config.expected_rollouts, config.keep_trailing, config.pad_to) == (16, 32, False, 32)
+    assert (
+        config.global_batch_size,
+        config.expected_rollouts,
+        config.keep_trailing,
+        config.pad_to,
+    ) == (16, 32, False, 32)
     assert config_of(keep_trailing_rollouts=True).keep_trailing
     assert config_of({"cp_size": 2, "tp_size": 2}).pad_to == 0
     assert config_of(global_batch_size=5).global_batch_size == 5
@@ -80,7 +94,9 @@ def test_trailing_samples_are_named_by_their_place_in_the_whole_batch():
     assert plan.owner_ranks_N.tolist() == [-1, 0, 0, -1]
 
 
-@pytest.mark.parametrize("partitions", [[[0, 0]], [[0], [0]]], ids=["twice on a rank", "on two ranks"])
+@pytest.mark.parametrize(
+    "partitions", [[[0, 0]], [[0], [0]]], ids=["twice on a rank", "on two ranks"]
+)
 def test_a_sample_belongs_to_one_rank_once(partitions):
     """A sample that is owned twice, by one rank or by two, is refused; it would count twice in the
     gradient."""
@@ -120,7 +136,8 @@ def test_masks_stand_where_their_tokens_are_predicted():
     padding, lead = gaps["tokens"]
     assert (padding.tolist(), lead) == ([0, 7 + 8], 0)
     padding, lead = gaps["loss_masks"]
-    # sample 0 is at 0: its response is predicted at 1, 2, 3; sample 1 is at 5: its response token 8 is predicted at 7
+    # sample 0 is at 0: its response is predicted at 1, 2, 3; sample 1 is at 5: its response token 8
+    # is predicted at 7
     assert lead == 1 and lead + 3 + padding[0] == 7 and 7 + 1 + padding[1] == 24
 
 

@@ -29,7 +29,13 @@ from slime.data.schedule import ScheduleConfig
 from slime.data.split import SplitConfig, split_by_dp
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.files import train_dump
-from slime.files.train_dump import TensorOutline, TrainDumpWriter, is_train_dump, read_train_dump, train_dump_path
+from slime.files.train_dump import (
+    TensorOutline,
+    TrainDumpWriter,
+    is_train_dump,
+    read_train_dump,
+    train_dump_path,
+)
 from slime.files.train_dump_utils import Place, save_debug_train_data, write_train_dump
 
 NUM_GPUS = 0
@@ -46,7 +52,9 @@ LENGTHS = [
 
 
 def make_samples():
-    """Sample i: token t is 1000 i + t, engine log-prob of response token j is -(i + j / 16); every second token is trained."""
+    """Sample i: token t is 1000 i + t, engine log-prob of response token j is -(i + j / 16); every
+    second token is trained.
+    """
     return [
         Sample(
             index=100 + i,
@@ -68,21 +76,34 @@ def make_samples():
 
 
 def trained_batch(*, dp_rank=0, dp_size=1, cp_rank=0, cp_size=1):
-    """The batch of one rank as it is after training: log-prob of token j of sample i is -(i + j / 10) in float32, one advantage per token."""
+    """The batch of one rank as it is after training: log-prob of token j of sample i is -(i + j /
+    10) in float32, one advantage per token.
+    """
     settings = ColumnsConfig(group_baseline=False)
     samples = make_samples()
     columns = build_train_columns(samples, compute_rewards(samples, settings)[:2], settings)
     config = SplitConfig(
-        4, 8, ScheduleConfig(dp_size, dp_size, 24, 2, "balanced"), keep_trailing=True, pad_to=4 if cp_size == 1 else 0
+        4,
+        8,
+        ScheduleConfig(dp_size, dp_size, 24, 2, "balanced"),
+        keep_trailing=True,
+        pad_to=4 if cp_size == 1 else 0,
     )
     shard = list(split_by_dp(columns, config).shards)[dp_rank]
     batch = to_train_device(localize(shard, dp_rank), "cpu", cp_rank=cp_rank, cp_size=cp_size)
     for name, scale in (("log_probs", 10), ("advantages", 7)):
-        full = [-(p + torch.arange(LENGTHS[p][1], dtype=torch.float32) / scale) for p in batch["partition"]]
+        full = [
+            -(p + torch.arange(LENGTHS[p][1], dtype=torch.float32) / scale)
+            for p in batch["partition"]
+        ]
         layout = plan_response_layout(
             batch["total_lengths"], batch["response_lengths"], cp_size=cp_size, cp_rank=cp_rank
         )
-        batch[name] = list(torch.cat(full)[layout.response_indices].split(list(layout.local_lengths))) if full else []
+        batch[name] = (
+            list(torch.cat(full)[layout.response_indices].split(list(layout.local_lengths)))
+            if full
+            else []
+        )
     batch["plugin"] = [{"position": int(p), "nan": float("nan")} for p in batch["partition"]]
     return batch
 
@@ -92,7 +113,9 @@ def dump_alone(path, batch=None, **changes):
     batch = trained_batch() if batch is None else batch
     batch.update(changes)
     everyone = {"gather": lambda value: [value], "share": lambda value: [value]}
-    return write_train_dump(path, batch, header={"rollout_id": 7, "rank": 0, "cp_size": 1}, place=Place(), **everyone)
+    return write_train_dump(
+        path, batch, header={"rollout_id": 7, "rank": 0, "cp_size": 1}, place=Place(), **everyone
+    )
 
 
 def assert_same_dump(found, expected):
@@ -103,7 +126,9 @@ def assert_same_dump(found, expected):
     for kind in ("sample_fields", "whole_fields"):
         for name, values in getattr(expected, kind).items():
             if name != "owner_ranks":
-                assert repr(np.asarray(getattr(found, kind)[name])) == repr(np.asarray(values)), name
+                assert repr(np.asarray(getattr(found, kind)[name])) == repr(np.asarray(values)), (
+                    name
+                )
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +150,14 @@ def test_every_trained_sample_is_there_in_whole_batch_order_with_its_own_data(al
         assert sample["loss_masks"].tolist() == [j % 2 for j in range(response)]
         assert sample["rollout_log_probs"].tolist() == [-(p + j / 16) for j in range(response)]
         assert (
-            sample["log_probs"].tobytes() == (-(p + np.arange(response, dtype=np.float32) / np.float32(10))).tobytes()
+            sample["log_probs"].tobytes()
+            == (-(p + np.arange(response, dtype=np.float32) / np.float32(10))).tobytes()
         )
-        assert (sample["raw_reward"], sample["group_ids"], sample["source_names"]) == (p, p // 2, f"set-{p % 2}")
+        assert (sample["raw_reward"], sample["group_ids"], sample["source_names"]) == (
+            p,
+            p // 2,
+            f"set-{p % 2}",
+        )
         assert sample["metadata"] == ({"difficulty": p / 3} if p % 2 else None)
         assert sample["plugin"]["position"] == p and np.isnan(sample["plugin"]["nan"])
     assert alone.whole_fields["raw_reward"].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
@@ -141,16 +171,24 @@ def test_integers_take_their_size_on_the_wire_and_floats_keep_their_bits(tmp_pat
     odd = [torch.full((len(entry),), -0.0) for entry in batch["advantages"]]
     odd[0][:1] = float("nan")
     dump = read_train_dump(dump_alone(tmp_path / "d", batch, advantages=odd))
-    assert (dump.token_fields["tokens"][0].dtype, dump.token_fields["loss_masks"][0].dtype) == (np.int32, np.uint8)
+    assert (dump.token_fields["tokens"][0].dtype, dump.token_fields["loss_masks"][0].dtype) == (
+        np.int32,
+        np.uint8,
+    )
     saved = {p: entry.numpy().tobytes() for p, entry in zip(batch["partition"], odd, strict=True)}
-    assert {p: dump.token_fields["advantages"][i].tobytes() for i, p in enumerate(dump.positions.tolist())} == saved
+    assert {
+        p: dump.token_fields["advantages"][i].tobytes()
+        for i, p in enumerate(dump.positions.tolist())
+    } == saved
 
 
 def test_any_safetensors_reader_opens_the_file(alone):
     """The safetensors library opens the file."""
     safetensors = pytest.importorskip("safetensors.numpy")
     tensors = safetensors.load_file(alone.path)
-    assert tensors["log_probs"].tobytes() == np.concatenate(alone.token_fields["log_probs"]).tobytes()
+    assert (
+        tensors["log_probs"].tobytes() == np.concatenate(alone.token_fields["log_probs"]).tobytes()
+    )
     assert tensors["log_probs.offsets"].tolist() == [0, 5, 5, 12, 16, 18, 30, 33]
 
 
@@ -169,9 +207,15 @@ def _dump_on_two_ranks(rank, world_size, folder):
 
     written = []
     for name, dp_size, cp_size in (("dp", 2, 1), ("cp", 1, 2)):
-        mpu.initialize_model_parallel(context_parallel_size=cp_size, create_gloo_process_groups=True)
-        batch = trained_batch(dp_rank=rank % dp_size, dp_size=dp_size, cp_rank=rank % cp_size, cp_size=cp_size)
-        args = types.SimpleNamespace(save_debug_train_data=f"{folder}/{name}_{{rollout_id}}_{{rank}}.safetensors")
+        mpu.initialize_model_parallel(
+            context_parallel_size=cp_size, create_gloo_process_groups=True
+        )
+        batch = trained_batch(
+            dp_rank=rank % dp_size, dp_size=dp_size, cp_rank=rank % cp_size, cp_size=cp_size
+        )
+        args = types.SimpleNamespace(
+            save_debug_train_data=f"{folder}/{name}_{{rollout_id}}_{{rank}}.safetensors"
+        )
         written.append(save_debug_train_data(args, rollout_id=7, rollout_data=batch))
         mpu.destroy_model_parallel()
     return written
@@ -184,7 +228,10 @@ def test_two_ranks_write_the_file_that_one_would(tmp_path, alone):
     written, nothing = run_distributed(_dump_on_two_ranks, 2, str(tmp_path), timeout=240)
     assert [path.name for path in written] == ["dp_7_0.safetensors", "cp_7_0.safetensors"]
     assert nothing == [None, None]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cp_7_0.safetensors", "dp_7_0.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "cp_7_0.safetensors",
+        "dp_7_0.safetensors",
+    ]
     by_dp, by_cp = map(read_train_dump, written)
     assert_same_dump(by_dp, alone)
     assert_same_dump(by_cp, alone)
@@ -195,20 +242,48 @@ def test_two_ranks_write_the_file_that_one_would(tmp_path, alone):
 def test_the_writer_holds_one_field_at_a_time(tmp_path):
     """The writer holds one field of all ranks at a time, so that ten fields take the memory of
     one."""
-    names = ("log_probs", "ref_log_probs", "teacher_log_probs", "rollout_log_probs", "values", "advantages", "returns", "kl", "entropy", "opd_reverse_kl")
+    names = (
+        "log_probs",
+        "ref_log_probs",
+        "teacher_log_probs",
+        "rollout_log_probs",
+        "values",
+        "advantages",
+        "returns",
+        "kl",
+        "entropy",
+        "opd_reverse_kl",
+    )
     count, peaks = 50_000, {}
-    arrive = {"gather": lambda value: [copy.deepcopy(value)], "share": lambda value: [value]}  # a rank's values come as memory of their own
+    # a rank's values come as memory of their own
+    arrive = {"gather": lambda value: [copy.deepcopy(value)], "share": lambda value: [value]}
     for num_fields in (1, 10):
-        batch = {"partition": [0], "total_lengths": [count + 1], "response_lengths": [count], "tokens": [torch.zeros(count + 1, dtype=torch.int64)]}
-        batch |= {"loss_masks": [torch.ones(count, dtype=torch.int32)], **{name: [torch.full((count,), 0.5)] for name in names[:num_fields]}}
+        batch = {
+            "partition": [0],
+            "total_lengths": [count + 1],
+            "response_lengths": [count],
+            "tokens": [torch.zeros(count + 1, dtype=torch.int64)],
+        }
+        batch |= {
+            "loss_masks": [torch.ones(count, dtype=torch.int32)],
+            **{name: [torch.full((count,), 0.5)] for name in names[:num_fields]},
+        }
         batch, path = localize(batch, 0), tmp_path / str(num_fields)
         tracemalloc.start()
         try:
-            write_train_dump(path, batch, header={"rollout_id": 7, "rank": 0, "cp_size": 1}, place=Place(), **arrive)
+            write_train_dump(
+                path,
+                batch,
+                header={"rollout_id": 7, "rank": 0, "cp_size": 1},
+                place=Place(),
+                **arrive,
+            )
             peaks[num_fields] = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-        assert path.stat().st_size > num_fields * 4 * count and set(names[:num_fields]) < set(read_train_dump(path).token_fields)
+        assert path.stat().st_size > num_fields * 4 * count and set(names[:num_fields]) < set(
+            read_train_dump(path).token_fields
+        )
     assert peaks[10] - peaks[1] < 2 * 4 * count, f"{peaks} bytes"
 
 
@@ -266,7 +341,9 @@ def test_ranks_that_do_not_fit_together_are_an_error_with_the_field(tmp_path):
     batch = trained_batch()
     entries = list(batch["log_probs"])
     with pytest.raises(RolloutDataError, match="log_probs"):
-        dump_alone(tmp_path / "7", batch, log_probs=[torch.cat([entries[0], torch.zeros(1)]), *entries[1:]])
+        dump_alone(
+            tmp_path / "7", batch, log_probs=[torch.cat([entries[0], torch.zeros(1)]), *entries[1:]]
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -274,9 +351,19 @@ def test_what_cannot_be_stored_is_said_and_the_rest_is_there(tmp_path, caplog):
     """A field that cannot be stored is left out with a warning and its reason, and the other fields
     are there."""
     batch = trained_batch()
-    dump = read_train_dump(dump_alone(tmp_path / "7", batch, odd=[object() for _ in batch["partition"]], number=5, beta=torch.tensor(3.0)))
+    dump = read_train_dump(
+        dump_alone(
+            tmp_path / "7",
+            batch,
+            odd=[object() for _ in batch["partition"]],
+            number=5,
+            beta=torch.tensor(3.0),
+        )
+    )
     assert "object" in dump.left_out["odd"]
-    assert dump.left_out["number"] == dump.left_out["beta"] == "it does not have one entry per sample"
+    assert (
+        dump.left_out["number"] == dump.left_out["beta"] == "it does not have one entry per sample"
+    )
     assert "left out" in caplog.text and "log_probs" in dump.token_fields
 
 
@@ -323,15 +410,32 @@ def test_templates_without_the_rollout_are_refused_at_start():
         base = {"save_debug_rollout_data": None, "save_debug_train_data": None}
         return broken_rules(argparse.Namespace(**{**base, **paths}))
 
-    assert problems(save_debug_rollout_data="/r/{rollout_id}", save_debug_train_data="/t/{rollout_id}_{rank}") == []
-    assert "--save-debug-train-data /t/{rank} needs {rollout_id}" in problems(save_debug_train_data="/t/{rank}")[0]
-    assert "--save-debug-rollout-data /r needs {rollout_id}" in problems(save_debug_rollout_data="/r")[0]
-    assert "placeholder other than {rollout_id} " in problems(save_debug_rollout_data="/r/{rollout_id}_{rank}")[0]
+    assert (
+        problems(
+            save_debug_rollout_data="/r/{rollout_id}",
+            save_debug_train_data="/t/{rollout_id}_{rank}",
+        )
+        == []
+    )
+    assert (
+        "--save-debug-train-data /t/{rank} needs {rollout_id}"
+        in problems(save_debug_train_data="/t/{rank}")[0]
+    )
+    assert (
+        "--save-debug-rollout-data /r needs {rollout_id}"
+        in problems(save_debug_rollout_data="/r")[0]
+    )
+    assert (
+        "placeholder other than {rollout_id} "
+        in problems(save_debug_rollout_data="/r/{rollout_id}_{rank}")[0]
+    )
 
 
 def test_dump_details_sets_both_paths_to_templates_that_pass():
     """--dump-details sets both dump paths to templates with the rollout id."""
-    args = argparse.Namespace(dump_details="/d", save_debug_rollout_data=None, save_debug_train_data=None)
+    args = argparse.Namespace(
+        dump_details="/d", save_debug_rollout_data=None, save_debug_train_data=None
+    )
     paths = derive(args)
     assert paths == {
         "save_debug_rollout_data": "/d/rollout_data/{rollout_id}.jsonl",

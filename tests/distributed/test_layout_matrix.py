@@ -1,7 +1,9 @@
-"""One recorded rollout through the real actor under parallel layouts and algorithms gives plain torch's numbers. The whole matrix: make test-layouts.
+"""One recorded rollout through the real actor under parallel layouts and algorithms gives plain
+torch's numbers. The whole matrix: make test-layouts.
 
-A cell compares losses, gradients before clipping, every per-token field gathered back, every metric, and the weights after all steps
-with `support.layout_reference`, and every metric with one process. Tolerances: 1e-5 relative, 1e-4 for gradients.
+A cell compares losses, gradients before clipping, every per-token field gathered back, every
+metric, and the weights after all steps with `support.layout_reference`, and every metric with one
+process. Tolerances: 1e-5 relative, 1e-4 for gradients.
 """
 
 import sys
@@ -14,7 +16,15 @@ import torch
 from support.distributed import run_distributed
 from support.layout_batch import ROWS, make_samples, read_records, write_rollouts
 from support.layout_cell import owned_places, run_cells
-from support.layout_matrix import CRITIC, LAYOUTS, Comparison, Matrix, command_line, named_metrics, read_metrics
+from support.layout_matrix import (
+    CRITIC,
+    LAYOUTS,
+    Comparison,
+    Matrix,
+    command_line,
+    named_metrics,
+    read_metrics,
+)
 from support.layout_reference import normalized_rewards, step_positions
 
 from slime.files.rollout_dump import read_rollout_dump
@@ -82,7 +92,9 @@ def test_ranks_without_samples_take_part(layout, algorithm, four_processes):
 
 @pytest.fixture(scope="module")
 def nothing(matrix, tmp_path_factory):
-    """{(what was done to all samples, algorithm): (the ranks' results, metrics)} of rollouts in which nothing can be trained, on two ranks."""
+    """{(what was done to all samples, algorithm): (the ranks' results, metrics)} of rollouts in
+    which nothing can be trained, on two ranks.
+    """
     root = tmp_path_factory.mktemp("nothing")
     template, cells, folders = write_rollouts(root), [], {}
     for number, change in ((1, "masked"), (2, "rejected")):
@@ -92,9 +104,18 @@ def nothing(matrix, tmp_path_factory):
             folder.mkdir()
             words = command_line(algorithm, "dp2", matrix.folders, folder)
             words += ["--load-debug-rollout-data", str(root / f"{change}_{{rollout_id}}.jsonl")]
-            cells.append(((change, algorithm), "critic" if algorithm == CRITIC else "actor", parse_args(words)))
+            cells.append(
+                (
+                    (change, algorithm),
+                    "critic" if algorithm == CRITIC else "actor",
+                    parse_args(words),
+                )
+            )
     by_rank = run_distributed(run_cells, 2, cells, timeout=200)
-    return {cell: ([rank[cell] for rank in by_rank], read_metrics(folder)) for cell, folder in folders.items()}
+    return {
+        cell: ([rank[cell] for rank in by_rank], read_metrics(folder))
+        for cell, folder in folders.items()
+    }
 
 
 @pytest.mark.timeout(300)
@@ -103,11 +124,17 @@ def test_a_rollout_in_which_nothing_can_be_trained_is_no_step_or_one_of_gradient
     run: whitened or not, policy and critic, per sample or per token."""
     for (change, algorithm), (by_rank, metrics) in nothing.items():
         (gradients,) = (rank.gradients for rank in by_rank if any(rank.weights))
-        assert len(gradients) == len(metrics.get("train/step", [])) == (2 if change == "masked" else 0), (change, algorithm)
-        assert all(int(torch.count_nonzero(tensor)) == 0 for step in gradients for tensor in step.values())
+        assert (
+            len(gradients) == len(metrics.get("train/step", [])) == (2 if change == "masked" else 0)
+        ), (change, algorithm)
+        assert all(
+            int(torch.count_nonzero(tensor)) == 0 for step in gradients for tensor in step.values()
+        )
         named = named_metrics(metrics)
         assert all(value == value for value in named.values())
-        assert all(value == 0 for name, value in named.items() if name.endswith(("loss", "grad_norm")))
+        assert all(
+            value == 0 for name, value in named.items() if name.endswith(("loss", "grad_norm"))
+        )
         if change == "rejected" and algorithm != CRITIC:
             assert named["0 train/weight_delta"] == 0
 
@@ -116,7 +143,9 @@ def test_the_recorded_batch_is_what_its_script_says():
     """The recorded batch is what its script writes, so that no number of the matrix moves by a hand
     edit."""
     recorded = read_rollout_dump(Path(__file__).parent / "data" / "layout_batch_0.jsonl")
-    for index, (sample, made) in enumerate(zip(recorded, make_samples([s.rollout_log_probs for s in recorded]), strict=True)):
+    for index, (sample, made) in enumerate(
+        zip(recorded, make_samples([s.rollout_log_probs for s in recorded]), strict=True)
+    ):
         made.rollout_log_probs = sample.rollout_log_probs
         assert sample.to_dict() == made.to_dict(), index
         assert len(sample.rollout_log_probs) == ROWS[index].response
@@ -128,21 +157,33 @@ def test_the_batch_holds_what_breaks_layouts():
     records = read_records()
     assert [ROWS[i].response for i in (1, 4, 11)] == [1, 1, 1]
     assert min(len(record["tokens"]) for record in records) == 2
-    groups = [{r["rollout_id"] for r in records if r["group_index"] == group and r["valid"]} for group in range(6)]
+    groups = [
+        {r["rollout_id"] for r in records if r["group_index"] == group and r["valid"]}
+        for group in range(6)
+    ]
     assert [len(group) for group in groups] == [4, 2, 3, 2, 2, 0]
-    assert step_positions(records, 6, keep_trailing=True) == [[0, 1, 2, 3, 4, 5, 7, 8], [9, 10, 11, 13, 14, 15], [16, 17]]
-    # group 1: rollouts 104 (three samples of reward 0.75) and 105 (0.25); the rejected member with reward 900 moves nothing
+    assert step_positions(records, 6, keep_trailing=True) == [
+        [0, 1, 2, 3, 4, 5, 7, 8],
+        [9, 10, 11, 13, 14, 15],
+        [16, 17],
+    ]
+    # group 1: rollouts 104 (three samples of reward 0.75) and 105 (0.25); the rejected member with
+    # reward 900 moves nothing
     assert normalized_rewards(records, {"advantage_estimator": "dr_grpo"})[2:9:6] == [0.25, -0.25]
 
 
 def test_context_parallel_ranks_own_every_token_once():
     """Context-parallel ranks own every token once, with an uneven last chunk; the matrix gathers by
     code of its own."""
-    # 5 + 13 tokens over 2 ranks: chunks of 5 rows; rows 0-4 and 15-19 are rank 0's, 5-14 rank 1's; row 4 predicts the first response token
+    # 5 + 13 tokens over 2 ranks: chunks of 5 rows; rows 0-4 and 15-19 are rank 0's, 5-14 rank 1's;
+    # row 4 predicts the first response token
     assert owned_places(18, 13, cp_size=2, cp_rank=0) == [0, 11, 12]
     assert owned_places(18, 13, cp_size=2, cp_rank=1) == list(range(1, 11))
     for row in ROWS:
-        places = [owned_places(row.prompt + row.response, row.response, cp_size=2, cp_rank=rank) for rank in range(2)]
+        places = [
+            owned_places(row.prompt + row.response, row.response, cp_size=2, cp_rank=rank)
+            for rank in range(2)
+        ]
         assert sorted(places[0] + places[1]) == list(range(row.response))
 
 

@@ -1,4 +1,6 @@
-"""Checkpoints with real Megatron ranks: resuming is the uninterrupted run bit for bit, and a checkpoint fits every layout."""
+"""Checkpoints with real Megatron ranks: resuming is the uninterrupted run bit for bit, and a
+checkpoint fits every layout.
+"""
 
 import sys
 from pathlib import Path
@@ -26,7 +28,10 @@ LOADED_UNDER = {
         "sequence_parallel": True,
         "make_vocab_size_divisible_by": 128,
     },
-    "pp2-distributed-optimizer": {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True},
+    "pp2-distributed-optimizer": {
+        "pipeline_model_parallel_size": 2,
+        "use_distributed_optimizer": True,
+    },
     "pp2-vpp2": {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
 }
 
@@ -40,7 +45,11 @@ def _save_and_resume(rank, world_size, folder, save, saved_under, loaded_under):
         data, _ = local_batch(args)
         train_steps(args, state, data, rollout_id=0)
         save_checkpoint(
-            args, 0, *state, save_dir=save, write_extra=lambda path: (path / f"extra_{rank}.json").write_text("{}")
+            args,
+            0,
+            *state,
+            save_dir=save,
+            write_extra=lambda path: (path / f"extra_{rank}.json").write_text("{}"),
         )
         save_hf_checkpoint(args, 0, state[0])
         result["saved"] = exported(args, state[0])
@@ -65,7 +74,9 @@ def _save_and_resume(rank, world_size, folder, save, saved_under, loaded_under):
 
 
 def _damage(rank, folder, save):
-    """What the ranks say of a copy of the checkpoint with one flipped bit, and of a disk that is full while rank 0 writes."""
+    """What the ranks say of a copy of the checkpoint with one flipped bit, and of a disk that is
+    full while rank 0 writes.
+    """
     from slime.backends.megatron_utils.checkpoint import save_checkpoint
 
     copy = save.with_name("damaged")
@@ -108,7 +119,10 @@ def _main(run, pick):
 def test_resuming_continues_bit_for_bit(run):
     """Weights, Adam's moments, the schedule and every random stream come back, so that a resumed
     run is the uninterrupted one bit for bit."""
-    uninterrupted, resumed = _main(run, lambda r: r["uninterrupted"][0]), _main(run, lambda r: r["resumed"][0])
+    uninterrupted, resumed = (
+        _main(run, lambda r: r["uninterrupted"][0]),
+        _main(run, lambda r: r["resumed"][0]),
+    )
     for name, tensor in uninterrupted.items():
         assert torch.equal(resumed[name], tensor), name
     for rank_result in run[0]:
@@ -149,7 +163,11 @@ def test_a_checkpoint_is_published_as_a_whole(run):
     """A checkpoint is one folder with manifest and pointer, holds what each rank adds, and leaves
     nothing temporary."""
     save = run[1]
-    assert sorted(path.name for path in save.iterdir()) == ["hf_0", "iter_0000000", "latest_checkpointed_iteration.txt"]
+    assert sorted(path.name for path in save.iterdir()) == [
+        "hf_0",
+        "iter_0000000",
+        "latest_checkpointed_iteration.txt",
+    ]
     assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == "0"
     names = {path.name for path in (save / "iter_0000000").iterdir()}
     assert {
@@ -182,11 +200,16 @@ def test_damage_is_named_on_every_rank_and_a_failed_save_changes_nothing(run):
     """Every rank names a flipped bit, and a full disk leaves the last good checkpoint."""
     save = run[1].with_name("damaged")
     for rank_result in run[0]:
-        assert f"{save / 'iter_0000000' / '__0_0.distcp'} has been changed" in rank_result["damaged"]
+        assert (
+            f"{save / 'iter_0000000' / '__0_0.distcp'} has been changed" in rank_result["damaged"]
+        )
         assert "--ckpt-step" in rank_result["damaged"]
         assert "No space left on device" in rank_result["full_disk"]
         assert "previous one is intact" in rank_result["full_disk"]
-    assert sorted(path.name for path in save.glob("*iter*")) == ["iter_0000000", "latest_checkpointed_iteration.txt"]
+    assert sorted(path.name for path in save.glob("*iter*")) == [
+        "iter_0000000",
+        "latest_checkpointed_iteration.txt",
+    ]
     assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == "0"
 
 
@@ -204,16 +227,28 @@ def test_experts_and_their_optimizer_state_fit_every_layout(tmp_path):
     layout."""
     folder = str(make_tiny_checkpoint(tmp_path / "hf", "qwen3_moe", num_hidden_layers=4))
     results = run_distributed(
-        _save_and_resume, 2, folder, str(tmp_path / "save"), MOE_SAVED_UNDER, MOE_LOADED_UNDER, timeout=150
+        _save_and_resume,
+        2,
+        folder,
+        str(tmp_path / "save"),
+        MOE_SAVED_UNDER,
+        MOE_LOADED_UNDER,
+        timeout=150,
     )
     uninterrupted = next(r["uninterrupted"][0] for r in results if r["uninterrupted"][0])
     resumed = next(r["resumed"][0] for r in results if r["resumed"][0])
     for name, tensor in uninterrupted.items():
         assert torch.equal(resumed[name], tensor), name
         for layout in MOE_LOADED_UNDER:
-            continued = next(r["continued"][layout][2] for r in results if r["continued"][layout][2])
+            continued = next(
+                r["continued"][layout][2] for r in results if r["continued"][layout][2]
+            )
             torch.testing.assert_close(
-                continued[name], tensor, rtol=0, atol=3e-6, msg=lambda text, n=(layout, name): f"{n}: {text}"
+                continued[name],
+                tensor,
+                rtol=0,
+                atol=3e-6,
+                msg=lambda text, n=(layout, name): f"{n}: {text}",
             )
 
 

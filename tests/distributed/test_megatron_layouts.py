@@ -1,4 +1,6 @@
-"""Real Megatron-core over gloo: every parallel layout computes what one unpacked Hugging Face model in plain torch computes."""
+"""Real Megatron-core over gloo: every parallel layout computes what one unpacked Hugging Face model
+in plain torch computes.
+"""
 
 import sys
 from pathlib import Path
@@ -13,14 +15,23 @@ from support.tiny_models import make_tiny_checkpoint
 
 NUM_GPUS = 0
 
-TP2, PP2, CP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}
+TP2, PP2, CP2 = (
+    {"tensor_model_parallel_size": 2},
+    {"pipeline_model_parallel_size": 2},
+    {"context_parallel_size": 2},
+)
 EP2 = {"expert_model_parallel_size": 2}
 SP = {"sequence_parallel": True}
 VPP = {"num_layers_per_virtual_pipeline_stage": 1}
 DISTRIBUTED = {"use_distributed_optimizer": True}
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 
-# name: (family and whether embeddings are tied, options). Each architecture meets each axis at least once.
+# name: (family and whether embeddings are tied, options). Each architecture meets each axis at
+# least once.
 TWO_RANKS = {
     "tp2-qwen2": ("qwen2", TP2),
     "tp2-padded-vocab-tied-llama": ("llama-tied", {**TP2, "make_vocab_size_divisible_by": 128}),
@@ -54,7 +65,11 @@ def folders(tmp_path_factory):
     made = {}
     for name in ("qwen2", "qwen3", "llama-tied", "qwen3_moe"):
         family, _, tied = name.partition("-")
-        made[name] = str(make_tiny_checkpoint(root / name, family, num_hidden_layers=4, tie_word_embeddings=bool(tied)))
+        made[name] = str(
+            make_tiny_checkpoint(
+                root / name, family, num_hidden_layers=4, tie_word_embeddings=bool(tied)
+            )
+        )
     return made
 
 
@@ -86,12 +101,18 @@ def _check(results, reference, folder):
     assert sorted(log_probs) == sorted(reference["log_probs"])
     for index, expected in reference["log_probs"].items():
         torch.testing.assert_close(
-            log_probs[index], expected, rtol=0, atol=1e-5, msg=lambda text, i=index: f"sample {i}: {text}"
+            log_probs[index],
+            expected,
+            rtol=0,
+            atol=1e-5,
+            msg=lambda text, i=index: f"sample {i}: {text}",
         )
 
     metrics = next(rank_result["metrics"] for rank_result in results if rank_result["metrics"])
     assert [step["train/loss"] for step in metrics] == pytest.approx(reference["losses"], rel=1e-5)
-    assert [step["train/grad_norm"] for step in metrics] == pytest.approx(reference["grad_norms"], rel=1e-4)
+    assert [step["train/grad_norm"] for step in metrics] == pytest.approx(
+        reference["grad_norms"], rel=1e-4
+    )
 
     (before,) = (rank_result["before"] for rank_result in results if rank_result["before"])
     stored = folder_tensors(folder)
@@ -102,7 +123,9 @@ def _check(results, reference, folder):
 
     (after,) = (rank_result["after"] for rank_result in results if rank_result["after"])
     for name, expected in reference["after"].items():
-        torch.testing.assert_close(after[name], expected, rtol=0, atol=3e-6, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            after[name], expected, rtol=0, atol=3e-6, msg=lambda text, n=name: f"{n}: {text}"
+        )
         assert not torch.equal(after[name], stored[name]), f"{name} did not train"
 
 

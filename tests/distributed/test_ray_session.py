@@ -18,12 +18,19 @@ from slime.ray import session
 NUM_GPUS = 0
 
 OPTIONS = argparse.Namespace(ray_address=None, num_cpus=2)
-SLEEPER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+SLEEPER = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', "
+    "flush=True); time.sleep(60)"
+)
 
 
 def start_sleeper(*words, obedient=True):
     """A process of ours with `words` on its command line; a disobedient one ignores SIGTERM."""
-    script = SLEEPER if not obedient else SLEEPER.replace("signal.signal(signal.SIGTERM, signal.SIG_IGN); ", "")
+    script = (
+        SLEEPER
+        if not obedient
+        else SLEEPER.replace("signal.signal(signal.SIGTERM, signal.SIG_IGN); ", "")
+    )
     process = subprocess.Popen([sys.executable, "-c", script, *words], stdout=subprocess.PIPE)
     process.stdout.readline()
     return process
@@ -67,10 +74,17 @@ def test_every_process_of_a_session_listens_on_loopback_only_and_is_gone_afterwa
         pids = session.processes_of(folder)
         assert len(pids) >= 2, "the cluster's control store and its node manager at least"
         children = ["ps", "-o", "pid=", "--ppid", ",".join(map(str, pids))]
-        workers = [int(word) for word in subprocess.run(children, capture_output=True, text=True).stdout.split()]
+        workers = [
+            int(word)
+            for word in subprocess.run(children, capture_output=True, text=True).stdout.split()
+        ]
         found = listening_addresses([os.getpid(), *pids, *workers])
         found = {place: owners for place, owners in found.items() if place not in before}
-        loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+        loopback = {
+            "0100007F",
+            "00000000000000000000000001000000",
+            "0000000000000000FFFF00000100007F",
+        }
         assert found and {address for address, _ in found} <= loopback, found
     assert session.processes_of(folder) == [] and not os.path.exists(folder)
 
@@ -82,7 +96,9 @@ def test_an_interrupt_inside_the_start_of_ray_leaves_no_process(monkeypatch):
     started = []
 
     def interrupted_init(**options):
-        started.append((options["_temp_dir"], start_sleeper(f"--session-dir={options['_temp_dir']}/session_1")))
+        started.append(
+            (options["_temp_dir"], start_sleeper(f"--session-dir={options['_temp_dir']}/session_1"))
+        )
         raise KeyboardInterrupt("SIGINT")
 
     monkeypatch.setattr(session.ray, "init", interrupted_init)
@@ -98,7 +114,8 @@ def test_a_process_that_ignores_the_request_is_killed_and_others_stay(tmp_path):
     stubborn, foreign = start_sleeper(str(tmp_path), obedient=False), start_sleeper("/elsewhere")
     try:
         begun = time.monotonic()
-        threading.Thread(target=stubborn.wait, daemon=True).start()  # reaps it, so that it leaves /proc
+        # reaps it, so that it leaves /proc
+        threading.Thread(target=stubborn.wait, daemon=True).start()
         session.end_processes_of(str(tmp_path), patience_s=0.3)
         deadline = time.monotonic() + 5
         while stubborn.poll() is None and time.monotonic() < deadline:
@@ -132,13 +149,20 @@ def test_a_dead_cluster_is_one_sentence_at_once(monkeypatch):
         raise AssertionError("there is no cluster")
     assert time.monotonic() - begun < 10
     text = str(caught.value)
-    assert text.startswith(f"no Ray cluster answers at 127.0.0.1:{port} (RAY_ADDRESS in the environment): ") and "\n" not in text
+    assert (
+        text.startswith(
+            f"no Ray cluster answers at 127.0.0.1:{port} (RAY_ADDRESS in the environment): "
+        )
+        and "\n" not in text
+    )
     assert "leave it out: the run then starts Ray by itself" in text
 
 
 def test_a_server_that_is_no_cluster_is_given_up_after_the_deadline(silent_port):
     """A server that is no cluster, or a frozen one, is given up after the deadline."""
-    with pytest.raises(ConfigError, match="accepts connections, but does not answer as a Ray cluster within 0.5 s"):
+    with pytest.raises(
+        ConfigError, match="accepts connections, but does not answer as a Ray cluster within 0.5 s"
+    ):
         session.require_cluster(f"127.0.0.1:{silent_port}", named_by="--ray-address", timeout_s=0.5)
 
 

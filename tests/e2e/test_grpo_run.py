@@ -1,4 +1,5 @@
-"""Whole runs: prompts, engine over HTTP, reward, GRPO, Megatron-core on two data-parallel ranks, weight sync, evaluation, checkpoints.
+"""Whole runs: prompts, engine over HTTP, reward, GRPO, Megatron-core on two data-parallel ranks,
+weight sync, evaluation, checkpoints.
 
 One uninterrupted run of four rollouts is the reference; the others must agree with it."""
 
@@ -19,7 +20,13 @@ from slime.harness.diff import Tolerance, compare_paths
 
 NUM_GPUS = 0
 
-EXACT = ("rollout/raw_reward", "rollout/rollout_log_probs", "train/loss", "train/grad_norm", "rollout/response_lengths")
+EXACT = (
+    "rollout/raw_reward",
+    "rollout/rollout_log_probs",
+    "train/loss",
+    "train/grad_norm",
+    "rollout/response_lengths",
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +38,36 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole_run(data, tmp_path_factory):
-    """Four rollouts of two optimizer steps on two data-parallel ranks, with evaluation and a checkpoint after two."""
+    """Four rollouts of two optimizer steps on two data-parallel ranks, with evaluation and a
+    checkpoint after two.
+    """
     folder = tmp_path_factory.mktemp("whole")
-    options = ["--actor-num-gpus-per-node", 2, "--num-rollout", 4, "--save", folder / "checkpoints", "--save-interval", 2]
-    options += ["--eval-prompt-data", "addition", data / "eval.jsonl", "--eval-interval", 2, "--eval-max-response-len", 6]
-    options += ["--eval-temperature", 0, "--check-weight-update-equal", "--dump-details", folder / "dumps"]
+    options = [
+        "--actor-num-gpus-per-node",
+        2,
+        "--num-rollout",
+        4,
+        "--save",
+        folder / "checkpoints",
+        "--save-interval",
+        2,
+    ]
+    options += [
+        "--eval-prompt-data",
+        "addition",
+        data / "eval.jsonl",
+        "--eval-interval",
+        2,
+        "--eval-max-response-len",
+        6,
+    ]
+    options += [
+        "--eval-temperature",
+        0,
+        "--check-weight-update-equal",
+        "--dump-details",
+        folder / "dumps",
+    ]
     small_run.run(data, folder, *options)
     return folder
 
@@ -96,20 +128,37 @@ def test_evaluation_is_before_training_and_after_each_interval(whole_run):
 def test_a_resumed_run_continues_the_same_stream(data, whole_run, tmp_path):
     """Resumed after rollout 1, a run has the numbers of the uninterrupted one: prompts, samples,
     rewards, losses, gradients."""
-    options = ["--actor-num-gpus-per-node", 2, "--num-rollout", 4, "--load", whole_run / "checkpoints", "--ckpt-step", 1]
+    options = [
+        "--actor-num-gpus-per-node",
+        2,
+        "--num-rollout",
+        4,
+        "--load",
+        whole_run / "checkpoints",
+        "--ckpt-step",
+        1,
+    ]
     small_run.run(data, tmp_path, *options)
     for name in EXACT:
         whole, resumed = small_run.series(whole_run, name), small_run.series(tmp_path, name)
         assert resumed == whole[len(whole) // 2 :], name
-    # what the gate compares with comes from the checkpoint: times differ, and what a cache of compared texts had seen
-    whole, resumed = ([gate_numbers(r) for r in read_jsonl(d / "gate.jsonl")[0] if not r["evaluation"]] for d in (whole_run, tmp_path))
+    # what the gate compares with comes from the checkpoint: times differ, and what a cache of
+    # compared texts had seen
+    whole, resumed = (
+        [gate_numbers(r) for r in read_jsonl(d / "gate.jsonl")[0] if not r["evaluation"]]
+        for d in (whole_run, tmp_path)
+    )
     assert [record["rollout_id"] for record in resumed] == [2, 3] and resumed == whole[2:]
     assert resumed[0]["drift"]["psi_previous"] is not None
 
 
 def gate_numbers(record):
-    """A record of gate.jsonl without what depends on the clock and on earlier work of the process."""
-    counts = {name: count for name, count in record["counts"].items() if not name.startswith("cache_")}
+    """A record of gate.jsonl without what depends on the clock and on earlier work of
+    the process.
+    """
+    counts = {
+        name: count for name, count in record["counts"].items() if not name.startswith("cache_")
+    }
     return {**record, "counts": counts, "seconds": 0, "gate_seconds": 0, "share_of_iteration": 0}
 
 
@@ -118,14 +167,33 @@ def test_a_recorded_run_replays_on_one_rank_without_an_engine(data, whole_run, t
     """A run recorded on two ranks replays on one without an engine, as docs/debugging.md says:
     every field of every trained sample comes back."""
     samples = whole_run / "dumps" / "rollout_data" / "{rollout_id}.jsonl"
-    options = ["--actor-num-gpus-per-node", 1, "--num-rollout", 4, "--load-debug-rollout-data", samples]
-    small_run.run(data, tmp_path, *options, "--save-debug-train-data", tmp_path / "{rollout_id}.safetensors")
+    options = [
+        "--actor-num-gpus-per-node",
+        1,
+        "--num-rollout",
+        4,
+        "--load-debug-rollout-data",
+        samples,
+    ]
+    small_run.run(
+        data, tmp_path, *options, "--save-debug-train-data", tmp_path / "{rollout_id}.safetensors"
+    )
     for rollout_id in range(4):
         recorded = whole_run / "dumps" / "train_data" / f"{rollout_id}.safetensors"
-        (found,) = compare_paths(recorded, tmp_path / recorded.name, tolerance=Tolerance(rtol=1e-5, atol=1e-6)).values()
+        (found,) = compare_paths(
+            recorded, tmp_path / recorded.name, tolerance=Tolerance(rtol=1e-5, atol=1e-6)
+        ).values()
         assert found.identical, found.first
         assert found.num_samples == 32
-        assert {"tokens", "loss_masks", "rewards", "rollout_log_probs", "log_probs", "advantages", "raw_reward"} <= set(found.fields)
+        assert {
+            "tokens",
+            "loss_masks",
+            "rewards",
+            "rollout_log_probs",
+            "log_probs",
+            "advantages",
+            "raw_reward",
+        } <= set(found.fields)
 
 
 @pytest.mark.timeout(300)
@@ -135,8 +203,14 @@ def test_the_worst_tokens_of_a_run_are_shown_in_their_text(whole_run):
     assert [step.step for step in report.steps] == [0, 1, 2, 3] and not report.has_alarm
     largest = max(small_run.series(whole_run, "rollout/logprob_abs_diff/mean"))
     assert report.steps[report.step].metrics["rollout/logprob_abs_diff/mean"] == largest
-    assert abs(report.tokens[0].difference) == pytest.approx(report.steps[report.step].metrics["rollout/logprob_abs_diff/max"], rel=1e-6)
-    assert all("<|assistant|>" in token.before + token.text for token in report.tokens if token.response_token == 0)
+    assert abs(report.tokens[0].difference) == pytest.approx(
+        report.steps[report.step].metrics["rollout/logprob_abs_diff/max"], rel=1e-6
+    )
+    assert all(
+        "<|assistant|>" in token.before + token.text
+        for token in report.tokens
+        if token.response_token == 0
+    )
     assert all(token.weight_versions == [str(report.step + 1)] for token in report.tokens)
 
 
@@ -144,12 +218,24 @@ def test_the_worst_tokens_of_a_run_are_shown_in_their_text(whole_run):
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 def test_a_model_split_over_two_ranks_trains_the_same(data, whole_run, tmp_path, layout):
     """With TP=2 or PP=2 the losses of the first steps agree with DP=2 within 1e-4."""
-    options = ["--actor-num-gpus-per-node", 2, "--num-rollout", 2, f"--{layout}-model-parallel-size", 2]
+    options = [
+        "--actor-num-gpus-per-node",
+        2,
+        "--num-rollout",
+        2,
+        f"--{layout}-model-parallel-size",
+        2,
+    ]
     small_run.run(data, tmp_path, *options)
-    whole, split = small_run.series(whole_run, "train/loss"), small_run.series(tmp_path, "train/loss")
+    whole, split = (
+        small_run.series(whole_run, "train/loss"),
+        small_run.series(tmp_path, "train/loss"),
+    )
     assert len(split) == 4
     assert split == pytest.approx(whole[:4], abs=1e-4)
-    assert small_run.series(tmp_path, "train/grad_norm")[:2] == pytest.approx(small_run.series(whole_run, "train/grad_norm")[:2], rel=1e-3)
+    assert small_run.series(tmp_path, "train/grad_norm")[:2] == pytest.approx(
+        small_run.series(whole_run, "train/grad_norm")[:2], rel=1e-3
+    )
 
 
 @pytest.mark.timeout(300)

@@ -1,5 +1,7 @@
-"""Whole runs under layouts: the model split over four ranks (tensor parallel 2 x context parallel 2, dense and mixture of experts), and the same
-recorded rollouts trained on one and on two data-parallel ranks."""
+"""Whole runs under layouts: the model split over four ranks (tensor parallel 2 x context parallel
+2, dense and mixture of experts), and the same recorded rollouts trained on one and on two
+data-parallel ranks.
+"""
 
 import sys
 from pathlib import Path
@@ -22,13 +24,16 @@ from support.layout_matrix import (
 NUM_GPUS = 0
 
 SPLIT = (
-    "--actor-num-gpus-per-node 4 --num-cpus 5 --tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel "
+    "--actor-num-gpus-per-node 4 --num-cpus 5 --tensor-model-parallel-size 2 "
+    "--context-parallel-size 2 --sequence-parallel "
     "--num-rollout 2 --step-timeout 200 --startup-timeout 200"
 ).split()
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("example", ["moe", pytest.param("addition", marks=pytest.mark.slow_layouts)])
+@pytest.mark.parametrize(
+    "example", ["moe", pytest.param("addition", marks=pytest.mark.slow_layouts)]
+)
 def test_a_model_split_over_four_ranks_trains_and_serves(example, tmp_path):
     """The engine gets whole weights gathered from all four ranks: its log-probs stay the trainer's,
     step after step."""
@@ -46,7 +51,8 @@ def test_a_model_split_over_four_ranks_trains_and_serves(example, tmp_path):
     assert min(small_run.series(run_dir, "train/weight_delta")) > 0
 
 
-# What a forward pass has a part in: equal to float32's accuracy. All other metrics come from the samples alone: equal to float64's.
+# What a forward pass has a part in: equal to float32's accuracy. All other metrics come from the
+# samples alone: equal to float64's.
 OF_THE_MODEL = (
     "advantages",
     "returns",
@@ -61,7 +67,9 @@ OF_THE_MODEL = (
 
 @pytest.fixture(scope="module")
 def replayed(tmp_path_factory):
-    """{data-parallel size: metrics by step key} of runs on the same recorded rollouts, at the same time, which need no prompts."""
+    """{data-parallel size: metrics by step key} of runs on the same recorded rollouts, at the same
+    time, which need no prompts.
+    """
     root = tmp_path_factory.mktemp("replay")
     folders, template = make_folders(root / "models", ("qwen3",)), write_rollouts(root)
     processes = {}
@@ -80,7 +88,9 @@ def replayed(tmp_path_factory):
             template,
         ]
         words += ["--gate-keep-truncated", "--no-live-view", "--no-write-report"]
-        processes[dp_size] = small_run.launch([sys.executable, "-m", "slime.train", *words], run_dir)
+        processes[dp_size] = small_run.launch(
+            [sys.executable, "-m", "slime.train", *words], run_dir
+        )
     for process in processes.values():
         small_run.finish(process, timeout=150)
     return {dp_size: read_metrics(root / f"dp{dp_size}") for dp_size in processes}
@@ -101,12 +111,16 @@ def test_recorded_rollouts_train_alike_on_one_and_on_two_ranks(replayed):
     for key, value in one.items():
         family, _, name = key.partition(" ")[2].partition("/")
         if family == "train" or name.partition("/")[0] in OF_THE_MODEL:
-            tolerance = GRADIENT_TOLERANCE if name in ("grad_norm", "weight_delta") else VALUE_TOLERANCE
+            tolerance = (
+                GRADIENT_TOLERANCE if name in ("grad_norm", "weight_delta") else VALUE_TOLERANCE
+            )
             scale = 1.0 if name.partition("/")[0] in CANCELLING else 0.0
             assert relative(two[key], value, scale=scale) < tolerance, (key, value, two[key])
         else:
             exact += 1
-            assert two[key] == (value if isinstance(value, str) else pytest.approx(value, rel=1e-9, abs=0)), key
+            assert two[key] == (
+                value if isinstance(value, str) else pytest.approx(value, rel=1e-9, abs=0)
+            ), key
     assert exact > 100
     # one of the second six is masked whole
     assert [one[f"{step} train/global_batch_size"] for step in (0, 1, 2)] == [6, 5, 1]
@@ -118,7 +132,10 @@ def test_a_rollout_that_trains_nothing_does_not_end_the_run(replayed):
     whole has no step, and the next one trains."""
     for metrics in replayed.values():
         named = named_metrics(metrics)
-        ledger = [[named[f"{i} rollout/ledger/{name}"] for name in ("sampled", "trained", "dropped")] for i in range(4)]
+        ledger = [
+            [named[f"{i} rollout/ledger/{name}"] for name in ("sampled", "trained", "dropped")]
+            for i in range(4)
+        ]
         assert ledger == [[18, 15, 3], [18, 0, 18], [18, 0, 18], [18, 15, 3]]
         assert named["1 rollout/ledger/dropped/fully_masked"] == 16
         assert [named.get(f"{i} rollout/num_samples") for i in range(4)] == [15, 0, None, 15]
@@ -127,7 +144,11 @@ def test_a_rollout_that_trains_nothing_does_not_end_the_run(replayed):
         assert [step for step, norm in norms.items() if norm == 0] == [3, 4, 5]
         assert sorted(norms) == list(range(9))  # three of each rollout but the rejected one
         assert named["2 train/weight_delta"] == 0 < named["3 train/weight_delta"]
-        assert not [name for name in named if name.startswith(("1 rollout/advantages", "2 rollout/advantages"))]
+        assert not [
+            name
+            for name in named
+            if name.startswith(("1 rollout/advantages", "2 rollout/advantages"))
+        ]
 
 
 if __name__ == "__main__":

@@ -55,12 +55,27 @@ def data(tmp_path_factory):
 def runs(data, tmp_path_factory):
     """Run folders of the same two rollouts: in Ray, and twice in one process of its own."""
     root = tmp_path_factory.mktemp("local")
-    options = ["--num-rollout", 2, "--eval-prompt-data", "addition", data / "eval.jsonl@[:64]", "--eval-interval", 1]
-    options += ["--eval-max-response-len", 6, "--eval-temperature", 0, "--check-weight-update-equal"]
+    options = [
+        "--num-rollout",
+        2,
+        "--eval-prompt-data",
+        "addition",
+        data / "eval.jsonl@[:64]",
+        "--eval-interval",
+        1,
+    ]
+    options += [
+        "--eval-max-response-len",
+        6,
+        "--eval-temperature",
+        0,
+        "--check-weight-update-equal",
+    ]
     in_ray = small_run.start(data, root / "ray", *options, "--dump-details", root / "ray" / "dumps")
     words = small_run.command(data, root / "first", *options)[3:]
     local = small_run.launch(
-        [sys.executable, "-c", TWICE, json.dumps(words), str(root / "first"), str(root / "second")], root / "first"
+        [sys.executable, "-c", TWICE, json.dumps(words), str(root / "first"), str(root / "second")],
+        root / "first",
     )
     for process in (in_ray, local):
         small_run.finish(process)
@@ -72,7 +87,13 @@ def numbers(run_dir):
     found = {}
     for record in small_run.records(run_dir):
         for name, value in record.get("metrics", {}).items():
-            timed = "time" in name or "per_sec" in name or "per_s" in name or "tflops" in name or name.startswith("gate/perf")
+            timed = (
+                "time" in name
+                or "per_sec" in name
+                or "per_s" in name
+                or "tflops" in name
+                or name.startswith("gate/perf")
+            )
             if not timed:
                 found[record["step_key"], record["step"], name] = value
     return found
@@ -86,7 +107,10 @@ def test_the_local_run_has_the_numbers_of_the_run_in_ray(runs):
     assert len(expected) > 300 and ("train/step", 3, "train/grad_norm") in expected
     for folder in ("first", "second"):
         assert numbers(runs / folder) == expected
-        assert all(c.identical for c in compare_paths(runs / "ray" / "dumps", runs / folder / "dumps").values())
+        assert all(
+            c.identical
+            for c in compare_paths(runs / "ray" / "dumps", runs / folder / "dumps").values()
+        )
 
 
 @pytest.mark.timeout(300)
@@ -104,13 +128,20 @@ def test_a_sample_of_a_run_is_shown_with_the_trainers_numbers(runs, capsys):
 def test_a_breakpoint_in_a_reward_stops_and_goes_on(data, tmp_path):
     """breakpoint() in a reward function stops the run, and it goes on after `continue`."""
     (tmp_path / "pausing.py").write_text(PAUSING_REWARD)
-    words = small_run.command(data, tmp_path / "run", "--num-rollout", 1, "--local", "--debug-rollout-only")
+    words = small_run.command(
+        data, tmp_path / "run", "--num-rollout", 1, "--local", "--debug-rollout-only"
+    )
     words += ["--custom-rm-path", "pausing.reward"]
     environment = {**os.environ, **small_run.ENVIRONMENT}
-    environment["PYTHONPATH"] = os.pathsep.join([str(small_run.ROOT), str(small_run.ROOT / "tests"), str(tmp_path)])
-    environment["PYTHONBREAKPOINT"] = "ray.util.rpdb.set_trace"  # as a Ray session of the parent process leaves it
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(small_run.ROOT), str(small_run.ROOT / "tests"), str(tmp_path)]
+    )
+    # as a Ray session of the parent process leaves it
+    environment["PYTHONBREAKPOINT"] = "ray.util.rpdb.set_trace"
     main, terminal = pty.openpty()
-    process = subprocess.Popen(words, cwd=small_run.ROOT, env=environment, stdin=terminal, stdout=terminal, stderr=terminal)
+    process = subprocess.Popen(
+        words, cwd=small_run.ROOT, env=environment, stdin=terminal, stdout=terminal, stderr=terminal
+    )
     os.close(terminal)
     shown = read_until(main, "(Pdb) ")
     os.write(main, b"p 'label', seen\n")
@@ -130,9 +161,15 @@ def test_quitting_the_debugger_is_no_samples_failure():
     from slime.data.sample import Sample
     from slime.rollout import scoring
 
-    sample = Sample(index=0, response="1", response_length=1, tokens=[1], status=Sample.Status.COMPLETED)
+    sample = Sample(
+        index=0, response="1", response_length=1, tokens=[1], status=Sample.Status.COMPLETED
+    )
     with pytest.raises(bdb.BdbQuit):
-        asyncio.run(scoring.score_group(argparse.Namespace(custom_rm_path=f"{__name__}.quits"), [sample], None))
+        asyncio.run(
+            scoring.score_group(
+                argparse.Namespace(custom_rm_path=f"{__name__}.quits"), [sample], None
+            )
+        )
 
 
 async def quits(args, sample):
@@ -160,8 +197,18 @@ def read_until(descriptor, text, *, seconds=120):
 def test_keywords_become_words_of_the_command_line():
     """Keyword arguments of a notebook become options, and a wrong name is answered with the nearest
     one."""
-    words = words_of({"lr": 1e-3, "colocate": True, "rollout_stop": ["a", "b"], "rewards_normalization": False, "load": None})
-    assert words == "--lr 0.001 --colocate --rollout-stop a b --disable-rewards-normalization".split()
+    words = words_of(
+        {
+            "lr": 1e-3,
+            "colocate": True,
+            "rollout_stop": ["a", "b"],
+            "rewards_normalization": False,
+            "load": None,
+        }
+    )
+    assert (
+        words == "--lr 0.001 --colocate --rollout-stop a b --disable-rewards-normalization".split()
+    )
     assert words_of({"rollout_sample_hook_path": ["a.b", "c.d"], "colocate": False}) == [
         "--rollout-sample-hook-path", "a.b", "--rollout-sample-hook-path", "c.d"
     ]  # fmt: skip
@@ -171,7 +218,9 @@ def test_keywords_become_words_of_the_command_line():
 
 def test_a_series_that_was_not_logged_is_answered_with_the_nearest(tmp_path):
     """Asking for a series that was not logged is an error with the nearest name."""
-    (tmp_path / "metrics.jsonl").write_text('{"step_key": "train/step", "step": 3, "metrics": {"train/loss": 0.5}}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step_key": "train/step", "step": 3, "metrics": {"train/loss": 0.5}}\n'
+    )
     result = LocalResult(None, tmp_path)
     assert result.series("train/loss") == {3: 0.5}
     with pytest.raises(KeyError, match="Did you mean train/loss?"):

@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 KEY = "router-test-key"
 
 needs_router = pytest.mark.skipif(
-    not router_module.importlib.util.find_spec("sglang_router"), reason="the extra `router` is not installed"
+    not router_module.importlib.util.find_spec("sglang_router"),
+    reason="the extra `router` is not installed",
 )
 
 
@@ -45,7 +46,10 @@ def post(url: str, path: str, body):
 def cluster(tmp_path_factory):
     folder = str(make_tiny_checkpoint(tmp_path_factory.mktemp("m") / "qwen3", "qwen3"))
     configs = [
-        EngineConfig(folder, deterministic=True, served_model_name="tiny", api_key=KEY, random_seed=i) for i in (1, 2)
+        EngineConfig(
+            folder, deterministic=True, served_model_name="tiny", api_key=KEY, random_seed=i
+        )
+        for i in (1, 2)
     ]
     with (
         EngineServerThread(configs[0]) as first,
@@ -67,7 +71,12 @@ def test_requests_reach_both_engines_and_results_do_not_depend_on_which(cluster)
 
     def ask(seed: int):
         params = {"max_new_tokens": 8, "sampling_seed": seed, "ignore_eos": True}
-        body = {"input_ids": [5, 6, seed + 7], "sampling_params": params, "return_logprob": True, "rid": f"r{seed}"}
+        body = {
+            "input_ids": [5, 6, seed + 7],
+            "sampling_params": params,
+            "return_logprob": True,
+            "rid": f"r{seed}",
+        }
         status, answer = post(router.url, "/generate", body)
         assert status == 200 and answer["meta_info"]["id"] == f"r{seed}"
         return answer["output_ids"], answer["meta_info"]["output_token_logprobs"]
@@ -92,7 +101,9 @@ def test_lists_and_refusals_pass_through_the_router(cluster):
     }
     status, answers = post(router.url, "/generate", body)
     assert status == 200 and [len(answer["output_ids"]) for answer in answers] == [3, 3, 3]
-    status, text = post(router.url, "/generate", {"input_ids": [5], "sampling_params": {"top_p": 0.0}})
+    status, text = post(
+        router.url, "/generate", {"input_ids": [5], "sampling_params": {"top_p": 0.0}}
+    )
     assert status == 400 and "top_p" in text
     assert post(router.url, "/flush_cache", {})[0] == 200
 
@@ -105,7 +116,14 @@ def test_a_removed_engine_gets_no_more_requests_and_can_come_back(cluster):
     assert set(router.workers()) == {second.url}
     before = first.loaded.engine.total_generated
     for _ in range(4):
-        assert post(router.url, "/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}})[0] == 200
+        assert (
+            post(
+                router.url,
+                "/generate",
+                {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}},
+            )[0]
+            == 200
+        )
     assert first.loaded.engine.total_generated == before
     with pytest.raises(EngineError, match="no healthy worker"):
         router.remove_worker(first.url)
@@ -127,7 +145,9 @@ def test_a_router_that_runs_already_is_used_and_left_running(cluster):
     wait_for(lambda: set(router.workers()) == {first.url})
     router.add_worker(second.url, api_key=KEY)
     with pytest.raises(ConfigError, match="--sglang-router-port"):
-        start_router(argparse.Namespace(**options, sglang_router_ip="127.0.0.1", sglang_router_port=None), [])
+        start_router(
+            argparse.Namespace(**options, sglang_router_ip="127.0.0.1", sglang_router_port=None), []
+        )
 
 
 @needs_router
@@ -135,7 +155,10 @@ def test_a_worker_that_does_not_answer_is_an_error_with_its_url(cluster):
     """An engine that does not answer is an error with its URL, and not waited for without end."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         dead = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    with SglangRouter() as router, pytest.raises(EngineError, match=f"find the engine {dead} healthy within 2 s"):
+    with (
+        SglangRouter() as router,
+        pytest.raises(EngineError, match=f"find the engine {dead} healthy within 2 s"),
+    ):
         router.add_worker(dead, timeout=2)
 
 
@@ -149,7 +172,9 @@ def test_the_router_dies_with_its_parent():
         "print(router._process.pid, router.port, flush=True)\n"
         "os._exit(9)\n"
     )
-    parent = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    parent = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
     assert parent.returncode == 9, parent.stderr
     pid, port = (int(word) for word in parent.stdout.split())
     wait_for(lambda: not is_alive(pid) and not is_listening(port))

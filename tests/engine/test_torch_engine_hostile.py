@@ -36,12 +36,16 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(folder):
-    with EngineServerThread(EngineConfig(str(folder), deterministic=True, max_waiting_requests=4096)) as server:
+    with EngineServerThread(
+        EngineConfig(str(folder), deterministic=True, max_waiting_requests=4096)
+    ) as server:
         yield server.url
 
 
 def _call(url, path, raw, method=None):
-    request = urllib.request.Request(url + path, raw if raw is None else raw.encode(), method=method)
+    request = urllib.request.Request(
+        url + path, raw if raw is None else raw.encode(), method=method
+    )
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
             return response.status, response.read().decode()
@@ -80,17 +84,35 @@ def test_no_value_of_a_sampling_parameter_ends_the_engine(url, name):
     for value in VALUES:
         fields = {**rest, name: value}
         params = ", ".join(f'"{key}": {text}' for key, text in fields.items())
-        raws.append(f'{{"input_ids": [5, 6], "return_logprob": true, "sampling_params": {{{params}}}}}')
+        raws.append(
+            f'{{"input_ids": [5, 6], "return_logprob": true, "sampling_params": {{{params}}}}}'
+        )
     assert 400 in _assert_served_or_refused(url, "/generate", raws)
 
 
 @pytest.mark.parametrize(
-    "name", ["input_ids", "text", "rid", "sampling_params", "return_logprob", "logprob_start_len", "stream", "lora_path", "unknown"]
+    "name",
+    [
+        "input_ids",
+        "text",
+        "rid",
+        "sampling_params",
+        "return_logprob",
+        "logprob_start_len",
+        "stream",
+        "lora_path",
+        "unknown",
+    ],
 )
 def test_no_value_of_a_request_field_ends_the_engine(url, name):
     raws = []
     for value in VALUES:
-        fields = {"input_ids": "[5, 6]", "return_logprob": "true", "sampling_params": '{"max_new_tokens": 2}', name: value}
+        fields = {
+            "input_ids": "[5, 6]",
+            "return_logprob": "true",
+            "sampling_params": '{"max_new_tokens": 2}',
+            name: value,
+        }
         if name == "text":
             del fields["input_ids"]
         raws.append("{" + ", ".join(f'"{key}": {text}' for key, text in fields.items()) + "}")
@@ -111,7 +133,14 @@ def test_no_value_of_a_control_field_ends_the_engine(url, path, fields):
 
 
 @pytest.mark.parametrize(
-    "query", ["", "?weight_version=1", "?weight_version=1&begin=x", "?weight_version=1&checksum=%00", "?weight_version=" + "1" * 300]
+    "query",
+    [
+        "",
+        "?weight_version=1",
+        "?weight_version=1&begin=x",
+        "?weight_version=1&checksum=%00",
+        "?weight_version=" + "1" * 300,
+    ],
 )
 @pytest.mark.parametrize("raw", ["", "x", "\0" * 64, "{}", '"\\ud800"'])
 def test_no_body_of_a_weight_update_ends_the_engine(url, query, raw):
@@ -121,13 +150,18 @@ def test_no_body_of_a_weight_update_ends_the_engine(url, query, raw):
 def test_a_call_for_millions_of_responses_is_refused_before_one_of_them_is_made():
     """16,384 prompts with n 1024 in a body of 82 kB, 16,777,216 requests, are refused before any of
     them is made."""
-    limits = EngineLimits(vocab_size=104, context_length=512, longest_response=lambda length: 512, max_responses=65536)
+    limits = EngineLimits(
+        vocab_size=104, context_length=512, longest_response=lambda length: 512, max_responses=65536
+    )
     body = {"input_ids": [[5]] * 16384, "sampling_params": {"n": 1024, "max_new_tokens": 1}}
 
     def seed():
         raise AssertionError("a request was made")
 
-    with pytest.raises(BadRequest, match="asks for 16777216 responses .16384 prompt.s., n up to 1024.*at most 65536"):
+    with pytest.raises(
+        BadRequest,
+        match="asks for 16777216 responses .16384 prompt.s., n up to 1024.*at most 65536",
+    ):
         parse_generate(body, limits, tokenizer=None, next_seed=seed)
     body["sampling_params"] = [{"n": 4, "max_new_tokens": 1}] * 16384
     call = parse_generate(body, limits, tokenizer=None, next_seed=lambda: 0)
@@ -135,15 +169,21 @@ def test_a_call_for_millions_of_responses_is_refused_before_one_of_them_is_made(
 
 
 def test_a_prompt_far_beyond_the_context_is_refused_without_being_looked_at():
-    limits = EngineLimits(vocab_size=104, context_length=512, longest_response=lambda length: 512, max_responses=8)
+    limits = EngineLimits(
+        vocab_size=104, context_length=512, longest_response=lambda length: 512, max_responses=8
+    )
     with pytest.raises(BadRequest, match="has 1000 tokens and the context length is 512"):
-        parse_generate({"input_ids": ["not a token"] * 1000}, limits, tokenizer=None, next_seed=lambda: 0)
+        parse_generate(
+            {"input_ids": ["not a token"] * 1000}, limits, tokenizer=None, next_seed=lambda: 0
+        )
 
 
 def test_a_request_that_cannot_be_placed_fails_alone(folder):
     """A request whose placing raises fails alone, and its slot and pages are free again."""
     with EngineHarness(folder, deterministic=True, max_running_requests=2) as harness:
-        alone = harness.run([harness.request([5, 6], seed=1, max_new_tokens=3)])[0].output_ids.tolist()
+        alone = harness.run([harness.request([5, 6], seed=1, max_new_tokens=3)])[
+            0
+        ].output_ids.tolist()
         pages = harness.engine.load()["tokens"]
         for _ in range(3):
             bad = harness.request([5, 6], seed=2, max_new_tokens=3)
@@ -151,9 +191,17 @@ def test_a_request_that_cannot_be_placed_fails_alone(folder):
             good = harness.request([5, 6], seed=1, max_new_tokens=3)
             harness.run([bad, good])
             assert good.output_ids.tolist() == alone and good.error is None
-            assert bad.error == "the request could not be served: OverflowError. The engine's log has the stack."
+            assert (
+                bad.error
+                == "the request could not be served: OverflowError. The engine's log has the stack."
+            )
         assert harness.engine.failure is None
-        assert harness.engine.load() == {"running": 0, "waiting": 0, "cached_prompts": 1, "tokens": pages}
+        assert harness.engine.load() == {
+            "running": 0,
+            "waiting": 0,
+            "cached_prompts": 1,
+            "tokens": pages,
+        }
 
 
 def test_health_of_a_failed_engine_shows_no_stack_and_no_path(folder):
@@ -166,7 +214,9 @@ def test_health_of_a_failed_engine_shows_no_stack_and_no_path(folder):
 
         engine = server.loaded.engine
         engine.runner.prefill = lambda prompts: fail()
-        status, answer = _call(server.url, "/generate", '{"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}')
+        status, answer = _call(
+            server.url, "/generate", '{"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}'
+        )
         assert status == 500 and "secret" not in answer and __file__ not in answer
         status, answer = _call(server.url, "/health", None)
         assert status == 503 and "FileNotFoundError" in answer
@@ -174,7 +224,11 @@ def test_health_of_a_failed_engine_shows_no_stack_and_no_path(folder):
         assert "secret.json" in engine.failure_stack and "engine.py" in engine.failure_stack
 
 
-@pytest.mark.parametrize("value", [10**400, -(10**400), float("nan"), float("inf"), 2**63, 2**31], ids=["1e400", "-1e400", "nan", "inf", "2**63", "2**31"])
+@pytest.mark.parametrize(
+    "value",
+    [10**400, -(10**400), float("nan"), float("inf"), 2**63, 2**31],
+    ids=["1e400", "-1e400", "nan", "inf", "2**63", "2**31"],
+)
 def test_values_that_no_array_holds_are_refused_by_name(value):
     """In a call inside the process, where JSON's limits do not hold, values that fit no array are
     refused by name."""
@@ -188,7 +242,9 @@ def test_values_that_no_array_holds_are_refused_by_name(value):
 def test_stop_token_ids_are_counted_once_each_and_bounded():
     """Stop token ids are counted once each and bounded, because each is a row of an array for every
     token of every sequence."""
-    assert parse_sampling_params({"stop_token_ids": [3, 2, 3] * 1000}, vocab_size=10).stop_token_ids == (3, 2)
+    assert parse_sampling_params(
+        {"stop_token_ids": [3, 2, 3] * 1000}, vocab_size=10
+    ).stop_token_ids == (3, 2)
     with pytest.raises(BadRequest, match="at most 1024 different token ids"):
         parse_sampling_params({"stop_token_ids": list(range(1025))}, vocab_size=5000)
 

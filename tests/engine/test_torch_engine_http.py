@@ -1,4 +1,6 @@
-"""The embedded engine through a real socket: SGLang's endpoints and fields, refusals, aborts, weight updates, start and end."""
+"""The embedded engine through a real socket: SGLang's endpoints and fields, refusals, aborts,
+weight updates, start and end.
+"""
 
 import concurrent.futures
 import itertools
@@ -45,8 +47,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def long_folder(tmp_path_factory):
-    """The same weights with a context of 60000 tokens: a response that goes on until it is aborted."""
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("m") / "long", "qwen3", max_position_embeddings=60000)
+    """The same weights with a context of 60000 tokens: a response that goes on until it
+    is aborted.
+    """
+    return make_tiny_checkpoint(
+        tmp_path_factory.mktemp("m") / "long", "qwen3", max_position_embeddings=60000
+    )
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +96,9 @@ def refusal(url: str, path: str = "/generate", **body) -> str:
 def test_a_response_has_every_field_of_the_contract(url):
     """A response has every field that the client reads."""
     params = {"max_new_tokens": 6, "sampling_seed": 3, "ignore_eos": True}
-    answer = generate(url, input_ids=[6, 7, 77], sampling_params=params, return_logprob=True, rid="my-rid")
+    answer = generate(
+        url, input_ids=[6, 7, 77], sampling_params=params, return_logprob=True, rid="my-rid"
+    )
     meta = answer["meta_info"]
     assert meta["id"] == "my-rid" and meta["weight_version"] == "0"
     assert meta["finish_reason"] == {"type": "length", "length": 6}
@@ -101,7 +109,10 @@ def test_a_response_has_every_field_of_the_contract(url):
     assert all(log_prob < 0 and text is None for log_prob, _, text in triples)
     assert "input_token_logprobs" not in meta and len(answer["text"]) >= 1
     without = generate(url, input_ids=[6, 7, 77], sampling_params=params)
-    assert "output_token_logprobs" not in without["meta_info"] and without["output_ids"] == answer["output_ids"]
+    assert (
+        "output_token_logprobs" not in without["meta_info"]
+        and without["output_ids"] == answer["output_ids"]
+    )
 
 
 def test_text_and_its_ids_are_the_same_request(url):
@@ -109,7 +120,9 @@ def test_text_and_its_ids_are_the_same_request(url):
     params = {"max_new_tokens": 5, "temperature": 0}
     by_text = generate(url, text="12+", sampling_params=params)
     by_ids = generate(url, input_ids=[6, 7, 77], sampling_params=params)
-    assert by_text["output_ids"] == by_ids["output_ids"] and by_text["meta_info"]["prompt_tokens"] == 3
+    assert (
+        by_text["output_ids"] == by_ids["output_ids"] and by_text["meta_info"]["prompt_tokens"] == 3
+    )
 
 
 def test_lists_are_answered_in_order_each_with_its_own_parameters_and_rid(url):
@@ -118,12 +131,19 @@ def test_lists_are_answered_in_order_each_with_its_own_parameters_and_rid(url):
     prompts = [[5 + i, 9] for i in range(12)]
     params = [{"max_new_tokens": 1 + i, "sampling_seed": i, "ignore_eos": True} for i in range(12)]
     rids = [f"r{i}" for i in range(12)]
-    answers = generate(url, input_ids=prompts, sampling_params=params, rid=rids, return_logprob=True)
+    answers = generate(
+        url, input_ids=prompts, sampling_params=params, rid=rids, return_logprob=True
+    )
     assert [a["meta_info"]["id"] for a in answers] == rids
     assert [a["meta_info"]["completion_tokens"] for a in answers] == list(range(1, 13))
     for index in (0, 7, 11):
-        alone = generate(url, input_ids=prompts[index], sampling_params=params[index], return_logprob=True)
-        assert alone["meta_info"]["output_token_logprobs"] == answers[index]["meta_info"]["output_token_logprobs"]
+        alone = generate(
+            url, input_ids=prompts[index], sampling_params=params[index], return_logprob=True
+        )
+        assert (
+            alone["meta_info"]["output_token_logprobs"]
+            == answers[index]["meta_info"]["output_token_logprobs"]
+        )
 
 
 def test_n_gives_n_different_responses_the_first_being_that_of_the_seed(url):
@@ -131,7 +151,10 @@ def test_n_gives_n_different_responses_the_first_being_that_of_the_seed(url):
     params = {"max_new_tokens": 12, "sampling_seed": 4, "ignore_eos": True}
     siblings = generate(url, input_ids=[5, 6], sampling_params={**params, "n": 4})
     assert len({tuple(a["output_ids"]) for a in siblings}) == 4
-    assert siblings[0]["output_ids"] == generate(url, input_ids=[5, 6], sampling_params=params)["output_ids"]
+    assert (
+        siblings[0]["output_ids"]
+        == generate(url, input_ids=[5, 6], sampling_params=params)["output_ids"]
+    )
     assert len(generate(url, input_ids=[[5], [6]], sampling_params={**params, "n": 3})) == 6
 
 
@@ -153,12 +176,20 @@ def test_arrays_hold_the_same_numbers_as_json(url):
 def test_a_prompt_is_scored_from_logprob_start_len_on(url):
     """With max_new_tokens 0 a prompt is scored: one entry per token from the start, null where
     nothing comes before."""
-    body = {"input_ids": [5, 6, 7, 8], "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
+    body = {
+        "input_ids": [5, 6, 7, 8],
+        "sampling_params": {"max_new_tokens": 0},
+        "return_logprob": True,
+    }
     whole = generate(url, **body, logprob_start_len=0)["meta_info"]
     assert [token for _, token, _ in whole["input_token_logprobs"]] == [5, 6, 7, 8]
     assert whole["input_token_logprobs"][0][0] is None and whole["output_token_logprobs"] == []
-    part = generate(url, **body, logprob_start_len=2, return_text_in_logprobs=True)["meta_info"]["input_token_logprobs"]
-    assert [(lp, token) for lp, token, _ in part] == [(lp, token) for lp, token, _ in whole["input_token_logprobs"][2:]]
+    part = generate(url, **body, logprob_start_len=2, return_text_in_logprobs=True)["meta_info"][
+        "input_token_logprobs"
+    ]
+    assert [(lp, token) for lp, token, _ in part] == [
+        (lp, token) for lp, token, _ in whole["input_token_logprobs"][2:]
+    ]
     assert [text for _, _, text in part] == ["2", "3"]
 
 
@@ -178,7 +209,9 @@ def stream_of(ids, *, stop=(), step=1):
     request = Request("r", np.zeros(1, dtype=np.int32), params, seed=0, limit=len(ids), stream=True)
     request.note_version("1", 0)
     tokenizer, events = Letters(), []
-    options = ResponseOptions(return_logprob=True, return_arrays=False, return_text_in_logprobs=False, stream=True)
+    options = ResponseOptions(
+        return_logprob=True, return_arrays=False, return_text_in_logprobs=False, stream=True
+    )
     stream = ResponseStream(request, options, tokenizer)
     for start in range(0, len(ids), step):
         request.live_tokens += ids[start : start + step]
@@ -209,8 +242,13 @@ def test_the_text_of_a_stream_grows_by_whole_characters_to_the_text_of_all_ids(s
     texts = [event["text"] for event in events]
     assert texts[-1] == whole
     assert all(whole.startswith(text) for text in texts) and texts == sorted(texts, key=len)
-    assert all(event["meta_info"]["completion_tokens"] == len(event["output_ids"]) for event in events)
-    assert all(len(event["meta_info"]["output_token_logprobs"]) == len(event["output_ids"]) for event in events)
+    assert all(
+        event["meta_info"]["completion_tokens"] == len(event["output_ids"]) for event in events
+    )
+    assert all(
+        len(event["meta_info"]["output_token_logprobs"]) == len(event["output_ids"])
+        for event in events
+    )
     assert not any(text.endswith("cST") for text in texts)
 
 
@@ -227,18 +265,32 @@ def test_the_stream_cumulates_and_ends_with_the_same_response(url):
     events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert status == 200 and events[-1] == "[DONE]"
     chunks = [json.loads(event) for event in events[:-1]]
-    assert len(chunks) > 1 and all(chunk["meta_info"]["finish_reason"] is None for chunk in chunks[:-1])
+    assert len(chunks) > 1 and all(
+        chunk["meta_info"]["finish_reason"] is None for chunk in chunks[:-1]
+    )
     for chunk in chunks:
         count = chunk["meta_info"]["completion_tokens"]
-        assert chunk["output_ids"] == plain["output_ids"][:count] and plain["text"].startswith(chunk["text"])
-        assert chunk["meta_info"]["output_token_logprobs"] == plain["meta_info"]["output_token_logprobs"][:count]
-    assert chunks[-1]["text"] == plain["text"] and chunks[-1]["meta_info"]["finish_reason"]["type"] == "length"
+        assert chunk["output_ids"] == plain["output_ids"][:count] and plain["text"].startswith(
+            chunk["text"]
+        )
+        assert (
+            chunk["meta_info"]["output_token_logprobs"]
+            == plain["meta_info"]["output_token_logprobs"][:count]
+        )
+    assert (
+        chunks[-1]["text"] == plain["text"]
+        and chunks[-1]["meta_info"]["finish_reason"]["type"] == "length"
+    )
 
 
 def forced(url: str, **params):
-    """A response whose tokens are known: the greedy one of a fixed prompt, 30 tokens long without end tokens."""
+    """A response whose tokens are known: the greedy one of a fixed prompt, 30 tokens long without
+    end tokens.
+    """
     return generate(
-        url, input_ids=[5, 6, 7], sampling_params={"temperature": 0, "max_new_tokens": 30, "ignore_eos": True, **params}
+        url,
+        input_ids=[5, 6, 7],
+        sampling_params={"temperature": 0, "max_new_tokens": 30, "ignore_eos": True, **params},
     )
 
 
@@ -265,7 +317,9 @@ def test_stop_token_ids_end_the_response_and_are_part_of_the_ids(url):
     stopped = forced(url, stop_token_ids=[token])
     assert stopped["output_ids"] == free["output_ids"][: end + 1]
     assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": token}
-    assert forced(url, stop_token_ids=[token], no_stop_trim=True)["text"].startswith(stopped["text"])
+    assert forced(url, stop_token_ids=[token], no_stop_trim=True)["text"].startswith(
+        stopped["text"]
+    )
     later = forced(url, stop_token_ids=[token], min_new_tokens=end + 2)
     assert len(later["output_ids"]) >= end + 2
 
@@ -282,7 +336,12 @@ def test_every_end_token_of_the_generation_config_ends_a_response(folder, tmp_pa
         changed["lm_head.weight"] = head
         target = tmp_path / str(token)
         target.mkdir()
-        for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        for name in (
+            "config.json",
+            "generation_config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ):
             (target / name).write_bytes((folder / name).read_bytes())
         (target / "model.safetensors").write_bytes(save(changed))
         with EngineServerThread(EngineConfig(str(target))) as server:
@@ -290,12 +349,19 @@ def test_every_end_token_of_the_generation_config_ends_a_response(folder, tmp_pa
             assert info["eos_token_ids"] == [4, 2]
             ended = []
             for prompt in range(5, 45):
-                params = {"temperature": 0, "max_new_tokens": 30, "no_stop_trim": True, "skip_special_tokens": False}
+                params = {
+                    "temperature": 0,
+                    "max_new_tokens": 30,
+                    "no_stop_trim": True,
+                    "skip_special_tokens": False,
+                }
                 answer = generate(server.url, input_ids=[prompt], sampling_params=params)
                 if answer["meta_info"]["finish_reason"]["type"] == "stop":
                     ended.append(answer)
             assert any(a["meta_info"]["finish_reason"]["matched"] == token for a in ended)
-            assert all(a["output_ids"][-1] == a["meta_info"]["finish_reason"]["matched"] for a in ended)
+            assert all(
+                a["output_ids"][-1] == a["meta_info"]["finish_reason"]["matched"] for a in ended
+            )
 
 
 @pytest.mark.parametrize(
@@ -309,13 +375,22 @@ def test_every_end_token_of_the_generation_config_ends_a_response(folder, tmp_pa
         ({"input_ids": [5, -1]}, "token id -1"),
         ({"input_ids": [5, 6.5]}, "has 6.5, expected token ids"),
         ({"input_ids": [5, True]}, "has True, expected token ids"),
-        ({"input_ids": [5] * 512}, "512 tokens and the context length is 512; with a response it may have at most 511"),
-        ({"input_ids": [5], "sampling_params": {"max_tokens": 3}}, "max_tokens is not a sampling parameter"),
+        (
+            {"input_ids": [5] * 512},
+            "512 tokens and the context length is 512; with a response it may have at most 511",
+        ),
+        (
+            {"input_ids": [5], "sampling_params": {"max_tokens": 3}},
+            "max_tokens is not a sampling parameter",
+        ),
         ({"input_ids": [[5], [6]], "sampling_params": [{}]}, "list of 1 for 2 prompt"),
         ({"input_ids": [[5], [6]], "rid": ["a", "a"]}, "same text twice"),
         ({"input_ids": [[5], [6]], "stream": True}, "stream one response per request"),
         ({"input_ids": [5], "return_logprob": "yes"}, "return_logprob is 'yes'"),
-        ({"input_ids": [5], "return_logprob": True, "logprob_start_len": 9}, "logprob_start_len is 9"),
+        (
+            {"input_ids": [5], "return_logprob": True, "logprob_start_len": 9},
+            "logprob_start_len is 9",
+        ),
         ({"input_ids": [5], "image_data": "x"}, "image_data is not supported"),
     ],
 )
@@ -327,7 +402,12 @@ def test_a_bad_request_gets_a_400_that_names_field_and_value(url, body, message)
 def test_fields_that_a_router_adds_are_ignored_and_malformed_bodies_refused(url):
     """Fields that sglang-router adds are ignored, and malformed bodies are refused."""
     generate(
-        url, input_ids=[5], sampling_params={"max_new_tokens": 1}, model=None, return_entropy=False, background=False
+        url,
+        input_ids=[5],
+        sampling_params={"max_new_tokens": 1},
+        model=None,
+        return_entropy=False,
+        background=False,
     )
     assert call(url, "/generate", raw=b'{"input_ids": [5')[0] == 400
     assert call(url, "/generate", raw=b"[1]")[0] == 400
@@ -339,7 +419,10 @@ def test_a_response_ends_at_the_context_length(url):
     """509 prompt tokens of 512 leave room for 3, whatever was requested."""
     params = {"max_new_tokens": 100, "ignore_eos": True}
     meta = generate(url, input_ids=[5] * 509, sampling_params=params)["meta_info"]
-    assert (meta["completion_tokens"], meta["finish_reason"]) == (3, {"type": "length", "length": 3})
+    assert (meta["completion_tokens"], meta["finish_reason"]) == (
+        3,
+        {"type": "length", "length": 3},
+    )
 
 
 def wait_for(condition, seconds: float = 20.0) -> None:
@@ -374,11 +457,21 @@ def test_an_aborted_request_answers_with_what_it_has(long_folder):
         answer = first.result(TIMEOUT)
         meta = answer["meta_info"]
         assert meta["finish_reason"]["type"] == "abort" and meta["weight_version"] == "0"
-        assert 3 < len(answer["output_ids"]) == len(meta["output_token_logprobs"]) == meta["completion_tokens"] < 50000
+        assert (
+            3
+            < len(answer["output_ids"])
+            == len(meta["output_token_logprobs"])
+            == meta["completion_tokens"]
+            < 50000
+        )
         assert not second.done()
         call(server.url, "/abort_request", {"abort_all": True})
         meta = second.result(TIMEOUT)["meta_info"]
-        assert (meta["completion_tokens"], meta["output_token_logprobs"], meta["weight_version"]) == (0, [], "0")
+        assert (
+            meta["completion_tokens"],
+            meta["output_token_logprobs"],
+            meta["weight_version"],
+        ) == (0, [], "0")
         assert call(server.url, "/health_generate")[0] == 503
         call(server.url, "/continue_generation", {})
         assert call(server.url, "/health_generate")[0] == 200
@@ -389,7 +482,9 @@ def test_a_client_that_goes_away_leaves_nothing_running(folder):
     """The requests of a client that disconnects are ended."""
     with EngineServerThread(EngineConfig(str(folder), max_running_requests=2)) as server:
         call(server.url, "/pause_generation", {})
-        body = json.dumps({"input_ids": [5], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}).encode()
+        body = json.dumps(
+            {"input_ids": [5], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
+        ).encode()
         head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         with socket.create_connection((server.host, server.port)) as client:
             client.sendall(head + body)
@@ -415,7 +510,10 @@ def test_weights_come_from_disk_and_the_version_with_them(long_folder, other_fol
         status, answer = call(server.url, "/update_weights_from_disk", update)
         assert (status, answer["success"], answer["weight_version"]) == (200, True, "1")
         assert answer["checksum"] == weights_checksum(load_file(other_folder / "model.safetensors"))
-        assert call(server.url, "/weights_checksum")[1] == {"checksum": answer["checksum"], "weight_version": "1"}
+        assert call(server.url, "/weights_checksum")[1] == {
+            "checksum": answer["checksum"],
+            "weight_version": "1",
+        }
         num_old = num_tokens()
         call(server.url, "/continue_generation", {})
         wait_for(lambda: num_tokens() > num_old)
@@ -433,8 +531,12 @@ def test_an_update_from_disk_that_does_not_fit_is_refused_and_changes_nothing(ur
     small = make_tiny_checkpoint(tmp_path / "small", "qwen3", intermediate_size=48)
     assert "has shape" in refusal(url, "/update_weights_from_disk", model_path=str(small))
     llama = make_tiny_checkpoint(tmp_path / "llama", "llama")
-    assert "has model_type llama" in refusal(url, "/update_weights_from_disk", model_path=str(llama))
-    assert "is not a folder" in refusal(url, "/update_weights_from_disk", model_path=str(tmp_path / "nowhere"))
+    assert "has model_type llama" in refusal(
+        url, "/update_weights_from_disk", model_path=str(llama)
+    )
+    assert "is not a folder" in refusal(
+        url, "/update_weights_from_disk", model_path=str(tmp_path / "nowhere")
+    )
     assert "model_path is None" in refusal(url, "/update_weights_from_disk")
     assert call(url, "/weights_checksum")[1] == before
 
@@ -459,13 +561,21 @@ def test_weights_come_as_safetensors_bytes_in_parts_and_only_as_a_whole(folder, 
         assert call(server.url, "/weights_checksum")[1] == before
         status, answer = send(second, f"begin=false&end=false&checksum={weights_checksum(first)}")
         assert status == 400 and "bucket's checksum is" in answer["error"]["message"]
-        status, answer = send(second, f"begin=false&end=true&total_checksum={weights_checksum(new)}")
-        assert (status, answer["weight_version"], answer["checksum"]) == (200, "9", weights_checksum(new))
+        status, answer = send(
+            second, f"begin=false&end=true&total_checksum={weights_checksum(new)}"
+        )
+        assert (status, answer["weight_version"], answer["checksum"]) == (
+            200,
+            "9",
+            weights_checksum(new),
+        )
         after = call(server.url, "/weights_checksum")[1]
         assert after == {"checksum": weights_checksum(new), "weight_version": "9"}
         status, answer = send(first, "begin=true&end=true")
         assert status == 400 and "missing" in answer["error"]["message"]
-        status, answer = call(server.url, "/update_weights_from_tensor?weight_version=9", raw=b"\x80\x04pickle")
+        status, answer = call(
+            server.url, "/update_weights_from_tensor?weight_version=9", raw=b"\x80\x04pickle"
+        )
         assert status == 400 and "not safetensors" in answer["error"]["message"]
         assert call(server.url, "/weights_checksum")[1] == after
 
@@ -476,7 +586,11 @@ def test_information_endpoints_answer_what_the_router_asks(url, folder):
     assert call(url, "/model_info")[1] == call(url, "/get_model_info")[1]
     assert call(url, "/model_info")[1]["served_model_name"] == str(folder)
     info = call(url, "/server_info")[1]
-    assert (info["dtype"], info["context_length"], info["enable_deterministic_inference"]) == ("float32", 512, True)
+    assert (info["dtype"], info["context_length"], info["enable_deterministic_inference"]) == (
+        "float32",
+        512,
+        True,
+    )
     assert call(url, "/v1/models")[1]["data"][0]["max_model_len"] == 512
     assert call(url, "/flush_cache", {})[0] == 200
 
@@ -486,9 +600,22 @@ def test_the_key_is_asked_for_and_is_needed_beyond_loopback(folder):
     with EngineServerThread(EngineConfig(str(folder), api_key="s3cret")) as server:
         assert call(server.url, "/health")[0] == 200
         assert call(server.url, "/server_info")[0] == 401
-        assert call(server.url, "/generate", {"input_ids": [5]}, headers={"Authorization": "Bearer wrong"})[0] == 401
-        assert call(server.url, "/server_info", headers={"Authorization": "Bearer s3cr\u00e9t"})[0] == 401
-        assert call(server.url, "/server_info", headers={"Authorization": "Bearer s3cret"})[0] == 200
+        assert (
+            call(
+                server.url,
+                "/generate",
+                {"input_ids": [5]},
+                headers={"Authorization": "Bearer wrong"},
+            )[0]
+            == 401
+        )
+        assert (
+            call(server.url, "/server_info", headers={"Authorization": "Bearer s3cr\u00e9t"})[0]
+            == 401
+        )
+        assert (
+            call(server.url, "/server_info", headers={"Authorization": "Bearer s3cret"})[0] == 200
+        )
     with pytest.raises(ConfigError, match="--sglang-api-key"):
         EngineConfig(str(folder), host="192.0.2.1")
     assert "s3cret" not in repr(EngineConfig(str(folder), api_key="s3cret"))
@@ -504,7 +631,10 @@ def test_a_body_over_the_bound_is_refused(folder):
 def test_the_actor_takes_weights_as_arrays_and_stops_listening_after_shutdown(folder, other_folder):
     """The Ray actor takes weights as read-only arrays in buckets, returns the common checksum, and
     stops listening after shutdown."""
-    new = {name: tensor.numpy() for name, tensor in load_file(other_folder / "model.safetensors").items()}
+    new = {
+        name: tensor.numpy()
+        for name, tensor in load_file(other_folder / "model.safetensors").items()
+    }
     for array in new.values():
         array.flags.writeable = False
     actor = EngineActor({"hf_checkpoint": str(folder)}, 3)
@@ -521,7 +651,11 @@ def test_the_actor_takes_weights_as_arrays_and_stops_listening_after_shutdown(fo
     actor.begin_weight_update(4)
     for name in names:
         actor.update_weights({name: new[name]})
-    assert actor.end_weight_update(4, weights_checksum(new)) == actor.weights_checksum() == weights_checksum(new)
+    assert (
+        actor.end_weight_update(4, weights_checksum(new))
+        == actor.weights_checksum()
+        == weights_checksum(new)
+    )
     actor.flush_cache()
     actor.resume()
     assert actor.weight_version() == "4"
@@ -534,22 +668,31 @@ def test_the_actor_takes_weights_as_arrays_and_stops_listening_after_shutdown(fo
 
 def test_many_clients_at_once_share_the_steps(folder):
     """64 requests of 20 tokens from 16 threads take far fewer model steps than 64 * 20."""
-    with EngineServerThread(EngineConfig(str(folder))) as server, concurrent.futures.ThreadPoolExecutor(16) as pool:
+    with (
+        EngineServerThread(EngineConfig(str(folder))) as server,
+        concurrent.futures.ThreadPoolExecutor(16) as pool,
+    ):
         body = {"sampling_params": {"max_new_tokens": 20, "ignore_eos": True}}
         call(server.url, "/pause_generation", {})
         answers = [
-            pool.submit(generate, server.url, input_ids=[[5 + i % 50, j] for j in range(5, 9)], **body)
+            pool.submit(
+                generate, server.url, input_ids=[[5 + i % 50, j] for j in range(5, 9)], **body
+            )
             for i in range(16)
         ]
         wait_for(lambda: running(server.url) == 64)
         call(server.url, "/continue_generation", {})
-        assert all(len(one["output_ids"]) == 20 for answer in answers for one in answer.result(TIMEOUT))
+        assert all(
+            len(one["output_ids"]) == 20 for answer in answers for one in answer.result(TIMEOUT)
+        )
         assert call(server.url, "/server_info")[1]["total_steps"] < 40
 
 
 def serve_process(*arguments: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "slime.backends.torch_engine.serve", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
 
 
 def test_slime_serve_says_where_it_listens_ends_on_sigterm_and_names_a_port_in_use(folder):

@@ -28,7 +28,11 @@ LLAMA3_ROPE = {
 }
 MODELS = {
     "llama": {"family": "llama"},
-    "llama-tied-llama3-rope": {"family": "llama", "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE},
+    "llama-tied-llama3-rope": {
+        "family": "llama",
+        "tie_word_embeddings": True,
+        "rope_parameters": LLAMA3_ROPE,
+    },
     "llama-biases-linear-rope": {
         "family": "llama",
         "attention_bias": True,
@@ -59,10 +63,16 @@ def hf_log_probs(folder, tokens: list[int]) -> np.ndarray:
     """float32 log-probs [T - 1] of tokens 1..T-1 from transformers, eager attention."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     with torch.inference_mode():
         logits = model(torch.tensor([tokens])).logits[0]
-    return torch.log_softmax(logits.float(), dim=-1)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
+    return (
+        torch.log_softmax(logits.float(), dim=-1)[:-1]
+        .gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        .numpy()
+    )
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -73,11 +83,14 @@ def test_log_probs_of_prompt_and_response_equal_those_of_transformers(folders, n
         rng = np.random.default_rng(7)
         prompts = [rng.integers(5, 20, size).tolist() for size in (1, 15, 16, 17, 70)]
         requests = [
-            harness.request(p, seed=i, score_from=0, max_new_tokens=40, ignore_eos=True) for i, p in enumerate(prompts)
+            harness.request(p, seed=i, score_from=0, max_new_tokens=40, ignore_eos=True)
+            for i, p in enumerate(prompts)
         ]
         harness.run(requests)
     for request in requests:
-        expected = hf_log_probs(folders[name], request.prompt.tolist() + request.output_ids.tolist())
+        expected = hf_log_probs(
+            folders[name], request.prompt.tolist() + request.output_ids.tolist()
+        )
         assert len(request.output_ids) == len(request.output_log_probs) == 40
         assert np.isnan(request.input_log_probs[0])
         ours = np.concatenate((request.input_log_probs[1:], request.output_log_probs))
@@ -85,7 +98,9 @@ def test_log_probs_of_prompt_and_response_equal_those_of_transformers(folders, n
 
 
 def mixed_requests(harness, order):
-    """Requests 0..23 with lengths, temperatures and truncation of their own, in `order`; request i is the same in any order."""
+    """Requests 0..23 with lengths, temperatures and truncation of their own, in `order`; request i
+    is the same in any order.
+    """
     vocab = harness.loaded.decoder.config.vocab_size
     requests = {}
     for i in order:
@@ -101,11 +116,15 @@ def mixed_requests(harness, order):
 
 
 def is_bit_equal(first, second) -> bool:
-    same_bits = np.array_equal(first.output_log_probs.view(np.int32), second.output_log_probs.view(np.int32))
+    same_bits = np.array_equal(
+        first.output_log_probs.view(np.int32), second.output_log_probs.view(np.int32)
+    )
     return same_bits and np.array_equal(first.output_ids, second.output_ids)
 
 
-@pytest.mark.parametrize("name", ["llama-biases-linear-rope", "qwen2-tied", "qwen3-odd-sizes", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "name", ["llama-biases-linear-rope", "qwen2-tied", "qwen3-odd-sizes", "qwen3-moe"]
+)
 def test_deterministic_results_are_bit_identical_in_any_company_and_order(folders, name):
     """In deterministic mode a result is bit-identical whether its request is sent alone, in small
     groups, or together with others in any order."""
@@ -137,7 +156,9 @@ def test_a_deterministic_row_attends_over_its_own_width_and_no_neighbours(folder
     widths = pad_to_width(lengths // PAGE_SIZE + 1)
     with EngineHarness(folders["qwen3"], deterministic=deterministic) as harness:
         groups = harness.engine.runner._decode_groups(lengths, np.zeros((3, 16), dtype=np.int64))
-    assert [group.pages.shape[1] for group in groups] == (widths.tolist() if deterministic else [widths.max()])
+    assert [group.pages.shape[1] for group in groups] == (
+        widths.tolist() if deterministic else [widths.max()]
+    )
 
 
 def test_without_deterministic_mode_results_agree_within_rounding(folders):
@@ -147,11 +168,14 @@ def test_without_deterministic_mode_results_agree_within_rounding(folders):
         rng = np.random.default_rng(3)
         prompts = [rng.integers(5, 100, int(n)).tolist() for n in rng.integers(1, 60, 20)]
         together = [
-            harness.request(p, temperature=0, max_new_tokens=5 + i, ignore_eos=True) for i, p in enumerate(prompts)
+            harness.request(p, temperature=0, max_new_tokens=5 + i, ignore_eos=True)
+            for i, p in enumerate(prompts)
         ]
         harness.run(together)
         for index, prompt in enumerate(prompts):
-            alone = harness.request(prompt, temperature=0, max_new_tokens=5 + index, ignore_eos=True)
+            alone = harness.request(
+                prompt, temperature=0, max_new_tokens=5 + index, ignore_eos=True
+            )
             harness.run([alone])
             assert alone.output_ids.tolist() == together[index].output_ids.tolist()
             assert np.abs(alone.output_log_probs - together[index].output_log_probs).max() < 1e-4
@@ -162,16 +186,28 @@ def test_a_prompt_seen_before_is_cached_and_changes_no_bit(folders):
     span a full and a partial page."""
     prompt = list(range(5, 23))
     with EngineHarness(folders["qwen3"], deterministic=True) as harness:
-        siblings = harness.run([harness.request(prompt, seed=i, max_new_tokens=30, ignore_eos=True) for i in range(4)])
+        siblings = harness.run(
+            [harness.request(prompt, seed=i, max_new_tokens=30, ignore_eos=True) for i in range(4)]
+        )
         assert [request.cached_tokens for request in siblings] == [0, 18, 18, 18]
-        later = harness.run([harness.request(prompt, seed=2, max_new_tokens=30, ignore_eos=True)])[0]
+        later = harness.run([harness.request(prompt, seed=2, max_new_tokens=30, ignore_eos=True)])[
+            0
+        ]
         assert later.cached_tokens == 18 and is_bit_equal(later, siblings[2])
         harness.engine.between_steps(harness.engine.flush_cache).result()
-        fresh = harness.run([harness.request(prompt, seed=2, max_new_tokens=30, ignore_eos=True)])[0]
+        fresh = harness.run([harness.request(prompt, seed=2, max_new_tokens=30, ignore_eos=True)])[
+            0
+        ]
         assert fresh.cached_tokens == 0 and is_bit_equal(fresh, siblings[2])
-        other = harness.run([harness.request(prompt[::-1], seed=2, max_new_tokens=30, ignore_eos=True)])[0]
-    for request in (later, other):  # and what is shared is what the model would have computed, for this prompt and not for its length
-        expected = hf_log_probs(folders["qwen3"], request.prompt.tolist() + request.output_ids.tolist())[17:]
+        other = harness.run(
+            [harness.request(prompt[::-1], seed=2, max_new_tokens=30, ignore_eos=True)]
+        )[0]
+    # and what is shared is what the model would have computed, for this prompt and not for its
+    # length
+    for request in (later, other):
+        expected = hf_log_probs(
+            folders["qwen3"], request.prompt.tolist() + request.output_ids.tolist()
+        )[17:]
         assert np.abs(request.output_log_probs - expected).max() < 1e-4
 
 
@@ -183,7 +219,10 @@ def test_a_prompts_pages_outlive_the_first_of_its_siblings(folders):
         alone = harness.run([harness.request(prompt, **long)])[0]
         harness.engine.between_steps(harness.engine.flush_cache).result()
         short = harness.request(prompt, seed=2, max_new_tokens=1, ignore_eos=True)
-        strangers = [harness.request([30 + i, 31, 32], seed=i, max_new_tokens=14, ignore_eos=True) for i in range(12)]
+        strangers = [
+            harness.request([30 + i, 31, 32], seed=i, max_new_tokens=14, ignore_eos=True)
+            for i in range(12)
+        ]
         sibling = harness.request(prompt, **long)
         harness.run([short, sibling, *strangers])
         assert is_bit_equal(sibling, alone)
@@ -193,10 +232,25 @@ def test_a_stop_string_does_not_end_a_response_before_its_minimum(folders):
     """With min_new_tokens 4 a stop string at the first token does not end the response before the
     fourth."""
     with EngineHarness(folders["qwen3"]) as harness:
-        first = harness.run([harness.request([5, 6], temperature=0, max_new_tokens=1, ignore_eos=True)])[0].output_ids
+        first = harness.run(
+            [harness.request([5, 6], temperature=0, max_new_tokens=1, ignore_eos=True)]
+        )[0].output_ids
         stop = harness.engine._decode_for_stops(first)
         lengths = [
-            len(harness.run([harness.request([5, 6], temperature=0, max_new_tokens=9, ignore_eos=True, stop=[stop], **minimum)])[0].output_ids)
+            len(
+                harness.run(
+                    [
+                        harness.request(
+                            [5, 6],
+                            temperature=0,
+                            max_new_tokens=9,
+                            ignore_eos=True,
+                            stop=[stop],
+                            **minimum,
+                        )
+                    ]
+                )[0].output_ids
+            )
             for minimum in ({}, {"min_new_tokens": 4})
         ]
     assert lengths[0] == 1 and lengths[1] >= 4
@@ -212,7 +266,9 @@ def test_a_prompt_is_run_again_after_the_weights_have_changed(folders):
         harness.run([harness.request(prompt, **params)])
         updater = WeightUpdater(harness.loaded)
         updater.begin("1")
-        updater.add({name: value.numpy() * 1.5 for name, value in harness.loaded.decoder.weights.items()})
+        updater.add(
+            {name: value.numpy() * 1.5 for name, value in harness.loaded.decoder.weights.items()}
+        )
         updater.end("1")
         assert harness.engine.load()["cached_prompts"] == 0
         after = harness.run([harness.request(prompt, **params)])[0]
@@ -226,19 +282,33 @@ def test_the_prompt_cache_can_be_switched_off(folders):
     still share a prompt."""
     with EngineHarness(folders["qwen3"], prompt_cache=False) as harness:
         for _ in range(2):
-            (request,) = harness.run([harness.request([5, 6, 7], max_new_tokens=2, ignore_eos=True)])
+            (request,) = harness.run(
+                [harness.request([5, 6, 7], max_new_tokens=2, ignore_eos=True)]
+            )
             assert request.cached_tokens == 0 and harness.engine.load()["cached_prompts"] == 0
 
 
 def test_more_requests_than_slots_and_pages_all_finish_and_give_their_pages_back(folders):
     """12 pages and 4 slots serve 40 requests, and every page is free afterwards."""
-    with EngineHarness(folders["qwen3"], max_total_tokens=12 * 16, max_running_requests=4) as harness:
-        requests = [harness.request([5 + i, 6, 7], seed=i, max_new_tokens=1 + i, ignore_eos=True) for i in range(40)]
+    with EngineHarness(
+        folders["qwen3"], max_total_tokens=12 * 16, max_running_requests=4
+    ) as harness:
+        requests = [
+            harness.request([5 + i, 6, 7], seed=i, max_new_tokens=1 + i, ignore_eos=True)
+            for i in range(40)
+        ]
         harness.run(requests)
         assert [len(request.output_ids) for request in requests] == [1 + i for i in range(40)]
-        assert [request.finish_reason for request in requests] == [{"type": "length", "length": 1 + i} for i in range(40)]
+        assert [request.finish_reason for request in requests] == [
+            {"type": "length", "length": 1 + i} for i in range(40)
+        ]
         harness.engine.between_steps(harness.engine.flush_cache).result()
-        assert harness.engine.load() == {"running": 0, "waiting": 0, "cached_prompts": 0, "tokens": 0}
+        assert harness.engine.load() == {
+            "running": 0,
+            "waiting": 0,
+            "cached_prompts": 0,
+            "tokens": 0,
+        }
 
 
 def test_an_engine_gives_its_caches_memory_back_and_generates_the_same_afterwards(folders):
@@ -265,9 +335,13 @@ def test_an_interrupted_response_resumed_as_a_longer_prompt_draws_the_same_token
     """Noise is by absolute position, so a response resumed as a longer prompt draws the same
     tokens, up to rounding of the logits."""
     with EngineHarness(folders["qwen3"]) as harness:
-        whole = harness.run([harness.request([5, 6, 7], seed=9, max_new_tokens=20, ignore_eos=True)])[0]
+        whole = harness.run(
+            [harness.request([5, 6, 7], seed=9, max_new_tokens=20, ignore_eos=True)]
+        )[0]
         resumed_prompt = [5, 6, 7, *whole.output_ids[:8].tolist()]
-        rest = harness.run([harness.request(resumed_prompt, seed=9, max_new_tokens=12, ignore_eos=True)])[0]
+        rest = harness.run(
+            [harness.request(resumed_prompt, seed=9, max_new_tokens=12, ignore_eos=True)]
+        )[0]
         assert rest.output_ids.tolist() == whole.output_ids[8:].tolist()
 
 
@@ -281,7 +355,9 @@ def test_weights_that_are_not_finite_fail_the_request_and_poison_no_later_one(fo
         broken = harness.run([harness.request([5, 6] * 7, max_new_tokens=60, ignore_eos=True)])[0]
         assert "not finite" in broken.error
         harness.engine.between_steps(lambda: weight.copy_(good)).result()
-        after = harness.run([harness.request([5, 6, 7 + i], max_new_tokens=40, ignore_eos=True) for i in range(6)])
+        after = harness.run(
+            [harness.request([5, 6, 7 + i], max_new_tokens=40, ignore_eos=True) for i in range(6)]
+        )
         after += harness.run([harness.request([5, 6] * 7, max_new_tokens=40, ignore_eos=True)])
         assert all(request.error is None and len(request.output_ids) == 40 for request in after)
 
@@ -293,7 +369,10 @@ def test_a_request_that_fails_leaves_its_siblings_pages_alone(folders):
     responses = []
     for has_sibling in (False, True):
         harness = EngineHarness(folders["qwen3"], deterministic=True)
-        request, sibling = harness.request(list(range(5, 23)), **params), harness.request(list(range(5, 23)), max_new_tokens=6, ignore_eos=True)
+        request, sibling = (
+            harness.request(list(range(5, 23)), **params),
+            harness.request(list(range(5, 23)), max_new_tokens=6, ignore_eos=True),
+        )
         harness.engine.submit([request, sibling] if has_sibling else [request])
         harness.engine._step()
         if has_sibling:
@@ -309,13 +388,18 @@ def test_an_abort_ends_the_named_request_alone_with_all_its_tokens(folders):
     """An abort ends the named request with all its tokens, which partial rollout continues, and no
     other."""
     harness = EngineHarness(folders["qwen3"])
-    named, other = (harness.request([5, 6 + i], seed=i, max_new_tokens=9, ignore_eos=True) for i in range(2))
+    named, other = (
+        harness.request([5, 6 + i], seed=i, max_new_tokens=9, ignore_eos=True) for i in range(2)
+    )
     harness.engine.submit([named, other])
     for _ in range(4):
         harness.engine._step()
     harness.engine.abort("r0")
     harness.engine._take_aborts()
-    assert named.finish_reason["type"] == "abort" and len(named.output_ids) == len(named.output_log_probs) == 5
+    assert (
+        named.finish_reason["type"] == "abort"
+        and len(named.output_ids) == len(named.output_log_probs) == 5
+    )
     assert other.finish_reason is None
     while other.finish_reason is None:
         harness.engine._step()
@@ -346,7 +430,10 @@ def test_an_error_between_two_steps_is_raised_where_its_result_is_awaited(folder
     with EngineHarness(folders["qwen3"]) as harness:
         with pytest.raises(ZeroDivisionError):
             harness.engine.between_steps(lambda: 1 // 0).result(30)
-        assert harness.engine.between_steps(lambda: 7).result(30) == 7 and harness.engine.failure is None
+        assert (
+            harness.engine.between_steps(lambda: 7).result(30) == 7
+            and harness.engine.failure is None
+        )
 
 
 def test_the_longest_response_is_what_the_whole_cache_has_room_for(folders):
@@ -371,7 +458,10 @@ def config_of(folder, **changes) -> dict:
     ("changes", "message"),
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+            "rope type 'yarn' is not supported",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"use_sliding_window": True, "sliding_window": 64}, "sliding_window 64"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
@@ -386,14 +476,24 @@ def test_a_feature_the_decoder_lacks_is_refused_by_name(folders, changes, messag
 def test_a_checkpoint_that_does_not_fit_its_config_is_refused(folders, tmp_path):
     """A missing, extra or misshapen tensor is refused by name; no weight stays at its random
     start."""
-    (tmp_path / "config.json").write_text(json.dumps(config_of(folders["qwen3"], num_hidden_layers=3)))
-    (tmp_path / "model.safetensors").write_bytes((folders["qwen3"] / "model.safetensors").read_bytes())
+    (tmp_path / "config.json").write_text(
+        json.dumps(config_of(folders["qwen3"], num_hidden_layers=3))
+    )
+    (tmp_path / "model.safetensors").write_bytes(
+        (folders["qwen3"] / "model.safetensors").read_bytes()
+    )
     with pytest.raises(ConfigError, match="11 missing: model.layers.2.input_layernorm.weight"):
         EngineHarness(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config_of(folders["qwen3"], intermediate_size=60)))
-    with pytest.raises(ConfigError, match=r"down_proj.weight has shape \[32, 64\], the model's is \[32, 60\]"):
+    (tmp_path / "config.json").write_text(
+        json.dumps(config_of(folders["qwen3"], intermediate_size=60))
+    )
+    with pytest.raises(
+        ConfigError, match=r"down_proj.weight has shape \[32, 64\], the model's is \[32, 60\]"
+    ):
         EngineHarness(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes((folders["qwen3"] / "model.safetensors").read_bytes()[:-100])
+    (tmp_path / "model.safetensors").write_bytes(
+        (folders["qwen3"] / "model.safetensors").read_bytes()[:-100]
+    )
     with pytest.raises(ConfigError, match="not a readable safetensors file"):
         EngineHarness(tmp_path)
 
@@ -405,8 +505,12 @@ def test_an_update_is_complete_and_right_or_nothing_changes(folders):
     with EngineHarness(folders["qwen3"]) as harness:
         updater = WeightUpdater(harness.loaded)
         old = updater.checksum()
-        new = {name: (value.numpy() + 1.0) for name, value in harness.loaded.decoder.weights.items()}
-        assert old == weights_checksum({name: value.numpy() for name, value in harness.loaded.decoder.weights.items()})
+        new = {
+            name: (value.numpy() + 1.0) for name, value in harness.loaded.decoder.weights.items()
+        }
+        assert old == weights_checksum(
+            {name: value.numpy() for name, value in harness.loaded.decoder.weights.items()}
+        )
         names = list(new)
         updater.begin("5")
         updater.add({name: new[name] for name in names[:3]})
@@ -437,7 +541,11 @@ def test_an_update_is_complete_and_right_or_nothing_changes(folders):
             sent = torch.from_numpy(new[name].copy())
             updater.add({name: sent})
             sent.zero_()  # the sender's buffer takes the next bucket
-        assert updater.end("5", checksum=weights_checksum(new)) == updater.checksum() == weights_checksum(new)
+        assert (
+            updater.end("5", checksum=weights_checksum(new))
+            == updater.checksum()
+            == weights_checksum(new)
+        )
         assert harness.engine.weight_version == "5"
 
 
@@ -449,8 +557,13 @@ def test_an_update_ends_what_runs_only_when_asked(folders, monkeypatch):
         calls = []
         monkeypatch.setattr(harness.engine, "abort", lambda **options: calls.append(options))
         updater = WeightUpdater(harness.loaded)
-        weights = {name: value.numpy().copy() for name, value in harness.loaded.decoder.weights.items()}
-        for version, abort_running, expected in (("1", False, []), ("2", True, [{"all_requests": True}])):
+        weights = {
+            name: value.numpy().copy() for name, value in harness.loaded.decoder.weights.items()
+        }
+        for version, abort_running, expected in (
+            ("1", False, []),
+            ("2", True, [{"all_requests": True}]),
+        ):
             updater.begin(version)
             updater.add(weights)
             updater.end(version, abort_running=abort_running)
@@ -465,7 +578,9 @@ def test_the_first_position_beyond_the_rotary_table_makes_it_grow():
     table = RotaryTable(RopeConfig(theta=100.0), 2, device=torch.device("cpu"), dtype=torch.float32)
     for position in (63, 64):
         cos, _ = table.lookup(torch.tensor([position]), max_position=position)
-        assert cos.tolist() == [pytest.approx([np.cos(position)] * 2, abs=1e-5)], "head_dim 2 turns by one radian per position"
+        assert cos.tolist() == [pytest.approx([np.cos(position)] * 2, abs=1e-5)], (
+            "head_dim 2 turns by one radian per position"
+        )
 
 
 def test_an_index_names_files_of_its_own_folder(folders, tmp_path):
@@ -476,7 +591,9 @@ def test_an_index_names_files_of_its_own_folder(folders, tmp_path):
     inside.mkdir()
     for folder in (tmp_path, inside):
         (folder / "model.safetensors").write_bytes(b"")
-    (inside / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../model.safetensors"}}))
+    (inside / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"w": "../model.safetensors"}})
+    )
     assert weight_files(inside) == [inside / "model.safetensors"]
 
 
@@ -498,7 +615,11 @@ def test_tokens_sampled_across_an_update_are_labelled_by_segment(folders):
 def test_config_reads_llama3_rope_and_head_dim(folders):
     """head_dim and llama3's rope scaling are read from the config."""
     config = read_decoder_config(folders["llama-tied-llama3-rope"])
-    assert (config.rope.rope_type, config.rope.factor, config.rope.original_max_position_embeddings) == (
+    assert (
+        config.rope.rope_type,
+        config.rope.factor,
+        config.rope.original_max_position_embeddings,
+    ) == (
         "llama3",
         4.0,
         64,

@@ -1,4 +1,6 @@
-"""What is drawn, how probable it is said to be, and which parameters are refused: on small distributions a reader can check."""
+"""What is drawn, how probable it is said to be, and which parameters are refused: on small
+distributions a reader can check.
+"""
 
 import numpy as np
 import pytest
@@ -31,13 +33,17 @@ FOUR = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
 
 
 def draw_many(count: int, logits: torch.Tensor = FOUR, **params) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and log-probs of `count` draws from one distribution through a RunningBatch, as the engine does it."""
+    """Tokens and log-probs of `count` draws from one distribution through a RunningBatch, as the
+    engine does it.
+    """
     vocab = logits.shape[1]
     batch = RunningBatch(count, vocab_size=vocab, eos_token_ids=(3,), device=torch.device("cpu"))
     parsed = parse_sampling_params(params, vocab_size=vocab)
     slots = []
     for seed in range(count):
-        request = Request("r", np.array([0], dtype=np.int32), parsed, seed=seed, limit=5, pages=np.array([1]))
+        request = Request(
+            "r", np.array([0], dtype=np.int32), parsed, seed=seed, limit=5, pages=np.array([1])
+        )
         slots.append(batch.place(request))
     rows = np.array(slots)
     parameters = batch.sampling_batch(rows)
@@ -58,7 +64,9 @@ def test_draws_follow_the_distribution():
 
 
 def test_temperature_changes_draws_and_the_log_prob():
-    """At temperature 0.5 probabilities are squared and renormalized: 0.25, 0.09, 0.0225, 0.0025 over 0.365."""
+    """At temperature 0.5 probabilities are squared and renormalized: 0.25, 0.09, 0.0225, 0.0025
+    over 0.365.
+    """
     expected = np.array([0.25, 0.09, 0.0225, 0.0025]) / 0.365
     tokens, log_probs = draw_many(20000, temperature=0.5)
     assert np.abs(frequencies(tokens) - expected).max() < 0.014
@@ -74,7 +82,9 @@ def test_temperature_zero_is_greedy_and_its_log_prob_is_that_of_temperature_one(
     # also beside a row with a temperature of its own
     mixed = SamplingBatch(uniforms=np.zeros(2), temperatures=np.array([0.0, 0.5], dtype=np.float32))
     sampled = sample_tokens(FOUR.expand(2, -1).contiguous(), mixed)
-    assert sampled.tokens.tolist() == [0, 0] and sampled.log_probs == pytest.approx(np.log([0.5, 0.25 / 0.365]), abs=1e-6)
+    assert sampled.tokens.tolist() == [0, 0] and sampled.log_probs == pytest.approx(
+        np.log([0.5, 0.25 / 0.365]), abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +95,8 @@ def test_temperature_zero_is_greedy_and_its_log_prob_is_that_of_temperature_one(
         ({"top_p": 0.81}, [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]),
         ({"min_p": 0.25}, [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]),
         ({"top_p": 1e-9}, [1, 0, 0, 0]),
-        # 0.5 and 0.3 are left by top_k; top_p 0.6 of what is left keeps the first alone (0.625 >= 0.6).
+        # 0.5 and 0.3 are left by top_k; top_p 0.6 of what is left keeps the first alone (0.625 >=
+        # 0.6).
         ({"top_k": 2, "top_p": 0.6}, [1, 0, 0, 0]),
         ({"top_k": 99}, [0.5, 0.3, 0.15, 0.05]),
     ],
@@ -109,24 +120,34 @@ def test_truncation_limits_the_draw_but_not_the_log_prob(params, expected):
     ],
 )
 def test_with_the_kept_ids_the_log_prob_is_normalized_over_them(params, kept):
-    """The trainer replays the ids it is given: its log-prob of token 0 among {0, 1} is ln 0.625, and the engine's must be the same."""
+    """The trainer replays the ids it is given: its log-prob of token 0 among {0, 1} is ln 0.625,
+    and the engine's must be the same.
+    """
     tokens, log_probs = draw_many(200, custom_params={"return_top_p_token_ids": True}, **params)
     with np.errstate(divide="ignore"):
         assert np.abs(log_probs - np.log(kept)[tokens]).max() < 1e-6
-    greedy_token, greedy = draw_many(1, custom_params={"return_top_p_token_ids": True}, **{**params, "temperature": 0})
+    greedy_token, greedy = draw_many(
+        1, custom_params={"return_top_p_token_ids": True}, **{**params, "temperature": 0}
+    )
     assert greedy_token.tolist() == [0] and greedy[0] == pytest.approx(np.log(kept[0]), abs=1e-6)
 
 
 def test_kept_ids_of_a_penalized_draw_hold_the_drawn_token_and_leave_the_log_prob_the_policys():
-    """Logits 2, 1, 0, repetition penalty 2 on token 0: 1, 1, 0 are drawn from. top_k 2 keeps 0 and 1; ln p(0 | 0, 1) = -ln(1 + e^-1)."""
+    """Logits 2, 1, 0, repetition penalty 2 on token 0: 1, 1, 0 are drawn from. top_k 2 keeps 0 and
+    1; ln p(0 | 0, 1) = -ln(1 + e^-1).
+    """
     logits = torch.tensor([[2.0, 1.0, 0.0, -9.0]])
-    tokens, log_probs = draw_many(50, logits, top_k=2, repetition_penalty=2.0, custom_params={"return_top_p_token_ids": True})
+    tokens, log_probs = draw_many(
+        50, logits, top_k=2, repetition_penalty=2.0, custom_params={"return_top_p_token_ids": True}
+    )
     expected = np.array([0.0, -1.0]) - np.log(1 + np.exp(-1.0))
     assert set(tokens.tolist()) == {0, 1} and np.abs(log_probs - expected[tokens]).max() < 1e-6
 
 
 def test_log_probs_over_a_real_vocabulary_have_no_bias():
-    """49,152 logits: float32 log_softmax on the CPU is 7.6e-6 too high on average, 96 % of tokens positive. Half and half is right."""
+    """49,152 logits: float32 log_softmax on the CPU is 7.6e-6 too high on average, 96 % of tokens
+    positive. Half and half is right.
+    """
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(256, 49152, generator=generator)
     seeds = np.arange(256, dtype=np.uint64)
@@ -137,13 +158,20 @@ def test_log_probs_over_a_real_vocabulary_have_no_bias():
         return sample_tokens(logits[rows], SamplingBatch(uniforms, np.ones(count, np.float32)))
 
     sampled = drawn(slice(None))
-    exact = torch.log_softmax(logits.double(), dim=-1).gather(1, torch.from_numpy(sampled.tokens)[:, None])[:, 0].numpy()
+    exact = (
+        torch.log_softmax(logits.double(), dim=-1)
+        .gather(1, torch.from_numpy(sampled.tokens)[:, None])[:, 0]
+        .numpy()
+    )
     error = sampled.log_probs - exact
     assert abs(error.mean()) < 5e-7 and 0.3 < (error > 0).mean() < 0.7
     # a row's number depends on the row alone: batch-invariant decoding stands on it
     for rows in (slice(0, 1), slice(3, 5), slice(7, 70)):
         alone = drawn(rows)
-        assert alone.tokens.tolist() == sampled.tokens[rows].tolist() and alone.log_probs.tolist() == sampled.log_probs[rows].tolist()
+        assert (
+            alone.tokens.tolist() == sampled.tokens[rows].tolist()
+            and alone.log_probs.tolist() == sampled.log_probs[rows].tolist()
+        )
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -182,19 +210,31 @@ def test_penalties_count_prompt_and_response_as_documented():
     assert tokens.tolist() == [0] * 4
     tokens, _ = draw_many(4, logits=logits, temperature=0, repetition_penalty=2.0)
     assert tokens.tolist() == [1] * 4
-    # a negative logit is multiplied: -1 becomes -2 and loses to -1.5, where halved it would win all the more
-    tokens, _ = draw_many(4, logits=torch.tensor([[-1.0, -1.5, -9.0, -9.0]]), temperature=0, repetition_penalty=2.0)
+    # a negative logit is multiplied: -1 becomes -2 and loses to -1.5, where halved it would win all
+    # the more
+    tokens, _ = draw_many(
+        4, logits=torch.tensor([[-1.0, -1.5, -9.0, -9.0]]), temperature=0, repetition_penalty=2.0
+    )
     assert tokens.tolist() == [1] * 4
     batch = RunningBatch(1, vocab_size=4, eos_token_ids=(), device=torch.device("cpu"))
-    params = parse_sampling_params({"temperature": 0, "frequency_penalty": 0.1, "presence_penalty": 0.15}, vocab_size=4)
-    rows = np.array([batch.place(Request("r", np.array([3], np.int32), params, seed=0, limit=9, pages=np.array([1])))])
+    params = parse_sampling_params(
+        {"temperature": 0, "frequency_penalty": 0.1, "presence_penalty": 0.15}, vocab_size=4
+    )
+    rows = np.array(
+        [
+            batch.place(
+                Request("r", np.array([3], np.int32), params, seed=0, limit=9, pages=np.array([1]))
+            )
+        ]
+    )
     drawn = []
     for _ in range(5):
         parameters = batch.sampling_batch(rows)
         sampled = sample_tokens(logits, parameters)
         batch.append(rows, sampled, parameters)
         drawn.append(int(sampled.tokens[0]))
-    # ln 2 = 0.693; after one 0: 0.443 < 0.5; after one 1: 0.25 < 0.443; then 0.343 > 0.25; 0.243 < 0.25.
+    # ln 2 = 0.693; after one 0: 0.443 < 0.5; after one 1: 0.25 < 0.443; then 0.343 > 0.25; 0.243 <
+    # 0.25.
     assert drawn == [0, 1, 0, 0, 1]
 
 
@@ -202,11 +242,20 @@ def test_rows_keep_their_own_counts_and_their_own_nucleus():
     """Each request's counts and kept ids are of its own draw, also where only the second row asks
     for them."""
     batch = RunningBatch(2, vocab_size=4, eos_token_ids=(), device=torch.device("cpu"))
-    raw = {"temperature": 0, "top_k": 2, "presence_penalty": 0.1, "custom_params": {"return_top_p_token_ids": True}}
+    raw = {
+        "temperature": 0,
+        "top_k": 2,
+        "presence_penalty": 0.1,
+        "custom_params": {"return_top_p_token_ids": True},
+    }
     requests, slots = [], []
     for keeps in (False, True):
-        params = parse_sampling_params({**raw, "custom_params": {"return_top_p_token_ids": keeps}}, vocab_size=4)
-        requests.append(Request("r", np.array([3], np.int32), params, seed=0, limit=9, pages=np.array([1])))
+        params = parse_sampling_params(
+            {**raw, "custom_params": {"return_top_p_token_ids": keeps}}, vocab_size=4
+        )
+        requests.append(
+            Request("r", np.array([3], np.int32), params, seed=0, limit=9, pages=np.array([1]))
+        )
         slots.append(batch.place(requests[-1]))
     logits = torch.tensor([[4.0, 3.0, 0.0, 0.0], [0.0, 0.0, 4.0, 3.0]])
     rows = np.array(slots)
@@ -215,14 +264,25 @@ def test_rows_keep_their_own_counts_and_their_own_nucleus():
     batch.append(rows, sampled, parameters)
     assert sampled.tokens.tolist() == [0, 2]
     assert [batch._counts[slot][0].tolist() for slot in slots] == [[1, 0, 0, 0], [0, 0, 1, 0]]
-    assert [[ids.tolist() for ids in request.kept_token_ids] for request in requests] == [[], [[2, 3]]]
+    assert [[ids.tolist() for ids in request.kept_token_ids] for request in requests] == [
+        [],
+        [[2, 3]],
+    ]
 
 
 def test_penalties_are_subtracted_before_the_temperature():
-    """At temperature 0.001 the larger logit is drawn: 1.0 once, then 1.0 - 0.15 < 0.9. Subtracted from 1000 the 0.15 would be nothing."""
+    """At temperature 0.001 the larger logit is drawn: 1.0 once, then 1.0 - 0.15 < 0.9. Subtracted
+    from 1000 the 0.15 would be nothing.
+    """
     batch = RunningBatch(1, vocab_size=4, eos_token_ids=(), device=torch.device("cpu"))
     params = parse_sampling_params({"temperature": 0.001, "presence_penalty": 0.15}, vocab_size=4)
-    rows = np.array([batch.place(Request("r", np.array([3], np.int32), params, seed=0, limit=9, pages=np.array([1])))])
+    rows = np.array(
+        [
+            batch.place(
+                Request("r", np.array([3], np.int32), params, seed=0, limit=9, pages=np.array([1]))
+            )
+        ]
+    )
     drawn = []
     for _ in range(2):
         parameters = batch.sampling_batch(rows)
@@ -266,7 +326,10 @@ def test_every_drawn_token_has_probability(logits, uniform):
         ({"top_k": 0}, "top_k is 0, expected -1"),
         ({"top_k": True}, "top_k is True"),
         ({"max_new_tokens": 1.5}, "max_new_tokens is 1.5"),
-        ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens is 9, more than max_new_tokens 8"),
+        (
+            {"min_new_tokens": 9, "max_new_tokens": 8},
+            "min_new_tokens is 9, more than max_new_tokens 8",
+        ),
         ({"stop": [""]}, "stop is"),
         ({"stop_token_ids": [99]}, r"stop_token_ids has \[99\], the vocabulary is 0..9"),
         ({"stop_token_ids": [9, 10]}, r"stop_token_ids has \[10\], the vocabulary is 0..9"),
@@ -286,7 +349,9 @@ def test_a_parameter_that_cannot_be_honoured_is_refused_by_name(raw, message):
 
 def test_null_parameters_mean_the_default():
     """null means the default, and for max_new_tokens no limit."""
-    params = parse_sampling_params({"stop": None, "top_p": None, "regex": None, "sampling_seed": None}, vocab_size=10)
+    params = parse_sampling_params(
+        {"stop": None, "top_p": None, "regex": None, "sampling_seed": None}, vocab_size=10
+    )
     assert params == parse_sampling_params(None, vocab_size=10) and params.max_new_tokens == 128
     assert parse_sampling_params({"max_new_tokens": None}, vocab_size=10).max_new_tokens is None
 
@@ -320,10 +385,14 @@ def test_streamed_text_holds_back_what_may_still_change():
 def test_arrays_round_trip_and_a_cut_reply_is_an_error():
     """Arrays round-trip, and a truncated buffer is an error."""
     meta = {TOKEN_IDS_KEY: encode_array([7, 8, 9], TOKEN_DTYPE), "completion_tokens": 3}
-    meta[LOG_PROBS_KEY] = encode_array(np.array([-0.5, -1.5, -2.5], dtype=np.float32), np.dtype("<f4"))
+    meta[LOG_PROBS_KEY] = encode_array(
+        np.array([-0.5, -1.5, -2.5], dtype=np.float32), np.dtype("<f4")
+    )
     ids, log_probs = decode_response_arrays(meta)
     assert ids.tolist() == [7, 8, 9] and log_probs.tolist() == [-0.5, -1.5, -2.5]
-    with pytest.raises(EngineError, match="3 token ids and 2 log-probs, but completion_tokens is 3"):
+    with pytest.raises(
+        EngineError, match="3 token ids and 2 log-probs, but completion_tokens is 3"
+    ):
         decode_response_arrays({**meta, LOG_PROBS_KEY: encode_array([-0.5, -1.5], np.dtype("<f4"))})
     with pytest.raises(EngineError, match="not a multiple of 4"):
         decode_response_arrays({**meta, TOKEN_IDS_KEY: "AAA="})
@@ -354,7 +423,9 @@ def test_prompts_are_forgotten_oldest_first_and_those_in_use_never():
     """Cached prompts are evicted oldest first, and never while they are in use."""
     allocator, cache = prompts_of_one_page(3, [b"a", b"b", b"c"])
     cache.get(b"a")
-    assert cache.free_pages(1, protected=set()) and [cache.get(name) is None for name in (b"a", b"b", b"c")] == [False, True, False]
+    assert cache.free_pages(1, protected=set()) and [
+        cache.get(name) is None for name in (b"a", b"b", b"c")
+    ] == [False, True, False]
     allocator, cache = prompts_of_one_page(2, [b"a", b"b"])
     assert not cache.free_pages(2, protected={b"a"})
     assert cache.get(b"a") is not None and cache.get(b"b") is None and allocator.num_free == 1

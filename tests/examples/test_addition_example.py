@@ -54,7 +54,9 @@ def test_everything_is_the_same_bytes_each_time_and_made_once(folder, tmp_path):
         first, second = ((root / file).read_bytes() for root in (folder, again))
         assert hashlib.sha256(first).digest() == hashlib.sha256(second).digest(), file
     before = (again / "train.jsonl").stat().st_mtime_ns
-    assert prepare.prepare(tmp_path) == again and (again / "train.jsonl").stat().st_mtime_ns == before
+    assert (
+        prepare.prepare(tmp_path) == again and (again / "train.jsonl").stat().st_mtime_ns == before
+    )
 
 
 def test_half_written_data_is_made_again(tmp_path):
@@ -95,12 +97,16 @@ def test_model_folder_is_what_its_readers_expect(folder):
     shape of config.json."""
     config = json.loads((folder / "model" / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]
-    assert config["vocab_size"] == 104 and config["vocab_size"] % 2 == 0  # splits over two tensor-parallel ranks
-    assert json.loads((folder / "model" / "generation_config.json").read_text())["eos_token_id"] == [1]
+    # splits over two tensor-parallel ranks
+    assert config["vocab_size"] == 104 and config["vocab_size"] % 2 == 0
+    assert json.loads((folder / "model" / "generation_config.json").read_text())[
+        "eos_token_id"
+    ] == [1]
 
 
 @pytest.mark.parametrize(
-    ("response", "reward"), [("85", 1.0), ("85<|end|>", 1.0), ("86<|end|>", 0.0), ("", 0.0), ("8 5", 0.0), ("085", 0.0)]
+    ("response", "reward"),
+    [("85", 1.0), ("85<|end|>", 1.0), ("86<|end|>", 0.0), ("", 0.0), ("8 5", 0.0), ("085", 0.0)],
 )
 def test_reward_is_one_for_the_exact_sum_only(response, reward):
     """The reward is 1 for the exact sum alone, with or without the end mark."""
@@ -123,10 +129,21 @@ def test_recipe_uses_known_options_and_its_batches_divide():
 def write_run(folder, accuracies, **changes):
     records = []
     for step, accuracy in enumerate(accuracies):
-        ledger = {"rollout/ledger/sampled": 128, "rollout/ledger/trained": 120, "rollout/ledger/dropped/zero_std": 8}
+        ledger = {
+            "rollout/ledger/sampled": 128,
+            "rollout/ledger/trained": 120,
+            "rollout/ledger/dropped/zero_std": 8,
+        }
         metrics = {"rollout/raw_reward": 0.1 * step, **ledger, "train/weight_delta": 0.1, **changes}
         records.append({"time": 1.0, "step_key": "rollout/step", "step": step, "metrics": metrics})
-        records.append({"time": 1.0, "step_key": "eval/step", "step": step, "metrics": {"eval/addition": accuracy}})
+        records.append(
+            {
+                "time": 1.0,
+                "step_key": "eval/step",
+                "step": step,
+                "metrics": {"eval/addition": accuracy},
+            }
+        )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
 
@@ -152,11 +169,18 @@ def write_run(folder, accuracies, **changes):
         "one evaluation",
     ],
 )
-def test_last_line_and_exit_status_say_how_it_went(tmp_path, capsys, accuracies, changes, is_recipe, status, said):
+def test_last_line_and_exit_status_say_how_it_went(
+    tmp_path, capsys, accuracies, changes, is_recipe, status, said
+):
     """The last line gives the accuracies; the exit status is 1 where the recipe did not double
     them, or where samples, weights or rewards do not add up."""
     started = time.monotonic() - 281
-    assert run.conclude(write_run(tmp_path, accuracies, **changes), started=started, is_recipe=is_recipe) == status
+    assert (
+        run.conclude(
+            write_run(tmp_path, accuracies, **changes), started=started, is_recipe=is_recipe
+        )
+        == status
+    )
     captured = capsys.readouterr()
     assert said in captured.out + captured.err
     if len(accuracies) > 1:
@@ -165,7 +189,9 @@ def test_last_line_and_exit_status_say_how_it_went(tmp_path, capsys, accuracies,
 
 def test_failed_stage_ends_the_job_with_its_status(monkeypatch, folder, tmp_path, capsys):
     """A failed stage ends the job with its status, and no old run's numbers are reported."""
-    monkeypatch.setattr(run, "grpo_command", lambda *rest: [run.sys.executable, "-c", "raise SystemExit(3)"])
+    monkeypatch.setattr(
+        run, "grpo_command", lambda *rest: [run.sys.executable, "-c", "raise SystemExit(3)"]
+    )
     monkeypatch.setattr(run, "warm_up", lambda *rest, **options: folder / "model")
     assert run.main(["--run-dir", str(tmp_path), "--data", str(folder)]) == 3
     assert "GRPO ended with status 3" in capsys.readouterr().err
@@ -184,17 +210,28 @@ def test_signal_to_the_job_reaches_the_stage_once_and_its_status_comes_back(tmp_
         "os.kill(os.getppid(), int(sys.argv[2])); time.sleep(30)\n"
     )
     with pytest.raises(run.StageFailed) as failure:
-        run.run_stage("the stage", [run.sys.executable, "-c", script, str(tmp_path / "got"), str(int(number))])
+        run.run_stage(
+            "the stage", [run.sys.executable, "-c", script, str(tmp_path / "got"), str(int(number))]
+        )
     assert failure.value.status == 130
     assert (tmp_path / "got").read_text().split() == [str(int(number))]
 
 
 def test_interrupted_warm_up_is_not_reused_and_a_finished_one_is(monkeypatch, tmp_path, capsys):
     """A second `make train` reuses a finished warm-up and not an interrupted one."""
-    script = "import pathlib, sys; p = pathlib.Path(sys.argv[1]); p.mkdir(); (p / 'config.json').write_text('{}'); sys.exit(int(sys.argv[2]))"
+    script = (
+        "import pathlib, sys; p = pathlib.Path(sys.argv[1]); p.mkdir(); (p / "
+        "'config.json').write_text('{}'); sys.exit(int(sys.argv[2]))"
+    )
 
     def command(status):
-        return lambda data, run_dir, result: [run.sys.executable, "-c", script, str(result), str(status)]
+        return lambda data, run_dir, result: [
+            run.sys.executable,
+            "-c",
+            script,
+            str(result),
+            str(status),
+        ]
 
     monkeypatch.setattr(run, "warm_up_command", command(1))
     with pytest.raises(run.StageFailed):

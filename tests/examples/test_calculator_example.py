@@ -33,7 +33,9 @@ def train_on_conversations(model, tokenizer, steps):
     """Supervised steps in plain torch, until the model calls the tool most of the time."""
     import torch
 
-    pairs = MultiTurnLossMaskGenerator(tokenizer).get_loss_masks([prepare.conversation(p) for p in PROBLEMS])
+    pairs = MultiTurnLossMaskGenerator(tokenizer).get_loss_masks(
+        [prepare.conversation(p) for p in PROBLEMS]
+    )
     width = max(len(ids) for ids, _ in pairs)
     ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in pairs])
     mask = torch.tensor([mask + [0] * (width - len(mask)) for _, mask in pairs])[:, 1:].bool()
@@ -47,7 +49,9 @@ def train_on_conversations(model, tokenizer, steps):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """(engine address, model folder, transformers model): a tiny model that has seen nine conversations."""
+    """(engine address, model folder, transformers model): a tiny model that has seen nine
+    conversations.
+    """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -57,15 +61,24 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("calculator")
     tokenizer = build_tokenizer()
     torch.manual_seed(0)
-    sizes = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-    model = AutoModelForCausalLM.from_config(tiny_config("qwen3", **sizes, initializer_range=0.05), dtype=torch.float32)
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    model = AutoModelForCausalLM.from_config(
+        tiny_config("qwen3", **sizes, initializer_range=0.05), dtype=torch.float32
+    )
     train_on_conversations(model, tokenizer, steps=70)
     model.generation_config = GenerationConfig(eos_token_id=[1], pad_token_id=0)
     model.save_pretrained(folder, safe_serialization=True)
     tokenizer.save_pretrained(folder)
     rows = [{"prompt": prepare.conversation(p)[:1], "label": str(p[0] * p[1])} for p in PROBLEMS]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with EngineServerThread(EngineConfig(hf_checkpoint=str(folder), device="cpu", deterministic=True)) as server:
+    with EngineServerThread(
+        EngineConfig(hf_checkpoint=str(folder), device="cpu", deterministic=True)
+    ) as server:
         yield server.url, folder, model.eval()
 
 
@@ -102,9 +115,19 @@ def test_ids_masks_and_log_probs_of_two_turns_are_aligned(samples):
         assert len(response) == len(sample.loss_mask) == len(log_probs) == sample.response_length
         assert sum(sample.loss_mask) < len(response) or sample.metadata["round_number"] == 1
         added = [token for token, mask in zip(response, sample.loss_mask, strict=True) if not mask]
-        assert all(log_prob == 0 for log_prob, mask in zip(log_probs, sample.loss_mask, strict=True) if not mask)
-        results = [message["content"] for message in sample.metadata["messages"] if message["role"] == "tool"]
-        expected = "".join(f"<|tool|>{result}" for result in results) + "<|assistant|>" * bool(results)
+        assert all(
+            log_prob == 0
+            for log_prob, mask in zip(log_probs, sample.loss_mask, strict=True)
+            if not mask
+        )
+        results = [
+            message["content"]
+            for message in sample.metadata["messages"]
+            if message["role"] == "tool"
+        ]
+        expected = "".join(f"<|tool|>{result}" for result in results) + "<|assistant|>" * bool(
+            results
+        )
         assert tokenizer.decode(added) == expected
         assert len(sample.weight_versions) == sample.metadata["round_number"]
 
@@ -112,12 +135,21 @@ def test_ids_masks_and_log_probs_of_two_turns_are_aligned(samples):
 def test_an_answered_sample_is_the_render_of_its_conversation(samples):
     """For this append-only template the trained ids are the render of the conversation."""
     tokenizer = build_tokenizer()
-    answered = [s for s in samples if s.status is Sample.Status.COMPLETED and s.metadata["round_number"] == 2]
+    answered = [
+        s
+        for s in samples
+        if s.status is Sample.Status.COMPLETED and s.metadata["round_number"] == 2
+    ]
     assert len(answered) >= 10
     for sample in answered:
-        messages = [*sample.metadata["messages"], {"role": "assistant", "content": sample.metadata["answer"]}]
+        messages = [
+            *sample.metadata["messages"],
+            {"role": "assistant", "content": sample.metadata["answer"]},
+        ]
         if sample.metadata["answer"]:
-            assert tokenizer.decode(sample.tokens) == tokenizer.apply_chat_template(messages, tokenize=False)
+            assert tokenizer.decode(sample.tokens) == tokenizer.apply_chat_template(
+                messages, tokenize=False
+            )
         assert sample.reward == float(sample.metadata["answer"] == sample.label)
     assert 0 < sum(sample.reward for sample in answered)
 
@@ -130,7 +162,9 @@ def test_the_models_own_log_probs_of_the_row_are_the_engines(samples, trained):
     for sample in samples[:8]:
         ids = torch.tensor([sample.tokens])
         with torch.no_grad():
-            log_probs = trained[2](ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+            log_probs = (
+                trained[2](ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+            )
         mask = torch.tensor(sample.loss_mask).bool()
         scored = log_probs[-sample.response_length :][mask]
         assert torch.allclose(scored, torch.tensor(sample.rollout_log_probs)[mask], atol=1e-4)
@@ -145,10 +179,14 @@ def test_turns_and_lengths_with_and_without_the_tool_are_logged(samples):
     batch = build_train_columns(samples, compute_rewards(samples, config)[:2], config)
     parts = multi_turn_contributions(batch, config=TrainMetricsConfig(rollout_max_response_len=20))
     rounds = [sample.metadata["round_number"] for sample in samples]
-    means = {name: part.total / part.count for name, part in parts.items() if name.endswith("_mean")}
+    means = {
+        name: part.total / part.count for name, part in parts.items() if name.endswith("_mean")
+    }
     assert means["multi_turn_metric/round_number_mean"] == pytest.approx(sum(rounds) / 36)
     assert parts["multi_turn_metric/round_number_max"].extreme == 2
-    assert means["raw_response_length/response_length_mean"] == pytest.approx(sum(s.response_length for s in samples) / 36)
+    assert means["raw_response_length/response_length_mean"] == pytest.approx(
+        sum(s.response_length for s in samples) / 36
+    )
     sampled = sum(sum(sample.loss_mask) for sample in samples)
     assert means["wo_obs_response_length/response_length_mean"] == pytest.approx(sampled / 36)
 
@@ -175,7 +213,10 @@ def test_a_rollout_that_is_aborted_between_turns_goes_on_where_it_was(trained, m
 
         monkeypatch.setattr(rollout, "call_calculator", stop_after_the_call)
         part = wait_for(rollout.generate(args, question(), params))
-        assert part.status is Sample.Status.ABORTED and 0 < part.response_length < whole.response_length
+        assert (
+            part.status is Sample.Status.ABORTED
+            and 0 < part.response_length < whole.response_length
+        )
         state.aborted = False
         wait_for(rollout.generate(args, part, params))
     assert params == {"max_new_tokens": 20, "temperature": 0.0}
@@ -208,17 +249,34 @@ def test_recipes_use_known_options_and_held_out_problems_are_held_out(tmp_path):
     known = {spec.name for spec in all_specs()}
     for stage in ("sft", "grpo"):
         recipe = yaml.safe_load((run.HERE / f"{stage}.yaml").read_text())
-        assert set(recipe) <= known and recipe["rollout_batch_size"] * recipe["n_samples_per_prompt"] % recipe["global_batch_size"] == 0
+        assert (
+            set(recipe) <= known
+            and recipe["rollout_batch_size"]
+            * recipe["n_samples_per_prompt"]
+            % recipe["global_batch_size"]
+            == 0
+        )
     train, held_out = prepare.make_problems()
     assert len(held_out) == 128 and len({*train, *held_out}) == 8100
-    assert [message["content"] for message in prepare.conversation((47, 38))] == ["47*38=", "[47*38]", "1786", "1786"]
+    assert [message["content"] for message in prepare.conversation((47, 38))] == [
+        "47*38=",
+        "[47*38]",
+        "1786",
+        "1786",
+    ]
 
 
 def write_records(folder, accuracies, turns):
     metrics = [("eval/step", {"eval/calculator": value}) for value in accuracies]
     ledger = {"rollout/ledger/sampled": 8, "rollout/ledger/trained": 8, "train/weight_delta": 0.1}
-    metrics += [("rollout/step", {run.TURNS: value, "rollout/raw_reward": value, **ledger}) for value in turns]
-    lines = [json.dumps({"time": 1.0, "step_key": key, "step": n, "metrics": m}) for n, (key, m) in enumerate(metrics)]
+    metrics += [
+        ("rollout/step", {run.TURNS: value, "rollout/raw_reward": value, **ledger})
+        for value in turns
+    ]
+    lines = [
+        json.dumps({"time": 1.0, "step_key": key, "step": n, "metrics": m})
+        for n, (key, m) in enumerate(metrics)
+    ]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
 
 

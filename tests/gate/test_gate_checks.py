@@ -37,12 +37,25 @@ THINK_ANSWER = FORMAT_PRESETS["think_answer"]
 
 def reason(config=None, **changes):
     """The reason against one sound sample with `changes`."""
-    return reasons_of(postprocess_output_data([sound_sample(1, **changes)], config or GateConfig()))[0]
+    return reasons_of(
+        postprocess_output_data([sound_sample(1, **changes)], config or GateConfig())
+    )[0]
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", " ", "\n\t ", "\u200b", "\ufeff\u00a0", "\u00ad\u2060", "\x00\x1f", "\ufe0f", "\U000e0041", "\u3164\u2800"],
+    [
+        "",
+        " ",
+        "\n\t ",
+        "\u200b",
+        "\ufeff\u00a0",
+        "\u00ad\u2060",
+        "\x00\x1f",
+        "\ufe0f",
+        "\U000e0041",
+        "\u3164\u2800",
+    ],
 )
 def test_text_of_invisible_characters_is_blank(text):
     """Zero-width, BOM, soft hyphen, control, selector and tag characters are blank, though
@@ -62,7 +75,9 @@ def test_one_visible_character_is_enough(text):
 def test_blank_ranges_are_those_of_the_unicode_database():
     """The ranges of invisible characters in the code are those of this Python's Unicode
     database."""
-    wrong = [hex(point) for point in range(0x110000) if is_invisible(chr(point)) != is_blank(chr(point))]
+    wrong = [
+        hex(point) for point in range(0x110000) if is_invisible(chr(point)) != is_blank(chr(point))
+    ]
     newer = {
         hex(point) for point in range(0x13430, 0x13456)
     }  # format controls that later Unicode versions added or changed
@@ -79,7 +94,9 @@ def test_length_thresholds_are_configured_per_task():
     """Minimum and maximum length are options and may differ per task: 1 token is a valid label and
     too short for an essay."""
     config = GateConfig(
-        min_response_tokens=5, max_response_tokens=20, tasks={"label": TaskRules(min_response_tokens=1)}
+        min_response_tokens=5,
+        max_response_tokens=20,
+        tasks={"label": TaskRules(min_response_tokens=1)},
     )
     assert reason(config, length=4) == "too_short"
     assert reason(config, length=5) is None
@@ -95,12 +112,18 @@ def test_length_thresholds_are_configured_per_task():
 def test_usable_length_is_context_minus_prompt_minus_margin(prompt_length, length, expected):
     """A response may be as long as the context minus its prompt minus 5 %: of 100 tokens a prompt
     of 30 leaves 65."""
-    assert reason(GateConfig(context_length=100), prompt_length=prompt_length, length=length) == expected
+    assert (
+        reason(GateConfig(context_length=100), prompt_length=prompt_length, length=length)
+        == expected
+    )
 
 
 def test_margin_is_configurable():
     """A margin of 10 % leaves 60 of 100 tokens after a prompt of 30; a margin of 1 is refused."""
-    assert reason(GateConfig(context_length=100, margin=0.1), prompt_length=30, length=61) == "too_long"
+    assert (
+        reason(GateConfig(context_length=100, margin=0.1), prompt_length=30, length=61)
+        == "too_long"
+    )
     with pytest.raises(ConfigError, match="margin"):
         GateConfig(margin=1.0)
 
@@ -114,7 +137,10 @@ def test_truncation_is_seen_in_status_or_finish_reason():
     result = postprocess_output_data(
         [sound_sample(0, metadata={"source_name": "prefix"}, **cut), sound_sample(1, **cut)], config
     )
-    assert [(s.valid, s.invalid_reason) for s in result.samples] == [(True, "truncated"), (False, "truncated")]
+    assert [(s.valid, s.invalid_reason) for s in result.samples] == [
+        (True, "truncated"),
+        (False, "truncated"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +159,11 @@ def test_a_log_prob_is_finite_and_not_positive(value, expected):
     rounding up to 1e-4 above zero passes."""
     values = [-1.0] * 12
     values[7] = value
-    assert reason(rollout_log_probs=values) == reason(rollout_log_probs=np.array(values, dtype=np.float32)) == expected
+    assert (
+        reason(rollout_log_probs=values)
+        == reason(rollout_log_probs=np.array(values, dtype=np.float32))
+        == expected
+    )
 
 
 @pytest.mark.parametrize("count", [0, 11, 13])
@@ -156,7 +186,9 @@ def test_ids_lie_inside_the_vocabulary(token, expected):
 
 @pytest.mark.parametrize(("length", "expected"), [(14, None), (15, None), (16, "misaligned")])
 def test_a_response_is_no_longer_than_the_tokens(length, expected):
-    """Fifteen tokens: a response of all of them has no prompt, one of sixteen would begin before the first."""
+    """Fifteen tokens: a response of all of them has no prompt, one of sixteen would begin before
+    the first.
+    """
     sample = sound_sample(1, rollout_log_probs=[-0.5] * length)
     assert len(sample.tokens) == 15
     sample.response_length, sample.loss_mask = length, None
@@ -177,19 +209,37 @@ def test_a_phrase_repeated_to_the_end_is_a_loop():
 
     strict = GateConfig(repetition_window=200, repetition_max_period=40)
     lenient = GateConfig(repetition_window=200, repetition_max_period=40, level=Level.LENIENT)
-    assert [looped(p, strict) for p in (1, 7, 40, 41)] == ["repetitive", "repetitive", "repetitive", None]
+    assert [looped(p, strict) for p in (1, 7, 40, 41)] == [
+        "repetitive",
+        "repetitive",
+        "repetitive",
+        None,
+    ]
     assert [looped(p, lenient) for p in (1, 8, 9)] == ["repetitive", "repetitive", None]
     assert looped(1, GateConfig(repetition_window=0)) is None
     # a response of exactly one window is long enough, one token less is not
     found = [
-        reason(GateConfig(repetition_window=16), length=n, tokens=[1, 2, 3, *[5] * n], rollout_log_probs=[-1.0] * n) for n in (15, 16)
+        reason(
+            GateConfig(repetition_window=16),
+            length=n,
+            tokens=[1, 2, 3, *[5] * n],
+            rollout_log_probs=[-1.0] * n,
+        )
+        for n in (15, 16)
     ]
     assert found == [None, "repetitive"]
-    assert reason(strict, length=400, tokens=list(range(403)), rollout_log_probs=[-1.0] * 400) is None
+    assert (
+        reason(strict, length=400, tokens=list(range(403)), rollout_log_probs=[-1.0] * 400) is None
+    )
     # and a phrase that fits the window only twice is no loop yet
     twice = GateConfig(repetition_window=16, repetition_max_period=8)
     found = [
-        reason(twice, length=16, tokens=[1, 2, 3, *(5 + i % period for i in range(16))], rollout_log_probs=[-1.0] * 16)
+        reason(
+            twice,
+            length=16,
+            tokens=[1, 2, 3, *(5 + i % period for i in range(16))],
+            rollout_log_probs=[-1.0] * 16,
+        )
         for period in (4, 8)
     ]
     assert found == ["repetitive", None]
@@ -224,21 +274,31 @@ def test_markers_are_paired_under_lenient_and_also_in_place_under_strict(text, l
     and number."""
     assert (format_problem(text, THINK_ANSWER, Level.LENIENT) is None) is lenient
     assert (format_problem(text, THINK_ANSWER, Level.STRICT) is None) is strict
-    assert reason(GateConfig(format=THINK_ANSWER), response=text) == (None if strict else "bad_format")
-    assert reason(GateConfig(format=THINK_ANSWER, levels={"bad_format": Level.OFF}), response=text) is None
+    assert reason(GateConfig(format=THINK_ANSWER), response=text) == (
+        None if strict else "bad_format"
+    )
+    assert (
+        reason(GateConfig(format=THINK_ANSWER, levels={"bad_format": Level.OFF}), response=text)
+        is None
+    )
 
 
 def test_tasks_without_a_structure_skip_marker_checks():
     """A task without a format accepts prose with an unpaired tag."""
     config = GateConfig(tasks={"math": TaskRules(format=THINK_ANSWER)})
     assert reason(config, response="an unpaired <think>", metadata={"source_name": "chat"}) is None
-    assert reason(config, response="an unpaired <think>", metadata={"source_name": "math"}) == "bad_format"
+    assert (
+        reason(config, response="an unpaired <think>", metadata={"source_name": "math"})
+        == "bad_format"
+    )
     skip = GateConfig(format=THINK_ANSWER, tasks={"chat": TaskRules(skip_format=True)})
     assert reason(skip, response="prose", metadata={"source_name": "chat"}) is None
 
 
 def test_a_call_drafted_inside_reasoning_is_text():
-    """A parser of the whole text would see two calls; the structure sees one, and an unclosed thought is refused."""
+    """A parser of the whole text would see two calls; the structure sees one, and an unclosed
+    thought is refused.
+    """
     spec = FORMAT_PRESETS["tool_call"]
     drafted = "<think>maybe <tool_call>A</tool_call></think><tool_call>A</tool_call>"
     assert format_problem(drafted, spec, Level.STRICT) is None
@@ -260,7 +320,11 @@ def test_the_scored_answer_stands_in_a_fixed_place_without_the_reasoning():
     text = "<think>is it 7?</think><answer> 8 </answer>"
     sample = sound_sample(0, response=text, metadata={"k": "v"})
     out = postprocess_output_data([sample], GateConfig(format=THINK_ANSWER)).samples[0]
-    assert out.metadata == {"k": "v", "answer_text": "8"} and sample.metadata == {"k": "v"} and out.response == text
+    assert (
+        out.metadata == {"k": "v", "answer_text": "8"}
+        and sample.metadata == {"k": "v"}
+        and out.response == text
+    )
     assert answer_of("no tags", THINK_ANSWER) is None
 
 
@@ -312,10 +376,22 @@ def test_a_reward_dictionary_is_read_by_its_key():
 def test_checks_run_cheap_before_costly_and_stop_at_the_first_reason():
     """Checks run from cheap to costly, and no later check looks at a rejected sample: the call
     counters show it."""
-    batch = [sound_sample(0, length=0, rollout_log_probs=[]), sound_sample(1, finish_reason="length"), sound_sample(2)]
+    batch = [
+        sound_sample(0, length=0, rollout_log_probs=[]),
+        sound_sample(1, finish_reason="length"),
+        sound_sample(2),
+    ]
     batch.append(sound_sample(3, status=Status.ABORTED))
     counts = postprocess_output_data(batch, GateConfig()).statistics.counts
-    order = ("no_response", "truncated", "log_prob_mismatch", "bad_token", "bad_log_prob", "misaligned", "bad_format")
+    order = (
+        "no_response",
+        "truncated",
+        "log_prob_mismatch",
+        "bad_token",
+        "bad_log_prob",
+        "misaligned",
+        "bad_format",
+    )
     assert [counts[f"checked_{name}"] for name in order] == [3, 2, 1, 1, 1, 1, 1]
     names = [check.name for check in CHECKS]
     assert [names.index(name) for name in order] == sorted(names.index(name) for name in order)
@@ -327,16 +403,22 @@ def test_a_sample_with_many_defects_has_the_first_as_its_one_reason():
     sample = sound_sample(0, length=2, finish_reason="length", reward=None)
     sample.rollout_log_probs[0] = math.nan
     config = GateConfig(min_response_tokens=5, rewards_expected=True)
-    assert {reasons_of(postprocess_output_data([sample], config))[0] for _ in range(3)} == {"too_short"}
+    assert {reasons_of(postprocess_output_data([sample], config))[0] for _ in range(3)} == {
+        "too_short"
+    }
 
 
 def test_off_switches_quality_checks_and_never_integrity():
     """The level `off` skips quality checks only; a NaN is rejected and statistics exist at every
     level."""
     config = GateConfig(level=Level.OFF, min_response_tokens=5)
-    assert reason(config, length=2) is None and reason(config, finish_reason="length") == "truncated"
+    assert (
+        reason(config, length=2) is None and reason(config, finish_reason="length") == "truncated"
+    )
     cut = postprocess_output_data([sound_sample(0, finish_reason="length")], config).samples[0]
-    assert cut.valid and cut.invalid_reason == "truncated", "a cut that trains is marked, whatever let it pass"
+    assert cut.valid and cut.invalid_reason == "truncated", (
+        "a cut that trains is marked, whatever let it pass"
+    )
     assert (
         reason(config, rollout_log_probs=[math.nan] * 12) == "bad_logprob"
         and reason(config, status=Status.FAILED) == "failed"
@@ -350,12 +432,20 @@ def test_a_check_is_one_function_and_one_line(monkeypatch):
 
     def find_shouting(chunk, rows):
         texts = chunk.text_of(rows)
-        return np.array([len(texts[row]) > 20 and texts[row].isupper() for row in rows.tolist()], dtype=bool)
+        return np.array(
+            [len(texts[row]) > 20 and texts[row].isupper() for row in rows.tolist()], dtype=bool
+        )
 
-    shouting = Check(InvalidReason.BAD_FORMAT, find_shouting, lambda chunk, row: "all capitals", "bad_format")
+    shouting = Check(
+        InvalidReason.BAD_FORMAT, find_shouting, lambda chunk, row: "all capitals", "bad_format"
+    )
     monkeypatch.setattr(gate_module, "CHECKS", (*CHECKS, shouting))
     loud = "LISTEN, ALL OF YOU, LISTEN"
-    assert reason(response=loud) == "bad_format" and reason(response="A") is None and reason(response=loud.lower()) is None
+    assert (
+        reason(response=loud) == "bad_format"
+        and reason(response="A") is None
+        and reason(response=loud.lower()) is None
+    )
     assert reason(GateConfig(level=Level.OFF), response=loud) is None
 
 
@@ -363,8 +453,13 @@ def test_lengths_that_do_not_fit_are_refused_even_where_misaligned_text_is_kept(
     """A response length or a mask that does not fit the tokens is refused, also where the policy
     keeps misaligned texts."""
     config = GateConfig(policies={InvalidReason.MISALIGNED: Policy.KEEP})
-    assert postprocess_output_data([sound_sample(0, response_length=99)], config).samples[0].valid is False
-    assert postprocess_output_data([sound_sample(0, loss_mask=[1])], config).samples[0].valid is False
+    assert (
+        postprocess_output_data([sound_sample(0, response_length=99)], config).samples[0].valid
+        is False
+    )
+    assert (
+        postprocess_output_data([sound_sample(0, loss_mask=[1])], config).samples[0].valid is False
+    )
 
 
 @pytest.mark.parametrize("count", (100, 1000))
@@ -374,7 +469,11 @@ def test_each_check_looks_at_a_whole_batch_at_once(count):
     calls = collections.Counter()
 
     def note(frame, event, argument):
-        if event == "call" and frame.f_code.co_name.startswith("find_") and frame.f_code.co_filename == checks.__file__:
+        if (
+            event == "call"
+            and frame.f_code.co_name.startswith("find_")
+            and frame.f_code.co_filename == checks.__file__
+        ):
             calls[frame.f_code.co_name] += 1
 
     samples = [sound_sample(i, length=5 + i % 9) for i in range(count)]
@@ -383,7 +482,14 @@ def test_each_check_looks_at_a_whole_batch_at_once(count):
         postprocess_output_data(samples, GateConfig())
     finally:
         sys.setprofile(None)
-    assert {"find_too_short", "find_too_long", "find_truncated", "find_blank", "find_bad_token", "find_bad_log_prob"} <= set(calls)
+    assert {
+        "find_too_short",
+        "find_too_long",
+        "find_truncated",
+        "find_blank",
+        "find_bad_token",
+        "find_bad_log_prob",
+    } <= set(calls)
     assert set(calls.values()) == {1}
 
 

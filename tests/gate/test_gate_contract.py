@@ -1,4 +1,6 @@
-"""What the gate promises whatever it finds: order, ids, tokens, one reason, a marked copy, adapters."""
+"""What the gate promises whatever it finds: order, ids, tokens, one reason, a marked copy,
+adapters.
+"""
 
 import copy
 import dataclasses
@@ -48,7 +50,11 @@ def test_kept_samples_carry_the_same_token_ids_and_the_input_is_not_edited():
     result = postprocess_output_data(batch, GateConfig())
     assert batch == before
     for sample, out in zip(batch, result.samples, strict=True):
-        assert out is not sample and out.tokens is sample.tokens and out.rollout_log_probs is sample.rollout_log_probs
+        assert (
+            out is not sample
+            and out.tokens is sample.tokens
+            and out.rollout_log_probs is sample.rollout_log_probs
+        )
         assert out.response == sample.response and out.response_length == sample.response_length
 
 
@@ -66,8 +72,14 @@ def test_no_invalid_sample_becomes_valid_by_being_changed():
     result = postprocess_output_data(corpus, GOLDEN_CONFIG, tokenizer=tokenizer)
     again = reasons_of(postprocess_output_data(result.samples, fresh, tokenizer=tokenizer))
     was = [row["reason"] for row in expected]
-    assert {first for first, second in zip(was, again, strict=True) if first is not None and second is None} == {"rejected"}
-    assert [second for first, second in zip(was, again, strict=True) if first is None] == [None] * was.count(None)
+    assert {
+        first
+        for first, second in zip(was, again, strict=True)
+        if first is not None and second is None
+    } == {"rejected"}
+    assert [second for first, second in zip(was, again, strict=True) if first is None] == [
+        None
+    ] * was.count(None)
 
 
 def test_each_defect_of_a_usual_batch_is_classified_and_the_rest_passes():
@@ -83,11 +95,16 @@ def test_mark_keeps_every_sample_in_order_and_drop_removes_exactly_the_invalid_o
     batch = dirty_batch()
     marked = postprocess_output_data(batch, GateConfig())
     dropped = postprocess_output_data(batch, GateConfig(policies=DROP_ALL))
-    assert [s.index for s in marked.samples] == list(range(20)) and marked.raw_rows == list(range(20))
+    assert [s.index for s in marked.samples] == list(range(20)) and marked.raw_rows == list(
+        range(20)
+    )
     kept = [i for i in range(20) if i not in (3, 11)]
     assert [s.index for s in dropped.samples] == kept == dropped.raw_rows
     assert marked.statistics.dropped == dropped.statistics.dropped
-    assert marked.samples[3].invalid_reason == "empty" and marked.samples[11].invalid_reason == "truncated"
+    assert (
+        marked.samples[3].invalid_reason == "empty"
+        and marked.samples[11].invalid_reason == "truncated"
+    )
 
 
 def test_output_samples_are_built_once_each_after_all_checks(monkeypatch):
@@ -96,13 +113,21 @@ def test_output_samples_are_built_once_each_after_all_checks(monkeypatch):
     events = []
     judge, build = gate_module._judge_chunk, gate_module._marked
     monkeypatch.setattr(gate_module, "CHUNK_SAMPLES", 5)
-    monkeypatch.setattr(gate_module, "_judge_chunk", lambda chunk: events.append("check") or judge(chunk))
-    monkeypatch.setattr(gate_module, "_marked", lambda *args: events.append("build") or build(*args))
+    monkeypatch.setattr(
+        gate_module, "_judge_chunk", lambda chunk: events.append("check") or judge(chunk)
+    )
+    monkeypatch.setattr(
+        gate_module, "_marked", lambda *args: events.append("build") or build(*args)
+    )
     result = postprocess_output_data(dirty_batch(), GateConfig(policies=DROP_ALL))
     assert events == ["check"] * 4 + ["build"] * 18
     assert [len(result.judged), len(result.judged)] == [20, 20]
     assert events == ["check"] * 4 + ["build"] * 20
-    assert [len(result.samples), len(result.judged), sum(not sample.valid for sample in result.judged)] == [18, 20, 2]
+    assert [
+        len(result.samples),
+        len(result.judged),
+        sum(not sample.valid for sample in result.judged),
+    ] == [18, 20, 2]
 
 
 def test_group_ids_and_metadata_pass_through_untouched():
@@ -120,10 +145,14 @@ def test_each_sample_says_whether_it_needs_a_reward():
     batch = [sound_sample(i, reward=None) for i in range(4)]
     batch[2].tokens, batch[2].response_length, batch[2].rollout_log_probs = [1, 2, 3], 0, []
     verdicts = check_responses(batch, GateConfig())
-    scored = [sample.index for sample, verdict in zip(batch, verdicts, strict=True) if verdict.valid]
+    scored = [
+        sample.index for sample, verdict in zip(batch, verdicts, strict=True) if verdict.valid
+    ]
     assert scored == [0, 1, 3]
     marked = apply_verdicts(batch, verdicts)
-    assert [s.valid for s in marked] == [True, True, False, True] and all(s.reward is None for s in marked)
+    assert [s.valid for s in marked] == [True, True, False, True] and all(
+        s.reward is None for s in marked
+    )
     assert [s.valid for s in batch] == [True] * 4
 
 
@@ -140,25 +169,42 @@ def test_rewards_are_pending_before_scoring_and_required_after_it():
 
 def test_unknown_finish_reason_is_counted_and_not_guessed():
     """A missing or unknown finish reason is counted as unknown; the gate does not assume "stop"."""
-    batch = [sound_sample(0, finish_reason=None), sound_sample(1, finish_reason="weird"), sound_sample(2)]
+    batch = [
+        sound_sample(0, finish_reason=None),
+        sound_sample(1, finish_reason="weird"),
+        sound_sample(2),
+    ]
     result = postprocess_output_data(batch, GateConfig())
     assert all(s.valid for s in result.samples) and result.samples[0].finish_reason is None
-    assert result.statistics.counts["finish_unknown"] == 2 and result.statistics.counts["finish_stop"] == 1
+    assert (
+        result.statistics.counts["finish_unknown"] == 2
+        and result.statistics.counts["finish_stop"] == 1
+    )
 
 
 def test_a_kept_truncated_sample_stays_visibly_truncated():
     """A cut response is kept only by an explicit policy, and its copy still says that it is cut."""
     batch = [sound_sample(0, status=Status.TRUNCATED, finish_reason="length")]
     assert postprocess_output_data(batch, GateConfig()).samples[0].valid is False
-    out = postprocess_output_data(batch, GateConfig(policies={InvalidReason.TRUNCATED: Policy.KEEP})).samples[0]
-    assert out.valid is True and out.invalid_reason == "truncated" and out.status is Status.TRUNCATED
+    out = postprocess_output_data(
+        batch, GateConfig(policies={InvalidReason.TRUNCATED: Policy.KEEP})
+    ).samples[0]
+    assert (
+        out.valid is True and out.invalid_reason == "truncated" and out.status is Status.TRUNCATED
+    )
 
 
 def test_the_trainer_sees_a_kept_cut_also_where_only_the_finish_reason_tells_it():
     """The trainer's `truncated` column is 1 for a kept cut also where a custom generate function
     left the status alone."""
-    batch = [sound_sample(0, finish_reason="length"), sound_sample(1, status=Status.TRUNCATED, finish_reason=None), sound_sample(2)]
-    kept = postprocess_output_data(batch, GateConfig(policies={InvalidReason.TRUNCATED: Policy.KEEP})).samples
+    batch = [
+        sound_sample(0, finish_reason="length"),
+        sound_sample(1, status=Status.TRUNCATED, finish_reason=None),
+        sound_sample(2),
+    ]
+    kept = postprocess_output_data(
+        batch, GateConfig(policies={InvalidReason.TRUNCATED: Policy.KEEP})
+    ).samples
     assert [sample.invalid_reason for sample in kept] == ["truncated", "truncated", None]
     columns = build_train_columns(kept, compute_rewards(kept, ColumnsConfig())[:2], ColumnsConfig())
     assert columns["valid"] == [True] * 3 and columns["truncated"] == [1, 1, 0]
@@ -172,9 +218,14 @@ def test_a_sample_kept_in_spite_of_one_finding_is_still_refused_for_a_worse_one(
     config = GateConfig(policies={InvalidReason.TRUNCATED: Policy.KEEP})
     assert reasons_of(postprocess_output_data([sample], config)) == ["bad_logprob"]
     sample = sound_sample(0, status=Status.TRUNCATED)
-    config = GateConfig(min_response_tokens=99, policies=dict.fromkeys((InvalidReason.TRUNCATED, InvalidReason.TOO_SHORT), Policy.KEEP))
+    config = GateConfig(
+        min_response_tokens=99,
+        policies=dict.fromkeys((InvalidReason.TRUNCATED, InvalidReason.TOO_SHORT), Policy.KEEP),
+    )
     (kept,) = postprocess_output_data([sample], config).samples
-    assert kept.valid and kept.invalid_reason == "too_short", "of two findings that are kept, the first is named"
+    assert kept.valid and kept.invalid_reason == "too_short", (
+        "of two findings that are kept, the first is named"
+    )
 
 
 @pytest.mark.parametrize("reason", ["empty", "bad_logprob", "bad_token", "bad_reward", "failed"])
@@ -185,9 +236,13 @@ def test_what_cannot_be_trained_cannot_be_kept(reason):
 
 
 def test_evaluation_reports_and_marks_nothing():
-    """Evaluation means must not change because a training rule refuses a sample; the record still shows it."""
+    """Evaluation means must not change because a training rule refuses a sample; the record still
+    shows it.
+    """
     result = postprocess_output_data(dirty_batch(), GateConfig(evaluation=True, policies=DROP_ALL))
-    assert len(result.samples) == 20 and all(s.valid and s.invalid_reason is None for s in result.samples)
+    assert len(result.samples) == 20 and all(
+        s.valid and s.invalid_reason is None for s in result.samples
+    )
     assert result.statistics.kept == 18
 
 
@@ -217,7 +272,11 @@ def test_prompt_as_text_or_ids_and_other_engines_shapes_come_in_through_an_adapt
             },
         },
         "openai": {
-            "request": {"prompt_token_ids": [5, 6], "messages": [{"role": "user", "content": "q"}], "group_id": 9},
+            "request": {
+                "prompt_token_ids": [5, 6],
+                "messages": [{"role": "user", "content": "q"}],
+                "group_id": 9,
+            },
             "response": {
                 "choices": [
                     {
@@ -237,8 +296,17 @@ def test_prompt_as_text_or_ids_and_other_engines_shapes_come_in_through_an_adapt
     assert set(raws) == set(ADAPTERS)
     for name, raw in raws.items():
         out = postprocess_output_data([raw], GateConfig(adapter=name)).samples[0]
-        assert (out.tokens, out.response_length, out.rollout_log_probs) == ([5, 6, 11, 12], 2, [-0.5, -0.25]), name
-        assert (out.response, out.finish_reason, out.group_index, out.valid) == ("hi", "stop", 9, True), name
+        assert (out.tokens, out.response_length, out.rollout_log_probs) == (
+            [5, 6, 11, 12],
+            2,
+            [-0.5, -0.25],
+        ), name
+        assert (out.response, out.finish_reason, out.group_index, out.valid) == (
+            "hi",
+            "stop",
+            9,
+            True,
+        ), name
 
 
 def test_prompt_tail_among_the_output_ids_is_refused_on_receipt():
@@ -282,7 +350,9 @@ def test_missing_log_probs_follow_the_stated_policy_and_are_never_filled_silentl
     holes.rollout_log_probs[3] = None
 
     def run(policy):
-        return postprocess_output_data([none, holes, sound_sample(2)], GateConfig(missing_log_probs=policy))
+        return postprocess_output_data(
+            [none, holes, sound_sample(2)], GateConfig(missing_log_probs=policy)
+        )
 
     assert reasons_of(run(MissingLogProbs.MARK)) == ["logprob_mismatch", "bad_logprob", None]
     assert reasons_of(run(MissingLogProbs.ALLOW)) == [None, "bad_logprob", None]
@@ -292,32 +362,50 @@ def test_missing_log_probs_follow_the_stated_policy_and_are_never_filled_silentl
     masked = run(MissingLogProbs.MASK)
     assert reasons_of(masked) == [None, None, None]
     assert masked.samples[0].loss_mask == [0] * 12
-    assert masked.samples[1].loss_mask == [1, 1, 1, 0] + [1] * 8 and masked.samples[1].rollout_log_probs[3] == 0.0
+    assert (
+        masked.samples[1].loss_mask == [1, 1, 1, 0] + [1] * 8
+        and masked.samples[1].rollout_log_probs[3] == 0.0
+    )
     assert holes.rollout_log_probs[3] is None and holes.loss_mask is None
     # what does not train stays so: tokens 1 and 3 are a tool's, 3 and 5 have no log-prob
     tool = sound_sample(3, loss_mask=[1, 0, 1, 0] + [1] * 8)
     tool.rollout_log_probs[3] = tool.rollout_log_probs[5] = None
-    (repaired,) = postprocess_output_data([tool], GateConfig(missing_log_probs=MissingLogProbs.MASK)).samples
+    (repaired,) = postprocess_output_data(
+        [tool], GateConfig(missing_log_probs=MissingLogProbs.MASK)
+    ).samples
     assert repaired.loss_mask == [1, 0, 1, 0, 1, 0] + [1] * 6
     tool.rollout_log_probs[7] = float("nan")  # a mask for what is absent is none for what is wrong
-    assert reasons_of(postprocess_output_data([tool], GateConfig(missing_log_probs=MissingLogProbs.MASK))) == ["bad_logprob"]
+    assert reasons_of(
+        postprocess_output_data([tool], GateConfig(missing_log_probs=MissingLogProbs.MASK))
+    ) == ["bad_logprob"]
 
 
 def test_tokens_may_be_lists_arrays_or_tensors_with_the_same_verdicts():
     """Engines hand over arrays, dumps lists, plug-ins tensors."""
     import torch
 
-    kinds = (list, lambda v: np.array(v, dtype=np.int32), lambda v: np.array(v), lambda v: torch.tensor(v), tuple)
+    kinds = (
+        list,
+        lambda v: np.array(v, dtype=np.int32),
+        lambda v: np.array(v),
+        lambda v: torch.tensor(v),
+        tuple,
+    )
     for kind in kinds:
         good, bad = sound_sample(1), sound_sample(2)
         good.tokens, bad.tokens = kind(good.tokens), kind([*bad.tokens[:-1], -5])
-        assert reasons_of(postprocess_output_data([good, bad], GateConfig(vocab_size=1000))) == [None, "bad_token"]
+        assert reasons_of(postprocess_output_data([good, bad], GateConfig(vocab_size=1000))) == [
+            None,
+            "bad_token",
+        ]
 
 
 def test_codes_on_the_wire_name_one_reason_each():
     """The trainer gets a small integer; it must mean the same reason on both sides."""
     assert [reason_of_code(reason.code) for reason in InvalidReason] == list(InvalidReason)
-    assert reason_of_code(0) is None and len({reason.code for reason in InvalidReason}) == len(InvalidReason)
+    assert reason_of_code(0) is None and len({reason.code for reason in InvalidReason}) == len(
+        InvalidReason
+    )
 
 
 def test_an_earlier_verdict_stands():

@@ -40,7 +40,10 @@ def test_every_flag_and_command_in_the_text_exists():
     """Every flag and `slime gate` command in the guide exists, and the three first steps stand in
     order."""
     flags = set(re.findall(r"--(gate-[a-z-]+)", TEXT))
-    assert flags <= {name.replace("_", "-") for name in GateOptions.__dataclass_fields__} and len(flags) > 12
+    assert (
+        flags <= {name.replace("_", "-") for name in GateOptions.__dataclass_fields__}
+        and len(flags) > 12
+    )
     assert set(re.findall(r"slime gate (\w+)", TEXT)) <= set(COMMANDS)
     first = [TEXT.index(f"({step})") for step in (1, 2, 3)]
     assert first == sorted(first)

@@ -1,4 +1,6 @@
-"""No function of a user's, and no other way to the trainer, trains a sample that the gate rejected; the ledger is the judge."""
+"""No function of a user's, and no other way to the trainer, trains a sample that the gate rejected;
+the ledger is the judge.
+"""
 
 import dataclasses
 import functools
@@ -94,13 +96,24 @@ def moved_and_trimmed(args, samples):
 
 
 def reordered(samples, *, rows=None, **changes):
-    """The samples in another order, each without its first response token: no row has the tokens or the response of a sample."""
+    """The samples in another order, each without its first response token: no row has the tokens or
+    the response of a sample.
+    """
     moved = shuffled(samples)[:rows]
     cut = [s.response_length > 1 for s in moved]
     starts = [len(s.tokens) - s.response_length for s in moved]
-    tokens = [[*s.tokens[:start], *s.tokens[start + 1 :]] if is_cut else list(s.tokens) for s, start, is_cut in zip(moved, starts, cut, strict=True)]
+    tokens = [
+        [*s.tokens[:start], *s.tokens[start + 1 :]] if is_cut else list(s.tokens)
+        for s, start, is_cut in zip(moved, starts, cut, strict=True)
+    ]
     lengths = [s.response_length - is_cut for s, is_cut in zip(moved, cut, strict=True)]
-    return as_dict(moved, tokens=tokens, response_lengths=lengths, loss_masks=[[1] * n for n in lengths], **changes)
+    return as_dict(
+        moved,
+        tokens=tokens,
+        response_lengths=lengths,
+        loss_masks=[[1] * n for n in lengths],
+        **changes,
+    )
 
 
 CONVERTERS = {
@@ -116,8 +129,12 @@ CONVERTERS = {
         tokens=[torch.tensor(s.tokens) for s in readable(samples)],
         sample_indices=torch.tensor([s.index for s in readable(samples)]),
     ),
-    "every sample twice": lambda args, samples: without_indices([s for s in readable(samples) for _ in range(2)]),
-    "a prompt token removed": lambda args, samples: as_dict(samples, tokens=[list(s.tokens)[1:] for s in samples], sample_indices=None),
+    "every sample twice": lambda args, samples: without_indices(
+        [s for s in readable(samples) for _ in range(2)]
+    ),
+    "a prompt token removed": lambda args, samples: as_dict(
+        samples, tokens=[list(s.tokens)[1:] for s in samples], sample_indices=None
+    ),
     "a prompt token removed, some left out": lambda args, samples: as_dict(
         readable(samples)[2:], tokens=[list(s.tokens)[1:] for s in readable(samples)[2:]]
     ),
@@ -125,10 +142,17 @@ CONVERTERS = {
     "columns": columns_with_every_row_valid,
     "sample_indices of the rows that are left": with_rows_counted,
     "another order, a prompt token removed": moved_and_trimmed,
-    "tokens of one sample in another": lambda args, samples: in_place_of_another(samples) or as_dict(samples),
+    "tokens of one sample in another": lambda args, samples: (
+        in_place_of_another(samples) or as_dict(samples)
+    ),
     "another order, responses changed": lambda args, samples: reordered(samples),
 }
-LEAVES_OUT = {"some left out", "a prompt token removed, some left out", "sample_indices of the rows that are left", "tokens of one sample in another"}
+LEAVES_OUT = {
+    "some left out",
+    "a prompt token removed, some left out",
+    "sample_indices of the rows that are left",
+    "tokens of one sample in another",
+}
 
 
 def plug_in(monkeypatch, **functions):
@@ -142,19 +166,30 @@ def judged(manager, rollout_id=0):
     shards = [box.inner for box in manager.generate(rollout_id)]
     # a sound sample's response ids are 100 * index + 0, 1, ...
     trained = sorted(int(tokens[-1]) // 100 for shard in shards for tokens in shard["tokens"])
-    names = {name: count for name, count in manager.logged.items() if name.startswith("rollout/ledger/")}
+    names = {
+        name: count for name, count in manager.logged.items() if name.startswith("rollout/ledger/")
+    }
     manager.gate.close()
-    return trained, {name.removeprefix("rollout/ledger/").removeprefix("dropped/"): count for name, count in names.items()}
+    return trained, {
+        name.removeprefix("rollout/ledger/").removeprefix("dropped/"): count
+        for name, count in names.items()
+    }
 
 
 @pytest.mark.parametrize("policy", ["mark", "drop", "penalize"])
 @pytest.mark.parametrize("kind", CONVERTERS)
 def test_no_converter_trains_a_rejected_sample(kind, policy, tmp_path, monkeypatch):
-    """What the gate rejected stays out, and under its reason in the ledger, whatever dict a converter makes of the samples."""
+    """What the gate rejected stays out, and under its reason in the ledger, whatever dict a
+    converter makes of the samples.
+    """
     kept_aside[:] = dirty_rollout()
     plug_in(monkeypatch, convert=CONVERTERS[kind])
     manager = manager_of(
-        dirty_rollout(), tmp_path, monkeypatch, gate_policy=policy, custom_convert_samples_to_train_data_path="user_plug_in.convert"
+        dirty_rollout(),
+        tmp_path,
+        monkeypatch,
+        gate_policy=policy,
+        custom_convert_samples_to_train_data_path="user_plug_in.convert",
     )
     trained, ledger = judged(manager)
     # a penalized sample trains, with the reward of a failure
@@ -169,14 +204,32 @@ def test_no_converter_trains_a_rejected_sample(kind, policy, tmp_path, monkeypat
             continue
         # an empty response, or one with an unreadable id, has no rows to copy
         assert ledger[reason] in {1, copies if policy != "drop" and index != 11 else 1}, reason
-    assert ledger["sampled"] + ledger.get("copies", 0) == ledger["planned"] + ledger["dropped"] and ledger["sampled"] == 16
-    assert (ledger.get("copies", 0) > 0) == (kind == "every sample twice" or (kind == "tokens of one sample in another" and policy != "drop"))
+    assert (
+        ledger["sampled"] + ledger.get("copies", 0) == ledger["planned"] + ledger["dropped"]
+        and ledger["sampled"] == 16
+    )
+    assert (ledger.get("copies", 0) > 0) == (
+        kind == "every sample twice"
+        or (kind == "tokens of one sample in another" and policy != "drop")
+    )
 
 
 def test_what_a_converter_leaves_out_of_its_rows_origin_is_filled_in(tmp_path, monkeypatch):
-    """Eight executions of two samples each, in steps of four executions: two steps, and not four of rows; the weights that sampled are known."""
-    samples = [sound_sample(i, length=4, reward=float(i % 3), rollout_id=i // 2, weight_versions=[str(3 + i // 8)]) for i in range(16)]
-    plug_in(monkeypatch, convert=lambda args, samples: as_dict(shuffled(samples), rollout_ids=None, sample_indices=None))
+    """Eight executions of two samples each, in steps of four executions: two steps, and not four of
+    rows; the weights that sampled are known.
+    """
+    samples = [
+        sound_sample(
+            i, length=4, reward=float(i % 3), rollout_id=i // 2, weight_versions=[str(3 + i // 8)]
+        )
+        for i in range(16)
+    ]
+    plug_in(
+        monkeypatch,
+        convert=lambda args, samples: as_dict(
+            shuffled(samples), rollout_ids=None, sample_indices=None
+        ),
+    )
     options = {"custom_convert_samples_to_train_data_path": "user_plug_in.convert"}
     manager = manager_of(samples, tmp_path, monkeypatch, **options)
     manager.args.rollout_batch_size, manager.args.global_batch_size = 2, 4
@@ -187,55 +240,99 @@ def test_what_a_converter_leaves_out_of_its_rows_origin_is_filled_in(tmp_path, m
         numbers = [int(tokens[-1]) // 100 for tokens in shard["tokens"]]
         assert [int(value) for value in shard["rollout_ids"]] == [number // 2 for number in numbers]
         assert [float(value) for value in shard["rollout_mask_sums"]] == [8.0] * len(numbers)
-        assert [int(value) for value in shard["oldest_weight_version"]] == [3 + number // 8 for number in numbers]
+        assert [int(value) for value in shard["oldest_weight_version"]] == [
+            3 + number // 8 for number in numbers
+        ]
 
 
 def test_a_converters_row_of_no_known_sample_ends_the_run(tmp_path, monkeypatch):
     """Nobody can say whether the gate passed it: the error says what to add to the dict."""
     foreign = lambda args, samples: without_indices([*samples, sound_sample(99)])  # noqa: E731
     plug_in(monkeypatch, convert=foreign)
-    manager = manager_of(dirty_rollout(), tmp_path, monkeypatch, custom_convert_samples_to_train_data_path="user_plug_in.convert")
-    with pytest.raises(RolloutDataError, match=r"Row 16 of the 17 .* tokens of none of the 16 samples.*sample_indices"):
+    manager = manager_of(
+        dirty_rollout(),
+        tmp_path,
+        monkeypatch,
+        custom_convert_samples_to_train_data_path="user_plug_in.convert",
+    )
+    with pytest.raises(
+        RolloutDataError,
+        match=r"Row 16 of the 17 .* tokens of none of the 16 samples.*sample_indices",
+    ):
         manager.generate(0)
     manager.gate.close()
 
 
 @pytest.mark.parametrize("policy", ["mark", "drop"])
-def test_rows_that_nothing_ties_to_a_sample_are_refused_and_not_attributed_by_place(policy, tmp_path, monkeypatch):
-    """One row per sample, in another order, with changed responses and without ids: any row may be of a rejected sample."""
+def test_rows_that_nothing_ties_to_a_sample_are_refused_and_not_attributed_by_place(
+    policy, tmp_path, monkeypatch
+):
+    """One row per sample, in another order, with changed responses and without ids: any row may be
+    of a rejected sample.
+    """
     plug_in(monkeypatch, convert=lambda args, samples: reordered(samples, sample_indices=None))
     manager = manager_of(
-        dirty_rollout(), tmp_path, monkeypatch, gate_policy=policy, custom_convert_samples_to_train_data_path="user_plug_in.convert"
+        dirty_rollout(),
+        tmp_path,
+        monkeypatch,
+        gate_policy=policy,
+        custom_convert_samples_to_train_data_path="user_plug_in.convert",
     )
-    with pytest.raises(RolloutDataError, match=r"has the tokens of none of the 16 samples.*Add 'sample_indices', the Sample.index of each row's sample"):
+    with pytest.raises(
+        RolloutDataError,
+        match=(
+            r"has the tokens of none of the 16 samples.*Add 'sample_indices', the Sample.index "
+            r"of each row's sample"
+        ),
+    ):
         manager.generate(0)
     manager.gate.close()
 
 
 def attribution_of(samples, verdicts, given=None):
     marks = marks_of(samples, [Verdict(valid) for valid in verdicts])
-    return functools.partial(attribute_rows, marks=marks, batch_rows=list(range(len(samples))) if given is None else given)
+    return functools.partial(
+        attribute_rows,
+        marks=marks,
+        batch_rows=list(range(len(samples))) if given is None else given,
+    )
 
 
 def test_rows_with_the_tokens_of_several_samples_are_of_the_named_one_or_of_that_at_their_place():
-    """Samples 0 and 1 have the same ids and 0 is rejected: in order each row is of its own sample; in another order only an index tells."""
+    """Samples 0 and 1 have the same ids and 0 is rejected: in order each row is of its own sample;
+    in another order only an index tells.
+    """
     samples = [sound_sample(0), sound_sample(0), sound_sample(1)]
     samples[1].index = 7
     attribute = attribution_of(samples, [False, True, True])
     a, b, c = (sample.tokens for sample in samples)
     assert attribute([a, b, c]) == [0, 1, 2]
     assert attribute([c, b, a], sample_indices=[1, 7, 0]) == [2, 1, 0]
-    assert attribute([a, b, c], sample_indices=[7, 0, 1]) == [1, 0, 2], "in order as well: the index counts for more than the place"
+    assert attribute([a, b, c], sample_indices=[7, 0, 1]) == [1, 0, 2], (
+        "in order as well: the index counts for more than the place"
+    )
     for rows in ([a], [c, a, b], [a, b, b, c]):
-        with pytest.raises(RolloutDataError, match=r"Row \d of the \d .*tokens of 2 samples, some of which the gate rejected.*'sample_indices'"):
+        with pytest.raises(
+            RolloutDataError,
+            match=(
+                r"Row \d of the \d .*tokens of 2 samples, some of which the gate "
+                r"rejected.*'sample_indices'"
+            ),
+        ):
             attribute(rows)
-    assert attribution_of(samples, [False, True, True], given=[1, 2])([c, b]) == [2, 1], "of the one that the converter was given"
-    assert sorted(attribution_of(samples, [True] * 3)([c, a, b])) == [0, 1, 2], "one verdict: it does not matter which"
+    assert attribution_of(samples, [False, True, True], given=[1, 2])([c, b]) == [2, 1], (
+        "of the one that the converter was given"
+    )
+    assert sorted(attribution_of(samples, [True] * 3)([c, a, b])) == [0, 1, 2], (
+        "one verdict: it does not matter which"
+    )
     assert attribution_of(samples, [True] * 3)([a, a, a]) == [0, 1, 0], "a third one is a copy"
 
 
 def test_a_copy_that_names_another_sample_is_rejected_where_either_was():
-    """A row with the tokens of sample 0 names sample 1. Beside sample 0's own row it was one of the two."""
+    """A row with the tokens of sample 0 names sample 1. Beside sample 0's own row it was one of the
+    two.
+    """
     samples = [sound_sample(0), sound_sample(1)]
     rows = [samples[0].tokens, samples[0].tokens]
     assert attribution_of(samples, [False, True])(rows, sample_indices=[0, 1]) == [0, 0]
@@ -243,76 +340,147 @@ def test_a_copy_that_names_another_sample_is_rejected_where_either_was():
 
 
 def test_an_index_and_a_response_that_contradict_each_other_are_refused():
-    """The prompt is changed, the response is that of sample 1, which the gate rejected, and the index is that of sample 0: a row's number, probably."""
+    """The prompt is changed, the response is that of sample 1, which the gate rejected, and the
+    index is that of sample 0: a row's number, probably.
+    """
     samples = [sound_sample(0), sound_sample(1)]
     row, length = [9, *samples[1].tokens[1:]], [samples[1].response_length]
-    with pytest.raises(RolloutDataError, match="Row 0 .*sample_indices 0, .*response is that of the sample with the index 1: .*not the row's number"):
+    with pytest.raises(
+        RolloutDataError,
+        match=(
+            "Row 0 .*sample_indices 0, .*response is that of the sample with the index 1: .*not "
+            "the row's number"
+        ),
+    ):
         attribution_of(samples, [True, False])([row], sample_indices=[0], response_lengths=length)
-    assert attribution_of(samples, [True, True])([row], sample_indices=[0], response_lengths=length) == [1], "both passed"
-    assert attribution_of(samples, [True, False])([row], sample_indices=[1], response_lengths=length) == [1]
+    assert attribution_of(samples, [True, True])(
+        [row], sample_indices=[0], response_lengths=length
+    ) == [1], "both passed"
+    assert attribution_of(samples, [True, False])(
+        [row], sample_indices=[1], response_lengths=length
+    ) == [1]
 
 
 def test_an_index_of_several_samples_tells_nothing_where_their_verdicts_differ():
     """Two samples of one execution share the index 5, and their responses were changed."""
     samples = [sound_sample(5), sound_sample(5, length=9)]
-    with pytest.raises(RolloutDataError, match="Row 0 .*sample_indices 5, and 2 samples have this Sample.index"):
+    with pytest.raises(
+        RolloutDataError, match="Row 0 .*sample_indices 5, and 2 samples have this Sample.index"
+    ):
         attribution_of(samples, [True, False])([[1, 2, 3]], sample_indices=[5])
     assert attribution_of(samples, [False, False])([[1, 2, 3]], sample_indices=[5]) == [0]
 
 
 FLIPS = {
-    "custom_reward_post_process_path": lambda args, samples: unmark(samples) or ([1.0] * len(samples), [float(i) for i in range(len(samples))]),
+    "custom_reward_post_process_path": lambda args, samples: (
+        unmark(samples) or ([1.0] * len(samples), [float(i) for i in range(len(samples))])
+    ),
     "custom_rollout_log_function_path": lambda rollout_id, args, samples, *rest: unmark(samples),
 }
 
 
 @pytest.mark.parametrize("converter", [None, "user_plug_in.convert"])
-def test_a_log_function_that_moves_tokens_between_samples_trains_no_rejected_one(converter, tmp_path, monkeypatch):
-    """What a sample was when the gate judged it decides: sample 13, into which the tokens of the cut sample 14 were written, does not train."""
-    plug_in(monkeypatch, convert=lambda args, samples: as_dict(samples), log=lambda rollout_id, args, samples, *rest: in_place_of_another(samples))
-    paths = {"custom_rollout_log_function_path": "user_plug_in.log", "custom_convert_samples_to_train_data_path": converter}
-    trained, ledger = judged(manager_of(dirty_rollout(), tmp_path, monkeypatch, gate_policy="mark", **paths))
+def test_a_log_function_that_moves_tokens_between_samples_trains_no_rejected_one(
+    converter, tmp_path, monkeypatch
+):
+    """What a sample was when the gate judged it decides: sample 13, into which the tokens of the
+    cut sample 14 were written, does not train.
+    """
+    plug_in(
+        monkeypatch,
+        convert=lambda args, samples: as_dict(samples),
+        log=lambda rollout_id, args, samples, *rest: in_place_of_another(samples),
+    )
+    paths = {
+        "custom_rollout_log_function_path": "user_plug_in.log",
+        "custom_convert_samples_to_train_data_path": converter,
+    }
+    trained, ledger = judged(
+        manager_of(dirty_rollout(), tmp_path, monkeypatch, gate_policy="mark", **paths)
+    )
     assert trained == [i for i in PASSED if i != 13]
     # two rows are of sample 14, and none of sample 13
     assert (ledger["planned"], ledger["truncated"], ledger["left_out_by_converter"]) == (10, 2, 1)
-    assert (ledger["sampled"], ledger["copies"], ledger["dropped"]) == (16, 1, 7), "16 samples; one has two rows"
+    assert (ledger["sampled"], ledger["copies"], ledger["dropped"]) == (16, 1, 7), (
+        "16 samples; one has two rows"
+    )
 
 
 @pytest.mark.parametrize("given", ["ones", "none", "shorter"])
 def test_a_converters_loss_mask_trains_no_token_without_a_log_prob(given, tmp_path, monkeypatch):
-    """Under --gate-missing-log-probs mask the response of sample 0 lacks its second log-prob: the mask 1 0 1 1 1 1 trains, whatever the dict says."""
+    """Under --gate-missing-log-probs mask the response of sample 0 lacks its second log-prob: the
+    mask 1 0 1 1 1 1 trains, whatever the dict says.
+    """
     samples = dirty_rollout()
     samples[0].rollout_log_probs[1] = None
-    masks = {"ones": lambda s: [1] * s.response_length, "shorter": lambda s: [1] * (s.response_length - 1)}.get(given)
-    plug_in(monkeypatch, convert=lambda args, found: as_dict(found, loss_masks=masks and [masks(s) for s in found]))
-    options = {"gate_missing_log_probs": "mask", "custom_convert_samples_to_train_data_path": "user_plug_in.convert"}
+    masks = {
+        "ones": lambda s: [1] * s.response_length,
+        "shorter": lambda s: [1] * (s.response_length - 1),
+    }.get(given)
+    plug_in(
+        monkeypatch,
+        convert=lambda args, found: as_dict(found, loss_masks=masks and [masks(s) for s in found]),
+    )
+    options = {
+        "gate_missing_log_probs": "mask",
+        "custom_convert_samples_to_train_data_path": "user_plug_in.convert",
+    }
     manager = manager_of(samples, tmp_path, monkeypatch, **options)
     if given == "shorter":
-        with pytest.raises(RolloutDataError, match=r"Row 0 has a loss mask of 5 entries.*response of 6 tokens.*--gate-missing-log-probs mark"):
+        with pytest.raises(
+            RolloutDataError,
+            match=(
+                r"Row 0 has a loss mask of 5 entries.*response of 6 "
+                r"tokens.*--gate-missing-log-probs mark"
+            ),
+        ):
             manager.generate(0)
     else:
         shards = [box.inner for box in manager.generate(0)]
-        found = {int(i): np.asarray(mask).tolist() for shard in shards for i, mask in zip(shard["sample_indices"], shard["loss_masks"], strict=True)}
+        found = {
+            int(i): np.asarray(mask).tolist()
+            for shard in shards
+            for i, mask in zip(shard["sample_indices"], shard["loss_masks"], strict=True)
+        }
         assert found[0] == [1, 0, 1, 1, 1, 1] and found[2] == [1] * 8
     manager.gate.close()
 
 
 def test_sample_indices_that_are_no_numbers_are_named(tmp_path, monkeypatch):
     """The error shows what was given."""
-    plug_in(monkeypatch, convert=lambda args, samples: as_dict(samples, sample_indices=[f"s{s.index}" for s in samples]))
-    manager = manager_of(dirty_rollout(), tmp_path, monkeypatch, custom_convert_samples_to_train_data_path="user_plug_in.convert")
-    with pytest.raises(RolloutDataError, match=r"'sample_indices' must hold the Sample.index of each row's sample, a whole number; it holds \['s0'"):
+    plug_in(
+        monkeypatch,
+        convert=lambda args, samples: as_dict(
+            samples, sample_indices=[f"s{s.index}" for s in samples]
+        ),
+    )
+    manager = manager_of(
+        dirty_rollout(),
+        tmp_path,
+        monkeypatch,
+        custom_convert_samples_to_train_data_path="user_plug_in.convert",
+    )
+    with pytest.raises(
+        RolloutDataError,
+        match=(
+            r"'sample_indices' must hold the Sample.index of each row's sample, a whole number; "
+            r"it holds \['s0'"
+        ),
+    ):
         manager.generate(0)
     manager.gate.close()
-
 
 
 @pytest.mark.parametrize("policy", ["mark", "drop"])
 @pytest.mark.parametrize("option", FLIPS)
 def test_no_function_behind_the_gate_takes_a_verdict_back(option, policy, tmp_path, monkeypatch):
-    """It sets valid=True on every sample that it is shown. A reward of its own making does not heal a damaged sample either."""
+    """It sets valid=True on every sample that it is shown. A reward of its own making does not heal
+    a damaged sample either.
+    """
     plug_in(monkeypatch, f=FLIPS[option])
-    manager = manager_of(dirty_rollout(), tmp_path, monkeypatch, gate_policy=policy, **{option: "user_plug_in.f"})
+    manager = manager_of(
+        dirty_rollout(), tmp_path, monkeypatch, gate_policy=policy, **{option: "user_plug_in.f"}
+    )
     trained, ledger = judged(manager)
     # the sample whose reward is a word is judged by what the function makes of it
     expected = sorted([*PASSED, 6]) if option == "custom_reward_post_process_path" else PASSED
@@ -327,28 +495,49 @@ def test_a_dump_whose_verdicts_were_edited_is_judged_again(policy, tmp_path, mon
     samples = dirty_rollout()
     unmark(samples)
     save_debug_rollout_data(template, samples, rollout_id=0, evaluation=False)
-    manager = manager_of(samples, tmp_path, monkeypatch, gate_policy=policy, load_debug_rollout_data=template)
+    manager = manager_of(
+        samples, tmp_path, monkeypatch, gate_policy=policy, load_debug_rollout_data=template
+    )
     trained, ledger = judged(manager)
-    assert trained == PASSED and {reason: ledger[reason] for reason in REJECTED.values()} == dict.fromkeys(REJECTED.values(), 1)
+    assert trained == PASSED and {
+        reason: ledger[reason] for reason in REJECTED.values()
+    } == dict.fromkeys(REJECTED.values(), 1)
 
 
 @pytest.mark.parametrize("policy", ["mark", "drop"])
-def test_a_rejected_row_of_an_execution_that_emitted_several_does_not_train(policy, tmp_path, monkeypatch):
-    """Fan-out: each row has a verdict of its own, as lists in lists from a rollout function of the user's."""
+def test_a_rejected_row_of_an_execution_that_emitted_several_does_not_train(
+    policy, tmp_path, monkeypatch
+):
+    """Fan-out: each row has a verdict of its own, as lists in lists from a rollout function of the
+    user's.
+    """
     samples = dirty_rollout()
     for sample in samples:
         sample.rollout_id = sample.index // 2
     nested = [[samples[i : i + 2], samples[i + 2 : i + 4]] for i in range(0, 16, 4)]
     manager = manager_of(samples, tmp_path, monkeypatch, gate_policy=policy)
-    manager.generate_rollout = lambda *args, **kwargs: RolloutFnTrainOutput(samples=nested, dropped={"stale": 3})
+    manager.generate_rollout = lambda *args, **kwargs: RolloutFnTrainOutput(
+        samples=nested, dropped={"stale": 3}
+    )
     trained, ledger = judged(manager)
     assert trained == PASSED and ledger["sampled"] == 19 and ledger["stale"] == 3
 
 
 async def generate(args, sample, sampling_params):
-    """Members 0 and 2 of a group end, member 1 is cut, member 3 emits two rows, one of which is empty. All say that they are valid."""
-    fields = {"response_length": 2, "response": "12", "reward": 1.0, "status": Status.COMPLETED, "finish_reason": "stop", "valid": True}
-    made = dataclasses.replace(sample, tokens=[5, 6, 7, 8], rollout_log_probs=[-0.5, -0.5], **fields)
+    """Members 0 and 2 of a group end, member 1 is cut, member 3 emits two rows, one of which is
+    empty. All say that they are valid.
+    """
+    fields = {
+        "response_length": 2,
+        "response": "12",
+        "reward": 1.0,
+        "status": Status.COMPLETED,
+        "finish_reason": "stop",
+        "valid": True,
+    }
+    made = dataclasses.replace(
+        sample, tokens=[5, 6, 7, 8], rollout_log_probs=[-0.5, -0.5], **fields
+    )
     made.metadata = dict(sample.metadata)
     member = sample.index % 4
     if member == 1:
@@ -356,7 +545,9 @@ async def generate(args, sample, sampling_params):
     if member != 3:
         return made
     made.rollout_id = 1000 + sample.index
-    empty = dataclasses.replace(made, tokens=[5, 6], response_length=0, response="", rollout_log_probs=[])
+    empty = dataclasses.replace(
+        made, tokens=[5, 6], response_length=0, response="", rollout_log_probs=[]
+    )
     return [made, empty]
 
 
@@ -382,16 +573,28 @@ class Prompts:
 
 
 @pytest.mark.parametrize("policy", ["mark", "drop"])
-@pytest.mark.parametrize("rollout_function", [sglang_rollout.generate_rollout, fully_async_rollout.generate_rollout_fully_async])
-def test_no_hook_inside_the_rollout_trains_a_rejected_sample(rollout_function, policy, tmp_path, monkeypatch):
-    """A generate function, a sample hook, the sample filter, the dynamic filter, the all-samples function and a converter unmark whatever they are shown,
-    in two rollouts: of the asynchronous worker's, the second was generated, and unmarked, while the first was judged."""
+@pytest.mark.parametrize(
+    "rollout_function",
+    [sglang_rollout.generate_rollout, fully_async_rollout.generate_rollout_fully_async],
+)
+def test_no_hook_inside_the_rollout_trains_a_rejected_sample(
+    rollout_function, policy, tmp_path, monkeypatch
+):
+    """A generate function, a sample hook, the sample filter, the dynamic filter, the all-samples
+    function and a converter unmark whatever they are shown, in two rollouts: of the asynchronous
+    worker's, the second was generated, and unmarked, while the first was judged.
+    """
 
     def hook(args, sample):
         unmark([sample])
 
     def flat(groups):
-        return [s for group in groups for item in group for s in (item if isinstance(item, list) else [item])]
+        return [
+            s
+            for group in groups
+            for item in group
+            for s in (item if isinstance(item, list) else [item])
+        ]
 
     def dynamic(args, group, **kwargs):
         unmark(flat([group]))
@@ -404,7 +607,9 @@ def test_no_hook_inside_the_rollout_trains_a_rejected_sample(rollout_function, p
         dynamic=dynamic,
         sample_filter=lambda args, groups: unmark(flat(groups)),
         all_samples=lambda args, groups, source: unmark(flat(groups)),
-        convert=lambda args, samples: unmark(samples) or as_dict(samples, valid=[True] * len(samples)),
+        convert=lambda args, samples: (
+            unmark(samples) or as_dict(samples, valid=[True] * len(samples))
+        ),
     )
     paths = {
         "custom_generate_function_path": "user_plug_in.generate",
@@ -415,20 +620,42 @@ def test_no_hook_inside_the_rollout_trains_a_rejected_sample(rollout_function, p
     }
     convert = {"custom_convert_samples_to_train_data_path": "user_plug_in.convert"}
     manager = manager_of(dirty_rollout(), tmp_path, monkeypatch, gate_policy=policy, **convert)
-    args = rollout_args(rollout_batch_size=4, n_samples_per_prompt=4, hf_checkpoint=tokenizer_folder(tmp_path), gate_policy=policy, **paths)
+    args = rollout_args(
+        rollout_batch_size=4,
+        n_samples_per_prompt=4,
+        hf_checkpoint=tokenizer_folder(tmp_path),
+        gate_policy=policy,
+        **paths,
+    )
     source = Prompts()
-    manager.generate_rollout = lambda _, rollout_id, __, evaluation: rollout_function(args, rollout_id, source)
+    manager.generate_rollout = lambda _, rollout_id, __, evaluation: rollout_function(
+        args, rollout_id, source
+    )
     seen = []
     with fresh_rollout_state("http://127.0.0.1:1"):
         try:
             for rollout_id in (0, 1):
                 shards = [box.inner for box in manager.generate(rollout_id)]
-                trained = sorted(int(index) for shard in shards for index in shard["sample_indices"])
+                trained = sorted(
+                    int(index) for shard in shards for index in shard["sample_indices"]
+                )
                 groups = {index // 4 for index in trained}
-                assert len(groups) == 4 and trained == [i for g in sorted(groups) for i in range(4 * g, 4 * g + 4) if i % 4 != 1]
+                assert len(groups) == 4 and trained == [
+                    i for g in sorted(groups) for i in range(4 * g, 4 * g + 4) if i % 4 != 1
+                ]
                 seen += groups
-                ledger = {name.split("/")[-1]: count for name, count in manager.logged.items() if name.startswith("rollout/ledger/")}
-                assert ledger == {"sampled": 20, "planned": 12, "dropped": 8, "truncated": 4, "empty": 4}
+                ledger = {
+                    name.split("/")[-1]: count
+                    for name, count in manager.logged.items()
+                    if name.startswith("rollout/ledger/")
+                }
+                assert ledger == {
+                    "sampled": 20,
+                    "planned": 12,
+                    "dropped": 8,
+                    "truncated": 4,
+                    "empty": 4,
+                }
         finally:
             fully_async_rollout.stop_global_worker()
             manager.gate.close()

@@ -1,4 +1,6 @@
-"""What the model got wrong may train as a failure, and a run in which it gets more wrong says so."""
+"""What the model got wrong may train as a failure, and a run in which it gets more
+wrong says so.
+"""
 
 import dataclasses
 import sys
@@ -29,13 +31,19 @@ from slime.gate.gate import Gate, gate_config_from_args
 from slime.tracking.report import Checks, find_gate_problems, read_run, summarize_run
 
 NUM_GPUS = 0
-PENALIZED = {reason: Policy.PENALIZE for reason in InvalidReason if reason.is_model_failure and reason is not InvalidReason.EMPTY}
+PENALIZED = {
+    reason: Policy.PENALIZE
+    for reason in InvalidReason
+    if reason.is_model_failure and reason is not InvalidReason.EMPTY
+}
 CONFIG = GateConfig(policies=PENALIZED, rewards_expected=True)
 CUT = {"status": Status.TRUNCATED, "finish_reason": "length"}
 
 
 def one(config=CONFIG, **changes):
-    return postprocess_output_data([sound_sample(1, **{"reward": None, **changes})], config).samples[0]
+    return postprocess_output_data(
+        [sound_sample(1, **{"reward": None, **changes})], config
+    ).samples[0]
 
 
 @pytest.mark.parametrize(
@@ -45,16 +53,31 @@ def one(config=CONFIG, **changes):
         ({"length": 2}, {"min_response_tokens": 5}, "too_short"),
         ({"length": 9}, {"max_response_tokens": 8}, "too_long"),
         ({"length": 300, "tokens": [1, 2, 3, *[7] * 300]}, {}, "repetitive"),
-        ({"response": "no tags"}, {"format": FORMAT_PRESETS["answer"], "text_source": "engine"}, "bad_format"),
+        (
+            {"response": "no tags"},
+            {"format": FORMAT_PRESETS["answer"], "text_source": "engine"},
+            "bad_format",
+        ),
     ],
 )
-def test_a_penalized_failure_is_valid_shows_its_reason_and_has_the_failures_reward(changes, config, reason):
-    """The default reward is 0; --gate-failure-reward sets another; a reward key makes it a dict of one."""
+def test_a_penalized_failure_is_valid_shows_its_reason_and_has_the_failures_reward(
+    changes, config, reason
+):
+    """The default reward is 0; --gate-failure-reward sets another; a reward key makes it a dict of
+    one.
+    """
     sample = one(dataclasses.replace(CONFIG, **config), **changes)
     assert (sample.valid, sample.invalid_reason, sample.reward) == (True, reason, 0.0)
     assert one(dataclasses.replace(CONFIG, failure_reward=-0.5, **config), **changes).reward == -0.5
-    assert one(dataclasses.replace(CONFIG, failure_reward=-0.5, reward_key="score", **config), **changes).reward == {"score": -0.5}
-    assert one(dataclasses.replace(CONFIG, failure_reward=-0.5, **config), reward=0.25, **changes).reward == 0.25, "its own where it has one"
+    assert one(
+        dataclasses.replace(CONFIG, failure_reward=-0.5, reward_key="score", **config), **changes
+    ).reward == {"score": -0.5}
+    assert (
+        one(
+            dataclasses.replace(CONFIG, failure_reward=-0.5, **config), reward=0.25, **changes
+        ).reward
+        == 0.25
+    ), "its own where it has one"
 
 
 def test_the_check_before_rewards_gives_the_reward_so_that_no_scorer_sees_the_failure():
@@ -62,19 +85,32 @@ def test_the_check_before_rewards_gives_the_reward_so_that_no_scorer_sees_the_fa
     samples = [sound_sample(0, reward=None), sound_sample(1, reward=None, **CUT)]
     config = dataclasses.replace(CONFIG, failure_reward=-1.0)
     marked = apply_verdicts(samples, check_responses(samples, config))
-    assert [sample.reward for sample in marked] == [None, -1.0] and [sample.valid for sample in marked] == [True, True]
+    assert [sample.reward for sample in marked] == [None, -1.0] and [
+        sample.valid for sample in marked
+    ] == [True, True]
     marked[0].reward = 1.0
     again = postprocess_output_data(marked, config)
-    assert [sample.reward for sample in again.samples] == [1.0, -1.0] and again.statistics.failures[InvalidReason.TRUNCATED] == 1
+    assert [sample.reward for sample in again.samples] == [1.0, -1.0] and again.statistics.failures[
+        InvalidReason.TRUNCATED
+    ] == 1
 
 
 def test_the_first_failure_is_the_reason_and_damage_still_rejects():
-    """A cut response is badly formatted too; it stays a penalized cut. One with NaN log-probs, or with nothing to see, cannot be trained."""
-    strict = GateConfig(policies={InvalidReason.TRUNCATED: Policy.PENALIZE}, format=FORMAT_PRESETS["answer"], text_source="engine", rewards_expected=True)
+    """A cut response is badly formatted too; it stays a penalized cut. One with NaN log-probs, or
+    with nothing to see, cannot be trained.
+    """
+    strict = GateConfig(
+        policies={InvalidReason.TRUNCATED: Policy.PENALIZE},
+        format=FORMAT_PRESETS["answer"],
+        text_source="engine",
+        rewards_expected=True,
+    )
     cut = one(strict, response="<answer>4", **CUT)
     assert (cut.valid, cut.invalid_reason) == (True, "truncated")
     whole = one(strict, response="<answer>4")
-    assert (whole.valid, whole.invalid_reason) == (False, "bad_format"), "another reason keeps its own policy"
+    assert (whole.valid, whole.invalid_reason) == (False, "bad_format"), (
+        "another reason keeps its own policy"
+    )
     damaged = one(rollout_log_probs=[float("nan")] * 12, **CUT)
     assert (damaged.valid, damaged.invalid_reason) == (False, "bad_logprob")
     blank = one(GateConfig(policies=PENALIZED, text_source="engine"), response=" \n", **CUT)
@@ -85,7 +121,10 @@ def test_a_tasks_rule_for_cuts_and_level_off_come_before_the_policy():
     """A task that keeps cuts scores them like any other; one that does not, rejects them."""
     tasks = {"prefix": TaskRules(keep_truncated=True), "whole": TaskRules(keep_truncated=False)}
     config = dataclasses.replace(CONFIG, tasks=tasks)
-    rows = [sound_sample(i, reward=1.0, metadata={"source_name": name}, **CUT) for i, name in enumerate(("prefix", "whole", "other"))]
+    rows = [
+        sound_sample(i, reward=1.0, metadata={"source_name": name}, **CUT)
+        for i, name in enumerate(("prefix", "whole", "other"))
+    ]
     found = postprocess_output_data(rows, config)
     assert [sample.valid for sample in found.samples] == [True, False, True]
     off = one(dataclasses.replace(CONFIG, levels={"truncated": Level.OFF}), reward=1.0, **CUT)
@@ -93,19 +132,30 @@ def test_a_tasks_rule_for_cuts_and_level_off_come_before_the_policy():
 
 
 def test_a_penalized_failure_counts_in_its_groups_baseline(tmp_path, monkeypatch):
-    """Group rewards 1, 1, 1 and a cut: excluded, nothing is learned; penalized, the cut has advantage -0.75 and the others +0.25."""
+    """Group rewards 1, 1, 1 and a cut: excluded, nothing is learned; penalized, the cut has
+    advantage -0.75 and the others +0.25.
+    """
     samples = [sound_sample(i, reward=1.0) for i in range(4)]
     samples[3] = sound_sample(3, reward=None, **CUT)
     options = {"grpo_std_normalization": False}
     advantages = {}
     for policies in ({"truncated": "penalize"}, {"truncated": "mark"}):
-        manager = manager_of(list(samples), tmp_path, monkeypatch, gate_policies=policies, **options)
+        manager = manager_of(
+            list(samples), tmp_path, monkeypatch, gate_policies=policies, **options
+        )
         shards = [box.inner for box in manager.generate(0)]
         manager.gate.close()
-        pairs = [pair for shard in shards for pair in zip(shard["sample_indices"], shard["rewards"], strict=True)]
+        pairs = [
+            pair
+            for shard in shards
+            for pair in zip(shard["sample_indices"], shard["rewards"], strict=True)
+        ]
         advantages[policies["truncated"]] = {int(index): float(value) for index, value in pairs}
         assert manager.logged["rollout/reward/mean"] == 0.75
-    assert advantages == {"penalize": {0: 0.25, 1: 0.25, 2: 0.25, 3: -0.75}, "mark": {0: 0.0, 1: 0.0, 2: 0.0}}
+    assert advantages == {
+        "penalize": {0: 0.25, 1: 0.25, 2: 0.25, 3: -0.75},
+        "mark": {0: 0.0, 1: 0.0, 2: 0.0},
+    }
 
 
 def test_what_cannot_be_penalized_is_refused_by_name():
@@ -117,12 +167,19 @@ def test_what_cannot_be_penalized_is_refused_by_name():
             GateConfig(policies={InvalidReason(reason): Policy.PENALIZE})
     with pytest.raises(ConfigError, match="gate-failure-reward"):
         gate_config_from_args(rollout_args(gate_failure_reward=float("nan")))
-    config = gate_config_from_args(rollout_args(gate_policy="penalize", gate_policies={"too_long": "drop"}, gate_failure_reward=-0.5))
+    config = gate_config_from_args(
+        rollout_args(
+            gate_policy="penalize", gate_policies={"too_long": "drop"}, gate_failure_reward=-0.5
+        )
+    )
     assert config.failure_reward == -0.5 and config.policy_of(InvalidReason.TOO_LONG) is Policy.DROP
-    assert config.policy_of(InvalidReason.TRUNCATED) is Policy.PENALIZE and config.policy_of(InvalidReason.EMPTY) is Policy.MARK
+    assert (
+        config.policy_of(InvalidReason.TRUNCATED) is Policy.PENALIZE
+        and config.policy_of(InvalidReason.EMPTY) is Policy.MARK
+    )
 
 
-# --- the level since the start --------------------------------------------------------------------------------------------
+# --- the level since the start --------------------------------------------------------------------
 
 
 def rollout(num_cut, total=200):
@@ -140,16 +197,25 @@ def rollout(num_cut, total=200):
     ],
 )
 def test_a_level_rose_when_it_doubled_by_five_points_and_more_than_chance(now, start, rose):
-    """4 % to 21 % and 7 % to 17 % have; 4 % to 7 % has not doubled; 4 of 40 to 8 of 40 may be chance; 0.5 % is little."""
+    """4 % to 21 % and 7 % to 17 % have; 4 % to 7 % has not doubled; 4 of 40 to 8 of 40 may be
+    chance; 0.5 % is little.
+    """
     assert level_rose(*now, *start) is rose
 
 
 def levels(records):
-    return {record["rollout_id"]: [a["message"] for a in record["alarms"] if a["name"] == "failure_level"] for record in records}
+    return {
+        record["rollout_id"]: [
+            a["message"] for a in record["alarms"] if a["name"] == "failure_level"
+        ]
+        for record in records
+    }
 
 
 def test_a_slow_rise_that_no_window_sees_is_an_alarm_with_the_policy_to_try(tmp_path, caplog):
-    """Cuts grow by half a point a rollout from 4 %: never a jump against the last five, but 10 % in the end. The warning comes once in a window."""
+    """Cuts grow by half a point a rollout from 4 %: never a jump against the last five, but 10 % in
+    the end. The warning comes once in a window.
+    """
     gate = Gate(GateConfig(policies={InvalidReason.TOO_LONG: Policy.KEEP}), window=5)
     found = {}
     for rollout_id in range(20):
@@ -157,26 +223,44 @@ def test_a_slow_rise_that_no_window_sees_is_an_alarm_with_the_policy_to_try(tmp_
         found[rollout_id] = {alarm.name: alarm.message for alarm in result.alarms}
     assert not any("drop_rate" in names for names in found.values())
     first = min(number for number, names in found.items() if "failure_level" in names)
-    assert 13 <= first <= 17 and all("failure_level" in found[number] for number in range(first, 20))
+    assert 13 <= first <= 17 and all(
+        "failure_level" in found[number] for number in range(first, 20)
+    )
     message = found[19]["failure_level"]
-    assert message.startswith("'truncated' rose from 5.0 % of the samples in the first 5 rollouts to 12.5 % in the last 5, +0.50 points a rollout. ")
-    assert "They are rejected" in message and "--gate-policies '{\"truncated\": \"penalize\"}'" in message
+    assert message.startswith(
+        "'truncated' rose from 5.0 % of the samples in the first 5 rollouts to 12.5 % in the last "
+        "5, +0.50 points a rollout. "
+    )
+    assert (
+        "They are rejected" in message
+        and '--gate-policies \'{"truncated": "penalize"}\'' in message
+    )
     assert caplog.text.count("gate alarm [failure_level]") == (19 - first) // 5 + 1
 
 
 def test_a_level_that_rose_with_the_first_updates_is_an_alarm_and_a_problem_too(tmp_path):
-    """1 % in the rollout before any update, 34 % from then on: the first five rollouts together are as bad as the last five."""
+    """1 % in the rollout before any update, 34 % from then on: the first five rollouts together are
+    as bad as the last five.
+    """
     gate = Gate(GateConfig(), window=5)
     for rollout_id, cut in enumerate([2, *[68] * 11]):
         result = gate.run(rollout(cut), rollout_id)
     (alarm,) = [alarm for alarm in result.alarms if alarm.name == "failure_level"]
-    assert alarm.message.startswith("'truncated' rose from 1.0 % of the samples in the first rollout to 34.0 % in the last 5, +3.67 points a rollout. ")
+    assert alarm.message.startswith(
+        "'truncated' rose from 1.0 % of the samples in the first rollout to 34.0 % in the last 5, "
+        "+3.67 points a rollout. "
+    )
     (problem,) = find_gate_problems(write_run(tmp_path, [2 / 128, *[44 / 128] * 11]))
-    assert problem.startswith("the model fails more: 'truncated' rose from 1.6 % of the samples in the first rollout to 34.4 %")
+    assert problem.startswith(
+        "the model fails more: 'truncated' rose from 1.6 % of the samples in the first rollout to "
+        "34.4 %"
+    )
 
 
 def test_failures_that_train_are_counted_as_well_and_survive_a_resume(tmp_path):
-    """A kept cut is a cut. The run's first rollouts are part of the checkpoint: after a resume the level is compared with them."""
+    """A kept cut is a cut. The run's first rollouts are part of the checkpoint: after a resume the
+    level is compared with them.
+    """
     config = GateConfig(policies={InvalidReason.TRUNCATED: Policy.PENALIZE})
     gate = Gate(config, window=3)
     for rollout_id in range(3):
@@ -187,39 +271,69 @@ def test_failures_that_train_are_counted_as_well_and_survive_a_resume(tmp_path):
     for rollout_id in range(3, 6):
         result = resumed.run(rollout(40), rollout_id)
     (alarm,) = [alarm for alarm in result.alarms if alarm.name == "failure_level"]
-    assert "rose from 2.0 %" in alarm.message and "to 20.0 %" in alarm.message and "They train, and it rises all the same" in alarm.message
-    assert resumed.metrics(result)["gate/failures/truncated"] == 0.2 and result.statistics.kept == 200
+    assert (
+        "rose from 2.0 %" in alarm.message
+        and "to 20.0 %" in alarm.message
+        and "They train, and it rises all the same" in alarm.message
+    )
+    assert (
+        resumed.metrics(result)["gate/failures/truncated"] == 0.2 and result.statistics.kept == 200
+    )
 
 
 def write_run(folder, shares, **extra):
     writer = JsonlWriter(folder / "metrics.jsonl")
     for step, share in enumerate(shares):
-        metrics = {"gate/total": 128, "gate/failures/truncated": share, "gate/failures/empty": 0.0, "rollout/reward/mean": 0.1 * step, **extra}
-        writer.write({"time": float(step), "step_key": "rollout/step", "step": step, "metrics": metrics})
+        metrics = {
+            "gate/total": 128,
+            "gate/failures/truncated": share,
+            "gate/failures/empty": 0.0,
+            "rollout/reward/mean": 0.1 * step,
+            **extra,
+        }
+        writer.write(
+            {"time": float(step), "step_key": "rollout/step", "step": step, "metrics": metrics}
+        )
     writer.close()
     return read_run(folder)
 
 
 def test_the_report_says_at_the_end_that_the_model_fails_more(tmp_path):
-    """Forty rollouts, cuts 4 % to 21 %, reward rising all the while: a problem, and what to try. Levels that fall or stay are none."""
+    """Forty rollouts, cuts 4 % to 21 %, reward rising all the while: a problem, and what to try.
+    Levels that fall or stay are none.
+    """
     (tmp_path / "up").mkdir()
     run = write_run(tmp_path / "up", [0.04 + 0.17 * step / 39 for step in range(40)])
     problems = summarize_run(run, Checks(ledger=False, weights=False)).problems
-    assert len(problems) == 1 and problems[0].startswith("the model fails more: 'truncated' rose from 4.8 %")
+    assert len(problems) == 1 and problems[0].startswith(
+        "the model fails more: 'truncated' rose from 4.8 %"
+    )
     assert "to 20.2 %" in problems[0] and "penalize" in problems[0]
     (tmp_path / "down").mkdir()
-    assert find_gate_problems(write_run(tmp_path / "down", [0.21 - 0.17 * step / 39 for step in range(40)])) == []
+    assert (
+        find_gate_problems(
+            write_run(tmp_path / "down", [0.21 - 0.17 * step / 39 for step in range(40)])
+        )
+        == []
+    )
     (tmp_path / "one").mkdir()
     assert find_gate_problems(write_run(tmp_path / "one", [0.5])) == []
 
 
 def test_the_record_of_a_rollout_has_rejected_and_penalized_failures_apart(tmp_path, monkeypatch):
-    """One cut of sixteen samples: rejected it is in gate/ratio, penalized it is not; gate/failures has it in both."""
+    """One cut of sixteen samples: rejected it is in gate/ratio, penalized it is not; gate/failures
+    has it in both.
+    """
     for policy, ratio in (("mark", 1 / 16), ("penalize", 0)):
-        manager = manager_of(dirty_rollout(), tmp_path / policy, monkeypatch, gate_policies={"truncated": policy})
+        manager = manager_of(
+            dirty_rollout(), tmp_path / policy, monkeypatch, gate_policies={"truncated": policy}
+        )
         manager.generate(0)
         manager.gate.close()
-        assert (manager.logged["gate/failures/truncated"], manager.logged["gate/ratio/truncated"]) == (1 / 16, ratio)
+        assert (
+            manager.logged["gate/failures/truncated"],
+            manager.logged["gate/ratio/truncated"],
+        ) == (1 / 16, ratio)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest
-from support.gate_golden import GOLDEN_CONFIG, differences, expectation_of, load_corpus, load_tokenizer
+from support.gate_golden import (
+    GOLDEN_CONFIG,
+    differences,
+    expectation_of,
+    load_corpus,
+    load_tokenizer,
+)
 
 from slime.gate import postprocess_output_data
 from slime.gate.config import REASONS
@@ -18,7 +24,11 @@ NUM_GPUS = 0
 def judge():
     samples, expected = load_corpus()
     result = postprocess_output_data(samples, GOLDEN_CONFIG, tokenizer=load_tokenizer())
-    return samples, expected, [expectation_of(s, v) for s, v in zip(result.samples, result.verdicts, strict=True)]
+    return (
+        samples,
+        expected,
+        [expectation_of(s, v) for s, v in zip(result.samples, result.verdicts, strict=True)],
+    )
 
 
 def test_every_golden_sample_has_the_verdict_reason_and_fields_it_had():
@@ -42,14 +52,21 @@ def test_a_difference_is_shown_for_every_sample_and_field():
     actual[3] = {**actual[3], "valid": False, "reason": "too_long"}
     actual[7] = {**actual[7], "response": "changed"}
     lines = differences(samples, expected, actual)
-    assert len(lines) == 2 and "sample 3" in lines[0] and "None -> 'too_long'" in lines[0] and "response" in lines[1]
+    assert (
+        len(lines) == 2
+        and "sample 3" in lines[0]
+        and "None -> 'too_long'" in lines[0]
+        and "response" in lines[1]
+    )
 
 
 def test_golden_verdicts_do_not_depend_on_neighbours_or_order():
     """Each golden sample has the same verdict when the corpus is judged backwards."""
     samples, expected, _ = judge()
     backwards = postprocess_output_data(samples[::-1], GOLDEN_CONFIG, tokenizer=load_tokenizer())
-    words = [expectation_of(s, v) for s, v in zip(backwards.samples, backwards.verdicts, strict=True)][::-1]
+    words = [
+        expectation_of(s, v) for s, v in zip(backwards.samples, backwards.verdicts, strict=True)
+    ][::-1]
     assert differences(samples, expected, words) == []
 
 

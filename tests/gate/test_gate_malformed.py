@@ -1,4 +1,6 @@
-"""What engines and plug-ins get wrong: each ends as a reason or as a sentence, and whatever stays in the batch stops nobody after the gate."""
+"""What engines and plug-ins get wrong: each ends as a reason or as a sentence, and whatever stays
+in the batch stops nobody after the gate.
+"""
 
 import collections
 import dataclasses
@@ -45,8 +47,17 @@ def tokenizer():
 
 def said(ids=None, **changes):
     """A sample whose response ids are text of the corpus's tokenizer."""
-    ids = list(ids) if ids is not None else tokenizer().encode("Hello world", add_special_tokens=False)
-    fields = {"tokens": [5, 6, *ids], "response_length": len(ids), "rollout_log_probs": [-1.0] * len(ids), "response": ""}
+    ids = (
+        list(ids)
+        if ids is not None
+        else tokenizer().encode("Hello world", add_special_tokens=False)
+    )
+    fields = {
+        "tokens": [5, 6, *ids],
+        "response_length": len(ids),
+        "rollout_log_probs": [-1.0] * len(ids),
+        "response": "",
+    }
     return sound_sample(0, **{**fields, **changes})
 
 
@@ -54,7 +65,10 @@ def reasons(samples, config=None, **kwargs):
     return reasons_of(postprocess_output_data(samples, config or GateConfig(), **kwargs))
 
 
-@pytest.mark.parametrize("extra", [{}, {"format": FORMAT_PRESETS["roles"]}, {"compare_text": True, "text_source": "engine"}])
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"format": FORMAT_PRESETS["roles"]}, {"compare_text": True, "text_source": "engine"}],
+)
 def test_an_id_between_the_tokenizers_size_and_the_models_padded_vocabulary_has_no_text(extra):
     """An id above the tokenizer's size and inside the padded vocabulary is valid without text.
     Qwen's model has 151,936 rows, its tokenizer 151,669 ids; an untrained model samples those
@@ -62,9 +76,16 @@ def test_an_id_between_the_tokenizers_size_and_the_models_padded_vocabulary_has_
     size = len(tokenizer())
     hello = tokenizer().encode("Hello world", add_special_tokens=False)
     config = GateConfig(vocab_size=size + 100, **extra)
-    batch = [said([*hello, size + 5]), said([size, size + 1, size + 99]), said([*hello, size + 100])]
+    batch = [
+        said([*hello, size + 5]),
+        said([size, size + 1, size + 99]),
+        said([*hello, size + 100]),
+    ]
     result = postprocess_output_data(batch, config, tokenizer=tokenizer())
-    assert reasons_of(result) == [None, "empty", "bad_token"] and result.samples[0].response == "Hello world"
+    assert (
+        reasons_of(result) == [None, "empty", "bad_token"]
+        and result.samples[0].response == "Hello world"
+    )
     assert result.samples[0].tokens is batch[0].tokens
 
 
@@ -72,7 +93,10 @@ def test_unsigned_and_signed_ids_in_one_batch_stay_integers():
     """A batch with uint64 and int64 ids keeps integer ids, though numpy concatenates the two types
     to floats."""
     ids = said().tokens
-    batch = [said(tokens=np.array(ids, dtype=kind)) for kind in (np.uint64, np.int64, np.int32, np.uint16)]
+    batch = [
+        said(tokens=np.array(ids, dtype=kind))
+        for kind in (np.uint64, np.int64, np.int32, np.uint16)
+    ]
     assert reasons([*batch, said()], tokenizer=tokenizer()) == [None] * 5
     assert reasons([said(tokens=np.array([*ids[:-1], 2**63], dtype=np.uint64))]) == ["bad_token"]
 
@@ -89,7 +113,13 @@ def test_ids_narrower_than_the_vocabularys_size_are_ids(kind):
         def decode(self, ids, **_):
             return "".join(chr(token_id) for token_id in ids)
 
-    batch = [said(tokens=np.array([5, 6, 72, 105], dtype=kind), response_length=2, rollout_log_probs=[-1.0] * 2)]
+    batch = [
+        said(
+            tokens=np.array([5, 6, 72, 105], dtype=kind),
+            response_length=2,
+            rollout_log_probs=[-1.0] * 2,
+        )
+    ]
     result = postprocess_output_data(batch, GateConfig(), tokenizer=LargeTokenizer())
     assert reasons_of(result) == [None] and result.samples[0].response == "Hi"
 
@@ -98,9 +128,22 @@ def test_an_id_beyond_32_bits_is_no_id_in_a_list_and_in_an_array():
     """An id that does not fit the trainers' 32-bit integers is `bad_token`, in lists and in arrays,
     also without a known vocabulary size."""
     ids = [1, 2**31, 3]
-    kinds = (ids, tuple(ids), np.array(ids), np.array(ids, dtype=np.uint64), number_list(np.array(ids)))
-    assert reasons([said(tokens=value, response_length=1, rollout_log_probs=[-1.0]) for value in kinds]) == ["bad_token"] * 5
-    assert reasons([said(tokens=np.array([2**31 - 1] * 3), response_length=1, rollout_log_probs=[-1.0])]) == [None]
+    kinds = (
+        ids,
+        tuple(ids),
+        np.array(ids),
+        np.array(ids, dtype=np.uint64),
+        number_list(np.array(ids)),
+    )
+    assert (
+        reasons(
+            [said(tokens=value, response_length=1, rollout_log_probs=[-1.0]) for value in kinds]
+        )
+        == ["bad_token"] * 5
+    )
+    assert reasons(
+        [said(tokens=np.array([2**31 - 1] * 3), response_length=1, rollout_log_probs=[-1.0])]
+    ) == [None]
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [(np.float16, 1e-4), (np.float32, 0.1)])
@@ -110,19 +153,33 @@ def test_a_log_prob_at_the_tolerance_has_one_verdict_whatever_its_neighbours_are
     config = GateConfig(log_prob_tolerance=tolerance)
     edge = sound_sample(0, rollout_log_probs=np.full(12, kind(tolerance)))
     assert float(kind(tolerance)) > tolerance
-    assert reasons([edge], config) == ["bad_logprob"] and reasons([edge, sound_sample(1)], config) == ["bad_logprob", None]
-    assert reasons([sound_sample(0, rollout_log_probs=[float(kind(tolerance))] * 12)], config) == ["bad_logprob"]
+    assert reasons([edge], config) == ["bad_logprob"] and reasons(
+        [edge, sound_sample(1)], config
+    ) == ["bad_logprob", None]
+    assert reasons([sound_sample(0, rollout_log_probs=[float(kind(tolerance))] * 12)], config) == [
+        "bad_logprob"
+    ]
 
 
 @pytest.mark.parametrize("response", [5, b"x", ["a"], {"a": 1}, np.array(["a", "b"])])
 def test_a_response_that_is_no_text_is_decoded_from_its_tokens_or_refused(response):
     """A response of another type than text is replaced by the decoded tokens, or refused where
     there is no tokenizer; it never reaches a reward function."""
-    for extra in ({}, {"text_source": "engine"}, {"text_source": "engine", "compare_text": True}, {"compare_text": True}):
-        result = postprocess_output_data([said(response=response)], GateConfig(**extra), tokenizer=tokenizer())
+    for extra in (
+        {},
+        {"text_source": "engine"},
+        {"text_source": "engine", "compare_text": True},
+        {"compare_text": True},
+    ):
+        result = postprocess_output_data(
+            [said(response=response)], GateConfig(**extra), tokenizer=tokenizer()
+        )
         assert reasons_of(result) == [None] and result.samples[0].response == "Hello world"
         result = postprocess_output_data([said(response=response)], GateConfig(**extra))
-        assert reasons_of(result) == ["misaligned"] and result.verdicts[0].detail == f"response is {type(response).__name__}, no text"
+        assert (
+            reasons_of(result) == ["misaligned"]
+            and result.verdicts[0].detail == f"response is {type(response).__name__}, no text"
+        )
 
 
 def test_bfloat16_log_probs_are_log_probs():
@@ -142,7 +199,9 @@ def test_numpy_integers_count_in_statistics():
     assert statistics.length_summary()["mean"] == 12 and statistics.groups()["count"] == 1
 
 
-@pytest.mark.parametrize("mask", [["x"] * 12, [None] * 12, [2] * 12, [0.5] * 12, [-1] * 12, "x" * 12, [[1]] * 12])
+@pytest.mark.parametrize(
+    "mask", [["x"] * 12, [None] * 12, [2] * 12, [0.5] * 12, [-1] * 12, "x" * 12, [[1]] * 12]
+)
 def test_a_loss_mask_holds_zeros_and_ones(mask):
     """A mask with other values than 0 and 1 is refused: a 2 would double a token's gradient, and
     None raises after the gate."""
@@ -154,13 +213,22 @@ def test_a_loss_mask_holds_zeros_and_ones(mask):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"group_index": "g"}, {"group_index": 2**70}, {"index": [1]}, {"rollout_id": 1.5}, {"metadata": "text"}]
+    "changes",
+    [
+        {"group_index": "g"},
+        {"group_index": 2**70},
+        {"index": [1]},
+        {"rollout_id": 1.5},
+        {"metadata": "text"},
+    ],
 )
 def test_a_sample_that_nobody_can_place_is_refused_by_name(changes):
     """A group, index, rollout id or metadata of a wrong type is `failed`, and the detail names the
     field: a baseline needs to know a sample's siblings."""
     result = postprocess_output_data([sound_sample(0, **changes)], GateConfig())
-    assert reasons_of(result) == ["failed"] and result.verdicts[0].detail.startswith(next(iter(changes)))
+    assert reasons_of(result) == ["failed"] and result.verdicts[0].detail.startswith(
+        next(iter(changes))
+    )
 
 
 def train_side(samples, policy):
@@ -169,7 +237,12 @@ def train_side(samples, policy):
     out = postprocess_output_data(samples, config).samples
     batch = build_train_columns(out, compute_rewards(out, ColumnsConfig())[:2], ColumnsConfig())
     schedule = ScheduleConfig(dp_size=2, align=1)
-    split_by_dp(batch, SplitConfig(global_batch_size=4, expected_rollouts=4, schedule=schedule, keep_trailing=True))
+    split_by_dp(
+        batch,
+        SplitConfig(
+            global_batch_size=4, expected_rollouts=4, schedule=schedule, keep_trailing=True
+        ),
+    )
     valid = np.array([sample.valid for sample in out], dtype=bool)
     return [(out[i].index, batch.array("rewards")[i].tobytes()) for i in np.flatnonzero(valid)]
 
@@ -187,31 +260,58 @@ def test_whatever_the_gate_marks_can_be_carried_by_what_follows():
             stopped[str(error)[:40]] += 1
             continue
         assert train_side(samples, Policy.MARK) == dropped, samples[3]
-    # what remains is about valid samples: log-probs that only some of them have, under the policy that allows it
+    # what remains is about valid samples: log-probs that only some of them have, under the policy
+    # that allows it
     assert sum(stopped.values()) < 20, stopped
 
 
 def test_what_stood_in_an_unreadable_field_is_kept_in_words():
     """A field of a wrong type is replaced by a neutral value in a sample that stays invalid, and
     `metadata["unreadable"]` holds what was there."""
-    sample = sound_sample(0, tokens=["a"] * 15, reward="excellent", status="done", metadata={"k": 1})
+    sample = sound_sample(
+        0, tokens=["a"] * 15, reward="excellent", status="done", metadata={"k": 1}
+    )
     out = postprocess_output_data([sample], GateConfig(rewards_expected=True)).samples[0]
-    assert (out.valid, out.tokens, out.response_length, out.reward, out.status) == (False, [], 0, None, Status.FAILED)
-    assert out.metadata["k"] == 1 and set(out.metadata["unreadable"]) == {"tokens", "reward", "status"}
+    assert (out.valid, out.tokens, out.response_length, out.reward, out.status) == (
+        False,
+        [],
+        0,
+        None,
+        Status.FAILED,
+    )
+    assert out.metadata["k"] == 1 and set(out.metadata["unreadable"]) == {
+        "tokens",
+        "reward",
+        "status",
+    }
     assert out.metadata["unreadable"]["reward"] == "'excellent'" and sample.tokens == ["a"] * 15
-    marked = postprocess_output_data([sound_sample(1, finish_reason="length")], GateConfig()).samples[0]
+    marked = postprocess_output_data(
+        [sound_sample(1, finish_reason="length")], GateConfig()
+    ).samples[0]
     assert marked.metadata == {} and marked.response_length == 12
 
 
 def test_half_an_emoji_can_be_dumped_and_comes_back(tmp_path):
     """Engines cut texts between the halves of an emoji; JSON text has no form for one half."""
-    samples = [sound_sample(0, response="cut \ud83d", metadata={"tool": ["\udc00 x"]}), sound_sample(1, response="caf\u00e9 \U0001f600")]
-    path = save_debug_rollout_data(str(tmp_path / "d_{rollout_id}.jsonl"), samples, rollout_id=0, evaluation=False)
+    samples = [
+        sound_sample(0, response="cut \ud83d", metadata={"tool": ["\udc00 x"]}),
+        sound_sample(1, response="caf\u00e9 \U0001f600"),
+    ]
+    path = save_debug_rollout_data(
+        str(tmp_path / "d_{rollout_id}.jsonl"), samples, rollout_id=0, evaluation=False
+    )
     assert read_rollout_dump(path) == samples
 
 
 @pytest.mark.parametrize(
-    "line", [b"[1]", b"3", b'{"tokens": [1]}', b'{"status": "zzz"}', b'{"status": "completed", "spec_info": 3}']
+    "line",
+    [
+        b"[1]",
+        b"3",
+        b'{"tokens": [1]}',
+        b'{"status": "zzz"}',
+        b'{"status": "completed", "spec_info": 3}',
+    ],
 )
 def test_a_line_that_is_no_sample_is_named_with_its_file(tmp_path, line):
     """A dump may come from anywhere; the answer is a sentence, not a KeyError."""
@@ -225,7 +325,13 @@ def test_a_line_that_is_no_sample_is_named_with_its_file(tmp_path, line):
     ("adapter", "raw"),
     [
         ("openai", {"request": {"prompt_token_ids": [1]}, "response": {"choices": []}}),
-        ("sglang", {"request": {"input_ids": [1]}, "response": {"meta_info": {"output_token_logprobs": [[-0.5]]}}}),
+        (
+            "sglang",
+            {
+                "request": {"input_ids": [1]},
+                "response": {"meta_info": {"output_token_logprobs": [[-0.5]]}},
+            },
+        ),
     ],
 )
 def test_replies_with_missing_entries_name_the_input(adapter, raw):
@@ -237,9 +343,20 @@ def test_replies_with_missing_entries_name_the_input(adapter, raw):
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: GateConfig(min_response_tokens=50, max_response_tokens=20), "minimum 50 exceeds maximum 20"),
-        (lambda: GateConfig(max_response_tokens=20, tasks={"a": TaskRules(min_response_tokens=30)}), "task 'a'.*30"),
-        (lambda: GateConfig(context_length=10, min_response_tokens=50), "context of 10 .* leaves 9"),
+        (
+            lambda: GateConfig(min_response_tokens=50, max_response_tokens=20),
+            "minimum 50 exceeds maximum 20",
+        ),
+        (
+            lambda: GateConfig(
+                max_response_tokens=20, tasks={"a": TaskRules(min_response_tokens=30)}
+            ),
+            "task 'a'.*30",
+        ),
+        (
+            lambda: GateConfig(context_length=10, min_response_tokens=50),
+            "context of 10 .* leaves 9",
+        ),
         (lambda: GateConfig(context_length=-5), "context of -5"),
         (lambda: GateConfig(repetition_window=-1), "window -1"),
         (lambda: TaskRules(min_response_tokens="5"), "'5', not a whole number"),
@@ -250,7 +367,9 @@ def test_replies_with_missing_entries_name_the_input(adapter, raw):
     ],
 )
 def test_thresholds_that_contradict_each_other_are_refused_at_the_start(build, words):
-    """A run in which no response can be valid trains on nothing, and finds out after its first rollout."""
+    """A run in which no response can be valid trains on nothing, and finds out after its first
+    rollout.
+    """
     with pytest.raises(ConfigError, match=words):
         build()
 
@@ -269,11 +388,14 @@ def test_a_reward_beyond_the_floats_is_no_reward():
 def test_an_answer_quoted_in_the_reasoning_is_not_the_answer():
     """The scored answer is never read out of the reasoning, wherever that stands."""
     spec = FormatSpec(
-        pairs=(TagPair("<think>", "</think>", opaque=True), TagPair("<answer>", "</answer>")), answer="<answer>"
+        pairs=(TagPair("<think>", "</think>", opaque=True), TagPair("<answer>", "</answer>")),
+        answer="<answer>",
     )
     assert answer_of("<answer>8</answer><think><answer>7</answer></think>", spec) == "8"
     assert answer_of("<answer>1<answer>2</answer></answer>", spec) == "2"
-    opened = FormatSpec(pairs=(TagPair("<answer>", "</answer>", opened_by_prompt=True),), answer="<answer>")
+    opened = FormatSpec(
+        pairs=(TagPair("<answer>", "</answer>", opened_by_prompt=True),), answer="<answer>"
+    )
     assert answer_of("4</answer>", opened) == "4"
 
 

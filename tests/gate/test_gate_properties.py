@@ -1,4 +1,6 @@
-"""Properties that hold for any input: conservation, order, identity, determinism, sums of parts; and 10,000 mutations."""
+"""Properties that hold for any input: conservation, order, identity, determinism, sums of parts;
+and 10,000 mutations.
+"""
 
 import copy
 import dataclasses
@@ -51,7 +53,10 @@ def well_formed_samples(draw):
         ids = [abs(i) % 50 for i in ids]
     count = length if draw(st.integers(0, 5)) else length + 1
     log_probs = draw(
-        st.none() | st.lists(FLOATS if draw(st.booleans()) else st.floats(-5, 0), min_size=count, max_size=count)
+        st.none()
+        | st.lists(
+            FLOATS if draw(st.booleans()) else st.floats(-5, 0), min_size=count, max_size=count
+        )
     )
     return Sample(
         index=draw(st.integers(0, 1000)),
@@ -71,12 +76,20 @@ def well_formed_samples(draw):
 @settings(max_examples=80, deadline=None)
 @given(st.lists(well_formed_samples(), max_size=12))
 def test_the_vectorised_gate_says_what_a_plain_loop_says(samples):
-    """The loop is what anyone would write; columns, chunks and short cuts must not change one word of it."""
-    assert reasons_of(postprocess_output_data(samples, CONFIG)) == [reason_of(sample, CONFIG) for sample in samples]
+    """The loop is what anyone would write; columns, chunks and short cuts must not change one word
+    of it.
+    """
+    assert reasons_of(postprocess_output_data(samples, CONFIG)) == [
+        reason_of(sample, CONFIG) for sample in samples
+    ]
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.lists(well_formed_samples(), max_size=12), st.sampled_from([Policy.MARK, Policy.DROP]), st.integers(0, 12))
+@given(
+    st.lists(well_formed_samples(), max_size=12),
+    st.sampled_from([Policy.MARK, Policy.DROP]),
+    st.integers(0, 12),
+)
 def test_conservation_order_identity_and_sums_of_parts(samples, policy, cut):
     """The gate loses, moves and changes no sample, and parts that are judged apart add up to the
     whole."""
@@ -85,7 +98,10 @@ def test_conservation_order_identity_and_sums_of_parts(samples, policy, cut):
     result = postprocess_output_data(samples, config)
     statistics = result.statistics
     assert statistics.total == len(samples) == statistics.kept + sum(statistics.dropped.values())
-    assert all(out.tokens is samples[row].tokens for row, out in zip(result.raw_rows, result.samples, strict=True))
+    assert all(
+        out.tokens is samples[row].tokens
+        for row, out in zip(result.raw_rows, result.samples, strict=True)
+    )
     assert [out.index for out in result.samples] == [samples[row].index for row in result.raw_rows]
     assert result.raw_rows == sorted(result.raw_rows)
     assert all(out.valid for out in result.samples) or policy is Policy.MARK
@@ -111,7 +127,9 @@ def test_chunks_are_invisible(monkeypatch):
         monkeypatch.setattr(gate_module, "CHUNK_SAMPLES", chunk_samples)
         results.append(postprocess_output_data(samples, GateConfig()))
     assert results[0].verdicts == results[1].verdicts == results[2].verdicts
-    assert results[0].statistics.counts == results[1].statistics.counts == results[2].statistics.counts
+    assert (
+        results[0].statistics.counts == results[1].statistics.counts == results[2].statistics.counts
+    )
 
 
 def _is_trainable(out: Sample) -> bool:
@@ -121,7 +139,10 @@ def _is_trainable(out: Sample) -> bool:
         0 < out.response_length <= len(out.tokens)
         and all(0 <= token < 10**6 for token in out.tokens)
         and math.isfinite(out.reward)
-        and (log_probs is None or (len(log_probs) == out.response_length and all(math.isfinite(v) for v in log_probs)))
+        and (
+            log_probs is None
+            or (len(log_probs) == out.response_length and all(math.isfinite(v) for v in log_probs))
+        )
         and (out.loss_mask is None or len(out.loss_mask) == out.response_length)
     )
 
@@ -129,8 +150,15 @@ def _is_trainable(out: Sample) -> bool:
 def test_ten_thousand_mutations_end_as_a_verdict():
     """10,000 malformed samples end in a verdict: none raises, and every valid one can train."""
     rng = random.Random(7)
-    config = GateConfig(format=FORMAT_PRESETS["answer"], vocab_size=10**6, rewards_expected=True, repetition_window=8)
-    samples = [mutate(rng, sound_sample(i % 50, response="<answer>4</answer>")) for i in range(10_000)]
+    config = GateConfig(
+        format=FORMAT_PRESETS["answer"],
+        vocab_size=10**6,
+        rewards_expected=True,
+        repetition_window=8,
+    )
+    samples = [
+        mutate(rng, sound_sample(i % 50, response="<answer>4</answer>")) for i in range(10_000)
+    ]
     start = time.process_time()
     result = postprocess_output_data(samples, config)
     statistics = result.statistics
@@ -139,8 +167,12 @@ def test_ten_thousand_mutations_end_as_a_verdict():
     assert all(_is_trainable(out) for out in result.samples if out.valid is True)
     assert statistics.to_record() and statistics.to_metrics() and statistics.summary()
     kept = {reason: Policy.KEEP for reason in REASONS if reason not in NEVER_KEPT}
-    lax = postprocess_output_data(samples, dataclasses.replace(config, policies=kept, level=Level.LENIENT))
-    assert lax.statistics.kept > statistics.kept and all(_is_trainable(out) for out in lax.samples if out.valid is True)
+    lax = postprocess_output_data(
+        samples, dataclasses.replace(config, policies=kept, level=Level.LENIENT)
+    )
+    assert lax.statistics.kept > statistics.kept and all(
+        _is_trainable(out) for out in lax.samples if out.valid is True
+    )
     alone = rng.sample(range(10_000), 300)
     assert [postprocess_output_data([samples[i]], config).verdicts[0] for i in alone] == [
         result.verdicts[i] for i in alone
@@ -168,7 +200,9 @@ def test_mutated_trajectories_of_other_engines_end_as_a_verdict_or_name_the_item
             else:
                 raw[key] = rng.choice(JUNK)
         try:
-            result = postprocess_output_data([sound_sample(0), raw], GateConfig(adapter="trajectory"))
+            result = postprocess_output_data(
+                [sound_sample(0), raw], GateConfig(adapter="trajectory")
+            )
             assert result.statistics.total == 2
         except RolloutDataError as error:
             errors += 1

@@ -43,7 +43,9 @@ NUM_GPUS = 0
 
 
 def options(**changes):
-    """A namespace as after parsing: every gate option, and what the gate reads of other concerns."""
+    """A namespace as after parsing: every gate option, and what the gate reads of
+    other concerns.
+    """
     others = {
         "custom_generate_function_path": None, "ci_test": False, "debug_rollout_only": False, "use_rollout_logprobs": False,
         "use_tis": False, "get_mismatch_metrics": False, "rollout_max_context_len": None, "vocab_size": None,
@@ -79,13 +81,21 @@ def test_options_become_one_frozen_config():
             gate_tasks={"labels": {"min_response_tokens": 1, "format": "none"}},
         )
     )
-    assert config.level_of("too_short") is Level.LENIENT and config.level_of("bad_format") is Level.STRICT
+    assert (
+        config.level_of("too_short") is Level.LENIENT
+        and config.level_of("bad_format") is Level.STRICT
+    )
     assert (
         config.policy_of(InvalidReason.TOO_LONG) is Policy.DROP
         and config.policy_of(InvalidReason.TRUNCATED) is Policy.KEEP
     )
     assert config.policy_of(InvalidReason.EMPTY) is Policy.MARK
-    assert (config.min_response_tokens, config.max_response_tokens, config.context_length, config.margin) == (
+    assert (
+        config.min_response_tokens,
+        config.max_response_tokens,
+        config.context_length,
+        config.margin,
+    ) == (
         3,
         99,
         200,
@@ -106,13 +116,19 @@ def test_automatic_choices_follow_the_run():
     log-probs are required where the loss reads them, and the engine's text is kept where a
     plug-in writes it."""
     plain = gate_config_from_args(options())
-    assert (plain.compare_text, plain.missing_log_probs, plain.text_source) == (True, MissingLogProbs.ALLOW, "tokens")
+    assert (plain.compare_text, plain.missing_log_probs, plain.text_source) == (
+        True,
+        MissingLogProbs.ALLOW,
+        "tokens",
+    )
     assert plain.compare_every == 4, "8 of 32 samples"
     checked = gate_config_from_args(options(ci_test=True))
     assert checked.compare_text and checked.compare_every == 1
     assert not gate_config_from_args(options(custom_generate_function_path="m.f")).compare_text
     assert gate_config_from_args(options(use_tis=True)).missing_log_probs is MissingLogProbs.ERROR
-    assert gate_config_from_args(options(custom_generate_function_path="m.f")).text_source == "engine"
+    assert (
+        gate_config_from_args(options(custom_generate_function_path="m.f")).text_source == "engine"
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,11 +180,19 @@ def test_the_check_before_rewards_follows_the_schedule_and_is_part_of_the_record
         batch = []
         for text in ("the tokens' text", "the  tokens' text"):
             samples = group(text)
-            batch += apply_verdicts(samples, check_responses(samples, gate.config, tokenizer=tokenizer))
+            batch += apply_verdicts(
+                samples, check_responses(samples, gate.config, tokenizer=tokenizer)
+            )
         result = gate.run(batch, rollout_id)
         assert reasons_of(result) == [None] * 4 + [expected] * 4
-        assert result.statistics.counts["compared"] == 8 and result.statistics.counts["cause_whitespace"] == 4
-        assert result.statistics.alignment_failure_rate == 0.5 and result.statistics.seconds["before_rewards"] > 0
+        assert (
+            result.statistics.counts["compared"] == 8
+            and result.statistics.counts["cause_whitespace"] == 4
+        )
+        assert (
+            result.statistics.alignment_failure_rate == 0.5
+            and result.statistics.seconds["before_rewards"] > 0
+        )
     assert "before_rewards" not in gate.run(scored(4), 2).statistics.seconds
 
 
@@ -178,16 +202,23 @@ def test_the_gates_time_is_all_that_the_call_took_and_work_side_by_side_counts_o
     clock = iter([100.0, 105.0])
     monkeypatch.setattr(shell, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
     statistics = Gate(GateConfig()).run(scored(8), 0, iteration_seconds=50.0).statistics
-    assert statistics.gate_seconds == pytest.approx(5.0) and statistics.share_of_iteration == pytest.approx(0.1)
+    assert statistics.gate_seconds == pytest.approx(
+        5.0
+    ) and statistics.share_of_iteration == pytest.approx(0.1)
     assert 4.0 < statistics.seconds["rest"] < 5.0
-    in_two_processes = dataclasses.replace(statistics, seconds={"bad_token": 6.0, "bad_log_prob": 2.0}).with_elapsed(4.0)
+    in_two_processes = dataclasses.replace(
+        statistics, seconds={"bad_token": 6.0, "bad_log_prob": 2.0}
+    ).with_elapsed(4.0)
     assert in_two_processes.seconds == {"bad_token": 3.0, "bad_log_prob": 1.0, "rest": 0.0}
 
 
 @pytest.mark.parametrize(
-    ("policy", "in_a_list", "missing_tokens"), [("mask", 1, 1), ("mark", 1, 1), ("allow", 0, 0), ("allow", 1, 1)]
+    ("policy", "in_a_list", "missing_tokens"),
+    [("mask", 1, 1), ("mark", 1, 1), ("allow", 0, 0), ("allow", 1, 1)],
 )
-def test_log_probs_that_the_check_before_rewards_masks_or_refuses_are_counted(policy, in_a_list, missing_tokens):
+def test_log_probs_that_the_check_before_rewards_masks_or_refuses_are_counted(
+    policy, in_a_list, missing_tokens
+):
     """The record counts missing log-probs, though the check before rewards has masked them or
     rejected their sample."""
     gate = Gate.from_args(options(gate_missing_log_probs=policy))
@@ -196,7 +227,10 @@ def test_log_probs_that_the_check_before_rewards_masks_or_refuses_are_counted(po
         samples[5].rollout_log_probs[7] = None
     batch = apply_verdicts(samples, check_responses(samples, gate.config))
     counts = gate.run(batch, 0).statistics.counts
-    assert (counts["missing_log_probs"], counts.get("missing_log_prob_tokens", 0)) == (3, missing_tokens)
+    assert (counts["missing_log_probs"], counts.get("missing_log_prob_tokens", 0)) == (
+        3,
+        missing_tokens,
+    )
     again = gate.run(scored(8), 1)
     assert gate.metrics(again)["gate/missing_log_probs"] == 0
 
@@ -219,22 +253,32 @@ def test_every_rollout_leaves_one_record_and_one_line_whatever_its_size(tmp_path
 
 
 def shifting(rollout_id):
-    """A batch whose invalid share, reasons, lengths and bad formats change from rollout to rollout, by no chance."""
+    """A batch whose invalid share, reasons, lengths and bad formats change from rollout to rollout,
+    by no chance.
+    """
     samples = [sound_sample(i, length=20 + (i * 7) % (30 + 9 * rollout_id)) for i in range(120)]
     for i in range(5 + 4 * rollout_id + 30 * (rollout_id in (7, 8))):
         samples[i].finish_reason = "length" if i % 3 else "stop"
-        samples[i].rollout_log_probs = samples[i].rollout_log_probs if i % 3 else [0.5] * samples[i].response_length
+        samples[i].rollout_log_probs = (
+            samples[i].rollout_log_probs if i % 3 else [0.5] * samples[i].response_length
+        )
     for i in range(60, 60 + 10 - rollout_id):
         samples[i].response = "<answer>1"
     return samples
 
 
 def without_times(record):
-    return {name: value for name, value in record.items() if "seconds" not in name and name != "share_of_iteration"}
+    return {
+        name: value
+        for name, value in record.items()
+        if "seconds" not in name and name != "share_of_iteration"
+    }
 
 
 def drive(gate, first, last, checkpoints, *, ahead=0):
-    """Rollouts as the loops call them: generated `ahead` of the one that is saved, an evaluation after every second one."""
+    """Rollouts as the loops call them: generated `ahead` of the one that is saved, an evaluation
+    after every second one.
+    """
     seen = []
     generated = first - 1
     for rollout_id in range(first, last):
@@ -251,7 +295,9 @@ def drive(gate, first, last, checkpoints, *, ahead=0):
 
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("resumed_after", [0, 3, 5, 6])
-def test_a_resumed_run_has_the_records_of_one_that_was_not_interrupted(tmp_path, resumed_after, ahead):
+def test_a_resumed_run_has_the_records_of_one_that_was_not_interrupted(
+    tmp_path, resumed_after, ahead
+):
     """After a crash at rollout 8, a resumed run has the same drift, alarms and levels as an
     uninterrupted one. Rollouts beyond the checkpoint do not count, also with a rollout ahead of
     training. Evaluations are compared with evaluations."""
@@ -264,17 +310,33 @@ def test_a_resumed_run_has_the_records_of_one_that_was_not_interrupted(tmp_path,
     resumed = Gate(config, run_dir=tmp_path / "resumed", window=3)
     resumed.load(tmp_path / "d", resumed_after)
     assert (EARLY.rollout_id, EARLY.bad_format_rate) == levels[resumed_after]
-    assert drive(resumed, resumed_after + 1, 10, tmp_path / "d", ahead=ahead) == levels[resumed_after + 1 :]
+    assert (
+        drive(resumed, resumed_after + 1, 10, tmp_path / "d", ahead=ahead)
+        == levels[resumed_after + 1 :]
+    )
     everything = list(map(without_times, records(tmp_path / "whole")))
-    expected = [record for record in everything if record["rollout_id"] > resumed_after + record["evaluation"]]
+    expected = [
+        record
+        for record in everything
+        if record["rollout_id"] > resumed_after + record["evaluation"]
+    ]
     assert list(map(without_times, records(tmp_path / "resumed"))) == expected
-    alarms = {(record["rollout_id"], alarm["name"]) for record in expected for alarm in record["alarms"]}
-    assert (7, "drop_rate") in alarms and {record["level"] for record in everything} == {"strict", "lenient"}
-    assert all(record["drift"]["psi_window"] is not None for record in expected if record["rollout_id"] > 2)
+    alarms = {
+        (record["rollout_id"], alarm["name"]) for record in expected for alarm in record["alarms"]
+    }
+    assert (7, "drop_rate") in alarms and {record["level"] for record in everything} == {
+        "strict",
+        "lenient",
+    }
+    assert all(
+        record["drift"]["psi_window"] is not None for record in expected if record["rollout_id"] > 2
+    )
 
 
 def test_what_a_history_lacks_is_said_once_and_skipped(tmp_path, caplog):
-    """A damaged line costs its rollout; a missing, foreign or headless file is named; none of them stops a resume."""
+    """A damaged line costs its rollout; a missing, foreign or headless file is named; none of them
+    stops a resume.
+    """
     gate = Gate(GateConfig())
     for rollout_id in range(4):
         gate.run(scored(200, 20), rollout_id)
@@ -301,11 +363,15 @@ def test_what_a_history_lacks_is_said_once_and_skipped(tmp_path, caplog):
         resumed.load(tmp_path, 3)
         assert caplog.text.count("compare with less") == 1 and words in caplog.text, caplog.text
         alarms = [alarm.name for alarm in resumed.run(scored(200, 50), 4).alarms]
-        assert alarms == ([] if words in ("slime-gate-history-9", "there is no") else ["drop_rate"]), words
+        assert alarms == (
+            [] if words in ("slime-gate-history-9", "there is no") else ["drop_rate"]
+        ), words
     path.write_bytes(b"".join(good))
     caplog.clear()
     resumed.load(tmp_path, 3)
-    assert caplog.text == "" and [s.kept for s in resumed._history.last(evaluation=False)] == [180] * 4
+    assert (
+        caplog.text == "" and [s.kept for s in resumed._history.last(evaluation=False)] == [180] * 4
+    )
 
 
 def test_a_disk_without_room_costs_the_history_and_not_the_checkpoint(tmp_path, caplog):
@@ -338,15 +404,27 @@ def test_a_slow_gate_says_so(monkeypatch, caplog):
         gate.run(scored(64), 1, iteration_seconds=1e6)
     assert [", above 10 %" in record.getMessage() for record in caplog.records] == [True, False]
     monkeypatch.setattr(alarms_module, "MIN_SECONDS_TO_ALARM", 0.0)
-    assert [alarm.name for alarm in gate.run(scored(64), 2, iteration_seconds=1e-6).alarms] == ["time"]
+    assert [alarm.name for alarm in gate.run(scored(64), 2, iteration_seconds=1e-6).alarms] == [
+        "time"
+    ]
 
 
 def test_evaluation_has_its_own_history_and_changes_nothing():
-    """Evaluation lengths differ from training lengths; mixing them would be an alarm at every evaluation."""
+    """Evaluation lengths differ from training lengths; mixing them would be an alarm at every
+    evaluation.
+    """
     gate = Gate(GateConfig())
     gate.run(scored(100), 0)
-    result = gate.run([sound_sample(i, length=500, finish_reason="length") for i in range(100)], 0, evaluation=True)
-    assert result.alarms == () and all(sample.valid for sample in result.samples) and result.statistics.kept == 0
+    result = gate.run(
+        [sound_sample(i, length=500, finish_reason="length") for i in range(100)],
+        0,
+        evaluation=True,
+    )
+    assert (
+        result.alarms == ()
+        and all(sample.valid for sample in result.samples)
+        and result.statistics.kept == 0
+    )
     assert gate.run(scored(100), 1).alarms == ()
 
 
@@ -362,7 +440,10 @@ def test_snapshots_keep_the_last_rollouts_and_link_rows_to_ranks(tmp_path):
     code."""
     import pyarrow.parquet as parquet
 
-    gate = Gate(GateConfig(policies={InvalidReason.TRUNCATED: Policy.DROP}), snapshots=SnapshotWriter(tmp_path, keep=3))
+    gate = Gate(
+        GateConfig(policies={InvalidReason.TRUNCATED: Policy.DROP}),
+        snapshots=SnapshotWriter(tmp_path, keep=3),
+    )
     for rollout_id in range(5):
         result = gate.run(scored(8, 2), rollout_id)
         gate.record_placement(rollout_id, result.raw_rows, [[5, 0, 2], [1, 3]])
@@ -375,7 +456,9 @@ def test_snapshots_keep_the_last_rollouts_and_link_rows_to_ranks(tmp_path):
     assert [(row["raw_row"], row["index"], row["reason"], row["dropped"]) for row in raw[:3]] == [
         (0, 0, "truncated", True), (1, 1, "truncated", True), (2, 2, None, False),
     ]  # fmt: skip
-    assert raw[3]["tokens"] == [1, 2, 3, *range(300, 312)] and raw[3]["rollout_log_probs"][0] == pytest.approx(-0.1)
+    assert raw[3]["tokens"] == [1, 2, 3, *range(300, 312)] and raw[3]["rollout_log_probs"][
+        0
+    ] == pytest.approx(-0.1)
     place = parquet.read_table(tmp_path / "place_000004.parquet").to_pylist()
     first = next(row for row in place if (row["dp_rank"], row["dp_position"]) == (0, 0))
     assert raw[first["raw_row"]]["index"] == result.samples[5].index == 7
@@ -388,13 +471,18 @@ def test_a_snapshot_holds_what_the_rollout_dropped_behind_the_batch(tmp_path):
 
     gate = Gate(GateConfig(), snapshots=SnapshotWriter(tmp_path))
     empty = sound_sample(21, valid=False, invalid_reason="empty", reward=None)
-    groups = [("dynamic_filter_zero_std", [sound_sample(20), empty]), ("sample_filter", [sound_sample(30)])]
+    groups = [
+        ("dynamic_filter_zero_std", [sound_sample(20), empty]),
+        ("sample_filter", [sound_sample(30)]),
+    ]
     result = gate.run(scored(4, 1), 7, dropped_groups=groups)
     gate.record_placement(7, result.raw_rows, [[0, 2], [1, 3]])
     gate.close()
     assert result.statistics.total == 4 and len(result.samples) == 4
     rows = parquet.read_table(tmp_path / "raw_000007.parquet").to_pylist()
-    assert [row["raw_row"] for row in rows] == list(range(7)) and [row["index"] for row in rows] == [0, 1, 2, 3, 20, 21, 30]
+    assert [row["raw_row"] for row in rows] == list(range(7)) and [
+        row["index"] for row in rows
+    ] == [0, 1, 2, 3, 20, 21, 30]
     assert [(row["dropped_by"], row["valid"], row["reason"], row["dropped"]) for row in rows] == [
         (None, False, "truncated", False), *[(None, True, None, False)] * 3, ("dynamic_filter_zero_std", True, None, True),
         ("dynamic_filter_zero_std", False, "empty", True), ("sample_filter", True, None, True),
@@ -405,7 +493,9 @@ def test_a_snapshot_holds_what_the_rollout_dropped_behind_the_batch(tmp_path):
 
 
 def test_dropped_groups_share_the_byte_limit_and_are_let_go_after_the_write(tmp_path, caplog):
-    """A filter may drop ten times the batch: what does not fit is counted aloud, and nothing stays in memory for it."""
+    """A filter may drop ten times the batch: what does not fit is counted aloud, and nothing stays
+    in memory for it.
+    """
     import weakref
 
     import pyarrow.parquet as parquet
@@ -443,7 +533,9 @@ def test_snapshots_are_bounded_by_bytes_and_plain_parquet(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["raw_000002.parquet"]
     file = parquet.ParquetFile(tmp_path / "raw_000002.parquet")
     assert file.metadata.row_group(0).column(0).compression == "ZSTD"
-    assert file.read(columns=["response"]).to_pydict() == {"response": [f"response {i}" for i in range(4)]}
+    assert file.read(columns=["response"]).to_pydict() == {
+        "response": [f"response {i}" for i in range(4)]
+    }
 
 
 def test_snapshots_hold_malformed_samples_too(tmp_path):
@@ -460,7 +552,11 @@ def test_snapshots_hold_malformed_samples_too(tmp_path):
     writer.submit(0, samples, Gate(GateConfig()).run(samples, 0).verdicts)
     writer.close()
     rows = parquet.read_table(tmp_path / "raw_000000.parquet").to_pylist()
-    assert rows[0]["tokens"] is None and rows[0]["reason"] == "bad_token" and rows[1]["response"] == "?"
+    assert (
+        rows[0]["tokens"] is None
+        and rows[0]["reason"] == "bad_token"
+        and rows[1]["response"] == "?"
+    )
 
 
 def test_a_snapshot_gives_back_what_the_engine_sent(tmp_path):
@@ -469,14 +565,19 @@ def test_a_snapshot_gives_back_what_the_engine_sent(tmp_path):
     from slime.commands.gate import read_snapshot
 
     rewards = ["a word", np.float32(0.5), {"score": np.float64(1)}, float("nan"), None, True]
-    samples = [sound_sample(i, reward=reward, metadata={"n": np.int64(i)}) for i, reward in enumerate(rewards)]
+    samples = [
+        sound_sample(i, reward=reward, metadata={"n": np.int64(i)})
+        for i, reward in enumerate(rewards)
+    ]
     samples.append(sound_sample(6, rollout_log_probs=[None] + [-1.0] * 11))
     gate = Gate(GateConfig(), snapshots=SnapshotWriter(tmp_path))
     before = gate.run(samples, 0)
     gate.run([], 1)
     gate.close()
     again = read_snapshot(tmp_path / "raw_000000.parquet")
-    assert [s.reward for s in again[:3]] == ["a word", 0.5, {"score": 1.0}] and again[5].metadata == {"n": 5}
+    assert [s.reward for s in again[:3]] == ["a word", 0.5, {"score": 1.0}] and again[
+        5
+    ].metadata == {"n": 5}
     assert reasons_of(Gate(GateConfig()).run(again, 0)) == reasons_of(before)
     assert read_snapshot(tmp_path / "raw_000001.parquet") == []
 
@@ -490,7 +591,9 @@ def test_a_resumed_run_keeps_its_own_snapshots(tmp_path):
         writer.flush()
         assert (tmp_path / f"raw_{rollout_id:06d}.parquet").exists()
     writer.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"raw_00000{i}.parquet" for i in (5, 6, 7)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"raw_00000{i}.parquet" for i in (5, 6, 7)
+    ]
 
 
 def test_snapshots_are_read_by_duckdb_as_the_guide_says(tmp_path):
@@ -501,10 +604,13 @@ def test_snapshots_are_read_by_duckdb_as_the_guide_says(tmp_path):
     result = gate.run(scored(8, 2), 41)
     gate.record_placement(41, result.raw_rows, [[5, 2], [3]])
     gate.close()
-    counts = duckdb.sql(f"select reason, count(*) from '{tmp_path}/raw_000041.parquet' group by 1 order by 1").fetchall()
+    counts = duckdb.sql(
+        f"select reason, count(*) from '{tmp_path}/raw_000041.parquet' group by 1 order by 1"
+    ).fetchall()
     assert counts == [("truncated", 2), (None, 6)]
     joined = duckdb.sql(
-        f"select dp_rank, dp_position, index, tokens[4], rollout_log_probs[1] from '{tmp_path}/raw_000041.parquet' "
+        "select dp_rank, dp_position, index, tokens[4], rollout_log_probs[1] from "
+        f"'{tmp_path}/raw_000041.parquet' "
         f"join '{tmp_path}/place_000041.parquet' using (raw_row) order by 1, 2"
     ).fetchall()
     assert [row[:4] for row in joined] == [(0, 0, 5, 500), (0, 1, 2, 200), (1, 0, 3, 300)]
@@ -538,9 +644,21 @@ def test_snapshots_are_read_by_pandas_and_polars(reader, tmp_path):
     assert missing == [True] * 6 + [False] and rows[6]["dropped_by"] == "dynamic_filter_easy"
     assert [rows[i]["reason"] for i in (0, 1, 5)] == ["truncated", "truncated", "bad_token"]
     assert list(rows[3]["tokens"]) == [1, 2, 3, *range(300, 312)] and rows[5]["tokens"] is None
-    assert rows[3]["rollout_log_probs"][0] == pytest.approx(-0.1) and rows[5]["response"] == "caf\u00e9 \U0001f600"
-    assert json.loads(rows[3]["reward"]) == 3.0 and [row["valid"] for row in rows] == [False, False, *[True] * 3, False, True]
-    where = {rows[place["raw_row"]]["index"]: (place["dp_rank"], place["dp_position"]) for place in places}
+    assert (
+        rows[3]["rollout_log_probs"][0] == pytest.approx(-0.1)
+        and rows[5]["response"] == "caf\u00e9 \U0001f600"
+    )
+    assert json.loads(rows[3]["reward"]) == 3.0 and [row["valid"] for row in rows] == [
+        False,
+        False,
+        *[True] * 3,
+        False,
+        True,
+    ]
+    where = {
+        rows[place["raw_row"]]["index"]: (place["dp_rank"], place["dp_position"])
+        for place in places
+    }
     assert where == {4: (0, 0), 2: (0, 1), 3: (1, 0)}
 
 
@@ -561,7 +679,9 @@ def test_a_failing_or_missing_writer_is_said_and_costs_nothing(tmp_path, caplog,
 
 
 def test_scores_that_a_users_function_makes_later_are_not_judged_here():
-    """On-policy distillation: a sample carries its teacher's whole reply, from which --custom-reward-post-process-path makes the reward."""
+    """On-policy distillation: a sample carries its teacher's whole reply, from which
+    --custom-reward-post-process-path makes the reward.
+    """
     samples = scored(4)
     for sample in samples:
         sample.reward = {"meta_info": {}}
@@ -579,7 +699,8 @@ def test_ray_tasks_give_the_serial_result(tmp_path):
 
     samples = scored(90, 7)
     samples[40].rollout_log_probs[3] = float("nan")
-    samples[41].label, samples[41].metadata = threading.Lock(), {"environment": threading.Lock()}  # neither can travel
+    # neither can travel
+    samples[41].label, samples[41].metadata = threading.Lock(), {"environment": threading.Lock()}
     samples[42].metadata = {"source_name": "short"}
     config = GateConfig(rewards_expected=True, tasks={"short": TaskRules(max_response_tokens=2)})
     serial = Gate(config).run(samples, 0)

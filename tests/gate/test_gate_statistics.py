@@ -40,7 +40,10 @@ def test_total_is_kept_plus_the_sum_of_all_reasons():
     also 0."""
     statistics = statistics_of(batch(40, 4))
     assert statistics.total == 40 == statistics.kept + sum(statistics.dropped.values())
-    assert set(statistics.dropped) == set(InvalidReason) and statistics.dropped[InvalidReason.TRUNCATED] == 4
+    assert (
+        set(statistics.dropped) == set(InvalidReason)
+        and statistics.dropped[InvalidReason.TRUNCATED] == 4
+    )
     metrics = statistics.to_metrics()
     assert (
         metrics["gate/count/truncated"] == 4
@@ -54,7 +57,10 @@ def test_an_empty_batch_has_statistics_too():
     """A rollout without samples has a record and a summary."""
     statistics = statistics_of([])
     assert (statistics.total, statistics.kept, statistics.drop_rate) == (0, 0, 0.0)
-    assert json.loads(json.dumps(statistics.to_record()))["total"] == 0 and "nothing kept" in statistics.summary()
+    assert (
+        json.loads(json.dumps(statistics.to_record()))["total"] == 0
+        and "nothing kept" in statistics.summary()
+    )
 
 
 def test_lengths_of_kept_samples_have_mean_and_quantiles():
@@ -88,10 +94,15 @@ def test_the_record_is_one_json_dictionary_with_versions_times_and_failures_by_p
     """The record is one JSON dictionary with failures by prompt group, engine and tokenizer
     versions, and the time of each check."""
     config = GateConfig(engine_version="engine 7", tokenizer_version="tok 3")
-    record = json.loads(json.dumps(postprocess_output_data(batch(12, 5), config).statistics.to_record()))
+    record = json.loads(
+        json.dumps(postprocess_output_data(batch(12, 5), config).statistics.to_record())
+    )
     assert record["failures_by_group"] == {"0": {"truncated": 4}, "1": {"truncated": 1}}
     assert record["versions"] == {"engine": "engine 7", "tokenizer": "tok 3"}
-    assert record["seconds"]["bad_token"] >= 0 and record["gate_seconds"] >= sum(record["seconds"].values()) * 0.99
+    assert (
+        record["seconds"]["bad_token"] >= 0
+        and record["gate_seconds"] >= sum(record["seconds"].values()) * 0.99
+    )
 
 
 def test_share_of_the_iteration_is_reported():
@@ -110,11 +121,29 @@ def test_the_share_removed_by_cheap_checks_is_reported():
 
 
 def test_fan_out_samples_with_prompts_of_their_own_are_no_mixed_group():
-    """Executions 1 and 2 of group 0 emitted two samples with a prompt each; executions 3 and 4 of group 1 have one prompt each, and not the same."""
-    rows = [(0, 1, "a"), (0, 1, "b"), (0, 2, "a"), (0, 2, "c"), (1, 3, "d"), (1, 3, "d"), (1, 4, "e"), (2, None, "f"), (2, None, "f")]
-    samples = [sound_sample(i, group_index=g, rollout_id=r, prompt=prompt) for i, (g, r, prompt) in enumerate(rows)]
+    """Executions 1 and 2 of group 0 emitted two samples with a prompt each; executions 3 and 4 of
+    group 1 have one prompt each, and not the same.
+    """
+    rows = [
+        (0, 1, "a"),
+        (0, 1, "b"),
+        (0, 2, "a"),
+        (0, 2, "c"),
+        (1, 3, "d"),
+        (1, 3, "d"),
+        (1, 4, "e"),
+        (2, None, "f"),
+        (2, None, "f"),
+    ]
+    samples = [
+        sound_sample(i, group_index=g, rollout_id=r, prompt=prompt)
+        for i, (g, r, prompt) in enumerate(rows)
+    ]
     assert postprocess_output_data(samples, GateConfig()).statistics.groups()["mixed"] == [1]
-    halves = [postprocess_output_data(part, GateConfig()).statistics for part in (samples[:5], samples[5:])]
+    halves = [
+        postprocess_output_data(part, GateConfig()).statistics
+        for part in (samples[:5], samples[5:])
+    ]
     assert GateStatistics.merge(halves).groups()["mixed"] == [1]
 
 
@@ -144,7 +173,9 @@ def test_kolmogorov_smirnov_equals_scipy():
         expected = stats.ks_2samp(first, second, method="asymp")
         distance, p = kolmogorov_smirnov(first, second)
         assert distance == pytest.approx(expected.statistic)
-        assert p == pytest.approx(stats.kstwobign.sf(math.sqrt(n * m / (n + m)) * distance), abs=1e-9)
+        assert p == pytest.approx(
+            stats.kstwobign.sf(math.sqrt(n * m / (n + m)) * distance), abs=1e-9
+        )
 
 
 def test_population_stability_index_of_a_hand_made_case():
@@ -157,9 +188,14 @@ def test_population_stability_index_of_a_hand_made_case():
 
 
 def test_the_noise_of_the_index_is_what_chance_gives():
-    """A small batch drifts by chance alone; an alarm that ignores it is switched off after a week."""
+    """A small batch drifts by chance alone; an alarm that ignores it is switched off
+    after a week.
+    """
     rng = np.random.default_rng(2)
-    values = [population_stability_index(rng.integers(0, 10**6, 400), rng.integers(0, 10**6, 300)) for _ in range(200)]
+    values = [
+        population_stability_index(rng.integers(0, 10**6, 400), rng.integers(0, 10**6, 300))
+        for _ in range(200)
+    ]
     assert np.mean(values) == pytest.approx(expected_psi_noise(400, 300), rel=0.2)
 
 
@@ -180,7 +216,11 @@ def test_a_drop_rate_from_10_to_25_percent_fires_and_names_the_reason():
     assert find_alarms(statistics_of(batch(128, 14), previous=history), history) == []
     alarms = find_alarms(statistics_of(batch(128, 32), previous=history), history)
     assert [alarm.name for alarm in alarms] == ["drop_rate"]
-    assert "25.0 %" in alarms[0].message and "10.2 %" in alarms[0].message and "truncated" in alarms[0].message
+    assert (
+        "25.0 %" in alarms[0].message
+        and "10.2 %" in alarms[0].message
+        and "truncated" in alarms[0].message
+    )
 
 
 @pytest.mark.parametrize(
@@ -201,7 +241,9 @@ def test_drifting_lengths_and_a_slow_gate_are_said_in_plain_words():
     alarms = {alarm.name: alarm.message for alarm in find_alarms(slow, history)}
     assert set(alarms) == {"length_drift", "time"} and "20.0 %" in alarms["time"]
     assert "2.0 s, most of it in 'bad_token'" in alarms["time"]
-    positions = [alarms["time"].index(word) for word in ("short circuit", "vectorise", "parallel", "cache")]
+    positions = [
+        alarms["time"].index(word) for word in ("short circuit", "vectorise", "parallel", "cache")
+    ]
     assert positions == sorted(positions)
 
 
@@ -215,7 +257,9 @@ def test_an_alignment_jump_names_the_versions_that_changed_with_it():
         base.versions.update(engine=version, tokenizer="t")
         return base
 
-    alarms = {a.name: a.message for a in find_alarms(with_alignment(30, "e2"), [with_alignment(1, "e1")])}
+    alarms = {
+        a.name: a.message for a in find_alarms(with_alignment(30, "e2"), [with_alignment(1, "e1")])
+    }
     assert "30.0 %" in alarms["alignment"] and "shifted_ids" in alarms["alignment"]
     assert "e1" in alarms["version"] and "e2" in alarms["version"]
 

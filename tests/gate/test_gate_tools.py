@@ -38,7 +38,9 @@ def tokenizer_folder(tmp_path_factory):
 
 def dump(tmp_path, samples):
     return str(
-        save_debug_rollout_data(str(tmp_path / "dump_{rollout_id}.jsonl"), samples, rollout_id=0, evaluation=False)
+        save_debug_rollout_data(
+            str(tmp_path / "dump_{rollout_id}.jsonl"), samples, rollout_id=0, evaluation=False
+        )
     )
 
 
@@ -67,8 +69,15 @@ def test_ends_shows_the_kept_samples_with_the_lowest_and_highest_rewards(tmp_pat
     assert tools.reward_ends(samples[:2], 3) == ([0, 1], [1, 0])
     assert main(["ends", dump(tmp_path, samples), "--num", "2"]) == 0
     out = capsys.readouterr().out
-    assert f"label {samples[0].label!r}\n      prompt   {samples[0].prompt!r}\n      response {samples[0].response!r}" in out
-    assert "lowest rewards\n  #0 group 0 reward 0.0" in out and "too weak" in out and "too loose" in out
+    assert (
+        f"label {samples[0].label!r}\n      prompt   {samples[0].prompt!r}\n      response "
+        f"{samples[0].response!r}" in out
+    )
+    assert (
+        "lowest rewards\n  #0 group 0 reward 0.0" in out
+        and "too weak" in out
+        and "too loose" in out
+    )
 
 
 def test_a_two_peaked_reward_with_many_zeros_asks_for_a_look(tmp_path):
@@ -78,15 +87,25 @@ def test_a_two_peaked_reward_with_many_zeros_asks_for_a_look(tmp_path):
     lines = tools.reward_shape(samples)
     assert "zeros 50.0 %" in lines[0] and "two peaks" in lines[1] and "truncated" in lines[1]
     one_peak = [0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 5, 5, 6]
-    assert len(tools.reward_shape([sound_sample(i, reward=float(value)) for i, value in enumerate(one_peak)])) == 1
-    assert len(tools.reward_shape([sound_sample(i, reward=float(i)) for i in range(16)])) == 1  # every value once: no peak
+    assert (
+        len(
+            tools.reward_shape(
+                [sound_sample(i, reward=float(value)) for i, value in enumerate(one_peak)]
+            )
+        )
+        == 1
+    )
+    # every value once: no peak
+    assert len(tools.reward_shape([sound_sample(i, reward=float(i)) for i in range(16)])) == 1
     assert tools.reward_shape([]) == ["no valid sample has a reward"]
 
 
 def test_check_says_which_flag_of_the_run_is_missing(tmp_path, tokenizer_folder, capsys):
     """A run that hid special tokens looks wholly misaligned to a check that shows them."""
     samples, expected = load_corpus()
-    valid = [sample for sample, row in zip(samples, expected, strict=True) if row["reason"] is None][:30]
+    valid = [
+        sample for sample, row in zip(samples, expected, strict=True) if row["reason"] is None
+    ][:30]
     line = ["check", dump(tmp_path, valid), "--hf-checkpoint", tokenizer_folder]
     main(line)
     assert "give --rollout-skip-special-tokens if the run had it" in capsys.readouterr().out
@@ -94,20 +113,45 @@ def test_check_says_which_flag_of_the_run_is_missing(tmp_path, tokenizer_folder,
     assert "if the run had it" not in capsys.readouterr().out
 
 
-def test_align_lists_every_mismatch_with_its_cause_token_by_token(tmp_path, tokenizer_folder, capsys):
+def test_align_lists_every_mismatch_with_its_cause_token_by_token(
+    tmp_path, tokenizer_folder, capsys
+):
     """On the corpus `align` finds exactly the differences that were put there, with their four
     causes."""
     samples, expected = load_corpus()
-    found = tools.find_mismatches(samples, Codec(tokenizer()), stop_strings=GOLDEN_CONFIG.stop_strings)
-    put = {i for i, row in enumerate(expected) if row["reason"] == "misaligned" and "text and tokens" in row["detail"]}
+    found = tools.find_mismatches(
+        samples, Codec(tokenizer()), stop_strings=GOLDEN_CONFIG.stop_strings
+    )
+    put = {
+        i
+        for i, row in enumerate(expected)
+        if row["reason"] == "misaligned" and "text and tokens" in row["detail"]
+    }
     assert {mismatch.position for mismatch in found} == put and len(put) == 8
     assert {mismatch.cause for mismatch in found} == set(MismatchCause)
     sample = next(m for m in found if m.cause is MismatchCause.SHIFTED_IDS)
     lines = tools.describe_mismatch(sample)
-    assert "shifted_ids at character" in lines[0] and "tokens" in lines[3] and ":" in lines[3] and "sampler" in lines[4]
-    assert main(["align", dump(tmp_path, [samples[i] for i in sorted(put)]), "--hf-checkpoint", tokenizer_folder]) == 1
+    assert (
+        "shifted_ids at character" in lines[0]
+        and "tokens" in lines[3]
+        and ":" in lines[3]
+        and "sampler" in lines[4]
+    )
+    assert (
+        main(
+            [
+                "align",
+                dump(tmp_path, [samples[i] for i in sorted(put)]),
+                "--hf-checkpoint",
+                tokenizer_folder,
+            ]
+        )
+        == 1
+    )
     assert f"{len(put)} of {len(put)} texts differ" in capsys.readouterr().out
-    valid = [sample for sample, row in zip(samples, expected, strict=True) if row["reason"] is None][:30]
+    valid = [
+        sample for sample, row in zip(samples, expected, strict=True) if row["reason"] is None
+    ][:30]
     assert main(["align", dump(tmp_path, valid), "--hf-checkpoint", tokenizer_folder]) == 0
 
 
@@ -135,7 +179,11 @@ def test_suggest_takes_the_one_percent_quantile_of_responses_that_ended(tmp_path
     samples = [sound_sample(i, length=101 + i) for i in range(100)]
     samples += [sound_sample(200 + i, length=1, finish_reason="length") for i in range(50)]
     suggestion = tools.suggest_thresholds(samples)
-    assert (suggestion.num_measured, suggestion.min_response_tokens, suggestion.max_response_tokens) == (100, 101, 300)
+    assert (
+        suggestion.num_measured,
+        suggestion.min_response_tokens,
+        suggestion.max_response_tokens,
+    ) == (100, 101, 300)
     assert tools.suggest_thresholds(samples, context_length=205).margin == 0.1
     assert main(["suggest", dump(tmp_path, samples)]) == 0
     assert "--gate-min-response-tokens 101" in capsys.readouterr().out
@@ -144,7 +192,9 @@ def test_suggest_takes_the_one_percent_quantile_of_responses_that_ended(tmp_path
 
 
 def test_suggest_writes_its_thresholds_into_an_options_file(tmp_path):
-    """What it prints is what a run reads: of a dump beside it, of a run folder on the snapshot that was written last."""
+    """What it prints is what a run reads: of a dump beside it, of a run folder on the snapshot that
+    was written last.
+    """
     samples = [sound_sample(i, length=101 + i) for i in range(100)]
     assert main(["suggest", dump(tmp_path, samples), "--apply"]) == 0
     specs = {spec.name: spec for spec in all_specs()}
@@ -156,7 +206,10 @@ def test_suggest_writes_its_thresholds_into_an_options_file(tmp_path):
     gate = Gate(GateConfig(), run_dir=run, snapshots=SnapshotWriter(run / "gate"))
     gate.run([sound_sample(i, length=40) for i in range(8)], 0)
     gate.close()
-    assert main(["suggest", str(run), "--apply"]) == 0 and "gate_min_response_tokens: 40\n" in (run / "gate_options.yaml").read_text()
+    assert (
+        main(["suggest", str(run), "--apply"]) == 0
+        and "gate_min_response_tokens: 40\n" in (run / "gate_options.yaml").read_text()
+    )
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="has no raw snapshot"):
         main(["suggest", str(tmp_path / "empty"), "--apply"])
@@ -170,7 +223,13 @@ def test_doctor_runs_the_three_first_steps_when_the_loss_spikes(tmp_path, tokeni
     gate = Gate(GateConfig(), run_dir=tmp_path, snapshots=SnapshotWriter(tmp_path / "gate"))
     for rollout_id in range(3):
         gate.run(rollout(200, 10), rollout_id)
-    gate.run([sound_sample(i, length=300 + i, finish_reason="length" if i < 80 else "stop") for i in range(200)], 3)
+    gate.run(
+        [
+            sound_sample(i, length=300 + i, finish_reason="length" if i < 80 else "stop")
+            for i in range(200)
+        ],
+        3,
+    )
     gate.close()
     assert main(["doctor", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -182,14 +241,21 @@ def test_doctor_runs_the_three_first_steps_when_the_loss_spikes(tmp_path, tokeni
         and "alarm drop_rate" in out
         and "PSI" in out
     )
-    # of the three chosen samples only number 0 has ids inside this vocabulary, and its text is not theirs
+    # of the three chosen samples only number 0 has ids inside this vocabulary, and its text is not
+    # theirs
     assert main(["doctor", str(tmp_path), "--hf-checkpoint", tokenizer_folder, "--num", "3"]) == 1
     out = capsys.readouterr().out
-    assert "(3) alignment of raw_000003.parquet: 1 of 3 samples differ" in out and "shifted_ids" in out
+    assert (
+        "(3) alignment of raw_000003.parquet: 1 of 3 samples differ" in out and "shifted_ids" in out
+    )
 
 
-def test_doctor_takes_the_tokenizer_and_the_options_from_the_run(tmp_path, tokenizer_folder, capsys):
-    """The run's own config.yaml names them; asking for them again is asking for a mistake. What is given still wins."""
+def test_doctor_takes_the_tokenizer_and_the_options_from_the_run(
+    tmp_path, tokenizer_folder, capsys
+):
+    """The run's own config.yaml names them; asking for them again is asking for a mistake. What is
+    given still wins.
+    """
     gate = Gate(GateConfig(), run_dir=tmp_path, snapshots=SnapshotWriter(tmp_path / "gate"))
     gate.run([sound_sample(i, length=300 + i) for i in range(200)], 0)
     gate.close()
@@ -197,20 +263,29 @@ def test_doctor_takes_the_tokenizer_and_the_options_from_the_run(tmp_path, token
     config.write_text(f"hf_checkpoint: {tokenizer_folder}\nreward_key: score\nsome_old_option: 1\n")
     assert main(["doctor", str(tmp_path), "--num", "3"]) == 1
     out = capsys.readouterr().out
-    assert "(3) alignment of raw_000000.parquet: 1 of 3 samples differ" in out and "no valid sample has a reward" in out
+    assert (
+        "(3) alignment of raw_000000.parquet: 1 of 3 samples differ" in out
+        and "no valid sample has a reward" in out
+    )
     assert main(["align", str(tmp_path / "gate" / "raw_000000.parquet")]) == 1
     assert main(["doctor", str(tmp_path), "--num", "3", "--reward-key", "none"]) == 1
     assert "200 rewards" not in capsys.readouterr().out
     config.write_text(f"hf_checkpoint: {tmp_path / 'gone'}\n")
     assert main(["doctor", str(tmp_path)]) == 0
     shown = capsys.readouterr()
-    assert f"the run's --hf-checkpoint {tmp_path / 'gone'} is not here" in shown.err and "give --hf-checkpoint FOLDER" in shown.out
+    assert (
+        f"the run's --hf-checkpoint {tmp_path / 'gone'} is not here" in shown.err
+        and "give --hf-checkpoint FOLDER" in shown.out
+    )
 
 
 def test_rewards_of_a_few_values_have_shares_and_no_peaks():
     """0 and 1 are two peaks by construction: the hint pointed at every run with such a reward."""
     samples = [sound_sample(i, length=10, reward=float(i % 4 == 0)) for i in range(100)]
-    assert tools.reward_shape(samples) == ["100 rewards, mean 0.2500, zeros 75.0 %", "2 values, 0: 75.0%, 1: 25.0%"]
+    assert tools.reward_shape(samples) == [
+        "100 rewards, mean 0.2500, zeros 75.0 %",
+        "2 values, 0: 75.0%, 1: 25.0%",
+    ]
     graded = [sound_sample(i, length=10, reward=(0.0, 0.1, 1.0)[i % 3]) for i in range(99)]
     assert tools.reward_shape(graded)[1:] == ["3 values, 0: 33.3%, 0.1: 33.3%, 1: 33.3%"]
     assert len(tools.reward_shape([sound_sample(i, length=10, reward=1.0) for i in range(9)])) == 1
@@ -225,7 +300,11 @@ def test_doctor_forgets_the_rollouts_that_a_resume_generated_again(tmp_path, cap
         gate.close()
     assert main(["doctor", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "rollout 3: 10.0 % invalid" in out and "truncated           10.0 %   before   10.0 %\n" in out and "alarm" not in out
+    assert (
+        "rollout 3: 10.0 % invalid" in out
+        and "truncated           10.0 %   before   10.0 %\n" in out
+        and "alarm" not in out
+    )
 
 
 def test_a_snapshot_is_a_dump_for_every_command(tmp_path, capsys):
@@ -242,7 +321,11 @@ def test_what_the_rollout_dropped_is_read_only_where_that_is_asked_for(tmp_path,
     sampled; `groups --against` always looks among everything."""
     gate = Gate(GateConfig(), snapshots=SnapshotWriter(tmp_path))
     late = sound_sample(48)
-    gate.run(rollout(40, 4), 7, dropped_groups=[("dynamic_filter_x", [late, *(sound_sample(49 + i) for i in range(3))])])
+    gate.run(
+        rollout(40, 4),
+        7,
+        dropped_groups=[("dynamic_filter_x", [late, *(sound_sample(49 + i) for i in range(3))])],
+    )
     gate.close()
     raw = str(tmp_path / "raw_000007.parquet")
     for words, line in (([], "36 of 40 kept"), (["--with-dropped"], "40 of 44 kept")):
@@ -259,23 +342,40 @@ def test_command_lines_that_cannot_be_are_explained(tmp_path, capsys):
     from slime.cli import main as slime
 
     assert main(["chek", "x"]) == 2 and "Commands: check" in capsys.readouterr().err
-    assert slime(["gate", "check", str(tmp_path / "none.jsonl")]) == 2 and "does not exist" in capsys.readouterr().err
-    assert slime(["gate", "check", str(tmp_path)]) == 2 and "is a folder. Give a dump in it" in capsys.readouterr().err
+    assert (
+        slime(["gate", "check", str(tmp_path / "none.jsonl")]) == 2
+        and "does not exist" in capsys.readouterr().err
+    )
+    assert (
+        slime(["gate", "check", str(tmp_path)]) == 2
+        and "is a folder. Give a dump in it" in capsys.readouterr().err
+    )
     assert slime(["gate", "check", "x", "--gate-min-response-tokns", "3"]) == 2
     assert "Did you mean --gate-min-response-tokens?" in capsys.readouterr().err
     assert slime(["gate", "check", "x", "--gate-levl", "off"]) == 2
-    assert slime(["gate", "align", dump(tmp_path, rollout(4, 0))]) == 2 and "--hf-checkpoint" in capsys.readouterr().err
-    assert slime(["gate", "ends", dump(tmp_path, rollout(4, 0)), "--num", "0"]) == 2 and "--num 0" in capsys.readouterr().err
+    assert (
+        slime(["gate", "align", dump(tmp_path, rollout(4, 0))]) == 2
+        and "--hf-checkpoint" in capsys.readouterr().err
+    )
+    assert (
+        slime(["gate", "ends", dump(tmp_path, rollout(4, 0)), "--num", "0"]) == 2
+        and "--num 0" in capsys.readouterr().err
+    )
     (tmp_path / "other.parquet").write_bytes(b"PAR1 nothing")
     assert slime(["gate", "check", str(tmp_path / "other.parquet")]) == 2
     (tmp_path / "gate.jsonl").write_text('{"a": 1}\nno json\n[3]\n')
     capsys.readouterr()
-    assert main(["doctor", str(tmp_path)]) == 0 and "no rollout has been recorded" in capsys.readouterr().out
+    assert (
+        main(["doctor", str(tmp_path)]) == 0
+        and "no rollout has been recorded" in capsys.readouterr().out
+    )
     assert main(["--help"]) == 0 and "slime gate doctor RUN" in capsys.readouterr().out
 
 
 def test_what_cannot_be_read_in_a_dump_or_a_snapshot_is_named(tmp_path, capsys):
-    """Exit status 2 or a finding, not a traceback: a response that is a number, an index that is a list, metadata that is null."""
+    """Exit status 2 or a finding, not a traceback: a response that is a number, an index that is a
+    list, metadata that is null.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -285,7 +385,10 @@ def test_what_cannot_be_read_in_a_dump_or_a_snapshot_is_named(tmp_path, capsys):
 
     odd = dump(tmp_path, [sound_sample(0, response=5), sound_sample(1, index=[1])])
     assert main(["ends", odd]) == 0 and "'5'" in capsys.readouterr().out
-    assert main(["groups", odd, "--against", odd]) == 1 and "sample index [1] is no number" in capsys.readouterr().out
+    assert (
+        main(["groups", odd, "--against", odd]) == 1
+        and "sample index [1] is no number" in capsys.readouterr().out
+    )
     table = raw_table(rollout(1, 0), [Verdict(True)])
     column = table.column_names.index("metadata")
     table = table.set_column(column, "metadata", pyarrow.array([None], pyarrow.string()))
@@ -303,8 +406,14 @@ def test_what_cannot_be_read_in_a_dump_or_a_snapshot_is_named(tmp_path, capsys):
 )  # fmt: skip
 def test_doctor_leaves_out_records_that_hold_something_else_than_the_gate_writes(damage):
     """`doctor` skips damaged records without a traceback."""
-    record = {"rollout_id": 0, "alarms": [], **postprocess_output_data(rollout(8, 2), GateConfig()).statistics.to_record()}
-    assert tools.diagnose_records([record, {**record, "rollout_id": 1, **damage}]) == tools.diagnose_records([record])
+    record = {
+        "rollout_id": 0,
+        "alarms": [],
+        **postprocess_output_data(rollout(8, 2), GateConfig()).statistics.to_record(),
+    }
+    assert tools.diagnose_records(
+        [record, {**record, "rollout_id": 1, **damage}]
+    ) == tools.diagnose_records([record])
 
 
 def test_doctor_looks_at_the_snapshot_that_was_written_last(tmp_path, capsys):
@@ -314,7 +423,10 @@ def test_doctor_looks_at_the_snapshot_that_was_written_last(tmp_path, capsys):
         gate = Gate(GateConfig(), run_dir=tmp_path, snapshots=SnapshotWriter(tmp_path / "gate"))
         gate.run(rollout(8, 0), rollout_id)
         gate.close()
-    assert main(["doctor", str(tmp_path)]) == 0 and "alignment of raw_000002.parquet" in capsys.readouterr().out
+    assert (
+        main(["doctor", str(tmp_path)]) == 0
+        and "alignment of raw_000002.parquet" in capsys.readouterr().out
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""Makes the golden corpus of the gate: tokenizer.json and samples.jsonl beside this file. Deterministic; needs no network.
+"""Makes the golden corpus of the gate: tokenizer.json and samples.jsonl beside this file.
+Deterministic; needs no network.
 
-    python tests/golden/make_golden.py            # write samples and the verdicts that the gate gives now
+    python tests/golden/make_golden.py            # write samples and the verdicts that the gate
+                                                  gives now
     python tests/golden/make_golden.py --check    # exit 1 if the files would change
 
-Every sample carries `intended`, the reason its maker had in mind; the script refuses to write a verdict that differs from it.
+Every sample carries `intended`, the reason its maker had in mind; the script refuses to write a
+verdict that differs from it.
 """
 
 from __future__ import annotations
@@ -17,7 +20,13 @@ for folder in (HERE.parent, HERE.parent.parent):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-from support.gate_golden import GOLDEN_CONFIG, SAMPLES_PATH, TOKENIZER_PATH, expectation_of, load_tokenizer  # noqa: E402
+from support.gate_golden import (  # noqa: E402
+    GOLDEN_CONFIG,
+    SAMPLES_PATH,
+    TOKENIZER_PATH,
+    expectation_of,
+    load_tokenizer,
+)
 
 from slime.data.sample import Sample, Status  # noqa: E402
 from slime.gate import postprocess_output_data  # noqa: E402
@@ -75,7 +84,10 @@ MATH = [
     ("10 mod 3", "three threes and one left", "1"),
 ]
 TOOLS = [
-    'I will look it up.\n<tool_call>{"name": "search", "arguments": {"q": "weather Paris"}}</tool_call>',
+    (
+        'I will look it up.\n<tool_call>{"name": "search", "arguments": {"q": "weather '
+        'Paris"}}</tool_call>'
+    ),
     '<think>two cities</think><tool_call>{"name": "t", "arguments": {"c": "Oslo"}}</tool_call>\n'
     '<tool_call>{"name": "t", "arguments": {"c": "Rome"}}</tool_call>',
     "<think>maybe <tool_call>{}</tool_call> but no need</think>It is sunny.",
@@ -104,12 +116,16 @@ def train_tokenizer() -> None:
     )
     texts = CHAT + TOOLS + TURNS + [" ".join(parts) for parts in MATH]
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in ("<think>", "</think>")])
+    tokenizer.add_tokens(
+        [AddedToken(tag, normalized=False, special=False) for tag in ("<think>", "</think>")]
+    )
     TOKENIZER_PATH.write_text(tokenizer.to_str(pretty=False), encoding="utf-8")
 
 
 class Corpus:
-    """Collects samples. `add` encodes the response, ends it with <|eos|>, and gives every token a plausible log-prob."""
+    """Collects samples. `add` encodes the response, ends it with <|eos|>, and gives every token a
+    plausible log-prob.
+    """
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -118,7 +134,18 @@ class Corpus:
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def add(self, intended, text, *, task="chat", prompt=None, ids=None, response=None, eos=True, **fields) -> Sample:
+    def add(
+        self,
+        intended,
+        text,
+        *,
+        task="chat",
+        prompt=None,
+        ids=None,
+        response=None,
+        eos=True,
+        **fields,
+    ) -> Sample:
         number = len(self.rows)
         prompt = f"prompt {number // 2}" if prompt is None else prompt
         prompt_ids = self.ids(prompt)
@@ -128,7 +155,9 @@ class Corpus:
             "group_index": number // 2,
             "prompt": prompt,
             "tokens": prompt_ids + ids,
-            "response": self.tokenizer.decode(ids, skip_special_tokens=True) if response is None else response,
+            "response": self.tokenizer.decode(ids, skip_special_tokens=True)
+            if response is None
+            else response,
             "response_length": len(ids),
             "rollout_log_probs": [-0.05 - 0.1 * (i % 7) for i in range(len(ids))],
             "status": Status.COMPLETED,
@@ -148,7 +177,10 @@ def add_valid(corpus: Corpus) -> None:
         corpus.add(None, text, task="labels", eos=False)
     for question, thought, answer in MATH:
         corpus.add(
-            None, f"<think>{thought}</think>\n<answer>{answer}</answer>", task="math", prompt=f"What is {question}?"
+            None,
+            f"<think>{thought}</think>\n<answer>{answer}</answer>",
+            task="math",
+            prompt=f"What is {question}?",
         )
     for text in TOOLS:
         corpus.add(None, text, task="tools")
@@ -182,13 +214,20 @@ def add_lengths(corpus: Corpus) -> None:
         corpus.add("too_short", text, ids=corpus.ids(text)[:1])
     for repeat, text in enumerate(CHAT[:5] + CHAT[9:12]):
         corpus.add("too_long", " ".join([f"{text} {i}." for i in range(6 + repeat)]))
-    corpus.add("too_long", "short answer, but the prompt fills the context", prompt=" ".join(CHAT[:6]))
+    corpus.add(
+        "too_long", "short answer, but the prompt fills the context", prompt=" ".join(CHAT[:6])
+    )
     for text in CHAT[10:18]:
-        corpus.add("truncated", text[:20], eos=False, status=Status.TRUNCATED, finish_reason="length")
+        corpus.add(
+            "truncated", text[:20], eos=False, status=Status.TRUNCATED, finish_reason="length"
+        )
     corpus.add("truncated", CHAT[0], eos=False, finish_reason="length")
     for text in ("ha ", "0", "abc ", "\n", "loop and loop ", "= ", "好", "() "):
         corpus.add(
-            "repetitive", CHAT[1] + text * 120, ids=(corpus.ids(CHAT[1]) + corpus.ids(text) * 120)[:110], eos=False
+            "repetitive",
+            CHAT[1] + text * 120,
+            ids=(corpus.ids(CHAT[1]) + corpus.ids(text) * 120)[:110],
+            eos=False,
         )
 
 
@@ -204,18 +243,44 @@ def add_engine_faults(corpus: Corpus) -> None:
             sample.rollout_log_probs = None
         else:
             sample.rollout_log_probs = sample.rollout_log_probs + [-1.0]
-    bad = [float("nan"), float("inf"), -float("inf"), 0.5, 1e9, float("nan"), 0.01, -float("inf"), None]
+    bad = [
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+        0.5,
+        1e9,
+        float("nan"),
+        0.01,
+        -float("inf"),
+        None,
+    ]
     for position, value in enumerate(bad):
         sample = corpus.add("bad_logprob", CHAT[position])
         sample.rollout_log_probs[position % 5] = value
-    for position, value in enumerate([-1, 10**6, len(corpus.tokenizer), -100, 2**31 - 1, 151643, -(2**31), 2**40]):
+    for position, value in enumerate(
+        [-1, 10**6, len(corpus.tokenizer), -100, 2**31 - 1, 151643, -(2**31), 2**40]
+    ):
         sample = corpus.add("bad_token", CHAT[20 + position])
         sample.tokens[-2 if position % 2 else 0] = value
-    for value in (None, float("nan"), float("inf"), "0.5", [1.0], {"score": 1.0}, -float("inf"), 1j, object):
+    for value in (
+        None,
+        float("nan"),
+        float("inf"),
+        "0.5",
+        [1.0],
+        {"score": 1.0},
+        -float("inf"),
+        1j,
+        object,
+    ):
         corpus.add(
             "bad_reward",
             CHAT[3],
-            reward=None if value is object else repr(value) if isinstance(value, complex) else value,
+            reward=None
+            if value is object
+            else repr(value)
+            if isinstance(value, complex)
+            else value,
         )
 
 
@@ -227,7 +292,9 @@ def add_misaligned(corpus: Corpus) -> None:
     corpus.add("misaligned", CHAT[28], response=CHAT[28].replace("    ", " "))
     corpus.add("misaligned", CHAT[33], response=CHAT[33].replace("\n", " "))
     corpus.add("misaligned", CHAT[4], response=CHAT[5])
-    corpus.add("misaligned", CHAT[9], ids=[i + 1 for i in corpus.ids(CHAT[9])], response=CHAT[9], eos=False)
+    corpus.add(
+        "misaligned", CHAT[9], ids=[i + 1 for i in corpus.ids(CHAT[9])], response=CHAT[9], eos=False
+    )
     corpus.add("misaligned", CHAT[6]).response_length = 10**4
     corpus.add("misaligned", CHAT[7]).loss_mask = [1, 1]
 
@@ -254,17 +321,40 @@ def add_bad_format(corpus: Corpus) -> None:
 def write_samples() -> None:
     tokenizer = load_tokenizer()
     corpus = Corpus(tokenizer)
-    for part in (add_valid, add_empty, add_lengths, add_engine_faults, add_misaligned, add_bad_format):
+    for part in (
+        add_valid,
+        add_empty,
+        add_lengths,
+        add_engine_faults,
+        add_misaligned,
+        add_bad_format,
+    ):
         part(corpus)
-    for position, word in enumerate(("my plug-in said no", "toxic", "", "TRUNCATED", "毒性", "duplicate of 3", None, "bad format")):
+    for position, word in enumerate(
+        (
+            "my plug-in said no",
+            "toxic",
+            "",
+            "TRUNCATED",
+            "毒性",
+            "duplicate of 3",
+            None,
+            "bad format",
+        )
+    ):
         corpus.add("rejected", CHAT[position], valid=False, invalid_reason=word)
     samples = [sample for _, sample in corpus.rows]
     result = postprocess_output_data(samples, GOLDEN_CONFIG, tokenizer=tokenizer)
     lines, wrong = [], []
-    for (intended, sample), out, verdict in zip(corpus.rows, result.samples, result.verdicts, strict=True):
+    for (intended, sample), out, verdict in zip(
+        corpus.rows, result.samples, result.verdicts, strict=True
+    ):
         expected = expectation_of(out, verdict)
         if expected["reason"] != intended:
-            wrong.append(f"sample {sample.index} {sample.response[:50]!r}: intended {intended}, got {expected}")
+            wrong.append(
+                f"sample {sample.index} {sample.response[:50]!r}: intended {intended}, got "
+                f"{expected}"
+            )
         lines.append(
             json.dumps(
                 {"sample": sample.to_dict(), "expected": expected},
@@ -279,7 +369,9 @@ def write_samples() -> None:
 
 
 def main(argv: list[str]) -> int:
-    before = [path.read_bytes() if path.exists() else b"" for path in (TOKENIZER_PATH, SAMPLES_PATH)]
+    before = [
+        path.read_bytes() if path.exists() else b"" for path in (TOKENIZER_PATH, SAMPLES_PATH)
+    ]
     train_tokenizer()
     write_samples()
     after = [path.read_bytes() for path in (TOKENIZER_PATH, SAMPLES_PATH)]

@@ -18,7 +18,9 @@ def _publish(save, iteration, text="weights"):
     (temporary / "a.bin").write_text(text)
     (temporary / "deep" / "b.bin").write_text("deep")
     final = files.iteration_folder(save, iteration)
-    files.publish(temporary, final, files.hash_files(temporary, files.files_below(temporary), sync=True))
+    files.publish(
+        temporary, final, files.hash_files(temporary, files.files_below(temporary), sync=True)
+    )
     files.point_to(save, iteration)
     return final
 
@@ -42,7 +44,10 @@ def test_a_pointer_that_is_not_a_number_is_an_error(tmp_path):
     _publish(tmp_path, 3)
     for content in (b"", b"three", b"\xff3", "\u00b2".encode()):
         (tmp_path / files.TRACKER).write_bytes(content)
-        assert resume_point(argparse.Namespace(load=str(tmp_path), finetune=False, ckpt_step=None)) is None
+        assert (
+            resume_point(argparse.Namespace(load=str(tmp_path), finetune=False, ckpt_step=None))
+            is None
+        )
         with pytest.raises(ConfigError, match="not an iteration"):
             files.find_checkpoint(tmp_path, None)
 
@@ -51,7 +56,10 @@ def test_a_large_file_is_hashed_to_its_end(tmp_path):
     """A file larger than one piece of 4 MiB is hashed to its end."""
     content = bytes(4 * 2**20) + b"x"
     (tmp_path / "a.bin").write_bytes(content)
-    expected = {"blake2b": hashlib.blake2b(content, digest_size=16).hexdigest(), "size": len(content)}
+    expected = {
+        "blake2b": hashlib.blake2b(content, digest_size=16).hexdigest(),
+        "size": len(content),
+    }
     assert files.hash_files(tmp_path, ["a.bin"]) == {"a.bin": expected}
 
 
@@ -114,7 +122,9 @@ def test_a_crash_between_the_two_renames_loses_no_checkpoint(tmp_path):
     final = _publish(tmp_path, 1, "old")
     final.rename(tmp_path / ".iter_0000001.replaced")
     assert files.find_checkpoint(tmp_path, None) == (final, 1)
-    assert (final / "a.bin").read_text() == "old" and not (tmp_path / ".iter_0000001.replaced").exists()
+    assert (final / "a.bin").read_text() == "old" and not (
+        tmp_path / ".iter_0000001.replaced"
+    ).exists()
 
 
 def test_pruning_keeps_the_newest_of_the_line_that_goes_on(tmp_path):

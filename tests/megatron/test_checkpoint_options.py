@@ -21,7 +21,9 @@ NUM_GPUS = 0
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The Hugging Face folder, the save folder with iterations 0 and 1, and per iteration: weights, the scheduler's clock, the next random number."""
+    """The Hugging Face folder, the save folder with iterations 0 and 1, and per iteration: weights,
+    the scheduler's clock, the next random number.
+    """
     root = tmp_path_factory.mktemp("run")
     dist.init_process_group("gloo", init_method=f"file://{root / 'store'}", rank=0, world_size=1)
     from slime.backends.megatron_utils.checkpoint import save_checkpoint
@@ -39,14 +41,21 @@ def saved(tmp_path_factory):
 
 
 def load(hf, save, **options):
-    """(iteration, weights, the scheduler's clock, whether there are moments, the next random number) after a load with these options."""
+    """(iteration, weights, the scheduler's clock, whether there are moments, the next random
+    number) after a load with these options.
+    """
     from slime.backends.megatron_utils.checkpoint import load_checkpoint
 
     with built(hf, **options) as (args, model, optimizer, scheduler):
-        for _ in range(2):  # the second load replaces the first: the schedule's clock does not add up
+        # the second load replaces the first: the schedule's clock does not add up
+        for _ in range(2):
             iteration = load_checkpoint(args, model, optimizer, scheduler, load_dir=str(save))
         drawn = torch.rand(1)
-        moments = [inner_state["exp_avg"] for part in optimizer.chained_optimizers for inner_state in part.optimizer.state.values()]
+        moments = [
+            inner_state["exp_avg"]
+            for part in optimizer.chained_optimizers
+            for inner_state in part.optimizer.state.values()
+        ]
         has_moments = bool(moments) and any(bool(moment.any()) for moment in moments)
         return iteration, exported(args, model), scheduler.num_steps, has_moments, drawn
 
@@ -66,7 +75,9 @@ def are_equal(first, second):
     ],
     ids=lambda value: ",".join(value) or "nothing" if isinstance(value, dict) else "",
 )
-def test_each_part_is_read_or_left_as_the_options_say(saved, options, iteration, from_iteration, clock, has_moments, resumes_random):
+def test_each_part_is_read_or_left_as_the_options_say(
+    saved, options, iteration, from_iteration, clock, has_moments, resumes_random
+):
     """Each part is read or left by its option; after two rollouts of two steps of four samples the
     schedule's clock is at 8 and 16."""
     hf, save, after = saved
@@ -123,8 +134,13 @@ def test_what_is_not_to_be_saved_is_not_there(saved, tmp_path):
         with built(hf, **options) as (args, *state):
             folder = save_checkpoint(args, 0, *state, save_dir=str(tmp_path / name))
         files = {path.name for path in folder.iterdir()}
-        assert ("optimizer_index.json" in files, "rng_00000.json" in files) == (name != "optim", name != "rng")
-        assert (json.loads((folder / "state.json").read_text())["scheduler"] is None) is (name == "optim")
+        assert ("optimizer_index.json" in files, "rng_00000.json" in files) == (
+            name != "optim",
+            name != "rng",
+        )
+        assert (json.loads((folder / "state.json").read_text())["scheduler"] is None) is (
+            name == "optim"
+        )
     with pytest.raises(ConfigError, match="--no-load-optim"):
         load(hf, tmp_path / "optim")
     with pytest.raises(ConfigError, match="--no-load-rng"):
@@ -144,17 +160,27 @@ def test_a_save_counts_only_when_it_was_written_and_read_back(saved, tmp_path, m
     hf, _, _ = saved
     with built(hf) as (args, *state):
         checkpoint.save_checkpoint(args, 3, *state, save_dir=str(tmp_path))
-        with pytest.raises(SlimeError, match="was not saved, the previous one is intact: .*No space left"):
-            checkpoint.save_checkpoint(args, 4, *state, save_dir=str(tmp_path), write_extra=_full_disk)
+        with pytest.raises(
+            SlimeError, match="was not saved, the previous one is intact: .*No space left"
+        ):
+            checkpoint.save_checkpoint(
+                args, 4, *state, save_dir=str(tmp_path), write_extra=_full_disk
+            )
         assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", files.TRACKER]
         with monkeypatch.context() as patch:
-            patch.setattr(files, "damaged_files", lambda folder, manifest, names: [f"{folder} reads otherwise."])
+            patch.setattr(
+                files,
+                "damaged_files",
+                lambda folder, manifest, names: [f"{folder} reads otherwise."],
+            )
             with pytest.raises(SlimeError, match="does not read back as written"):
                 checkpoint.save_checkpoint(args, 5, *state, save_dir=str(tmp_path))
         assert files.find_checkpoint(tmp_path, None)[1] == 3
         args.keep_checkpoints = 1
         checkpoint.save_checkpoint(args, 6, *state, save_dir=str(tmp_path))
-    assert files.find_checkpoint(tmp_path, None)[1] == 6 and files.published_iterations(tmp_path) == [6]
+    assert files.find_checkpoint(tmp_path, None)[1] == 6 and files.published_iterations(
+        tmp_path
+    ) == [6]
 
 
 if __name__ == "__main__":

@@ -35,8 +35,16 @@ def test_a_llama_config_gives_its_shape_and_its_rotary_scaling():
     assert fields["num_query_groups"] == 8 and fields["group_query_attention"] is True
     assert fields["kv_channels"] == 64 and fields["ffn_hidden_size"] == 8192
     assert fields["untie_embeddings_and_output_weights"] is False
-    assert (fields["rotary_base"], fields["use_rope_scaling"], fields["rope_scaling_factor"]) == (500000.0, True, 32.0)
-    assert fields["layernorm_epsilon"] == 1e-5 and fields["add_qkv_bias"] is False and fields["qk_layernorm"] is False
+    assert (fields["rotary_base"], fields["use_rope_scaling"], fields["rope_scaling_factor"]) == (
+        500000.0,
+        True,
+        32.0,
+    )
+    assert (
+        fields["layernorm_epsilon"] == 1e-5
+        and fields["add_qkv_bias"] is False
+        and fields["qk_layernorm"] is False
+    )
 
 
 def test_qwen2_has_biased_queries_and_no_scaling_fields():
@@ -50,7 +58,11 @@ def test_a_moe_config_says_which_layers_have_experts():
     """With experts in every second layer and layer 3 listed as dense, only layer 1 has experts."""
     fields = megatron_fields_from_hf(QWEN3_MOE)
     assert fields["moe_layer_freq"] == [0, 1, 0, 0]
-    assert (fields["num_moe_experts"], fields["moe_router_topk"], fields["moe_ffn_hidden_size"]) == (8, 2, 32)
+    assert (
+        fields["num_moe_experts"],
+        fields["moe_router_topk"],
+        fields["moe_ffn_hidden_size"],
+    ) == (8, 2, 32)
     assert fields["moe_router_pre_softmax"] is False and fields["qk_layernorm"] is True
 
 

@@ -40,7 +40,9 @@ def process_group(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return TinyCheckpoints(tmp_path_factory.mktemp("checkpoints"), {family: {"family": family} for family in FAMILIES})
+    return TinyCheckpoints(
+        tmp_path_factory.mktemp("checkpoints"), {family: {"family": family} for family in FAMILIES}
+    )
 
 
 def _packed(ids):
@@ -66,7 +68,9 @@ def test_logits_and_gradients_of_a_packed_row_are_those_of_the_hugging_face_mode
     from slime.backends.megatron_utils.local_params import local_parameters
     from slime.backends.megatron_utils.megatron_to_hf import _convert_to_hf_core
 
-    reference = AutoModelForCausalLM.from_pretrained(folders[family], attn_implementation="eager", dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(
+        folders[family], attn_implementation="eager", dtype=torch.float32
+    )
     ids = [torch.tensor(sequence) for sequence in fixed_tokens(reference.config.vocab_size)]
     expected = torch.cat([reference(sequence[None]).logits[0] for sequence in ids])
     weight = torch.linspace(-1, 1, expected.numel()).view_as(expected) / expected.numel()
@@ -74,16 +78,24 @@ def test_logits_and_gradients_of_a_packed_row_are_those_of_the_hugging_face_mode
 
     with built(folders[family]) as (args, model, optimizer, _):
         tokens, packed = _packed(ids)
-        logits = model[0](input_ids=tokens, position_ids=None, attention_mask=None, packed_seq_params=packed)[0]
+        logits = model[0](
+            input_ids=tokens, position_ids=None, attention_mask=None, packed_seq_params=packed
+        )[0]
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
         (logits * weight).sum().backward()
         gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
         compared = 0
         for local in local_parameters(model):
-            for name, gradient in _convert_to_hf_core(args, family, local.name, local.parameter.main_grad):
+            for name, gradient in _convert_to_hf_core(
+                args, family, local.name, local.parameter.main_grad
+            ):
                 if name in gradients:
                     torch.testing.assert_close(
-                        gradient, gradients[name], rtol=0, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+                        gradient,
+                        gradients[name],
+                        rtol=0,
+                        atol=1e-6,
+                        msg=lambda text, n=name: f"{n}: {text}",
                     )
                     compared += 1
     # transformers fuses experts in memory: only their gradients have no counterpart by name.
@@ -95,9 +107,14 @@ def test_scaled_rotary_frequencies_are_those_of_the_hugging_face_model(tmp_path)
     contexts only."""
     scaling = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}  # fmt: skip
-    folder = make_tiny_checkpoint(tmp_path / "scaled", "llama", rope_parameters=scaling, head_dim=16)
+    folder = make_tiny_checkpoint(
+        tmp_path / "scaled", "llama", rope_parameters=scaling, head_dim=16
+    )
     plain = make_tiny_checkpoint(
-        tmp_path / "plain", "llama", rope_parameters={"rope_theta": 500000.0, "rope_type": "default"}, head_dim=16
+        tmp_path / "plain",
+        "llama",
+        rope_parameters={"rope_theta": 500000.0, "rope_type": "default"},
+        head_dim=16,
     )
     expected, unscaled = reference_run(folder)["log_probs"], reference_run(plain)["log_probs"]
     with built(folder) as (args, model, *_):
@@ -136,15 +153,20 @@ def test_buckets_end_with_the_parameter_that_fills_them_and_are_copies(folders):
     with built(folders["qwen3"]) as (args, model, *_):
         one_by_one = list(iter_hf_weight_buckets(args, model, config, buffer_size=1))
         parameters = [parameter for chunk in model for parameter in chunk.parameters()]
-        assert len(one_by_one) == len(parameters) and max(map(len, one_by_one)) == 3  # queries, keys and values of one parameter
-        assert [len(bucket) for bucket in iter_hf_weight_buckets(args, model, config, buffer_size=2**40)] == [sum(map(len, one_by_one))]
+        # queries, keys and values of one parameter
+        assert len(one_by_one) == len(parameters) and max(map(len, one_by_one)) == 3
+        assert [
+            len(bucket) for bucket in iter_hf_weight_buckets(args, model, config, buffer_size=2**40)
+        ] == [sum(map(len, one_by_one))]
         args.update_weight_buffer_size = 1
         assert len(list(iter_hf_weight_buckets(args, model, config))) == len(parameters)
         with torch.no_grad():
             for parameter in parameters:
                 parameter.add_(1.0)
     stored = folder_tensors(folders["qwen3"])
-    assert all(torch.equal(tensor, stored[name]) for bucket in one_by_one for name, tensor in bucket)
+    assert all(
+        torch.equal(tensor, stored[name]) for bucket in one_by_one for name, tensor in bucket
+    )
 
 
 def test_padding_of_the_vocabulary_has_no_probability(folders):
@@ -158,7 +180,9 @@ def test_padding_of_the_vocabulary_has_no_probability(folders):
         assert model[0].module.output_layer.weight.shape[0] == 1024
     for index, tensor in expected["log_probs"].items():
         torch.testing.assert_close(log_probs[index], tensor, rtol=0, atol=1e-5)
-    assert [step["train/grad_norm"] for step in metrics] == pytest.approx(expected["grad_norms"], rel=1e-4)
+    assert [step["train/grad_norm"] for step in metrics] == pytest.approx(
+        expected["grad_norms"], rel=1e-4
+    )
 
 
 def test_an_empty_micro_batch_changes_nothing(folders):
@@ -169,7 +193,10 @@ def test_an_empty_micro_batch_changes_nothing(folders):
             data, _ = local_batch(args)
             if empty:
                 indices = data["micro_batch_indices"]
-                data |= {"num_microbatches": [3, 3], "micro_batch_indices": [*indices[:2], [], [], *indices[2:]]}
+                data |= {
+                    "num_microbatches": [3, 3],
+                    "micro_batch_indices": [*indices[:2], [], [], *indices[2:]],
+                }
             metrics = train_steps(args, (model, *rest), data)
             results.append(([step["train/loss"] for step in metrics], exported(args, model)))
     assert results[1][0] == pytest.approx(results[0][0], rel=1e-6)
@@ -202,7 +229,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(folders):
     with built(folders["llama"]) as (args, model, optimizer, scheduler):
         before = exported(args, model)
         data, _ = local_batch(args)
-        model[0].module.decoder.final_layernorm.register_forward_hook(lambda module, inputs, output: output * math.nan)
+        model[0].module.decoder.final_layernorm.register_forward_hook(
+            lambda module, inputs, output: output * math.nan
+        )
         metrics = train_steps(args, (model, optimizer, scheduler), data)
         after = exported(args, model)
         assert scheduler.num_steps == 0
@@ -238,7 +267,12 @@ def test_a_step_starts_from_the_weights_that_were_loaded(folders, tmp_path, sour
         with built(folders["qwen3"], bf16=True) as (args, *state):
             save_checkpoint(args, 0, *state, save_dir=load_dir)
     without_state = {"no_load_optim": True, "weight_decay": 0.0, "clip_grad": 0.0}
-    with built(folders["qwen3"], bf16=True, load_dir=load_dir, **without_state) as (args, model, optimizer, _):
+    with built(folders["qwen3"], bf16=True, load_dir=load_dir, **without_state) as (
+        args,
+        model,
+        optimizer,
+        _,
+    ):
         before = exported(args, model)
         optimizer.step()
         after = exported(args, model)
@@ -256,7 +290,9 @@ def test_a_critic_gives_one_value_per_response_token(folders):
 
     with built(folders["qwen3"]) as (args, *_):
         args.num_rollout, args.eval_interval, args.debug_train_only = 0, 1, False
-        assert setup_model_and_optimizer(args)[1:] == (None, None), "a run that only evaluates trains nothing"
+        assert setup_model_and_optimizer(args)[1:] == (None, None), (
+            "a run that only evaluates trains nothing"
+        )
         args.num_rollout = 10
         model, optimizer, scheduler = setup_model_and_optimizer(args, role="critic")
         load_checkpoint(args, model, optimizer, scheduler, load_dir=None)
@@ -296,7 +332,9 @@ try:
 except (AssertionError, RuntimeError):
     print("fine")
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=100
+    )
     assert done.stdout.strip().endswith("fine"), done.stderr[-2000:]
 
 
@@ -333,7 +371,13 @@ def test_an_extended_run_follows_the_new_schedule_where_that_is_asked_for(folder
         save_checkpoint(args, 0, *state, save_dir=str(tmp_path))
     rates = {}
     for override in (False, True):
-        with built(folders["llama"], **linear, lr_decay_iters=4, override_opt_param_scheduler=override, load_dir=str(tmp_path)) as (_, *state):
+        with built(
+            folders["llama"],
+            **linear,
+            lr_decay_iters=4,
+            override_opt_param_scheduler=override,
+            load_dir=str(tmp_path),
+        ) as (_, *state):
             rates[override] = {group["lr"] for group in state[1].param_groups}
     assert rates[False] == {0.0} and list(rates[True]) == pytest.approx([5e-3])
 
@@ -373,7 +417,10 @@ def test_a_stand_in_ignores_a_new_argument_only_at_its_default():
 
     once = stand_in(original, lambda t, freqs, mscale=1.0: (t, freqs, mscale))
     assert once(1, freqs=2, offset=None, fused=False) == (1, 2, 1.0)
-    with pytest.raises(ConfigError, match=r"original was called with fused=True, which slime's CPU version of it does not know"):
+    with pytest.raises(
+        ConfigError,
+        match=r"original was called with fused=True, which slime's CPU version of it does not know",
+    ):
         once(1, 2, fused=True)
     again = stand_in(once, lambda t, freqs, mscale=1.0: "second")
     assert again(1, 2, offset=None) == "second" and again.stands_in_for is original
@@ -383,7 +430,9 @@ CALLS = []
 
 
 def provide_model(pre_process, post_process, vp_stage=None):
-    """--custom-model-provider-path: the model that slime would build, from options that the test has put down."""
+    """--custom-model-provider-path: the model that slime would build, from options that the test
+    has put down.
+    """
     from slime.backends.megatron_utils.model_provider import _gpt_model, build_transformer_config
 
     CALLS.append(("provider", pre_process, post_process, vp_stage))
@@ -422,7 +471,12 @@ def test_megatron_hooks_see_every_pass_and_step_and_may_build_the_model(folders)
         data, mine = local_batch(args)
         hooked = log_probs_of(args, model, data, mine)
         train_steps(args, (model, *rest), data, rollout_id=4)
-    assert CALLS == [("provider", True, True, None), ("log_prob", 1, ""), ("step", 4, 0, True), ("step", 4, 1, True)]
+    assert CALLS == [
+        ("provider", True, True, None),
+        ("log_prob", 1, ""),
+        ("step", 4, 0, True),
+        ("step", 4, 1, True),
+    ]
     assert all(torch.equal(plain[position], hooked[position]) for position in plain)
 
 

@@ -23,21 +23,33 @@ def reader_of(folder, pieces):
         tensors[file][f"exp_avg|w|{shard}|{start}"] = torch.arange(start, end) + 100.0 * shard
     for file, content in tensors.items():
         save_file(content, str(folder / file))
-    return _Reader(folder, {"w": {"shape": [2, 4], "num_shards": 2, "dim": 0, "stride": 1, "pieces": pieces}})
+    return _Reader(
+        folder, {"w": {"shape": [2, 4], "num_shards": 2, "dim": 0, "stride": 1, "pieces": pieces}}
+    )
 
 
 def slot_of(rank, start, end):
-    local = types.SimpleNamespace(name="w", parameter=torch.empty(2, 4), parallel_size=2, parallel_rank=rank)
+    local = types.SimpleNamespace(
+        name="w", parameter=torch.empty(2, 4), parallel_size=2, parallel_rank=rank
+    )
     return types.SimpleNamespace(local=local, start=start, end=end)
 
 
 @pytest.mark.parametrize(
     ("rank", "start", "end", "expected"),
-    [(0, 0, 8, range(8)), (0, 2, 6, range(2, 6)), (0, 4, 8, range(4, 8)), (0, 0, 3, range(3)), (1, 2, 6, range(102, 106))],
+    [
+        (0, 0, 8, range(8)),
+        (0, 2, 6, range(2, 6)),
+        (0, 4, 8, range(4, 8)),
+        (0, 0, 3, range(3)),
+        (1, 2, 6, range(102, 106)),
+    ],
 )
 def test_a_range_is_cut_from_the_pieces_that_hold_it(tmp_path, rank, start, end, expected):
     """A range may begin inside one piece and end inside the next."""
-    assert reader_of(tmp_path, PIECES).piece("exp_avg", slot_of(rank, start, end)).tolist() == list(expected)
+    assert reader_of(tmp_path, PIECES).piece("exp_avg", slot_of(rank, start, end)).tolist() == list(
+        expected
+    )
 
 
 def test_elements_that_no_file_holds_are_an_error(tmp_path):

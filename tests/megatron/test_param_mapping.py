@@ -7,7 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.backends.megatron_utils.megatron_to_hf import _convert_to_hf_core, convert_qwen3_moe_to_hf
+from slime.backends.megatron_utils.megatron_to_hf import (
+    _convert_to_hf_core,
+    convert_qwen3_moe_to_hf,
+)
 from slime.backends.megatron_utils.sharding import shard, unshard
 from slime.exceptions import ConfigError
 from slime.models.param_mapping import Shape, combine, match, split
@@ -74,7 +77,12 @@ def test_an_unknown_parameter_is_an_error():
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.sampled_from(["decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.0.self_attention.linear_proj.weight"]),
+    st.sampled_from(
+        [
+            "decoder.layers.0.mlp.linear_fc1.weight",
+            "decoder.layers.0.self_attention.linear_proj.weight",
+        ]
+    ),
     st.sampled_from([1, 2, 4]),
     st.sampled_from([0, 1]),
     st.sampled_from([1, 2]),
@@ -85,14 +93,18 @@ def test_cutting_and_putting_together_is_the_identity(name, size, dim, stride):
     if "linear_fc1" in name:
         dim = 0
     whole = torch.arange(16 * 16).view(16, 16)
-    parts = [shard(name, whole, size=size, rank=rank, dim=dim, stride=stride) for rank in range(size)]
+    parts = [
+        shard(name, whole, size=size, rank=rank, dim=dim, stride=stride) for rank in range(size)
+    ]
     assert torch.equal(unshard(name, parts, dim=dim, stride=stride), whole)
 
 
 def test_a_rank_of_the_gated_mlp_holds_a_part_of_both_halves():
     """With gate rows 0..3 and up rows 4..7, rank 1 of 2 holds 2, 3, 6, 7."""
     whole = torch.arange(8)[:, None]
-    assert shard("decoder.layers.0.mlp.linear_fc1.weight", whole, size=2, rank=1, dim=0)[:, 0].tolist() == [2, 3, 6, 7]
+    assert shard("decoder.layers.0.mlp.linear_fc1.weight", whole, size=2, rank=1, dim=0)[
+        :, 0
+    ].tolist() == [2, 3, 6, 7]
 
 
 if __name__ == "__main__":

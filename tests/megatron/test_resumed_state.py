@@ -31,11 +31,13 @@ from slime.utils.arguments import parse_args
 
 NUM_GPUS = 0
 
-# What a rank holds. A new attribute belongs in one of the two lists: it is restored, and compared below, or a step does not read it.
+# What a rank holds. A new attribute belongs in one of the two lists: it is restored, and compared
+# below, or a step does not read it.
 RESTORED = {"model", "optimizer", "opt_param_scheduler", "weights", "weight_version", "_last_train_step", "_moved_reference",
             "_weights_fingerprint", "weight_ages"}  # fmt: skip
 NOT_READ_BY_A_STEP = {
-    "args", "role", "rank", "world_size", "with_ref", "with_opd_teacher", "hf_config",  # given at the start
+    # given at the start
+    "args", "role", "rank", "world_size", "with_ref", "with_opd_teacher", "hf_config",
     "master_addr", "master_port", "rollout_manager", "_asleep",  # of this process
     "_last_rollout_id", "_sampler_age",  # of this rollout
 }  # fmt: skip
@@ -43,17 +45,52 @@ NOT_READ_BY_A_STEP = {
 
 @pytest.fixture
 def rank(tmp_path, monkeypatch):
-    """A function that starts the one rank of a run, ending the one before; the engines are not there."""
+    """A function that starts the one rank of a run, ending the one before; the engines are not
+    there.
+    """
     from megatron.core import mpu
 
     from slime.backends.megatron_utils import actor as module
 
     model = make_tiny_checkpoint(tmp_path / "tiny", "llama")
-    words = [*write_run_inputs(tmp_path), "--hf-checkpoint", str(model), "--save", str(tmp_path / "save"), "--accelerator", "cpu"]
-    words += ["--use-kl-loss", "--kl-loss-coef", "0.1", "--ref-load", str(model), "--ref-update-interval", "2", "--keep-old-actor"]
-    words += ["--lr", "0.01", "--lr-decay-style", "constant", "--data-pad-size-multiplier", "8", "--hidden-dropout", "0.1"]
+    words = [
+        *write_run_inputs(tmp_path),
+        "--hf-checkpoint",
+        str(model),
+        "--save",
+        str(tmp_path / "save"),
+        "--accelerator",
+        "cpu",
+    ]
+    words += [
+        "--use-kl-loss",
+        "--kl-loss-coef",
+        "0.1",
+        "--ref-load",
+        str(model),
+        "--ref-update-interval",
+        "2",
+        "--keep-old-actor",
+    ]
+    words += [
+        "--lr",
+        "0.01",
+        "--lr-decay-style",
+        "constant",
+        "--data-pad-size-multiplier",
+        "8",
+        "--hidden-dropout",
+        "0.1",
+    ]
     monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")  # --accelerator sets it for the process
-    for name in ("configure_logger", "log_rollout_data", "log_consistency", "log_perf_data", "save_debug_train_data", "log"):
+    for name in (
+        "configure_logger",
+        "log_rollout_data",
+        "log_consistency",
+        "log_perf_data",
+        "save_debug_train_data",
+        "log",
+    ):
         monkeypatch.setattr(module, name, lambda *args, **kwargs: None)
     monkeypatch.setattr(module, "publish_weights", lambda *args: "fingerprint")
     monkeypatch.setattr(module, "inverse_timer", lambda name: contextlib.nullcontext())
@@ -111,19 +148,26 @@ def test_a_rank_says_which_planned_samples_did_not_train(rank):
     assert _train(actor, 0) == {"not_trained": {"masked_by_function": 1}}
     actor.args.rollout_data_postprocess_path = None
     assert _train(actor, 1) == {"not_trained": {}}
-    broken = actor.model[0].module.decoder.final_layernorm.register_forward_hook(lambda module, inputs, output: output * float("nan"))
+    broken = actor.model[0].module.decoder.final_layernorm.register_forward_hook(
+        lambda module, inputs, output: output * float("nan")
+    )
     assert _train(actor, 2) == {"not_trained": {"update_skipped": 8}}
     broken.remove()
     actor.args.rollout_data_postprocess_path = f"{__name__}.unmask"
     data, _ = local_batch(actor.args)
     data["loss_masks"][3][0] = 0
-    with pytest.raises(RolloutDataError, match="unmask set the loss mask of response token 0 of sample 3 to 1, and it was 0"):
+    with pytest.raises(
+        RolloutDataError,
+        match="unmask set the loss mask of response token 0 of sample 3 to 1, and it was 0",
+    ):
         actor.train_actor(3, data)
 
 
 def _held(actor):
     """Everything in RESTORED as plain values, and the next random numbers, which dropout draws."""
-    state = {name: parameter.detach().clone() for name, parameter in actor.model[0].named_parameters()}
+    state = {
+        name: parameter.detach().clone() for name, parameter in actor.model[0].named_parameters()
+    }
     moments = {
         f"moment {index} {name}": value.clone()
         for part in getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])
@@ -131,7 +175,9 @@ def _held(actor):
         for name, value in entry.items()
     }
     sets = {
-        f"set {tag} {name}": tensor.clone() for tag in sorted(actor.weights._sets) for name, tensor in actor.weights._sets[tag].items()
+        f"set {tag} {name}": tensor.clone()
+        for tag in sorted(actor.weights._sets)
+        for name, tensor in actor.weights._sets[tag].items()
     }
     counters = {
         "weight_version": actor.weight_version,
@@ -148,7 +194,11 @@ def _held(actor):
 def _assert_equal(found, expected):
     assert sorted(found) == sorted(expected)
     for name, value in expected.items():
-        same = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
+        same = (
+            torch.equal(found[name], value)
+            if isinstance(value, torch.Tensor)
+            else found[name] == value
+        )
         assert same, name
 
 
@@ -166,7 +216,11 @@ def test_everything_that_a_step_reads_is_restored(rank):
     actor.update_weights()
     expected = _held(actor)
     assert expected["weight_version"] == 4 and expected["train_step"] == 5 and expected["moved"]
-    (head,) = (name for name in expected if name.startswith("set ref ") and name.endswith("output_layer.weight"))
+    (head,) = (
+        name
+        for name in expected
+        if name.startswith("set ref ") and name.endswith("output_layer.weight")
+    )
     assert not torch.equal(expected[head], expected[head.replace("set ref", "set actor")])
 
     resumed = rank("--load", str(Path(actor.args.save)))
@@ -189,11 +243,15 @@ def test_training_goes_on_after_its_state_was_out_of_the_device(rank, tmp_path, 
     actor.update_weights()
     _train(actor, 0)
     expected, tensors = _held(actor), list(training_tensors(actor.model, actor.optimizer))
-    counts = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    counts = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors
+    }
     copies = HostCopies(tensors) if kind == "host" else FileCopies(tensors, str(tmp_path))
     assert copies.num_bytes == sum(counts.values()) > 0
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
-    assert all(parameter.untyped_storage().nbytes() == 0 for parameter in actor.model[0].parameters())
+    assert all(
+        parameter.untyped_storage().nbytes() == 0 for parameter in actor.model[0].parameters()
+    )
     copies.restore()
     _assert_equal(_held(actor), expected)
     _train(actor, 1)
@@ -208,12 +266,20 @@ def test_a_sleeping_rank_holds_no_memory_for_training(rank):
     _train(actor, 0)
     expected = _held(actor)
     tensors = list(training_tensors(actor.model, actor.optimizer))
-    num_bytes = sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+    num_bytes = sum(
+        {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors
+        }.values()
+    )
     for _ in range(2):
         actor.sleep()  # the second time it sleeps already
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
     written = os.fstat(actor._asleep._file.fileno())
-    assert (written.st_size, written.st_nlink, written.st_dev) == (num_bytes, 0, os.stat(actor.args.run_dir).st_dev)
+    assert (written.st_size, written.st_nlink, written.st_dev) == (
+        num_bytes,
+        0,
+        os.stat(actor.args.run_dir).st_dev,
+    )
     for _ in range(2):
         actor.wake_up()
     _assert_equal(_held(actor), expected)
@@ -228,7 +294,13 @@ def test_a_full_disk_leaves_the_training_state_where_it_is(tmp_path, monkeypatch
 
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda **kwargs: FullFile())
     tensors = [torch.arange(4.0), torch.ones(3, dtype=torch.bfloat16)]
-    with pytest.raises(ConfigError, match=f"--offload-train cannot write the training state below {tmp_path}: No space left on device"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            f"--offload-train cannot write the training state below {tmp_path}: No space left on "
+            "device"
+        ),
+    ):
         FileCopies(tensors, str(tmp_path))
     assert tensors[0].tolist() == [0, 1, 2, 3] and tensors[1].tolist() == [1, 1, 1]
 
@@ -244,8 +316,12 @@ def test_ranks_that_were_ended_go_on_in_new_processes(rank, tmp_path):
     expected, fingerprint = _held(actor), actor._weights_fingerprint
     again = rank("--load", str(tmp_path / "suspended"))
     found = _held(again)
-    # what the engines had before is read by rollouts that were begun before: none is under way while ranks are ended
-    _assert_equal(found, {name: value for name, value in expected.items() if not name.startswith("set old_actor")})
+    # what the engines had before is read by rollouts that were begun before: none is under way
+    # while ranks are ended
+    _assert_equal(
+        found,
+        {name: value for name, value in expected.items() if not name.startswith("set old_actor")},
+    )
     assert again._weights_fingerprint == fingerprint == "fingerprint"
 
 
@@ -259,7 +335,11 @@ def test_a_checkpoint_of_an_earlier_version_has_no_counters_and_loads(rank, tmp_
     for name in (STATE, "manifest.json"):
         (folder / name).unlink()
     resumed = rank("--load", str(tmp_path / "save"))
-    assert (resumed.first_rollout, resumed.weight_version, resumed._moved_reference) == (1, 1, False)
+    assert (resumed.first_rollout, resumed.weight_version, resumed._moved_reference) == (
+        1,
+        1,
+        False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -279,10 +359,21 @@ def test_a_damaged_state_is_named(tmp_path, text):
 
 def test_the_critic_is_saved_with_its_policy_and_found_again(tmp_path):
     """--save saves the critic with its policy, and a resumed run loads it."""
-    words = [*write_run_inputs(tmp_path), "--advantage-estimator", "ppo", "--save", str(tmp_path / "save")]
+    words = [
+        *write_run_inputs(tmp_path),
+        "--advantage-estimator",
+        "ppo",
+        "--save",
+        str(tmp_path / "save"),
+    ]
     assert parse_args(words).critic_save == str(tmp_path / "save" / "critic")
-    assert parse_args([*words, "--critic-save", str(tmp_path / "c")]).critic_save == str(tmp_path / "c")
-    assert parse_args([*write_run_inputs(tmp_path), "--save", str(tmp_path / "save")]).critic_save is None
+    assert parse_args([*words, "--critic-save", str(tmp_path / "c")]).critic_save == str(
+        tmp_path / "c"
+    )
+    assert (
+        parse_args([*write_run_inputs(tmp_path), "--save", str(tmp_path / "save")]).critic_save
+        is None
+    )
     for folder in (tmp_path / "save", tmp_path / "save" / "critic"):
         (folder / "iter_0000004").mkdir(parents=True)
         (folder / "latest_checkpointed_iteration.txt").write_text("4")
@@ -297,11 +388,15 @@ def test_the_critic_resumes_after_the_rollout_of_its_policy(tmp_path, caplog):
         (tmp_path / f"iter_000000{step}").mkdir()
     args = SimpleNamespace(load="policy", critic_load=str(tmp_path), ckpt_step=None)
     assert _critic_args(args, 4).ckpt_step == 3
-    assert _critic_args(args, 5).ckpt_step is None  # it has no iteration 4: the difference is refused by name later
+    # it has no iteration 4: the difference is refused by name later
+    assert _critic_args(args, 5).ckpt_step is None
     assert _critic_args(args, 0) is args
     args.critic_load = None
     assert _critic_args(args, 4) is args
-    assert "--load policy has no critic: the policy goes on after rollout 3 with a new critic" in caplog.text
+    assert (
+        "--load policy has no critic: the policy goes on after rollout 3 with a new critic"
+        in caplog.text
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,13 @@ NUM_GPUS = 0
 
 
 def draw():
-    return random.random(), float(np.random.rand()), float(torch.rand(1)), random.gauss(0, 1), float(np.random.randn())
+    return (
+        random.random(),
+        float(np.random.rand()),
+        float(torch.rand(1)),
+        random.gauss(0, 1),
+        float(np.random.randn()),
+    )
 
 
 def test_every_generator_goes_on_where_it_was():
@@ -43,7 +49,9 @@ def test_megatrons_named_streams_are_part_of_the_state():
         state = json.loads(json.dumps(collect_rng_state()))
         tracker.set_states({"model-parallel-rng": torch.Generator().manual_seed(6).get_state()})
         restore_rng_state(state)
-        assert torch.equal(tracker.get_states()["model-parallel-rng"], torch.Generator().manual_seed(5).get_state())
+        assert torch.equal(
+            tracker.get_states()["model-parallel-rng"], torch.Generator().manual_seed(5).get_state()
+        )
     finally:
         tracker.set_states(before)
 

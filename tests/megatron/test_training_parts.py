@@ -40,7 +40,13 @@ def test_outputs_of_a_forward_pass_come_back_in_the_order_of_the_samples():
     wide = [torch.full((n, 2), float(n)) for n in range(3)]
     numbers = [torch.tensor(float(n)) for n in range(3)]
     walked = [[2, 0], [1]]
-    collected = [(torch.zeros(()), {"a": [rows[i] for i in w], "b": [wide[i] for i in w], "c": [numbers[i] for i in w]}) for w in walked]
+    collected = [
+        (
+            torch.zeros(()),
+            {"a": [rows[i] for i in w], "b": [wide[i] for i in w], "c": [numbers[i] for i in w]},
+        )
+        for w in walked
+    ]
     results = _in_local_order(collected, walked, "my_")
     for name, expected in (("my_a", rows), ("my_b", wide), ("my_c", numbers)):
         assert all(map(torch.equal, results[name], expected)) and len(results[name]) == 3
@@ -67,16 +73,31 @@ def test_moved_weight_set_makes_room_for_the_next():
 
 def raised_in_actor(error):
     """What ray.get raises when an actor's method raised `error`."""
-    return ray.exceptions.RayTaskError("call", "Traceback ...\n", error, pid=7, ip="127.0.0.1").as_instanceof_cause()
+    return ray.exceptions.RayTaskError(
+        "call", "Traceback ...\n", error, pid=7, ip="127.0.0.1"
+    ).as_instanceof_cause()
 
 
 def raised_in_constructor(error):
     """What ray.get raises when the actor's constructor raised `error`: Ray keeps the text alone."""
-    text = f"\x1b[36mray::RolloutManager.__init__()\x1b[39m (pid=7)\n  File ...\n{type(error).__module__}.{type(error).__name__}: {error}"
-    return ray.exceptions.ActorDiedError(ray.exceptions.RayTaskError("__init__", text, error, pid=7, ip="127.0.0.1"))
+    text = (
+        "\x1b[36mray::RolloutManager.__init__()\x1b[39m (pid=7)\n  File "
+        f"...\n{type(error).__module__}.{type(error).__name__}: {error}"
+    )
+    return ray.exceptions.ActorDiedError(
+        ray.exceptions.RayTaskError("__init__", text, error, pid=7, ip="127.0.0.1")
+    )
 
 
-@pytest.mark.parametrize("wrapped", [lambda error: error, raised_in_actor, raised_in_constructor, lambda e: raised_in_actor(raised_in_actor(e))])
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda error: error,
+        raised_in_actor,
+        raised_in_constructor,
+        lambda e: raised_in_actor(raised_in_actor(e)),
+    ],
+)
 def test_error_from_an_actor_is_its_message_alone(wrapped, capsys):
     """A configuration error from an actor is its message without Ray's stack, with the exit status
     of wrong options."""
@@ -97,15 +118,28 @@ def test_other_error_from_an_actor_names_the_actor_and_the_cause(capsys):
 
 def test_death_of_a_process_is_one_sentence():
     """The death of an actor's process is one sentence that names the actor and where to look."""
-    page = "The actor died unexpectedly before finishing this task.\n\tclass_name: EngineActor\n\tpid: 4711\n\tnamespace: x\n"
-    killed = ray.exceptions.RayActorError(error_msg=page + "The actor is dead because ... Worker exit type: SYSTEM_ERROR Worker exit detail: ...")
-    assert reason_of_death(killed).startswith("It had process id 4711. It crashed or was killed from outside;")
+    page = (
+        "The actor died unexpectedly before finishing this task.\n\tclass_name: "
+        "EngineActor\n\tpid: 4711\n\tnamespace: x\n"
+    )
+    killed = ray.exceptions.RayActorError(
+        error_msg=page
+        + "The actor is dead because ... Worker exit type: SYSTEM_ERROR Worker exit detail: ..."
+    )
+    assert reason_of_death(killed).startswith(
+        "It had process id 4711. It crashed or was killed from outside;"
+    )
     assert reason_of_death(ray.exceptions.RayActorError(error_msg="gone")) == "gone"
 
 
 @pytest.mark.parametrize(
     ("words", "dtype"),
-    [("", "float32"), ("--bf16", "bfloat16"), ("--fp16", "float16"), ("--bf16 --sglang-dtype float32", "float32")],
+    [
+        ("", "float32"),
+        ("--bf16", "bfloat16"),
+        ("--fp16", "float16"),
+        ("--bf16 --sglang-dtype float32", "float32"),
+    ],
 )
 def test_engine_computes_in_the_trainers_type(words, dtype, tmp_path):
     """The engine takes the trainer's data type: a float32 checkpoint trained in bfloat16 is served
@@ -122,13 +156,20 @@ def test_server_that_has_other_weights_is_noticed():
     assert update_problem({"success": False, "message": "no such folder"}, expected=None) == (
         "it answered {'success': False, 'message': 'no such folder'}"
     )
-    assert update_problem({"success": True, "checksum": "ab"}, expected="cd") == "its checksum is ab, the trainer's cd"
+    assert (
+        update_problem({"success": True, "checksum": "ab"}, expected="cd")
+        == "its checksum is ab, the trainer's cd"
+    )
     assert "tells no checksum" in update_problem({"success": True}, expected="cd")
 
 
 def test_engine_that_does_not_answer_is_reported_and_not_waited_for(monkeypatch):
     """An engine that does not answer a health check is reported after its time limit."""
-    health = {"well": None, "stuck": ray.exceptions.GetTimeoutError("no reply"), "failed": raised_in_actor(EngineError("engine 2 has failed"))}
+    health = {
+        "well": None,
+        "stuck": ray.exceptions.GetTimeoutError("no reply"),
+        "failed": raised_in_actor(EngineError("engine 2 has failed")),
+    }
 
     def get(ref, timeout=None):
         assert timeout is not None and 0 < timeout <= 60, "a stuck engine would be waited for"
@@ -136,9 +177,14 @@ def test_engine_that_does_not_answer_is_reported_and_not_waited_for(monkeypatch)
             raise health[ref]
 
     monkeypatch.setattr(ray, "get", get)
-    engines = [SimpleNamespace(health=SimpleNamespace(remote=lambda name=name: name)) for name in health]
+    engines = [
+        SimpleNamespace(health=SimpleNamespace(remote=lambda name=name: name)) for name in health
+    ]
     stuck, failed = RolloutServers(engines, ["http://a", "http://b", "http://c"]).failures()
-    assert stuck == "engine 1 (http://b) does not answer within 10 s." and failed == "engine 2 has failed"
+    assert (
+        stuck == "engine 1 (http://b) does not answer within 10 s."
+        and failed == "engine 2 has failed"
+    )
 
 
 def test_critic_continues_with_its_policy():
@@ -157,12 +203,17 @@ def test_a_weight_update_does_not_wait_for_ever_for_its_lock(monkeypatch):
 
     monkeypatch.setattr(publish.actors, "get", lambda value, **kwargs: value)
     lock = SimpleNamespace(acquire=SimpleNamespace(remote=lambda: False))
-    with pytest.raises(EngineError, match="another weight update has held the engines for 0 s"), publish.held(lock, timeout_s=0.05):
+    with (
+        pytest.raises(EngineError, match="another weight update has held the engines for 0 s"),
+        publish.held(lock, timeout_s=0.05),
+    ):
         pass
 
 
 class Recorder:
-    """Stands for an actor or a group of ranks: notes what it is told, in the list that all share."""
+    """Stands for an actor or a group of ranks: notes what it is told, in the list
+    that all share.
+    """
 
     def __init__(self, name, events):
         self.name, self.events, self.num_published = name, events, 0
@@ -186,7 +237,11 @@ def run_of(monkeypatch, num_rollout=2, **options):
     monkeypatch.setattr("slime.ray.utils.wait_for", lambda refs, **kwargs: list(refs))
     monkeypatch.setattr(train, "report", lambda **kwargs: None)
     monkeypatch.setattr(train, "log_trained", lambda *args: None)
-    train.train(train.Run(SimpleNamespace(**{**values, **options}), engines, policy, critic, 0, num_rollout, None))
+    train.train(
+        train.Run(
+            SimpleNamespace(**{**values, **options}), engines, policy, critic, 0, num_rollout, None
+        )
+    )
     return events
 
 
@@ -207,20 +262,35 @@ def test_trainers_and_engines_take_turns_with_the_devices_memory(monkeypatch):
 def test_sides_that_work_at_the_same_time_cannot_take_turns(name):
     """Colocation, offloading and --release-train are refused in train-async, which generates while
     it trains."""
-    options = {"colocate": False, "offload_train": False, "offload_rollout": False, "release_train": False, "local": False, name: True}
+    options = {
+        "colocate": False,
+        "offload_train": False,
+        "offload_rollout": False,
+        "release_train": False,
+        "local": False,
+        name: True,
+    }
     run = SimpleNamespace(args=SimpleNamespace(**options))
     with pytest.raises(ConfigError, match=f"remove --{name.replace('_', '-')}, or use slime train"):
         train_async.train(run)
 
 
-def test_a_loop_that_cannot_take_turns_refuses_the_options_at_parsing(tmp_path, capsys, monkeypatch):
+def test_a_loop_that_cannot_take_turns_refuses_the_options_at_parsing(
+    tmp_path, capsys, monkeypatch
+):
     """Every option that the loop cannot honour is named at parsing, all at once, also in a dry
     run."""
     monkeypatch.setattr(train, "_run_session", lambda *args: pytest.fail("the run was started"))
     for more in ([], ["--dry-run"]):
-        assert train_async.main([*write_run_inputs(tmp_path), "--local", "--offload-train", *more]) == 2
+        assert (
+            train_async.main([*write_run_inputs(tmp_path), "--local", "--offload-train", *more])
+            == 2
+        )
         said = capsys.readouterr().err
-        assert "use slime train --local" in said and "remove --offload-train, or use slime train" in said
+        assert (
+            "use slime train --local" in said
+            and "remove --offload-train, or use slime train" in said
+        )
 
 
 if __name__ == "__main__":

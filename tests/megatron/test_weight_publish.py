@@ -13,7 +13,11 @@ from slime.files.checksum import weights_checksum
 
 NUM_GPUS = 0
 
-TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor([1.5, -2.0], dtype=torch.bfloat16), "c": torch.ones(4)}
+TENSORS = {
+    "a": torch.arange(6.0).view(2, 3),
+    "b": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    "c": torch.ones(4),
+}
 BUCKETS = [[("a", TENSORS["a"])], [], [("b", TENSORS["b"]), ("c", TENSORS["c"])]]
 
 
@@ -36,8 +40,12 @@ class Recorder:
 
 @pytest.fixture
 def published(monkeypatch):
-    """publish_weights as version 7 to one engine, with the calls of actors made at once: (calls, result)."""
-    monkeypatch.setattr(publish, "actors", SimpleNamespace(get=lambda ref, timeout: ref, put=lambda value: value))
+    """publish_weights as version 7 to one engine, with the calls of actors made at once: (calls,
+    result).
+    """
+    monkeypatch.setattr(
+        publish, "actors", SimpleNamespace(get=lambda ref, timeout: ref, put=lambda value: value)
+    )
     monkeypatch.setattr(publish, "wait_for", lambda refs, **kw: refs)
     monkeypatch.setattr(publish, "iter_hf_weight_buckets", lambda *args: iter(BUCKETS))
 
@@ -45,7 +53,11 @@ def published(monkeypatch):
         calls = []
         engine, lock = Recorder(calls, **answers), Recorder(calls, acquire=True)
         manager = Recorder(calls, get_updatable_engines_and_lock=([engine], lock))
-        args = SimpleNamespace(check_weight_update_equal=check, update_weight_transport="object-store", step_timeout=5.0)
+        args = SimpleNamespace(
+            check_weight_update_equal=check,
+            update_weight_transport="object-store",
+            step_timeout=5.0,
+        )
         try:
             return calls, publish.publish_weights(args, [], {}, manager, 7)
         except EngineError as error:
@@ -97,7 +109,9 @@ def test_a_fingerprint_is_of_all_tensors_or_of_the_first_bytes():
         fingerprint = publish.Fingerprint(limit=limit)
         for bucket in BUCKETS:
             fingerprint.add(bucket)
-        assert fingerprint.value() == weights_checksum({name: TENSORS[name] for name in names}), limit
+        assert fingerprint.value() == weights_checksum({name: TENSORS[name] for name in names}), (
+            limit
+        )
     assert publish.Fingerprint(limit=100).value() is None
 
 

@@ -99,17 +99,27 @@ def test_the_checksum_is_of_names_types_shapes_and_bytes_in_c_order():
     view."""
 
     def digest(name, dtype, shape, content):
-        return hashlib.blake2b(f"{name}\0{dtype}\0{shape}\0".encode() + content, digest_size=16).digest()
+        return hashlib.blake2b(
+            f"{name}\0{dtype}\0{shape}\0".encode() + content, digest_size=16
+        ).digest()
 
     values = torch.arange(6, dtype=torch.float32).reshape(2, 3)
     assert tensor_digest("w", values) == digest("w", "float32", "2,3", values.numpy().tobytes())
     turned = values.t()
-    assert tensor_digest("w", turned) == digest("w", "float32", "3,2", np.ascontiguousarray(turned.numpy()).tobytes())
+    assert tensor_digest("w", turned) == digest(
+        "w", "float32", "3,2", np.ascontiguousarray(turned.numpy()).tobytes()
+    )
     halves = np.array([1, 2], dtype=np.uint16)
-    expected = hashlib.blake2b(b"b\0" + digest("b", "bfloat16", "2", halves.tobytes()), digest_size=16).hexdigest()
+    expected = hashlib.blake2b(
+        b"b\0" + digest("b", "bfloat16", "2", halves.tobytes()), digest_size=16
+    ).hexdigest()
     assert weights_checksum({"b": halves}, dtype_names={"b": "bfloat16"}) == expected
     one, two = bytes(16), bytes([1] * 16)
-    assert combine_digests({"a": one, "b": two}) == combine_digests({"b": two, "a": one}) != combine_digests({"a": one, "c": two})
+    assert (
+        combine_digests({"a": one, "b": two})
+        == combine_digests({"b": two, "a": one})
+        != combine_digests({"a": one, "c": two})
+    )
 
 
 def test_a_parameter_is_cut_into_as_many_pieces_as_there_are_ranks_or_not_at_all():
@@ -123,11 +133,18 @@ def test_an_experts_part_is_that_of_its_rank_among_the_experts_tensor_ranks(monk
     """An expert is cut by its own tensor-parallel group, in which rank 1 for dense weights may be
     rank 0."""
     layer = torch.nn.Module()
-    layer.experts, layer.dense = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+    layer.experts, layer.dense = (
+        torch.nn.Linear(2, 2, bias=False),
+        torch.nn.Linear(2, 2, bias=False),
+    )
     model = torch.nn.Module()
     model.mlp, model.config, model.vp_stage = layer, SimpleNamespace(num_moe_experts=None), None
     for parameter in model.parameters():
-        parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1
+        parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = (
+            True,
+            0,
+            1,
+        )
     answers = {"expert_model_parallel_world_size": 1, "expert_model_parallel_rank": 0, "expert_tensor_parallel_world_size": 2,
                "expert_tensor_parallel_rank": 0, "tensor_model_parallel_world_size": 2, "tensor_model_parallel_rank": 1}  # fmt: skip
     for name, answer in answers.items():
@@ -150,12 +167,16 @@ class _Transfer:
         self.num_bytes = num_bytes
 
 
-@pytest.mark.parametrize(("sizes", "expected"), [([4, 4, 4], [2, 1]), ([4], [1]), ([8, 8], [1, 1]), ([], [])])
+@pytest.mark.parametrize(
+    ("sizes", "expected"), [([4, 4, 4], [2, 1]), ([4], [1]), ([8, 8], [1, 1]), ([], [])]
+)
 def test_every_tensor_is_in_a_bucket_the_last_one_too(sizes, expected):
     """Every tensor is sent, also one alone in the last bucket of 8 bytes."""
     transfers = [_Transfer(size) for size in sizes]
     buckets = list(_cut(transfers, 8))
-    assert [len(bucket) for bucket in buckets] == expected and [t for bucket in buckets for t in bucket] == transfers
+    assert [len(bucket) for bucket in buckets] == expected and [
+        t for bucket in buckets for t in bucket
+    ] == transfers
 
 
 if __name__ == "__main__":

@@ -50,11 +50,17 @@ def copy(saved, tmp_path):
 
 
 def _load(saved, iteration_folder):
-    """Loads as --load does, after the manifest was made to fit what the folder holds now: the sender of a checkpoint can do that."""
+    """Loads as --load does, after the manifest was made to fit what the folder holds now: the
+    sender of a checkpoint can do that.
+    """
     manifest = files.hash_files(iteration_folder, files.files_below(iteration_folder))
     files.publish(iteration_folder, iteration_folder.with_name("iter_0000001"), manifest)
     iteration_folder.with_name("iter_0000001").rename(iteration_folder)
-    with built(saved[0], load_dir=str(iteration_folder.parent), no_load_optim=True) as (args, model, *_):
+    with built(saved[0], load_dir=str(iteration_folder.parent), no_load_optim=True) as (
+        args,
+        model,
+        *_,
+    ):
         return exported(args, model)
 
 
@@ -69,7 +75,9 @@ def _text(value):
 
 
 def _call(module, name, argument):
-    """Pickle code of protocol 4 that calls module.name(argument) and drops the result; a dotted name goes through the module."""
+    """Pickle code of protocol 4 that calls module.name(argument) and drops the result; a dotted
+    name goes through the module.
+    """
     return _text(module) + _text(name) + b"\x93" + _text(argument) + b"\x85R0"
 
 
@@ -104,7 +112,9 @@ def test_an_index_that_calls_something_first_runs_nothing_and_is_named(saved, co
 
 
 class _External(pickle._Pickler):
-    """Writes "elsewhere" as an object that the file does not hold: whoever reads it has to fetch it."""
+    """Writes "elsewhere" as an object that the file does not hold: whoever reads it has to fetch
+    it.
+    """
 
     def persistent_id(self, obj):
         return "file:///etc/hostname" if obj == "elsewhere" else None
@@ -141,7 +151,11 @@ def test_an_object_of_the_checkpoint_that_would_run_code_runs_nothing(saved, cop
     def edit(index):
         for place in [place for place in index.storage_data if place.fqn == key]:
             info = index.storage_data.pop(place)
-            info.relative_path, info.offset, info.length = "__9_9.distcp", 0, len(content.getvalue())
+            info.relative_path, info.offset, info.length = (
+                "__9_9.distcp",
+                0,
+                len(content.getvalue()),
+            )
             index.storage_data[MetadataIndex(key)] = info
         index.state_dict_metadata[key] = BytesStorageMetadata()
 
@@ -153,7 +167,9 @@ def test_an_object_of_the_checkpoint_that_would_run_code_runs_nothing(saved, cop
 
 
 def _outside(index):
-    next(iter(index.storage_data.values())).relative_path = "../../latest_checkpointed_iteration.txt"
+    next(
+        iter(index.storage_data.values())
+    ).relative_path = "../../latest_checkpointed_iteration.txt"
 
 
 def _beyond(index):
@@ -194,7 +210,18 @@ def test_an_index_whose_values_do_not_fit_together_is_named(copy, edit, said):
     assert str(copy / ".metadata") in str(refused.value) and said in str(refused.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80\x04", b"\x80\x04.", b"no pickle", b"\x80\x04N.", b"\x80\x04\x8c\x01aQ.", b"\x80\x04K\x01K\x02a."])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x80\x04",
+        b"\x80\x04.",
+        b"no pickle",
+        b"\x80\x04N.",
+        b"\x80\x04\x8c\x01aQ.",
+        b"\x80\x04K\x01K\x02a.",
+    ],
+)
 def test_bytes_that_are_no_index_are_named(tmp_path, content):
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(ConfigError, match=r"\.metadata"):
@@ -207,15 +234,33 @@ def test_an_index_of_an_older_python_is_read(copy):
     old = (copy / ".metadata").read_bytes()
     member = b"\x8c\x14_MEM_FORMAT_ENCODING"
     assert old.count(member) == 1
-    expected = {name: getattr(entry, "size", None) for name, entry in read_index(copy).state_dict_metadata.items()}
-    # ... class MEMOIZE STACK_GLOBAL MEMOIZE BININT1 0 TUPLE1 MEMOIZE REDUCE -> (getattr) (class, 'NAME') TUPLE2 REDUCE
+    expected = {
+        name: getattr(entry, "size", None)
+        for name, entry in read_index(copy).state_dict_metadata.items()
+    }
+    # ... class MEMOIZE STACK_GLOBAL MEMOIZE BININT1 0 TUPLE1 MEMOIZE REDUCE -> (getattr) (class,
+    # 'NAME') TUPLE2 REDUCE
     start = old.index(member) + len(member)
-    assert old[start : start + 3] == b"\x94\x93\x94" and old[start + 3 : start + 8] == b"K\x00\x85\x94R"
+    assert (
+        old[start : start + 3] == b"\x94\x93\x94"
+        and old[start + 3 : start + 8] == b"K\x00\x85\x94R"
+    )
     call = _text("_TORCH_CONTIGUOUS") + b"\x86\x94R"
     module = old.rindex(b"h", 0, old.index(member))
-    changed = old[:module] + _text("builtins") + _text("getattr") + b"\x93" + old[module : start + 3] + call + old[start + 8 :]
+    changed = (
+        old[:module]
+        + _text("builtins")
+        + _text("getattr")
+        + b"\x93"
+        + old[module : start + 3]
+        + call
+        + old[start + 8 :]
+    )
     (copy / ".metadata").write_bytes(_without_frames(changed))
-    read = {name: getattr(entry, "size", None) for name, entry in read_index(copy).state_dict_metadata.items()}
+    read = {
+        name: getattr(entry, "size", None)
+        for name, entry in read_index(copy).state_dict_metadata.items()
+    }
     assert read == expected
 
 

@@ -68,16 +68,21 @@ def test_the_reward_that_is_shown_is_over_everything_sampled_whatever_is_logged_
     comes later."""
     state = RunState(started=0.0)
     first = {"rollout/reward/mean": 0.69, "rollout/reward/mean_kept": 0.87}
-    feed(state, metric("rollout/step", 0) | {"metrics": first}, metric("rollout/step", 0, rollout__raw_reward=0.5))
+    feed(
+        state,
+        metric("rollout/step", 0) | {"metrics": first},
+        metric("rollout/step", 0, rollout__raw_reward=0.5),
+    )
     assert state.on_end() == ["rollout 1  reward 0.69  reward kept 0.87"]
 
 
 def test_rollout_without_timing_is_printed_too():
     """A rollout without perf/step_time, in which only the critic trains or none, gets its line."""
     state = RunState(started=0.0)
-    assert feed(state, *(metric("rollout/step", step, rollout__raw_reward=0.25 * (step + 1)) for step in range(3))) == [
-        "rollout 1  reward 0.25"
-    ]
+    assert feed(
+        state,
+        *(metric("rollout/step", step, rollout__raw_reward=0.25 * (step + 1)) for step in range(3)),
+    ) == ["rollout 1  reward 0.25"]
     assert state.on_end() == ["rollout 2  reward 0.5", "rollout 3  reward 0.75"]
 
 
@@ -108,7 +113,10 @@ def test_evaluation_stands_below_the_rollout_it_follows():
 def test_supervised_run_shows_no_reward():
     """A supervised run shows no reward."""
     state = RunState(started=0.0, hidden=("reward", "pass rate"))
-    feed(state, metric("rollout/step", 0, rollout__raw_reward=0.0, train__loss=2.5, perf__step_time=1.0))
+    feed(
+        state,
+        metric("rollout/step", 0, rollout__raw_reward=0.0, train__loss=2.5, perf__step_time=1.0),
+    )
     assert state.on_end() == ["rollout 1  loss 2.5  step s 1"]
 
 
@@ -116,7 +124,12 @@ def test_evaluation_has_its_own_line():
     """An evaluation has a line of its own."""
     assert feed(
         RunState(started=0.0),
-        metric("eval/step", 5, eval__addition=0.31, **{"eval/addition-num_samples": 512, "eval/addition/failed": 0}),
+        metric(
+            "eval/step",
+            5,
+            eval__addition=0.31,
+            **{"eval/addition-num_samples": 512, "eval/addition/failed": 0},
+        ),
     ) == ["evaluation 5  addition 0.31"]
 
 
@@ -137,7 +150,9 @@ def test_silent_moments_say_what_is_going_on():
     assert state.progress_line(18.0) == "  ... generate 64/128, 8 s"
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59, "59 s"), (187, "3:07"), (3727, "1:02:07")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (59, "59 s"), (187, "3:07"), (3727, "1:02:07")]
+)
 def test_durations_are_readable(seconds, text):
     assert format_duration(seconds) == text
 
@@ -151,12 +166,17 @@ def watch(tmp_path, stream, **options):
     """Runs a view over a short run whose records are written while it looks."""
     view = LiveView(str(tmp_path), num_rollout=2, stream=stream, poll_interval_s=0.02, **options)
     view.start()
-    metrics, progress = JsonlWriter(tmp_path / "metrics.jsonl"), JsonlWriter(tmp_path / "progress.jsonl")
+    metrics, progress = (
+        JsonlWriter(tmp_path / "metrics.jsonl"),
+        JsonlWriter(tmp_path / "progress.jsonl"),
+    )
     for step in range(2):
         for done in (0, 64, 128):
             progress.write({"time": time.time(), "phase": "generate", "done": done, "total": 128})
             time.sleep(0.06)
-        metrics.write(metric("rollout/step", step, rollout__raw_reward=0.25 * (step + 1), perf__step_time=1.0))
+        metrics.write(
+            metric("rollout/step", step, rollout__raw_reward=0.25 * (step + 1), perf__step_time=1.0)
+        )
     view.stop()
     return stream.getvalue()
 

@@ -35,7 +35,9 @@ def test_a_library_bar_and_rays_lines_come_out_plain_in_a_pipe():
         "from ray._private.worker import print_worker_logs\n"
         "print_worker_logs({'job': 'j', 'pid': 7, 'ip': 'x', 'is_err': True, 'lines': ['a line'], 'actor_name': 'a', 'task_name': None}, sys.stderr)\n"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, timeout=100, check=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, timeout=100, check=True
+    )
     assert b"a line" in done.stderr and b"pid=7" in done.stderr
     assert b"\r" not in done.stdout + done.stderr and b"\x1b" not in done.stdout + done.stderr
 

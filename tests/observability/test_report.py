@@ -9,13 +9,22 @@ import struct
 import pytest
 
 from slime.tracking import report
-from slime.tracking.report import Checks, Ledger, print_summary, read_run, summarize_run, write_report
+from slime.tracking.report import (
+    Checks,
+    Ledger,
+    print_summary,
+    read_run,
+    summarize_run,
+    write_report,
+)
 
 NUM_GPUS = 0
 
 
 def healthy_records(num_rollouts=10):
-    """Per rollout 128 sampled = 120 trained + 8 dropped; reward rises by 0.05; weights change each time."""
+    """Per rollout 128 sampled = 120 trained + 8 dropped; reward rises by 0.05; weights change each
+    time.
+    """
     for step in range(num_rollouts):
         yield "rollout/step", step, {
             "rollout/raw_reward": 0.3 + 0.05 * step,
@@ -35,7 +44,11 @@ def healthy_records(num_rollouts=10):
                 "train/weight_delta": 0.01,
             }  # fmt: skip
         if step % 3 == 0:
-            yield "eval/step", step, {"eval/addition": 0.3 + 0.05 * step, "eval/addition/failed_samples": 0}
+            yield (
+                "eval/step",
+                step,
+                {"eval/addition": 0.3 + 0.05 * step, "eval/addition/failed_samples": 0},
+            )
 
 
 def write_run(folder, records):
@@ -63,9 +76,15 @@ def test_the_summary_says_what_the_gate_costs(tmp_path):
 
     summary = summarize_run(read_run(write_run(tmp_path, changed(with_share))))
     (line,) = [fact for fact in summary.facts if fact.startswith("gate:")]
-    assert line.startswith("gate: 2.0% of an iteration (median of ") and line.endswith("; largest 5.0%)")
+    assert line.startswith("gate: 2.0% of an iteration (median of ") and line.endswith(
+        "; largest 5.0%)"
+    )
     first = [record for record in changed(with_share) if record[1] == 0]
-    assert not [fact for fact in summarize_run(read_run(write_run(tmp_path, first))).facts if fact.startswith("gate:")]
+    assert not [
+        fact
+        for fact in summarize_run(read_run(write_run(tmp_path, first))).facts
+        if fact.startswith("gate:")
+    ]
 
 
 def test_a_loss_that_is_no_number_from_a_step_on_is_a_problem(tmp_path, capsys):
@@ -79,7 +98,8 @@ def test_a_loss_that_is_no_number_from_a_step_on_is_a_problem(tmp_path, capsys):
     write_run(tmp_path, changed(broken))
     summary = summarize_run(read_run(tmp_path))
     assert summary.problems == [
-        "14 of 20 optimizer steps changed nothing, the first at step 6: a gradient was not finite (train/update_skipped). "
+        "14 of 20 optimizer steps changed nothing, the first at step 6: a gradient was not finite "
+        "(train/update_skipped). "
         "Look at the reward, the log-probs and the learning rate of that step.",
         "train/grad_norm is not a finite number in 14 of 14 records, the first at step 6",
         "train/loss is not a finite number in 14 of 20 records, the first at step 6",
@@ -92,14 +112,24 @@ def test_a_loss_that_is_no_number_from_a_step_on_is_a_problem(tmp_path, capsys):
 
 def test_a_loss_that_never_was_a_number_is_a_problem_too(tmp_path):
     """A loss that was never a number is a problem as well."""
-    lost = changed(lambda key, step, metrics: metrics | ({"train/loss": "nan"} if key == "train/step" else {}))
-    assert problems_of(tmp_path, lost) == ["train/loss is not a finite number in 20 of 20 records, the first at step 0"]
+    lost = changed(
+        lambda key, step, metrics: metrics | ({"train/loss": "nan"} if key == "train/step" else {})
+    )
+    assert problems_of(tmp_path, lost) == [
+        "train/loss is not a finite number in 20 of 20 records, the first at step 0"
+    ]
 
 
 def test_an_evaluation_that_is_no_number_is_a_problem(tmp_path):
     """An evaluation that is NaN is a problem."""
-    lost = changed(lambda key, step, metrics: metrics | ({"eval/addition": "nan"} if key == "eval/step" and step == 9 else {}))
-    assert problems_of(tmp_path, lost) == ["eval/addition is not a finite number in 1 of 4 records, the first at step 9"]
+    lost = changed(
+        lambda key, step, metrics: (
+            metrics | ({"eval/addition": "nan"} if key == "eval/step" and step == 9 else {})
+        )
+    )
+    assert problems_of(tmp_path, lost) == [
+        "eval/addition is not a finite number in 1 of 4 records, the first at step 9"
+    ]
 
 
 def problems_of(folder, records):
@@ -111,7 +141,10 @@ def test_healthy_run_has_no_problem_and_its_summary_states_the_balance(tmp_path)
     (50 truncated, 30 empty)."""
     summary = write_report(write_run(tmp_path, healthy_records()))
     assert summary.problems == [] and summary.exit_status == 0
-    assert summary.facts[0] == "samples: 1280 sampled = 1200 trained + 80 dropped (30 empty, 50 truncated)"
+    assert (
+        summary.facts[0]
+        == "samples: 1280 sampled = 1200 trained + 80 dropped (30 empty, 50 truncated)"
+    )
     assert summary.facts[1] == "weights: changed in 20 of 20 updates"
     rows = {row[0]: row[1:] for row in summary.rows}
     assert rows["reward"] == ("0.3", "0.75", "0.3 .. 0.75")
@@ -129,7 +162,8 @@ def test_lost_sample_is_named_with_its_rollout(tmp_path):
 
     (problem,) = problems_of(tmp_path, changed(lose_one))
     assert problem == (
-        "ledger of rollout 4 does not balance: 128 sampled = 119 trained + 8 dropped (3 empty, 5 truncated), "
+        "ledger of rollout 4 does not balance: 128 sampled = 119 trained + 8 dropped (3 empty, 5 "
+        "truncated), "
         "1 vanished without a reason"
     )
 
@@ -150,13 +184,24 @@ def test_sample_that_is_counted_twice_is_named_too(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "problems"), [(None, 1), ("logprob_diff_alarm: 0.9\n", 0), ("logprob_diff_alarm: 2e-1\n", 1), ("debug_train_only: true\n", 0)]
+    ("config", "problems"),
+    [
+        (None, 1),
+        ("logprob_diff_alarm: 0.9\n", 0),
+        ("logprob_diff_alarm: 2e-1\n", 1),
+        ("debug_train_only: true\n", 0),
+    ],
 )
-def test_the_command_uses_the_thresholds_that_the_run_was_started_with(tmp_path, config, problems, capsys):
+def test_the_command_uses_the_thresholds_that_the_run_was_started_with(
+    tmp_path, config, problems, capsys
+):
     """The command uses the run's own thresholds, here --logprob-diff-alarm 0.9 for a gap of 0.5,
     and compares no replay."""
     gap = {"rollout/logprob_abs_diff/mean": 0.5, "rollout/logprob_abs_diff/max": 0.7}
-    write_run(tmp_path, changed(lambda key, step, metrics: metrics | (gap if key == "rollout/step" else {})))
+    write_run(
+        tmp_path,
+        changed(lambda key, step, metrics: metrics | (gap if key == "rollout/step" else {})),
+    )
     if config is not None:
         (tmp_path / "config.yaml").write_text(config)
     assert report.main([str(tmp_path)]) == problems
@@ -173,7 +218,14 @@ def test_a_recorded_config_that_cannot_be_read_is_named(tmp_path, capsys):
 def test_a_supervised_run_is_reported_as_one(tmp_path, capsys):
     """A supervised run has no rewards, and neither the command nor the report at the end calls that
     a problem."""
-    write_run(tmp_path, changed(lambda key, step, metrics: {n: v for n, v in metrics.items() if "reward" not in n and "pass" not in n}))
+    write_run(
+        tmp_path,
+        changed(
+            lambda key, step, metrics: {
+                n: v for n, v in metrics.items() if "reward" not in n and "pass" not in n
+            }
+        ),
+    )
     assert report.main([str(tmp_path)]) == 1
     (tmp_path / "config.yaml").write_text("loss_type: sft_loss\n")
     assert report.main([str(tmp_path)]) == 0
@@ -190,7 +242,9 @@ def test_a_converters_copies_stand_beside_what_was_sampled(tmp_path):
         return metrics
 
     summary = summarize_run(read_run(write_run(tmp_path, changed(twice))))
-    assert summary.problems == [] and summary.facts[0].startswith("samples: 1280 sampled + 128 copies = 1320 trained + 88 dropped")
+    assert summary.problems == [] and summary.facts[0].startswith(
+        "samples: 1280 sampled + 128 copies = 1320 trained + 88 dropped"
+    )
 
 
 def test_samples_of_a_skipped_step_are_not_counted_as_trained(tmp_path):
@@ -199,12 +253,19 @@ def test_samples_of_a_skipped_step_are_not_counted_as_trained(tmp_path):
 
     def skip(key, step, metrics):
         if step == 4 and "rollout/ledger/trained" in metrics:
-            return {**metrics, "rollout/ledger/trained": 0, "rollout/ledger/not_trained/update_skipped": 120}
+            return {
+                **metrics,
+                "rollout/ledger/trained": 0,
+                "rollout/ledger/not_trained/update_skipped": 120,
+            }
         return metrics
 
     summary = summarize_run(read_run(write_run(tmp_path, changed(skip))))
     assert not [problem for problem in summary.problems if "ledger" in problem]
-    assert "1080 trained + 200 dropped (30 empty, 50 truncated, 120 update_skipped)" in summary.facts[0]
+    assert (
+        "1080 trained + 200 dropped (30 empty, 50 truncated, 120 update_skipped)"
+        in summary.facts[0]
+    )
 
 
 def test_rollout_whose_training_did_not_finish_is_not_counted_as_trained(tmp_path):
@@ -213,19 +274,32 @@ def test_rollout_whose_training_did_not_finish_is_not_counted_as_trained(tmp_pat
     def crash(key, step, metrics):
         if "rollout/ledger/trained" in metrics:
             planned = {**metrics, "rollout/ledger/planned": 120}
-            return planned if step < 9 else {name: value for name, value in planned.items() if name != "rollout/ledger/trained"}
+            return (
+                planned
+                if step < 9
+                else {
+                    name: value
+                    for name, value in planned.items()
+                    if name != "rollout/ledger/trained"
+                }
+            )
         return metrics
 
     summary = summarize_run(read_run(write_run(tmp_path, changed(crash))))
     assert summary.problems == []
-    assert summary.facts[0] == "samples: 1280 sampled = 1080 trained + 200 dropped (30 empty, 120 training_not_finished, 50 truncated)"
+    assert summary.facts[0] == (
+        "samples: 1280 sampled = 1080 trained + 200 dropped (30 empty, 120 "
+        "training_not_finished, 50 truncated)"
+    )
 
 
 def test_zero_learning_rate_is_found(tmp_path):
     """A run whose weights never change is a problem."""
 
     def freeze(key, step, metrics):
-        return {**metrics, "train/weight_delta": 0.0} if "train/weight_delta" in metrics else metrics
+        return (
+            {**metrics, "train/weight_delta": 0.0} if "train/weight_delta" in metrics else metrics
+        )
 
     (problem,) = problems_of(tmp_path, changed(freeze))
     assert "weights never changed" in problem and "learning rate" in problem
@@ -235,7 +309,9 @@ def test_constant_reward_is_found(tmp_path):
     """A constant reward is a problem."""
 
     def flatten(key, step, metrics):
-        return {**metrics, "rollout/raw_reward": 0.5} if "rollout/raw_reward" in metrics else metrics
+        return (
+            {**metrics, "rollout/raw_reward": 0.5} if "rollout/raw_reward" in metrics else metrics
+        )
 
     (problem,) = problems_of(tmp_path, changed(flatten))
     assert problem.startswith("reward did not move: rollout/raw_reward is 0.5 in all 10 rollouts")
@@ -256,20 +332,34 @@ def test_equal_responses_with_different_rewards_are_a_problem(tmp_path):
     that shows them."""
 
     def with_conflicts(key, step, metrics):
-        return metrics | {"rollout/reward/conflict_count": 3.0 if step == 4 else 0.0} if key == "rollout/step" else metrics
+        return (
+            metrics | {"rollout/reward/conflict_count": 3.0 if step == 4 else 0.0}
+            if key == "rollout/step"
+            else metrics
+        )
 
     (problem,) = summarize_run(read_run(write_run(tmp_path, changed(with_conflicts)))).problems
-    assert problem.startswith("3 samples have another reward") and "the first in rollout 4" in problem and "slime rescore" in problem
+    assert (
+        problem.startswith("3 samples have another reward")
+        and "the first in rollout 4" in problem
+        and "slime rescore" in problem
+    )
 
 
 def test_a_log_prob_alarm_is_a_problem_unless_the_run_replays(tmp_path):
     """A log-prob alarm is a problem, except in a replay."""
-    records = [("rollout/step", 0, {"rollout/mask/sampled_untrained": 0.36, "train/weight_delta": 0.1})]
+    records = [
+        ("rollout/step", 0, {"rollout/mask/sampled_untrained": 0.36, "train/weight_delta": 0.1})
+    ]
     run = read_run(write_run(tmp_path, records))
     (problem,) = summarize_run(run, Checks(ledger=False, reward=False)).problems
     assert "36.0% of the sampled tokens do not train" in problem
     assert summarize_run(run, Checks(ledger=False, reward=False, log_probs=None)).problems == []
-    names = {"debug_rollout_only": False, "loss_type": "policy_loss", "custom_reward_post_process_path": None}
+    names = {
+        "debug_rollout_only": False,
+        "loss_type": "policy_loss",
+        "custom_reward_post_process_path": None,
+    }
     names |= {"logprob_diff_alarm": 0.2, "untrained_tokens_alarm": 0.5, "num_rollout": 3}
     assert report.checks_for(argparse.Namespace(**names, debug_train_only=True)).log_probs is None
     limits = report.checks_for(argparse.Namespace(**names, debug_train_only=False)).log_probs
@@ -279,12 +369,16 @@ def test_a_log_prob_alarm_is_a_problem_unless_the_run_replays(tmp_path):
 def test_a_run_that_only_evaluates_has_no_books_to_balance():
     """A run with --num-rollout 0 and --eval-interval has no problem."""
     options = {"num_rollout": 0, "eval_interval": 1, "debug_train_only": False}
-    assert report.checks_for(argparse.Namespace(**options)) == Checks(ledger=False, weights=False, reward=False, log_probs=None)
+    assert report.checks_for(argparse.Namespace(**options)) == Checks(
+        ledger=False, weights=False, reward=False, log_probs=None
+    )
 
 
 def test_supervised_run_needs_no_reward(tmp_path):
     """A supervised run without reward has no problem."""
-    run = read_run(write_run(tmp_path, [("train/step", 0, {"train/weight_delta": 0.1, "train/loss": 1.0})]))
+    run = read_run(
+        write_run(tmp_path, [("train/step", 0, {"train/weight_delta": 0.1, "train/loss": 1.0})])
+    )
     assert summarize_run(run, Checks(ledger=False, reward=False)).problems == []
 
 
@@ -317,7 +411,9 @@ def test_picture_of_an_almost_empty_run_is_drawn(tmp_path):
 def test_plain_output_has_no_control_codes(tmp_path):
     """The plain summary has no control codes."""
     stream = io.StringIO()
-    summary = summarize_run(read_run(write_run(tmp_path, changed(lambda k, s, m: {**m, "rollout/ledger/sampled": 1}))))
+    summary = summarize_run(
+        read_run(write_run(tmp_path, changed(lambda k, s, m: {**m, "rollout/ledger/sampled": 1})))
+    )
     print_summary(summary, stream=stream)
     text = stream.getvalue()
     assert "\x1b" not in text and "reward" in text and "PROBLEM: ledger of rollout 0" in text

@@ -59,7 +59,9 @@ def test_decorated_functions_are_traced_under_their_samples():
     """Plain and coroutine functions are traced under their samples, given by position or by
     name."""
 
-    @trace_function("score", target="sample", attrs_getter=lambda args, sample: {"label": sample.label})
+    @trace_function(
+        "score", target="sample", attrs_getter=lambda args, sample: {"label": sample.label}
+    )
     def score(args, sample):
         return 10
 
@@ -71,11 +73,16 @@ def test_decorated_functions_are_traced_under_their_samples():
     assert score(None, sample=sample) == 10
     assert asyncio.run(wait(None, sample)) == 20
     ends = events_of(sample, "span_end")
-    assert [(event["name"], event["attrs"]) for event in ends] == [("score", {"label": "85"}), ("wait", {})]
+    assert [(event["name"], event["attrs"]) for event in ends] == [
+        ("score", {"label": "85"}),
+        ("wait", {}),
+    ]
 
 
 @pytest.mark.parametrize(
-    "target", [None, 7, types.MappingProxyType({}), object()], ids=["none", "int", "proxy", "object"]
+    "target",
+    [None, 7, types.MappingProxyType({}), object()],
+    ids=["none", "int", "proxy", "object"],
 )
 def test_what_cannot_be_traced_runs_all_the_same(target):
     """A call without a traceable sample runs as without tracing."""

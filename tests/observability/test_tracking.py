@@ -26,8 +26,16 @@ NUM_GPUS = 0
 
 
 def make_args(run_dir, **changes):
-    values = {name: field.default for name, field in ObservabilityOptions.__dataclass_fields__.items()}
-    values |= {"run_dir": str(run_dir), "write_report": False, "load": None, "finetune": False, "num_rollout": 3}
+    values = {
+        name: field.default for name, field in ObservabilityOptions.__dataclass_fields__.items()
+    }
+    values |= {
+        "run_dir": str(run_dir),
+        "write_report": False,
+        "load": None,
+        "finetune": False,
+        "num_rollout": 3,
+    }
     return argparse.Namespace(**{**values, **changes})
 
 
@@ -118,14 +126,18 @@ def test_records_of_processes_that_write_at_once_never_mix(tmp_path):
     """4 processes x 200 records of 3 kB: every line is whole and every record is there."""
     path = tmp_path / "metrics.jsonl"
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=append_many, args=(path, writer, 200)) for writer in range(4)]
+    processes = [
+        context.Process(target=append_many, args=(path, writer, 200)) for writer in range(4)
+    ]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
     found, malformed = read_jsonl(path)
     assert malformed == 0
-    assert sorted((r["writer"], r["index"]) for r in found) == [(w, i) for w in range(4) for i in range(200)]
+    assert sorted((r["writer"], r["index"]) for r in found) == [
+        (w, i) for w in range(4) for i in range(200)
+    ]
 
 
 def test_tail_returns_each_record_once_and_waits_for_whole_lines(tmp_path):
@@ -143,7 +155,9 @@ def test_tail_returns_each_record_once_and_waits_for_whole_lines(tmp_path):
     assert tail.read() == [{"a": 5}], "a file that is shorter than before was begun anew"
 
 
-def test_full_disk_loses_records_and_says_so_once_and_the_next_record_is_whole(tmp_path, monkeypatch, caplog):
+def test_full_disk_loses_records_and_says_so_once_and_the_next_record_is_whole(
+    tmp_path, monkeypatch, caplog
+):
     """Records lost to a full disk are counted and warned about once, and the next record after a
     cut one is whole."""
     args = make_args(tmp_path)
@@ -197,14 +211,26 @@ def test_dead_tracker_is_counted_and_said_once_and_the_others_go_on(tmp_path, mo
     assert any("5 by dead" in message for message in caplog.messages)
 
 
-def test_every_evaluation_reaches_a_strict_tracker_although_training_is_ahead(tmp_path, monkeypatch):
+def test_every_evaluation_reaches_a_strict_tracker_although_training_is_ahead(
+    tmp_path, monkeypatch
+):
     """Evaluations of the weights of 0, 2, 4 that finish after steps 1..4 all reach a tracker that
     refuses earlier steps."""
     tracker, args = StrictTracker(), make_args(tmp_path)
     start(monkeypatch, args, tracker)
-    order = [("train", 1), ("train", 2), ("eval", 0), ("train", 3), ("train", 4), ("eval", 2), ("eval", 4)]
+    order = [
+        ("train", 1),
+        ("train", 2),
+        ("eval", 0),
+        ("train", 3),
+        ("train", 4),
+        ("eval", 2),
+        ("eval", 4),
+    ]
     for family, step in order:
-        logging_utils.log(args, {f"{family}/step": step, f"{family}/value": 10.0 * step}, f"{family}/step")
+        logging_utils.log(
+            args, {f"{family}/step": step, f"{family}/value": 10.0 * step}, f"{family}/step"
+        )
     assert tracker.rejected == []
     assert [step for key, step, _ in tracker.accepted if key == "eval/step"] == [0, 2, 4]
 
@@ -215,11 +241,17 @@ def test_resumed_run_sends_nothing_twice_and_nothing_backwards(tmp_path, monkeyp
     tracker = StrictTracker()
     start(monkeypatch, make_args(tmp_path), tracker)
     for step in (1, 2, 3, 4):
-        logging_utils.log(make_args(tmp_path), {"eval/step": step, "eval/accuracy": step / 10}, "eval/step")
+        logging_utils.log(
+            make_args(tmp_path), {"eval/step": step, "eval/accuracy": step / 10}, "eval/step"
+        )
     logging_utils.finish_tracking(make_args(tmp_path))
     start(monkeypatch, make_args(tmp_path, load="checkpoints"), tracker)
     for step in (3, 4, 5):
-        metrics = {"eval/step": step, "eval/accuracy": step / 10, **({"eval/length": 9.0} if step == 4 else {})}
+        metrics = {
+            "eval/step": step,
+            "eval/accuracy": step / 10,
+            **({"eval/length": 9.0} if step == 4 else {}),
+        }
         logging_utils.log(make_args(tmp_path), metrics, "eval/step")
     assert tracker.rejected == []
     sent = [(step, values) for _, step, values in tracker.accepted]
@@ -249,11 +281,21 @@ def test_a_value_of_a_past_step_is_counted_and_named_at_the_end(tmp_path, monkey
     tracker, args = StrictTracker(), make_args(tmp_path)
     start(monkeypatch, args, tracker)
     for step in (1, 3, 2, 4, 4):
-        logging_utils.log(args, {"train/step": step, "train/loss": 1.0, "train/lr": 0.1}, "train/step")
+        logging_utils.log(
+            args, {"train/step": step, "train/loss": 1.0, "train/lr": 0.1}, "train/step"
+        )
     with caplog.at_level(logging.WARNING):
         logging_utils.finish_tracking(args)
-    assert [step for _, step, _ in tracker.accepted] == [1, 3, 4, 4], "the same step again is not in the past"
-    assert caplog.messages == ["2 values were not sent to strict: their series had reached a later step. metrics.jsonl has them."]
+    assert [step for _, step, _ in tracker.accepted] == [1, 3, 4, 4], (
+        "the same step again is not in the past"
+    )
+    assert caplog.messages == [
+        (
+            "2 values were not sent to strict: their series had reached a later step. "
+            "metrics.jsonl "
+            "has them."
+        )
+    ]
 
 
 def test_fresh_run_in_an_old_folder_moves_the_old_records_aside(tmp_path, monkeypatch):
@@ -298,15 +340,24 @@ def test_records_of_other_processes_reach_the_primarys_tracker(tmp_path, monkeyp
 def test_tensorboard_holds_scalars_at_their_steps(tmp_path):
     """With --use-tensorboard its own reader finds scalars at their steps, and the step key is no
     curve."""
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
     args = make_args(tmp_path, use_tensorboard=True, tb_project_name="p", tb_experiment_name="e")
     logging_utils.init_tracking(args)
     for step in (3, 4):
-        logging_utils.log(args, {"train/step": step, "train/loss": 10.0 * step, "train/note": "text"}, "train/step")
+        logging_utils.log(
+            args,
+            {"train/step": step, "train/loss": 10.0 * step, "train/note": "text"},
+            "train/step",
+        )
     logging_utils.finish_tracking(args)
     events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard" / "p" / "e")).Reload()
     assert events.Tags()["scalars"] == ["train/loss"]
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(3, 30.0), (4, 40.0)]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
+        (3, 30.0),
+        (4, 40.0),
+    ]
 
 
 def test_wandb_offline_run_holds_records_with_their_own_axes(tmp_path, monkeypatch):
@@ -336,8 +387,12 @@ def test_wandb_draws_each_family_over_its_own_step(tmp_path, monkeypatch):
     """In W&B each family of metrics has its own step, so that evaluations and training steps do not
     share an axis."""
     axes = {}
-    run = types.SimpleNamespace(define_metric=lambda name, step_metric=None: axes.update({name: step_metric}))
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: run, Settings=dict))
+    run = types.SimpleNamespace(
+        define_metric=lambda name, step_metric=None: axes.update({name: step_metric})
+    )
+    monkeypatch.setitem(
+        sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: run, Settings=dict)
+    )
     WandbSink(make_args(tmp_path, use_wandb=True, wandb_mode="offline"), str(tmp_path))
     assert {name: axes[name] for name in ("train/*", "rollout/*", "eval/*")} == {
         "train/*": "train/step",
@@ -350,12 +405,21 @@ def test_wandb_options_keep_upstreams_meaning_and_hide_secrets(tmp_path):
     """W&B options mean what upstream's mean, secrets are hidden, and the id follows from the
     folder, so that a resumed run continues its own."""
     args = make_args(
-        tmp_path / "run7", use_wandb=True, wandb_project="p", wandb_group="g", wandb_team="t", wandb_key="abc"
+        tmp_path / "run7",
+        use_wandb=True,
+        wandb_project="p",
+        wandb_group="g",
+        wandb_team="t",
+        wandb_key="abc",
     )
     arguments = build_init_arguments(args, args.run_dir)
     assert (arguments["project"], arguments["entity"], arguments["name"]) == ("p", "t", "run7")
     assert arguments["group"] == f"g_{arguments['id']}"
-    assert arguments["id"] == resolve_wandb_run_id(None, args.run_dir) != resolve_wandb_run_id(None, "/elsewhere")
+    assert (
+        arguments["id"]
+        == resolve_wandb_run_id(None, args.run_dir)
+        != resolve_wandb_run_id(None, "/elsewhere")
+    )
     assert resolve_wandb_run_id("given", args.run_dir) == "given"
     assert "wandb_key" not in arguments["config"] and arguments["config"]["wandb_project"] == "p"
 
@@ -412,12 +476,22 @@ def test_run_folder_follows_from_its_name_or_the_start_time(monkeypatch, tmp_pat
     monkeypatch.chdir(tmp_path)
     assert resolve_run_dir(None, "mine") == str(tmp_path / "runs" / "mine")
     assert resolve_run_dir("here", "mine") == str(tmp_path / "here")
-    assert Path(resolve_run_dir(None, None, started=0.0)).name.startswith(("19700101-", "19691231-"))
+    assert Path(resolve_run_dir(None, None, started=0.0)).name.startswith(
+        ("19700101-", "19691231-")
+    )
 
 
 @pytest.mark.parametrize(
     ("value", "plain"),
-    [(True, True), (2, 2), (0.5, 0.5), (float("inf"), "inf"), (None, None), ("text", "text"), ([1, 2], "[1, 2]")],
+    [
+        (True, True),
+        (2, 2),
+        (0.5, 0.5),
+        (float("inf"), "inf"),
+        (None, None),
+        ("text", "text"),
+        ([1, 2], "[1, 2]"),
+    ],
 )
 def test_values_become_what_json_has(value, plain):
     """NaN and infinity, which JSON lacks, are written as text."""
@@ -431,20 +505,35 @@ def test_trackers_get_the_points_that_are_no_numbers(tmp_path):
     args = make_args(tmp_path, use_tensorboard=True)
     logging_utils.init_tracking(args, primary=True)
     for step, loss in enumerate([0.5, float("nan"), float("-inf")]):
-        logging_utils.log(args, {"train/step": step, "train/loss": loss, "train/note": "text"}, "train/step")
+        logging_utils.log(
+            args, {"train/step": step, "train/loss": loss, "train/note": "text"}, "train/step"
+        )
     assert logging_utils.finish_tracking(args) == []
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert events.Tags()["scalars"] == ["train/loss"]
-    assert [(event.step, str(event.value)) for event in events.Scalars("train/loss")] == [(0, "0.5"), (1, "nan"), (2, "-inf")]
+    assert [(event.step, str(event.value)) for event in events.Scalars("train/loss")] == [
+        (0, "0.5"),
+        (1, "nan"),
+        (2, "-inf"),
+    ]
 
 
 def test_the_end_of_a_run_hands_out_the_problems_of_its_report(tmp_path, capsys):
     """The end of a run returns its report's problems, which decide the exit status."""
-    run_options = {"debug_rollout_only": False, "debug_train_only": False, "loss_type": "policy_loss", "custom_reward_post_process_path": None}
+    run_options = {
+        "debug_rollout_only": False,
+        "debug_train_only": False,
+        "loss_type": "policy_loss",
+        "custom_reward_post_process_path": None,
+    }
     args = make_args(tmp_path, write_report=True, **run_options)
     logging_utils.init_tracking(args, primary=True)
-    logging_utils.log(args, {"rollout/step": 0, "rollout/ledger/sampled": 8, "rollout/ledger/trained": 7}, "rollout/step")
+    logging_utils.log(
+        args,
+        {"rollout/step": 0, "rollout/ledger/sampled": 8, "rollout/ledger/trained": 7},
+        "rollout/step",
+    )
     problems = logging_utils.finish_tracking(args)
     assert any("ledger of rollout 0 does not balance" in problem for problem in problems)
     assert capsys.readouterr().out.count("PROBLEM") == len(problems) > 0

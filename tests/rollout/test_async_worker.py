@@ -47,7 +47,8 @@ def test_each_rollout_takes_exactly_its_batch_and_no_group_is_lost_or_repeated(r
     worker = fully_async._get_global_worker(args, source)
     time.sleep(0.1)
     assert (
-        worker.queue_size() <= 2 * worker.concurrency and source.sample_group_index <= 12 + 2 * worker.concurrency + 1
+        worker.queue_size() <= 2 * worker.concurrency
+        and source.sample_group_index <= 12 + 2 * worker.concurrency + 1
     )
 
 
@@ -56,10 +57,15 @@ def test_the_state_knows_which_groups_are_out(rig, tmp_path):
     again."""
     engine, args, source = rig
     source.args.save = str(tmp_path / "run")
-    used = {group[0].group_index for group in fully_async.generate_rollout_fully_async(args, 0, source).samples}
+    used = {
+        group[0].group_index
+        for group in fully_async.generate_rollout_fully_async(args, 0, source).samples
+    }
     fully_async.stop_global_worker()
     state = source.state_dict(0)
-    assert {origin["group_index"] for origin in state["untrained"]} == set(range(source.sample_group_index)) - used
+    assert {origin["group_index"] for origin in state["untrained"]} == set(
+        range(source.sample_group_index)
+    ) - used
 
 
 def test_the_position_moves_with_what_was_used(rig, tmp_path):
@@ -67,9 +73,17 @@ def test_the_position_moves_with_what_was_used(rig, tmp_path):
     trained."""
     engine, args, source = rig
     source.args.save = str(tmp_path / "run")
-    used = [{group[0].group_index for group in fully_async.generate_rollout_fully_async(args, r, source).samples} for r in (0, 1)]
+    used = [
+        {
+            group[0].group_index
+            for group in fully_async.generate_rollout_fully_async(args, r, source).samples
+        }
+        for r in (0, 1)
+    ]
     fully_async.stop_global_worker()
-    untrained = [{origin["group_index"] for origin in source.state_dict(r)["untrained"]} for r in (0, 1)]
+    untrained = [
+        {origin["group_index"] for origin in source.state_dict(r)["untrained"]} for r in (0, 1)
+    ]
     everything = set(range(source.sample_group_index))
     assert untrained == [everything - used[0], everything - used[0] - used[1]]
     resumed = RolloutDataSourceWithBuffer(args)
@@ -128,7 +142,9 @@ def test_an_aborted_group_goes_back_as_the_configuration_says(rig, monkeypatch, 
         sample.append_response_tokens(tokens=[7, 8], log_probs=[-1.0, -1.0])
     for sample in done:
         sample.status, sample.reward = Sample.Status.COMPLETED, 1
-    monkeypatch.setattr(fully_async, "_get_global_worker", lambda args, buffer: ScriptedWorker([aborted, done]))
+    monkeypatch.setattr(
+        fully_async, "_get_global_worker", lambda args, buffer: ScriptedWorker([aborted, done])
+    )
     output = fully_async.generate_rollout_fully_async(args, 0, source)
     assert output.samples == [done]
     (back,) = source.buffer

@@ -21,16 +21,21 @@ from slime.rollout import sft_rollout
 
 NUM_GPUS = 0
 
-# Qwen3's behaviour in short: consecutive tool results share one user turn, and reasoning stays only behind the last question.
+# Qwen3's behaviour in short: consecutive tool results share one user turn, and reasoning stays only
+# behind the last question.
 QWEN3_LIKE = (
     "{%- set ns = namespace(last=0) -%}"
-    "{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}"
-    "{%- if tools -%}{{ '<|im_start|>system\n' + tools[0].function.name + '<|im_end|>\n' }}{%- endif -%}"
+    "{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- "
+    "endif -%}{%- endfor -%}"
+    "{%- if tools -%}{{ '<|im_start|>system\n' + tools[0].function.name + '<|im_end|>\n' }}{%- "
+    "endif -%}"
     "{%- for m in messages -%}"
     "{%- if m.role == 'tool' -%}"
-    "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}{{ '<|im_start|>user' }}{%- endif -%}"
+    "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}{{ '<|im_start|>user' }}{%- "
+    "endif -%}"
     "{{ '\n<tool>' + m.content + '</tool>' }}"
-    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{ '<|im_end|>\n' }}{%- endif -%}"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{ '<|im_end|>\n' }}{%- endif "
+    "-%}"
     "{%- elif m.role == 'assistant' -%}"
     "{%- set c = m.content if loop.index0 > ns.last else m.content.split('</think>')[-1] -%}"
     "{{ '<|im_start|>assistant\n' + c + '<|im_end|>\n' }}"
@@ -47,12 +52,16 @@ NO_END_MARK = (
 
 def say(*contents, roles="ua"):
     names = {"u": "user", "a": "assistant", "t": "tool", "s": "system"}
-    return [{"role": names[role], "content": text} for role, text in zip(roles, contents, strict=True)]
+    return [
+        {"role": names[role], "content": text} for role, text in zip(roles, contents, strict=True)
+    ]
 
 
 def trained(messages, *, template=None, kind="qwen", tools=None):
     """(the decoded trained runs, ids, mask); the ids are checked against the full render."""
-    tokenizer = make_char_tokenizer() if template is None else make_char_tokenizer(chat_template=template)
+    tokenizer = (
+        make_char_tokenizer() if template is None else make_char_tokenizer(chat_template=template)
+    )
     generator = MultiTurnLossMaskGenerator(tokenizer, kind)
     ids, mask = generator.get_loss_mask(messages, tools)
     full = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
@@ -64,7 +73,9 @@ def test_a_token_in_which_the_answer_begins_is_trained_and_one_that_goes_beyond_
     """A token that joins the header's end with the answer's beginning is trained, since the answer
     begins in it; one that reaches beyond the answer's end is not."""
     offsets = [(0, 3), (3, 6), (6, 9), (9, 9)]
-    assert mask_of_spans(offsets, [(4, 9)]) == [0, 1, 1, 0] and mask_of_spans(offsets, [(3, 7)]) == [0, 1, 0, 0]
+    assert mask_of_spans(offsets, [(4, 9)]) == [0, 1, 1, 0] and mask_of_spans(
+        offsets, [(3, 7)]
+    ) == [0, 1, 0, 0]
     assert mask_of_spans(offsets, [(3, 9)]) == [0, 1, 1, 0]
     assert mask_of_spans(offsets, [(0, 3), (6, 10)]) == [1, 0, 1, 1]
 
@@ -75,7 +86,9 @@ def test_an_answer_that_begins_with_a_line_break_is_learned_with_it():
     from tokenizers import pre_tokenizers
 
     tokenizer = bpe_tokenizer(QWEN3_LIKE, merges=[("Ċ", "Ċ")])
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
     generator = MultiTurnLossMaskGenerator(tokenizer)
     for answer, runs in (
         ("\nhe", ["\n\nhe<|im_end|>\n"]),
@@ -84,7 +97,12 @@ def test_an_answer_that_begins_with_a_line_break_is_learned_with_it():
     ):
         ids, mask = generator.get_loss_mask(say("q", answer))
         assert generator.get_text_from_loss_mask(ids, mask) == runs
-        assert ids == tokenizer(tokenizer.apply_chat_template(say("q", answer), tokenize=False))["input_ids"]
+        assert (
+            ids
+            == tokenizer(tokenizer.apply_chat_template(say("q", answer), tokenize=False))[
+                "input_ids"
+            ]
+        )
 
 
 def test_every_assistant_turn_is_trained_with_its_end_and_nothing_else():
@@ -106,10 +124,16 @@ def test_parallel_tool_results_are_one_turn_as_at_inference():
     """Parallel tool results are one user turn, as at inference; rendered message by message they
     would be two. Serial calls stay as they are."""
     messages = say("q", "call", "r1", "r2", "done", roles="uatta")
-    runs, ids, _ = trained(messages, template=QWEN3_LIKE, kind="qwen3", tools=[{"function": {"name": "add"}}])
+    runs, ids, _ = trained(
+        messages, template=QWEN3_LIKE, kind="qwen3", tools=[{"function": {"name": "add"}}]
+    )
     assert runs == ["call<|im_end|>\n", "done<|im_end|>\n"]
     text = make_char_tokenizer().decode(ids)
-    assert text.count("<|im_start|>user") == 2 and "<tool>r1</tool>\n<tool>r2</tool>" in text and text.count("add") == 1
+    assert (
+        text.count("<|im_start|>user") == 2
+        and "<tool>r1</tool>\n<tool>r2</tool>" in text
+        and text.count("add") == 1
+    )
 
 
 @pytest.mark.parametrize("kind", ["qwen", "qwen3"])
@@ -124,7 +148,9 @@ def test_reasoning_that_the_template_strips_later_is_neither_rendered_nor_traine
 def test_qwen3_5_leaves_the_think_tag_that_the_prompt_already_holds_out():
     """The <think> that ends the generation prompt is not trained, because the model never produces
     it."""
-    template = QWEN3_LIKE.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}")
+    template = QWEN3_LIKE.replace(
+        "{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}"
+    )
     messages = say("a?", "<think>\nx</think>A", "b?", "<think>\ny</think>B", roles="uaua")
     runs, _, _ = trained(messages, template=template, kind="qwen3_5")
     assert runs == ["A<|im_end|>\n", "y</think>B<|im_end|>\n"]
@@ -179,7 +205,10 @@ def test_media_in_front_shift_the_mask_and_media_behind_are_refused():
     generator = MultiTurnLossMaskGenerator(make_char_tokenizer())
     messages = say("q", "A")
     ids, mask = generator.get_loss_mask(messages)
-    assert generator.get_loss_mask_with_multimodal_alignment(messages, [0, 0, *ids]) == ([0, 0, *ids], [0, 0, *mask])
+    assert generator.get_loss_mask_with_multimodal_alignment(messages, [0, 0, *ids]) == (
+        [0, 0, *ids],
+        [0, 0, *mask],
+    )
     with pytest.raises(ConfigError, match="cannot be aligned"):
         generator.get_loss_mask_with_multimodal_alignment(messages, [*ids, 0, 0])
 
@@ -210,7 +239,12 @@ def test_a_supervised_rollout_has_ids_masks_and_lengths_and_generates_nothing(sf
     for rows, label_key in ((pairs, "label"), (chats, None)):
         args, source = sft(rows, label_key=label_key)
         output = sft_rollout.generate_rollout(args, 0, source)
-        made.append([(s.tokens, s.loss_mask, s.response_length, s.reward, s.status) for (s,) in output.samples])
+        made.append(
+            [
+                (s.tokens, s.loss_mask, s.response_length, s.reward, s.status)
+                for (s,) in output.samples
+            ]
+        )
     assert made[0] == made[1] and len(made[0]) == 4
     tokens, mask, length, reward, status = made[0][3]
     text = "<|im_start|>user\n3+1=<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
@@ -230,7 +264,9 @@ def test_conversations_over_the_context_are_counted_and_a_rendered_prompt_is_ref
     args, source = sft(rows, rollout_max_context_len=100)
     output = sft_rollout.generate_rollout(args, 0, source)
     assert len(output.samples) == 3 and output.dropped == {"too_long": 1}
-    assert [(reason, [s.index for s in group]) for reason, group in output.dropped_groups] == [("too_long", [1])]
+    assert [(reason, [s.index for s in group]) for reason, group in output.dropped_groups] == [
+        ("too_long", [1])
+    ]
     args, source = sft(rows, apply_chat_template=True)
     with pytest.raises(ConfigError, match="--apply-chat-template"):
         sft_rollout.generate_rollout(args, 0, source)
@@ -246,21 +282,40 @@ def test_conversations_over_the_context_are_counted_and_a_rendered_prompt_is_ref
     [
         ({"input": say("q", roles="u")}, {}, "without an assistant message has nothing to train"),
         ({"input": "q"}, {}, "without an assistant message has nothing to train"),
-        ({"input": "q", "label": 7}, {"label_key": "label"}, "the label 7 is a int; supervised training needs a text"),
         (
-            {"input": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "step_loss_mask": 0}]},
+            {"input": "q", "label": 7},
+            {"label_key": "label"},
+            "the label 7 is a int; supervised training needs a text",
+        ),
+        (
+            {
+                "input": [
+                    {"role": "user", "content": "q"},
+                    {"role": "assistant", "content": "a", "step_loss_mask": 0},
+                ]
+            },
             {},
             "step_loss_mask other than 1",
         ),
-        ({"input": say("q", "a", "r", roles="uau")}, {"loss_mask_type": "distill_qwen"}, "trains the last message"),
+        (
+            {"input": say("q", "a", "r", roles="uau")},
+            {"loss_mask_type": "distill_qwen"},
+            "trains the last message",
+        ),
     ],
 )
-def test_a_row_with_nothing_to_train_is_named_with_its_line_when_the_data_are_read(sft, row, options, words):
+def test_a_row_with_nothing_to_train_is_named_with_its_line_when_the_data_are_read(
+    sft, row, options, words
+):
     """A row without a trainable turn is refused with its line when the data are read, and not hours
     later in the rollout."""
     good = {"input": say("1", "2"), "label": "2"}
     with pytest.raises(ConfigError) as caught:
-        sft([good, good, row, good], rollout_function_path="slime.rollout.sft_rollout.generate_rollout", **options)
+        sft(
+            [good, good, row, good],
+            rollout_function_path="slime.rollout.sft_rollout.generate_rollout",
+            **options,
+        )
     assert "sft.jsonl, line 3: " in str(caught.value) and words in str(caught.value)
 
 

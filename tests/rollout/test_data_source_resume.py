@@ -24,14 +24,23 @@ def make(tmp_path):
 
     def build(**overrides):
         folder = str(tmp_path / "run")
-        values = {"prompt_data": path, "save": folder, "load": folder, "rollout_shuffle": True, **overrides}
+        values = {
+            "prompt_data": path,
+            "save": folder,
+            "load": folder,
+            "rollout_shuffle": True,
+            **overrides,
+        }
         return RolloutDataSourceWithBuffer(rollout_args(**values))
 
     return build
 
 
 def names(groups):
-    return [(group[0].group_index, group[0].prompt, [sample.index for sample in group]) for group in groups]
+    return [
+        (group[0].group_index, group[0].prompt, [sample.index for sample in group])
+        for group in groups
+    ]
 
 
 def step(source, rollout_id, count=3):
@@ -48,7 +57,9 @@ def test_groups_and_samples_are_numbered_for_ever(make):
     assert [group[0].group_index for group in groups] == list(range(24))
     assert [sample.index for group in groups for sample in group] == list(range(48))
     assert all(sample.rollout_id is None for group in groups for sample in group)
-    first_epoch, second_epoch = ([group[0].prompt for group in groups[start : start + 12]] for start in (0, 12))
+    first_epoch, second_epoch = (
+        [group[0].prompt for group in groups[start : start + 12]] for start in (0, 12)
+    )
     assert sorted(first_epoch) == sorted(second_epoch) == sorted(f"p{i}=" for i in range(12))
     assert first_epoch != second_epoch, "each epoch has an order of its own"
 
@@ -89,7 +100,8 @@ def test_dispatched_but_untrained_groups_come_again_exactly_once(make):
     source = make()
     groups = source.get_samples(10)
     source.commit(0, [group[0].group_index for group in groups[:4]])
-    source.commit(1, [group[0].group_index for group in groups[4:6]])  # generated ahead, not trained
+    # generated ahead, not trained
+    source.commit(1, [group[0].group_index for group in groups[4:6]])
     source.save(0)
     resumed = make()
     resumed.load(0)
@@ -144,7 +156,10 @@ def test_another_dataset_seed_or_group_size_is_refused_on_resume(make, tmp_path)
     for change, word in (
         ({"rollout_seed": 1}, "shuffle_seed: saved 42, now 1"),
         ({"n_samples_per_prompt": 4}, "n_samples_per_prompt: saved 2, now 4"),
-        ({"prompt_data": write_prompts(tmp_path / "other.jsonl", 11)}, "num_prompts: saved 12, now 11"),
+        (
+            {"prompt_data": write_prompts(tmp_path / "other.jsonl", 11)},
+            "num_prompts: saved 12, now 11",
+        ),
     ):
         with pytest.raises(ConfigError, match=word):
             make(**change).load(3)
@@ -188,7 +203,9 @@ def test_a_row_written_another_way_is_the_same_row(make, tmp_path):
     expected = step(source, 0)
     source.save(0)
     rows = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(dict(reversed(row.items())), indent=None) + "\n\n" for row in rows))
+    (tmp_path / "p.jsonl").write_text(
+        "".join(json.dumps(dict(reversed(row.items())), indent=None) + "\n\n" for row in rows)
+    )
     again = make()
     again.load(0)
     assert names(again.get_samples(3)) != expected
@@ -228,7 +245,9 @@ def test_a_position_of_an_earlier_version_is_read_and_its_damage_named(make):
     make().load(0)
     for name in ("stream", "untrained", "epoch_id", "buffer_groups"):
         path.write_text(json.dumps({key: value for key, value in state.items() if key != name}))
-        with pytest.raises(ConfigError, match=f"not one that this version wrote .KeyError: '{name}'"):
+        with pytest.raises(
+            ConfigError, match=f"not one that this version wrote .KeyError: '{name}'"
+        ):
             make().load(0)
     path.write_text(json.dumps({**state, "untrained": 7}))
     with pytest.raises(ConfigError, match="not one that this version wrote .TypeError"):
@@ -240,12 +259,16 @@ def test_a_failed_write_leaves_the_last_state_and_no_temporary_file(make, monkey
     source = make()
     source.save(0)
     before = source_file(source).read_bytes()
-    monkeypatch.setattr("os.fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        "os.fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     source.get_samples(3)
     with pytest.raises(OSError, match="No space left"):
         source.save(0)
     assert source_file(source).read_bytes() == before
-    assert [path.name for path in source_file(source).parent.iterdir()] == [source_file(source).name]
+    assert [path.name for path in source_file(source).parent.iterdir()] == [
+        source_file(source).name
+    ]
 
 
 def test_what_comes_next_does_not_depend_on_when_a_group_came_back(make):

@@ -37,7 +37,11 @@ def test_the_prompt_is_sent_as_the_ids_that_will_be_trained():
         "input_ids": [128000, 7], "sampling_params": {"max_new_tokens": 4}, "return_logprob": True, "rid": "r1",
     }  # fmt: skip
     batch = build_batch_request([request, {**request, "rid": "r2", "input_ids": [1]}])
-    assert batch["input_ids"] == [[128000, 7], [1]] and batch["rid"] == ["r1", "r2"] and batch["return_logprob"] is True
+    assert (
+        batch["input_ids"] == [[128000, 7], [1]]
+        and batch["rid"] == ["r1", "r2"]
+        and batch["return_logprob"] is True
+    )
     with pytest.raises(RolloutDataError, match="1 replies to 2 requests"):
         parse_batch_reply([{}], num_requests=2)
     with pytest.raises(RolloutDataError, match="3 replies to 2 requests"):
@@ -50,9 +54,17 @@ def test_ids_log_probs_text_and_labels_of_a_reply_are_stored_as_sent(arrays):
     sample = Sample(tokens=[1, 2])
     reply = make_reply([7, 8, 9], "stop", text="seven", version="3", body={"return_arrays": arrays})
     apply_response(sample, reply)
-    assert sample.tokens == [1, 2, 7, 8, 9] and sample.response_length == 3 and sample.response == "seven"
+    assert (
+        sample.tokens == [1, 2, 7, 8, 9]
+        and sample.response_length == 3
+        and sample.response == "seven"
+    )
     assert sample.rollout_log_probs == [-0.125, -0.25, -0.375] and sample.loss_mask == [1, 1, 1]
-    assert (sample.status, sample.finish_reason, sample.weight_versions) == (Sample.Status.COMPLETED, "stop", ["3"])
+    assert (sample.status, sample.finish_reason, sample.weight_versions) == (
+        Sample.Status.COMPLETED,
+        "stop",
+        ["3"],
+    )
 
 
 def broken(change):
@@ -113,19 +125,28 @@ def test_segments_add_up_and_the_last_id_is_never_changed():
     sample = Sample(tokens=[1, 2, 3])
     apply_response(sample, make_reply([4, 5], "abort", version="3", text="ab"))
     apply_response(sample, make_reply([6, 7], "length", version="4", text="cd"))
-    assert sample.tokens == [1, 2, 3, 4, 5, 6, 7] and sample.rollout_log_probs == [-0.125, -0.25, -0.125, -0.25]
+    assert sample.tokens == [1, 2, 3, 4, 5, 6, 7] and sample.rollout_log_probs == [
+        -0.125,
+        -0.25,
+        -0.125,
+        -0.25,
+    ]
     assert sample.weight_versions == ["3", "4"] and sample.response == "abcd"
     assert sample.status is Sample.Status.TRUNCATED and sample.loss_mask == [1, 1, 1, 1]
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=8), min_size=1, max_size=4), st.booleans())
+@given(
+    st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=8), min_size=1, max_size=4), st.booleans()
+)
 def test_stored_ids_equal_generated_ids_over_any_segments(segments, arrays):
     """Stored ids equal the generated ones for any segments; nothing goes through text, since ids ->
     text -> ids is not the identity."""
     sample = Sample(tokens=[1])
     for segment in segments:
-        apply_response(sample, make_reply(segment, "abort", text="hello", body={"return_arrays": arrays}))
+        apply_response(
+            sample, make_reply(segment, "abort", text="hello", body={"return_arrays": arrays})
+        )
     flat = [token for segment in segments for token in segment]
     assert sample.tokens == [1, *flat] and sample.response_length == len(flat)
     assert len(sample.rollout_log_probs or []) == len(sample.loss_mask or []) == len(flat)
@@ -135,7 +156,9 @@ def test_stored_ids_equal_generated_ids_over_any_segments(segments, arrays):
     ("response", "max_response", "max_context", "budget"),
     [(0, 8, None, 8), (3, 8, None, 5), (8, 8, None, 0), (0, 8, 12, 2), (2, 8, 12, 0), (0, None, 10, 0), (0, None, None, None)],
 )  # fmt: skip
-def test_the_budget_is_what_response_and_context_limit_leave(response, max_response, max_context, budget):
+def test_the_budget_is_what_response_and_context_limit_leave(
+    response, max_response, max_context, budget
+):
     """The context limit holds while generating: a prompt of 10 with limit 12 leaves 2 tokens."""
     sample = Sample(response_length=response)
     limits = {"max_response_len": max_response, "max_context_len": max_context}
@@ -145,9 +168,13 @@ def test_the_budget_is_what_response_and_context_limit_leave(response, max_respo
 def test_seeds_differ_by_member_prompt_rollout_and_segment_and_repeat_exactly():
     """Seeds differ by member, prompt, rollout and segment, and two runs have the same ones."""
     keys = [(m, i, r, s) for m in range(4) for i in range(20) for r in (None, 0, 1) for s in (0, 5)]
-    seeds = [derive_seed(42, member=m, sample_index=i, rollout_id=r, segment=s) for m, i, r, s in keys]
+    seeds = [
+        derive_seed(42, member=m, sample_index=i, rollout_id=r, segment=s) for m, i, r, s in keys
+    ]
     assert len(set(seeds)) == len(keys) and all(0 <= seed < 2**31 for seed in seeds)
-    assert seeds == [derive_seed(42, member=m, sample_index=i, rollout_id=r, segment=s) for m, i, r, s in keys]
+    assert seeds == [
+        derive_seed(42, member=m, sample_index=i, rollout_id=r, segment=s) for m, i, r, s in keys
+    ]
     assert derive_seed(42, member=1, sample_index=3, rollout_id=0) == derive_seed(
         43, member=0, sample_index=3, rollout_id=0
     )
@@ -186,14 +213,26 @@ def test_the_text_of_a_continued_response_is_that_of_all_its_ids(segments, decod
 def test_what_was_written_in_place_of_earlier_ids_stays():
     """Text that a template wrote for earlier ids, such as end marks, stays; only the border between
     segments is decoded anew."""
-    assert continue_text("four<end> \ufffd", "four \ufffd", "four 你", appended="x") == "four<end> 你"
+    assert (
+        continue_text("four<end> \ufffd", "four \ufffd", "four 你", appended="x") == "four<end> 你"
+    )
     assert continue_text("four<end>", "four", "four more", appended="x") == "four<end> more"
-    assert continue_text("something else", "four\ufffd", "four你", appended="something else!") == "something else!"
+    assert (
+        continue_text("something else", "four\ufffd", "four你", appended="something else!")
+        == "something else!"
+    )
 
 
 def test_ids_as_arrays_without_log_probs_are_refused():
     """A reply without log-probs, as from a server that ignores return_logprob, is refused."""
-    reply = {"text": "", "meta_info": {"id": "r", "output_token_ids_b64": encode_array([7, 8], TOKEN_DTYPE), "completion_tokens": 2}}
+    reply = {
+        "text": "",
+        "meta_info": {
+            "id": "r",
+            "output_token_ids_b64": encode_array([7, 8], TOKEN_DTYPE),
+            "completion_tokens": 2,
+        },
+    }
     with pytest.raises(RolloutDataError, match="token ids but no log-probs"):
         apply_response(Sample(prompt="p", tokens=[1]), reply)
 

@@ -52,7 +52,9 @@ def test_crashes_errors_memory_and_prints_are_outcomes_of_their_own(pool):
     prints is not read as its answer."""
     assert pool.grade(bad("noisy"), "x", "y") == GraderOutcome(value=1)
     first = pool.grade(bad("worker_pid"), "x", "y").value
-    assert pool.grade(bad("broken"), "x", "y") == GraderOutcome(error=GRADER_ERROR, detail="ValueError: no such form")
+    assert pool.grade(bad("broken"), "x", "y") == GraderOutcome(
+        error=GRADER_ERROR, detail="ValueError: no such form"
+    )
     assert "memory" in pool.grade(bad("greedy"), "x", "y").detail
     assert pool.grade(bad("worker_pid"), "x", "y").value == first  # an exception costs no process
     outcome = pool.grade(bad("crash"), "x", "y")
@@ -83,7 +85,8 @@ def test_the_result_is_the_same_from_a_thread_and_from_an_event_loop(pool, where
     results = []
     if where != "event loop":
         threads = [
-            threading.Thread(target=lambda: results.append(pool.grade("math", r"\boxed{4}", "4"))) for _ in range(3)
+            threading.Thread(target=lambda: results.append(pool.grade("math", r"\boxed{4}", "4")))
+            for _ in range(3)
         ]
         for thread in threads:
             thread.start()
@@ -101,7 +104,9 @@ def test_the_result_is_the_same_inside_a_ray_actor():
 
     class Scorer:
         def score(self, response, label):
-            return run(async_rm(rollout_args(rm_type="math"), Sample(response=response, label=label)))
+            return run(
+                async_rm(rollout_args(rm_type="math"), Sample(response=response, label=label))
+            )
 
     paths = os.pathsep.join((str(TESTS), str(TESTS.parent)))
     ray.init(
@@ -110,7 +115,11 @@ def test_the_result_is_the_same_inside_a_ray_actor():
     )  # fmt: skip
     try:
         actor = ray.remote(Scorer).remote()
-        answers = [(r"\boxed{\frac{1}{2}}", "0.5"), (r"\boxed{3}", "0.5"), (r"\boxed{x^2+x}", "x(x+1)")]
+        answers = [
+            (r"\boxed{\frac{1}{2}}", "0.5"),
+            (r"\boxed{3}", "0.5"),
+            (r"\boxed{x^2+x}", "x(x+1)"),
+        ]
         there = ray.get([actor.score.remote(*answer) for answer in answers], timeout=60)
         assert there == [Scorer().score(*answer) for answer in answers] == [1, 0, 1]
     finally:
@@ -152,7 +161,9 @@ def test_a_short_lived_thread_does_not_take_its_workers_with_it(pool):
     """Workers survive the thread that started them, though Linux sends the parent-death signal when
     that thread ends."""
     pids = []
-    thread = threading.Thread(target=lambda: pids.append(pool.grade(bad("worker_pid"), "x", "y").value))
+    thread = threading.Thread(
+        target=lambda: pids.append(pool.grade(bad("worker_pid"), "x", "y").value)
+    )
     thread.start()
     thread.join()
     time.sleep(0.2)
@@ -164,7 +175,11 @@ def test_an_outcome_without_value_marks_the_sample_and_is_never_a_reward(monkeyp
     and counts against --max-failed-ratio."""
     monkeypatch.setattr(grader_pool, "shared_pool", lambda settings: pool)
     monkeypatch.setattr(
-        pool, "grade", lambda grader, response, label: GraderOutcome(error=GRADER_TIMEOUT, detail="math took long")
+        pool,
+        "grade",
+        lambda grader, response, label: GraderOutcome(
+            error=GRADER_TIMEOUT, detail="math took long"
+        ),
     )
     args = rollout_args(rm_type="math")
     sample = Sample(index=0, response=r"\boxed{1}", label="1", status=Sample.Status.COMPLETED)

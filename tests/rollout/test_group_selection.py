@@ -31,7 +31,9 @@ NUM_GPUS = 0
 TOKENIZER = make_char_tokenizer()
 END = TOKENIZER.eos_token_id
 SYNCHRONOUS, FULLY_ASYNC = sglang_rollout.generate_rollout, fully_async.generate_rollout_fully_async
-BOTH = pytest.mark.parametrize("rollout", [SYNCHRONOUS, FULLY_ASYNC], ids=["synchronous", "fully_async"])
+BOTH = pytest.mark.parametrize(
+    "rollout", [SYNCHRONOUS, FULLY_ASYNC], ids=["synchronous", "fully_async"]
+)
 
 
 @pytest.fixture(scope="session")
@@ -45,8 +47,17 @@ def rig(tmp_path, model):
     with contextlib.ExitStack() as stack:
         stack.callback(fully_async.stop_global_worker)
 
-        def build(answer=None, *, prompts=100, engine=None, source=RolloutDataSourceWithBuffer, **overrides):
-            remote = stack.enter_context(FakeEngine(answer or right_answer, decode=decode, **(engine or {})))
+        def build(
+            answer=None,
+            *,
+            prompts=100,
+            engine=None,
+            source=RolloutDataSourceWithBuffer,
+            **overrides,
+        ):
+            remote = stack.enter_context(
+                FakeEngine(answer or right_answer, decode=decode, **(engine or {}))
+            )
             stack.enter_context(fresh_rollout_state(remote.url))
             args = rollout_args(
                 **{
@@ -77,7 +88,7 @@ def labels(groups):
     return [next(iter_samples(group)).label for group in groups]
 
 
-# --- one meaning of the filters ------------------------------------------------------------------------------------------
+# --- one meaning of the filters -------------------------------------------------------------------
 
 
 def keep_odd(args, samples, **kwargs):
@@ -108,7 +119,9 @@ def test_filters_and_hooks_of_groups_mean_the_same_in_both_rollout_functions(rig
     output = rollout(args, 0, source)
     kept = labels(output.samples)
     assert len(kept) == 4 and all(int(label) % 2 == 1 for label in kept)
-    assert all([sample.remove_sample for sample in group] == [True, False] for group in output.samples)
+    assert all(
+        [sample.remove_sample for sample in group] == [True, False] for group in output.samples
+    )
     even = labels(group for _, group in output.dropped_groups)
     assert even and all(int(label) % 2 == 0 for label in even)
     assert output.dropped == {"dynamic_filter_even": 2 * len(even)}
@@ -119,10 +132,15 @@ def test_filters_and_hooks_of_groups_mean_the_same_in_both_rollout_functions(rig
 @BOTH
 def test_what_a_filter_dropped_is_used_up_in_the_data_position(rig, rollout, tmp_path):
     """After a resume neither the trained nor the dropped prompts are served again."""
-    engine, args, source = rig(dynamic_sampling_filter_path=f"{__name__}.keep_odd", save=str(tmp_path / "run"))
+    engine, args, source = rig(
+        dynamic_sampling_filter_path=f"{__name__}.keep_odd", save=str(tmp_path / "run")
+    )
     output = rollout(args, 0, source)
     fully_async.stop_global_worker()
-    used = {group[0].group_index for group in [*output.samples, *(group for _, group in output.dropped_groups)]}
+    used = {
+        group[0].group_index
+        for group in [*output.samples, *(group for _, group in output.dropped_groups)]
+    }
     untrained = {origin["group_index"] for origin in source.state_dict(0)["untrained"]}
     assert len(used) >= 7 and untrained == set(range(source.sample_group_index)) - used
 
@@ -135,7 +153,9 @@ def late_all(args, samples, **kwargs):
 def test_a_filter_may_let_groups_stand_in_where_too_few_remain(rig, rollout):
     """Where too few groups pass, dropped ones fill the batch: of 6 groups without spread 2 are
     dropped and 4 are trained."""
-    engine, args, source = rig(dynamic_sampling_filter_path=f"{__name__}.late_all", over_sampling_batch_size=6)
+    engine, args, source = rig(
+        dynamic_sampling_filter_path=f"{__name__}.late_all", over_sampling_batch_size=6
+    )
     output = rollout(args, 0, source)
     assert len(output.samples) == 4 and output.metrics["rollout/dynamic_filter/drop_late"] == 2
 
@@ -148,7 +168,7 @@ def test_the_fully_asynchronous_rollout_keeps_the_over_sampling_batch_in_flight(
     assert 8 < engine.most_running <= 14
 
 
-# --- rollouts that can keep nothing --------------------------------------------------------------------------------------
+# --- rollouts that can keep nothing ---------------------------------------------------------------
 
 
 @BOTH
@@ -162,8 +182,16 @@ def test_a_filter_that_keeps_nothing_ends_the_run_with_reasons_and_examples(rig,
     with caplog.at_level(logging.WARNING), pytest.raises(RolloutDataError) as caught:
         rollout(args, 3, source)
     said = str(caught.value)
-    assert "rollout 3" in said and "dropped 9 groups (9 zero_std_1" in said and "kept 0 of the 4" in said
-    assert "--max-dropped-groups 8" in said and "has the rewards [1, 1]" in said and "prompt 'p" in said
+    assert (
+        "rollout 3" in said
+        and "dropped 9 groups (9 zero_std_1" in said
+        and "kept 0 of the 4" in said
+    )
+    assert (
+        "--max-dropped-groups 8" in said
+        and "has the rewards [1, 1]" in said
+        and "prompt 'p" in said
+    )
     assert "dropped 8 groups" in caplog.text
 
 
@@ -171,8 +199,12 @@ def test_a_filter_that_keeps_nothing_ends_the_run_with_reasons_and_examples(rig,
 def test_without_the_option_a_filter_may_drop_twenty_batches(rig, rollout):
     """Without the option a filter may drop 20 batches: with a batch of 1 the 21st dropped group
     ends the run."""
-    engine, args, source = rig(dynamic_sampling_filter_path=f"{__name__}.keep_none", rollout_batch_size=1)
-    with pytest.raises(RolloutDataError, match=r"dropped 21 groups \(21 dropped\).*--max-dropped-groups 20 allows"):
+    engine, args, source = rig(
+        dynamic_sampling_filter_path=f"{__name__}.keep_none", rollout_batch_size=1
+    )
+    with pytest.raises(
+        RolloutDataError, match=r"dropped 21 groups \(21 dropped\).*--max-dropped-groups 20 allows"
+    ):
         rollout(args, 0, source)
 
 
@@ -182,12 +214,14 @@ def keep_none(args, samples, **kwargs):
 
 def test_a_batch_may_need_many_drops_within_the_limit(rig):
     """A batch that is filled within the limit of drops trains; the limit is per rollout."""
-    engine, args, source = rig(dynamic_sampling_filter_path=f"{__name__}.keep_odd", max_dropped_groups=4)
+    engine, args, source = rig(
+        dynamic_sampling_filter_path=f"{__name__}.keep_odd", max_dropped_groups=4
+    )
     for rollout_id in range(3):
         assert len(SYNCHRONOUS(args, rollout_id, source).samples) == 4
 
 
-# --- filters that go wrong -----------------------------------------------------------------------------------------------
+# --- filters that go wrong ------------------------------------------------------------------------
 
 
 def forgets_to_return(args, samples, **kwargs):
@@ -226,7 +260,11 @@ def puts_a_sample_in(args, groups):
     groups[0] = groups[0][0]
 
 
-DYNAMIC, AT_THE_END, ALL = "dynamic_sampling_filter_path", "rollout_sample_filter_path", "rollout_all_samples_process_path"
+DYNAMIC, AT_THE_END, ALL = (
+    "dynamic_sampling_filter_path",
+    "rollout_sample_filter_path",
+    "rollout_all_samples_process_path",
+)
 GONE_WRONG = [
     (DYNAMIC, "forgets_to_return", r"called for group \d+ \(prompt 'p\d+=.*rewards \[1, 1\]: it returned None \(NoneType\), where True"),
     (DYNAMIC, "returns_text", r"group \d+ \(.*it returned 'keep' \(str\), where True"),
@@ -243,26 +281,46 @@ GONE_WRONG = [
 
 
 @BOTH
-@pytest.mark.parametrize(("option", "function", "words"), GONE_WRONG, ids=[f"{option}-{function}" for option, function, _ in GONE_WRONG])
+@pytest.mark.parametrize(
+    ("option", "function", "words"),
+    GONE_WRONG,
+    ids=[f"{option}-{function}" for option, function, _ in GONE_WRONG],
+)
 @pytest.mark.filterwarnings("ignore:coroutine")
-def test_a_filter_that_goes_wrong_is_named_with_its_groups_and_what_it_returned(rig, rollout, option, function, words, caplog):
+def test_a_filter_that_goes_wrong_is_named_with_its_groups_and_what_it_returned(
+    rig, rollout, option, function, words, caplog
+):
     """A filter that raises, or returns no verdict, ends the run with its name, its groups and what
     it returned; the stack is logged once."""
     path = f"{__name__}.{function}"
     engine, args, source = rig(rollout_batch_order="submission", **{option: path})
     with pytest.raises(RolloutDataError, match=f"--{option.replace('_', '-')} {path}.*{words}"):
         rollout(args, 0, source)
-    stacks = [record for record in caplog.records if record.exc_info and record.levelno >= logging.WARNING]
+    stacks = [
+        record for record in caplog.records if record.exc_info and record.levelno >= logging.WARNING
+    ]
     assert len(stacks) == (1 if function == "looks_up_what_is_not_there" else 0)
 
 
 def test_what_a_function_in_place_returns_may_be_what_it_was_given(rig):
     """A function that works in place may `return groups`."""
-    engine, args, source = rig(**{AT_THE_END: f"{__name__}.returns_what_it_got", ALL: f"{__name__}.returns_what_it_got"})
+    engine, args, source = rig(
+        **{AT_THE_END: f"{__name__}.returns_what_it_got", ALL: f"{__name__}.returns_what_it_got"}
+    )
     assert len(SYNCHRONOUS(args, 0, source).samples) == 4
 
 
-@pytest.mark.parametrize("value", [True, np.bool_(True), np.array(True), torch.tensor(True), 1, DynamicFilterOutput(keep=torch.tensor(True))])
+@pytest.mark.parametrize(
+    "value",
+    [
+        True,
+        np.bool_(True),
+        np.array(True),
+        torch.tensor(True),
+        1,
+        DynamicFilterOutput(keep=torch.tensor(True)),
+    ],
+)
 def test_a_truth_value_of_any_library_is_a_verdict(value):
     assert call_dynamic_filter(lambda: value).keep is True
 
@@ -270,11 +328,26 @@ def test_a_truth_value_of_any_library_is_a_verdict(value):
 BUFFERED = {
     "nothing": (lambda args, rollout_id, buffer, n: None, "returned None"),
     "a tuple": (lambda args, rollout_id, buffer, n: tuple(buffer), r"returned tuple \("),
-    "samples": (lambda args, rollout_id, buffer, n: buffer.pop(), "returned a list with Sample .* which is no group"),
-    "half a group": (lambda args, rollout_id, buffer, n: [buffer.pop()[:1]], "returned a list with list .* which is no group"),
-    "too many": (lambda args, rollout_id, buffer, n: [buffer.pop(), buffer.pop()], "returned 2 groups"),
-    "without taking them out": (lambda args, rollout_id, buffer, n: buffer[:n], "returned a group that is still in the buffer"),
-    "raises": (lambda args, rollout_id, buffer, n: buffer["first"], "raised TypeError: .* for a buffer of 2 groups, of which 1 are wanted"),
+    "samples": (
+        lambda args, rollout_id, buffer, n: buffer.pop(),
+        "returned a list with Sample .* which is no group",
+    ),
+    "half a group": (
+        lambda args, rollout_id, buffer, n: [buffer.pop()[:1]],
+        "returned a list with list .* which is no group",
+    ),
+    "too many": (
+        lambda args, rollout_id, buffer, n: [buffer.pop(), buffer.pop()],
+        "returned 2 groups",
+    ),
+    "without taking them out": (
+        lambda args, rollout_id, buffer, n: buffer[:n],
+        "returned a group that is still in the buffer",
+    ),
+    "raises": (
+        lambda args, rollout_id, buffer, n: buffer["first"],
+        "raised TypeError: .* for a buffer of 2 groups, of which 1 are wanted",
+    ),
 }
 
 
@@ -286,7 +359,9 @@ def test_a_buffer_filter_that_goes_wrong_is_named_with_what_it_returned(rig, kin
     engine, args, source = rig(buffer_filter_path="slime.prompts.data_source.pop_first")
     source.add_samples(source.get_samples(2))
     source.buffer_filter = function
-    with pytest.raises(RolloutDataError, match=f"--buffer-filter-path slime.prompts.data_source.pop_first {words}"):
+    with pytest.raises(
+        RolloutDataError, match=f"--buffer-filter-path slime.prompts.data_source.pop_first {words}"
+    ):
         source.get_samples(1)
 
 
@@ -294,8 +369,13 @@ def test_a_buffer_filter_that_goes_wrong_is_named_with_what_it_returned(rig, kin
 def test_an_engine_that_aborts_everything_ends_the_run(rig, rollout):
     """Each group is tried 1 + --max-engine-aborts times; then its samples have failed with that
     reason, and the run ends."""
-    engine, args, source = rig(lambda prompt: make_reply([], "abort", prompt=prompt), max_engine_aborts=2)
-    with pytest.raises(RolloutDataError, match="aborted it 3 times without a new token, more than --max-engine-aborts 2 allows"):
+    engine, args, source = rig(
+        lambda prompt: make_reply([], "abort", prompt=prompt), max_engine_aborts=2
+    )
+    with pytest.raises(
+        RolloutDataError,
+        match="aborted it 3 times without a new token, more than --max-engine-aborts 2 allows",
+    ):
         rollout(args, 0, source)
     assert len(engine.requests) <= 3 * 12
 
@@ -328,7 +408,10 @@ def test_a_data_source_that_is_at_its_end_ends_the_run(rig, rollout):
     engine, args, source = rig(source=Ten)
     for rollout_id in range(2):
         assert len(rollout(args, rollout_id, source).samples) == 4
-    with pytest.raises(RolloutDataError, match="rollout 2: the data source has no more prompts; . of 4 groups are kept"):
+    with pytest.raises(
+        RolloutDataError,
+        match="rollout 2: the data source has no more prompts; . of 4 groups are kept",
+    ):
         rollout(args, 2, source)
 
 
@@ -338,15 +421,19 @@ def test_a_worker_that_was_stopped_is_not_waited_for(rig, monkeypatch):
     worker = fully_async._get_global_worker(args, source)
     worker.stop()
     monkeypatch.setattr(fully_async, "_get_global_worker", lambda args, buffer: worker)
-    with pytest.raises(RolloutDataError, match="rollout 0: the asynchronous worker was stopped; 0 of 4"):
+    with pytest.raises(
+        RolloutDataError, match="rollout 0: the asynchronous worker was stopped; 0 of 4"
+    ):
         FULLY_ASYNC(args, 0, source)
 
 
-# --- executions of several samples ---------------------------------------------------------------------------------------
+# --- executions of several samples ----------------------------------------------------------------
 
 
 async def two_samples(args, sample, sampling_params):
-    """An execution of two samples: the answer to the prompt, and a second one that starts from the ids 1, 2."""
+    """An execution of two samples: the answer to the prompt, and a second one that starts from the
+    ids 1, 2.
+    """
     await sglang_rollout.generate(args, sample, dict(sampling_params))
     if sample.status is Sample.Status.ABORTED:
         return [sample, fork_sample(sample, [1, 2])]
@@ -361,7 +448,10 @@ async def two_samples(args, sample, sampling_params):
 
 
 def as_numbers(member):
-    return [(sample.index, sample.rollout_id, sample.response_length, sample.reward) for sample in member]
+    return [
+        (sample.index, sample.rollout_id, sample.response_length, sample.reward)
+        for sample in member
+    ]
 
 
 def test_executions_of_several_samples_survive_partial_rollout(rig):
@@ -402,7 +492,9 @@ def test_a_finished_execution_of_several_samples_is_not_generated_again(rig):
     source.load_state_dict({**source.state_dict(0), "rollout_id": 0})  # also over a resume
     sent = len(engine.requests)
     again = SYNCHRONOUS(args, 1, source)
-    assert [as_numbers(member) for member in again.samples[0]] == [as_numbers(member) for member in waiting]
+    assert [as_numbers(member) for member in again.samples[0]] == [
+        as_numbers(member) for member in waiting
+    ]
     assert "p1=" not in {TOKENIZER.decode(body["input_ids"]) for body in engine.requests[sent:]}
 
 
@@ -430,7 +522,7 @@ def test_an_engine_that_ends_a_request_of_several_samples_costs_nothing(rig, rol
         assert all(sample.reward is not None for sample in iter_samples(group))
 
 
-# --- options -------------------------------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 
 FULLY_ASYNC_PATH = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 NONZERO_STD = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
@@ -444,19 +536,33 @@ NONZERO_STD = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_no
             "--n-samples-per-prompt 1 makes groups of one: it would drop every group",
         ),
         (
-            f"--rollout-function-path {FULLY_ASYNC_PATH} --n-samples-per-prompt 1 --dynamic-sampling-filter-path {NONZERO_STD}",
+            (
+                f"--rollout-function-path {FULLY_ASYNC_PATH} --n-samples-per-prompt 1 "
+                f"--dynamic-sampling-filter-path {NONZERO_STD}"
+            ),
             "it would drop every group",
         ),
         (
             f"--rollout-function-path {FULLY_ASYNC_PATH} --eval-interval 1 --eval-prompt-data a b",
-            "Give --eval-function-path slime.rollout.sglang_rollout.generate_rollout, or leave out --eval-interval",
+            (
+                "Give --eval-function-path slime.rollout.sglang_rollout.generate_rollout, or leave "
+                "out "
+                "--eval-interval"
+            ),
         ),
         (
-            "--rollout-function-path slime.rollout.sft_rollout.generate_rollout --eval-interval 1 --eval-prompt-data a b",
+            (
+                "--rollout-function-path slime.rollout.sft_rollout.generate_rollout "
+                "--eval-interval 1 "
+                "--eval-prompt-data a b"
+            ),
             "which slime.rollout.sft_rollout.generate_rollout does not make",
         ),
         (
-            "--rollout-function-path slime.rollout.sft_rollout.generate_rollout --apply-chat-template",
+            (
+                "--rollout-function-path slime.rollout.sft_rollout.generate_rollout "
+                "--apply-chat-template"
+            ),
             "remove --apply-chat-template",
         ),
         (
@@ -464,7 +570,10 @@ NONZERO_STD = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_no
             "--rollout-batch-order submission cannot hold with the fully asynchronous rollout",
         ),
         (
-            "--custom-rm-path slime.rollout.on_policy_distillation.reward_func --rm-url http://127.0.0.1:9 --eval-interval 1 --eval-prompt-data a b",
+            (
+                "--custom-rm-path slime.rollout.on_policy_distillation.reward_func --rm-url "
+                "http://127.0.0.1:9 --eval-interval 1 --eval-prompt-data a b"
+            ),
             "asks the teacher for log-probs. Give --rm-type",
         ),
         ("--max-dropped-groups -1", "--max-dropped-groups is -1, must not be negative"),
@@ -485,7 +594,9 @@ def test_what_cannot_end_well_is_refused_at_start(words, message, tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["--rollout-max-response-len", "--rm-type"])
-def test_the_options_of_the_fully_asynchronous_rollout_are_checked_like_the_others(missing, tmp_path):
+def test_the_options_of_the_fully_asynchronous_rollout_are_checked_like_the_others(
+    missing, tmp_path
+):
     """The options that the fully asynchronous rollout needs are required at parsing."""
     words = [*write_run_inputs(tmp_path), "--rollout-function-path", FULLY_ASYNC_PATH]
     place = words.index(missing)
@@ -507,8 +618,14 @@ def test_the_order_of_the_batch_follows_from_the_rollout_function(tmp_path):
     for the asynchronous one; the option overrides both."""
     words = write_run_inputs(tmp_path)
     assert parse_args(words).rollout_batch_order == "submission"
-    assert parse_args([*words, "--rollout-function-path", FULLY_ASYNC_PATH]).rollout_batch_order == "completion"
-    assert parse_args([*words, "--rollout-batch-order", "completion"]).rollout_batch_order == "completion"
+    assert (
+        parse_args([*words, "--rollout-function-path", FULLY_ASYNC_PATH]).rollout_batch_order
+        == "completion"
+    )
+    assert (
+        parse_args([*words, "--rollout-batch-order", "completion"]).rollout_batch_order
+        == "completion"
+    )
 
 
 if __name__ == "__main__":

@@ -38,7 +38,9 @@ def write(path, text):
 
 
 def numbered(path, count):
-    return write(path, "".join(json.dumps({"input": f"p{i}", "label": i}) + "\n" for i in range(count)))
+    return write(
+        path, "".join(json.dumps({"input": f"p{i}", "label": i}) + "\n" for i in range(count))
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,10 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
 def test_a_folder_or_pattern_is_its_files_in_order(tmp_path):
     """A folder or a pattern gives its files in order, and a slice counts over all of them."""
     for name in ("b", "a", "c"):
-        write(tmp_path / f"{name}.jsonl", "".join(json.dumps({"input": f"{name}{i}"}) + "\n" for i in range(2)))
+        write(
+            tmp_path / f"{name}.jsonl",
+            "".join(json.dumps({"input": f"{name}{i}"}) + "\n" for i in range(2)),
+        )
     expected = ["a0", "a1", "b0", "b1", "c0", "c1"]
     assert [row["input"] for row in read_file(str(tmp_path))] == expected
     assert [row["input"] for row in read_file(str(tmp_path / "*.jsonl"))] == expected
@@ -126,12 +131,20 @@ def test_nested_parquet_columns_read_the_same_in_one_row_group_and_in_many(tmp_p
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
-    rows = [{"messages": [{"role": "user", "content": f"{i}" * 1000}], "label": i} for i in range(200)]
+    rows = [
+        {"messages": [{"role": "user", "content": f"{i}" * 1000}], "label": i} for i in range(200)
+    ]
     for name, size in (("one", 200), ("many", 10)):
-        pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{name}.parquet", row_group_size=size)
+        pq.write_table(
+            pa.Table.from_pylist(rows), tmp_path / f"{name}.parquet", row_group_size=size
+        )
     one, many = (list(read_file(str(tmp_path / f"{name}.parquet"))) for name in ("one", "many"))
     assert one == many == rows
-    assert [row["label"] for row in read_file(str(tmp_path / "many.parquet@[-3:]"))] == [197, 198, 199]
+    assert [row["label"] for row in read_file(str(tmp_path / "many.parquet@[-3:]"))] == [
+        197,
+        198,
+        199,
+    ]
     write(tmp_path / "bad.parquet", "no parquet")
     with pytest.raises(ConfigError, match="bad.parquet"):
         list(read_file(str(tmp_path / "bad.parquet")))
@@ -144,36 +157,70 @@ def test_parquet_rows_have_the_keys_that_they_were_written_with(tmp_path):
     import pyarrow.parquet as pq
 
     tool = {"type": "function", "function": {"name": "f", "parameters": {"x": {"type": "int"}}}}
-    other = {"type": "function", "function": {"name": "g", "parameters": {"y": {"type": "str", "enum": ["a"]}}}}
-    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]}
+    other = {
+        "type": "function",
+        "function": {"name": "g", "parameters": {"y": {"type": "str", "enum": ["a"]}}},
+    }
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}],
+    }
     rows = [
-        {"input": [{"role": "user", "content": "q"}], "tools": [tool], "metadata": {"a": 1}, "label": None},
-        {"input": [{"role": "user", "content": "q"}, call], "tools": [other], "metadata": {"b": "x"}, "label": "l"},
+        {
+            "input": [{"role": "user", "content": "q"}],
+            "tools": [tool],
+            "metadata": {"a": 1},
+            "label": None,
+        },
+        {
+            "input": [{"role": "user", "content": "q"}, call],
+            "tools": [other],
+            "metadata": {"b": "x"},
+            "label": "l",
+        },
     ]
     table = pa.Table.from_pylist(rows)
     pq.write_table(table, tmp_path / "structs.parquet")
     assert list(read_file(str(tmp_path / "structs.parquet"))) == rows
-    with pa.OSFile(str(tmp_path / "structs.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+    with (
+        pa.OSFile(str(tmp_path / "structs.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as writer,
+    ):
         writer.write_table(table)
     assert list(read_arrow(tmp_path / "structs.arrow")) == rows
     schema = pa.schema([("input", pa.string()), ("metadata", pa.map_(pa.string(), pa.int64()))])
-    pq.write_table(pa.Table.from_pylist([{"input": "q", "metadata": [("a", 1)]}], schema=schema), tmp_path / "map.parquet")
+    pq.write_table(
+        pa.Table.from_pylist([{"input": "q", "metadata": [("a", 1)]}], schema=schema),
+        tmp_path / "map.parquet",
+    )
     assert list(read_file(str(tmp_path / "map.parquet"))) == [{"input": "q", "metadata": {"a": 1}}]
 
 
-ENCODES = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+ENCODES = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ "
+    "c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+)
 WRITES_TEXT = ENCODES.replace(
     "{{ c.function.arguments | tojson }}",
-    "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}{{ c.function.arguments | tojson }}{% endif %}",
+    (
+        "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}{{ "
+        "c.function.arguments | tojson }}{% endif %}"
+    ),
 )
 NEEDS_VALUES = ENCODES.replace(
-    "{{ c.function.arguments | tojson }}", "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}"
+    "{{ c.function.arguments | tojson }}",
+    "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}",
 )
 
 
 @pytest.mark.parametrize(
     ("template", "expected"),
-    [(ENCODES, '{"city": "Rome"}'), (WRITES_TEXT, '{"city":   "Rome"}'), (NEEDS_VALUES, "city=Rome;")],
+    [
+        (ENCODES, '{"city": "Rome"}'),
+        (WRITES_TEXT, '{"city":   "Rome"}'),
+        (NEEDS_VALUES, "city=Rome;"),
+    ],
     ids=["encodes", "writes text", "needs values"],
 )
 def test_tool_arguments_that_are_json_text_are_encoded_once(template, expected):
@@ -183,17 +230,36 @@ def test_tool_arguments_that_are_json_text_are_encoded_once(template, expected):
 
     tokenizer = make_char_tokenizer(chat_template=template)
     call = {"function": {"name": "f", "arguments": '{"city":   "Rome"}'}}
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    assert render_prompt(tokenizer, messages, None, None) == ChatTemplate(tokenizer).render(messages) == f"q{expected}"
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    assert (
+        render_prompt(tokenizer, messages, None, None)
+        == ChatTemplate(tokenizer).render(messages)
+        == f"q{expected}"
+    )
     assert call["function"]["arguments"] == '{"city":   "Rome"}'
-    plain = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "no JSON"}}]}]
+    plain = [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "f", "arguments": "no JSON"}}],
+        }
+    ]
     if template is not NEEDS_VALUES:
         assert "no JSON" in render_prompt(tokenizer, plain, None, None)
 
 
 @pytest.mark.parametrize(
     ("media", "expected"),
-    [("cat.png", ["cat.png"]), (["a", "b"], ["a", "b"]), ({"bytes": b""}, [{"bytes": b""}]), (None, []), ("", [])],
+    [
+        ("cat.png", ["cat.png"]),
+        (["a", "b"], ["a", "b"]),
+        ({"bytes": b""}, [{"bytes": b""}]),
+        (None, []),
+        ("", []),
+    ],
 )
 def test_a_media_column_may_hold_one_path_or_many(media, expected):
     """A media column may hold one path, which is not taken apart into characters, or a list."""
@@ -227,10 +293,20 @@ class WordTokenizer:
         assert add_special_tokens is False
         return {"input_ids": [text.split() for text in texts]}
 
-    def apply_chat_template(self, messages, tools=None, tokenize=True, add_generation_prompt=False, **kwargs):
+    def apply_chat_template(
+        self, messages, tools=None, tokenize=True, add_generation_prompt=False, **kwargs
+    ):
         assert tokenize is False and add_generation_prompt is True
         names = [tool["function"]["name"] for tool in tools or []]
-        return " ".join(["<user>", *names, *(message["content"] for message in messages), "</user>", "<assistant>"])
+        return " ".join(
+            [
+                "<user>",
+                *names,
+                *(message["content"] for message in messages),
+                "</user>",
+                "<assistant>",
+            ]
+        )
 
 
 @pytest.mark.parametrize("template", [False, True])
@@ -242,18 +318,29 @@ def test_prompt_length_counts_what_will_be_sent_for_every_prompt_type(tmp_path, 
         {"input": "a b c d e"},  # 5 words
         {"input": "a b c d e f g h i j k l"},  # 12
         {"input": [{"role": "user", "content": "a b c d e f g h i"}]},  # 9 + 3 as messages
-        {"input": [{"role": "user", "content": "a b"}], "tools": [{"function": {"name": "add"}}]},  # 2 + 3 + 1
+        # 2 + 3 + 1
+        {"input": [{"role": "user", "content": "a b"}], "tools": [{"function": {"name": "add"}}]},
     ]
     path = write(tmp_path / "d.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     data = Dataset(
-        path, WordTokenizer(), None, 5 + extra, prompt_key="input", tool_key="tools", apply_chat_template=template
+        path,
+        WordTokenizer(),
+        None,
+        5 + extra,
+        prompt_key="input",
+        tool_key="tools",
+        apply_chat_template=template,
     )
     first = "<user> a b c d e </user> <assistant>" if template else "a b c d e"
     if template:
-        assert [sample.prompt for sample in data.samples] == [first, "<user> add a b </user> <assistant>"]
+        assert [sample.prompt for sample in data.samples] == [
+            first,
+            "<user> add a b </user> <assistant>",
+        ]
         assert (data.num_read, data.num_too_long) == (4, 2)
     else:
-        assert [sample.prompt for sample in data.samples] == [first]  # the tool's name makes the last one 6 long
+        # the tool's name makes the last one 6 long
+        assert [sample.prompt for sample in data.samples] == [first]
         assert (data.num_read, data.num_too_long) == (4, 3)
     assert compute_prompt_lengths(data.samples, WordTokenizer())[0] == 5 + extra
 

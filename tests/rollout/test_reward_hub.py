@@ -15,7 +15,11 @@ from slime.rollout.rm_hub import async_rm, batched_async_rm, is_immediate
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.expressions import NotReadable, are_equal_values, parse_expression
 from slime.rollout.rm_hub.f1 import f1_score, normalize_answer
-from slime.rollout.rm_hub.gpqa import DEFAULT_VALID_LETTERS, _extract_letter_from_response, compute_gpqa_reward
+from slime.rollout.rm_hub.gpqa import (
+    DEFAULT_VALID_LETTERS,
+    _extract_letter_from_response,
+    compute_gpqa_reward,
+)
 from slime.rollout.rm_hub.math_dapo_utils import (
     compute_score,
     is_correct_minerva,
@@ -41,10 +45,17 @@ NUM_GPUS = 0
 def test_f1_counts_words_without_articles_case_and_punctuation():
     """Words are compared after lower case, punctuation, articles and spaces, in this order:
     "An-apple" is one word, not "apple"."""
-    assert normalize_answer("The  Cat, a DOG!") == "cat dog" and normalize_answer("An-apple") == "anapple"
+    assert (
+        normalize_answer("The  Cat, a DOG!") == "cat dog"
+        and normalize_answer("An-apple") == "anapple"
+    )
     assert f1_score("the cat sat", "cat") == (pytest.approx(2 / 3), 0.5, 1.0)
     assert f1_score("cat", "dog") == f1_score(None, "a") == f1_score("yes", "no") == (0.0, 0.0, 0.0)
-    assert f1_score("yes it is", "yes") == (0.0, 0.0, 0.0) and f1_score("Yes.", "yes") == (1.0, 1.0, 1.0)
+    assert f1_score("yes it is", "yes") == (0.0, 0.0, 0.0) and f1_score("Yes.", "yes") == (
+        1.0,
+        1.0,
+        1.0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,9 +87,18 @@ def test_gpqa_labels_may_be_letters_indices_or_texts():
 
 def test_boxes_are_found_with_their_nesting():
     """The last box counts, with nested braces inside; an unclosed one does not."""
-    assert last_boxed_only_string(r"\boxed{1} then \boxed{\frac{1}{2}} end") == r"\boxed{\frac{1}{2}}"
-    assert last_boxed_only_string(r"\fbox{3}") == r"\fbox{3}" and last_boxed_only_string(r"\boxed{1") is None
-    assert remove_boxed(r"\boxed{x}") == "x" and remove_boxed("x") is None and remove_boxed(None) is None
+    assert (
+        last_boxed_only_string(r"\boxed{1} then \boxed{\frac{1}{2}} end") == r"\boxed{\frac{1}{2}}"
+    )
+    assert (
+        last_boxed_only_string(r"\fbox{3}") == r"\fbox{3}"
+        and last_boxed_only_string(r"\boxed{1") is None
+    )
+    assert (
+        remove_boxed(r"\boxed{x}") == "x"
+        and remove_boxed("x") is None
+        and remove_boxed(None) is None
+    )
     assert (
         extract_boxed_answer(r"a \boxed{4}") == "4"
         and extract_answer("4") is None
@@ -122,7 +142,11 @@ def test_expressions_are_read_by_a_grammar_and_huge_powers_are_not_read():
     computed."""
     pytest.importorskip("sympy")
     assert parse_expression(r"\frac12+\sqrt[3]{8}") == parse_expression("2.5")
-    assert parse_expression("2^3^2") == 512 and parse_expression("-2^2") == -4 and parse_expression("|3-5|") == 2
+    assert (
+        parse_expression("2^3^2") == 512
+        and parse_expression("-2^2") == -4
+        and parse_expression("|3-5|") == 2
+    )
     for hostile in (
         "5^(5^(5^(5^5)))",
         "os.system('x')",
@@ -141,18 +165,29 @@ def test_expressions_are_read_by_a_grammar_and_huge_powers_are_not_read():
 
 def test_verl_grading_needs_a_truth_and_a_box():
     """Without a label or a box the score is 0."""
-    assert grade_answer_verl(r"\boxed{\frac{1}{2}}", "0.5") and grade_answer_verl(r"\boxed{7}", r"so \boxed{7}")
+    assert grade_answer_verl(r"\boxed{\frac{1}{2}}", "0.5") and grade_answer_verl(
+        r"\boxed{7}", r"so \boxed{7}"
+    )
     assert not grade_answer_verl(r"\boxed{7}", "") and not grade_answer_verl("7", "7")
 
 
 def test_dapo_scores_the_last_answer_line():
     """dapo scores 1 or -1 from the last answer line within the last 300 characters."""
-    assert compute_score("blah\nAnswer: $1{,}234$", 1234) == {"score": 1.0, "acc": True, "pred": "1234"}
+    assert compute_score("blah\nAnswer: $1{,}234$", 1234) == {
+        "score": 1.0,
+        "acc": True,
+        "pred": "1234",
+    }
     assert compute_score("Answer: 5\nAnswer: 6", "5")["score"] == -1.0
     assert compute_score("Answer: 7" + "x" * 300, "7")["pred"] == "[INVALID]"
     assert is_correct_minerva("Answer: 4", r"\boxed{4}", gt_need_extract=True) == (True, "4")
-    assert is_correct_strict_box(r"x \boxed{3}", "3") == (1, "3") and is_correct_strict_box("3", "3") == (-1, None)
-    assert normalize_final_answer(r"x = 5 \text{m}") == "5" and normalize_final_answer("1,000") == "1000"
+    assert is_correct_strict_box(r"x \boxed{3}", "3") == (1, "3") and is_correct_strict_box(
+        "3", "3"
+    ) == (-1, None)
+    assert (
+        normalize_final_answer(r"x = 5 \text{m}") == "5"
+        and normalize_final_answer("1,000") == "1000"
+    )
     with pytest.raises(AssertionError, match="box error"):
         dapo_remove_boxed("3")
 
@@ -175,7 +210,11 @@ async def custom_batch(args, samples, **kwargs):
 
 
 def score(response, label, *, metadata=None, **args):
-    return run(async_rm(rollout_args(**args), Sample(response=response, label=label, metadata=metadata or {})))
+    return run(
+        async_rm(
+            rollout_args(**args), Sample(response=response, label=label, metadata=metadata or {})
+        )
+    )
 
 
 def test_the_reward_type_of_a_row_goes_before_the_runs_and_a_custom_function_before_both():
@@ -183,7 +222,8 @@ def test_the_reward_type_of_a_row_goes_before_the_runs_and_a_custom_function_bef
     assert score(" 85\n", 85) == 1 and score("86", "85") == 0
     assert score("85", "85", metadata={"rm_type": "f1"}) == 1.0
     assert (
-        score(r"so \boxed{85}", "85", rm_type="boxed_exact_match") == 1 and score("85", "85", rm_type="boxed_f1") == 0.0
+        score(r"so \boxed{85}", "85", rm_type="boxed_exact_match") == 1
+        and score("85", "85", rm_type="boxed_f1") == 0.0
     )
     assert score("x", "y", custom_rm_path=f"{__name__}.custom") == 7.0
     sample = Sample(custom_rm_path=f"{__name__}.custom")
@@ -191,7 +231,9 @@ def test_the_reward_type_of_a_row_goes_before_the_runs_and_a_custom_function_bef
     assert score("a", "b", rm_type="random") in (0, 1)
     samples = [Sample(index=3, response="1", label="1"), Sample(index=5, response="2", label="1")]
     assert run(batched_async_rm(rollout_args(), samples)) == [1, 0]
-    assert run(batched_async_rm(rollout_args(custom_rm_path=f"{__name__}.custom_batch"), samples)) == [3, 5]
+    assert run(
+        batched_async_rm(rollout_args(custom_rm_path=f"{__name__}.custom_batch"), samples)
+    ) == [3, 5]
     bare = types.SimpleNamespace(custom_rm_path=None, group_rm=False, rm_type="f1", reward_key=None)
     assert run(async_rm(bare, Sample(response="a b", label="b"))) == 1.0
     assert is_immediate(bare, Sample()) and not is_immediate(rollout_args(rm_type="math"), Sample())
@@ -199,7 +241,12 @@ def test_the_reward_type_of_a_row_goes_before_the_runs_and_a_custom_function_bef
 
 @pytest.mark.parametrize(
     ("rm_type", "words"),
-    [("no_such", "no_such"), (None, "--rm-type"), ("remote_rm", "--rm-url"), ("ifbench", "IFBench")],
+    [
+        ("no_such", "no_such"),
+        (None, "--rm-type"),
+        ("remote_rm", "--rm-url"),
+        ("ifbench", "IFBench"),
+    ],
 )
 def test_what_cannot_be_scored_says_what_to_give(rm_type, words):
     """A sample that cannot be scored is an error with the option to give, and not a reward of 0."""

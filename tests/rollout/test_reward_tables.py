@@ -1,6 +1,8 @@
-"""Every built-in reward type against its table of (response, label, verdict), tests/rollout/rewards/<type>.jsonl.
+"""Every built-in reward type against its table of (response, label, verdict),
+tests/rollout/rewards/<type>.jsonl.
 
-A row's `verdict` is what the type says. Where that is not what a mathematician would say, the row has `right` and `why`.
+A row's `verdict` is what the type says. Where that is not what a mathematician would say, the row
+has `right` and `why`.
 """
 
 import json
@@ -34,7 +36,10 @@ LEAST_ROWS = 150
 
 
 def rows_of(rm_type):
-    return [json.loads(line) for line in (FOLDER / f"{rm_type}.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (FOLDER / f"{rm_type}.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def verdict_of(rm_type, row):
@@ -56,8 +61,15 @@ def test_a_reward_type_says_of_every_row_what_its_table_says(rm_type):
     if rm_type in GRADERS:
         pytest.importorskip("math_verify" if rm_type in ("math_verify", "math_value") else "sympy")
     rows = rows_of(rm_type)
-    wanted = [float(Fraction(*row["verdict"])) if isinstance(row["verdict"], list) else row["verdict"] for row in rows]
-    wrong = [(row, got) for row, want in zip(rows, wanted, strict=True) if (got := verdict_of(rm_type, row)) != pytest.approx(want)]
+    wanted = [
+        float(Fraction(*row["verdict"])) if isinstance(row["verdict"], list) else row["verdict"]
+        for row in rows
+    ]
+    wrong = [
+        (row, got)
+        for row, want in zip(rows, wanted, strict=True)
+        if (got := verdict_of(rm_type, row)) != pytest.approx(want)
+    ]
     assert not wrong, f"{len(wrong)} of {len(rows)}: {wrong[:5]}"
 
 
@@ -67,10 +79,19 @@ def test_every_reward_type_has_a_table_of_150_different_rows_and_says_why_where_
     assert {path.stem for path in FOLDER.glob("*.jsonl")} == RM_TYPES - WITHOUT_TABLE
     for rm_type in RM_TYPES - WITHOUT_TABLE:
         rows = rows_of(rm_type)
-        assert len({json.dumps(row, sort_keys=True) for row in rows}) == len(rows) >= LEAST_ROWS, rm_type
-        unexplained = [row for row in rows if row.get("right", row["verdict"]) != row["verdict"] and not row.get("why")]
+        assert len({json.dumps(row, sort_keys=True) for row in rows}) == len(rows) >= LEAST_ROWS, (
+            rm_type
+        )
+        unexplained = [
+            row
+            for row in rows
+            if row.get("right", row["verdict"]) != row["verdict"] and not row.get("why")
+        ]
         assert not unexplained, unexplained
-        assert {row["verdict"] for row in rows if not isinstance(row["verdict"], list)} in ({0, 1}, set()), rm_type
+        assert {row["verdict"] for row in rows if not isinstance(row["verdict"], list)} in (
+            {0, 1},
+            set(),
+        ), rm_type
 
 
 def test_math_value_is_wrong_less_often_than_math_verify_and_calls_nothing_right_that_is_wrong():
@@ -88,12 +109,17 @@ def test_math_value_is_wrong_less_often_than_math_verify_and_calls_nothing_right
 
 def test_the_guide_states_the_numbers_of_the_tables():
     """docs/rewards.md states the numbers of the tables."""
-    guide = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text(
+        encoding="utf-8"
+    )
     for rm_type in ("math_value", "math", "math_verify"):
         rows = rows_of(rm_type)
         assert f"`{rm_type}` {sum('why' in row for row in rows)} of {len(rows)}" in guide, rm_type
     boxless = sum(row.get("why") == "math reads boxes only" for row in rows_of("math"))
-    assert f"of which {sum('why' in row for row in rows_of('math')) - boxless} are its strictness and {boxless} answers without a box" in guide
+    assert (
+        f"of which {sum('why' in row for row in rows_of('math')) - boxless} are its strictness and "
+        f"{boxless} answers without a box" in guide
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,14 +168,21 @@ def test_the_door_to_the_graders_strips_the_turns_end(rm_type, response, right):
         assert sample.response == response + end and graded_text(args, sample).rstrip() == response
 
 
-@pytest.mark.parametrize("rm_type", ["boxed_math", "boxed_math_value", "boxed_deepscaler", "boxed_dapo"])
+@pytest.mark.parametrize(
+    "rm_type", ["boxed_math", "boxed_math_value", "boxed_deepscaler", "boxed_dapo"]
+)
 def test_a_boxed_type_grades_what_the_box_holds(rm_type):
     """A boxed_ type grades the content of the box."""
     pytest.importorskip("sympy")
     from slime.rollout.rm_hub import split_rm_type
 
     args = rollout_args(rm_type=rm_type)
-    for response, acc in ((r"so \boxed{\frac12}", 1), (r"so \boxed{\frac13}", 0), ("0.5", 0), (r"so \fbox{0.5}<|im_end|>", 1)):
+    for response, acc in (
+        (r"so \boxed{\frac12}", 1),
+        (r"so \boxed{\frac13}", 0),
+        ("0.5", 0),
+        (r"so \fbox{0.5}<|im_end|>", 1),
+    ):
         name, text = split_rm_type(args, Sample(response=response))
         assert verdict_of(name, {"response": text, "label": "1/2"}) == acc, (response, text)
 
@@ -157,21 +190,47 @@ def test_a_boxed_type_grades_what_the_box_holds(rm_type):
 def test_pinned_verdicts_of_upstreams_functions():
     """Verdicts of upstream's functions stay upstream's: fractions reduced, integers written out, 0
     a label like another."""
-    assert not grade_answer_sympy(r"\frac{2}{4}", r"\frac{1}{2}") and not grade_answer_sympy("4/2", "2")
-    assert grade_answer_sympy("0.5", r"\frac{1}{2}") and grade_answer_verl(r"\boxed{0}", 0) and not grade_answer_verl(r"\boxed{1}", 0)
+    assert not grade_answer_sympy(r"\frac{2}{4}", r"\frac{1}{2}") and not grade_answer_sympy(
+        "4/2", "2"
+    )
+    assert (
+        grade_answer_sympy("0.5", r"\frac{1}{2}")
+        and grade_answer_verl(r"\boxed{0}", 0)
+        and not grade_answer_verl(r"\boxed{1}", 0)
+    )
     assert not grade_answer_verl(r"\boxed{}", "") and not grade_answer_verl(r"\boxed{1}", None)
     assert normalize_final_answer("42<|im_end|>") == normalize_final_answer("42</s>") == "42"
-    for truth, right, wrong in (("3.7", "3.7", "3"), ("1/2", r"\frac{1}{2}", "2"), ("1,000", "1000", "1"), ("$42$", "42", "41"), ("x=12", "12", "1")):
-        assert is_correct_minerva(f"Answer: {right}", truth)[0] and not is_correct_minerva(f"Answer: {wrong}", truth)[0]
+    for truth, right, wrong in (
+        ("3.7", "3.7", "3"),
+        ("1/2", r"\frac{1}{2}", "2"),
+        ("1,000", "1000", "1"),
+        ("$42$", "42", "41"),
+        ("x=12", "12", "1"),
+    ):
+        assert (
+            is_correct_minerva(f"Answer: {right}", truth)[0]
+            and not is_correct_minerva(f"Answer: {wrong}", truth)[0]
+        )
     big = 123456789012345678901
-    assert is_correct_minerva(f"Answer: {big}", big)[0] and not is_correct_minerva(f"Answer: {big + 1}", big)[0]
+    assert (
+        is_correct_minerva(f"Answer: {big}", big)[0]
+        and not is_correct_minerva(f"Answer: {big + 1}", big)[0]
+    )
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "1" * 10**6, "(" * 10**6, "\\boxed{" * 10**5, "9^" * 10**5 + "9", "$" * 10**6, "\\frac{" * 10**5, "a " * 10**6, "1,000" * 10**5,
-        "5 \\pmod 7", "\\pm" * 100,
+        "1" * 10**6,
+        "(" * 10**6,
+        "\\boxed{" * 10**5,
+        "9^" * 10**5 + "9",
+        "$" * 10**6,
+        "\\frac{" * 10**5,
+        "a " * 10**6,
+        "1,000" * 10**5,
+        "5 \\pmod 7",
+        "\\pm" * 100,
     ],
 )
 def test_a_megabyte_of_anything_is_graded_and_not_computed(text):

@@ -14,7 +14,14 @@ from support.rollout_args import rollout_args
 from support.tiny_models import make_char_tokenizer
 
 from slime.cli import main
-from slime.commands.reward_probe import as_generated, describe_probes, probe_rows, right_answers, sample_rows, turn_end
+from slime.commands.reward_probe import (
+    as_generated,
+    describe_probes,
+    probe_rows,
+    right_answers,
+    sample_rows,
+    turn_end,
+)
 from slime.data.sample import Sample
 from slime.files.rollout_dump import save_debug_rollout_data
 from slime.rollout.reward_checks import RewardWatch, find_reward_conflicts, find_reward_warnings
@@ -26,7 +33,10 @@ NUM_GPUS = 0
 
 
 def probes_of(labels, tokenizer=None, metadata=None, **args):
-    rows = [(f"row {n}", Sample(prompt="p", label=label, metadata=metadata or {})) for n, label in enumerate(labels)]
+    rows = [
+        (f"row {n}", Sample(prompt="p", label=label, metadata=metadata or {}))
+        for n, label in enumerate(labels)
+    ]
     return run(probe_rows(rollout_args(**args), rows, tokenizer))
 
 
@@ -38,16 +48,24 @@ def test_labels_that_the_grader_cannot_read_are_named_and_readable_ones_are_not(
     assert [probe.best_right for probe in good] == [1.0] * 4
     assert describe_probes(good) == ["4 of 4 rows: a right answer scores above a wrong one"]
     bad = probes_of(["10", "K"], rm_type="gpqa", metadata={"choices": ["1", "2", "3"]})
-    assert [probe.can_be_right for probe in bad] == [True, False]  # K is no letter of three choices, and no text of one
+    # K is no letter of three choices, and no text of one
+    assert [probe.can_be_right for probe in bad] == [True, False]
     (count, title, row) = describe_probes(bad)
-    assert count.startswith("1 of 2 rows") and "can never be right" in title and 'row 1: label "K"' in row
+    assert (
+        count.startswith("1 of 2 rows")
+        and "can never be right" in title
+        and 'row 1: label "K"' in row
+    )
 
 
 def test_a_grader_that_accepts_a_wrong_answer_is_found(monkeypatch):
     """A grader that calls every boxed answer right is reported."""
     probes = probes_of(["1", "2"], custom_rm_path=f"{__name__}.loves_boxes")
     assert [probe.can_be_right for probe in probes] == [True, True]
-    assert probes[0].accepted_wrong == "</think>\n\\boxed{2}" and "scores as high" in describe_probes(probes)[1]
+    assert (
+        probes[0].accepted_wrong == "</think>\n\\boxed{2}"
+        and "scores as high" in describe_probes(probes)[1]
+    )
 
 
 async def loves_boxes(args, sample, **kwargs):
@@ -73,7 +91,10 @@ def test_probes_end_as_the_template_ends_a_turn():
     """Probe answers end as the chat template ends a turn, as real responses do."""
     tokenizer = make_char_tokenizer()
     assert turn_end(tokenizer, {}) == "<|im_end|>"
-    assert as_generated("72", tokenizer, end="<|im_end|>", skip_special_tokens=False)[0] == "72<|im_end|>"
+    assert (
+        as_generated("72", tokenizer, end="<|im_end|>", skip_special_tokens=False)[0]
+        == "72<|im_end|>"
+    )
     text, ids = as_generated("72", tokenizer, end="<|im_end|>", skip_special_tokens=True)
     assert text == "72" and len(ids) == 3
     (probe,) = probes_of(["72"], tokenizer, rm_type="exact_match")
@@ -82,7 +103,12 @@ def test_probes_end_as_the_template_ends_a_turn():
 
 def test_right_answers_hold_every_form_and_a_choices_letter():
     """Probe answers include each form of the label, and the letter of an index among choices."""
-    assert right_answers(Sample(label="7")) == ["7", "</think>\n\\boxed{7}", "Answer: 7", "The answer is 7."]
+    assert right_answers(Sample(label="7")) == [
+        "7",
+        "</think>\n\\boxed{7}",
+        "Answer: 7",
+        "The answer is 7.",
+    ]
     sample = Sample(label=1, metadata={"choices": ["red", "green"]})
     assert "The answer is B." in right_answers(sample)
     assert sample_rows(range(100), 4) == [0, 25, 50, 75] and sample_rows(range(3), 4) == [0, 1, 2]
@@ -90,22 +116,35 @@ def test_right_answers_hold_every_form_and_a_choices_letter():
 
 def prompt_file(folder, labels):
     path = folder / "p.jsonl"
-    path.write_text("".join(json.dumps({"input": "q", "label": label, "metadata": {"choices": ["1", "2"]}}) + "\n" for label in labels))
+    path.write_text(
+        "".join(
+            json.dumps({"input": "q", "label": label, "metadata": {"choices": ["1", "2"]}}) + "\n"
+            for label in labels
+        )
+    )
     return str(path)
 
 
-def test_slime_rewards_check_names_the_line_and_returns_1_where_a_row_can_never_be_right(tmp_path, capsys):
+def test_slime_rewards_check_names_the_line_and_returns_1_where_a_row_can_never_be_right(
+    tmp_path, capsys
+):
     """`slime rewards check` names a row that can never be right and returns 1; otherwise it returns
     0, or 2 for a wrong command."""
     words = ["rewards", "check", "--label-key", "label"]
-    assert main([*words, "--prompt-data", prompt_file(tmp_path, ["A", "B"]), "--rm-type", "gpqa"]) == 0
-    assert main([*words, "--prompt-data", prompt_file(tmp_path, ["A", "Q"]), "--rm-type", "gpqa"]) == 1
+    assert (
+        main([*words, "--prompt-data", prompt_file(tmp_path, ["A", "B"]), "--rm-type", "gpqa"]) == 0
+    )
+    assert (
+        main([*words, "--prompt-data", prompt_file(tmp_path, ["A", "Q"]), "--rm-type", "gpqa"]) == 1
+    )
     out = capsys.readouterr().out
     assert "p.jsonl, line 2" in out and "docs/rewards.md" in out
     path = prompt_file(tmp_path, ["A"])
     assert main(["rewards", "check", "--help"]) == 0
     page = capsys.readouterr().out
-    assert "usage: slime rewards check" in page and "--label-key" in page and "slime train" not in page
+    assert (
+        "usage: slime rewards check" in page and "--label-key" in page and "slime train" not in page
+    )
     for given, said in (
         (["--prompt-data", path], "--rm-type"), (["--rm-type", "gpqa"], "--prompt-data"), (["--prompt-data", path, "--rm-type", "gppa"], "gpqa"),
         (["--prompt-data", path, "--rm-type", "gpqa", "--rows", "0"], "--rows"), (["--prompt-data", path, "--rm-type", "gpqa", "--no-such"], "no-such"),
@@ -115,15 +154,25 @@ def test_slime_rewards_check_names_the_line_and_returns_1_where_a_row_can_never_
 
 
 def group(*pairs, **fields):
-    return [Sample(group_index=0, index=n, response=text, reward=reward, label="1", **fields) for n, (text, reward) in enumerate(pairs)]
+    return [
+        Sample(group_index=0, index=n, response=text, reward=reward, label="1", **fields)
+        for n, (text, reward) in enumerate(pairs)
+    ]
 
 
 def test_equal_responses_of_a_group_with_different_rewards_are_conflicts():
     """Equal responses of a group with different rewards are conflicts, counted against the first
     with that text; other groups, other states and rollouts of several samples are not compared."""
     found = find_reward_conflicts(group(("a", 1.0), ("b", 0.0), ("a", 1.0), ("a", 0.0)), None)
-    assert [(one.first_index, one.second_index, one.rewards) for one in found] == [(0, 3, (1.0, 0.0))]
-    assert find_reward_conflicts(group(("a", 1.0), ("a", 1.0 + 1e-9), ("b", 0.0), ("", 1.0), ("", 0.0)), None) == []
+    assert [(one.first_index, one.second_index, one.rewards) for one in found] == [
+        (0, 3, (1.0, 0.0))
+    ]
+    assert (
+        find_reward_conflicts(
+            group(("a", 1.0), ("a", 1.0 + 1e-9), ("b", 0.0), ("", 1.0), ("", 0.0)), None
+        )
+        == []
+    )
     two = group(("a", 1.0), ("a", 0.0))
     two[1].group_index = 1
     assert find_reward_conflicts(two, None) == []
@@ -134,7 +183,10 @@ def test_equal_responses_of_a_group_with_different_rewards_are_conflicts():
         sample.rollout_id = rollout
     assert find_reward_conflicts(turns, None) == []
     keyed = group(("a", {"score": 1.0}), ("a", {"score": 0.0}))
-    assert len(find_reward_conflicts(keyed, "score")) == 1 and find_reward_conflicts(keyed, "typo") == []
+    assert (
+        len(find_reward_conflicts(keyed, "score")) == 1
+        and find_reward_conflicts(keyed, "typo") == []
+    )
 
 
 def test_a_rollouts_conflicts_are_a_metric_and_are_warned_about_once(caplog):
@@ -144,16 +196,28 @@ def test_a_rollouts_conflicts_are_a_metric_and_are_warned_about_once(caplog):
     watch = RewardWatch(rollout_args(rm_type="exact_match"))
     assert watch.metrics(samples) == {"reward/conflict_count": 1.0} == watch.metrics(samples)
     assert caplog.text.count("samples 0 and 1 have the same response") == 1
-    assert RewardWatch(rollout_args(rm_type="exact_match")).metrics(group(("a", 1.0), ("a", 1.0))) == {"reward/conflict_count": 0.0}
-    for options in ({"rm_type": "random"}, {"rm_type": None}, {"rm_type": "exact_match", "reward_is_random": True}):
+    assert RewardWatch(rollout_args(rm_type="exact_match")).metrics(
+        group(("a", 1.0), ("a", 1.0))
+    ) == {"reward/conflict_count": 0.0}
+    for options in (
+        {"rm_type": "random"},
+        {"rm_type": None},
+        {"rm_type": "exact_match", "reward_is_random": True},
+    ):
         assert RewardWatch(rollout_args(**options)).metrics(samples) == {}
-    assert RewardWatch(rollout_args(rm_type=None, custom_rm_path="m.f")).metrics(samples) == {"reward/conflict_count": 1.0}
+    assert RewardWatch(rollout_args(rm_type=None, custom_rm_path="m.f")).metrics(samples) == {
+        "reward/conflict_count": 1.0
+    }
 
 
-def test_the_rollout_manager_logs_the_conflicts_of_training_and_of_each_evaluation_set(tmp_path, monkeypatch):
+def test_the_rollout_manager_logs_the_conflicts_of_training_and_of_each_evaluation_set(
+    tmp_path, monkeypatch
+):
     """The rollout manager logs conflicts for training and for each evaluation set."""
     samples = [sound_sample(i, length=6 + i, reward=float(i % 3)) for i in range(16)]
-    samples[1] = dataclasses.replace(samples[0], index=1, rollout_id=samples[1].rollout_id, reward=1.0)
+    samples[1] = dataclasses.replace(
+        samples[0], index=1, rollout_id=samples[1].rollout_id, reward=1.0
+    )
     manager = manager_of(samples, tmp_path, monkeypatch)
     manager.generate(0)
     assert manager.logged["rollout/reward/conflict_count"] == 1.0
@@ -161,7 +225,9 @@ def test_the_rollout_manager_logs_the_conflicts_of_training_and_of_each_evaluati
     assert manager.logged["eval/set/reward/conflict_count"] == 1.0
 
 
-def test_a_reward_server_gets_the_text_without_the_turns_end_and_a_custom_function_the_sample(monkeypatch):
+def test_a_reward_server_gets_the_text_without_the_turns_end_and_a_custom_function_the_sample(
+    monkeypatch,
+):
     """A reward server gets the text without the turn's end; a custom function gets the sample and
     may use graded_text."""
     sent = []
@@ -172,16 +238,23 @@ def test_a_reward_server_gets_the_text_without_the_turns_end_and_a_custom_functi
 
     monkeypatch.setattr("slime.rollout.rm_hub.remote.request_with_retries", request)
     sample = Sample(prompt="p", response="85<|im_end|>", label="85")
-    assert run(async_rm(rollout_args(rm_type="remote_rm", rm_url="http://127.0.0.1:1"), sample)) == 0.5
+    assert (
+        run(async_rm(rollout_args(rm_type="remote_rm", rm_url="http://127.0.0.1:1"), sample)) == 0.5
+    )
     assert sent == [{"prompt": "p", "response": "85", "label": "85"}]
-    assert run(async_rm(rollout_args(custom_rm_path=f"{__name__}.other_rule"), sample)) == len("85<|im_end|>")
+    assert run(async_rm(rollout_args(custom_rm_path=f"{__name__}.other_rule"), sample)) == len(
+        "85<|im_end|>"
+    )
 
 
 def test_an_evaluation_sets_own_stop_strings_are_stripped_for_its_graders():
     """An evaluation set's own stop strings are stripped before grading, and not --rollout-stop."""
     args = rollout_args(rm_type="exact_match", rollout_stop=["###"])
     assert scoring_args(args, {"stop": ["###"]}) is args
-    assert run(async_rm(scoring_args(args, {"stop": ["END"]}), Sample(response="85END", label="85"))) == 1
+    assert (
+        run(async_rm(scoring_args(args, {"stop": ["END"]}), Sample(response="85END", label="85")))
+        == 1
+    )
     assert run(async_rm(args, Sample(response="85END", label="85"))) == 0
 
 
@@ -208,18 +281,30 @@ def test_slime_rescore_shows_the_rows_whose_reward_changed(tmp_path, capsys):
     alone, and returns 0 if none changed."""
     samples = group(("1", 1.0), ("2", 0.0), ("1", 0.0))
     samples.append(Sample(group_index=0, index=9, response="1", label="1"))
-    path = str(save_debug_rollout_data(str(tmp_path / "{rollout_id}"), samples, rollout_id=0, evaluation=False))
+    path = str(
+        save_debug_rollout_data(
+            str(tmp_path / "{rollout_id}"), samples, rollout_id=0, evaluation=False
+        )
+    )
     assert main(["rescore", path, "--rm-type", "exact_match"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("1 of 3 rewards changed: 1 rose, 0 fell, 0 have none now; mean 0.3333 -> 0.6667")
+    assert lines[0].startswith(
+        "1 of 3 rewards changed: 1 rose, 0 fell, 0 have none now; mean 0.3333 -> 0.6667"
+    )
     assert lines[1].startswith("  #2 group 0 index 2: 0 -> 1; label '1'") and len(lines) == 2
-    save_debug_rollout_data(str(tmp_path / "{rollout_id}"), samples[:2], rollout_id=0, evaluation=False)
+    save_debug_rollout_data(
+        str(tmp_path / "{rollout_id}"), samples[:2], rollout_id=0, evaluation=False
+    )
     assert main(["rescore", path, "--rm-type", "exact_match"]) == 0
     assert main(["rescore", path, "--custom-rm-path", f"{__name__}.other_rule"]) == 1
     assert main(["rescore", path, "--custom-rm-path", f"{__name__}.by_group", "--group-rm"]) == 1
     assert main(["rescore", path, "--custom-rm-path", f"{__name__}.fails"]) == 2
     capsys.readouterr()
-    for given, said in (([path], "--rm-type"), ([path, "--rm-type", "exact"], "exact_match"), ([str(tmp_path / "no"), "--rm-type", "f1"], "does not exist")):
+    for given, said in (
+        ([path], "--rm-type"),
+        ([path, "--rm-type", "exact"], "exact_match"),
+        ([str(tmp_path / "no"), "--rm-type", "f1"], "does not exist"),
+    ):
         assert main(["rescore", *given]) == 2
         assert said in capsys.readouterr().err
 

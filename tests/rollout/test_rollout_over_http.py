@@ -82,7 +82,9 @@ def test_prompts_become_scored_groups_in_order(rig, group_requests, arrays):
     output = generate_rollout(args, 0, source)
     assert labels(output.samples) == [["0", "0"], ["1", "1"], ["2", "2"], ["3", "3"]]
     for index, sample in enumerate(sample for group in output.samples for sample in group):
-        answer = right_answer(types.SimpleNamespace(input_ids=TOKENIZER(sample.prompt)["input_ids"]))
+        answer = right_answer(
+            types.SimpleNamespace(input_ids=TOKENIZER(sample.prompt)["input_ids"])
+        )
         assert sample.index == index and sample.group_index == index // 2
         assert sample.tokens == TOKENIZER(sample.prompt)["input_ids"] + answer
         assert (sample.response, sample.reward, sample.valid) == (sample.label, 1, True)
@@ -113,7 +115,9 @@ def test_seeds_make_two_runs_identical_and_prompts_different(rig, group_requests
     seen = []
     for _ in range(2):
         engine, args, source = rig(
-            sglang_enable_deterministic_inference=True, rollout_group_requests=group_requests, rollout_seed=7
+            sglang_enable_deterministic_inference=True,
+            rollout_group_requests=group_requests,
+            rollout_seed=7,
         )
         generate_rollout(args, 0, source)
         generate_rollout(args, 1, source)
@@ -136,7 +140,10 @@ def test_a_continued_response_does_not_repeat_its_first_random_numbers():
     """The segments of a response under partial rollout have different seeds."""
     args = rollout_args(sglang_enable_deterministic_inference=True)
     fresh, continued = Sample(index=3), Sample(index=3, response_length=5)
-    seeds = [sglang_rollout.member_params(args, s, {}, 1, True)["sampling_seed"] for s in (fresh, continued, fresh)]
+    seeds = [
+        sglang_rollout.member_params(args, s, {}, 1, True)["sampling_seed"]
+        for s in (fresh, continued, fresh)
+    ]
     assert seeds[0] != seeds[1] and seeds[0] == seeds[2]
     args.sglang_enable_deterministic_inference = False
     assert sglang_rollout.member_params(args, fresh, {"top_p": 1.0}, 1, True) == {"top_p": 1.0}
@@ -149,7 +156,10 @@ def test_a_passing_fault_is_tried_again_and_costs_nothing(rig, fault):
     engine, args, source = rig()
     engine.faults += [fault, fault]
     output = generate_rollout(args, 0, source)
-    assert labels(output.samples) == [[str(i)] * 2 for i in range(4)] and output.metrics["rollout/failed_samples"] == 0
+    assert (
+        labels(output.samples) == [[str(i)] * 2 for i in range(4)]
+        and output.metrics["rollout/failed_samples"] == 0
+    )
     assert len(engine.requests) == 6
 
 
@@ -184,7 +194,9 @@ def test_too_many_failures_stop_the_run_with_their_reasons(rig):
         if number_of(prompt) % 3 == 0
         else right_answer(prompt)
     )  # fmt: skip
-    with pytest.raises(RolloutDataError, match=r"--max-failed-ratio 0.1.*2 output_ids and 1 log-probs"):
+    with pytest.raises(
+        RolloutDataError, match=r"--max-failed-ratio 0.1.*2 output_ids and 1 log-probs"
+    ):
         generate_rollout(args, 0, source)
 
 
@@ -200,7 +212,9 @@ def test_an_unreachable_engine_stops_the_run_after_its_retries(rig):
 DURATIONS = {0: 1.2, 1: 0.3, 2: 0.9, 3: 0.6}
 
 
-@pytest.mark.parametrize(("order", "expected"), [("submission", ["0", "1"]), ("completion", ["1", "3"])])
+@pytest.mark.parametrize(
+    ("order", "expected"), [("submission", ["0", "1"]), ("completion", ["1", "3"])]
+)
 def test_which_groups_fill_the_batch_follows_the_declared_rule(rig, order, expected):
     """With durations 4, 1, 3, 2 and a batch of 2, order of submission gives {0, 1}; the fastest win
     only when asked for."""
@@ -212,11 +226,18 @@ def test_which_groups_fill_the_batch_follows_the_declared_rule(rig, order, expec
     assert [group[0].label for group in output.samples] == expected
     left = [str(i) for i in range(4) if str(i) not in expected]
     assert [group[0].label for group in source.buffer] == left
-    assert all(sample.tokens == [] and sample.status is Sample.Status.PENDING for g in source.buffer for sample in g)
+    assert all(
+        sample.tokens == [] and sample.status is Sample.Status.PENDING
+        for g in source.buffer
+        for sample in g
+    )
 
 
 def slow_after(numbers):
-    return {"delay": lambda prompt: 5.0 if number_of(prompt) in numbers else 0.0, "partial": lambda prompt: 1}
+    return {
+        "delay": lambda prompt: 5.0 if number_of(prompt) in numbers else 0.0,
+        "partial": lambda prompt: 1,
+    }
 
 
 def test_without_partial_rollout_an_aborted_group_goes_back_pristine(rig):
@@ -233,7 +254,11 @@ def test_without_partial_rollout_an_aborted_group_goes_back_pristine(rig):
     args.over_sampling_batch_size = 2
     again = generate_rollout(args, 1, source).samples
     assert labels(again) == [["2", "2"], ["3", "3"]]
-    assert all(sample.weight_versions == ["2"] and sample.response_length == 8 for group in again for sample in group)
+    assert all(
+        sample.weight_versions == ["2"] and sample.response_length == 8
+        for group in again
+        for sample in group
+    )
 
 
 @pytest.mark.parametrize("mask", [False, True])
@@ -270,7 +295,10 @@ def test_an_abort_that_we_did_not_order_is_generated_again(rig):
     engine, args, source = rig(answer)
     output = generate_rollout(args, 0, source)
     assert labels(output.samples) == [[str(i)] * 2 for i in range(4)]
-    assert all(sample.reward == 1 for group in output.samples for sample in group) and len(engine.requests) == 5
+    assert (
+        all(sample.reward == 1 for group in output.samples for sample in group)
+        and len(engine.requests) == 5
+    )
 
 
 def keep_odd(args, samples, **kwargs):
@@ -280,15 +308,21 @@ def keep_odd(args, samples, **kwargs):
 def test_dropped_groups_are_replaced_and_counted(rig):
     """Dropped groups are replaced and counted: for 4 groups without even prompts, prompts 0 to 7
     are used."""
-    engine, args, source = rig(dynamic_sampling_filter_path=f"{__name__}.keep_odd", over_sampling_batch_size=4)
+    engine, args, source = rig(
+        dynamic_sampling_filter_path=f"{__name__}.keep_odd", over_sampling_batch_size=4
+    )
     output = generate_rollout(args, 0, source)
     assert [group[0].label for group in output.samples] == ["1", "3", "5", "7"]
     used = sum(output.dropped.values()) // 2
     assert output.dropped == {"dynamic_filter_even": 2 * used} and used >= 4
     assert output.metrics["rollout/dynamic_filter/drop_even"] == used
     reasons, groups = zip(*output.dropped_groups, strict=True)
-    assert set(reasons) == {"dynamic_filter_even"} and labels(groups)[:4] == [[str(i)] * 2 for i in (0, 2, 4, 6)]
-    assert len(groups) == used and all(sample.reward == 1 and sample.response for group in groups for sample in group)
+    assert set(reasons) == {"dynamic_filter_even"} and labels(groups)[:4] == [
+        [str(i)] * 2 for i in (0, 2, 4, 6)
+    ]
+    assert len(groups) == used and all(
+        sample.reward == 1 and sample.response for group in groups for sample in group
+    )
     # Groups beyond the batch are served next, whatever was fetched ahead.
     following = generate_rollout(args, 1, source).samples
     assert [group[0].label for group in following][0] in ("9", "8")
@@ -297,11 +331,21 @@ def test_dropped_groups_are_replaced_and_counted(rig):
 def test_a_filter_that_drops_nearly_everything_is_said_while_it_does(rig, caplog):
     """A filter that drops most groups is warned about while it does, because the rollout looks like
     a hanging engine."""
-    engine, args, source = rig(dynamic_sampling_filter_path=f"{__name__}.keep_sixth", over_sampling_batch_size=4)
+    engine, args, source = rig(
+        dynamic_sampling_filter_path=f"{__name__}.keep_sixth", over_sampling_batch_size=4
+    )
     with caplog.at_level(logging.WARNING):
         generate_rollout(args, 0, source)
-    said = [record.getMessage() for record in caplog.records if "keep_sixth dropped" in record.getMessage()]
-    assert len(said) == 2 and "dropped 8 groups (8 not_a_sixth) and kept" in said[0] and "dropped 16 groups" in said[1]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "keep_sixth dropped" in record.getMessage()
+    ]
+    assert (
+        len(said) == 2
+        and "dropped 8 groups (8 not_a_sixth) and kept" in said[0]
+        and "dropped 16 groups" in said[1]
+    )
 
 
 def keep_sixth(args, samples, **kwargs):
@@ -317,7 +361,9 @@ def test_a_group_that_is_given_back_is_not_dropped(rig):
     )  # fmt: skip
     output = generate_rollout(args, 0, source)
     assert labels(output.samples) == [["1", "1"]] and output.dropped["dynamic_filter_even"] == 2
-    assert [(reason, group[0].label) for reason, group in output.dropped_groups] == [("dynamic_filter_even", "0")]
+    assert [(reason, group[0].label) for reason, group in output.dropped_groups] == [
+        ("dynamic_filter_even", "0")
+    ]
     assert {"2", "4"} <= {group[0].label for group in source.buffer}
 
 
@@ -337,8 +383,12 @@ def test_samples_that_a_sample_filter_takes_out_are_counted(rig):
     dropped; copies lose none."""
     engine, args, source = rig(rollout_sample_filter_path=f"{__name__}.take_out_first")
     output = generate_rollout(args, 0, source)
-    assert labels(output.samples) == [["0"], ["1"], ["2"], ["3"]] and output.dropped == {"sample_filter": 4}
-    assert [(reason, group[0].index) for reason, group in output.dropped_groups] == [("sample_filter", i) for i in (0, 2, 4, 6)]
+    assert labels(output.samples) == [["0"], ["1"], ["2"], ["3"]] and output.dropped == {
+        "sample_filter": 4
+    }
+    assert [(reason, group[0].index) for reason, group in output.dropped_groups] == [
+        ("sample_filter", i) for i in (0, 2, 4, 6)
+    ]
     args.rollout_sample_filter_path = f"{__name__}.replace_by_copies"
     output = generate_rollout(args, 1, source)
     assert output.dropped == {} and output.dropped_groups == [] and len(labels(output.samples)) == 4
@@ -347,10 +397,14 @@ def test_samples_that_a_sample_filter_takes_out_are_counted(rig):
 def test_only_valid_responses_see_the_reward_function(rig):
     """The reward function is called for valid responses only; an empty one is invalid and keeps
     reward None."""
-    engine, args, source = rig(lambda prompt: [] if number_of(prompt) == 0 else right_answer(prompt))
+    engine, args, source = rig(
+        lambda prompt: [] if number_of(prompt) == 0 else right_answer(prompt)
+    )
     samples = [sample for group in generate_rollout(args, 0, source).samples for sample in group]
     assert [sample.reward for sample in samples] == [None, None, 1, 1, 1, 1, 1, 1]
-    assert [sample.invalid_reason for sample in samples[:2]] == ["empty", "empty"] and samples[2].valid
+    assert [sample.invalid_reason for sample in samples[:2]] == ["empty", "empty"] and samples[
+        2
+    ].valid
 
 
 def test_the_raw_snapshot_has_the_text_that_the_engine_sent(rig, tmp_path):
@@ -364,17 +418,24 @@ def test_the_raw_snapshot_has_the_text_that_the_engine_sent(rig, tmp_path):
     engine, args, source = rig(gate_compare_text="off")
     engine.decode = lambda ids: wrong.get(decode(ids), decode(ids))
     samples = [sample for group in generate_rollout(args, 0, source).samples for sample in group]
-    assert [sample.response for sample in samples[::2]] == ["0", "1", "2", "3"] and all(sample.reward == 1 for sample in samples)
+    assert [sample.response for sample in samples[::2]] == ["0", "1", "2", "3"] and all(
+        sample.reward == 1 for sample in samples
+    )
     gate = Gate(GateConfig(), snapshots=SnapshotWriter(tmp_path))
     gate.run(samples, 0)
     gate.close()
     raw = read_snapshot(tmp_path / "raw_000000.parquet")
     assert [sample.response for sample in raw[::2]] == ["0", "I", " 2\n", "3"]
-    assert [sample.metadata for sample in raw] == [{}] * 8 and samples[2].metadata == {"engine_text": "I"}
+    assert [sample.metadata for sample in raw] == [{}] * 8 and samples[2].metadata == {
+        "engine_text": "I"
+    }
     found = tools.find_mismatches(raw, Codec(TOKENIZER))
     assert [(m.position, m.decoded, m.text) for m in found] == [(2, "1", "I"), (3, "1", "I")]
     assert [m.position for m in tools.find_mismatches(samples, Codec(TOKENIZER))] == [2, 3]
-    assert main(["align", str(tmp_path / "raw_000000.parquet"), "--hf-checkpoint", args.hf_checkpoint]) == 1
+    assert (
+        main(["align", str(tmp_path / "raw_000000.parquet"), "--hf-checkpoint", args.hf_checkpoint])
+        == 1
+    )
 
 
 async def failing_reward(args, sample, **kwargs):
@@ -392,26 +453,30 @@ def test_a_failing_reward_call_marks_its_sample_and_not_the_run(rig):
     engine, args, source = rig(custom_rm_path=f"{__name__}.failing_reward", max_failed_ratio=0.2)
     samples = [sample for group in generate_rollout(args, 0, source).samples for sample in group]
     assert [sample.reward for sample in samples] == [2.5, 2.5, 2.5, None, 2.5, 2.5, 2.5, 2.5]
-    assert (
-        samples[3].status is Sample.Status.FAILED
-        and samples[3].metadata["reward_error"].startswith("KeyError: 'no such answer' (test_rollout_over_http.py:")
-    )
+    assert samples[3].status is Sample.Status.FAILED and samples[3].metadata[
+        "reward_error"
+    ].startswith("KeyError: 'no such answer' (test_rollout_over_http.py:")
 
 
 def test_group_rewards_are_asked_once_per_group_with_its_members(rig):
     """A group reward is called once per group with its members in order: reward = 10 * prompt +
     member."""
     engine, args, source = rig(custom_rm_path=f"{__name__}.group_reward", group_rm=True)
-    rewards = [[sample.reward for sample in group] for group in generate_rollout(args, 0, source).samples]
+    rewards = [
+        [sample.reward for sample in group] for group in generate_rollout(args, 0, source).samples
+    ]
     assert rewards == [[0.0, 1.0], [10.0, 11.0], [20.0, 21.0], [30.0, 31.0]]
 
 
 def test_a_prompt_at_the_context_limit_is_not_sent(rig):
     """A prompt that leaves 0 tokens is truncated without a request; with room for one token, one is
     requested."""
-    engine, args, source = rig(rollout_max_context_len=3, prompts=4, rollout_batch_size=1)  # "p0=" has 3 tokens
+    # "p0=" has 3 tokens
+    engine, args, source = rig(rollout_max_context_len=3, prompts=4, rollout_batch_size=1)
     (group,) = generate_rollout(args, 0, source).samples
-    assert engine.requests == [] and all(sample.status is Sample.Status.TRUNCATED for sample in group)
+    assert engine.requests == [] and all(
+        sample.status is Sample.Status.TRUNCATED for sample in group
+    )
     engine, args, source = rig(rollout_max_context_len=4, prompts=4, rollout_batch_size=1)
     generate_rollout(args, 0, source)
     assert [params["max_new_tokens"] for params in engine.requests[0]["sampling_params"]] == [1, 1]
@@ -432,7 +497,10 @@ def test_groups_spread_over_engines_by_their_number_and_stay_together(rig, tmp_p
     one, args, source = rig()
     with FakeEngine(right_answer, decode=decode) as two, fresh_rollout_state(one.url, two.url):
         generate_rollout(args, 0, source)
-        asked = [[TOKENIZER.decode(request["input_ids"][0]) for request in e.requests] for e in (one, two)]
+        asked = [
+            [TOKENIZER.decode(request["input_ids"][0]) for request in e.requests]
+            for e in (one, two)
+        ]
     assert [sorted(prompts) for prompts in asked] == [["p0=", "p2="], ["p1=", "p3="]]
 
 
@@ -465,7 +533,10 @@ def test_a_custom_generate_function_may_return_several_samples_and_hooks_see_eac
     assert [len(member) for group in output.samples for member in group] == [2] * 8
     parts = [part for group in output.samples for member in group for part in member]
     assert [part.rollout_id for part in parts] == [index for index in range(8) for _ in range(2)]
-    assert all(part.reward == 1 and part.metadata["seen_in"] == 5 for part in parts) and engine.requests == []
+    assert (
+        all(part.reward == 1 and part.metadata["seen_in"] == 5 for part in parts)
+        and engine.requests == []
+    )
 
 
 @pytest.mark.parametrize(("events", "kept"), [(2, 2), (0, None)])
@@ -496,7 +567,9 @@ def test_a_stream_that_breaks_off_keeps_the_tokens_that_arrived(events, kept, mo
         sample = Sample(prompt="p1=", label="1")
         try:
             with fresh_rollout_state(f"http://127.0.0.1:{runner.addresses[0][1]}"):
-                return await generate_streaming(args, sample, dict(sglang_rollout.GenerateState(args).sampling_params))
+                return await generate_streaming(
+                    args, sample, dict(sglang_rollout.GenerateState(args).sampling_params)
+                )
         finally:
             await runner.cleanup()
 

@@ -25,7 +25,9 @@ def engine(tmp_path_factory):
     from slime.backends.torch_engine.server_thread import EngineServerThread
 
     folder = str(make_tiny_checkpoint(tmp_path_factory.mktemp("model")))
-    thread = EngineServerThread(EngineConfig(hf_checkpoint=folder, device="cpu", deterministic=True))
+    thread = EngineServerThread(
+        EngineConfig(hf_checkpoint=folder, device="cpu", deterministic=True)
+    )
     with thread as server:
         yield server.url, folder
 
@@ -60,7 +62,9 @@ def test_two_runs_and_every_way_of_asking_make_identical_samples(engine, tmp_pat
         {"rollout_group_requests": "off"},
         {"rollout_return_arrays": True},
         {"sglang_server_concurrency": 1, "rollout_group_requests": "off"},
-        {"custom_generate_function_path": "slime.rollout.sglang_streaming_rollout.generate_streaming"},
+        {
+            "custom_generate_function_path": "slime.rollout.sglang_streaming_rollout.generate_streaming"
+        },
     ):
         got = content(rollout(engine, tmp_path, **ways)[0])
         assert [row[0] for row in got] == [row[0] for row in expected], ways
@@ -75,9 +79,14 @@ def test_samples_of_the_real_engine_fit_the_contract(engine, tmp_path):
     output, args = rollout(engine, tmp_path)
     for sample in (sample for group in output.samples for sample in group):
         assert len(sample.rollout_log_probs) == len(sample.loss_mask) == sample.response_length > 0
-        assert all(log_prob <= 0 for log_prob in sample.rollout_log_probs) and sample.weight_versions == ["0"]
+        assert all(
+            log_prob <= 0 for log_prob in sample.rollout_log_probs
+        ) and sample.weight_versions == ["0"]
         if sample.finish_reason == "length":
-            assert sample.status is Sample.Status.TRUNCATED and sample.response_length == args.rollout_max_response_len
+            assert (
+                sample.status is Sample.Status.TRUNCATED
+                and sample.response_length == args.rollout_max_response_len
+            )
         else:
             assert sample.tokens[-1] in (2, 4)
 
@@ -87,7 +96,10 @@ def test_the_nucleus_comes_back_where_top_p_cuts(engine, tmp_path):
     trainer's replay."""
     output, _ = rollout(engine, tmp_path, rollout_top_p=0.7)
     for sample in (sample for group in output.samples for sample in group):
-        offsets, ids = sample.rollout_top_p_token_offsets.tolist(), sample.rollout_top_p_token_ids.tolist()
+        offsets, ids = (
+            sample.rollout_top_p_token_offsets.tolist(),
+            sample.rollout_top_p_token_ids.tolist(),
+        )
         assert len(offsets) == sample.response_length + 1
         for position, token in enumerate(sample.tokens[-sample.response_length :]):
             assert token in ids[offsets[position] : offsets[position + 1]]
@@ -102,18 +114,26 @@ def test_the_raw_snapshot_of_a_filtered_rollout_holds_every_response(engine, tmp
     the dropped ones with their reason."""
     import pyarrow.parquet as parquet
 
-    options = {"rollout_batch_size": 2, "over_sampling_batch_size": 4, "dynamic_sampling_filter_path": f"{__name__}.keep_third"}
+    options = {
+        "rollout_batch_size": 2,
+        "over_sampling_batch_size": 4,
+        "dynamic_sampling_filter_path": f"{__name__}.keep_third",
+    }
     output, _ = rollout(engine, tmp_path, **options)
     plain = content(rollout(engine, tmp_path)[0])  # the same four prompts without a filter
     gate = Gate(GateConfig(), snapshots=SnapshotWriter(tmp_path / "gate"))
-    judged = gate.run([s for group in output.samples for s in group], 0, dropped_groups=output.dropped_groups)
+    judged = gate.run(
+        [s for group in output.samples for s in group], 0, dropped_groups=output.dropped_groups
+    )
     gate.record_placement(0, judged.raw_rows, [[1, 0], [3, 2]])
     gate.close()
     rows = parquet.read_table(tmp_path / "gate" / "raw_000000.parquet").to_pylist()
     assert [(row["index"], row["dropped_by"]) for row in rows] == [
         *((index, None) for index in (0, 1, 6, 7)), *((index, "dynamic_filter_not_third") for index in (2, 3, 4, 5)),
     ]  # fmt: skip
-    assert [row["tokens"] for row in sorted(rows, key=lambda row: row["index"])] == [tokens for tokens, *_ in plain]
+    assert [row["tokens"] for row in sorted(rows, key=lambda row: row["index"])] == [
+        tokens for tokens, *_ in plain
+    ]
     place = parquet.read_table(tmp_path / "gate" / "place_000000.parquet").to_pylist()
     assert [rows[p["raw_row"]]["index"] for p in place] == [1, 0, 7, 6]
 
@@ -124,14 +144,22 @@ def test_greedy_evaluation_takes_the_same_path_and_repeats(engine, tmp_path):
     url, folder = engine
     path = write_prompts(tmp_path / "p.jsonl", 50)
     args = rollout_args(
-        hf_checkpoint=folder, eval_prompt_data=["held_out", path], eval_temperature=0.0, rollout_global_dataset=False
+        hf_checkpoint=folder,
+        eval_prompt_data=["held_out", path],
+        eval_temperature=0.0,
+        rollout_global_dataset=False,
     )
     with fresh_rollout_state(url):
-        one, two = (generate_rollout(args, i, RolloutDataSourceWithBuffer(args), evaluation=True) for i in range(2))
+        one, two = (
+            generate_rollout(args, i, RolloutDataSourceWithBuffer(args), evaluation=True)
+            for i in range(2)
+        )
     data = one.data["held_out"]
     assert [sample.label for sample in data["samples"]] == [str(i) for i in range(50)]
     assert len(data["rewards"]) == len(data["truncated"]) == 50
-    assert [s.tokens for s in data["samples"]] == [s.tokens for s in two.data["held_out"]["samples"]]
+    assert [s.tokens for s in data["samples"]] == [
+        s.tokens for s in two.data["held_out"]["samples"]
+    ]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The small pieces of the rollout side: retries, one loop, loading by name, hooks, filters, evaluation datasets, plug-in signatures."""
+"""The small pieces of the rollout side: retries, one loop, loading by name, hooks, filters,
+evaluation datasets, plug-in signatures.
+"""
 
 import asyncio
 import inspect
@@ -20,7 +22,11 @@ from support.rollout_args import fresh_rollout_state, rollout_args, tokenizer_fo
 
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError, EngineError, RolloutDataError
-from slime.prompts.eval_config import EvalDatasetConfig, build_eval_dataset_configs, ensure_dataset_list
+from slime.prompts.eval_config import (
+    EvalDatasetConfig,
+    build_eval_dataset_configs,
+    ensure_dataset_list,
+)
 from slime.rollout import engine_client
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.evaluation import merge_groups, number_attempts
@@ -45,7 +51,7 @@ from slime.utils.async_utils import get_async_loop, run
 NUM_GPUS = 0
 
 
-# --- edges -------------------------------------------------------------------------------------------------------------
+# --- edges ----------------------------------------------------------------------------------------
 
 
 def test_importing_the_rollout_side_is_fast_and_pulls_in_nothing_heavy():
@@ -53,7 +59,8 @@ def test_importing_the_rollout_side_is_fast_and_pulls_in_nothing_heavy():
     tracker."""
     modules = "slime.rollout.sglang_rollout slime.rollout.rm_hub slime.prompts.data_source slime.utils.data slime.utils.misc".split()
     code = f"import sys, importlib\nfor m in {modules!r}: importlib.import_module(m)\n" + (
-        "print([m for m in 'torch ray transformers megatron sglang wandb sympy numpy pyarrow'.split() if m in sys.modules])"
+        "print([m for m in 'torch ray transformers megatron sglang wandb sympy numpy "
+        "pyarrow'.split() if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -75,7 +82,12 @@ def test_post_tries_again_after_5xx_and_never_after_4xx(monkeypatch):
         with pytest.raises(EngineError, match="500"):
             run(http_utils.post(engine.url + "/generate", body, max_retries=2))
         assert len(engine.requests) == 8
-    assert [http_utils.pause_before_try(n) for n in (1, 2, 3, 99)] == [0.001, 0.002, 0.004, http_utils.LONGEST_PAUSE_S]
+    assert [http_utils.pause_before_try(n) for n in (1, 2, 3, 99)] == [
+        0.001,
+        0.002,
+        0.004,
+        http_utils.LONGEST_PAUSE_S,
+    ]
 
 
 @pytest.mark.parametrize(("replies", "seen"), [((503, 500), 3), ((404,), 1), ((500,) * 9, 4)])
@@ -111,7 +123,9 @@ def test_errors_survive_pickling_as_ray_sends_them():
     """Errors keep their type and message through pickling, as Ray sends them."""
     import pickle
 
-    error = pickle.loads(pickle.dumps(http_utils.HttpStatusError("POST x was answered with 404", 404, "body")))  # noqa: S301
+    error = pickle.loads(
+        pickle.dumps(http_utils.HttpStatusError("POST x was answered with 404", 404, "body"))
+    )  # noqa: S301
     assert (str(error), error.status, error.body) == ("POST x was answered with 404", 404, "body")
 
 
@@ -126,7 +140,9 @@ def test_addresses_and_engine_counts_come_from_the_options():
         ]
     with fresh_rollout_state():
         args = rollout_args(sglang_router_ip="::1", sglang_router_port=9)
-        assert engine_client.get_engines(args) == engine_client.Engines(("http://[::1]:9",), is_router=True)
+        assert engine_client.get_engines(args) == engine_client.Engines(
+            ("http://[::1]:9",), is_router=True
+        )
         args = rollout_args(rollout_external_engine_addrs=["h:1", "https://g"])
         assert engine_client.get_engines(args).urls == ("http://h:1", "https://g")
     count = http_utils.get_rollout_num_engines
@@ -174,7 +190,11 @@ def test_small_helpers_do_what_their_names_say():
     """Small helpers with values that upstream's callers rely on."""
     due = misc.should_run_periodic_action
     assert [due(i, 2) for i in range(4)] == [False, True, False, True] and not due(1, None, 1, 2)
-    assert due(4, 100, num_rollout=5) and due(2, 100, num_rollout_per_epoch=3) and not due(3, 100, 3, 9)
+    assert (
+        due(4, 100, num_rollout=5)
+        and due(2, 100, num_rollout_per_epoch=3)
+        and not due(3, 100, 3, 9)
+    )
     assert misc.group_by([3, 1, 4, 1], key=lambda x: x % 2) == {1: [3, 1, 1], 0: [4]}
     box = misc.Box(7)
     with pytest.raises(AttributeError):
@@ -190,12 +210,18 @@ def test_small_helpers_do_what_their_names_say():
     import torch
 
     named = [(str(i), torch.zeros(n)) for i, n in enumerate((2, 2, 9, 1))]
-    assert [[n for n, _ in chunk] for chunk in misc.chunk_named_params_by_size(named, 20)] == [["0", "1"], ["2"], ["3"]]
+    assert [[n for n, _ in chunk] for chunk in misc.chunk_named_params_by_size(named, 20)] == [
+        ["0", "1"],
+        ["2"],
+        ["3"],
+    ]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert not http_utils.is_port_available(port) and http_utils.find_available_port(port) != port
+        assert (
+            not http_utils.is_port_available(port) and http_utils.find_available_port(port) != port
+        )
     assert http_utils._wrap_ipv6("::1") == "[::1]" and http_utils._wrap_ipv6("h") == "h"
 
     class One(metaclass=misc.SingletonMeta):
@@ -212,7 +238,11 @@ def due_after(num_prompts, *, batch, interval, **options):
     args = types.SimpleNamespace(**options)
     per_epoch = misc.count_rollouts_per_epoch(num_prompts, batch, num_epoch=args.num_epoch)
     num_rollout, per_epoch = planned_rollouts(args, per_epoch)
-    return [i for i in range(num_rollout) if misc.should_run_periodic_action(i, interval, per_epoch, num_rollout)]
+    return [
+        i
+        for i in range(num_rollout)
+        if misc.should_run_periodic_action(i, interval, per_epoch, num_rollout)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -227,19 +257,33 @@ def due_after(num_prompts, *, batch, interval, **options):
 def test_epochs_are_events_only_where_they_are_counted(num_prompts, options, expected):
     """With interval 5 an action is due after every 5th and the last rollout with --num-rollout, and
     with --num-epoch at each epoch's end as well."""
-    assert due_after(num_prompts, batch=8, interval=5, **{"num_rollout": None, "num_epoch": None, **options}) == expected
+    assert (
+        due_after(
+            num_prompts, batch=8, interval=5, **{"num_rollout": None, "num_epoch": None, **options}
+        )
+        == expected
+    )
 
 
 def test_an_epoch_without_a_whole_batch_is_refused():
     """--num-epoch 1 with 5 prompts and batches of 8 is refused; it would run no rollout."""
-    with pytest.raises(ConfigError, match="--num-epoch 1 runs nothing: the 5 prompts do not fill .* Use --rollout-batch-size 5 or less"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            "--num-epoch 1 runs nothing: the 5 prompts do not fill .* Use --rollout-batch-size 5 "
+            "or less"
+        ),
+    ):
         misc.count_rollouts_per_epoch(5, 8, num_epoch=1)
-    assert misc.count_rollouts_per_epoch(5, 8, num_epoch=None) == 0 and misc.count_rollouts_per_epoch(17, 8, num_epoch=1) == 2
+    assert (
+        misc.count_rollouts_per_epoch(5, 8, num_epoch=None) == 0
+        and misc.count_rollouts_per_epoch(17, 8, num_epoch=1) == 2
+    )
     with pytest.raises(ConfigError, match="--num-epoch 2 counts passes over prompts"):
         planned_rollouts(types.SimpleNamespace(num_rollout=None, num_epoch=2), None)
 
 
-# --- order, filters, hooks -----------------------------------------------------------------------------------------------
+# --- order, filters, hooks ------------------------------------------------------------------------
 
 
 def test_groups_that_finish_together_are_judged_in_one_pass_and_an_error_reaches_each():
@@ -305,7 +349,9 @@ def group(*rewards, valid=None):
         ([Sample(reward=r, rollout_id=i // 2) for i, r in enumerate([1, 0, 0, 1])], False, "zero_std_0.5"),
     ],
 )  # fmt: skip
-def test_a_group_is_kept_whole_or_dropped_whole_by_the_spread_of_its_usable_rewards(samples, keep, reason):
+def test_a_group_is_kept_whole_or_dropped_whole_by_the_spread_of_its_usable_rewards(
+    samples, keep, reason
+):
     """A group is kept or dropped as a whole by the spread of its usable rewards; None, NaN and
     invalid members do not count, and an execution of several samples has its mean."""
     args = types.SimpleNamespace(reward_key=None)
@@ -318,12 +364,18 @@ def test_filter_outputs_are_wrapped_and_counted():
     """A filter may return a bare bool."""
     assert call_dynamic_filter(None, 1).keep and not call_dynamic_filter(lambda a: False, 1).keep
     keep_late = DynamicFilterOutput(False, "r", keep_when_insufficient=True)
-    drop = [should_drop_dynamic_filter_output(keep_late, remaining_batch_size=n, target_data_size=4) for n in (5, 4)]
+    drop = [
+        should_drop_dynamic_filter_output(keep_late, remaining_batch_size=n, target_data_size=4)
+        for n in (5, 4)
+    ]
     assert drop == [True, False]
     gatherer = MetricGatherer()
     for reason in ("a", "a", None, "b"):
         gatherer.on_dynamic_filter_drop(reason)
-    assert gatherer.collect() == {"rollout/dynamic_filter/drop_a": 2, "rollout/dynamic_filter/drop_b": 1}
+    assert gatherer.collect() == {
+        "rollout/dynamic_filter/drop_a": 2,
+        "rollout/dynamic_filter/drop_b": 1,
+    }
 
 
 def hook_sync(args, sample, *, rollout_id=None, evaluation=False):
@@ -343,7 +395,9 @@ def test_hooks_run_in_order_on_every_nested_sample():
     without hooks the same object is returned."""
     set_current_rollout_id(9)
     value = [[Sample(index=0)], Sample(index=1)]
-    args = types.SimpleNamespace(rollout_sample_hook_path=[f"{__name__}.hook_sync", f"{__name__}.hook_async"])
+    args = types.SimpleNamespace(
+        rollout_sample_hook_path=[f"{__name__}.hook_sync", f"{__name__}.hook_async"]
+    )
     out = run(apply_rollout_sample_hooks(args, value, evaluation=True))
     assert out[0][0].index == 100 and out[1].index == 101 and out[1].metadata == {"sync": (9, True)}
     assert run(apply_rollout_sample_hooks(types.SimpleNamespace(), value)) is value
@@ -380,26 +434,37 @@ def test_bare_results_of_rollout_functions_are_wrapped():
     """A rollout function may return a bare list of groups or a dict of datasets."""
     train = call_rollout_fn(lambda args, evaluation: [[1]], None, evaluation=False)
     assert train == RolloutFnTrainOutput(samples=[[1]]) and train.dropped == {}
-    assert call_rollout_fn(lambda args, evaluation: {"d": {}}, None, evaluation=True) == RolloutFnEvalOutput(
-        data={"d": {}}
-    )
+    assert call_rollout_fn(
+        lambda args, evaluation: {"d": {}}, None, evaluation=True
+    ) == RolloutFnEvalOutput(data={"d": {}})
 
 
-# --- evaluation ----------------------------------------------------------------------------------------------------------
+# --- evaluation -----------------------------------------------------------------------------------
 
 
 def test_an_evaluation_set_takes_its_own_values_then_the_defaults_then_the_options():
     """Each field of an evaluation set is its own value, else the defaults', else the option's;
     unknown keys are refused."""
     args = types.SimpleNamespace(
-        eval_temperature=0.5, rollout_top_p=0.9, rollout_stop=["x"], eval_min_new_tokens=2, input_key="q"
+        eval_temperature=0.5,
+        rollout_top_p=0.9,
+        rollout_stop=["x"],
+        eval_min_new_tokens=2,
+        input_key="q",
     )
     one, two = build_eval_dataset_configs(
         args,
         [{"name": "a", "path": "p", "temperature": 0.1}, {"name": "b", "path": "q"}],
         {"top_p": 0.8, "rm_type": "f1"},
     )
-    assert (one.temperature, one.top_p, one.rm_type, one.stop, one.min_new_tokens, one.input_key) == (
+    assert (
+        one.temperature,
+        one.top_p,
+        one.rm_type,
+        one.stop,
+        one.min_new_tokens,
+        one.input_key,
+    ) == (
         0.1,
         0.8,
         "f1",
@@ -424,7 +489,9 @@ def test_an_evaluation_set_takes_its_own_values_then_the_defaults_then_the_optio
     assert ensure_dataset_list(None) == []
     with pytest.raises(TypeError):
         ensure_dataset_list(3)
-    assert EvalDatasetConfig(name="a", path="p", metadata_overrides={"x": 2}).inject_metadata({"x": 1}) == {"x": 2}
+    assert EvalDatasetConfig(name="a", path="p", metadata_overrides={"x": 2}).inject_metadata(
+        {"x": 1}
+    ) == {"x": 2}
 
 
 def test_evaluation_scores_every_dataset_with_its_sampling_and_counts_failures(tmp_path):
@@ -433,7 +500,8 @@ def test_evaluation_scores_every_dataset_with_its_sampling_and_counts_failures(t
     path = write_prompts(tmp_path / "p.jsonl", 10)
     config = tmp_path / "eval.yaml"
     config.write_text(
-        f"eval:\n  defaults: {{temperature: 0.25}}\n  datasets:\n    - {{name: one, path: {path}, n_samples_per_eval_prompt: 2}}\n"
+        f"eval:\n  defaults: {{temperature: 0.25}}\n  datasets:\n    - {{name: one, path: {path}, "
+        f"n_samples_per_eval_prompt: 2}}\n"
         f"    - {{name: two, path: '{path}@[:3]', temperature: 0.75, max_response_len: 2}}\n"
     )
     bad = {"text": "", "meta_info": {"completion_tokens": 1, "output_token_logprobs": []}}
@@ -446,9 +514,13 @@ def test_evaluation_scores_every_dataset_with_its_sampling_and_counts_failures(t
     assert [len(output.data[name]["samples"]) for name in ("one", "two")] == [19, 3]
     assert output.metrics == {"eval/one/failed_samples": 1, "eval/two/failed_samples": 0}
     assert {p["temperature"] for r in engine.requests[:1] for p in r["sampling_params"]} == {0.25}
-    assert {(p["temperature"], p["max_new_tokens"]) for p in engine.requests[-1]["sampling_params"]} == {(0.75, 2)}
+    assert {
+        (p["temperature"], p["max_new_tokens"]) for p in engine.requests[-1]["sampling_params"]
+    } == {(0.75, 2)}
     data = output.data["one"]
-    assert len(data["rewards"]) == len(data["truncated"]) == 19 and data["samples"][0].group_index == 0
+    assert (
+        len(data["rewards"]) == len(data["truncated"]) == 19 and data["samples"][0].group_index == 0
+    )
     assert [s.index for s in data["samples"]] == [i for i in range(20) if i != 4]
 
 
@@ -466,9 +538,15 @@ def test_a_reward_that_is_a_text_fails_its_sample_in_evaluation(tmp_path):
         )  # fmt: skip
         output = generate_rollout(args, 0, None, evaluation=True)
         args.max_failed_ratio = 0.1
-        with pytest.raises(RolloutDataError, match="1 of 4 samples .* failed, .*Reasons: 1 x reward: reward is str, not a number"):
+        with pytest.raises(
+            RolloutDataError,
+            match="1 of 4 samples .* failed, .*Reasons: 1 x reward: reward is str, not a number",
+        ):
             generate_rollout(args, 0, None, evaluation=True)
-    assert output.metrics == {"eval/one/failed_samples": 1} and output.data["one"]["rewards"] == [1.0] * 3
+    assert (
+        output.metrics == {"eval/one/failed_samples": 1}
+        and output.data["one"]["rewards"] == [1.0] * 3
+    )
 
 
 def test_the_samples_of_an_attempt_have_one_number():
@@ -477,7 +555,11 @@ def test_the_samples_of_an_attempt_have_one_number():
     two, one = [Sample(index=0), Sample(index=0)], Sample(index=1)
     named = [Sample(index=2, rollout_id=7) for _ in range(3)]
     number_attempts([[two, one], [named, [Sample(index=3)]]])
-    assert [s.rollout_id for s in two] == [-1, -1] and one.rollout_id is None and {s.rollout_id for s in named} == {7}
+    assert (
+        [s.rollout_id for s in two] == [-1, -1]
+        and one.rollout_id is None
+        and {s.rollout_id for s in named} == {7}
+    )
 
 
 def test_an_evaluation_that_cannot_be_is_refused(tmp_path):

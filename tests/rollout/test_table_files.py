@@ -29,15 +29,26 @@ def written(folder, kind):
         path.write_text(json.dumps(ROWS, indent=1))
     elif kind in ("csv", "tsv"):
         mark = "," if kind == "csv" else "\t"
-        path.write_text(f"\ufeffinput{mark}label\n" + "".join(f'"{row["input"]}"{mark}{row["label"]}\r\n' for row in ROWS), encoding="utf-8")
+        path.write_text(
+            f"\ufeffinput{mark}label\n"
+            + "".join(f'"{row["input"]}"{mark}{row["label"]}\r\n' for row in ROWS),
+            encoding="utf-8",
+        )
     else:  # as datasets.save_to_disk writes it: two Arrow streams and two descriptions
         path.mkdir()
         names = [f"data-0000{number}-of-00002.arrow" for number in range(2)]
         for name, part in zip(names, (ROWS[:3], ROWS[3:]), strict=True):
             table = pyarrow.Table.from_pylist(part)
-            with pyarrow.OSFile(str(path / name), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as stream:
+            with (
+                pyarrow.OSFile(str(path / name), "wb") as sink,
+                pyarrow.ipc.new_stream(sink, table.schema) as stream,
+            ):
                 stream.write_table(table)
-        (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names], "_indices_files": None}))
+        (path / "state.json").write_text(
+            json.dumps(
+                {"_data_files": [{"filename": name} for name in names], "_indices_files": None}
+            )
+        )
         (path / "dataset_info.json").write_text("{}")
     return path
 
@@ -85,10 +96,18 @@ def test_a_table_is_read_by_the_separator_of_its_first_line(name, mark, tmp_path
     """The separator is found in the first line: spreadsheets of countries with decimal commas write
     semicolons."""
     path = tmp_path / name
-    path.write_text(f'\ufeffinput{mark}label\n"1{mark}5 and, more"{mark}3\nx{mark}4\n', encoding="utf-8")
-    assert [row.data for row in read_rows(str(path))] == [{"input": f"1{mark}5 and, more", "label": "3"}, {"input": "x", "label": "4"}]
+    path.write_text(
+        f'\ufeffinput{mark}label\n"1{mark}5 and, more"{mark}3\nx{mark}4\n', encoding="utf-8"
+    )
+    assert [row.data for row in read_rows(str(path))] == [
+        {"input": f"1{mark}5 and, more", "label": "3"},
+        {"input": "x", "label": "4"},
+    ]
     path.write_text(f"input{mark}label\nx{mark}4{mark}5\n")
-    with pytest.raises(ConfigError, match=re.escape(f"line 2: 3 cells, but 2 columns. Put a cell with {mark!r} in quotes")):
+    with pytest.raises(
+        ConfigError,
+        match=re.escape(f"line 2: 3 cells, but 2 columns. Put a cell with {mark!r} in quotes"),
+    ):
         list(read_rows(str(path)))
 
 
@@ -120,12 +139,20 @@ def test_a_file_type_in_capitals_is_the_type(suffix, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.json", '{"train": [{"input": "x"}]}', "holds one object, not an array of rows. Its key 'train' holds one"),
+        (
+            "a.json",
+            '{"train": [{"input": "x"}]}',
+            "holds one object, not an array of rows. Its key 'train' holds one",
+        ),
         ("a.json", "[1]", "a.json, item 1: the value is a int, not an object"),
         ("a.json", "[{]", "not valid JSON"),
         ("a.json", "7", "holds a int, not an array"),
         ("a.json", "[]", "has no rows"),
-        ("a.csv", "input,label\nx,1,2\n", "line 2: 3 cells, but 2 columns. Put a cell with ',' in quotes"),
+        (
+            "a.csv",
+            "input,label\nx,1,2\n",
+            "line 2: 3 cells, but 2 columns. Put a cell with ',' in quotes",
+        ),
         ("a.csv", "input,input\nx,1\n", "the first line must name each column once"),
         ("a.csv", "", "the first line must name each column once"),
         ("a.csv", "input,label\n", "has no rows"),
@@ -148,15 +175,22 @@ def test_a_damaged_data_set_folder_is_named(tmp_path):
     name."""
     folder = written(tmp_path, "saved")
     (folder / "data-00001-of-00002.arrow").write_bytes(b"cut")
-    with pytest.raises(ConfigError, match=r"data-00001-of-00002\.arrow cannot be read as Arrow data"):
+    with pytest.raises(
+        ConfigError, match=r"data-00001-of-00002\.arrow cannot be read as Arrow data"
+    ):
         list(read_rows(str(folder)))
-    (folder / "state.json").write_text(json.dumps({"_data_files": [], "_indices_files": [{"filename": "indices.arrow"}]}))
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [], "_indices_files": [{"filename": "indices.arrow"}]})
+    )
     with pytest.raises(ConfigError, match=r"flatten_indices"):
         list(read_rows(str(folder)))
     splits = tmp_path / "splits"
     splits.mkdir()
     (splits / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(ConfigError, match=rf"holds the splits train, test of a data set. Give one, for instance {splits}/train"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"holds the splits train, test of a data set. Give one, for instance {splits}/train",
+    ):
         list(read_rows(str(splits)))
 
 
@@ -165,14 +199,22 @@ def test_a_name_on_a_hub_and_an_empty_folder_get_their_own_answers(tmp_path, mon
     path."""
     monkeypatch.chdir(tmp_path)
     words = write_run_inputs(tmp_path)
-    with pytest.raises(ConfigError, match=r"As a name on the Hugging Face hub it must be downloaded first.*load_dataset\(\"openai/gsm8k\""):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"As a name on the Hugging Face hub it must be downloaded "
+            r"first.*load_dataset\(\"openai/gsm8k\""
+        ),
+    ):
         parse_args([*words, "--prompt-data", "openai/gsm8k"])
     with pytest.raises(ConfigError, match=r"no such file; .* exists, but has no 'data'"):
         parse_args([*words, "--prompt-data", "data/gsm8k.jsonl"])
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError) as caught:
         parse_args([*words, "--prompt-data", str(tmp_path / "empty")])
-    assert "has no .jsonl, .parquet, .csv, .tsv file and is no data set folder" in str(caught.value) and "Did you mean" not in str(caught.value)
+    assert "has no .jsonl, .parquet, .csv, .tsv file and is no data set folder" in str(
+        caught.value
+    ) and "Did you mean" not in str(caught.value)
 
 
 if __name__ == "__main__":

@@ -28,12 +28,29 @@ from slime.data.sample import Sample
 from slime.data.structure import flatten_samples, validate_rollout_id_annotated
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.prompts.chat_render import ChatTemplate
-from slime.rollout.turns import _without_emitted_ids, append_turn_delta, compute_turn_delta, turn_text
+from slime.rollout.turns import (
+    _without_emitted_ids,
+    append_turn_delta,
+    compute_turn_delta,
+    turn_text,
+)
 
 NUM_GPUS = 0
 
-END_MARKS = {CHATML: "<|im_end|>", QWEN3: "<|im_end|>", LLAMA3: "<|eot_id|>", BOS_TEXT_ROLES: "<|eot_id|>", NO_END: ""}
-NAMES = {CHATML: "chatml", QWEN3: "qwen3", LLAMA3: "llama3", BOS_TEXT_ROLES: "bos", NO_END: "no end mark"}
+END_MARKS = {
+    CHATML: "<|im_end|>",
+    QWEN3: "<|im_end|>",
+    LLAMA3: "<|eot_id|>",
+    BOS_TEXT_ROLES: "<|eot_id|>",
+    NO_END: "",
+}
+NAMES = {
+    CHATML: "chatml",
+    QWEN3: "qwen3",
+    LLAMA3: "llama3",
+    BOS_TEXT_ROLES: "bos",
+    NO_END: "no end mark",
+}
 TEMPLATES = {text: ChatTemplate(chat_tokenizer(text)) for text in END_MARKS}
 every_template = pytest.mark.parametrize("name", END_MARKS, ids=NAMES.get)
 
@@ -51,7 +68,9 @@ def assistant(text, **more):
 
 
 class Rollout:
-    """A rollout whose engine is this test: `turn` samples given ids and answers with given messages."""
+    """A rollout whose engine is this test: `turn` samples given ids and answers with given
+    messages.
+    """
 
     def __init__(self, template, *prompt, index=7, on_rerender="keep"):
         self.template, self.messages, self.on_rerender = template, list(prompt), on_rerender
@@ -65,13 +84,20 @@ class Rollout:
         self.messages.append(assistant(message) if isinstance(message, str) else message)
         log_probs = [-(position + 1) / 8 for position in range(len(ids))]
         context = list(self.sample.tokens)
-        self.sample.append_response_tokens(tokens=ids, log_probs=log_probs, text=self.template.decode(ids))
+        self.sample.append_response_tokens(
+            tokens=ids, log_probs=log_probs, text=self.template.decode(ids)
+        )
         return context, ids
 
     def turn(self, sampled, message, *new_messages, **options):
         context, ids = self.sampled_turn(sampled, message)
         delta = compute_turn_delta(
-            context, ids, template=self.template, messages=self.messages, new_messages=list(new_messages), **options
+            context,
+            ids,
+            template=self.template,
+            messages=self.messages,
+            new_messages=list(new_messages),
+            **options,
         )
         self.messages += new_messages
         self.deltas.append(delta)
@@ -91,14 +117,16 @@ class Rollout:
         return [token for token, mask in zip(response, sample.loss_mask, strict=True) if mask]
 
 
-# --- the boundary of a turn ------------------------------------------------------------------------
+# --- the boundary of a turn -----------------------------------------------------------------------
 
 
 def test_tokens_he_llo_stay_two_tokens_in_the_next_prompt():
     """Sampled ids stay as they are in the next turn's prompt; decoding and encoding again would
     turn [he, llo] into [hello]."""
     template = ChatTemplate(bpe_tokenizer(CHATML))
-    he, llo, hello, end = template.tokenizer.convert_tokens_to_ids(["he", "llo", "hello", "<|im_end|>"])
+    he, llo, hello, end = template.tokenizer.convert_tokens_to_ids(
+        ["he", "llo", "hello", "<|im_end|>"]
+    )
     assert template.encode("hello") == [hello] and template.decode([he, llo]) == "hello"
     rollout = Rollout(template, user("q"))
     prompt = list(rollout.sample.tokens)
@@ -137,7 +165,9 @@ def test_parallel_tool_results_share_a_turn_and_serial_ones_do_not():
     delta = parallel.turn("c1c2<|im_end|>", "c1c2", tool("r1"), tool("r2"))
     response = "\n<tool_response>\n{}\n</tool_response>"
     header = "<|im_end|>\n<|im_start|>assistant\n"
-    assert delta.text == "\n<|im_start|>user" + response.format("r1") + response.format("r2") + header
+    assert (
+        delta.text == "\n<|im_start|>user" + response.format("r1") + response.format("r2") + header
+    )
     assert parallel.sample.tokens == parallel.full_ids
     serial = Rollout(template, user("q"))
     for number in "12":
@@ -161,7 +191,9 @@ def test_reasoning_that_the_template_strips_is_kept_or_forked_and_never_cut(poli
     rollout.sampled_turn("yes<|im_end|>", "yes")
     assert delta.rerender is not None and "'<think>" in str(delta.rerender)
     texts = [template.decode(row.tokens) for row in rollout.rows]
-    assert all("<|im_start|>user\nresult<|im_end|>\n<|im_start|>assistant\n" in text for text in texts)
+    assert all(
+        "<|im_start|>user\nresult<|im_end|>\n<|im_start|>assistant\n" in text for text in texts
+    )
     assert first.tokens[-first.response_length :][:20] == template.encode(THINK_AND_CALL)
     if policy == "keep":
         assert len(rollout.rows) == 1 and sum(first.loss_mask) == 20 + 4
@@ -189,10 +221,14 @@ def test_reasoning_given_as_its_own_key_and_calls_as_json_are_not_looked_for_beh
     was sampled."""
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     message = assistant("", reasoning_content="x", tool_calls=[call])
-    sampled = '<think>\nx\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a":1}}\n</tool_call>'
+    sampled = (
+        '<think>\nx\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a":1}}\n</tool_call>'
+    )
     rollout = Rollout(TEMPLATES[QWEN3], user("q"))
     delta = rollout.turn(sampled + "<|im_end|>", message, tool("r"))
-    assert delta.text.startswith("\n<|im_start|>user\n<tool_response>\nr") and "add" not in delta.text
+    assert (
+        delta.text.startswith("\n<|im_start|>user\n<tool_response>\nr") and "add" not in delta.text
+    )
     # the only difference is how the template writes the arguments: {"a": 1}
     assert (delta.rerender.kept[:2], delta.rerender.rendered[:2]) == ("1}", " 1")
 
@@ -236,7 +272,11 @@ def test_an_end_token_that_the_model_did_not_emit_has_mask_0():
     delta = rollout.turn("ab", "ab", tool("r"))
     end = TEMPLATES[CHATML].tokenizer.eos_token_id
     assert delta.token_ids[0] == end
-    assert rollout.sample.loss_mask[:3] == [1, 1, 0] and rollout.sample.rollout_log_probs[:3] == [-0.125, -0.25, 0.0]
+    assert rollout.sample.loss_mask[:3] == [1, 1, 0] and rollout.sample.rollout_log_probs[:3] == [
+        -0.125,
+        -0.25,
+        0.0,
+    ]
     assert rollout.sample.tokens == rollout.full_ids and sum(rollout.sample.loss_mask) == 2
 
 
@@ -249,7 +289,9 @@ def test_another_end_token_than_the_templates_ends_the_turn_where_it_is_declared
     declared = Rollout(template, user("q")).turn(sampled, "call", tool("r"), end_token_ids={eom})
     undeclared = Rollout(template, user("q")).turn(sampled, "call", tool("r"))
     assert undeclared.token_ids == [eot, *declared.token_ids]
-    assert declared.rerender.kept.startswith("m_id|><|start") and declared.rerender.rendered.startswith("t_id|><|start")
+    assert declared.rerender.kept.startswith(
+        "m_id|><|start"
+    ) and declared.rerender.rendered.startswith("t_id|><|start")
 
 
 @pytest.mark.parametrize(
@@ -257,10 +299,14 @@ def test_another_end_token_than_the_templates_ends_the_turn_where_it_is_declared
     [("A[u]", "more[a]"), ("A", "[u]more[a]"), ("A[", "[u]more[a]"), ("[u]", "more[a]")],
     ids=["tag emitted", "stopped by length", "half a tag is content", "nothing but the tag"],
 )
-def test_a_role_tag_that_ends_the_turn_is_trained_when_it_was_emitted_and_never_doubled(sampled, delta_text):
+def test_a_role_tag_that_ends_the_turn_is_trained_when_it_was_emitted_and_never_doubled(
+    sampled, delta_text
+):
     """A role tag that the model emitted as the turn's end is trained and stands there once."""
     rollout = Rollout(TEMPLATES[NO_END], user("u"))
-    content = turn_text(TEMPLATES[NO_END].encode(sampled), template=TEMPLATES[NO_END], stops=["[u]"])
+    content = turn_text(
+        TEMPLATES[NO_END].encode(sampled), template=TEMPLATES[NO_END], stops=["[u]"]
+    )
     delta = rollout.turn(sampled, content, user("more"))
     assert delta.text == delta_text and delta.rerender is None
     assert rollout.template.decode(rollout.trained) == sampled
@@ -284,10 +330,14 @@ def test_a_tool_result_is_written_under_the_call_it_answers():
     call = {"name": "add", "arguments": {"a": 1}}
     rollout = Rollout(template, user("q"))
     for result in ("r1", "r2"):
-        delta = rollout.turn('so!add({"a": 1})<|im_end|>', assistant("so", tool_calls=[call]), tool(result))
+        delta = rollout.turn(
+            'so!add({"a": 1})<|im_end|>', assistant("so", tool_calls=[call]), tool(result)
+        )
         assert delta.text == f"<|im_start|>add:{result}<|im_end|><|im_start|>assistant:"
         assert rollout.sample.tokens == rollout.full_ids
-    with pytest.raises(RolloutDataError, match=r"cannot render the roles \['user', 'assistant', 'tool'\]"):
+    with pytest.raises(
+        RolloutDataError, match=r"cannot render the roles \['user', 'assistant', 'tool'\]"
+    ):
         Rollout(template, user("q")).turn("so<|im_end|>", "so", tool("r"))
 
 
@@ -301,7 +351,7 @@ def test_tokenizers_that_put_a_space_before_the_first_word_do_not_put_one_before
     assert space not in delta.token_ids and rollout.sample.tokens == rollout.full_ids
 
 
-# --- what cannot be handled, and policies -----------------------------------------------------------------------------------
+# --- what cannot be handled, and policies ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -309,7 +359,8 @@ def test_tokenizers_that_put_a_space_before_the_first_word_do_not_put_one_before
     [
         "{% for m in messages %}{{ m.role }}{% endfor %}",  # content is not shown
         "{% for m in messages %}{{ m.content + m.content }}{% endfor %}",  # shown twice
-        "{% for m in messages %}{{ m.content }}{% endfor %}{{ messages[1].content | length }}",  # what follows depends on it
+        # what follows depends on it
+        "{% for m in messages %}{{ m.content }}{% endfor %}{{ messages[1].content | length }}",
         "{% for m in messages | reverse %}{{ m.content }}{% endfor %}{{ messages[1].content[:1] }}",
     ],
     ids=["hidden", "twice", "length behind", "first letter behind"],
@@ -318,13 +369,23 @@ def test_a_template_that_does_not_show_where_a_turn_ends_is_refused(body):
     """A template that does not show where a turn ends is refused with what to do instead."""
     template = ChatTemplate(chat_tokenizer(body))
     with pytest.raises(RolloutDataError, match=r"does not show where turn 1 ends.*build the ids"):
-        compute_turn_delta([9], [8], template=template, messages=[user("q"), assistant("A")], new_messages=[tool("r")])
+        compute_turn_delta(
+            [9],
+            [8],
+            template=template,
+            messages=[user("q"), assistant("A")],
+            new_messages=[tool("r")],
+        )
 
 
 def test_a_delta_needs_a_sampled_turn_before_and_a_message_behind_it():
     """A delta without a sampled turn before it, or a message behind it, is refused."""
     template = TEMPLATES[CHATML]
-    for messages, new in (([user("q")], [tool("r")]), ([user("q"), assistant("A")], []), ([], [tool("r")])):
+    for messages, new in (
+        ([user("q")], [tool("r")]),
+        ([user("q"), assistant("A")], []),
+        ([], [tool("r")]),
+    ):
         with pytest.raises(RolloutDataError, match="a turn delta lies between"):
             compute_turn_delta([9], [8], template=template, messages=messages, new_messages=new)
 
@@ -332,11 +393,15 @@ def test_a_delta_needs_a_sampled_turn_before_and_a_message_behind_it():
 def test_a_changed_history_can_be_refused_and_leaves_the_sample_alone():
     """By option a template that changes the history is an error, and the sample stays as it was."""
     rollout = Rollout(TEMPLATES[QWEN3], user("q"), on_rerender="refuse")
-    with pytest.raises(RolloutDataError, match="sample 7: the conversation is not what was sampled: from character"):
+    with pytest.raises(
+        RolloutDataError, match="sample 7: the conversation is not what was sampled: from character"
+    ):
         rollout.turn(THINK_AND_CALL, THINK_AND_CALL.removesuffix("<|im_end|>"), user("r"))
     assert rollout.sample.response_length == 20
     with pytest.raises(ConfigError, match="on_rerender is 'merge'"):
-        append_turn_delta(rollout.sample, rollout.deltas[0] if rollout.deltas else None, on_rerender="merge")
+        append_turn_delta(
+            rollout.sample, rollout.deltas[0] if rollout.deltas else None, on_rerender="merge"
+        )
 
 
 def test_a_fork_keeps_identity_and_metadata_and_nothing_generated():
@@ -348,7 +413,12 @@ def test_a_fork_keeps_identity_and_metadata_and_nothing_generated():
     rollout.turn(THINK_AND_CALL, THINK_AND_CALL.removesuffix("<|im_end|>"), user("r"))
     first, second = rollout.rows
     assert (second.rollout_id, second.index, second.metadata) == (3, 3, {"round_number": 1})
-    assert (second.reward, second.response, second.loss_mask, second.status) == (None, "", None, Sample.Status.PENDING)
+    assert (second.reward, second.response, second.loss_mask, second.status) == (
+        None,
+        "",
+        None,
+        Sample.Status.PENDING,
+    )
     second.metadata["round_number"] = 2
     assert first.metadata == {"round_number": 1}
     nameless = Rollout(TEMPLATES[QWEN3], user("q"), index=None, on_rerender="fork")
@@ -375,7 +445,9 @@ def test_forked_samples_share_one_loss_denominator_and_one_baseline_entry():
     rewards = compute_rewards(samples, config)[:2]
     batch = build_train_columns(samples, rewards, config)
     ids = list(batch["rollout_ids"])
-    assert ids[0] == ids[1] == 7 != ids[2] and [int(mask.sum()) for mask in batch["loss_masks"]] == [20, 4, 3]
+    assert ids[0] == ids[1] == 7 != ids[2] and [
+        int(mask.sum()) for mask in batch["loss_masks"]
+    ] == [20, 4, 3]
     assert rewards[1] == [0.5, 0.5, -0.5]
 
 
@@ -390,20 +462,30 @@ def test_the_text_of_a_turn_has_no_end_marks_and_no_padding():
     """The text that rewards and parsers read has no end mark and no padding."""
     template = TEMPLATES[CHATML]
     answer = "<think>x</think><answer>4</answer>"
-    assert turn_text(template.encode(answer + "<|im_end|>" + "<|pad|>" * 3), template=template) == answer
+    assert (
+        turn_text(template.encode(answer + "<|im_end|>" + "<|pad|>" * 3), template=template)
+        == answer
+    )
     assert turn_text(template.encode("4</s>"), template=template, stops=["s>", "</s>", ""]) == "4"
     assert turn_text(template.encode("<|im_end|>"), template=template) == ""
 
 
-# --- any ids, any template -----------------------------------------------------------------------------------------------------
+# --- any ids, any template ------------------------------------------------------------------------
 
 
 BPE = {name: ChatTemplate(bpe_tokenizer(name)) for name in (CHATML, NO_END)}
-turns = st.lists(st.tuples(st.lists(st.integers(3, 262), max_size=8), st.booleans()), min_size=1, max_size=4)
+turns = st.lists(
+    st.tuples(st.lists(st.integers(3, 262), max_size=8), st.booleans()), min_size=1, max_size=4
+)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(list(BPE)), turns, st.text("helo \n[u]", max_size=6), st.sampled_from(["keep", "fork"]))
+@given(
+    st.sampled_from(list(BPE)),
+    turns,
+    st.text("helo \n[u]", max_size=6),
+    st.sampled_from(["keep", "fork"]),
+)
 def test_whatever_is_sampled_is_stored_as_sampled(name, sampled_turns, result, policy):
     """Random ids, which mostly no text encodes to, are stored as sampled, with mask and log-probs
     of the same length."""
@@ -420,7 +502,9 @@ def test_whatever_is_sampled_is_stored_as_sampled(name, sampled_turns, result, p
         mask = row.loss_mask or []
         assert len(mask) == len(row.rollout_log_probs or []) == row.response_length
         assert [t for t, m in zip(response, mask, strict=True) if m] == num_rows.get(number, [])
-        assert all((p < 0) == bool(m) for p, m in zip(row.rollout_log_probs or [], mask, strict=True))
+        assert all(
+            (p < 0) == bool(m) for p, m in zip(row.rollout_log_probs or [], mask, strict=True)
+        )
 
 
 results = st.lists(st.text("0123 \nab", max_size=4), min_size=1, max_size=3)
@@ -447,9 +531,9 @@ def test_tools_and_template_arguments_reach_every_render():
     assert json.dumps({"name": "add"}) in prompt and prompt.endswith("<think>\n\n</think>\n\n")
     delta = rollout.turn("A<|im_end|>", "A", user("r"))
     assert delta.text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert delta.rerender.kept.startswith("<think>\n\n</think>\n\nA") and delta.rerender.rendered.startswith(
-        "A<|im_end|>"
-    )
+    assert delta.rerender.kept.startswith(
+        "<think>\n\n</think>\n\nA"
+    ) and delta.rerender.rendered.startswith("A<|im_end|>")
 
 
 def test_the_code_in_the_documentation_runs():

@@ -26,7 +26,14 @@ from slime.rollout import failures, sglang_rollout
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils import watched_calls
 from slime.utils.async_utils import run
-from slime.utils.watched_calls import WATCH_INTERVAL_S, CallTimeout, CallWatch, Step, call_within, last_words
+from slime.utils.watched_calls import (
+    WATCH_INTERVAL_S,
+    CallTimeout,
+    CallWatch,
+    Step,
+    call_within,
+    last_words,
+)
 
 NUM_GPUS = 0
 
@@ -45,7 +52,11 @@ def rig(tmp_path, model):
         def build(answer=lambda prompt: [5, 4], *, engine=None, **overrides):
             remote = stack.enter_context(FakeEngine(answer, **(engine or {})))
             stack.enter_context(fresh_rollout_state(remote.url))
-            defaults = {"hf_checkpoint": model, "prompt_data": write_prompts(tmp_path / "p.jsonl", 20), "rm_type": "random"}
+            defaults = {
+                "hf_checkpoint": model,
+                "prompt_data": write_prompts(tmp_path / "p.jsonl", 20),
+                "rm_type": "random",
+            }
             args = rollout_args(**{**defaults, "max_failed_ratio": 1.0, **overrides})
             return remote, args, RolloutDataSourceWithBuffer(args)
 
@@ -69,13 +80,23 @@ async def fails_for_the_sixth(args, sample, **kwargs):
 def test_an_attempt_of_several_samples_fails_once(rig, evaluation, tmp_path):
     """A failed attempt counts once in the failed share: one of eight with three samples is 0.125,
     and not 3 of 8."""
-    options = {"custom_generate_function_path": f"{__name__}.three_turns", "custom_rm_path": f"{__name__}.fails_for_the_sixth"}
-    options |= {"eval_prompt_data": ["one", write_prompts(tmp_path / "eval.jsonl", 8)], "max_failed_ratio": 0.125}
+    options = {
+        "custom_generate_function_path": f"{__name__}.three_turns",
+        "custom_rm_path": f"{__name__}.fails_for_the_sixth",
+    }
+    options |= {
+        "eval_prompt_data": ["one", write_prompts(tmp_path / "eval.jsonl", 8)],
+        "max_failed_ratio": 0.125,
+    }
     engine, args, source = rig(**options)
     output = generate_rollout(args, 0, source, evaluation=evaluation)
-    assert output.metrics["eval/one/failed_samples" if evaluation else "rollout/failed_samples"] == 3
+    assert (
+        output.metrics["eval/one/failed_samples" if evaluation else "rollout/failed_samples"] == 3
+    )
     args.max_failed_ratio = 0.12
-    with pytest.raises(RolloutDataError, match="3 samples, 12.5 % of this rollout's 8 attempts, failed, more than"):
+    with pytest.raises(
+        RolloutDataError, match="3 samples, 12.5 % of this rollout's 8 attempts, failed, more than"
+    ):
         generate_rollout(args, 0, RolloutDataSourceWithBuffer(args), evaluation=evaluation)
 
 
@@ -86,11 +107,13 @@ def test_failures_of_dropped_groups_are_a_share_of_all_that_was_sampled():
     for _ in range(5):
         counter.add([[Sample()]] * 19 + [[failed]])
     assert counter.metrics() == {"rollout/failed_samples": 5, "rollout/failed_ratio": 0.05}
-    with pytest.raises(RolloutDataError, match="11 of 106 samples of this rollout failed, more than"):
+    with pytest.raises(
+        RolloutDataError, match="11 of 106 samples of this rollout failed, more than"
+    ):
         counter.add([[failed]] * 6)
 
 
-# --- what they are given -------------------------------------------------------------------------------------------------
+# --- what they are given --------------------------------------------------------------------------
 
 
 async def generate_with_one_more_stop(args, sample, sampling_params):
@@ -119,7 +142,12 @@ def test_sampling_parameters_are_each_samples_own(rig, evaluation, tmp_path):
 def test_members_of_a_group_share_no_container():
     """A reward function that pops from a label changes neither the other members' labels nor the
     next epoch's."""
-    prompt = Sample(prompt=[{"role": "user"}], label={"answers": [1, 2]}, metadata={"a": [1]}, apply_chat_template_kwargs={"k": {"x": 1}})
+    prompt = Sample(
+        prompt=[{"role": "user"}],
+        label={"answers": [1, 2]},
+        metadata={"a": [1]},
+        apply_chat_template_kwargs={"k": {"x": 1}},
+    )
     first, second = clone_for_group(prompt), clone_for_group(prompt)
     first.label["answers"].pop()
     first.prompt[0]["role"] = "tool"
@@ -128,7 +156,9 @@ def test_members_of_a_group_share_no_container():
     assert second == clone_for_group(prompt) == prompt
 
 
-def test_a_continued_response_of_a_custom_function_is_scored_by_the_text_of_all_its_ids(rig, tmp_path):
+def test_a_continued_response_of_a_custom_function_is_scored_by_the_text_of_all_its_ids(
+    rig, tmp_path
+):
     """A custom function's response that was aborted between the bytes of a character has the text
     of all its ids."""
     tokenizer = bpe_tokenizer("{{ messages }}")
@@ -178,10 +208,17 @@ async def two_turns(args, sample, sampling_params):
         ({"rollout_max_response_len": 11}, 11, Sample.Status.TRUNCATED, 1),
         ({"rollout_max_response_len": 13}, 13, Sample.Status.TRUNCATED, 2),
         ({"rollout_max_response_len": 17}, 17, Sample.Status.COMPLETED, 2),
-        ({"rollout_max_response_len": 99, "rollout_max_context_len": 12}, 6, Sample.Status.TRUNCATED, 1),
+        (
+            {"rollout_max_response_len": 99, "rollout_max_context_len": 12},
+            6,
+            Sample.Status.TRUNCATED,
+            1,
+        ),
     ],
 )
-def test_no_response_of_several_turns_is_longer_than_its_limit(rig, limits, length, status, requests):
+def test_no_response_of_several_turns_is_longer_than_its_limit(
+    rig, limits, length, status, requests
+):
     """A response of several turns stays within its limit: what does not fit behind a turn is left
     out."""
     engine, args, source = rig(
@@ -189,12 +226,19 @@ def test_no_response_of_several_turns_is_longer_than_its_limit(rig, limits, leng
         gate_keep_truncated=True, engine={"decode": lambda ids: "1" * len(ids)}, **limits,
     )  # fmt: skip
     ((sample,),) = generate_rollout(args, 0, source).samples
-    assert (sample.response_length, sample.status, len(engine.requests)) == (length, status, requests)
-    assert len(sample.loss_mask) == len(sample.rollout_log_probs) == length and len(sample.tokens) == 3 + length
+    assert (sample.response_length, sample.status, len(engine.requests)) == (
+        length,
+        status,
+        requests,
+    )
+    assert (
+        len(sample.loss_mask) == len(sample.rollout_log_probs) == length
+        and len(sample.tokens) == 3 + length
+    )
     assert sum(sample.loss_mask) == length - (5 if length > 6 else 0)
 
 
-# --- what they raise -----------------------------------------------------------------------------------------------------
+# --- what they raise ------------------------------------------------------------------------------
 
 
 async def reward_with_a_slip(args, sample, **kwargs):
@@ -217,25 +261,49 @@ async def group_reward_with_a_slip(args, samples, **kwargs):
     ("options", "stage", "function"),
     [
         ({"custom_rm_path": "reward_with_a_slip"}, "reward", "reward_with_a_slip"),
-        ({"custom_rm_path": "group_reward_with_a_slip", "group_rm": True}, "reward", "group_reward_with_a_slip"),
-        ({"custom_generate_function_path": "generate_with_a_slip"}, "generation", "generate_with_a_slip"),
+        (
+            {"custom_rm_path": "group_reward_with_a_slip", "group_rm": True},
+            "reward",
+            "group_reward_with_a_slip",
+        ),
+        (
+            {"custom_generate_function_path": "generate_with_a_slip"},
+            "generation",
+            "generate_with_a_slip",
+        ),
         ({"rollout_sample_hook_path": ["hook_with_a_slip"]}, "sample hook", "hook_with_a_slip"),
-        ({"rollout_sample_hook_path": ["hook_with_a_slip"], "rollout_group_requests": "off"}, "generation", "hook_with_a_slip"),
+        (
+            {"rollout_sample_hook_path": ["hook_with_a_slip"], "rollout_group_requests": "off"},
+            "generation",
+            "hook_with_a_slip",
+        ),
     ],
 )
 def test_an_exception_shows_its_stack_once(rig, caplog, options, stage, function):
     """Eight samples that fail for one cause log one stack with file, line and function, and each
     reason names file and line."""
-    here = {name: [f"{__name__}.{one}" for one in value] if isinstance(value, list) else value for name, value in options.items()}
-    here = {name: f"{__name__}.{value}" if name.startswith("custom") else value for name, value in here.items()}
+    here = {
+        name: [f"{__name__}.{one}" for one in value] if isinstance(value, list) else value
+        for name, value in options.items()
+    }
+    here = {
+        name: f"{__name__}.{value}" if name.startswith("custom") else value
+        for name, value in here.items()
+    }
     engine, args, source = rig(**here)
     with caplog.at_level(logging.WARNING):
         failed = samples_of(generate_rollout(args, 0, source))
     assert len(failed) == 8 and all(sample.status is Sample.Status.FAILED for sample in failed)
     reasons = {sample.metadata["failure"] for sample in failed}
-    assert len(reasons) == 1 and reasons.pop().startswith(f"{stage}: KeyError: 'wrong' (test_user_functions.py:")
+    assert len(reasons) == 1 and reasons.pop().startswith(
+        f"{stage}: KeyError: 'wrong' (test_user_functions.py:"
+    )
     stacks = [record for record in caplog.records if record.exc_info]
-    assert len(stacks) == 1 and f"in {function}" in caplog.text and "test_user_functions.py" in caplog.text
+    assert (
+        len(stacks) == 1
+        and f"in {function}" in caplog.text
+        and "test_user_functions.py" in caplog.text
+    )
 
 
 def test_distinct_causes_each_show_their_stack(caplog):
@@ -253,7 +321,7 @@ def test_distinct_causes_each_show_their_stack(caplog):
     ]  # fmt: skip
 
 
-# --- they come back ------------------------------------------------------------------------------------------------------
+# --- they come back -------------------------------------------------------------------------------
 
 
 async def waits_for_ever_for_odd(args, sample, **kwargs):
@@ -268,11 +336,14 @@ async def group_waits_for_ever(args, samples, **kwargs):
 
 def test_a_reward_that_waits_for_ever_costs_its_sample_only(rig):
     """A reward that never returns fails its sample at the time limit, and the run goes on."""
-    engine, args, source = rig(custom_rm_path=f"{__name__}.waits_for_ever_for_odd", reward_timeout=0.3)
+    engine, args, source = rig(
+        custom_rm_path=f"{__name__}.waits_for_ever_for_odd", reward_timeout=0.3
+    )
     samples = samples_of(generate_rollout(args, 0, source))
     assert [sample.reward for sample in samples] == [1.0, None] * 4
     assert samples[1].metadata["failure"] == (
-        f"reward: the reward function {__name__}.waits_for_ever_for_odd for sample 1 did not return within --reward-timeout 0.3 s. "
+        f"reward: the reward function {__name__}.waits_for_ever_for_odd for sample 1 did not "
+        "return within --reward-timeout 0.3 s. "
         "Give what it waits for a limit, or raise --reward-timeout."
     )
 
@@ -291,26 +362,45 @@ async def hook_for_ever_for_odd(args, sample):
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"custom_generate_function_path": "generates_for_ever_for_odd"}, f"the generate function {__name__}.generates_for_ever_for_odd"),
+        (
+            {"custom_generate_function_path": "generates_for_ever_for_odd"},
+            f"the generate function {__name__}.generates_for_ever_for_odd",
+        ),
         ({"rollout_sample_hook_path": "hook_for_ever_for_odd"}, "the sample hooks"),
-        ({"rollout_sample_hook_path": "hook_for_ever_for_odd", "rollout_group_requests": "off"}, "the sample hooks"),
+        (
+            {"rollout_sample_hook_path": "hook_for_ever_for_odd", "rollout_group_requests": "off"},
+            "the sample hooks",
+        ),
     ],
 )
 def test_a_generate_function_or_hook_that_waits_for_ever_costs_its_sample_only(rig, options, what):
     """A generate function or hook that never returns fails its sample at --generate-timeout with a
     reason that names it."""
-    named = {name: value if value == "off" else f"{__name__}.{value}" for name, value in options.items()}
+    named = {
+        name: value if value == "off" else f"{__name__}.{value}" for name, value in options.items()
+    }
     engine, args, source = rig(generate_timeout=0.3, **named)
     samples = samples_of(generate_rollout(args, 0, source))
     assert [sample.status is Sample.Status.FAILED for sample in samples] == [False, True] * 4
-    assert f"{what} for sample 1 did not return within --generate-timeout 0.3 s" in samples[1].metadata["failure"]
+    assert (
+        f"{what} for sample 1 did not return within --generate-timeout 0.3 s"
+        in samples[1].metadata["failure"]
+    )
 
 
 def test_a_group_reward_that_waits_for_ever_names_its_samples(rig):
     """A group reward that never returns fails the group's samples, and the reason names them."""
-    engine, args, source = rig(custom_rm_path=f"{__name__}.group_waits_for_ever", group_rm=True, reward_timeout=0.3, rollout_batch_size=1)
+    engine, args, source = rig(
+        custom_rm_path=f"{__name__}.group_waits_for_ever",
+        group_rm=True,
+        reward_timeout=0.3,
+        rollout_batch_size=1,
+    )
     failed = samples_of(generate_rollout(args, 0, source))
-    assert all("group_waits_for_ever for samples 0, 1 did not return" in sample.metadata["failure"] for sample in failed)
+    assert all(
+        "group_waits_for_ever for samples 0, 1 did not return" in sample.metadata["failure"]
+        for sample in failed
+    )
 
 
 RELEASE = threading.Event()
@@ -325,7 +415,15 @@ async def generate_what_was_asked_for(args, sample, sampling_params):
     return args.returned
 
 
-@pytest.mark.parametrize(("returned", "said"), [(None, "NoneType ('None')"), ([], "an empty list"), ("abc", "str ('abc')"), ([Sample(), None], "NoneType")])
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (None, "NoneType ('None')"),
+        ([], "an empty list"),
+        ("abc", "str ('abc')"),
+        ([Sample(), None], "NoneType"),
+    ],
+)
 def test_a_generate_function_that_returns_no_sample_is_named_with_what_it_returned(returned, said):
     """A generate function that returns None, a text or an empty list is an error that names it and
     what it returned."""
@@ -334,11 +432,15 @@ def test_a_generate_function_that_returns_no_sample_is_named_with_what_it_return
     args.returned = returned
     with pytest.raises(TypeError) as caught:
         run(sglang_rollout._call_generate(args, Sample(index=3), {}, False))
-    assert f"the generate function {path} returned {said}" in str(caught.value) and "Return the sample or a non-empty list" in str(caught.value)
+    assert f"the generate function {path} returned {said}" in str(
+        caught.value
+    ) and "Return the sample or a non-empty list" in str(caught.value)
 
 
 @pytest.mark.parametrize("fully_async", [False, True])
-def test_a_reward_that_blocks_the_event_loop_ends_the_run_with_function_sample_and_line(rig, fully_async):
+def test_a_reward_that_blocks_the_event_loop_ends_the_run_with_function_sample_and_line(
+    rig, fully_async
+):
     """A reward that blocks the event loop ends the run with function, sample and line; later calls
     of the process get a new loop."""
     from slime.rollout import fully_async_rollout
@@ -352,8 +454,15 @@ def test_a_reward_that_blocks_the_event_loop_ends_the_run_with_function_sample_a
             rollout(args, 0, source)
         assert time.monotonic() - started < 8
         said = str(caught.value)
-        assert f"the reward function {__name__}.blocks_its_loop for sample 0 has held its event loop" in said
-        assert "more than --reward-timeout 0.5 allows" in said and "in blocks_its_loop" in said and "test_user_functions.py:" in said
+        assert (
+            f"the reward function {__name__}.blocks_its_loop for sample 0 has held its event loop"
+            in said
+        )
+        assert (
+            "more than --reward-timeout 0.5 allows" in said
+            and "in blocks_its_loop" in said
+            and "test_user_functions.py:" in said
+        )
         assert run(asyncio.sleep(0, "alive")) == "alive"
     finally:
         RELEASE.set()
@@ -394,7 +503,9 @@ def test_calls_that_take_turns_do_not_use_up_each_others_time():
         return 1
 
     async def all_of_them():
-        return await asyncio.gather(*(call_within(computes(), what="f", option="--o", timeout_s=0.5) for _ in range(12)))
+        return await asyncio.gather(
+            *(call_within(computes(), what="f", option="--o", timeout_s=0.5) for _ in range(12))
+        )
 
     assert run(all_of_them()) == [1] * 12
 
@@ -418,7 +529,9 @@ def test_a_limited_call_hands_on_results_errors_and_cancellation():
     async def scenario():
         with pytest.raises(KeyError, match="mine"):
             await call_within(raises(), what="f", option="--o", timeout_s=5)
-        task = asyncio.ensure_future(call_within(notes_cancellation(), what="f", option="--o", timeout_s=5))
+        task = asyncio.ensure_future(
+            call_within(notes_cancellation(), what="f", option="--o", timeout_s=5)
+        )
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -434,7 +547,8 @@ def test_a_limited_call_hands_on_results_errors_and_cancellation():
 def test_a_call_under_a_debugger_is_not_ended():
     """A call is not ended while a debugger stands in it."""
     watch = watched_calls.CallWatch()
-    step = watched_calls.Step("f", "--o", 1.0, time.monotonic() + 3600)  # not overdue to the watching thread
+    # not overdue to the watching thread
+    step = watched_calls.Step("f", "--o", 1.0, time.monotonic() + 3600)
     watch.begin(step)
     watch._note_overdue(threading.get_ident(), step, 2.0)
     with pytest.raises(CallTimeout, match="f has held its event loop for 2 s"):
@@ -463,10 +577,18 @@ run(watched_calls.call_within(matches_for_ever(), what="the reward function mine
 def test_a_call_that_holds_the_interpreter_ends_its_process_and_leaves_its_name(tmp_path):
     """A call that holds the interpreter, such as a backtracking regular expression, ends its
     process, and the driver reports function, sample and stack."""
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(HELD), str(tmp_path)], timeout=60, check=False, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(HELD), str(tmp_path)],
+        timeout=60,
+        check=False,
+        capture_output=True,
+    )
     assert done.returncode == 1
     said = last_words(tmp_path)
-    assert said.startswith("the reward function mine.f for sample 7 kept the interpreter to itself for more than --reward-timeout 0.5 s")
+    assert said.startswith(
+        "the reward function mine.f for sample 7 kept the interpreter to itself for more than "
+        "--reward-timeout 0.5 s"
+    )
     (stacks,) = tmp_path.glob("*.stacks")
     assert "in matches_for_ever" in stacks.read_text() and str(stacks) in said
     watched_calls.CallWatch().record_in(tmp_path)  # the next run in this folder
@@ -481,7 +603,9 @@ def test_a_distilled_policy_is_evaluated_by_its_reward_type(rig, tmp_path):
         rm_type="exact_match", eval_prompt_data=["one", write_prompts(tmp_path / "eval.jsonl", 4)], engine={"decode": lambda ids: "2"},
     )  # fmt: skip
     output = generate_rollout(args, 0, None, evaluation=True)
-    assert output.data["one"]["rewards"] == [0, 0, 1, 0] and output.metrics == {"eval/one/failed_samples": 0}
+    assert output.data["one"]["rewards"] == [0, 0, 1, 0] and output.metrics == {
+        "eval/one/failed_samples": 0
+    }
 
 
 def test_the_report_of_a_distilled_run_does_not_ask_for_rewards_that_are_zero_by_construction():

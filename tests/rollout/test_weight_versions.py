@@ -35,7 +35,9 @@ def reply(version, tokens, **more):
     }
 
 
-@pytest.mark.parametrize("status", (Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.ABORTED))
+@pytest.mark.parametrize(
+    "status", (Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.ABORTED)
+)
 def test_what_was_there_before_is_masked_whatever_its_status(status):
     """Tokens of older weights are masked, also in a member that had finished in an earlier
     rollout."""
@@ -57,7 +59,10 @@ def test_each_token_has_the_version_of_its_part_of_the_reply(serving):
     sample.append_response_tokens(**reply("1", 3))
     sample.append_response_tokens(tokens=[7, 7], trainable=False)
     sample.append_response_tokens(**reply("1", 4, weight_versions=[["1", 1], ["2", 3]]))
-    assert version_spans(sample) == [("1", 3), (None, 2), ("1", 1), ("2", 3)] and oldest_version(sample) == 1
+    assert (
+        version_spans(sample) == [("1", 3), (None, 2), ("1", 1), ("2", 3)]
+        and oldest_version(sample) == 1
+    )
     serving(2)
     mask_older_samples(ARGS, [sample])
     assert sample.loss_mask == [0, 0, 0, 0, 0, 0, 1, 1, 1]

@@ -1,4 +1,6 @@
-"""Chat templates in the manner of published models, written out here, and tokenizers that use them."""
+"""Chat templates in the manner of published models, written out here, and tokenizers
+that use them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from support.tiny_models import CHAT_TEMPLATE, make_char_tokenizer
 
 CHATML = CHAT_TEMPLATE
 
-# As Qwen3 does it: consecutive tool results share one user turn; reasoning before the last real user message is stripped.
+# As Qwen3 does it: consecutive tool results share one user turn; reasoning before the last real
+# user message is stripped.
 QWEN3 = r"""
 {%- if tools %}{{- '<|im_start|>system\n# Tools' }}{% for tool in tools %}{{- '\n' + (tool | tojson) }}{% endfor %}{{- '<|im_end|>\n' }}{% endif %}
 {%- set ns = namespace(open=true, last=messages | length - 1) %}
@@ -54,11 +57,18 @@ QWEN3 = r"""
 # As Llama 3 does it: BOS in front, content trimmed, tool results under the role ipython.
 LLAMA3 = (
     "{{- bos_token }}{%- for m in messages %}"
-    "{{- '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) + '<|end_header_id|>\n\n' }}"
+    "{{- '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) + "
+    "'<|end_header_id|>\n\n' }}"
     "{{- m.content | trim }}{{- '<|eot_id|>' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
 )
-LLAMA3_TOKENS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>")
+LLAMA3_TOKENS = (
+    "<|begin_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+)
 
 # BOS and roles as text; only the assistant's turn has an end.
 BOS_TEXT_ROLES = (
@@ -73,45 +83,63 @@ NO_END = (
     "{%- if add_generation_prompt %}{{- '[a]' }}{%- endif %}"
 )
 
-# A tool result is written under the name of the call it answers, and without such a call it is refused.
+# A tool result is written under the name of the call it answers, and without such a call it is
+# refused.
 NAMED_RESULTS = (
     "{%- for m in messages %}{{- '<|im_start|>' }}{%- if m.role == 'tool' %}"
     "{%- set call = messages[loop.index0 - 1].tool_calls[0] %}{{- call.name + ':' + m.content }}"
     "{%- else %}{{- m.role + ':' + m.content }}"
-    "{%- for call in m.tool_calls or [] %}{{- '!' + call.name + '(' + call.arguments | tojson + ')' }}{%- endfor %}{%- endif %}"
+    "{%- for call in m.tool_calls or [] %}{{- '!' + call.name + '(' + call.arguments | tojson + "
+    "')' }}{%- endfor %}{%- endif %}"
     "{{- '<|im_end|>' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant:' }}{%- endif %}"
 )
 
 
 def chat_tokenizer(chat_template: str) -> Any:
-    """The character tokenizer of tiny_models with this template; Llama's marks are special tokens as well."""
+    """The character tokenizer of tiny_models with this template; Llama's marks are special tokens
+    as well.
+    """
     tokenizer = make_char_tokenizer(chat_template=chat_template)
-    tokenizer.add_special_tokens({"bos_token": LLAMA3_TOKENS[0], "extra_special_tokens": list(LLAMA3_TOKENS[1:])})
+    tokenizer.add_special_tokens(
+        {"bos_token": LLAMA3_TOKENS[0], "extra_special_tokens": list(LLAMA3_TOKENS[1:])}
+    )
     return tokenizer
 
 
 def bpe_tokenizer(chat_template: str, *, merges: Sequence[tuple[str, str]] = ()) -> Any:
-    """A byte-pair tokenizer that knows he, llo and hello, and further `merges`: ids -> text -> ids is not the identity."""
+    """A byte-pair tokenizer that knows he, llo and hello, and further `merges`: ids -> text -> ids
+    is not the identity.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     specials = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
     merges = [("h", "e"), ("l", "l"), ("ll", "o"), ("he", "llo"), *merges]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: index for index, token in enumerate([*specials, *alphabet, *("".join(pair) for pair in merges)])}
+    vocab = {
+        token: index
+        for index, token in enumerate([*specials, *alphabet, *("".join(pair) for pair in merges)])
+    }
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in specials]
+    )
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<|pad|>", eos_token="<|im_end|>", extra_special_tokens=["<|im_start|>"]
+        tokenizer_object=backend,
+        pad_token="<|pad|>",
+        eos_token="<|im_end|>",
+        extra_special_tokens=["<|im_start|>"],
     )
     tokenizer.chat_template = chat_template
     return tokenizer
 
 
 def space_first_tokenizer(chat_template: str) -> Any:
-    """A character tokenizer in the manner of sentencepiece: a text's first word gets a space in front of it."""
+    """A character tokenizer in the manner of sentencepiece: a text's first word gets a space in
+    front of it.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -119,7 +147,11 @@ def space_first_tokenizer(chat_template: str) -> Any:
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     backend.decoder = decoders.Metaspace(prepend_scheme="first")
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>")])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>")]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
     tokenizer.chat_template = chat_template
     return tokenizer

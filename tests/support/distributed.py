@@ -1,4 +1,6 @@
-"""`run_distributed`: real processes, a real gloo group, and a watchdog, so that a test of collectives fails with stacks instead of hanging."""
+"""`run_distributed`: real processes, a real gloo group, and a watchdog, so that a test of
+collectives fails with stacks instead of hanging.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-# Ranks that wait for a failed rank get this long to fail by themselves before their stacks are dumped.
+# Ranks that wait for a failed rank get this long to fail by themselves before their stacks are
+# dumped.
 GRACE_S = 3.0
 
 
@@ -26,12 +29,16 @@ class DistributedFailure(AssertionError):
     """A rank raised, died or hung. The message holds every rank's traceback or stack."""
 
 
-def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
-    """Returns `[fn(rank, world_size, *args) for rank in range(world_size)]`, each run in its own process of one gloo default group.
+def run_distributed(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120
+) -> list[Any]:
+    """Returns `[fn(rank, world_size, *args) for rank in range(world_size)]`, each run in its own
+    process of one gloo default group.
 
-    `fn` must be a module-level function of an importable module; its arguments and results must pickle.
-    Raises `DistributedFailure` with the traceback of every rank that raised, and with the Python stacks of every rank
-    that was still running `timeout` seconds after the start, or `GRACE_S` seconds after another rank failed.
+    `fn` must be a module-level function of an importable module; its arguments and results must
+    pickle. Raises `DistributedFailure` with the traceback of every rank that raised, and with the
+    Python stacks of every rank that was still running `timeout` seconds after the start, or
+    `GRACE_S` seconds after another rank failed.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="run_distributed_") as folder:
@@ -39,7 +46,9 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank_main, args=(fn, rank, world_size, args, folder, timeout, sender), daemon=True
+                target=_rank_main,
+                args=(fn, rank, world_size, args, folder, timeout, sender),
+                daemon=True,
             )
             process.start()
             sender.close()
@@ -54,7 +63,9 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
                     process.kill()
                 process.join()
     failures = [
-        f"--- rank {rank}: {text}\n{stacks.get(rank, '')}" for rank, (ok, text) in enumerate(outcomes) if not ok
+        f"--- rank {rank}: {text}\n{stacks.get(rank, '')}"
+        for rank, (ok, text) in enumerate(outcomes)
+        if not ok
     ]
     if failures:
         raise DistributedFailure(
@@ -64,7 +75,9 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
 
 
 def _collect(processes: list[Any], pipes: list[Any], timeout: float) -> list[tuple[bool, Any]]:
-    """One `(ok, result or text)` per rank; stops waiting at the deadline, which the first failure shortens to `GRACE_S`."""
+    """One `(ok, result or text)` per rank; stops waiting at the deadline, which the first failure
+    shortens to `GRACE_S`.
+    """
     deadline = time.monotonic() + timeout
     outcomes: dict[int, tuple[bool, Any]] = {}
     rank_of_pipe = {id(pipe): rank for rank, pipe in enumerate(pipes)}
@@ -80,7 +93,10 @@ def _collect(processes: list[Any], pipes: list[Any], timeout: float) -> list[tup
             outcomes[rank] = (ok, value)
             if not ok:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
-    return [outcomes.get(rank, (False, "was still running; its stacks follow")) for rank in range(len(pipes))]
+    return [
+        outcomes.get(rank, (False, "was still running; its stacks follow"))
+        for rank in range(len(pipes))
+    ]
 
 
 def _dump_and_kill(processes: list[Any], folder: str) -> dict[int, str]:
@@ -98,12 +114,24 @@ def _dump_and_kill(processes: list[Any], folder: str) -> dict[int, str]:
 
 
 def _stacks_of(file: Path) -> str:
-    """The stacks that a rank wrote; a rank that was still importing its test module has not opened the file."""
-    return file.read_text() if file.exists() else "it had not begun: its interpreter was still starting"
+    """The stacks that a rank wrote; a rank that was still importing its test module has not opened
+    the file.
+    """
+    return (
+        file.read_text()
+        if file.exists()
+        else "it had not begun: its interpreter was still starting"
+    )
 
 
 def _rank_main(
-    fn: Callable[..., Any], rank: int, world_size: int, args: tuple, folder: str, timeout: float, sender: Any
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    args: tuple,
+    folder: str,
+    timeout: float,
+    sender: Any,
 ) -> None:
     stacks = open(Path(folder) / f"stacks_{rank}.txt", "w")  # noqa: SIM115 - must stay open for the signal handler
     faulthandler.enable(stacks)
@@ -125,7 +153,8 @@ def _rank_main(
             world_size=world_size,
             timeout=timedelta(seconds=timeout),
         )
-        # Plain pickle: the reductions of torch.multiprocessing would tie a tensor to this process's life.
+        # Plain pickle: the reductions of torch.multiprocessing would tie a tensor to this process's
+        # life.
         message = pickle.dumps((True, fn(rank, world_size, *args)))
         sender.send_bytes(message)
         dist.barrier()

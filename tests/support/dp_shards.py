@@ -1,4 +1,6 @@
-"""Ragged samples through the real chain onto every data-parallel rank of a layout, and the advantages that the trainer computes there."""
+"""Ragged samples through the real chain onto every data-parallel rank of a layout, and the
+advantages that the trainer computes there.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,21 @@ from slime.data.split import SplitConfig, split_by_dp
 
 
 def make_long_samples() -> list[Sample]:
-    """Six groups of four: lengths from 1 to 300 (and one empty), masked tokens, one sample masked whole, and an invalid member of a huge reward."""
+    """Six groups of four: lengths from 1 to 300 (and one empty), masked tokens, one sample masked
+    whole, and an invalid member of a huge reward.
+    """
     rng = np.random.default_rng(11)
-    lengths = [1, 300, 129, 127, 128, 0, 2, 257, *np.exp(rng.normal(4, 1, 16)).astype(int).clip(1, 299).tolist()]
+    lengths = [
+        1,
+        300,
+        129,
+        127,
+        128,
+        0,
+        2,
+        257,
+        *np.exp(rng.normal(4, 1, 16)).astype(int).clip(1, 299).tolist(),
+    ]
     samples = [
         Sample(
             index=i,
@@ -46,7 +60,9 @@ def make_long_samples() -> list[Sample]:
 def shards_of(
     samples: Sequence[Sample], estimator: str, dp_size: int, *, packing: str = "balanced"
 ) -> list[RolloutBatch]:
-    """The batches of all ranks on their device, with what forward passes would add: numbers that name their sample and place."""
+    """The batches of all ranks on their device, with what forward passes would add: numbers that
+    name their sample and place.
+    """
     baseline = BASELINES.get(estimator)
     settings = ColumnsConfig(
         group_baseline=baseline is not None,
@@ -61,14 +77,27 @@ def shards_of(
         batch = to_train_device(localize(shard, rank, dp_size=dp_size), "cpu")
         draws = [torch.Generator().manual_seed(index) for index in batch["sample_indices"]]
         for name in ("ref_log_probs", "values"):
-            batch[name] = [torch.randn(n, generator=g) for g, n in zip(draws, batch["response_lengths"], strict=True)]
+            batch[name] = [
+                torch.randn(n, generator=g)
+                for g, n in zip(draws, batch["response_lengths"], strict=True)
+            ]
         batches.append(batch)
     return batches
 
 
-def advantages_of(batch: RolloutBatch, estimator: str, **options: Any) -> dict[int, tuple[list[int], list[int]]]:
-    """{sample index: (advantages, returns), each as its bits}, by the function that the trainer calls."""
-    given = {"advantage_estimator": estimator, "use_rollout_logprobs": True, "gamma": 0.97, "lambd": 0.9, **options}
+def advantages_of(
+    batch: RolloutBatch, estimator: str, **options: Any
+) -> dict[int, tuple[list[int], list[int]]]:
+    """{sample index: (advantages, returns), each as its bits}, by the function that the trainer
+    calls.
+    """
+    given = {
+        "advantage_estimator": estimator,
+        "use_rollout_logprobs": True,
+        "gamma": 0.97,
+        "lambd": 0.9,
+        **options,
+    }
     loss.compute_advantages_and_returns(SimpleNamespace(**given), batch)
     pairs = zip(batch["sample_indices"], batch["advantages"], batch["returns"], strict=True)
     return {i: (a.view(torch.int32).tolist(), r.view(torch.int32).tolist()) for i, a, r in pairs}

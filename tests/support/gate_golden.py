@@ -1,4 +1,6 @@
-"""The golden corpus of the gate: where it lies, under which config it is judged, how a difference is shown."""
+"""The golden corpus of the gate: where it lies, under which config it is judged, how a difference
+is shown.
+"""
 
 from __future__ import annotations
 
@@ -72,10 +74,18 @@ def expectation_of(sample: Sample, verdict) -> dict:
 
 
 def differences(samples: list[Sample], expected: list[dict], actual: list[dict]) -> list[str]:
-    """One line per sample whose verdict, reason or fields changed: index, field, before -> after."""
+    """One line per sample whose verdict, reason or fields changed: index, field,
+    before -> after.
+    """
     lines = []
     for sample, before, after in zip(samples, expected, actual, strict=True):
-        changed = [f"{key}: {before.get(key)!r} -> {after[key]!r}" for key in after if before.get(key) != after[key]]
+        changed = [
+            f"{key}: {before.get(key)!r} -> {after[key]!r}"
+            for key in after
+            if before.get(key) != after[key]
+        ]
         if changed:
-            lines.append(f"sample {sample.index} ({str(sample.response)[:40]!r}): " + "; ".join(changed))
+            lines.append(
+                f"sample {sample.index} ({str(sample.response)[:40]!r}): " + "; ".join(changed)
+            )
     return lines

@@ -1,4 +1,6 @@
-"""Samples with something wrong in them, at random: any field, or any entry inside one, replaced by any kind of junk."""
+"""Samples with something wrong in them, at random: any field, or any entry inside one, replaced by
+any kind of junk.
+"""
 
 from __future__ import annotations
 

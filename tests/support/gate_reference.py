@@ -1,4 +1,5 @@
-"""The gate's checks as anyone would write them first: one Python loop per sample. Oracle of tests and baseline of the benchmark.
+"""The gate's checks as anyone would write them first: one Python loop per sample. Oracle of tests
+and baseline of the benchmark.
 
 Covers every check that needs no tokenizer, in the gate's order, with plain lists of numbers.
 """
@@ -12,7 +13,9 @@ from slime.data.sample import Sample, Status
 from slime.gate.config import GateConfig, MissingLogProbs
 
 INVISIBLE = set("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0")
-DRAWN_FORMAT_CHARACTERS = set(map(chr, [*range(0x600, 0x606), 0x6DD, 0x70F, 0x890, 0x891, 0x8E2, 0x110BD, 0x110CD]))
+DRAWN_FORMAT_CHARACTERS = set(
+    map(chr, [*range(0x600, 0x606), 0x6DD, 0x70F, 0x890, 0x891, 0x8E2, 0x110BD, 0x110CD])
+)
 
 
 def is_invisible(character: str) -> bool:
@@ -20,7 +23,11 @@ def is_invisible(character: str) -> bool:
     point = ord(character)
     selector = 0xFE00 <= point <= 0xFE0F or 0xE0100 <= point <= 0xE01EF or 0x180B <= point <= 0x180F
     category = unicodedata.category(character) in ("Zs", "Zl", "Zp", "Cc", "Cf", "Cs")
-    return selector or character in INVISIBLE or (category and character not in DRAWN_FORMAT_CHARACTERS)
+    return (
+        selector
+        or character in INVISIBLE
+        or (category and character not in DRAWN_FORMAT_CHARACTERS)
+    )
 
 
 def reason_of(sample: Sample, config: GateConfig) -> str | None:
@@ -38,7 +45,12 @@ def reason_of(sample: Sample, config: GateConfig) -> str | None:
         return "too_short"
     limit = math.inf if config.max_response_tokens is None else config.max_response_tokens
     if config.context_length is not None:
-        limit = min(limit, config.context_length - (total - length) - math.ceil(config.context_length * config.margin))
+        limit = min(
+            limit,
+            config.context_length
+            - (total - length)
+            - math.ceil(config.context_length * config.margin),
+        )
     if length > limit:
         return "too_long"
     if sample.status is Status.TRUNCATED or sample.finish_reason == "length":
@@ -59,7 +71,9 @@ def reason_of(sample: Sample, config: GateConfig) -> str | None:
             return "bad_logprob"
     if config.repetition_window and length >= config.repetition_window:
         tail = list(sample.tokens[total - config.repetition_window :])
-        for period in range(1, min(config.repetition_max_period, config.repetition_window // 4) + 1):
+        for period in range(
+            1, min(config.repetition_max_period, config.repetition_window // 4) + 1
+        ):
             if all(tail[i] == tail[i - period] for i in range(period, len(tail))):
                 return "repetitive"
     if config.rewards_expected:

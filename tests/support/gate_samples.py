@@ -7,8 +7,12 @@ from typing import Any
 from slime.data.sample import Sample, Status
 
 
-def sound_sample(number: int = 0, *, length: int = 12, prompt_length: int = 3, **changes: Any) -> Sample:
-    """Sample `number` of group number // 4: response ids 100 * number + 0, 1, ..., log-prob -(i + 1) / 10, reward number."""
+def sound_sample(
+    number: int = 0, *, length: int = 12, prompt_length: int = 3, **changes: Any
+) -> Sample:
+    """Sample `number` of group number // 4: response ids 100 * number + 0, 1, ..., log-prob -(i +
+    1) / 10, reward number.
+    """
     group = number // 4
     fields: dict[str, Any] = {
         "index": number,

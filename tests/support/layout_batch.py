@@ -1,9 +1,11 @@
-"""The recorded rollout batch of the layout matrix. `python tests/support/layout_batch.py` writes it again; the file is committed.
+"""The recorded rollout batch of the layout matrix. `python tests/support/layout_batch.py` writes it
+again; the file is committed.
 
-Every value names its place: a response token is 20 + (7 * sample + 3 * place) % 80, a reward and a mask stand in ROWS. The batch holds what
-breaks layouts: one-token responses, sequences shorter than two chunks per context-parallel rank, lengths that nothing divides, groups of
-four, three, two and one, rejected members with huge rewards, turns of an environment that are not trained, a rollout whose tokens are all
-masked, and rollouts that are several samples.
+Every value names its place: a response token is 20 + (7 * sample + 3 * place) % 80, a reward and a
+mask stand in ROWS. The batch holds what breaks layouts: one-token responses, sequences shorter than
+two chunks per context-parallel rank, lengths that nothing divides, groups of four, three, two and
+one, rejected members with huge rewards, turns of an environment that are not trained, a rollout
+whose tokens are all masked, and rollouts that are several samples.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Row:
         return len(self.mask)
 
 
-# Six valid rollouts are a step; the last one is left over (or a third step, with --keep-trailing-rollouts).
+# Six valid rollouts are a step; the last one is left over (or a third step, with
+# --keep-trailing-rollouts).
 ROWS = (
     Row(100, 0, 5, "xxxxxxx", 1.0),
     Row(101, 0, 5, "x", 0.0),
@@ -80,9 +83,14 @@ def teacher_log_probs_of(index: int) -> list[float]:
 
 
 def engine_log_probs(policy_log_probs: list[float], index: int) -> list[float]:
-    """The engine's log-probs: the policy's, off by up to a quarter of a nat; 0 where the environment wrote."""
+    """The engine's log-probs: the policy's, off by up to a quarter of a nat; 0 where the
+    environment wrote.
+    """
     places = zip(policy_log_probs, ROWS[index].mask, range(len(policy_log_probs)), strict=True)
-    return [round(value + 0.05 * ((index + 3 * place) % 9 - 4), 6) if kept == "x" else 0.0 for value, kept, place in places]
+    return [
+        round(value + 0.05 * ((index + 3 * place) % 9 - 4), 6) if kept == "x" else 0.0
+        for value, kept, place in places
+    ]
 
 
 def make_folders(root: Path, families: tuple[str, ...]) -> dict[str, Path]:
@@ -91,7 +99,9 @@ def make_folders(root: Path, families: tuple[str, ...]) -> dict[str, Path]:
 
     seeds = {"": POLICY_SEED, "-ref": REFERENCE_SEED}
     return {
-        family + suffix: make_tiny_checkpoint(root / (family + suffix), family, num_hidden_layers=NUM_LAYERS, seed=seed)
+        family + suffix: make_tiny_checkpoint(
+            root / (family + suffix), family, num_hidden_layers=NUM_LAYERS, seed=seed
+        )
         for family in families
         for suffix, seed in seeds.items()
     }
@@ -118,7 +128,10 @@ def make_samples(policy_log_probs: list[list[float]]) -> list[Any]:
             finish_reason="length" if row.response == 13 else "stop",
             valid=row.invalid is None,
             invalid_reason=row.invalid,
-            metadata={"round_number": row.rounds, "source_name": "odd" if row.group % 2 else "even"},
+            metadata={
+                "round_number": row.rounds,
+                "source_name": "odd" if row.group % 2 else "even",
+            },
         )
         for index, row in enumerate(ROWS)
     ]
@@ -131,7 +144,9 @@ def read_records() -> list[dict[str, Any]]:
 
 
 def write_rollouts(folder: Path) -> str:
-    """Four rollouts from the recorded one: as it is, with every token masked, with every sample rejected, as it is. Returns the template."""
+    """Four rollouts from the recorded one: as it is, with every token masked, with every sample
+    rejected, as it is. Returns the template.
+    """
     header, *lines = Path(TEMPLATE.format(rollout_id=ROLLOUT_ID)).read_text().splitlines()
     for rollout_id, change in enumerate(("none", "masked", "rejected", "none")):
         records = [json.loads(line) for line in lines]
@@ -141,7 +156,9 @@ def write_rollouts(folder: Path) -> str:
             if change == "rejected":
                 record |= {"valid": False, "invalid_reason": "too_short"}
         written = [{**json.loads(header), "rollout_id": rollout_id}, *records]
-        (folder / f"rollout_{rollout_id}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
+        (folder / f"rollout_{rollout_id}.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in written)
+        )
     return str(folder / "rollout_{rollout_id}.jsonl")
 
 
@@ -161,7 +178,11 @@ def main() -> None:
             for index, row in enumerate(ROWS)
         ]
         log_probs = [model.no_grad(row, ReferenceOptions())[0] for row in rows]
-    print(save_debug_rollout_data(TEMPLATE, make_samples(log_probs), rollout_id=ROLLOUT_ID, evaluation=False))
+    print(
+        save_debug_rollout_data(
+            TEMPLATE, make_samples(log_probs), rollout_id=ROLLOUT_ID, evaluation=False
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""One cell of the layout matrix on one rank: the real actor and the real rollout side, without Ray between them.
+"""One cell of the layout matrix on one rank: the real actor and the real rollout side, without Ray
+between them.
 
-`ray.get` and `ray.put` hand over the object itself; everything else - columns, split, shards, device, log-prob passes, advantages, metrics,
-optimizer steps, weight export - is the production path.
+`ray.get` and `ray.put` hand over the object itself; everything else - columns, split, shards,
+device, log-prob passes, advantages, metrics, optimizer steps, weight export - is the production
+path.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import torch
 from support.layout_batch import ROLLOUT_ID, ROWS, values_of
 
 TOKEN_FIELDS = (
-    "log_probs ref_log_probs rollout_log_probs teacher_log_probs values advantages returns kl entropy opd_reverse_kl loss_masks"
+    "log_probs ref_log_probs rollout_log_probs teacher_log_probs values advantages returns kl "
+    "entropy opd_reverse_kl loss_masks"
 ).split()
 SAMPLE_FIELDS = "rewards response_lengths total_lengths".split()
 FULL_FIELDS = ("loss_masks",)  # not cut over context-parallel ranks
@@ -29,9 +32,11 @@ _layout_of_groups: dict[str, Any] = {}
 
 @dataclasses.dataclass
 class RankResult:
-    """What one rank ended with. fields: {name: one tensor or number per sample, in the order of `positions`} on the last pipeline stage;
-    gradients per step and weights under Hugging Face names on the main rank; held: this rank's own parameters by (name in the whole model, shard);
-    rollout_side: metrics of the rollout side."""
+    """What one rank ended with. fields: {name: one tensor or number per sample, in the order of
+    `positions`} on the last pipeline stage; gradients per step and weights under Hugging Face names
+    on the main rank; held: this rank's own parameters by (name in the whole model, shard);
+    rollout_side: metrics of the rollout side.
+    """
 
     cp_rank: int
     cp_size: int
@@ -44,15 +49,25 @@ class RankResult:
 
 
 def owned_places(total: int, response: int, *, cp_size: int, cp_rank: int) -> list[int]:
-    """Places of the response tokens whose logits a context-parallel rank has: rank r holds chunks r and 2 * size - 1 - r of 2 * size equal
-    chunks of the sequence, and the logits of row i predict token i + 1."""
+    """Places of the response tokens whose logits a context-parallel rank has: rank r holds chunks r
+    and 2 * size - 1 - r of 2 * size equal chunks of the sequence, and the logits of row i predict
+    token i + 1.
+    """
     chunk = -(-total // (2 * cp_size))
     rows = [total - response - 1 + place for place in range(response)]
-    return [place for place, row in enumerate(rows) if cp_size == 1 or row // chunk in (cp_rank, 2 * cp_size - 1 - cp_rank)]
+    return [
+        place
+        for place, row in enumerate(rows)
+        if cp_size == 1 or row // chunk in (cp_rank, 2 * cp_size - 1 - cp_rank)
+    ]
 
 
-def run_cells(rank: int, world_size: int, cells: list[tuple[Any, str, Any]]) -> dict[Any, RankResult]:
-    """{cell: result} for each (cell, role, args), one after the other. Cells of the same parallel layout that follow each other share its groups."""
+def run_cells(
+    rank: int, world_size: int, cells: list[tuple[Any, str, Any]]
+) -> dict[Any, RankResult]:
+    """{cell: result} for each (cell, role, args), one after the other. Cells of the same parallel
+    layout that follow each other share its groups.
+    """
     os.environ["SLIME_ACCELERATOR"] = "cpu"
     from slime.backends.megatron_utils import initialize  # noqa: F401  before anything imports Megatron
 
@@ -83,7 +98,8 @@ def _without_ray_and_with_our_groups() -> Iterator[None]:
     with (
         mock.patch("ray.get", lambda reference, **_: reference),
         mock.patch("ray.put", lambda value: value),
-        mock.patch("torch.distributed.init_process_group", lambda *a, **kw: None),  # `run_distributed` has made it
+        # `run_distributed` has made it
+        mock.patch("torch.distributed.init_process_group", lambda *a, **kw: None),
         mock.patch.object(mpu, "initialize_model_parallel", initialize_model_parallel),
     ):
         yield
@@ -107,7 +123,10 @@ def _run_cell(rank: int, world_size: int, role: str, args: Any) -> RankResult:
     args = copy.copy(args)
     with _without_ray_and_with_our_groups():
         actor = CellActor()
-        with_ref, with_teacher = args.kl_coef != 0 or args.use_kl_loss, args.use_opd and args.opd_type == "megatron"
+        with_ref, with_teacher = (
+            args.kl_coef != 0 or args.use_kl_loss,
+            args.use_opd and args.opd_type == "megatron",
+        )
         actor.init(args, role, role == "actor" and with_ref, with_teacher)
         boxes, rollout_side = _boxes(args, actor.train_parallel_config)
         gradients = _keep_gradients(actor)
@@ -120,13 +139,17 @@ def _run_cell(rank: int, world_size: int, role: str, args: Any) -> RankResult:
 
 
 def _boxes(args: Any, layout: dict[str, int]) -> tuple[list, dict[str, float]]:
-    """The shards that the rollout manager makes of the recorded batch, and its metrics of the samples."""
+    """The shards that the rollout manager makes of the recorded batch, and its metrics of the
+    samples.
+    """
     from slime.metrics.rollout_metrics import RolloutMetricsConfig, compute_metrics_from_samples
     from slime.ray.rollout import RolloutManager
 
     manager = RolloutManager.__new__(RolloutManager)
     manager.args = args
-    manager.custom_reward_post_process_func = manager.custom_convert_samples_to_train_data_func = None
+    manager.custom_reward_post_process_func = manager.custom_convert_samples_to_train_data_func = (
+        None
+    )
     manager.set_train_parallel_config(layout)
     samples = manager._get_rollout_data(ROLLOUT_ID).samples
     metrics = compute_metrics_from_samples(RolloutMetricsConfig.from_args(args), samples)
@@ -140,7 +163,10 @@ def _critic_values(args: Any, boxes: list) -> dict[str, list] | None:
     if args.advantage_estimator != "ppo":
         return None
     shard = boxes[mpu.get_data_parallel_rank()].inner
-    place = {"cp_size": mpu.get_context_parallel_world_size(), "cp_rank": mpu.get_context_parallel_rank()}
+    place = {
+        "cp_size": mpu.get_context_parallel_world_size(),
+        "cp_rank": mpu.get_context_parallel_rank(),
+    }
     values = []
     for position in (int(p) for p in shard["partition"]):
         row = ROWS[position]
@@ -150,7 +176,9 @@ def _critic_values(args: Any, boxes: list) -> dict[str, list] | None:
 
 
 def _keep_gradients(actor: Any) -> list[dict[str, torch.Tensor]]:
-    """A list that grows by {Hugging Face name: gradient} whenever the optimizer steps, on the main rank."""
+    """A list that grows by {Hugging Face name: gradient} whenever the optimizer steps, on the main
+    rank.
+    """
     kept: list[dict[str, torch.Tensor]] = []
     step = actor.optimizer.step
 
@@ -198,7 +226,9 @@ def _export(actor: Any) -> dict[str, torch.Tensor]:
 
 
 def _value_head(actor: Any) -> dict[str, torch.Tensor]:
-    """{"value_head.weight": tensor} on the main rank of a critic, which no Hugging Face model has."""
+    """{"value_head.weight": tensor} on the main rank of a critic, which no Hugging
+    Face model has.
+    """
     from slime.backends.megatron_utils.initialize import is_megatron_main_rank
     from slime.backends.megatron_utils.local_params import local_parameters
 
@@ -223,6 +253,9 @@ def _result(actor: Any, gradients: list, rollout_side: dict[str, float]) -> Rank
         fields=fields,
         gradients=gradients,
         weights=_export(actor) | _value_head(actor),
-        held={(p.name, p.parallel_rank): p.parameter.detach().clone() for p in local_parameters(actor.model)},
+        held={
+            (p.name, p.parallel_rank): p.parameter.detach().clone()
+            for p in local_parameters(actor.model)
+        },
         rollout_side=rollout_side,
     )

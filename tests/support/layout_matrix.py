@@ -1,4 +1,6 @@
-"""The layout matrix: which layouts, which algorithms, how a cell is run and what its numbers are compared with."""
+"""The layout matrix: which layouts, which algorithms, how a cell is run and what its numbers are
+compared with.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,20 @@ from support.layout_reference import Expected, critic_reference_of, reference_of
 
 VALUE_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
 
-TP2, PP2, CP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}
+TP2, PP2, CP2 = (
+    {"tensor_model_parallel_size": 2},
+    {"pipeline_model_parallel_size": 2},
+    {"context_parallel_size": 2},
+)
 EP2, SP = {"expert_model_parallel_size": 2}, {"sequence_parallel": True}
 VPP2 = {"num_layers_per_virtual_pipeline_stage": 1}
 DISTRIBUTED = {"use_distributed_optimizer": True}
 DYNAMIC = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 30}
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 TRAILING = {"keep_trailing_rollouts": True}
 
 
@@ -102,7 +112,11 @@ COMMON: dict[str, Any] = {
 
 def algorithm_options(algorithm: str, layout: str) -> dict[str, Any]:
     """Command-line options of a cell that the reference knows too: all but the parallel ones."""
-    return COMMON | ALGORITHMS[algorithm] | {k: v for k, v in LAYOUTS[layout].options.items() if k in TRAILING}
+    return (
+        COMMON
+        | ALGORITHMS[algorithm]
+        | {k: v for k, v in LAYOUTS[layout].options.items() if k in TRAILING}
+    )
 
 
 def command_line(algorithm: str, layout: str, folders: dict[str, Path], run_dir: Path) -> list[str]:
@@ -110,7 +124,14 @@ def command_line(algorithm: str, layout: str, folders: dict[str, Path], run_dir:
     chosen = LAYOUTS[layout]
     model, ref = folders[chosen.family], folders[f"{chosen.family}-ref"]
     options = algorithm_options(algorithm, layout) | chosen.options
-    options |= {"hf_checkpoint": model, "load": model, "critic_load": model, "ref_load": ref, "actor_num_gpus_per_node": chosen.ranks, "run_dir": run_dir}
+    options |= {
+        "hf_checkpoint": model,
+        "load": model,
+        "critic_load": model,
+        "ref_load": ref,
+        "actor_num_gpus_per_node": chosen.ranks,
+        "run_dir": run_dir,
+    }
     if options.get("opd_type") == "megatron":
         options["opd_teacher_load"] = ref
     if chosen.family == "qwen3_moe":
@@ -123,7 +144,9 @@ def command_line(algorithm: str, layout: str, folders: dict[str, Path], run_dir:
 
 @dataclasses.dataclass
 class Cell:
-    """A cell's largest relative differences from the reference, and what differed most. `failure`: why it has none, or which is too large."""
+    """A cell's largest relative differences from the reference, and what differed most. `failure`:
+    why it has none, or which is too large.
+    """
 
     layout: str
     algorithm: str
@@ -138,9 +161,11 @@ class Cell:
 
 
 class Matrix:
-    """Runs layouts in `root` and compares them; references are computed once per family, algorithm and batch.
+    """Runs layouts in `root` and compares them; references are computed once per family, algorithm
+    and batch.
 
-    A one-process layout that has run is also what the others' metrics are compared with, those that the reference has no number for included.
+    A one-process layout that has run is also what the others' metrics are compared with, those that
+    the reference has no number for included.
     """
 
     def __init__(self, root: Path) -> None:
@@ -164,8 +189,12 @@ class Matrix:
                 self._expected[key] = reference_of(self.records, models, options, values)
         return self._expected[key]
 
-    def run(self, layouts: Iterable[str], algorithms: Iterable[str], *, timeout: float) -> list[Cell]:
-        """The compared cells of layouts with one number of ranks, in one set of processes. Their failure is every cell's failure."""
+    def run(
+        self, layouts: Iterable[str], algorithms: Iterable[str], *, timeout: float
+    ) -> list[Cell]:
+        """The compared cells of layouts with one number of ranks, in one set of processes. Their
+        failure is every cell's failure.
+        """
         from slime.utils.arguments import parse_args
 
         cells, arguments = [(layout, name) for layout in layouts for name in algorithms], []
@@ -181,7 +210,10 @@ class Matrix:
             by_rank = run_distributed(run_cells, ranks, arguments, timeout=timeout)
         except AssertionError as error:
             return [Cell(*cell, failure=str(error)) for cell in cells]
-        return [self._compared(cell, [results[cell] for results in by_rank], folders[cell]) for cell in cells]
+        return [
+            self._compared(cell, [results[cell] for results in by_rank], folders[cell])
+            for cell in cells
+        ]
 
     def _compared(self, cell: tuple[str, str], by_rank: list[RankResult], folder: Path) -> Cell:
         metrics, key = read_metrics(folder), batch_key(*cell)
@@ -191,7 +223,9 @@ class Matrix:
 
 
 def batch_key(layout: str, algorithm: str) -> tuple[str, str, bool]:
-    """What decides which numbers are right: the model, the algorithm, and whether the last rollouts make a step."""
+    """What decides which numbers are right: the model, the algorithm, and whether the last rollouts
+    make a step.
+    """
     return LAYOUTS[layout].family, algorithm, "keep_trailing_rollouts" in LAYOUTS[layout].options
 
 
@@ -206,13 +240,21 @@ def read_metrics(folder: Path) -> dict[str, list[tuple[int, dict[str, float]]]]:
 
 
 def gather_field(by_rank: list[RankResult], name: str) -> dict[int, torch.Tensor | str]:
-    """{position: all response tokens, fp64} of a field; text instead where the ranks that have a token disagree, or none has it."""
+    """{position: all response tokens, fp64} of a field; text instead where the ranks that have a
+    token disagree, or none has it.
+    """
     result: dict[int, Any] = {}
     for rank in by_rank:
-        for position, values in zip(rank.positions, rank.fields.get(name, []), strict=name in rank.fields):
+        for position, values in zip(
+            rank.positions, rank.fields.get(name, []), strict=name in rank.fields
+        ):
             row = ROWS[position]
-            whole = result.setdefault(position, torch.full((row.response,), torch.nan, dtype=torch.float64))
-            places = owned_places(row.prompt + row.response, row.response, cp_size=rank.cp_size, cp_rank=rank.cp_rank)
+            whole = result.setdefault(
+                position, torch.full((row.response,), torch.nan, dtype=torch.float64)
+            )
+            places = owned_places(
+                row.prompt + row.response, row.response, cp_size=rank.cp_size, cp_rank=rank.cp_rank
+            )
             places = list(range(row.response)) if name in FULL_FIELDS else places
             if len(places) != values.numel():
                 result[position] = f"{values.numel()} values for {len(places)} tokens"
@@ -225,9 +267,11 @@ def gather_field(by_rank: list[RankResult], name: str) -> dict[int, torch.Tensor
     return result
 
 
-# Sums whose terms are differences of log-probs (nats), or advantages of both signs: they may vanish, so they are compared on the scale of one.
+# Sums whose terms are differences of log-probs (nats), or advantages of both signs: they may
+# vanish, so they are compared on the scale of one.
 CANCELLING = (
-    "loss pg_loss ppo_kl kl kl_loss opd_reverse_kl advantages returns values rewards raw_reward logprob_kl/k1 logprob_kl/k3 pg_clipfrac "
+    "loss pg_loss ppo_kl kl kl_loss opd_reverse_kl advantages returns values rewards raw_reward "
+    "logprob_kl/k1 logprob_kl/k3 pg_clipfrac "
     "train_rollout_logprob_abs_diff tis_abs opsm_clipfrac tis_clipfrac logprob_abs_diff logprob_kl log_probs ref_log_probs"
 ).split()
 TIMES = ("perf/", "schedule/", "gate/time/")
@@ -264,23 +308,45 @@ def tensor_difference(actual: torch.Tensor, expected: torch.Tensor, *, scale: fl
     if not actual.numel():
         return 0.0
     difference = float((actual.double() - expected.double()).abs().max())
-    return relative(difference, 0.0, scale=max(scale, float(expected.abs().max()))) if difference == difference else float("inf")
+    return (
+        relative(difference, 0.0, scale=max(scale, float(expected.abs().max())))
+        if difference == difference
+        else float("inf")
+    )
 
 
 class Comparison:
     """One cell's results against what is expected."""
 
-    def __init__(self, expected: Expected, by_rank: list[RankResult], metrics: dict, single: dict | None) -> None:
+    def __init__(
+        self, expected: Expected, by_rank: list[RankResult], metrics: dict, single: dict | None
+    ) -> None:
         self.expected, self.by_rank, self.metrics, self.single = expected, by_rank, metrics, single
         self.values: dict[str, float] = {}
         self.gradients: dict[str, float] = {}
         self.problems: list[str] = []
 
     def cell(self, layout: str, algorithm: str) -> Cell:
-        for part in (self._fields, self._steps, self._phase, self._rollout_side, self._one_process, self._tensors, self._replicas):
+        for part in (
+            self._fields,
+            self._steps,
+            self._phase,
+            self._rollout_side,
+            self._one_process,
+            self._tensors,
+            self._replicas,
+        ):
             part()
-        self.problems += [f"{name} differs by {d:.2e}" for name, d in self.values.items() if not d <= VALUE_TOLERANCE]
-        self.problems += [f"{name} differs by {d:.2e}" for name, d in self.gradients.items() if not d <= GRADIENT_TOLERANCE]
+        self.problems += [
+            f"{name} differs by {d:.2e}"
+            for name, d in self.values.items()
+            if not d <= VALUE_TOLERANCE
+        ]
+        self.problems += [
+            f"{name} differs by {d:.2e}"
+            for name, d in self.gradients.items()
+            if not d <= GRADIENT_TOLERANCE
+        ]
         everything = self.values | self.gradients
         worst = max(everything, key=everything.__getitem__)
         largest = max(self.values.values()), max(self.gradients.values())
@@ -289,10 +355,18 @@ class Comparison:
     def _fields(self) -> None:
         for name, rows in self.expected.fields.items():
             if name in ("rewards", "response_lengths", "total_lengths"):
-                found = {p: float(v) for r in self.by_rank for p, v in zip(r.positions, r.fields.get(name, []), strict=name in r.fields)}
+                found = {
+                    p: float(v)
+                    for r in self.by_rank
+                    for p, v in zip(r.positions, r.fields.get(name, []), strict=name in r.fields)
+                }
                 if sorted(found) != sorted(rows):
-                    self.problems.append(f"{name}: samples {sorted(found)}, expected {sorted(rows)}")
-                self.values[f"field {name}"] = max(relative(found[p], rows[p], scale=1.0) for p in found)
+                    self.problems.append(
+                        f"{name}: samples {sorted(found)}, expected {sorted(rows)}"
+                    )
+                self.values[f"field {name}"] = max(
+                    relative(found[p], rows[p], scale=1.0) for p in found
+                )
                 continue
             found = gather_field(self.by_rank, name)
             if sorted(found) != sorted(rows):
@@ -303,17 +377,28 @@ class Comparison:
                 if isinstance(values, str):
                     self.problems.append(f"{name} of sample {position}: {values}")
                     continue
-                differences.append(tensor_difference(values, torch.tensor(rows[position], dtype=torch.float64), scale=1.0))
+                differences.append(
+                    tensor_difference(
+                        values, torch.tensor(rows[position], dtype=torch.float64), scale=1.0
+                    )
+                )
             self.values[f"field {name}"] = max(differences)
 
     def _steps(self) -> None:
         logged = self.metrics.get("train/step", [])
         if [step for step, _ in logged] != list(range(len(self.expected.steps))):
-            self.problems.append(f"steps {[step for step, _ in logged]} were logged, expected {len(self.expected.steps)}")
+            self.problems.append(
+                f"steps {[step for step, _ in logged]} were logged, expected "
+                f"{len(self.expected.steps)}"
+            )
             return
         for (step, actual), expected in zip(logged, self.expected.steps, strict=True):
-            extra = {name for name in actual if not name.startswith(GROUPS)} - {f"train/{name}" for name in expected}
-            if {value for name, value in actual.items() if name.startswith(GROUPS)} != {COMMON["lr"]}:
+            extra = {name for name in actual if not name.startswith(GROUPS)} - {
+                f"train/{name}" for name in expected
+            }
+            if {value for name, value in actual.items() if name.startswith(GROUPS)} != {
+                COMMON["lr"]
+            }:
                 self.problems.append(f"step {step} has another learning rate than {COMMON['lr']}")
             if extra:
                 self.problems.append(f"step {step} also logs {sorted(extra)}")
@@ -323,10 +408,16 @@ class Comparison:
                     continue
                 scale = 1.0 if _cancels(name) else 0.0
                 target = self.gradients if name.endswith("grad_norm") else self.values
-                target[f"step {step} {name}"] = relative(actual[f"train/{name}"], value, scale=scale)
+                target[f"step {step} {name}"] = relative(
+                    actual[f"train/{name}"], value, scale=scale
+                )
 
     def _phase(self) -> None:
-        actual = {name: value for _, metrics in self.metrics.get("rollout/step", []) for name, value in metrics.items()}
+        actual = {
+            name: value
+            for _, metrics in self.metrics.get("rollout/step", [])
+            for name, value in metrics.items()
+        }
         for name, value in self.expected.phase.items():
             if f"rollout/{name}" not in actual:
                 self.problems.append(f"rollout/{name} is missing")
@@ -337,15 +428,22 @@ class Comparison:
     def _rollout_side(self) -> None:
         """What both sides say must be one number."""
         for rank in self.by_rank if "raw_reward" in self.expected.phase else ():
-            self.values["reward on both sides"] = relative(rank.rollout_side["reward/mean"], self.expected.phase["raw_reward"])
+            self.values["reward on both sides"] = relative(
+                rank.rollout_side["reward/mean"], self.expected.phase["raw_reward"]
+            )
 
     def _one_process(self) -> None:
-        """Every metric but times is what one process logs, those that the reference does not compute included."""
+        """Every metric but times is what one process logs, those that the reference does not
+        compute included.
+        """
         if self.single is None:
             return
         mine, theirs = named_metrics(self.metrics), named_metrics(self.single)
         if sorted(mine) != sorted(theirs):
-            self.problems.append(f"metrics {sorted(set(mine) ^ set(theirs))} are logged by one process or by these ranks only")
+            self.problems.append(
+                f"metrics {sorted(set(mine) ^ set(theirs))} are logged by one process or by these "
+                "ranks only"
+            )
         for name in set(mine) & set(theirs):
             scale = 1.0 if _cancels(name.partition(" ")[2].partition("/")[2]) else 0.0
             target = self.gradients if name.endswith(("grad_norm", "weight_delta")) else self.values
@@ -355,7 +453,9 @@ class Comparison:
         (weights,) = (rank.weights for rank in self.by_rank if rank.weights)
         gradients = [rank.gradients for rank in self.by_rank if any(rank.gradients)]
         self._compare_tensors("weight", weights, self.expected.weights, self.values)
-        for step, (actual, expected) in enumerate(zip(gradients[0], self.expected.gradients, strict=True)):
+        for step, (actual, expected) in enumerate(
+            zip(gradients[0], self.expected.gradients, strict=True)
+        ):
             self._compare_tensors(f"step {step} gradient", actual, expected, self.gradients)
 
     def _replicas(self) -> None:
@@ -364,11 +464,18 @@ class Comparison:
         for rank in self.by_rank:
             for key, tensor in rank.held.items():
                 if not torch.equal(first.setdefault(key, tensor), tensor):
-                    self.problems.append(f"replicas of {key[0]} differ by {float((first[key] - tensor).abs().max()):.1e}")
+                    self.problems.append(
+                        f"replicas of {key[0]} differ by "
+                        f"{float((first[key] - tensor).abs().max()):.1e}"
+                    )
 
-    def _compare_tensors(self, kind: str, actual: dict, expected: dict, into: dict[str, float]) -> None:
+    def _compare_tensors(
+        self, kind: str, actual: dict, expected: dict, into: dict[str, float]
+    ) -> None:
         if sorted(actual) != sorted(expected):
-            self.problems.append(f"{kind}s {sorted(set(actual) ^ set(expected))} are on one side only")
+            self.problems.append(
+                f"{kind}s {sorted(set(actual) ^ set(expected))} are on one side only"
+            )
         scale = 1e-3 * max(float(t.abs().max()) for t in expected.values())
         for name in sorted(set(actual) & set(expected)):
             into[f"{kind} {name}"] = tensor_difference(actual[name], expected[name], scale=scale)
@@ -378,4 +485,7 @@ def last_line(cells: list[Cell]) -> str:
     """`layouts: N cells passed, M failed, max relative difference X`."""
     passed = [cell for cell in cells if not cell.failure]
     largest = max((cell.difference for cell in passed), default=0.0)
-    return f"layouts: {len(passed)} cells passed, {len(cells) - len(passed)} failed, max relative difference {largest:.1e}"
+    return (
+        f"layouts: {len(passed)} cells passed, {len(cells) - len(passed)} failed, max relative "
+        f"difference {largest:.1e}"
+    )

@@ -1,4 +1,6 @@
-"""Random samples as a reference sees them, and the same samples packed into micro-batches as one rank of a layout sees them."""
+"""Random samples as a reference sees them, and the same samples packed into micro-batches as one
+rank of a layout sees them.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ VOCABULARY = 13
 def make_samples(
     shapes: Sequence[tuple[int, int]], seed: int, *, rollout_ids: Sequence[int] | None = None
 ) -> list[ReferenceSample]:
-    """Returns samples of (prompt, response) lengths. Masks are random, rewards alternate in sign, log-probs are plausible
-    ones with ratios from 0.2 to 4."""
+    """Returns samples of (prompt, response) lengths. Masks are random, rewards alternate in sign,
+    log-probs are plausible ones with ratios from 0.2 to 4.
+    """
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for index, (prompt, response) in enumerate(shapes):
@@ -27,13 +30,17 @@ def make_samples(
         old = draw(0.5)
         samples.append(
             ReferenceSample(
-                tokens=torch.randint(0, VOCABULARY, (prompt + response,), generator=generator).tolist(),
+                tokens=torch.randint(
+                    0, VOCABULARY, (prompt + response,), generator=generator
+                ).tolist(),
                 response_length=response,
                 loss_mask=(torch.rand(response, generator=generator) < 0.75).int().tolist(),
                 reward=(-1) ** index * (0.5 + float(torch.rand((), generator=generator))),
                 rollout_id=index if rollout_ids is None else rollout_ids[index],
                 log_probs=old,
-                rollout_log_probs=[value + 0.3 * noise for value, noise in zip(old, draw(1.0, 0.0), strict=True)],
+                rollout_log_probs=[
+                    value + 0.3 * noise for value, noise in zip(old, draw(1.0, 0.0), strict=True)
+                ],
                 ref_log_probs=draw(0.5),
                 teacher_log_probs=draw(0.5),
                 values=draw(1.0, 0.0),
@@ -42,15 +49,24 @@ def make_samples(
     return samples
 
 
-def make_logits(samples: Sequence[ReferenceSample], seed: int, *, width: int = VOCABULARY) -> list[torch.Tensor]:
+def make_logits(
+    samples: Sequence[ReferenceSample], seed: int, *, width: int = VOCABULARY
+) -> list[torch.Tensor]:
     """Returns per sample fp32 logits [T, width] that require a gradient."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(len(s.tokens), width, generator=generator).requires_grad_() for s in samples]
+    return [
+        torch.randn(len(s.tokens), width, generator=generator).requires_grad_() for s in samples
+    ]
 
 
-def reference_of(samples: Sequence[ReferenceSample], logits: Sequence[torch.Tensor], options: ReferenceOptions):
+def reference_of(
+    samples: Sequence[ReferenceSample], logits: Sequence[torch.Tensor], options: ReferenceOptions
+):
     """Returns ([log-probs], [entropies]) per sample."""
-    pairs = [reference_log_probs(rows, sample, options) for rows, sample in zip(logits, samples, strict=True)]
+    pairs = [
+        reference_log_probs(rows, sample, options)
+        for rows, sample in zip(logits, samples, strict=True)
+    ]
     return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
 
@@ -63,12 +79,16 @@ def pack(
     padding: int = 3,
     returns: Sequence[Sequence[float]] | None = None,
 ) -> tuple[dict, torch.Tensor]:
-    """Returns (batch, packed logits [1, rows, V]) of one micro-batch on the context-parallel rank that `mpu` says we are, with junk in the
-    padding rows. Per-token fields are cut like the training ranks' are."""
+    """Returns (batch, packed logits [1, rows, V]) of one micro-batch on the context-parallel rank
+    that `mpu` says we are, with junk in the padding rows. Per-token fields are cut like the
+    training ranks' are.
+    """
 
     def local(values: Sequence[Sequence[float]]) -> list[torch.Tensor]:
         return [
-            slice_log_prob_with_cp(torch.tensor(v, dtype=torch.float32), len(s.tokens), s.response_length)
+            slice_log_prob_with_cp(
+                torch.tensor(v, dtype=torch.float32), len(s.tokens), s.response_length
+            )
             for v, s in zip(values, samples, strict=True)
         ]
 
@@ -94,4 +114,7 @@ def pack(
 
 def mask_sums_of(samples: Sequence[ReferenceSample]) -> list[float]:
     """Returns per sample the trained tokens of its whole rollout."""
-    return [float(sum(sum(o.loss_mask) for o in samples if o.rollout_id == s.rollout_id)) for s in samples]
+    return [
+        float(sum(sum(o.loss_mask) for o in samples if o.rollout_id == s.rollout_id))
+        for s in samples
+    ]

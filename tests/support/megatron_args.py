@@ -1,4 +1,6 @@
-"""Options for tests that build a Megatron model without a command line: every default, the model shape from a Hugging Face folder."""
+"""Options for tests that build a Megatron model without a command line: every default, the model
+shape from a Hugging Face folder.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from typing import Any
 
 
 def megatron_args(hf_folder: str | Path, **overrides: Any) -> argparse.Namespace:
-    """Returns a namespace with the defaults of the megatron and checkpoint options, the folder's shape, and `overrides`."""
+    """Returns a namespace with the defaults of the megatron and checkpoint options, the folder's
+    shape, and `overrides`.
+    """
     from slime.config import checkpoint, megatron
     from slime.models.hf_config import megatron_fields_from_hf, read_hf_config
 

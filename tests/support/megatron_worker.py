@@ -1,6 +1,8 @@
-"""One training rank for layout tests: a tiny model from a Hugging Face folder, a fixed batch, real log-prob passes and optimizer steps.
+"""One training rank for layout tests: a tiny model from a Hugging Face folder, a fixed batch, real
+log-prob passes and optimizer steps.
 
-`reference_run` is the same thing in plain torch on the Hugging Face model: one sequence at a time, eager attention, AdamW.
+`reference_run` is the same thing in plain torch on the Hugging Face model: one sequence at a time,
+eager attention, AdamW.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# (prompt tokens, response tokens): nothing divides by anything, one-token prompts and responses, two optimizer steps of four.
+# (prompt tokens, response tokens): nothing divides by anything, one-token prompts and responses,
+# two optimizer steps of four.
 LENGTHS = ((3, 5), (7, 1), (1, 11), (4, 9), (2, 2), (13, 6), (1, 1), (5, 17))
 STEPS = 2
 LR = 1e-2
@@ -52,8 +55,12 @@ def training_args(folder: str | Path, **overrides: Any) -> Any:
 
 
 @contextlib.contextmanager
-def built(folder: str | Path, *, load_dir: str | None = None, **overrides: Any) -> Iterator[tuple[Any, list, Any, Any]]:
-    """(args, model, optimizer, scheduler) of this rank, loaded from `load_dir` or `folder`; model-parallel groups live inside only."""
+def built(
+    folder: str | Path, *, load_dir: str | None = None, **overrides: Any
+) -> Iterator[tuple[Any, list, Any, Any]]:
+    """(args, model, optimizer, scheduler) of this rank, loaded from `load_dir` or `folder`;
+    model-parallel groups live inside only.
+    """
     from megatron.core import mpu
 
     from slime.backends.megatron_utils.checkpoint import load_checkpoint
@@ -71,7 +78,9 @@ def built(folder: str | Path, *, load_dir: str | None = None, **overrides: Any) 
 
 
 def local_batch(args: Any) -> tuple[dict[str, Any], list[int]]:
-    """(this data-parallel rank's rollout data, positions of its samples in LENGTHS): two micro-batches per step."""
+    """(this data-parallel rank's rollout data, positions of its samples in LENGTHS): two
+    micro-batches per step.
+    """
     import torch
     from megatron.core import mpu
 
@@ -87,19 +96,25 @@ def local_batch(args: Any) -> tuple[dict[str, Any], list[int]]:
         "rollout_mask_sums": torch.tensor([float(LENGTHS[index][1]) for index in mine]),
         "global_batch_sizes": [len(LENGTHS) // STEPS] * STEPS,
         "num_microbatches": [2] * STEPS,
-        "micro_batch_indices": [list(range(low, low + per_micro)) for low in range(0, len(mine), per_micro)],
+        "micro_batch_indices": [
+            list(range(low, low + per_micro)) for low in range(0, len(mine), per_micro)
+        ],
     }
     return data, mine
 
 
 def log_probs_of(args: Any, model: list, data: dict[str, Any], mine: list[int]) -> dict[int, Any]:
-    """{sample position: full response log-probs} of this rank's samples, on the last pipeline stage."""
+    """{sample position: full response log-probs} of this rank's samples, on the last pipeline
+    stage.
+    """
     from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
     from slime.backends.megatron_utils.data import get_data_iterator
     from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
     from slime.backends.megatron_utils.model import forward_only
 
-    result = forward_only(get_log_probs_and_entropy, args, model, get_data_iterator(data), data["num_microbatches"])
+    result = forward_only(
+        get_log_probs_and_entropy, args, model, get_data_iterator(data), data["num_microbatches"]
+    )
     return {
         position: all_gather_with_cp(local, sum(LENGTHS[position]), LENGTHS[position][1]).detach()
         for position, local in zip(mine, result.get("log_probs", [None] * len(mine)), strict=True)
@@ -120,7 +135,9 @@ def exported(args: Any, model: list) -> dict[str, Any]:
     }
 
 
-def train_steps(args: Any, state: tuple, data: dict[str, Any], rollout_id: int = 0) -> list[dict[str, float]]:
+def train_steps(
+    args: Any, state: tuple, data: dict[str, Any], rollout_id: int = 0
+) -> list[dict[str, float]]:
     """The metrics of both steps."""
     from slime.backends.megatron_utils.data import get_data_iterator
     from slime.backends.megatron_utils.model import train
@@ -130,17 +147,28 @@ def train_steps(args: Any, state: tuple, data: dict[str, Any], rollout_id: int =
 
 
 def run_layout(folder: str, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Everything a layout test compares: log-probs before, metrics, weights before and after two steps."""
+    """Everything a layout test compares: log-probs before, metrics, weights before and after two
+    steps.
+    """
     with built(folder, **overrides) as (args, model, *rest):
         data, mine = local_batch(args)
         before = exported(args, model)
         log_probs = log_probs_of(args, model, data, mine)
         metrics = train_steps(args, (model, *rest), data)
-        return {"log_probs": log_probs, "metrics": metrics, "before": before, "after": exported(args, model)}
+        return {
+            "log_probs": log_probs,
+            "metrics": metrics,
+            "before": before,
+            "after": exported(args, model),
+        }
 
 
-def run_layouts(rank: int, world_size: int, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """{name: `run_layout`} one after the other in the same processes: importing Megatron costs more than a layout."""
+def run_layouts(
+    rank: int, world_size: int, cases: dict[str, tuple[str, dict[str, Any]]]
+) -> dict[str, Any]:
+    """{name: `run_layout`} one after the other in the same processes: importing Megatron costs more
+    than a layout.
+    """
     results = {}
     for name, (folder, overrides) in cases.items():
         try:
@@ -155,7 +183,9 @@ def reference_run(folder: str | Path) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     plain = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     optimizer = torch.optim.AdamW(
@@ -177,9 +207,14 @@ def reference_run(folder: str | Path) -> dict[str, Any]:
     per_step = len(LENGTHS) // STEPS
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = torch.stack([-log_probs(index).mean() for index in _samples_of_step(step)]).sum() / per_step
+        loss = (
+            torch.stack([-log_probs(index).mean() for index in _samples_of_step(step)]).sum()
+            / per_step
+        )
         loss.backward()
-        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        gradients.append(
+            {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        )
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         losses.append(float(loss.detach()))
@@ -193,7 +228,9 @@ def reference_run(folder: str | Path) -> dict[str, Any]:
 
 
 def saved_tensors(model: Any) -> dict[str, Any]:
-    """The tensors of a Hugging Face model under their names on disk (experts are fused only in memory)."""
+    """The tensors of a Hugging Face model under their names on disk (experts are fused only in
+    memory).
+    """
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return folder_tensors(folder)
@@ -203,7 +240,11 @@ def folder_tensors(folder: str | Path) -> dict[str, Any]:
     """All tensors of a Hugging Face folder, read by safetensors itself."""
     from safetensors.torch import load_file
 
-    return {name: tensor for path in Path(folder).glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in Path(folder).glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 def _samples_of_step(step: int) -> range:

@@ -1,6 +1,7 @@
 """Patches of upstream's names, and for each a real call that must run into the replaced name.
 
-A `Patch` is a row of a table; `given`, `loss_call`, `manager_call` and the others prepare the call of its entry.
+A `Patch` is a row of a table; `given`, `loss_call`, `manager_call` and the others prepare the call
+of its entry.
 """
 
 from __future__ import annotations
@@ -31,17 +32,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from interface_check import resolve  # noqa: E402
 
-# Given the entry and a place (with tmp_path and monkeypatch), what is then called while the name is replaced.
+# Given the entry and a place (with tmp_path and monkeypatch), what is then called while the name is
+# replaced.
 Prepare = Callable[[Any, Any], Callable[[], Any]]
 
 
 class Reached(BaseException):
-    """Raised in place of the patched name. Not an Exception: code that survives failures must not hide it."""
+    """Raised in place of the patched name. Not an Exception: code that survives failures must not
+    hide it.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Patch:
-    """`patched`: path of the name that is replaced. `entry`: path of what users call. `call` prepares that call."""
+    """`patched`: path of the name that is replaced. `entry`: path of what users call. `call`
+    prepares that call.
+    """
 
     patched: str
     entry: str
@@ -69,7 +75,9 @@ def on_rank(call: Prepare, **layout: Any) -> Prepare:
 
 
 def loss_call(*, reducer: bool = False, role: str | None = None, **options: Any) -> Prepare:
-    """A loss of one packed micro-batch of two samples; `reducer`: the entry takes a reducer, as the losses of one type do."""
+    """A loss of one packed micro-batch of two samples; `reducer`: the entry takes a reducer, as the
+    losses of one type do.
+    """
 
     def prepare(entry: Any, place: Any) -> Callable[[], Any]:
         samples = make_samples([(2, 4), (1, 3)], 3)
@@ -91,7 +99,13 @@ def advantages_call(**options: Any) -> Prepare:
 
     def prepare(entry: Any, place: Any) -> Callable[[], Any]:
         tokens = {name: [torch.zeros(2)] for name in ("log_probs", "values", "teacher_log_probs")}
-        data = {"total_lengths": [4], "response_lengths": [2], "loss_masks": [torch.ones(2)], "rewards": [1.0], **tokens}
+        data = {
+            "total_lengths": [4],
+            "response_lengths": [2],
+            "loss_masks": [torch.ones(2)],
+            "rewards": [1.0],
+            **tokens,
+        }
         return lambda: entry(SimpleNamespace(**{**values, **options}), data)
 
     return on_rank(prepare)
@@ -113,7 +127,9 @@ SCHEDULER = SimpleNamespace(step=lambda increment: None)
 
 
 def step_call(**replaced: Any) -> Prepare:
-    """One optimizer step whose schedule makes one forward pass; `replaced`: further names of model.py."""
+    """One optimizer step whose schedule makes one forward pass; `replaced`: further names of
+    model.py.
+    """
 
     def schedule(*, forward_step_func: Any, model: Any, forward_only: bool, **_: Any) -> list:
         output, finish = forward_step_func(None, model[0])
@@ -144,8 +160,12 @@ def train_call(**replaced: Any) -> Prepare:
 
         for name, value in {"is_megatron_main_rank": lambda: True, **replaced}.items():
             place.monkeypatch.setattr(model, name, value)
-        iterator = SimpleNamespace(rollout_data={"num_microbatches": [1], "global_batch_sizes": [1]}, reset=lambda: None)
-        return lambda: entry(rollout_args(global_batch_size=8), 0, [Chunk()], OPTIMIZER, SCHEDULER, [iterator])
+        iterator = SimpleNamespace(
+            rollout_data={"num_microbatches": [1], "global_batch_sizes": [1]}, reset=lambda: None
+        )
+        return lambda: entry(
+            rollout_args(global_batch_size=8), 0, [Chunk()], OPTIMIZER, SCHEDULER, [iterator]
+        )
 
     return on_rank(prepare)
 
@@ -154,7 +174,10 @@ def manager_call(method: str, **options: Any) -> Prepare:
     """A method of a manager whose rollout function returns sixteen sound samples."""
 
     def prepare(entry: Any, place: Any) -> Callable[[], Any]:
-        samples = [[sound_sample(4 * g + i, length=6, reward=float(i), group_index=g) for i in range(4)] for g in range(4)]
+        samples = [
+            [sound_sample(4 * g + i, length=6, reward=float(i), group_index=g) for i in range(4)]
+            for g in range(4)
+        ]
         flat = [sample for group in samples for sample in group]
         manager = manager_of(flat, place.tmp_path, place.monkeypatch, **options)
         assert type(manager) is entry
@@ -184,7 +207,12 @@ class State:
 
     def __init__(self, args: Any = None) -> None:
         self.semaphore = self.group_semaphore = asyncio.Semaphore(1)
-        self.aborted, self.gate, self.dp_rank_context, self.sampling_params = False, None, _no_rank, {}
+        self.aborted, self.gate, self.dp_rank_context, self.sampling_params = (
+            False,
+            None,
+            _no_rank,
+            {},
+        )
 
 
 def generation_call(*, group: bool = False, state: bool = True, **options: Any) -> Prepare:
@@ -214,7 +242,9 @@ def dataset_call(**options: Any) -> Prepare:
 
 def read_dataset(entry: Any, place: Any) -> Callable[[], Any]:
     path = write_prompts(place.tmp_path / "p.jsonl", 2)
-    return lambda: entry(path, lambda texts, **_: {"input_ids": [[1]] * len(texts)}, None, 8, prompt_key="input")
+    return lambda: entry(
+        path, lambda texts, **_: {"input_ids": [[1]] * len(texts)}, None, 8, prompt_key="input"
+    )
 
 
 def read_prompts(entry: Any, place: Any) -> Callable[[], Any]:
@@ -223,7 +253,8 @@ def read_prompts(entry: Any, place: Any) -> Callable[[], Any]:
 
 
 def tokenizer_call(entry: Any, place: Any) -> Callable[[], Any]:
-    return lambda: entry(str(place.tmp_path))  # a folder that no other test has: tokenizers are remembered by folder
+    # a folder that no other test has: tokenizers are remembered by folder
+    return lambda: entry(str(place.tmp_path))
 
 
 def state_call(**options: Any) -> Prepare:
@@ -231,7 +262,9 @@ def state_call(**options: Any) -> Prepare:
 
     def prepare(entry: Any, place: Any) -> Callable[[], Any]:
         if "multimodal_keys" in options:  # the processor comes after the tokenizer
-            place.monkeypatch.setattr("slime.utils.processing_utils.shared_tokenizer", lambda path: None)
+            place.monkeypatch.setattr(
+                "slime.utils.processing_utils.shared_tokenizer", lambda path: None
+            )
         args = rollout_args(hf_checkpoint=str(place.tmp_path), **options)
         return lambda: entry.__init__(object.__new__(entry), args)
 
@@ -240,14 +273,20 @@ def state_call(**options: Any) -> Prepare:
 
 def media_call(entry: Any, place: Any) -> Callable[[], Any]:
     """The request of a prompt with an image."""
-    state = SimpleNamespace(tokenizer=None, processor=lambda **_: {"input_ids": torch.tensor([[1]])})
+    state = SimpleNamespace(
+        tokenizer=None, processor=lambda **_: {"input_ids": torch.tensor([[1]])}
+    )
     sample = Sample(prompt="look", index=0, multimodal_inputs={"images": [object()]})
     return lambda: entry(rollout_args(), state, sample, {"max_new_tokens": 4})
 
 
 def supervised_call(entry: Any, place: Any) -> Callable[[], Any]:
     place.monkeypatch.setattr("slime.utils.processing_utils.shared_tokenizer", lambda path: None)
-    return lambda: entry(rollout_args(hf_checkpoint=str(place.tmp_path)), 0, SimpleNamespace(get_samples=lambda count: []))
+    return lambda: entry(
+        rollout_args(hf_checkpoint=str(place.tmp_path)),
+        0,
+        SimpleNamespace(get_samples=lambda count: []),
+    )
 
 
 def worker_call(entry: Any, place: Any) -> Callable[[], Any]:
@@ -269,7 +308,13 @@ MODEL_SIZES = SimpleNamespace(num_layers=2, hidden_size=8, ffn_hidden_size=16, n
 
 def schedule_call(**options: Any) -> Prepare:
     """A schedule of four samples for two ranks."""
-    values = {"micro_batch_size": 2, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 8, "balance_data": False, "balance_by_flops": False}
+    values = {
+        "micro_batch_size": 2,
+        "use_dynamic_batch_size": True,
+        "max_tokens_per_gpu": 8,
+        "balance_data": False,
+        "balance_by_flops": False,
+    }
     layout = {"dp_size": 2, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
     args = SimpleNamespace(**{**vars(MODEL_SIZES), **values, **options})
     return given(args, layout, [3, 4, 5, 3], global_batch_size=4, rollout_indices=[0, 1, 2, 3])
@@ -283,7 +328,9 @@ def dump_train_data(entry: Any, place: Any) -> Callable[[], Any]:
 
 
 def is_reached(row: Patch, place: Any) -> bool:
-    """Whether the entry, which is imported before the patch as a user's code is, runs into the replaced name."""
+    """Whether the entry, which is imported before the patch as a user's code is, runs into the
+    replaced name.
+    """
     reached = []
 
     def stand_in(*args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,6 @@
-"""`pretend_rank`: Megatron's parallel state answers as if this process were one rank of a layout, without any process group."""
+"""`pretend_rank`: Megatron's parallel state answers as if this process were one rank of a layout,
+without any process group.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def pretend_rank(
     last_stage: bool = True,
     tp_group: Any = None,
 ) -> Iterator[None]:
-    """Inside, `mpu` gives these sizes and ranks; groups are None (the world) unless given. Collectives over CP are not simulated."""
+    """Inside, `mpu` gives these sizes and ranks; groups are None (the world) unless given.
+    Collectives over CP are not simulated.
+    """
     answers = {
         "get_context_parallel_world_size": cp_size,
         "get_context_parallel_rank": cp_rank,
@@ -35,5 +39,7 @@ def pretend_rank(
     }
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():
-            stack.enter_context(mock.patch.object(mpu, name, lambda *args, answer=answer, **kwargs: answer))
+            stack.enter_context(
+                mock.patch.object(mpu, name, lambda *args, answer=answer, **kwargs: answer)
+            )
         yield

@@ -1,7 +1,8 @@
-"""A second implementation of everything from logits to loss: plain torch in fp64, one sample and one token after another, no parallelism.
+"""A second implementation of everything from logits to loss: plain torch in fp64, one sample and
+one token after another, no parallelism.
 
-Written from the papers and the interface, independently of slime's cores, none of which it imports. Slow and obvious on purpose: what the
-layouts and the fast paths are compared with.
+Written from the papers and the interface, independently of slime's cores, none of which it imports.
+Slow and obvious on purpose: what the layouts and the fast paths are compared with.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import torch
 
 @dataclasses.dataclass
 class ReferenceSample:
-    """One sample. Lists have one entry per response token; `reward` is the group-normalized one; `rollout_id` names the execution."""
+    """One sample. Lists have one entry per response token; `reward` is the group-normalized one;
+    `rollout_id` names the execution.
+    """
 
     tokens: list[int]
     response_length: int
@@ -66,10 +69,14 @@ class ReferenceOptions:
 def reference_log_probs(
     logits: torch.Tensor, sample: ReferenceSample, options: ReferenceOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (log-probs [R], entropies [R]) in fp64 from the logits [T, V] of this sample alone."""
+    """Returns (log-probs [R], entropies [R]) in fp64 from the logits [T, V] of this
+    sample alone.
+    """
     log_probs, entropies = [], []
     for token in range(sample.prompt_length, len(sample.tokens)):
-        distribution = torch.log_softmax(logits[token - 1].double() / options.rollout_temperature, dim=-1)
+        distribution = torch.log_softmax(
+            logits[token - 1].double() / options.rollout_temperature, dim=-1
+        )
         log_probs.append(distribution[sample.tokens[token]])
         entropies.append(-(distribution.exp() * distribution).sum())
     if not log_probs:
@@ -84,7 +91,9 @@ def reference_kl(new, old, kind: str):
         return difference
     if kind == "k2":
         return difference * difference / 2
-    exponential = torch.exp(-difference) if isinstance(difference, torch.Tensor) else math.exp(-difference)
+    exponential = (
+        torch.exp(-difference) if isinstance(difference, torch.Tensor) else math.exp(-difference)
+    )
     return exponential - 1 + difference
 
 
@@ -104,7 +113,10 @@ def reference_advantages(
         kl = [0.0] * sample.response_length
         if options.kl_coef != 0 and student is not None:
             pairs = zip(student, sample.ref_log_probs, strict=True)
-            kl = [_clamp(reference_kl(new, old, options.kl_loss_type), options.kl_loss_type) for new, old in pairs]
+            kl = [
+                _clamp(reference_kl(new, old, options.kl_loss_type), options.kl_loss_type)
+                for new, old in pairs
+            ]
         kls.append(kl)
         advantage, value_target = _one_sample_advantage(sample, kl, options)
         if options.use_opd:
@@ -122,12 +134,17 @@ def _one_sample_advantage(
 ) -> tuple[list[float], list[float]]:
     estimator, length = options.advantage_estimator, sample.response_length
     if estimator == "reinforce_plus_plus_baseline":
-        result = [sample.reward - options.kl_coef * k * m for k, m in zip(kl, sample.loss_mask, strict=True)]
+        result = [
+            sample.reward - options.kl_coef * k * m
+            for k, m in zip(kl, sample.loss_mask, strict=True)
+        ]
         return result, result
     if estimator not in ("ppo", "reinforce_plus_plus"):
         return [sample.reward] * length, [sample.reward] * length
     trained = [index for index in range(length) if sample.loss_mask[index]]
-    reward = [-options.kl_coef * kl[index] if sample.loss_mask[index] else 0.0 for index in range(length)]
+    reward = [
+        -options.kl_coef * kl[index] if sample.loss_mask[index] else 0.0 for index in range(length)
+    ]
     if trained:
         reward[trained[-1]] += sample.reward
     if estimator == "reinforce_plus_plus":
@@ -161,7 +178,9 @@ def _whiten(advantages: list[list[float]], samples: list[ReferenceSample]) -> li
 def _denominators(samples: list[ReferenceSample]) -> list[float]:
     per_rollout: dict[int, int] = {}
     for sample in samples:
-        per_rollout[sample.rollout_id] = per_rollout.get(sample.rollout_id, 0) + sum(sample.loss_mask)
+        per_rollout[sample.rollout_id] = per_rollout.get(sample.rollout_id, 0) + sum(
+            sample.loss_mask
+        )
     return [max(per_rollout[sample.rollout_id], 1) for sample in samples]
 
 
@@ -172,10 +191,16 @@ def reference_policy_loss(
     advantages: list[list[float]],
     options: ReferenceOptions,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Returns (loss of the whole step, metrics): the mean over rollouts of token means, or over tokens with `calculate_per_token_loss`."""
+    """Returns (loss of the whole step, metrics): the mean over rollouts of token means, or over
+    tokens with `calculate_per_token_loss`.
+    """
     rollout_denominators = _denominators(samples)
     tokens = sum(sum(sample.loss_mask) for sample in samples)
-    divisor = max(tokens, 1) if options.calculate_per_token_loss else len({sample.rollout_id for sample in samples})
+    divisor = (
+        max(tokens, 1)
+        if options.calculate_per_token_loss
+        else len({sample.rollout_id for sample in samples})
+    )
     sums: dict[str, torch.Tensor] = {}
 
     def add(name: str, value, denominator: float) -> None:
@@ -190,8 +215,14 @@ def reference_policy_loss(
         mask = sample.loss_mask
         log_ratio = [old[t] - new[t] for t in range(sample.response_length)]
         trained = [t for t in range(sample.response_length) if mask[t]]
-        sequence_kl = sum((log_ratio[t] for t in trained), torch.zeros((), dtype=torch.float64)) / max(len(trained), 1)
-        pg_denominator = options.rollout_max_response_len if options.advantage_estimator == "dr_grpo" else denominator
+        sequence_kl = sum(
+            (log_ratio[t] for t in trained), torch.zeros((), dtype=torch.float64)
+        ) / max(len(trained), 1)
+        pg_denominator = (
+            options.rollout_max_response_len
+            if options.advantage_estimator == "dr_grpo"
+            else denominator
+        )
         for t in trained:
             ppo_kl = sequence_kl if options.advantage_estimator == "gspo" else log_ratio[t]
             pg, clipped = _one_token_loss(ppo_kl, new[t], advantage[t], options)
@@ -217,7 +248,11 @@ def reference_policy_loss(
                     kl = kl * torch.exp(new[t] - old[t])
                 add("kl_loss", _clamp(kl, options.kl_loss_type), denominator)
             if sample.rollout_log_probs is not None:
-                add("train_rollout_logprob_abs_diff", abs(train[t] - sample.rollout_log_probs[t]), denominator)
+                add(
+                    "train_rollout_logprob_abs_diff",
+                    abs(train[t] - sample.rollout_log_probs[t]),
+                    denominator,
+                )
     means = {name: value / divisor for name, value in sums.items()}
     zero = torch.zeros((), dtype=torch.float64)
     loss = means.get("pg_loss", zero) - options.entropy_coef * means.get("entropy_loss", zero)
@@ -235,26 +270,43 @@ def _one_token_loss(ppo_kl, log_prob, advantage: float, options: ReferenceOption
     clamped = ratio.clamp(low, high)
     clipped = float(-clamped * advantage) > float(-ratio * advantage)
     loss = -clamped * advantage if clipped else -ratio * advantage
-    if options.eps_clip_c is not None and advantage < 0 and float(loss) > -options.eps_clip_c * advantage:
+    if (
+        options.eps_clip_c is not None
+        and advantage < 0
+        and float(loss) > -options.eps_clip_c * advantage
+    ):
         loss = ratio * 0.0 - options.eps_clip_c * advantage
     return loss, clipped
 
 
 def reference_value_loss(
-    samples: list[ReferenceSample], values: list[torch.Tensor], returns: list[list[float]], options: ReferenceOptions
+    samples: list[ReferenceSample],
+    values: list[torch.Tensor],
+    returns: list[list[float]],
+    options: ReferenceOptions,
 ) -> torch.Tensor:
-    """Returns the critic's loss of the whole step from its new values [R] per sample; the old ones are in the samples."""
+    """Returns the critic's loss of the whole step from its new values [R] per sample; the old ones
+    are in the samples.
+    """
     total = torch.zeros((), dtype=torch.float64)
-    for sample, new, target, denominator in zip(samples, values, returns, _denominators(samples), strict=True):
+    for sample, new, target, denominator in zip(
+        samples, values, returns, _denominators(samples), strict=True
+    ):
         for t in range(sample.response_length):
             if sample.loss_mask[t]:
                 old = sample.values[t]
                 clipped = old + (new[t] - old).clamp(-options.value_clip, options.value_clip)
-                total = total + torch.maximum((new[t] - target[t]) ** 2, (clipped - target[t]) ** 2) / denominator
+                total = (
+                    total
+                    + torch.maximum((new[t] - target[t]) ** 2, (clipped - target[t]) ** 2)
+                    / denominator
+                )
     return total / len({sample.rollout_id for sample in samples})
 
 
-def reference_sft_loss(samples: list[ReferenceSample], log_probs: list[torch.Tensor]) -> torch.Tensor:
+def reference_sft_loss(
+    samples: list[ReferenceSample], log_probs: list[torch.Tensor]
+) -> torch.Tensor:
     """Returns minus the mean over rollouts of the mean log-prob of trained tokens."""
     total = torch.zeros((), dtype=torch.float64)
     for sample, new, denominator in zip(samples, log_probs, _denominators(samples), strict=True):

@@ -1,4 +1,6 @@
-"""Options and prompts for tests of the rollout side, on what slime.testing gives to everybody's tests."""
+"""Options and prompts for tests of the rollout side, on what slime.testing gives to everybody's
+tests.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from slime.testing import make_tiny_tokenizer as tokenizer_folder  # noqa: F401
 
 def rollout_args(**overrides: Any) -> argparse.Namespace:
     """`make_args`, scored by exact_match."""
-    return make_args(**{"rm_type": "exact_match", "label_key": "label", "run_dir": None, **overrides})
+    return make_args(
+        **{"rm_type": "exact_match", "label_key": "label", "run_dir": None, **overrides}
+    )
 
 
 def write_prompts(path: Path, count: int, **extra: Any) -> str:

@@ -1,4 +1,6 @@
-"""The tiny models of slime.testing, under the name by which the tests know them, and many of them at a time."""
+"""The tiny models of slime.testing, under the name by which the tests know them, and many of them
+at a time.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from slime.testing.tiny_models import tiny_config as tiny_config
 
 
 class TinyCheckpoints(dict):
-    """Folders below `root` by name, each made when it is asked for: a test of one model does not wait for the others."""
+    """Folders below `root` by name, each made when it is asked for: a test of one model does not
+    wait for the others.
+    """
 
     def __init__(self, root: Path, fields_by_name: dict[str, dict]) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""One small function for each hook of a training run, given on the command line as support.training_plugins.<name>."""
+"""One small function for each hook of a training run, given on the command line as
+support.training_plugins.<name>.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ async def generate(args: Any, sample: Any, sampling_params: dict, evaluation: bo
 
 async def group_reward(args: Any, samples: list, **kwargs: Any) -> list[dict]:
     """The share of even token ids, under a key."""
-    return [{"score": sum(token % 2 == 0 for token in s.tokens[-s.response_length :]) / s.response_length} for s in samples]
+    return [
+        {
+            "score": sum(token % 2 == 0 for token in s.tokens[-s.response_length :])
+            / s.response_length
+        }
+        for s in samples
+    ]
 
 
 def rewards_above_half(args: Any, samples: list) -> tuple[list[float], list[float]]:
@@ -36,7 +44,9 @@ def rewards_above_half(args: Any, samples: list) -> tuple[list[float], list[floa
     return raw, [value - 0.5 for value in raw]
 
 
-def sample_hook(args: Any, sample: Any, *, rollout_id: int | None = None, evaluation: bool = False) -> Any:
+def sample_hook(
+    args: Any, sample: Any, *, rollout_id: int | None = None, evaluation: bool = False
+) -> Any:
     sample.metadata["seen_in"] = rollout_id
     return sample
 
@@ -51,8 +61,16 @@ def all_groups(args: Any, groups: list, data_source: Any) -> None:
     note(args, "all_groups", num_groups=len(groups))
 
 
-def rollout_log(rollout_id: int, args: Any, samples: list, extra_metrics: dict, rollout_time: float) -> bool:
-    note(args, "rollout_log", rollout_id=rollout_id, num_samples=len(samples), seen_in=sorted({s.metadata["seen_in"] for s in samples}))
+def rollout_log(
+    rollout_id: int, args: Any, samples: list, extra_metrics: dict, rollout_time: float
+) -> bool:
+    note(
+        args,
+        "rollout_log",
+        rollout_id=rollout_id,
+        num_samples=len(samples),
+        seen_in=sorted({s.metadata["seen_in"] for s in samples}),
+    )
     return False
 
 
@@ -60,19 +78,34 @@ def advantages(args: Any, rollout_data: Any) -> None:
     """Every token of a response gets its reward."""
     columns = zip(rollout_data["loss_masks"], rollout_data["rewards"], strict=True)
     values = [torch.full((len(mask),), float(reward)) for mask, reward in columns]
-    rollout_data["advantages"], rollout_data["returns"] = values, [value.clone() for value in values]
+    rollout_data["advantages"], rollout_data["returns"] = (
+        values,
+        [value.clone() for value in values],
+    )
 
 
 def train_data(args: Any, rollout_id: int, rollout_data: Any) -> None:
-    note(args, "train_data", rollout_id=rollout_id, advantages=[float(values[0]) for values in rollout_data["advantages"]])
+    note(
+        args,
+        "train_data",
+        rollout_id=rollout_id,
+        advantages=[float(values[0]) for values in rollout_data["advantages"]],
+    )
 
 
-def loss(args: Any, batch: dict, logits: torch.Tensor, sum_of_sample_mean: Any) -> tuple[torch.Tensor, dict]:
+def loss(
+    args: Any, batch: dict, logits: torch.Tensor, sum_of_sample_mean: Any
+) -> tuple[torch.Tensor, dict]:
     """The plain policy gradient, and a metric that is 1."""
     from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
 
-    lengths = {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
+    lengths = {
+        name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")
+    }
     _, outputs = get_log_probs_and_entropy(logits, args=args, **lengths)
     log_probs = torch.cat(outputs["log_probs"])
     value = -sum_of_sample_mean(log_probs * torch.cat(list(batch["advantages"])))
-    return value, {"loss": value.detach().clone(), "one": sum_of_sample_mean(torch.ones_like(log_probs))}
+    return value, {
+        "loss": value.detach().clone(),
+        "one": sum_of_sample_mean(torch.ones_like(log_probs)),
+    }

@@ -1,11 +1,14 @@
-"""What the columns are worth: CPU seconds and memory of the data path against an honest list-based one, on this machine, in one run.
+"""What the columns are worth: CPU seconds and memory of the data path against an honest list-based
+one, on this machine, in one run.
 
     python tools/bench/data_path.py [--samples 8192] [--tokens 2000] [--dp 8]
 
-The reference does what list-based frameworks do: Python lists per sample, `torch.as_tensor` per sample, a dict of tensors per rank through Ray,
-`torch.cat` per micro-batch and per metric, rewards by group in a loop. Both sides start from the same samples, as `append_response_tokens` fills
-them from an engine's arrays and the gate leaves them: lists, which here remember their arrays. Both end on the training ranks. A last line gives
-this side from lists that remember nothing, as a plug-in may build them. CPU seconds are of this process, which puts and gets.
+The reference does what list-based frameworks do: Python lists per sample, `torch.as_tensor` per
+sample, a dict of tensors per rank through Ray, `torch.cat` per micro-batch and per metric, rewards
+by group in a loop. Both sides start from the same samples, as `append_response_tokens` fills them
+from an engine's arrays and the gate leaves them: lists, which here remember their arrays. Both end
+on the training ranks. A last line gives this side from lists that remember nothing, as a plug-in
+may build them. CPU seconds are of this process, which puts and gets.
 """
 
 from __future__ import annotations
@@ -54,15 +57,21 @@ def make_rewards(count: int) -> tuple[list[float], list[int]]:
 
 
 def make_samples(count: int, mean: int, *, plain_lists: bool, seed: int = 0) -> list[Sample]:
-    """Lognormal lengths of this mean, at most 8192; a prompt of 200 tokens; log-probs of every response token."""
+    """Lognormal lengths of this mean, at most 8192; a prompt of 200 tokens; log-probs of every
+    response token.
+    """
     rng = np.random.default_rng(seed)
-    lengths = np.clip(rng.lognormal(np.log(mean) - 0.32, 0.8, count), 210, 8192).astype(int).tolist()
+    lengths = (
+        np.clip(rng.lognormal(np.log(mean) - 0.32, 0.8, count), 210, 8192).astype(int).tolist()
+    )
     rewards, groups = make_rewards(count)
     samples = []
     for i, total in enumerate(lengths):
         tokens = rng.integers(0, 150_000, total, dtype=np.int32)
         log_probs = -rng.random(total - 200, dtype=np.float32)
-        sample = Sample(index=i, group_index=groups[i], tokens=tokens[:200].tolist(), reward=rewards[i])
+        sample = Sample(
+            index=i, group_index=groups[i], tokens=tokens[:200].tolist(), reward=rewards[i]
+        )
         sample.append_response_tokens(tokens=tokens[200:], log_probs=log_probs)
         sample.status = Sample.Status.COMPLETED
         if plain_lists:
@@ -77,18 +86,19 @@ def split_config(count: int, dp: int) -> SplitConfig:
     return SplitConfig(count, count, schedule, pad_to=PAD)
 
 
-# --- ours -----------------------------------------------------------------------------------------------------------------
+# --- ours -----------------------------------------------------------------------------------------
 
 
 def our_phase(samples: list[Sample], dp: int) -> list[Any]:
     """Convert, split, put, get, localize: every rank's batch as it arrives."""
     config = ColumnsConfig()
     columns = build_train_columns(samples, compute_rewards(samples, config)[:2], config)
-    refs = list(map(ray.put, split_by_dp(columns, split_config(len(samples), dp)).shards))  # as RolloutManager does
+    # as RolloutManager does
+    refs = list(map(ray.put, split_by_dp(columns, split_config(len(samples), dp)).shards))
     return [localize(ray.get(ref), rank, dp_size=dp) for rank, ref in enumerate(refs)]
 
 
-# --- the reference --------------------------------------------------------------------------------------------------------
+# --- the reference --------------------------------------------------------------------------------
 
 
 def list_rewards(rewards: list[float], group_ids: list[int]) -> list[float]:
@@ -105,8 +115,12 @@ def list_rewards(rewards: list[float], group_ids: list[int]) -> list[float]:
 
 
 def list_phase(samples: list[Sample], dp: int, partitions: list[list[int]]) -> list[dict[str, Any]]:
-    """The list-based path to the same place, with the schedule given (it is not what is compared here)."""
-    rewards = list_rewards([sample.reward for sample in samples], [sample.group_index for sample in samples])
+    """The list-based path to the same place, with the schedule given (it is not what is compared
+    here).
+    """
+    rewards = list_rewards(
+        [sample.reward for sample in samples], [sample.group_index for sample in samples]
+    )
     data = {
         "tokens": [sample.tokens for sample in samples],
         "response_lengths": [sample.response_length for sample in samples],
@@ -122,12 +136,20 @@ def list_phase(samples: list[Sample], dp: int, partitions: list[list[int]]) -> l
     dtypes = {"tokens": torch.int64, "loss_masks": torch.int32, "rollout_log_probs": torch.float32}
     refs = []
     for partition in partitions:
-        shard: dict[str, Any] = {"partition": partition, "total_lengths": totals, "raw_reward": data["raw_reward"]}
+        shard: dict[str, Any] = {
+            "partition": partition,
+            "total_lengths": totals,
+            "raw_reward": data["raw_reward"],
+        }
         for name, values in data.items():
             if name != "raw_reward":
                 chosen = [values[i] for i in partition]
                 dtype = dtypes.get(name)
-                shard[name] = chosen if dtype is None else [torch.as_tensor(value, dtype=dtype) for value in chosen]
+                shard[name] = (
+                    chosen
+                    if dtype is None
+                    else [torch.as_tensor(value, dtype=dtype) for value in chosen]
+                )
         refs.append(ray.put(shard))
     batches = []
     for ref in refs:
@@ -153,7 +175,13 @@ def list_get_batch(batch: dict[str, Any], indices: list[int]) -> dict[str, Any]:
         bounds.append(bounds[-1] + len(t))
     if pad:
         bounds.append(bounds[-1] + pad)
-    keys = ("loss_masks", "rollout_log_probs", "total_lengths", "response_lengths", "rollout_mask_sums")
+    keys = (
+        "loss_masks",
+        "rollout_log_probs",
+        "total_lengths",
+        "response_lengths",
+        "rollout_mask_sums",
+    )
     return {
         "tokens": torch.nn.functional.pad(row, (0, pad)).unsqueeze(0),
         "full_loss_masks": torch.nn.functional.pad(torch.cat(masks), (0, pad)).unsqueeze(0),
@@ -168,7 +196,9 @@ def list_log(batch: dict[str, Any]) -> dict[str, float]:
     for name in ("rollout_log_probs", "log_probs", "ref_log_probs", "kl", "advantages", "returns"):
         values = torch.cat(batch[name]).split(batch["response_lengths"])
         total = 0.0
-        for value, mask, denominator in zip(values, batch["loss_masks"], batch["rollout_mask_sums"], strict=True):
+        for value, mask, denominator in zip(
+            values, batch["loss_masks"], batch["rollout_mask_sums"], strict=True
+        ):
             total += ((value * mask).sum() / max(denominator, 1)).item()
         out[name] = total / len(values)
     for name in ("rewards", "raw_reward", "response_lengths", "total_lengths", "truncated"):
@@ -176,7 +206,7 @@ def list_log(batch: dict[str, Any]) -> dict[str, float]:
     return out
 
 
-# --- measuring ------------------------------------------------------------------------------------------------------------
+# --- measuring ------------------------------------------------------------------------------------
 
 
 def cpu_seconds(fn: Callable[[], Any]) -> tuple[float, Any]:
@@ -205,9 +235,11 @@ def report(name: str, reference: float, ours: float, target: float | None = None
 
 
 def with_computed(batch: Any, micro_batches: list[list[int]]) -> Any:
-    """The batch with what training adds, as each side's training leaves it. Lists: log-probs as one tensor per micro-batch, KL and advantages as
-    one per rank, split by sample. Columns: one column per field (`forward_only`, `compute_advantages_and_returns`). Under GRPO the returns are
-    the advantages."""
+    """The batch with what training adds, as each side's training leaves it. Lists: log-probs as one
+    tensor per micro-batch, KL and advantages as one per rank, split by sample. Columns: one column
+    per field (`forward_only`, `compute_advantages_and_returns`). Under GRPO the returns are the
+    advantages.
+    """
     source = [torch.as_tensor(value) for value in batch["rollout_log_probs"]]
     lengths = [len(value) for value in source]
     columns = isinstance(batch, RolloutBatch)
@@ -219,13 +251,19 @@ def with_computed(batch: Any, micro_batches: list[list[int]]) -> Any:
                 by_sample[i] = value
         batch[name] = Ragged.of_tensors(by_sample) if columns else by_sample
     advantages = torch.cat(source)
-    for name, flat in (("kl", torch.cat(source)), ("advantages", advantages), ("returns", advantages)):
+    for name, flat in (
+        ("kl", torch.cat(source)),
+        ("advantages", advantages),
+        ("returns", advantages),
+    ):
         batch[name] = Ragged.of_lengths(flat, lengths) if columns else list(flat.split(lengths))
     return batch
 
 
 def private_bytes() -> int:
-    """This process's anonymous memory (Linux), in bytes: what it holds beside the object store, whose pages are shared."""
+    """This process's anonymous memory (Linux), in bytes: what it holds beside the object store,
+    whose pages are shared.
+    """
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Anonymous:"):
             return 1024 * int(line.split()[1])
@@ -243,13 +281,19 @@ def measure_getter(ref: Any) -> int:
 
 def no_parallelism() -> Any:
     return mock.patch.multiple(
-        mpu, get_context_parallel_world_size=lambda: 1, get_tensor_model_parallel_world_size=lambda: 1
+        mpu,
+        get_context_parallel_world_size=lambda: 1,
+        get_tensor_model_parallel_world_size=lambda: 1,
     )
 
 
-def measure_phase(count: int, mean: int, dp: int, repeats: int) -> tuple[dict[str, float], list[Any], list[Sample]]:
+def measure_phase(
+    count: int, mean: int, dp: int, repeats: int
+) -> tuple[dict[str, float], list[Any], list[Sample]]:
     """(seconds and bytes of the way from samples to ranks, every rank's batch, the samples)."""
-    samples = postprocess_output_data(make_samples(count, mean, plain_lists=False), GateConfig()).samples
+    samples = postprocess_output_data(
+        make_samples(count, mean, plain_lists=False), GateConfig()
+    ).samples
     found: dict[str, float] = {"tokens": float(sum(len(sample.tokens) for sample in samples))}
     found["first"], found["phase"], batches = steady(lambda: our_phase(samples, dp), repeats)
     config = ColumnsConfig()
@@ -271,14 +315,23 @@ def measure_phase(count: int, mean: int, dp: int, repeats: int) -> tuple[dict[st
 def run_columns(count: int, mean: int, dp: int, repeats: int) -> dict[str, float]:
     """This package's numbers, in seconds of CPU, and its memory."""
     rewards, groups = make_rewards(count)
-    grpo = steady(lambda: normalize_rewards(rewards, groups, [True] * count, divide_by_std=True), 9)[1]
+    grpo = steady(
+        lambda: normalize_rewards(rewards, groups, [True] * count, divide_by_std=True), 9
+    )[1]
     found, batches, samples = measure_phase(count, mean, dp, repeats)
     found["grpo"] = grpo
     samples = make_samples(count, mean, plain_lists=True)
     found["plain"] = steady(functools.partial(our_phase, samples, dp), 2)[1]
     samples.clear()  # a training rank holds none, and Python's collector would walk over them
     local = [to_train_device(batch, "cpu") for batch in batches]
-    keys = ["tokens", "loss_masks", "rollout_log_probs", "total_lengths", "response_lengths", "rollout_mask_sums"]
+    keys = [
+        "tokens",
+        "loss_masks",
+        "rollout_log_probs",
+        "total_lengths",
+        "response_lengths",
+        "rollout_mask_sums",
+    ]
 
     def micro_batches() -> None:
         for batch in local:
@@ -295,15 +348,23 @@ def run_columns(count: int, mean: int, dp: int, repeats: int) -> dict[str, float
 
 
 def run_lists(count: int, mean: int, dp: int, repeats: int) -> dict[str, float]:
-    """The reference's numbers. Its schedule is ours, made beforehand: scheduling is not what is compared."""
+    """The reference's numbers. Its schedule is ours, made beforehand: scheduling is not what is
+    compared.
+    """
     rewards, groups = make_rewards(count)
     _, grpo, theirs = steady(lambda: list_rewards(rewards, groups), 9)
-    assert np.allclose(normalize_rewards(rewards, groups, [True] * count, divide_by_std=True)[0], theirs)
+    assert np.allclose(
+        normalize_rewards(rewards, groups, [True] * count, divide_by_std=True)[0], theirs
+    )
     samples = make_samples(count, mean, plain_lists=True)
     lengths = [len(sample.tokens) for sample in samples]
-    plan = plan_schedule(lengths, range(count), step_sizes=[count], config=split_config(count, dp).schedule)
+    plan = plan_schedule(
+        lengths, range(count), step_sizes=[count], config=split_config(count, dp).schedule
+    )
     found: dict[str, float] = {"grpo": grpo}
-    found["first"], found["phase"], batches = steady(lambda: list_phase(samples, dp, plan.partitions), repeats)
+    found["first"], found["phase"], batches = steady(
+        lambda: list_phase(samples, dp, plan.partitions), repeats
+    )
 
     def micro_batches() -> None:
         for batch, micro in zip(batches, plan.micro_batch_indices, strict=True):
@@ -324,9 +385,12 @@ def run_side(side: str, args: argparse.Namespace) -> dict[str, float]:
     return json.loads(out.splitlines()[-1])
 
 
-def print_report(lists: dict[str, float], columns: dict[str, float], args: argparse.Namespace) -> None:
+def print_report(
+    lists: dict[str, float], columns: dict[str, float], args: argparse.Namespace
+) -> None:
     print(
-        f"{args.samples} samples, {columns['tokens']:.0f} tokens, dp {args.dp}; CPU of the process that puts and gets\n"
+        f"{args.samples} samples, {columns['tokens']:.0f} tokens, dp {args.dp}; CPU of the process "
+        "that puts and gets\n"
     )
     print(f"{'':42s} {'lists':>12s} {'columns':>12s}")
     report("convert + split + put + get, steady", lists["phase"], columns["phase"], 20)
@@ -337,9 +401,13 @@ def print_report(lists: dict[str, float], columns: dict[str, float], args: argpa
     report("GRPO normalization", lists["grpo"], columns["grpo"], 5)
     shipped = columns["shipped"] / 2**20
     print(
-        f"{'(store + peak beside it) / bytes shipped':42s} {columns['memory']:.2f}  (target 1.3), {shipped:.0f} MiB shipped"
+        f"{'(store + peak beside it) / bytes shipped':42s} {columns['memory']:.2f}  (target 1.3), "
+        f"{shipped:.0f} MiB shipped"
     )
-    print(f"{'private memory of a getter':42s} {columns['getter'] / 2**20:.2f} MiB of {shipped / args.dp:.1f} MiB")
+    print(
+        f"{'private memory of a getter':42s} {columns['getter'] / 2**20:.2f} MiB of "
+        f"{shipped / args.dp:.1f} MiB"
+    )
 
 
 def main() -> None:
@@ -348,7 +416,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2000, help="mean tokens per sample")
     parser.add_argument("--dp", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--side", choices=("lists", "columns"), help="measure one side and print it as JSON")
+    parser.add_argument(
+        "--side", choices=("lists", "columns"), help="measure one side and print it as JSON"
+    )
     args = parser.parse_args()
     if args.side is None:
         print_report(run_side("lists", args), run_side("columns", args), args)
@@ -356,7 +426,11 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(
-        num_cpus=1, include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=2 * 2**30
+        num_cpus=1,
+        include_dashboard=False,
+        logging_level="ERROR",
+        log_to_driver=False,
+        object_store_memory=2 * 2**30,
     )
     try:
         ray.get(ray.put(np.zeros(1000)))  # connections and serializers are neither side's

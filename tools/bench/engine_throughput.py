@@ -1,7 +1,10 @@
-"""Requests and tokens per second of the embedded engine through HTTP, deterministic and not, as lists and one by one.
+"""Requests and tokens per second of the embedded engine through HTTP, deterministic and not, as
+lists and one by one.
 
-    python tools/bench/engine_throughput.py                       # a random 2-layer, 128-wide model made for the occasion
-    python tools/bench/engine_throughput.py --hf-checkpoint DIR --num-requests 256 --response-length 64
+    python tools/bench/engine_throughput.py                       # a random 2-layer, 128-wide model
+                                                                  made for the occasion
+    python tools/bench/engine_throughput.py --hf-checkpoint DIR --num-requests 256 --response-length
+    64
 
 The engine runs in its own process (`slime serve`), the client in this one, so two cores are in use.
 """
@@ -64,29 +67,42 @@ def make_model(folder: Path) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
-async def run_round(url: str, command: BenchCommand, *, as_list: bool, arrays: bool, seed: int) -> float:
+async def run_round(
+    url: str, command: BenchCommand, *, as_list: bool, arrays: bool, seed: int
+) -> float:
     """Returns the seconds that one round of `num_requests` responses takes."""
     rng = random.Random(seed)
     num_groups = command.num_requests // command.group_size
-    prompts = [[rng.randrange(2, 20) for _ in range(command.prompt_length)] for _ in range(num_groups)]
+    prompts = [
+        [rng.randrange(2, 20) for _ in range(command.prompt_length)] for _ in range(num_groups)
+    ]
     params = {"max_new_tokens": command.response_length, "ignore_eos": True, "temperature": 1.0}
     options = {"return_logprob": True, "return_arrays": arrays}
     bodies = []
     for prompt in prompts:
         seeded = [{**params, "sampling_seed": index} for index in range(command.group_size)]
         if as_list:
-            bodies.append({"input_ids": [prompt] * command.group_size, "sampling_params": seeded, **options})
+            bodies.append(
+                {"input_ids": [prompt] * command.group_size, "sampling_params": seeded, **options}
+            )
         else:
-            bodies.extend({"input_ids": prompt, "sampling_params": one, **options} for one in seeded)
+            bodies.extend(
+                {"input_ids": prompt, "sampling_params": one, **options} for one in seeded
+            )
     limit = asyncio.Semaphore(command.concurrency)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=command.concurrency)) as session:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=command.concurrency)
+    ) as session:
 
         async def post(body: dict) -> int:
             async with limit, session.post(f"{url}/generate", data=orjson.dumps(body)) as response:
                 answer = orjson.loads(await response.read())
                 if response.status != 200:
                     raise SystemExit(f"the engine answered {response.status}: {answer}")
-                return sum(one["meta_info"]["completion_tokens"] for one in (answer if as_list else [answer]))
+                return sum(
+                    one["meta_info"]["completion_tokens"]
+                    for one in (answer if as_list else [answer])
+                )
 
         # Prompts of an earlier setting must not be in the cache.
         async with session.post(f"{url}/flush_cache") as response:
@@ -102,7 +118,15 @@ async def run_round(url: str, command: BenchCommand, *, as_list: bool, arrays: b
 
 def measure(folder: str, command: BenchCommand, *, deterministic: bool) -> None:
     """Starts an engine on `folder`, runs every setting and prints one line each."""
-    arguments = [sys.executable, "-m", "slime.backends.torch_engine.serve", "--hf-checkpoint", folder, "--port", "0"]
+    arguments = [
+        sys.executable,
+        "-m",
+        "slime.backends.torch_engine.serve",
+        "--hf-checkpoint",
+        folder,
+        "--port",
+        "0",
+    ]
     arguments += ["--deterministic"] if deterministic else []
     engine = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
     try:
@@ -116,7 +140,8 @@ def measure(folder: str, command: BenchCommand, *, deterministic: bool) -> None:
             print(
                 f"{'deterministic' if deterministic else 'fast':14}"
                 f"{f'lists of {command.group_size}' if as_list else 'one by one':14}{'arrays' if arrays else 'JSON':8}"
-                f"{command.num_requests / best:8.0f} requests/s best {command.num_requests / median:8.0f} median"
+                f"{command.num_requests / best:8.0f} requests/s best "
+                f"{command.num_requests / median:8.0f} median"
                 f"{command.num_requests * command.response_length / median:10.0f} tokens/s"
             )
     finally:

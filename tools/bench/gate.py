@@ -1,9 +1,12 @@
-"""What the gate costs. Prints numbers, asserts the limits that the project promises; exit status 1 if one is broken.
+"""What the gate costs. Prints numbers, asserts the limits that the project promises; exit status 1
+if one is broken.
 
-    python tools/bench/gate.py                 # 8,192 samples x 2,000 tokens: all checks without text, loop, decode
+    python tools/bench/gate.py                 # 8,192 samples x 2,000 tokens: all checks without
+                                               text, loop, decode
     python tools/bench/gate.py --million       # and 1,000,000 samples x 200 tokens in one call
 
-The two numbers to compare are the gate against a loop over samples, and the share of an iteration that each takes.
+The two numbers to compare are the gate against a loop over samples, and the share of an iteration
+that each takes.
 """
 
 from __future__ import annotations
@@ -42,10 +45,16 @@ CONFIG = GateConfig(
 )
 
 
-def make_samples(count: int, length: int, *, vocabulary: int = VOCABULARY, kind: str = "client") -> list[Sample]:
-    """`count` samples with a prompt of 100 tokens; one in ten has a defect. `kind`: their tokens and log-probs as the engine's client leaves them
-    ("client": lists that remember their arrays), as "list" (plain) or as "array"."""
-    convert = {"client": number_list, "list": np.ndarray.tolist, "array": lambda values: values}[kind]
+def make_samples(
+    count: int, length: int, *, vocabulary: int = VOCABULARY, kind: str = "client"
+) -> list[Sample]:
+    """`count` samples with a prompt of 100 tokens; one in ten has a defect. `kind`: their tokens
+    and log-probs as the engine's client leaves them ("client": lists that remember their arrays),
+    as "list" (plain) or as "array".
+    """
+    convert = {"client": number_list, "list": np.ndarray.tolist, "array": lambda values: values}[
+        kind
+    ]
     rng = np.random.default_rng(0)
     samples = []
     for i in range(count):
@@ -72,7 +81,9 @@ def make_samples(count: int, length: int, *, vocabulary: int = VOCABULARY, kind:
 
 
 def best_of(function, repeats: int = 3) -> float:
-    """Smallest processor time of `repeats` calls, in seconds: what one core works, whoever else uses the machine."""
+    """Smallest processor time of `repeats` calls, in seconds: what one core works, whoever else
+    uses the machine.
+    """
     times = []
     for _ in range(repeats):
         start = time.process_time()
@@ -82,7 +93,9 @@ def best_of(function, repeats: int = 3) -> float:
 
 
 def bench_checks(count: int, length: int) -> list[str]:
-    """All checks that need no text, against the per-sample loop on the same samples; and the added memory."""
+    """All checks that need no text, against the per-sample loop on the same samples; and the added
+    memory.
+    """
     broken = []
     samples = make_samples(count, length)
     postprocess_output_data(samples[:64], CONFIG)
@@ -103,24 +116,44 @@ def bench_checks(count: int, length: int) -> list[str]:
     on_arrays = scale * best_of(lambda: postprocess_output_data(arrays, CONFIG))
     on_lists = scale * best_of(lambda: postprocess_output_data(lists, CONFIG))
     assert loop_reasons == reasons[:part], "the loop and the gate disagree"
-    print(f"{count} x {length} tokens, all checks without text, one core (loop, arrays and plain lists: measured on {part} samples):")
-    for name, spent in (("as the client leaves them", seconds), ("arrays", on_arrays), ("plain lists", on_lists)):
+    print(
+        f"{count} x {length} tokens, all checks without text, one core (loop, arrays and plain "
+        f"lists: measured on {part} samples):"
+    )
+    for name, spent in (
+        ("as the client leaves them", seconds),
+        ("arrays", on_arrays),
+        ("plain lists", on_lists),
+    ):
         rate = count * length / spent / 1e6
-        print(f"  gate, {name:25s} {spent:8.3f} s   {rate:8.1f} M tokens/s   loop / gate {loop / spent:5.1f} x")
+        print(
+            f"  gate, {name:25s} {spent:8.3f} s   {rate:8.1f} M tokens/s   loop / gate "
+            f"{loop / spent:5.1f} x"
+        )
     print(f"  per-sample loop                 {loop:8.3f} s   [at least 5 x]")
-    print(f"  added memory                    {added / 2**20:8.1f} MiB = {added / token_bytes:.2f} of the token bytes")
-    print(f"  share of a 60 s iteration: loop {100 * loop / 60:.1f} %, gate {100 * seconds / 60:.2f} %")
+    print(
+        f"  added memory                    {added / 2**20:8.1f} MiB = {added / token_bytes:.2f} "
+        "of the token bytes"
+    )
+    print(
+        f"  share of a 60 s iteration: loop {100 * loop / 60:.1f} %, gate {100 * seconds / 60:.2f} "
+        "%"
+    )
     if seconds >= 3:
         broken.append(f"{seconds:.2f} s, the limit is 3 s")
     if loop < 5 * seconds:
         broken.append(f"only {loop / seconds:.1f} x faster than the loop, the limit is 5 x")
     if added >= 0.5 * token_bytes:
-        broken.append(f"added memory is {added / token_bytes:.2f} of the token bytes, the limit is 0.5")
+        broken.append(
+            f"added memory is {added / token_bytes:.2f} of the token bytes, the limit is 0.5"
+        )
     return broken
 
 
 def bench_decode(count: int, length: int) -> list[str]:
-    """Text from tokens with every check, next to the tokenizer's bare batch_decode of the same ids."""
+    """Text from tokens with every check, next to the tokenizer's bare batch_decode of
+    the same ids.
+    """
     tokenizer = load_tokenizer()
     samples = make_samples(count, length, vocabulary=len(tokenizer))
     config = GateConfig(rewards_expected=True, text_source="tokens")
@@ -128,15 +161,27 @@ def bench_decode(count: int, length: int) -> list[str]:
     bare, gate = [], []
     for _ in range(3):  # alternating, so that a slow moment of the machine hits both
         bare.append(best_of(lambda: _bare_decode(tokenizer, ids), repeats=1))
-        gate.append(best_of(lambda: postprocess_output_data(samples, config, tokenizer=Codec(tokenizer)), repeats=1))
+        gate.append(
+            best_of(
+                lambda: postprocess_output_data(samples, config, tokenizer=Codec(tokenizer)),
+                repeats=1,
+            )
+        )
     result = postprocess_output_data(samples, config, tokenizer=Codec(tokenizer))
     decoded = result.statistics.counts["decoded"] * length
     bare_per_token, gate_per_token = min(bare) / (count * length), min(gate) / decoded
     overhead = gate_per_token / bare_per_token - 1
     print(f"{count} x {length} tokens with decoding:")
     print(f"  bare batch_decode   {1e9 * bare_per_token:8.1f} ns per token")
-    print(f"  gate                {1e9 * gate_per_token:8.1f} ns per decoded token   overhead {100 * overhead:+.1f} %")
-    return [f"decoding overhead is {100 * overhead:.1f} %, the limit is 20 %"] if overhead >= 0.2 else []
+    print(
+        f"  gate                {1e9 * gate_per_token:8.1f} ns per decoded token   overhead "
+        f"{100 * overhead:+.1f} %"
+    )
+    return (
+        [f"decoding overhead is {100 * overhead:.1f} %, the limit is 20 %"]
+        if overhead >= 0.2
+        else []
+    )
 
 
 def _bare_decode(tokenizer, ids: list[list[int]]) -> list[str]:
@@ -145,7 +190,9 @@ def _bare_decode(tokenizer, ids: list[list[int]]) -> list[str]:
 
 
 def bench_million(count: int, length: int) -> list[str]:
-    """One call over a million samples: linear time, bounded memory. Arrays: lists of so many numbers alone exceed the limit."""
+    """One call over a million samples: linear time, bounded memory. Arrays: lists of so many
+    numbers alone exceed the limit.
+    """
     times = []
     for size in (count // 4, count):
         samples = make_samples(size, length, kind="array")
@@ -156,7 +203,8 @@ def bench_million(count: int, length: int) -> list[str]:
         gc.collect()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(
-        f"{count} x {length} tokens in one call: {times[1]:.1f} s ({times[1] / times[0]:.2f} x the time of a quarter), peak {peak / 2**30:.1f} GiB"
+        f"{count} x {length} tokens in one call: {times[1]:.1f} s ({times[1] / times[0]:.2f} x the "
+        f"time of a quarter), peak {peak / 2**30:.1f} GiB"
     )
     broken = []
     if peak >= 16 * 2**30:
@@ -167,12 +215,17 @@ def bench_million(count: int, length: int) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=8192)
     parser.add_argument("--length", type=int, default=2000)
     parser.add_argument("--million", action="store_true")
     args = parser.parse_args(argv)
-    broken = [*bench_checks(args.samples, args.length), *bench_decode(max(1, args.samples // 8), args.length)]
+    broken = [
+        *bench_checks(args.samples, args.length),
+        *bench_decode(max(1, args.samples // 8), args.length),
+    ]
     if args.million:
         broken += bench_million(1_000_000, 200)
     for line in broken:

@@ -1,9 +1,9 @@
-"""The addition example as one plain torch loop in one process: the yardstick for the full stack's overhead, and where
-its recipe is tuned.
+"""The addition example as one plain torch loop in one process: the yardstick for the full stack's
+overhead, and where its recipe is tuned.
 
-Same model, data, batch sizes and optimizer steps as `examples/addition`, read from the same two YAML files; no Ray,
-no Megatron, no HTTP, no files between generation and training. Prints seconds per GRPO step, split in generate /
-log-probs / train, and the accuracy on held-out problems.
+Same model, data, batch sizes and optimizer steps as `examples/addition`, read from the same two
+YAML files; no Ray, no Megatron, no HTTP, no files between generation and training. Prints seconds
+per GRPO step, split in generate / log-probs / train, and the accuracy on held-out problems.
 
     python tools/bench/plain_grpo.py                             # warm-up, then GRPO
     python tools/bench/plain_grpo.py --set grpo.lr=1e-4 --seed 3 # one change, another seed
@@ -26,7 +26,13 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedModel,
+    Qwen3ForCausalLM,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
@@ -36,13 +42,18 @@ from examples.addition import prepare  # noqa: E402
 
 EXAMPLE = ROOT / "examples" / "addition"
 # transformers renamed the argument within version 5
-CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(Qwen3ForCausalLM.forward).parameters else "past_key_values"
+CACHE_ARGUMENT = (
+    "cache"
+    if "cache" in inspect.signature(Qwen3ForCausalLM.forward).parameters
+    else "past_key_values"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Prompt + response rows, right-padded: token_ids [N, P + T], response_mask [N, T] (1 = a sampled token),
-    rewards [N]."""
+    """Prompt + response rows, right-padded: token_ids [N, P + T], response_mask [N, T] (1 = a
+    sampled token), rewards [N].
+    """
 
     token_ids: torch.Tensor
     response_mask: torch.Tensor
@@ -60,22 +71,39 @@ def read_recipe(stage: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def render(tokenizer, problems: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Returns prompt ids [N, P]; every problem has the same number of characters, so nothing is padded."""
-    conversations = [[{"role": "user", "content": prepare.question(problem)}] for problem in problems]
-    rows = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=True)["input_ids"]
+    """Returns prompt ids [N, P]; every problem has the same number of characters, so nothing is
+    padded.
+    """
+    conversations = [
+        [{"role": "user", "content": prepare.question(problem)}] for problem in problems
+    ]
+    rows = tokenizer.apply_chat_template(
+        conversations, add_generation_prompt=True, return_dict=True
+    )["input_ids"]
     return torch.tensor(rows)
 
 
 @torch.no_grad()
-def generate(model: PreTrainedModel, prompts: torch.Tensor, *, max_tokens: int, temperature: float, end: int, pad: int):
-    """Returns (response ids [N, T], mask [N, T]) sampled with a KV cache; temperature 0 is greedy. The mask includes
-    the end token."""
+def generate(
+    model: PreTrainedModel,
+    prompts: torch.Tensor,
+    *,
+    max_tokens: int,
+    temperature: float,
+    end: int,
+    pad: int,
+):
+    """Returns (response ids [N, T], mask [N, T]) sampled with a KV cache; temperature 0 is greedy.
+    The mask includes the end token.
+    """
     cache, inputs = DynamicCache(config=model.config), prompts
     running = torch.ones(prompts.shape[0], dtype=torch.bool)
     tokens, masks = [], []
     for _ in range(max_tokens):
         logits = (
-            model(input_ids=inputs, use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache}).logits[:, -1].float()
+            model(input_ids=inputs, use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache})
+            .logits[:, -1]
+            .float()
         )
         if temperature == 0:
             sampled = logits.argmax(-1)
@@ -94,7 +122,9 @@ def generate(model: PreTrainedModel, prompts: torch.Tensor, *, max_tokens: int, 
 def score(tokenizer, responses: torch.Tensor, problems: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Returns rewards [N]: 1.0 where the response, without its end token, is the sum."""
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-    right = [text == prepare.solution(problem) for text, problem in zip(texts, problems, strict=True)]
+    right = [
+        text == prepare.solution(problem) for text, problem in zip(texts, problems, strict=True)
+    ]
     return torch.tensor(right, dtype=torch.float32)
 
 
@@ -114,17 +144,24 @@ def sample_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def grpo_advantages(rewards: torch.Tensor, group_size: int, *, divide_by_std: bool) -> torch.Tensor:
-    """Returns reward - group mean, over (group standard deviation + 1e-6) if asked, [N]; a group's rows are neighbours."""
+    """Returns reward - group mean, over (group standard deviation + 1e-6) if asked, [N]; a group's
+    rows are neighbours.
+    """
     groups = rewards.view(-1, group_size)
     centred = groups - groups.mean(1, keepdim=True)
     return (centred / (groups.std(1, keepdim=True) + 1e-6) if divide_by_std else centred).view(-1)
 
 
-def build_optimizer(model: PreTrainedModel, recipe: dict[str, Any]) -> tuple[torch.optim.Optimizer, Any]:
-    """Returns AdamW and its schedule: linear warm-up, then constant, linear or cosine decay to 0 over
-    `lr_decay_iters`."""
+def build_optimizer(
+    model: PreTrainedModel, recipe: dict[str, Any]
+) -> tuple[torch.optim.Optimizer, Any]:
+    """Returns AdamW and its schedule: linear warm-up, then constant, linear or cosine decay to 0
+    over `lr_decay_iters`.
+    """
     betas = (recipe["adam_beta1"], recipe["adam_beta2"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe["lr"], betas=betas, weight_decay=recipe["weight_decay"])
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe["lr"], betas=betas, weight_decay=recipe["weight_decay"]
+    )
     warmup = recipe.get("lr_warmup_iters") or 0
 
     def factor(step: int) -> float:
@@ -133,13 +170,21 @@ def build_optimizer(model: PreTrainedModel, recipe: dict[str, Any]) -> tuple[tor
         if recipe["lr_decay_style"] == "constant":
             return 1.0
         progress = min(1.0, (step - warmup) / max(1, recipe["lr_decay_iters"] - warmup))
-        return 1 - progress if recipe["lr_decay_style"] == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+        return (
+            1 - progress
+            if recipe["lr_decay_style"] == "linear"
+            else 0.5 * (1 + math.cos(math.pi * progress))
+        )
 
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def take_step(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, schedule: Any, loss: torch.Tensor, clip: float
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    schedule: Any,
+    loss: torch.Tensor,
+    clip: float,
 ) -> None:
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
@@ -148,7 +193,9 @@ def take_step(
     schedule.step()
 
 
-def epochs(problems: list[tuple[int, int]], size: int, seed: int) -> Iterator[list[tuple[int, int]]]:
+def epochs(
+    problems: list[tuple[int, int]], size: int, seed: int
+) -> Iterator[list[tuple[int, int]]]:
     """Yields batches of `size` problems for ever, each epoch in its own seeded order."""
     queue: list[tuple[int, int]] = []
     epoch = 0
@@ -169,19 +216,26 @@ class Loop:
         torch.manual_seed(seed)
         self.seed = seed
         self.tokenizer = AutoTokenizer.from_pretrained(model_folder)
-        self.model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, attn_implementation="sdpa")
+        self.model = AutoModelForCausalLM.from_pretrained(
+            model_folder, dtype=torch.float32, attn_implementation="sdpa"
+        )
         self.end, self.pad = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
         self.train_problems, self.eval_problems = prepare.make_problems()
 
     def evaluate(self) -> float:
         """Returns greedy accuracy on the held-out problems."""
         prompts = render(self.tokenizer, self.eval_problems)
-        responses, _ = generate(self.model, prompts, max_tokens=5, temperature=0, end=self.end, pad=self.pad)
+        responses, _ = generate(
+            self.model, prompts, max_tokens=5, temperature=0, end=self.end, pad=self.pad
+        )
         return score(self.tokenizer, responses, self.eval_problems).mean().item()
 
     def conversation_batch(self, problems: list[tuple[int, int]]) -> Batch:
         """Returns right responses as a batch, for the warm-up."""
-        rows = [self.tokenizer(prepare.solution(problem) + prepare.END)["input_ids"] for problem in problems]
+        rows = [
+            self.tokenizer(prepare.solution(problem) + prepare.END)["input_ids"]
+            for problem in problems
+        ]
         width = max(map(len, rows))
         responses = torch.tensor([row + [self.pad] * (width - len(row)) for row in rows])
         mask = torch.tensor([[True] * len(row) + [False] * (width - len(row)) for row in rows])
@@ -206,20 +260,32 @@ class Loop:
     def sample(self, recipe: dict[str, Any], problems: list[tuple[int, int]]) -> Batch:
         """Returns n samples of each problem with rewards; a group's rows are neighbours."""
         repeated = [problem for problem in problems for _ in range(recipe["n_samples_per_prompt"])]
-        prompts = render(self.tokenizer, problems).repeat_interleave(recipe["n_samples_per_prompt"], 0)
+        prompts = render(self.tokenizer, problems).repeat_interleave(
+            recipe["n_samples_per_prompt"], 0
+        )
         limit, temperature = recipe["rollout_max_response_len"], recipe["rollout_temperature"]
         responses, mask = generate(
-            self.model, prompts, max_tokens=limit, temperature=temperature, end=self.end, pad=self.pad
+            self.model,
+            prompts,
+            max_tokens=limit,
+            temperature=temperature,
+            end=self.end,
+            pad=self.pad,
         )
         missing = limit - responses.shape[1]
         responses = torch.nn.functional.pad(responses, (0, missing), value=self.pad)
         mask = torch.nn.functional.pad(mask, (0, missing), value=False)
-        return Batch(torch.cat([prompts, responses], 1), mask, score(self.tokenizer, responses, repeated))
+        return Batch(
+            torch.cat([prompts, responses], 1), mask, score(self.tokenizer, responses, repeated)
+        )
 
-    def rollout(self, recipe: dict[str, Any], stream: Iterator[list[tuple[int, int]]]) -> tuple[Batch, float]:
+    def rollout(
+        self, recipe: dict[str, Any], stream: Iterator[list[tuple[int, int]]]
+    ) -> tuple[Batch, float]:
         """Returns `rollout_batch_size` groups and the mean reward of all that were sampled.
 
-        With a dynamic sampling filter these are the first groups whose rewards differ, and sampling goes on until there are enough.
+        With a dynamic sampling filter these are the first groups whose rewards differ, and sampling
+        goes on until there are enough.
         """
         size, wanted = recipe["n_samples_per_prompt"], recipe["rollout_batch_size"]
         kept: list[Batch] = []
@@ -241,10 +307,14 @@ class Loop:
         parts["response_mask"] = parts["response_mask"][:, :num_columns]
         return Batch(**parts), torch.cat(rewards).mean().item()
 
-    def train(self, recipe: dict[str, Any], batch: Batch, old: torch.Tensor | None, optimizer, schedule) -> None:
+    def train(
+        self, recipe: dict[str, Any], batch: Batch, old: torch.Tensor | None, optimizer, schedule
+    ) -> None:
         """Takes one optimizer step per `global_batch_size` rows."""
         divide_by_std = recipe.get("grpo_std_normalization", True)
-        advantages = grpo_advantages(batch.rewards, recipe["n_samples_per_prompt"], divide_by_std=divide_by_std)
+        advantages = grpo_advantages(
+            batch.rewards, recipe["n_samples_per_prompt"], divide_by_std=divide_by_std
+        )
         size, low = recipe["global_batch_size"], recipe["eps_clip"]
         high = recipe.get("eps_clip_high") or low
         for start in range(0, len(advantages), size):
@@ -254,7 +324,13 @@ class Loop:
             ratio = (log_probs - (log_probs.detach() if old is None else old[rows])).exp()
             advantage = advantages[rows][:, None]
             loss = torch.maximum(-ratio * advantage, -ratio.clamp(1 - low, 1 + high) * advantage)
-            take_step(self.model, optimizer, schedule, sample_mean(loss, part.response_mask), recipe["clip_grad"])
+            take_step(
+                self.model,
+                optimizer,
+                schedule,
+                sample_mean(loss, part.response_mask),
+                recipe["clip_grad"],
+            )
 
     def grpo(self, recipe: dict[str, Any], report_every: int) -> dict[str, float]:
         """Runs the recipe's rollouts; returns median seconds per step and of its parts."""
@@ -267,7 +343,8 @@ class Loop:
             batch, reward = self.rollout(recipe, stream)
             clock.append(time.perf_counter())
             old = None
-            if recipe["global_batch_size"] < len(batch.rewards):  # one step a rollout is on-policy: its ratio is 1
+            # one step a rollout is on-policy: its ratio is 1
+            if recipe["global_batch_size"] < len(batch.rewards):
                 with torch.no_grad():
                     old = response_log_probs(self.model, batch)
             clock.append(time.perf_counter())
@@ -289,9 +366,17 @@ class Loop:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--model", type=Path, help="HF folder to start from; default: the example's untrained model.")
-    parser.add_argument("--stages", nargs="+", default=["sft", "grpo"], choices=["sft", "grpo"], help="What to run.")
-    parser.add_argument("--set", nargs="*", default=[], metavar="STAGE.KEY=VALUE", help="Changes to the recipe.")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        help="HF folder to start from; default: the example's untrained model.",
+    )
+    parser.add_argument(
+        "--stages", nargs="+", default=["sft", "grpo"], choices=["sft", "grpo"], help="What to run."
+    )
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="STAGE.KEY=VALUE", help="Changes to the recipe."
+    )
     parser.add_argument("--seed", type=int, default=0, help="Seed of sampling and data order.")
     parser.add_argument("--report-every", type=int, default=10, help="Steps between evaluations.")
     parser.add_argument("--save", type=Path, help="Write the trained model as an HF folder.")

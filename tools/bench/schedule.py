@@ -1,4 +1,5 @@
-"""How well and how fast batches are packed: first fit at scale, and balanced packing against its lower bound.
+"""How well and how fast batches are packed: first fit at scale, and balanced packing against its
+lower bound.
 
     python tools/bench/schedule.py
 """
@@ -21,7 +22,9 @@ from slime.data.partitioning import first_fit_pack  # noqa: E402
 
 def make_lengths(count: int, seed: int) -> np.ndarray:
     """Lognormal, mean about 2000, at most 8192 tokens."""
-    return np.clip(np.random.default_rng(seed).lognormal(np.log(2000) - 0.32, 0.8, count), 16, 8192).astype(int)
+    return np.clip(
+        np.random.default_rng(seed).lognormal(np.log(2000) - 0.32, 0.8, count), 16, 8192
+    ).astype(int)
 
 
 def main() -> None:
@@ -47,7 +50,10 @@ def main() -> None:
                 loads = [sum(work[items].sum() for items in rank) for rank in ranks]
                 worst = max(worst, max(loads) / (sum(loads) / 8))
                 extra += sum(map(len, ranks)) - max(8, -(-minimum_bins(lengths, cap=cap) // 8) * 8)
-            print(f"balanced   n {count:5d} cap {cap:6d}: work max/mean {worst:.4f}, {extra} bins over the bound in 20 batches, {slowest:.2f} s")
+            print(
+                f"balanced   n {count:5d} cap {cap:6d}: work max/mean {worst:.4f}, {extra} bins "
+                f"over the bound in 20 batches, {slowest:.2f} s"
+            )
 
 
 if __name__ == "__main__":

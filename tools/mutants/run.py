@@ -1,14 +1,18 @@
-"""Plants each fault of the table in a copy of the repository and runs the tests that concern it: `python tools/mutants/run.py`.
+"""Plants each fault of the table in a copy of the repository and runs the tests that concern it:
+`python tools/mutants/run.py`.
 
     python tools/mutants/run.py                          # every fault (`make test-mutants`)
     python tools/mutants/run.py engine gate-keeps-empty  # the faults of an area, one fault
-    python tools/mutants/run.py --sample 30              # 30 of them, the same for the same --seed (the job in CI)
+    python tools/mutants/run.py --sample 30              # 30 of them, the same for the same --seed
+                                                         (the job in CI)
     python tools/mutants/run.py --list
 
-A fault is killed when one of its tests fails, and survives when all pass. The heavy libraries are imported once; each fault gets a fork
-of that process, which imports slime and the tests from a scratch copy of the repository with the fault in it. The working tree is never
-touched. First every test is run without a fault: a test that fails by itself can notice nothing. Exit status 1 when a fault survives
-that the table does not explain, when an explained one is killed, or when a test fails without a fault.
+A fault is killed when one of its tests fails, and survives when all pass. The heavy libraries are
+imported once; each fault gets a fork of that process, which imports slime and the tests from a
+scratch copy of the repository with the fault in it. The working tree is never touched. First every
+test is run without a fault: a test that fails by itself can notice nothing. Exit status 1 when a
+fault survives that the table does not explain, when an explained one is killed, or when a test
+fails without a fault.
 """
 
 from __future__ import annotations
@@ -35,16 +39,38 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from table import ROOT, Fault, find_problems, read_faults  # noqa: E402
 
-HEAVY = ("torch", "numpy", "ray", "transformers", "hypothesis", "yaml", "orjson", "safetensors.torch", "aiohttp")
-HEAVY += ("_pytest.assertion.rewrite", "megatron.core.parallel_state", "megatron.core.models.gpt", "megatron.core.optimizer")
+HEAVY = (
+    "torch",
+    "numpy",
+    "ray",
+    "transformers",
+    "hypothesis",
+    "yaml",
+    "orjson",
+    "safetensors.torch",
+    "aiohttp",
+)
+HEAVY += (
+    "_pytest.assertion.rewrite",
+    "megatron.core.parallel_state",
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+)
 UNDER_TEST = ("slime", "support", "examples", "tools", "conftest")
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 PASSED, FAILED, COLLECTION_FAILED, TIMED_OUT = 0, 1, 2, -1
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What the tests said about one fault: `verdict` is killed, survived or broken (its tests could not be run, or fail without it too)."""
+    """What the tests said about one fault: `verdict` is killed, survived or broken (its tests could
+    not be run, or fail without it too).
+    """
 
     fault: Fault
     verdict: str
@@ -60,7 +86,11 @@ class Outcome:
 def copy_repository(target: Path, root: Path = ROOT) -> None:
     """Copies what git tracks or would track; builds, runs and caches stay behind."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(command, cwd=root, capture_output=True, check=True).stdout.decode().split("\0")
+    names = (
+        subprocess.run(command, cwd=root, capture_output=True, check=True)
+        .stdout.decode()
+        .split("\0")
+    )
     for name in filter(None, names):
         if (root / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -68,15 +98,26 @@ def copy_repository(target: Path, root: Path = ROOT) -> None:
 
 
 def import_heavy_libraries() -> None:
-    """Imports what is slow and not under test, so that a fork has it. slime is imported by each fork, from its copy."""
+    """Imports what is slow and not under test, so that a fork has it. slime is imported by each
+    fork, from its copy.
+    """
     os.environ.update(ENVIRONMENT)
     for name in HEAVY:
         with contextlib.suppress(ImportError):  # a test that needs it says so better
             importlib.import_module(name)
 
 
-def run_tests(scratch: Path, tests: tuple[str, ...], log: Path, *, timeout: float, write_bytecode: bool = False) -> int:
-    """Returns pytest's exit status for these tests in a fork that imports the repository from `scratch`; TIMED_OUT after `timeout` seconds."""
+def run_tests(
+    scratch: Path,
+    tests: tuple[str, ...],
+    log: Path,
+    *,
+    timeout: float,
+    write_bytecode: bool = False,
+) -> int:
+    """Returns pytest's exit status for these tests in a fork that imports the repository from
+    `scratch`; TIMED_OUT after `timeout` seconds.
+    """
     child = os.fork()
     if child == 0:
         status = 3
@@ -101,19 +142,26 @@ def _run_in_fork(scratch: Path, tests: tuple[str, ...], log: Path, *, write_byte
     with log.open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    sys.stdout, sys.stderr = (
+        os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2)
+    )
     os.chdir(scratch)
     sys.dont_write_bytecode = not write_bytecode
     if not write_bytecode:
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     os.environ["PYTHONPATH"] = str(scratch)
-    sys.modules["__main__"] = types.ModuleType("__main__")  # ranks that a test spawns import their parent's main module
-    sys.path[:] = [str(scratch)] + [entry for entry in sys.path if entry and not _is_repository(entry)]
+    # ranks that a test spawns import their parent's main module
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.path[:] = [str(scratch)] + [
+        entry for entry in sys.path if entry and not _is_repository(entry)
+    ]
     for name in [name for name in sys.modules if name.split(".")[0] in UNDER_TEST]:
         del sys.modules[name]
     import pytest
 
-    status = int(pytest.main([*tests, "-x", "-q", "--tb=line", "--no-header", "--hypothesis-seed=0"]))
+    status = int(
+        pytest.main([*tests, "-x", "-q", "--tb=line", "--no-header", "--hypothesis-seed=0"])
+    )
     for place in getattr(sys.modules.get("slime"), "__path__", ()):
         assert str(place).startswith(str(scratch)), f"slime was imported from {place}"
     return status
@@ -136,12 +184,18 @@ def plant_and_run(scratch: Path, fault: Fault, *, timeout: float) -> Outcome:
     started = time.monotonic()
     try:
         path.write_text(fault.apply(scratch), encoding="utf-8")
-        os.utime(path, (times.st_atime, times.st_mtime + 7200))  # never taken for the compiled original
+        # never taken for the compiled original
+        os.utime(path, (times.st_atime, times.st_mtime + 7200))
         status = run_tests(scratch, fault.tests, log, timeout=timeout)
     finally:
         path.write_bytes(original)
         os.utime(path, (times.st_atime, times.st_mtime))
-    verdicts = {PASSED: "survived", FAILED: "killed", COLLECTION_FAILED: "killed", TIMED_OUT: "killed"}
+    verdicts = {
+        PASSED: "survived",
+        FAILED: "killed",
+        COLLECTION_FAILED: "killed",
+        TIMED_OUT: "killed",
+    }
     detail = "time-out" if status == TIMED_OUT else last_failure(log)
     return Outcome(fault, verdicts.get(status, "broken"), time.monotonic() - started, detail)
 
@@ -155,20 +209,30 @@ def last_failure(log: Path) -> str:
 
 @dataclasses.dataclass
 class Baseline:
-    """How the chosen tests of each file do without a fault: seconds, and the last line where they fail."""
+    """How the chosen tests of each file do without a fault: seconds, and the last line where they
+    fail.
+    """
 
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def timeout(self, fault: Fault, least: float) -> float:
-        """Seconds after which a fault's tests are taken to hang: `least`, and five times what they need without it."""
+        """Seconds after which a fault's tests are taken to hang: `least`, and five times what they
+        need without it.
+        """
         return least + 5 * sum(self.seconds[file] for file in files_of(fault))
 
     def judge(self, outcome: Outcome) -> Outcome:
-        """Returns the outcome, broken instead of killed where a file that fails without the fault may be what failed."""
+        """Returns the outcome, broken instead of killed where a file that fails without the fault
+        may be what failed.
+        """
         suspects = files_of(outcome.fault) & self.failed.keys()
         known = [file for file in files_of(outcome.fault) if f" {file}::" in outcome.detail]
-        if outcome.verdict != "killed" or not suspects or (known and not suspects.intersection(known)):
+        if (
+            outcome.verdict != "killed"
+            or not suspects
+            or (known and not suspects.intersection(known))
+        ):
             return outcome
         return dataclasses.replace(outcome, verdict="broken")
 
@@ -187,10 +251,14 @@ def run_without_faults(scratch: Path, faults: list[Fault], *, timeout: float) ->
     for file, tests in sorted(by_file.items()):
         chosen = (file,) if file in tests else tuple(sorted(tests))
         started = time.monotonic()
-        status = run_tests(scratch, chosen, scratch.with_suffix(".log"), timeout=timeout, write_bytecode=True)
+        status = run_tests(
+            scratch, chosen, scratch.with_suffix(".log"), timeout=timeout, write_bytecode=True
+        )
         baseline.seconds[file] = time.monotonic() - started
         if status != PASSED:
-            baseline.failed[file] = "time-out" if status == TIMED_OUT else last_failure(scratch.with_suffix(".log"))
+            baseline.failed[file] = (
+                "time-out" if status == TIMED_OUT else last_failure(scratch.with_suffix(".log"))
+            )
     return baseline
 
 
@@ -207,8 +275,12 @@ def _run_in_worker(fault: Fault, timeout: float) -> Outcome:
     return plant_and_run(_scratch, fault, timeout=timeout)
 
 
-def run_faults(faults: list[Fault], *, jobs: int, timeout: float) -> tuple[list[Outcome], dict[str, str]]:
-    """Returns every outcome, and the test files that fail without a fault; prints a line per fault as it ends."""
+def run_faults(
+    faults: list[Fault], *, jobs: int, timeout: float
+) -> tuple[list[Outcome], dict[str, str]]:
+    """Returns every outcome, and the test files that fail without a fault; prints a line per fault
+    as it ends.
+    """
     import_heavy_libraries()
     with tempfile.TemporaryDirectory(prefix="slime-mutants-", ignore_cleanup_errors=True) as folder:
         template = Path(folder) / "original"
@@ -217,20 +289,33 @@ def run_faults(faults: list[Fault], *, jobs: int, timeout: float) -> tuple[list[
         baseline = run_without_faults(template, faults, timeout=10 * timeout)
         outcomes = []
         context = multiprocessing.get_context("fork")
-        with concurrent.futures.ProcessPoolExecutor(jobs, context, _start_worker, (template, Path(folder))) as pool:
-            waiting = [pool.submit(_run_in_worker, fault, baseline.timeout(fault, timeout)) for fault in faults]
+        with concurrent.futures.ProcessPoolExecutor(
+            jobs, context, _start_worker, (template, Path(folder))
+        ) as pool:
+            waiting = [
+                pool.submit(_run_in_worker, fault, baseline.timeout(fault, timeout))
+                for fault in faults
+            ]
             for number, future in enumerate(concurrent.futures.as_completed(waiting), 1):
                 outcome = baseline.judge(future.result())
                 outcomes.append(outcome)
                 mark = "" if outcome.is_right else "  <--"
-                print(f"[{number}/{len(faults)}] {outcome.seconds:5.1f} s  {outcome.verdict:8} {outcome.fault.id}{mark}", flush=True)
+                print(
+                    (
+                        f"[{number}/{len(faults)}] {outcome.seconds:5.1f} s  {outcome.verdict:8} "
+                        f"{outcome.fault.id}{mark}"
+                    ),
+                    flush=True,
+                )
                 if mark or os.environ.get("SLIME_MUTANTS_DETAIL"):
                     print(f"      {outcome.detail[:300]}", flush=True)
         return outcomes, baseline.failed
 
 
 def select(faults: list[Fault], names: list[str], *, sample: int | None, seed: int) -> list[Fault]:
-    """Returns the faults of these areas and ids (all when none is named), or `sample` of them; ValueError for an unknown name."""
+    """Returns the faults of these areas and ids (all when none is named), or `sample` of them;
+    ValueError for an unknown name.
+    """
     known = {fault.id for fault in faults} | {fault.area for fault in faults}
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"no area and no fault is called {', '.join(unknown)}; --list shows them")
@@ -245,7 +330,10 @@ def print_summary(outcomes: list[Outcome], broken_files: dict[str, str]) -> None
     changing = [outcome for outcome in outcomes if not outcome.fault.equivalent]
     killed = sum(outcome.verdict == "killed" for outcome in changing)
     share = f", {100 * killed / len(changing):.1f} %" if changing else ""
-    print(f"\n{killed} of {len(changing)} faults that change behaviour were killed{share}; {len(outcomes) - len(changing)} change nothing")
+    print(
+        f"\n{killed} of {len(changing)} faults that change behaviour were killed{share}; "
+        f"{len(outcomes) - len(changing)} change nothing"
+    )
     for outcome in outcomes:
         if outcome.fault.equivalent and outcome.is_right:
             print(f"explained: {outcome.fault.id}: {outcome.fault.equivalent}")
@@ -253,7 +341,10 @@ def print_summary(outcomes: list[Outcome], broken_files: dict[str, str]) -> None
         if not outcome.is_right:
             fault = outcome.fault
             claim = " although the table says that it changes nothing" if fault.equivalent else ""
-            print(f"{outcome.verdict.upper()}{claim}: {fault.id} ({fault.file}): {fault.old!r} -> {fault.new!r}; tests: {' '.join(fault.tests)}")
+            print(
+                f"{outcome.verdict.upper()}{claim}: {fault.id} ({fault.file}): {fault.old!r} -> "
+                f"{fault.new!r}; tests: {' '.join(fault.tests)}"
+            )
     for file, line in broken_files.items():
         print(f"FAILS WITHOUT A FAULT: {file}: {line}")
 
@@ -261,11 +352,25 @@ def print_summary(outcomes: list[Outcome], broken_files: dict[str, str]) -> None
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("names", nargs="*", metavar="AREA_OR_ID", help="Only these.")
-    parser.add_argument("--sample", type=int, metavar="N", help="N of the chosen faults, drawn with --seed.")
+    parser.add_argument(
+        "--sample", type=int, metavar="N", help="N of the chosen faults, drawn with --seed."
+    )
     parser.add_argument("--seed", type=int, default=0, help="Of --sample.")
-    parser.add_argument("--jobs", type=int, default=1, help="Faults at a time; each job has its own copy of the repository.")
-    parser.add_argument("--timeout", type=float, default=60.0, help="Seconds beyond five times what a fault's tests need without it; then they hang.")
-    parser.add_argument("--list", action="store_true", help="Print the faults instead of planting them.")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="Faults at a time; each job has its own copy of the repository.",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        help="Seconds beyond five times what a fault's tests need without it; then they hang.",
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="Print the faults instead of planting them."
+    )
     options = parser.parse_args()
     try:
         chosen = select(read_faults(), options.names, sample=options.sample, seed=options.seed)

@@ -1,12 +1,14 @@
 """The table of planted faults: `faults/<area>.yaml`, one entry per fault, read and checked here.
 
-    - id: schedule-drops-last-step          # unique, starts with the name of its area's file
-      file: slime/data/schedule.py
-      kind: off by one                      # what sort of slip it is
-      old: for step in range(num_steps)     # occurs exactly once in the file
-      new: for step in range(num_steps - 1)
-      tests: tests/contract/test_dp_schedule.py::test_every_sample_is_in_one_step   # one or a list: pytest files or node ids
-      equivalent: why no test can see it    # only where the fault changes nothing that can be observed
+- id: schedule-drops-last-step          # unique, starts with the name of its area's file
+  file: slime/data/schedule.py
+  kind: off by one                      # what sort of slip it is
+  old: for step in range(num_steps)     # occurs exactly once in the file
+  new: for step in range(num_steps - 1)
+  tests: tests/contract/test_dp_schedule.py::test_every_sample_is_in_one_step   # one or a list:
+                                                                                pytest files or
+                                                                                node ids
+  equivalent: why no test can see it # only where the fault changes nothing that can be observed
 """
 
 from __future__ import annotations
@@ -35,10 +37,14 @@ class Fault:
     equivalent: str | None = None
 
     def apply(self, root: Path = ROOT) -> str:
-        """Returns the file's text with the fault in it; ValueError when the old text does not occur exactly once."""
+        """Returns the file's text with the fault in it; ValueError when the old text does not occur
+        exactly once.
+        """
         text = (root / self.file).read_text(encoding="utf-8")
         if (count := text.count(self.old)) != 1:
-            raise ValueError(f"{self.id}: {self.old!r} occurs {count} times in {self.file}, not once")
+            raise ValueError(
+                f"{self.id}: {self.old!r} occurs {count} times in {self.file}, not once"
+            )
         return text.replace(self.old, self.new)
 
 
@@ -48,7 +54,9 @@ def read_fault(area: str, entry: dict[str, object]) -> Fault:
     missing = [name for name in REQUIRED if entry.get(name) is None]
     unknown = sorted(set(entry) - fields)
     if missing or unknown:
-        raise ValueError(f"{area}.yaml, {entry.get('id', entry)}: missing {missing}, not known {unknown}")
+        raise ValueError(
+            f"{area}.yaml, {entry.get('id', entry)}: missing {missing}, not known {unknown}"
+        )
     tests = entry["tests"]
     listed = tuple(tests) if isinstance(tests, list) else (str(tests),)
     texts = {name: str(value) for name, value in entry.items() if name != "tests"}
@@ -65,14 +73,18 @@ def read_faults(folder: Path = FAULTS) -> list[Fault]:
 
 
 def find_problems(faults: list[Fault], root: Path = ROOT) -> list[str]:
-    """Returns a sentence per fault that cannot be planted: text not there once, no such test file, id taken or foreign, no change of one line."""
+    """Returns a sentence per fault that cannot be planted: text not there once, no such test file,
+    id taken or foreign, no change of one line.
+    """
     problems, seen = [], set[str]()
     for fault in faults:
         if fault.id in seen:
             problems.append(f"{fault.id} is there twice")
         seen.add(fault.id)
         if not fault.id.startswith(f"{fault.area}-"):
-            problems.append(f"{fault.id} is in {fault.area}.yaml; its id must start with {fault.area}-")
+            problems.append(
+                f"{fault.id} is in {fault.area}.yaml; its id must start with {fault.area}-"
+            )
         if fault.old == fault.new:
             problems.append(f"{fault.id} changes nothing")
         if not (root / fault.file).is_file():

@@ -1,4 +1,6 @@
-"""`MegatronTrainRayActor`: one Megatron rank, from its shard of a rollout to new weights in the engines."""
+"""`MegatronTrainRayActor`: one Megatron rank, from its shard of a rollout to new weights in the
+engines.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,13 @@ from slime.metrics.statistics import compute_rollout_step
 from slime.models.hf_config import read_hf_config
 from slime.ray.train_actor import TrainRayActor
 from slime.tracking.timer import Timer, inverse_timer, timer
-from slime.tracking.tracking import configure_logger, finish_tracking, init_tracking, log, log_dir_of
+from slime.tracking.tracking import (
+    configure_logger,
+    finish_tracking,
+    init_tracking,
+    log,
+    log_dir_of,
+)
 from slime.utils.data import process_rollout_data
 from slime.utils.misc import load_function
 
@@ -65,12 +73,18 @@ ENGINES = "rollout_actor"  # the weight set that the engines use, with --keep-ol
 
 
 class MegatronTrainRayActor(TrainRayActor):
-    """Owns a model, its optimizer and scheduler, and further weight sets (ref, teacher, old_actor) for the same structure."""
+    """Owns a model, its optimizer and scheduler, and further weight sets (ref, teacher, old_actor)
+    for the same structure.
+    """
 
-    # --- start -------------------------------------------------------------------------------------------------------
+    # --- start ------------------------------------------------------------------------------------
 
-    def init(self, args: Any, role: str, with_ref: bool = False, with_opd_teacher: bool = False) -> int:
-        """Builds the model and loads its weights; returns the first rollout to run (loaded iteration + 1, or 0)."""
+    def init(
+        self, args: Any, role: str, with_ref: bool = False, with_opd_teacher: bool = False
+    ) -> int:
+        """Builds the model and loads its weights; returns the first rollout to run (loaded
+        iteration + 1, or 0).
+        """
         configure_logger(f"{role}-{self.rank}", log_dir=log_dir_of(args))
         torch.set_num_threads(1 if get_accelerator().name == "cpu" else torch.get_num_threads())
         super().init(args, role, with_ref, with_opd_teacher)
@@ -96,7 +110,9 @@ class MegatronTrainRayActor(TrainRayActor):
         if self.with_opd_teacher:
             self.load_other_checkpoint("teacher", args.opd_teacher_load)
         source = args.load if self.role == "actor" else args.critic_load
-        iteration = checkpoint.load_checkpoint(args, self.model, self.optimizer, self.opt_param_scheduler, load_dir=source)
+        iteration = checkpoint.load_checkpoint(
+            args, self.model, self.optimizer, self.opt_param_scheduler, load_dir=source
+        )
         self.weights.backup("actor")
         if iteration is None:
             return 0
@@ -104,7 +120,9 @@ class MegatronTrainRayActor(TrainRayActor):
         return iteration + 1
 
     def _restore_state(self, folder: Path, iteration: int) -> None:
-        """What this role remembered when the checkpoint was saved; versions that saved none counted a version per rollout."""
+        """What this role remembered when the checkpoint was saved; versions that saved none counted
+        a version per rollout.
+        """
         state = actor_state.load_actor_state(folder)
         if state is None:
             self.weight_version = iteration + 1
@@ -117,18 +135,27 @@ class MegatronTrainRayActor(TrainRayActor):
         actor_state.restore_weight_sets(folder, self.model, self.weights, tags)
         self._moved_reference = "ref" in tags
         if self._moved_reference and self.rank == 0:
-            logger.info("The reference is the one that had moved by rollout %d, not that of --ref-load.", iteration)
+            logger.info(
+                "The reference is the one that had moved by rollout %d, not that of --ref-load.",
+                iteration,
+            )
 
     def load_other_checkpoint(self, tag: str, path: str | None) -> None:
-        """Loads the weights at `path` (Megatron or Hugging Face; None: --hf-checkpoint) and keeps them under `tag`."""
+        """Loads the weights at `path` (Megatron or Hugging Face; None: --hf-checkpoint) and keeps
+        them under `tag`.
+        """
         step = {"ref": self.args.ref_ckpt_step, "teacher": self.args.opd_teacher_ckpt_step}.get(tag)
-        checkpoint.load_weights(self.args, self.model, path or self.args.hf_checkpoint, ckpt_step=step)
+        checkpoint.load_weights(
+            self.args, self.model, path or self.args.hf_checkpoint, ckpt_step=step
+        )
         self.weights.backup(tag)
 
     @property
     def train_parallel_config(self) -> dict[str, int]:
         """What the rollout side needs to split samples for these ranks."""
-        group = self.args.microbatch_group_size_per_vp_stage or self.args.pipeline_model_parallel_size
+        group = (
+            self.args.microbatch_group_size_per_vp_stage or self.args.pipeline_model_parallel_size
+        )
         return {
             "dp_size": mpu.get_data_parallel_world_size(with_context_parallel=False),
             "cp_size": mpu.get_context_parallel_world_size(),
@@ -137,15 +164,22 @@ class MegatronTrainRayActor(TrainRayActor):
             "microbatch_group_size_per_vp_stage": group,
         }
 
-    # --- one rollout -------------------------------------------------------------------------------------------------
+    # --- one rollout ------------------------------------------------------------------------------
 
     def train(
-        self, rollout_id: int, rollout_data_ref: list, external_data: Any = None, *, sampler_age: int | None = None
+        self,
+        rollout_id: int,
+        rollout_data_ref: list,
+        external_data: Any = None,
+        *,
+        sampler_age: int | None = None,
     ) -> Any:
-        """Trains on one rollout. On the last pipeline stage a critic returns {"values": per-sample CPU tensors}, and the policy, on one rank per data-parallel
-        rank, {"not_trained": {reason: planned samples that did not train}}; else None.
+        """Trains on one rollout. On the last pipeline stage a critic returns {"values": per-sample
+        CPU tensors}, and the policy, on one rank per data-parallel rank, {"not_trained": {reason:
+        planned samples that did not train}}; else None.
 
-        sampler_age: how many versions the engines got since the rollout was begun, for --keep-old-actor; None: not known.
+        sampler_age: how many versions the engines got since the rollout was begun, for
+        --keep-old-actor; None: not known.
         """
         Timer().end("train_wait")
         self._last_rollout_id, self._sampler_age = rollout_id, sampler_age
@@ -172,11 +206,18 @@ class MegatronTrainRayActor(TrainRayActor):
             cp_size=mpu.get_context_parallel_world_size(),
         )
 
-    def train_actor(self, rollout_id: int, rollout_data: RolloutBatch, external_data: Any = None) -> dict[str, Any] | None:
-        """Log-prob passes, advantages, metrics, optimizer steps, and the periodic refresh of the reference."""
+    def train_actor(
+        self, rollout_id: int, rollout_data: RolloutBatch, external_data: Any = None
+    ) -> dict[str, Any] | None:
+        """Log-prob passes, advantages, metrics, optimizer steps, and the periodic refresh of the
+        reference.
+        """
         args = self.args
         data_iterator = get_data_iterator(rollout_data)
-        has_functions = args.custom_advantage_function_path is not None or args.rollout_data_postprocess_path is not None
+        has_functions = (
+            args.custom_advantage_function_path is not None
+            or args.rollout_data_postprocess_path is not None
+        )
         trainable = have_trainable_tokens(rollout_data) if has_functions else None
         if args.compute_advantages_and_returns:
             self._compute_log_probs(rollout_data, data_iterator)
@@ -188,13 +229,19 @@ class MegatronTrainRayActor(TrainRayActor):
             with same_samples(rollout_data, "--rollout-data-postprocess-path", path):
                 load_function(path)(args, rollout_id, rollout_data)
         log_rollout_data(rollout_id, args, rollout_data)
-        with looked_at_log_probs(rollout_data, lambda: self._look_at_log_probs(rollout_id, rollout_data)):
+        with looked_at_log_probs(
+            rollout_data, lambda: self._look_at_log_probs(rollout_id, rollout_data)
+        ):
             skipped = self._step(rollout_id, data_iterator)
         self.weight_ages.trained()
         save_debug_train_data(args, rollout_id=rollout_id, rollout_data=rollout_data)
         self._log_weight_change(rollout_id)
         self.weights.backup("actor")
-        if self.with_ref and args.ref_update_interval is not None and (rollout_id + 1) % args.ref_update_interval == 0:
+        if (
+            self.with_ref
+            and args.ref_update_interval is not None
+            and (rollout_id + 1) % args.ref_update_interval == 0
+        ):
             self.weights.backup("ref")
             self.weights.active = "actor"
             self._moved_reference = True
@@ -202,20 +249,32 @@ class MegatronTrainRayActor(TrainRayActor):
             log_perf_data(rollout_id, args)
         if not counts_for_its_data_parallel_rank():
             return None
-        return {"not_trained": count_not_trained(rollout_data, trainable_before=trainable, skipped_steps=skipped)}
+        return {
+            "not_trained": count_not_trained(
+                rollout_data, trainable_before=trainable, skipped_steps=skipped
+            )
+        }
 
     def _compute_advantages(self, rollout_data: RolloutBatch) -> None:
-        with same_samples(rollout_data, "--custom-advantage-function-path", self.args.custom_advantage_function_path):
+        with same_samples(
+            rollout_data,
+            "--custom-advantage-function-path",
+            self.args.custom_advantage_function_path,
+        ):
             compute_advantages_and_returns(self.args, rollout_data)
 
     def _look_at_log_probs(self, rollout_id: int, rollout_data: RolloutBatch) -> None:
-        """Before the weights change: a gap to the engine's log-probs is then seen, and may end the run, before it has done harm."""
+        """Before the weights change: a gap to the engine's log-probs is then seen, and may end the
+        run, before it has done harm.
+        """
         versions = rollout_data.get("oldest_weight_version")
         log_consistency(
             rollout_id,
             self.args,
             rollout_data,
-            ages_N=self.weight_ages.of(np.array([int(version) for version in versions])) if versions is not None else None,
+            ages_N=self.weight_ages.of(np.array([int(version) for version in versions]))
+            if versions is not None
+            else None,
             compares_sampler=self.args.keep_old_actor and self._sampler_tag is not None,
         )
 
@@ -225,10 +284,16 @@ class MegatronTrainRayActor(TrainRayActor):
         dist.all_reduce(change, op=dist.ReduceOp.MAX, group=get_gloo_group())
         if initialize.is_megatron_main_rank():
             metrics = {"train/weight_delta": change.item()}
-            log(self.args, metrics | {"rollout/step": compute_rollout_step(self.args, rollout_id)}, step_key="rollout/step")
+            log(
+                self.args,
+                metrics | {"rollout/step": compute_rollout_step(self.args, rollout_id)},
+                step_key="rollout/step",
+            )
 
     def _step(self, rollout_id: int, data_iterator: list) -> list[int]:
-        """The rollout's optimizer steps. Returns which of them changed nothing, by number within the rollout; [] but on the last pipeline stage."""
+        """The rollout's optimizer steps. Returns which of them changed nothing, by number within
+        the rollout; [] but on the last pipeline stage.
+        """
         with timer("actor_train"):
             logged = train(
                 self.args,
@@ -249,18 +314,26 @@ class MegatronTrainRayActor(TrainRayActor):
         num_microbatches = rollout_data["num_microbatches"]
         if "ref" in self.weights:
             with timer("ref_log_probs"), self.weights.borrowed("ref"):
-                rollout_data.update(self._log_probs(data_iterator, num_microbatches, store_prefix="ref_"))
+                rollout_data.update(
+                    self._log_probs(data_iterator, num_microbatches, store_prefix="ref_")
+                )
         if "teacher" in self.weights:
             with timer("teacher_log_probs"), self.weights.borrowed("teacher"):
-                rollout_data.update(self._log_probs(data_iterator, num_microbatches, store_prefix="teacher_"))
+                rollout_data.update(
+                    self._log_probs(data_iterator, num_microbatches, store_prefix="teacher_")
+                )
         plan = LogProbPlan.from_args(self.args, num_steps=len(num_microbatches))
         if reasons_to_recompute_log_probs(plan):
             with timer("log_probs"), self._old_weights():
-                rollout_data.update(self._log_probs(data_iterator, num_microbatches, store_prefix=""))
+                rollout_data.update(
+                    self._log_probs(data_iterator, num_microbatches, store_prefix="")
+                )
 
     @contextlib.contextmanager
     def _old_weights(self) -> Iterator[None]:
-        """Inside, the weights that sampled the rollout, where --keep-old-actor keeps them: those of the engines, or those before."""
+        """Inside, the weights that sampled the rollout, where --keep-old-actor keeps them: those of
+        the engines, or those before.
+        """
         if self._sampler_tag is None:
             yield
             return
@@ -273,7 +346,9 @@ class MegatronTrainRayActor(TrainRayActor):
         tag = "old_actor" if self._sampler_age else ENGINES
         return tag if self._sampler_age is not None and tag in self.weights else None
 
-    def _log_probs(self, data_iterator: list, num_microbatches: list[int], *, store_prefix: str) -> RolloutBatch:
+    def _log_probs(
+        self, data_iterator: list, num_microbatches: list[int], *, store_prefix: str
+    ) -> RolloutBatch:
         return forward_only(
             get_log_probs_and_entropy,
             self.args,
@@ -286,10 +361,20 @@ class MegatronTrainRayActor(TrainRayActor):
         )
 
     def train_critic(self, rollout_id: int, rollout_data: RolloutBatch) -> dict[str, list] | None:
-        """Values of the rollout, returns from them, and the critic's steps. Returns the values for the actor."""
+        """Values of the rollout, returns from them, and the critic's steps. Returns the values for
+        the actor.
+        """
         data_iterator = get_data_iterator(rollout_data)
         with timer("values"):
-            rollout_data.update(forward_only(get_values, self.args, self.model, data_iterator, rollout_data["num_microbatches"]))
+            rollout_data.update(
+                forward_only(
+                    get_values,
+                    self.args,
+                    self.model,
+                    data_iterator,
+                    rollout_data["num_microbatches"],
+                )
+            )
         self._compute_advantages(rollout_data)
         self._step(rollout_id, data_iterator)
         with inverse_timer("train"):
@@ -300,17 +385,25 @@ class MegatronTrainRayActor(TrainRayActor):
 
     def _log_critic_times(self, rollout_id: int) -> None:
         """Under names of its own: the policy's ranks log perf/ of the same rollout."""
-        metrics = {f"perf/critic-{name}_time": seconds for name, seconds in Timer().log_dict().items()}
+        metrics = {
+            f"perf/critic-{name}_time": seconds for name, seconds in Timer().log_dict().items()
+        }
         Timer().reset()
         if initialize.is_megatron_main_rank():
-            log(self.args, metrics | {"rollout/step": compute_rollout_step(self.args, rollout_id)}, step_key="rollout/step")
+            log(
+                self.args,
+                metrics | {"rollout/step": compute_rollout_step(self.args, rollout_id)},
+                step_key="rollout/step",
+            )
 
-    # --- weights -----------------------------------------------------------------------------------------------------
+    # --- weights ----------------------------------------------------------------------------------
 
     def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
-        """Publishes a checkpoint of iteration `rollout_id`, and a Hugging Face folder where --save-hf asks for one.
+        """Publishes a checkpoint of iteration `rollout_id`, and a Hugging Face folder where
+        --save-hf asks for one.
 
-        Every save has been read back when this returns, so upstream's `force_sync` has nothing to force.
+        Every save has been read back when this returns, so upstream's `force_sync` has nothing to
+        force.
         """
         del force_sync
         args = self.args
@@ -325,15 +418,20 @@ class MegatronTrainRayActor(TrainRayActor):
                     self.opt_param_scheduler,
                     save_dir=folder,
                     write_extra=self._save_state,
-                    # The critic's is published first: until the policy's is, the one before must stay.
+                    # The critic's is published first: until the policy's is, the one before must
+                    # stay.
                     keep=args.keep_checkpoints and args.keep_checkpoints + (self.role == "critic"),
                 )
         if args.save_hf is not None and self.role == "actor":
             checkpoint.save_hf_checkpoint(args, rollout_id, self.model, self.hf_config)
 
     def suspend(self, folder: str) -> None:
-        """Writes the whole state below `folder`, over that of the time before, for processes that go on in place of these."""
-        whole = argparse.Namespace(**{**vars(self.args), "no_save_optim": False, "no_save_rng": False})
+        """Writes the whole state below `folder`, over that of the time before, for processes that
+        go on in place of these.
+        """
+        whole = argparse.Namespace(
+            **{**vars(self.args), "no_save_optim": False, "no_save_rng": False}
+        )
         checkpoint.save_checkpoint(
             whole,
             self._last_rollout_id or 0,
@@ -346,11 +444,19 @@ class MegatronTrainRayActor(TrainRayActor):
         )
 
     def _save_state(self, folder: Path) -> None:
-        sets = [*(["ref"] if self._moved_reference else []), *([ENGINES] if ENGINES in self.weights else [])]
+        sets = [
+            *(["ref"] if self._moved_reference else []),
+            *([ENGINES] if ENGINES in self.weights else []),
+        ]
         ages = self.weight_ages
         recent = dict(list(ages.trained_at.items())[-NUM_VERSIONS_KEPT:])
         state = actor_state.ActorState(
-            self.weight_version, self._last_train_step, self._weights_fingerprint, ages.num_trained, recent, tuple(sets)
+            self.weight_version,
+            self._last_train_step,
+            self._weights_fingerprint,
+            ages.num_trained,
+            recent,
+            tuple(sets),
         )
         actor_state.save_actor_state(folder, state, self.model, self.weights)
 
@@ -362,7 +468,9 @@ class MegatronTrainRayActor(TrainRayActor):
             self.weight_version += 1
             before, self._weights_fingerprint = (
                 self._weights_fingerprint,
-                publish_weights(self.args, self.model, self.hf_config, self.rollout_manager, self.weight_version),
+                publish_weights(
+                    self.args, self.model, self.hf_config, self.rollout_manager, self.weight_version
+                ),
             )
         self.weight_ages.published(self.weight_version)
         if self.args.keep_old_actor:
@@ -378,7 +486,9 @@ class MegatronTrainRayActor(TrainRayActor):
             log(self.args, metrics, step_key="rollout/step")
 
     def sleep(self) -> None:
-        """Moves what only training needs out of the device's memory: weights, gradients and optimizer state."""
+        """Moves what only training needs out of the device's memory: weights, gradients and
+        optimizer state.
+        """
         if self._asleep is None:
             self._asleep = get_accelerator().offload(
                 training_tensors(self.model, self.optimizer), folder=self.args.run_dir
@@ -395,4 +505,3 @@ class MegatronTrainRayActor(TrainRayActor):
         finish_tracking(self.args, primary=False)
         mpu.destroy_model_parallel()
         super().stop()
-

@@ -1,4 +1,5 @@
-"""What a training rank remembers beside model, optimizer and random states: further weight sets that move, and its counters.
+"""What a training rank remembers beside model, optimizer and random states: further weight sets
+that move, and its counters.
 
     iter_0000012/weight_sets/ref/...   a weight set in the distributed format, for any layout
     iter_0000012/actor_state.json      the counters, and which sets were saved
@@ -30,14 +31,17 @@ class ActorState:
     last_train_step: int  # the last value of the train axis, -1 for none
     weights_fingerprint: str | None = None  # of the weights that the engines were given last
     rollouts_trained: int = 0
-    published_at: Mapping[int, int] = dataclasses.field(default_factory=dict)  # version -> rollouts trained by then
+    # version -> rollouts trained by then
+    published_at: Mapping[int, int] = dataclasses.field(default_factory=dict)
     sets: tuple[str, ...] = ()
 
 
 def save_actor_state(
     folder: Path, state: ActorState, model: Sequence[torch.nn.Module], weights: WeightsBackup
 ) -> None:
-    """Writes the state and its weight sets into a checkpoint folder. Called by all ranks together."""
+    """Writes the state and its weight sets into a checkpoint folder. Called by all
+    ranks together.
+    """
     for tag in state.sets:
         place = folder / SETS / tag
         place.mkdir(parents=True, exist_ok=True)
@@ -48,26 +52,45 @@ def save_actor_state(
 
 
 def load_actor_state(folder: Path) -> ActorState | None:
-    """The state in a checkpoint folder; None where an earlier version saved none. ConfigError for a damaged one."""
+    """The state in a checkpoint folder; None where an earlier version saved none. ConfigError for a
+    damaged one.
+    """
     path = folder / STATE
     if not path.is_file():
         return None
     try:
         values = json.loads(path.read_text())
-        published_at = {int(version): count for version, count in values.get("published_at", {}).items()}
-        state = ActorState(**{**values, "sets": tuple(values["sets"]), "published_at": published_at})
+        published_at = {
+            int(version): count for version, count in values.get("published_at", {}).items()
+        }
+        state = ActorState(
+            **{**values, "sets": tuple(values["sets"]), "published_at": published_at}
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is damaged ({error}). Resume from an earlier checkpoint with --ckpt-step.") from error
-    numbers = (state.weight_version, state.last_train_step, state.rollouts_trained, *published_at.values())
-    if not all(type(number) is int for number in numbers) or not all(tag.isidentifier() for tag in state.sets):
-        raise ConfigError(f"{path} is damaged: {values}. Resume from an earlier checkpoint with --ckpt-step.")
+        raise ConfigError(
+            f"{path} is damaged ({error}). Resume from an earlier checkpoint with --ckpt-step."
+        ) from error
+    numbers = (
+        state.weight_version,
+        state.last_train_step,
+        state.rollouts_trained,
+        *published_at.values(),
+    )
+    if not all(type(number) is int for number in numbers) or not all(
+        tag.isidentifier() for tag in state.sets
+    ):
+        raise ConfigError(
+            f"{path} is damaged: {values}. Resume from an earlier checkpoint with --ckpt-step."
+        )
     return state
 
 
 def restore_weight_sets(
     folder: Path, model: Sequence[torch.nn.Module], weights: WeightsBackup, tags: Iterable[str]
 ) -> None:
-    """Fills the sets `tags` from a checkpoint folder; the model keeps its weights. Called by all ranks together."""
+    """Fills the sets `tags` from a checkpoint folder; the model keeps its weights. Called by all
+    ranks together.
+    """
     active = weights.active
     for tag in tags:
         load_weights_into(folder / SETS / tag, model)

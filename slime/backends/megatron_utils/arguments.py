@@ -1,6 +1,8 @@
-"""Upstream's checks of Megatron options: against the Hugging Face config, of the allgather layout of context parallelism, and of the layout.
+"""Upstream's checks of Megatron options: against the Hugging Face config, of the allgather layout
+of context parallelism, and of the layout.
 
-Imports nothing from Megatron, and nothing of slime before a function is called: callers load this file by its path with stand-ins for Megatron.
+Imports nothing from Megatron, and nothing of slime before a function is called: callers load this
+file by its path with stand-ins for Megatron.
 """
 
 from __future__ import annotations
@@ -24,11 +26,14 @@ DSA_ARCHITECTURES = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 
 
 def megatron_parse_args(
-    extra_args_provider: Callable[[argparse.ArgumentParser], Any] | None, skip_hf_validate: bool = False
+    extra_args_provider: Callable[[argparse.ArgumentParser], Any] | None,
+    skip_hf_validate: bool = False,
 ) -> argparse.Namespace:
-    """Returns the options of the process's command line, with those that `extra_args_provider(parser)` adds.
+    """Returns the options of the process's command line, with those that
+    `extra_args_provider(parser)` adds.
 
-    Unless `skip_hf_validate`, options that contradict --hf-checkpoint/config.json raise; ConfigError for whatever else is wrong.
+    Unless `skip_hf_validate`, options that contradict --hf-checkpoint/config.json raise;
+    ConfigError for whatever else is wrong.
     """
     from slime.config.cli import join_problems, parse_command_line
     from slime.exceptions import ConfigError
@@ -43,19 +48,27 @@ def megatron_parse_args(
 
 
 def set_default_megatron_args(args: argparse.Namespace) -> argparse.Namespace:
-    """Gives `args` every option that it lacks, with its default, and returns it. What it has stays, None included."""
+    """Gives `args` every option that it lacks, with its default, and returns it. What it has stays,
+    None included.
+    """
     import copy
 
     from slime.config.derive import apply_derived
     from slime.config.specs import all_specs
 
-    missing = {spec.name: copy.copy(spec.default) for spec in all_specs() if not hasattr(args, spec.name) and not spec.required}
+    missing = {
+        spec.name: copy.copy(spec.default)
+        for spec in all_specs()
+        if not hasattr(args, spec.name) and not spec.required
+    }
     apply_derived(args, missing)
     return args
 
 
 def validate_args(args: argparse.Namespace) -> None:
-    """Raises ConfigError (a ValueError) with everything that makes the parallel layout of `args` impossible for its model."""
+    """Raises ConfigError (a ValueError) with everything that makes the parallel layout of `args`
+    impossible for its model.
+    """
     from slime.backends.megatron_utils.layout import layout_problems
     from slime.config.cli import join_problems
     from slime.exceptions import ConfigError
@@ -67,10 +80,12 @@ def validate_args(args: argparse.Namespace) -> None:
 
 
 def _hf_validate_args(args: Any, hf_config: Any) -> None:
-    """AssertionError that lists every option of `args` that contradicts `hf_config` (an object or a mapping; its `text_config` if it has one).
+    """AssertionError that lists every option of `args` that contradicts `hf_config` (an object or a
+    mapping; its `text_config` if it has one).
 
-    Compared: hidden size, heads, layers, the dense MLP's width (where a layer is dense), expert and shared-expert width, tied embeddings, norm
-    epsilon, rope base. What either side lacks is not compared.
+    Compared: hidden size, heads, layers, the dense MLP's width (where a layer is dense), expert and
+    shared-expert width, tied embeddings, norm epsilon, rope base. What either side lacks is not
+    compared.
     """
     given = vars(args)
     problems = [
@@ -87,7 +102,9 @@ def _config_values(config: Any) -> Mapping[str, Any]:
     return values if inner is None else _config_values(inner)
 
 
-def _expected_values(given: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _expected_values(
+    given: Mapping[str, Any], config: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
     """Yields (Megatron option, value that the config asks for)."""
     for hf_name, name in _SAME_VALUE.items():
         if config.get(hf_name) is not None:
@@ -106,11 +123,17 @@ def _expected_values(given: Mapping[str, Any], config: Mapping[str, Any]) -> Ite
 
 
 def _has_dense_layer(given: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Whether the model has an MLP that is no expert: it is no MoE model, or `moe_layer_freq` leaves some layers dense."""
+    """Whether the model has an MLP that is no expert: it is no MoE model, or `moe_layer_freq`
+    leaves some layers dense.
+    """
     if config.get("moe_intermediate_size") is None:
         return True
     pattern = given.get("moe_layer_freq", 1)
-    return 0 in pattern if isinstance(pattern, list | tuple) else isinstance(pattern, int) and pattern > 1
+    return (
+        0 in pattern
+        if isinstance(pattern, list | tuple)
+        else isinstance(pattern, int) and pattern > 1
+    )
 
 
 def _equal(given: Any, expected: Any) -> bool:
@@ -120,7 +143,8 @@ def _equal(given: Any, expected: Any) -> bool:
 
 
 def _validate_allgather_cp_supported(args: Any, hf_config: Any = None) -> None:
-    """ValueError where `allgather_cp` is on above context-parallel size 1 for a model without DSA attention (`DSA_ARCHITECTURES`).
+    """ValueError where `allgather_cp` is on above context-parallel size 1 for a model without DSA
+    attention (`DSA_ARCHITECTURES`).
 
     Without `hf_config` the one of `args.hf_checkpoint` is read.
     """
@@ -131,10 +155,17 @@ def _validate_allgather_cp_supported(args: Any, hf_config: Any = None) -> None:
         from slime.models.hf_config import read_hf_config
 
         hf_config = read_hf_config(given["hf_checkpoint"])
-    values = {} if hf_config is None else hf_config if isinstance(hf_config, Mapping) else vars(hf_config)
+    values = (
+        {}
+        if hf_config is None
+        else hf_config
+        if isinstance(hf_config, Mapping)
+        else vars(hf_config)
+    )
     architectures = values.get("architectures") or []
     if not set(architectures) & set(DSA_ARCHITECTURES):
         raise ValueError(
-            f"--allgather-cp with --context-parallel-size {given['context_parallel_size']} is only supported for DSA attention models "
+            f"--allgather-cp with --context-parallel-size {given['context_parallel_size']} is only "
+            "supported for DSA attention models "
             f"({', '.join(DSA_ARCHITECTURES)}), not for {list(architectures)}. Leave --allgather-cp out."
         )

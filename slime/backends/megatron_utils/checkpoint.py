@@ -1,7 +1,9 @@
-"""Saving and resuming a training run: weights, optimizer, schedule, random states, published as one folder.
+"""Saving and resuming a training run: weights, optimizer, schedule, random states, published as one
+folder.
 
-A checkpoint folder holds the weights in Megatron-core's distributed format, optimizer state in safetensors, everything else as
-JSON, and a manifest of hashes. Nothing in it is unpickled: the distributed format's index is taken apart as data (`weights_index`).
+A checkpoint folder holds the weights in Megatron-core's distributed format, optimizer state in
+safetensors, everything else as JSON, and a manifest of hashes. Nothing in it is unpickled: the
+distributed format's index is taken apart as data (`weights_index`).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ logger = logging.getLogger(__name__)
 _STATE = "state.json"
 
 
-# --- loading ---------------------------------------------------------------------------------------------------------
+# --- loading --------------------------------------------------------------------------------------
 
 
 def load_checkpoint(
@@ -45,12 +47,14 @@ def load_checkpoint(
     *,
     load_dir: str | None,
 ) -> int | None:
-    """Fills model, optimizer, scheduler and random states; returns the iteration to continue after, None for a fresh start.
+    """Fills model, optimizer, scheduler and random states; returns the iteration to continue after,
+    None for a fresh start.
 
-    `load_dir` is a Megatron checkpoint folder (iteration `args.ckpt_step`, or its latest) or a Hugging Face folder; None means
-    `args.hf_checkpoint`. Weights and optimizer state may come from another layout; random states are restored only under the same.
-    `args.finetune`, `no_load_optim` and `no_load_rng` leave parts out. Called by all ranks together.
-    Raises `ConfigError` where there is nothing to load, and when a file is missing, cut or changed, naming it on every rank.
+    `load_dir` is a Megatron checkpoint folder (iteration `args.ckpt_step`, or its latest) or a
+    Hugging Face folder; None means `args.hf_checkpoint`. Weights and optimizer state may come from
+    another layout; random states are restored only under the same. `args.finetune`, `no_load_optim`
+    and `no_load_rng` leave parts out. Called by all ranks together. Raises `ConfigError` where
+    there is nothing to load, and when a file is missing, cut or changed, naming it on every rank.
     """
     if load_dir is None or not files.is_megatron_checkpoint(load_dir):
         _load_hf(args, model, load_dir or args.hf_checkpoint)
@@ -71,8 +75,12 @@ def load_checkpoint(
     return iteration
 
 
-def load_weights(args: Any, model: Sequence[torch.nn.Module], path: str, *, ckpt_step: int | None = None) -> None:
-    """Fills the model alone, from a Megatron checkpoint or a Hugging Face folder. Called by all ranks together."""
+def load_weights(
+    args: Any, model: Sequence[torch.nn.Module], path: str, *, ckpt_step: int | None = None
+) -> None:
+    """Fills the model alone, from a Megatron checkpoint or a Hugging Face folder. Called by all
+    ranks together.
+    """
     if not files.is_megatron_checkpoint(path):
         _load_hf(args, model, path)
         return
@@ -86,7 +94,8 @@ def _load_hf(args: Any, model: Sequence[torch.nn.Module], path: str | None) -> N
         raise ConfigError("There are no weights to start from. Give --hf-checkpoint or --load.")
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(
-            f"{path} is neither a Megatron checkpoint (no {files.TRACKER}) nor a Hugging Face folder (no config.json)."
+            f"{path} is neither a Megatron checkpoint (no {files.TRACKER}) nor a Hugging Face "
+            "folder (no config.json)."
         )
     load_hf_weights(args, model, path)
 
@@ -101,20 +110,25 @@ def _verify(folder: Path) -> None:
     manifest = files.read_manifest(folder)
     if manifest is None:
         logger.warning(
-            "%s has no %s: it was not saved by slime, and its files cannot be checked.", folder, files.MANIFEST
+            "%s has no %s: it was not saved by slime, and its files cannot be checked.",
+            folder,
+            files.MANIFEST,
         )
         return
     names = sorted(manifest)[dist.get_rank() :: dist.get_world_size()]
     problems = _from_all_ranks(files.damaged_files(folder, manifest, names))
     if problems:
-        raise ConfigError(f"{' '.join(problems)} Resume from an earlier checkpoint with --ckpt-step.")
+        raise ConfigError(
+            f"{' '.join(problems)} Resume from an earlier checkpoint with --ckpt-step."
+        )
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
     path = folder / _STATE
     if not path.is_file():
         raise ConfigError(
-            f"{folder} was not saved by slime ({_STATE} is missing): only its weights can be loaded. Use --finetune."
+            f"{folder} was not saved by slime ({_STATE} is missing): only its weights can be "
+            "loaded. Use --finetune."
         )
     return json.loads(path.read_text())
 
@@ -125,13 +139,19 @@ def _load_scheduler(folder: Path, state: dict[str, Any], scheduler: Any) -> None
         raise ConfigError(f"{folder} holds no scheduler state. Resume with --no-load-optim.")
     own = scheduler.state_dict()
     differing = [
-        f"{key} {saved[key]!r} (now {own[key]!r})" for key in own if key != "num_steps" and saved.get(key) != own[key]
+        f"{key} {saved[key]!r} (now {own[key]!r})"
+        for key in own
+        if key != "num_steps" and saved.get(key) != own[key]
     ]
     if differing and scheduler.override_opt_param_scheduler:
         logger.info("The schedule of this run replaces the checkpoint's: %s.", ", ".join(differing))
     elif differing:
         logger.warning(
-            "The checkpoint's learning-rate schedule stays in force: %s. --override-opt-param-scheduler replaces it.", ", ".join(differing)
+            (
+                "The checkpoint's learning-rate schedule stays in force: %s. "
+                "--override-opt-param-scheduler replaces it."
+            ),
+            ", ".join(differing),
         )
     scheduler.num_steps = 0
     scheduler.load_state_dict(saved)
@@ -141,7 +161,9 @@ def _load_rng(folder: Path, state: dict[str, Any]) -> None:
     path = folder / _rng_file(dist.get_rank())
     if state["layout"] != _layout():
         logger.warning(
-            "Random states are not restored: the checkpoint's layout is %s, this run's %s.", state["layout"], _layout()
+            "Random states are not restored: the checkpoint's layout is %s, this run's %s.",
+            state["layout"],
+            _layout(),
         )
     elif not path.is_file():
         raise ConfigError(f"{folder} holds no random states. Resume with --no-load-rng.")
@@ -149,7 +171,7 @@ def _load_rng(folder: Path, state: dict[str, Any]) -> None:
         restore_rng_state(json.loads(path.read_text()))
 
 
-# --- saving ----------------------------------------------------------------------------------------------------------
+# --- saving ---------------------------------------------------------------------------------------
 
 
 def save_checkpoint(
@@ -163,14 +185,19 @@ def save_checkpoint(
     write_extra: Callable[[Path], None] | None = None,
     keep: int | None = None,
 ) -> Path:
-    """Publishes the state after `iteration` as `save_dir`/iter_<iteration>; returns that folder. Called by all ranks together.
+    """Publishes the state after `iteration` as `save_dir`/iter_<iteration>; returns that folder.
+    Called by all ranks together.
 
-    write_extra: called on every rank with the folder while it is being written; what it puts there is published with the rest.
-    keep: checkpoints that stay, the newest first; None: `args.keep_checkpoints`.
-    The pointer moves only after every file's hash was read back. Raises `SlimeError` when anything could not be written; the
-    previous checkpoints and the pointer are then as they were.
+    write_extra: called on every rank with the folder while it is being written; what it puts there
+    is published with the rest. keep: checkpoints that stay, the newest first; None:
+    `args.keep_checkpoints`. The pointer moves only after every file's hash was read back. Raises
+    `SlimeError` when anything could not be written; the previous checkpoints and the pointer are
+    then as they were.
     """
-    temporary, final = files.temporary_folder(save_dir, iteration), files.iteration_folder(save_dir, iteration)
+    temporary, final = (
+        files.temporary_folder(save_dir, iteration),
+        files.iteration_folder(save_dir, iteration),
+    )
     is_first = dist.get_rank() == 0
     _together(lambda: _make_empty(temporary) if is_first else None, temporary)
 
@@ -182,7 +209,9 @@ def save_checkpoint(
             (temporary / _rng_file(dist.get_rank())).write_text(json.dumps(collect_rng_state()))
         if is_first:
             scheduler = (
-                opt_param_scheduler.state_dict() if opt_param_scheduler is not None and not args.no_save_optim else None
+                opt_param_scheduler.state_dict()
+                if opt_param_scheduler is not None and not args.no_save_optim
+                else None
             )
             state = {"iteration": iteration, "layout": _layout(), "scheduler": scheduler}
             (temporary / _STATE).write_text(json.dumps(state, indent=1))
@@ -192,24 +221,34 @@ def save_checkpoint(
     _together(write, temporary)
     manifest: dict[str, Any] = {}
     for entries in _together(
-        lambda: files.hash_files(temporary, _my_share(files.files_below(temporary)), sync=True), temporary
+        lambda: files.hash_files(temporary, _my_share(files.files_below(temporary)), sync=True),
+        temporary,
     ):
         manifest.update(entries)
     _together(lambda: files.publish(temporary, final, manifest) if is_first else None, temporary)
     damaged = _from_all_ranks(files.damaged_files(final, manifest, _my_share(sorted(manifest))))
     if damaged:
-        raise SlimeError(f"The checkpoint {final} does not read back as written, and is not used: {' '.join(damaged)}")
+        raise SlimeError(
+            f"The checkpoint {final} does not read back as written, and is not used: "
+            f"{' '.join(damaged)}"
+        )
 
     def point_and_prune() -> None:
         files.point_to(save_dir, iteration)
-        files.prune(save_dir, keep=args.keep_checkpoints if keep is None else keep, current=iteration)
+        files.prune(
+            save_dir, keep=args.keep_checkpoints if keep is None else keep, current=iteration
+        )
 
     _together(lambda: point_and_prune() if is_first else None, temporary)
     return final
 
 
-def save_hf_checkpoint(args: Any, rollout_id: int, model: Sequence[torch.nn.Module], hf_config: Any = None) -> Path:
-    """Exports Hugging Face weights to `args.save_hf` with {rollout_id} filled in; returns the folder. Called by all ranks together."""
+def save_hf_checkpoint(
+    args: Any, rollout_id: int, model: Sequence[torch.nn.Module], hf_config: Any = None
+) -> Path:
+    """Exports Hugging Face weights to `args.save_hf` with {rollout_id} filled in; returns the
+    folder. Called by all ranks together.
+    """
     del hf_config
     folder = Path(args.save_hf.format(rollout_id=rollout_id))
     save_hf_model_direct_to_path(args, folder, model)
@@ -226,7 +265,9 @@ def _my_share(names: list[str]) -> list[str]:
 
 
 def _together(action: Callable[[], Any], temporary: Path) -> list[Any]:
-    """Runs `action` on all ranks and returns their results; if one could not write, all raise and the temporary folder goes."""
+    """Runs `action` on all ranks and returns their results; if one could not write, all raise and
+    the temporary folder goes.
+    """
     try:
         outcome = (None, action())
     except (OSError, SafetensorError, CheckpointException) as error:
@@ -237,7 +278,9 @@ def _together(action: Callable[[], Any], temporary: Path) -> list[Any]:
     if problems:
         if dist.get_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise SlimeError(f"The checkpoint was not saved, the previous one is intact: {'; '.join(problems)}")
+        raise SlimeError(
+            f"The checkpoint was not saved, the previous one is intact: {'; '.join(problems)}"
+        )
     return [result for _, result in everyone]
 
 

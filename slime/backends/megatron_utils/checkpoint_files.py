@@ -1,6 +1,8 @@
-"""A checkpoint folder on disk: written under a temporary name, hashed, renamed as a whole, pointed to last. No torch, no ranks.
+"""A checkpoint folder on disk: written under a temporary name, hashed, renamed as a whole, pointed
+to last. No torch, no ranks.
 
-SAVE/iter_0000012/...            one checkpoint, with manifest.json: blake2b and size of every other file
+SAVE/iter_0000012/...            one checkpoint, with manifest.json: blake2b and size of every other
+                                 file
 SAVE/latest_checkpointed_iteration.txt   "12"
 """
 
@@ -35,11 +37,15 @@ def temporary_folder(save: str | Path, iteration: int) -> Path:
 def is_megatron_checkpoint(path: str | Path) -> bool:
     """True for a folder with the pointer file, and for an iter_<7 digits> folder itself."""
     path = Path(path)
-    return (path / TRACKER).is_file() or (_ITERATION.fullmatch(path.name) is not None and path.is_dir())
+    return (path / TRACKER).is_file() or (
+        _ITERATION.fullmatch(path.name) is not None and path.is_dir()
+    )
 
 
 def find_checkpoint(path: str | Path, step: int | None) -> tuple[Path, int]:
-    """Returns (checkpoint folder, iteration) of `step`, or of the latest. Raises `ConfigError` where there is none."""
+    """Returns (checkpoint folder, iteration) of `step`, or of the latest. Raises `ConfigError`
+    where there is none.
+    """
     path = Path(path)
     own = _ITERATION.fullmatch(path.name)
     if own and step in (None, int(own[1])):
@@ -48,7 +54,8 @@ def find_checkpoint(path: str | Path, step: int | None) -> tuple[Path, int]:
         text = (path / TRACKER).read_text(errors="replace").strip()
         if not text.isdecimal():
             raise ConfigError(
-                f"{path / TRACKER} holds {text!r}, not an iteration. Write the number of one of {_listed(path)}."
+                f"{path / TRACKER} holds {text!r}, not an iteration. Write the number of one of "
+                f"{_listed(path)}."
             )
         step = int(text)
     folder = iteration_folder(path, step)
@@ -71,8 +78,12 @@ def files_below(folder: str | Path) -> list[str]:
     return sorted(path for path in paths if path != MANIFEST)
 
 
-def hash_files(folder: str | Path, names: Iterable[str], *, sync: bool = False) -> dict[str, dict[str, object]]:
-    """{relative path: {"blake2b": hex, "size": bytes}}; `sync` also forces each file's content to the disk."""
+def hash_files(
+    folder: str | Path, names: Iterable[str], *, sync: bool = False
+) -> dict[str, dict[str, object]]:
+    """{relative path: {"blake2b": hex, "size": bytes}}; `sync` also forces each file's content to
+    the disk.
+    """
     entries: dict[str, dict[str, object]] = {}
     for name in names:
         digest, size = hashlib.blake2b(digest_size=16), 0
@@ -86,10 +97,16 @@ def hash_files(folder: str | Path, names: Iterable[str], *, sync: bool = False) 
     return entries
 
 
-def publish(temporary: str | Path, final: str | Path, entries: Mapping[str, Mapping[str, object]]) -> None:
-    """Writes the manifest and gives the folder its final name; a folder of that name is replaced."""
+def publish(
+    temporary: str | Path, final: str | Path, entries: Mapping[str, Mapping[str, object]]
+) -> None:
+    """Writes the manifest and gives the folder its final name; a folder of that name
+    is replaced.
+    """
     temporary, final = Path(temporary), Path(final)
-    _write_durably(temporary / MANIFEST, json.dumps({"version": 1, "files": entries}, indent=1, sort_keys=True))
+    _write_durably(
+        temporary / MANIFEST, json.dumps({"version": 1, "files": entries}, indent=1, sort_keys=True)
+    )
     for folder in {(temporary / name).parent for name in entries} | {temporary}:
         _sync_folder(folder)
     replaced = None
@@ -108,7 +125,9 @@ def _replaced(final: Path) -> Path:
 
 
 def _put_back(final: Path) -> None:
-    """A crash between the two renames of `publish` leaves the earlier folder under its other name, and a pointer to nothing."""
+    """A crash between the two renames of `publish` leaves the earlier folder under its other name,
+    and a pointer to nothing.
+    """
     with contextlib.suppress(OSError):  # another rank may have done it
         if not final.exists() and _replaced(final).is_dir():
             _replaced(final).rename(final)
@@ -124,20 +143,26 @@ def point_to(save: str | Path, iteration: int) -> None:
 
 
 def prune(save: str | Path, *, keep: int | None, current: int) -> list[int]:
-    """Deletes all but the newest `keep` checkpoints up to `current`; returns the deleted iterations. None keeps all.
+    """Deletes all but the newest `keep` checkpoints up to `current`; returns the deleted
+    iterations. None keeps all.
 
-    Later iterations were abandoned when the run went back to an earlier one: they neither count nor go, until they are written anew.
+    Later iterations were abandoned when the run went back to an earlier one: they neither count nor
+    go, until they are written anew.
     """
     if keep is None:
         return []
-    deleted = [iteration for iteration in published_iterations(save) if iteration <= current][: -max(keep, 1)]
+    deleted = [iteration for iteration in published_iterations(save) if iteration <= current][
+        : -max(keep, 1)
+    ]
     for iteration in deleted:
         shutil.rmtree(iteration_folder(save, iteration), ignore_errors=True)
     return deleted
 
 
 def read_manifest(folder: str | Path) -> dict[str, dict[str, object]] | None:
-    """The manifest's entries by relative path, None for a folder without one. Raises `ConfigError` for a malformed manifest."""
+    """The manifest's entries by relative path, None for a folder without one. Raises `ConfigError`
+    for a malformed manifest.
+    """
     path = Path(folder) / MANIFEST
     if not path.exists():
         return None
@@ -149,7 +174,9 @@ def read_manifest(folder: str | Path) -> dict[str, dict[str, object]] | None:
         ) from error
 
 
-def damaged_files(folder: str | Path, manifest: Mapping[str, Mapping[str, object]], names: Sequence[str]) -> list[str]:
+def damaged_files(
+    folder: str | Path, manifest: Mapping[str, Mapping[str, object]], names: Sequence[str]
+) -> list[str]:
     """One sentence per file of `names` that is missing, cut, or differs from its hash."""
     problems = []
     for name in names:
@@ -157,7 +184,9 @@ def damaged_files(folder: str | Path, manifest: Mapping[str, Mapping[str, object
         if not path.is_file():
             problems.append(f"{path} is missing.")
         elif path.stat().st_size != expected["size"]:
-            problems.append(f"{path} has {path.stat().st_size} bytes instead of {expected['size']}.")
+            problems.append(
+                f"{path} has {path.stat().st_size} bytes instead of {expected['size']}."
+            )
         elif hash_files(folder, [name])[name]["blake2b"] != expected["blake2b"]:
             problems.append(f"{path} has been changed: its hash differs from the manifest's.")
     return problems

@@ -1,5 +1,7 @@
-"""Context-parallel slicing, gathering and the reducers, for the rank that Megatron says we are. The arithmetic of the layout
-is in `slime.data.context_parallel`; this module asks `mpu` for the rank at call time and owns the collectives."""
+"""Context-parallel slicing, gathering and the reducers, for the rank that Megatron says we are. The
+arithmetic of the layout is in `slime.data.context_parallel`; this module asks `mpu` for the rank at
+call time and owns the collectives.
+"""
 
 from __future__ import annotations
 
@@ -29,38 +31,59 @@ from slime.metrics.step_metrics import reduce_train_step_metrics  # noqa: F401
 
 
 def get_cp_size() -> int:
-    """Returns the context-parallel world size; 1 where Megatron has no process groups (its own answer is then 0)."""
+    """Returns the context-parallel world size; 1 where Megatron has no process groups (its own
+    answer is then 0).
+    """
     return max(1, mpu.get_context_parallel_world_size())
 
 
-def get_response_layout(total_lengths: Sequence[int], response_lengths: Sequence[int]) -> ResponseLayout:
-    """Returns which response tokens of the packed samples this context-parallel rank owns (zigzag)."""
+def get_response_layout(
+    total_lengths: Sequence[int], response_lengths: Sequence[int]
+) -> ResponseLayout:
+    """Returns which response tokens of the packed samples this context-parallel rank
+    owns (zigzag).
+    """
     cp_size = get_cp_size()
     cp_rank = mpu.get_context_parallel_rank() if cp_size > 1 else 0
     return plan_response_layout(total_lengths, response_lengths, cp_size=cp_size, cp_rank=cp_rank)
 
 
 def get_logits_layout(
-    total_lengths: Sequence[int], response_lengths: Sequence[int], *, num_rows: int, allgather_cp: bool
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    *,
+    num_rows: int,
+    allgather_cp: bool,
 ) -> ResponseLayout:
-    """Returns the layout of the rows the model computed: zigzag, or contiguous in allgather-CP mode (`num_rows` = local rows)."""
+    """Returns the layout of the rows the model computed: zigzag, or contiguous in allgather-CP mode
+    (`num_rows` = local rows).
+    """
     if allgather_cp and get_cp_size() > 1:
         cp_rank = mpu.get_context_parallel_rank()
-        return plan_contiguous_layout(total_lengths, response_lengths, num_rows=num_rows, cp_rank=cp_rank)
+        return plan_contiguous_layout(
+            total_lengths, response_lengths, num_rows=num_rows, cp_rank=cp_rank
+        )
     return get_response_layout(total_lengths, response_lengths)
 
 
 def get_logits_and_tokens_offset_with_cp(total_length: int, response_length: int):
-    """Returns (chunk size, chunks, logits, tokens) of this rank in tokens, as `compute_zigzag_ranges` does. Needs cp size > 1."""
+    """Returns (chunk size, chunks, logits, tokens) of this rank in tokens, as
+    `compute_zigzag_ranges` does. Needs cp size > 1.
+    """
     cp_size = get_cp_size()
-    assert cp_size > 1, "without context parallelism every rank owns the whole sequence; there are no offsets"
+    assert cp_size > 1, (
+        "without context parallelism every rank owns the whole sequence; there are no offsets"
+    )
     return compute_zigzag_ranges(
         total_length, response_length, cp_size=cp_size, cp_rank=mpu.get_context_parallel_rank()
     )
 
 
-def slice_with_cp(tokens: torch.Tensor, pad_value: float | Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
-    """Returns this rank's two chunks of `tokens` [T, ...], padded at the end to whole chunks; `tokens` itself without CP.
+def slice_with_cp(
+    tokens: torch.Tensor, pad_value: float | Callable[[torch.Tensor, int], torch.Tensor]
+) -> torch.Tensor:
+    """Returns this rank's two chunks of `tokens` [T, ...], padded at the end to whole chunks;
+    `tokens` itself without CP.
 
     `pad_value` is a number, or a function (tensor, missing entries) -> padded tensor.
     """
@@ -76,27 +99,40 @@ def slice_with_cp(tokens: torch.Tensor, pad_value: float | Callable[[torch.Tenso
         tokens = F.pad(tokens, (0, 0) * (tokens.dim() - 1) + (0, missing), value=pad_value)
     mirrored = 2 * cp_size - 1 - cp_rank
     return torch.cat(
-        [tokens[chunk * cp_rank : chunk * (cp_rank + 1)], tokens[chunk * mirrored : chunk * (mirrored + 1)]]
+        [
+            tokens[chunk * cp_rank : chunk * (cp_rank + 1)],
+            tokens[chunk * mirrored : chunk * (mirrored + 1)],
+        ]
     )
 
 
 def slice_log_prob_with_cp(log_prob, total_length: int, response_length: int):
-    """Returns the entries of `log_prob` [response_length] that this rank owns; a list stays a list. AssertionError on another length."""
-    assert len(log_prob) == response_length, f"{len(log_prob)} entries for a response of {response_length} tokens"
+    """Returns the entries of `log_prob` [response_length] that this rank owns; a list stays a list.
+    AssertionError on another length.
+    """
+    assert len(log_prob) == response_length, (
+        f"{len(log_prob)} entries for a response of {response_length} tokens"
+    )
     if get_cp_size() == 1:
         return log_prob
     prompt_length = total_length - response_length
     _, _, _, tokens = get_logits_and_tokens_offset_with_cp(total_length, response_length)
-    (low0, high0), (low1, high1) = [tuple(max(edge - prompt_length, 0) for edge in pair) for pair in tokens]
+    (low0, high0), (low1, high1) = [
+        tuple(max(edge - prompt_length, 0) for edge in pair) for pair in tokens
+    ]
     if isinstance(log_prob, list):
         return log_prob[low0:high0] + log_prob[low1:high1]
     return torch.cat([log_prob[low0:high0], log_prob[low1:high1]])
 
 
-def slice_responses_with_cp(responses: Sequence[torch.Tensor], layout: ResponseLayout, *, name: str) -> torch.Tensor:
-    """Returns the concatenation [L] of this rank's entries of full per-response tensors. `name` is for the error.
+def slice_responses_with_cp(
+    responses: Sequence[torch.Tensor], layout: ResponseLayout, *, name: str
+) -> torch.Tensor:
+    """Returns the concatenation [L] of this rank's entries of full per-response tensors. `name` is
+    for the error.
 
-    Raises RolloutDataError naming the sample whose tensor does not have one entry per response token.
+    Raises RolloutDataError naming the sample whose tensor does not have one entry per response
+    token.
     """
     check_lengths(responses, layout.response_lengths, name=name)
     flat = concatenate(responses)
@@ -104,20 +140,29 @@ def slice_responses_with_cp(responses: Sequence[torch.Tensor], layout: ResponseL
 
 
 def check_lengths(tensors: Sequence[torch.Tensor], lengths: Sequence[int], *, name: str) -> None:
-    """Raises RolloutDataError naming the first sample whose entry is no tensor of one dimension with the length that `lengths` says.
+    """Raises RolloutDataError naming the first sample whose entry is no tensor of one dimension
+    with the length that `lengths` says.
 
     [R, 1] beside [R] would be broadcast to [R, R] in a loss.
     """
     if len(tensors) != len(lengths):
-        raise RolloutDataError(f"{name} has {len(tensors)} entries for {len(lengths)} samples of the micro-batch.")
+        raise RolloutDataError(
+            f"{name} has {len(tensors)} entries for {len(lengths)} samples of the micro-batch."
+        )
     for index, (tensor, length) in enumerate(zip(tensors, lengths, strict=True)):
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 1:
-            found = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise RolloutDataError(f"{name} of sample {index} must be a tensor [{length}], one number per token, got {found}.")
+            found = (
+                list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            )
+            raise RolloutDataError(
+                f"{name} of sample {index} must be a tensor [{length}], one number per token, got "
+                f"{found}."
+            )
         size = tensor.shape[0]  # len() of a tensor is ten times slower
         if size != length:
             raise RolloutDataError(
-                f"{name} of sample {index} of the micro-batch has {size} entries, expected {length} "
+                f"{name} of sample {index} of the micro-batch has {size} entries, expected "
+                f"{length} "
                 "(response tokens that this rank owns, or all of them for a full field)."
             )
 
@@ -127,8 +172,12 @@ def concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(tensors)) if len(tensors) else torch.empty(0)
 
 
-def all_gather_with_cp(tensor: torch.Tensor, total_length: int, response_length: int) -> torch.Tensor:
-    """Returns the full response tensor [response_length, ...] of which `tensor` is this rank's part. Differentiable."""
+def all_gather_with_cp(
+    tensor: torch.Tensor, total_length: int, response_length: int
+) -> torch.Tensor:
+    """Returns the full response tensor [response_length, ...] of which `tensor` is this rank's
+    part. Differentiable.
+    """
     group = mpu.get_context_parallel_group()
     if get_cp_size() == 1:
         return tensor
@@ -137,8 +186,10 @@ def all_gather_with_cp(tensor: torch.Tensor, total_length: int, response_length:
 
 
 def all_gather_responses_with_cp(local: torch.Tensor, layout: ResponseLayout) -> torch.Tensor:
-    """Returns the concatenation [sum of responses, ...] of all full responses from this rank's part [L, ...]: one all-reduce for
-    the whole micro-batch. Differentiable; every context-parallel rank must call it, also with nothing to give."""
+    """Returns the concatenation [sum of responses, ...] of all full responses from this rank's part
+    [L, ...]: one all-reduce for the whole micro-batch. Differentiable; every context-parallel rank
+    must call it, also with nothing to give.
+    """
     if get_cp_size() == 1:
         return local
     return _scatter_and_sum(local, layout, mpu.get_context_parallel_group())
@@ -146,14 +197,18 @@ def all_gather_responses_with_cp(local: torch.Tensor, layout: ResponseLayout) ->
 
 def _scatter_and_sum(local: torch.Tensor, layout: ResponseLayout, group: Any) -> torch.Tensor:
     if len(local) != layout.num_local_tokens:
-        raise RolloutDataError(f"{len(local)} entries, but this rank owns {layout.num_local_tokens} response tokens.")
+        raise RolloutDataError(
+            f"{len(local)} entries, but this rank owns {layout.num_local_tokens} response tokens."
+        )
     full = local.new_zeros((layout.num_response_tokens, *local.shape[1:]))
     full = full.index_copy(0, layout.response_indices.to(local.device), local)
     return dist.nn.all_reduce(full, group=group)
 
 
 def sum_over_cp(values: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of `values` over the context-parallel ranks, differentiable; `values` itself without CP."""
+    """Returns the sum of `values` over the context-parallel ranks, differentiable; `values` itself
+    without CP.
+    """
     if get_cp_size() == 1:
         return values
     return dist.nn.all_reduce(values, group=mpu.get_context_parallel_group())
@@ -166,11 +221,14 @@ def get_sum_of_sample_mean(
     sample_denoms: torch.Tensor | Sequence[float] | None = None,
     calculate_per_token_loss: bool = False,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a function from the concatenation [L] of this rank's response entries to the scalar contribution of the samples.
+    """Returns a function from the concatenation [L] of this rank's response entries to the scalar
+    contribution of the samples.
 
-    Per-sample mean by default; with `sample_denoms` [N] (masked tokens of each sample's whole rollout) the per-rollout mean; with
-    `calculate_per_token_loss` the plain masked sum. Denominators are of the full response, so that summing over CP ranks gives the
-    number of one rank. Entries at masked positions are never read. Raises RolloutDataError naming a sample with a wrong length.
+    Per-sample mean by default; with `sample_denoms` [N] (masked tokens of each sample's whole
+    rollout) the per-rollout mean; with `calculate_per_token_loss` the plain masked sum.
+    Denominators are of the full response, so that summing over CP ranks gives the number of one
+    rank. Entries at masked positions are never read. Raises RolloutDataError naming a sample with a
+    wrong length.
     """
     layout = get_response_layout(total_lengths, response_lengths)
     check_lengths(loss_masks, layout.response_lengths, name="loss_masks")
@@ -194,8 +252,9 @@ def prepare_routed_experts_for_routing_replay(
 ) -> torch.Tensor:
     """Returns the expert ids [local rows, layers, top-k] laid out like this rank's packed tokens.
 
-    The engine reports no routing for the last token, and padding has none: both get ids spread evenly (arange % num_experts).
-    AssertionError unless each entry has one row less than its sequence has tokens.
+    The engine reports no routing for the last token, and padding has none: both get ids spread
+    evenly (arange % num_experts). AssertionError unless each entry has one row less than its
+    sequence has tokens.
     """
     for index, (experts, ids) in enumerate(zip(rollout_routed_experts, tokens, strict=True)):
         assert experts.shape[0] == len(ids) - 1, (

@@ -1,7 +1,7 @@
 """A rank's batch on its device, and the micro-batches that the forward passes walk over.
 
-Rows are laid out once for a whole rollout batch; a micro-batch is then a view. What is logged from a batch is in
-`slime.metrics.train_metrics`, re-exported here under upstream's names.
+Rows are laid out once for a whole rollout batch; a micro-batch is then a view. What is logged from
+a batch is in `slime.metrics.train_metrics`, re-exported here under upstream's names.
 """
 
 from __future__ import annotations
@@ -30,20 +30,27 @@ from slime.metrics.train_metrics import (  # noqa: F401  upstream imports them f
     log_rollout_data,
 )
 
-# --- to the device -------------------------------------------------------------------------------------------------------
+# --- to the device --------------------------------------------------------------------------------
 
 
-def to_train_device(batch: RolloutBatch, device: Any, *, cp_rank: int = 0, cp_size: int = 1) -> RolloutBatch:
-    """This rank's batch with the fields that the contract sends to the device there, in the model's dtypes, one copy per field.
+def to_train_device(
+    batch: RolloutBatch, device: Any, *, cp_rank: int = 0, cp_size: int = 1
+) -> RolloutBatch:
+    """This rank's batch with the fields that the contract sends to the device there, in the model's
+    dtypes, one copy per field.
 
-    Fields that are sharded over context-parallel ranks are cut to this rank's response tokens. Nothing aliases the object store afterwards.
+    Fields that are sharded over context-parallel ranks are cut to this rank's response tokens.
+    Nothing aliases the object store afterwards.
     """
     device = torch.device(device)
     moved = batch.copy()
     layout = None
     if cp_size > 1:
         layout = plan_response_layout(
-            batch.array("total_lengths"), batch.array("response_lengths"), cp_size=cp_size, cp_rank=cp_rank
+            batch.array("total_lengths"),
+            batch.array("response_lengths"),
+            cp_size=cp_size,
+            cp_rank=cp_rank,
         )
     for name in list(dict.keys(batch)):
         spec = CONTRACT.find(name)
@@ -60,23 +67,32 @@ def to_train_device(batch: RolloutBatch, device: Any, *, cp_rank: int = 0, cp_si
             moved[name] = Ragged(values, np.concatenate(([0], np.cumsum(lengths))))
         else:
             lengths = None if column.is_dense else column.lengths
-            moved[name] = Ragged(_copy_to(column.values, spec.device_dtype, device), column.offsets, lengths)
+            moved[name] = Ragged(
+                _copy_to(column.values, spec.device_dtype, device), column.offsets, lengths
+            )
     return moved
 
 
 def _as_ragged(batch: RolloutBatch, spec: FieldSpec) -> Ragged:
     column = batch.column(spec.name)
-    return column.gather(range(len(column)), dtype=column_dtype(spec, column)) if isinstance(column, Parts) else column
+    return (
+        column.gather(range(len(column)), dtype=column_dtype(spec, column))
+        if isinstance(column, Parts)
+        else column
+    )
 
 
 def _copy_to(values: Any, dtype: str | None, device: torch.device) -> torch.Tensor:
-    """A tensor on `device` that shares no memory with `values` (numpy, perhaps read-only, or torch)."""
+    """A tensor on `device` that shares no memory with `values` (numpy, perhaps read-only, or
+    torch).
+    """
     if isinstance(values, torch.Tensor):
         return values.to(device=device, dtype=getattr(torch, dtype) if dtype else None, copy=True)
     if device.type == "cpu":
         return torch.from_numpy(values.astype(dtype or values.dtype, copy=True))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # read-only memory: it is only read, and the device gets its own
+        # read-only memory: it is only read, and the device gets its own
+        warnings.simplefilter("ignore")
         tensor = torch.from_numpy(values)
     return tensor.to(device).to(getattr(torch, dtype) if dtype else tensor.dtype)
 
@@ -109,22 +125,28 @@ def tensors_to_cpu(tensors: list | None) -> list | None:
 
 
 def tensors_to_gpu(tensors: list | None, device: Any = None) -> list | None:
-    """The entries (tensors or lists) as float32 on `device` (default: this process's accelerator); None entries, and None itself, pass."""
+    """The entries (tensors or lists) as float32 on `device` (default: this process's accelerator);
+    None entries, and None itself, pass.
+    """
     if tensors is None:
         return None
     if device is None:
         from slime.accelerator import get_accelerator
 
         device = get_accelerator().device()
-    return [None if t is None else torch.as_tensor(t, dtype=torch.float32).to(device) for t in tensors]
+    return [
+        None if t is None else torch.as_tensor(t, dtype=torch.float32).to(device) for t in tensors
+    ]
 
 
-# --- micro-batches -------------------------------------------------------------------------------------------------------
+# --- micro-batches --------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-    """All rows of a rank for one `RowShape`: `tokens` and `loss_masks` [all rows], and where each row is."""
+    """All rows of a rank for one `RowShape`: `tokens` and `loss_masks` [all rows], and where each
+    row is.
+    """
 
     tokens: torch.Tensor
     loss_masks: torch.Tensor
@@ -134,21 +156,36 @@ class PackedRows:
     ]  # per micro-batch: its row, its slice of cu_seqlens, its longest sequence
 
     def row(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-        """Views for micro-batch `index`: tokens [1, T], loss masks [1, T], sequence bounds, and the longest sequence."""
+        """Views for micro-batch `index`: tokens [1, T], loss masks [1, T], sequence bounds, and the
+        longest sequence.
+        """
         low, high, first, last, longest = self.bounds[index]
-        return self.tokens[None, low:high], self.loss_masks[None, low:high], self.cu_seqlens[first:last], longest
+        return (
+            self.tokens[None, low:high],
+            self.loss_masks[None, low:high],
+            self.cu_seqlens[first:last],
+            longest,
+        )
 
 
-def pack_rows(batch: Mapping[str, Any], micro_batches: Sequence[Sequence[int]], *, shape: RowShape) -> PackedRows:
-    """Lays out all samples of `batch` (a local `RolloutBatch`, or a dict of lists) in rows. What arrived laid out so is not copied."""
+def pack_rows(
+    batch: Mapping[str, Any], micro_batches: Sequence[Sequence[int]], *, shape: RowShape
+) -> PackedRows:
+    """Lays out all samples of `batch` (a local `RolloutBatch`, or a dict of lists) in rows. What
+    arrived laid out so is not copied.
+    """
     layout = plan_rows(batch["total_lengths"], micro_batches, shape=shape)
     tokens, masks = (_laid_out(batch, name, layout, shape) for name in ("tokens", "loss_masks"))
     if tokens is None or masks is None:
-        indices = plan_row_indices(batch["total_lengths"], batch["response_lengths"], layout, shape=shape)
+        indices = plan_row_indices(
+            batch["total_lengths"], batch["response_lengths"], layout, shape=shape
+        )
         size = int(layout.row_offsets[-1])
         tokens = _place(_dense(batch, "tokens"), size, indices.places, indices.sources)
         if "loss_masks" in batch:
-            masks = _place(_dense(batch, "loss_masks"), size, indices.mask_places, indices.mask_sources)
+            masks = _place(
+                _dense(batch, "loss_masks"), size, indices.mask_places, indices.mask_sources
+            )
         else:
             masks = torch.zeros(size, dtype=torch.int32, device=tokens.device)
             masks[_index(indices.mask_places, masks)] = 1
@@ -180,7 +217,9 @@ def _dense(batch: Mapping[str, Any], name: str) -> torch.Tensor:
     return torch.cat(entries) if entries else torch.zeros(0, dtype=torch.int64)
 
 
-def _laid_out(batch: Mapping[str, Any], name: str, layout: RowLayout, shape: RowShape) -> torch.Tensor | None:
+def _laid_out(
+    batch: Mapping[str, Any], name: str, layout: RowLayout, shape: RowShape
+) -> torch.Tensor | None:
     """The field's own buffer where the split already padded it to exactly these rows."""
     if not isinstance(batch, RolloutBatch) or shape.cp_size > 1 or name not in batch:
         return None
@@ -198,9 +237,13 @@ def _laid_out(batch: Mapping[str, Any], name: str, layout: RowLayout, shape: Row
 
 
 class DataIterator:
-    """Walks over a rank's micro-batches, in order, over all steps. `micro_batch_indices`: local positions per micro-batch."""
+    """Walks over a rank's micro-batches, in order, over all steps. `micro_batch_indices`: local
+    positions per micro-batch.
+    """
 
-    def __init__(self, rollout_data: Mapping[str, Any], micro_batch_indices: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, rollout_data: Mapping[str, Any], micro_batch_indices: Sequence[Sequence[int]]
+    ) -> None:
         self.rollout_data = rollout_data
         self.micro_batch_indices = micro_batch_indices
         self.offset = 0
@@ -214,20 +257,31 @@ class DataIterator:
         return self
 
     def get_next(self, keys: Sequence[str] | None) -> dict[str, Any]:
-        """The next micro-batch: for each key the entries of its samples, None where the batch lacks the field. `keys` None: every local field;
-        what a hook added without a declaration is one if it is a list (tensor, array) with an entry per sample.
+        """The next micro-batch: for each key the entries of its samples, None where the batch lacks
+        the field. `keys` None: every local field; what a hook added without a declaration is one if
+        it is a list (tensor, array) with an entry per sample.
 
-        IndexError past the last micro-batch; `RolloutDataError` for a field that is not about this rank's samples.
+        IndexError past the last micro-batch; `RolloutDataError` for a field that is not about this
+        rank's samples.
         """
         if self.offset >= len(self.micro_batch_indices):
             raise IndexError(
-                f"all {len(self.micro_batch_indices)} micro-batches of this rollout batch were taken; call reset()"
+                f"all {len(self.micro_batch_indices)} micro-batches of this rollout batch were "
+                "taken; call reset()"
             )
         indices = self.micro_batch_indices[self.offset]
         self.offset += 1
         if keys is None:
-            keys = [name for name in dict.keys(self.rollout_data) if is_local_field(self.rollout_data, name)]
-            keys = [name for name in keys if name in CONTRACT or num_entries(self.rollout_data[name]) == self._num_samples]
+            keys = [
+                name
+                for name in dict.keys(self.rollout_data)
+                if is_local_field(self.rollout_data, name)
+            ]
+            keys = [
+                name
+                for name in keys
+                if name in CONTRACT or num_entries(self.rollout_data[name]) == self._num_samples
+            ]
         return {key: self._take(key, indices) for key in keys}
 
     def _take(self, key: str, indices: Sequence[int]) -> Any:
@@ -237,21 +291,32 @@ class DataIterator:
         if key not in self._local:
             if not is_local_field(self.rollout_data, key):
                 raise RolloutDataError(
-                    f"{key!r} is not a list over this rank's samples, so it has no part in a micro-batch."
+                    f"{key!r} is not a list over this rank's samples, so it has no part in a "
+                    "micro-batch."
                 )
             if num_entries(values) != self._num_samples:
-                count = repr(values)[:40] if num_entries(values) is None else f"{len(values)} entries"
-                raise RolloutDataError(f"{key!r} has {count} for the {self._num_samples} samples of this rank.")
+                count = (
+                    repr(values)[:40] if num_entries(values) is None else f"{len(values)} entries"
+                )
+                raise RolloutDataError(
+                    f"{key!r} has {count} for the {self._num_samples} samples of this rank."
+                )
             self._local.add(key)
         if not len(indices):
             return values[:0]
         low, high = indices[0], indices[-1] + 1
         if high - low == len(indices):
             return values[low:high]
-        return values[list(indices)] if isinstance(values, torch.Tensor) else [values[i] for i in indices]
+        return (
+            values[list(indices)]
+            if isinstance(values, torch.Tensor)
+            else [values[i] for i in indices]
+        )
 
     def packed_rows(self, shape: RowShape) -> PackedRows:
-        """The rows of all micro-batches, laid out once per shape and batch (the virtual pipeline stages share them)."""
+        """The rows of all micro-batches, laid out once per shape and batch (the virtual pipeline
+        stages share them).
+        """
         shared = isinstance(self.rollout_data, RolloutBatch)
         cache = self.rollout_data.cache if shared else self._rows
         known = cache.get(shape)
@@ -269,15 +334,29 @@ class DataIterator:
 
 @dataclasses.dataclass(frozen=True)
 class _Stamp:
-    """Unequal to another when tokens or loss masks were replaced or edited in between, entries and contents included."""
+    """Unequal to another when tokens or loss masks were replaced or edited in between, entries and
+    contents included.
+    """
 
     versions: tuple[tuple[int, int | None], ...]
-    buffers: list[Any] = dataclasses.field(compare=False)  # kept, as another buffer may get the id of one that is gone
+    # kept, as another buffer may get the id of one that is gone
+    buffers: list[Any] = dataclasses.field(compare=False)
 
     @staticmethod
     def of(batch: Mapping[str, Any]) -> _Stamp:
-        buffers = [buffer for name in ("tokens", "loss_masks") if name in batch for buffer in _buffers_of(batch, name)]
-        return _Stamp(tuple((id(buffer), buffer._version if isinstance(buffer, torch.Tensor) else None) for buffer in buffers), buffers)
+        buffers = [
+            buffer
+            for name in ("tokens", "loss_masks")
+            if name in batch
+            for buffer in _buffers_of(batch, name)
+        ]
+        return _Stamp(
+            tuple(
+                (id(buffer), buffer._version if isinstance(buffer, torch.Tensor) else None)
+                for buffer in buffers
+            ),
+            buffers,
+        )
 
 
 def _buffers_of(batch: Mapping[str, Any], name: str) -> list[Any]:
@@ -310,15 +389,21 @@ def get_data_iterator(rollout_data: Mapping[str, Any]) -> list[DataIterator]:
 
 
 def get_batch(
-    data_iterator: DataIterator, keys: Sequence[str] | None, pad_multiplier: int = 128, allgather_cp: bool = False
+    data_iterator: DataIterator,
+    keys: Sequence[str] | None,
+    pad_multiplier: int = 128,
+    allgather_cp: bool = False,
 ) -> dict[str, Any]:
     """The next micro-batch, ready for the model: the entries of `keys` (None: all) and
 
-    tokens [1, T] (this context-parallel rank's, padded with 0 to a multiple of tp_size * pad_multiplier), unconcat_tokens (full, per sample),
-    packed_seq_params (THD; bounds over all context-parallel ranks, padding as a last sequence), full_loss_masks [1, T] aligned to the logits
-    that predict, and multimodal_train_inputs concatenated by key.
+    tokens [1, T] (this context-parallel rank's, padded with 0 to a multiple of tp_size *
+    pad_multiplier), unconcat_tokens (full, per sample), packed_seq_params (THD; bounds over all
+    context-parallel ranks, padding as a last sequence), full_loss_masks [1, T] aligned to the
+    logits that predict, and multimodal_train_inputs concatenated by key.
     """
-    assert keys is None or "tokens" in keys, f"a micro-batch needs 'tokens'; the keys are {list(keys)}"
+    assert keys is None or "tokens" in keys, (
+        f"a micro-batch needs 'tokens'; the keys are {list(keys)}"
+    )
     cp_size = max(1, mpu.get_context_parallel_world_size())
     shape = RowShape(
         pad_to=max(1, mpu.get_tensor_model_parallel_world_size()) * pad_multiplier,
@@ -341,14 +426,21 @@ def get_batch(
 def _packed_seq_params(bounds: torch.Tensor, longest: int) -> Any:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    # the longest sequence, never the row: Megatron would take an equal value for "one sequence" and let positions run on
+    # the longest sequence, never the row: Megatron would take an equal value for "one sequence" and
+    # let positions run on
     return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
 
 
 def concatenate_media(entries: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """The samples' multimodal inputs with tensors concatenated along their first dimension, by key; None where no sample has any."""
+    """The samples' multimodal inputs with tensors concatenated along their first dimension, by key;
+    None where no sample has any.
+    """
     present = [entry for entry in entries if entry]
     if not present:
         return None
@@ -356,5 +448,9 @@ def concatenate_media(entries: Sequence[Mapping[str, Any] | None]) -> dict[str, 
     merged: dict[str, Any] = {}
     for name in names:
         values = [entry[name] for entry in present if entry.get(name) is not None]
-        merged[name] = torch.cat(values) if values and all(isinstance(v, torch.Tensor) for v in values) else values
+        merged[name] = (
+            torch.cat(values)
+            if values and all(isinstance(v, torch.Tensor) for v in values)
+            else values
+        )
     return merged

@@ -20,18 +20,32 @@ from slime.exceptions import SlimeError
 from slime.models.hf_config import read_hf_config
 
 MAX_SHARD_BYTES = 4 * 1024**3
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
+_WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".safetensors.index.json",
+    ".bin.index.json",
+)
 
 
-def save_hf_model_direct_to_path(args: Any, folder: str | Path, model: Sequence[torch.nn.Module]) -> None:
-    """Writes weights, config and tokenizer files to `folder`, which appears as a whole or not at all. Called by all ranks together.
+def save_hf_model_direct_to_path(
+    args: Any, folder: str | Path, model: Sequence[torch.nn.Module]
+) -> None:
+    """Writes weights, config and tokenizer files to `folder`, which appears as a whole or not at
+    all. Called by all ranks together.
 
-    Each tensor is written in the dtype that `args.hf_checkpoint` stores it in; everything but weights is copied from there.
-    Raises ValueError when `folder` is the --hf-checkpoint folder itself, `SlimeError` on all ranks when writing fails.
+    Each tensor is written in the dtype that `args.hf_checkpoint` stores it in; everything but
+    weights is copied from there. Raises ValueError when `folder` is the --hf-checkpoint folder
+    itself, `SlimeError` on all ranks when writing fails.
     """
     folder, source = Path(folder), Path(args.hf_checkpoint)
     if folder.resolve() == source.resolve():
-        raise ValueError(f"{folder} is the same directory as --hf-checkpoint. Choose another --save-hf.")
+        raise ValueError(
+            f"{folder} is the same directory as --hf-checkpoint. Choose another --save-hf."
+        )
     reader = SafetensorReader(source)
     temporary = folder.with_name(f".{folder.name}.writing")
     writer: _SafetensorShardWriter | None = None
@@ -65,7 +79,9 @@ def save_hf_model_direct_to_path(args: Any, folder: str | Path, model: Sequence[
 
 
 class _SafetensorShardWriter:
-    """Collects tensors and writes a file whenever `max_bytes` are full. The cuts depend on nothing but the order and sizes."""
+    """Collects tensors and writes a file whenever `max_bytes` are full. The cuts depend on nothing
+    but the order and sizes.
+    """
 
     def __init__(self, folder: Path, *, max_bytes: int = MAX_SHARD_BYTES) -> None:
         self._folder, self._max_bytes = folder, max_bytes
@@ -93,13 +109,22 @@ class _SafetensorShardWriter:
             final = f"model-{number:05d}-of-{count:05d}.safetensors"
             (self._folder / self._temporary_name(number)).rename(self._folder / final)
             weight_map.update(dict.fromkeys(names, final))
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        index = {
+            "metadata": {"total_size": self._total_bytes},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+        (self._folder / "model.safetensors.index.json").write_text(
+            json.dumps(index, indent=2) + "\n"
+        )
 
     def _flush(self) -> None:
         if self._pending:
             self._shards.append(list(self._pending))
-            save_file(self._pending, self._folder / self._temporary_name(len(self._shards)), metadata={"format": "pt"})
+            save_file(
+                self._pending,
+                self._folder / self._temporary_name(len(self._shards)),
+                metadata={"format": "pt"},
+            )
             self._pending, self._pending_bytes = {}, 0
 
     @staticmethod
@@ -108,7 +133,9 @@ class _SafetensorShardWriter:
 
 
 def _copy_hf_assets(source: str | Path, target: str | Path) -> None:
-    """Copies the files of a Hugging Face folder that are not weights (config, tokenizer, templates)."""
+    """Copies the files of a Hugging Face folder that are not weights (config, tokenizer,
+    templates).
+    """
     for path in sorted(Path(source).iterdir()):
         if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES):
             shutil.copyfile(path, Path(target) / path.name)

@@ -15,10 +15,11 @@ from slime.accelerator import get_accelerator
 
 
 def init(args: Any) -> None:
-    """Prepares this process for Megatron-core: device, default process group (if there is none yet), model-parallel groups, seeds.
+    """Prepares this process for Megatron-core: device, default process group (if there is none
+    yet), model-parallel groups, seeds.
 
-    Must run in every rank, before any other function of this package. Calls `args.custom_megatron_init_path(args)` at the end
-    where one is given.
+    Must run in every rank, before any other function of this package. Calls
+    `args.custom_megatron_init_path(args)` at the end where one is given.
     """
     accelerator = get_accelerator()
     accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -51,8 +52,9 @@ def init(args: Any) -> None:
 def seed_model_parallel(seed: int) -> None:
     """Seeds Python, numpy, torch and Megatron's random streams of this rank.
 
-    Pipeline stages get different seeds; data-parallel replicas the same; tensor-parallel ranks share the default stream and have
-    one of their own, from which dropout inside parallel layers draws.
+    Pipeline stages get different seeds; data-parallel replicas the same; tensor-parallel ranks
+    share the default stream and have one of their own, from which dropout inside parallel layers
+    draws.
     """
     from megatron.core import mpu, tensor_parallel
 
@@ -64,7 +66,9 @@ def seed_model_parallel(seed: int) -> None:
 
 
 def is_megatron_main_rank() -> bool:
-    """True on exactly one rank: data-parallel (with context) rank 0, tensor-parallel rank 0, last pipeline stage."""
+    """True on exactly one rank: data-parallel (with context) rank 0, tensor-parallel rank 0, last
+    pipeline stage.
+    """
     from megatron.core import mpu
 
     return (

@@ -1,4 +1,6 @@
-"""Which modules a transformer layer is made of: Megatron-core's local modules with our norm and attention, or Transformer Engine's."""
+"""Which modules a transformer layer is made of: Megatron-core's local modules with our norm and
+attention, or Transformer Engine's.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ from slime.backends.megatron_utils.core_attention import PackedAttention
 class Norm(torch.nn.Module):
     """RMSNorm or LayerNorm over the last dimension, as `config.normalization` says.
 
-    Its weights carry `sequence_parallel`, by which Megatron-core knows to sum their gradients over the tensor-parallel
-    ranks; torch's own norms, which the local spec would use, do not and are refused with sequence parallelism.
+    Its weights carry `sequence_parallel`, by which Megatron-core knows to sum their gradients over
+    the tensor-parallel ranks; torch's own norms, which the local spec would use, do not and are
+    refused with sequence parallelism.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
@@ -40,14 +43,19 @@ class Norm(torch.nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def build_block_spec(config: Any, *, vp_stage: int | None = None, use_transformer_engine: bool = False) -> Any:
+def build_block_spec(
+    config: Any, *, vp_stage: int | None = None, use_transformer_engine: bool = False
+) -> Any:
     """The `TransformerBlockSubmodules` of this pipeline (and virtual pipeline) stage.
 
-    use_transformer_engine: take the block as Megatron-core builds it for CUDA. That branch needs a GPU and is not run by
-    this project's tests.
+    use_transformer_engine: take the block as Megatron-core builds it for CUDA. That branch needs a
+    GPU and is not run by this project's tests.
     """
     block = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=use_transformer_engine, normalization=config.normalization, vp_stage=vp_stage
+        config,
+        use_transformer_engine=use_transformer_engine,
+        normalization=config.normalization,
+        vp_stage=vp_stage,
     )
     if use_transformer_engine:
         return block

@@ -1,4 +1,6 @@
-"""Which parallel layouts cannot work, said before any process starts. Pure: plain values in, sentences out."""
+"""Which parallel layouts cannot work, said before any process starts. Pure: plain values in,
+sentences out.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,11 @@ class Layout:
 
 
 def layout_problems(args: Any, *, world_size: int | None = None) -> list[str]:
-    """Returns one sentence per reason why `args`' parallel layout cannot train: flags, values, and a value that works.
+    """Returns one sentence per reason why `args`' parallel layout cannot train: flags, values, and
+    a value that works.
 
-    world_size: number of training ranks; None skips the rules about it. `args` may hold None for model-shape fields that are not
-    known yet; their rules are skipped.
+    world_size: number of training ranks; None skips the rules about it. `args` may hold None for
+    model-shape fields that are not known yet; their rules are skipped.
     """
     given = vars(args)
     layout = Layout(
@@ -75,19 +78,23 @@ def _sizes(layout: Layout) -> list[str]:
         "--context-parallel-size": layout.cp,
         "--expert-model-parallel-size": layout.ep,
     }
-    problems = [f"{flag} is {value}; it must be at least 1." for flag, value in named.items() if value < 1]
+    problems = [
+        f"{flag} is {value}; it must be at least 1." for flag, value in named.items() if value < 1
+    ]
     if problems or layout.world_size is None:
         return problems
     model = layout.tp * layout.pp * layout.cp
     if layout.world_size % model:
         problems.append(
-            f"{layout.world_size} training ranks do not divide into groups of tensor {layout.tp} x pipeline {layout.pp} x context {layout.cp} "
+            f"{layout.world_size} training ranks do not divide into groups of tensor {layout.tp} x "
+            f"pipeline {layout.pp} x context {layout.cp} "
             f"= {model} ranks. Use {model} or {2 * model} ranks, or a smaller parallel size."
         )
     expert = layout.ep * (layout.etp or layout.tp) * layout.pp
     if layout.ep > 1 and layout.world_size % expert:
         problems.append(
-            f"{layout.world_size} training ranks do not divide into groups of expert {layout.ep} x expert-tensor {layout.etp or layout.tp} x "
+            f"{layout.world_size} training ranks do not divide into groups of expert {layout.ep} x "
+            f"expert-tensor {layout.etp or layout.tp} x "
             f"pipeline {layout.pp} = {expert} ranks. Use {expert} or {2 * expert} ranks, or --expert-model-parallel-size 1."
         )
     return problems
@@ -99,12 +106,14 @@ def _tensor_parallel(layout: Layout) -> list[str]:
     if heads and (heads % layout.tp or (groups and groups % layout.tp)):
         common = [d for d in divisors(heads) if not groups or groups % d == 0]
         problems.append(
-            f"--tensor-model-parallel-size {layout.tp} does not divide the model's {heads} attention heads and {groups or heads} key/value heads. "
+            f"--tensor-model-parallel-size {layout.tp} does not divide the model's {heads} "
+            f"attention heads and {groups or heads} key/value heads. "
             f"Use {_choices(common)}."
         )
     if layout.ffn_hidden_size and layout.ffn_hidden_size % layout.tp:
         problems.append(
-            f"--tensor-model-parallel-size {layout.tp} does not divide the MLP's {layout.ffn_hidden_size} channels. "
+            f"--tensor-model-parallel-size {layout.tp} does not divide the MLP's "
+            f"{layout.ffn_hidden_size} channels. "
             f"Use {_choices(divisors(layout.ffn_hidden_size))}."
         )
     return problems
@@ -115,22 +124,29 @@ def _pipeline(layout: Layout) -> list[str]:
     per_stage = layout.layers_per_virtual_stage
     if layout.num_layers and layout.num_layers % layout.pp:
         return [
-            f"--pipeline-model-parallel-size {layout.pp} does not divide the model's {layout.num_layers} layers. "
+            f"--pipeline-model-parallel-size {layout.pp} does not divide the model's "
+            f"{layout.num_layers} layers. "
             f"Use {_choices(divisors(layout.num_layers))}."
         ]
     if per_stage is None:
         return problems
     if layout.pp == 1:
         problems.append(
-            f"--num-layers-per-virtual-pipeline-stage {per_stage} needs --pipeline-model-parallel-size of at least 2; it is 1. Drop it."
+            f"--num-layers-per-virtual-pipeline-stage {per_stage} needs "
+            "--pipeline-model-parallel-size of at least 2; it is 1. Drop it."
         )
     elif layout.num_layers:
         layers_here = layout.num_layers // layout.pp
         if per_stage < 1 or layers_here % per_stage or per_stage == layers_here:
             working = [d for d in divisors(layers_here) if d < layers_here]
-            advice = f"Use {_choices(working)}." if working else "Drop it: one layer per stage cannot be interleaved."
+            advice = (
+                f"Use {_choices(working)}."
+                if working
+                else "Drop it: one layer per stage cannot be interleaved."
+            )
             problems.append(
-                f"--num-layers-per-virtual-pipeline-stage {per_stage} does not split the {layers_here} layers of a pipeline stage into at "
+                f"--num-layers-per-virtual-pipeline-stage {per_stage} does not split the "
+                f"{layers_here} layers of a pipeline stage into at "
                 f"least two equal parts. {advice}"
             )
     return problems
@@ -141,35 +157,48 @@ def _experts(layout: Layout) -> list[str]:
     experts = layout.num_moe_experts
     if layout.ep > 1 and not experts:
         problems.append(
-            f"--expert-model-parallel-size {layout.ep} needs a mixture-of-experts model; this one is dense. Use 1."
+            f"--expert-model-parallel-size {layout.ep} needs a mixture-of-experts model; this one "
+            "is dense. Use 1."
         )
     if experts and experts % layout.ep:
         problems.append(
-            f"--expert-model-parallel-size {layout.ep} does not divide the model's {experts} experts. Use {_choices(divisors(experts))}."
+            f"--expert-model-parallel-size {layout.ep} does not divide the model's {experts} "
+            f"experts. Use {_choices(divisors(experts))}."
         )
     if experts and layout.ep == 1 and layout.etp not in (None, layout.tp):
         problems.append(
-            f"--expert-tensor-parallel-size {layout.etp} differs from --tensor-model-parallel-size {layout.tp} without expert parallelism: "
+            f"--expert-tensor-parallel-size {layout.etp} differs from --tensor-model-parallel-size "
+            f"{layout.tp} without expert parallelism: "
             f"Megatron-core then leaves the experts' gradients unreduced. Use {layout.tp}, or --expert-model-parallel-size of at least 2."
         )
     if experts and layout.tp > 1 and not layout.sequence_parallel:
         problems.append(
-            f"A mixture-of-experts model with --tensor-model-parallel-size {layout.tp} trains only with --sequence-parallel. Add it."
+            f"A mixture-of-experts model with --tensor-model-parallel-size {layout.tp} trains only "
+            "with --sequence-parallel. Add it."
         )
     needs_alltoall = layout.pp > 1 or experts
     if needs_alltoall and layout.moe_token_dispatcher_type not in (None, "alltoall"):
         problems.append(
-            f"--moe-token-dispatcher-type {layout.moe_token_dispatcher_type} cannot take rows of different lengths. Use alltoall."
+            f"--moe-token-dispatcher-type {layout.moe_token_dispatcher_type} cannot take rows of "
+            "different lengths. Use alltoall."
         )
     return problems
 
 
 def _recompute(layout: Layout) -> list[str]:
-    if layout.recompute_granularity == "full" and (not layout.recompute_method or not layout.recompute_num_layers):
+    if layout.recompute_granularity == "full" and (
+        not layout.recompute_method or not layout.recompute_num_layers
+    ):
         return [
-            "--recompute-granularity full needs --recompute-method (uniform or block) and --recompute-num-layers. "
+            "--recompute-granularity full needs --recompute-method (uniform or block) and "
+            "--recompute-num-layers. "
             "Add --recompute-method uniform --recompute-num-layers 1."
         ]
     if layout.recompute_granularity != "full" and layout.recompute_method:
-        return ["--recompute-method needs --recompute-granularity full. Add it, or drop --recompute-method."]
+        return [
+            (
+                "--recompute-method needs --recompute-granularity full. Add it, or drop "
+                "--recompute-method."
+            )
+        ]
     return []

@@ -32,30 +32,46 @@ class LocalParameter:
 
     @property
     def is_vocab(self) -> bool:
-        return self.name in ("embedding.word_embeddings.weight", "output_layer.weight") and not self.is_value_head
+        return (
+            self.name in ("embedding.word_embeddings.weight", "output_layer.weight")
+            and not self.is_value_head
+        )
 
 
 def local_parameters(model: Sequence[torch.nn.Module]) -> Iterator[LocalParameter]:
-    """Every parameter of the model chunks of this rank, wrapped or not, in the chunks' own order."""
+    """Every parameter of the model chunks of this rank, wrapped or not, in the
+    chunks' own order.
+    """
     for chunk in model:
         bare = unwrap(chunk)
         config = bare.config
         offset = get_transformer_layer_offset(config, vp_stage=bare.vp_stage)
         value_head = getattr(bare, "output_layer", None)
         value_head = value_head if isinstance(value_head, ValueHead) else None
-        experts_per_rank = (config.num_moe_experts or 0) // mpu.get_expert_model_parallel_world_size()
+        experts_per_rank = (
+            config.num_moe_experts or 0
+        ) // mpu.get_expert_model_parallel_world_size()
         first_expert = experts_per_rank * mpu.get_expert_model_parallel_rank()
         for raw_name, parameter in bare.named_parameters():
             name = _LAYER.sub(
-                lambda found, offset=offset: f"{found[1]}{int(found[2]) + offset}", strip_module_prefix(raw_name)
+                lambda found, offset=offset: f"{found[1]}{int(found[2]) + offset}",
+                strip_module_prefix(raw_name),
             )
             is_expert = ".experts." in name
             if is_expert:
-                name = _EXPERT.sub(lambda found, first=first_expert: f"{found[1]}{int(found[2]) + first}", name)
+                name = _EXPERT.sub(
+                    lambda found, first=first_expert: f"{found[1]}{int(found[2]) + first}", name
+                )
             size = (
-                mpu.get_expert_tensor_parallel_world_size() if is_expert else mpu.get_tensor_model_parallel_world_size()
+                mpu.get_expert_tensor_parallel_world_size()
+                if is_expert
+                else mpu.get_tensor_model_parallel_world_size()
             )
-            rank = mpu.get_expert_tensor_parallel_rank() if is_expert else mpu.get_tensor_model_parallel_rank()
+            rank = (
+                mpu.get_expert_tensor_parallel_rank()
+                if is_expert
+                else mpu.get_tensor_model_parallel_rank()
+            )
             cut = size > 1 and bool(getattr(parameter, "tensor_model_parallel", False))
             yield LocalParameter(
                 name=name,
@@ -65,7 +81,8 @@ def local_parameters(model: Sequence[torch.nn.Module]) -> Iterator[LocalParamete
                 partition_stride=parameter.partition_stride if cut else 1,
                 parallel_size=size if cut else 1,
                 parallel_rank=rank if cut else 0,
-                is_value_head=value_head is not None and any(parameter is own for own in value_head.parameters()),
+                is_value_head=value_head is not None
+                and any(parameter is own for own in value_head.parameters()),
             )
 
 

@@ -1,4 +1,6 @@
-"""Keeps the log-probs that the training step computes anyway, for a rollout that skips the log-prob pass."""
+"""Keeps the log-probs that the training step computes anyway, for a rollout that skips the log-prob
+pass.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,17 @@ _LOOK: Callable[[], None] | None = None
 
 
 def enable_log_prob_capture() -> None:
-    """Starts keeping the log-probs that the policy loss computes, by position in the rollout batch, until they are drained."""
+    """Starts keeping the log-probs that the policy loss computes, by position in the rollout batch,
+    until they are drained.
+    """
     global _CAPTURED_LOG_PROBS
     _CAPTURED_LOG_PROBS = {}
 
 
 def drain_captured_log_probs() -> dict[int, torch.Tensor]:
-    """Returns position -> log-probs [R] on CPU (CP-local) and stops capturing; {} when it was off."""
+    """Returns position -> log-probs [R] on CPU (CP-local) and stops capturing; {} when
+    it was off.
+    """
     global _CAPTURED_LOG_PROBS
     captured, _CAPTURED_LOG_PROBS = _CAPTURED_LOG_PROBS, None
     return captured or {}
@@ -35,13 +41,17 @@ def _maybe_capture_log_probs(batch: dict[str, Any], log_probs: Sequence[torch.Te
 
 @contextlib.contextmanager
 def looked_at_log_probs(rollout_data: dict[str, Any], look: Callable[[], None]) -> Iterator[None]:
-    """Inside, training runs. `look` is called once, before the first optimizer step, or at the end where there is none; `rollout_data` has "log_probs"
-    by then, also where no pass computed them before.
+    """Inside, training runs. `look` is called once, before the first optimizer step, or at the end
+    where there is none; `rollout_data` has "log_probs" by then, also where no pass computed them
+    before.
 
-    Nothing is kept for a batch that has them, that no engine sampled, or on a rank that computes no loss.
+    Nothing is kept for a batch that has them, that no engine sampled, or on a rank that computes no
+    loss.
     """
     global _LOOK
-    captures = rollout_data.get("log_probs") is None and rollout_data.get("rollout_log_probs") is not None
+    captures = (
+        rollout_data.get("log_probs") is None and rollout_data.get("rollout_log_probs") is not None
+    )
     if captures:
         enable_log_prob_capture()
 
@@ -63,7 +73,9 @@ def looked_at_log_probs(rollout_data: dict[str, Any], look: Callable[[], None]) 
 
 
 def look_before_step() -> None:
-    """Calls what `looked_at_log_probs` was given, the first time. The training loop calls it when gradients are there and weights are as before."""
+    """Calls what `looked_at_log_probs` was given, the first time. The training loop calls it when
+    gradients are there and weights are as before.
+    """
     global _LOOK
     look, _LOOK = _LOOK, None
     if look is not None:

@@ -38,12 +38,18 @@ class LogProbPlan:
 
 
 def reasons_to_recompute_log_probs(plan: LogProbPlan) -> list[str]:
-    """The reasons for a forward pass of the policy before training; empty means the first step's own log-probs are the old ones.
+    """The reasons for a forward pass of the policy before training; empty means the first step's
+    own log-probs are the old ones.
 
-    With one optimizer step per rollout the policy that is trained is the policy before the step, so the pass would compute the same numbers twice.
+    With one optimizer step per rollout the policy that is trained is the policy before the step, so
+    the pass would compute the same numbers twice.
     """
     conditions = {
-        f"{plan.num_steps} optimizer steps per rollout: later steps need the log-probs of before the first": plan.num_steps > 1,
+        (
+            f"{plan.num_steps} optimizer steps per rollout: later steps need the log-probs of "
+            "before "
+            "the first"
+        ): plan.num_steps > 1,
         f"loss type {plan.loss_type} may read log_probs": plan.loss_type != "policy_loss",
         "KL in the reward (--kl-coef) needs them": plan.kl_coef != 0,
         "--use-rollout-logprobs reports the trainer's beside the engine's": plan.use_rollout_logprobs,

@@ -1,8 +1,10 @@
-"""Log-probs and losses of one micro-batch, and the advantages of a rollout batch, on one Megatron rank. The formulas are in
-`slime.algorithms`; here is what they are applied to: which logits rows, which ranks' sums, which denominator.
+"""Log-probs and losses of one micro-batch, and the advantages of a rollout batch, on one Megatron
+rank. The formulas are in `slime.algorithms`; here is what they are applied to: which logits rows,
+which ranks' sums, which denominator.
 
-A batch is the dict that `get_batch` returns. Flat tensors hold the response tokens that this context-parallel rank owns, sample after
-sample, [L]. Selection, never multiplication by zero, keeps masked positions out, so that NaN or inf there changes nothing.
+A batch is the dict that `get_batch` returns. Flat tensors hold the response tokens that this
+context-parallel rank owns, sample after sample, [L]. Selection, never multiplication by zero, keeps
+masked positions out, so that NaN or inf there changes nothing.
 """
 
 from __future__ import annotations
@@ -61,7 +63,11 @@ from slime.data.context_parallel import ResponseLayout
 from slime.data.ragged import Ragged
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.utils.misc import load_function
-from slime.utils.ppo_utils import compute_policy_loss, cut_to_local, get_advantages_and_returns_batch
+from slime.utils.ppo_utils import (
+    compute_policy_loss,
+    cut_to_local,
+    get_advantages_and_returns_batch,
+)
 
 Reducer = Callable[[torch.Tensor], torch.Tensor]
 Metrics = dict[str, torch.Tensor]
@@ -81,12 +87,15 @@ def get_responses(
     response_lengths: Sequence[int],
     apply_temperature: bool = True,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields per sample (logits rows [R, V] that predict its response, response ids [R]), CP-local; divided by the rollout
-    temperature if asked. `logits` is fp32 [1, T, V]."""
+    """Yields per sample (logits rows [R, V] that predict its response, response ids [R]), CP-local;
+    divided by the rollout temperature if asked. `logits` is fp32 [1, T, V].
+    """
     config = LossConfig.from_args(args)
     rows = squeeze_logits(logits)
     packed = PackedResponses(unconcat_tokens, total_lengths, response_lengths)
-    layout = get_logits_layout(total_lengths, response_lengths, num_rows=rows.size(0), allgather_cp=config.allgather_cp)
+    layout = get_logits_layout(
+        total_lengths, response_lengths, num_rows=rows.size(0), allgather_cp=config.allgather_cp
+    )
     selected = take_rows(rows, layout.row_indices)
     if apply_temperature and config.log_prob_temperature != 1.0:
         selected = selected / config.log_prob_temperature
@@ -108,15 +117,19 @@ def get_log_probs_and_entropy(
     top_p_token_ids: Sequence[torch.Tensor] | None = None,
     top_p_token_offsets: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, dict[str, list[torch.Tensor]]]:
-    """Returns (empty tensor, {"log_probs": per sample [R], "entropy": likewise if asked}) in nats, CP-local, at the rollout temperature.
+    """Returns (empty tensor, {"log_probs": per sample [R], "entropy": likewise if asked}) in nats,
+    CP-local, at the rollout temperature.
 
-    The entropy is of the whole distribution, also where a nucleus restricts the log-probs; it has a gradient if `entropy_coef` is not 0.
+    The entropy is of the whole distribution, also where a nucleus restricts the log-probs; it has a
+    gradient if `entropy_coef` is not 0.
     """
     config = LossConfig.from_args(args)
     packed = PackedResponses(
         unconcat_tokens, total_lengths, response_lengths, None, top_p_token_ids, top_p_token_offsets
     )
-    log_probs, entropy = compute_response_log_probs(logits, config, packed, with_entropy=with_entropy)
+    log_probs, entropy = compute_response_log_probs(
+        logits, config, packed, with_entropy=with_entropy
+    )
     lengths = list(get_response_layout(total_lengths, response_lengths).local_lengths)
     result = {"log_probs": list(log_probs.split(lengths)) if lengths else []}
     if entropy is not None:
@@ -134,7 +147,9 @@ def get_values(
     with_entropy: bool = False,
     non_loss_data: bool = True,
 ) -> tuple[torch.Tensor, dict[str, list[torch.Tensor]]]:
-    """Returns (empty tensor, {"values": per sample [R]}), CP-local, of a critic's output fp32 [1, T, 1]. No temperature."""
+    """Returns (empty tensor, {"values": per sample [R]}), CP-local, of a critic's output fp32 [1,
+    T, 1]. No temperature.
+    """
     values = [
         rows.squeeze(-1)
         for rows, _ in get_responses(
@@ -150,13 +165,17 @@ def get_values(
 
 
 def get_rollout_top_p_logprob_kwargs(args: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """Returns the nucleus arguments of `get_log_probs_and_entropy`: none for `rollout_top_p` 1. ValueError when the batch lacks them."""
+    """Returns the nucleus arguments of `get_log_probs_and_entropy`: none for `rollout_top_p` 1.
+    ValueError when the batch lacks them.
+    """
     if not LossConfig.from_args(args).replays_nucleus:
         return {}
     ids, offsets = (batch.get(key) for key in ROLLOUT_TOP_P_TOKEN_KEYS)
     if ids is None or offsets is None:
         raise RolloutDataError(
-            f"--rollout-top-p is not 1, so the log-probs need {' and '.join(ROLLOUT_TOP_P_TOKEN_KEYS)} to replay the nucleus, but the batch has not "
+            "--rollout-top-p is not 1, so the log-probs need "
+            f"{' and '.join(ROLLOUT_TOP_P_TOKEN_KEYS)} to replay the nucleus, but the batch has "
+            "not "
             "both. Let the engine return them, and a custom converter pass on what Sample has under these names, or sample with --rollout-top-p 1."
         )
     return {"top_p_token_ids": ids, "top_p_token_offsets": offsets}
@@ -172,12 +191,22 @@ def _build_topp_keep_mask(
     response_lengths: Sequence[int],
     allgather_cp: bool,
 ) -> torch.Tensor:
-    """Returns bool [T, vocab_local] over all rows of the packed logits: True, except that a row which predicts a sampled response token keeps
-    only the token's nucleus."""
-    packed = PackedResponses((), total_lengths, response_lengths, None, top_p_token_ids, top_p_token_offsets)
-    layout = get_logits_layout(total_lengths, response_lengths, num_rows=T, allgather_cp=allgather_cp)
+    """Returns bool [T, vocab_local] over all rows of the packed logits: True, except that a row
+    which predicts a sampled response token keeps only the token's nucleus.
+    """
+    packed = PackedResponses(
+        (), total_lengths, response_lengths, None, top_p_token_ids, top_p_token_offsets
+    )
+    layout = get_logits_layout(
+        total_lengths, response_lengths, num_rows=T, allgather_cp=allgather_cp
+    )
     return build_nucleus_mask(
-        packed, layout.response_indices, layout.row_indices, num_rows=T, width=vocab_local, device=torch.device(device)
+        packed,
+        layout.response_indices,
+        layout.row_indices,
+        num_rows=T,
+        width=vocab_local,
+        device=torch.device(device),
     )
 
 
@@ -186,7 +215,9 @@ def _build_topp_keep_mask(
 
 @dataclasses.dataclass(frozen=True)
 class _Tokens:
-    """The response tokens of a micro-batch on this rank: their layout, float masks [L], and mask sums of the full responses [N]."""
+    """The response tokens of a micro-batch on this rank: their layout, float masks [L], and mask
+    sums of the full responses [N].
+    """
 
     layout: ResponseLayout
     masks: torch.Tensor
@@ -197,23 +228,34 @@ class _Tokens:
         layout = get_response_layout(batch["total_lengths"], batch["response_lengths"])
         check_lengths(batch["loss_masks"], layout.response_lengths, name="loss_masks")
         full = concatenate(batch["loss_masks"]).to(device=device, dtype=torch.float32)
-        samples = repeat_per_token(torch.arange(len(layout.response_lengths), device=device), layout.response_lengths)
+        samples = repeat_per_token(
+            torch.arange(len(layout.response_lengths), device=device), layout.response_lengths
+        )
         mask_sums = sum_per_sample(full, samples, num_samples=len(layout.response_lengths))
         masks = full if layout.whole else full.index_select(0, layout.response_indices.to(device))
         return cls(layout, masks, mask_sums)
 
     def select(self, values: Sequence[torch.Tensor], name: str) -> torch.Tensor:
-        """Returns the flat field [L] with exact 0 at masked positions. RolloutDataError naming a sample with a wrong length."""
+        """Returns the flat field [L] with exact 0 at masked positions. RolloutDataError naming a
+        sample with a wrong length.
+        """
         check_lengths(values, self.layout.local_lengths, name=name)
         return select_masked(concatenate(values).to(self.masks.device), self.masks)
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns the flat field per sample."""
-        return list(flat.split(list(self.layout.local_lengths))) if self.layout.local_lengths else []
+        return (
+            list(flat.split(list(self.layout.local_lengths))) if self.layout.local_lengths else []
+        )
 
 
 def _current_log_probs(
-    config: LossConfig, args: Any, batch: dict[str, Any], logits: torch.Tensor, *, with_entropy: bool
+    config: LossConfig,
+    args: Any,
+    batch: dict[str, Any],
+    logits: torch.Tensor,
+    *,
+    with_entropy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     packed = PackedResponses(
         batch["unconcat_tokens"],
@@ -241,14 +283,20 @@ def _pg_loss_reducer(
     denominators = batch.get("rollout_mask_sums")
     if config.custom_pg_loss_reducer_function_path is not None:
         function = load_function(config.custom_pg_loss_reducer_function_path)
-        # upstream's contract has four arguments; one that also names `sample_denoms` can keep the per-rollout mean exact
-        extra = {"sample_denoms": denominators} if "sample_denoms" in inspect.signature(function).parameters else {}
+        # upstream's contract has four arguments; one that also names `sample_denoms` can keep the
+        # per-rollout mean exact
+        extra = (
+            {"sample_denoms": denominators}
+            if "sample_denoms" in inspect.signature(function).parameters
+            else {}
+        )
         return function(*lengths, loss_masks, per_token, **extra)
     if config.advantage_estimator == "dr_grpo" and not per_token:
         length = config.dr_grpo_length or config.rollout_max_response_len
         if not length:
             raise ConfigError(
-                "dr_grpo divides by a constant length: set --dr-grpo-length or --rollout-max-response-len."
+                "dr_grpo divides by a constant length: set --dr-grpo-length or "
+                "--rollout-max-response-len."
             )
         return get_sum_of_sample_mean(*lengths, loss_masks, [float(length)] * len(loss_masks))
     if loss_masks is batch["loss_masks"]:
@@ -264,8 +312,12 @@ def _correct_off_policy(
     pg_loss: torch.Tensor,
     train_log_probs: torch.Tensor,
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor], Metrics]:
-    """Returns (pg_loss, loss masks for it, per-token metrics) after TIS or the function that replaces it."""
-    rollout_log_probs = tokens.select(_required(batch, "rollout_log_probs", "--use-tis"), "rollout_log_probs")
+    """Returns (pg_loss, loss masks for it, per-token metrics) after TIS or the function that
+    replaces it.
+    """
+    rollout_log_probs = tokens.select(
+        _required(batch, "rollout_log_probs", "--use-tis"), "rollout_log_probs"
+    )
     path = config.custom_tis_function_path
     function = vanilla_tis_function if path is None else load_function(path)
     corrected, masks, metrics = function(
@@ -286,30 +338,44 @@ def _correct_off_policy(
 
 
 def _token_policy_loss(
-    estimator: str, clip: ClipConfig, ppo_kl: torch.Tensor, log_probs: torch.Tensor, advantages: torch.Tensor
+    estimator: str,
+    clip: ClipConfig,
+    ppo_kl: torch.Tensor,
+    log_probs: torch.Tensor,
+    advantages: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (loss, clip fraction) per token. The clipped loss is called by upstream's name, which users' code replaces in this module."""
+    """Returns (loss, clip fraction) per token. The clipped loss is called by upstream's name, which
+    users' code replaces in this module.
+    """
     own_loss = POLICY_LOSSES.get(estimator)
     if own_loss is not None:
         return own_loss(ppo_kl, log_probs, advantages, clip)
-    return compute_policy_loss(ppo_kl, advantages, clip.eps_clip, clip.eps_clip_high, clip.eps_clip_c)
+    return compute_policy_loss(
+        ppo_kl, advantages, clip.eps_clip, clip.eps_clip_high, clip.eps_clip_c
+    )
 
 
 def policy_loss_function(
     args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
 ) -> tuple[torch.Tensor, Metrics]:
-    """Returns (loss, metrics) of the policy: pg_loss - entropy_coef * entropy + kl_loss_coef * kl, each reduced over the micro-batch.
+    """Returns (loss, metrics) of the policy: pg_loss - entropy_coef * entropy + kl_loss_coef * kl,
+    each reduced over the micro-batch.
 
-    Old log-probs are the engine's with `use_rollout_logprobs`, else `batch["log_probs"]`, else the current ones (ratio exactly 1). Metrics are
-    detached scalars, reduced with the batch's own masks even where a correction rejects tokens from the loss.
+    Old log-probs are the engine's with `use_rollout_logprobs`, else `batch["log_probs"]`, else the
+    current ones (ratio exactly 1). Metrics are detached scalars, reduced with the batch's own masks
+    even where a correction rejects tokens from the loss.
     """
     config = LossConfig.from_args(args)
     tokens = _Tokens.of(batch, logits.device)
-    log_probs, entropy = _current_log_probs(config, args, batch, logits, with_entropy=config.wants_entropy)
+    log_probs, entropy = _current_log_probs(
+        config, args, batch, logits, with_entropy=config.wants_entropy
+    )
     log_probs = select_masked(log_probs, tokens.masks)
     _maybe_capture_log_probs(batch, tokens.split(log_probs))
     recorded = batch.get("log_probs")
-    train_log_probs = log_probs.detach() if recorded is None else tokens.select(recorded, "log_probs")
+    train_log_probs = (
+        log_probs.detach() if recorded is None else tokens.select(recorded, "log_probs")
+    )
     old_log_probs = train_log_probs
     if config.use_rollout_logprobs:
         old_log_probs = tokens.select(
@@ -324,16 +390,22 @@ def policy_loss_function(
         )
     if config.advantage_estimator == "gspo":
         ppo_kl = repeat_per_token(sequence_kl, tokens.layout.local_lengths)
-    pg_loss, pg_clipfrac = _token_policy_loss(config.advantage_estimator, config.clip, ppo_kl, log_probs, advantages)
+    pg_loss, pg_clipfrac = _token_policy_loss(
+        config.advantage_estimator, config.clip, ppo_kl, log_probs, advantages
+    )
 
     per_token: Metrics = {"pg_clipfrac": pg_clipfrac, "ppo_kl": ppo_kl}
     if config.use_opsm:
-        keep = opsm_keep_mask(sequence_kl, advantages, tokens.layout.local_lengths, delta=config.opsm_delta)
+        keep = opsm_keep_mask(
+            sequence_kl, advantages, tokens.layout.local_lengths, delta=config.opsm_delta
+        )
         pg_loss = select_masked(pg_loss, keep)
         per_token["opsm_clipfrac"] = 1 - keep
     loss_masks = batch["loss_masks"]
     if config.use_tis or config.get_mismatch_metrics:
-        pg_loss, loss_masks, tis_metrics = _correct_off_policy(args, config, batch, tokens, pg_loss, train_log_probs)
+        pg_loss, loss_masks, tis_metrics = _correct_off_policy(
+            args, config, batch, tokens, pg_loss, train_log_probs
+        )
         per_token |= {"ois": importance_ratio(-ppo_kl), **tis_metrics}
 
     loss = pg_loss = _pg_loss_reducer(config, batch, loss_masks, sum_of_sample_mean)(pg_loss)
@@ -343,7 +415,9 @@ def policy_loss_function(
         if config.entropy_coef != 0:
             loss = loss - config.entropy_coef * terms["entropy_loss"]
     if config.use_kl_loss:
-        reference = tokens.select(_required(batch, "ref_log_probs", "--use-kl-loss"), "ref_log_probs")
+        reference = tokens.select(
+            _required(batch, "ref_log_probs", "--use-kl-loss"), "ref_log_probs"
+        )
         ratio = importance_ratio(log_probs - old_log_probs) if config.use_unbiased_kl else None
         kl = approximate_kl(log_probs, reference, kind=config.kl_loss_type, importance_ratio=ratio)
         terms["kl_loss"] = sum_of_sample_mean(kl)
@@ -363,22 +437,31 @@ def policy_loss_function(
 def value_loss_function(
     args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
 ) -> tuple[torch.Tensor, Metrics]:
-    """Returns (loss, metrics) of a critic: the clipped squared error of its values [1, T, 1] against `batch["returns"]`."""
+    """Returns (loss, metrics) of a critic: the clipped squared error of its values [1, T, 1]
+    against `batch["returns"]`.
+    """
     config = LossConfig.from_args(args)
     tokens = _Tokens.of(batch, logits.device)
     rows = take_rows(squeeze_logits(logits), tokens.layout.row_indices)
     values = select_masked(rows.squeeze(-1), tokens.masks)
-    old_values, returns = tokens.select(batch["values"], "values"), tokens.select(batch["returns"], "returns")
+    old_values, returns = (
+        tokens.select(batch["values"], "values"),
+        tokens.select(batch["returns"], "returns"),
+    )
     losses, clipfrac = clipped_value_loss(values, old_values, returns, value_clip=config.value_clip)
     loss = sum_of_sample_mean(losses)
-    return loss, {"value_loss": loss.detach(), "value_clipfrac": sum_of_sample_mean(clipfrac.detach())}
+    return loss, {
+        "value_loss": loss.detach(),
+        "value_clipfrac": sum_of_sample_mean(clipfrac.detach()),
+    }
 
 
 def sft_loss_function(
     args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
 ) -> tuple[torch.Tensor, Metrics]:
-    """Returns (loss, metrics) of supervised fine-tuning: minus the reduced log-probs of the response. How a rollout would be sampled (temperature,
-    nucleus) has no part in it."""
+    """Returns (loss, metrics) of supervised fine-tuning: minus the reduced log-probs of the
+    response. How a rollout would be sampled (temperature, nucleus) has no part in it.
+    """
     config = dataclasses.replace(LossConfig.from_args(args), loss_type="sft_loss")
     log_probs, _ = _current_log_probs(config, args, batch, logits, with_entropy=False)
     loss = -sum_of_sample_mean(log_probs)
@@ -388,13 +471,20 @@ def sft_loss_function(
 def _loss_function_of(config: LossConfig, role: str) -> Callable[..., tuple[torch.Tensor, Metrics]]:
     if role == "critic":
         return value_loss_function
-    losses = {"policy_loss": policy_loss_function, "value_loss": value_loss_function, "sft_loss": sft_loss_function}
+    losses = {
+        "policy_loss": policy_loss_function,
+        "value_loss": value_loss_function,
+        "sft_loss": sft_loss_function,
+    }
     if config.loss_type == "custom_loss":
         if config.custom_loss_function_path is None:
             raise ConfigError("--loss-type custom_loss needs --custom-loss-function-path.")
         return load_function(config.custom_loss_function_path)
     if config.loss_type not in losses:
-        raise ConfigError(f"unknown loss type {config.loss_type!r}. Use one of {', '.join([*losses, 'custom_loss'])}.")
+        raise ConfigError(
+            f"unknown loss type {config.loss_type!r}. Use one of "
+            f"{', '.join([*losses, 'custom_loss'])}."
+        )
     return losses[config.loss_type]
 
 
@@ -407,14 +497,16 @@ def loss_function(
     *,
     role: str = "actor",
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Returns (loss, normaliser, {"keys", "values"}) of one micro-batch, scaled for Megatron's schedule.
+    """Returns (loss, normaliser, {"keys", "values"}) of one micro-batch, scaled for Megatron's
+    schedule.
 
     A critic minimizes its value loss, whatever the policy's `loss_type` is.
 
-    Megatron divides by max(normaliser, 1) and by `num_microbatches` and averages gradients over DP x CP; in per-token mode it divides the
-    summed gradient once, by the normaliser summed over DP x CP. So the gradient of a step is that of the sum over rollouts /
-    `step_global_batch_size`, or in per-token mode of the sum over tokens / number of loss tokens.
-    `values` is fp64 [1 + metrics]: values[0] is the number of loss tokens in per-token mode and 0 otherwise, the others are this
+    Megatron divides by max(normaliser, 1) and by `num_microbatches` and averages gradients over DP
+    x CP; in per-token mode it divides the summed gradient once, by the normaliser summed over DP x
+    CP. So the gradient of a step is that of the sum over rollouts / `step_global_batch_size`, or in
+    per-token mode of the sum over tokens / number of loss tokens. `values` is fp64 [1 + metrics]:
+    values[0] is the number of loss tokens in per-token mode and 0 otherwise, the others are this
     rank's sums, which the step divides the same way.
     """
     config = LossConfig.from_args(args)
@@ -434,7 +526,8 @@ def loss_function(
     else:
         loss, metrics = function(args, batch, logits, reducer)
     if logits.requires_grad and not loss.requires_grad:
-        # nothing to train on this rank: the backward pass must still run, or the ranks that share its collectives hang
+        # nothing to train on this rank: the backward pass must still run, or the ranks that share
+        # its collectives hang
         loss = loss + logits[:, :0].sum()
     if per_token:
         masks = concatenate(batch["loss_masks"])
@@ -445,10 +538,15 @@ def loss_function(
         normaliser = torch.ones((), dtype=torch.int32, device=logits.device)
         first = torch.zeros((), device=logits.device)
         loss = loss * (
-            num_microbatches / step_global_batch_size * mpu.get_data_parallel_world_size(with_context_parallel=True)
+            num_microbatches
+            / step_global_batch_size
+            * mpu.get_data_parallel_world_size(with_context_parallel=True)
         )
     values = torch.stack(
-        [torch.as_tensor(value, device=logits.device).to(torch.float64) for value in (first, *metrics.values())]
+        [
+            torch.as_tensor(value, device=logits.device).to(torch.float64)
+            for value in (first, *metrics.values())
+        ]
     )
     return loss, normaliser, {"keys": list(metrics), "values": values}
 
@@ -457,35 +555,51 @@ def loss_function(
 
 
 def compute_advantages_and_returns(args: Any, rollout_data: dict[str, Any]) -> None:
-    """Adds "kl", "advantages" and "returns" to `rollout_data`, per sample [R], CP-local; on the last pipeline stage only.
+    """Adds "kl", "advantages" and "returns" to `rollout_data`, per sample [R], CP-local; on the
+    last pipeline stage only.
 
-    Every rank of DP x CP must call it, also without samples: whitening is a collective. "kl" keeps the raw KL, in nats.
+    Every rank of DP x CP must call it, also without samples: whitening is a collective. "kl" keeps
+    the raw KL, in nats.
     """
     if not mpu.is_pipeline_last_stage():
         return
     config = LossConfig.from_args(args)
     layout = get_response_layout(rollout_data["total_lengths"], rollout_data["response_lengths"])
-    log_probs = rollout_data.get("rollout_log_probs" if config.use_rollout_logprobs else "log_probs")
+    log_probs = rollout_data.get(
+        "rollout_log_probs" if config.use_rollout_logprobs else "log_probs"
+    )
     kl = _compute_kl(config, layout, rollout_data, log_probs)
     _store(rollout_data, layout, kl=kl)
     if config.custom_advantage_function_path is not None:
         load_function(config.custom_advantage_function_path)(args, rollout_data)
-        reason = f"--custom-advantage-function-path {config.custom_advantage_function_path} must set, and what follows"
-        advantages, returns = (_join(layout, _required(rollout_data, name, reason), name) for name in ("advantages", "returns"))
+        reason = (
+            f"--custom-advantage-function-path {config.custom_advantage_function_path} must "
+            "set, and what follows"
+        )
+        advantages, returns = (
+            _join(layout, _required(rollout_data, name, reason), name)
+            for name in ("advantages", "returns")
+        )
     else:
         advantages, returns = _estimate(config, layout, rollout_data, kl)
     if config.use_opd:
-        advantages = concatenate(apply_opd_kl_to_advantages(args, rollout_data, _split(layout, advantages), log_probs))
+        advantages = concatenate(
+            apply_opd_kl_to_advantages(args, rollout_data, _split(layout, advantages), log_probs)
+        )
     if config.normalize_advantages:
         advantages = _whiten(layout, rollout_data, advantages)
     _store(rollout_data, layout, advantages=advantages, returns=returns)
 
 
 def _store(rollout_data: dict[str, Any], layout: ResponseLayout, **fields: torch.Tensor) -> None:
-    """Puts flat fields [L] into the batch, each as one column; into a plain dict as lists of views."""
+    """Puts flat fields [L] into the batch, each as one column; into a plain dict as
+    lists of views.
+    """
     for name, flat in fields.items():
         as_column = isinstance(rollout_data, RolloutBatch)
-        rollout_data[name] = Ragged.of_lengths(flat, layout.local_lengths) if as_column else _split(layout, flat)
+        rollout_data[name] = (
+            Ragged.of_lengths(flat, layout.local_lengths) if as_column else _split(layout, flat)
+        )
 
 
 def _split(layout: ResponseLayout, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -493,7 +607,9 @@ def _split(layout: ResponseLayout, flat: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _join(layout: ResponseLayout, values: Sequence[torch.Tensor], name: str) -> torch.Tensor:
-    """The entries that a function or another pass made, as one field [L] of constants: floats, as whitening would round in integers."""
+    """The entries that a function or another pass made, as one field [L] of constants: floats, as
+    whitening would round in integers.
+    """
     check_lengths(values, layout.local_lengths, name=name)
     flat = concatenate(values).detach()
     return flat if flat.is_floating_point() else flat.float()
@@ -508,7 +624,9 @@ def _device_of(rollout_data: dict[str, Any]) -> torch.device:
     return get_accelerator().device()
 
 
-def _compute_kl(config: LossConfig, layout: ResponseLayout, rollout_data: dict[str, Any], log_probs: Any) -> torch.Tensor:
+def _compute_kl(
+    config: LossConfig, layout: ResponseLayout, rollout_data: dict[str, Any], log_probs: Any
+) -> torch.Tensor:
     """Returns the KL to the reference [L], 0 where --kl-coef asks for none."""
     lengths = layout.local_lengths
     if log_probs is not None:
@@ -516,7 +634,9 @@ def _compute_kl(config: LossConfig, layout: ResponseLayout, rollout_data: dict[s
     if config.kl_coef == 0 or log_probs is None or not lengths:
         return torch.zeros(layout.num_local_tokens, device=_device_of(rollout_data))
     reference = _required(rollout_data, "ref_log_probs", "--kl-coef")
-    return approximate_kl(concatenate(log_probs), _join(layout, reference, "ref_log_probs"), kind=config.kl_loss_type)
+    return approximate_kl(
+        concatenate(log_probs), _join(layout, reference, "ref_log_probs"), kind=config.kl_loss_type
+    )
 
 
 def _estimate(
@@ -526,13 +646,16 @@ def _estimate(
     estimator = ADVANTAGE_ESTIMATORS.get(config.advantage_estimator)
     if estimator is None:
         known = ", ".join(ADVANTAGE_ESTIMATORS)
-        raise NotImplementedError(f"unknown advantage estimator {config.advantage_estimator!r}. Use one of {known}.")
+        raise NotImplementedError(
+            f"unknown advantage estimator {config.advantage_estimator!r}. Use one of {known}."
+        )
     if not layout.local_lengths:
         return local_kl, local_kl
     rewards = torch.as_tensor(rollout_data["rewards"], dtype=local_kl.dtype, device=local_kl.device)
     if rewards.numel() != len(layout.local_lengths):
         raise RolloutDataError(
-            f"{rewards.numel()} rewards for {len(layout.local_lengths)} samples: need one per sample of this rank."
+            f"{rewards.numel()} rewards for {len(layout.local_lengths)} samples: need one per "
+            "sample of this rank."
         )
     full_masks = concatenate(rollout_data["loss_masks"]).to(local_kl.device)
     check_lengths(rollout_data["loss_masks"], layout.response_lengths, name="loss_masks")
@@ -543,8 +666,12 @@ def _estimate(
         columns = ResponseColumns(rewards, layout.response_lengths, full_masks, full_kl)
         advantages, returns = estimator.compute(columns, config.estimator)
         return torch.cat(cut_to_local(advantages, layout)), torch.cat(cut_to_local(returns, layout))
-    local_masks = slice_responses_with_cp(rollout_data["loss_masks"], layout, name="loss_masks").to(local_kl.device)
-    return estimator.compute(ResponseColumns(rewards, layout.local_lengths, local_masks, local_kl), config.estimator)
+    local_masks = slice_responses_with_cp(rollout_data["loss_masks"], layout, name="loss_masks").to(
+        local_kl.device
+    )
+    return estimator.compute(
+        ResponseColumns(rewards, layout.local_lengths, local_masks, local_kl), config.estimator
+    )
 
 
 def _estimate_with_critic(
@@ -556,7 +683,9 @@ def _estimate_with_critic(
     rewards, local_kl, full_masks = columns
     values = _required(rollout_data, "values", "--advantage-estimator ppo")
     check_lengths(values, layout.local_lengths, name="values")
-    placed = torch.cat(cut_to_local(place_rewards(rewards, full_masks, layout.response_lengths), layout))
+    placed = torch.cat(
+        cut_to_local(place_rewards(rewards, full_masks, layout.response_lengths), layout)
+    )
     local_masks = torch.cat(cut_to_local(full_masks, layout))
     token_rewards = placed - kl_penalty(local_kl, local_masks, kl_coef=config.kl_coef)
     # with nothing masked the call is upstream's own, which plug-ins replace
@@ -574,7 +703,8 @@ def apply_opd_kl_to_advantages(
     advantages: list[torch.Tensor],
     student_log_probs: Sequence[torch.Tensor] | None,
 ) -> list[torch.Tensor]:
-    """Returns advantages - opd_kl_coef * (student - teacher log-prob); also writes them into the list `advantages` and adds "opd_reverse_kl".
+    """Returns advantages - opd_kl_coef * (student - teacher log-prob); also writes them into the
+    list `advantages` and adds "opd_reverse_kl".
 
     Without student log-probs nothing happens. ValueError when the teacher's are missing.
     """
@@ -585,15 +715,25 @@ def apply_opd_kl_to_advantages(
     check_lengths(teacher, [len(values) for values in student_log_probs], name="teacher_log_probs")
     pairs = [
         distillation_advantages(advantage, student, reference.to(student.device), coef=coef)
-        for advantage, student, reference in zip(advantages, student_log_probs, teacher, strict=True)
+        for advantage, student, reference in zip(
+            advantages, student_log_probs, teacher, strict=True
+        )
     ]
     advantages[:] = [advantage for advantage, _ in pairs]
     rollout_data["opd_reverse_kl"] = [reverse_kl for _, reverse_kl in pairs]
     return advantages
 
 
-def _whiten(layout: ResponseLayout, rollout_data: dict[str, Any], advantages: torch.Tensor) -> torch.Tensor:
-    """Returns the advantages [L] whitened over the trained tokens of all DP x CP ranks; as they are where no rank trains a token."""
-    masks = slice_responses_with_cp(rollout_data["loss_masks"], layout, name="loss_masks").to(advantages.device)
+def _whiten(
+    layout: ResponseLayout, rollout_data: dict[str, Any], advantages: torch.Tensor
+) -> torch.Tensor:
+    """Returns the advantages [L] whitened over the trained tokens of all DP x CP ranks; as they are
+    where no rank trains a token.
+    """
+    masks = slice_responses_with_cp(rollout_data["loss_masks"], layout, name="loss_masks").to(
+        advantages.device
+    )
     group = mpu.get_data_parallel_group(with_context_parallel=True)
-    return distributed_masked_whiten(advantages, masks, process_group=group, shift_mean=True, allow_empty=True)
+    return distributed_masked_whiten(
+        advantages, masks, process_group=group, shift_mean=True, allow_empty=True
+    )

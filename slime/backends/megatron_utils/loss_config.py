@@ -13,9 +13,11 @@ from slime.config.algorithm import AlgorithmOptions
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig(AlgorithmOptions):
-    """The algorithm's options, with their defaults, and the few others that shape a log-prob or a loss.
+    """The algorithm's options, with their defaults, and the few others that shape a log-prob or a
+    loss.
 
-    Upstream's tests and plug-ins call the losses with a namespace that holds only what they use: what is absent has its default.
+    Upstream's tests and plug-ins call the losses with a namespace that holds only what they use:
+    what is absent has its default.
     """
 
     rollout_max_response_len: int | None = None
@@ -27,11 +29,19 @@ class LossConfig(AlgorithmOptions):
     def from_args(cls, args: Any) -> LossConfig:
         """Returns the config of the parsed options."""
         given = vars(args)
-        return cls(**{field.name: given[field.name] for field in dataclasses.fields(cls) if field.name in given})
+        return cls(
+            **{
+                field.name: given[field.name]
+                for field in dataclasses.fields(cls)
+                if field.name in given
+            }
+        )
 
     @property
     def log_prob_temperature(self) -> float:
-        """What logits are divided by. Supervised responses were not sampled, so they have no temperature."""
+        """What logits are divided by. Supervised responses were not sampled, so they have no
+        temperature.
+        """
         return 1.0 if self.loss_type == "sft_loss" else self.rollout_temperature
 
     @property

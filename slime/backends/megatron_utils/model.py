@@ -1,4 +1,6 @@
-"""Forward passes and optimizer steps over a rollout's micro-batches, by Megatron-core's schedules."""
+"""Forward passes and optimizer steps over a rollout's micro-batches, by
+Megatron-core's schedules.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,14 @@ from slime.metrics.statistics import compute_train_step
 from slime.tracking.tracking import log
 from slime.utils.misc import load_function
 
-__all__ = ["forward_only", "load_checkpoint", "save_checkpoint", "setup_model_and_optimizer", "train", "train_one_step"]
+__all__ = [
+    "forward_only",
+    "load_checkpoint",
+    "save_checkpoint",
+    "setup_model_and_optimizer",
+    "train",
+    "train_one_step",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +53,12 @@ def forward_only(
     store_prefix: str = "",
     use_rollout_top_p_replay: bool = False,
 ) -> RolloutBatch:
-    """Returns {store_prefix + key: one tensor per sample of this rank, in local order} on the last pipeline stage, {} on the others.
+    """Returns {store_prefix + key: one tensor per sample of this rank, in local order} on the last
+    pipeline stage, {} on the others.
 
-    f: `get_log_probs_and_entropy` or `get_values`, or a function like them. num_microbatches: per optimizer step.
-    No gradient, dropout off; the model is back in training mode afterwards. All ranks call it together.
+    f: `get_log_probs_and_entropy` or `get_values`, or a function like them. num_microbatches: per
+    optimizer step. No gradient, dropout off; the model is back in training mode afterwards. All
+    ranks call it together.
     """
 
     def forward_step(
@@ -76,7 +87,9 @@ def forward_only(
     try:
         with torch.no_grad():
             for num in num_microbatches:
-                collected += _run_schedule(args, forward_step, data_iterator, model, num, forward_only=True)
+                collected += _run_schedule(
+                    args, forward_step, data_iterator, model, num, forward_only=True
+                )
     finally:
         for chunk in model:
             chunk.train()
@@ -98,24 +111,30 @@ def train_one_step(
     step_global_batch_size: int,
     role: str = "actor",
 ) -> tuple[dict[str, float], float]:
-    """One optimizer step over the next `num_microbatches` of the iterator. Returns (metrics, gradient norm before clipping).
+    """One optimizer step over the next `num_microbatches` of the iterator. Returns (metrics,
+    gradient norm before clipping).
 
-    The metrics are whatever the loss reports, reduced over the step's samples and ranks; {} where this rank is not on the last
-    pipeline stage. A gradient that is not finite on any rank leaves weights, optimizer and scheduler as they are: the norm is then
-    NaN and `update_skipped` is 1. The scheduler's clock advances by `step_global_batch_size`. All ranks call it together.
+    The metrics are whatever the loss reports, reduced over the step's samples and ranks; {} where
+    this rank is not on the last pipeline stage. A gradient that is not finite on any rank leaves
+    weights, optimizer and scheduler as they are: the norm is then NaN and `update_skipped` is 1.
+    The scheduler's clock advances by `step_global_batch_size`. All ranks call it together.
     """
 
     def forward_step(
         iterator: Any, chunk: torch.nn.Module, return_schedule_plan: bool = False
     ) -> tuple[torch.Tensor, Any]:
         batch = _next_batch(args, iterator)
-        loss = partial(loss_function, args, batch, num_microbatches, step_global_batch_size, role=role)
+        loss = partial(
+            loss_function, args, batch, num_microbatches, step_global_batch_size, role=role
+        )
         return _run_chunk(chunk, batch), loss
 
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    losses = _run_schedule(args, forward_step, data_iterator, model, num_microbatches, forward_only=False)
+    losses = _run_schedule(
+        args, forward_step, data_iterator, model, num_microbatches, forward_only=False
+    )
     look_before_step()
     grad_norm = math.nan
     updated = False
@@ -125,7 +144,8 @@ def train_one_step(
         opt_param_scheduler.step(increment=step_global_batch_size)
     else:
         logger.warning(
-            "The gradient is not finite: this step changes nothing. Look at the rollout's log-probs and advantages."
+            "The gradient is not finite: this step changes nothing. Look at the rollout's "
+            "log-probs and advantages."
         )
     if not mpu.is_pipeline_last_stage(ignore_virtual=True):
         return {}, _as_float(grad_norm)
@@ -152,15 +172,18 @@ def train(
     role: str = "actor",
     last_step: int = -1,
 ) -> list[dict[str, float]]:
-    """All optimizer steps of one rollout. Returns per step the metrics that were logged, on the last pipeline stage ([] elsewhere).
+    """All optimizer steps of one rollout. Returns per step the metrics that were logged, on the
+    last pipeline stage ([] elsewhere).
 
     `last_step` is the value of the train axis that was logged before, -1 for none.
 
-    The rollout data says how many steps, micro-batches and rollouts per step there are. Raises `RolloutDataError` when a CI gate
-    (--ci-test) does not hold.
+    The rollout data says how many steps, micro-batches and rollouts per step there are. Raises
+    `RolloutDataError` when a CI gate (--ci-test) does not hold.
     """
     rollout_data = data_iterator[0].rollout_data
-    steps = list(zip(rollout_data["num_microbatches"], rollout_data["global_batch_sizes"], strict=True))
+    steps = list(
+        zip(rollout_data["num_microbatches"], rollout_data["global_batch_sizes"], strict=True)
+    )
     for iterator in data_iterator:
         iterator.reset()
     for chunk in model:
@@ -191,15 +214,21 @@ def train(
         for index, group in enumerate(optimizer.param_groups):
             named[f"{prefix}lr-pg_{index}"] = group["lr"]
         named[f"{prefix}global_batch_size"] = float(step_global_batch_size)
-        named["train/step"] = last_step = compute_train_step(args, rollout_id, step_id, last=last_step)
+        named["train/step"] = last_step = compute_train_step(
+            args, rollout_id, step_id, last=last_step
+        )
         logged.append(named)
         if not is_megatron_main_rank():
             continue
         log(args, named, "train/step")
         save_grad_norm(gates, grad_norm, role=role, rollout_id=rollout_id, step_id=step_id)
-        problems = ci_problems(gates, metrics, grad_norm, role=role, rollout_id=rollout_id, step_id=step_id)
+        problems = ci_problems(
+            gates, metrics, grad_norm, role=role, rollout_id=rollout_id, step_id=step_id
+        )
         if problems:
-            raise RolloutDataError(f"CI gates of rollout {rollout_id}, step {step_id}: " + " ".join(problems))
+            raise RolloutDataError(
+                f"CI gates of rollout {rollout_id}, step {step_id}: " + " ".join(problems)
+            )
     return logged
 
 
@@ -262,14 +291,19 @@ def _in_local_order(
         values = [tensor for _, outputs in collected for tensor in outputs[key]]
         by_position = dict(zip(positions, values, strict=True))
         ordered = [by_position[position] for position in range(len(positions))]
-        # one column: what follows, metrics among them, reads one piece of memory and not one per micro-batch; a number per sample has no rows
+        # one column: what follows, metrics among them, reads one piece of memory and not one per
+        # micro-batch; a number per sample has no rows
         results[prefix + key] = Ragged.of_tensors(ordered) if ordered[0].dim() else ordered
     return results
 
 
 def _gradients_are_finite(model: Sequence[torch.nn.Module]) -> bool:
     """The same answer on all ranks; one of them alone must not step."""
-    buffers = [buffer.grad_data for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    buffers = [
+        buffer.grad_data
+        for chunk in model
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
     # A sum is not finite if any entry is not.
     finite = torch.stack([torch.isfinite(data.sum()) for data in buffers]).all().to(torch.int32)
     dist.all_reduce(finite, op=dist.ReduceOp.MIN)

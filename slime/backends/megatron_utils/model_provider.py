@@ -21,10 +21,11 @@ from slime.utils.misc import load_function
 
 
 def build_transformer_config(args: Any) -> TransformerConfig:
-    """Returns the `TransformerConfig` of `args`: every field of its name that is not None, then what other options imply.
+    """Returns the `TransformerConfig` of `args`: every field of its name that is not None, then
+    what other options imply.
 
-    Not given means Megatron-core's default, except: dropout 0, MoE dispatcher `alltoall` (the only one that takes rows of
-    different lengths) and no MoE load-balancing loss.
+    Not given means Megatron-core's default, except: dropout 0, MoE dispatcher `alltoall` (the only
+    one that takes rows of different lengths) and no MoE load-balancing loss.
     """
     given = vars(args)
     names = {field.name for field in dataclasses.fields(TransformerConfig) if field.init}
@@ -48,7 +49,11 @@ def build_transformer_config(args: Any) -> TransformerConfig:
 def virtual_pipeline_size(args: Any) -> int | None:
     """Model chunks per pipeline rank; None without an interleaved schedule."""
     per_stage = args.num_layers_per_virtual_pipeline_stage
-    return None if per_stage is None else args.num_layers // args.pipeline_model_parallel_size // per_stage
+    return (
+        None
+        if per_stage is None
+        else args.num_layers // args.pipeline_model_parallel_size // per_stage
+    )
 
 
 def params_dtype(args: Any) -> torch.dtype:
@@ -57,24 +62,39 @@ def params_dtype(args: Any) -> torch.dtype:
 
 
 def padded_vocab_size(vocab_size: int, *, divisible_by: int, tp_size: int) -> int:
-    """Rows of the embedding table: `vocab_size` rounded up to a multiple of `divisible_by * tp_size`."""
+    """Rows of the embedding table: `vocab_size` rounded up to a multiple of `divisible_by *
+    tp_size`.
+    """
     multiple = divisible_by * tp_size
     return -(-vocab_size // multiple) * multiple
 
 
-def build_model(args: Any, config: TransformerConfig, *, role: str = "actor", vp_stage: int | None = None) -> GPTModel:
-    """Returns this rank's part of the model: one pipeline (and virtual pipeline) stage, weights zero until something is loaded.
+def build_model(
+    args: Any, config: TransformerConfig, *, role: str = "actor", vp_stage: int | None = None
+) -> GPTModel:
+    """Returns this rank's part of the model: one pipeline (and virtual pipeline) stage, weights
+    zero until something is loaded.
 
-    role: "critic" replaces the output layer by a linear layer to one value per token (float32 `[1, T, 1]`).
+    role: "critic" replaces the output layer by a linear layer to one value per token (float32 `[1,
+    T, 1]`).
     """
     pre_process = mpu.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
     post_process = mpu.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
     if args.custom_model_provider_path is not None:
         provider = load_function(args.custom_model_provider_path)
-        extra = {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(provider).parameters else {}
+        extra = (
+            {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(provider).parameters else {}
+        )
         model = provider(pre_process=pre_process, post_process=post_process, **extra)
     else:
-        model = _gpt_model(args, config, role=role, vp_stage=vp_stage, pre_process=pre_process, post_process=post_process)
+        model = _gpt_model(
+            args,
+            config,
+            role=role,
+            vp_stage=vp_stage,
+            pre_process=pre_process,
+            post_process=post_process,
+        )
     if post_process and role == "critic":
         model.output_layer = ValueHead(config)
     elif post_process:
@@ -84,7 +104,13 @@ def build_model(args: Any, config: TransformerConfig, *, role: str = "actor", vp
 
 
 def _gpt_model(
-    args: Any, config: TransformerConfig, *, role: str, vp_stage: int | None, pre_process: bool, post_process: bool
+    args: Any,
+    config: TransformerConfig,
+    *,
+    role: str,
+    vp_stage: int | None,
+    pre_process: bool,
+    post_process: bool,
 ) -> GPTModel:
     given = vars(args)
     tied = not args.untie_embeddings_and_output_weights and role != "critic"
@@ -94,7 +120,9 @@ def _gpt_model(
             config, vp_stage=vp_stage, use_transformer_engine=_use_transformer_engine(args)
         ),
         vocab_size=padded_vocab_size(
-            args.vocab_size, divisible_by=args.make_vocab_size_divisible_by, tp_size=args.tensor_model_parallel_size
+            args.vocab_size,
+            divisible_by=args.make_vocab_size_divisible_by,
+            tp_size=args.tensor_model_parallel_size,
         ),
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
@@ -115,13 +143,19 @@ class ValueHead(torch.nn.Linear):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(
-            config.hidden_size, 1, bias=False, dtype=config.params_dtype, device=get_accelerator().device()
+            config.hidden_size,
+            1,
+            bias=False,
+            dtype=config.params_dtype,
+            device=get_accelerator().device(),
         )
         self.sequence_parallel = config.sequence_parallel
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             self.weight.copy_(
-                torch.empty(1, config.hidden_size).normal_(0.0, config.init_method_std, generator=generator)
+                torch.empty(1, config.hidden_size).normal_(
+                    0.0, config.init_method_std, generator=generator
+                )
             )
 
     def forward(
@@ -130,20 +164,28 @@ class ValueHead(torch.nn.Linear):
         """`[T, 1, 1]` float32 and no bias, in the form of Megatron's output layer."""
         del weight, runtime_gather_output
         if self.sequence_parallel:
-            # Every rank computes the whole loss from the gathered row, so gradients are not summed again.
-            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+            # Every rank computes the whole loss from the gathered row, so gradients are not summed
+            # again.
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False
+            )
         return super().forward(hidden).float(), None
 
 
 def freeze_model_params(model: torch.nn.Module, args: Any) -> None:
-    """Sets `requires_grad`: only names matching `only_train_params_name_list` train; those matching `freeze_params_name_list` do not.
+    """Sets `requires_grad`: only names matching `only_train_params_name_list` train; those matching
+    `freeze_params_name_list` do not.
 
-    Both are lists of regular expressions, searched in Megatron parameter names. Raises `ConfigError` where both are given.
+    Both are lists of regular expressions, searched in Megatron parameter names. Raises
+    `ConfigError` where both are given.
     """
     given = vars(args)
     only, frozen = given.get("only_train_params_name_list"), given.get("freeze_params_name_list")
     if only and frozen:
-        raise ConfigError("--only-train-params-name-list and --freeze-params-name-list exclude each other. Give one.")
+        raise ConfigError(
+            "--only-train-params-name-list and --freeze-params-name-list exclude each other. Give "
+            "one."
+        )
     for name, parameter in model.named_parameters():
         if only:
             parameter.requires_grad_(any(re.search(pattern, name) for pattern in only))
@@ -162,7 +204,8 @@ def _derived_fields(args: Any, given: dict[str, Any]) -> dict[str, Any]:
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "virtual_pipeline_model_parallel_size": virtual,
-        # With two ranks, batched messages of the interleaved schedule get mixed up and training is silently wrong.
+        # With two ranks, batched messages of the interleaved schedule get mixed up and training is
+        # silently wrong.
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
         # Rows of different micro-batches differ in length; the stages tell each other.
@@ -181,9 +224,13 @@ def _derived_fields(args: Any, given: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _mask_padded_vocab(output_layer: torch.nn.Module, vocab_size: int, *, dtype: torch.dtype) -> None:
-    """Gives the table's padding rows no probability: a padding token that took part in the softmax would make the trainer's
-    log-probs differ from the engine's, by an amount that depends on the tensor-parallel size."""
+def _mask_padded_vocab(
+    output_layer: torch.nn.Module, vocab_size: int, *, dtype: torch.dtype
+) -> None:
+    """Gives the table's padding rows no probability: a padding token that took part in the softmax
+    would make the trainer's log-probs differ from the engine's, by an amount that depends on the
+    tensor-parallel size.
+    """
     local = output_layer.output_size_per_partition
     first_padded = vocab_size - mpu.get_tensor_model_parallel_rank() * local
     if first_padded >= local:
@@ -191,7 +238,9 @@ def _mask_padded_vocab(output_layer: torch.nn.Module, vocab_size: int, *, dtype:
     # Finite, so that probability * log-probability is 0 and not NaN.
     lowest = -1e30 if dtype != torch.float16 else -1e4
 
-    def mask(module: Any, inputs: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+    def mask(
+        module: Any, inputs: Any, output: tuple[torch.Tensor, Any]
+    ) -> tuple[torch.Tensor, Any]:
         logits, bias = output
         logits[..., max(first_padded, 0) :] = lowest
         return logits, bias

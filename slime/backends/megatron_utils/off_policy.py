@@ -1,4 +1,6 @@
-"""Truncated importance sampling and IcePop in the form of a --custom-tis-function-path: keyword call, masks may be returned changed."""
+"""Truncated importance sampling and IcePop in the form of a --custom-tis-function-path: keyword
+call, masks may be returned changed.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def vanilla_tis_function(
     loss_masks: Sequence[torch.Tensor],
     **kwargs: Any,
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor], Metrics]:
-    """Returns (pg_loss * clamp(train / rollout ratio, tis_clip_low, tis_clip), the masks, per-token metrics tis, tis_clipfrac, tis_abs)."""
+    """Returns (pg_loss * clamp(train / rollout ratio, tis_clip_low, tis_clip), the masks, per-token
+    metrics tis, tis_clipfrac, tis_abs).
+    """
     return _band_correction("tis", args, pg_loss, train_log_probs, rollout_log_probs, loss_masks)
 
 
@@ -45,5 +49,7 @@ def icepop_function(
     loss_masks: Sequence[torch.Tensor],
     **kwargs: Any,
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor], Metrics]:
-    """Returns what `vanilla_tis_function` does, with weight 0 outside the band in place of its edge. Use it as --custom-tis-function-path."""
+    """Returns what `vanilla_tis_function` does, with weight 0 outside the band in place of its
+    edge. Use it as --custom-tis-function-path.
+    """
     return _band_correction("icepop", args, pg_loss, train_log_probs, rollout_log_probs, loss_masks)

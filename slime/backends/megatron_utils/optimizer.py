@@ -1,4 +1,6 @@
-"""Model chunks in Megatron's DDP, the optimizer, and the schedule of learning rate and weight decay."""
+"""Model chunks in Megatron's DDP, the optimizer, and the schedule of learning rate and weight
+decay.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,25 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 
 from slime.accelerator import get_accelerator
-from slime.backends.megatron_utils.model_provider import build_model, build_transformer_config, params_dtype
+from slime.backends.megatron_utils.model_provider import (
+    build_model,
+    build_transformer_config,
+    params_dtype,
+)
 from slime.config.resume import evaluates_only
 from slime.exceptions import ConfigError
 
@@ -21,24 +35,32 @@ from slime.exceptions import ConfigError
 def setup_model_and_optimizer(
     args: Any, role: str = "actor"
 ) -> tuple[list[torch.nn.Module], Any, OptimizerParamScheduler | None]:
-    """Returns (model chunks of this rank in DDP, one per virtual pipeline stage; optimizer; scheduler), the last two None in a run that only evaluates.
+    """Returns (model chunks of this rank in DDP, one per virtual pipeline stage; optimizer;
+    scheduler), the last two None in a run that only evaluates.
 
-    The weights are zero (a critic's value head excepted): `checkpoint.load_checkpoint` fills them and tells the optimizer.
-    The scheduler exists also for a constant rate: without it Megatron's optimizer would decay norms and biases too.
+    The weights are zero (a critic's value head excepted): `checkpoint.load_checkpoint` fills them
+    and tells the optimizer. The scheduler exists also for a constant rate: without it Megatron's
+    optimizer would decay norms and biases too.
     """
     model = build_model_chunks(args, role=role)
     if evaluates_only(args):
         return model, None, None
     config = OptimizerConfig(**_fields_of(OptimizerConfig, args), params_dtype=params_dtype(args))
     optimizer = get_megatron_optimizer(
-        config, model, config_overrides=get_standard_config_overrides(config), use_gloo_process_groups=True
+        config,
+        model,
+        config_overrides=get_standard_config_overrides(config),
+        use_gloo_process_groups=True,
     )
     scheduler = build_scheduler(args, optimizer)
     model_config = model[0].config
     model_config.grad_scale_func = optimizer.scale_loss
     model_config.finalize_model_grads_func = finalize_model_grads
     if model[0].ddp_config.overlap_grad_reduce:
-        no_syncs, grad_syncs = [chunk.no_sync for chunk in model], [chunk.start_grad_sync for chunk in model]
+        no_syncs, grad_syncs = (
+            [chunk.no_sync for chunk in model],
+            [chunk.start_grad_sync for chunk in model],
+        )
         model_config.no_sync_func = no_syncs if len(model) > 1 else no_syncs[0]
         if model[0].ddp_config.align_param_gather or len(model) > 1:
             model_config.grad_sync_func = grad_syncs if len(model) > 1 else grad_syncs[0]
@@ -57,13 +79,17 @@ def build_model_chunks(args: Any, role: str = "actor") -> list[torch.nn.Module]:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     ddp_fields = {"grad_reduce_in_fp32": True, **_fields_of(DistributedDataParallelConfig, args)}
     return [
-        DistributedDataParallel(config, DistributedDataParallelConfig(**ddp_fields), chunk, disable_bucketing=index > 0)
+        DistributedDataParallel(
+            config, DistributedDataParallelConfig(**ddp_fields), chunk, disable_bucketing=index > 0
+        )
         for index, chunk in enumerate(chunks)
     ]
 
 
 def training_tensors(model: Sequence[torch.nn.Module], optimizer: Any) -> Iterator[torch.Tensor]:
-    """Every tensor that training alone needs: parameters, buffers, gradients (Megatron's flat ones too), and the optimizer's state."""
+    """Every tensor that training alone needs: parameters, buffers, gradients (Megatron's flat ones
+    too), and the optimizer's state.
+    """
     for chunk in model:
         for _, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
             yield tensor
@@ -83,7 +109,8 @@ def training_tensors(model: Sequence[torch.nn.Module], optimizer: Any) -> Iterat
 
 
 def build_scheduler(args: Any, optimizer: Any) -> OptimizerParamScheduler:
-    """The schedule of learning rate and weight decay. Its clock counts samples: an optimizer step advances it by its global batch.
+    """The schedule of learning rate and weight decay. Its clock counts samples: an optimizer step
+    advances it by its global batch.
 
     Raises `ConfigError` when a decaying rate has no known end.
     """
@@ -102,7 +129,8 @@ def build_scheduler(args: Any, optimizer: Any) -> OptimizerParamScheduler:
         max_lr=args.lr,
         min_lr=args.min_lr if args.min_lr is not None else 0.0,
         lr_warmup_steps=warmup_samples,
-        # A constant rate never reaches the end; Megatron still wants the end to come after the warm-up.
+        # A constant rate never reaches the end; Megatron still wants the end to come after the
+        # warm-up.
         lr_decay_steps=max(decay_samples, warmup_samples + 1),
         lr_decay_style=args.lr_decay_style,
         start_wd=start_wd,
@@ -124,12 +152,15 @@ def _decay_samples(args: Any) -> int:
     if args.lr_decay_style == "constant":
         return 2**31
     raise ConfigError(
-        f"--lr-decay-style {args.lr_decay_style} needs to know its end. Give --lr-decay-iters or --num-rollout, or use --lr-decay-style constant."
+        f"--lr-decay-style {args.lr_decay_style} needs to know its end. Give --lr-decay-iters or "
+        "--num-rollout, or use --lr-decay-style constant."
     )
 
 
 def _fields_of(config_class: type, args: Any) -> dict[str, Any]:
-    """The values of `args` for the fields of a Megatron config dataclass; fields without a value (None) are left to its default."""
+    """The values of `args` for the fields of a Megatron config dataclass; fields without a value
+    (None) are left to its default.
+    """
     given = vars(args)
     return {
         field.name: given[field.name]

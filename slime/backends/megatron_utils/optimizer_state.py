@@ -1,8 +1,10 @@
-"""Optimizer state as flat pieces of whole parameters, in safetensors files that any layout can read.
+"""Optimizer state as flat pieces of whole parameters, in safetensors files that any layout can
+read.
 
-Megatron's plain optimizers keep a state tensor per parameter shard, its distributed optimizer one per range of a shard's flat
-elements. Both are written as pieces (parameter, tensor-parallel shard, start, end), so that a run may resume with another
-tensor, pipeline, expert or data-parallel size, and with the distributed optimizer on or off.
+Megatron's plain optimizers keep a state tensor per parameter shard, its distributed optimizer one
+per range of a shard's flat elements. Both are written as pieces (parameter, tensor-parallel shard,
+start, end), so that a run may resume with another tensor, pipeline, expert or data-parallel size,
+and with the distributed optimizer on or off.
 """
 
 from __future__ import annotations
@@ -39,8 +41,12 @@ class _Slot:
     inner: Any  # the torch (or Transformer Engine) optimizer
 
 
-def save_optimizer_state(folder: str | Path, model: Sequence[torch.nn.Module], optimizer: Any) -> None:
-    """Writes this rank's pieces and, on rank 0, the index. Called by all ranks together; equal pieces are written once."""
+def save_optimizer_state(
+    folder: str | Path, model: Sequence[torch.nn.Module], optimizer: Any
+) -> None:
+    """Writes this rank's pieces and, on rank 0, the index. Called by all ranks together; equal
+    pieces are written once.
+    """
     rank = dist.get_rank()
     slots = list(_slots(model, optimizer))
     mine = [(slot.local.name, slot.local.parallel_rank, slot.start, slot.end) for slot in slots]
@@ -62,7 +68,9 @@ def save_optimizer_state(folder: str | Path, model: Sequence[torch.nn.Module], o
     save_file(tensors, str(Path(folder) / _file_name(rank)))
     step = max((_step_of(slot) for slot in slots), default=0)
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (described, step, sorted({key.split("|")[0] for key in tensors})))
+    dist.all_gather_object(
+        gathered, (described, step, sorted({key.split("|")[0] for key in tensors}))
+    )
     if rank == 0:
         index = {
             "step": max(entry[1] for entry in gathered),
@@ -74,12 +82,17 @@ def save_optimizer_state(folder: str | Path, model: Sequence[torch.nn.Module], o
 
 
 @torch.no_grad()
-def load_optimizer_state(folder: str | Path, model: Sequence[torch.nn.Module], optimizer: Any) -> None:
-    """Fills this rank's optimizer state. Raises `ConfigError` where the checkpoint has no state for a parameter that is trained."""
+def load_optimizer_state(
+    folder: str | Path, model: Sequence[torch.nn.Module], optimizer: Any
+) -> None:
+    """Fills this rank's optimizer state. Raises `ConfigError` where the checkpoint has no state for
+    a parameter that is trained.
+    """
     path = Path(folder) / INDEX
     if not path.exists():
         raise ConfigError(
-            f"{folder} holds no optimizer state. Resume with --no-load-optim, or from a checkpoint saved with it."
+            f"{folder} holds no optimizer state. Resume with --no-load-optim, or from a checkpoint "
+            "saved with it."
         )
     index = json.loads(path.read_text())
     reader = _Reader(Path(folder), index["params"])
@@ -92,7 +105,8 @@ def load_optimizer_state(folder: str | Path, model: Sequence[torch.nn.Module], o
         if not kinds:
             continue
         state = {
-            kind: reader.piece(kind, slot).view(slot.main_param.shape).to(slot.main_param.device) for kind in kinds
+            kind: reader.piece(kind, slot).view(slot.main_param.shape).to(slot.main_param.device)
+            for kind in kinds
         }
         if _step_is_per_tensor(slot.inner):
             state["step"] = torch.tensor(float(index["step"]), dtype=torch.float32)
@@ -103,7 +117,10 @@ def load_optimizer_state(folder: str | Path, model: Sequence[torch.nn.Module], o
                 group["step"] = int(index["step"])
         if scaler is not None and part.grad_scaler is not None:
             part.grad_scaler.load_state_dict(
-                {key: torch.tensor([value]) if key == "scale" else value for key, value in scaler.items()}
+                {
+                    key: torch.tensor([value]) if key == "scale" else value
+                    for key, value in scaler.items()
+                }
             )
 
 
@@ -120,14 +137,19 @@ class _Reader:
         entry = self._params.get(local.name)
         if entry is None:
             raise ConfigError(
-                f"The checkpoint {self._folder} has no optimizer state for {local.name}. Resume with --no-load-optim."
+                f"The checkpoint {self._folder} has no optimizer state for {local.name}. Resume "
+                "with --no-load-optim."
             )
-        same_cut = (entry["num_shards"], entry["shape"]) == (local.parallel_size, list(local.parameter.shape))
+        same_cut = (entry["num_shards"], entry["shape"]) == (
+            local.parallel_size,
+            list(local.parameter.shape),
+        )
         if same_cut:
             return self._shard(kind, local.name, local.parallel_rank, slot.start, slot.end)
         count = torch.Size(entry["shape"]).numel()
         shards = [
-            self._shard(kind, local.name, index, 0, count).view(entry["shape"]) for index in range(entry["num_shards"])
+            self._shard(kind, local.name, index, 0, count).view(entry["shape"])
+            for index in range(entry["num_shards"])
         ]
         whole = unshard(local.name, shards, dim=entry["dim"], stride=entry["stride"])
         if local.is_vocab:
@@ -143,7 +165,8 @@ class _Reader:
             )
         if whole.shape != local.parameter.shape:
             raise ConfigError(
-                f"{local.name} is {list(local.parameter.shape)} here, its optimizer state {list(whole.shape)}."
+                f"{local.name} is {list(local.parameter.shape)} here, its optimizer state "
+                f"{list(whole.shape)}."
             )
         return whole.reshape(-1)[slot.start : slot.end]
 
@@ -158,7 +181,8 @@ class _Reader:
             at = min(end, high)
         if at != end:
             raise ConfigError(
-                f"The optimizer state of {name} in {self._folder} is not complete: element {at} of {end} is in no file."
+                f"The optimizer state of {name} in {self._folder} is not complete: element {at} of "
+                f"{end} is in no file."
             )
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
@@ -169,19 +193,25 @@ class _Reader:
 
 
 def reset_optimizer_states(optimizer: Any) -> None:
-    """Zeroes moments and step counts, so that the next step is the first one of a new optimizer. Main weights stay."""
+    """Zeroes moments and step counts, so that the next step is the first one of a new optimizer.
+    Main weights stay.
+    """
     for part in _parts(optimizer):
         for state in part.optimizer.state.values():
             for name in _MOMENTS & state.keys():
                 state[name] = state[name].zero_() if isinstance(state[name], torch.Tensor) else 0
         for group in part.optimizer.param_groups:  # fused optimizers count steps per group
             if "step" in group:
-                group["step"] = group["step"].zero_() if isinstance(group["step"], torch.Tensor) else 0
+                group["step"] = (
+                    group["step"].zero_() if isinstance(group["step"], torch.Tensor) else 0
+                )
 
 
 def _parts(optimizer: Any) -> list[Any]:
     """The Megatron optimizers inside a chained one that have parameters."""
-    parts = optimizer.chained_optimizers if hasattr(optimizer, "chained_optimizers") else [optimizer]
+    parts = (
+        optimizer.chained_optimizers if hasattr(optimizer, "chained_optimizers") else [optimizer]
+    )
     return [part for part in parts if not part.is_stub_optimizer]
 
 
@@ -208,7 +238,11 @@ def _model_params_by_main(part: Any) -> dict[int, torch.Tensor]:
         getattr(part, "float16_groups", []),
         strict=True,
     )
-    return {id(main): model for mains, models in pairs for main, model in zip(mains, models, strict=True)}
+    return {
+        id(main): model
+        for mains, models in pairs
+        for main, model in zip(mains, models, strict=True)
+    }
 
 
 def _keeps_main_param(slot: _Slot) -> bool:
@@ -237,7 +271,9 @@ def _step_of(slot: _Slot) -> int:
 
 
 def _step_is_per_tensor(inner: Any) -> bool:
-    """torch's Adam counts steps per tensor, Apex's and Transformer Engine's per group; SGD does not count."""
+    """torch's Adam counts steps per tensor, Apex's and Transformer Engine's per group; SGD does not
+    count.
+    """
     return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
 
 

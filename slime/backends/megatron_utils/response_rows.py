@@ -1,5 +1,7 @@
-"""The rows of packed logits that predict responses, and what is computed from them: one gather and one softmax per micro-batch, never over
-prompt rows and, where the loss masks are known, never over tokens that do not train."""
+"""The rows of packed logits that predict responses, and what is computed from them: one gather and
+one softmax per micro-batch, never over prompt rows and, where the loss masks are known, never over
+tokens that do not train.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 
 @dataclasses.dataclass(frozen=True)
 class PackedResponses:
-    """What the samples of one micro-batch are: full sequences of ids, their lengths in tokens, and optionally the loss masks of the
-    responses (rows with mask 0 are then left out) and the nucleus that each sampled token was drawn from."""
+    """What the samples of one micro-batch are: full sequences of ids, their lengths in tokens, and
+    optionally the loss masks of the responses (rows with mask 0 are then left out) and the nucleus
+    that each sampled token was drawn from.
+    """
 
     unconcat_tokens: Sequence[torch.Tensor]
     total_lengths: Sequence[int]
@@ -37,14 +41,22 @@ class PackedResponses:
 
 
 def squeeze_logits(logits: torch.Tensor) -> torch.Tensor:
-    """Returns [T, V] of fp32 (or fp64) logits [1, T, V]; AssertionError for anything else: a bf16 softmax loses the log-probs' digits."""
-    assert logits.dtype in (torch.float32, torch.float64), f"logits must be fp32, got {logits.dtype}"
-    assert logits.dim() == 3 and logits.size(0) == 1, f"logits must be [1, T, V], got {tuple(logits.shape)}"
+    """Returns [T, V] of fp32 (or fp64) logits [1, T, V]; AssertionError for anything else: a bf16
+    softmax loses the log-probs' digits.
+    """
+    assert logits.dtype in (torch.float32, torch.float64), (
+        f"logits must be fp32, got {logits.dtype}"
+    )
+    assert logits.dim() == 3 and logits.size(0) == 1, (
+        f"logits must be [1, T, V], got {tuple(logits.shape)}"
+    )
     return logits.squeeze(0)
 
 
 def take_rows(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Returns `rows` [T, ...] at `indices` (int64, CPU, increasing per sample), as a view where they are one run."""
+    """Returns `rows` [T, ...] at `indices` (int64, CPU, increasing per sample), as a view where
+    they are one run.
+    """
     count = indices.numel()
     if count:
         first, last = int(indices[0]), int(indices[-1])
@@ -53,13 +65,23 @@ def take_rows(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return rows.index_select(0, indices.to(rows.device))
 
 
-def take_targets(packed: PackedResponses, layout: ResponseLayout, device: torch.device) -> torch.Tensor:
-    """Returns the ids [L] of this rank's response tokens. RolloutDataError naming the sample whose ids do not have its total length."""
+def take_targets(
+    packed: PackedResponses, layout: ResponseLayout, device: torch.device
+) -> torch.Tensor:
+    """Returns the ids [L] of this rank's response tokens. RolloutDataError naming the sample whose
+    ids do not have its total length.
+    """
     if not len(packed.unconcat_tokens):
         return torch.empty(0, dtype=torch.int64, device=device)
-    check_lengths(packed.unconcat_tokens, [int(length) for length in packed.total_lengths], name="unconcat_tokens")
+    check_lengths(
+        packed.unconcat_tokens,
+        [int(length) for length in packed.total_lengths],
+        name="unconcat_tokens",
+    )
     tokens = torch.cat(list(packed.unconcat_tokens))
-    return tokens.index_select(0, layout.token_indices.to(tokens.device)).to(device=device, dtype=torch.int64)
+    return tokens.index_select(0, layout.token_indices.to(tokens.device)).to(
+        device=device, dtype=torch.int64
+    )
 
 
 def find_trained(packed: PackedResponses, layout: ResponseLayout) -> torch.Tensor | None:
@@ -72,10 +94,16 @@ def find_trained(packed: PackedResponses, layout: ResponseLayout) -> torch.Tenso
     return None if bool(masks.all()) else torch.nonzero(masks).squeeze(-1)
 
 
-def nucleus_counts_and_ids(packed: PackedResponses, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (ids per response token [sum of responses], all ids one after another). A sample without a nucleus counts 0 everywhere."""
+def nucleus_counts_and_ids(
+    packed: PackedResponses, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (ids per response token [sum of responses], all ids one after another). A sample
+    without a nucleus counts 0 everywhere.
+    """
     counts, ids = [], []
-    entries = zip(packed.top_p_token_ids, packed.top_p_token_offsets, packed.response_lengths, strict=True)
+    entries = zip(
+        packed.top_p_token_ids, packed.top_p_token_offsets, packed.response_lengths, strict=True
+    )
     for index, (token_ids, offsets, length) in enumerate(entries):
         if token_ids is None or offsets is None:
             counts.append(torch.zeros(int(length), dtype=torch.int64))
@@ -83,14 +111,18 @@ def nucleus_counts_and_ids(packed: PackedResponses, device: torch.device) -> tup
         offsets = torch.as_tensor(offsets).to(torch.int64)
         if offsets.numel() != length + 1 or int(offsets[-1]) != len(token_ids):
             raise RolloutDataError(
-                f"nucleus of sample {index} of the micro-batch: {offsets.numel()} offsets ending at "
-                f"{int(offsets[-1]) if offsets.numel() else None} for {length} response tokens and {len(token_ids)} ids; "
+                f"nucleus of sample {index} of the micro-batch: {offsets.numel()} offsets ending "
+                "at "
+                f"{int(offsets[-1]) if offsets.numel() else None} for {length} response tokens and "
+                f"{len(token_ids)} ids; "
                 "expected response length + 1 offsets, the last one the number of ids."
             )
         counts.append(offsets.diff())
         ids.append(torch.as_tensor(token_ids))
     empty = torch.empty(0, dtype=torch.int64)
-    return torch.cat([empty, *counts]).to(device), torch.cat(ids).to(device) if ids else empty.to(device)
+    return torch.cat([empty, *counts]).to(device), torch.cat(ids).to(device) if ids else empty.to(
+        device
+    )
 
 
 def build_nucleus_mask(
@@ -102,24 +134,33 @@ def build_nucleus_mask(
     width: int,
     device: torch.device,
 ) -> torch.Tensor:
-    """Returns bool [num_rows, width] for rows `row_indices`, which predict the tokens at `response_indices` of all full responses."""
+    """Returns bool [num_rows, width] for rows `row_indices`, which predict the tokens at
+    `response_indices` of all full responses.
+    """
     counts, ids = nucleus_counts_and_ids(packed, device)
     rows = torch.full((counts.numel(),), -1, dtype=torch.int64, device=device)
     rows[response_indices.to(device)] = row_indices.to(device)
     vocab_start = mpu.get_tensor_model_parallel_rank() * width
-    return build_topp_keep_mask(rows, counts, ids, num_rows=num_rows, width=width, vocab_start=vocab_start)
+    return build_topp_keep_mask(
+        rows, counts, ids, num_rows=num_rows, width=width, vocab_start=vocab_start
+    )
 
 
 def compute_response_log_probs(
     logits: torch.Tensor, config: LossConfig, packed: PackedResponses, *, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns (log-probs [L], entropy [L] or None) in nats at the rollout temperature, of the response tokens that this rank owns (zigzag).
+    """Returns (log-probs [L], entropy [L] or None) in nats at the rollout temperature, of the
+    response tokens that this rank owns (zigzag).
 
-    Tokens with mask 0 read 0 when `packed` has loss masks. With no token at all the results are empty and still connected to the logits.
+    Tokens with mask 0 read 0 when `packed` has loss masks. With no token at all the results are
+    empty and still connected to the logits.
     """
     rows = squeeze_logits(logits)
     layout = get_logits_layout(
-        packed.total_lengths, packed.response_lengths, num_rows=rows.size(0), allgather_cp=config.allgather_cp
+        packed.total_lengths,
+        packed.response_lengths,
+        num_rows=rows.size(0),
+        allgather_cp=config.allgather_cp,
     )
     kept = find_trained(packed, layout)
     row_indices = layout.row_indices if kept is None else layout.row_indices[kept]
@@ -159,7 +200,11 @@ def compute_response_log_probs(
     return results[0], results[1] if with_entropy else None
 
 
-def _to_zigzag(values: torch.Tensor, layout: ResponseLayout, packed: PackedResponses) -> torch.Tensor:
+def _to_zigzag(
+    values: torch.Tensor, layout: ResponseLayout, packed: PackedResponses
+) -> torch.Tensor:
     """Returns this rank's zigzag part [L'] of values that lie on the ranks contiguously."""
     zigzag = get_response_layout(packed.total_lengths, packed.response_lengths)
-    return all_gather_responses_with_cp(values, layout).index_select(0, zigzag.response_indices.to(values.device))
+    return all_gather_responses_with_cp(values, layout).index_select(
+        0, zigzag.response_indices.to(values.device)
+    )

@@ -13,7 +13,9 @@ from slime.accelerator import get_accelerator
 
 
 def collect_rng_state() -> dict[str, Any]:
-    """The states of Python's, numpy's, torch's and the device's generators, and of Megatron's named streams."""
+    """The states of Python's, numpy's, torch's and the device's generators, and of Megatron's named
+    streams.
+    """
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     version, words, gauss = random.getstate()
@@ -23,7 +25,9 @@ def collect_rng_state() -> dict[str, Any]:
         "numpy": [kind, keys.tolist(), int(position), int(has_gauss), float(cached)],
         "torch": _encode(torch.get_rng_state()),
         "device": _encode(get_accelerator().rng_state()),
-        "megatron": {name: _encode(state) for name, state in get_cuda_rng_tracker().get_states().items()},
+        "megatron": {
+            name: _encode(state) for name, state in get_cuda_rng_tracker().get_states().items()
+        },
     }
 
 
@@ -37,7 +41,9 @@ def restore_rng_state(state: dict[str, Any]) -> None:
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(_decode(state["torch"]))
     get_accelerator().set_rng_state(_decode(state["device"]))
-    get_cuda_rng_tracker().set_states({name: _decode(text) for name, text in state["megatron"].items()})
+    get_cuda_rng_tracker().set_states(
+        {name: _decode(text) for name, text in state["megatron"].items()}
+    )
 
 
 def _encode(tensor: torch.Tensor) -> str:

@@ -1,10 +1,13 @@
-"""Which samples a rank's optimizer steps train, after what users' functions on the training ranks did to the batch.
+"""Which samples a rank's optimizer steps train, after what users' functions on the training ranks
+did to the batch.
 
-The split decided it, and the ledger, the loss denominators and the log-probs follow from that. A function may take tokens out of training, which is counted;
-it may put none in: a token with the mask 0 is one that the gate, or the user's own mask, took out.
+The split decided it, and the ledger, the loss denominators and the log-probs follow from that. A
+function may take tokens out of training, which is counted; it may put none in: a token with the
+mask 0 is one that the gate, or the user's own mask, took out.
 
     masks before   [1 1 0] [1 1]
-    masks after    [1 0 0] [0 0]    -> the second sample is counted as not trained, "masked_by_function"
+    masks after    [1 0 0] [0 0] -> the second sample is counted as not trained,
+                   "masked_by_function"
     masks after    [1 1 1] [1 1]    -> RolloutDataError
 """
 
@@ -27,7 +30,9 @@ FIXED = ("tokens", "total_lengths", "response_lengths", "micro_batch_indices", "
 
 @contextlib.contextmanager
 def same_samples(batch: Mapping[str, Any], option: str, path: str | None) -> Iterator[None]:
-    """RolloutDataError where the user's function at `path`, called inside, trains other tokens than the split planned. Nothing without a path."""
+    """RolloutDataError where the user's function at `path`, called inside, trains other tokens than
+    the split planned. Nothing without a path.
+    """
     if path is None:
         yield
         return
@@ -37,19 +42,25 @@ def same_samples(batch: Mapping[str, Any], option: str, path: str | None) -> Ite
     for name, before in fixed.items():
         if name not in batch or not _is_equal(before, batch[name]):
             raise RolloutDataError(
-                f"{option} {path} changed {name!r}. Which tokens train, and in which step, is decided when the batch is split, and the log-probs are of "
+                f"{option} {path} changed {name!r}. Which tokens train, and in which step, is "
+                "decided when the batch is split, and the log-probs are of "
                 "those tokens. Change tokens in --custom-convert-samples-to-train-data-path."
             )
     after = batch.get("loss_masks")
     if after is None or list(map(len, after)) != list(map(len, masks)):
-        raise RolloutDataError(f"{option} {path} changed the lengths of 'loss_masks'. They have one entry per response token.")
+        raise RolloutDataError(
+            f"{option} {path} changed the lengths of 'loss_masks'. They have one entry per "
+            "response token."
+        )
     for row, (old, new) in enumerate(zip(masks, after, strict=True)):
         put_in = (old == 0) & (torch.as_tensor(new).to(old.device) != 0)
         if bool(put_in.any()):
             token = int(put_in.nonzero()[0])
             raise RolloutDataError(
-                f"{option} {path} set the loss mask of response token {token} of sample {_name_of(batch, row)} to {float(new[token]):g}, and it was 0: "
-                "the gate or an earlier stage took the token out, and the loss already divides by the tokens that train. Set masks "
+                f"{option} {path} set the loss mask of response token {token} of sample "
+                f"{_name_of(batch, row)} to {float(new[token]):g}, and it was 0: "
+                "the gate or an earlier stage took the token out, and the loss already divides by "
+                "the tokens that train. Set masks "
                 "before the batch is split: Sample.loss_mask, or 'loss_masks' in --custom-convert-samples-to-train-data-path."
             )
 
@@ -61,20 +72,35 @@ def have_trainable_tokens(batch: Mapping[str, Any]) -> list[bool]:
 
 
 def count_not_trained(
-    batch: Mapping[str, Any], *, trainable_before: Sequence[bool] | None, skipped_steps: Sequence[int]
+    batch: Mapping[str, Any],
+    *,
+    trainable_before: Sequence[bool] | None,
+    skipped_steps: Sequence[int],
 ) -> dict[str, int]:
-    """{reason: samples of this rank that were planned and did not train}: users' functions masked them, or their step changed nothing.
+    """{reason: samples of this rank that were planned and did not train}: users' functions masked
+    them, or their step changed nothing.
 
-    A sample was planned where its rollout has a trainable token. trainable_before: `have_trainable_tokens` before users' functions, None where there are none.
-    skipped_steps: numbers of the steps within the rollout that changed nothing.
+    A sample was planned where its rollout has a trainable token. trainable_before:
+    `have_trainable_tokens` before users' functions, None where there are none. skipped_steps:
+    numbers of the steps within the rollout that changed nothing.
     """
     sums = batch.get("rollout_mask_sums")
-    planned = [True] * len(batch["loss_masks"]) if sums is None else [float(total) > 0 for total in sums]
+    planned = (
+        [True] * len(batch["loss_masks"]) if sums is None else [float(total) > 0 for total in sums]
+    )
     masked = [False] * len(planned)
     if trainable_before is not None:
-        masked = [before and not after for before, after in zip(trainable_before, have_trainable_tokens(batch), strict=True)]
+        masked = [
+            before and not after
+            for before, after in zip(trainable_before, have_trainable_tokens(batch), strict=True)
+        ]
     bounds = [0, *itertools.accumulate(int(count) for count in batch["num_microbatches"])]
-    skipped = {row for step in skipped_steps for indices in batch["micro_batch_indices"][bounds[step] : bounds[step + 1]] for row in indices}
+    skipped = {
+        row
+        for step in skipped_steps
+        for indices in batch["micro_batch_indices"][bounds[step] : bounds[step + 1]]
+        for row in indices
+    }
     counts = {
         MASKED: sum(masked),
         UPDATE_SKIPPED: sum(planned[row] and not masked[row] for row in skipped),
@@ -83,7 +109,9 @@ def count_not_trained(
 
 
 def counts_for_its_data_parallel_rank() -> bool:
-    """Whether this rank is the one of its data-parallel rank that counts samples: the others hold the same ones."""
+    """Whether this rank is the one of its data-parallel rank that counts samples: the others hold
+    the same ones.
+    """
     is_first = mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
     return is_first and mpu.is_pipeline_last_stage(ignore_virtual=True)
 

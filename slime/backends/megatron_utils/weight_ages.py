@@ -9,7 +9,9 @@ import numpy as np
 
 @dataclasses.dataclass
 class WeightAges:
-    """Counts the rollouts that the policy trained on, and remembers the count at which each version was published."""
+    """Counts the rollouts that the policy trained on, and remembers the count at which each version
+    was published.
+    """
 
     num_trained: int = 0
     trained_at: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -23,8 +25,10 @@ class WeightAges:
         self.num_trained += 1
 
     def of(self, versions_N: np.ndarray) -> np.ndarray:
-        """float64 [N]: updates of the weights since those versions went out; NaN for -1 (not known), and where nothing was published. A version from
-        before this process counts from the first one it knows, one update a version."""
+        """float64 [N]: updates of the weights since those versions went out; NaN for -1 (not
+        known), and where nothing was published. A version from before this process counts from the
+        first one it knows, one update a version.
+        """
         if not self.trained_at:
             return np.full(len(versions_N), np.nan)
         first = min(self.trained_at)

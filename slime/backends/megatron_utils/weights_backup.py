@@ -1,4 +1,6 @@
-"""Copies of a model's weights under tags (actor, ref, teacher, old_actor), kept in host memory and swapped into the one model."""
+"""Copies of a model's weights under tags (actor, ref, teacher, old_actor), kept in host memory and
+swapped into the one model.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,15 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-# Numbers compared to see whether training changed anything; a large model need not be read whole for that.
+# Numbers compared to see whether training changed anything; a large model need not be read whole
+# for that.
 CHANGE_LIMIT = 16 * 1024**2
 
 
 class WeightsBackup:
-    """Named weight sets of one model (a list of virtual pipeline chunks) that share its structure."""
+    """Named weight sets of one model (a list of virtual pipeline chunks) that share
+    its structure.
+    """
 
     def __init__(self, model: Sequence[torch.nn.Module]) -> None:
         self._model = model
@@ -29,7 +34,9 @@ class WeightsBackup:
 
     @torch.no_grad()
     def backup(self, tag: str) -> None:
-        """Stores the model's present weights under `tag`, reusing the memory of an earlier set of that tag."""
+        """Stores the model's present weights under `tag`, reusing the memory of an earlier set of
+        that tag.
+        """
         stored = self._sets.setdefault(tag, {})
         for name, tensor in self._tensors():
             if name not in stored:
@@ -40,7 +47,9 @@ class WeightsBackup:
         self.active = tag
 
     def move(self, tag: str, *, to: str) -> None:
-        """Renames the set `tag`, if there is one, to `to`, whose memory is used for the next set of that name."""
+        """Renames the set `tag`, if there is one, to `to`, whose memory is used for the next set of
+        that name.
+        """
         if tag in self._sets:
             earlier = self._sets.pop(to, None)
             self._sets[to] = self._sets.pop(tag)
@@ -49,7 +58,9 @@ class WeightsBackup:
 
     @torch.no_grad()
     def largest_change(self, tag: str, *, limit: int = CHANGE_LIMIT) -> float:
-        """The largest |present - stored| over the first tensors of `tag`, up to `limit` numbers: 0 means that training did nothing."""
+        """The largest |present - stored| over the first tensors of `tag`, up to `limit` numbers: 0
+        means that training did nothing.
+        """
         stored, largest = self._sets[tag], 0.0
         for name, tensor in self._tensors():
             if limit <= 0:
@@ -69,7 +80,9 @@ class WeightsBackup:
 
     @contextlib.contextmanager
     def borrowed(self, tag: str) -> Iterator[None]:
-        """Inside, the model holds the weights of `tag`; afterwards those that were active, whatever happens."""
+        """Inside, the model holds the weights of `tag`; afterwards those that were active, whatever
+        happens.
+        """
         before = self.active
         self.restore(tag)
         try:

@@ -1,8 +1,9 @@
 """The index of a distributed checkpoint, read as data.
 
-torch writes the index (`.metadata`) as a pickle and reads it by running what it names. A checkpoint may come from anywhere, so
-torch never reads that file here: `read_index` takes it apart into inert records, imports nothing, checks every value, and builds
-the index that torch's loader gets. A name that no index needs is refused, whatever it would resolve to.
+torch writes the index (`.metadata`) as a pickle and reads it by running what it names. A checkpoint
+may come from anywhere, so torch never reads that file here: `read_index` takes it apart into inert
+records, imports nothing, checks every value, and builds the index that torch's loader gets. A name
+that no index needs is refused, whatever it would resolve to.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ INDEX = ".metadata"
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _STRATEGY = "megatron.core.dist_checkpointing.strategies.torch"
-# Every name that torch and Megatron put into an index: (module, name), exactly. Each becomes a record of its own name, also getattr,
-# which Python 3.11.0 to 3.11.3 write for the members of an enumeration.
+# Every name that torch and Megatron put into an index: (module, name), exactly. Each becomes a
+# record of its own name, also getattr, which Python 3.11.0 to 3.11.3 write for the members of an
+# enumeration.
 _RECORDS = frozenset(
     {(_METADATA, name) for name in (
         "Metadata", "TensorStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "ChunkStorageMetadata",
@@ -39,14 +41,19 @@ _RECORDS = frozenset(
     | {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout")}
     | {("torch", "Size"), ("torch", "strided"), ("builtins", "getattr"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
 )  # fmt: skip
-_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
 
 
 def read_index(folder: str | Path) -> Metadata:
     """The index of the distributed checkpoint in `folder`, for torch's loader.
 
-    Raises `ConfigError`, which names the file, for an index that names anything but index entries, and for a damaged one: an entry
-    without its place in a file, a place outside the folder or beyond a file's end, a chunk outside its tensor.
+    Raises `ConfigError`, which names the file, for an index that names anything but index entries,
+    and for a damaged one: an entry without its place in a file, a place outside the folder or
+    beyond a file's end, a chunk outside its tensor.
     """
     path = Path(folder) / INDEX
     try:
@@ -55,12 +62,14 @@ def read_index(folder: str | Path) -> Metadata:
         return _built(root, path.parent)
     except _Forbidden as error:
         raise ConfigError(
-            f"{path} names {error}, which no index of a checkpoint needs: reading it with torch would run it. Do not load this checkpoint."
+            f"{path} names {error}, which no index of a checkpoint needs: reading it with torch "
+            "would run it. Do not load this checkpoint."
         ) from None
     # a damaged pickle raises whatever its bytes happen to ask for
     except Exception as error:
         raise ConfigError(
-            f"{path} is damaged ({error or type(error).__name__}). Resume from an earlier checkpoint with --ckpt-step."
+            f"{path} is damaged ({error or type(error).__name__}). Resume from an earlier "
+            "checkpoint with --ckpt-step."
         ) from error
 
 
@@ -69,7 +78,9 @@ class _Forbidden(Exception):
 
 
 class _Record:
-    """Stands for one object of the index: what it was made of and filled with. Making and filling one runs nothing else."""
+    """Stands for one object of the index: what it was made of and filled with. Making and filling
+    one runs nothing else.
+    """
 
     kind = ""
 
@@ -118,8 +129,14 @@ def _built(root: Any, folder: Path) -> Metadata:
             raise ValueError(f"the name of an entry is {name!r}")
         entries[name] = _entry(name, record)
         chunks = getattr(entries[name], "chunks", None)
-        wanted += [MetadataIndex(name)] if chunks is None else [MetadataIndex(name, chunk.offsets) for chunk in chunks]
-    places = dict(_place(key, value, folder) for key, value in _mapping(state["storage_data"]).items())
+        wanted += (
+            [MetadataIndex(name)]
+            if chunks is None
+            else [MetadataIndex(name, chunk.offsets) for chunk in chunks]
+        )
+    places = dict(
+        _place(key, value, folder) for key, value in _mapping(state["storage_data"]).items()
+    )
     missing = [index.fqn for index in wanted if index not in places]
     if missing:
         raise ValueError(f"no file is named for a part of {missing[0]}")
@@ -139,9 +156,13 @@ def _entry(name: str, record: Any) -> TensorStorageMetadata | BytesStorageMetada
     for part in state["chunks"]:
         chunk = _fields(part, "ChunkStorageMetadata")
         offsets, sizes = _size(chunk["offsets"]), _size(chunk["sizes"])
-        inside = all(low + length <= total for low, length, total in zip(offsets, sizes, size, strict=True))
+        inside = all(
+            low + length <= total for low, length, total in zip(offsets, sizes, size, strict=True)
+        )
         if not inside:
-            raise ValueError(f"a part of {name} lies at {list(offsets)} with {list(sizes)}, outside {list(size)}")
+            raise ValueError(
+                f"a part of {name} lies at {list(offsets)} with {list(sizes)}, outside {list(size)}"
+            )
         chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
     return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=size, chunks=chunks)
 
@@ -150,13 +171,20 @@ def _place(key: Any, value: Any, folder: Path) -> tuple[MetadataIndex, _StorageI
     index, place = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
     name, file, offset = index["fqn"], place["relative_path"], index.get("offset")
     start, length = _count(place["offset"]), _count(place["length"])
-    if not isinstance(name, str) or not isinstance(file, str) or not file or file != Path(file).name:
+    if (
+        not isinstance(name, str)
+        or not isinstance(file, str)
+        or not file
+        or file != Path(file).name
+    ):
         raise ValueError(f"{name!r} lies in {file!r}, expected a file of this folder")
     if place.get("transform_descriptors"):
         raise ValueError(f"{name} is compressed, which slime does not read")
     if start + length > (folder / file).stat().st_size:
         raise ValueError(f"{name} ends at byte {start + length}, beyond the end of {file}")
-    return MetadataIndex(name, None if offset is None else _size(offset), index.get("index")), _StorageInfo(file, start, length)
+    return MetadataIndex(
+        name, None if offset is None else _size(offset), index.get("index")
+    ), _StorageInfo(file, start, length)
 
 
 def _kind(record: Any) -> str:

@@ -1,4 +1,6 @@
-"""Model weights in Megatron-core's distributed checkpoint format (torch_dist), loadable under any layout and by Megatron's own tools."""
+"""Model weights in Megatron-core's distributed checkpoint format (torch_dist), loadable under any
+layout and by Megatron's own tools.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,17 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
-from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
+from megatron.core.dist_checkpointing.validation import (
+    determine_global_metadata,
+    validate_sharding_integrity,
+)
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
 
 from slime.backends.megatron_utils.local_params import unwrap
 from slime.backends.megatron_utils.weights_index import INDEX, read_index
@@ -36,13 +45,17 @@ from slime.exceptions import ConfigError
 
 
 class _SaveInThisProcess(TorchDistSaveShardedStrategy):
-    """The format of Megatron's strategy, written without its helper processes: they cost seconds, and fork a process with threads."""
+    """The format of Megatron's strategy, written without its helper processes: they cost seconds,
+    and fork a process with threads.
+    """
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
         torch_checkpoint.save(
             mcore_to_pyt_state_dict(flat, False),
             storage_writer=torch_checkpoint.FileSystemWriter(
@@ -55,23 +68,27 @@ class _SaveInThisProcess(TorchDistSaveShardedStrategy):
 
 
 def save_weights(folder: str | Path, model: Sequence[torch.nn.Module]) -> None:
-    """Writes the weights of all ranks into `folder` (which exists and is shared). Called by all ranks together."""
+    """Writes the weights of all ranks into `folder` (which exists and is shared). Called by all
+    ranks together.
+    """
     dist_checkpointing.save(_sharded(model), str(folder), sharded_strategy=_SaveInThisProcess())
 
 
 def load_weights_into(folder: str | Path, model: Sequence[torch.nn.Module]) -> None:
     """Fills the model from a distributed checkpoint of any layout. Called by all ranks together.
 
-    Raises `ConfigError` for another checkpoint format, for an index or an object that would run code when read, and where a
-    parameter of the model is missing or has another shape.
+    Raises `ConfigError` for another checkpoint format, for an index or an object that would run
+    code when read, and where a parameter of the model is missing or has another shape.
     """
     folder = Path(folder)
     if not (folder / INDEX).is_file():
         raise ConfigError(
-            f"{folder} is not a distributed checkpoint (torch_dist). Convert it with Megatron, or load a Hugging Face folder."
+            f"{folder} is not a distributed checkpoint (torch_dist). Convert it with Megatron, or "
+            "load a Hugging Face folder."
         )
     index = read_index(folder)
-    # Megatron's `load` is not called: it reads the index and common.pt by itself. These are its other steps.
+    # Megatron's `load` is not called: it reads the index and common.pt by itself. These are its
+    # other steps.
     wanted, others, factories = load_preprocess(_sharded(model))
     wanted, _ = extract_sharded_base(wanted)
     validate_sharding_integrity(determine_global_metadata(wanted)[1])
@@ -82,15 +99,21 @@ def load_weights_into(folder: str | Path, model: Sequence[torch.nn.Module]) -> N
 
 
 def _load_sharded(folder: Path, index: Metadata, wanted: dict[str, Any]) -> dict[str, Any]:
-    """`wanted` with the checkpoint's values: Megatron's loading strategy, on an index that is read already."""
+    """`wanted` with the checkpoint's values: Megatron's loading strategy, on an index that is read
+    already.
+    """
     leaves = list(nested_values(wanted))
     _check_kinds(folder, index, leaves)
     flat, flat_mapping, rename_mapping = _replace_state_dict_keys_with_sharded_keys(wanted)
     state = mcore_to_pyt_state_dict(flat, True)
     tensors = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
     planner = _LoadPlanner(
-        shapes_validation_sharded_tensors=[leaf for leaf in tensors if not leaf.allow_shape_mismatch],
-        allow_shape_mismatch_sharded_tensors={leaf.key: leaf for leaf in tensors if leaf.allow_shape_mismatch},
+        shapes_validation_sharded_tensors=[
+            leaf for leaf in tensors if not leaf.allow_shape_mismatch
+        ],
+        allow_shape_mismatch_sharded_tensors={
+            leaf.key: leaf for leaf in tensors if leaf.allow_shape_mismatch
+        },
         flatten_state_dict=False,
         flatten_sharded_tensors=False,
     )
@@ -113,12 +136,15 @@ def _check_kinds(folder: Path, index: Metadata, leaves: Sequence[Any]) -> None:
         if not isinstance(entry, TensorStorageMetadata if is_tensor else BytesStorageMetadata):
             found = "has no" if entry is None else "has another kind of value for"
             raise ConfigError(
-                f"{folder} {found} {leaf.key}, which this model needs. Was it saved from another architecture?"
+                f"{folder} {found} {leaf.key}, which this model needs. Was it saved from another "
+                "architecture?"
             )
 
 
 class _IndexedReader(FileSystemReader):
-    """Reads tensors from the files of a checkpoint by an index that was read before; never the index file."""
+    """Reads tensors from the files of a checkpoint by an index that was read before; never the
+    index file.
+    """
 
     def __init__(self, folder: Path, index: Metadata) -> None:
         super().__init__(folder)
@@ -129,7 +155,9 @@ class _IndexedReader(FileSystemReader):
 
 
 class _LoadPlanner(MCoreLoadPlanner):
-    """Megatron's planner, whose objects (a layer's extra state) are plain values: torch's would run what they name."""
+    """Megatron's planner, whose objects (a layer's extra state) are plain values: torch's would run
+    what they name.
+    """
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
         name = read_item.dest_index.fqn
@@ -138,12 +166,16 @@ class _LoadPlanner(MCoreLoadPlanner):
                 self.state_dict[name] = torch.load(value, weights_only=True)
         except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
             raise ConfigError(
-                f"the object {name} is damaged, or would run code when read ({str(error).splitlines()[0]}). Do not load this checkpoint."
+                f"the object {name} is damaged, or would run code when read "
+                f"({str(error).splitlines()[0]}). Do not load this checkpoint."
             ) from error
 
 
 def _sharded(model: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    return {_key(index, len(model)): unwrap(chunk).sharded_state_dict() for index, chunk in enumerate(model)}
+    return {
+        _key(index, len(model)): unwrap(chunk).sharded_state_dict()
+        for index, chunk in enumerate(model)
+    }
 
 
 def _key(index: int, num_chunks: int) -> str:

@@ -1,4 +1,6 @@
-"""Engines that somebody else started: what they say of themselves decides how many there are and how each is laid out."""
+"""Engines that somebody else started: what they say of themselves decides how many there are and
+how each is laid out.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,22 @@ import requests
 
 from slime.exceptions import ConfigError, EngineError
 
-INFO_ROUTES = ("/server_info", "/get_server_info")  # the second is the name in older SGLang releases
-WORKER_TYPE_OF_MODE = {None: "regular", "": "regular", "null": "regular", "prefill": "prefill", "decode": "decode"}
+# the second is the name in older SGLang releases
+INFO_ROUTES = ("/server_info", "/get_server_info")
+WORKER_TYPE_OF_MODE = {
+    None: "regular",
+    "": "regular",
+    "null": "regular",
+    "prefill": "prefill",
+    "decode": "decode",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class ExternalEngineInfo:
-    """One server: its address, its role (`regular`, or `prefill` and `decode` of a disaggregated pair), and the devices that it uses."""
+    """One server: its address, its role (`regular`, or `prefill` and `decode` of a disaggregated
+    pair), and the devices that it uses.
+    """
 
     url: str
     host: str
@@ -35,11 +46,18 @@ class ExternalEngineInfo:
 
     @property
     def parallel_config(self) -> dict[str, int]:
-        """{"tp_size", "pp_size", "dp_size", "ep_size"}; a size that the server does not tell is 1."""
-        return {name: _size(self.server_info, name) for name in ("tp_size", "pp_size", "dp_size", "ep_size")}
+        """{"tp_size", "pp_size", "dp_size", "ep_size"}; a size that the server does
+        not tell is 1.
+        """
+        return {
+            name: _size(self.server_info, name)
+            for name in ("tp_size", "pp_size", "dp_size", "ep_size")
+        }
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as plain values that JSON can hold; `ExternalEngineInfo(**info.to_dict())` is equal."""
+        """Returns the fields as plain values that JSON can hold;
+        `ExternalEngineInfo(**info.to_dict())` is equal.
+        """
         return dataclasses.asdict(self)
 
 
@@ -49,7 +67,9 @@ def _size(info: Mapping[str, Any], name: str) -> int:
 
 
 def normalize_external_engine_addr(addr: str) -> str:
-    """Returns "http://host:port" for "host:port", "http://host:port/" and the like. ConfigError without a host or a port."""
+    """Returns "http://host:port" for "host:port", "http://host:port/" and the like. ConfigError
+    without a host or a port.
+    """
     url = addr.strip().rstrip("/")
     url = url if "://" in url else f"http://{url}"
     try:
@@ -58,14 +78,23 @@ def normalize_external_engine_addr(addr: str) -> str:
     except ValueError:
         complete = False
     if not complete:
-        raise ConfigError(f"--rollout-external-engine-addrs: {addr!r} is no address. Write host:port or http://host:port.")
+        raise ConfigError(
+            f"--rollout-external-engine-addrs: {addr!r} is no address. Write host:port or "
+            "http://host:port."
+        )
     return url
 
 
-def get_server_info(url: str, timeout: float = 30.0, *, api_key: str | None = None) -> dict[str, Any]:
-    """Returns what the server at `url` says of itself. EngineError if it does not answer within `timeout` seconds, or not with a JSON object."""
+def get_server_info(
+    url: str, timeout: float = 30.0, *, api_key: str | None = None
+) -> dict[str, Any]:
+    """Returns what the server at `url` says of itself. EngineError if it does not answer within
+    `timeout` seconds, or not with a JSON object.
+    """
     reason: Any = None
-    headers: dict[str, Any] = {} if api_key is None else {"headers": {"Authorization": f"Bearer {api_key}"}}
+    headers: dict[str, Any] = (
+        {} if api_key is None else {"headers": {"Authorization": f"Bearer {api_key}"}}
+    )
     for route in INFO_ROUTES:
         try:
             reply = requests.get(f"{url}{route}", timeout=timeout, **headers)
@@ -86,20 +115,28 @@ def get_server_info(url: str, timeout: float = 30.0, *, api_key: str | None = No
 def discover_external_engines(
     addrs: Sequence[str], timeout: float = 30.0, *, api_key: str | None = None
 ) -> list[ExternalEngineInfo]:
-    """Returns what each server says of itself, in the order of `addrs`. ConfigError for an address that is none or given twice."""
+    """Returns what each server says of itself, in the order of `addrs`. ConfigError for an address
+    that is none or given twice.
+    """
     return _ask(external_engine_urls(addrs), timeout=timeout, api_key=api_key)
 
 
 def external_engine_urls(addrs: Sequence[str]) -> list[str]:
-    """Returns the servers' URLs, in order. ConfigError for an address that is none or given twice."""
+    """Returns the servers' URLs, in order. ConfigError for an address that is none or
+    given twice.
+    """
     urls = [normalize_external_engine_addr(addr) for addr in addrs]
     repeated = sorted({url for url in urls if urls.count(url) > 1})
     if repeated:
-        raise ConfigError(f"--rollout-external-engine-addrs names {', '.join(repeated)} more than once.")
+        raise ConfigError(
+            f"--rollout-external-engine-addrs names {', '.join(repeated)} more than once."
+        )
     return urls
 
 
-def _ask(urls: Sequence[str], *, timeout: float = 30.0, api_key: str | None) -> list[ExternalEngineInfo]:
+def _ask(
+    urls: Sequence[str], *, timeout: float = 30.0, api_key: str | None
+) -> list[ExternalEngineInfo]:
     return [_describe(url, get_server_info(url, timeout=timeout, api_key=api_key)) for url in urls]
 
 
@@ -107,8 +144,11 @@ def _describe(url: str, info: dict[str, Any]) -> ExternalEngineInfo:
     mode = info.get("disaggregation_mode")
     if mode not in WORKER_TYPE_OF_MODE:
         known = ", ".join(str(name) for name in WORKER_TYPE_OF_MODE if name)
-        raise EngineError(f"the engine at {url} has disaggregation_mode {mode!r}; known are {known}.")
-    # attention replicas live on the tensor-parallel devices; other replicas have devices of their own
+        raise EngineError(
+            f"the engine at {url} has disaggregation_mode {mode!r}; known are {known}."
+        )
+    # attention replicas live on the tensor-parallel devices; other replicas have devices of their
+    # own
     replicas = 1 if info.get("enable_dp_attention") else _size(info, "dp_size")
     parts = urlsplit(url)
     worker_type = WORKER_TYPE_OF_MODE[mode]
@@ -118,13 +158,17 @@ def _describe(url: str, info: dict[str, Any]) -> ExternalEngineInfo:
         port=parts.port or 0,
         worker_type=worker_type,
         num_gpus=_size(info, "tp_size") * _size(info, "pp_size") * replicas,
-        disaggregation_bootstrap_port=info.get("disaggregation_bootstrap_port") if worker_type == "prefill" else None,
+        disaggregation_bootstrap_port=info.get("disaggregation_bootstrap_port")
+        if worker_type == "prefill"
+        else None,
         server_info=info,
     )
 
 
 def external_engine_init_kwargs(info: ExternalEngineInfo) -> dict[str, Any]:
-    """Returns what an engine handle needs to reach the server: host, port, and the bootstrap port of a prefill worker."""
+    """Returns what an engine handle needs to reach the server: host, port, and the bootstrap port
+    of a prefill worker.
+    """
     kwargs: dict[str, Any] = {"host": info.host, "port": info.port}
     if info.disaggregation_bootstrap_port is not None:
         kwargs["disaggregation_bootstrap_port"] = info.disaggregation_bootstrap_port
@@ -132,16 +176,25 @@ def external_engine_init_kwargs(info: ExternalEngineInfo) -> dict[str, Any]:
 
 
 def apply_external_engine_info_to_args(args: Any, logger: logging.Logger | None = None) -> None:
-    """Asks the servers of `args.rollout_external_engine_addrs` and puts what follows into `args`: `rollout_external`,
-    `rollout_external_engine_infos`, `rollout_num_engines`, `rollout_num_gpus` and, where all engines have one size, `rollout_num_gpus_per_engine`.
+    """Asks the servers of `args.rollout_external_engine_addrs` and puts what follows into `args`:
+    `rollout_external`, `rollout_external_engine_infos`, `rollout_num_engines`, `rollout_num_gpus`
+    and, where all engines have one size, `rollout_num_gpus_per_engine`.
 
     Does nothing without addresses.
     """
     if args.rollout_external_engine_addrs:
-        _apply_infos(args, discover_external_engines(args.rollout_external_engine_addrs, api_key=vars(args).get("sglang_api_key")), logger)
+        _apply_infos(
+            args,
+            discover_external_engines(
+                args.rollout_external_engine_addrs, api_key=vars(args).get("sglang_api_key")
+            ),
+            logger,
+        )
 
 
-def _apply_infos(args: Any, infos: Sequence[ExternalEngineInfo], logger: logging.Logger | None) -> None:
+def _apply_infos(
+    args: Any, infos: Sequence[ExternalEngineInfo], logger: logging.Logger | None
+) -> None:
     from slime.config.derive import apply_derived
 
     sizes = {info.num_gpus for info in infos}
@@ -161,14 +214,20 @@ def _apply_infos(args: Any, infos: Sequence[ExternalEngineInfo], logger: logging
 def external_engine_infos_from_args(args: Any) -> list[ExternalEngineInfo]:
     """Returns what `apply_external_engine_info_to_args` stored; [] where nothing was."""
     stored = vars(args).get("rollout_external_engine_infos") or []
-    return [entry if isinstance(entry, ExternalEngineInfo) else ExternalEngineInfo(**entry) for entry in stored]
+    return [
+        entry if isinstance(entry, ExternalEngineInfo) else ExternalEngineInfo(**entry)
+        for entry in stored
+    ]
 
 
 def start_external_rollout_servers(
-    args: Any, *, start_router: Callable[[Any, list[str]], Any], wait_for_answers: Callable[[list[str]], None] | None = None
+    args: Any,
+    *,
+    start_router: Callable[[Any, list[str]], Any],
+    wait_for_answers: Callable[[list[str]], None] | None = None,
 ) -> Any:
-    """Returns the `RolloutServers` of the given addresses, behind a router where the options ask for one. `wait_for_answers` gets the URLs before anything is
-    asked of the servers.
+    """Returns the `RolloutServers` of the given addresses, behind a router where the options ask
+    for one. `wait_for_answers` gets the URLs before anything is asked of the servers.
 
     ConfigError for a disaggregated worker: requests go to whole engines.
     """

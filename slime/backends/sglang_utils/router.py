@@ -1,9 +1,11 @@
-"""The real sglang-router (extra `router`) as a child process on loopback, and its workers over its own HTTP API.
+"""The real sglang-router (extra `router`) as a child process on loopback, and its workers over its
+own HTTP API.
 
-What release 0.3.2 does to /generate, seen on the wire: it writes the request anew, so fields it does not know are lost without a
-word (return_arrays, custom_params, a misspelled sampling parameter); sampling_params must be one object, a list of them is a 422;
-responses, single, list and stream, pass unchanged; the client's Authorization header is passed on. It has no /abort_request (404):
-aborts, pauses and weight updates go to every engine directly.
+What release 0.3.2 does to /generate, seen on the wire: it writes the request anew, so fields it
+does not know are lost without a word (return_arrays, custom_params, a misspelled sampling
+parameter); sampling_params must be one object, a list of them is a 422; responses, single, list and
+stream, pass unchanged; the client's Authorization header is passed on. It has no /abort_request
+(404): aborts, pauses and weight updates go to every engine directly.
 """
 
 from __future__ import annotations
@@ -47,12 +49,15 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if self.attach and self.port is None:
             raise ConfigError(
-                "--sglang-router-ip names a router that runs already; give its port with --sglang-router-port."
+                "--sglang-router-ip names a router that runs already; give its port with "
+                "--sglang-router-port."
             )
 
 
 class SglangRouter:
-    """A router that lives as long as this object's owner: `start`, `add_worker`, `stop`. Context manager."""
+    """A router that lives as long as this object's owner: `start`, `add_worker`, `stop`. Context
+    manager.
+    """
 
     def __init__(self, config: RouterConfig | None = None) -> None:
         self.config = config or RouterConfig()
@@ -70,7 +75,9 @@ class SglangRouter:
         return f"http://{host}:{self.port}"
 
     def start(self) -> SglangRouter:
-        """Returns self once the router answers. EngineError if the extra is missing, the port is taken, or it does not come up."""
+        """Returns self once the router answers. EngineError if the extra is missing, the port is
+        taken, or it does not come up.
+        """
         if self.config.attach:
             self.port = self.config.port
             self._wait_until(self._answers, START_TIMEOUT_SECONDS, "answer")
@@ -84,8 +91,11 @@ class SglangRouter:
         command = self._command(self.port, _usable_port("127.0.0.1", None))
         started = threading.Event()
         failure: list[BaseException] = []
-        # The kernel takes the end of the *thread* that forked for the end of the parent: this one lives as long as the router.
-        owner = threading.Thread(target=self._own, args=(command, started, failure), name="slime-router", daemon=True)
+        # The kernel takes the end of the *thread* that forked for the end of the parent: this one
+        # lives as long as the router.
+        owner = threading.Thread(
+            target=self._own, args=(command, started, failure), name="slime-router", daemon=True
+        )
         owner.start()
         started.wait()
         if failure:
@@ -95,8 +105,22 @@ class SglangRouter:
 
     def _command(self, port: int, metrics_port: int) -> list[str]:
         config = self.config
-        command = [sys.executable, "-m", "slime.backends.sglang_utils.router_child", str(os.getpid())]
-        command += ["--host", config.host, "--port", str(port), "--policy", config.policy, "--log-level", "warn"]
+        command = [
+            sys.executable,
+            "-m",
+            "slime.backends.sglang_utils.router_child",
+            str(os.getpid()),
+        ]
+        command += [
+            "--host",
+            config.host,
+            "--port",
+            str(port),
+            "--policy",
+            config.policy,
+            "--log-level",
+            "warn",
+        ]
         command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
         command += ["--worker-startup-check-interval", "1", "--shutdown-grace-period-secs", "2"]
         command += ["--request-timeout-secs", str(config.request_timeout_seconds)]
@@ -105,7 +129,9 @@ class SglangRouter:
         command += ["--disable-retries"]
         return command + (["--api-key", config.api_key] if config.api_key else [])
 
-    def _own(self, command: list[str], started: threading.Event, failure: list[BaseException]) -> None:
+    def _own(
+        self, command: list[str], started: threading.Event, failure: list[BaseException]
+    ) -> None:
         try:
             process = subprocess.Popen(
                 command,
@@ -121,7 +147,8 @@ class SglangRouter:
             return
         finally:
             started.set()
-        # Read to the end, or the router would block on a full pipe; the last lines explain a failure.
+        # Read to the end, or the router would block on a full pipe; the last lines explain a
+        # failure.
         for line in process.stdout:
             self._log.append(line.rstrip())
         process.wait()
@@ -137,12 +164,14 @@ class SglangRouter:
         while not condition():
             if self._process is not None and self._process.poll() is not None:
                 raise EngineError(
-                    f"the router ended with status {self._process.returncode}. Its last words:\n{self.last_log()}"
+                    f"the router ended with status {self._process.returncode}. Its last "
+                    f"words:\n{self.last_log()}"
                 )
             if time.monotonic() > deadline:
                 self.stop()
                 raise EngineError(
-                    f"the router did not {what} within {seconds:.0f} s. Its last words:\n{self.last_log()}"
+                    f"the router did not {what} within {seconds:.0f} s. Its last "
+                    f"words:\n{self.last_log()}"
                 )
             time.sleep(POLL_SECONDS)
 
@@ -156,11 +185,17 @@ class SglangRouter:
         if status != 200:
             raise EngineError(f"the router answered {status} to GET /workers: {answer}")
         return {
-            worker["url"].rstrip("/"): worker["id"] for worker in answer["workers"] if worker.get("is_healthy", True)
+            worker["url"].rstrip("/"): worker["id"]
+            for worker in answer["workers"]
+            if worker.get("is_healthy", True)
         }
 
-    def add_worker(self, url: str, *, api_key: str | None = None, timeout: float = WORKER_TIMEOUT_SECONDS) -> str:
-        """Registers an engine, waits until the router finds it healthy, and returns its worker id. EngineError if it does not."""
+    def add_worker(
+        self, url: str, *, api_key: str | None = None, timeout: float = WORKER_TIMEOUT_SECONDS
+    ) -> str:
+        """Registers an engine, waits until the router finds it healthy, and returns its worker id.
+        EngineError if it does not.
+        """
         url = url.rstrip("/")
         body = {"url": url} if api_key is None else {"url": url, "api_key": api_key}
         status, answer = self._request("POST", "/workers", body)
@@ -171,11 +206,15 @@ class SglangRouter:
         return self.workers()[url]
 
     def remove_worker(self, url: str, *, timeout: float = WORKER_TIMEOUT_SECONDS) -> None:
-        """Takes an engine out and waits until it is gone. EngineError if the router does not know it."""
+        """Takes an engine out and waits until it is gone. EngineError if the router does not know
+        it.
+        """
         url = url.rstrip("/")
         worker = self.workers().get(url)
         if worker is None:
-            raise EngineError(f"the router has no healthy worker {url}; it has {sorted(self.workers())}.")
+            raise EngineError(
+                f"the router has no healthy worker {url}; it has {sorted(self.workers())}."
+            )
         # The router asks for its own id here: a URL is answered with 400.
         status, answer = self._request("DELETE", f"/workers/{worker}")
         if status not in (200, 202):
@@ -196,11 +235,13 @@ class SglangRouter:
         except urllib.error.HTTPError as error:
             return error.code, _json_or_text(error.read())
         except (OSError, ValueError) as error:
-            raise EngineError(f"the router at {self.url} does not answer {method} {path}: {error}") from None
+            raise EngineError(
+                f"the router at {self.url} does not answer {method} {path}: {error}"
+            ) from None
 
     def stop(self) -> None:
-        """Ends the router, and nothing listens afterwards; from one that ran already it only takes out the engines that were added.
-        Harmless when called twice.
+        """Ends the router, and nothing listens afterwards; from one that ran already it only takes
+        out the engines that were added. Harmless when called twice.
         """
         if self.config.attach:
             self._leave()
@@ -245,7 +286,9 @@ def router_config_from_args(args: Any) -> RouterConfig:
 
 
 def start_router(args: Any, engine_urls: list[str]) -> SglangRouter:
-    """Returns a router with all `engine_urls` registered and healthy. EngineError says what does not answer; nothing is left running."""
+    """Returns a router with all `engine_urls` registered and healthy. EngineError says what does
+    not answer; nothing is left running.
+    """
     router = SglangRouter(router_config_from_args(args)).start()
     try:
         for url in engine_urls:
@@ -262,7 +305,8 @@ def _usable_port(host: str, port: int | None) -> int:
             return probe.getsockname()[1]
     except OSError as error:
         raise EngineError(
-            f"the router cannot listen on {host} port {port}: {error.strerror}. Give another --sglang-router-port."
+            f"the router cannot listen on {host} port {port}: {error.strerror}. Give another "
+            "--sglang-router-port."
         ) from None
 
 

@@ -1,4 +1,5 @@
-"""The router's process: dies with its parent, then runs sglang_router's own launcher. Started by router.py only.
+"""The router's process: dies with its parent, then runs sglang_router's own launcher. Started by
+router.py only.
 
 python -m slime.backends.sglang_utils.router_child PARENT_PID ROUTER_ARGUMENTS...
 """

@@ -1,6 +1,8 @@
-"""Token ids and log-probs as base64 text: what `return_arrays` puts into a JSON response in place of lists.
+"""Token ids and log-probs as base64 text: what `return_arrays` puts into a JSON response in place
+of lists.
 
-The bytes are little-endian int32 (ids) and float32 (log-probs); decoding copies nothing but the base64 text.
+The bytes are little-endian int32 (ids) and float32 (log-probs); decoding copies nothing but the
+base64 text.
 """
 
 from __future__ import annotations
@@ -21,17 +23,25 @@ LOG_PROB_DTYPE = np.dtype("<f4")
 
 def encode_array(values: Any, dtype: np.dtype) -> str:
     """Returns base64 text of `values` [N] as little-endian `dtype`."""
-    return base64.b64encode(np.ascontiguousarray(values, dtype=dtype).data).decode("ascii") if len(values) else ""
+    return (
+        base64.b64encode(np.ascontiguousarray(values, dtype=dtype).data).decode("ascii")
+        if len(values)
+        else ""
+    )
 
 
 def decode_array(text: str, dtype: np.dtype, *, name: str = "array") -> np.ndarray:
-    """Returns a read-only array [N]. EngineError if `text` is not base64 or its size is not a whole number of elements."""
+    """Returns a read-only array [N]. EngineError if `text` is not base64 or its size is not a whole
+    number of elements.
+    """
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError, TypeError) as error:
         raise EngineError(f"{name} is not base64 text: {error}") from None
     if len(data) % dtype.itemsize:
-        raise EngineError(f"{name} has {len(data)} bytes, not a multiple of {dtype.itemsize}: the reply was cut.")
+        raise EngineError(
+            f"{name} has {len(data)} bytes, not a multiple of {dtype.itemsize}: the reply was cut."
+        )
     return np.frombuffer(data, dtype=dtype)
 
 
@@ -41,7 +51,8 @@ def has_arrays(meta_info: dict[str, Any]) -> bool:
 
 
 def decode_response_arrays(meta_info: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns (token ids int32 [N], log-probs float32 [N] or None if the request did not ask for them).
+    """Returns (token ids int32 [N], log-probs float32 [N] or None if the request did not ask for
+    them).
 
     EngineError if the two lengths differ from each other or from completion_tokens.
     """
@@ -52,6 +63,7 @@ def decode_response_arrays(meta_info: dict[str, Any]) -> tuple[np.ndarray, np.nd
     if len(token_ids) != expected or (log_probs is not None and len(log_probs) != expected):
         num_log_probs = "no" if log_probs is None else len(log_probs)
         raise EngineError(
-            f"response has {len(token_ids)} token ids and {num_log_probs} log-probs, but completion_tokens is {expected}."
+            f"response has {len(token_ids)} token ids and {num_log_probs} log-probs, but "
+            f"completion_tokens is {expected}."
         )
     return token_ids, log_probs

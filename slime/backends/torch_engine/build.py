@@ -25,7 +25,9 @@ MAX_CACHE_TOKENS = 2**22
 
 @dataclasses.dataclass(frozen=True)
 class LoadedEngine:
-    """An engine, not started yet, and what it was made from. allowed_dtypes: those that a weight update may have."""
+    """An engine, not started yet, and what it was made from. allowed_dtypes: those that a weight
+    update may have.
+    """
 
     engine: Engine
     decoder: Decoder
@@ -42,32 +44,43 @@ class LoadedEngine:
 
 
 def load_engine(config: EngineConfig, *, notify: Notify) -> LoadedEngine:
-    """Returns an engine with the weights of config.hf_checkpoint. ConfigError names what does not fit."""
+    """Returns an engine with the weights of config.hf_checkpoint. ConfigError names what does not
+    fit.
+    """
     decoder_config = read_decoder_config(config.hf_checkpoint)
     device = resolve_device(config.device)
     if device.type == "cpu":
         torch.set_num_threads(config.num_threads)
     if config.deterministic and device.type == "cpu" and config.num_threads != 1:
         raise ConfigError(
-            f"deterministic inference on CPU needs one torch thread, not {config.num_threads}: with more, sums are split differently."
+            f"deterministic inference on CPU needs one torch thread, not {config.num_threads}: "
+            "with more, sums are split differently."
         )
     name = decoder_config.checkpoint_dtype if config.dtype == "auto" else config.dtype
     dtype = getattr(torch, name, None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ConfigError(f"the checkpoint's dtype is {name!r}; give the engine one of float32, bfloat16, float16.")
+        raise ConfigError(
+            f"the checkpoint's dtype is {name!r}; give the engine one of float32, bfloat16, "
+            "float16."
+        )
     context_length = config.context_length or decoder_config.max_position_embeddings
     if context_length > decoder_config.max_position_embeddings:
         raise ConfigError(
-            f"context length {context_length} is more than the model's max_position_embeddings {decoder_config.max_position_embeddings}."
+            f"context length {context_length} is more than the model's max_position_embeddings "
+            f"{decoder_config.max_position_embeddings}."
         )
     decoder = Decoder(decoder_config, device=device, dtype=dtype)
     source_dtype = load_checkpoint(decoder, config.hf_checkpoint)
     if config.deterministic:
         decoder.make_deterministic()
     tokenizer = EngineTokenizer.from_folder(config.hf_checkpoint)
-    eos_token_ids = read_eos_token_ids(config.hf_checkpoint, None if tokenizer is None else tokenizer.eos_token_id)
+    eos_token_ids = read_eos_token_ids(
+        config.hf_checkpoint, None if tokenizer is None else tokenizer.eos_token_id
+    )
     max_running = config.max_running_requests or DEFAULT_MAX_RUNNING
-    pages = 1 + num_pages(_cache_tokens(config, decoder, context_length=context_length, max_running=max_running))
+    pages = 1 + num_pages(
+        _cache_tokens(config, decoder, context_length=context_length, max_running=max_running)
+    )
     runner = ModelRunner(
         decoder,
         KvCache(decoder_config, pages, device=device, dtype=dtype),
@@ -75,7 +88,12 @@ def load_engine(config: EngineConfig, *, notify: Notify) -> LoadedEngine:
     )
     engine = Engine(
         runner,
-        RunningBatch(max_running, vocab_size=decoder_config.vocab_size, eos_token_ids=eos_token_ids, device=device),
+        RunningBatch(
+            max_running,
+            vocab_size=decoder_config.vocab_size,
+            eos_token_ids=eos_token_ids,
+            device=device,
+        ),
         tokenizer=tokenizer,
         weight_version=config.weight_version,
         prompt_cache=config.prompt_cache,
@@ -83,22 +101,33 @@ def load_engine(config: EngineConfig, *, notify: Notify) -> LoadedEngine:
         notify=notify,
     )
     allowed = tuple(dict.fromkeys((dtype, source_dtype)))
-    return LoadedEngine(engine, decoder, tokenizer, eos_token_ids, context_length, max_running, allowed)
+    return LoadedEngine(
+        engine, decoder, tokenizer, eos_token_ids, context_length, max_running, allowed
+    )
 
 
 def resolve_device(name: str) -> torch.device:
-    """Returns the device called `name`; auto is CUDA where there is any. ConfigError if CUDA is asked for and missing."""
+    """Returns the device called `name`; auto is CUDA where there is any. ConfigError if CUDA is
+    asked for and missing.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "the engine's device is cuda, but torch finds no CUDA device. Use cpu, or install a CUDA build of torch."
+            "the engine's device is cuda, but torch finds no CUDA device. Use cpu, or install a "
+            "CUDA build of torch."
         )
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
+    )
 
 
-def _cache_tokens(config: EngineConfig, decoder: Decoder, *, context_length: int, max_running: int) -> int:
-    """Returns the tokens that the cache is made for: what was asked, else what memory and the running requests can use."""
+def _cache_tokens(
+    config: EngineConfig, decoder: Decoder, *, context_length: int, max_running: int
+) -> int:
+    """Returns the tokens that the cache is made for: what was asked, else what memory and the
+    running requests can use.
+    """
     token_bytes = bytes_per_token(decoder.config, decoder.dtype)
     if config.max_total_tokens is not None:
         return max(config.max_total_tokens, PAGE_SIZE)
@@ -109,7 +138,8 @@ def _cache_tokens(config: EngineConfig, decoder: Decoder, *, context_length: int
     tokens = min(int(budget // token_bytes), useful)
     if tokens < 4 * PAGE_SIZE:
         raise ConfigError(
-            f"the KV cache would hold {tokens} tokens: {fraction:.0%} of free memory is {budget / 2**20:.0f} MiB and a token takes"
+            f"the KV cache would hold {tokens} tokens: {fraction:.0%} of free memory is "
+            f"{budget / 2**20:.0f} MiB and a token takes"
             f" {token_bytes} bytes. Free memory, raise --sglang-mem-fraction-static, or give --sglang-max-total-tokens."
         )
     return tokens

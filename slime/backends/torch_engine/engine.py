@@ -1,7 +1,8 @@
-"""The engine: one thread that admits requests, runs prefill and decode steps, and hands out what has finished.
+"""The engine: one thread that admits requests, runs prefill and decode steps, and hands out what
+has finished.
 
-Requests join and leave at every step. Everything that touches weights or cache (updates, flushes) runs in this thread between two
-steps, so a step never sees half a weight version.
+Requests join and leave at every step. Everything that touches weights or cache (updates, flushes)
+runs in this thread between two steps, so a step never sees half a weight version.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ import torch
 
 from slime.backends.torch_engine.kv_cache import PAGE_SIZE, PageAllocator, num_pages
 from slime.backends.torch_engine.model_runner import ModelRunner, PrefillPrompt, decode_order
-from slime.backends.torch_engine.prompt_cache import Admission, PromptCache, PromptState, pages_to_copy
+from slime.backends.torch_engine.prompt_cache import (
+    Admission,
+    PromptCache,
+    PromptState,
+    pages_to_copy,
+)
 from slime.backends.torch_engine.request import Request
 from slime.backends.torch_engine.running_batch import RunningBatch
 from slime.backends.torch_engine.sampler import sample_tokens
@@ -36,8 +42,9 @@ STOP_JOIN_SECONDS = 60.0
 
 
 class Engine:
-    """Generates for many requests at once. `notify(finished, progressed)` is called in the engine thread after each step;
-    progressed are the streaming requests that have new tokens. Public methods may be called from any thread unless they say otherwise.
+    """Generates for many requests at once. `notify(finished, progressed)` is called in the engine
+    thread after each step; progressed are the streaming requests that have new tokens. Public
+    methods may be called from any thread unless they say otherwise.
     """
 
     def __init__(
@@ -64,7 +71,9 @@ class Engine:
         self._prompts = PromptCache(self._allocator, vocab_size=runner.decoder.config.vocab_size)
         self._admission = Admission(self._allocator, self._prompts)
         self._waiting: collections.deque[Request] = collections.deque()
-        self._commands: collections.deque[tuple[Callable[[], Any], concurrent.futures.Future]] = collections.deque()
+        self._commands: collections.deque[tuple[Callable[[], Any], concurrent.futures.Future]] = (
+            collections.deque()
+        )
         self._condition = threading.Condition()
         self._aborted_rids: set[str] = set()
         self._aborted_requests: set[Request] = set()
@@ -111,12 +120,16 @@ class Engine:
         return self.runner.cache.total_pages - 1
 
     def longest_response(self, prompt_length: int) -> int:
-        """Returns the response tokens that the whole cache has room for after a prompt of `prompt_length` (negative: not even that)."""
+        """Returns the response tokens that the whole cache has room for after a prompt of
+        `prompt_length` (negative: not even that).
+        """
         spare = self.total_pages - num_pages(prompt_length) + prompt_length // PAGE_SIZE
         return spare * PAGE_SIZE - prompt_length
 
     def load(self) -> dict[str, int]:
-        """Returns counts of running and waiting requests, of cached prompts, and of tokens that the pages in use have room for."""
+        """Returns counts of running and waiting requests, of cached prompts, and of tokens that the
+        pages in use have room for.
+        """
         return {
             "running": len(self._batch.rows),
             "waiting": len(self._waiting),
@@ -130,13 +143,16 @@ class Engine:
             self._check_alive()
             if len(self._waiting) + len(requests) > self._max_waiting:
                 raise EngineError(
-                    f"{len(self._waiting)} requests wait already, at most {self._max_waiting} may. Send fewer at once."
+                    f"{len(self._waiting)} requests wait already, at most {self._max_waiting} may. "
+                    "Send fewer at once."
                 )
             self._waiting.extend(requests)
             self._condition.notify_all()
 
     def abort(self, rid: str | None = None, *, all_requests: bool = False) -> None:
-        """Ends the requests called `rid`, or all, before the next step, with the tokens they have by then."""
+        """Ends the requests called `rid`, or all, before the next step, with the tokens they have
+        by then.
+        """
         with self._condition:
             self._aborts_all = self._aborts_all or all_requests
             if rid is not None:
@@ -146,7 +162,9 @@ class Engine:
     def abort_requests(self, requests: list[Request]) -> None:
         """Ends exactly these requests, because their client is gone."""
         with self._condition:
-            self._aborted_requests.update(request for request in requests if request.finish_reason is None)
+            self._aborted_requests.update(
+                request for request in requests if request.finish_reason is None
+            )
             self._condition.notify_all()
 
     def pause(self) -> None:
@@ -162,7 +180,9 @@ class Engine:
             self._condition.notify_all()
 
     def between_steps(self, function: Callable[[], Any]) -> concurrent.futures.Future:
-        """Returns a future of `function()`, run in the engine thread between two steps, also while paused."""
+        """Returns a future of `function()`, run in the engine thread between two steps, also while
+        paused.
+        """
         future: concurrent.futures.Future = concurrent.futures.Future()
         with self._condition:
             self._check_alive()
@@ -171,18 +191,24 @@ class Engine:
         return future
 
     def set_weight_version(self, version: str) -> None:
-        """Labels tokens from now on. Cached prompts belong to the old weights and are forgotten. Call it in `between_steps` only."""
+        """Labels tokens from now on. Cached prompts belong to the old weights and are forgotten.
+        Call it in `between_steps` only.
+        """
         self.weight_version = version
         self._prompts.clear()
         for slot in self._batch.rows.tolist():
             self._batch.requests[slot].note_version(version, int(self._batch.generated[slot]))
 
     def flush_cache(self) -> int:
-        """Forgets cached prompts and returns how many there were. Call it in `between_steps` only."""
+        """Forgets cached prompts and returns how many there were. Call it in
+        `between_steps` only.
+        """
         return self._prompts.clear()
 
     def release_memory(self) -> bool:
-        """Gives the cache's memory back and pauses; False, and nothing happens, while requests run or wait. Call it in `between_steps` only."""
+        """Gives the cache's memory back and pauses; False, and nothing happens, while requests run
+        or wait. Call it in `between_steps` only.
+        """
         if self._waiting or len(self._batch.rows):
             return False
         self._is_paused = True
@@ -227,7 +253,13 @@ class Engine:
             self._deliver()
 
     def _has_work(self) -> bool:
-        if self._is_stopping or self._commands or self._aborted_rids or self._aborted_requests or self._aborts_all:
+        if (
+            self._is_stopping
+            or self._commands
+            or self._aborted_rids
+            or self._aborted_requests
+            or self._aborts_all
+        ):
             return True
         return not self._is_paused and bool(self._waiting or len(self._batch.rows))
 
@@ -254,7 +286,9 @@ class Engine:
             request.error = self._failure
             self._conclude(request, {"type": "abort", "message": "the engine failed"})
         while self._commands:
-            self._commands.popleft()[1].set_exception(EngineError(f"the engine has stopped: {self._failure}"))
+            self._commands.popleft()[1].set_exception(
+                EngineError(f"the engine has stopped: {self._failure}")
+            )
 
     def _take_aborts(self) -> None:
         with self._condition:
@@ -282,7 +316,9 @@ class Engine:
         self.total_steps += 1
 
     def _admit(self) -> None:
-        """Runs the prompts of as many waiting requests as slots and pages allow, and samples their first token."""
+        """Runs the prompts of as many waiting requests as slots and pages allow, and samples their
+        first token.
+        """
         if not self._waiting or not self._batch.num_free:
             return
         with self._condition:
@@ -307,7 +343,9 @@ class Engine:
             self._prompts.clear()
 
     def _placed(self, request: Request) -> bool:
-        """Gives the request its slot. One that cannot have it fails alone; the others of the step go on."""
+        """Gives the request its slot. One that cannot have it fails alone; the others of the step
+        go on.
+        """
         request.started_at = time.monotonic()
         request.note_version(self.weight_version, 0)
         try:
@@ -319,7 +357,10 @@ class Engine:
 
     def _refuse(self, request: Request, error: Exception) -> None:
         logger.error("Request %s failed alone.", request.rid, exc_info=error)
-        request.error = f"the request could not be served: {type(error).__name__}. The engine's log has the stack."
+        request.error = (
+            f"the request could not be served: {type(error).__name__}. The engine's "
+            "log has the stack."
+        )
         if request.slot >= 0:
             self._batch.remove(np.array([request.slot], dtype=np.int64))
         self._allocator.release(request.pages)
@@ -330,26 +371,34 @@ class Engine:
     def _run_prompts(self, chosen: list[tuple[Request, PromptState]]) -> None:
         states = list(dict.fromkeys(state for _, state in chosen if state.logits is None))
         if states:
-            results = self.runner.prefill([PrefillPrompt(s.tokens, s.pages, s.score_from) for s in states])
+            results = self.runner.prefill(
+                [PrefillPrompt(s.tokens, s.pages, s.score_from) for s in states]
+            )
             for state, result in zip(states, results, strict=True):
                 state.logits, state.scores = result.logits, result.scores
         sources, targets = pages_to_copy(chosen)
         if len(sources):
             device = self.runner.decoder.device
-            self.runner.cache.copy_pages(torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device))
+            self.runner.cache.copy_pages(
+                torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device)
+            )
 
     def _decode(self) -> None:
         batch = self._batch
         rows = batch.rows[decode_order(batch.lengths[batch.rows])]
         for start in range(0, len(rows), self.runner.max_decode_rows):
             part = rows[start : start + self.runner.max_decode_rows]
-            logits = self.runner.decode(batch.last_tokens[part], batch.lengths[part], batch.page_table[part])
+            logits = self.runner.decode(
+                batch.last_tokens[part], batch.lengths[part], batch.page_table[part]
+            )
             batch.lengths[part] += 1
             self._sample(part, logits)
 
     @torch.inference_mode()
     def _sample(self, rows: np.ndarray, logits: torch.Tensor | list[torch.Tensor]) -> None:
-        """Draws the next token of `rows` and finishes those that end with it. A list of logits (one row each) is stacked in blocks."""
+        """Draws the next token of `rows` and finishes those that end with it. A list of logits (one
+        row each) is stacked in blocks.
+        """
         if isinstance(logits, list):
             size = self.runner.max_decode_rows
             for start in range(0, len(rows), size):
@@ -376,9 +425,10 @@ class Engine:
         batch = self._batch
         reasons: dict[int, dict[str, Any]] = {}
         for slot in rows[~np.isfinite(log_probs)].tolist():
-            batch.requests[
-                slot
-            ].error = f"the model gave log-probs that are not finite, with weight version {self.weight_version}"
+            batch.requests[slot].error = (
+                "the model gave log-probs that are not finite, with weight version "
+                f"{self.weight_version}"
+            )
             reasons[slot] = {"type": "abort", "message": "log-probs are not finite"}
         for slot in rows[batch.ended_by_token(rows)].tolist():
             reasons.setdefault(slot, {"type": "stop", "matched": int(batch.last_tokens[slot])})
@@ -387,8 +437,12 @@ class Engine:
                 try:
                     reason = self._stop_reason(slot)
                 except Exception as error:  # noqa: BLE001 - a text that cannot be decoded ends its own request only
-                    logger.error("Request %s failed alone.", batch.requests[slot].rid, exc_info=error)
-                    batch.requests[slot].error = f"its stop strings could not be looked for: {type(error).__name__}"
+                    logger.error(
+                        "Request %s failed alone.", batch.requests[slot].rid, exc_info=error
+                    )
+                    batch.requests[
+                        slot
+                    ].error = f"its stop strings could not be looked for: {type(error).__name__}"
                     reason = {"type": "abort", "message": "stop strings could not be looked for"}
                 if reason is not None:
                     reasons[slot] = reason
@@ -407,7 +461,9 @@ class Engine:
             return {"type": "stop", "matched": last}
         if not request.params.stop:
             return None
-        stop = find_stop(batch.outputs[slot, :count], request.params.stop, decode=self._decode_for_stops)
+        stop = find_stop(
+            batch.outputs[slot, :count], request.params.stop, decode=self._decode_for_stops
+        )
         return None if stop is None else {"type": "stop", "matched": stop}
 
     def _decode_for_stops(self, ids: np.ndarray) -> str:
@@ -427,8 +483,11 @@ class Engine:
         batch.remove(np.array(list(reasons), dtype=np.int64))
 
     def _give_back(self, request: Request) -> None:
-        """Releases the request's pages. After an error those that nobody holds any more are cleared, the cached prompts' with them: NaN in a page
-        would reach its next holder, even through masked positions. A page that siblings share stays as it is until the last of them ends."""
+        """Releases the request's pages. After an error those that nobody holds any more are
+        cleared, the cached prompts' with them: NaN in a page would reach its next holder, even
+        through masked positions. A page that siblings share stays as it is until the last of them
+        ends.
+        """
         pages, request.pages = request.pages, None
         if request.error is None:
             self._allocator.release(pages)

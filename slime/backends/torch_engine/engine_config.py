@@ -1,4 +1,6 @@
-"""The frozen configuration of one engine process, and how it is made from the command line's namespace."""
+"""The frozen configuration of one engine process, and how it is made from the command line's
+namespace.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ DEVICES = ("auto", "cpu", "cuda")
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """One embedded engine. `port` 0 lets the system choose; None for a limit means: from the model or from free memory."""
+    """One embedded engine. `port` 0 lets the system choose; None for a limit means: from the model
+    or from free memory.
+    """
 
     hf_checkpoint: str
     host: str = "127.0.0.1"
@@ -38,19 +42,40 @@ class EngineConfig:
     max_request_bytes: int = 64 * 2**20
 
     def __post_init__(self) -> None:
-        _require(self.device in DEVICES, f"engine device {self.device!r}: use one of {', '.join(DEVICES)}.")
-        _require(self.dtype in DTYPES, f"engine dtype {self.dtype!r}: use one of {', '.join(DTYPES)}.")
-        _require(0 <= self.port <= 65535, f"engine port {self.port}: use 0 (any free one) to 65535.")
+        _require(
+            self.device in DEVICES,
+            f"engine device {self.device!r}: use one of {', '.join(DEVICES)}.",
+        )
+        _require(
+            self.dtype in DTYPES, f"engine dtype {self.dtype!r}: use one of {', '.join(DTYPES)}."
+        )
+        _require(
+            0 <= self.port <= 65535, f"engine port {self.port}: use 0 (any free one) to 65535."
+        )
         for name in ("context_length", "max_running_requests", "max_total_tokens"):
             value = getattr(self, name)
-            _require(value is None or value >= 1, f"engine {name} {value}: use at least 1, or leave it out.")
-        for name in ("max_prefill_tokens", "num_threads", "max_request_bytes", "max_waiting_requests"):
-            _require(getattr(self, name) >= 1, f"engine {name} {getattr(self, name)}: use at least 1.")
+            _require(
+                value is None or value >= 1,
+                f"engine {name} {value}: use at least 1, or leave it out.",
+            )
+        for name in (
+            "max_prefill_tokens",
+            "num_threads",
+            "max_request_bytes",
+            "max_waiting_requests",
+        ):
+            _require(
+                getattr(self, name) >= 1, f"engine {name} {getattr(self, name)}: use at least 1."
+            )
         fraction = self.mem_fraction
-        _require(fraction is None or 0 < fraction <= 1, f"engine mem_fraction {fraction}: use a number in (0, 1].")
+        _require(
+            fraction is None or 0 < fraction <= 1,
+            f"engine mem_fraction {fraction}: use a number in (0, 1].",
+        )
         _require(
             self.api_key is not None or is_loopback(self.host),
-            f"the engine would listen on {self.host}, which other machines can reach, without a key. Pass --sglang-api-key (slime serve:"
+            f"the engine would listen on {self.host}, which other machines can reach, without a "
+            "key. Pass --sglang-api-key (slime serve:"
             " --api-key), or bind to 127.0.0.1.",
         )
 
@@ -66,9 +91,11 @@ def is_loopback(host: str) -> bool:
 
 
 def engine_config_from_args(args: Any, rank: int, *, host: str | None = None) -> EngineConfig:
-    """Returns the configuration of engine `rank` from the flat options namespace. `host` overrides --sglang-host (multi-node).
+    """Returns the configuration of engine `rank` from the flat options namespace. `host` overrides
+    --sglang-host (multi-node).
 
-    Without a --sglang-dtype the engine computes in the trainer's type, in which its weights arrive, whatever the checkpoint's is.
+    Without a --sglang-dtype the engine computes in the trainer's type, in which its weights arrive,
+    whatever the checkpoint's is.
     """
     trainer_dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
     return EngineConfig(
@@ -93,7 +120,9 @@ def engine_config_from_args(args: Any, rank: int, *, host: str | None = None) ->
 
 
 def engine_config_from(options: EngineConfig | Mapping[str, Any]) -> EngineConfig:
-    """Returns `options` as an EngineConfig; a mapping has its fields as keys. ConfigError names an unknown key."""
+    """Returns `options` as an EngineConfig; a mapping has its fields as keys. ConfigError names an
+    unknown key.
+    """
     if isinstance(options, EngineConfig):
         return options
     known = {field.name for field in dataclasses.fields(EngineConfig)}

@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 
 class _HideMalformed(logging.Filter):
-    """Drops the stack that aiohttp logs for bytes that are not HTTP/1: the router tries HTTP/2 on every worker, and aiohttp has answered
-    with a 400 by then.
+    """Drops the stack that aiohttp logs for bytes that are not HTTP/1: the router tries HTTP/2 on
+    every worker, and aiohttp has answered with a 400 by then.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -30,15 +30,23 @@ connection_logger.addFilter(_HideMalformed())
 
 
 @web.middleware
-async def answer_errors(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]):
-    """Every refusal is JSON that says what is wrong; a fault of ours is a 500 that does not show a stack."""
+async def answer_errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+):
+    """Every refusal is JSON that says what is wrong; a fault of ours is a 500 that does not show a
+    stack.
+    """
     try:
         return await handler(request)
     except (BadRequest, EngineError) as error:
         return error_response(400, str(error))
     except web.HTTPRequestEntityTooLarge as error:
         return error_response(
-            413, f"the body is larger than this server takes: {error.text}. Send fewer prompts per request."
+            413,
+            (
+                f"the body is larger than this server takes: {error.text}. Send fewer prompts per "
+                "request."
+            ),
         )
     except web.HTTPException as error:
         return error_response(error.status, error.text or error.reason)
@@ -47,11 +55,15 @@ async def answer_errors(request: web.Request, handler: Callable[[web.Request], A
     except Exception as error:  # noqa: BLE001 - a fault of one request must not end the server
         logger.exception("%s %s failed", request.method, request.path)
         # The message may hold paths of this machine, and the client may be anybody.
-        return error_response(500, f"internal error: {type(error).__name__}. The engine's log has the stack.")
+        return error_response(
+            500, f"internal error: {type(error).__name__}. The engine's log has the stack."
+        )
 
 
 async def read_json_body(request: web.Request) -> dict[str, Any]:
-    """Returns the body's JSON object; an empty body is an empty object. BadRequest if it is something else."""
+    """Returns the body's JSON object; an empty body is an empty object. BadRequest if it is
+    something else.
+    """
     raw = await request.read()
     if not raw:
         return {}
@@ -72,4 +84,6 @@ def json_response(value: Any, *, status: int = 200) -> web.Response:
 def error_response(status: int, message: str) -> web.Response:
     """Returns {"error": {"message", "type", "code"}} with `status`."""
     kind = "BadRequestError" if status < 500 else "InternalServerError"
-    return json_response({"error": {"message": message, "type": kind, "code": status}}, status=status)
+    return json_response(
+        {"error": {"message": message, "type": kind, "code": status}}, status=status
+    )

@@ -1,4 +1,6 @@
-"""Keys and values of all running sequences in pages of 16 tokens, and the bookkeeping of who holds which page."""
+"""Keys and values of all running sequences in pages of 16 tokens, and the bookkeeping of who holds
+which page.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
 
 
 class PageAllocator:
-    """Hands out pages and takes them back. A page may have several holders; it is free when the last one releases it."""
+    """Hands out pages and takes them back. A page may have several holders; it is free when the
+    last one releases it.
+    """
 
     def __init__(self, total_pages: int) -> None:
         self._free = np.arange(total_pages - 1, TRASH_PAGE, -1, dtype=np.int64)
@@ -36,8 +40,12 @@ class PageAllocator:
         return self._num_free
 
     def allocate(self, count: int) -> np.ndarray:
-        """Returns `count` pages (int64 [count]) with one holder each. The caller has checked `num_free`."""
-        assert count <= self._num_free, f"{count} pages wanted, {self._num_free} free: admission must check first"
+        """Returns `count` pages (int64 [count]) with one holder each. The caller has checked
+        `num_free`.
+        """
+        assert count <= self._num_free, (
+            f"{count} pages wanted, {self._num_free} free: admission must check first"
+        )
         pages = self._free[self._num_free - count : self._num_free].copy()
         self._num_free -= count
         self._holders[pages] = 1
@@ -60,9 +68,13 @@ class PageAllocator:
 
 
 class KvCache:
-    """Keys and values by layer, each [pages, PAGE_SIZE, kv heads, head_dim]. Memory is touched only as pages come into use."""
+    """Keys and values by layer, each [pages, PAGE_SIZE, kv heads, head_dim]. Memory is touched only
+    as pages come into use.
+    """
 
-    def __init__(self, config: DecoderConfig, total_pages: int, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: DecoderConfig, total_pages: int, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.total_pages = total_pages
         self._shape = (total_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim)
         self._num_layers, self._device, self._dtype = config.num_layers, device, dtype
@@ -74,20 +86,30 @@ class KvCache:
         """Makes the pages, all zero; nothing where they are there."""
         if not self.keys:
             self.keys, self.values = (
-                [_zeros(self._shape, device=self._device, dtype=self._dtype) for _ in range(self._num_layers)] for _ in range(2)
+                [
+                    _zeros(self._shape, device=self._device, dtype=self._dtype)
+                    for _ in range(self._num_layers)
+                ]
+                for _ in range(2)
             )
 
     def release(self) -> None:
         """Gives the memory of the pages back. Nobody may hold one."""
         self.keys, self.values = [], []
 
-    def write(self, layer: int, index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Stores `keys`, `values` [N, kv heads, head_dim] at flat token positions `index` [N] (page * PAGE_SIZE + offset)."""
+    def write(
+        self, layer: int, index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Stores `keys`, `values` [N, kv heads, head_dim] at flat token positions `index` [N] (page
+        * PAGE_SIZE + offset).
+        """
         self.keys[layer].view(-1, *keys.shape[1:]).index_copy_(0, index, keys)
         self.values[layer].view(-1, *values.shape[1:]).index_copy_(0, index, values)
 
     def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values [N, kv heads, pages * PAGE_SIZE, head_dim] (strided) of the sequences with `pages` [N, P]."""
+        """Returns keys and values [N, kv heads, pages * PAGE_SIZE, head_dim] (strided) of the
+        sequences with `pages` [N, P].
+        """
         rows, width = pages.shape
         flat = pages.reshape(-1)
         gathered = []
@@ -102,7 +124,9 @@ class KvCache:
             pool.index_copy_(0, targets, pool.index_select(0, sources))
 
     def clear_pages(self, pages: torch.Tensor) -> None:
-        """Sets pages to zero. Needed after non-finite values: 0 * NaN would reach the next holder through masked positions."""
+        """Sets pages to zero. Needed after non-finite values: 0 * NaN would reach the next holder
+        through masked positions.
+        """
         for pool in (*self.keys, *self.values):
             pool.index_fill_(0, pages, 0.0)
 
@@ -110,6 +134,7 @@ class KvCache:
 def _zeros(shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, device=device, dtype=dtype)
-    # calloc: the system hands out zero pages when they are first touched, so an unused cache costs no memory.
+    # calloc: the system hands out zero pages when they are first touched, so an unused cache costs
+    # no memory.
     raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype).view(shape)

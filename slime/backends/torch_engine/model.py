@@ -1,8 +1,9 @@
 """The decoder: Llama, Qwen2, Qwen3 and Qwen3-MoE in plain torch, with its keys and values in pages.
 
-All token axes are flat: `[M]` is tokens of several prompts (prefill) or one token of each running sequence (decode).
-In deterministic mode M is a multiple of SMALLEST_TILE and no row's result depends on the others: matrix products run in proven
-tiles, attention sees only widths that follow from the row's own length, everything else is elementwise or within one row.
+All token axes are flat: `[M]` is tokens of several prompts (prefill) or one token of each running
+sequence (decode). In deterministic mode M is a multiple of SMALLEST_TILE and no row's result
+depends on the others: matrix products run in proven tiles, attention sees only widths that follow
+from the row's own length, everything else is elementwise or within one row.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class LayerWeights:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeGroup:
-    """Rows [start, stop) of a decode batch whose page tables have the same width. `pages` [rows, width], `lengths` [rows]."""
+    """Rows [start, stop) of a decode batch whose page tables have the same width. `pages` [rows,
+    width], `lengths` [rows].
+    """
 
     start: int
     stop: int
@@ -50,7 +53,9 @@ class DecodeGroup:
 
 
 class Decoder:
-    """Weights and forward passes. `weights` maps every Hugging Face name to a view into the fused tensors."""
+    """Weights and forward passes. `weights` maps every Hugging Face name to a view into the fused
+    tensors.
+    """
 
     def __init__(self, config: DecoderConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         self.config = config
@@ -59,7 +64,9 @@ class Decoder:
         self.weights: dict[str, torch.Tensor] = {}
         self._tile_sizes: tuple[int, ...] = ()
         self._rotary = RotaryTable(config.rope, config.head_dim, device=device, dtype=dtype)
-        self._embedding = self._new("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self._embedding = self._new(
+            "model.embed_tokens.weight", config.vocab_size, config.hidden_size
+        )
         self._layers = [self._new_layer(index) for index in range(config.num_layers)]
         self._final_norm = self._new("model.norm.weight", config.hidden_size)
         if config.tie_word_embeddings:
@@ -86,14 +93,28 @@ class Decoder:
         layer = LayerWeights(
             input_norm=self._new(prefix + "input_layernorm.weight", hidden),
             qkv=self._new_fused([name + "weight" for name in qkv_names], qkv_sizes, hidden),
-            qkv_bias=self._new_fused([name + "bias" for name in qkv_names], qkv_sizes) if config.qkv_bias else None,
-            q_norm=self._new(attention + "q_norm.weight", config.head_dim) if config.qk_norm else None,
-            k_norm=self._new(attention + "k_norm.weight", config.head_dim) if config.qk_norm else None,
+            qkv_bias=self._new_fused([name + "bias" for name in qkv_names], qkv_sizes)
+            if config.qkv_bias
+            else None,
+            q_norm=self._new(attention + "q_norm.weight", config.head_dim)
+            if config.qk_norm
+            else None,
+            k_norm=self._new(attention + "k_norm.weight", config.head_dim)
+            if config.qk_norm
+            else None,
             o=self._new(attention + "o_proj.weight", hidden, config.q_size),
             o_bias=self._new(attention + "o_proj.bias", hidden) if config.o_bias else None,
             post_norm=self._new(prefix + "post_attention_layernorm.weight", hidden),
             **dict.fromkeys(
-                ("gate_up", "gate_up_bias", "down", "down_bias", "router", "expert_gate_up", "expert_down")
+                (
+                    "gate_up",
+                    "gate_up_bias",
+                    "down",
+                    "down_bias",
+                    "router",
+                    "expert_gate_up",
+                    "expert_down",
+                )
             ),
         )
         if index in config.sparse_layers:
@@ -112,10 +133,18 @@ class Decoder:
             layer.down_bias = self._new(prefix + "down_proj.bias", hidden)
 
     def _add_experts(self, layer: LayerWeights, prefix: str) -> None:
-        config, width, hidden = self.config, self.config.moe_intermediate_size, self.config.hidden_size
+        config, width, hidden = (
+            self.config,
+            self.config.moe_intermediate_size,
+            self.config.hidden_size,
+        )
         layer.router = self._new(prefix + "gate.weight", config.num_experts, hidden)
-        layer.expert_gate_up = torch.empty(config.num_experts, 2 * width, hidden, device=self.device, dtype=self.dtype)
-        layer.expert_down = torch.empty(config.num_experts, hidden, width, device=self.device, dtype=self.dtype)
+        layer.expert_gate_up = torch.empty(
+            config.num_experts, 2 * width, hidden, device=self.device, dtype=self.dtype
+        )
+        layer.expert_down = torch.empty(
+            config.num_experts, hidden, width, device=self.device, dtype=self.dtype
+        )
         for index in range(config.num_experts):
             expert = f"{prefix}experts.{index}."
             self.weights[expert + "gate_proj.weight"] = layer.expert_gate_up[index, :width]
@@ -134,15 +163,23 @@ class Decoder:
 
     @torch.inference_mode()
     def make_deterministic(self) -> None:
-        """Proves tile sizes for every weight shape and uses them from now on. EngineError if the BLAS does not allow it."""
+        """Proves tile sizes for every weight shape and uses them from now on. EngineError if the
+        BLAS does not allow it.
+        """
         matrices = [self._head]
         for layer in self._layers:
-            matrices += [m for m in (layer.qkv, layer.o, layer.gate_up, layer.down, layer.router) if m is not None]
+            matrices += [
+                m
+                for m in (layer.qkv, layer.o, layer.gate_up, layer.down, layer.router)
+                if m is not None
+            ]
             if layer.expert_gate_up is not None:
                 matrices += [layer.expert_gate_up[0], layer.expert_down[0]]
         self._tile_sizes = prove_tile_sizes(matrices)
 
-    def _linear(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def _linear(
+        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if self._tile_sizes:
             return tiled_linear(rows, weight, bias, sizes=self._tile_sizes)
         return F.linear(rows, weight, bias)
@@ -156,15 +193,21 @@ class Decoder:
         config = self.config
         fused = self._linear(self._norm(hidden, layer.input_norm), layer.qkv, layer.qkv_bias)
         fused = fused.view(fused.shape[0], -1, config.head_dim)
-        queries_keys, values = fused.split([config.num_heads + config.num_kv_heads, config.num_kv_heads], dim=1)
+        queries_keys, values = fused.split(
+            [config.num_heads + config.num_kv_heads, config.num_kv_heads], dim=1
+        )
         if config.qk_norm:
             queries, keys = queries_keys.split([config.num_heads, config.num_kv_heads], dim=1)
-            queries_keys = torch.cat((self._norm(queries, layer.q_norm), self._norm(keys, layer.k_norm)), dim=1)
+            queries_keys = torch.cat(
+                (self._norm(queries, layer.q_norm), self._norm(keys, layer.k_norm)), dim=1
+            )
         queries_keys = apply_rotary(queries_keys, cos, sin)
         queries, keys = queries_keys.split([config.num_heads, config.num_kv_heads], dim=1)
         return queries, keys, values
 
-    def _finish_layer(self, layer: LayerWeights, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    def _finish_layer(
+        self, layer: LayerWeights, hidden: torch.Tensor, attended: torch.Tensor
+    ) -> torch.Tensor:
         hidden = hidden + self._linear(attended, layer.o, layer.o_bias)
         rows = self._norm(hidden, layer.post_norm)
         if layer.router is not None:
@@ -181,7 +224,8 @@ class Decoder:
         gates = torch.zeros_like(probabilities).scatter_(1, chosen, top).to(rows.dtype)
         output = torch.zeros_like(rows)
         for expert in range(config.num_experts):
-            # The rows of one expert depend on the batch; deterministic mode computes all rows, with weight 0 for the others.
+            # The rows of one expert depend on the batch; deterministic mode computes all rows, with
+            # weight 0 for the others.
             picked = None if self._tile_sizes else gates[:, expert].nonzero(as_tuple=True)[0]
             if picked is not None and picked.numel() == 0:
                 continue
@@ -195,18 +239,26 @@ class Decoder:
         return output
 
     def prefill(
-        self, tokens: torch.Tensor, write_index: torch.Tensor, cache: KvCache, *, shape: tuple[int, int]
+        self,
+        tokens: torch.Tensor,
+        write_index: torch.Tensor,
+        cache: KvCache,
+        *,
+        shape: tuple[int, int],
     ) -> torch.Tensor:
-        """Returns hidden states [M, hidden] of `shape[0]` prompts padded on the right to `shape[1]` tokens, and stores keys and values.
+        """Returns hidden states [M, hidden] of `shape[0]` prompts padded on the right to `shape[1]`
+        tokens, and stores keys and values.
 
-        tokens, write_index: [M], M >= shape[0] * shape[1]; rows after that are padding to a whole tile. Padding has write_index in the
-        trash page.
+        tokens, write_index: [M], M >= shape[0] * shape[1]; rows after that are padding to a whole
+        tile. Padding has write_index in the trash page.
         """
         config = self.config
         count, width = shape
         used = count * width
         positions = torch.arange(tokens.shape[0], device=self.device) % width
-        cos, sin = (table.unsqueeze(1) for table in self._rotary.lookup(positions, max_position=width))
+        cos, sin = (
+            table.unsqueeze(1) for table in self._rotary.lookup(positions, max_position=width)
+        )
         hidden = F.embedding(tokens, self._embedding)
         repeat = config.num_heads // config.num_kv_heads
         for index, layer in enumerate(self._layers):
@@ -217,12 +269,17 @@ class Decoder:
                 for part in (queries, keys, values)
             )
             if repeat > 1:
-                keys, values = keys.repeat_interleave(repeat, dim=1), values.repeat_interleave(repeat, dim=1)
+                keys, values = (
+                    keys.repeat_interleave(repeat, dim=1),
+                    values.repeat_interleave(repeat, dim=1),
+                )
             # Padding is on the right, so the causal mask alone keeps real tokens from seeing it.
             attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
             attended = attended.transpose(1, 2).reshape(used, config.q_size)
             if used < tokens.shape[0]:
-                attended = torch.cat((attended, attended.new_zeros(tokens.shape[0] - used, config.q_size)))
+                attended = torch.cat(
+                    (attended, attended.new_zeros(tokens.shape[0] - used, config.q_size))
+                )
             hidden = self._finish_layer(layer, hidden, attended)
         return hidden
 
@@ -236,10 +293,15 @@ class Decoder:
         groups: list[DecodeGroup],
         max_position: int,
     ) -> torch.Tensor:
-        """Returns hidden states [M, hidden] of one new token per sequence at `positions` [M]; `groups` cover all M rows in order."""
+        """Returns hidden states [M, hidden] of one new token per sequence at `positions` [M];
+        `groups` cover all M rows in order.
+        """
         config = self.config
         repeat = config.num_heads // config.num_kv_heads
-        cos, sin = (table.unsqueeze(1) for table in self._rotary.lookup(positions, max_position=max_position))
+        cos, sin = (
+            table.unsqueeze(1)
+            for table in self._rotary.lookup(positions, max_position=max_position)
+        )
         masks = [self._length_mask(group) for group in groups]
         hidden = F.embedding(tokens, self._embedding)
         for index, layer in enumerate(self._layers):
@@ -261,9 +323,13 @@ class Decoder:
     def _length_mask(self, group: DecodeGroup) -> torch.Tensor:
         columns = torch.arange(group.pages.shape[1] * PAGE_SIZE, device=self.device)
         beyond = columns[None, :] >= group.lengths[:, None]
-        mask = torch.zeros(beyond.shape, device=self.device, dtype=self.dtype).masked_fill_(beyond, float("-inf"))
+        mask = torch.zeros(beyond.shape, device=self.device, dtype=self.dtype).masked_fill_(
+            beyond, float("-inf")
+        )
         return mask[:, None, None, :]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns float32 logits [M, vocab] of hidden states [M, hidden] (M a multiple of SMALLEST_TILE in deterministic mode)."""
+        """Returns float32 logits [M, vocab] of hidden states [M, hidden] (M a multiple of
+        SMALLEST_TILE in deterministic mode).
+        """
         return self._linear(self._norm(hidden, self._final_norm), self._head).float()

@@ -1,7 +1,9 @@
-"""Randomness as a function of (seed, position): the same number whatever the batch, the order of arrival or the machine.
+"""Randomness as a function of (seed, position): the same number whatever the batch, the order of
+arrival or the machine.
 
-The function is SplitMix64's finalizer (Steele, Lea, Flood 2014) applied to the seed and then to seed and position, vectorised
-over the batch in 64-bit integers; its upper 53 bits make a float64 in [0, 1).
+The function is SplitMix64's finalizer (Steele, Lea, Flood 2014) applied to the seed and then to
+seed and position, vectorised over the batch in 64-bit integers; its upper 53 bits make a float64 in
+[0, 1).
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ def mix64(values: np.ndarray) -> np.ndarray:
 
 
 def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Returns float64 [N] in [0, 1) from uint64 `seeds` [N] and the index of the response token, `positions` [N]."""
+    """Returns float64 [N] in [0, 1) from uint64 `seeds` [N] and the index of the response token,
+    `positions` [N].
+    """
     scrambled = mix64(mix64(seeds) ^ mix64(positions.astype(np.uint64)))
     return (scrambled >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
@@ -34,7 +38,9 @@ def seed_to_uint64(seed: int) -> int:
 
 
 def sibling_seed(seed: int, index: int) -> int:
-    """Returns the seed of result `index` of a request with n > 1: the request's own for index 0, a scrambled one after that."""
+    """Returns the seed of result `index` of a request with n > 1: the request's own for index 0, a
+    scrambled one after that.
+    """
     if index == 0:
         return seed_to_uint64(seed)
     values = np.array([seed_to_uint64(seed), index], dtype=np.uint64)

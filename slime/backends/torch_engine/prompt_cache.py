@@ -1,7 +1,8 @@
-"""Prompts whose keys, values and last logits are in memory: a second request with the same prompt computes nothing.
+"""Prompts whose keys, values and last logits are in memory: a second request with the same prompt
+computes nothing.
 
-`Admission` gives waiting requests their pages. Full pages of a prompt are shared by all its requests; the last, partly filled
-page is copied for each, because each goes on writing in it.
+`Admission` gives waiting requests their pages. Full pages of a prompt are shared by all its
+requests; the last, partly filled page is copied for each, because each goes on writing in it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ MAX_LOGIT_BYTES = 256 * 2**20
 
 @dataclasses.dataclass(eq=False)
 class PromptState:
-    """A prompt's tokens [T], its pages and, once it has been run, float32 logits [vocab] after its last token."""
+    """A prompt's tokens [T], its pages and, once it has been run, float32 logits [vocab] after its
+    last token.
+    """
 
     tokens: np.ndarray
     pages: np.ndarray
@@ -30,7 +33,9 @@ class PromptState:
 
 
 class PromptCache:
-    """Least-recently-used, keyed by the exact token ids. It holds its pages in the allocator like a sequence does."""
+    """Least-recently-used, keyed by the exact token ids. It holds its pages in the allocator like a
+    sequence does.
+    """
 
     def __init__(self, allocator: PageAllocator, *, vocab_size: int) -> None:
         self._allocator = allocator
@@ -57,7 +62,9 @@ class PromptCache:
             self._forget(next(iter(self._entries)))
 
     def free_pages(self, wanted: int, *, protected: set[bytes]) -> bool:
-        """Forgets old entries, none of `protected`, until the allocator has `wanted` free pages; False if that is not reached."""
+        """Forgets old entries, none of `protected`, until the allocator has `wanted` free pages;
+        False if that is not reached.
+        """
         if self._allocator.num_free < wanted:
             for key in [key for key in self._entries if key not in protected]:
                 self._forget(key)
@@ -67,7 +74,9 @@ class PromptCache:
 
     def held_pages(self) -> np.ndarray:
         """Returns the pages of all entries (int64); a page may be there more than once."""
-        return np.concatenate([np.zeros(0, dtype=np.int64), *(entry.pages for entry in self._entries.values())])
+        return np.concatenate(
+            [np.zeros(0, dtype=np.int64), *(entry.pages for entry in self._entries.values())]
+        )
 
     def clear(self) -> int:
         """Forgets everything and returns the number of entries there were."""
@@ -81,19 +90,29 @@ class PromptCache:
 
 
 class Admission:
-    """Decides which waiting requests start, and gives them all the pages they can ever need, so that none is thrown out later."""
+    """Decides which waiting requests start, and gives them all the pages they can ever need, so
+    that none is thrown out later.
+    """
 
     def __init__(self, allocator: PageAllocator, cache: PromptCache) -> None:
         self._allocator = allocator
         self._cache = cache
 
-    def choose(self, waiting: collections.deque[Request], *, num_slots: int) -> list[tuple[Request, PromptState]]:
-        """Takes requests from the front of `waiting` while slots and pages last. States without logits must be run next."""
+    def choose(
+        self, waiting: collections.deque[Request], *, num_slots: int
+    ) -> list[tuple[Request, PromptState]]:
+        """Takes requests from the front of `waiting` while slots and pages last. States without
+        logits must be run next.
+        """
         chosen: list[tuple[Request, PromptState]] = []
         protected: set[bytes] = set()
         while waiting and len(chosen) < num_slots:
             request = waiting[0]
-            state = self._start(request) if request.score_from is not None else self._share(request, protected)
+            state = (
+                self._start(request)
+                if request.score_from is not None
+                else self._share(request, protected)
+            )
             if state is None:
                 break
             waiting.popleft()
@@ -115,7 +134,9 @@ class Admission:
         own = num_pages(length + request.limit) - full
         state = self._cache.get(key)
         protected.add(key)
-        if not self._cache.free_pages(own + (num_pages(length) if state is None else 0), protected=protected):
+        if not self._cache.free_pages(
+            own + (num_pages(length) if state is None else 0), protected=protected
+        ):
             return None
         request.cached_tokens = 0 if state is None else length
         if state is None:
@@ -127,7 +148,9 @@ class Admission:
 
 
 def pages_to_copy(chosen: list[tuple[Request, PromptState]]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (sources, targets): the partly filled last prompt page of every chosen request that shares its prompt."""
+    """Returns (sources, targets): the partly filled last prompt page of every chosen request that
+    shares its prompt.
+    """
     pairs = [
         (state.pages[-1], request.pages[len(state.pages) - 1])
         for request, state in chosen

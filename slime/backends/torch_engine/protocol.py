@@ -1,4 +1,6 @@
-"""The JSON of /generate, both ways: a body becomes checked requests, finished requests become SGLang's response objects. Pure."""
+"""The JSON of /generate, both ways: a body becomes checked requests, finished requests become
+SGLang's response objects. Pure.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from slime.backends.torch_engine.arrays import (
     encode_array,
 )
 from slime.backends.torch_engine.request import Request
-from slime.backends.torch_engine.sampling_params import BadRequest, SamplingParams, parse_sampling_params, shown
+from slime.backends.torch_engine.sampling_params import (
+    BadRequest,
+    SamplingParams,
+    parse_sampling_params,
+    shown,
+)
 from slime.backends.torch_engine.stop_strings import cut_at_stop
 from slime.backends.torch_engine.tokenizer import EngineTokenizer
 
@@ -31,8 +38,8 @@ MAX_RID_LENGTH = 256
 
 @dataclasses.dataclass(frozen=True)
 class EngineLimits:
-    """What bounds a call: sizes of vocabulary and context, the response room that the cache has after a prompt of given length, and how
-    many responses the engine can have waiting.
+    """What bounds a call: sizes of vocabulary and context, the response room that the cache has
+    after a prompt of given length, and how many responses the engine can have waiting.
     """
 
     vocab_size: int
@@ -61,10 +68,14 @@ class GenerateCall:
 
 
 def parse_generate(
-    body: Any, limits: EngineLimits, *, tokenizer: EngineTokenizer | None, next_seed: Callable[[], int]
+    body: Any,
+    limits: EngineLimits,
+    *,
+    tokenizer: EngineTokenizer | None,
+    next_seed: Callable[[], int],
 ) -> GenerateCall:
-    """Returns the requests of a /generate body. BadRequest names the field that is wrong; unknown top-level fields are ignored,
-    because the router adds some.
+    """Returns the requests of a /generate body. BadRequest names the field that is wrong; unknown
+    top-level fields are ignored, because the router adds some.
     """
     if not isinstance(body, dict):
         raise BadRequest(f"the body is a JSON {type(body).__name__}, expected an object.")
@@ -76,15 +87,20 @@ def parse_generate(
     prompts = [_token_array(ids, name, limits) for ids in _encoded(name, items, tokenizer)]
     if tokenizer is None and any(param.stop for param in params):
         raise BadRequest(
-            "sampling_params.stop needs a tokenizer, and the model folder has no tokenizer.json. Use stop_token_ids."
+            "sampling_params.stop needs a tokenizer, and the model folder has no tokenizer.json. "
+            "Use stop_token_ids."
         )
     rids = _rids(body.get("rid"), len(prompts), is_batch)
-    starts = _score_starts(body.get("logprob_start_len"), len(prompts), is_batch, options.return_logprob)
+    starts = _score_starts(
+        body.get("logprob_start_len"), len(prompts), is_batch, options.return_logprob
+    )
     requests = []
     for prompt, param, rid, start in zip(prompts, params, rids, starts, strict=True):
         limit = _checked_limit(len(prompt), param, limits)
         if start is not None and start > len(prompt):
-            raise BadRequest(f"logprob_start_len is {start}, but the prompt has {len(prompt)} tokens.")
+            raise BadRequest(
+                f"logprob_start_len is {start}, but the prompt has {len(prompt)} tokens."
+            )
         # From its end on, a prompt has nothing to score: the same as not asking.
         score_from = start if start is not None and start < len(prompt) else None
         seed = next_seed() if param.sampling_seed is None else param.sampling_seed
@@ -102,7 +118,9 @@ def parse_generate(
             )
     is_list = is_batch or params[0].n > 1
     if options.stream and is_list:
-        raise BadRequest("stream is true for a list of prompts or n > 1; stream one response per request.")
+        raise BadRequest(
+            "stream is true for a list of prompts or n > 1; stream one response per request."
+        )
     return GenerateCall(requests, is_list=is_list, options=options)
 
 
@@ -117,23 +135,35 @@ def _response_options(body: dict[str, Any]) -> ResponseOptions:
     return ResponseOptions(**values)
 
 
-def _prompt_items(body: dict[str, Any], tokenizer: EngineTokenizer | None) -> tuple[str, list[Any], bool]:
-    """Returns the field that holds the prompts, the prompts as they came, and whether they came as a list."""
+def _prompt_items(
+    body: dict[str, Any], tokenizer: EngineTokenizer | None
+) -> tuple[str, list[Any], bool]:
+    """Returns the field that holds the prompts, the prompts as they came, and whether they came as
+    a list.
+    """
     ids, text = body.get("input_ids"), body.get("text")
     if (ids is None) == (text is None):
         raise BadRequest("give exactly one of input_ids (token ids) and text.")
     name = "text" if ids is None else "input_ids"
     for unsupported in ("input_embeds", "image_data", "audio_data", "video_data", "lora_path"):
         if body.get(unsupported):
-            raise BadRequest(f"{unsupported} is not supported by the embedded engine; send text or input_ids alone.")
+            raise BadRequest(
+                f"{unsupported} is not supported by the embedded engine; send text or input_ids "
+                "alone."
+            )
     value = text if ids is None else ids
-    is_batch = isinstance(value, list) and (name == "text" or (len(value) > 0 and isinstance(value[0], list)))
+    is_batch = isinstance(value, list) and (
+        name == "text" or (len(value) > 0 and isinstance(value[0], list))
+    )
     items = value if is_batch else [value]
     if not 1 <= len(items) <= MAX_BATCH:
         raise BadRequest(f"{name} is a list of {len(items)} prompts, expected 1 to {MAX_BATCH}.")
     if name == "text":
         if tokenizer is None:
-            raise BadRequest("text needs a tokenizer, and the model folder has no tokenizer.json. Send input_ids.")
+            raise BadRequest(
+                "text needs a tokenizer, and the model folder has no tokenizer.json. Send "
+                "input_ids."
+            )
         for item in items:
             if not isinstance(item, str):
                 raise BadRequest(f"text is {shown(item)}, expected a text or a list of texts.")
@@ -141,40 +171,54 @@ def _prompt_items(body: dict[str, Any], tokenizer: EngineTokenizer | None) -> tu
 
 
 def _encoded(name: str, items: list[Any], tokenizer: EngineTokenizer | None) -> list[Any]:
-    return [tokenizer.encode(item) for item in items] if name == "text" and tokenizer is not None else items
+    return (
+        [tokenizer.encode(item) for item in items]
+        if name == "text" and tokenizer is not None
+        else items
+    )
 
 
 def _check_total(params: list[SamplingParams], limits: EngineLimits) -> None:
     total = sum(param.n for param in params)
     if total > limits.max_responses:
         raise BadRequest(
-            f"the call asks for {total} responses ({len(params)} prompt(s), n up to {max(param.n for param in params)}), and the engine"
+            f"the call asks for {total} responses ({len(params)} prompt(s), n up to "
+            f"{max(param.n for param in params)}), and the engine"
             f" takes at most {limits.max_responses} at once. Send fewer prompts or a smaller n per call."
         )
 
 
 def _token_array(ids: Any, name: str, limits: EngineLimits) -> np.ndarray:
     if not isinstance(ids, list) or not ids:
-        raise BadRequest(f"{name} has an empty prompt or one that is not a list; a prompt needs at least one token.")
+        raise BadRequest(
+            f"{name} has an empty prompt or one that is not a list; a prompt needs at least one "
+            "token."
+        )
     if len(ids) > limits.context_length:
         raise _too_long(len(ids), limits)
     # bool is an int to Python, and numpy would truncate floats silently.
     if not set(map(type, ids)) <= {int}:
         raise BadRequest(
-            f"{name} has {shown(next(i for i in ids if type(i) is not int))}, expected token ids (whole numbers)."
+            f"{name} has {shown(next(i for i in ids if type(i) is not int))}, expected token ids "
+            "(whole numbers)."
         )
     if min(ids) < 0 or max(ids) >= limits.vocab_size:
         wrong = next(token for token in ids if not 0 <= token < limits.vocab_size)
-        raise BadRequest(f"{name} has the token id {wrong}, the vocabulary is 0..{limits.vocab_size - 1}.")
+        raise BadRequest(
+            f"{name} has the token id {wrong}, the vocabulary is 0..{limits.vocab_size - 1}."
+        )
     return np.array(ids, dtype=np.int32)
 
 
-def _spread_params(raw: Any, count: int, is_batch: bool, limits: EngineLimits) -> list[SamplingParams]:
+def _spread_params(
+    raw: Any, count: int, is_batch: bool, limits: EngineLimits
+) -> list[SamplingParams]:
     if not isinstance(raw, list):
         return [parse_sampling_params(raw, vocab_size=limits.vocab_size)] * count
     if not is_batch or len(raw) != count:
         raise BadRequest(
-            f"sampling_params is a list of {len(raw)} for {count} prompt(s); give one object, or a list of one per prompt."
+            f"sampling_params is a list of {len(raw)} for {count} prompt(s); give one object, or a "
+            "list of one per prompt."
         )
     return [parse_sampling_params(item, vocab_size=limits.vocab_size) for item in raw]
 
@@ -187,12 +231,19 @@ def _rids(raw: Any, count: int, is_batch: bool) -> list[str]:
         rids = [f"{raw}_{index}" for index in range(count)] if is_batch else [raw]
     else:
         rids = raw
-    if not isinstance(rids, list) or len(rids) != count or not all(isinstance(rid, str) for rid in rids):
+    if (
+        not isinstance(rids, list)
+        or len(rids) != count
+        or not all(isinstance(rid, str) for rid in rids)
+    ):
         raise BadRequest(
-            f"rid is {shown(raw)}, expected a text, or a list of one text for each of the {count} prompts."
+            f"rid is {shown(raw)}, expected a text, or a list of one text for each of the {count} "
+            "prompts."
         )
     if any(not 1 <= len(rid) <= MAX_RID_LENGTH for rid in rids):
-        raise BadRequest(f"rid has a text that is empty or longer than {MAX_RID_LENGTH} characters.")
+        raise BadRequest(
+            f"rid has a text that is empty or longer than {MAX_RID_LENGTH} characters."
+        )
     if len(set(rids)) != count:
         raise BadRequest("rid has the same text twice.")
     return rids
@@ -205,20 +256,26 @@ def _score_starts(raw: Any, count: int, is_batch: bool, return_logprob: bool) ->
     for start in starts:
         if start is not None and (type(start) is not int or start < -1):
             raise BadRequest(
-                f"logprob_start_len is {shown(start)}, expected -1 (response only) or the index of a prompt token."
+                f"logprob_start_len is {shown(start)}, expected -1 (response only) or the index of "
+                "a prompt token."
             )
-    return [start if return_logprob and start is not None and start >= 0 else None for start in starts]
+    return [
+        start if return_logprob and start is not None and start >= 0 else None for start in starts
+    ]
 
 
 def _too_long(length: int, limits: EngineLimits) -> BadRequest:
     return BadRequest(
-        f"the prompt has {length} tokens and the context length is {limits.context_length}; with a response it may have at most"
+        f"the prompt has {length} tokens and the context length is {limits.context_length}; with a "
+        "response it may have at most"
         f" {limits.context_length - 1}."
     )
 
 
 def _checked_limit(length: int, params: SamplingParams, limits: EngineLimits) -> int:
-    """Returns the response tokens that the request may have: what it asks for, cut at the context length."""
+    """Returns the response tokens that the request may have: what it asks for, cut at the context
+    length.
+    """
     room = limits.context_length - length
     if room < 0 or (room == 0 and params.max_new_tokens != 0):
         raise _too_long(length, limits)
@@ -229,7 +286,8 @@ def _checked_limit(length: int, params: SamplingParams, limits: EngineLimits) ->
         limit = min(params.max_new_tokens, room)
     if limit > cache_room or cache_room < 0:
         raise BadRequest(
-            f"{length} prompt tokens and max_new_tokens {limit} do not fit into the KV cache, which has room for {max(cache_room, 0)} after"
+            f"{length} prompt tokens and max_new_tokens {limit} do not fit into the KV cache, "
+            f"which has room for {max(cache_room, 0)} after"
             " this prompt. Ask for fewer, or give the engine more with --sglang-max-total-tokens."
         )
     return limit
@@ -247,13 +305,21 @@ def build_responses(
 
 
 def response_texts(requests: list[Request], tokenizer: EngineTokenizer | None) -> list[str]:
-    """Returns the response texts, without what ended them unless no_stop_trim; empty texts if there is no tokenizer."""
+    """Returns the response texts, without what ended them unless no_stop_trim; empty texts if there
+    is no tokenizer.
+    """
     texts = [""] * len(requests)
     if tokenizer is None:
         return texts
     for skip in (True, False):
-        members = [index for index, request in enumerate(requests) if request.params.skip_special_tokens is skip]
-        decoded = tokenizer.decode_batch([_text_ids(requests[index]) for index in members], skip_special_tokens=skip)
+        members = [
+            index
+            for index, request in enumerate(requests)
+            if request.params.skip_special_tokens is skip
+        ]
+        decoded = tokenizer.decode_batch(
+            [_text_ids(requests[index]) for index in members], skip_special_tokens=skip
+        )
         for index, text in zip(members, decoded, strict=True):
             texts[index] = _without_stop(text, requests[index], tokenizer)
     return texts
@@ -273,7 +339,9 @@ def _without_stop(text: str, request: Request, tokenizer: EngineTokenizer) -> st
         return text
     skip = request.params.skip_special_tokens
     cut = cut_at_stop(
-        request.output_ids.tolist(), matched, decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=skip)
+        request.output_ids.tolist(),
+        matched,
+        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=skip),
     )
     return text if cut is None else text[:cut]
 
@@ -282,7 +350,9 @@ def build_response(
     request: Request, options: ResponseOptions, *, text: str, tokenizer: EngineTokenizer | None
 ) -> dict[str, Any]:
     """Returns one response object; `meta_info` as docs/engine.md lists it."""
-    meta = meta_info(request, len(request.output_ids), request.finish_reason, ended_at=request.finished_at)
+    meta = meta_info(
+        request, len(request.output_ids), request.finish_reason, ended_at=request.finished_at
+    )
     if request.kept_token_ids:
         meta.update(_nucleus(request))
     response: dict[str, Any] = {"text": text, "meta_info": meta}
@@ -294,10 +364,14 @@ def build_response(
         ids = request.output_ids.tolist()
         response["output_ids"] = ids
         if options.return_logprob:
-            meta["output_token_logprobs"] = triples(request.output_log_probs.tolist(), ids, options, tokenizer)
+            meta["output_token_logprobs"] = triples(
+                request.output_log_probs.tolist(), ids, options, tokenizer
+            )
     if options.return_logprob and request.input_log_probs is not None:
         scored = request.prompt[request.score_from :].tolist()
-        values = [None if math.isnan(value) else value for value in request.input_log_probs.tolist()]
+        values = [
+            None if math.isnan(value) else value for value in request.input_log_probs.tolist()
+        ]
         meta["input_token_logprobs"] = triples(values, scored, options, tokenizer)
     return response
 
@@ -326,7 +400,10 @@ def meta_info(
 
 
 def triples(
-    log_probs: list[float | None], ids: list[int], options: ResponseOptions, tokenizer: EngineTokenizer | None
+    log_probs: list[float | None],
+    ids: list[int],
+    options: ResponseOptions,
+    tokenizer: EngineTokenizer | None,
 ) -> list[tuple[float | None, int, str | None]]:
     """Returns SGLang's [log-prob, id, text] of each token; the text where it was asked for."""
     if options.return_text_in_logprobs and tokenizer is not None:
@@ -336,11 +413,15 @@ def triples(
 
 
 def _nucleus(request: Request) -> dict[str, str]:
-    """Returns the token ids that truncation left at each position, flat, and the offsets [response length + 1] into them."""
+    """Returns the token ids that truncation left at each position, flat, and the offsets [response
+    length + 1] into them.
+    """
     sizes = [len(kept) for kept in request.kept_token_ids]
     offsets = np.concatenate(([0], np.cumsum(sizes)))
     flat = np.concatenate(request.kept_token_ids)
     return {
         "top_p_token_ids": base64.b64encode(flat.astype(TOKEN_DTYPE).tobytes()).decode("ascii"),
-        "top_p_token_offsets": base64.b64encode(offsets.astype(TOKEN_DTYPE).tobytes()).decode("ascii"),
+        "top_p_token_offsets": base64.b64encode(offsets.astype(TOKEN_DTYPE).tobytes()).decode(
+            "ascii"
+        ),
     }

@@ -1,6 +1,8 @@
-"""The embedded engine as a Ray actor: a plain class, wrapped with `ray.remote(EngineActor)` by whoever starts engines.
+"""The embedded engine as a Ray actor: a plain class, wrapped with `ray.remote(EngineActor)` by
+whoever starts engines.
 
-Clients generate over HTTP (`start()["url"]`); weights come through actor calls, whose numpy arrays Ray passes through shared memory.
+Clients generate over HTTP (`start()["url"]`); weights come through actor calls, whose numpy arrays
+Ray passes through shared memory.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from slime.exceptions import EngineError
 
 
 class EngineActor:
-    """One engine in this process. `options` is an EngineConfig or a dict of its fields; `rank` is the engine's index, for messages."""
+    """One engine in this process. `options` is an EngineConfig or a dict of its fields; `rank` is
+    the engine's index, for messages.
+    """
 
     def __init__(self, options: EngineConfig | Mapping[str, Any], rank: int) -> None:
         self._config = engine_config_from(options)
@@ -24,7 +28,9 @@ class EngineActor:
         self._thread: Any = None
 
     def start(self, timeout: float = 600.0) -> dict[str, Any]:
-        """Loads the model, serves it and returns {"url", "pid", "host", "port"}. ConfigError or EngineError says why it cannot."""
+        """Loads the model, serves it and returns {"url", "pid", "host", "port"}. ConfigError or
+        EngineError says why it cannot.
+        """
         # torch is imported here, not when the class is pickled to its worker.
         from slime.backends.torch_engine.server_thread import EngineServerThread
 
@@ -36,14 +42,18 @@ class EngineActor:
         return {"url": server.url, "pid": os.getpid(), "host": server.host, "port": server.port}
 
     def health(self) -> bool:
-        """True while the engine can generate. EngineError with the stack if its thread has failed."""
+        """True while the engine can generate. EngineError with the stack if its thread
+        has failed.
+        """
         engine = self._server.loaded.engine
         if engine.failure is not None:
             raise EngineError(f"engine {self._rank} has failed: {engine.failure_stack}")
         return True
 
     def pause(self) -> None:
-        """Freezes generation: when this returns no step is under way, and running requests keep their place."""
+        """Freezes generation: when this returns no step is under way, and running requests keep
+        their place.
+        """
         engine = self._server.loaded.engine
         engine.pause()
         engine.between_steps(lambda: None).result()
@@ -62,7 +72,9 @@ class EngineActor:
         return engine.between_steps(engine.flush_cache).result()
 
     def release_memory(self) -> bool:
-        """Gives the KV cache's memory back until `resume_memory`; False, and the engine goes on, while requests run."""
+        """Gives the KV cache's memory back until `resume_memory`; False, and the engine goes on,
+        while requests run.
+        """
         engine = self._server.loaded.engine
         return engine.between_steps(engine.release_memory).result()
 
@@ -75,19 +87,27 @@ class EngineActor:
         """Opens an update. An unfinished one is dropped."""
         self._server.updater.begin(str(version))
 
-    def update_weights(self, named: Mapping[str, np.ndarray], *, checksum: str | None = None) -> None:
-        """Takes one bucket by Hugging Face name; bfloat16 travels as uint16 arrays. EngineError, with nothing taken, if one does not fit."""
+    def update_weights(
+        self, named: Mapping[str, np.ndarray], *, checksum: str | None = None
+    ) -> None:
+        """Takes one bucket by Hugging Face name; bfloat16 travels as uint16 arrays. EngineError,
+        with nothing taken, if one does not fit.
+        """
         self._server.updater.add(named, checksum=checksum)
 
     def end_weight_update(self, version: str | int, checksum: str | None = None) -> str:
-        """Applies the update between two steps and returns the checksum of what came (slime/files/checksum.py).
+        """Applies the update between two steps and returns the checksum of what came
+        (slime/files/checksum.py).
 
-        EngineError, and the old weights stay, if a weight is missing or the checksum differs from `checksum`.
+        EngineError, and the old weights stay, if a weight is missing or the checksum differs from
+        `checksum`.
         """
         return self._server.updater.end(str(version), checksum=checksum)
 
     def update_weights_from_disk(self, folder: str, version: str | int) -> str:
-        """Loads all weights of a Hugging Face folder and returns their checksum. EngineError, and the old weights stay, if they do not fit."""
+        """Loads all weights of a Hugging Face folder and returns their checksum. EngineError, and
+        the old weights stay, if they do not fit.
+        """
         return self._server.updater.update_from_disk(folder, str(version))
 
     def weights_checksum(self) -> str:
@@ -99,7 +119,9 @@ class EngineActor:
         return self._server.loaded.engine.weight_version
 
     def shutdown(self) -> None:
-        """Answers what runs (as aborted), closes the socket and ends the threads. Harmless when called twice."""
+        """Answers what runs (as aborted), closes the socket and ends the threads. Harmless when
+        called twice.
+        """
         if self._thread is not None:
             self._thread.stop()
             self._thread = None

@@ -13,8 +13,8 @@ from slime.backends.torch_engine.sampling_params import SamplingParams
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """`limit` is the number of response tokens at which it ends for length. Fields after `score_from` belong to the engine thread
-    until `finish_reason` is set.
+    """`limit` is the number of response tokens at which it ends for length. Fields after
+    `score_from` belong to the engine thread until `finish_reason` is set.
     """
 
     rid: str
@@ -37,7 +37,9 @@ class Request:
     live_log_probs: list[float] = dataclasses.field(default_factory=list)
     kept_token_ids: list[np.ndarray] = dataclasses.field(default_factory=list)
     output_ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    output_log_probs: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    output_log_probs: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.zeros(0, dtype=np.float32)
+    )
     finish_reason: dict[str, Any] | None = None
     error: str | None = None
 
@@ -49,7 +51,12 @@ class Request:
             self.versions.append((version, num_tokens))
 
     def version_segments(self, num_tokens: int) -> list[list[Any]]:
-        """Returns [[version, tokens sampled under it], ...] of the first `num_tokens` response tokens."""
+        """Returns [[version, tokens sampled under it], ...] of the first `num_tokens` response
+        tokens.
+        """
         ends = [start for _, start in self.versions[1:]] + [num_tokens]
-        segments = [[version, end - start] for (version, start), end in zip(self.versions, ends, strict=True)]
+        segments = [
+            [version, end - start]
+            for (version, start), end in zip(self.versions, ends, strict=True)
+        ]
         return [segment for segment in segments if segment[1] > 0]

@@ -1,4 +1,6 @@
-"""Rotary position embedding: cosines and sines by position, in the layout of transformers' `rotate_half`."""
+"""Rotary position embedding: cosines and sines by position, in the layout of transformers'
+`rotate_half`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from slime.models.model_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Returns float32 [head_dim / 2]. `llama3`: wavelengths above low_freq_factor are stretched by `factor`, those between blended."""
+    """Returns float32 [head_dim / 2]. `llama3`: wavelengths above low_freq_factor are stretched by
+    `factor`, those between blended.
+    """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.rope_type == "linear":
@@ -32,19 +36,27 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 class RotaryTable:
     """Cosines and sines of positions 0..n, grown by doubling as longer sequences come."""
 
-    def __init__(self, rope: RopeConfig, head_dim: int, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, rope: RopeConfig, head_dim: int, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self._frequencies = inverse_frequencies(rope, head_dim).to(device)
         self._dtype = dtype
         self._cos = torch.empty(0, head_dim, device=device, dtype=dtype)
         self._sin = torch.empty(0, head_dim, device=device, dtype=dtype)
 
-    def lookup(self, positions: torch.Tensor, *, max_position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (cos, sin), each [N, head_dim], at `positions` [N]; `max_position` bounds them (no device sync needed)."""
+    def lookup(
+        self, positions: torch.Tensor, *, max_position: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (cos, sin), each [N, head_dim], at `positions` [N]; `max_position` bounds them
+        (no device sync needed).
+        """
         if max_position >= self._cos.shape[0]:
-            # Always a power of two, and at least 64: each value is computed by the same vectorised code path at any size.
+            # Always a power of two, and at least 64: each value is computed by the same vectorised
+            # code path at any size.
             size = 1 << max(6, max_position.bit_length())
             angles = (
-                torch.arange(size, device=self._frequencies.device, dtype=torch.float32)[:, None] * self._frequencies
+                torch.arange(size, device=self._frequencies.device, dtype=torch.float32)[:, None]
+                * self._frequencies
             )
             angles = torch.cat((angles, angles), dim=-1)
             self._cos, self._sin = angles.cos().to(self._dtype), angles.sin().to(self._dtype)

@@ -1,8 +1,9 @@
 """Matrix products whose rows do not depend on how many other rows there are.
 
-BLAS chooses its kernel by the shape, and kernels add in different orders, so the last bits of a row change with the batch.
-Here a batch is cut into tiles of a few fixed sizes. When the model is loaded, every weight shape is tried: a row must give
-the same bits at every place of a tile, beside any neighbours, in every size. Sizes that fail are not used.
+BLAS chooses its kernel by the shape, and kernels add in different orders, so the last bits of a row
+change with the batch. Here a batch is cut into tiles of a few fixed sizes. When the model is
+loaded, every weight shape is tried: a row must give the same bits at every place of a tile, beside
+any neighbours, in every size. Sizes that fail are not used.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ def round_up_to_tile(num_rows: int) -> int:
 
 
 def prove_tile_sizes(weights: list[torch.Tensor]) -> tuple[int, ...]:
-    """Returns the sizes, largest first, in which every weight [out, in] gives equal bits for equal rows.
+    """Returns the sizes, largest first, in which every weight [out, in] gives equal bits for equal
+    rows.
 
-    EngineError if not even the smallest tile does: then this BLAS cannot serve deterministic inference.
+    EngineError if not even the smallest tile does: then this BLAS cannot serve deterministic
+    inference.
     """
     distinct = {(tuple(weight.shape), weight.stride()): weight for weight in weights}
     sizes = list(TILE_SIZES)
@@ -36,8 +39,10 @@ def prove_tile_sizes(weights: list[torch.Tensor]) -> tuple[int, ...]:
                 sizes.remove(size)
     if SMALLEST_TILE not in sizes:
         raise EngineError(
-            "the matrix products of this machine give different bits for the same row at different places of a batch, so deterministic"
-            " inference is not possible. Use one torch thread (--rollout-engine-threads 1) or another --sglang-dtype, or switch off"
+            "the matrix products of this machine give different bits for the same row at different "
+            "places of a batch, so deterministic"
+            " inference is not possible. Use one torch thread (--rollout-engine-threads 1) or "
+            "another --sglang-dtype, or switch off"
             " --sglang-enable-deterministic-inference."
         )
     return tuple(sizes)
@@ -47,7 +52,9 @@ def _replicated(row: torch.Tensor, weight: torch.Tensor, size: int) -> torch.Ten
     return torch.mm(row.expand(size, -1).contiguous(), weight.t())[0]
 
 
-def _is_row_invariant(row: torch.Tensor, weight: torch.Tensor, size: int, reference: torch.Tensor) -> bool:
+def _is_row_invariant(
+    row: torch.Tensor, weight: torch.Tensor, size: int, reference: torch.Tensor
+) -> bool:
     everywhere = torch.mm(row.expand(size, -1).contiguous(), weight.t())
     if not bool((everywhere == reference).all()):
         return False
@@ -61,9 +68,12 @@ def _is_row_invariant(row: torch.Tensor, weight: torch.Tensor, size: int, refere
 def tiled_linear(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, sizes: tuple[int, ...]
 ) -> torch.Tensor:
-    """Returns rows @ weight.T + bias for `rows` [M, in], M a multiple of SMALLEST_TILE, computed in tiles of `sizes` (descending)."""
+    """Returns rows @ weight.T + bias for `rows` [M, in], M a multiple of SMALLEST_TILE, computed in
+    tiles of `sizes` (descending).
+    """
     total = rows.shape[0]
-    # The bias is added afterwards in every case: a fused one may be added at another point of the sum.
+    # The bias is added afterwards in every case: a fused one may be added at another point of the
+    # sum.
     if total in sizes:
         output = torch.mm(rows, weight.t())
         return output if bias is None else output.add_(bias)

@@ -1,4 +1,6 @@
-"""The running sequences as arrays, one row per slot, so that a step costs no Python work per sequence."""
+"""The running sequences as arrays, one row per slot, so that a step costs no Python work per
+sequence.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,27 @@ from slime.backends.torch_engine.sampler import PenaltyRows, SampledTokens, Samp
 class RunningBatch:
     """Slots 0..capacity-1. `rows` lists the slots in use; every other attribute is indexed by slot.
 
-    lengths counts tokens in the KV cache, generated the response tokens so far; outputs and log_probs hold the response.
+    lengths counts tokens in the KV cache, generated the response tokens so far; outputs and
+    log_probs hold the response.
     """
 
-    def __init__(self, capacity: int, *, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
         self.capacity = capacity
         self.rows = np.zeros(0, dtype=np.int64)
         self.requests: list[Request | None] = [None] * capacity
         self._free = list(range(capacity - 1, -1, -1))
         self._vocab_size = vocab_size
         self._device = device
-        self._eos_ids = np.array([token for token in eos_token_ids if token < vocab_size], dtype=np.int64)
+        self._eos_ids = np.array(
+            [token for token in eos_token_ids if token < vocab_size], dtype=np.int64
+        )
         self._is_eos = np.zeros(vocab_size, dtype=bool)
         self._is_eos[self._eos_ids] = True
         self.lengths = np.zeros(capacity, dtype=np.int64)
@@ -54,7 +66,9 @@ class RunningBatch:
         return len(self._free)
 
     def place(self, request: Request) -> int:
-        """Gives `request` (with its pages) a slot and returns it. It joins `rows` only with `join`."""
+        """Gives `request` (with its pages) a slot and returns it. It joins `rows` only
+        with `join`.
+        """
         slot = self._free.pop()
         params = request.params
         self.requests[slot] = request
@@ -69,7 +83,11 @@ class RunningBatch:
         self.page_table[slot, width:] = 0
         self._seeds[slot] = request.seed
         self._temperatures[slot] = params.temperature
-        self._top_ks[slot], self._top_ps[slot], self._min_ps[slot] = params.top_k, params.top_p, params.min_p
+        self._top_ks[slot], self._top_ps[slot], self._min_ps[slot] = (
+            params.top_k,
+            params.top_p,
+            params.min_p,
+        )
         self._min_new[slot] = params.min_new_tokens
         self._truncates[slot], self._penalizes[slot] = params.truncates, params.penalizes
         self._keeps_nucleus[slot] = params.return_top_p_token_ids
@@ -79,7 +97,10 @@ class RunningBatch:
         if params.penalizes:
             seen = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
             seen[torch.from_numpy(request.prompt.astype(np.int64)).to(self._device)] = True
-            self._counts[slot] = (torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device), seen)
+            self._counts[slot] = (
+                torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device),
+                seen,
+            )
         return slot
 
     def join(self, slots: np.ndarray) -> None:
@@ -97,12 +118,17 @@ class RunningBatch:
             self._free.append(slot)
 
     def sampling_batch(self, rows: np.ndarray) -> SamplingBatch:
-        """Returns the parameters of the next token of `rows` [B]. Parts that no row asks for are None."""
+        """Returns the parameters of the next token of `rows` [B]. Parts that no row asks for are
+        None.
+        """
         truncates = self._truncates[rows].any()
         keeps = np.flatnonzero(self._keeps_nucleus[rows])
         return SamplingBatch(
-            # The absolute position: a response that is cut and resumed as a longer prompt draws the numbers it would have drawn.
-            uniforms=noise.uniform(self._seeds[rows], self.prompt_lengths[rows] + self.generated[rows]),
+            # The absolute position: a response that is cut and resumed as a longer prompt draws the
+            # numbers it would have drawn.
+            uniforms=noise.uniform(
+                self._seeds[rows], self.prompt_lengths[rows] + self.generated[rows]
+            ),
             temperatures=self._temperatures[rows],
             top_ks=self._top_ks[rows] if truncates else None,
             top_ps=self._top_ps[rows] if truncates else None,
@@ -140,10 +166,14 @@ class RunningBatch:
             stop_ids = self.requests[rows[place]].params.stop_token_ids
             places.append(np.full(len(stop_ids), place, dtype=np.int64))
             tokens.append(np.array(stop_ids, dtype=np.int64))
-        return tuple(torch.from_numpy(np.concatenate(part)).to(self._device) for part in (places, tokens))
+        return tuple(
+            torch.from_numpy(np.concatenate(part)).to(self._device) for part in (places, tokens)
+        )
 
     def append(self, rows: np.ndarray, sampled: SampledTokens, batch: SamplingBatch) -> None:
-        """Stores one sampled token per row. `lengths` is not changed: the token's keys are written by the next decode."""
+        """Stores one sampled token per row. `lengths` is not changed: the token's keys are written
+        by the next decode.
+        """
         index = self.generated[rows]
         needed = int(index.max()) + 1
         if needed > self.outputs.shape[1]:

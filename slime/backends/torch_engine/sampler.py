@@ -1,11 +1,13 @@
 """Draws one token per sequence from the logits of a batch, and says how probable it was.
 
-The log-prob is that of `log_softmax(logits / temperature)` (temperature 1 for greedy requests): the policy that a trainer
-recomputes, before penalties, min_new_tokens, top_k, top_p and min_p change what can be drawn. Where the request asks for the ids that
-truncation kept, the trainer normalizes over these ids, and so does the log-prob.
+The log-prob is that of `log_softmax(logits / temperature)` (temperature 1 for greedy requests): the
+policy that a trainer recomputes, before penalties, min_new_tokens, top_k, top_p and min_p change
+what can be drawn. Where the request asks for the ids that truncation kept, the trainer normalizes
+over these ids, and so does the log-prob.
 
-The token is drawn by inverse transform: the first one whose cumulated probability (float64) exceeds u, with u from `noise`.
-Every row is computed on its own; `_V` is the vocabulary, `_B` the rows of the batch.
+The token is drawn by inverse transform: the first one whose cumulated probability (float64) exceeds
+u, with u from `noise`. Every row is computed on its own; `_V` is the vocabulary, `_B` the rows of
+the batch.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ MAX_BLOCK_ELEMENTS = 2**24
 
 @dataclasses.dataclass(frozen=True)
 class PenaltyRows:
-    """Rows whose logits are changed by penalties. Counts are over the response, `seen_in_prompt` also over the prompt."""
+    """Rows whose logits are changed by penalties. Counts are over the response, `seen_in_prompt`
+    also over the prompt.
+    """
 
     rows: torch.Tensor
     response_counts: torch.Tensor
@@ -53,7 +57,9 @@ class SamplingBatch:
 
 @dataclasses.dataclass(frozen=True)
 class SampledTokens:
-    """Token ids (int64 [B]) and log-probs (float32 [B]) on the CPU; `kept` has one array of token ids per entry of keep_rows."""
+    """Token ids (int64 [B]) and log-probs (float32 [B]) on the CPU; `kept` has one array of token
+    ids per entry of keep_rows.
+    """
 
     tokens: np.ndarray
     log_probs: np.ndarray
@@ -61,7 +67,9 @@ class SampledTokens:
 
 
 def sample_tokens(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
-    """Returns one token per row of float32 `logits` [M, V]; rows from B on are padding and are left out of the result."""
+    """Returns one token per row of float32 `logits` [M, V]; rows from B on are padding and are left
+    out of the result.
+    """
     count = len(batch.temperatures)
     greedy = batch.temperatures == 0.0
     scaled = logits
@@ -76,7 +84,9 @@ def sample_tokens(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
     truncates = batch.top_ks is not None
     if truncates:
         probabilities = _truncated(probabilities, batch)
-    tokens = _inverse_transform(probabilities[:count], torch.from_numpy(batch.uniforms).to(logits.device))
+    tokens = _inverse_transform(
+        probabilities[:count], torch.from_numpy(batch.uniforms).to(logits.device)
+    )
     if greedy.any():
         rows = torch.from_numpy(np.flatnonzero(greedy)).to(logits.device)
         source = scaled if edited is None else edited
@@ -86,26 +96,35 @@ def sample_tokens(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
     if batch.keep_rows is not None:
         rows = torch.from_numpy(batch.keep_rows).to(logits.device)
         keep = (probabilities[rows] > 0).scatter_(1, tokens[rows, None], True)
-        chosen[rows] = compute_log_probs_and_entropy(scaled[rows], tokens[rows], VocabularyShard(), keep_mask=keep)[0][:, 0]
+        chosen[rows] = compute_log_probs_and_entropy(
+            scaled[rows], tokens[rows], VocabularyShard(), keep_mask=keep
+        )[0][:, 0]
         kept = [row.nonzero(as_tuple=True)[0].cpu().numpy() for row in keep]
     return SampledTokens(tokens=tokens.cpu().numpy(), log_probs=chosen.cpu().numpy(), kept=kept)
 
 
 def _edited(scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tensor | None:
-    """Returns the logits to draw from where they differ from those the log-prob is taken of, else None."""
+    """Returns the logits to draw from where they differ from those the log-prob is taken of, else
+    None.
+    """
     if batch.penalties is None and batch.banned is None:
         return None
     edited = scaled.clone()
     if batch.penalties is not None:
-        _apply_penalties(edited, batch.penalties, torch.from_numpy(batch.temperatures).to(edited.device))
+        _apply_penalties(
+            edited, batch.penalties, torch.from_numpy(batch.temperatures).to(edited.device)
+        )
     if batch.banned is not None:
         edited[batch.banned] = float("-inf")
     return edited
 
 
-def _apply_penalties(edited: torch.Tensor, penalties: PenaltyRows, temperatures: torch.Tensor) -> None:
-    """Changes rows in place. Penalties act on logits before the temperature: repetition (Keskar et al. 2019) divides positive and
-    multiplies negative logits of tokens in prompt or response; frequency and presence are subtracted by count in the response.
+def _apply_penalties(
+    edited: torch.Tensor, penalties: PenaltyRows, temperatures: torch.Tensor
+) -> None:
+    """Changes rows in place. Penalties act on logits before the temperature: repetition (Keskar et
+    al. 2019) divides positive and multiplies negative logits of tokens in prompt or response;
+    frequency and presence are subtracted by count in the response.
     """
     rows = penalties.rows
     divisors = temperatures[rows].float()
@@ -113,16 +132,22 @@ def _apply_penalties(edited: torch.Tensor, penalties: PenaltyRows, temperatures:
     logits = edited[rows] * divisors
     seen = (penalties.response_counts > 0) | penalties.seen_in_prompt
     repetition = penalties.repetition[:, None]
-    logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+    logits = torch.where(
+        seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits
+    )
     logits = logits - penalties.frequency[:, None] * penalties.response_counts
     logits = logits - penalties.presence[:, None] * (penalties.response_counts > 0)
     edited[rows] = logits / divisors
 
 
 def _truncated(probabilities: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Returns probabilities with 0 for tokens outside top_k, then top_p of what is left, then below min_p times the largest."""
+    """Returns probabilities with 0 for tokens outside top_k, then top_p of what is left, then below
+    min_p times the largest.
+    """
     vocab = probabilities.shape[1]
-    needs = (batch.top_ks > 0) & (batch.top_ks < vocab) | (batch.top_ps < 1.0) | (batch.min_ps > 0.0)
+    needs = (
+        (batch.top_ks > 0) & (batch.top_ks < vocab) | (batch.top_ps < 1.0) | (batch.min_ps > 0.0)
+    )
     if not needs.any():
         return probabilities
     rows = torch.from_numpy(np.flatnonzero(needs)).to(probabilities.device)
@@ -149,7 +174,9 @@ def _truncated(probabilities: torch.Tensor, batch: SamplingBatch) -> torch.Tenso
 
 
 def _inverse_transform(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Returns int64 [B]: per row the first token whose cumulated probability exceeds u times the row's sum."""
+    """Returns int64 [B]: per row the first token whose cumulated probability exceeds u times the
+    row's sum.
+    """
     block = max(1, MAX_BLOCK_ELEMENTS // probabilities.shape[1])
     chosen = []
     for start in range(0, probabilities.shape[0], block):

@@ -1,4 +1,6 @@
-"""The sampling parameters of one request: SGLang's names, every value checked before the request is accepted."""
+"""The sampling parameters of one request: SGLang's names, every value checked before the request is
+accepted.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,26 @@ MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_N = 1024
 MAX_COUNT = 2**31 - 1  # fits every array that a count travels in
-# Below it a division by the temperature or the penalty leaves float32; a temperature is greedy there, as SGLang has it.
+# Below it a division by the temperature or the penalty leaves float32; a temperature is greedy
+# there, as SGLang has it.
 SMALLEST_DIVISOR = 1e-6
 MAX_TEMPERATURE = 1e6
-# SGLang parameters that the embedded engine has no answer for; legal only when they are null or neutral.
+# SGLang parameters that the embedded engine has no answer for; legal only when they are null or
+# neutral.
 UNSUPPORTED = ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "logit_bias")
 
 
 class BadRequest(ValueError):
-    """A request that cannot be served as it is. The message names the field, its value and what is allowed."""
+    """A request that cannot be served as it is. The message names the field, its value and what is
+    allowed.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How to draw the tokens of one response. temperature 0 is greedy; top_k -1 is off; lengths are in tokens."""
+    """How to draw the tokens of one response. temperature 0 is greedy; top_k -1 is off; lengths are
+    in tokens.
+    """
 
     max_new_tokens: int | None = DEFAULT_MAX_NEW_TOKENS
     min_new_tokens: int = 0
@@ -54,11 +62,17 @@ class SamplingParams:
     @property
     def penalizes(self) -> bool:
         """True if a penalty is not neutral."""
-        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+        return (
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+        )
 
 
 def parse_sampling_params(raw: Any, *, vocab_size: int) -> SamplingParams:
-    """Returns the checked parameters of a JSON object (or null). BadRequest names the key that is unknown or out of range."""
+    """Returns the checked parameters of a JSON object (or null). BadRequest names the key that is
+    unknown or out of range.
+    """
     if raw is None:
         raw = {}
     if not isinstance(raw, dict):
@@ -74,11 +88,15 @@ def parse_sampling_params(raw: Any, *, vocab_size: int) -> SamplingParams:
     params = SamplingParams(**values)
     if params.max_new_tokens is not None and params.min_new_tokens > params.max_new_tokens:
         raise BadRequest(
-            f"sampling_params.min_new_tokens is {params.min_new_tokens}, more than max_new_tokens {params.max_new_tokens}."
+            f"sampling_params.min_new_tokens is {params.min_new_tokens}, more than max_new_tokens "
+            f"{params.max_new_tokens}."
         )
     outside = [token for token in params.stop_token_ids if token >= vocab_size]
     if outside:
-        raise BadRequest(f"sampling_params.stop_token_ids has {outside[:5]}, the vocabulary is 0..{vocab_size - 1}.")
+        raise BadRequest(
+            f"sampling_params.stop_token_ids has {outside[:5]}, the vocabulary is "
+            f"0..{vocab_size - 1}."
+        )
     return params
 
 
@@ -87,7 +105,8 @@ def _check_unsupported(name: str, value: Any) -> None:
         if value is None or value in ([], {}, ""):
             return
         raise BadRequest(
-            f"sampling_params.{name} is {shown(value)}; the embedded engine does not support it, leave it out."
+            f"sampling_params.{name} is {shown(value)}; the embedded engine does not support it, "
+            "leave it out."
         )
     known = ", ".join(sorted(PARSERS))
     raise BadRequest(f"sampling_params.{name} is not a sampling parameter. Known are: {known}.")
@@ -110,7 +129,12 @@ def _bad(name: str, value: Any, allowed: str) -> BadRequest:
 def _number(test: Callable[[float], bool], allowed: str) -> Callable[[str, Any], dict[str, Any]]:
     def parse(name: str, value: Any) -> dict[str, Any]:
         # an int may be larger than any float, so it is compared before it is converted
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != value or not test(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or value != value
+            or not test(value)
+        ):
             raise _bad(name, value, allowed)
         return {name: float(value)}
 
@@ -118,12 +142,20 @@ def _number(test: Callable[[float], bool], allowed: str) -> Callable[[str, Any],
 
 
 def _temperature(name: str, value: Any) -> dict[str, Any]:
-    parsed = _number(lambda number: 0 <= number <= MAX_TEMPERATURE, "a number >= 0 (0 is greedy), at most 1e6")(name, value)
+    parsed = _number(
+        lambda number: 0 <= number <= MAX_TEMPERATURE, "a number >= 0 (0 is greedy), at most 1e6"
+    )(name, value)
     return {name: 0.0} if parsed[name] < SMALLEST_DIVISOR else parsed
 
 
-def _count(least: int, allowed: str, *, nullable: bool = False) -> Callable[[str, Any], dict[str, Any]]:
-    return _whole(lambda count: least <= count <= MAX_COUNT, f"{allowed} (at most {MAX_COUNT})", nullable=nullable)
+def _count(
+    least: int, allowed: str, *, nullable: bool = False
+) -> Callable[[str, Any], dict[str, Any]]:
+    return _whole(
+        lambda count: least <= count <= MAX_COUNT,
+        f"{allowed} (at most {MAX_COUNT})",
+        nullable=nullable,
+    )
 
 
 def _whole(
@@ -152,7 +184,9 @@ def _ignored_flag(name: str, value: Any) -> dict[str, Any]:
 
 def _stop(name: str, value: Any) -> dict[str, Any]:
     strings = (value,) if isinstance(value, str) else value
-    allowed = f"a text or a list of at most {MAX_STOP_STRINGS} texts of 1 to {MAX_STOP_LENGTH} characters"
+    allowed = (
+        f"a text or a list of at most {MAX_STOP_STRINGS} texts of 1 to {MAX_STOP_LENGTH} characters"
+    )
     if not isinstance(strings, list | tuple) or len(strings) > MAX_STOP_STRINGS:
         raise _bad(name, value, allowed)
     if not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH for text in strings):
@@ -180,15 +214,20 @@ def _sampling_seed(name: str, value: Any) -> dict[str, Any]:
 
 
 PARSERS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
-    "max_new_tokens": _count(0, "a whole number >= 0, or null for no limit but the context", nullable=True),
+    "max_new_tokens": _count(
+        0, "a whole number >= 0, or null for no limit but the context", nullable=True
+    ),
     "min_new_tokens": _count(0, "a whole number >= 0"),
     "temperature": _temperature,
     "top_p": _number(lambda value: 0 < value <= 1, "a number in (0, 1]"),
     "top_k": _whole(
-        lambda count: count == -1 or 1 <= count <= MAX_COUNT, f"-1 (off) or a whole number >= 1 (at most {MAX_COUNT})"
+        lambda count: count == -1 or 1 <= count <= MAX_COUNT,
+        f"-1 (off) or a whole number >= 1 (at most {MAX_COUNT})",
     ),
     "min_p": _number(lambda value: 0 <= value <= 1, "a number in [0, 1]"),
-    "repetition_penalty": _number(lambda value: SMALLEST_DIVISOR <= value <= 2, "a number in (0, 2], at least 1e-6"),
+    "repetition_penalty": _number(
+        lambda value: SMALLEST_DIVISOR <= value <= 2, "a number in (0, 2], at least 1e-6"
+    ),
     "frequency_penalty": _number(lambda value: -2 <= value <= 2, "a number in [-2, 2]"),
     "presence_penalty": _number(lambda value: -2 <= value <= 2, "a number in [-2, 2]"),
     "stop": _stop,

@@ -1,4 +1,6 @@
-"""`slime serve`: one embedded engine on a port, until it is told to stop. Also `python -m slime.backends.torch_engine.serve`."""
+"""`slime serve`: one embedded engine on a port, until it is told to stop. Also `python -m
+slime.backends.torch_engine.serve`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class ServeCommand:
     """Where the model runs; auto takes CUDA where there is any."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and KV cache; auto is the checkpoint's own."""
-    deterministic: Annotated[bool, tyro.conf.arg(aliases=["--enable-deterministic-inference"])] = False
+    deterministic: Annotated[bool, tyro.conf.arg(aliases=["--enable-deterministic-inference"])] = (
+        False
+    )
     """Results of a request with a sampling_seed do not depend on what else is in the batch."""
     random_seed: int = 42
     """Seed for requests without a sampling_seed."""
@@ -75,7 +79,9 @@ class ServeCommand:
 
 
 def serve(command: ServeCommand) -> int:
-    """Serves until SIGTERM or SIGINT and returns the exit status: 0 after a clean end, 2 if it cannot start (the reason is printed)."""
+    """Serves until SIGTERM or SIGINT and returns the exit status: 0 after a clean end, 2 if it
+    cannot start (the reason is printed).
+    """
     try:
         config = command.engine_config()
         # JSON only: a wrong folder is reported before torch is loaded.
@@ -100,7 +106,8 @@ async def _serve(config: EngineConfig) -> int:
     await server.start()
     loaded = server.loaded
     print(
-        f"serving {server.served_name} ({loaded.decoder.config.model_type}, {loaded.dtype_name}, {loaded.decoder.device}) at {server.url},"
+        f"serving {server.served_name} ({loaded.decoder.config.model_type}, {loaded.dtype_name}, "
+        f"{loaded.decoder.device}) at {server.url},"
         f" context {loaded.context_length}, up to {loaded.max_running} sequences,"
         f" deterministic {'on' if config.deterministic else 'off'}",
         flush=True,

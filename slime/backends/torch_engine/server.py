@@ -65,8 +65,8 @@ class Waiter:
 class EngineServer:
     """One engine behind HTTP, in the event loop that `start` is called in.
 
-    The constructor binds first and loads the model then, so that a port in use is reported before minutes of loading. ConfigError or
-    EngineError says what does not work.
+    The constructor binds first and loads the model then, so that a port in use is reported before
+    minutes of loading. ConfigError or EngineError says what does not work.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -127,7 +127,8 @@ class EngineServer:
 
     def _application(self) -> web.Application:
         app = web.Application(
-            middlewares=[self._check_key, answer_errors], client_max_size=self.config.max_request_bytes
+            middlewares=[self._check_key, answer_errors],
+            client_max_size=self.config.max_request_bytes,
         )
         app.router.add_post("/generate", self._generate)
         for path, handler in {
@@ -153,12 +154,18 @@ class EngineServer:
         return app
 
     @web.middleware
-    async def _check_key(self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]):
+    async def _check_key(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ):
         key = self.config.api_key
         if key is not None and request.path not in OPEN_PATHS:
             given = request.headers.get("Authorization", "")
-            if not hmac.compare_digest(given.encode(errors="surrogateescape"), f"Bearer {key}".encode()):
-                return error_response(401, "the Authorization header must be `Bearer KEY` with this engine's API key.")
+            if not hmac.compare_digest(
+                given.encode(errors="surrogateescape"), f"Bearer {key}".encode()
+            ):
+                return error_response(
+                    401, "the Authorization header must be `Bearer KEY` with this engine's API key."
+                )
         return await handler(request)
 
     # ---- generation ----
@@ -197,7 +204,9 @@ class EngineServer:
         return json_response(responses if call.is_list else responses[0])
 
     def _parse(self, body: dict[str, Any]) -> GenerateCall:
-        return parse_generate(body, self._limits, tokenizer=self.loaded.tokenizer, next_seed=self._next_seed)
+        return parse_generate(
+            body, self._limits, tokenizer=self.loaded.tokenizer, next_seed=self._next_seed
+        )
 
     async def _run(self, requests: list[Request]) -> None:
         """Waits until all `requests` have finished. If the client goes away, they are aborted."""
@@ -229,7 +238,9 @@ class EngineServer:
         item = call.requests[0]
         stream = ResponseStream(item, call.options, self.loaded.tokenizer)
         event = self._stream_events[item] = asyncio.Event()
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
         try:
             self._submit([item])
             await response.prepare(request)
@@ -240,10 +251,22 @@ class EngineServer:
                     await response.write(_event(stream.event(now=time.monotonic())))
             if item.error:
                 await response.write(
-                    _event({"error": {"message": item.error, "type": "InternalServerError", "code": 500}})
+                    _event(
+                        {
+                            "error": {
+                                "message": item.error,
+                                "type": "InternalServerError",
+                                "code": 500,
+                            }
+                        }
+                    )
                 )
             else:
-                await response.write(_event(build_responses([item], call.options, tokenizer=self.loaded.tokenizer)[0]))
+                await response.write(
+                    _event(
+                        build_responses([item], call.options, tokenizer=self.loaded.tokenizer)[0]
+                    )
+                )
             await response.write(b"data: [DONE]\n\n")
             await response.write_eof()
         except (asyncio.CancelledError, ConnectionError):
@@ -261,7 +284,9 @@ class EngineServer:
         if not isinstance(everything, bool):
             raise BadRequest(f"abort_all is {shown(everything)}, expected true or false.")
         if not everything and (not isinstance(rid, str) or not rid):
-            raise BadRequest(f"rid is {shown(rid)}, expected the rid of a request, or abort_all true.")
+            raise BadRequest(
+                f"rid is {shown(rid)}, expected the rid of a request, or abort_all true."
+            )
         self.loaded.engine.abort(rid, all_requests=everything)
         return json_response({"success": True})
 
@@ -295,11 +320,17 @@ class EngineServer:
 
     async def _health(self, request: web.Request) -> web.Response:
         failure = self.loaded.engine.failure
-        return web.Response() if failure is None else error_response(503, f"the engine has failed: {failure}")
+        return (
+            web.Response()
+            if failure is None
+            else error_response(503, f"the engine has failed: {failure}")
+        )
 
     async def _health_generate(self, request: web.Request) -> web.Response:
         if self.loaded.engine.is_paused:
-            return error_response(503, "generation is paused; /health answers for the process alone.")
+            return error_response(
+                503, "generation is paused; /health answers for the process alone."
+            )
         body = {
             "input_ids": [0],
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},
@@ -388,7 +419,8 @@ def _bind(host: str, port: int) -> socket.socket:
         return socket.create_server((host.strip("[]"), port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise EngineError(
-            f"the engine cannot listen on {host} port {port}: {error.strerror or error}. If another process uses the port, choose"
+            f"the engine cannot listen on {host} port {port}: {error.strerror or error}. If "
+            "another process uses the port, choose"
             " another one, or 0 for any free one."
         ) from None
 

@@ -16,7 +16,9 @@ STOP_TIMEOUT_SECONDS = 90.0
 
 
 class EngineServerThread:
-    """`start` loads the model, binds and returns; `stop` answers what runs and closes. Context manager."""
+    """`start` loads the model, binds and returns; `stop` answers what runs and closes. Context
+    manager.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -33,14 +35,17 @@ class EngineServerThread:
         return self._ready.result()
 
     def start(self, timeout: float = 600.0) -> EngineServer:
-        """Returns the server once it listens. ConfigError or EngineError says why it cannot; EngineError after `timeout` seconds."""
+        """Returns the server once it listens. ConfigError or EngineError says why it cannot;
+        EngineError after `timeout` seconds.
+        """
         tune_process()
         self._thread.start()
         try:
             return self._ready.result(timeout=timeout)
         except concurrent.futures.TimeoutError:
             raise EngineError(
-                f"the engine did not listen within {timeout:.0f} s (model {self._config.hf_checkpoint})."
+                f"the engine did not listen within {timeout:.0f} s (model "
+                f"{self._config.hf_checkpoint})."
             ) from None
 
     def stop(self) -> None:

@@ -8,18 +8,23 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def find_stop(tokens: Sequence[int], stops: tuple[str, ...], *, decode: Decode) -> str | None:
-    """Returns the stop string that the last token completed (the one that starts first), else None. `decode` keeps special tokens."""
+    """Returns the stop string that the last token completed (the one that starts first), else None.
+    `decode` keeps special tokens.
+    """
     longest = max(len(stop.encode()) for stop in stops)
-    # Every token but a few special ones holds at least one byte, so the match and some bytes before it are in this tail.
+    # Every token but a few special ones holds at least one byte, so the match and some bytes before
+    # it are in this tail.
     tail = decode(tokens[-(longest + 8) :])
     found = [(tail.find(stop), stop) for stop in stops if stop in tail]
     return min(found)[1] if found else None
 
 
 def cut_at_stop(tokens: Sequence[int], stop: str, *, decode: Decode) -> int | None:
-    """Returns how many characters of the text of `tokens` come before `stop`, None if that text does not show it.
+    """Returns how many characters of the text of `tokens` come before `stop`, None if that text
+    does not show it.
 
-    An occurrence that was complete before the last token does not count: min_new_tokens had told to go on.
+    An occurrence that was complete before the last token does not count: min_new_tokens had told to
+    go on.
     """
     text = decode(tokens)
     earlier = len(decode(tokens[:-1]).rstrip("\ufffd"))
@@ -28,7 +33,9 @@ def cut_at_stop(tokens: Sequence[int], stop: str, *, decode: Decode) -> int | No
 
 
 def held_back(text: str, stops: tuple[str, ...]) -> int:
-    """Returns how many trailing characters of a streamed `text` may still change: half a character, or the start of a stop string."""
+    """Returns how many trailing characters of a streamed `text` may still change: half a character,
+    or the start of a stop string.
+    """
     incomplete = len(text) - len(text.rstrip("\ufffd"))
     longest = 0
     for stop in stops:

@@ -1,7 +1,9 @@
-"""The events of one streamed response: the response so far, as SGLang sends it, in time linear in its length.
+"""The events of one streamed response: the response so far, as SGLang sends it, in time linear in
+its length.
 
-Each event holds the whole response, so they come less often as it grows: after one more token while it is short, after a 64th of its
-length later. Text is decoded token by token, never from the beginning.
+Each event holds the whole response, so they come less often as it grows: after one more token while
+it is short, after a 64th of its length later. Text is decoded token by token, never from the
+beginning.
 """
 
 from __future__ import annotations
@@ -15,16 +17,19 @@ from slime.backends.torch_engine.request import Request
 from slime.backends.torch_engine.stop_strings import held_back
 from slime.backends.torch_engine.tokenizer import EngineTokenizer
 
-# An event follows once the response is longer by this share of what was sent, and by at least one token.
+# An event follows once the response is longer by this share of what was sent, and by at least one
+# token.
 TOKENS_PER_NEW_TOKEN = 64
-# Tokens that together show no whole character are decoded anew with the next ones up to this number.
+# Tokens that together show no whole character are decoded anew with the next ones up to this
+# number.
 LONGEST_CHARACTER = 16
 
 
 @dataclasses.dataclass
 class GrowingText:
-    """The text of a growing list of ids. `decode` is called with the last few only: those whose text may still change, and as many
-    before them as a tokenizer looks at."""
+    """The text of a growing list of ids. `decode` is called with the last few only: those whose
+    text may still change, and as many before them as a tokenizer looks at.
+    """
 
     decode: Callable[[list[int]], str]
     text: str = ""
@@ -33,12 +38,16 @@ class GrowingText:
     _done: int = 0  # ids whose text is in `text`
 
     def extend(self, ids: list[int]) -> str:
-        """Adds ids and returns the text so far, without the beginning of a character whose end is still to come."""
+        """Adds ids and returns the text so far, without the beginning of a character whose end is
+        still to come.
+        """
         for token in ids:
             self._ids.append(token)
             before, after = self._ids[self._context : self._done], self._ids[self._context :]
             known, new = self.decode(before), self.decode(after)
-            is_whole = not new.endswith("\ufffd") or len(self._ids) - self._done >= LONGEST_CHARACTER
+            is_whole = (
+                not new.endswith("\ufffd") or len(self._ids) - self._done >= LONGEST_CHARACTER
+            )
             if is_whole and len(new) >= len(known):
                 self.text += new[len(known) :]
                 self._context, self._done = self._done, len(self._ids)
@@ -48,12 +57,16 @@ class GrowingText:
 class ResponseStream:
     """The events of one request."""
 
-    def __init__(self, request: Request, options: ResponseOptions, tokenizer: EngineTokenizer | None) -> None:
+    def __init__(
+        self, request: Request, options: ResponseOptions, tokenizer: EngineTokenizer | None
+    ) -> None:
         self.request, self.options, self.tokenizer = request, options, tokenizer
         self._num_sent = 0
         skip = request.params.skip_special_tokens
         self._text = GrowingText(
-            (lambda ids: "") if tokenizer is None else lambda ids: tokenizer.decode(ids, skip_special_tokens=skip)
+            (lambda ids: "")
+            if tokenizer is None
+            else lambda ids: tokenizer.decode(ids, skip_special_tokens=skip)
         )
 
     def is_due(self) -> bool:

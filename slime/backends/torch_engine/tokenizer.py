@@ -1,4 +1,6 @@
-"""Text to ids and back, and which ids end a response. Read from the checkpoint folder; no code of it is ever executed."""
+"""Text to ids and back, and which ids end a response. Read from the checkpoint folder; no code of
+it is ever executed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from slime.models.hf_folder import read_json
 
 @dataclasses.dataclass(frozen=True)
 class EngineTokenizer:
-    """A `tokenizers` tokenizer with the few facts the engine needs. Stateless; safe to call from one thread at a time."""
+    """A `tokenizers` tokenizer with the few facts the engine needs. Stateless; safe to call from
+    one thread at a time.
+    """
 
     backend: Any
     eos_token_id: int | None
@@ -21,7 +25,9 @@ class EngineTokenizer:
 
     @staticmethod
     def from_folder(folder: str | Path) -> EngineTokenizer | None:
-        """Returns the folder's tokenizer, None if it has none. ConfigError if tokenizer.json is damaged."""
+        """Returns the folder's tokenizer, None if it has none. ConfigError if tokenizer.json is
+        damaged.
+        """
         path = Path(folder) / "tokenizer.json"
         if not path.exists():
             return None
@@ -42,7 +48,9 @@ class EngineTokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of `text`, with the beginning-of-sequence token once if the tokenizer adds one."""
+        """Returns the ids of `text`, with the beginning-of-sequence token once if the tokenizer
+        adds one.
+        """
         ids = self.backend.encode(text).ids
         # A rendered chat template has written the token already, and the tokenizer adds it again.
         if len(ids) > 1 and ids[0] == ids[1] == self.bos_token_id:

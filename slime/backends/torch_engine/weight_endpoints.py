@@ -1,4 +1,6 @@
-"""Weight updates over HTTP: from a folder, or as safetensors bytes in one or more parts. Nothing is ever unpickled."""
+"""Weight updates over HTTP: from a folder, or as safetensors bytes in one or more parts. Nothing is
+ever unpickled.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,18 @@ READ_BYTES = 2**20
 
 
 class WeightEndpoints:
-    """Handlers of /update_weights_from_disk, /update_weights_from_tensor, /get_weight_version and /weights_checksum."""
+    """Handlers of /update_weights_from_disk, /update_weights_from_tensor, /get_weight_version and
+    /weights_checksum.
+    """
 
     def __init__(self, loaded: LoadedEngine, updater: WeightUpdater) -> None:
         self._loaded = loaded
         self._updater = updater
 
     async def from_disk(self, request: web.Request) -> web.Response:
-        """Body: {model_path, weight_version?, abort_all_requests? (false), flush_cache? (always done)}."""
+        """Body: {model_path, weight_version?, abort_all_requests? (false), flush_cache? (always
+        done)}.
+        """
         body = await read_json_body(request)
         folder = body.get("model_path")
         if not isinstance(folder, str) or not folder:
@@ -35,40 +41,57 @@ class WeightEndpoints:
         version = _version(body.get("weight_version"))
         aborts = _boolean("abort_all_requests", body.get("abort_all_requests", False))
         _boolean("flush_cache", body.get("flush_cache", True))
-        checksum = await asyncio.to_thread(self._updater.update_from_disk, folder, version, abort_running=aborts)
+        checksum = await asyncio.to_thread(
+            self._updater.update_from_disk, folder, version, abort_running=aborts
+        )
         return self._done(checksum)
 
     async def from_tensor(self, request: web.Request) -> web.Response:
-        """Body: safetensors bytes. Query: weight_version, begin (true), end (true), checksum (of this part), total_checksum (at end)."""
+        """Body: safetensors bytes. Query: weight_version, begin (true), end (true), checksum (of
+        this part), total_checksum (at end).
+        """
         query = request.query
         version = _version(query.get("weight_version"))
         if version is None:
             raise BadRequest(
-                "weight_version is missing from the query: the label of the weights that this body is part of."
+                "weight_version is missing from the query: the label of the weights that this body "
+                "is part of."
             )
         begins, ends = (_query_boolean(name, query.get(name, "true")) for name in ("begin", "end"))
         aborts = _query_boolean("abort_all_requests", query.get("abort_all_requests", "false"))
         limit = self._loaded.decoder.num_bytes * 2 + HEADER_BYTES
         if request.content_length is not None and request.content_length > limit:
             return error_response(
-                413, f"the body has {request.content_length} bytes; weights of this model have at most {limit}."
+                413,
+                (
+                    f"the body has {request.content_length} bytes; weights of this model have at "
+                    "most "
+                    f"{limit}."
+                ),
             )
         raw = bytearray()
         async for block in request.content.iter_chunked(READ_BYTES):
             raw += block
             if len(raw) > limit:
                 return error_response(
-                    413, f"the body has more than {limit} bytes, more than the weights of this model."
+                    413,
+                    f"the body has more than {limit} bytes, more than the weights of this model.",
                 )
         if begins:
             await asyncio.to_thread(self._updater.begin, version)
         await asyncio.to_thread(self._add, raw, query.get("checksum"), version)
         if not ends:
             return json_response(
-                {"success": True, "message": "part taken", "weight_version": self._loaded.engine.weight_version}
+                {
+                    "success": True,
+                    "message": "part taken",
+                    "weight_version": self._loaded.engine.weight_version,
+                }
             )
         total = query.get("total_checksum")
-        checksum = await asyncio.to_thread(self._updater.end, version, checksum=total, abort_running=aborts)
+        checksum = await asyncio.to_thread(
+            self._updater.end, version, checksum=total, abort_running=aborts
+        )
         return self._done(checksum)
 
     def _add(self, raw: bytearray, checksum: str | None, version: str) -> None:
@@ -93,7 +116,9 @@ class WeightEndpoints:
     async def checksum(self, request: web.Request) -> web.Response:
         """The checksum of the weights in use, as slime/files/checksum.py defines it."""
         checksum = await asyncio.to_thread(self._updater.checksum)
-        return json_response({"checksum": checksum, "weight_version": self._loaded.engine.weight_version})
+        return json_response(
+            {"checksum": checksum, "weight_version": self._loaded.engine.weight_version}
+        )
 
     async def version(self, request: web.Request) -> web.Response:
         """The label of the weights in use."""

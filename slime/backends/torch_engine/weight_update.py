@@ -1,6 +1,8 @@
-"""A new weight version, from the first bucket to the switch. One update at a time; the running version stays until the last check.
+"""A new weight version, from the first bucket to the switch. One update at a time; the running
+version stays until the last check.
 
-States: idle -> begin -> add* -> end -> idle. A second `begin` drops an unfinished update: its sender is gone.
+States: idle -> begin -> add* -> end -> idle. A second `begin` drops an unfinished update: its
+sender is gone.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def _refusals() -> Iterator[None]:
 
 
 class WeightUpdater:
-    """Blocking methods, to be called from worker threads (not from the engine thread, not from an event loop)."""
+    """Blocking methods, to be called from worker threads (not from the engine thread, not from an
+    event loop).
+    """
 
     def __init__(self, loaded: LoadedEngine) -> None:
         self._loaded = loaded
@@ -41,9 +45,12 @@ class WeightUpdater:
         with self._lock:
             self._begin(version)
 
-    def add(self, named: Mapping[str, Any], *, checksum: str | None = None, version: str | None = None) -> None:
-        """Takes one bucket of tensors or arrays by Hugging Face name. EngineError, with nothing taken, if one does not fit, if the
-        bucket's checksum differs, or if another version is being updated.
+    def add(
+        self, named: Mapping[str, Any], *, checksum: str | None = None, version: str | None = None
+    ) -> None:
+        """Takes one bucket of tensors or arrays by Hugging Face name. EngineError, with nothing
+        taken, if one does not fit, if the bucket's checksum differs, or if another version is being
+        updated.
         """
         with self._lock:
             staged = self._open(version)
@@ -51,17 +58,22 @@ class WeightUpdater:
                 staged.add(named, checksum=checksum)
 
     def end(self, version: str, *, checksum: str | None = None, abort_running: bool = False) -> str:
-        """Applies the update between two steps, all of it or nothing, and returns the checksum of the tensors that came.
+        """Applies the update between two steps, all of it or nothing, and returns the checksum of
+        the tensors that came.
 
-        EngineError if a weight is missing or `checksum` (over all tensors) differs; the update is dropped then, the old weights stay.
+        EngineError if a weight is missing or `checksum` (over all tensors) differs; the update is
+        dropped then, the old weights stay.
         """
         with self._lock:
             staged = self._open(version)
             self._staged = self._version = None
             return self._apply(staged, version, checksum=checksum, abort_running=abort_running)
 
-    def update_from_disk(self, folder: str, version: str | None, *, abort_running: bool = False) -> str:
-        """Loads all weights of a Hugging Face folder as `version` (None keeps the label) and returns their checksum.
+    def update_from_disk(
+        self, folder: str, version: str | None, *, abort_running: bool = False
+    ) -> str:
+        """Loads all weights of a Hugging Face folder as `version` (None keeps the label) and
+        returns their checksum.
 
         EngineError, and the old weights stay, if the folder cannot be read or does not fit.
         """
@@ -83,26 +95,45 @@ class WeightUpdater:
     def _check_config(self, folder: str) -> None:
         ours, theirs = self._loaded.decoder.config, read_decoder_config(folder)
         # These change what the same weights compute, and no shape shows it.
-        for name in ("model_type", "num_heads", "num_kv_heads", "rms_norm_eps", "rope", "num_experts_per_token"):
+        for name in (
+            "model_type",
+            "num_heads",
+            "num_kv_heads",
+            "rms_norm_eps",
+            "rope",
+            "num_experts_per_token",
+        ):
             if getattr(ours, name) != getattr(theirs, name):
                 raise ConfigError(
-                    f"{folder}/config.json has {name} {getattr(theirs, name)}, the engine runs {getattr(ours, name)}."
+                    f"{folder}/config.json has {name} {getattr(theirs, name)}, the engine runs "
+                    f"{getattr(ours, name)}."
                 )
 
     def _begin(self, version: str) -> None:
         self._staged, self._version = self._new_staging(copy=True), version
 
     def _new_staging(self, *, copy: bool) -> StagedWeights:
-        return StagedWeights(self._loaded.decoder, allowed_dtypes=self._loaded.allowed_dtypes, copy=copy)
+        return StagedWeights(
+            self._loaded.decoder, allowed_dtypes=self._loaded.allowed_dtypes, copy=copy
+        )
 
     def _open(self, version: str | None) -> StagedWeights:
         if self._staged is None:
             raise EngineError("no weight update is open: begin one first (a failed end closes it).")
         if version is not None and version != self._version:
-            raise EngineError(f"weight version {version!r} came, but the open update is to {self._version!r}.")
+            raise EngineError(
+                f"weight version {version!r} came, but the open update is to {self._version!r}."
+            )
         return self._staged
 
-    def _apply(self, staged: StagedWeights, version: str | None, *, checksum: str | None, abort_running: bool) -> str:
+    def _apply(
+        self,
+        staged: StagedWeights,
+        version: str | None,
+        *,
+        checksum: str | None,
+        abort_running: bool,
+    ) -> str:
         with _refusals():
             received = staged.check(checksum)
         engine = self._loaded.engine

@@ -1,4 +1,6 @@
-"""Weights into the decoder: from a Hugging Face folder, or in buckets that become one version all at once or not at all."""
+"""Weights into the decoder: from a Hugging Face folder, or in buckets that become one version all
+at once or not at all.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def weight_files(folder: str | Path) -> list[Path]:
-    """Returns the safetensors files of a Hugging Face folder. ConfigError if there are none, or if one of the index is missing."""
+    """Returns the safetensors files of a Hugging Face folder. ConfigError if there are none, or if
+    one of the index is missing.
+    """
     folder = Path(folder)
     index = folder / "model.safetensors.index.json"
     if index.exists():
@@ -43,13 +47,16 @@ def weight_files(folder: str | Path) -> list[Path]:
         raise ConfigError(f"weight files are missing: {', '.join(missing)}.")
     if not files:
         raise ConfigError(
-            f"{folder} has no *.safetensors file. Convert pickled weights with transformers' save_pretrained first."
+            f"{folder} has no *.safetensors file. Convert pickled weights with transformers' "
+            "save_pretrained first."
         )
     return files
 
 
 def read_weights(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, CPU tensor) of every tensor in the folder's safetensors files. ConfigError names a damaged file."""
+    """Yields (name, CPU tensor) of every tensor in the folder's safetensors files. ConfigError
+    names a damaged file.
+    """
     for path in weight_files(folder):
         try:
             with safe_open(str(path), framework="pt", device="cpu") as file:
@@ -62,7 +69,8 @@ def read_weights(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
 def load_checkpoint(decoder: Decoder, folder: str | Path) -> torch.dtype:
     """Fills `decoder` from `folder`, casting to its dtype, and returns the dtype of the files.
 
-    ConfigError if a tensor is missing, unknown or has another shape: a decoder is never left with random weights.
+    ConfigError if a tensor is missing, unknown or has another shape: a decoder is never left with
+    random weights.
     """
     staged = StagedWeights(decoder, allowed_dtypes=FLOAT_DTYPES, copy=False)
     source_dtype = None
@@ -78,13 +86,16 @@ def load_checkpoint(decoder: Decoder, folder: str | Path) -> torch.dtype:
 
 
 class StagedWeights:
-    """One new version on its way: checked bucket by bucket against the decoder, applied only when it is complete.
+    """One new version on its way: checked bucket by bucket against the decoder, applied only when
+    it is complete.
 
-    allowed_dtypes: what a tensor may have besides; the decoder casts to its own. copy: keep a copy of what `add` is given (the
-    caller's memory may be reused).
+    allowed_dtypes: what a tensor may have besides; the decoder casts to its own. copy: keep a copy
+    of what `add` is given (the caller's memory may be reused).
     """
 
-    def __init__(self, decoder: Decoder, *, allowed_dtypes: Iterable[torch.dtype], copy: bool) -> None:
+    def __init__(
+        self, decoder: Decoder, *, allowed_dtypes: Iterable[torch.dtype], copy: bool
+    ) -> None:
         self._decoder = decoder
         self._allowed = tuple(dict.fromkeys(allowed_dtypes))
         self._copy = copy
@@ -95,10 +106,13 @@ class StagedWeights:
     def add(self, named: Mapping[str, Any], *, checksum: str | None = None) -> None:
         """Takes tensors or numpy arrays by Hugging Face name; `checksum` is that of this bucket.
 
-        EngineError, with nothing taken, if a name is unknown or came before, if a shape or dtype does not fit, or if the checksum differs.
+        EngineError, with nothing taken, if a name is unknown or came before, if a shape or dtype
+        does not fit, or if the checksum differs.
         """
         tensors = {name: _as_tensor(value, copy=self._copy) for name, value in named.items()}
-        problems = [problem for name, tensor in tensors.items() for problem in self._problems(name, tensor)]
+        problems = [
+            problem for name, tensor in tensors.items() for problem in self._problems(name, tensor)
+        ]
         if problems:
             raise EngineError(f"{_shortened(problems, '; ')}.")
         digests = {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
@@ -128,11 +142,15 @@ class StagedWeights:
             yield f"{name} is {dtype_name(tensor.dtype)}, allowed is {' or '.join(dtype_name(dtype) for dtype in self._allowed)}"
 
     def check(self, checksum: str | None = None) -> str:
-        """Returns the checksum of all tensors that came. EngineError if a weight is missing or `checksum` is another one."""
+        """Returns the checksum of all tensors that came. EngineError if a weight is missing or
+        `checksum` is another one.
+        """
         missing = [name for name in self._decoder.weights if name not in self._tensors]
         if missing:
             raise EngineError(f"{len(missing)} missing: {_shortened(missing, ', ')}.")
-        if self._tied_head is not None and not torch.equal(self._tied_head, self._tensors[EMBEDDING]):
+        if self._tied_head is not None and not torch.equal(
+            self._tied_head, self._tensors[EMBEDDING]
+        ):
             raise EngineError(f"{TIED_HEAD} differs from {EMBEDDING}, but the model ties them.")
         received = combine_digests(self._digests)
         if checksum is not None and checksum != received:
@@ -147,14 +165,19 @@ class StagedWeights:
 
 
 def decoder_checksum(decoder: Decoder) -> str:
-    """Returns the checksum of the weights as the decoder holds them (its dtype, Hugging Face names, no tied lm_head)."""
-    return combine_digests({name: tensor_digest(name, tensor) for name, tensor in decoder.weights.items()})
+    """Returns the checksum of the weights as the decoder holds them (its dtype, Hugging Face names,
+    no tied lm_head).
+    """
+    return combine_digests(
+        {name: tensor_digest(name, tensor) for name, tensor in decoder.weights.items()}
+    )
 
 
 def _as_tensor(value: Any, *, copy: bool) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.detach().clone() if copy else value.detach()
-    # Ray's arrays are read-only views of shared memory, which torch does not take: numpy input is always copied.
+    # Ray's arrays are read-only views of shared memory, which torch does not take: numpy input is
+    # always copied.
     tensor = torch.from_numpy(np.array(value, order="C", copy=True))
     # numpy has no bfloat16: its bits travel as uint16.
     return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
@@ -162,4 +185,6 @@ def _as_tensor(value: Any, *, copy: bool) -> torch.Tensor:
 
 def _shortened(items: list[str], separator: str) -> str:
     more = len(items) - MAX_NAMES_SHOWN
-    return separator.join(items[:MAX_NAMES_SHOWN]) + (f"{separator}and {more} more" if more > 0 else "")
+    return separator.join(items[:MAX_NAMES_SHOWN]) + (
+        f"{separator}and {more} more" if more > 0 else ""
+    )

@@ -1,4 +1,6 @@
-"""Filters for --dynamic-sampling-filter-path: equal rewards in a group teach nothing under a group baseline."""
+"""Filters for --dynamic-sampling-filter-path: equal rewards in a group teach nothing under a group
+baseline.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,20 @@ from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 SMALLEST_STD = 1e-6
 
 
-def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
-    """Keeps a group whose rewards differ (standard deviation over its executions, of what is scored and valid, > 1e-6)."""
+def check_reward_nonzero_std(
+    args: Any, samples: list[Sample], **kwargs: Any
+) -> DynamicFilterOutput:
+    """Keeps a group whose rewards differ (standard deviation over its executions, of what is scored
+    and valid, > 1e-6).
+    """
     rewards = usable_rewards(args, samples)
     keep = _std(rewards) > SMALLEST_STD
     return DynamicFilterOutput(keep=keep, reason=None if keep else _reason(rewards))
 
 
-def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std_with_fallback(
+    args: Any, samples: list[Sample], **kwargs: Any
+) -> DynamicFilterOutput:
     """The same; equal rewards still fill the batch where it would otherwise be too small."""
     output = check_reward_nonzero_std(args, samples, **kwargs)
     output.keep_when_insufficient = not output.keep
@@ -29,8 +37,10 @@ def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **k
 
 
 def usable_rewards(args: Any, samples: Iterable[Any]) -> list[float]:
-    """The finite reward of each execution of a group, the mean over its valid samples, as the group's baseline takes it. A list among `samples` is one
-    execution, as are samples with one `rollout_id`. None, NaN and invalid samples are left out."""
+    """The finite reward of each execution of a group, the mean over its valid samples, as the
+    group's baseline takes it. A list among `samples` is one execution, as are samples with one
+    `rollout_id`. None, NaN and invalid samples are left out.
+    """
     rewards: list[float] = []
     keys: list[Any] = []
     for position, item in enumerate(samples):

@@ -1,9 +1,10 @@
 """Built-in reward functions and the one door to them.
 
-`async_rm(args, sample)` returns the reward of one sample. Scorers that evaluate mathematics run in killable processes
-(grader_pool.py); when they end without a value GraderFailed is raised, never a reward of 0 made up. Scorers of text (f1,
-gpqa, exact_match) run where they are called. All of them read the response without the tokens that end its turn; a custom
-function gets the sample as it is, and `graded_text(args, sample)` is what the built-in ones read.
+`async_rm(args, sample)` returns the reward of one sample. Scorers that evaluate mathematics run in
+killable processes (grader_pool.py); when they end without a value GraderFailed is raised, never a
+reward of 0 made up. Scorers of text (f1, gpqa, exact_match) run where they are called. All of them
+read the response without the tokens that end its turn; a custom function gets the sample as it is,
+and `graded_text(args, sample)` is what the built-in ones read.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ __all__ = [
     "is_immediate",
 ]
 
-# Graders that upstream's callers import from here, loaded when asked for: their patterns take a while to compile.
+# Graders that upstream's callers import from here, loaded when asked for: their patterns take a
+# while to compile.
 _LATE = {"get_deepscaler_rule_based_reward": "deepscaler", "grade_answer_verl": "math_utils"}
 
 REMOTE_TYPES = frozenset({"remote_rm"})
@@ -55,12 +57,15 @@ def __getattr__(name: str) -> Any:
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
     """The sample's reward: a number, or a dict for scorers that return several values.
 
-    In this order: the sample's own `custom_rm_path`, --custom-rm-path, metadata["rm_type"], --rm-type. GraderFailed when a
-    grader was killed or broke; NotImplementedError for an unknown type.
+    In this order: the sample's own `custom_rm_path`, --custom-rm-path, metadata["rm_type"],
+    --rm-type. GraderFailed when a grader was killed or broke; NotImplementedError for an unknown
+    type.
     """
     if sample.custom_rm_path:
         where = f"sample {sample.index}: custom_rm_path {sample.custom_rm_path}"
-        function = load_hook("custom_rm_path", sample.custom_rm_path, where=where, load=load_function)
+        function = load_hook(
+            "custom_rm_path", sample.custom_rm_path, where=where, load=load_function
+        )
         return await function(args, sample, **kwargs)
     custom = getattr(args, "custom_rm_path", None)
     if custom is not None:
@@ -76,7 +81,9 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
 
 
 async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> list[Any]:
-    """One reward per sample: --custom-rm-path called once with the list, else `async_rm` of each."""
+    """One reward per sample: --custom-rm-path called once with the list, else
+    `async_rm` of each.
+    """
     custom = getattr(args, "custom_rm_path", None)
     if custom is not None:
         return await load_function(custom)(args, samples, **kwargs)
@@ -84,15 +91,21 @@ async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> l
 
 
 def graded_text(args: Any, sample: Sample) -> str:
-    """The response as built-in graders read it: without the special tokens of the run's tokenizer and --rollout-stop at its end."""
+    """The response as built-in graders read it: without the special tokens of the run's tokenizer
+    and --rollout-stop at its end.
+    """
     stop = getattr(args, "rollout_stop", None) or ()
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     folder = getattr(args, "hf_checkpoint", None)
-    return without_end_tokens(sample.response or "", (*stops, *(special_tokens_of(str(folder)) if folder else ())))
+    return without_end_tokens(
+        sample.response or "", (*stops, *(special_tokens_of(str(folder)) if folder else ()))
+    )
 
 
 def split_rm_type(args: Any, sample: Sample) -> tuple[str, str]:
-    """(type without the prefix boxed_, the text to score: the response, or what its last box holds)."""
+    """(type without the prefix boxed_, the text to score: the response, or what its last box
+    holds).
+    """
     rm_type, response = _rm_type_of(args, sample), graded_text(args, sample)
     if rm_type.startswith(BOXED_PREFIX):
         from slime.rollout.rm_hub.answers import boxed_answer
@@ -142,10 +155,13 @@ def _text_reward(rm_type: str, response: str, sample: Sample) -> Any:
         return random.randint(0, 1)
     if not rm_type:
         raise NotImplementedError(
-            f"no reward function: give --rm-type (one of {sorted(RM_TYPES)}), --custom-rm-path, or rm_type in the metadata, "
+            f"no reward function: give --rm-type (one of {sorted(RM_TYPES)}), --custom-rm-path, or "
+            "rm_type in the metadata, "
             "or set sample.reward in your generate function."
         )
-    raise NotImplementedError(f"reward type {rm_type!r} is not known; known are {sorted(RM_TYPES)}.")
+    raise NotImplementedError(
+        f"reward type {rm_type!r} is not known; known are {sorted(RM_TYPES)}."
+    )
 
 
 async def _pool_reward(args: Any, rm_type: str, response: str, label: Any) -> Any:

@@ -12,21 +12,34 @@ from slime.rollout.rm_hub.written_forms import BEFORE, BEHIND
 THINK_END = "</think>"
 # Only the end of a long response is searched for an answer without a box.
 LAST_CHARS = 2000
-# What says the answer, in several languages; "the result is" only where no answer is said. Of several on one line the last counts.
+# What says the answer, in several languages; "the result is" only where no answer is said. Of
+# several on one line the last counts.
 _SAID = tuple(
-    re.compile(rf"(?:{names})\s*(?:\*\*)?\s*(?:is|are|ist|lautet|est|es|é|è|是|为|為|は|=|:|：)\s*(?:\*\*)?\s*[:：]?\s*(?=\S)", re.IGNORECASE)
+    re.compile(
+        rf"(?:{names})\s*(?:\*\*)?\s*(?:is|are|ist|lautet|est|es|é|è|是|为|為|は|=|:|：)\s*(?:\*\*)?\s*[:：]?\s*(?=\S)",
+        re.IGNORECASE,
+    )
     for names in (
         r"\banswers?|\bantwort|\bréponse|\brespuesta|\brisposta|\bresposta|\bответ|答案|答え|(?<!回)答(?=\s*[:：])",
         r"\bresults?|\bsolutions?|\bergebnis|\blösung|\brésultat|\bresultado|\brisultato|结果|結果",
     )
 )
 _SAID_CHARS = 500
-_LEAD = re.compile(r"(?:so|thus|hence|therefore|then)\b,?\s+(?=[A-Za-z](?:_\w+)?\s*=)", re.IGNORECASE)
+_LEAD = re.compile(
+    r"(?:so|thus|hence|therefore|then)\b,?\s+(?=[A-Za-z](?:_\w+)?\s*=)", re.IGNORECASE
+)
 _BOLD = re.compile(r"(?<![\w)}])\*\*|\*\*(?![\w({\\]|[.-]\w)")
-_FORMULA = re.compile(r"\$\$(.{1,500}?)\$\$|(?<!\\)\$(?=\S)([^$\n]{1,500}?)(?<![\\\s])\$(?!\d)|\\\[(.{1,500}?)\\\]|\\\((.{1,500}?)\\\)", re.DOTALL)
-_NUMBER = re.compile(rf"(?<![\w.,/]){BEFORE}[-−]?(?:\\?\$|€|£)?\d[\d,. ]*(?:/\d+)?{BEHIND}%?(?![\w/])", re.IGNORECASE)
+_FORMULA = re.compile(
+    r"\$\$(.{1,500}?)\$\$|(?<!\\)\$(?=\S)([^$\n]{1,500}?)(?<![\\\s])\$(?!\d)|\\\[(.{1,500}?)\\\]|\\\((.{1,500}?)\\\)",
+    re.DOTALL,
+)
+_NUMBER = re.compile(
+    rf"(?<![\w.,/]){BEFORE}[-−]?(?:\\?\$|€|£)?\d[\d,. ]*(?:/\d+)?{BEHIND}%?(?![\w/])", re.IGNORECASE
+)
 # "5!" is a factorial, whatever was meant: its mark belongs to it, also at the end of a sentence.
-_SENTENCE_END = re.compile(r"[.?](?:\s|$)|(?<![\d)}])!(?:\s|$)|(?<=[\d)}]!)\s+(?=[A-Z][a-z])|。|,\s+(?:which|because|since|so)\b")
+_SENTENCE_END = re.compile(
+    r"[.?](?:\s|$)|(?<![\d)}])!(?:\s|$)|(?<=[\d)}]!)\s+(?=[A-Z][a-z])|。|,\s+(?:which|because|since|so)\b"
+)
 _WORDS = re.compile(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}")
 
 
@@ -42,9 +55,11 @@ def boxed_answer(response: str) -> str | None:
 
 
 def final_answer(response: str) -> str | None:
-    """The answer that a response ends with: its box; else what stands behind the last ####, behind "the answer is" or "Answer:";
-    else its last formula; else the last number of its last line. A response of one short line may be the answer itself.
-    Where nothing of this stands behind the reasoning, a box within the reasoning counts."""
+    """The answer that a response ends with: its box; else what stands behind the last ####, behind
+    "the answer is" or "Answer:"; else its last formula; else the last number of its last line. A
+    response of one short line may be the answer itself. Where nothing of this stands behind the
+    reasoning, a box within the reasoning counts.
+    """
     response = without_end_tokens(response).strip()
     text = after_thinking(response).strip() or response
     box = last_box(text)
@@ -62,7 +77,10 @@ def final_answer(response: str) -> str | None:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return None
-    formulas = [next(group for group in match.groups() if group is not None) for match in _FORMULA.finditer(text)]
+    formulas = [
+        next(group for group in match.groups() if group is not None)
+        for match in _FORMULA.finditer(text)
+    ]
     if formulas and (len(lines) > 1 or lines[-1].strip("$ .") != formulas[-1].strip()):
         return formulas[-1].rpartition("=")[2].strip() if "=" in formulas[-1] else formulas[-1]
     if len(lines) == 1 and len(lines[0]) <= 100 and not _WORDS.search(lines[0]):

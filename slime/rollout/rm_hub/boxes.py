@@ -1,4 +1,6 @@
-"""Finds boxed answers: \\boxed{...}, \\fbox{...} and \\boxed x, with the braces inside them counted."""
+"""Finds boxed answers: \\boxed{...}, \\fbox{...} and \\boxed x, with the braces inside them
+counted.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 def last_box(text: str) -> str | None:
     """What the last closed box holds, without an inner box's own mark. None without one.
 
-    A last box that is never closed is no answer, also where an earlier one is: the response was cut, or goes on.
+    A last box that is never closed is no answer, also where an earlier one is: the response was
+    cut, or goes on.
     """
     starts = [match.end() for match in _BOX.finditer(text)]
     if not starts:

@@ -1,4 +1,6 @@
-"""DeepScaleR's rule: the boxed answer after the reasoning, equal to the label by text or by mathematics."""
+"""DeepScaleR's rule: the boxed answer after the reasoning, equal to the label by text or by
+mathematics.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ ANSWER_MARKS = ("</think>", "###Response")
 
 
 def get_deepscaler_rule_based_reward(response: str, label: Any) -> int:
-    """1 or 0. The answer stands after the last </think>, else after ###Response; without either there is none."""
+    """1 or 0. The answer stands after the last </think>, else after ###Response; without either
+    there is none.
+    """
     if ANSWER_MARKS[0] in response:
         solution = response.rsplit(ANSWER_MARKS[0], 1)[-1]
     elif ANSWER_MARKS[1] in response:

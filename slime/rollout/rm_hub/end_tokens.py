@@ -1,7 +1,7 @@
 """The text that graders read: a response without the tokens and stop strings that end its turn.
 
-An engine that shows special tokens ends every natural answer with one ("85<|im_end|>"). It belongs to the tokens that are trained, and
-is no part of the answer.
+An engine that shows special tokens ends every natural answer with one ("85<|im_end|>"). It belongs
+to the tokens that are trained, and is no part of the answer.
 """
 
 from __future__ import annotations
@@ -21,11 +21,16 @@ _CLOSING = frozenset("}])")
 
 
 def without_end_tokens(text: str, ends: Iterable[str] = ()) -> str:
-    """The text without the known end tokens and `ends` behind it, and without the white space between those.
+    """The text without the known end tokens and `ends` behind it, and without the white space
+    between those.
 
     A closing bracket alone is no end: it may close the box of the answer.
     """
-    marks = tuple(mark for mark in (*KNOWN_END_TOKENS, *ends) if mark and not (mark.strip() and set(mark.strip()) <= _CLOSING))
+    marks = tuple(
+        mark
+        for mark in (*KNOWN_END_TOKENS, *ends)
+        if mark and not (mark.strip() and set(mark.strip()) <= _CLOSING)
+    )
     while True:
         for kept in (text, text.rstrip()):
             mark = max((mark for mark in marks if kept.endswith(mark)), key=len, default=None)
@@ -38,7 +43,9 @@ def without_end_tokens(text: str, ends: Iterable[str] = ()) -> str:
 
 @functools.lru_cache(maxsize=8)
 def special_tokens_of(folder: str) -> tuple[str, ...]:
-    """The special tokens of a model folder's tokenizer as text; none where there is no such folder."""
+    """The special tokens of a model folder's tokenizer as text; none where there is no
+    such folder.
+    """
     from slime.utils.processing_utils import shared_tokenizer
 
     try:

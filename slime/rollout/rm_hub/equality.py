@@ -1,7 +1,8 @@
 """Are two answers the same? True, False, or None where one of them cannot be read.
 
-Two measures. By value: 6/4, 1.5, 150 % and 1 1/2 are the same. Strict, as the MATH benchmark's graders ask: an integer is to be written
-as one (not 4/2 or 2^3), a fraction reduced, and a percent sign or unit changes nothing.
+Two measures. By value: 6/4, 1.5, 150 % and 1 1/2 are the same. Strict, as the MATH benchmark's
+graders ask: an integer is to be written as one (not 4/2 or 2^3), a fraction reduced, and a percent
+sign or unit changes nothing.
 """
 
 from __future__ import annotations
@@ -14,16 +15,30 @@ from slime.rollout.rm_hub.expressions import are_equal_values, are_same_equation
 from slime.rollout.rm_hub.normal_form import MARKS, normal_form, squeezed
 from slime.rollout.rm_hub.numbers import read_decimal_comma
 from slime.rollout.rm_hub.units import NO_UNIT, are_same_dimension, factor_between
-from slime.rollout.rm_hub.values import MAX_LENGTH, Based, Group, Matrix, Named, Relation, Scalar, Words, read_value
+from slime.rollout.rm_hub.values import (
+    MAX_LENGTH,
+    Based,
+    Group,
+    Matrix,
+    Named,
+    Relation,
+    Scalar,
+    Words,
+    read_value,
+)
 from slime.rollout.rm_hub.written_forms import Form, are_same_forms
 
 _OPTION = re.compile(rf"^[{MARKS}\s]*(?:option|choice)\s+(?=[\(\[]?[A-J])", re.IGNORECASE)
-_CHOICE = re.compile(r"(?:⟪)?\s*[\(\[]?\s*([A-Ja-j])\s*[\)\]]\s*\S|(?:⟪)?\s*([A-J])\s*[.:]\s*⟫?\s*\S")
+_CHOICE = re.compile(
+    r"(?:⟪)?\s*[\(\[]?\s*([A-Ja-j])\s*[\)\]]\s*\S|(?:⟪)?\s*([A-J])\s*[.:]\s*⟫?\s*\S"
+)
 _ONE_CHOICE = re.compile(r"[(\[]?\s*([A-Ja-j])\s*[)\].:]?")
 
 
 def is_same_answer(answer: str, truth: str, *, strict: bool) -> bool | None:
-    """Whether an answer is the true one. Both are texts as they were written, LaTeX or not. Of longer ones only the text counts."""
+    """Whether an answer is the true one. Both are texts as they were written, LaTeX or not. Of
+    longer ones only the text counts.
+    """
     if max(len(answer), len(truth)) > MAX_LENGTH:
         return answer.strip() == truth.strip()
     given, wanted = normal_form(answer), normal_form(truth)
@@ -36,12 +51,17 @@ def is_same_answer(answer: str, truth: str, *, strict: bool) -> bool | None:
     value = read_value(wanted)
     if value is None:
         return None
-    verdicts = [_same(read_value(reading), value, strict) for reading in dict.fromkeys((given, read_decimal_comma(given)))]
+    verdicts = [
+        _same(read_value(reading), value, strict)
+        for reading in dict.fromkeys((given, read_decimal_comma(given)))
+    ]
     return True if True in verdicts else None if None in verdicts else False
 
 
 def _choices(given: str, wanted: str) -> tuple[str, str] | None:
-    """(chosen letter, right letter) where the truth is the letter of a choice and the answer begins with one: "(B) 5"."""
+    """(chosen letter, right letter) where the truth is the letter of a choice and the answer begins
+    with one: "(B) 5".
+    """
     right = _ONE_CHOICE.fullmatch(wanted.strip(MARKS + " "))
     if right is None:
         return None
@@ -71,7 +91,13 @@ def _same(answer: Any, truth: Any, strict: bool) -> bool | None:
         return _same_relations(answer, truth)
     if isinstance(answer, Based | Words) and isinstance(truth, Based | Words):
         return answer == truth
-    if not strict and isinstance(answer, Relation) and answer.operator == "=" and isinstance(truth, Scalar) and truth.number is not None:
+    if (
+        not strict
+        and isinstance(answer, Relation)
+        and answer.operator == "="
+        and isinstance(truth, Scalar)
+        and truth.number is not None
+    ):
         return _same_sum(answer, truth)
     if Words in (type(answer), type(truth)) and Scalar in (type(answer), type(truth)):
         scalar = answer if isinstance(answer, Scalar) else truth
@@ -81,16 +107,25 @@ def _same(answer: Any, truth: Any, strict: bool) -> bool | None:
 
 
 def _same_as_form(answer: Any, truth: Any, strict: bool) -> bool:
-    """Two forms, or a form and the plain number that it has without its mark: 5 for 5 pm, as 5 for 5 cm."""
+    """Two forms, or a form and the plain number that it has without its mark: 5 for 5 pm, as 5 for
+    5 cm.
+    """
     if isinstance(answer, Form) and isinstance(truth, Form):
         return are_same_forms(answer, truth, strict=strict)
     form, other = (answer, truth) if isinstance(answer, Form) else (truth, answer)
-    is_plain = isinstance(other, Scalar) and other.number is not None and other.unit == NO_UNIT and not other.is_percent
+    is_plain = (
+        isinstance(other, Scalar)
+        and other.number is not None
+        and other.unit == NO_UNIT
+        and not other.is_percent
+    )
     return not strict and is_plain and form.number == other.number.value
 
 
 def _same_sum(answer: Relation, truth: Scalar) -> bool | None:
-    """m + n = 204 answers 204: what stands left names what is asked where it has several variables, and is an equation to solve with one."""
+    """m + n = 204 answers 204: what stands left names what is asked where it has several variables,
+    and is an equation to solve with one.
+    """
     names = set(re.findall(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])", answer.left))
     return _same(read_value(answer.right), truth, strict=False) if len(names) > 1 else False
 
@@ -117,7 +152,9 @@ def _as_relation(value: Any) -> Any:
 def _same_scalars(answer: Scalar, truth: Scalar, strict: bool) -> bool | None:
     if not are_same_dimension(answer.unit, truth.unit):
         return False
-    if (answer.is_percent and truth.unit != NO_UNIT) or (truth.is_percent and answer.unit != NO_UNIT):
+    if (answer.is_percent and truth.unit != NO_UNIT) or (
+        truth.is_percent and answer.unit != NO_UNIT
+    ):
         return False
     if answer.number is not None and truth.number is not None:
         return _same_numbers(answer, truth, strict)
@@ -152,15 +189,23 @@ def _same_groups(answer: Group, truth: Group, strict: bool) -> bool | None:
     if len(answer.items) != len(truth.items):
         return False
     if answer.kind == truth.kind == "tuple":
-        return _all(_same(a, t, strict) for a, t in zip(answer.items, truth.items, strict=True)) if answer.brackets == truth.brackets else False
+        return (
+            _all(_same(a, t, strict) for a, t in zip(answer.items, truth.items, strict=True))
+            if answer.brackets == truth.brackets
+            else False
+        )
     if "tuple" in (answer.kind, truth.kind):
         if answer.is_inequality or truth.is_inequality:
             return False
-        is_bare_pair = {answer.kind, truth.kind} == {"tuple", "list"} and "()" in (answer.brackets, truth.brackets)
+        is_bare_pair = {answer.kind, truth.kind} == {"tuple", "list"} and "()" in (
+            answer.brackets,
+            truth.brackets,
+        )
         if strict or not is_bare_pair:
             return False
         return _all(_same(a, t, strict) for a, t in zip(answer.items, truth.items, strict=True))
-    if _names_each(truth) and not any(isinstance(item, Named) for item in answer.items):  # "3, 2" for x = 3, y = 2
+    # "3, 2" for x = 3, y = 2
+    if _names_each(truth) and not any(isinstance(item, Named) for item in answer.items):
         return _all(_same(a, t, strict) for a, t in zip(answer.items, truth.items, strict=True))
     return _same_in_any_order(answer.items, truth.items, strict)
 
@@ -189,9 +234,18 @@ def _same_matrices(answer: Any, truth: Any, strict: bool) -> bool | None:
         shapes = [[len(row) for row in matrix.rows] for matrix in (answer, truth)]
         if shapes[0] != shapes[1] or answer.is_determinant != truth.is_determinant:
             return False
-        return _all(_same(a, t, strict) for row, other in zip(answer.rows, truth.rows, strict=True) for a, t in zip(row, other, strict=True))
+        return _all(
+            _same(a, t, strict)
+            for row, other in zip(answer.rows, truth.rows, strict=True)
+            for a, t in zip(row, other, strict=True)
+        )
     matrix, other = (answer, truth) if isinstance(answer, Matrix) else (truth, answer)
-    if isinstance(other, Group) and other.brackets == "()" and not other.is_inequality and (len(matrix.rows) == 1 or all(len(row) == 1 for row in matrix.rows)):
+    if (
+        isinstance(other, Group)
+        and other.brackets == "()"
+        and not other.is_inequality
+        and (len(matrix.rows) == 1 or all(len(row) == 1 for row in matrix.rows))
+    ):
         vector = Group("tuple", tuple(cell for row in matrix.rows for cell in row), "()")
         return _same_groups(*((vector, other) if matrix is answer else (other, vector)), strict)
     return False
@@ -207,7 +261,9 @@ def _same_relations(answer: Any, truth: Any) -> bool | None:
         if mirrored != truth.operator:
             return False
         answer = Relation(mirrored, answer.right, answer.left)
-    return _all(are_equal_values(getattr(answer, side), getattr(truth, side)) for side in ("left", "right"))
+    return _all(
+        are_equal_values(getattr(answer, side), getattr(truth, side)) for side in ("left", "right")
+    )
 
 
 def _all(verdicts: Any) -> bool | None:

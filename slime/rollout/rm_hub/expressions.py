@@ -1,7 +1,9 @@
-"""Reads an arithmetic expression, plain or LaTeX, into a sympy value without evaluating text as code.
+"""Reads an arithmetic expression, plain or LaTeX, into a sympy value without evaluating text as
+code.
 
-Grammar: sums of products of powers of numbers, letters (with an index), \\pi, e, i, \\frac, \\binom, \\sqrt, |x|, n!, elementary functions,
-and factors side by side ("2x"). Anything else is not read; neither are powers and factorials that would fill the memory.
+Grammar: sums of products of powers of numbers, letters (with an index), \\pi, e, i, \\frac,
+\\binom, \\sqrt, |x|, n!, elementary functions, and factors side by side ("2x"). Anything else is
+not read; neither are powers and factorials that would fill the memory.
 """
 
 from __future__ import annotations
@@ -14,17 +16,32 @@ MAX_EXPONENT = 1000
 MAX_FACTORIAL = 1000
 MAX_BITS = 100_000
 MAX_DEPTH = 50
-# Places at which two expressions with letters must agree: all letters positive, all negative, and mixed.
+# Places at which two expressions with letters must agree: all letters positive, all negative, and
+# mixed.
 _NUM_PLACES = 4
 _DIGITS, _TOLERANCE = 50, 40  # decimal digits computed, and those that must agree
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+\.\d*|\.\d+|\d+)|(?P<command>\\[a-z]+)|(?P<word>[a-z]+)|(?P<mark>\*\*|[-+*/^(){}\[\]|!_]))"
 )
-_COMMANDS = {"\\cdot": "*", "\\times": "*", "\\div": "/", "\\left": "", "\\right": "", "\\infty": "oo", "\\pi": "pi"}
+_COMMANDS = {
+    "\\cdot": "*",
+    "\\times": "*",
+    "\\div": "/",
+    "\\left": "",
+    "\\right": "",
+    "\\infty": "oo",
+    "\\pi": "pi",
+}
 _DEGREE = "\\degree"
 _FUNCTIONS = {
-    name: ({"ln": "log", "lg": "log", "arcsin": "asin", "arccos": "acos", "arctan": "atan"}.get(name, name))
-    for name in "sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan asin acos atan ln log lg exp".split()
+    name: (
+        {"ln": "log", "lg": "log", "arcsin": "asin", "arccos": "acos", "arctan": "atan"}.get(
+            name, name
+        )
+    )
+    for name in (
+        "sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan asin acos atan ln log lg exp"
+    ).split()
 }
 _GREEK = frozenset("alpha beta gamma delta epsilon theta lambda mu rho sigma tau phi omega".split())
 _WORDS = frozenset({"pi", "sqrt", "oo", "infty", "inf", "infinity"}) | frozenset(_FUNCTIONS)
@@ -40,8 +57,9 @@ class NoValue(NotReadable):
 
 
 def are_equal_values(left: str, right: str) -> bool | None:
-    """Whether two expressions have the same value, wherever both have one. None where one of them cannot be read; what has
-    no value that can be computed equals nothing."""
+    """Whether two expressions have the same value, wherever both have one. None where one of them
+    cannot be read; what has no value that can be computed equals nothing.
+    """
     try:
         one, other = parse_expression(left), parse_expression(right)
     except NoValue:
@@ -52,7 +70,9 @@ def are_equal_values(left: str, right: str) -> bool | None:
 
 
 def are_same_equations(left: str, right: str) -> bool | None:
-    """Whether two expressions that are to be zero differ by a constant factor other than zero, as 2x - 2y and y - x do."""
+    """Whether two expressions that are to be zero differ by a constant factor other than zero, as
+    2x - 2y and y - x do.
+    """
     try:
         one, other = parse_expression(left), parse_expression(right)
     except NotReadable:
@@ -67,7 +87,9 @@ def are_same_equations(left: str, right: str) -> bool | None:
 
 
 def _agree(one: Any, other: Any) -> bool:
-    """Equality at 50 digits, at four places each where there are letters: as sure as a proof here, and its time is bounded."""
+    """Equality at 50 digits, at four places each where there are letters: as sure as a proof here,
+    and its time is bounded.
+    """
     defined = 0
     for a, b in _values_of(one, other):
         if (a is None) != (b is None):
@@ -85,13 +107,18 @@ def _values_of(one: Any, other: Any) -> list[tuple[Any, Any]]:
     letters = sorted(one.free_symbols | other.free_symbols, key=str)
     values = []
     for place in range(_NUM_PLACES if letters else 1):
-        point = {letter: sympy.Float(_coordinate(place, number), _DIGITS) for number, letter in enumerate(letters)}
+        point = {
+            letter: sympy.Float(_coordinate(place, number), _DIGITS)
+            for number, letter in enumerate(letters)
+        }
         values.append((_evaluated(one, point), _evaluated(other, point)))
     return values
 
 
 def _coordinate(place: int, number: int) -> str:
-    """The value of the letter of that number at a place: the same in every run, and in no simple ratio to any other."""
+    """The value of the letter of that number at a place: the same in every run, and in no simple
+    ratio to any other.
+    """
     chance = random.Random(1000 * place + number)
     size = f"{chance.uniform(0.3, 2.6):.12f}"
     return f"-{size}" if place == 1 or (place > 1 and chance.random() < 0.5) else size
@@ -140,7 +167,12 @@ def _tokenize(text: str) -> list[str]:
             raise NotReadable(f"unexpected {text[position]!r} in {text[:80]!r}")
         position = match.end()
         token = match[match.lastgroup]
-        if match.lastgroup == "number" and tokens and tokens[-1][-1].isdigit() and tokens[-1][0] != "\\":
+        if (
+            match.lastgroup == "number"
+            and tokens
+            and tokens[-1][-1].isdigit()
+            and tokens[-1][0] != "\\"
+        ):
             raise NotReadable(f"two numbers side by side in {text[:80]!r}")
         if match.lastgroup == "word" and len(token) > 1 and token not in _WORDS:
             if len(token) > 3:
@@ -155,7 +187,9 @@ def _tokenize(text: str) -> list[str]:
 
 
 class _Parser:
-    """Recursive descent over tokens; each method returns a sympy value and leaves `position` behind it."""
+    """Recursive descent over tokens; each method returns a sympy value and leaves `position` behind
+    it.
+    """
 
     def __init__(self, tokens: list[str]) -> None:
         import sympy
@@ -177,7 +211,9 @@ class _Parser:
             raise NoValue(f"nested deeper than {MAX_DEPTH}")
         value = self.product(depth)
         while self.peek() in ("+", "-"):
-            value = value + self.product(depth) if self.take() == "+" else value - self.product(depth)
+            value = (
+                value + self.product(depth) if self.take() == "+" else value - self.product(depth)
+            )
         return value
 
     def product(self, depth: int) -> Any:
@@ -278,7 +314,9 @@ class _Parser:
         return {"e": self.sympy.E, "i": self.sympy.I}.get(token) or self.sympy.Symbol(token)
 
     def function(self, name: str, depth: int) -> Any:
-        """sin^2 x, log_2 8, ln(x): the argument is a group, or the factors up to the next sign or function."""
+        """sin^2 x, log_2 8, ln(x): the argument is a group, or the factors up to the next sign or
+        function.
+        """
         base = exponent = None
         if name == "log" and self.peek() == "_":
             self.take()
@@ -290,7 +328,11 @@ class _Parser:
             value = self.atom(depth + 1)
         else:
             value = self.power(depth + 1)
-            while (token := self.peek()) is not None and token not in _CLOSERS and token not in ("*", "/"):
+            while (
+                (token := self.peek()) is not None
+                and token not in _CLOSERS
+                and token not in ("*", "/")
+            ):
                 if token in _FUNCTIONS:
                     break
                 value = value * self.power(depth + 1)

@@ -1,4 +1,6 @@
-"""Word-overlap F1 of question answering (SQuAD's normalization, HotpotQA's rule for yes / no / noanswer)."""
+"""Word-overlap F1 of question answering (SQuAD's normalization, HotpotQA's rule for yes / no /
+noanswer).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, without punctuation, without the words a / an / the, single spaces; in this order."""
+    """Lower case, without punctuation, without the words a / an / the, single spaces; in this
+    order.
+    """
     text = text.lower().translate(_PUNCTUATION)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
@@ -26,7 +30,9 @@ def f1_score(prediction: str | None, ground_truth: Any) -> tuple[float, float, f
     """
     if prediction is None:
         return 0.0, 0.0, 0.0
-    return max((_f1_of(prediction, text) for text in label_texts(ground_truth)), default=(0.0, 0.0, 0.0))
+    return max(
+        (_f1_of(prediction, text) for text in label_texts(ground_truth)), default=(0.0, 0.0, 0.0)
+    )
 
 
 def _f1_of(prediction: str, text: str) -> tuple[float, float, float]:

@@ -1,7 +1,8 @@
-"""A pool of processes for graders that may hang, eat the memory or crash: each call has a wall-clock limit and is killable.
+"""A pool of processes for graders that may hang, eat the memory or crash: each call has a
+wall-clock limit and is killable.
 
-Works the same from a thread, an event loop and a Ray actor: no signals, no fork, only pipes with a deadline. A worker that
-overruns its time is killed and one new one takes its place.
+Works the same from a thread, an event loop and a Ray actor: no signals, no fork, only pipes with a
+deadline. A worker that overruns its time is killed and one new one takes its place.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ from slime.rollout.rm_hub.outcomes import GRADER_ERROR, GRADER_TIMEOUT, GraderOu
 
 logger = logging.getLogger(__name__)
 
-# What a new process may take to start, and a grader to import what it needs (sympy takes half a second on a free core).
+# What a new process may take to start, and a grader to import what it needs (sympy takes half a
+# second on a free core).
 START_TIMEOUT_S = 60.0
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 @dataclasses.dataclass(frozen=True)
 class PoolSettings:
-    """Processes of the pool, seconds that one grading may take, longest expression in characters."""
+    """Processes of the pool, seconds that one grading may take, longest expression in
+    characters.
+    """
 
     num_workers: int = 2
     timeout_s: float = 10.0
@@ -53,7 +57,9 @@ class GraderPool:
             self._idle.put(None)  # a place for a worker that is not started yet
         self._ids = itertools.count()
         self._spawner = _Spawner()
-        self._threads = concurrent.futures.ThreadPoolExecutor(settings.num_workers, thread_name_prefix="slime-grader")
+        self._threads = concurrent.futures.ThreadPoolExecutor(
+            settings.num_workers, thread_name_prefix="slime-grader"
+        )
         self._workers: set[_Worker] = set()
         self._closed = False
 
@@ -82,7 +88,9 @@ class GraderPool:
 
     async def grade_async(self, grader: str, response: str, label: Any) -> GraderOutcome:
         """`grade`, awaited from any event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.grade, grader, response, label)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, self.grade, grader, response, label
+        )
 
     def close(self) -> None:
         """Kills every worker; the pool cannot be used afterwards."""
@@ -100,7 +108,9 @@ class GraderPool:
         return worker
 
     def _restarted(self) -> _Worker | None:
-        """The successor of a killed worker, started at once so that the next call need not wait for it."""
+        """The successor of a killed worker, started at once so that the next call need not wait for
+        it.
+        """
         self.num_restarts += 1
         try:
             return self._start()
@@ -122,11 +132,16 @@ def shared_pool(settings: PoolSettings) -> GraderPool:
 
 
 def _too_long(response: str, label: Any, limit: int) -> str | None:
-    """Why an expression is not graded: the boxed answer (the last box) or the label exceeds the limit."""
+    """Why an expression is not graded: the boxed answer (the last box) or the label exceeds the
+    limit.
+    """
     from slime.rollout.rm_hub.answers import boxed_answer
     from slime.rollout.rm_hub.labels import label_answers
 
-    texts = [("answer", boxed_answer(response) or ""), *(("label", text) for text in label_answers(label))]
+    texts = [
+        ("answer", boxed_answer(response) or ""),
+        *(("label", text) for text in label_answers(label)),
+    ]
     for what, text in texts:
         if len(text) > limit:
             return f"the {what} has {len(text)} characters, --grader-max-length is {limit}"
@@ -156,13 +171,16 @@ class _Worker:
         return self.is_healthy and self.process.poll() is None
 
     def ask(self, request: dict[str, Any], timeout_s: float) -> GraderOutcome:
-        """The answer to a request, or GRADER_TIMEOUT after `timeout_s`; then the process is to be killed.
+        """The answer to a request, or GRADER_TIMEOUT after `timeout_s`; then the process is to be
+        killed.
 
         The time starts once the grader's imports are done.
         """
         grader = request["grader"]
         if grader not in self._prepared:
-            outcome = self._exchange({"id": -1, "prepare": grader}, START_TIMEOUT_S, f"the import of {grader}")
+            outcome = self._exchange(
+                {"id": -1, "prepare": grader}, START_TIMEOUT_S, f"the import of {grader}"
+            )
             if outcome.error is not None:
                 return outcome
             self._prepared.add(grader)
@@ -175,13 +193,17 @@ class _Worker:
             answer = json.loads(self._await_line(time.monotonic() + timeout_s, what))
         except TimeoutError:
             self.is_healthy = False
-            return GraderOutcome(error=GRADER_TIMEOUT, detail=f"{what} took longer than {timeout_s} s")
+            return GraderOutcome(
+                error=GRADER_TIMEOUT, detail=f"{what} took longer than {timeout_s} s"
+            )
         except (OSError, ValueError) as error:
             self.is_healthy = False
             raise _WorkerGone(f"the grader process answered with no result: {error}") from error
         if answer.get("id") != request["id"]:
             self.is_healthy = False
-            raise _WorkerGone(f"the grader process answered request {answer.get('id')}, not {request['id']}")
+            raise _WorkerGone(
+                f"the grader process answered request {answer.get('id')}, not {request['id']}"
+            )
         if "error" in answer:
             return GraderOutcome(error=GRADER_ERROR, detail=answer["error"])
         return GraderOutcome(value=answer["value"])
@@ -195,7 +217,9 @@ class _Worker:
             data = os.read(stdout, 1 << 16)
             if not data:
                 self.is_healthy = False
-                raise _WorkerGone(f"the grader process ended with status {self.process.wait()} during {what}")
+                raise _WorkerGone(
+                    f"the grader process ended with status {self.process.wait()} during {what}"
+                )
             self._buffer += data
         line, self._buffer = self._buffer.split(b"\n", 1)
         return line
@@ -220,8 +244,8 @@ def _poll_readable(fd: int, timeout_s: float) -> bool:
 class _Spawner:
     """Starts workers from one thread that lives as long as the process.
 
-    Linux sends the parent-death signal when the *thread* that started a process ends, so a short-lived thread would take
-    its workers with it.
+    Linux sends the parent-death signal when the *thread* that started a process ends, so a
+    short-lived thread would take its workers with it.
     """
 
     def __init__(self) -> None:
@@ -232,7 +256,9 @@ class _Spawner:
     def spawn(self) -> subprocess.Popen:
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="slime-grader-spawner", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._serve, name="slime-grader-spawner", daemon=True
+                )
                 self._thread.start()
         future: concurrent.futures.Future = concurrent.futures.Future()
         self._requests.put(future)
@@ -254,7 +280,11 @@ class _Spawner:
 
 def _popen() -> subprocess.Popen:
     paths = [str(REPOSITORY), *(path for path in sys.path if path)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.Popen(
         [sys.executable, "-m", "slime.rollout.rm_hub.grader_worker", str(os.getpid())],
         stdin=subprocess.PIPE,

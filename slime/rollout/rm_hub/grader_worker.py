@@ -1,10 +1,14 @@
-"""One grader process: reads a request per line from stdin, writes an answer per line to stdout, both JSON.
+"""One grader process: reads a request per line from stdin, writes an answer per line to stdout,
+both JSON.
 
-    {"id": 7, "grader": "math", "response": "...", "label": "..."}  ->  {"id": 7, "value": 1}  or  {"id": 7, "error": "..."}
-    {"id": 6, "prepare": "math"}                                    ->  {"id": 6, "value": null}: its imports are done
+    {"id": 7, "grader": "math", "response": "...", "label": "..."} -> {"id": 7, "value": 1} or
+    {"id": 7, "error": "..."}
+    {"id": 6, "prepare": "math"}                                    -> {"id": 6, "value": null}: its
+                                                                    imports are done
 
-`grader` is one of GRADERS, or the dotted path of a function (response, label) that the run's configuration names. The
-process ends with its parent, also when the parent is killed or this one is deep inside C code.
+`grader` is one of GRADERS, or the dotted path of a function (response, label) that the run's
+configuration names. The process ends with its parent, also when the parent is killed or this one is
+deep inside C code.
 """
 
 from __future__ import annotations
@@ -53,14 +57,21 @@ def grade_math_value(response: str, label: Any) -> int:
 
 
 def grade_math_verify(response: str, label: Any) -> int:
-    """1 where math-verify finds the response equal to the label, else 0. Its own time limits are off: the pool has one."""
+    """1 where math-verify finds the response equal to the label, else 0. Its own time limits are
+    off: the pool has one.
+    """
     from math_verify import parse, verify
 
     from slime.rollout.rm_hub.labels import label_answers
 
     answer = parse(response[-LAST_CHARS:], parsing_timeout=None, raise_on_error=True)
-    golds = [parse(f"${truth}$", parsing_timeout=None, raise_on_error=True) for truth in label_answers(label)]
-    return int(any(verify(gold, answer, timeout_seconds=None, raise_on_error=True) for gold in golds))
+    golds = [
+        parse(f"${truth}$", parsing_timeout=None, raise_on_error=True)
+        for truth in label_answers(label)
+    ]
+    return int(
+        any(verify(gold, answer, timeout_seconds=None, raise_on_error=True) for gold in golds)
+    )
 
 
 GRADERS = {
@@ -96,14 +107,19 @@ def answer_request(request: dict[str, Any]) -> dict[str, Any]:
             value = find_grader(request["grader"])(request["response"], request["label"])
         json.dumps(value)
     except MemoryError:
-        return {"id": request["id"], "error": f"more than {MEMORY_LIMIT_BYTES >> 30} GiB of memory are needed"}
+        return {
+            "id": request["id"],
+            "error": f"more than {MEMORY_LIMIT_BYTES >> 30} GiB of memory are needed",
+        }
     except Exception as error:  # noqa: BLE001 - whatever a grader raises is its answer
         return {"id": request["id"], "error": f"{type(error).__name__}: {str(error)[:300]}"}
     return {"id": request["id"], "value": value}
 
 
 def die_with_parent(parent: int) -> None:
-    """Asks the kernel to kill this process when its parent ends, and ends now if that has happened already."""
+    """Asks the kernel to kill this process when its parent ends, and ends now if that has happened
+    already.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)

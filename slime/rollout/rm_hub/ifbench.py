@@ -8,12 +8,15 @@ from slime.exceptions import ConfigError
 
 
 def compute_ifbench_reward(response: str, label: Any, metadata: dict | None = None) -> float:
-    """1.0 when every instruction of the prompt is followed, else 0.0. ConfigError without the package."""
+    """1.0 when every instruction of the prompt is followed, else 0.0. ConfigError without the
+    package.
+    """
     try:
         from ifbench import evaluation_lib
     except ImportError as error:
         raise ConfigError(
-            "reward type ifbench needs the IFBench checkers (module `ifbench.evaluation_lib` of allenai/IFBench) on "
+            "reward type ifbench needs the IFBench checkers (module `ifbench.evaluation_lib` of "
+            "allenai/IFBench) on "
             "PYTHONPATH. Install them, or use --custom-rm-path."
         ) from error
     metadata = metadata or {}

@@ -32,14 +32,18 @@ def label_texts(label: Any) -> list[str]:
 
 
 def label_answers(label: Any) -> list[str]:
-    """The answers that a label accepts, without the solution around them: what graders of mathematics compare with."""
+    """The answers that a label accepts, without the solution around them: what graders of
+    mathematics compare with.
+    """
     if isinstance(label, list | tuple):
         return list(dict.fromkeys(text for one in label for text in label_answers(one)))
     return label_texts(label)[-1:]
 
 
 def answer_in_label(text: str) -> str:
-    """What a label's text gives as the answer: behind the last ####, in its last box, between dollar signs, else all of it."""
+    """What a label's text gives as the answer: behind the last ####, in its last box, between
+    dollar signs, else all of it.
+    """
     if GSM8K_MARK in text:
         text = text.rsplit(GSM8K_MARK, 1)[1].strip()
     box = last_box(text)
@@ -47,6 +51,11 @@ def answer_in_label(text: str) -> str:
         return box.strip()
     for mark in ("$$", "$"):
         inner = text[len(mark) : -len(mark)]
-        if len(text) > 2 * len(mark) and text.startswith(mark) and text.endswith(mark) and "$" not in inner:
+        if (
+            len(text) > 2 * len(mark)
+            and text.startswith(mark)
+            and text.endswith(mark)
+            and "$" not in inner
+        ):
             return inner.strip()
     return text

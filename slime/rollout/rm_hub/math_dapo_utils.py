@@ -1,6 +1,8 @@
-"""DAPO's rule: the last "Answer: ..." of a response, or its last box, against the label, in Minerva's normal form.
+"""DAPO's rule: the last "Answer: ..." of a response, or its last box, against the label, in
+Minerva's normal form.
 
-The normal form follows the public lm-evaluation-harness (Minerva MATH), as verl's DAPO recipe uses it.
+The normal form follows the public lm-evaluation-harness (Minerva MATH), as verl's DAPO recipe uses
+it.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def remove_boxed(string: str) -> str:
 
 
 def normalize_final_answer(final_answer: str) -> str:
-    """Minerva's normal form: right side of an equation, no units, no LaTeX dressing, integers without commas, no end tokens."""
+    """Minerva's normal form: right side of an equation, no units, no LaTeX dressing, integers
+    without commas, no end tokens.
+    """
     answer = without_end_tokens(final_answer).split("=")[-1]
     for old, new in _SUBSTITUTIONS:
         answer = answer.replace(old, new)
@@ -76,7 +80,8 @@ def is_correct_minerva(
 ) -> tuple[bool, str]:
     """(whether the last "Answer:" is the truth, that answer in normal form or "[INVALID]").
 
-    The two are compared by value, integers exactly; by their normal forms where one of them cannot be read.
+    The two are compared by value, integers exactly; by their normal forms where one of them cannot
+    be read.
     """
     found = re.findall(answer_pattern, solution_str)
     answer = found[-1] if found else "[INVALID]"
@@ -93,10 +98,16 @@ def is_correct_minerva(
     return False, prediction
 
 
-def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: list[int] | None = None) -> tuple[int, str | None]:
-    """(1 or -1, the boxed answer) of the last 100 characters; `pause_tokens_index` [4] moves their beginning."""
+def is_correct_strict_box(
+    pred: str, gt: str, pause_tokens_index: list[int] | None = None
+) -> tuple[int, str | None]:
+    """(1 or -1, the boxed answer) of the last 100 characters; `pause_tokens_index` [4] moves their
+    beginning.
+    """
     if pause_tokens_index is not None:
-        assert len(pause_tokens_index) == 4, f"4 pause token positions are needed, got {len(pause_tokens_index)}"
+        assert len(pause_tokens_index) == 4, (
+            f"4 pause token positions are needed, got {len(pause_tokens_index)}"
+        )
         pred = pred[max(0, pause_tokens_index[-1] - LAST_CHARS_BOXED) :]
     else:
         pred = pred[-LAST_CHARS_BOXED:]
@@ -106,7 +117,10 @@ def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: list[int] | No
 
 
 def verify(
-    solution_str: str, answer: Any, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
+    solution_str: str,
+    answer: Any,
+    strict_box_verify: bool = False,
+    pause_tokens_index: list[int] | None = None,
 ) -> tuple[bool, str | None]:
     """(whether the solution is right, its answer), by the box alone or by "Answer:"."""
     if strict_box_verify:
@@ -116,8 +130,13 @@ def verify(
 
 
 def compute_score(
-    solution_str: str, ground_truth: Any, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
+    solution_str: str,
+    ground_truth: Any,
+    strict_box_verify: bool = False,
+    pause_tokens_index: list[int] | None = None,
 ) -> dict[str, Any]:
     """{"score": 1.0 or -1.0, "acc": right or not, "pred": answer} of the last 300 characters."""
-    correct, prediction = verify(solution_str[-LAST_CHARS:], ground_truth, strict_box_verify, pause_tokens_index)
+    correct, prediction = verify(
+        solution_str[-LAST_CHARS:], ground_truth, strict_box_verify, pause_tokens_index
+    )
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": prediction}

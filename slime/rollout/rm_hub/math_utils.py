@@ -1,7 +1,7 @@
 """Is a mathematical answer the right one? By normalized text, then by value.
 
-The text form is that of the public MATH benchmark (Hendrycks et al., MIT); values are compared by `equality.is_same_answer`,
-which evaluates nothing that a model wrote.
+The text form is that of the public MATH benchmark (Hendrycks et al., MIT); values are compared by
+`equality.is_same_answer`, which evaluates nothing that a model wrote.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ FRAME = "\\fbox"
 
 
 def last_boxed_only_string(string: str) -> str | None:
-    """The last \\boxed{...} (or \\boxed x, or \\fbox{...}) of a text with its braces, None where there is no closed one."""
+    """The last \\boxed{...} (or \\boxed x, or \\fbox{...}) of a text with its braces, None where
+    there is no closed one.
+    """
     start = string.rfind(BOX)
     if start >= 0 and string.startswith(BOX + " ", start):
         return BOX + " " + string[start + len(BOX) + 1 :].split("$")[0]
@@ -103,7 +105,8 @@ def _brace_fractions(string: str) -> str:
 
 
 def grade_answer_sympy(given_answer: str | None, ground_truth: str | None) -> bool:
-    """Whether the two are equal in value: a fraction reduced, an integer written as one, tuples with the same brackets.
+    """Whether the two are equal in value: a fraction reduced, an integer written as one, tuples
+    with the same brackets.
 
     Needs sympy. May take long on hostile input: call it through the grader pool.
     """
@@ -113,13 +116,17 @@ def grade_answer_sympy(given_answer: str | None, ground_truth: str | None) -> bo
 
 
 def grade_answer_verl(solution: str, ground_truth: Any) -> bool:
-    """Whether the boxed answer of a solution is right, by text or by value. False without truth or without box."""
+    """Whether the boxed answer of a solution is right, by text or by value. False without truth or
+    without box.
+    """
     answer = boxed_answer(solution)
     return answer is not None and is_right_answer(answer, ground_truth)
 
 
 def is_right_answer(answer: str, label: Any) -> bool:
-    """Whether an answer is one that the label accepts, by the strict measure; by the benchmark's text form where it cannot be read."""
+    """Whether an answer is one that the label accepts, by the strict measure; by the benchmark's
+    text form where it cannot be read.
+    """
     for truth in label_answers(label):
         verdict = is_same_answer(answer, truth, strict=True)
         if verdict or (verdict is None and grade_answer_mathd(answer, truth)):

@@ -1,8 +1,11 @@
-"""One spelling for answers that are written alike: Unicode, LaTeX dressing and spacing, but no meaning.
+"""One spelling for answers that are written alike: Unicode, LaTeX dressing and spacing, but no
+meaning.
 
-    "\\dfrac12" and "½" -> "\\frac{1}{2}"      "$\\left( 1,\\; 2 \\right)$" -> "(1, 2)"      "−３ cm²" -> "-3 cm^{2}"
+    "\\dfrac12" and "½" -> "\\frac{1}{2}"      "$\\left( 1,\\; 2 \\right)$" -> "(1, 2)" "−３ cm²" ->
+                                               "-3 cm^{2}"
 
-Text in \\text{...}, \\mathrm{...} and their kin is kept between MARKS, so that a unit is never taken for a variable.
+Text in \\text{...}, \\mathrm{...} and their kin is kept between MARKS, so that a unit is never
+taken for a variable.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ _SCRIPTED = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+|[{''.join(_SUBSCRIPTS)}]+")
 _STYLES = r"mathbf|mathit|mathsf|mathtt|boldsymbol|bm|bold|displaystyle|mathstrut|ensuremath|underline|mathbin|mathrel|mathopen|mathclose|mathord|mathpunct"
 _TEXTS = r"text|textbf|textit|textrm|textsf|texttt|textnormal|textup|mathrm|mbox|hbox|rm|operatorname\*?|emph|textsc|underbar|unit|si"
 _STYLE = re.compile(rf"\\(?:{_STYLES})\s*(?=\{{)")
-_TEXT = re.compile(rf"\\(?:{_TEXTS})(?![A-Za-z])\s*(?:(?=\{{)|(?P<bare>[A-Za-z])(?![A-Za-z])|\s+(?P<word>[A-Za-z]+))")
+_TEXT = re.compile(
+    rf"\\(?:{_TEXTS})(?![A-Za-z])\s*(?:(?=\{{)|(?P<bare>[A-Za-z])(?![A-Za-z])|\s+(?P<word>[A-Za-z]+))"
+)
 _SPACES = re.compile(
     r"\\(?:,|;|:|!|>|/|\s|$|quad(?![a-z])|qquad(?![a-z])|enspace(?![a-z])|thinspace(?![a-z])|hspace\*?\{[^{}]*\}|phantom\{[^{}]*\}|displaystyle(?![a-z])"
     r"|textstyle(?![a-z])|scriptstyle(?![a-z])|limits(?![a-z])|nolimits(?![a-z])|left(?![a-z])|right(?![a-z])|[bB]igg?[lrm]?(?![a-z])|middle(?![a-z])"
@@ -68,7 +73,9 @@ _PAIRS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
 
 def normal_form(text: str) -> str:
-    """The text in the one spelling, with single spaces, without the marks of a formula and the full stop around it."""
+    """The text in the one spelling, with single spaces, without the marks of a formula and the full
+    stop around it.
+    """
     text = _plain_characters(text).strip()
     # Two backslashes end a matrix's row; elsewhere a file was escaped twice.
     text = text.replace("\\\\", ROW_END if "\\begin" in text else "\\")
@@ -88,14 +95,17 @@ def normal_form(text: str) -> str:
     text = _SHORT_SCRIPT.sub(r"\1{\2}", text)
     text = _SHORT_ROOT.sub(r"\\sqrt{\g<what>}", text)
     text = _with_braced_fractions(text)
-    text = re.sub(r"(?<=[\d}])(?=\\[a-z])", " ", text)  # "2\frac{1}{2}" is written with a space, as "2 1/2" is
+    # "2\frac{1}{2}" is written with a space, as "2 1/2" is
+    text = re.sub(r"(?<=[\d}])(?=\\[a-z])", " ", text)
     text = re.sub(r"\s+", " ", text).strip()
     text = re.sub(r"\s*([,;])\s+", r"\1 ", text)
     return _without_outer_dress(text)
 
 
 def squeezed(text: str) -> str:
-    """A normal form without case, marks, quotes and the spaces that part no two numbers: equal texts are equal answers."""
+    """A normal form without case, marks, quotes and the spaces that part no two numbers: equal
+    texts are equal answers.
+    """
     text = text.translate(str.maketrans("", "", MARKS + "\"'")).lower()
     text = re.sub(r"(?<=\d) (?=\d)|(?<=\d) (?=\\frac)", "\0", text)
     return re.sub(r"\s|(?<=[a-z])\.", "", text).rstrip(".").replace("\0", " ")
@@ -115,7 +125,8 @@ def _digit(character: str) -> str:
         return character
     if character.isdecimal():
         return str(unicodedata.decimal(character))
-    if "\uff01" <= character <= "\uff5e" or "\U0001d400" <= character <= "\U0001d7ff":  # full width, mathematical letters
+    # full width, mathematical letters
+    if "\uff01" <= character <= "\uff5e" or "\U0001d400" <= character <= "\U0001d7ff":
         return unicodedata.normalize("NFKC", character)
     return character
 
@@ -134,7 +145,12 @@ def _without_formula_marks(text: str) -> str:
     text = _without_full_stop(text)
     for start, end in _PAIRS:
         inner = text[len(start) : len(text) - len(end)]
-        if len(text) > len(start + end) and text.startswith(start) and text.endswith(end) and start not in inner:
+        if (
+            len(text) > len(start + end)
+            and text.startswith(start)
+            and text.endswith(end)
+            and start not in inner
+        ):
             return _without_formula_marks(inner.strip())
     return text
 
@@ -153,7 +169,9 @@ def _with_marked_text(text: str) -> str:
 
 
 def _replace_groups(text: str, command: re.Pattern, before: str, after: str) -> str:
-    """`\\command{x}` as before + x + after, from the inside out; an unclosed one keeps the rest of the text."""
+    """`\\command{x}` as before + x + after, from the inside out; an unclosed one keeps the rest of
+    the text.
+    """
     pieces = list(command.finditer(text))
     for match in reversed(pieces):
         named = match.groupdict()
@@ -165,7 +183,9 @@ def _replace_groups(text: str, command: re.Pattern, before: str, after: str) -> 
         if end is None:
             text = text[: match.start()] + text[match.end() :]
             continue
-        text = text[: match.start()] + before + text[match.end() + 1 : end] + after + text[end + 1 :]
+        text = (
+            text[: match.start()] + before + text[match.end() + 1 : end] + after + text[end + 1 :]
+        )
     return text
 
 

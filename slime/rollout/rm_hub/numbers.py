@@ -1,7 +1,10 @@
-"""Reads a number as it is written in an answer: its exact value, its form, and what stands behind it.
+"""Reads a number as it is written in an answer: its exact value, its form, and what stands behind
+it.
 
-    "1,234.5" "1 234,5" "1'234.5" "1.234,5" -> 1234.5      "2 1/2" "2 \\frac{1}{2}" -> 5/2 (mixed)     "1.5e3" -> 1500
-    "0.\\overline{3}" -> 1/3 (decimal)                       "5 million" -> 5000000                      "6/4" -> 6 over 4
+    "1,234.5" "1 234,5" "1'234.5" "1.234,5" -> 1234.5 "2 1/2" "2 \\frac{1}{2}" -> 5/2 (mixed)
+    "1.5e3" -> 1500
+    "0.\\overline{3}" -> 1/3 (decimal)                       "5 million" -> 5000000 "6/4" -> 6 over
+                                                             4
 
 Texts are in the one spelling of `normal_form`.
 """
@@ -34,21 +37,33 @@ _GROUPED = (
     r"\d{1,3}(?:\.\d{3}){2,}(?![\d.])",  # 1.234.567
 )
 _REPEATING = re.compile(
-    r"(?P<whole>\d*)\.(?P<start>\d*?) ?(?:\\(?:overline|bar|dot)\s*\{?\s*(?P<period>\d+)\s*\}?|\((?P<in_parens>\d+)\)"
+    r"(?P<whole>\d*)\.(?P<start>\d*?) "
+    r"?(?:\\(?:overline|bar|dot)\s*\{?\s*(?P<period>\d+)\s*\}?|\((?P<in_parens>\d+)\)"
     r"|(?P<shown>\d)(?P=shown){2,}\s*(?:\.\.\.|\\ldots))"
 )
 _WRITTEN = re.compile("|".join(f"(?:{pattern})" for pattern in _GROUPED))
 _PLAIN = re.compile(r"(?:\d+\.?\d*|\.\d+)(?:[eE](?P<power>[-+]?\d{1,5})(?![\d.]))?")
-_TIMES_POWER = re.compile(r"\s*(?:\\times|\\cdot|\*|x)\s*10\s*(?:\^|\*\*)\s*(?:\{\s*(?P<braced>[-+]?\d{1,5})\s*\}|(?P<bare>[-+]?\d{1,5}))")
+_TIMES_POWER = re.compile(
+    r"\s*(?:\\times|\\cdot|\*|x)\s*10\s*(?:\^|\*\*)\s*(?:\{\s*(?P<braced>[-+]?\d{1,5})\s*\}|(?P<bare>[-+]?\d{1,5}))"
+)
 _INTEGER = r"[-+]?\s?\d+(?:\.0+)?"
-_SLASH = re.compile(r"(?P<top>\d+(?:\.\d+)?|\(\s*-?\d+\s*\))\s*/\s*(?P<bottom>-?\d+(?:\.\d+)?|\(\s*-?\d+\s*\))(?![\d.]|\s*[\^/!])")
-_FRACTION = re.compile(rf"\\frac\{{\s*(?P<top>{_INTEGER}|[-+]?\d*\.\d+)\s*\}}\{{\s*(?P<bottom>{_INTEGER}|[-+]?\d*\.\d+)\s*\}}")
-_MIXED = re.compile(r"(?P<whole>\d+)(?: (?:and )?(?P<top>\d+)\s*/\s*(?P<bottom>\d+)(?![\d/])| ?\\frac\{\s*(?P<t>\d+)\s*\}\{\s*(?P<b>\d+)\s*\})")
+_SLASH = re.compile(
+    r"(?P<top>\d+(?:\.\d+)?|\(\s*-?\d+\s*\))\s*/\s*(?P<bottom>-?\d+(?:\.\d+)?|\(\s*-?\d+\s*\))(?![\d.]|\s*[\^/!])"
+)
+_FRACTION = re.compile(
+    rf"\\frac\{{\s*(?P<top>{_INTEGER}|[-+]?\d*\.\d+)\s*\}}\{{\s*(?P<bottom>{_INTEGER}|[-+]?\d*\.\d+)\s*\}}"
+)
+_MIXED = re.compile(
+    r"(?P<whole>\d+)(?: (?:and )?(?P<top>\d+)\s*/\s*(?P<bottom>\d+)(?![\d/])| "
+    r"?\\frac\{\s*(?P<t>\d+)\s*\}\{\s*(?P<b>\d+)\s*\})"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """An exact number as it was written. `form`: integer, decimal, fraction or mixed; a fraction keeps top and bottom as given."""
+    """An exact number as it was written. `form`: integer, decimal, fraction or mixed; a fraction
+    keeps top and bottom as given.
+    """
 
     value: Fraction
     form: str
@@ -57,7 +72,9 @@ class Number:
 
     def negated(self) -> Number:
         """The number with the other sign."""
-        return dataclasses.replace(self, value=-self.value, top=None if self.top is None else -self.top)
+        return dataclasses.replace(
+            self, value=-self.value, top=None if self.top is None else -self.top
+        )
 
 
 def read_number(text: str) -> tuple[Number, str] | None:
@@ -95,7 +112,9 @@ def _read_unsigned(text: str) -> tuple[Number, str] | None:
 
 
 def read_decimal_comma(text: str) -> str:
-    """The text with a decimal point where a lone comma may be one ("3,14"); the text itself otherwise."""
+    """The text with a decimal point where a lone comma may be one ("3,14"); the text itself
+    otherwise.
+    """
     return re.sub(r"^(\s*[-+]?\d+),(\d{1,2}|\d{4,})(?![\d,.])", r"\1.\2", text)
 
 
@@ -110,7 +129,10 @@ def _scaled(number: Number, rest: str) -> tuple[Number, str] | None:
     word = re.match(rf"\s*[{MARKS}\s]*({_SCALE_NAMES})s?(?![A-Za-z])", rest, re.IGNORECASE)
     if word is not None:
         tail = rest[word.end() :]
-        number, rest = _number(number.value * _SCALES[word[1].lower()]), tail if tail.strip(MARKS + " ") else ""
+        number, rest = (
+            _number(number.value * _SCALES[word[1].lower()]),
+            tail if tail.strip(MARKS + " ") else "",
+        )
     return number, rest
 
 

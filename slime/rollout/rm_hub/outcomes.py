@@ -1,4 +1,6 @@
-"""The result of a grader that runs in another process: a value, or the reason why there is none. Never a made-up 0."""
+"""The result of a grader that runs in another process: a value, or the reason why there is none.
+Never a made-up 0.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ GRADER_ERROR = "grader_error"
 
 @dataclasses.dataclass(frozen=True)
 class GraderOutcome:
-    """`value` of the grader; or `error`, GRADER_TIMEOUT or GRADER_ERROR, with `detail` for a reader."""
+    """`value` of the grader; or `error`, GRADER_TIMEOUT or GRADER_ERROR, with `detail` for a
+    reader.
+    """
 
     value: Any = None
     error: str | None = None
@@ -21,7 +25,9 @@ class GraderOutcome:
 
 
 class GraderFailed(RolloutDataError):
-    """A grader ended without a value. Its text begins with the kind: "grader_timeout: ..." or "grader_error: ..."."""
+    """A grader ended without a value. Its text begins with the kind: "grader_timeout: ..." or
+    "grader_error: ...".
+    """
 
 
 def value_of(outcome: GraderOutcome) -> Any:

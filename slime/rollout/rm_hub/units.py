@@ -1,4 +1,6 @@
-"""Units of answers: which are the same, and how many of one make another. No unit, and "units", fit every unit."""
+"""Units of answers: which are the same, and how many of one make another. No unit, and "units", fit
+every unit.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ _KNOWN = {
 _ANY = frozenset({"unit", "sq"})
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 # Words that are no units although they are long enough to be words.
-_MATHEMATICAL = frozenset("sqrt sin cos tan cot sec csc log exp ln pi and or mil mille mila".split())
+_MATHEMATICAL = frozenset(
+    "sqrt sin cos tan cot sec csc log exp ln pi and or mil mille mila".split()
+)
 MONTHS = {
     name: number
     for number, names in enumerate(
@@ -61,21 +65,26 @@ MONTHS = {
 }  # fmt: skip
 # They make another number of the one before them, or say how it is to be compared.
 _OPERATIONS = frozenset(
-    "squared cubed factorial times plus minus less more fewer than over choose modulo mod hundred hundreds thousand thousands million millions billion "
+    "squared cubed factorial times plus minus less more fewer than over choose modulo mod hundred "
+    "hundreds thousand thousands million millions billion "
     "billions trillion millionth millionths billionth billionths млн млрд тыс тысяч тысячи миллион миллиона миллионов миллиард миллиардов x y z".split()
 )
 # They change the number by a factor that differs between countries or by what follows.
 _SCALE_SIGNS = frozenset("千百十兆成折割倍半点")
 _LETTERS = r"(?:\\degree\s?[CF]?|\\omega|\\Omega|(?:[^\W\d_]|[€£¥₹¢$])+\.?)"
 # Digits only as a power: "cm^{2}", "cm2", "m/s^{2}"; words may follow each other.
-_UNIT_TEXT = re.compile(rf"{_LETTERS}(?:\^\{{-?\d\}}|\d)?(?:(?:\s*[/·-]\s*|\s*\\cdot\s*|\s+){_LETTERS}(?:\^\{{-?\d\}}|\d)?)*[.\s]*")
+_UNIT_TEXT = re.compile(
+    rf"{_LETTERS}(?:\^\{{-?\d\}}|\d)?(?:(?:\s*[/·-]\s*|\s*\\cdot\s*|\s+){_LETTERS}(?:\^\{{-?\d\}}|\d)?)*[.\s]*"
+)
 # One letter is a unit only behind a space: "5 m", and 5m is a product.
 _LETTER_UNITS = frozenset("mgslhLNVWJA")
 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """A dimension (or the unit's own name where it is not in the table), its power, and how many base units one makes."""
+    """A dimension (or the unit's own name where it is not in the table), its power, and how many
+    base units one makes.
+    """
 
     dimension: str = ""
     power: int = 1
@@ -86,7 +95,9 @@ NO_UNIT = Unit()
 
 
 def read_unit(text: str) -> Unit | None:
-    """The unit that a text behind a number names. None where it cannot be one; NO_UNIT for "units" and for nothing."""
+    """The unit that a text behind a number names. None where it cannot be one; NO_UNIT for "units"
+    and for nothing.
+    """
     if not text.strip():
         return NO_UNIT
     marked = any(mark in text for mark in MARKS)
@@ -96,7 +107,12 @@ def read_unit(text: str) -> Unit | None:
     if not marked and not _looks_like_unit(text):
         return None
     words = plain.lower().replace(".", " ").split()
-    if not _UNIT_TEXT.fullmatch(plain) or words[0] in ("and", "or") or words[0] in _OPERATIONS or words[0] in MONTHS:
+    if (
+        not _UNIT_TEXT.fullmatch(plain)
+        or words[0] in ("and", "or")
+        or words[0] in _OPERATIONS
+        or words[0] in MONTHS
+    ):
         return None
     if len(words) > 1 and words[1] in _OPERATIONS - {"squared", "cubed"}:
         return None
@@ -114,7 +130,9 @@ def are_same_dimension(one: Unit, other: Unit) -> bool:
 
 
 def factor_between(one: Unit, other: Unit) -> Fraction:
-    """How many of `other` make one of `one`: 100 for metres and centimetres, 1 where one of them fits every unit."""
+    """How many of `other` make one of `one`: 100 for metres and centimetres, 1 where one of them
+    fits every unit.
+    """
     if not one.dimension or not other.dimension:
         return Fraction(1)
     return (one.factor / other.factor) ** one.power
@@ -130,7 +148,13 @@ def _looks_like_unit(text: str) -> bool:
         return False
     if len(name) == 1 and name.isascii() and name.isalpha():
         return text.startswith(" ") and name in _LETTER_UNITS
-    return len(name) >= 4 or _known(name) is not None or name.lower() in _POWERS or not name.isascii() or (text.startswith(" ") and len(name) > 2)
+    return (
+        len(name) >= 4
+        or _known(name) is not None
+        or name.lower() in _POWERS
+        or not name.isascii()
+        or (text.startswith(" ") and len(name) > 2)
+    )
 
 
 def _known(name: str) -> tuple[str, Fraction] | None:

@@ -1,6 +1,8 @@
-"""What an answer says: a number with its unit, an expression, a list, tuple, interval, set, matrix, equation or words.
+"""What an answer says: a number with its unit, an expression, a list, tuple, interval, set, matrix,
+equation or words.
 
-    "(1, 2]" -> Group("tuple", "(]", 1, 2)      "x = 5" -> Named("x", 5)      "1 < x < 2" -> Group("tuple", "()", 1, 2)
+    "(1, 2]" -> Group("tuple", "(]", 1, 2) "x = 5" -> Named("x", 5) "1 < x < 2" -> Group("tuple",
+    "()", 1, 2)
     "x = \\pm 2" -> Group("list", 2, -2)         "5 cm" -> Scalar(5, length)    "Tuesday" -> Words
 
 `read_value` takes the one spelling of `normal_form`. What it cannot read is None, never a guess.
@@ -24,7 +26,9 @@ MAX_ITEMS = 200
 
 @dataclasses.dataclass(frozen=True)
 class Scalar:
-    """An expression without its unit; `number` where it is a number as written. A percentage keeps the number before its sign."""
+    """An expression without its unit; `number` where it is a number as written. A percentage keeps
+    the number before its sign.
+    """
 
     text: str
     number: Number | None = None
@@ -39,8 +43,9 @@ class Scalar:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """`kind`: tuple (ordered, with its brackets; intervals too), list or set (in any order). An interval that was written as an
-    inequality is no pair of numbers."""
+    """`kind`: tuple (ordered, with its brackets; intervals too), list or set (in any order). An
+    interval that was written as an inequality is no pair of numbers.
+    """
 
     kind: str
     items: tuple[Any, ...]
@@ -96,21 +101,37 @@ _LEAD = re.compile(
 )
 _LABELLED = re.compile(rf"^{OPEN}[^{MARKS}]*[:=]\s*{CLOSE}\s*(?=\S)")
 _MATRIX = re.compile(
-    r"^\\begin\s*\{(?P<kind>[pbBvV]?(?:small)?matrix\*?|array)\}(?:\s*(?:\{[clr|\s]*\}|\[[clr]\]))?(?P<body>.*)\\end\s*\{(?P=kind)\}$", re.DOTALL
+    r"^\\begin\s*\{(?P<kind>[pbBvV]?(?:small)?matrix\*?|array)\}(?:\s*(?:\{[clr|\s]*\}|\[[clr]\]))?(?P<body>.*)\\end\s*\{(?P=kind)\}$",
+    re.DOTALL,
 )
-_AND_OR = re.compile(rf"\s+(?:and|or)\s+|\s*{OPEN}\s*,?\s*(?:and|or)\s*{CLOSE}\s*|\s*\\(?:vee)\s*|,\s*{OPEN}?\s*(?:and|or)\s*{CLOSE}?\s+", re.IGNORECASE)
+_AND_OR = re.compile(
+    rf"\s+(?:and|or)\s+|\s*{OPEN}\s*,?\s*(?:and|or)\s*{CLOSE}\s*|\s*\\(?:vee)\s*|,\s*{OPEN}?\s*(?:and|or)\s*{CLOSE}?\s+",
+    re.IGNORECASE,
+)
 _RELATION = re.compile(r"\\(?:le|ge|ne|in|approx|equiv)(?![a-z])|[<>=]=?")
-_NAME = re.compile(r"\\?[A-Za-z]+(?:_\{\w+\})?(?:'+|\^\{-1\})?(?:\s*\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])*\s*\))?|" + rf"{OPEN}[^{MARKS}]*{CLOSE}")
+_NAME = re.compile(
+    r"\\?[A-Za-z]+(?:_\{\w+\})?(?:'+|\^\{-1\})?(?:\s*\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])*\s*\))?|"
+    + rf"{OPEN}[^{MARKS}]*{CLOSE}"
+)
 _NAMES = re.compile(r"\(\s*[A-Za-z](?:_\{\w+\})?(?:,\s*[A-Za-z](?:_\{\w+\})?)+\s*\)")
 _ANGLE_FUNCTION = re.compile(r"\\?(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 _BASED = re.compile(r"([0-9A-Fa-f]+(?:\.[0-9A-Fa-f]+)?)\s*_\s*\{\s*(\d{1,2})\s*\}")
-_CURRENCY = re.compile(r"^(-?)\s*(\\\$|\$|€|£|¥|₹|USD\s|EUR\s|Rs\.?\s)\s*(?=[\d.(\\-])", re.IGNORECASE)
-_PERCENT = re.compile(rf"[{MARKS}\s]*(?:%|per\s?cent|percent|percentage\spoints?)[{MARKS}\s]*", re.IGNORECASE)
-_MARKED_END = re.compile(rf"^(?P<value>.*[\w}})])\s*(?P<unit>{OPEN}[^{MARKS}]{{2,}}{CLOSE}.*|\\degree)$")
-_UNMARKED_END = re.compile(r"^(?P<value>.*[\d})])\s*(?P<unit>(?:square |cubic |sq\.? )?[A-Za-z]{2,}(?:\^\{\d\})?)$")
+_CURRENCY = re.compile(
+    r"^(-?)\s*(\\\$|\$|€|£|¥|₹|USD\s|EUR\s|Rs\.?\s)\s*(?=[\d.(\\-])", re.IGNORECASE
+)
+_PERCENT = re.compile(
+    rf"[{MARKS}\s]*(?:%|per\s?cent|percent|percentage\spoints?)[{MARKS}\s]*", re.IGNORECASE
+)
+_MARKED_END = re.compile(
+    rf"^(?P<value>.*[\w}})])\s*(?P<unit>{OPEN}[^{MARKS}]{{2,}}{CLOSE}.*|\\degree)$"
+)
+_UNMARKED_END = re.compile(
+    r"^(?P<value>.*[\d})])\s*(?P<unit>(?:square |cubic |sq\.? )?[A-Za-z]{2,}(?:\^\{\d\})?)$"
+)
 _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")  # \pmod and \pmb are other commands
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}|\d{4}/\d{1,2}/\d{1,2}|\d{1,2}/\d{1,2}/\d{4}")
-_CONDITION = re.compile(r"[A-Za-z](?:\s*\\in\s*\\mathbb\{R\})?\s*[|:]\s*(?P<what>.+)")  # {x | x > 2}
+# {x | x > 2}
+_CONDITION = re.compile(r"[A-Za-z](?:\s*\\in\s*\\mathbb\{R\})?\s*[|:]\s*(?P<what>.+)")
 _OPENERS, _CLOSERS = "([{", ")]}"
 
 
@@ -121,7 +142,14 @@ def read_value(text: str, depth: int = 0) -> Any:
     text = _without_lead(text)
     if not text:
         return None
-    for reader in (_read_date, _read_form, _read_based, _read_scalar_number, _read_set, _read_matrix):
+    for reader in (
+        _read_date,
+        _read_form,
+        _read_based,
+        _read_scalar_number,
+        _read_set,
+        _read_matrix,
+    ):
         value = reader(text, depth)
         if value is not None:
             return value
@@ -159,7 +187,11 @@ def _read_based(text: str, depth: int) -> Based | None:
     if match is None or not 2 <= int(match[2]) <= 36:
         return None
     base = int(match[2])
-    return Based(match[1].lower(), base) if all(int(digit, 36) < base for digit in match[1].replace(".", "")) else None
+    return (
+        Based(match[1].lower(), base)
+        if all(int(digit, 36) < base for digit in match[1].replace(".", ""))
+        else None
+    )
 
 
 def _read_scalar_number(text: str, depth: int) -> Scalar | None:
@@ -238,7 +270,11 @@ def _group(kind: str, parts: list[str], depth: int, *, brackets: str = "") -> Gr
     if any(item is None for item in items):
         return None
     if kind != "tuple":  # a list of lists in any order is one list
-        items = tuple(one for item in items for one in (item.items if isinstance(item, Group) and item.kind == "list" else (item,)))
+        items = tuple(
+            one
+            for item in items
+            for one in (item.items if isinstance(item, Group) and item.kind == "list" else (item,))
+        )
     return Group(kind, items, brackets)
 
 
@@ -278,7 +314,11 @@ def _read_equation(sides: list[str], depth: int) -> Any:
 def _named(name: str, value: Any) -> Any:
     """A name that is a word ("Area = 5") says what is asked, and is no part of the answer."""
     plain = re.sub(rf"[{MARKS}\s\\]", "", name).lower()
-    return Named(plain, value) if re.fullmatch(r"[a-z](_\{\w+\})?('+|\^\{-1\})?(\([a-z,]+\))?", plain) else value
+    return (
+        Named(plain, value)
+        if re.fullmatch(r"[a-z](_\{\w+\})?('+|\^\{-1\})?(\([a-z,]+\))?", plain)
+        else value
+    )
 
 
 def _read_inequality(sides: list[str], operators: list[str], depth: int) -> Any:
@@ -289,7 +329,11 @@ def _read_inequality(sides: list[str], operators: list[str], depth: int) -> Any:
     if len(signs) == 1:
         left, right = sides
         if _is_variable(right) and not _is_variable(left):
-            left, right, signs = right, left, [{"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}[signs[0]]]
+            left, right, signs = (
+                right,
+                left,
+                [{"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}[signs[0]]],
+            )
         if not _is_variable(left):
             return Relation(signs[0], left, right)
         low, high = ("-\\infty", right) if signs[0] in ("<", "\\le") else (right, "\\infty")
@@ -311,7 +355,10 @@ def _interval(ends: list[str], depth: int, brackets: str) -> Group | None:
 
 
 def _is_variable(text: str) -> bool:
-    return re.fullmatch(rf"[{MARKS}]?(?:[A-Za-z]|\\(?:theta|alpha|beta|lambda))[{MARKS}]?", text) is not None
+    return (
+        re.fullmatch(rf"[{MARKS}]?(?:[A-Za-z]|\\(?:theta|alpha|beta|lambda))[{MARKS}]?", text)
+        is not None
+    )
 
 
 def _read_plus_minus(text: str, depth: int) -> Group | None:
@@ -326,20 +373,32 @@ def _read_words(text: str, depth: int) -> Words | None:
     if re.fullmatch(r"\\mathbb\{[A-Z]\}", text):
         return Words(squeezed(text))
     plain = re.sub(rf"[{MARKS}\"']", "", text).strip()
-    if text.startswith(OPEN) and text.endswith(CLOSE) and text.count(OPEN) == 1 and text.strip(MARKS) != text:
+    if (
+        text.startswith(OPEN)
+        and text.endswith(CLOSE)
+        and text.count(OPEN) == 1
+        and text.strip(MARKS) != text
+    ):
         inner = text.strip(MARKS).strip()
         if inner[:1].isdigit() or inner[:1] in "([\\$-.+":
             return read_value(inner, depth + 1)
         return Words(squeezed(inner))
-    if re.fullmatch(r"[^\W\d_]{2,}(?:[\s,.!?&:/-]+[^\W\d_]+)*[.!?]?", plain) and not _is_mathematical_word(plain):
+    if re.fullmatch(
+        r"[^\W\d_]{2,}(?:[\s,.!?&:/-]+[^\W\d_]+)*[.!?]?", plain
+    ) and not _is_mathematical_word(plain):
         return Words(squeezed(plain))
-    if re.fullmatch(r"[\d\s.,:'-]*[\d:]", plain) and re.search(r"\d[ :,.]+\d", plain):  # 3:30, 1 2, 12.5.2020
+    # 3:30, 1 2, 12.5.2020
+    if re.fullmatch(r"[\d\s.,:'-]*[\d:]", plain) and re.search(r"\d[ :,.]+\d", plain):
         return Words(squeezed(plain))
     return None
 
 
 def _is_mathematical_word(text: str) -> bool:
-    return text.lower() in ("pi", "oo", "inf", "infinity", "infty") or re.fullmatch(r"[a-z]{2}", text) is not None and text not in ("no", "up", "on", "in")
+    return (
+        text.lower() in ("pi", "oo", "inf", "infinity", "infty")
+        or re.fullmatch(r"[a-z]{2}", text) is not None
+        and text not in ("no", "up", "on", "in")
+    )
 
 
 def _read_expression(text: str) -> Scalar | None:
@@ -362,12 +421,20 @@ def _read_expression(text: str) -> Scalar | None:
 
 def _expression_text(text: str) -> str:
     text = re.sub(rf"[{MARKS}]", "", text)
-    text = re.sub(r"(?<![\d,.])(\d{1,3}(?:,\d{3})+)(?![\d,])", lambda match: match[1].replace(",", ""), text)
-    return re.sub(r"(?<=\d) (\\frac\{\d+\}\{\d+\})", r"+\1", text) if re.fullmatch(r"[^+*/^-]*", text) else text
+    text = re.sub(
+        r"(?<![\d,.])(\d{1,3}(?:,\d{3})+)(?![\d,])", lambda match: match[1].replace(",", ""), text
+    )
+    return (
+        re.sub(r"(?<=\d) (\\frac\{\d+\}\{\d+\})", r"+\1", text)
+        if re.fullmatch(r"[^+*/^-]*", text)
+        else text
+    )
 
 
 def _split(text: str) -> list[str]:
-    """The parts between outer commas or semicolons; commas within a number stay where ", " separates."""
+    """The parts between outer commas or semicolons; commas within a number stay where ", "
+    separates.
+    """
     for separator in (";", ", ", ","):
         parts = _split_outside(text, re.compile(separator))
         if len(parts) > 1:
@@ -384,7 +451,9 @@ def _split_outside(text: str, separator: re.Pattern) -> list[str]:
 
 
 def _outer_matches(text: str, pattern: re.Pattern) -> list[re.Match]:
-    """The matches that stand inside no bracket. Brackets close each other whatever their kind: (1, 2] is a pair."""
+    """The matches that stand inside no bracket. Brackets close each other whatever their kind: (1,
+    2] is a pair.
+    """
     depths, depth, escaped = [], 0, False
     for character in text:
         if not escaped and character in _CLOSERS:
@@ -396,7 +465,11 @@ def _outer_matches(text: str, pattern: re.Pattern) -> list[re.Match]:
     pieces = text.split("|")
     if len(pieces) == 3 and pieces[1].count(",") == text.count(","):
         return []  # the commas stand between bars
-    return [match for match in pattern.finditer(text) if depths[match.start()] == 0 and match.end() > match.start()]
+    return [
+        match
+        for match in pattern.finditer(text)
+        if depths[match.start()] == 0 and match.end() > match.start()
+    ]
 
 
 def _closing(text: str) -> int | None:

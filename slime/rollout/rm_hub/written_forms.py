@@ -1,7 +1,8 @@
-"""Numbers that are written as something else than a number: times, days, ratios, ranges and residues.
+"""Numbers that are written as something else than a number: times, days, ratios, ranges and
+residues.
 
-    "5 pm" "5:00 p.m." "17:00" -> a time      "5 Jan" "January 5th" -> a day      "3:4" "3 to 4" -> a ratio
-    "20 - 25" "20--25" -> a range, no difference                              "5 mod 7" "12 \\pmod 7" -> a residue
+    "5 pm" "5:00 p.m." "17:00" -> a time "5 Jan" "January 5th" -> a day "3:4" "3 to 4" -> a ratio
+    "20 - 25" "20--25" -> a range, no difference "5 mod 7" "12 \\pmod 7" -> a residue
 """
 
 from __future__ import annotations
@@ -19,17 +20,30 @@ _NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d{1,15})(?:\.\d{1,15})?"
 _CURRENCY = r"(?:\\?\$|€|£|¥|₹)?\s*"
 _TIME = re.compile(r"(\d{1,2})(?:[:.](\d{2}))?\s*([ap])\.?\s?m\.?", re.IGNORECASE)
 _CLOCK = re.compile(r"(\d{1,2}):(\d{2})")
-_DAY = re.compile(rf"(?P<d>\d{{1,2}})(?:st|nd|rd|th)?(?: of)?\s+(?P<m>{MONTH})\b\.?(?:,?\s+(?P<y>\d{{4}}))?", re.IGNORECASE)
-_MONTH_DAY = re.compile(rf"(?P<m>{MONTH})\b\.?\s+(?P<d>\d{{1,2}})(?:st|nd|rd|th)?(?:,?\s+(?P<y>\d{{4}}))?", re.IGNORECASE)
+_DAY = re.compile(
+    rf"(?P<d>\d{{1,2}})(?:st|nd|rd|th)?(?: of)?\s+(?P<m>{MONTH})\b\.?(?:,?\s+(?P<y>\d{{4}}))?",
+    re.IGNORECASE,
+)
+_MONTH_DAY = re.compile(
+    rf"(?P<m>{MONTH})\b\.?\s+(?P<d>\d{{1,2}})(?:st|nd|rd|th)?(?:,?\s+(?P<y>\d{{4}}))?",
+    re.IGNORECASE,
+)
 _RATIO = re.compile(r"\d{1,9}(?:\s*:\s*\d{1,9})+")
-_RANGE = re.compile(rf"(?P<money>{_CURRENCY})(?P<low>{_NUMBER})\s*%?\s*(?P<sign>-{{1,3}}|to\b)\s*{_CURRENCY}(?P<high>{_NUMBER})(?P<rest>\D.*)?")
-_RESIDUE = re.compile(r"(-?\d{1,15})\s*\(?\s*(?:\\[pb]?mod|mod|modulo)\s*[({]?\s*(\d{1,15})\s*[)}]?\s*\)?", re.IGNORECASE)
+_RANGE = re.compile(
+    rf"(?P<money>{_CURRENCY})(?P<low>{_NUMBER})\s*%?\s*(?P<sign>-{{1,3}}|to\b)\s*{_CURRENCY}(?P<high>{_NUMBER})(?P<rest>\D.*)?"
+)
+_RESIDUE = re.compile(
+    r"(-?\d{1,15})\s*\(?\s*(?:\\[pb]?mod|mod|modulo)\s*[({]?\s*(\d{1,15})\s*[)}]?\s*\)?",
+    re.IGNORECASE,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """`value`: what two forms of a kind are compared by; `written`: the same before it is reduced. `number`: the plain number that an answer without the
-    form's mark has, as 5 for 5 pm and for 5 mod 7; None where there is none. `unit`: of a range."""
+    """`value`: what two forms of a kind are compared by; `written`: the same before it is reduced.
+    `number`: the plain number that an answer without the form's mark has, as 5 for 5 pm and for 5
+    mod 7; None where there is none. `unit`: of a range.
+    """
 
     kind: str
     value: tuple
@@ -39,12 +53,18 @@ class Form:
 
 
 def are_same_forms(one: Form, other: Form, *, strict: bool) -> bool:
-    """"3 to 4" is a ratio beside a ratio and a range beside a range. A missing unit fits every unit."""
+    """ "3 to 4" is a ratio beside a ratio and a range beside a range. A missing unit fits every
+    unit.
+    """
     if one.unit and other.unit and one.unit != other.unit:
         return False
     if one.kind == other.kind:
         return one.written == other.written if strict else one.value == other.value
-    return "to" in (one.kind, other.kind) and {one.kind, other.kind} <= {"to", "ratio", "range"} and one.written == other.written
+    return (
+        "to" in (one.kind, other.kind)
+        and {one.kind, other.kind} <= {"to", "ratio", "range"}
+        and one.written == other.written
+    )
 
 
 def read_form(text: str) -> Form | None:
@@ -67,7 +87,11 @@ def _read_time(text: str) -> Form | None:
         hour, minute = int(match[1]), int(match[2] or 0)
         if not 1 <= hour <= 12 or minute > 59:
             return None
-        return _same("time", (hour % 12 + 12 * (match[3].lower() == "p"), minute), None if minute else Fraction(hour))
+        return _same(
+            "time",
+            (hour % 12 + 12 * (match[3].lower() == "p"), minute),
+            None if minute else Fraction(hour),
+        )
     match = _CLOCK.fullmatch(text)
     is_time = match is not None and int(match[1]) < 24 and int(match[2]) < 60
     return _same("time", (int(match[1]), int(match[2]))) if match is not None and is_time else None

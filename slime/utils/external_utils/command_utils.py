@@ -1,4 +1,6 @@
-"""Launching a training command from Python, for launch scripts and tests: the same command line as in a shell, in a process of its own."""
+"""Launching a training command from Python, for launch scripts and tests: the same command line as
+in a shell, in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,13 @@ def execute_train(
     train_script: str = "train.py",
     extra_env_vars: Mapping[str, str] | None = None,
 ) -> None:
-    """Runs `slime train` (or, with `train_script="train_async.py"`, `slime train-async`) and returns when it has ended well.
+    """Runs `slime train` (or, with `train_script="train_async.py"`, `slime train-async`) and
+    returns when it has ended well.
 
-    `train_args` are the words of the command line, or one string that is split as a shell does. `num_gpus_per_node`: the run sees the
-    first so many CUDA devices, unless CUDA_VISIBLE_DEVICES names others; a machine without CUDA has none to choose from.
-    ConfigError for another script; subprocess.CalledProcessError, with the exit status, for a run that failed.
+    `train_args` are the words of the command line, or one string that is split as a shell does.
+    `num_gpus_per_node`: the run sees the first so many CUDA devices, unless CUDA_VISIBLE_DEVICES
+    names others; a machine without CUDA has none to choose from. ConfigError for another script;
+    subprocess.CalledProcessError, with the exit status, for a run that failed.
     """
     if train_script not in _MODULES:
         raise ConfigError(f"train_script {train_script!r} is none of {', '.join(_MODULES)}.")

@@ -1,4 +1,6 @@
-"""Hugging Face weights into this rank's Megatron parameters, for any tensor, pipeline and expert layout."""
+"""Hugging Face weights into this rank's Megatron parameters, for any tensor, pipeline and expert
+layout.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.hf_to_megatron.common import SafetensorReader, _tensor_parallel_shard
+from slime.backends.megatron_utils.hf_to_megatron.common import (
+    SafetensorReader,
+    _tensor_parallel_shard,
+)
 from slime.exceptions import ConfigError
 from slime.models.hf_config import megatron_fields_from_hf, read_hf_config, text_config
 from slime.models.param_mapping import Shape, combine, expected_hf_names, match
@@ -28,10 +33,18 @@ _IGNORED = re.compile(r"rotary_emb\.inv_freq$|_scale_inv$")
 
 
 def _loader(family: str) -> Callable[[str, SafetensorReader, Mapping[str, Any]], torch.Tensor]:
-    def hf_tensor(megatron_name: str, reader: SafetensorReader, hf_config: Mapping[str, Any]) -> torch.Tensor:
-        """The whole parameter `megatron_name` (numbers counted over the whole model), vocabulary not padded."""
+    def hf_tensor(
+        megatron_name: str, reader: SafetensorReader, hf_config: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """The whole parameter `megatron_name` (numbers counted over the whole model), vocabulary
+        not padded.
+        """
         found = match(family, megatron_name)
-        return combine(found.rule, [reader.get_tensor(name) for name in found.hf_names], Shape.from_hf(hf_config))
+        return combine(
+            found.rule,
+            [reader.get_tensor(name) for name in found.hf_names],
+            Shape.from_hf(hf_config),
+        )
 
     return hf_tensor
 
@@ -50,9 +63,11 @@ _LOADERS = {
 
 @torch.no_grad()
 def load_hf_weights(args: Any, model: Sequence[torch.nn.Module], folder: str | Path) -> None:
-    """Fills every parameter of this rank's model chunks from a Hugging Face folder; a critic's value head is left as it is.
+    """Fills every parameter of this rank's model chunks from a Hugging Face folder; a critic's
+    value head is left as it is.
 
-    Raises `ConfigError` for a missing or unexpected tensor, or one of another shape than the model's.
+    Raises `ConfigError` for a missing or unexpected tensor, or one of another shape than the
+    model's.
     """
     from slime.backends.megatron_utils.local_params import local_parameters
 
@@ -64,13 +79,18 @@ def load_hf_weights(args: Any, model: Sequence[torch.nn.Module], folder: str | P
     unexpected = sorted(name for name in unexpected if not _IGNORED.search(name))
     if unexpected:
         raise ConfigError(
-            f"{folder} has {len(unexpected)} tensors that a {family} model of {fields['num_layers']} layers does not, {unexpected[0]!r} first."
+            f"{folder} has {len(unexpected)} tensors that a {family} model of "
+            f"{fields['num_layers']} layers does not, {unexpected[0]!r} first."
         )
     tied = not args.untie_embeddings_and_output_weights
     for local in local_parameters(model):
         if local.is_value_head:
             continue
-        name = "embedding.word_embeddings.weight" if tied and local.name == "output_layer.weight" else local.name
+        name = (
+            "embedding.word_embeddings.weight"
+            if tied and local.name == "output_layer.weight"
+            else local.name
+        )
         whole = _LOADERS[family](name, reader, hf_config)
         if local.is_vocab:
             whole = _pad_rows(whole, local.parameter.shape[0] * local.parallel_size)
@@ -86,7 +106,8 @@ def load_hf_weights(args: Any, model: Sequence[torch.nn.Module], folder: str | P
             )
         if part.shape != local.parameter.shape:
             raise ConfigError(
-                f"{local.name} is {list(local.parameter.shape)} in the model, but {list(part.shape)} from {folder}. "
+                f"{local.name} is {list(local.parameter.shape)} in the model, but "
+                f"{list(part.shape)} from {folder}. "
                 "The model options contradict the folder's config.json."
             )
         local.parameter.copy_(part)

@@ -21,7 +21,8 @@ _FP8_BLOCK = 128
 class SafetensorReader:
     """The tensors of a folder's safetensors files by name, read one at a time when asked for.
 
-    Raises `ConfigError` for a folder without safetensors files, a missing shard, or a file that is cut or malformed.
+    Raises `ConfigError` for a folder without safetensors files, a missing shard, or a file that is
+    cut or malformed.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -32,16 +33,21 @@ class SafetensorReader:
         index = self.folder / "model.safetensors.index.json"
         if index.exists():
             self._file_of = dict(json.loads(index.read_text())["weight_map"])
-            missing = sorted({file for file in self._file_of.values() if not (self.folder / file).exists()})
+            missing = sorted(
+                {file for file in self._file_of.values() if not (self.folder / file).exists()}
+            )
             if missing:
                 raise ConfigError(
-                    f"{index} names {missing[0]}, which is not in {self.folder}. Download the folder again."
+                    f"{index} names {missing[0]}, which is not in {self.folder}. Download the "
+                    "folder again."
                 )
         else:
             for path in sorted(self.folder.glob("*.safetensors")):
                 self._file_of.update(dict.fromkeys(self._handle(path.name).keys(), path.name))
         if not self._file_of:
-            raise ConfigError(f"{self.folder} holds no *.safetensors files. Only safetensors weights are read.")
+            raise ConfigError(
+                f"{self.folder} holds no *.safetensors files. Only safetensors weights are read."
+            )
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -55,7 +61,8 @@ class SafetensorReader:
         return _DTYPES[self._handle(self._file_of[name]).get_slice(name).get_dtype()]
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """The tensor on the CPU; block-scaled fp8 (`<name>_scale_inv` beside it) comes as bfloat16. `ConfigError` where there is none.
+        """The tensor on the CPU; block-scaled fp8 (`<name>_scale_inv` beside it) comes as bfloat16.
+        `ConfigError` where there is none.
 
         The last tensor is kept: two parameters made of it in a row cost one read.
         """
@@ -65,13 +72,17 @@ class SafetensorReader:
 
     def _read(self, name: str) -> torch.Tensor:
         if name not in self._file_of:
-            raise ConfigError(f"{self.folder} has no tensor {name!r}; its config.json describes another model.")
+            raise ConfigError(
+                f"{self.folder} has no tensor {name!r}; its config.json describes another model."
+            )
         tensor = self._handle(self._file_of[name]).get_tensor(name)
         scale_name = f"{name}_scale_inv"
         if tensor.dtype == torch.float8_e4m3fn and scale_name in self._file_of:
             scale = self._handle(self._file_of[scale_name]).get_tensor(scale_name)
             scale = scale.repeat_interleave(_FP8_BLOCK, 0).repeat_interleave(_FP8_BLOCK, 1)
-            tensor = (tensor.float() * scale[: tensor.shape[0], : tensor.shape[1]]).to(torch.bfloat16)
+            tensor = (tensor.float() * scale[: tensor.shape[0], : tensor.shape[1]]).to(
+                torch.bfloat16
+            )
         return tensor
 
     def _handle(self, file: str):
@@ -79,7 +90,9 @@ class SafetensorReader:
             try:
                 self._open[file] = safe_open(self.folder / file, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
-                raise ConfigError(f"{self.folder / file} is not a whole safetensors file: {error}") from error
+                raise ConfigError(
+                    f"{self.folder / file} is not a whole safetensors file: {error}"
+                ) from error
         return self._open[file]
 
 
@@ -92,5 +105,14 @@ def _tensor_parallel_shard(
     partition_dim: int,
     partition_stride: int = 1,
 ) -> torch.Tensor:
-    """This rank's part of a whole Megatron parameter; the MLP's gate and up halves are cut one by one."""
-    return shard(name, tensor, size=parallel_size, rank=parallel_rank, dim=partition_dim, stride=partition_stride)
+    """This rank's part of a whole Megatron parameter; the MLP's gate and up halves are cut one by
+    one.
+    """
+    return shard(
+        name,
+        tensor,
+        size=parallel_size,
+        rank=parallel_rank,
+        dim=partition_dim,
+        stride=partition_stride,
+    )

@@ -1,4 +1,6 @@
-"""Whole Megatron parameters to Hugging Face tensors: the inverse of `hf_to_megatron`, from the same rules."""
+"""Whole Megatron parameters to Hugging Face tensors: the inverse of `hf_to_megatron`, from the same
+rules.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,25 @@ import torch
 
 from slime.models.param_mapping import Shape, match, split
 
-__all__ = ["convert_llama_to_hf", "convert_qwen2_to_hf", "convert_qwen3_to_hf", "convert_qwen3_moe_to_hf"]
+__all__ = [
+    "convert_llama_to_hf",
+    "convert_qwen2_to_hf",
+    "convert_qwen3_to_hf",
+    "convert_qwen3_moe_to_hf",
+]
 
 Converter = Callable[[Any, str, torch.Tensor], list[tuple[str, torch.Tensor]]]
 
 
 def _converter(family: str) -> Converter:
     def convert(args: Any, name: str, param: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """[(Hugging Face name, tensor)] of one whole parameter; `name` counts over the whole model, "module." prefixes are ignored."""
+        """[(Hugging Face name, tensor)] of one whole parameter; `name` counts over the whole model,
+        "module." prefixes are ignored.
+        """
         found = match(family, name)
-        return list(zip(found.hf_names, split(found.rule, param, Shape.from_args(args)), strict=True))
+        return list(
+            zip(found.hf_names, split(found.rule, param, Shape.from_args(args)), strict=True)
+        )
 
     return convert
 
@@ -29,6 +40,8 @@ convert_qwen3_to_hf = _converter("qwen3")
 convert_qwen3_moe_to_hf = _converter("qwen3_moe")
 
 
-def _convert_to_hf_core(args: Any, model_name: str, name: str, param: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+def _convert_to_hf_core(
+    args: Any, model_name: str, name: str, param: torch.Tensor
+) -> list[tuple[str, torch.Tensor]]:
     """As the family's converter; `model_name` is a model type of config.json."""
     return _converter(model_name)(args, name, param)

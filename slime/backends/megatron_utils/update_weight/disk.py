@@ -1,4 +1,6 @@
-"""Publishing through a folder that trainer and engines both see: for servers that are not our Ray actors, SGLang's among them."""
+"""Publishing through a folder that trainer and engines both see: for servers that are not our Ray
+actors, SGLang's among them.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,17 @@ from slime.utils.misc import load_function
 
 
 def update_problem(reply: Any, *, expected: str | None) -> str | None:
-    """Why a server's reply to a weight update does not mean that it has the weights; None where it does. `expected`: their checksum."""
+    """Why a server's reply to a weight update does not mean that it has the weights; None where it
+    does. `expected`: their checksum.
+    """
     told = reply if isinstance(reply, dict) else {}
     if not told.get("success"):
         return f"it answered {str(reply)[:300]}"
     if expected is not None and told.get("checksum") != expected:
         found = told.get("checksum")
         return (
-            "it tells no checksum, which --check-weight-update-equal needs; leave that out with this server"
+            "it tells no checksum, which --check-weight-update-equal needs; leave that out with "
+            "this server"
             if found is None
             else f"its checksum is {found}, the trainer's {expected}"
         )
@@ -34,10 +39,16 @@ def update_problem(reply: Any, *, expected: str | None) -> str | None:
 
 
 def publish_through_disk(
-    args: Any, model: Sequence[torch.nn.Module], hf_config: Mapping[str, Any], rollout_manager: Any, version: int, fingerprint: Any
+    args: Any,
+    model: Sequence[torch.nn.Module],
+    hf_config: Mapping[str, Any],
+    rollout_manager: Any,
+    version: int,
+    fingerprint: Any,
 ) -> str | None:
-    """The fingerprint, on the main rank: the weights are written to <dir>/weight_v<version>, every server loads them, older folders go
-    unless they are to be kept."""
+    """The fingerprint, on the main rank: the weights are written to <dir>/weight_v<version>, every
+    server loads them, older folders go unless they are to be kept.
+    """
     root = Path(args.update_weight_disk_dir)
     folder = root / f"weight_v{version}"
     save_hf_model_direct_to_path(args, folder, model)
@@ -46,13 +57,21 @@ def publish_through_disk(
     if fingerprint.value() is None:
         return None
     urls = ask_manager(args, rollout_manager.get_engine_urls)
-    body = {"model_path": str(folder.resolve()), "weight_version": str(version), "flush_cache": True}
+    body = {
+        "model_path": str(folder.resolve()),
+        "weight_version": str(version),
+        "flush_cache": True,
+    }
     init_http_client(args)  # the servers' key
     for url in urls:
         reply = run(post(f"{url}/update_weights_from_disk", body, max_retries=2))
-        problem = update_problem(reply, expected=fingerprint.value() if args.check_weight_update_equal else None)
+        problem = update_problem(
+            reply, expected=fingerprint.value() if args.check_weight_update_equal else None
+        )
         if problem is not None:
-            raise EngineError(f"the engine at {url} did not take the weights of version {version}: {problem}")
+            raise EngineError(
+                f"the engine at {url} did not take the weights of version {version}: {problem}"
+            )
     if args.custom_update_weight_post_write_path is not None:
         engines = ask_manager(args, rollout_manager.get_updatable_engines_and_lock)[0]
         load_function(args.custom_update_weight_post_write_path)(args, str(folder), engines)

@@ -1,7 +1,9 @@
-"""All weights of the model as Hugging Face tensors on one rank, bucket by bucket, from any parallel layout.
+"""All weights of the model as Hugging Face tensors on one rank, bucket by bucket, from any parallel
+layout.
 
-Every shard of a parameter is held by one or more ranks; the lowest of them sends it to the main rank, straight and once. So one
-plan covers tensor, pipeline and expert parallelism, and no rank but the main one ever holds more than its own shards.
+Every shard of a parameter is held by one or more ranks; the lowest of them sends it to the main
+rank, straight and once. So one plan covers tensor, pipeline and expert parallelism, and no rank but
+the main one ever holds more than its own shards.
 """
 
 from __future__ import annotations
@@ -54,12 +56,18 @@ class _Transfer:
 
 
 class HfWeightExporter:
-    """The plan of one model's export. Made by all ranks together; its layout must not change afterwards."""
+    """The plan of one model's export. Made by all ranks together; its layout must not change
+    afterwards.
+    """
 
-    def __init__(self, args: Any, model: Sequence[torch.nn.Module], hf_config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, args: Any, model: Sequence[torch.nn.Module], hf_config: Mapping[str, Any]
+    ) -> None:
         self._family = text_config(hf_config)["model_type"]
         self._shape = Shape.from_args(args)
-        self._local = {local.name: local for local in local_parameters(model) if not local.is_value_head}
+        self._local = {
+            local.name: local for local in local_parameters(model) if not local.is_value_head
+        }
         if not args.untie_embeddings_and_output_weights:
             # The last stage's copy of the embedding.
             self._local.pop("output_layer.weight", None)
@@ -71,9 +79,11 @@ class HfWeightExporter:
         self._transfers = self._plan([held for _, held in everyone])
 
     def buckets(self, buffer_size: int) -> Iterator[NamedTensors]:
-        """Yields equally often on all ranks: on the main rank [(Hugging Face name, CPU tensor)], elsewhere an empty list.
+        """Yields equally often on all ranks: on the main rank [(Hugging Face name, CPU tensor)],
+        elsewhere an empty list.
 
-        A bucket ends with the parameter that fills `buffer_size` bytes. All ranks must exhaust the iterator together.
+        A bucket ends with the parameter that fills `buffer_size` bytes. All ranks must exhaust the
+        iterator together.
         """
         for bucket in _cut(self._transfers, buffer_size):
             yield self._gather(bucket)
@@ -87,7 +97,9 @@ class HfWeightExporter:
         for name in sorted(by_name, key=lambda name: match(self._family, name).order):
             shards = by_name[name]
             parts = [shards[index] for index in range(next(iter(shards.values()))[1].num_shards)]
-            transfers.append(_Transfer(name, tuple(rank for rank, _ in parts), tuple(held for _, held in parts)))
+            transfers.append(
+                _Transfer(name, tuple(rank for rank, _ in parts), tuple(held for _, held in parts))
+            )
         return transfers
 
     @torch.no_grad()
@@ -106,10 +118,14 @@ class HfWeightExporter:
         for owner in sorted(pieces_of):
             if owner == self._rank:
                 for held in pieces_of[owner]:
-                    received[held.name, held.shard] = self._local[held.name].parameter.detach().cpu()
+                    received[held.name, held.shard] = (
+                        self._local[held.name].parameter.detach().cpu()
+                    )
                 continue
             device = next(iter(self._local.values())).parameter.device
-            flat = torch.empty(sum(held.num_bytes for held in pieces_of[owner]), dtype=torch.uint8, device=device)
+            flat = torch.empty(
+                sum(held.num_bytes for held in pieces_of[owner]), dtype=torch.uint8, device=device
+            )
             dist.recv(flat, owner)
             parts = flat.cpu().split([held.num_bytes for held in pieces_of[owner]])
             for held, part in zip(pieces_of[owner], parts, strict=True):
@@ -117,34 +133,49 @@ class HfWeightExporter:
         named: NamedTensors = []
         for transfer in bucket:
             shards = [received.pop((transfer.name, index)) for index in range(len(transfer.held))]
-            whole = unshard(transfer.name, shards, dim=transfer.held[0].dim, stride=transfer.held[0].stride)
+            whole = unshard(
+                transfer.name, shards, dim=transfer.held[0].dim, stride=transfer.held[0].stride
+            )
             found = match(self._family, transfer.name)
             # A copy: the receiver may keep it while training changes the parameter in place.
             tensors = [
-                part.clone(memory_format=torch.contiguous_format) for part in split(found.rule, whole, self._shape)
+                part.clone(memory_format=torch.contiguous_format)
+                for part in split(found.rule, whole, self._shape)
             ]
             named += zip(found.hf_names, tensors, strict=True)
         return named
 
 
 def iter_hf_weight_buckets(
-    args: Any, model: Sequence[torch.nn.Module], hf_config: Mapping[str, Any], *, buffer_size: int | None = None
+    args: Any,
+    model: Sequence[torch.nn.Module],
+    hf_config: Mapping[str, Any],
+    *,
+    buffer_size: int | None = None,
 ) -> Iterator[NamedTensors]:
-    """Yields the model's weights as lists of (Hugging Face name, CPU tensor), of about `args.update_weight_buffer_size` bytes each.
+    """Yields the model's weights as lists of (Hugging Face name, CPU tensor), of about
+    `args.update_weight_buffer_size` bytes each.
 
-    All ranks must iterate to the end, together; only the main rank (`is_megatron_main_rank`) gets tensors, the others get
-    as many empty lists. The order and the cuts do not depend on the parallel layout. Tensors are in the parameters' dtype.
+    All ranks must iterate to the end, together; only the main rank (`is_megatron_main_rank`) gets
+    tensors, the others get as many empty lists. The order and the cuts do not depend on the
+    parallel layout. Tensors are in the parameters' dtype.
     """
     exporter = model[0].__dict__.get("_hf_weight_exporter")
     if exporter is None:
         exporter = HfWeightExporter(args, model, hf_config)
         # Not a submodule; kept on the model because the plan holds for exactly as long.
         model[0].__dict__["_hf_weight_exporter"] = exporter
-    yield from exporter.buckets(args.update_weight_buffer_size if buffer_size is None else buffer_size)
+    yield from exporter.buckets(
+        args.update_weight_buffer_size if buffer_size is None else buffer_size
+    )
 
 
-def named_hf_weights_checksum(args: Any, model: Sequence[torch.nn.Module], hf_config: Mapping[str, Any]) -> str | None:
-    """The checksum (`slime.files.checksum`) of all Hugging Face tensors on the main rank, None elsewhere. Called by all ranks."""
+def named_hf_weights_checksum(
+    args: Any, model: Sequence[torch.nn.Module], hf_config: Mapping[str, Any]
+) -> str | None:
+    """The checksum (`slime.files.checksum`) of all Hugging Face tensors on the main rank, None
+    elsewhere. Called by all ranks.
+    """
     digests: dict[str, bytes] = {}
     for bucket in iter_hf_weight_buckets(args, model, hf_config):
         digests.update({name: tensor_digest(name, tensor) for name, tensor in bucket})

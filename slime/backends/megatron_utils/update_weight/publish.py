@@ -1,4 +1,6 @@
-"""Publishing: the trainer's weights become the engines' next version - all engines or none, and every byte accounted for."""
+"""Publishing: the trainer's weights become the engines' next version - all engines or none, and
+every byte accounted for.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from slime.files.checksum import combine_digests, tensor_digest
 from slime.ray import actors
 from slime.ray.utils import wait_for
 
-# Hashing every byte of a large model costs seconds an update, so without --check-weight-update-equal only the first tensors are hashed.
+# Hashing every byte of a large model costs seconds an update, so without
+# --check-weight-update-equal only the first tensors are hashed.
 FINGERPRINT_BYTES = 64 * 1024**2
 LOCK_POLL_S = 0.1
 
@@ -40,13 +43,21 @@ class Fingerprint:
 
 
 def publish_weights(
-    args: Any, model: Sequence[torch.nn.Module], hf_config: Mapping[str, Any], rollout_manager: Any, version: int
+    args: Any,
+    model: Sequence[torch.nn.Module],
+    hf_config: Mapping[str, Any],
+    rollout_manager: Any,
+    version: int,
 ) -> str | None:
-    """The fingerprint of the weights that every engine now serves as `version`, on the main rank; None on the others.
+    """The fingerprint of the weights that every engine now serves as `version`, on the main rank;
+    None on the others.
 
-    Called by all ranks together. Raises EngineError when an engine refuses or, with --check-weight-update-equal, holds other bytes.
+    Called by all ranks together. Raises EngineError when an engine refuses or, with
+    --check-weight-update-equal, holds other bytes.
     """
-    fingerprint = Fingerprint(limit=float("inf") if args.check_weight_update_equal else FINGERPRINT_BYTES)
+    fingerprint = Fingerprint(
+        limit=float("inf") if args.check_weight_update_equal else FINGERPRINT_BYTES
+    )
     if args.update_weight_transport == "disk":
         from slime.backends.megatron_utils.update_weight.disk import publish_through_disk
 
@@ -57,7 +68,9 @@ def publish_weights(
             if not bucket:
                 continue
             if engines is None:
-                engines = stack.enter_context(_updating(args, rollout_manager, version, fingerprint))
+                engines = stack.enter_context(
+                    _updating(args, rollout_manager, version, fingerprint)
+                )
             fingerprint.add(bucket)
             reference = actors.put({name: _as_numpy(tensor) for name, tensor in bucket})
             _ask(args, engines, "update_weights", reference)
@@ -65,7 +78,9 @@ def publish_weights(
 
 
 @contextlib.contextmanager
-def _updating(args: Any, rollout_manager: Any, version: int, fingerprint: Fingerprint) -> Iterator[list[Any]]:
+def _updating(
+    args: Any, rollout_manager: Any, version: int, fingerprint: Fingerprint
+) -> Iterator[list[Any]]:
     """The engines, paused and ready for buckets; at the end they apply the version and go on."""
     engines, lock, *_ = ask_manager(args, rollout_manager.get_updatable_engines_and_lock)
     with held(lock, timeout_s=args.step_timeout):
@@ -80,7 +95,11 @@ def _updating(args: Any, rollout_manager: Any, version: int, fingerprint: Finger
 
 def ask_manager(args: Any, method: Any, *values: Any) -> Any:
     """The rollout manager's answer. SlimeError after --step-timeout."""
-    return wait_for([method.remote(*values)], what="weight update (the rollout manager)", timeout_s=args.step_timeout)[0]
+    return wait_for(
+        [method.remote(*values)],
+        what="weight update (the rollout manager)",
+        timeout_s=args.step_timeout,
+    )[0]
 
 
 @contextlib.contextmanager
@@ -102,7 +121,9 @@ def held(lock: Any, *, timeout_s: float) -> Iterator[None]:
 def _ask(args: Any, engines: Sequence[Any], method: str, *values: Any) -> list[Any]:
     refs = [getattr(engine, method).remote(*values) for engine in engines]
     names = [f"engine {rank}" for rank in range(len(engines))]
-    return wait_for(refs, what=f"weight update ({method})", timeout_s=args.step_timeout, names=names)
+    return wait_for(
+        refs, what=f"weight update ({method})", timeout_s=args.step_timeout, names=names
+    )
 
 
 def _as_numpy(tensor: torch.Tensor) -> Any:
