@@ -201,17 +201,6 @@ FIXED_ON_CPU: dict[str, Any] = {
     "moe_grouped_gemm": False,
 }
 
-# Fields of megatron-core that a slime dataclass declares too, on purpose: slime's declaration is
-# the one flag.
-SHARED_NAMES = frozenset(
-    {
-        field.name
-        for cls in (ParallelOptions, ModelShapeOptions, OptimizerOptions, NumericsOptions)
-        for field in dataclasses.fields(cls)
-    }
-    | {"calculate_per_token_loss", "mtp_num_layers", "deterministic_mode"}
-)
-
 _SCALARS = {"int": int, "float": float, "bool": bool, "str": str}
 _OPTIONAL = re.compile(r"Optional\[(.*)\]")
 _LIST = re.compile(r"(?:List|list)\[(\w+)\]")
@@ -330,20 +319,6 @@ def megatron_fields() -> tuple[MegatronField, ...]:
     for config_class, path, _ in SOURCES:
         found += fields_of_source((folder / path).read_text(encoding="utf-8"), config_class)
     return tuple(found)
-
-
-def field_names_of(config_class: str) -> tuple[str, ...]:
-    """Returns the names of the flags that are fields of `config_class`; TransformerConfig includes
-    ModelParallelConfig, its base.
-    """
-    classes = (
-        {config_class, "ModelParallelConfig"}
-        if config_class == "TransformerConfig"
-        else {config_class}
-    )
-    return tuple(
-        dict.fromkeys(field.name for field in megatron_fields() if field.config_class in classes)
-    )
 
 
 def megatron_specs(taken: frozenset[str]) -> list[OptionSpec]:

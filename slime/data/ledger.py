@@ -47,18 +47,6 @@ class Ledger:
                 f"Dropped by reason: {dict(self.dropped)}. A stage loses samples, or counts some twice."
             )
 
-    def plus(self, other: Ledger) -> Ledger:
-        """Both ledgers as one."""
-        reasons = {**self.dropped}
-        for reason, count in other.dropped.items():
-            reasons[reason] = reasons.get(reason, 0) + count
-        return Ledger(
-            self.sampled + other.sampled,
-            self.trained + other.trained,
-            reasons,
-            self.copies + other.copies,
-        )
-
     def plan_metrics(self) -> dict[str, float]:
         """`rollout/ledger/...` numbers of samples, before training: what will train is `planned`.
         See `finished_metrics`.

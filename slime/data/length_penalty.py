@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-NAMES = ("none", "soft_overlong", "linear", "group_relative")
-
 
 @dataclasses.dataclass(frozen=True)
 class LengthPenalty:

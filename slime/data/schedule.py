@@ -24,8 +24,6 @@ from slime.data.partitioning import (
 )
 from slime.exceptions import ConfigError
 
-PACKINGS = ("balanced", "first_fit")
-
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleConfig:

@@ -386,10 +386,6 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             )
         self.buffer += [decode_group(group) for group in encoded.values()]
 
-    def get_buffer_length(self) -> int:
-        """Groups in the buffer."""
-        return len(self.buffer)
-
 
 def _stream_position(group: Group) -> tuple[bool, int]:
     """Sort key: the group's identity; groups without one stand last, in their order."""

@@ -92,7 +92,6 @@ class RunRecords:
 
     series: dict[str, dict[int, Any]]
     num_unreadable: int
-    wall_s: float
 
     def numbers(self, name: str) -> tuple[list[int], list[float]]:
         """Returns the steps and values of `name` in step order, without what is no number."""
@@ -128,14 +127,12 @@ def read_run(run_dir: str | os.PathLike[str]) -> RunRecords:
         )
     records, num_unreadable = read_jsonl(path)
     series: dict[str, dict[int, Any]] = {}
-    times = []
     for record in records:
         if "step_key" not in record:
             continue
-        times.append(record["time"])
         for name, value in record["metrics"].items():
             series.setdefault(name, {})[record["step"]] = value
-    return RunRecords(series, num_unreadable, max(times) - min(times) if times else 0.0)
+    return RunRecords(series, num_unreadable)
 
 
 @dataclasses.dataclass(frozen=True)

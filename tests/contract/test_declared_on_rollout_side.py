@@ -124,7 +124,7 @@ def test_the_live_line_has_one_length_and_a_custom_loss_keeps_its_log_prob_colum
 def test_a_run_that_only_generates_has_a_reward():
     """A run with --debug-rollout-only, which logs rollout/reward/mean alone, has a reward in the
     report."""
-    run = RunRecords({"rollout/reward/mean": {0: 0.25, 1: 0.5}}, 0, 1.0)
+    run = RunRecords({"rollout/reward/mean": {0: 0.25, 1: 0.5}}, 0)
     assert find_reward_problems(run) == []
     assert pick({"rollout/reward/mean": 0.25}, FAMILIES) == {"reward": 0.25}
 

@@ -127,17 +127,10 @@ def test_scaled_rotary_frequencies_are_those_of_the_hugging_face_model(tmp_path)
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_come_back_byte_for_byte(family, folders):
-    """Loaded and exported, every tensor has its name, dtype, shape and bytes, and so the checksum
-    that an engine compares."""
-    from slime.backends.megatron_utils.update_weight import named_hf_weights_checksum
-    from slime.files.checksum import weights_checksum
-    from slime.models.hf_config import read_hf_config
-
+    """Loaded and exported, every tensor has its name, dtype, shape and bytes."""
     with built(folders[family]) as (args, model, *_):
         out = exported(args, model)
-        checksum = named_hf_weights_checksum(args, model, read_hf_config(folders[family]))
     stored = folder_tensors(folders[family])
-    assert checksum == weights_checksum(stored)
     assert list(sorted(out)) == sorted(stored)
     for name, tensor in stored.items():
         assert out[name].dtype == tensor.dtype and torch.equal(out[name], tensor), name

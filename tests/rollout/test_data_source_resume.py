@@ -289,7 +289,7 @@ def test_the_buffer_is_served_first_and_takes_only_full_groups():
     source = RolloutDataSourceWithBuffer(args)
     mine = [[Sample(index=100), Sample(index=101)]]
     source.add_samples(mine)
-    assert source.get_buffer_length() == 1
+    assert source.buffer == mine
     got = source.get_samples(2)
     assert got[0] is mine[0] and [sample.index for sample in got[1]] == [0, 1]
     for bad in ("x", [Sample()], [[Sample()]]):

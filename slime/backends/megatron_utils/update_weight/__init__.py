@@ -1,8 +1,5 @@
 """Publishing the trained weights."""
 
-from slime.backends.megatron_utils.update_weight.gather import (
-    iter_hf_weight_buckets,
-    named_hf_weights_checksum,
-)
+from slime.backends.megatron_utils.update_weight.gather import iter_hf_weight_buckets
 
-__all__ = ["iter_hf_weight_buckets", "named_hf_weights_checksum"]
+__all__ = ["iter_hf_weight_buckets"]

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from slime.backends.megatron_utils.initialize import is_megatron_main_rank
 from slime.backends.megatron_utils.local_params import LocalParameter, local_parameters
 from slime.backends.megatron_utils.sharding import unshard
-from slime.files.checksum import combine_digests, tensor_digest
 from slime.models.hf_config import text_config
 from slime.models.param_mapping import Shape, match, split
 
@@ -168,18 +167,6 @@ def iter_hf_weight_buckets(
     yield from exporter.buckets(
         args.update_weight_buffer_size if buffer_size is None else buffer_size
     )
-
-
-def named_hf_weights_checksum(
-    args: Any, model: Sequence[torch.nn.Module], hf_config: Mapping[str, Any]
-) -> str | None:
-    """The checksum (`slime.files.checksum`) of all Hugging Face tensors on the main rank, None
-    elsewhere. Called by all ranks.
-    """
-    digests: dict[str, bytes] = {}
-    for bucket in iter_hf_weight_buckets(args, model, hf_config):
-        digests.update({name: tensor_digest(name, tensor) for name, tensor in bucket})
-    return combine_digests(digests) if digests else None
 
 
 def _describe(local: LocalParameter) -> _Held:
