@@ -1,6 +1,5 @@
-"""Every value with a known set of choices is checked before anything starts, and words of other
-trainers are answered.
-"""
+"""Every value with a known set of choices is checked before anything starts, and option names of
+other trainers get a hint."""
 
 import sys
 from pathlib import Path
@@ -52,15 +51,14 @@ def no_cuda(monkeypatch):
     ],
 )
 def test_a_reward_type_that_does_not_exist_is_refused_at_parsing(name, hint, tmp_path):
-    """It was found by the first scored sample, minutes after the start."""
+    """An unknown reward type is refused at parsing, and not by the first scored sample."""
     text = problems_of(["--rm-type", name], tmp_path)
     assert f"--rm-type: '{name}' is not a built-in reward type" in text and hint in text
 
 
 def test_what_a_reward_type_needs_is_asked_for_at_parsing(tmp_path):
-    """A verdict of several values needs the key of the one to train on; a package that is not there
-    was missed after the first generation.
-    """
+    """A reward of several values without its key, and a reward type whose package is missing, are
+    refused at parsing."""
     text = problems_of(["--rm-type", "boxed_dapo"], tmp_path)
     assert (
         "boxed_dapo gives several values (score, acc, pred)" in text
@@ -79,9 +77,7 @@ def test_what_a_reward_type_needs_is_asked_for_at_parsing(tmp_path):
 
 
 def test_an_evaluation_configuration_is_read_before_the_run(tmp_path):
-    """A file that is not there, or a word in place of a number, was found at the first
-    evaluation.
-    """
+    """A missing or wrong evaluation file is refused before the run."""
     write_run_inputs(tmp_path)
     config, words = (
         tmp_path / "eval.yaml",
@@ -104,18 +100,18 @@ def test_an_evaluation_configuration_is_read_before_the_run(tmp_path):
 
 
 def test_two_letters_that_changed_places_are_the_nearest_name(tmp_path):
-    """gspo is as near to "gpro" by common letters, and another algorithm."""
+    """A typo of two exchanged letters suggests the right name: "gpro" is grpo and not gspo."""
     assert "Did you mean grpo?" in problems_of(["--advantage-estimator", "gpro"], tmp_path)
 
 
 @pytest.mark.parametrize("name", ["math", "boxed_math", "random"])
 def test_a_reward_type_that_exists_is_accepted(name, tmp_path):
-    """Also with the prefix boxed_."""
+    """Every reward type is accepted, also with the prefix boxed_."""
     assert parse_args([*write_run_inputs(tmp_path), "--rm-type", name]).rm_type == name
 
 
 def test_the_reward_type_of_an_evaluation_set_is_checked_too(tmp_path):
-    """An evaluation falls due long after the start."""
+    """The reward type of an evaluation set is checked at parsing."""
     words = write_run_inputs(tmp_path)
     config = tmp_path / "eval.yaml"
     config.write_text(
@@ -135,7 +131,7 @@ def test_the_reward_type_of_an_evaluation_set_is_checked_too(tmp_path):
 
 
 def test_the_reward_type_of_a_row_is_checked_with_its_place(tmp_path):
-    """A row's metadata may name its own type."""
+    """A reward type in a row's metadata is checked and refused with its file and line."""
     write_run_inputs(tmp_path)
     rows = [
         {"input": "1+1=", "label": "2", "metadata": {"rm_type": rm_type}}
@@ -153,9 +149,7 @@ def test_the_reward_type_of_a_row_is_checked_with_its_place(tmp_path):
     "words", ["--accelerator cuda", "--rollout-engine-device cuda", "--distributed-backend nccl"]
 )
 def test_cuda_where_torch_has_none_is_refused_at_parsing(words, tmp_path, no_cuda):
-    """The dry run printed ticks for it, and the run told to unset a variable that
-    nobody had set.
-    """
+    """--accelerator cuda is refused at parsing where torch has no CUDA."""
     text = problems_of(words.split(), tmp_path)
     assert (
         f"{words}: torch cannot use CUDA here, torch 2.13.0+cpu is a CPU build. Leave it out to "
@@ -164,7 +158,8 @@ def test_cuda_where_torch_has_none_is_refused_at_parsing(words, tmp_path, no_cud
 
 
 def test_a_refused_accelerator_does_not_stay_in_the_environment(tmp_path, no_cuda):
-    """The next command line of the same process would be refused for it."""
+    """A refused accelerator does not stay in the environment for the next command line of the
+    process."""
     problems_of(["--accelerator", "cuda"], tmp_path)
     assert parse_args(write_run_inputs(tmp_path)).accelerator == "auto"
     parse_args([*write_run_inputs(tmp_path), "--accelerator", "cpu"])
@@ -172,7 +167,7 @@ def test_a_refused_accelerator_does_not_stay_in_the_environment(tmp_path, no_cud
 
 
 def test_the_environments_accelerator_is_checked_too(tmp_path, no_cuda):
-    """SLIME_ACCELERATOR is the second way to choose."""
+    """SLIME_ACCELERATOR, the second way to choose, is checked as well."""
     no_cuda.setenv("SLIME_ACCELERATOR", "cuda")
     assert "SLIME_ACCELERATOR=cuda in the environment: torch cannot use CUDA here" in problems_of(
         [], tmp_path
@@ -187,7 +182,7 @@ def test_the_environments_accelerator_is_checked_too(tmp_path, no_cuda):
 
 
 def test_the_reason_without_cuda_is_the_right_one(monkeypatch):
-    """A hidden device and a CPU build want different remedies."""
+    """The message tells a hidden device from a CPU build, because their remedies differ."""
     monkeypatch.setattr("importlib.metadata.version", lambda package: "2.13.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     derive.why_no_cuda.cache_clear()
@@ -196,7 +191,8 @@ def test_the_reason_without_cuda_is_the_right_one(monkeypatch):
 
 
 def test_an_optional_package_is_missed_at_parsing(tmp_path, monkeypatch):
-    """Its import comes minutes later, in another process."""
+    """A missing optional package is refused at parsing; its import comes minutes later in another
+    process."""
     found = machine_rules.importlib.util.find_spec
     hidden = ("wandb", "sglang_router", "math_verify", "pyarrow")
     monkeypatch.setattr(
@@ -230,7 +226,7 @@ def test_an_optional_package_is_missed_at_parsing(tmp_path, monkeypatch):
 def test_a_word_of_another_trainer_is_answered_with_the_option_of_the_same_meaning(
     word, flag, tmp_path
 ):
-    """Spelling alone finds nothing, or the wrong one."""
+    """An option name of another trainer is answered with our option of the same meaning."""
     with pytest.raises(ConfigError) as caught:
         parse_command_line([word, "1"])
     assert str(caught.value) == f"Unknown flag {word}. Did you mean {flag}?"
@@ -241,9 +237,7 @@ def test_a_word_of_another_trainer_is_answered_with_the_option_of_the_same_meani
 
 
 def test_the_table_of_synonyms_names_only_flags_that_exist():
-    """A hint that is refused itself would be worse than none; and no word of the table may be a
-    flag of ours.
-    """
+    """The table of synonyms leads to existing options only and contains none of ours."""
     declared = {flag for spec in all_specs() for flag in spec.flags}
     named = {
         flag
@@ -273,7 +267,7 @@ def test_the_table_of_synonyms_names_only_flags_that_exist():
     ],
 )
 def test_a_list_that_is_written_as_megatron_writes_it_is_read_without_eval(text, value, tmp_path):
-    """Every mixture-of-experts script of upstream has such a flag."""
+    """A list as Megatron writes it ('[0]*1+[1]*27') is read by a parser and never evaluated."""
     assert parse_command_line(["--moe-layer-freq", text]).args.moe_layer_freq == value
     (tmp_path / "run.yaml").write_text(
         f"moe_layer_freq: '{text}'\n" if "[" in text else f"moe_layer_freq: {text}\n"
@@ -297,13 +291,13 @@ def test_a_list_that_is_written_as_megatron_writes_it_is_read_without_eval(text,
     ],
 )
 def test_a_list_that_is_none_is_refused(text):
-    """Nothing that was read is ever run, and nothing of it may grow without bound."""
+    """A text that is no list is refused: nothing of it is run, and it cannot grow without bound."""
     with pytest.raises(ConfigError, match="--moe-layer-freq"):
         parse_command_line(["--moe-layer-freq", text])
 
 
 def test_lists_of_words_and_of_several_arguments_keep_their_meaning():
-    """Stop strings may begin with a bracket; numbers may stand apart."""
+    """Stop strings may begin with a bracket, and numbers may be separate arguments."""
     args = parse_command_line(
         [
             "--rollout-stop",
@@ -326,9 +320,8 @@ def test_lists_of_words_and_of_several_arguments_keep_their_meaning():
 
 
 def test_a_pattern_of_expert_layers_is_compared_by_layers(tmp_path):
-    """A list of ones says the same as the 1 that follows from config.json; another pattern
-    contradicts it.
-    """
+    """A list of ones equals the 1 that follows from config.json, and another pattern contradicts
+    it."""
     words = write_run_inputs(tmp_path)
     moe = {
         "model_type": "qwen3_moe",
@@ -345,7 +338,7 @@ def test_a_pattern_of_expert_layers_is_compared_by_layers(tmp_path):
 
 
 def test_sequence_parallel_with_one_tensor_rank_warns_and_goes_on(tmp_path, capsys):
-    """Megatron does the same, so scripts for several sizes have the flag always."""
+    """--sequence-parallel with one tensor rank warns and goes on, as in Megatron."""
     args = parse_args([*write_run_inputs(tmp_path), "--sequence-parallel"])
     assert args.sequence_parallel is False
     assert (

@@ -1,4 +1,4 @@
-"""Flags, files and their order; every typo is answered with the flag that was meant."""
+"""Flags, files and their order; every typo is answered with the nearest flag."""
 
 import sys
 from pathlib import Path
@@ -54,14 +54,14 @@ TYPOS = {
 
 @pytest.mark.parametrize("typo", sorted(TYPOS))
 def test_a_typo_is_answered_with_the_flag_that_was_meant(typo):
-    """A typo that trains with a default costs a day; one that is named costs a second."""
+    """An unknown flag is refused with the nearest one; ignored, it would train with a default."""
     with pytest.raises(ConfigError) as caught:
         parse_command_line([typo, "4"])
     assert f"Unknown flag {typo}. Did you mean {TYPOS[typo]}?" in str(caught.value)
 
 
 def test_all_problems_of_a_command_line_are_shown_at_once():
-    """One run per problem is what a user should not need."""
+    """All problems of a command line are in one message."""
     with pytest.raises(ConfigError) as caught:
         parse_command_line(
             "--rollout-batch-size 1e3 --lr quick --kl-loss-type k9 --nope 3 --also-nope stray".split()
@@ -79,7 +79,7 @@ def test_all_problems_of_a_command_line_are_shown_at_once():
 
 
 def test_a_prefix_of_a_flag_is_not_the_flag():
-    """An abbreviation changes its meaning when a new option is added."""
+    """A prefix of a flag is not accepted; its meaning would change when an option is added."""
     with pytest.raises(
         ConfigError, match="Unknown flag --rollout-batch. Did you mean --rollout-batch-size"
     ):
@@ -89,7 +89,7 @@ def test_a_prefix_of_a_flag_is_not_the_flag():
 
 
 def test_values_reach_the_namespace_with_their_types():
-    """Everything else reads this namespace."""
+    """Values reach the namespace with their types."""
     args = parse_command_line(
         "--rollout-batch-size 4 --lr 1e-6 --rollout-top-k -1 --kl-coef -1e-3 --rollout-stop a b "
         "--rollout-stop-token-ids 1 2 --colocate "
@@ -120,7 +120,7 @@ def test_values_reach_the_namespace_with_their_types():
 
 
 def test_defaults_are_upstreams():
-    """A script that leaves an option out must mean the same here."""
+    """Defaults are upstream's, so that a script that leaves an option out means the same here."""
     args = parse_command_line([]).args
     expected = {
         "lr": 1e-6, "seed": 1234, "clip_grad": 1.0, "micro_batch_size": 1, "distributed_timeout_minutes": 10, "eval_interval": None,
@@ -137,9 +137,8 @@ def test_defaults_are_upstreams():
 
 
 def test_flags_win_over_the_file_and_the_custom_file_wins_over_all(tmp_path):
-    """The order in which an experiment is written: base file, then what this run changes; plug-ins'
-    own keys last.
-    """
+    """Flags precede the --config file, and the custom config file, for plug-ins' own keys, precedes
+    both."""
     base, custom = tmp_path / "base.yaml", tmp_path / "custom.yaml"
     base.write_text("lr: 1e-5\nrollout-batch-size: 8\nrollout_sample_hook_path: [a.b]\n")
     custom.write_text("seed: 7\nmy_plugin_depth: 3\n")
@@ -163,7 +162,8 @@ def test_flags_win_over_the_file_and_the_custom_file_wins_over_all(tmp_path):
 
 
 def test_plug_ins_add_options_and_change_defaults(tmp_path):
-    """Upstream calls parse_args(add_custom_arguments)."""
+    """parse_args(add_custom_arguments) adds options and changes defaults, as upstream's callers use
+    it."""
 
     def add_custom_arguments(parser):
         parser.add_argument("--my-depth", type=int, default=2)
@@ -181,7 +181,7 @@ def test_plug_ins_add_options_and_change_defaults(tmp_path):
 
 
 def test_help_is_grouped_and_can_be_searched(capsys):
-    """Several hundred options on one page help nobody."""
+    """--help groups the options and can be searched."""
     with pytest.raises(SystemExit) as stopped:
         parse_args(["--help"])
     assert stopped.value.code == 0
@@ -203,9 +203,8 @@ def test_help_is_grouped_and_can_be_searched(capsys):
 
 
 def test_a_valid_command_line_gives_a_complete_namespace(tmp_path):
-    """Model shape from the model's folder, sizes from each other, and where
-    everything came from.
-    """
+    """A valid command line gives the model's shape from its folder, sizes from each other, and
+    where each value came from."""
     args = parse_args(write_run_inputs(tmp_path))
     assert (
         args.global_batch_size,
@@ -252,13 +251,15 @@ def test_a_valid_command_line_gives_a_complete_namespace(tmp_path):
     ),
 )
 def test_a_gate_that_cannot_be_built_is_said_before_anything_starts(tmp_path, flags, said):
-    """Not by an actor once Ray, engines and model are up."""
+    """Gate options that contradict each other are refused at parsing, and not by an actor once Ray,
+    engines and model run."""
     with pytest.raises(ConfigError, match=said):
         parse_args([*write_run_inputs(tmp_path), *flags])
 
 
 def test_without_megatron_core_the_message_says_so(tmp_path, monkeypatch):
-    """--hidden-size would otherwise look like a typo."""
+    """Without megatron-core the message names the package; otherwise --hidden-size would look like
+    a typo."""
     from slime.config import megatron, specs
 
     caches = (megatron.megatron_fields, specs.all_specs, specs.specs_by_name)
@@ -279,7 +280,7 @@ def test_without_megatron_core_the_message_says_so(tmp_path, monkeypatch):
 
 
 def test_a_role_overrides_options_by_name(tmp_path):
-    """The critic's learning rate differs from the policy's."""
+    """A role, such as the critic, overrides options by name."""
     args = parse_args(write_run_inputs(tmp_path))
     file = tmp_path / "roles.yaml"
     file.write_text(

@@ -1,6 +1,5 @@
-"""Each check of `slime doctor` on a machine that is broken in one way: it says so, and
-what to do.
-"""
+"""Each check of `slime doctor` on a machine that is broken in one way: the check fails and tells
+what to do."""
 
 import runpy
 from pathlib import Path
@@ -141,14 +140,14 @@ def refuse(host):
     ],
 )
 def test_a_check_sees_what_is_wrong_and_says_what_to_do(finding, state, word):
-    """A check that is green on a broken machine costs more than no check."""
+    """Each check fails on a broken machine with the remedy."""
     assert finding.state == state, finding
     assert word in f"{finding.detail} {finding.remedy}", finding
     assert bool(finding.remedy) == (state != "ok")
 
 
 def test_a_containers_limits_count(tmp_path):
-    """os.cpu_count() and /proc/meminfo describe the host, not the container."""
+    """CPU and memory are the container's limits, and not the host's."""
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     assert doctor.usable_cores(tmp_path) == 0.5
     (tmp_path / "cpu.max").write_text("max 100000\n")
@@ -163,7 +162,7 @@ def test_a_containers_limits_count(tmp_path):
 
 
 def test_an_interpreter_that_dies_is_a_finding(tmp_path):
-    """A torch that crashes on import must not take the doctor with it."""
+    """A torch that crashes on import is a finding, and the doctor goes on."""
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'Segmentation fault' >&2\nexit 139\n")
     python.chmod(0o755)
@@ -172,7 +171,7 @@ def test_an_interpreter_that_dies_is_a_finding(tmp_path):
 
 
 def test_readme_and_setup_tell_the_tested_range(monkeypatch):
-    """The range is stated once, in slime/tested_versions.py; what people read must say the same."""
+    """README and setup.py have the version ranges of slime/tested_versions.py."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"Python {tested_versions.python_range()}" in readme
     assert f"megatron-core {tested_versions.tested_range('megatron-core')}" in readme
@@ -185,14 +184,14 @@ def test_readme_and_setup_tell_the_tested_range(monkeypatch):
 
 
 def test_versions_compare_by_number():
-    """2.9 is older than 2.49; a text comparison says the opposite."""
+    """Versions compare by number: 2.9 is older than 2.49."""
     assert doctor.version_numbers("2.9") < doctor.version_numbers("2.49.1")
     assert doctor.version_numbers("2.13.0+cpu") == (2, 13, 0)
     assert doctor.version_numbers("3.0.dev1") == (3, 0)
 
 
 def test_findings_are_one_line_with_a_mark_and_the_remedy_below():
-    """Read by people and pasted into issues."""
+    """A finding is one line with a mark and the remedy below."""
     text = doctor.format_findings(
         [doctor.ok("A", "fine"), doctor.fail("Bee", "broken", "Repair it.")]
     )

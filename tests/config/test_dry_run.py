@@ -1,4 +1,4 @@
-"""The dry run tries prompts, template and reward for real and starts nothing."""
+"""The dry run tries prompts, template and reward, and starts nothing."""
 
 import json
 import sys
@@ -47,7 +47,7 @@ def run_inputs_with_tokenizer(folder, **tokenizer_options):
 
 
 def test_a_prefix_is_told_from_a_change():
-    """The probe's arithmetic."""
+    """The comparison tells a render that only appends from one that changes earlier tokens."""
     assert first_difference([1, 2], [1, 2, 3]) is None
     assert first_difference([1, 2], [1, 2]) is None
     assert first_difference([1, 2, 3], [1, 9, 3, 4]) == 1
@@ -56,13 +56,14 @@ def test_a_prefix_is_told_from_a_change():
 
 
 def test_a_template_that_keeps_earlier_turns_passes():
-    """ChatML only appends."""
+    """A template that only appends, such as ChatML, passes."""
     lines, is_stable = probe_template(make_char_tokenizer(), {})
     assert is_stable and [line[0] for line in lines] == ["✓", "✓"]
 
 
 def test_a_template_that_strips_earlier_thoughts_is_found_with_the_token():
-    """Training on the second render would credit tokens that were never sampled."""
+    """A template that strips earlier reasoning is found with the first changed token; training on
+    its second render would use tokens that were never sampled."""
     lines, is_stable = probe_template(make_char_tokenizer(chat_template=STRIPPING_TEMPLATE), {})
     assert not is_stable
     assert lines[0].startswith("✗ a user turn after an answer changes earlier tokens: token ")
@@ -82,7 +83,8 @@ def test_a_template_that_strips_earlier_thoughts_is_found_with_the_token():
 
 
 def test_a_template_that_merges_tool_results_is_found():
-    """A second tool message removes the end of the first one."""
+    """A template that merges tool results is found: a second tool message removes the first one's
+    end."""
     lines, is_stable = probe_template(make_char_tokenizer(chat_template=MERGING_TEMPLATE), {})
     assert (
         not is_stable
@@ -92,7 +94,7 @@ def test_a_template_that_merges_tool_results_is_found():
 
 
 def test_a_template_that_cannot_render_a_role_is_not_an_error():
-    """Many templates know no tool role."""
+    """A template without a tool role is no error."""
     template = (
         "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') "
         "}}{% endif %}{{ m['content'] }}{% endfor %}"
@@ -105,7 +107,7 @@ def test_a_template_that_cannot_render_a_role_is_not_an_error():
 
 
 def test_rewards_are_judged():
-    """A reward that raises, returns text, or cannot tell right from wrong."""
+    """A reward that raises, returns a text, or does not tell right from wrong is reported."""
     texts = ["3", "boxed", "wrong"]
     assert judge_rewards(texts, [1, 0, 0], None)[1] is True
     assert judge_rewards(texts, [{"score": 1.0}, {"score": 0.0}, {"score": 0.0}], "score")[0][
@@ -120,7 +122,7 @@ def test_rewards_are_judged():
 
 
 def test_sizes_and_layout_are_written_out():
-    """Each size has one name and one number."""
+    """Each batch size and the layout are printed with one name and one number."""
     sizes = DerivedSizes(16, 8, 128, 64, 2, 32.0, 4, 2, 2, 1, 1, 2, 1)
     assert format_sizes(sizes)[-1] == "16 prompts x 8 = 128 samples = 2 optimizer steps x 64"
     lines = format_layout(sizes, ranks_per_node=4, is_colocated=False)
@@ -137,7 +139,7 @@ def test_sizes_and_layout_are_written_out():
 
 
 def test_the_whole_dry_run_shows_everything_and_returns_0(tmp_path, capsys):
-    """What a cluster user reads before paying for GPUs."""
+    """The whole dry run shows every section and returns 0."""
     args = parse_args(run_inputs_with_tokenizer(tmp_path))
     assert args.dry_run is True and dry_run(args) == 0
     page = capsys.readouterr().out
@@ -153,9 +155,8 @@ def test_the_whole_dry_run_shows_everything_and_returns_0(tmp_path, capsys):
 
 
 def test_labels_that_the_reward_type_can_never_call_right_fail_the_dry_run(tmp_path, capsys):
-    """Before the first rollout in place of 0.0 after it. One such row among others is named, and
-    does not stop the run.
-    """
+    """Labels that the reward type can never match fail the dry run; one such row among others is
+    named and does not."""
     words = run_inputs_with_tokenizer(tmp_path)
     metadata = {"rm_type": "gpqa", "choices": ["3", "4"]}  # Q is none of A and B
     rows = [
@@ -178,7 +179,7 @@ def test_labels_that_the_reward_type_can_never_call_right_fail_the_dry_run(tmp_p
 
 
 def test_a_reward_that_raises_fails_the_dry_run(tmp_path, capsys, monkeypatch):
-    """Better now than after the first rollout."""
+    """A reward that raises fails the dry run."""
     (tmp_path / "my_broken_reward.py").write_text(
         "async def score(args, sample, **kwargs):\n    raise KeyError('answer')\n"
     )
@@ -191,9 +192,8 @@ def test_a_reward_that_raises_fails_the_dry_run(tmp_path, capsys, monkeypatch):
 
 
 def test_supervised_conversations_are_shown_as_they_are_trained(tmp_path, capsys):
-    """With their mask, and without a generation prompt behind an answer that is there: 2
-    characters, the end token and the newline that this template writes behind it are trained.
-    """
+    """Supervised conversations are shown with their mask and without a generation prompt: 2
+    characters, the end token and the newline behind it are trained."""
     words = run_inputs_with_tokenizer(tmp_path)
     rows = [
         {"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2!"}]}

@@ -1,4 +1,4 @@
-"""docs/flags.md says what the code says."""
+"""docs/flags.md equals what the options generate."""
 
 import sys
 from pathlib import Path
@@ -16,12 +16,12 @@ NUM_GPUS = 0
 
 
 def test_the_page_in_the_repository_is_current(capsys):
-    """A reference that lags behind the code misleads."""
+    """The committed page is current."""
     assert generate_docs.main(["flags", "--check"]) == 0, capsys.readouterr().err
 
 
 def test_every_flag_stands_on_the_page_in_one_table_row():
-    """A cell with a bar or a line break would cut the table."""
+    """Every flag has one table row, without a bar or line break that would cut the table."""
     page = generate_docs.flags_page()
     rows = [line for line in page.splitlines() if line.startswith("| `--")]
     for spec in all_specs():
@@ -30,7 +30,7 @@ def test_every_flag_stands_on_the_page_in_one_table_row():
 
 
 def test_an_outdated_page_is_noticed(tmp_path, monkeypatch, capsys):
-    """The check must be able to fail."""
+    """An outdated page fails the check."""
     monkeypatch.setattr(generate_docs, "ROOT", tmp_path)
     assert generate_docs.main(["--check"]) == 1
     assert "out of date: docs/flags.md" in capsys.readouterr().err
@@ -38,9 +38,7 @@ def test_an_outdated_page_is_noticed(tmp_path, monkeypatch, capsys):
 
 
 def test_another_megatron_core_is_no_outdated_page(monkeypatch):
-    """Its own sections follow the installed version; everything else must still be what the code
-    says.
-    """
+    """With another megatron-core only the other sections are compared."""
     page = generate_docs.flags_page()
     monkeypatch.setattr(generate_docs, "_megatron_version", lambda: "99.1")
     start = page.index("\n## Megatron: transformer config")

@@ -1,6 +1,5 @@
-"""Users' functions are looked at before the run: they exist, and can be called as slime
-calls them.
-"""
+"""Users' functions are checked before the run: they exist, and can be called as slime calls
+them."""
 
 import asyncio
 import sys
@@ -85,18 +84,14 @@ def game(tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_a_function_that_cannot_be_called_is_refused_before_the_run(words, message, game):
-    """The old check asked only whether the first package exists; the rest failed 20 to 32 seconds
-    into the run.
-    """
+    """A function that does not exist or has a wrong signature is refused before the run."""
     with pytest.raises(ConfigError) as caught:
         parse_args([*write_run_inputs(game), *words.split()])
     assert message in str(caught.value) and words.split()[-2] in str(caught.value)
 
 
 def test_every_wrong_function_is_named_in_one_message(game):
-    """The run is corrected once, not once per function; an evaluation dataset's own functions are
-    among them.
-    """
+    """All wrong functions, those of evaluation datasets included, are in one message."""
     (game / "eval.yaml").write_text(
         f"eval:\n  datasets:\n    - {{name: held_out, path: {game / 'prompts.jsonl'}, "
         f"custom_rm_path: hooks_game.rewad}}\n"
@@ -114,9 +109,8 @@ def test_every_wrong_function_is_named_in_one_message(game):
 
 
 def test_functions_that_can_be_called_pass_and_the_dry_run_lists_them(game, capsys):
-    """With the file and line that slime will call: of two modules of one name the wrong one is
-    seen.
-    """
+    """The dry run lists the functions with file and line, so that the wrong one of two modules of a
+    name shows."""
     words = "--custom-generate-function-path hooks_game.generate --custom-rm-path hooks_game.reward --dry-run".split()
     assert dry_run(parse_args([*write_run_inputs(game), *words])) == 1, (
         "the folder has no tokenizer"
@@ -128,9 +122,8 @@ def test_functions_that_can_be_called_pass_and_the_dry_run_lists_them(game, caps
 
 
 def test_a_samples_own_function_gives_the_same_sentence(game):
-    """They are in the data, so they are met during the run; a ConfigError ends it, instead of one
-    failed sample after the other.
-    """
+    """A function that a sample names, which is met during the run, gives the same message as a
+    ConfigError that ends it."""
     sample = Sample(
         index=4,
         generate_function_path="hooks_game.rollout_shaped",
@@ -149,7 +142,7 @@ def test_a_samples_own_function_gives_the_same_sentence(game):
 
 
 def test_what_slime_brings_fits_its_own_table():
-    """Every function of ours that a user may name, so that the table says how they are called."""
+    """Every function of slime's that a user may name fits the table of signatures."""
     for option, path in (
         ("rollout_function_path", "slime.rollout.sglang_rollout.generate_rollout"),
         ("rollout_function_path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async"),
@@ -175,7 +168,7 @@ def test_what_slime_brings_fits_its_own_table():
 
 
 def test_the_table_has_every_option_that_names_a_function():
-    """An option that is added without a row would not be checked."""
+    """Every option that names a function is in the table."""
     paths = {
         spec.name for spec in all_specs() if spec.source == "slime" and spec.name.endswith("_path")
     }
@@ -188,7 +181,7 @@ def test_the_table_has_every_option_that_names_a_function():
 
 
 def test_a_generate_function_may_set_the_reward_itself(game):
-    """--rm-type is asked for only where nothing else can score."""
+    """--rm-type is required only where nothing else can score."""
     words = [word for word in write_run_inputs(game) if word not in ("--rm-type", "exact_match")]
     with pytest.raises(ConfigError, match="--rm-type is missing"):
         parse_args(words)
@@ -207,9 +200,8 @@ def wrapper(args, sample) -> "Awaitable[float]":  # noqa: F821
 
 
 def test_an_awaitable_is_accepted_where_it_can_be_seen():
-    """Objects with an async __call__, and plain functions that are annotated to return an
-    awaitable.
-    """
+    """Objects with an async __call__, and functions annotated to return an awaitable, count as
+    async."""
     point = EXTENSION_POINTS["custom_rm_path"]
     assert point.mode is Mode.ASYNC
     assert problem_of(point, Callable()) is None and problem_of(point, wrapper) is None

@@ -1,6 +1,4 @@
-"""docs/hooks.md has every extension point as the table has it, and its examples are what it says
-they are.
-"""
+"""docs/hooks.md has every extension point of the table, and its examples run."""
 
 import re
 import sys
@@ -32,7 +30,7 @@ def example_of(point):
 
 
 def test_every_extension_point_has_its_section():
-    """A point that is added, or called otherwise, changes the page."""
+    """Every extension point has a section with its parameters and its task."""
     assert list(SECTIONS) == [point.flag for point in EXTENSION_POINTS.values()]
     for point in EXTENSION_POINTS.values():
         for words in (point.parameters, point.task, point.called, point.returns):
@@ -41,12 +39,13 @@ def test_every_extension_point_has_its_section():
 
 @pytest.mark.parametrize("option", EXTENSION_POINTS)
 def test_every_example_can_be_called_as_its_option_is(option):
-    """The same check that a run makes of a user's function."""
+    """Every example passes the check that a run makes of a user's function."""
     assert problem_of(EXTENSION_POINTS[option], example_of(EXTENSION_POINTS[option])) is None
 
 
 def test_the_examples_of_the_rollout_side_do_what_they_say():
-    """Called on two samples of one group: label 4, responses 4 and 5."""
+    """The examples of the rollout side do what the page says, on two samples with label 4 and
+    responses 4 and 5."""
     find = {option: example_of(point) for option, point in EXTENSION_POINTS.items()}
     args = make_args()
     samples = [
@@ -70,12 +69,12 @@ def test_the_examples_of_the_rollout_side_do_what_they_say():
 
 
 def test_the_pages_first_example_runs():
-    """A unit test of a reward, as the page shows it."""
+    """The page's unit test of a reward runs."""
     exec(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0], {})
 
 
 def test_the_supervised_pages_options_are_a_run(tmp_path):
-    """The YAML of docs/sft.md, with paths that exist."""
+    """The YAML of docs/sft.md, with existing paths, is a valid run."""
     inputs = write_run_inputs(tmp_path)
     (block,) = re.findall(r"```yaml\n(.*?)```", (DOCS / "sft.md").read_text(), re.DOTALL)
     (row,) = re.findall(r"```json\n(.*?)```", (DOCS / "sft.md").read_text(), re.DOTALL)

@@ -17,9 +17,8 @@ NUM_GPUS = 0
 
 
 def test_what_differs_from_upstream_has_a_reason_and_every_reason_is_needed():
-    """A name that vanishes in a clean-up breaks somebody's plug-in; a reason that no longer holds
-    hides the next difference.
-    """
+    """Every difference from upstream's interface has a reason in the table, and every reason is
+    needed."""
     rows = interface_check.read_table()
     assert len(rows) > 500 and len({row.key for row in rows}) == len(rows)
     _, problems = report(rows)
@@ -57,15 +56,15 @@ def test_what_differs_from_upstream_has_a_reason_and_every_reason_is_needed():
     ids=str,
 )
 def test_differences_are_found(row, told):
-    """The check itself: names, places and defaults of parameters, defaults of options and fields,
-    keys of metrics.
-    """
+    """Differences in names, places and defaults of parameters, defaults of options and fields, and
+    keys of metrics are found."""
     found = difference(row)
     assert found is None if told is None else told in found
 
 
 def test_a_description_is_read_mechanically():
-    """A newer description of upstream is compared by one command."""
+    """A description of upstream's interface is read by a parser, so that a newer one is compared by
+    one command."""
     text = """## 8. Losses
 ### 8.1 `slime.utils.ppo_utils`
 * `vanilla_gae(rewards, values, gamma, lambd)`, `new_function(a, *, b=1)`.

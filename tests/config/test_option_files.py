@@ -1,6 +1,5 @@
-"""--config and --print-config: strict keys with file and line, and a round trip for
-every option.
-"""
+"""--config and --print-config: strict keys with file and line, and a round trip for every
+option."""
 
 import sys
 from pathlib import Path
@@ -75,7 +74,7 @@ def values_of(spec):
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_every_option_survives_the_way_to_a_file_and_back(tmp_path_factory, data):
-    """A recorded configuration that reads back differently records another run."""
+    """Every option has the same value after it was written to a file and read back."""
     names = [spec.name for spec in all_specs() if not spec.is_secret]
     chosen = data.draw(st.lists(st.sampled_from(names), min_size=20, max_size=20, unique=True))
     values = {name: data.draw(values_of(specs_by_name()[name]), label=name) for name in chosen}
@@ -93,7 +92,7 @@ def test_every_option_survives_the_way_to_a_file_and_back(tmp_path_factory, data
 
 
 def test_the_defaults_of_all_options_read_back_as_themselves(tmp_path):
-    """Every option at once, through the same text that --print-config prints."""
+    """All defaults at once read back as themselves from the text of --print-config."""
     args = parse_command_line([]).args
     file = tmp_path / "all.yaml"
     file.write_text(format_resolved(args, all_specs()))
@@ -104,7 +103,7 @@ def test_the_defaults_of_all_options_read_back_as_themselves(tmp_path):
 
 
 def test_a_resolved_configuration_is_a_fixed_point(tmp_path, capsys):
-    """Running from the file that a run has written is the same run."""
+    """A run from the file that a run has written resolves to the same configuration."""
     words = [
         *write_run_inputs(tmp_path),
         "--eps-clip-high",
@@ -127,9 +126,8 @@ def test_a_resolved_configuration_is_a_fixed_point(tmp_path, capsys):
 
 
 def test_what_depends_on_the_disk_is_recorded_as_asked_for(tmp_path):
-    """A first start falls back to fresh weights; the recorded file must resume once there is a
-    checkpoint.
-    """
+    """What depends on the disk is recorded as given: a first start falls back to fresh weights, and
+    from the recorded file a later one resumes."""
     words = [
         *write_run_inputs(tmp_path),
         "--save",
@@ -154,9 +152,8 @@ def test_what_depends_on_the_disk_is_recorded_as_asked_for(tmp_path):
 
 
 def test_a_flag_beside_a_recorded_file_reaches_what_follows_from_it(tmp_path):
-    """The file's derived paths used to beat --dump-details: a replay wrote over the dumps that it
-    was compared with.
-    """
+    """A flag beside a recorded file changes the paths derived from it; with the file's, a replay
+    would overwrite the dumps that it is compared with."""
     first = parse_args(
         [*write_run_inputs(tmp_path), "--dump-details", str(tmp_path / "old"), "--eps-clip", "0.2"]
     )
@@ -184,7 +181,8 @@ def test_a_flag_beside_a_recorded_file_reaches_what_follows_from_it(tmp_path):
 
 
 def test_a_key_without_effect_is_named_with_its_reason(tmp_path):
-    """A file that an earlier version recorded may hold an option that nothing reads any more."""
+    """A key of an earlier version that nothing reads is ignored with a warning that gives the
+    reason."""
     (tmp_path / "run.yaml").write_text("lr: 1e-5\nlog_interval: 1\n")
     line = parse_command_line(["--config", str(tmp_path / "run.yaml")])
     assert line.args.lr == 1e-5 and line.counts["honoured"] == 1
@@ -193,9 +191,8 @@ def test_a_key_without_effect_is_named_with_its_reason(tmp_path):
 
 
 def test_a_recorded_file_shows_what_followed_apart_from_what_was_asked_for(tmp_path):
-    """Readers want the batch size that the run had; a run from the file must not take it for a
-    choice.
-    """
+    """A recorded file shows derived values apart from given ones, and a run from it does not take
+    them for given."""
     args = parse_args([*write_run_inputs(tmp_path), "--dump-details", str(tmp_path / "d")])
     write_resolved_config(args, tmp_path / "config.yaml")
     content = yaml.safe_load((tmp_path / "config.yaml").read_text())
@@ -226,9 +223,7 @@ def test_a_replay_never_writes_over_the_dump_that_it_reads(tmp_path, written):
 
 
 def test_a_used_save_folder_is_not_written_over(tmp_path):
-    """A second start without --load wrote iteration 0 over the first run's, and set the pointer
-    back.
-    """
+    """A second start without --load into a used --save folder is refused."""
     words = [*write_run_inputs(tmp_path), "--save", str(tmp_path / "ckpt")]
     parse_args(words)
     (tmp_path / "ckpt").mkdir()
@@ -250,9 +245,7 @@ def test_a_used_save_folder_is_not_written_over(tmp_path):
 
 
 def test_a_resumed_policy_takes_its_critic_from_where_it_was_saved(tmp_path):
-    """critic/ in --load first, then --critic-save: a resumed run with the same options began a new
-    critic.
-    """
+    """A resumed run takes its critic from critic/ in --load, else from --critic-save."""
     words = [
         *write_run_inputs(tmp_path),
         "--advantage-estimator",
@@ -270,9 +263,8 @@ def test_a_resumed_policy_takes_its_critic_from_where_it_was_saved(tmp_path):
 
 
 def test_a_first_start_takes_the_iteration_of_its_reference(tmp_path):
-    """Policy from the latest iteration, reference from iteration 3: the KL of the first step was
-    0.033 for 0.
-    """
+    """A first start loads the policy from --ref-load at --ref-ckpt-step, so that the first KL is 0;
+    another --ckpt-step is refused."""
     words = write_run_inputs(tmp_path)
     for step in (3, 7):
         (tmp_path / "x" / f"iter_000000{step}").mkdir(parents=True)
@@ -331,7 +323,7 @@ def test_a_first_start_takes_the_iteration_of_its_reference(tmp_path):
     ],
 )
 def test_a_mistake_in_a_file_is_named_with_file_and_line(tmp_path, line, message):
-    """A file of forty lines with one mistake."""
+    """A mistake in a file is refused with file and line."""
     file = tmp_path / "run.yaml"
     file.write_text(f"seed: 1\n{line}\nlr: 1e-5\n")
     with pytest.raises(ConfigError) as caught:
@@ -340,7 +332,7 @@ def test_a_mistake_in_a_file_is_named_with_file_and_line(tmp_path, line, message
 
 
 def test_numbers_and_words_are_read_by_the_options_type(tmp_path):
-    """YAML reads 1e-6 as text and `off` as false; the option knows better."""
+    """Values are read by the option's type: YAML reads 1e-6 as text and `off` as false."""
     file = tmp_path / "run.yaml"
     file.write_text(
         "\ufefflr: 1e-6\nrun_name: off\nwandb_group: 007\nclip_grad: 1\nmin_lr: .inf\nload: "
@@ -360,7 +352,7 @@ def test_numbers_and_words_are_read_by_the_options_type(tmp_path):
 
 
 def test_a_file_that_is_missing_or_not_yaml_is_named(tmp_path):
-    """The two most common mistakes with --config."""
+    """A file that is missing or not YAML is refused by name."""
     (tmp_path / "grpo.yaml").write_text("lr: 1\n")
     with pytest.raises(ConfigError, match=r"Cannot read .*grop.yaml.*there is: grpo.yaml"):
         parse_command_line(["--config", str(tmp_path / "grop.yaml")])
@@ -373,7 +365,7 @@ def test_a_file_that_is_missing_or_not_yaml_is_named(tmp_path):
 
 
 def test_secrets_are_not_written(tmp_path):
-    """config.yaml is uploaded with runs and pasted into issues."""
+    """Secrets are not written to config.yaml."""
     args = parse_command_line(
         [
             "--wandb-key",

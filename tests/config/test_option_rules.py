@@ -1,6 +1,5 @@
-"""Rules between options: all broken ones at once, each with flags, values and a value
-that works.
-"""
+"""Rules between options: all broken ones in one message, each with flags, values and a value that
+works."""
 
 import sys
 from pathlib import Path
@@ -168,23 +167,21 @@ def problems_of(words: str, tmp_path) -> str:
     ],
 )
 def test_each_rule_names_flags_values_and_a_way_out(tmp_path, words, message):
-    """An assertion message of three words sends the user to the source."""
+    """Each broken rule names flags, values and a value that works."""
     assert message in problems_of(words, tmp_path)
 
 
 def test_a_batch_that_leaves_a_rest_is_accepted_where_the_rest_trains(tmp_path):
-    """8 samples in steps of 5: 5 and 3. The rule that refuses it names the option
-    that allows it.
-    """
+    """8 samples in steps of 5 are accepted with --keep-trailing-rollouts, under which they train as
+    5 and 3."""
     words = "--global-batch-size 5 --keep-trailing-rollouts"
     args = parse_args([*write_run_inputs(tmp_path), *words.split()])
     assert (args.global_batch_size, args.keep_trailing_rollouts) == (5, True)
 
 
 def test_a_replay_needs_no_prompts_and_counts_none(tmp_path):
-    """Samples come from the recording: without prompts nothing is missing, and passes over them are
-    no number of rollouts.
-    """
+    """A replay needs no prompts, and its number of rollouts does not follow from passes over
+    them."""
     words = [
         *write_run_inputs(tmp_path),
         "--load-debug-rollout-data",
@@ -201,7 +198,7 @@ def test_a_replay_needs_no_prompts_and_counts_none(tmp_path):
 
 
 def test_all_broken_rules_are_shown_at_once():
-    """Five mistakes are one message, not five runs."""
+    """Five broken rules are one message."""
     with pytest.raises(ConfigError) as caught:
         parse_args(["--kl-coef", "1", "--kl-loss-coef", "1"])
     text = str(caught.value)
@@ -216,7 +213,7 @@ def test_all_broken_rules_are_shown_at_once():
 
 
 def test_missing_files_are_answered_with_the_names_that_exist(tmp_path):
-    """Most missing files are misspelt."""
+    """A missing file is answered with the names that exist beside it."""
     (tmp_path / "train.jsonl").write_text("{}\n")
     assert missing_path("--prompt-data", str(tmp_path / "trian.jsonl"), "file").endswith(
         f"Did you mean {tmp_path / 'train.jsonl'}?"
@@ -243,7 +240,8 @@ def test_missing_files_are_answered_with_the_names_that_exist(tmp_path):
     ],
 )
 def test_a_bad_dataset_is_named_with_its_line_before_anything_starts(tmp_path, content, message):
-    """Otherwise a row of the second epoch ends a run that has cost a night."""
+    """A bad row of a dataset is refused with its line before anything starts, and not in the second
+    epoch."""
     words = write_run_inputs(tmp_path)
     (tmp_path / "prompts.jsonl").write_text(content)
     with pytest.raises(ConfigError) as caught:
@@ -252,7 +250,7 @@ def test_a_bad_dataset_is_named_with_its_line_before_anything_starts(tmp_path, c
 
 
 def test_a_port_in_use_is_found_before_the_start(tmp_path):
-    """The engine would find it minutes later."""
+    """A port in use is found before the start."""
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
         busy.listen()
@@ -261,7 +259,8 @@ def test_a_port_in_use_is_found_before_the_start(tmp_path):
 
 
 def test_resuming_from_nothing_is_an_error_but_a_first_start_is_not(tmp_path):
-    """A mistyped --load that starts anew destroys a run quietly."""
+    """A --load folder without a checkpoint is an error, except for the run's own --save folder,
+    where the first start begins anew and a later one resumes."""
     assert "holds no published checkpoint" in problems_of(f"--load {tmp_path}", tmp_path)
     assert "no such folder" in problems_of(f"--load {tmp_path / 'ckpt'}", tmp_path)
     words = [
@@ -283,7 +282,7 @@ def test_resuming_from_nothing_is_an_error_but_a_first_start_is_not(tmp_path):
 
 
 def test_derived_values_follow_and_deriving_twice_changes_nothing():
-    """What is given is never overridden, so a recorded configuration derives to itself."""
+    """Given values are never overridden by derived ones, and deriving twice changes nothing."""
     args = parse_command_line(
         "--rollout-batch-size 6 --n-samples-per-prompt 1 --num-steps-per-rollout 2 "
         "--max-tokens-per-gpu 512 --balance-by-flops "
@@ -313,7 +312,7 @@ def test_derived_values_follow_and_deriving_twice_changes_nothing():
 
 
 def test_ranks_are_laid_out_as_megatron_does():
-    """TP varies fastest, then CP, DP, PP: neighbours share matrices."""
+    """Ranks are laid out as in Megatron: TP varies fastest, then CP, DP, PP."""
     args = parse_command_line(
         "--rollout-batch-size 8 --actor-num-nodes 2 --actor-num-gpus-per-node 8 "
         "--tensor-model-parallel-size 2 "
@@ -334,7 +333,7 @@ def test_ranks_are_laid_out_as_megatron_does():
 
 
 def test_rules_read_only_what_they_declare():
-    """A rule that reads more than it names would fail on a namespace that lacks it."""
+    """A rule reads only the options that it declares."""
 
     class Watching(argparse.Namespace):
         seen: set = set()
@@ -363,7 +362,7 @@ def test_rules_read_only_what_they_declare():
 
 
 def test_nearest_divisors_lie_on_both_sides():
-    """They are what an error suggests."""
+    """The suggested divisors lie on both sides of the value."""
     assert nearest_divisors(12, 5) == [4, 6]
     assert nearest_divisors(12, 6) == [6, 12]
     assert nearest_divisors(7, 9) == [7]
@@ -374,7 +373,7 @@ def test_nearest_divisors_lie_on_both_sides():
 
 
 def test_colocation_turns_offloading_on_and_keeps_what_was_meant():
-    """Pinned by upstream's tests."""
+    """--colocate turns offloading on and keeps explicit choices, as upstream's tests expect."""
     for given, expected in ((None, 8), (0, 0), (16, 16), (4, 8)):
         args = upstream_namespace(colocate=True, rollout_num_gpus=given)
         slime_validate_args(args)
@@ -389,7 +388,8 @@ def test_colocation_turns_offloading_on_and_keeps_what_was_meant():
 
 
 def test_engines_that_are_not_the_runs_own_are_not_told_to_free_memory():
-    """--colocate leaves them alone; asked for by name, it is refused with the reason."""
+    """--colocate leaves external engines alone, and offloading them by name is refused with the
+    reason."""
     external = {
         "rollout_external_engine_addrs": ["127.0.0.1:1"],
         "update_weight_transport": "disk",
@@ -436,13 +436,13 @@ def test_engines_that_are_not_the_runs_own_are_not_told_to_free_memory():
     ],
 )
 def test_upstreams_errors_keep_their_words(overrides, message):
-    """Users' tests match them."""
+    """Messages that upstream's users match keep their words."""
     with pytest.raises(ValueError, match=message):
         slime_validate_args(upstream_namespace(**overrides))
 
 
 def test_a_start_that_was_asked_for_is_kept():
-    """HEAD's behaviour: an explicit --start-rollout-id survives, else 0 without a checkpoint."""
+    """An explicit --start-rollout-id is kept; without it and a checkpoint the start is 0."""
     for given, expected in ((None, 0), (7, 7)):
         args = upstream_namespace(start_rollout_id=given)
         slime_validate_args(args)
@@ -455,7 +455,7 @@ def test_a_start_that_was_asked_for_is_kept():
 
 
 def test_a_group_of_one_is_not_divided_by_its_deviation():
-    """The deviation of one number is zero."""
+    """With one sample per prompt rewards are not divided by their deviation, which is zero."""
     args = upstream_namespace(n_samples_per_prompt=1, global_batch_size=4)
     slime_validate_args(args)
     assert args.grpo_std_normalization is False and broken_rules(args) == []

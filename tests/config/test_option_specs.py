@@ -1,6 +1,5 @@
-"""Options come from dataclasses: one name each, a sentence each, and Megatron's fields without
-importing torch.
-"""
+"""Options come from dataclasses: one name and one sentence each, and Megatron's fields without
+importing torch."""
 
 import dataclasses
 import subprocess
@@ -52,7 +51,7 @@ class Sample:
 
 
 def test_a_field_becomes_a_flag_with_its_type_choices_and_ways_to_switch_it_off():
-    """The dataclass is the only place where an option is written down."""
+    """A dataclass field becomes a flag with its type, choices and negative form."""
     specs = {spec.name: spec for spec in specs_of_dataclass(Sample)}
     assert (specs["count"].flag, specs["count"].kind, specs["count"].required) == (
         "--count",
@@ -73,7 +72,7 @@ def test_a_field_becomes_a_flag_with_its_type_choices_and_ways_to_switch_it_off(
 
 
 def test_a_type_that_no_command_line_can_express_is_refused_where_it_is_declared():
-    """Otherwise the mistake shows only when somebody gives the flag."""
+    """A field of a type that no command line can express is refused at its declaration."""
     with pytest.raises(TypeError, match="one type and None at most"):
         read_annotation(int | str)
     bad = dataclasses.make_dataclass(
@@ -86,7 +85,7 @@ def test_a_type_that_no_command_line_can_express_is_refused_where_it_is_declared
 
 
 def test_no_two_options_share_a_name_or_a_flag():
-    """argparse would let the later one win silently."""
+    """No two options share a name or a flag; argparse would let the later one win."""
     require_unique(all_specs())
     twice = specs_of_dataclass(Sample) + [
         dataclasses.replace(specs_of_dataclass(Sample)[0], group="Other")
@@ -96,9 +95,7 @@ def test_no_two_options_share_a_name_or_a_flag():
 
 
 def test_every_option_has_a_sentence_and_a_default_of_its_type():
-    """Help without a sentence, or a default that its own flag would refuse, is a mistake in a
-    dataclass.
-    """
+    """Every option has a sentence of help and a default that its own flag accepts."""
     for cls in option_classes():
         for spec in specs_of_dataclass(cls):
             assert len(spec.help) > 8 and spec.help.rstrip()[-1] in ".)!", (
@@ -126,7 +123,7 @@ def test_every_option_has_a_sentence_and_a_default_of_its_type():
     ],
 )
 def test_a_value_of_a_wrong_type_says_what_would_be_right(kind, text, message):
-    """The user sees the remedy, not a traceback."""
+    """A value of a wrong type is refused with what would be right."""
     spec = dataclasses.replace(specs_of_dataclass(Sample)[1], kind=kind)
     with pytest.raises(ValueError) as caught:
         convert_text(spec, text)
@@ -142,9 +139,8 @@ SHARED_NAMES = {
 
 
 def test_megatron_fields_are_read_from_source_as_the_imported_classes_have_them():
-    """Names and defaults that differ from the real dataclasses would train another model than asked
-    for.
-    """
+    """Megatron's fields, read from source, have the names and defaults of the imported
+    dataclasses."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import TransformerConfig
@@ -172,7 +168,7 @@ def test_megatron_fields_are_read_from_source_as_the_imported_classes_have_them(
 
 
 def test_only_simple_fields_of_a_config_class_become_flags():
-    """A callable or a dtype cannot be typed on a command line."""
+    """Fields that no command line can express, such as callables and dtypes, become no flags."""
     source = (
         "@dataclass\nclass C:\n    a: int = 1\n    'Help of a.'\n    b: Optional[Callable] = "
         "None\n    c: Literal['x', 'y'] = 'x'\n"
@@ -194,7 +190,7 @@ def test_only_simple_fields_of_a_config_class_become_flags():
 
 
 def test_a_megatron_field_that_slime_declares_too_is_on_the_list_of_shared_names():
-    """A collision that nobody decided about would hide one of the two meanings."""
+    """A Megatron field whose name slime declares too is on the list of shared names."""
     own = {spec.name for cls in option_classes() for spec in specs_of_dataclass(cls)}
     collisions = own & {field.name for field in megatron_fields()}
     assert collisions <= SHARED_NAMES, collisions - SHARED_NAMES
@@ -203,7 +199,7 @@ def test_a_megatron_field_that_slime_declares_too_is_on_the_list_of_shared_names
 
 
 def test_parsing_a_command_line_imports_no_heavy_package():
-    """The answer to a typo must come in a fraction of a second; torch alone takes seconds."""
+    """Parsing imports no heavy package, so that a typo is answered in a fraction of a second."""
     code = (
         "import sys; from slime.cli import main; rc = main(['train', '--no-such-flag']);"
         "heavy = {'torch', 'ray', 'transformers', 'megatron', 'numpy', 'aiohttp'} & set(sys.modules); print(rc, sorted(heavy))"

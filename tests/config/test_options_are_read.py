@@ -1,10 +1,5 @@
-"""Every option changes something: code outside slime/config reads it, Megatron gets it, or parsing
-itself acts on it.
-
-Code that only shows options (the dry run, the doctor) and code in slime/config (rules, derivations,
-tables of upstream's flags) does not count: an option that is checked and derived from, and then
-read by nothing, is accepted and not honoured.
-"""
+"""Every option has an effect: code outside slime/config reads it, Megatron gets it, or parsing acts
+on it."""
 
 import ast
 import importlib
@@ -177,9 +172,7 @@ def names_that_megatron_gets():
 
 
 def test_every_declared_option_is_read_by_code():
-    """Declared and accepted is not honoured: a script would run with another meaning
-    than it says.
-    """
+    """Every declared option is read by code or passed to Megatron."""
     found = names_that_code_reads() | names_that_megatron_gets()
     unread = {spec.name for spec in all_specs()} - found
     assert sorted(unread - set(ACTED_ON_AT_PARSING)) == []
@@ -188,7 +181,7 @@ def test_every_declared_option_is_read_by_code():
 
 @pytest.mark.parametrize("name", sorted(ACTED_ON_AT_PARSING))
 def test_what_only_parsing_looks_at_is_acted_on_there(tmp_path, name):
-    """Refused with its flag, or turned into what code reads."""
+    """An option that only parsing reads is refused there or turned into one that code reads."""
     words, outcome = ACTED_ON_AT_PARSING[name]
     (tmp_path / "own.yaml").write_text("lr: 0.25\n")
     line = [*write_run_inputs(tmp_path), *words.format(lr=tmp_path / "own.yaml").split()]
@@ -224,7 +217,8 @@ def test_what_only_parsing_looks_at_is_acted_on_there(tmp_path, name):
     ],
 )
 def test_the_search_is_for_options_and_not_for_words(source, is_read):
-    """Else any attribute or text of the same name would do, and so would an assignment."""
+    """The search counts reads of options, and neither equal attribute names of other objects nor
+    assignments."""
     assert ("lr" in names_in(source)) is is_read
 
 

@@ -1,6 +1,5 @@
-"""What is left of a resumed run is known before anything starts: nothing, or rollouts beyond the
-end of its learning-rate schedule.
-"""
+"""What is left of a resumed run is checked before anything starts: no rollout at all, or rollouts
+beyond the end of the learning-rate schedule."""
 
 import argparse
 import json
@@ -53,9 +52,7 @@ def no_session(monkeypatch):
 
 
 def test_a_finished_run_says_so_with_status_0_and_starts_nothing(tmp_path, capsys, no_session):
-    """It ran zero rollouts, printed nothing and ended with 0: nobody could tell it from a trained
-    one.
-    """
+    """Resuming a finished run prints that it is finished, returns 0 and starts nothing."""
     write_checkpoint(tmp_path / "run4")
     assert train.launch(words_for(tmp_path, "--num-rollout", "4"), train.train) == 0
     (sentence,) = capsys.readouterr().err.splitlines()
@@ -87,7 +84,7 @@ def test_a_finished_run_says_so_with_status_0_and_starts_nothing(tmp_path, capsy
     ],
 )
 def test_a_run_that_asks_for_nothing_says_so(words, sentence, tmp_path, capsys, no_session):
-    """The neighbours of a finished run."""
+    """A run without rollouts prints that there is nothing to do."""
     assert train.launch([*write_run_inputs(tmp_path), *words.split()], train.train) == 0
     assert capsys.readouterr().err.splitlines() == [sentence]
 
@@ -95,9 +92,8 @@ def test_a_run_that_asks_for_nothing_says_so(words, sentence, tmp_path, capsys, 
 @pytest.mark.parametrize("loop", [train.train, train_async.train])
 @pytest.mark.parametrize("start", [0, 4])
 def test_a_run_of_no_rollout_evaluates_what_it_loads(loop, start, tmp_path, monkeypatch):
-    """--num-rollout 0 with --eval-interval: one evaluation, of the first weights or of those behind
-    rollout 3, and nothing else.
-    """
+    """--num-rollout 0 with --eval-interval runs one evaluation, of the first weights or of those
+    after rollout 3."""
     words = [
         "--num-rollout",
         "0",
@@ -122,9 +118,8 @@ def test_a_run_of_no_rollout_evaluates_what_it_loads(loop, start, tmp_path, monk
 
 
 def test_passes_over_the_prompts_are_counted_before_they_are_called_done(tmp_path):
-    """With --num-epoch the number of rollouts is known once the prompts are: 10 prompts make 2
-    rollouts of 4.
-    """
+    """With --num-epoch the number of rollouts follows from the prompts: 10 prompts make 2 rollouts
+    of 4."""
     write_checkpoint(tmp_path / "run4", min_lr=1e-7)
     args = parse_args(
         [
@@ -150,9 +145,8 @@ def test_passes_over_the_prompts_are_counted_before_they_are_called_done(tmp_pat
 
 
 def test_where_a_run_resumes_is_read_from_the_pointer(tmp_path):
-    """Also from one iteration's folder, and with --ckpt-step; a fresh start and --finetune count
-    from 0.
-    """
+    """The start is read from the pointer, an iteration's folder or --ckpt-step; a fresh start and
+    --finetune count from 0."""
     write_checkpoint(tmp_path / "run4")
     args = parse_args(words_for(tmp_path, "--num-rollout", "4"))
     assert resume_point(args).num_done == 4 == first_rollout(args)
@@ -180,9 +174,8 @@ def test_where_a_run_resumes_is_read_from_the_pointer(tmp_path):
 def test_an_extended_run_at_learning_rate_0_is_refused_with_the_ways_out(
     num_rollout, text, tmp_path
 ):
-    """Its linear decay keeps the old end, so every further rollout trained nothing,
-    with status 0.
-    """
+    """An extended run whose linear decay has ended is refused with the two options that help,
+    because its rollouts would train nothing."""
     write_checkpoint(tmp_path / "run4")
     with pytest.raises(ConfigError) as caught:
         parse_args(words_for(tmp_path, "--num-rollout", str(num_rollout)))
@@ -198,9 +191,8 @@ def test_an_extended_run_at_learning_rate_0_is_refused_with_the_ways_out(
 
 
 def test_a_part_of_the_rest_at_learning_rate_0_is_refused_too(tmp_path):
-    """Interrupted after 2 of 4 rollouts, extended to 8: two rollouts decay to 0, four
-    stay there.
-    """
+    """A run interrupted after 2 of 4 rollouts and extended to 8, of which four would be at rate 0,
+    is refused."""
     write_checkpoint(tmp_path / "run4", iteration=1)
     with pytest.raises(
         ConfigError,
@@ -225,15 +217,15 @@ def test_a_part_of_the_rest_at_learning_rate_0_is_refused_too(tmp_path):
 def test_a_schedule_that_reaches_the_end_or_is_meant_to_end_early_is_accepted(
     saved, words, tmp_path
 ):
-    """An interrupted run that resumes, another form of decay, an end that the same options gave
-    before.
-    """
+    """An interrupted run that resumes, another form of decay, and the same options with the same
+    end are accepted."""
     write_checkpoint(tmp_path / "run4", **saved)
     assert parse_args(words_for(tmp_path, *words.split())).load == str(tmp_path / "run4")
 
 
 def test_a_checkpoint_without_a_readable_schedule_is_left_to_its_loading(tmp_path):
-    """What is damaged there has its own message."""
+    """A checkpoint without a readable schedule is left to the loading, which has a message of its
+    own."""
     folder = write_checkpoint(tmp_path / "run4")
     args = parse_args(words_for(tmp_path, "--num-rollout", "4"))
     for text in ("{", "[]", '{"scheduler": null}', '{"scheduler": {"min_lr": 0}}'):
@@ -244,7 +236,8 @@ def test_a_checkpoint_without_a_readable_schedule_is_left_to_its_loading(tmp_pat
 
 
 def test_the_two_ways_out_exclude_each_other(tmp_path):
-    """Megatron asserts the same."""
+    """--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other,
+    as in Megatron."""
     with pytest.raises(ConfigError, match="exclude each other"):
         parse_args(
             [

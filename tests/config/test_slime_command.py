@@ -1,6 +1,5 @@
-"""The console script: the right command is found, a wrong one is answered, only what is needed is
-imported.
-"""
+"""The console script: it finds the right command, answers a wrong one, and imports only what is
+needed."""
 
 import sys
 from pathlib import Path
@@ -22,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_wrong_command_is_answered_with_the_right_one(capsys):
-    """Exit status 2 is argparse's for a wrong command line; scripts rely on it."""
+    """A wrong command is answered with the nearest one and status 2."""
     assert main(["trian"]) == 2
     assert "unknown command 'trian'. Did you mean train?" in capsys.readouterr().err
     assert main(["zzz"]) == 2
@@ -30,7 +29,7 @@ def test_a_wrong_command_is_answered_with_the_right_one(capsys):
 
 
 def test_without_words_the_commands_are_listed(capsys):
-    """`slime` alone is the first thing a newcomer types."""
+    """`slime` alone lists the commands."""
     assert main([]) == 2
     assert main(["--help"]) == 0
     assert "usage: slime COMMAND" in capsys.readouterr().out
@@ -39,14 +38,14 @@ def test_without_words_the_commands_are_listed(capsys):
 
 
 def test_every_listed_command_exists():
-    """A command in the help that cannot be imported is worse than none."""
+    """Every listed command can be imported."""
     commands = available_commands()
     assert set(commands) <= set(COMMANDS) and {"train", "train-async", "doctor"} <= set(commands)
     assert all(name in usage(commands) for name in commands)
 
 
 def test_errors_of_a_command_are_one_line_and_status_2(monkeypatch, capsys):
-    """A user's mistake is not a traceback."""
+    """A user's mistake is one line with status 2 and no traceback."""
     module = type(sys)("a_command_for_this_test")
 
     def broken(words):
@@ -63,7 +62,8 @@ def test_errors_of_a_command_are_one_line_and_status_2(monkeypatch, capsys):
 
 
 def test_print_config_prints_yaml_and_nothing_else(tmp_path, capsys):
-    """`slime train ... --print-config > run.yaml` must give a file that can be read."""
+    """--print-config prints YAML and nothing else, so that its output can be redirected to a
+    file."""
     import yaml
 
     with pytest.raises(SystemExit) as stopped:
@@ -75,7 +75,7 @@ def test_print_config_prints_yaml_and_nothing_else(tmp_path, capsys):
 
 
 def test_an_unknown_flag_ends_with_status_2_and_the_nearest_name():
-    """The whole path in a process of its own, as a shell script sees it."""
+    """In a process of its own an unknown flag ends with status 2 and the nearest name."""
     command = [sys.executable, "-m", "slime.cli", "train", "--n-sample-per-prompt", "4"]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False
@@ -89,7 +89,7 @@ def test_an_unknown_flag_ends_with_status_2_and_the_nearest_name():
 
 
 def test_our_own_commands_name_a_mistyped_flag():
-    """tyro makes their command lines from functions."""
+    """Commands whose flags tyro makes from functions name a mistyped flag."""
     done = subprocess.run(
         [sys.executable, "-m", "slime.cli", "doctor", "--jsno"],
         capture_output=True,
@@ -102,7 +102,7 @@ def test_our_own_commands_name_a_mistyped_flag():
 
 
 def test_doctor_prints_json():
-    """CI reads it."""
+    """`slime doctor --json` prints JSON."""
     done = subprocess.run(
         [sys.executable, "-m", "slime.cli", "doctor", "--json"],
         capture_output=True,

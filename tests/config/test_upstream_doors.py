@@ -1,6 +1,4 @@
-"""Names that users' scripts, tests and plug-ins import from upstream's paths: they are there and
-behave as their users expect.
-"""
+"""Names that users import from upstream's paths exist and behave as upstream's."""
 
 import importlib.util
 import subprocess
@@ -58,7 +56,8 @@ MOE = {**DENSE, "intermediate_size": 999, "moe_intermediate_size": 32}
     ],
 )  # fmt: skip
 def test_options_that_contradict_the_model_are_all_listed(config, changes, named):
-    """A wrong width otherwise fails in the middle of loading weights, and a wrong epsilon never."""
+    """All options that contradict the model are listed; a wrong width fails in loading, a wrong
+    epsilon never."""
     from slime.backends.megatron_utils.arguments import _hf_validate_args
 
     if not named:
@@ -81,7 +80,8 @@ def test_options_that_contradict_the_model_are_all_listed(config, changes, named
     ],
 )
 def test_allgather_context_parallelism_is_for_dsa_models(allgather, size, architectures, allowed):
-    """For other attention its layout computes wrong attention without an error."""
+    """Allgather context parallelism is refused for models without DSA, whose attention it would
+    compute wrong."""
     from slime.backends.megatron_utils.arguments import _validate_allgather_cp_supported
 
     args = SimpleNamespace(allgather_cp=allgather, context_parallel_size=size)
@@ -93,7 +93,8 @@ def test_allgather_context_parallelism_is_for_dsa_models(allgather, size, archit
 
 
 def test_the_arguments_module_loads_by_its_path_with_a_stand_in_for_megatron(monkeypatch):
-    """That is how tests on machines without Megatron reach it."""
+    """The arguments module loads by its path with a stand-in for Megatron, as tests without
+    Megatron do it."""
     import slime.backends.megatron_utils as package
 
     path = f"{package.__path__[0]}/arguments.py"
@@ -106,7 +107,7 @@ def test_the_arguments_module_loads_by_its_path_with_a_stand_in_for_megatron(mon
 
 
 def test_missing_options_get_their_defaults_and_given_ones_stay():
-    """A namespace made by hand becomes one that our code can read."""
+    """A namespace made by hand gets defaults for missing options and keeps given ones."""
     from slime.backends.megatron_utils.arguments import set_default_megatron_args
 
     args = set_default_megatron_args(SimpleNamespace(lr=None, seed=7))
@@ -131,7 +132,7 @@ def test_missing_options_get_their_defaults_and_given_ones_stay():
     ids=str,
 )
 def test_the_placement_reads_the_seven_values_that_upstream_reads(changes, expected):
-    """A test's namespace has these and nothing else."""
+    """The placement reads the seven values that upstream reads and no other."""
     from slime.ray.placement_group import _get_placement_group_layout
 
     sizes = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 8, "rollout_num_gpus": 32}
@@ -161,7 +162,7 @@ class Reply:
 
 
 def test_external_engines_tell_their_sizes_and_roles(monkeypatch):
-    """Counts and parallel configs follow from what the servers say, not from flags."""
+    """Counts and parallel configs of external engines come from the servers' answers."""
     from slime.backends.sglang_utils import external
 
     told = {
@@ -202,9 +203,8 @@ def test_external_engines_tell_their_sizes_and_roles(monkeypatch):
 def test_addresses_are_read_once_at_the_start_and_their_servers_waited_for_before_they_are_asked(
     monkeypatch,
 ):
-    """What is waited for and what is used are the same URLs; one that is given twice is named
-    before anything is waited for.
-    """
+    """Addresses are read once, their servers are waited for before they are asked, and an address
+    given twice is refused first."""
     from slime.backends.sglang_utils import external
 
     events, normalize = [], external.normalize_external_engine_addr
@@ -242,7 +242,7 @@ def test_addresses_are_read_once_at_the_start_and_their_servers_waited_for_befor
 
 
 def test_an_older_servers_route_is_tried_and_an_answer_of_another_kind_is_named(monkeypatch):
-    """SGLang renamed the route; a web page at the address is no engine."""
+    """SGLang's older route is tried too, and an answer that is no engine's is refused."""
     from slime.backends.sglang_utils import external
     from slime.exceptions import EngineError
 
@@ -263,7 +263,7 @@ def test_an_older_servers_route_is_tried_and_an_answer_of_another_kind_is_named(
     "addr", ["", "host", "host:", "host:port", "ftp://h:1", "http://:1", "h:99999"]
 )
 def test_what_is_no_address_is_refused(addr):
-    """It would fail minutes later, in the first request."""
+    """A text that is no address is refused at the start."""
     from slime.backends.sglang_utils.external import normalize_external_engine_addr
 
     with pytest.raises(ConfigError, match="is no address"):
@@ -274,9 +274,8 @@ def test_what_is_no_address_is_refused(addr):
 
 
 def test_returns_need_no_predicting_token():
-    """A sample that is all response has as many returns as tokens: 3, with the reward discounted to
-    its front.
-    """
+    """A sample that is all response has as many returns as tokens, 3, with the reward discounted to
+    its front."""
     from slime.utils.ppo_utils import get_reinforce_plus_plus_returns
 
     with pretend_rank():
@@ -293,7 +292,8 @@ def test_returns_need_no_predicting_token():
 
 
 def test_a_replaced_policy_loss_acts_and_gets_the_dual_clip(monkeypatch):
-    """Users replace `compute_policy_loss` in the module of `policy_loss_function`."""
+    """A replaced `compute_policy_loss` in the module of `policy_loss_function` is used, with the
+    dual clip."""
     from slime.algorithms.policy_loss import ClipConfig
     from slime.backends.megatron_utils import loss
 
@@ -315,9 +315,7 @@ def test_a_replaced_policy_loss_acts_and_gets_the_dual_clip(monkeypatch):
 
 
 def test_tensorizing_gives_writable_cpu_tensors_of_the_stated_types():
-    """Arrays from the object store are read-only, and a tensor over one crashes when it
-    is written.
-    """
+    """Tensors made of read-only arrays are writable CPU tensors of the stated types."""
     import numpy as np
 
     from slime.observability.rollout_data_utils import tensorize_rollout_data_for_training
@@ -347,7 +345,8 @@ def test_tensorizing_gives_writable_cpu_tensors_of_the_stated_types():
 
 
 def test_routed_experts_that_cannot_be_replayed_are_refused():
-    """A layer that was never recorded replays expert 0 for every token."""
+    """Routed experts with a layer that was not recorded are refused; it would replay expert 0 for
+    every token."""
     from slime.observability.rollout_data_utils import (
         validate_rollout_routed_experts_for_replay as validate,
     )
@@ -362,7 +361,7 @@ def test_routed_experts_that_cannot_be_replayed_are_refused():
 
 
 def test_context_parallel_fields_are_restored_one_tensor_at_a_time():
-    """Every rank enters the collective; only the writer keeps what it returns."""
+    """Every rank enters the collective for each field, and only the writer keeps the result."""
     from slime.observability.train_data_utils import restore_context_parallel_fields_to_cpu
 
     calls = []
@@ -394,7 +393,7 @@ def test_context_parallel_fields_are_restored_one_tensor_at_a_time():
 
 
 def test_a_trace_goes_on_in_another_process():
-    """A request carries the handle; spans of the other side lie below the span that sent it."""
+    """A trace continues in another process: its spans lie below the span that sent the request."""
     from slime.observability.trace_utils import (
         bind_trace,
         bind_trace_carrier,
@@ -433,7 +432,8 @@ def test_a_trace_goes_on_in_another_process():
 
 
 def test_an_error_is_noted_unless_it_is_not_wanted():
-    """Some errors are part of a normal run, a cancelled request for instance."""
+    """`record_error=False` keeps an error that is part of a normal run, such as a cancelled
+    request, out of the span."""
     from slime.observability.trace_utils import trace_span
     from slime.utils.types import Sample
 
@@ -444,7 +444,7 @@ def test_an_error_is_noted_unless_it_is_not_wanted():
 
 
 def test_series_of_ones_own_reach_tensorboard(tmp_path):
-    """The adapter writes where the run's own series are."""
+    """A user's own scalars are written to TensorBoard, and texts are left out."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -460,7 +460,8 @@ def test_series_of_ones_own_reach_tensorboard(tmp_path):
 
 
 def test_memory_is_told_in_gigabytes():
-    """The machine's numbers, whatever the device."""
+    """Memory is reported in gigabytes as allocated, peak, free and total, of the machine where
+    there is no device."""
     from slime.utils.memory_utils import available_memory, clear_memory, print_memory
 
     clear_memory(clear_host_memory=True)
@@ -470,7 +471,7 @@ def test_memory_is_told_in_gigabytes():
 
 
 def test_a_launch_script_runs_the_command_line_and_hears_of_failure(capfd):
-    """The same parser, the same exit status."""
+    """A launch script runs the command line with the same parser and gets its exit status."""
     from slime.utils.external_utils.command_utils import execute_train
 
     execute_train("--help rollout-top-k", extra_env_vars={"SLIME_ACCELERATOR": "cpu"})
@@ -509,7 +510,8 @@ def test_a_launch_script_may_say_how_many_devices_the_run_sees(monkeypatch):
 
 
 def test_moments_are_reset_and_weights_are_not():
-    """With fresh moments the second step is the first step of a new optimizer."""
+    """A reset clears the moments and keeps the weights: the second step equals a new optimizer's
+    first."""
     from slime.backends.megatron_utils.optimizer_state import reset_optimizer_states
 
     def step(parameter, optimizer, gradient):
@@ -547,7 +549,7 @@ def test_moments_are_reset_and_weights_are_not():
     ],
 )
 def test_upstream_options_that_cannot_work_say_what_to_use(words, told, tmp_path, monkeypatch):
-    """Each is found before anything starts."""
+    """Upstream options that cannot work are refused before the start with what to use."""
     from slime.utils.arguments import parse_args
 
     monkeypatch.chdir(tmp_path)

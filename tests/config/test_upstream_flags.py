@@ -1,6 +1,5 @@
-"""Upstream scripts' flags: each is honoured, mapped with a warning, ignored with a warning, or
-refused with a reason. Never silence.
-"""
+"""Flags of upstream's scripts: each is honoured, mapped with a warning, ignored with a warning, or
+refused with a reason."""
 
 import ast
 from pathlib import Path
@@ -90,7 +89,7 @@ def declared_flags():
 
 
 def test_every_flag_of_upstreams_scripts_is_honoured_mapped_ignored_or_refused():
-    """A flag that is neither would make a migrating user's script fail without saying why."""
+    """Every flag of upstream's scripts is honoured, mapped, ignored or refused."""
     unknown = [
         flag for flag in UPSTREAM if flag not in declared_flags() and flag not in compat_flags()
     ]
@@ -98,12 +97,12 @@ def test_every_flag_of_upstreams_scripts_is_honoured_mapped_ignored_or_refused()
 
 
 def test_no_entry_of_the_table_is_out_of_date():
-    """An option that is honoured now must not still be described as refused."""
+    """An option that is honoured is not in the table of refused ones."""
     assert sorted(set(compat_flags()) & declared_flags()) == []
 
 
 def test_every_mapping_leads_to_a_flag_that_exists():
-    """A mapping to nothing would be reported as a typo of ours."""
+    """Every mapping leads to an existing flag."""
     for entry in compat_flags().values():
         if entry.status is FlagStatus.MAPPED:
             assert entry.becomes[0] in declared_flags(), entry
@@ -112,7 +111,7 @@ def test_every_mapping_leads_to_a_flag_that_exists():
 
 
 def test_an_upstream_script_parses_and_every_flag_is_accounted_for():
-    """What a user sees on the first run of an old script."""
+    """An upstream script parses, and every flag of it has an effect or a warning."""
     line = parse_command_line(
         "--norm-epsilon 1e-5 --num-experts=8 --recompute-activations "
         "--accumulate-allreduce-grads-in-fp32 --no-rope-fusion --use-flash-attn "
@@ -138,7 +137,7 @@ def test_an_upstream_script_parses_and_every_flag_is_accounted_for():
 
 
 def test_a_refused_flag_stops_with_its_reason():
-    """It would change results, so going on without it is not an option."""
+    """A refused flag, which would change results, ends the start with its reason."""
     with pytest.raises(ConfigError) as caught:
         parse_command_line(
             "--q-lora-rank 512 --http-proxy x --sglang-tp-size 4 --num-gpus-per-node 8".split()
@@ -153,7 +152,7 @@ def test_a_refused_flag_stops_with_its_reason():
 
 
 def test_a_family_of_flags_is_refused_by_its_beginning():
-    """Upstream adds such flags faster than a list can follow."""
+    """A family of flags is refused by its prefix."""
     with pytest.raises(
         ConfigError, match="--megatron-deepgemm-anything: DeepGEMM's fp8 matrix products"
     ):
@@ -163,7 +162,7 @@ def test_a_family_of_flags_is_refused_by_its_beginning():
 
 
 def test_a_declared_flag_wins_over_the_table():
-    """A plug-in may declare an option that the table would refuse."""
+    """A plug-in's declared option precedes the table."""
     outcome = apply_compat(["--http-proxy", "x"], ["--http-proxy"])
     assert outcome.words == ("--http-proxy", "x") and not outcome.refused
     outcome = apply_compat(["--http-proxy", "x", "--lr", "1"], ["--lr"])
@@ -171,9 +170,7 @@ def test_a_declared_flag_wins_over_the_table():
 
 
 def test_every_attribute_that_slime_reads_from_args_is_there():
-    """An option that is read but declared nowhere fails minutes after the start, in one process of
-    many.
-    """
+    """Every attribute that slime reads from args is a declared option."""
     root = Path(slime.__file__).parent
     known = set(vars(parse_command_line([]).args)) | KNOWN_BESIDE_OPTIONS
     unknown = set()

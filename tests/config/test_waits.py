@@ -1,4 +1,4 @@
-"""Every wait in the code has a bound that the page of loops tells, and a test that reaches it."""
+"""Every wait in the code has a bound that docs/loops.md states, and a test that reaches it."""
 
 import ast
 import asyncio
@@ -80,9 +80,8 @@ def waits_in_code() -> set[str]:
 
 
 def test_every_wait_in_the_code_stands_in_the_table_and_every_place_of_the_table_waits():
-    """A new wait needs a row: a bound, a message and a test. A row whose place is gone says what is
-    not true.
-    """
+    """Every wait in the code has a row with bound, message and test, and every row's place
+    waits."""
     told = {place for row in (*WAITS, *WORKERS) for place in row.places}
     assert sorted(waits_in_code() - told) == []
     # the place that asks for a bounded try need not contain the waiting call itself
@@ -90,7 +89,7 @@ def test_every_wait_in_the_code_stands_in_the_table_and_every_place_of_the_table
 
 
 def test_a_wait_is_found_by_its_call(tmp_path):
-    """The search must be able to find something."""
+    """The search finds waits by their calls."""
     source = (
         "import time\nclass A:\n    def f(self, q):\n        time.sleep(1)\n        ', "
         "'.join([])\n        {}.get(1)\ndef g(q):\n    return q.get()\n"
@@ -101,9 +100,7 @@ def test_a_wait_is_found_by_its_call(tmp_path):
 
 @pytest.mark.parametrize("wait", WAITS, ids=lambda wait: wait.what[:50])
 def test_each_wait_has_an_option_a_message_and_a_test(wait):
-    """What the page says must be true of the code: flags exist, words are said, and the named test
-    is there.
-    """
+    """The flags, messages and tests that the table names exist in the code."""
     flags = {flag for spec in all_specs() for flag in spec.flags}
     assert set(wait.options) <= flags
     assert all(generate_docs.constant_of(place) > 0 for place in wait.constants)
@@ -114,7 +111,7 @@ def test_each_wait_has_an_option_a_message_and_a_test(wait):
 
 
 def test_the_page_of_loops_is_current_and_names_every_row(capsys):
-    """docs/loops.md is made from the table."""
+    """docs/loops.md is current and names every row of the table."""
     assert generate_docs.main(["loops", "--check"]) == 0, capsys.readouterr().err
     page = (ROOT / "docs" / "loops.md").read_text(encoding="utf-8")
     assert all(f"| {row.what} |" in page for row in (*WAITS, *WORKERS))
@@ -164,9 +161,8 @@ async def ignores_the_abort(args, sample, sampling_params):
 
 
 def test_groups_that_ignore_the_abort_are_cancelled_and_given_back(rig, caplog):
-    """Group 0 makes the batch of one; group 1 sleeps on: after 0.2 s it is cancelled, and its
-    prompt is served again.
-    """
+    """A group that ignores the abort is cancelled after the limit, here 0.2 s, and its prompt is
+    served again."""
     from slime.rollout.sglang_rollout import generate_rollout
 
     args, source = rig(
@@ -179,7 +175,7 @@ def test_groups_that_ignore_the_abort_are_cancelled_and_given_back(rig, caplog):
 
 
 def test_an_evaluation_that_takes_too_long_says_how_far_it_was(rig, tmp_path):
-    """Its entry says how long it may take."""
+    """An evaluation above its time limit ends with how far it was."""
     from slime.rollout.sglang_rollout import generate_rollout
 
     config = tmp_path / "eval.yaml"
@@ -199,7 +195,7 @@ def test_an_evaluation_that_takes_too_long_says_how_far_it_was(rig, tmp_path):
 
 
 def test_a_grader_that_does_not_start_is_an_outcome(monkeypatch):
-    """A process that never says that it is ready."""
+    """A grader process that never gets ready is an outcome with a reason."""
     from slime.rollout.rm_hub import grader_pool
 
     monkeypatch.setattr(grader_pool, "START_TIMEOUT_S", 0.3)
@@ -240,7 +236,7 @@ def test_a_grader_that_does_not_start_is_an_outcome(monkeypatch):
     ],
 )
 def test_actors_that_give_no_answer_are_named_with_the_option(monkeypatch, given, said):
-    """Of three references the first is done; the sentence names who is silent and what to raise."""
+    """Actors that do not answer are named with the option to raise; one of three has answered."""
     from slime.ray import utils
 
     monkeypatch.setattr(
@@ -258,7 +254,8 @@ def test_actors_that_give_no_answer_are_named_with_the_option(monkeypatch, given
 
 
 def test_an_external_engine_that_does_not_answer_ends_the_start(monkeypatch):
-    """Nothing listens there: after a few tries, not after the time that a loading server has."""
+    """An external engine at an address where nothing listens ends the start after a few tries, and
+    not after the time of a loading server."""
     from slime.ray import rollout_servers
     from slime.utils.async_utils import run
 
@@ -271,7 +268,7 @@ def test_an_external_engine_that_does_not_answer_ends_the_start(monkeypatch):
 
 
 def test_an_engine_that_is_silent_is_named_as_the_cause(monkeypatch):
-    """Many failed samples are then its consequence."""
+    """An engine that does not answer is named as the cause of the failed samples."""
     from slime.ray import rollout_servers
 
     def silent(*args, **kwargs):
@@ -284,9 +281,8 @@ def test_an_engine_that_is_silent_is_named_as_the_cause(monkeypatch):
 
 
 def test_a_process_group_whose_other_ranks_do_not_come_is_given_up(tmp_path):
-    """--distributed-timeout-minutes reaches torch: rank 0 of 2 waits for a second, then torch's own
-    error comes.
-    """
+    """--distributed-timeout-minutes reaches torch: rank 0 of 2 waits for a second, then torch's
+    error comes."""
     import datetime
 
     from slime.accelerator.process_groups import init_process_group
@@ -299,7 +295,7 @@ def test_a_process_group_whose_other_ranks_do_not_come_is_given_up(tmp_path):
 
 
 def test_devices_that_ray_cannot_place_end_the_start(monkeypatch):
-    """A cluster that is full says so in place of waiting."""
+    """A cluster without free devices ends the start with a message."""
     from slime.ray import placement_group
 
     group = types.SimpleNamespace(ready=lambda: "ref")
@@ -314,7 +310,7 @@ def test_devices_that_ray_cannot_place_end_the_start(monkeypatch):
 
 
 def test_a_reward_that_hangs_in_the_dry_run_is_said(monkeypatch):
-    """It must not hang the look at a run."""
+    """A reward that hangs in the dry run is reported, and the dry run goes on."""
     from support.tiny_models import make_char_tokenizer
 
     from slime.commands import reward_probe
@@ -335,7 +331,7 @@ async def waits_for_ever(args, sample, **kwargs):
 
 
 def test_what_ends_is_not_waited_for_without_a_bound():
-    """Each join, wait and stop at a run's end has a number behind it: no bare call among them."""
+    """Every join, wait and stop at a run's end has a time limit."""
     unbounded = []
     for row in WAITS:
         if row.message != "stopping the engines":
