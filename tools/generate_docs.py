@@ -49,9 +49,12 @@ def is_current(page: str, recorded: str) -> bool:
 def flags_page() -> str:
     """Returns docs/flags.md: every option in its group, and what upstream flags mean here."""
     from slime.config.compat import FlagStatus, compat_flags
-    from slime.config.megatron import NOT_FLAGS
+    from slime.config.megatron import NOT_FLAGS, megatron_fields
     from slime.config.specs import all_specs
 
+    core_defaults: dict[str, str] = {}
+    for field in megatron_fields():
+        core_defaults.setdefault(field.name, field.default)
     lines = [
         NOTICE,
         "",
@@ -70,25 +73,29 @@ def flags_page() -> str:
         "None means that the option is not given; the sentence says what happens then.",
         (
             "Options in the groups `Megatron: ...` are the fields of megatron-core "
-            f"{_megatron_version()}; another version has others."
+            f"{_megatron_version()}; another version has others. `slime train --help NAME` "
+            "shows its description of a field, and the default here is its default. Not given, the "
+            "model's shape follows --hf-checkpoint, dropout is 0, MoE layers have the `alltoall` "
+            "dispatcher and no load-balancing loss, and gradients are reduced in fp32."
         ),
     ]
     group = None
     for spec in all_specs():
         if spec.group != group:
             group = spec.group
-            lines += [
-                "",
-                f"## {group}",
-                "",
-                "| option | type | default | meaning |",
-                "|---|---|---|---|",
+            columns = [
+                "option",
+                "type",
+                "default",
+                *(["meaning"] if spec.source == "slime" else []),
             ]
-        default = "required" if spec.required else _code(spec.default)
-        lines.append(
-            f"| {' '.join(_code(flag) for flag in spec.flags)} | {_cell(_type_of(spec))} | "
-            f"{default} | {_cell(spec.help)} |"
-        )
+            lines += ["", f"## {group}", "", _row(columns), "|---" * len(columns) + "|"]
+        cells = [" ".join(_code(flag) for flag in spec.flags), _cell(_type_of(spec))]
+        if spec.source == "megatron":
+            cells.append(_code(core_defaults[spec.name]))
+        else:
+            cells += ["required" if spec.required else _code(spec.default), _cell(spec.help)]
+        lines.append(_row(cells))
     lines += [
         "",
         "## Fields of megatron-core that are no flags",
@@ -110,6 +117,10 @@ def flags_page() -> str:
         )
         lines += [f"| {_code(entry.flag)} | {_cell(entry.reason)} |" for entry in entries]
     return "\n".join(lines) + "\n"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _type_of(spec) -> str:
