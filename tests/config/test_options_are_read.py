@@ -1,5 +1,10 @@
 """Every option has an effect: code outside slime/config reads it, Megatron gets it, or parsing acts
-on it."""
+on it.
+
+Code that only shows options (the dry run, the doctor) and code in slime/config (rules, derivations,
+tables of upstream's flags) does not count: an option that is checked and derived from, and then
+read by nothing, is accepted and not honoured.
+"""
 
 import ast
 import importlib
@@ -217,7 +222,7 @@ def test_what_only_parsing_looks_at_is_acted_on_there(tmp_path, name):
     ],
 )
 def test_the_search_is_for_options_and_not_for_words(source, is_read):
-    """The search counts reads of options, and neither equal attribute names of other objects nor
+    """The search counts reads of options, and not attributes or texts of the same name or
     assignments."""
     assert ("lr" in names_in(source)) is is_read
 

@@ -25,7 +25,7 @@ KNOWN_BESIDE_OPTIONS = {
     "as_requested",
 }
 
-# interface.md, section 14 and 17: every option that upstream documents for the data path, and
+# Every option that upstream documents for the data path, and
 # Megatron's in its example scripts.
 UPSTREAM = """
 --rollout-batch-size --n-samples-per-prompt --global-batch-size --num-steps-per-rollout --micro-batch-size --use-dynamic-batch-size

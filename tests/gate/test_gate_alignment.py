@@ -1,4 +1,5 @@
-"""Tokens are the truth: decoding by rule, comparing, causes, cache. On a real byte-level BPE."""
+"""Text from tokens on a real byte-level BPE: decoding by rule, comparing, causes of differences,
+the cache."""
 
 import dataclasses
 import functools
@@ -69,9 +70,8 @@ def test_text_is_decoded_from_the_tokens_by_default():
 
 
 def test_an_id_outside_the_vocabulary_is_charged_to_its_own_sample():
-    """Token ids are gathered once, for the first check that reads them; a sample that a later check
-    took out keeps its place among them.
-    """
+    """An id outside the vocabulary rejects its own sample, also where an earlier check has taken
+    another sample out."""
     samples = [encoded(f"answer {number}", rollout_log_probs=None) for number in range(3)]
     samples[0].status = Status.TRUNCATED
     samples[1].tokens[0] = 10**6
@@ -121,7 +121,8 @@ def test_end_and_padding_tokens_are_not_text_and_only_outer_whitespace_is_stripp
 
 
 def test_special_tokens_that_the_format_needs_stay_visible():
-    """Role markers are special tokens: hiding them from the check would hide the defect."""
+    """Special tokens that the format names, such as role markers, stay in the text, so that its
+    check sees them."""
     sample = encoded("<answer>4</answer><|im_start|>user")
     config = GateConfig(format=FORMAT_PRESETS["answer"])
     assert reasons_of(postprocess_output_data([sample], config, tokenizer=tokenizer())) == [
@@ -307,9 +308,8 @@ def rollout_of(count=64, **wrong):
 
 
 def test_a_text_of_other_ids_is_found_by_default(sampled):
-    """Engine text "90" with the ids of "46" trained. In the first two rollouts every text is
-    compared, and in every evaluation.
-    """
+    """By default a text of other ids ("90" with the ids of "46") is rejected in the first two
+    rollouts and in every evaluation, where all texts are compared."""
     samples = [
         encoded("46", response="90", index=1, reward=1.0),
         encoded("46", response="46", index=2, reward=1.0),
@@ -322,9 +322,8 @@ def test_a_text_of_other_ids_is_found_by_default(sampled):
 
 
 def test_a_few_texts_of_a_later_rollout_are_compared_and_all_once_one_is_of_other_ids(sampled):
-    """Of 64 samples 8 are looked at. All ids are shifted by one sample: the eight show it, so the
-    other 56 are compared and rejected too.
-    """
+    """Later 8 of 64 texts are compared; with ids shifted by one sample these show it, and all texts
+    of this and later rollouts are compared."""
     result = sampled.run(rollout_of(), 5)
     assert result.statistics.counts["compared"] == 8 and result.statistics.kept == 64
     shifted = rollout_of(**{f"at_{i}": f"answer {i + 1}" for i in range(64)})
@@ -334,9 +333,8 @@ def test_a_few_texts_of_a_later_rollout_are_compared_and_all_once_one_is_of_othe
 
 
 def test_the_check_before_rewards_tells_the_whole_rollout(sampled):
-    """A group in which a sampled text is wrong makes the second pass look at the engine's texts
-    that the first pass had replaced.
-    """
+    """One wrong text in a group makes the pass after rewards compare all of the engine's texts,
+    which the pass before had replaced."""
     EARLY.reached(5, None)
     codec = Codec(tokenizer())
     samples = rollout_of(**{f"at_{i}": f"answer {i + 1}" for i in (1, 2, 8)})
@@ -353,7 +351,8 @@ def test_the_check_before_rewards_tells_the_whole_rollout(sampled):
 
 
 def test_small_differences_that_nobody_asked_about_are_counted_and_reject_nothing(sampled):
-    """An extra space in the engine's text: the tokens' text is what is scored and trained."""
+    """By default an extra space in the engine's text is counted and rejects nothing; the decoded
+    text is scored and trained."""
     samples = rollout_of()
     for sample in samples:
         sample.response = sample.response.replace(" ", "  ")
@@ -366,9 +365,8 @@ def test_small_differences_that_nobody_asked_about_are_counted_and_reject_nothin
 
 
 def test_every_end_id_of_the_checkpoint_ends_a_response(tmp_path):
-    """A generation config with four end ids, and a stop id of the options: a response that stops at
-    any of them stopped at an end token.
-    """
+    """A response that stops at any of the checkpoint's four end ids, or at a stop id of the
+    options, counts as ended."""
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6, 7, 8]}))
     config = gate_config_from_args(
         rollout_args(hf_checkpoint=str(tmp_path), rollout_stop_token_ids=[9])
@@ -404,7 +402,7 @@ def test_decoding_by_rule_equals_the_tokenizers_own_skipping():
 
 
 def test_one_codec_per_tokenizer_and_rule():
-    """Tables and cache are made once per process, not per group of a rollout."""
+    """Tables and cache are made once per tokenizer and rule, and not per group of a rollout."""
     assert codec_of(tokenizer(), GateConfig()) is codec_of(
         tokenizer(), GateConfig(compare_text=True)
     )

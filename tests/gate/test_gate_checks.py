@@ -1,4 +1,4 @@
-"""Each check by itself: what it refuses, what it leaves alone, in which order, at which cost."""
+"""Each check alone: what it refuses, what it accepts, in which order, and at which cost."""
 
 import collections
 import math
@@ -186,9 +186,7 @@ def test_ids_lie_inside_the_vocabulary(token, expected):
 
 @pytest.mark.parametrize(("length", "expected"), [(14, None), (15, None), (16, "misaligned")])
 def test_a_response_is_no_longer_than_the_tokens(length, expected):
-    """Fifteen tokens: a response of all of them has no prompt, one of sixteen would begin before
-    the first.
-    """
+    """Of fifteen tokens the response may be all, without a prompt, and not sixteen."""
     sample = sound_sample(1, rollout_log_probs=[-0.5] * length)
     assert len(sample.tokens) == 15
     sample.response_length, sample.loss_mask = length, None
@@ -246,13 +244,13 @@ def test_a_phrase_repeated_to_the_end_is_a_loop():
 
 
 def test_an_empty_row_has_no_neighbours_extremes():
-    """Rows (5), () and (-7): the middle one holds nothing, so nothing in it is out of range."""
+    """Of rows (5), () and (-7) the empty one has no extremes of its neighbours."""
     lows, highs = Ragged(np.array([5, -7]), np.array([0, 1, 1, 2])).row_extremes()
     assert (lows.tolist(), highs.tolist()) == ([5, 0, -7], [5, 0, -7])
 
 
 def test_ids_that_are_floats_are_no_ids():
-    """1.0 is 1 to numpy, and 1.5 would be 1 to the trainer."""
+    """Float ids are refused, also whole ones: 1.5 would be 1 to the trainer."""
     assert reason(tokens=np.arange(15, dtype=np.float32)) == "bad_token"
 
 
@@ -296,9 +294,8 @@ def test_tasks_without_a_structure_skip_marker_checks():
 
 
 def test_a_call_drafted_inside_reasoning_is_text():
-    """A parser of the whole text would see two calls; the structure sees one, and an unclosed
-    thought is refused.
-    """
+    """A call drafted inside the reasoning is text and not a second call; unclosed reasoning is
+    refused."""
     spec = FORMAT_PRESETS["tool_call"]
     drafted = "<think>maybe <tool_call>A</tool_call></think><tool_call>A</tool_call>"
     assert format_problem(drafted, spec, Level.STRICT) is None
@@ -337,14 +334,14 @@ def test_a_sample_with_damaged_markers_is_never_scored():
 
 
 def test_tag_opened_by_the_prompt_is_closed_by_the_response():
-    """Reasoning templates end the prompt with <think>; the response holds only its end."""
+    """A tag that the prompt opens, such as <think>, is closed by the response alone."""
     spec = FormatSpec(pairs=(TagPair("<think>", "</think>", required=True, opened_by_prompt=True),))
     assert format_problem("thoughts</think>answer", spec, Level.STRICT) is None
     assert format_problem("thoughts without end", spec, Level.STRICT) is not None
 
 
 def test_format_specs_that_cannot_work_are_refused():
-    """A typing error in a format must not make every sample pass."""
+    """A format with equal markers, an unknown name or an unknown key is refused."""
     with pytest.raises(ConfigError, match="different"):
         FormatSpec(pairs=(TagPair("<a>", "<a>"),))
     with pytest.raises(ConfigError, match="<b>"):
@@ -361,12 +358,12 @@ def test_a_reward_is_one_finite_number(reward):
 
 @pytest.mark.parametrize("reward", [0, 1.5, True, np.float32(0.5), np.array(2.0)])
 def test_numbers_of_any_kind_are_rewards(reward):
-    """Reward functions return bools and numpy scalars."""
+    """Bools, numpy scalars and arrays without dimensions are rewards."""
     assert reason(GateConfig(rewards_expected=True), reward=reward) is None
 
 
 def test_a_reward_dictionary_is_read_by_its_key():
-    """The detail names the keys that are there."""
+    """A dict reward is read by its key; without the key the detail names those that exist."""
     config = GateConfig(rewards_expected=True, reward_key="score")
     assert reason(config, reward={"score": 0.5}) is None
     result = postprocess_output_data([sound_sample(0, reward={"acc": 0.5})], config)
@@ -428,7 +425,7 @@ def test_off_switches_quality_checks_and_never_integrity():
 
 
 def test_a_check_is_one_function_and_one_line(monkeypatch):
-    """The example of docs/gate.md, at the end of the list."""
+    """The guide's own check, one function and one line, works at the end of the list."""
 
     def find_shouting(chunk, rows):
         texts = chunk.text_of(rows)
@@ -494,7 +491,7 @@ def test_each_check_looks_at_a_whole_batch_at_once(count):
 
 
 def test_a_long_text_costs_linear_time():
-    """A 10 MB response of markers or blanks must not stall a rollout."""
+    """A 10 MB response of markers or blanks is checked in linear time."""
     import time
 
     start = time.perf_counter()

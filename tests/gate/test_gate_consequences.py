@@ -1,6 +1,5 @@
-"""What a verdict does to training: baselines, loss denominators, mark against drop, and the path
-itself.
-"""
+"""What a verdict does to training: baselines, loss denominators, mark against drop, and the path to
+the trainer."""
 
 import ast
 import dataclasses
@@ -78,9 +77,8 @@ def test_an_empty_answer_scored_zero_does_not_lower_the_group_mean():
 
 
 def test_a_rejected_member_leaves_mean_and_std():
-    """Rewards 1, 0, 0, 1 with the last rejected: mean of usable is 1/3, so 2/3, -1/3,
-    -1/3 and 0.
-    """
+    """Rewards 1, 0, 0, 1 with the last rejected have the mean 1/3 and give 2/3, -1/3, -1/3 and
+    0."""
     normalized, statistics = normalize_rewards(
         [1, 0, 0, 1], [5] * 4, [True, True, True, False], divide_by_std=False
     )
@@ -91,7 +89,8 @@ def test_a_rejected_member_leaves_mean_and_std():
 
 
 def test_groups_with_no_or_one_valid_member_have_a_defined_result_and_a_count():
-    """Nothing to compare with is 0, not NaN and not a number divided by epsilon."""
+    """Groups with no or one valid member get 0, neither NaN nor a number divided by epsilon, and
+    are counted."""
     samples = [sound_sample(i, reward=float(i)) for i in range(8)]
     for i in (0, 1, 2, 3, 5, 6, 7):
         samples[i].finish_reason = "length"
@@ -161,7 +160,8 @@ def test_rewards_after_filtering_and_sorting_are_those_by_group_id_on_the_unsort
 
 
 def test_dynamic_filters_see_verdicts():
-    """A group whose only spread comes from an invalid member has no spread."""
+    """A dynamic filter does not count an invalid member: a group whose only spread comes from one
+    has none."""
     samples = group_with_an_invalid_member(0.0)
     for sample in samples[:4]:
         sample.reward = 1.0
@@ -174,9 +174,8 @@ def test_dynamic_filters_see_verdicts():
 
 
 def test_model_failures_and_infrastructure_failures_are_told_apart_for_pass_at_k():
-    """A wrong answer counts as wrong; an answer that the engine lost says nothing
-    about the model.
-    """
+    """In pass@k a response that the model got wrong counts as wrong, and one that the engine lost
+    does not count."""
     assert {reason.value for reason in MODEL_FAILURES} == {
         "empty",
         "too_short",
@@ -265,9 +264,8 @@ def test_what_the_rollout_function_dropped_is_in_the_ledger_and_in_the_raw_snaps
 def test_the_mean_raw_reward_is_of_the_batch_and_the_mean_reward_of_filtered_groups_too(
     policy, tmp_path, monkeypatch
 ):
-    """Rewards 0, 1, 0, 1, ...; of sixteen the last, which has reward 1, was cut: 7/16 both. With
-    two groups of zeros that a filter dropped, 7/16 and 7/24.
-    """
+    """raw_reward is the mean over the batch and reward/mean also over filtered groups: 7/16 both,
+    and with two dropped groups of zeros 7/16 and 7/24."""
     gone = [[sound_sample(first + i, reward=0.0) for i in range(4)] for first in (40, 60)]
     for dropped, expected in (
         ([], 7 / 16),
@@ -292,9 +290,8 @@ def test_the_mean_raw_reward_is_of_the_batch_and_the_mean_reward_of_filtered_gro
 
 
 def test_samples_count_as_trained_when_the_policy_has_trained_on_them(tmp_path, monkeypatch):
-    """Before training they are planned; the driver closes the ledger after it. Where only the
-    critic trains, the policy trains on none.
-    """
+    """Samples are planned before training and counted as trained after it; where only the critic
+    trains, the policy trains on none."""
     manager = manager_of(dirty_rollout(), tmp_path, monkeypatch, num_critic_only_steps=1)
     manager.args.use_critic = True
     manager.args.wandb_always_use_train_step = False
@@ -335,9 +332,8 @@ def test_samples_count_as_trained_when_the_policy_has_trained_on_them(tmp_path, 
 def test_a_disk_that_takes_no_more_costs_the_dump_and_not_the_rollout(
     tmp_path, monkeypatch, caplog
 ):
-    """Design 9.8: the samples are trained, the loss is counted and said once, and no half file
-    stays.
-    """
+    """On a full disk the samples train, lost dumps are counted and warned about once, and no half
+    file stays."""
     folder = tmp_path / "dumps"
     manager = manager_of(
         dirty_rollout(),
@@ -388,9 +384,8 @@ def test_a_recorded_rollout_and_an_evaluation_go_through_the_gate_too(tmp_path, 
 
 
 def test_a_users_evaluation_may_return_no_samples_or_nested_ones(tmp_path, monkeypatch):
-    """Rewards 1 and 0 without samples: 0.5. Attempts that emitted two rows and one, as lists in
-    lists: 0.5, and the gate sees three samples.
-    """
+    """A user's evaluation may return rewards without samples (1 and 0: 0.5) or nested samples, of
+    which the gate sees all three."""
     rows = [sound_sample(i, rollout_id=-1 if i < 2 else -2, reward=float(i < 2)) for i in range(3)]
     sets = {
         "bare": {"rewards": [1.0, 0.0]},
@@ -413,9 +408,7 @@ def test_a_users_evaluation_may_return_no_samples_or_nested_ones(tmp_path, monke
 
 
 def test_the_groups_of_two_evaluation_sets_are_not_one_group(tmp_path, monkeypatch):
-    """Each set counts its groups from 0: group 0 of one and group 0 of the other have different
-    prompts, and nothing is wrong with that.
-    """
+    """Groups of two evaluation sets, each numbered from 0, are not mixed groups."""
     manager = manager_of(dirty_rollout(), tmp_path, monkeypatch)
     sets = {
         name: evaluated([sound_sample(i, prompt=f"{name} {i // 4}") for i in range(8)])
@@ -436,10 +429,9 @@ def test_the_groups_of_two_evaluation_sets_are_not_one_group(tmp_path, monkeypat
 def test_cuts_and_rewards_are_of_everything_sampled_and_the_same_under_mark_and_drop(
     tmp_path, monkeypatch
 ):
-    """One of sixteen samples is cut and rejected: rollout/truncated is 1/16 although no cut trains,
-    also in a replay. The first reward takes it, and the empty response with its 50 points, as 0: (0
-    + 2 + 0 + 2 + 1 + 2 + 0 + 1 + 0 + 1 + 0) / 13.
-    """
+    """Cuts and rewards are over everything sampled, alike under `mark` and `drop` and in a replay:
+    1 of 16 is cut; the cut and the empty response count as 0: (0 + 2 + 0 + 2 + 1 + 2 + 0 + 1 + 0 +
+    1 + 0) / 13."""
     found = []
     for policy in ("mark", "drop"):
         manager = manager_of(dirty_rollout(), tmp_path / policy, monkeypatch, gate_policy=policy)
@@ -463,7 +455,7 @@ def test_cuts_and_rewards_are_of_everything_sampled_and_the_same_under_mark_and_
 
 
 def test_tokens_of_dropped_groups_count_in_the_throughput(tmp_path, monkeypatch):
-    """8 tokens kept and 32 dropped by a filter in one second are 40 tokens a second."""
+    """8 tokens kept and 32 dropped by a filter in one second are 40 tokens per second."""
     from slime.metrics import rollout_metrics
 
     kept, gone = (

@@ -1,6 +1,5 @@
-"""What the gate promises whatever it finds: order, ids, tokens, one reason, a marked copy,
-adapters.
-"""
+"""What the gate guarantees for any input: order, ids, tokens, one reason, a marked copy,
+adapters."""
 
 import copy
 import dataclasses
@@ -236,9 +235,8 @@ def test_what_cannot_be_trained_cannot_be_kept(reason):
 
 
 def test_evaluation_reports_and_marks_nothing():
-    """Evaluation means must not change because a training rule refuses a sample; the record still
-    shows it.
-    """
+    """In an evaluation the gate marks no sample, so that its means stay, and records its
+    findings."""
     result = postprocess_output_data(dirty_batch(), GateConfig(evaluation=True, policies=DROP_ALL))
     assert len(result.samples) == 20 and all(
         s.valid and s.invalid_reason is None for s in result.samples
@@ -310,7 +308,8 @@ def test_prompt_as_text_or_ids_and_other_engines_shapes_come_in_through_an_adapt
 
 
 def test_prompt_tail_among_the_output_ids_is_refused_on_receipt():
-    """Ids that begin with the prompt's tail would be trained as if the model had said them."""
+    """Output ids that begin with the prompt's tail are refused; they would train as the model's
+    own."""
     raw = {
         "request": {"input_ids": [8, 9]},
         "response": {"output_ids": [8, 9, 1, 2, 3, 4], "meta_info": {"completion_tokens": 4}},
@@ -327,7 +326,7 @@ def test_prompt_tail_among_the_output_ids_is_refused_on_receipt():
     ],
 )
 def test_an_abort_before_prefill_is_a_valid_empty_partial(response):
-    """Engines answer an abort without log-probs, ids or version; none of that is an exception."""
+    """An abort before prefill, without log-probs, ids or version, is `aborted` and no exception."""
     raw = {"request": {"input_ids": [1]}, "response": response}
     result = postprocess_output_data([raw], GateConfig(adapter="sglang"))
     assert reasons_of(result) == ["aborted"] and result.samples[0].response_length == 0
@@ -381,7 +380,7 @@ def test_missing_log_probs_follow_the_stated_policy_and_are_never_filled_silentl
 
 
 def test_tokens_may_be_lists_arrays_or_tensors_with_the_same_verdicts():
-    """Engines hand over arrays, dumps lists, plug-ins tensors."""
+    """Lists, arrays and tensors of ids get the same verdicts."""
     import torch
 
     kinds = (
@@ -401,7 +400,7 @@ def test_tokens_may_be_lists_arrays_or_tensors_with_the_same_verdicts():
 
 
 def test_codes_on_the_wire_name_one_reason_each():
-    """The trainer gets a small integer; it must mean the same reason on both sides."""
+    """Each reason has a code of its own on the wire and is found by it."""
     assert [reason_of_code(reason.code) for reason in InvalidReason] == list(InvalidReason)
     assert reason_of_code(0) is None and len({reason.code for reason in InvalidReason}) == len(
         InvalidReason

@@ -1,4 +1,4 @@
-"""docs/gate.md says what the code does."""
+"""docs/gate.md states what the code does."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,8 @@ TEXT = (Path(__file__).resolve().parents[2] / "docs" / "gate.md").read_text(enco
 
 
 def test_every_reason_has_a_row_with_its_level_keepability_and_part_in_pass_at_k():
-    """A table that lies about what may be trained is worse than none."""
+    """Every reason has a row in the guide with its level, whether it may be kept, and its part in
+    pass@k."""
     rows = {
         row[0].strip("` "): [cell.strip(" *") for cell in row]
         for row in re.findall(r"^\| (`\w+`) \| (.+) \| (.+) \| (.+) \| (.+) \|$", TEXT, re.M)

@@ -1,6 +1,5 @@
-"""No function of a user's, and no other way to the trainer, trains a sample that the gate rejected;
-the ledger is the judge.
-"""
+"""No function of a user's, and no other path to the trainer, trains a sample that the gate
+rejected; the ledger shows it."""
 
 import dataclasses
 import functools
@@ -179,9 +178,8 @@ def judged(manager, rollout_id=0):
 @pytest.mark.parametrize("policy", ["mark", "drop", "penalize"])
 @pytest.mark.parametrize("kind", CONVERTERS)
 def test_no_converter_trains_a_rejected_sample(kind, policy, tmp_path, monkeypatch):
-    """What the gate rejected stays out, and under its reason in the ledger, whatever dict a
-    converter makes of the samples.
-    """
+    """A rejected sample does not train, and keeps its reason in the ledger, whatever dict a
+    converter makes."""
     kept_aside[:] = dirty_rollout()
     plug_in(monkeypatch, convert=CONVERTERS[kind])
     manager = manager_of(
@@ -215,9 +213,8 @@ def test_no_converter_trains_a_rejected_sample(kind, policy, tmp_path, monkeypat
 
 
 def test_what_a_converter_leaves_out_of_its_rows_origin_is_filled_in(tmp_path, monkeypatch):
-    """Eight executions of two samples each, in steps of four executions: two steps, and not four of
-    rows; the weights that sampled are known.
-    """
+    """Rollout ids and weight versions that a converter leaves out are filled in: eight executions
+    of two samples in steps of four are two steps."""
     samples = [
         sound_sample(
             i, length=4, reward=float(i % 3), rollout_id=i // 2, weight_versions=[str(3 + i // 8)]
@@ -246,7 +243,7 @@ def test_what_a_converter_leaves_out_of_its_rows_origin_is_filled_in(tmp_path, m
 
 
 def test_a_converters_row_of_no_known_sample_ends_the_run(tmp_path, monkeypatch):
-    """Nobody can say whether the gate passed it: the error says what to add to the dict."""
+    """A row that belongs to no known sample ends the run with what to add to the dict."""
     foreign = lambda args, samples: without_indices([*samples, sound_sample(99)])  # noqa: E731
     plug_in(monkeypatch, convert=foreign)
     manager = manager_of(
@@ -267,9 +264,8 @@ def test_a_converters_row_of_no_known_sample_ends_the_run(tmp_path, monkeypatch)
 def test_rows_that_nothing_ties_to_a_sample_are_refused_and_not_attributed_by_place(
     policy, tmp_path, monkeypatch
 ):
-    """One row per sample, in another order, with changed responses and without ids: any row may be
-    of a rejected sample.
-    """
+    """Rows in another order, with changed responses and without ids, are refused, because any of
+    them may be of a rejected sample."""
     plug_in(monkeypatch, convert=lambda args, samples: reordered(samples, sample_indices=None))
     manager = manager_of(
         dirty_rollout(),
@@ -299,9 +295,8 @@ def attribution_of(samples, verdicts, given=None):
 
 
 def test_rows_with_the_tokens_of_several_samples_are_of_the_named_one_or_of_that_at_their_place():
-    """Samples 0 and 1 have the same ids and 0 is rejected: in order each row is of its own sample;
-    in another order only an index tells.
-    """
+    """Where samples 0 and 1 have the same ids and 0 is rejected, rows in order belong to the
+    samples at their places, and in another order an index is needed."""
     samples = [sound_sample(0), sound_sample(0), sound_sample(1)]
     samples[1].index = 7
     attribute = attribution_of(samples, [False, True, True])
@@ -330,9 +325,7 @@ def test_rows_with_the_tokens_of_several_samples_are_of_the_named_one_or_of_that
 
 
 def test_a_copy_that_names_another_sample_is_rejected_where_either_was():
-    """A row with the tokens of sample 0 names sample 1. Beside sample 0's own row it was one of the
-    two.
-    """
+    """A row with the tokens of sample 0 that names sample 1 is rejected if one of the two was."""
     samples = [sound_sample(0), sound_sample(1)]
     rows = [samples[0].tokens, samples[0].tokens]
     assert attribution_of(samples, [False, True])(rows, sample_indices=[0, 1]) == [0, 0]
@@ -340,9 +333,8 @@ def test_a_copy_that_names_another_sample_is_rejected_where_either_was():
 
 
 def test_an_index_and_a_response_that_contradict_each_other_are_refused():
-    """The prompt is changed, the response is that of sample 1, which the gate rejected, and the
-    index is that of sample 0: a row's number, probably.
-    """
+    """A row whose index is of sample 0 and whose response is of the rejected sample 1 is
+    refused."""
     samples = [sound_sample(0), sound_sample(1)]
     row, length = [9, *samples[1].tokens[1:]], [samples[1].response_length]
     with pytest.raises(
@@ -362,7 +354,7 @@ def test_an_index_and_a_response_that_contradict_each_other_are_refused():
 
 
 def test_an_index_of_several_samples_tells_nothing_where_their_verdicts_differ():
-    """Two samples of one execution share the index 5, and their responses were changed."""
+    """An index shared by two samples of one execution with different verdicts identifies no row."""
     samples = [sound_sample(5), sound_sample(5, length=9)]
     with pytest.raises(
         RolloutDataError, match="Row 0 .*sample_indices 5, and 2 samples have this Sample.index"
@@ -383,9 +375,8 @@ FLIPS = {
 def test_a_log_function_that_moves_tokens_between_samples_trains_no_rejected_one(
     converter, tmp_path, monkeypatch
 ):
-    """What a sample was when the gate judged it decides: sample 13, into which the tokens of the
-    cut sample 14 were written, does not train.
-    """
+    """A sample is what it was when the gate judged it: one into which a log function wrote the
+    tokens of a cut sample does not train."""
     plug_in(
         monkeypatch,
         convert=lambda args, samples: as_dict(samples),
@@ -408,9 +399,8 @@ def test_a_log_function_that_moves_tokens_between_samples_trains_no_rejected_one
 
 @pytest.mark.parametrize("given", ["ones", "none", "shorter"])
 def test_a_converters_loss_mask_trains_no_token_without_a_log_prob(given, tmp_path, monkeypatch):
-    """Under --gate-missing-log-probs mask the response of sample 0 lacks its second log-prob: the
-    mask 1 0 1 1 1 1 trains, whatever the dict says.
-    """
+    """With --gate-missing-log-probs mask a token without a log-prob stays masked, whatever mask a
+    converter sets."""
     samples = dirty_rollout()
     samples[0].rollout_log_probs[1] = None
     masks = {
@@ -447,7 +437,7 @@ def test_a_converters_loss_mask_trains_no_token_without_a_log_prob(given, tmp_pa
 
 
 def test_sample_indices_that_are_no_numbers_are_named(tmp_path, monkeypatch):
-    """The error shows what was given."""
+    """sample_indices that are no numbers are refused with what was given."""
     plug_in(
         monkeypatch,
         convert=lambda args, samples: as_dict(
@@ -474,9 +464,7 @@ def test_sample_indices_that_are_no_numbers_are_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("policy", ["mark", "drop"])
 @pytest.mark.parametrize("option", FLIPS)
 def test_no_function_behind_the_gate_takes_a_verdict_back(option, policy, tmp_path, monkeypatch):
-    """It sets valid=True on every sample that it is shown. A reward of its own making does not heal
-    a damaged sample either.
-    """
+    """A function behind the gate that sets valid=True, or makes rewards, changes no verdict."""
     plug_in(monkeypatch, f=FLIPS[option])
     manager = manager_of(
         dirty_rollout(), tmp_path, monkeypatch, gate_policy=policy, **{option: "user_plug_in.f"}
@@ -490,7 +478,7 @@ def test_no_function_behind_the_gate_takes_a_verdict_back(option, policy, tmp_pa
 
 @pytest.mark.parametrize("policy", ["mark", "drop"])
 def test_a_dump_whose_verdicts_were_edited_is_judged_again(policy, tmp_path, monkeypatch):
-    """A replay is a way to the trainer as well."""
+    """A replayed dump is judged again, whatever verdicts it holds."""
     template = str(tmp_path / "dump_{rollout_id}.jsonl")
     samples = dirty_rollout()
     unmark(samples)
@@ -508,9 +496,8 @@ def test_a_dump_whose_verdicts_were_edited_is_judged_again(policy, tmp_path, mon
 def test_a_rejected_row_of_an_execution_that_emitted_several_does_not_train(
     policy, tmp_path, monkeypatch
 ):
-    """Fan-out: each row has a verdict of its own, as lists in lists from a rollout function of the
-    user's.
-    """
+    """Each row of an execution has its own verdict, also in nested lists of a user's rollout
+    function."""
     samples = dirty_rollout()
     for sample in samples:
         sample.rollout_id = sample.index // 2
@@ -580,10 +567,9 @@ class Prompts:
 def test_no_hook_inside_the_rollout_trains_a_rejected_sample(
     rollout_function, policy, tmp_path, monkeypatch
 ):
-    """A generate function, a sample hook, the sample filter, the dynamic filter, the all-samples
-    function and a converter unmark whatever they are shown, in two rollouts: of the asynchronous
-    worker's, the second was generated, and unmarked, while the first was judged.
-    """
+    """Generate function, sample hook, sample and dynamic filter, all-samples function and converter
+    that set valid=True train no rejected sample, in both rollout functions and also where the next
+    rollout was generated before."""
 
     def hook(args, sample):
         unmark([sample])

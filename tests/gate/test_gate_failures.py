@@ -1,6 +1,5 @@
-"""What the model got wrong may train as a failure, and a run in which it gets more
-wrong says so.
-"""
+"""Failures of the model may train with a low reward, and a run in which they become more frequent
+raises an alarm."""
 
 import dataclasses
 import sys
@@ -63,9 +62,8 @@ def one(config=CONFIG, **changes):
 def test_a_penalized_failure_is_valid_shows_its_reason_and_has_the_failures_reward(
     changes, config, reason
 ):
-    """The default reward is 0; --gate-failure-reward sets another; a reward key makes it a dict of
-    one.
-    """
+    """A penalized failure is valid, keeps its reason, and has reward 0, that of
+    --gate-failure-reward, or a dict of it under the reward key."""
     sample = one(dataclasses.replace(CONFIG, **config), **changes)
     assert (sample.valid, sample.invalid_reason, sample.reward) == (True, reason, 0.0)
     assert one(dataclasses.replace(CONFIG, failure_reward=-0.5, **config), **changes).reward == -0.5
@@ -81,7 +79,8 @@ def test_a_penalized_failure_is_valid_shows_its_reason_and_has_the_failures_rewa
 
 
 def test_the_check_before_rewards_gives_the_reward_so_that_no_scorer_sees_the_failure():
-    """A reward function might find the answer in a response that never ended."""
+    """The check before rewards sets a penalized failure's reward, so that no reward function finds
+    an answer in a response that never ended."""
     samples = [sound_sample(0, reward=None), sound_sample(1, reward=None, **CUT)]
     config = dataclasses.replace(CONFIG, failure_reward=-1.0)
     marked = apply_verdicts(samples, check_responses(samples, config))
@@ -96,9 +95,8 @@ def test_the_check_before_rewards_gives_the_reward_so_that_no_scorer_sees_the_fa
 
 
 def test_the_first_failure_is_the_reason_and_damage_still_rejects():
-    """A cut response is badly formatted too; it stays a penalized cut. One with NaN log-probs, or
-    with nothing to see, cannot be trained.
-    """
+    """A cut response with a bad format stays a penalized cut, and one with NaN log-probs or without
+    visible text is rejected."""
     strict = GateConfig(
         policies={InvalidReason.TRUNCATED: Policy.PENALIZE},
         format=FORMAT_PRESETS["answer"],
@@ -118,7 +116,7 @@ def test_the_first_failure_is_the_reason_and_damage_still_rejects():
 
 
 def test_a_tasks_rule_for_cuts_and_level_off_come_before_the_policy():
-    """A task that keeps cuts scores them like any other; one that does not, rejects them."""
+    """A task's rule for cuts precedes the policy: kept ones are scored, others rejected."""
     tasks = {"prefix": TaskRules(keep_truncated=True), "whole": TaskRules(keep_truncated=False)}
     config = dataclasses.replace(CONFIG, tasks=tasks)
     rows = [
@@ -132,9 +130,8 @@ def test_a_tasks_rule_for_cuts_and_level_off_come_before_the_policy():
 
 
 def test_a_penalized_failure_counts_in_its_groups_baseline(tmp_path, monkeypatch):
-    """Group rewards 1, 1, 1 and a cut: excluded, nothing is learned; penalized, the cut has
-    advantage -0.75 and the others +0.25.
-    """
+    """In a group with rewards 1, 1, 1 and a cut, penalizing gives -0.75 and +0.25 for the others;
+    excluding gives 0 for all."""
     samples = [sound_sample(i, reward=1.0) for i in range(4)]
     samples[3] = sound_sample(3, reward=None, **CUT)
     options = {"grpo_std_normalization": False}
@@ -159,7 +156,7 @@ def test_a_penalized_failure_counts_in_its_groups_baseline(tmp_path, monkeypatch
 
 
 def test_what_cannot_be_penalized_is_refused_by_name():
-    """An empty response has nothing to train on, a lost answer says nothing about the model."""
+    """Reasons without anything to train, such as empty or lost responses, cannot be penalized."""
     for reason in ("empty", "bad_token", "failed", "misaligned"):
         with pytest.raises(ConfigError, match=f"cannot penalize '{reason}'.*bad_format.*truncated"):
             gate_config_from_args(rollout_args(gate_policies={reason: "penalize"}))
@@ -197,9 +194,8 @@ def rollout(num_cut, total=200):
     ],
 )
 def test_a_level_rose_when_it_doubled_by_five_points_and_more_than_chance(now, start, rose):
-    """4 % to 21 % and 7 % to 17 % have; 4 % to 7 % has not doubled; 4 of 40 to 8 of 40 may be
-    chance; 0.5 % is little.
-    """
+    """4 % to 21 % and 7 % to 17 % have risen; 4 % to 7 % has not doubled, 4 of 40 to 8 of 40 may be
+    chance, 0.5 % is too little."""
     assert level_rose(*now, *start) is rose
 
 
@@ -213,9 +209,8 @@ def levels(records):
 
 
 def test_a_slow_rise_that_no_window_sees_is_an_alarm_with_the_policy_to_try(tmp_path, caplog):
-    """Cuts grow by half a point a rollout from 4 %: never a jump against the last five, but 10 % in
-    the end. The warning comes once in a window.
-    """
+    """Cuts that grow by half a point per rollout from 4 % raise an alarm once per window, though
+    they never jump against the last five."""
     gate = Gate(GateConfig(policies={InvalidReason.TOO_LONG: Policy.KEEP}), window=5)
     found = {}
     for rollout_id in range(20):
@@ -239,9 +234,8 @@ def test_a_slow_rise_that_no_window_sees_is_an_alarm_with_the_policy_to_try(tmp_
 
 
 def test_a_level_that_rose_with_the_first_updates_is_an_alarm_and_a_problem_too(tmp_path):
-    """1 % in the rollout before any update, 34 % from then on: the first five rollouts together are
-    as bad as the last five.
-    """
+    """A rise from 1 % before any update to 34 % afterwards is an alarm and a problem, though the
+    first five rollouts together equal the last five."""
     gate = Gate(GateConfig(), window=5)
     for rollout_id, cut in enumerate([2, *[68] * 11]):
         result = gate.run(rollout(cut), rollout_id)
@@ -258,9 +252,8 @@ def test_a_level_that_rose_with_the_first_updates_is_an_alarm_and_a_problem_too(
 
 
 def test_failures_that_train_are_counted_as_well_and_survive_a_resume(tmp_path):
-    """A kept cut is a cut. The run's first rollouts are part of the checkpoint: after a resume the
-    level is compared with them.
-    """
+    """Kept failures count too, and a resumed run compares with its first rollouts, which the
+    checkpoint holds."""
     config = GateConfig(policies={InvalidReason.TRUNCATED: Policy.PENALIZE})
     gate = Gate(config, window=3)
     for rollout_id in range(3):
@@ -299,9 +292,8 @@ def write_run(folder, shares, **extra):
 
 
 def test_the_report_says_at_the_end_that_the_model_fails_more(tmp_path):
-    """Forty rollouts, cuts 4 % to 21 %, reward rising all the while: a problem, and what to try.
-    Levels that fall or stay are none.
-    """
+    """Cuts that rise from 4 % to 21 % over forty rollouts are a problem with what to try, although
+    the reward rises; levels that fall or stay are none."""
     (tmp_path / "up").mkdir()
     run = write_run(tmp_path / "up", [0.04 + 0.17 * step / 39 for step in range(40)])
     problems = summarize_run(run, Checks(ledger=False, weights=False)).problems
@@ -321,9 +313,7 @@ def test_the_report_says_at_the_end_that_the_model_fails_more(tmp_path):
 
 
 def test_the_record_of_a_rollout_has_rejected_and_penalized_failures_apart(tmp_path, monkeypatch):
-    """One cut of sixteen samples: rejected it is in gate/ratio, penalized it is not; gate/failures
-    has it in both.
-    """
+    """A rejected cut is in gate/ratio and a penalized one is not; gate/failures counts both."""
     for policy, ratio in (("mark", 1 / 16), ("penalize", 0)):
         manager = manager_of(
             dirty_rollout(), tmp_path / policy, monkeypatch, gate_policies={"truncated": policy}

@@ -1,6 +1,5 @@
-"""What engines and plug-ins get wrong: each ends as a reason or as a sentence, and whatever stays
-in the batch stops nobody after the gate.
-"""
+"""What engines and plug-ins get wrong ends in a reason or an error message, and what stays in the
+batch raises nowhere after the gate."""
 
 import collections
 import dataclasses
@@ -183,7 +182,7 @@ def test_a_response_that_is_no_text_is_decoded_from_its_tokens_or_refused(respon
 
 
 def test_bfloat16_log_probs_are_log_probs():
-    """An engine in bfloat16 hands over its own dtype, which numpy lacks."""
+    """Log-probs in bfloat16, which numpy lacks, are accepted."""
     import torch
 
     values = torch.full((12,), -1.0, dtype=torch.bfloat16)
@@ -292,7 +291,8 @@ def test_what_stood_in_an_unreadable_field_is_kept_in_words():
 
 
 def test_half_an_emoji_can_be_dumped_and_comes_back(tmp_path):
-    """Engines cut texts between the halves of an emoji; JSON text has no form for one half."""
+    """A text that was cut between the halves of an emoji, which JSON cannot express, can be dumped
+    and read."""
     samples = [
         sound_sample(0, response="cut \ud83d", metadata={"tool": ["\udc00 x"]}),
         sound_sample(1, response="caf\u00e9 \U0001f600"),
@@ -314,7 +314,7 @@ def test_half_an_emoji_can_be_dumped_and_comes_back(tmp_path):
     ],
 )
 def test_a_line_that_is_no_sample_is_named_with_its_file(tmp_path, line):
-    """A dump may come from anywhere; the answer is a sentence, not a KeyError."""
+    """A line of a dump that is no sample is refused with file and line."""
     path = tmp_path / "d.jsonl"
     path.write_bytes(b'{"format": "slime-rollout-1", "num_samples": 1}\n' + line + b"\n")
     with pytest.raises(RolloutDataError, match="d.jsonl, line 2: not a sample"):
@@ -367,15 +367,13 @@ def test_replies_with_missing_entries_name_the_input(adapter, raw):
     ],
 )
 def test_thresholds_that_contradict_each_other_are_refused_at_the_start(build, words):
-    """A run in which no response can be valid trains on nothing, and finds out after its first
-    rollout.
-    """
+    """Thresholds under which no response can be valid are refused at the start."""
     with pytest.raises(ConfigError, match=words):
         build()
 
 
 def test_missing_log_probs_do_not_stop_an_evaluation():
-    """Evaluation is reported only; nothing of it is trained, so no log-prob is missing."""
+    """Missing log-probs do not end an evaluation, because nothing of it trains."""
     config = GateConfig(missing_log_probs=MissingLogProbs.ERROR, evaluation=True)
     assert reasons([sound_sample(0, rollout_log_probs=None)], config) == [None]
 

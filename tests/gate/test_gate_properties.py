@@ -76,9 +76,7 @@ def well_formed_samples(draw):
 @settings(max_examples=80, deadline=None)
 @given(st.lists(well_formed_samples(), max_size=12))
 def test_the_vectorised_gate_says_what_a_plain_loop_says(samples):
-    """The loop is what anyone would write; columns, chunks and short cuts must not change one word
-    of it.
-    """
+    """The vectorised gate gives the verdicts of a plain loop over samples."""
     assert reasons_of(postprocess_output_data(samples, CONFIG)) == [
         reason_of(sample, CONFIG) for sample in samples
     ]

@@ -1,4 +1,4 @@
-"""The gate of a run: options, records, schedule, alarms aloud, raw snapshots, Ray tasks."""
+"""The gate of a run: options, records, schedule, alarms, raw snapshots, Ray tasks."""
 
 import dataclasses
 import json
@@ -143,7 +143,7 @@ def test_automatic_choices_follow_the_run():
     ],
 )
 def test_an_option_that_cannot_be_is_named(changes, words):
-    """A wrong policy name must not mean "no policy"."""
+    """A wrong name in a gate option is refused and does not mean "no policy"."""
     with pytest.raises(ConfigError, match=words):
         gate_config_from_args(options(**changes))
 
@@ -334,9 +334,8 @@ def test_a_resumed_run_has_the_records_of_one_that_was_not_interrupted(
 
 
 def test_what_a_history_lacks_is_said_once_and_skipped(tmp_path, caplog):
-    """A damaged line costs its rollout; a missing, foreign or headless file is named; none of them
-    stops a resume.
-    """
+    """A damaged line of the history costs its rollout, a missing, foreign or headless file is
+    warned about once, and none of them stops a resume."""
     gate = Gate(GateConfig())
     for rollout_id in range(4):
         gate.run(scored(200, 20), rollout_id)
@@ -375,7 +374,7 @@ def test_what_a_history_lacks_is_said_once_and_skipped(tmp_path, caplog):
 
 
 def test_a_disk_without_room_costs_the_history_and_not_the_checkpoint(tmp_path, caplog):
-    """What a resume would compare with is not worth a training run."""
+    """A full disk costs the gate's history, with a warning, and not the checkpoint."""
     (tmp_path / "rollout").write_text("")
     Gate(GateConfig()).save(tmp_path, 3)
     assert "history could not be written" in caplog.text
@@ -410,9 +409,8 @@ def test_a_slow_gate_says_so(monkeypatch, caplog):
 
 
 def test_evaluation_has_its_own_history_and_changes_nothing():
-    """Evaluation lengths differ from training lengths; mixing them would be an alarm at every
-    evaluation.
-    """
+    """Evaluations are compared with evaluations, because their lengths differ from those in
+    training."""
     gate = Gate(GateConfig())
     gate.run(scored(100), 0)
     result = gate.run(
@@ -429,7 +427,7 @@ def test_evaluation_has_its_own_history_and_changes_nothing():
 
 
 def test_a_full_disk_costs_a_record_and_no_training(tmp_path, caplog):
-    """The record is lost and said; the rollout goes on."""
+    """A record lost to a full disk is warned about, and the rollout goes on."""
     (tmp_path / "file").write_text("")
     result = Gate(GateConfig(), run_dir=tmp_path / "file").run(scored(4), 0)
     assert result.statistics.kept == 4 and "could not be written" in caplog.text
@@ -493,9 +491,8 @@ def test_a_snapshot_holds_what_the_rollout_dropped_behind_the_batch(tmp_path):
 
 
 def test_dropped_groups_share_the_byte_limit_and_are_let_go_after_the_write(tmp_path, caplog):
-    """A filter may drop ten times the batch: what does not fit is counted aloud, and nothing stays
-    in memory for it.
-    """
+    """Dropped groups share the snapshot's byte limit: those that do not fit are counted in a
+    warning, and none stays in memory after the write."""
     import weakref
 
     import pyarrow.parquet as parquet
@@ -663,7 +660,7 @@ def test_snapshots_are_read_by_pandas_and_polars(reader, tmp_path):
 
 
 def test_a_failing_or_missing_writer_is_said_and_costs_nothing(tmp_path, caplog, monkeypatch):
-    """The extra `data` is optional; a disk may fail; both are one line."""
+    """A missing pyarrow or a failing disk costs the snapshot and one warning."""
     (tmp_path / "file").write_text("")
     gate = Gate(GateConfig(), snapshots=SnapshotWriter(tmp_path / "file"))
     gate.run(scored(4), 0)
@@ -679,9 +676,8 @@ def test_a_failing_or_missing_writer_is_said_and_costs_nothing(tmp_path, caplog,
 
 
 def test_scores_that_a_users_function_makes_later_are_not_judged_here():
-    """On-policy distillation: a sample carries its teacher's whole reply, from which
-    --custom-reward-post-process-path makes the reward.
-    """
+    """Rewards from which --custom-reward-post-process-path makes the score later, such as a
+    teacher's reply, are not judged by the gate."""
     samples = scored(4)
     for sample in samples:
         sample.reward = {"meta_info": {}}

@@ -121,9 +121,8 @@ def test_the_share_removed_by_cheap_checks_is_reported():
 
 
 def test_fan_out_samples_with_prompts_of_their_own_are_no_mixed_group():
-    """Executions 1 and 2 of group 0 emitted two samples with a prompt each; executions 3 and 4 of
-    group 1 have one prompt each, and not the same.
-    """
+    """Samples of one execution may have prompts of their own; executions without a common prompt
+    are a mixed group."""
     rows = [
         (0, 1, "a"),
         (0, 1, "b"),
@@ -188,9 +187,8 @@ def test_population_stability_index_of_a_hand_made_case():
 
 
 def test_the_noise_of_the_index_is_what_chance_gives():
-    """A small batch drifts by chance alone; an alarm that ignores it is switched off
-    after a week.
-    """
+    """The expected noise of the index equals its mean over random batches, so that a small batch
+    raises no alarm by chance."""
     rng = np.random.default_rng(2)
     values = [
         population_stability_index(rng.integers(0, 10**6, 400), rng.integers(0, 10**6, 300))

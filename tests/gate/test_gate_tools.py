@@ -50,7 +50,7 @@ def rollout(count=40, num_cut=10):
 
 
 def test_check_prints_a_table_of_reasons_and_fails_above_a_rate(tmp_path, capsys):
-    """A regression run over recorded rollouts is one command with an exit status."""
+    """`check` prints a table of reasons and returns 1 above --max-drop-rate."""
     path = dump(tmp_path, rollout())
     assert main(["check", path]) == 0
     out = capsys.readouterr().out
@@ -101,7 +101,8 @@ def test_a_two_peaked_reward_with_many_zeros_asks_for_a_look(tmp_path):
 
 
 def test_check_says_which_flag_of_the_run_is_missing(tmp_path, tokenizer_folder, capsys):
-    """A run that hid special tokens looks wholly misaligned to a check that shows them."""
+    """`check` names the flag to give where every text differs because the run hid special
+    tokens."""
     samples, expected = load_corpus()
     valid = [
         sample for sample, row in zip(samples, expected, strict=True) if row["reason"] is None
@@ -192,9 +193,8 @@ def test_suggest_takes_the_one_percent_quantile_of_responses_that_ended(tmp_path
 
 
 def test_suggest_writes_its_thresholds_into_an_options_file(tmp_path):
-    """What it prints is what a run reads: of a dump beside it, of a run folder on the snapshot that
-    was written last.
-    """
+    """`suggest --apply` writes an options file that a run reads, beside the dump or into the run
+    folder, for its newest snapshot."""
     samples = [sound_sample(i, length=101 + i) for i in range(100)]
     assert main(["suggest", dump(tmp_path, samples), "--apply"]) == 0
     specs = {spec.name: spec for spec in all_specs()}
@@ -253,9 +253,8 @@ def test_doctor_runs_the_three_first_steps_when_the_loss_spikes(tmp_path, tokeni
 def test_doctor_takes_the_tokenizer_and_the_options_from_the_run(
     tmp_path, tokenizer_folder, capsys
 ):
-    """The run's own config.yaml names them; asking for them again is asking for a mistake. What is
-    given still wins.
-    """
+    """`doctor` takes tokenizer and options from the run's config.yaml; given ones take
+    precedence."""
     gate = Gate(GateConfig(), run_dir=tmp_path, snapshots=SnapshotWriter(tmp_path / "gate"))
     gate.run([sound_sample(i, length=300 + i) for i in range(200)], 0)
     gate.close()
@@ -280,7 +279,7 @@ def test_doctor_takes_the_tokenizer_and_the_options_from_the_run(
 
 
 def test_rewards_of_a_few_values_have_shares_and_no_peaks():
-    """0 and 1 are two peaks by construction: the hint pointed at every run with such a reward."""
+    """Rewards of a few values, such as 0 and 1, are shown as shares and not called two peaks."""
     samples = [sound_sample(i, length=10, reward=float(i % 4 == 0)) for i in range(100)]
     assert tools.reward_shape(samples) == [
         "100 rewards, mean 0.2500, zeros 75.0 %",
@@ -338,7 +337,7 @@ def test_what_the_rollout_dropped_is_read_only_where_that_is_asked_for(tmp_path,
 
 
 def test_command_lines_that_cannot_be_are_explained(tmp_path, capsys):
-    """Exit status 2 and a sentence, not a traceback."""
+    """A wrong command line is a message with status 2 and no traceback."""
     from slime.cli import main as slime
 
     assert main(["chek", "x"]) == 2 and "Commands: check" in capsys.readouterr().err
@@ -373,9 +372,8 @@ def test_command_lines_that_cannot_be_are_explained(tmp_path, capsys):
 
 
 def test_what_cannot_be_read_in_a_dump_or_a_snapshot_is_named(tmp_path, capsys):
-    """Exit status 2 or a finding, not a traceback: a response that is a number, an index that is a
-    list, metadata that is null.
-    """
+    """An unreadable value in a dump or snapshot is a finding or a message with status 2, and no
+    traceback."""
     import pyarrow
     import pyarrow.parquet
 

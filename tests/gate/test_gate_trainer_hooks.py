@@ -1,6 +1,5 @@
 """No function on the training ranks trains a token that the gate, or a mask, took out; the ledger
-counts what it takes out itself.
-"""
+counts what it takes out itself."""
 
 import copy
 import sys
@@ -134,7 +133,8 @@ def call(hook, batches):
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_hook_that_trains_what_the_split_did_not_plan_is_refused(kind, tmp_path, monkeypatch):
-    """The error names the option, the function and what it changed."""
+    """A hook that trains what the split did not plan is refused with option, function and what it
+    changed."""
     hook, words = REFUSED[kind]
     batches, _ = local_batches(tmp_path, monkeypatch)
     with pytest.raises(RolloutDataError, match=f"{OPTION} user_plug_in.f .*{words}"):
@@ -145,7 +145,8 @@ def test_a_hook_that_trains_what_the_split_did_not_plan_is_refused(kind, tmp_pat
 def test_a_hook_that_changes_numbers_or_masks_tokens_trains_nothing_else(
     kind, tmp_path, monkeypatch
 ):
-    """Of sample 0 the second token stays out, of sample 2 all do."""
+    """A hook may change numbers and mask tokens; masked tokens of sample 0, and all of the removed
+    sample 2, still do not train."""
     batches, planned = local_batches(tmp_path, monkeypatch)
     before = trained_tokens(batches)
     assert (
@@ -167,9 +168,8 @@ def test_a_hook_that_changes_numbers_or_masks_tokens_trains_nothing_else(
 def test_samples_that_a_hook_masks_or_whose_step_is_skipped_are_planned_and_did_not_train(
     tmp_path, monkeypatch
 ):
-    """10 are planned. Each of two ranks masks one sample of its only step; where the step is
-    skipped, the other 8 are gone as well.
-    """
+    """Of 10 planned samples each of two ranks masks one, and where the step is skipped the other 8
+    did not train either."""
     batches, planned = local_batches(tmp_path, monkeypatch)
     trainable = [have_trainable_tokens(batch) for batch in batches]
     first = [had.index(True) for had in trainable]
@@ -192,9 +192,8 @@ def test_samples_that_a_hook_masks_or_whose_step_is_skipped_are_planned_and_did_
 
 
 def test_only_the_samples_of_a_skipped_step_did_not_train():
-    """Two steps of two micro-batches: the second is skipped, and of its three samples one has no
-    trainable token in its rollout.
-    """
+    """Of two steps of two micro-batches only the skipped one's samples did not train; of its three,
+    one had no trainable token anyway."""
     batch = {
         "loss_masks": [torch.ones(2)] * 5,
         "rollout_mask_sums": torch.tensor([2.0, 2.0, 2.0, 0.0, 2.0]),
@@ -208,7 +207,8 @@ def test_only_the_samples_of_a_skipped_step_did_not_train():
 
 
 def test_more_samples_than_were_planned_cannot_have_not_trained():
-    """A rank that counts what another one counts too would go unnoticed otherwise."""
+    """More untrained samples than planned ones are an error, as where two ranks count the same
+    sample."""
     assert finished_metrics(4, {"update_skipped": 4}) == {
         "rollout/ledger/trained": 0,
         "rollout/ledger/not_trained/update_skipped": 4,
@@ -223,9 +223,7 @@ def correction(args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **
 
 
 def test_a_correction_takes_tokens_out_and_puts_none_in(monkeypatch):
-    """--custom-tis-function-path returns the masks 0 1 1 for a response with the mask 1 0 1: the
-    third token trains.
-    """
+    """A custom correction that returns the mask 0 1 1 for 1 0 1 trains the third token alone."""
     monkeypatch.setattr(loss, "load_function", lambda path: correction)
     config = type("Config", (), {"custom_tis_function_path": "user_plug_in.f", "use_tis": True})
     tokens = type(
