@@ -1,6 +1,5 @@
-"""What `make` installs: the size is told before the download, and a CPU build is taken where there
-is one and no GPU.
-"""
+"""What `make` installs: the size is printed before the download, and a CPU build is taken where
+there is one and no GPU."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,5 @@
-"""What is drawn, how probable it is said to be, and which parameters are refused: on small
-distributions a reader can check.
-"""
+"""What is drawn, with which log-prob, and which parameters are refused, on small distributions that
+a reader can check."""
 
 import numpy as np
 import pytest

@@ -226,7 +226,8 @@ def test_a_rollout_that_is_aborted_between_turns_goes_on_where_it_was(trained, m
 
 
 def test_a_rendered_prompt_is_refused_with_the_option_to_remove(trained):
-    """A text has no turns to which another one could be added."""
+    """A prompt rendered to text, to which no turn could be added, is refused with the option to
+    remove."""
     url, folder, _ = trained
     args = example_args(folder)
     with fresh_rollout_state(url), pytest.raises(ConfigError, match="remove --apply-chat-template"):

@@ -1,4 +1,4 @@
-"""What the engines are told when weights are published, in which order, and what the fingerprint
+"""The calls that engines get when weights are published, their order, and what the fingerprint
 covers."""
 
 from types import SimpleNamespace

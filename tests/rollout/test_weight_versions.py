@@ -22,7 +22,7 @@ ARGS = SimpleNamespace(partial_rollout=True, mask_offpolicy_in_partial_rollout=T
 
 @pytest.fixture
 def serving():
-    """Sets the version that the engines serve; nobody has told one afterwards."""
+    """Sets the version that the engines serve, and clears it after the test."""
     yield weight_versions.set_current_weight_version
     weight_versions.set_current_weight_version(None)
 
