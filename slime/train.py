@@ -5,6 +5,7 @@ python -m slime.train --config run.yaml        or        slime train --config ru
 
 from __future__ import annotations
 
+import argparse
 import bdb
 import collections
 import contextlib
@@ -62,7 +63,7 @@ class Run:
 
 
 @contextlib.contextmanager
-def build_run(args: Any) -> Iterator[Run]:
+def build_run(args: argparse.Namespace) -> Iterator[Run]:
     """Starts the actors, loads the weights and publishes them to the engines; takes everything down
     again.
     """
@@ -127,7 +128,9 @@ def build_run(args: Any) -> Iterator[Run]:
         )
 
 
-def planned_rollouts(args: Any, num_rollout_per_epoch: int | None) -> tuple[int, int | None]:
+def planned_rollouts(
+    args: argparse.Namespace, num_rollout_per_epoch: int | None
+) -> tuple[int, int | None]:
     """(rollouts to run, rollouts per epoch where --num-epoch counts them). ConfigError for
     --num-epoch without a dataset.
 
@@ -147,7 +150,7 @@ class NothingLeft(SlimeError):
     """The run has no rollout to run: its message says why, and how to go on. No failure."""
 
 
-def with_num_rollout(args: Any, num_rollout: int) -> Any:
+def with_num_rollout(args: argparse.Namespace, num_rollout: int) -> Any:
     """Returns a copy of `args` whose --num-rollout is the number that follows from --num-epoch: the
     trainers' schedule needs its end.
 
@@ -200,7 +203,9 @@ def train_on(run: Run, rollout_id: int, shards: list) -> None:
     log_trained(run.args, rollout_id, shards, results)
 
 
-def log_trained(args: Any, rollout_id: int, shards: list, results: Sequence[Any] = ()) -> None:
+def log_trained(
+    args: argparse.Namespace, rollout_id: int, shards: list, results: Sequence[Any] = ()
+) -> None:
     """Closes the rollout's ledger: what was planned has trained, but for what the policy's ranks
     say in their `results`.
     """
@@ -368,7 +373,7 @@ def launch(
 
 
 @contextlib.contextmanager
-def open_run(args: Any) -> Iterator[Run]:
+def open_run(args: argparse.Namespace) -> Iterator[Run]:
     """A run of parsed options, ready for its loop, with its records, live view and actors.
     `finish_tracking(args)` is the caller's to call.
     """
@@ -384,7 +389,7 @@ def open_run(args: Any) -> Iterator[Run]:
             yield run
 
 
-def _run_session(args: Any, loop: Callable[[Run], None], started: float) -> int:
+def _run_session(args: argparse.Namespace, loop: Callable[[Run], None], started: float) -> int:
     from slime.config.derive import has_megatron_checkpoint
     from slime.ray.session import interruptible
     from slime.tracking.tracking import finish_tracking, log_dir_of

@@ -8,8 +8,8 @@ Engines and trainers need devices of their own, so `--colocate` is refused.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
-from typing import Any
 
 from slime.exceptions import ConfigError
 from slime.ray.utils import wait_for
@@ -25,7 +25,7 @@ from slime.train import (
 )
 
 
-def require_two_sides(args: Any) -> None:
+def require_two_sides(args: argparse.Namespace) -> None:
     """ConfigError for options with which engines and trainers take turns, all of them at once: here
     they work at the same time.
     """

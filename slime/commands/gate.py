@@ -140,7 +140,7 @@ def run_folder_of(path: Path) -> Path | None:
     return None
 
 
-def with_recorded_options(args: Any, path: Path) -> Any:
+def with_recorded_options(args: argparse.Namespace, path: Path) -> Any:
     """Returns `args`, with what the run that `path` belongs to was started with in place of
     defaults: tokenizer folder, gate, reward key.
 
@@ -233,7 +233,7 @@ def read_snapshot(path: Path, *, with_dropped: bool = False) -> list[Sample]:
     return samples
 
 
-def _tokenizer(args: Any) -> Any:
+def _tokenizer(args: argparse.Namespace) -> Any:
     if args.hf_checkpoint is None:
         return None
     from slime.utils.processing_utils import load_tokenizer
@@ -241,7 +241,7 @@ def _tokenizer(args: Any) -> Any:
     return load_tokenizer(args.hf_checkpoint)
 
 
-def _codec(args: Any, config: GateConfig) -> Codec:
+def _codec(args: argparse.Namespace, config: GateConfig) -> Codec:
     tokenizer = _tokenizer(args)
     if tokenizer is None:
         raise ConfigError(
@@ -253,7 +253,7 @@ def _codec(args: Any, config: GateConfig) -> Codec:
     return codec
 
 
-def _check(own: argparse.Namespace, args: Any) -> int:
+def _check(own: argparse.Namespace, args: argparse.Namespace) -> int:
     samples, tokenizer = load_samples(own.path, with_dropped=own.with_dropped), _tokenizer(args)
     scored = any(reward_problem(sample.reward, args.reward_key) is None for sample in samples)
     config = dataclasses.replace(
@@ -273,7 +273,7 @@ def _check(own: argparse.Namespace, args: Any) -> int:
     return int(result.statistics.drop_rate > own.max_drop_rate)
 
 
-def _ends(own: argparse.Namespace, args: Any) -> int:
+def _ends(own: argparse.Namespace, args: argparse.Namespace) -> int:
     samples = load_samples(own.path, with_dropped=own.with_dropped)
     low, high = tools.reward_ends(samples, own.num, reward_key=args.reward_key)
     for title, positions in (("lowest rewards", low), ("highest rewards", high)):
@@ -289,7 +289,7 @@ def _ends(own: argparse.Namespace, args: Any) -> int:
     return 0
 
 
-def _align(own: argparse.Namespace, args: Any) -> int:
+def _align(own: argparse.Namespace, args: argparse.Namespace) -> int:
     config = gate_config_from_args(args)
     samples = load_samples(own.path, with_dropped=own.with_dropped)
     found = tools.find_mismatches(samples, _codec(args, config), stop_strings=config.stop_strings)
@@ -300,7 +300,7 @@ def _align(own: argparse.Namespace, args: Any) -> int:
     return int(bool(found))
 
 
-def _groups(own: argparse.Namespace, args: Any) -> int:
+def _groups(own: argparse.Namespace, args: argparse.Namespace) -> int:
     samples = load_samples(own.path, with_dropped=own.with_dropped)
     config = dataclasses.replace(gate_config_from_args(args), text_source="engine")
     groups = postprocess_output_data(samples, config).statistics.groups()
@@ -319,7 +319,7 @@ def _groups(own: argparse.Namespace, args: Any) -> int:
     return int(bool(problems))
 
 
-def _suggest(own: argparse.Namespace, args: Any) -> int:
+def _suggest(own: argparse.Namespace, args: argparse.Namespace) -> int:
     path = _last_snapshot(own.path) if own.path.is_dir() else own.path
     samples = load_samples(path, with_dropped=own.with_dropped)
     suggestion = tools.suggest_thresholds(samples, context_length=args.rollout_max_context_len)
@@ -363,7 +363,7 @@ def _last_snapshot(run: Path) -> Path:
     return found[-1]
 
 
-def _doctor(own: argparse.Namespace, args: Any) -> int:
+def _doctor(own: argparse.Namespace, args: argparse.Namespace) -> int:
     path = own.path / RECORD_FILE
     if not path.exists():
         raise ConfigError(f"{path} does not exist. Give the folder of a run (runs/<name>).")

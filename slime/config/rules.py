@@ -61,7 +61,7 @@ def _either(values: Iterable[int]) -> str:
 
 
 @rule("hf_checkpoint")
-def hf_checkpoint_is_given(args):
+def hf_checkpoint_is_given(args: argparse.Namespace):
     if args.hf_checkpoint is None:
         return (
             "--hf-checkpoint is missing: give a Hugging Face folder with config.json, tokenizer "
@@ -70,7 +70,7 @@ def hf_checkpoint_is_given(args):
 
 
 @rule("prompt_data", "rollout_global_dataset", "debug_train_only", "load_debug_rollout_data")
-def prompts_are_given(args):
+def prompts_are_given(args: argparse.Namespace):
     needs_prompts = args.rollout_global_dataset and not args.load_debug_rollout_data
     if needs_prompts and args.prompt_data is None:
         return (
@@ -81,7 +81,7 @@ def prompts_are_given(args):
 
 
 @rule("rollout_batch_size")
-def rollout_batch_size_is_given(args):
+def rollout_batch_size_is_given(args: argparse.Namespace):
     if args.rollout_batch_size is None:
         return (
             "--rollout-batch-size is missing: give the number of prompts per rollout, for "
@@ -90,7 +90,7 @@ def rollout_batch_size_is_given(args):
 
 
 @rule("num_rollout", "num_epoch", "rollout_global_dataset", "load_debug_rollout_data")
-def number_of_rollouts_is_given(args):
+def number_of_rollouts_is_given(args: argparse.Namespace):
     if args.num_rollout is None and args.num_epoch is None:
         return "--num-rollout is missing: give it, or --num-epoch."
     if args.num_rollout is None and not args.rollout_global_dataset:
@@ -106,7 +106,7 @@ def number_of_rollouts_is_given(args):
 
 
 @rule("debug_train_only", "debug_rollout_only")
-def only_one_half_is_debugged(args):
+def only_one_half_is_debugged(args: argparse.Namespace):
     if args.debug_train_only and args.debug_rollout_only:
         return (
             "--debug-train-only and --debug-rollout-only exclude each other "
@@ -115,7 +115,7 @@ def only_one_half_is_debugged(args):
 
 
 @rule("length_penalty", "length_penalty_buffer", "rollout_max_response_len")
-def a_length_penalty_has_a_budget_and_is_applied(args):
+def a_length_penalty_has_a_budget_and_is_applied(args: argparse.Namespace):
     name, budget, buffer = (
         args.length_penalty,
         args.rollout_max_response_len,
@@ -167,7 +167,7 @@ SHARES = "rollout_top_p eval_top_p load_debug_rollout_data_subsample rotary_perc
 
 
 @rule()
-def numbers_are_in_range(args):
+def numbers_are_in_range(args: argparse.Namespace):
     numbers = {
         name: value
         for name, value in vars(args).items()
@@ -202,7 +202,7 @@ def _flag(name: str) -> str:
 
 
 @rule("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout")
-def batches_divide(args):
+def batches_divide(args: argparse.Namespace):
     if args.rollout_batch_size is None or args.global_batch_size is None:
         return None
     samples = args.rollout_batch_size * args.n_samples_per_prompt
@@ -233,7 +233,7 @@ def batches_divide(args):
 
 
 @rule("over_sampling_batch_size", "rollout_batch_size")
-def over_sampling_is_not_under_sampling(args):
+def over_sampling_is_not_under_sampling(args: argparse.Namespace):
     if (
         None not in (args.over_sampling_batch_size, args.rollout_batch_size)
         and args.over_sampling_batch_size < args.rollout_batch_size
@@ -246,7 +246,7 @@ def over_sampling_is_not_under_sampling(args):
 
 
 @rule("use_dynamic_batch_size", "max_tokens_per_gpu")
-def dynamic_batches_have_a_cap(args):
+def dynamic_batches_have_a_cap(args: argparse.Namespace):
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
         return (
             "--use-dynamic-batch-size needs --max-tokens-per-gpu: the tokens of one micro-batch "
@@ -255,7 +255,7 @@ def dynamic_batches_have_a_cap(args):
 
 
 @rule("max_tokens_per_gpu", "log_probs_max_tokens_per_gpu", "micro_batch_packing")
-def one_cap_serves_both_passes(args):
+def one_cap_serves_both_passes(args: argparse.Namespace):
     if args.log_probs_max_tokens_per_gpu != args.max_tokens_per_gpu:
         return (
             f"--log-probs-max-tokens-per-gpu {args.log_probs_max_tokens_per_gpu} differs from "
@@ -265,7 +265,7 @@ def one_cap_serves_both_passes(args):
 
 
 @rule("use_dynamic_batch_size", "balance_by_flops")
-def flops_balance_needs_dynamic_batches(args):
+def flops_balance_needs_dynamic_batches(args: argparse.Namespace):
     if args.balance_by_flops and not args.use_dynamic_batch_size:
         return (
             "--balance-by-flops needs --use-dynamic-batch-size (and --max-tokens-per-gpu): "
@@ -277,7 +277,7 @@ def flops_balance_needs_dynamic_batches(args):
 
 
 @rule("rollout_temperature")
-def temperature_is_positive(args):
+def temperature_is_positive(args: argparse.Namespace):
     if not args.rollout_temperature > 0:
         return (
             f"--rollout-temperature must be > 0, it is {args.rollout_temperature}: log-probs at "
@@ -287,7 +287,7 @@ def temperature_is_positive(args):
 
 
 @rule("rollout_top_k", "rollout_top_p")
-def top_k_is_meaningful(args):
+def top_k_is_meaningful(args: argparse.Namespace):
     if args.rollout_top_k == 0 or args.rollout_top_k < -1:
         return (
             f"--rollout-top-k is {args.rollout_top_k}: use -1 to keep all tokens, or a number "
@@ -296,7 +296,7 @@ def top_k_is_meaningful(args):
 
 
 @rule("rollout_max_prompt_len", "rollout_max_context_len")
-def prompt_leaves_room(args):
+def prompt_leaves_room(args: argparse.Namespace):
     if (
         None not in (args.rollout_max_prompt_len, args.rollout_max_context_len)
         and args.rollout_max_prompt_len >= args.rollout_max_context_len
@@ -331,7 +331,7 @@ def _generates(args: argparse.Namespace) -> bool:
     "rollout_function_path",
     "loss_type",
 )
-def responses_end(args):
+def responses_end(args: argparse.Namespace):
     if (
         _generates(args)
         and args.rollout_max_response_len is None
@@ -345,7 +345,7 @@ def responses_end(args):
 
 
 @rule("rollout_batch_order", "rollout_function_path")
-def fully_async_batches_are_filled_in_order_of_completion(args):
+def fully_async_batches_are_filled_in_order_of_completion(args: argparse.Namespace):
     if args.rollout_function_path == FULLY_ASYNC and args.rollout_batch_order == "submission":
         return (
             "--rollout-batch-order submission cannot hold with the fully asynchronous rollout, "
@@ -360,7 +360,7 @@ def fully_async_batches_are_filled_in_order_of_completion(args):
     "rollout_function_path",
     "debug_train_only",
 )
-def the_filter_can_keep_a_group(args):
+def the_filter_can_keep_a_group(args: argparse.Namespace):
     if (
         _generates(args)
         and args.dynamic_sampling_filter_path == NONZERO_STD
@@ -374,7 +374,7 @@ def the_filter_can_keep_a_group(args):
 
 
 @rule("keep_old_actor", "partial_rollout", "rollout_function_path")
-def kept_weights_are_those_of_the_whole_rollout(args):
+def kept_weights_are_those_of_the_whole_rollout(args: argparse.Namespace):
     spans_versions = args.partial_rollout or "fully_async" in args.rollout_function_path
     if args.keep_old_actor and spans_versions:
         cause = (
@@ -390,7 +390,7 @@ def kept_weights_are_those_of_the_whole_rollout(args):
 
 
 @rule("partial_rollout", "mask_offpolicy_in_partial_rollout")
-def off_policy_mask_needs_partial_rollout(args):
+def off_policy_mask_needs_partial_rollout(args: argparse.Namespace):
     if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
         return (
             "--mask-offpolicy-in-partial-rollout needs --partial-rollout: without it no token "
@@ -409,7 +409,7 @@ def off_policy_mask_needs_partial_rollout(args):
     "custom_generate_function_path",
     "debug_train_only",
 )
-def reward_is_chosen(args):
+def reward_is_chosen(args: argparse.Namespace):
     # a generate function may set the reward itself; where it does not, scoring says that no reward
     # function was given
     chosen = args.rm_type or args.custom_rm_path or args.custom_generate_function_path
@@ -427,7 +427,7 @@ def reward_is_chosen(args):
 
 
 @rule("eval_interval", "eval_prompt_data", "eval_config")
-def evaluation_has_data(args):
+def evaluation_has_data(args: argparse.Namespace):
     if args.eval_interval is not None and not args.eval_prompt_data and not args.eval_config:
         return (
             f"--eval-interval {args.eval_interval} needs --eval-prompt-data NAME PATH (or "
@@ -441,7 +441,7 @@ def evaluation_has_data(args):
 
 
 @rule("eval_interval", "eval_function_path", "debug_train_only")
-def evaluation_has_a_function(args):
+def evaluation_has_a_function(args: argparse.Namespace):
     if (
         args.eval_interval is None
         or args.debug_train_only
@@ -456,7 +456,7 @@ def evaluation_has_a_function(args):
 
 
 @rule("eval_interval", "eval_prompt_data", "eval_config", "custom_rm_path", "rm_type")
-def evaluation_of_a_distilled_policy_has_a_score(args):
+def evaluation_of_a_distilled_policy_has_a_score(args: argparse.Namespace):
     if (
         args.eval_interval is None
         or args.eval_config
@@ -472,7 +472,7 @@ def evaluation_of_a_distilled_policy_has_a_score(args):
 
 
 @rule("apply_chat_template", "rollout_function_path")
-def supervised_training_renders_conversations_itself(args):
+def supervised_training_renders_conversations_itself(args: argparse.Namespace):
     if args.apply_chat_template and args.rollout_function_path == SUPERVISED:
         return (
             "supervised training renders conversations itself and needs them as they are: "
@@ -481,7 +481,7 @@ def supervised_training_renders_conversations_itself(args):
 
 
 @rule("eval_prompt_data")
-def evaluation_sets_are_pairs(args):
+def evaluation_sets_are_pairs(args: argparse.Namespace):
     if args.eval_prompt_data and len(args.eval_prompt_data) != 1 and len(args.eval_prompt_data) % 2:
         words = " ".join(args.eval_prompt_data)
         return (
@@ -494,7 +494,7 @@ def evaluation_sets_are_pairs(args):
 
 
 @rule("kl_coef", "kl_loss_coef")
-def one_kl(args):
+def one_kl(args: argparse.Namespace):
     if args.kl_coef != 0 and args.kl_loss_coef != 0:
         return (
             f"--kl-coef {args.kl_coef} (in the reward) and --kl-loss-coef {args.kl_loss_coef} (in "
@@ -504,7 +504,7 @@ def one_kl(args):
 
 
 @rule("kl_coef", "advantage_estimator")
-def critic_sees_the_whole_reward(args):
+def critic_sees_the_whole_reward(args: argparse.Namespace):
     if args.kl_coef != 0 and args.advantage_estimator == "ppo":
         return (
             f"--kl-coef {args.kl_coef} puts the KL into the token rewards, which the critic of "
@@ -520,7 +520,7 @@ def critic_sees_the_whole_reward(args):
     "actor_num_gpus_per_node",
     "advantage_estimator",
 )
-def critic_is_laid_out_like_the_policy(args):
+def critic_is_laid_out_like_the_policy(args: argparse.Namespace):
     critic = (args.critic_num_nodes, args.critic_num_gpus_per_node)
     policy = (args.actor_num_nodes, args.actor_num_gpus_per_node)
     if args.advantage_estimator == "ppo" and critic != policy:
@@ -532,7 +532,7 @@ def critic_is_laid_out_like_the_policy(args):
 
 
 @rule("advantage_estimator", "normalize_advantages")
-def reinforce_needs_normalization(args):
+def reinforce_needs_normalization(args: argparse.Namespace):
     if (
         args.advantage_estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
         and not args.normalize_advantages
@@ -544,7 +544,7 @@ def reinforce_needs_normalization(args):
 
 
 @rule("eps_clip_c")
-def dual_clip_is_above_one(args):
+def dual_clip_is_above_one(args: argparse.Namespace):
     if args.eps_clip_c is not None and not args.eps_clip_c > 1:
         return (
             f"--eps-clip-c {args.eps_clip_c} must be above 1 (dual-clip PPO bounds the ratio "
@@ -553,7 +553,7 @@ def dual_clip_is_above_one(args):
 
 
 @rule("use_tis", "use_rollout_logprobs")
-def one_use_of_rollout_log_probs(args):
+def one_use_of_rollout_log_probs(args: argparse.Namespace):
     if args.use_tis and args.use_rollout_logprobs:
         return (
             "--use-tis corrects the gap that --use-rollout-logprobs removes: they exclude each "
@@ -562,7 +562,7 @@ def one_use_of_rollout_log_probs(args):
 
 
 @rule("get_mismatch_metrics", "custom_tis_function_path")
-def mismatch_metrics_have_a_function(args):
+def mismatch_metrics_have_a_function(args: argparse.Namespace):
     if args.get_mismatch_metrics and not args.custom_tis_function_path:
         return (
             "--get-mismatch-metrics needs --custom-tis-function-path, the function that "
@@ -571,7 +571,7 @@ def mismatch_metrics_have_a_function(args):
 
 
 @rule("tis_clip", "tis_clip_low")
-def tis_range_is_a_range(args):
+def tis_range_is_a_range(args: argparse.Namespace):
     if args.tis_clip_low > args.tis_clip:
         return (
             f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}. Use 0 and "
@@ -580,7 +580,7 @@ def tis_range_is_a_range(args):
 
 
 @rule("use_opd", "opd_type", "opd_teacher_load")
-def distillation_is_complete(args):
+def distillation_is_complete(args: argparse.Namespace):
     if args.use_opd and args.opd_type is None:
         return "--use-opd needs --opd-type: where the teacher runs (sglang or megatron)."
     if not args.use_opd and args.opd_type is not None:
@@ -606,7 +606,7 @@ def distillation_is_complete(args):
     "gate_policy",
     "gate_policies",
 )
-def a_served_teacher_scores_the_students_distribution(args):
+def a_served_teacher_scores_the_students_distribution(args: argparse.Namespace):
     served = (
         args.use_opd
         and args.opd_type == "sglang"
@@ -628,7 +628,7 @@ def a_served_teacher_scores_the_students_distribution(args):
 
 
 @rule("loss_type", "custom_loss_function_path")
-def custom_loss_has_a_function(args):
+def custom_loss_has_a_function(args: argparse.Namespace):
     if args.loss_type == "custom_loss" and args.custom_loss_function_path is None:
         return "--loss-type custom_loss needs --custom-loss-function-path."
 
@@ -637,13 +637,13 @@ def custom_loss_has_a_function(args):
 
 
 @rule("bf16", "fp16")
-def one_precision(args):
+def one_precision(args: argparse.Namespace):
     if args.bf16 and args.fp16:
         return "--bf16 and --fp16 exclude each other. Use --bf16."
 
 
 @rule("lr_warmup_iters", "lr_warmup_fraction")
-def one_warm_up(args):
+def one_warm_up(args: argparse.Namespace):
     if args.lr_warmup_iters and args.lr_warmup_fraction is not None:
         return (
             f"--lr-warmup-iters {args.lr_warmup_iters} and --lr-warmup-fraction "
@@ -657,7 +657,7 @@ def one_warm_up(args):
     "debug_train_only",
     "rollout_external_engine_addrs",
 )
-def engines_divide(args):
+def engines_divide(args: argparse.Namespace):
     if (
         args.debug_train_only
         or args.rollout_external_engine_addrs
@@ -681,7 +681,7 @@ def engines_divide(args):
 
 
 @rule("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
-def one_schedule_after_a_resume(args):
+def one_schedule_after_a_resume(args: argparse.Namespace):
     if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
         return (
             "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude "
@@ -690,13 +690,13 @@ def one_schedule_after_a_resume(args):
 
 
 @rule("save", "save_interval")
-def saving_has_a_place(args):
+def saving_has_a_place(args: argparse.Namespace):
     if args.save_interval is not None and args.save is None:
         return f"--save-interval {args.save_interval} needs --save, the folder of checkpoints."
 
 
 @rule("save_debug_rollout_data", "save_debug_train_data")
-def dumps_have_two_paths(args):
+def dumps_have_two_paths(args: argparse.Namespace):
     if (
         args.save_debug_train_data is not None
         and args.save_debug_train_data == args.save_debug_rollout_data
@@ -708,7 +708,7 @@ def dumps_have_two_paths(args):
 
 
 @rule("save_debug_rollout_data", "save_debug_train_data")
-def dumps_have_a_file_per_rollout(args):
+def dumps_have_a_file_per_rollout(args: argparse.Namespace):
     problems = []
     for name, others in (("save_debug_rollout_data", {}), ("save_debug_train_data", {"rank": 0})):
         template = getattr(args, name)
@@ -732,7 +732,7 @@ def dumps_have_a_file_per_rollout(args):
 
 
 @rule("rollout_data_transport")
-def rollout_batches_travel_through_the_object_store(args):
+def rollout_batches_travel_through_the_object_store(args: argparse.Namespace):
     if args.rollout_data_transport != "object-store":
         return (
             f"--rollout-data-transport {args.rollout_data_transport} is not built in: shards "
@@ -742,7 +742,7 @@ def rollout_batches_travel_through_the_object_store(args):
 
 
 @rule("update_weight_transport", "update_weight_disk_dir")
-def disk_transport_has_a_folder(args):
+def disk_transport_has_a_folder(args: argparse.Namespace):
     if args.update_weight_transport == "disk" and args.update_weight_disk_dir is None:
         return (
             "--update-weight-transport disk needs --update-weight-disk-dir, a folder that all "
@@ -751,7 +751,7 @@ def disk_transport_has_a_folder(args):
 
 
 @rule("train_env_vars")
-def environment_of_the_trainers_is_text(args):
+def environment_of_the_trainers_is_text(args: argparse.Namespace):
     wrong = {
         name: value for name, value in args.train_env_vars.items() if not isinstance(value, str)
     }
@@ -760,7 +760,7 @@ def environment_of_the_trainers_is_text(args):
 
 
 @rule("local", "release_train")
-def one_process_is_not_ended_between_rollouts(args):
+def one_process_is_not_ended_between_rollouts(args: argparse.Namespace):
     if args.local and args.release_train:
         return (
             "--release-train ends the trainers' processes while engines generate, and --local "
@@ -769,7 +769,7 @@ def one_process_is_not_ended_between_rollouts(args):
 
 
 @rule("offload_rollout", "rollout_external_engine_addrs")
-def external_engines_keep_their_memory(args):
+def external_engines_keep_their_memory(args: argparse.Namespace):
     if args.offload_rollout and args.rollout_external_engine_addrs:
         return (
             "--offload-rollout frees the memory of engines that the run starts; those of "
@@ -783,7 +783,7 @@ def external_engines_keep_their_memory(args):
     "debug_train_only",
     "debug_rollout_only",
 )
-def external_engines_get_weights(args):
+def external_engines_get_weights(args: argparse.Namespace):
     trains_and_generates = not (args.debug_train_only or args.debug_rollout_only)
     if (
         args.rollout_external_engine_addrs
@@ -803,7 +803,7 @@ def external_engines_get_weights(args):
     "colocate",
     "update_weight_local_checkpoint_dir",
 )
-def delta_updates_are_possible(args):
+def delta_updates_are_possible(args: argparse.Namespace):
     if args.update_weight_mode != "delta":
         return None
     problems = []
@@ -817,7 +817,7 @@ def delta_updates_are_possible(args):
 
 
 @rule("kl_coef", "use_kl_loss", "ref_load", "hf_checkpoint")
-def reference_exists(args):
+def reference_exists(args: argparse.Namespace):
     if (
         (args.kl_coef != 0 or args.use_kl_loss)
         and args.ref_load is None
@@ -838,7 +838,7 @@ def reference_exists(args):
     "ray_address",
     "debug_rollout_only",
 )
-def one_process_holds_the_run(args):
+def one_process_holds_the_run(args: argparse.Namespace):
     if not args.local:
         return None
     problems = []

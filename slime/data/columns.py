@@ -4,6 +4,7 @@ read from, the contract says.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import logging
@@ -46,7 +47,7 @@ class ColumnsConfig:
     model_failures: frozenset[str] = frozenset()
 
     @staticmethod
-    def from_args(args: Any) -> ColumnsConfig:
+    def from_args(args: argparse.Namespace) -> ColumnsConfig:
         """From the reward, algorithm and rollout options; which baseline an estimator has is
         written down beside the estimators.
         """

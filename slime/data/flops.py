@@ -7,6 +7,7 @@ counted.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
@@ -61,7 +62,7 @@ class FlopsModel:
         return self.linear * lengths + self.quadratic * lengths * lengths
 
     @staticmethod
-    def from_args(args: Any) -> FlopsModel:
+    def from_args(args: argparse.Namespace) -> FlopsModel:
         """The model of `args`: hidden_size, num_attention_heads, num_query_groups, vocab_size,
         ffn_hidden_size, num_experts, num_layers, kv_channels; MoE and MLA sizes where present
         (callers pass bare namespaces, so those are optional).
@@ -86,7 +87,9 @@ class FlopsModel:
         return FlopsModel(linear=float(linear), quadratic=float(args.num_layers * attention))
 
 
-def _attention_coefficients(args: Any, hidden: int, head_dim: int) -> tuple[float, float, float]:
+def _attention_coefficients(
+    args: argparse.Namespace, hidden: int, head_dim: int
+) -> tuple[float, float, float]:
     """(FLOPs per token of QKV, per token^2 of attention, per token of the output projection) of one
     layer.
     """
@@ -111,7 +114,7 @@ def _attention_coefficients(args: Any, hidden: int, head_dim: int) -> tuple[floa
     )
 
 
-def _count_layers(args: Any) -> tuple[int, int]:
+def _count_layers(args: argparse.Namespace) -> tuple[int, int]:
     """(dense layers, MoE layers)."""
     if not args.num_experts:
         return args.num_layers, 0
@@ -123,7 +126,7 @@ def _count_layers(args: Any) -> tuple[int, int]:
     return args.num_layers - moe, moe
 
 
-def calculate_fwd_flops(seqlens: Iterable[int], args: Any) -> float:
+def calculate_fwd_flops(seqlens: Iterable[int], args: argparse.Namespace) -> float:
     """Forward FLOPs of all sequences together, for the model sizes in `args` (see
     `FlopsModel.from_args`).
     """

@@ -7,10 +7,10 @@ Budget 100 tokens, buffer 20, weight 1, `soft_overlong`: 80 tokens -> 0, 90 -> -
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +28,7 @@ class LengthPenalty:
     solved_from: float | None = None
 
     @staticmethod
-    def from_args(args: Any) -> LengthPenalty:
+    def from_args(args: argparse.Namespace) -> LengthPenalty:
         """From --length-penalty and its options; the budget is --rollout-max-response-len, the
         buffer by default a fifth of it.
         """

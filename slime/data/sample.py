@@ -7,9 +7,10 @@ len(tokens) >= T.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import enum
-from typing import Any
+from typing import Any, ClassVar
 
 from slime.data.number_list import joined, number_list
 from slime.exceptions import RolloutDataError
@@ -100,10 +101,19 @@ STATUS_OF_FINISH_REASON = {
     "stop": Status.COMPLETED,
 }
 
+# Sample has attributes of these names, which hide the classes in its annotations
+_Status = Status
+_SpecInfo = SpecInfo
+_PrefixCacheInfo = PrefixCacheInfo
+
 
 @dataclasses.dataclass
 class Sample:
     """One prompt with one response, its reward, its identity and what the engine said about it."""
+
+    Status: ClassVar[type[_Status]] = _Status
+    SpecInfo: ClassVar[type[_SpecInfo]] = _SpecInfo
+    PrefixCacheInfo: ClassVar[type[_PrefixCacheInfo]] = _PrefixCacheInfo
 
     group_index: int | None = None
     index: int | None = None
@@ -128,7 +138,7 @@ class Sample:
     rollout_routed_experts: Any = None
     remove_sample: bool = False
     teacher_log_probs: list[float] | None = None
-    status: Status = Status.PENDING
+    status: _Status = _Status.PENDING
     finish_reason: str | None = None
     valid: bool = True
     invalid_reason: str | None = None
@@ -138,8 +148,8 @@ class Sample:
     train_metadata: dict | None = None
     session_id: str | None = None
     non_generation_time: float = 0.0
-    spec_info: SpecInfo = dataclasses.field(default_factory=SpecInfo)
-    prefix_cache_info: PrefixCacheInfo = dataclasses.field(default_factory=PrefixCacheInfo)
+    spec_info: _SpecInfo = dataclasses.field(default_factory=_SpecInfo)
+    prefix_cache_info: _PrefixCacheInfo = dataclasses.field(default_factory=_PrefixCacheInfo)
 
     def to_dict(self) -> dict[str, Any]:
         """Every instance attribute, `status` as its string, counters as dicts. Lists are aliased,
@@ -158,7 +168,7 @@ class Sample:
         without `status`.
         """
         data = dict(data)
-        known = {
+        known: dict[str, Any] = {
             "status": Status(data.pop("status")),
             "spec_info": SpecInfo.from_dict(data.pop("spec_info", None) or {}),
             "prefix_cache_info": PrefixCacheInfo.from_dict(
@@ -170,7 +180,7 @@ class Sample:
         sample.__dict__.update(extra)
         return sample
 
-    def get_reward_value(self, args: Any) -> Any:
+    def get_reward_value(self, args: argparse.Namespace) -> Any:
         """`reward`, or `reward[args.reward_key]` where a key is set. RolloutDataError naming the
         keys where it is not one.
         """
@@ -191,7 +201,7 @@ class Sample:
 
     def append_response_tokens(
         self,
-        args: Any = None,
+        args: argparse.Namespace | None = None,
         *,
         tokens: Any = None,
         log_probs: Any = None,
@@ -242,7 +252,7 @@ class Sample:
         )
         self.response_length = had + len(tokens)
 
-    def _set_terminal_info(self, args: Any, meta_info: dict) -> None:
+    def _set_terminal_info(self, args: argparse.Namespace | None, meta_info: dict) -> None:
         if getattr(args, "sglang_speculative_algorithm", None):
             self.spec_info.add(meta_info)
         self.prefix_cache_info.add(meta_info)
@@ -271,9 +281,6 @@ class Sample:
             )
 
 
-Sample.Status = Status
-Sample.SpecInfo = SpecInfo
-Sample.PrefixCacheInfo = PrefixCacheInfo
 _FIELD_NAMES = frozenset(f.name for f in dataclasses.fields(Sample))
 
 
@@ -351,7 +358,7 @@ def _append_nucleus(
     sample.rollout_top_p_token_offsets = torch.tensor(old_offsets + shifted, dtype=torch.int32)
 
 
-def _set_routed_experts(sample: Sample, meta_info: dict, args: Any) -> None:
+def _set_routed_experts(sample: Sample, meta_info: dict, args: argparse.Namespace | None) -> None:
     """Stores the expert ids [len(tokens) - 1, num_layers, topk] that the engine returned, from row
     `routed_experts_start_len` on.
     """

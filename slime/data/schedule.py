@@ -9,9 +9,9 @@ Suffixes: `_N` samples of the batch, `_R` data-parallel ranks, `_S` optimizer st
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -42,7 +42,9 @@ class ScheduleConfig:
     flops: FlopsModel | None = None
 
     @staticmethod
-    def from_args(args: Any, train_parallel_config: Mapping[str, int]) -> ScheduleConfig:
+    def from_args(
+        args: argparse.Namespace, train_parallel_config: Mapping[str, int]
+    ) -> ScheduleConfig:
         """From the batching options, model sizes and a `train_parallel_config` with dp_size,
         cp_size, vpp_size and microbatch_group_size_per_vp_stage. Upstream calls this with a bare
         namespace, hence the defaults here.
@@ -283,7 +285,7 @@ def _report(
 
 
 def build_dp_schedule(
-    args: Any,
+    args: argparse.Namespace,
     train_parallel_config: Mapping[str, int],
     total_lengths: Sequence[int],
     *,

@@ -9,6 +9,7 @@ raw reward) and are counted by reason.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
 import itertools
@@ -45,7 +46,9 @@ class SplitConfig:
     pad_to: int = 0
 
     @staticmethod
-    def from_args(args: Any, train_parallel_config: Mapping[str, int]) -> SplitConfig:
+    def from_args(
+        args: argparse.Namespace, train_parallel_config: Mapping[str, int]
+    ) -> SplitConfig:
         """From the batching options and the trainer's dp_size, cp_size, vpp_size,
         microbatch_group_size_per_vp_stage and (optional) tp_size.
         """

@@ -4,6 +4,7 @@ of mixture-of-experts models.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,7 +53,9 @@ def flatten_samples(node: Any) -> list[Sample]:
     return [node] if isinstance(node, Sample) else list(iter_samples(node))
 
 
-def validate_rollout_routed_experts_for_replay(routed_experts: Sequence[Any], args: Any) -> None:
+def validate_rollout_routed_experts_for_replay(
+    routed_experts: Sequence[Any], args: argparse.Namespace
+) -> None:
     """RolloutDataError (a ValueError) where the expert choices of a rollout cannot be replayed.
 
     Each entry must be `[rows, args.num_layers, args.moe_router_topk]` with a row. With a top-k

@@ -6,6 +6,7 @@ the response; None where nobody told.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable
 from typing import Any
 
@@ -86,7 +87,7 @@ def mask_older_tokens(sample: Sample, *, unknown_is_older: bool) -> None:
     sample.loss_mask = (mask * keep).tolist()
 
 
-def mask_older_samples(args: Any, samples: Iterable[Sample]) -> None:
+def mask_older_samples(args: argparse.Namespace, samples: Iterable[Sample]) -> None:
     """`mask_older_tokens` of a finished rollout's samples, where
     --mask-offpolicy-in-partial-rollout asks for it.
     """

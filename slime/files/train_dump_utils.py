@@ -8,6 +8,7 @@ these ranks share, one copy is sent.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -451,7 +452,7 @@ def write_train_dump(
 
 
 def save_debug_train_data(
-    args: Any, *, rollout_id: int, rollout_data: Mapping[str, Any]
+    args: argparse.Namespace, *, rollout_id: int, rollout_data: Mapping[str, Any]
 ) -> Path | None:
     """Writes the train dump of this rollout where --save-debug-train-data says, and returns its
     path on the rank that wrote it.

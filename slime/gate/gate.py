@@ -4,6 +4,7 @@ alarms aloud.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.metadata
 import logging
@@ -74,7 +75,7 @@ class Gate:
         self._warned_at: dict[str, int] = {}
 
     @staticmethod
-    def from_args(args: Any, tokenizer: Any = None) -> Gate:
+    def from_args(args: argparse.Namespace, tokenizer: Any = None) -> Gate:
         """The gate that the options describe; its records go to `args.run_dir`."""
         snapshots = None
         if args.gate_snapshots > 0 and args.run_dir is not None:
@@ -267,7 +268,7 @@ def history_path(folder: str | Path, rollout_id: int) -> Path:
     return Path(folder) / "rollout" / f"gate_history_{rollout_id}.jsonl"
 
 
-def gate_config_from_args(args: Any, tokenizer: Any = None) -> GateConfig:
+def gate_config_from_args(args: argparse.Namespace, tokenizer: Any = None) -> GateConfig:
     """The frozen config behind the --gate-* options. ConfigError says which option is wrong and
     what it takes.
     """
@@ -323,7 +324,7 @@ def gate_config_from_args(args: Any, tokenizer: Any = None) -> GateConfig:
     )
 
 
-def _end_ids(args: Any) -> frozenset[int]:
+def _end_ids(args: argparse.Namespace) -> frozenset[int]:
     """Every id at which the engine ends a response: the checkpoint's and the stop ids of the
     options.
     """
@@ -371,7 +372,7 @@ def tokenizer_version(tokenizer: Any) -> str | None:
     return f"{type(tokenizer).__name__}({len(tokenizer)}) {package} {version}"
 
 
-def _policies(args: Any) -> dict[InvalidReason, Policy]:
+def _policies(args: argparse.Namespace) -> dict[InvalidReason, Policy]:
     general = Policy(args.gate_policy)
     others = Policy.MARK if general is Policy.PENALIZE else general
     policies = {reason: general if reason in PENALIZABLE else others for reason in REASONS}

@@ -13,6 +13,7 @@ used up all that it was given and did not give back.
 from __future__ import annotations
 
 import abc
+import argparse
 import copy
 import dataclasses
 import hashlib
@@ -111,7 +112,7 @@ class RolloutDataSource(DataSource):
     an identity.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.epoch_id = 0
         self.sample_offset = 0
@@ -311,7 +312,7 @@ class RolloutDataSource(DataSource):
 class RolloutDataSourceWithBuffer(RolloutDataSource):
     """The same, with a buffer of groups that were given back; they are served first."""
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
         self.buffer: list[Group] = []
         self.buffer_filter = (
@@ -394,7 +395,7 @@ def _stream_position(group: Group) -> tuple[bool, int]:
 
 
 def pop_first(
-    args: Any, rollout_id: int | None, buffer: list[Group], num_samples: int
+    args: argparse.Namespace, rollout_id: int | None, buffer: list[Group], num_samples: int
 ) -> list[Group]:
     """Removes and returns the oldest `num_samples` groups of the buffer (all of them where it has
     fewer).
@@ -404,7 +405,7 @@ def pop_first(
     return taken
 
 
-def build_dataset(args: Any) -> Dataset:
+def build_dataset(args: argparse.Namespace) -> Dataset:
     """The dataset of --prompt-data, with the tokenizer of --hf-checkpoint where rendering or the
     filter needs it.
     """

@@ -4,6 +4,7 @@ rollout.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -192,7 +193,7 @@ def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
 
 
 def build_eval_dataset_configs(
-    args: Any, raw_config: Any, defaults: dict[str, Any] | None = None
+    args: argparse.Namespace, raw_config: Any, defaults: dict[str, Any] | None = None
 ) -> list[EvalDatasetConfig]:
     """The datasets of a configuration: each entry, then `defaults`, then args (eval_* before
     rollout_*).
@@ -205,7 +206,9 @@ def build_eval_dataset_configs(
     return [_build(args, entry, defaults) for entry in ensure_dataset_list(raw_config)]
 
 
-def _build(args: Any, entry: dict[str, Any], defaults: dict[str, Any]) -> EvalDatasetConfig:
+def _build(
+    args: argparse.Namespace, entry: dict[str, Any], defaults: dict[str, Any]
+) -> EvalDatasetConfig:
     _refuse_unknown(entry, f"evaluation {entry['name']!r}")
     values = {name: value for name in _FROM_ARGS if (value := _from_args(args, name)) is not None}
     values.update((name, value) for name, value in defaults.items() if value is not None)
@@ -216,7 +219,7 @@ def _build(args: Any, entry: dict[str, Any], defaults: dict[str, Any]) -> EvalDa
     return EvalDatasetConfig(**values, rm_type_is_fallback=is_fallback)
 
 
-def _from_args(args: Any, field: str) -> Any:
+def _from_args(args: argparse.Namespace, field: str) -> Any:
     return next(
         (value for name in _FROM_ARGS[field] if (value := getattr(args, name, None)) is not None),
         None,
@@ -229,7 +232,7 @@ def _refuse_unknown(entry: dict[str, Any], where: str) -> None:
         raise ConfigError(f"{where} has unknown keys {unknown}; known are {sorted(FIELD_NAMES)}.")
 
 
-def eval_datasets_of(args: Any) -> list[EvalDatasetConfig]:
+def eval_datasets_of(args: argparse.Namespace) -> list[EvalDatasetConfig]:
     """The datasets of --eval-config, else of --eval-prompt-data (NAME PATH pairs; one PATH alone is
     named eval).
     """
@@ -248,7 +251,7 @@ def eval_datasets_of(args: Any) -> list[EvalDatasetConfig]:
     return build_eval_dataset_configs(args, entries, {})
 
 
-def _from_yaml(args: Any) -> list[EvalDatasetConfig]:
+def _from_yaml(args: argparse.Namespace) -> list[EvalDatasetConfig]:
     import yaml
 
     path = Path(args.eval_config)

@@ -18,7 +18,7 @@ class RayTrainGroup:
 
     def __init__(
         self,
-        args: Any,
+        args: argparse.Namespace,
         num_nodes: int,
         num_gpus_per_node: int,
         pg: tuple,
@@ -89,7 +89,7 @@ class RayTrainGroup:
         """
         return self._init(self.args, rollout_manager)
 
-    def _init(self, args: Any, rollout_manager: Any) -> list[int]:
+    def _init(self, args: argparse.Namespace, rollout_manager: Any) -> list[int]:
         refs = [
             handler.call.remote("init", args, self.role, self.with_ref, self.with_opd_teacher)
             for handler in self._handlers

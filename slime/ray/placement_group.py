@@ -43,7 +43,7 @@ def device_options(fraction: float) -> dict[str, Any]:
     return {"num_cpus": fraction, "num_gpus": 0}
 
 
-def _get_placement_group_layout(args: Any) -> tuple[int, int]:
+def _get_placement_group_layout(args: argparse.Namespace) -> tuple[int, int]:
     """(devices to ask for, index of the first rollout device); reads the seven sizes and switches
     that upstream reads, nothing else.
     """
@@ -122,7 +122,7 @@ def bundle_strategy(group: Any, bundle_index: int) -> PlacementGroupSchedulingSt
     )
 
 
-def create_placement_groups(args: Any) -> dict[str, Placement]:
+def create_placement_groups(args: argparse.Namespace) -> dict[str, Placement]:
     """{"actor", "critic", "rollout"} -> (placement group, bundle order, device ids); one group
     serves all roles.
     """
@@ -143,7 +143,7 @@ def create_placement_groups(args: Any) -> dict[str, Placement]:
     }
 
 
-def create_rollout_manager(args: Any, pg: Placement) -> Any:
+def create_rollout_manager(args: argparse.Namespace, pg: Placement) -> Any:
     """The RolloutManager actor, still starting: engines and trainers load side by side."""
     from slime.ray.rollout import RolloutManagerActor
 
@@ -156,7 +156,7 @@ def create_rollout_manager(args: Any, pg: Placement) -> Any:
 
 
 def allocate_train_group(
-    args: Any,
+    args: argparse.Namespace,
     placement: Placement,
     *,
     role: str = "actor",
@@ -182,7 +182,7 @@ def allocate_train_group(
 
 
 def create_actor_model(
-    args: Any, placements: dict[str, Placement], rollout_manager: Any
+    args: argparse.Namespace, placements: dict[str, Placement], rollout_manager: Any
 ) -> tuple[Any, int]:
     """(actor group, first rollout to run): models built, weights loaded, schedule layout told to
     the rollout manager.
@@ -202,7 +202,7 @@ def create_actor_model(
 
 
 def create_training_models(
-    args: Any, placements: dict[str, Placement], rollout_manager: Any
+    args: argparse.Namespace, placements: dict[str, Placement], rollout_manager: Any
 ) -> tuple[Any, Any | None, int]:
     """(actor group, critic group or None, first rollout to run)."""
     actor, start = create_actor_model(args, placements, rollout_manager)
@@ -215,7 +215,7 @@ def create_training_models(
     return actor, critic, start
 
 
-def _critic_args(args: Any, actor_start: int) -> Any:
+def _critic_args(args: argparse.Namespace, actor_start: int) -> Any:
     """`args` with which a critic resumes after the same rollout as its policy, also where its own
     latest checkpoint is a newer one.
     """
@@ -236,7 +236,9 @@ def _critic_args(args: Any, actor_start: int) -> Any:
     return args
 
 
-def _check_critic_start(args: Any, actor_start: int, critic_starts: set[int]) -> None:
+def _check_critic_start(
+    args: argparse.Namespace, actor_start: int, critic_starts: set[int]
+) -> None:
     """ConfigError where a critic that was loaded belongs to another rollout than the policy; a new
     critic may join a trained policy.
     """

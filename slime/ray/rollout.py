@@ -7,6 +7,7 @@ columns, split. No arithmetic here.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import gc
@@ -73,7 +74,7 @@ _validate_rollout_routed_experts_for_replay = validate_rollout_routed_experts_fo
 class RolloutManager:
     """Ray actor that owns the data source, the engines, the rollout function and the gate."""
 
-    def __init__(self, args: Any, pg: tuple) -> None:
+    def __init__(self, args: argparse.Namespace, pg: tuple) -> None:
         configure_logger("rollout-manager", log_dir=log_dir_of(args))
         self.args = args
         if log_dir_of(args) is not None:
@@ -436,7 +437,7 @@ class RolloutManagerActor(RolloutManager):
     exception in a constructor by aborting the process, with pages of native stack.
     """
 
-    def __init__(self, args: Any, pg: tuple) -> None:
+    def __init__(self, args: argparse.Namespace, pg: tuple) -> None:
         self._failure: Exception | None = None
         self._is_warm = False
         try:

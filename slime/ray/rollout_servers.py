@@ -4,6 +4,7 @@ servers by URL.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 import itertools
@@ -103,7 +104,7 @@ class RolloutServers:
         self.engines = []
 
 
-def start_rollout_servers(args: Any, pg: Placement) -> RolloutServers:
+def start_rollout_servers(args: argparse.Namespace, pg: Placement) -> RolloutServers:
     """Engines that answer /health, placed on the rollout devices; returns once all of them do."""
     if args.debug_train_only:
         return RolloutServers([], [])
@@ -124,7 +125,7 @@ def start_rollout_servers(args: Any, pg: Placement) -> RolloutServers:
     return servers
 
 
-def _external_servers(args: Any) -> RolloutServers:
+def _external_servers(args: argparse.Namespace) -> RolloutServers:
     from slime.backends.sglang_utils.external import start_external_rollout_servers
     from slime.backends.sglang_utils.router import start_router
 
@@ -158,7 +159,7 @@ async def _check_external_engines(urls: list[str], *, timeout_s: float) -> None:
                 await asyncio.sleep(pause_before_try(attempt))
 
 
-def _create_engines(args: Any, placement: Placement) -> list[Any]:
+def _create_engines(args: argparse.Namespace, placement: Placement) -> list[Any]:
     from slime.backends.torch_engine.engine_config import engine_config_from_args
     from slime.backends.torch_engine.ray_actor import EngineActor
 

@@ -4,6 +4,7 @@ ends.
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import contextlib
 import logging
@@ -58,7 +59,7 @@ def interruptible() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def run_session(args: Any) -> Iterator[None]:
+def run_session(args: argparse.Namespace) -> Iterator[None]:
     """What the actors of a run live in: a Ray session, or this process with --local."""
     if not args.local:
         with ray_session(args):
@@ -84,7 +85,7 @@ def run_session(args: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ray_session(args: Any) -> Iterator[None]:
+def ray_session(args: argparse.Namespace) -> Iterator[None]:
     """A connection to the cluster of `--ray-address`, or a private local one that is stopped, with
     its files, at the end.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import argparse
 import datetime
 import os
 from typing import Any
@@ -39,7 +40,11 @@ class TrainRayActor(RayActor):
         }
 
     def init(
-        self, args: Any, role: str, with_ref: bool = False, with_opd_teacher: bool = False
+        self,
+        args: argparse.Namespace,
+        role: str,
+        with_ref: bool = False,
+        with_opd_teacher: bool = False,
     ) -> int:
         """Joins the process group. Subclasses build the model and return the first
         rollout to run.

@@ -4,6 +4,7 @@ to abort.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 import logging
@@ -37,7 +38,7 @@ def set_engines(urls: list[str] | tuple[str, ...], *, is_router: bool = False) -
     _engines = Engines(tuple(url.rstrip("/") for url in urls), is_router)
 
 
-def get_engines(args: Any) -> Engines:
+def get_engines(args: argparse.Namespace) -> Engines:
     """The engines that were set, else the router of --sglang-router-ip, else
     --rollout-external-engine-addrs.
     """
@@ -70,7 +71,11 @@ def choose_url(engines: Engines, key: int | None) -> str:
 
 
 async def request_generate(
-    args: Any, payload: dict[str, Any], *, key: int | None = None, session_id: str | None = None
+    args: argparse.Namespace,
+    payload: dict[str, Any],
+    *,
+    key: int | None = None,
+    session_id: str | None = None,
 ) -> Any:
     """The engine's answer to one /generate body.
 
@@ -116,7 +121,7 @@ def _renamed(payload: dict[str, Any], attempt: int) -> dict[str, Any]:
     }
 
 
-async def abort_engines(args: Any) -> None:
+async def abort_engines(args: argparse.Namespace) -> None:
     """Tells every engine to end its running requests; they answer with what they have. Unreachable
     ones are logged.
     """

@@ -4,6 +4,7 @@ training.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 from collections.abc import Iterable
 from typing import Any
@@ -24,7 +25,7 @@ MERGED_SIZE = 32
 
 
 async def evaluate_datasets(
-    args: Any, rollout_id: int, cache: dict[Any, Dataset]
+    args: argparse.Namespace, rollout_id: int, cache: dict[Any, Dataset]
 ) -> RolloutFnEvalOutput:
     """Rewards, truncation flags and samples of every evaluation dataset, by name. ConfigError where
     there is none.
@@ -43,7 +44,7 @@ async def evaluate_datasets(
 
 
 async def evaluate_dataset(
-    args: Any, config: EvalDatasetConfig, cache: dict[Any, Dataset]
+    args: argparse.Namespace, config: EvalDatasetConfig, cache: dict[Any, Dataset]
 ) -> tuple[dict[str, list], FailureCounter]:
     """({"rewards", "truncated", "samples"} in order of the dataset, the failures).
 
@@ -96,7 +97,7 @@ async def evaluate_dataset(
     return columns, failures
 
 
-def fail_unusable_rewards(args: Any, samples: Iterable[Sample]) -> None:
+def fail_unusable_rewards(args: argparse.Namespace, samples: Iterable[Sample]) -> None:
     """Marks samples FAILED whose reward training would not take: text, a list, NaN.
     RolloutDataError for a dict without the key.
     """
@@ -139,7 +140,7 @@ def merge_groups(groups: list[list[Sample]], *, size: int) -> list[list[Sample]]
 
 
 def build_eval_groups(
-    args: Any, config: EvalDatasetConfig, cache: dict[Any, Dataset]
+    args: argparse.Namespace, config: EvalDatasetConfig, cache: dict[Any, Dataset]
 ) -> list[list[Sample]]:
     """One group of `n_samples_per_eval_prompt` samples per prompt; group and sample numbers count
     from 0 in each dataset.
@@ -161,7 +162,9 @@ def build_eval_groups(
     return groups
 
 
-def _dataset(args: Any, config: EvalDatasetConfig, cache: dict[Any, Dataset]) -> Dataset:
+def _dataset(
+    args: argparse.Namespace, config: EvalDatasetConfig, cache: dict[Any, Dataset]
+) -> Dataset:
     from slime.utils.processing_utils import load_processor, shared_tokenizer
 
     key = (
@@ -192,7 +195,7 @@ def _dataset(args: Any, config: EvalDatasetConfig, cache: dict[Any, Dataset]) ->
     return cache[key]
 
 
-def eval_sampling_params(args: Any, config: EvalDatasetConfig) -> dict[str, Any]:
+def eval_sampling_params(args: argparse.Namespace, config: EvalDatasetConfig) -> dict[str, Any]:
     """The engine's sampling parameters for one dataset. ConfigError where no limit bounds a
     response.
     """
@@ -220,7 +223,7 @@ def eval_sampling_params(args: Any, config: EvalDatasetConfig) -> dict[str, Any]
     return {**params, **{name: value for name, value in optional.items() if value is not None}}
 
 
-def eval_columns(args: Any, samples: list[Sample]) -> dict[str, list]:
+def eval_columns(args: argparse.Namespace, samples: list[Sample]) -> dict[str, list]:
     """Rewards, truncation flags and samples of those that have a reward, as lists of
     equal length.
     """

@@ -9,6 +9,7 @@ out, so that a resume generates them again.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import atexit
 import contextlib
@@ -35,7 +36,7 @@ _global_worker: AsyncRolloutWorker | None = None
 _worker_lock = threading.Lock()
 
 
-def _get_global_worker(args: Any, data_buffer: Any) -> AsyncRolloutWorker:
+def _get_global_worker(args: argparse.Namespace, data_buffer: Any) -> AsyncRolloutWorker:
     """This process's worker, started on the first call and again if its thread died."""
     global _global_worker
     with _worker_lock:
@@ -67,7 +68,7 @@ class AsyncRolloutWorker:
     `poll_interval` is in seconds.
     """
 
-    def __init__(self, args: Any, data_buffer: Any, concurrency: int = 10) -> None:
+    def __init__(self, args: argparse.Namespace, data_buffer: Any, concurrency: int = 10) -> None:
         self.args = args
         self.data_buffer = data_buffer
         self.concurrency = concurrency
@@ -185,14 +186,16 @@ class AsyncRolloutWorker:
 
 
 async def _generate_rollout_async(
-    args: Any, rollout_id: int, data_buffer: Any
+    args: argparse.Namespace, rollout_id: int, data_buffer: Any
 ) -> list[list[Sample]]:
     """Exactly `rollout_batch_size` finished groups, in order of sample index."""
     output = await _collect(args, rollout_id, data_buffer)
     return output.samples
 
 
-async def _collect(args: Any, rollout_id: int, data_buffer: Any) -> RolloutFnTrainOutput:
+async def _collect(
+    args: argparse.Namespace, rollout_id: int, data_buffer: Any
+) -> RolloutFnTrainOutput:
     worker = _get_global_worker(args, data_buffer)
     selection = GroupSelection(args, rollout_id, getattr(worker, "engine_aborts", None))
     target, remaining = selection.config.target, selection.config.fetch_size
@@ -271,7 +274,7 @@ def _check_alive(
 
 
 def generate_rollout_fully_async(
-    args: Any, rollout_id: int, data_buffer: Any, evaluation: bool = False
+    args: argparse.Namespace, rollout_id: int, data_buffer: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
     """One rollout's groups, taken from what the worker has finished. ConfigError (a ValueError) for
     evaluation.

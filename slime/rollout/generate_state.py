@@ -4,6 +4,7 @@ parameters, running tasks.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import copy
@@ -20,7 +21,7 @@ from slime.utils.misc import SingletonMeta
 MAX_REMEMBERED_PROMPTS = 4096
 
 
-def rollout_sampling_params(args: Any) -> dict[str, Any]:
+def rollout_sampling_params(args: argparse.Namespace) -> dict[str, Any]:
     """The engine's sampling parameters of a training rollout. ConfigError where no limit bounds a
     response.
     """
@@ -50,7 +51,7 @@ def rollout_sampling_params(args: Any) -> dict[str, Any]:
 class GenerateState(metaclass=SingletonMeta):
     """One per process. Built on the first rollout; `reset` starts the next one."""
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         from slime.rollout.scoring import build_gate
         from slime.utils.processing_utils import load_processor, shared_tokenizer
 

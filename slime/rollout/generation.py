@@ -8,6 +8,7 @@ stored. Shapes: K = tokens of one reply.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import hashlib
 import struct
@@ -226,7 +227,9 @@ def _count_problem(payload: dict, reply: Reply) -> str | None:
     return None
 
 
-def apply_response(sample: Sample, payload: Any, *, args: Any = None) -> Sample:
+def apply_response(
+    sample: Sample, payload: Any, *, args: argparse.Namespace | None = None
+) -> Sample:
     """The sample, extended by the reply's ids, log-probs and text, with status, finish reason and
     weight version set.
 
@@ -260,7 +263,11 @@ def apply_response(sample: Sample, payload: Any, *, args: Any = None) -> Sample:
 
 
 def apply_segment(
-    sample: Sample, payload: Any, *, decode: Callable[[list[int]], str], args: Any = None
+    sample: Sample,
+    payload: Any,
+    *,
+    decode: Callable[[list[int]], str],
+    args: argparse.Namespace | None = None,
 ) -> Sample:
     """`apply_response`, where the text of a response that goes on is that of all its ids together.
 

@@ -7,11 +7,11 @@ filter keeps, however long they took) or in order of completion.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Any
 
 from slime.data.sample import Sample
 from slime.exceptions import RolloutDataError
@@ -87,7 +87,7 @@ class GroupLoop:
     """One run of the loop. `fetch(n)` returns n new groups."""
 
     def __init__(
-        self, args: Any, rollout_id: int, fetch: Callable[[int], list[list[Sample]]]
+        self, args: argparse.Namespace, rollout_id: int, fetch: Callable[[int], list[list[Sample]]]
     ) -> None:
         from slime.rollout import sglang_rollout
 
@@ -233,7 +233,7 @@ def report_progress(phase: str, done: int, total: int) -> None:
 
 
 async def run_group_loop(
-    args: Any, rollout_id: int, fetch: Callable[[int], list[list[Sample]]]
+    args: argparse.Namespace, rollout_id: int, fetch: Callable[[int], list[list[Sample]]]
 ) -> LoopOutcome:
     """One training rollout. RolloutDataError when too many samples fail or the prompts end."""
     return await GroupLoop(args, rollout_id, fetch).run()

@@ -8,6 +8,7 @@ was kept passes the sample filter at the end.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
 import functools
@@ -56,7 +57,7 @@ class SelectionConfig:
     process_all: str | None
 
     @staticmethod
-    def from_args(args: Any) -> SelectionConfig:
+    def from_args(args: argparse.Namespace) -> SelectionConfig:
         """The configuration of a run, also of upstream's short namespaces."""
         target = args.rollout_batch_size
         most = getattr(args, "max_dropped_groups", None)
@@ -99,7 +100,9 @@ class GroupSelection:
     rollout.
     """
 
-    def __init__(self, args: Any, rollout_id: int, aborts: EngineAborts | None = None) -> None:
+    def __init__(
+        self, args: argparse.Namespace, rollout_id: int, aborts: EngineAborts | None = None
+    ) -> None:
         self.args, self.rollout_id = args, rollout_id
         self.config = SelectionConfig.from_args(args)
         self.filter = (

@@ -13,7 +13,7 @@ from slime.exceptions import ConfigError, RolloutDataError
 from slime.utils.http_utils import request_with_retries
 
 
-async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> dict[str, Any]:
+async def reward_func(args: argparse.Namespace, sample: Sample, **kwargs: Any) -> dict[str, Any]:
     """The teacher's reply to the sample's tokens, with the log-prob of every input token at the
     rollout's temperature.
     """
@@ -34,7 +34,7 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> dict[str, Any
     )
 
 
-async def evaluation_reward(args: Any, sample: Sample, **kwargs: Any) -> Any:
+async def evaluation_reward(args: argparse.Namespace, sample: Sample, **kwargs: Any) -> Any:
     """The reward of an evaluated sample: the teacher's log-probs are no score, so --rm-type (or the
     row's rm_type) gives it.
     """
@@ -50,7 +50,7 @@ evaluation_reward.bounds_itself = True  # a built-in scorer
 
 
 def post_process_rewards(
-    args: Any, samples: list[Sample], **kwargs: Any
+    args: argparse.Namespace, samples: list[Sample], **kwargs: Any
 ) -> tuple[list[float], list[float]]:
     """Stores `teacher_log_probs` [response_length] on each sample and returns zeros as raw rewards
     and as rewards.

@@ -8,6 +8,7 @@ leaks between calls.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
 import logging
@@ -45,7 +46,7 @@ class RewardConflict:
         )
 
 
-def is_deterministic(args: Any, sample: Any) -> bool:
+def is_deterministic(args: argparse.Namespace, sample: Any) -> bool:
     """Whether equal responses to one prompt must score the same. A custom function is taken to be,
     unless --reward-is-random says no.
     """
@@ -103,7 +104,7 @@ def _number(sample: Any, reward_key: str | None) -> float:
 
 
 def find_reward_warnings(
-    args: Any, samples: Sequence[Any], conflicts: Sequence[RewardConflict]
+    args: argparse.Namespace, samples: Sequence[Any], conflicts: Sequence[RewardConflict]
 ) -> dict[str, str]:
     """{kind: sentence} for a reader of the log; a kind need be said once per run."""
     found = {}
@@ -133,7 +134,7 @@ def find_reward_warnings(
 class RewardWatch:
     """Looks at the rewards of each rollout of a run: a metric, and each kind of warning once."""
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self._said: set[str] = set()
 

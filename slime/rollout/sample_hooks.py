@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,7 @@ def get_current_rollout_id() -> int | None:
     return _current_rollout_id
 
 
-async def apply_rollout_sample_hooks(args: Any, value: Any, **kwargs: Any) -> Any:
+async def apply_rollout_sample_hooks(args: argparse.Namespace, value: Any, **kwargs: Any) -> Any:
     """`value` (a Sample, or nested lists of them) after every hook, in order; the very same object
     without hooks.
 
@@ -38,7 +39,9 @@ async def apply_rollout_sample_hooks(args: Any, value: Any, **kwargs: Any) -> An
     return await _apply(hooks, args, value, kwargs)
 
 
-async def _apply(hooks: list[Callable], args: Any, value: Any, kwargs: dict[str, Any]) -> Any:
+async def _apply(
+    hooks: list[Callable], args: argparse.Namespace, value: Any, kwargs: dict[str, Any]
+) -> Any:
     if isinstance(value, list):
         return [await _apply(hooks, args, item, kwargs) for item in value]
     for hook in hooks:

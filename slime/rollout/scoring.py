@@ -74,7 +74,7 @@ class Gate:
                 marked.set_exception(error)
 
 
-def build_gate(args: Any, tokenizer: Any) -> Gate:
+def build_gate(args: argparse.Namespace, tokenizer: Any) -> Gate:
     """The response gate of the run's options."""
     from slime.gate import apply_verdicts, check_responses
     from slime.gate.gate import gate_config_from_args
@@ -85,7 +85,7 @@ def build_gate(args: Any, tokenizer: Any) -> Gate:
     )
 
 
-def scoring_args(args: Any, sampling_params: dict[str, Any]) -> Any:
+def scoring_args(args: argparse.Namespace, sampling_params: dict[str, Any]) -> Any:
     """`args` with the stop strings that these samples were generated with: an evaluation dataset
     may have its own.
     """
@@ -95,7 +95,7 @@ def scoring_args(args: Any, sampling_params: dict[str, Any]) -> Any:
     return argparse.Namespace(**{**vars(args), "rollout_stop": stop})
 
 
-async def score_group(args: Any, group: list[Sample], gate: Gate | None) -> None:
+async def score_group(args: argparse.Namespace, group: list[Sample], gate: Gate | None) -> None:
     """Marks the finished samples of `group` and gives the valid ones their reward, in place.
 
     Invalid and unfinished samples keep reward None and no reward function sees them. A reward call
@@ -119,7 +119,7 @@ async def score_group(args: Any, group: list[Sample], gate: Gate | None) -> None
         store_reward(sample, reward)
 
 
-async def _request_rewards(args: Any, samples: list[Sample]) -> list[Any]:
+async def _request_rewards(args: argparse.Namespace, samples: list[Sample]) -> list[Any]:
     """One reward, or the exception in its place, per sample."""
     if getattr(args, "group_rm", False) and args.custom_rm_path:
         rewards = await _within_limit(
@@ -137,7 +137,7 @@ async def _request_rewards(args: Any, samples: list[Sample]) -> list[Any]:
     return list(await asyncio.gather(*(_guarded(args, sample) for sample in samples)))
 
 
-async def _guarded(args: Any, sample: Sample) -> Any:
+async def _guarded(args: argparse.Namespace, sample: Sample) -> Any:
     try:
         return await _within_limit(
             args, sample.custom_rm_path or args.custom_rm_path, [sample], async_rm(args, sample)
@@ -150,7 +150,10 @@ async def _guarded(args: Any, sample: Sample) -> Any:
 
 
 async def _within_limit(
-    args: Any, path: str | None, samples: list[Sample], call: Coroutine[Any, Any, Any]
+    args: argparse.Namespace,
+    path: str | None,
+    samples: list[Sample],
+    call: Coroutine[Any, Any, Any],
 ) -> Any:
     """The result of a reward call; a user's function has --reward-timeout for it. Built-in scorers,
     and functions that say so (`bounds_itself`), have limits of their own.

@@ -4,6 +4,7 @@ nothing is generated.
 
 from __future__ import annotations
 
+import argparse
 import functools
 from typing import Any
 
@@ -22,7 +23,7 @@ def _generator(hf_checkpoint: str, loss_mask_type: str) -> MultiTurnLossMaskGene
 
 
 def generate_rollout(
-    args: Any, rollout_id: int, data_buffer: Any, evaluation: bool = False
+    args: argparse.Namespace, rollout_id: int, data_buffer: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
     """One batch of conversations with ids, masks from the first trained token on, and reward 0;
     status stays PENDING.

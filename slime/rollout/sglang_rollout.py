@@ -13,6 +13,7 @@ when that ends the run.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextvars
 import copy
@@ -67,14 +68,18 @@ _group_context: contextvars.ContextVar[GroupContext | None] = contextvars.Contex
 )
 
 
-def get_model_url(args: Any, model_name: str = "default", endpoint: str = "/generate") -> str:
+def get_model_url(
+    args: argparse.Namespace, model_name: str = "default", endpoint: str = "/generate"
+) -> str:
     """The address of an endpoint of the engines, for custom generate functions. One model is
     served: any name leads there.
     """
     return choose_url(get_engines(args), None) + endpoint
 
 
-async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def generate(
+    args: argparse.Namespace, sample: Sample, sampling_params: dict[str, Any]
+) -> Sample:
     """The sample with the engine's tokens, log-probs, text, status and weight version appended.
 
     `sampling_params["max_new_tokens"]` is reduced in place to what may still be generated; with
@@ -92,7 +97,11 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 
 def store_reply(
-    args: Any, state: Any, sample: Sample, reply: Any, sampling_params: dict[str, Any]
+    args: argparse.Namespace,
+    state: Any,
+    sample: Sample,
+    reply: Any,
+    sampling_params: dict[str, Any],
 ) -> None:
     """Appends the engine's reply to the sample; its text is that of all response ids.
     RolloutDataError leaves the sample as it was.
@@ -110,7 +119,7 @@ def store_reply(
 
 
 def prepare_request(
-    args: Any, state: Any, sample: Sample, sampling_params: dict[str, Any]
+    args: argparse.Namespace, state: Any, sample: Sample, sampling_params: dict[str, Any]
 ) -> dict[str, Any] | None:
     """The /generate body of the sample, whose prompt is tokenized here if it was not yet; None
     where no room is left.
@@ -155,7 +164,7 @@ def prepare_request(
     )
 
 
-def max_context_len(args: Any) -> int | None:
+def max_context_len(args: argparse.Namespace) -> int | None:
     """The longest prompt + response in tokens, of evaluation where one is generated."""
     context = _group_context.get()
     limit = getattr(args, "rollout_max_context_len", None)
@@ -190,7 +199,10 @@ def _encode_multimodal_prompt(state: Any, sample: Sample) -> tuple[str, list[str
 
 
 async def generate_and_rm(
-    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+    args: argparse.Namespace,
+    sample: Sample,
+    sampling_params: dict[str, Any],
+    evaluation: bool = False,
 ) -> Sample | list[Sample]:
     """The sample generated and scored; a list where the custom generate function returns one.
     Errors are raised.
@@ -218,7 +230,9 @@ async def generate_and_rm(
     return await _score_or_collect(args, result, evaluation)
 
 
-async def _apply_hooks(args: Any, sample: Sample, result: Any, evaluation: bool) -> Any:
+async def _apply_hooks(
+    args: argparse.Namespace, sample: Sample, result: Any, evaluation: bool
+) -> Any:
     """The result after the user's sample hooks, which have --generate-timeout for it."""
     if not getattr(args, "rollout_sample_hook_path", None):
         return result
@@ -226,7 +240,7 @@ async def _apply_hooks(args: Any, sample: Sample, result: Any, evaluation: bool)
     return await _within_limit(args, f"the sample hooks for sample {sample.index}", call)
 
 
-async def _within_limit(args: Any, what: str, call: Coroutine[Any, Any, Any]) -> Any:
+async def _within_limit(args: argparse.Namespace, what: str, call: Coroutine[Any, Any, Any]) -> Any:
     """The result of a user's coroutine; CallTimeout after --generate-timeout."""
     limit = getattr(args, "generate_timeout", None)
     return await (
@@ -236,7 +250,7 @@ async def _within_limit(args: Any, what: str, call: Coroutine[Any, Any, Any]) ->
     )
 
 
-def mask_offpolicy_part(args: Any, sample: Sample) -> None:
+def mask_offpolicy_part(args: argparse.Namespace, sample: Sample) -> None:
     """Excludes what earlier policies sampled from the loss, where that is asked for, whether the
     sample was cut or had ended by itself.
     """
@@ -245,7 +259,7 @@ def mask_offpolicy_part(args: Any, sample: Sample) -> None:
 
 
 async def _call_generate(
-    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+    args: argparse.Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> Any:
     path = sample.generate_function_path or args.custom_generate_function_path
     if path is None:
@@ -287,7 +301,7 @@ def _require_samples(path: str, result: Any) -> None:
             )
 
 
-async def _score_or_collect(args: Any, result: Any, evaluation: bool) -> Any:
+async def _score_or_collect(args: argparse.Namespace, result: Any, evaluation: bool) -> Any:
     """Scores a result, now or with its group. A list with an aborted member is not
     scored at all.
     """
@@ -316,7 +330,10 @@ def raise_failed(samples: Iterable[Sample]) -> None:
 
 
 async def generate_and_rm_group(
-    args: Any, group: list[Any], sampling_params: dict[str, Any], evaluation: bool = False
+    args: argparse.Namespace,
+    group: list[Any],
+    sampling_params: dict[str, Any],
+    evaluation: bool = False,
 ) -> list[Any]:
     """The group generated and scored: one Sample, or one list of them (fan-out), per member, in
     order.
@@ -378,7 +395,11 @@ def _to_continue(member: Any, result: Any) -> Any:
 
 
 def member_params(
-    args: Any, sample: Sample, sampling_params: dict[str, Any], member: int, evaluation: bool
+    args: argparse.Namespace,
+    sample: Sample,
+    sampling_params: dict[str, Any],
+    member: int,
+    evaluation: bool,
 ) -> dict[str, Any]:
     """A member's own copy of the sampling parameters, lists included, with its seed under
     deterministic inference.
@@ -396,7 +417,7 @@ def member_params(
 
 
 async def _guarded(
-    args: Any, member: Any, sampling_params: dict[str, Any], evaluation: bool
+    args: argparse.Namespace, member: Any, sampling_params: dict[str, Any], evaluation: bool
 ) -> Any:
     """`generate_and_rm` of a sample, where an error marks it FAILED; a finished execution of
     several samples is only scored.
@@ -414,7 +435,7 @@ async def _guarded(
         return fail(sample, "generation", error)
 
 
-def sends_group_requests(args: Any, group: list[Any]) -> bool:
+def sends_group_requests(args: argparse.Namespace, group: list[Any]) -> bool:
     """Whether the members go to the engine in one request: nothing but the default generation, and
     no router in between (routers re-write a request's sampling parameters and know only one set of
     them).
@@ -433,7 +454,7 @@ _default_generate = generate
 
 
 async def _generate_in_one_request(
-    args: Any, state: Any, group: list[Sample], params: list[dict], evaluation: bool
+    args: argparse.Namespace, state: Any, group: list[Sample], params: list[dict], evaluation: bool
 ) -> list[Any]:
     """The members' results. A request that is refused as a whole is repeated member by member, to
     find the culprit.
@@ -453,7 +474,7 @@ async def _generate_in_one_request(
 
 
 def _prepared(
-    args: Any, state: Any, sample: Sample, sampling_params: dict[str, Any]
+    args: argparse.Namespace, state: Any, sample: Sample, sampling_params: dict[str, Any]
 ) -> dict[str, Any] | None:
     """`prepare_request`, where an error marks the sample FAILED and leaves nothing to send."""
     try:
@@ -466,7 +487,7 @@ def _prepared(
 
 
 async def _request_batch(
-    args: Any, state: Any, requests: list[tuple[Sample, dict]], *, key: int | None
+    args: argparse.Namespace, state: Any, requests: list[tuple[Sample, dict]], *, key: int | None
 ) -> None:
     session_id = requests[0][0].session_id
     try:
@@ -487,7 +508,7 @@ async def _request_batch(
             fail(sample, "generation", error)
 
 
-async def _finish_member(args: Any, sample: Sample, evaluation: bool) -> Any:
+async def _finish_member(args: argparse.Namespace, sample: Sample, evaluation: bool) -> Any:
     if sample.status in (Sample.Status.FAILED, Sample.Status.ABORTED):
         return sample
     try:
@@ -499,14 +520,14 @@ async def _finish_member(args: Any, sample: Sample, evaluation: bool) -> Any:
     return await _score_or_collect(args, result, evaluation)
 
 
-async def abort(args: Any, rollout_id: int) -> None:
+async def abort(args: argparse.Namespace, rollout_id: int) -> None:
     """Ends every running request; the tasks then finish with what they have."""
     GenerateState(args).aborted = True
     await abort_engines(args)
 
 
 async def generate_rollout_async(
-    args: Any, rollout_id: int, data_source: Callable[[int], list[list[Sample]]]
+    args: argparse.Namespace, rollout_id: int, data_source: Callable[[int], list[list[Sample]]]
 ) -> tuple[RolloutFnTrainOutput, list[list[Sample]]]:
     """(the rollout's groups, the groups that were begun or fetched and are to be given back).
 
@@ -518,7 +539,9 @@ async def generate_rollout_async(
     return outcome.output, outcome.returned
 
 
-async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput, list]:
+async def eval_rollout(
+    args: argparse.Namespace, rollout_id: int
+) -> tuple[RolloutFnEvalOutput, list]:
     """(results of every evaluation dataset, nothing to give back)."""
     from slime.rollout.evaluation import evaluate_datasets
 
@@ -526,7 +549,7 @@ async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput,
 
 
 def generate_rollout(
-    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: argparse.Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """One rollout for training, or one evaluation.
 

@@ -6,6 +6,7 @@ For `--custom-generate-function-path slime.rollout.sglang_streaming_rollout.gene
 
 from __future__ import annotations
 
+import argparse
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
@@ -21,7 +22,9 @@ from slime.utils import http_utils
 logger = logging.getLogger(__name__)
 
 
-async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def generate_streaming(
+    args: argparse.Namespace, sample: Sample, sampling_params: dict[str, Any]
+) -> Sample:
     """The sample with what one streamed generation made of it.
 
     Each event holds the whole response so far, so the last one is the result. When the stream

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import time
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 
-def sleep(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> None:
+def sleep(
+    args: argparse.Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> None:
     """Waits until the process is ended."""
     for hours in range(10**6):
         logger.info(

@@ -6,6 +6,7 @@ every process reports and none of them waits for it. `RunState` is pure: records
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import sys
@@ -279,7 +280,7 @@ class LiveView:
 
 
 @contextlib.contextmanager
-def live_view(args: Any) -> Iterator[None]:
+def live_view(args: argparse.Namespace) -> Iterator[None]:
     """Shows the run of `args` on standard error while the body runs, if `args.live_view`."""
     from slime.tracking.tracking import start_run_folder
 

@@ -437,7 +437,7 @@ def write_report(
     return dataclasses.replace(summarize_run(run, checks), png=png)
 
 
-def checks_for(args: Any) -> Checks:
+def checks_for(args: argparse.Namespace) -> Checks:
     """Returns what a run with these options has to balance."""
     if evaluates_only(args):
         return Checks(ledger=False, weights=False, reward=False, log_probs=None)
@@ -473,7 +473,7 @@ def recorded_checks(run_dir: str | os.PathLike[str]) -> Checks:
     )
 
 
-def report_at_end(args: Any) -> list[str]:
+def report_at_end(args: argparse.Namespace) -> list[str]:
     """Prints the report of the run that `args` describes and returns its problems; a run that
     logged nothing has none, and a full disk costs only the picture.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from typing import Any
 
@@ -57,7 +58,7 @@ class TensorboardAdapter:
     `log(data, step)`, then `finish()`.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         root = os.environ.get("TENSORBOARD_DIR")
         self._sink = TensorBoardSink(
             resolve_log_dir(args.run_dir, args.tb_project_name, args.tb_experiment_name, root=root)

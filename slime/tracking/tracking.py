@@ -10,6 +10,7 @@ dead tracker did not take is counted, said once, and repeated at the end.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
 import logging
@@ -85,7 +86,7 @@ def configure_logger(prefix: str = "", *, log_dir: str | os.PathLike[str] | None
     terminal.addFilter(lambda record: record.name != "py.warnings")
 
 
-def log_dir_of(args: Any) -> str | None:
+def log_dir_of(args: argparse.Namespace) -> str | None:
     """Where the processes of this run keep their log files; None without a run folder."""
     return os.path.join(os.path.abspath(args.run_dir), "logs") if args.run_dir else None
 
@@ -243,7 +244,7 @@ _is_primary = False
 _folders: set[str] = set()
 
 
-def start_run_folder(args: Any) -> str:
+def start_run_folder(args: argparse.Namespace) -> str:
     """Makes the run folder and returns its path. A run that does not resume (no --load) moves an
     older run's records aside, once per process.
     """
@@ -273,7 +274,7 @@ def _point_latest(run_dir: str) -> None:
         os.replace(temporary, os.path.join(parent, "latest"))
 
 
-def build_sinks(args: Any, run_dir: str) -> list[Sink]:
+def build_sinks(args: argparse.Namespace, run_dir: str) -> list[Sink]:
     """Returns the trackers that the options ask for. ConfigError for a missing package; a tracker
     that does not start is left out and said.
     """
@@ -313,7 +314,7 @@ def build_sinks(args: Any, run_dir: str) -> list[Sink]:
     return sinks
 
 
-def init_tracking(args: Any, primary: bool = True, **kwargs: Any) -> None:
+def init_tracking(args: argparse.Namespace, primary: bool = True, **kwargs: Any) -> None:
     """Prepares `log` and `progress.report` in this process. The driver is primary: it alone feeds
     the trackers.
 
@@ -338,7 +339,7 @@ def init_tracking(args: Any, primary: bool = True, **kwargs: Any) -> None:
     progress.configure(run_dir)
 
 
-def log(args: Any, metrics: dict[str, Any], step_key: str) -> None:
+def log(args: argparse.Namespace, metrics: dict[str, Any], step_key: str) -> None:
     """Logs one record whose step is `metrics[step_key]` ("train/step", "rollout/step", "eval/step",
     each an axis of its own).
 
@@ -358,7 +359,7 @@ def log(args: Any, metrics: dict[str, Any], step_key: str) -> None:
         log(args, metrics, step_key)
 
 
-def finish_tracking(args: Any, *, primary: bool = True) -> list[str]:
+def finish_tracking(args: argparse.Namespace, *, primary: bool = True) -> list[str]:
     """Closes this process's files and trackers; in the primary process prints the report and
     returns the problems in it.
 

@@ -4,6 +4,7 @@ when it was asked for.
 
 from __future__ import annotations
 
+import argparse
 import os
 import threading
 from typing import Any
@@ -21,7 +22,7 @@ AXES = {
 FINISH_TIMEOUT_S = 60.0
 
 
-def build_init_arguments(args: Any, run_dir: str) -> dict[str, Any]:
+def build_init_arguments(args: argparse.Namespace, run_dir: str) -> dict[str, Any]:
     """Returns the keyword arguments of `wandb.init` for these options; the recorded options hold no
     secrets.
     """
@@ -41,7 +42,7 @@ def build_init_arguments(args: Any, run_dir: str) -> dict[str, Any]:
     }
 
 
-def public_options(args: Any) -> dict[str, Any]:
+def public_options(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the options as plain values without those whose name says that they are secret."""
     secret_words = ("key", "secret", "password", "token")
     secrets = {
@@ -63,7 +64,7 @@ class WandbSink:
 
     name = "wandb"
 
-    def __init__(self, args: Any, run_dir: str) -> None:
+    def __init__(self, args: argparse.Namespace, run_dir: str) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -107,14 +108,14 @@ class WandbSink:
             )
 
 
-def init_wandb_primary(args: Any) -> WandbSink | None:
+def init_wandb_primary(args: argparse.Namespace) -> WandbSink | None:
     """Returns the W&B run of these options, started in this process; None without --use-wandb. A
     run of slime starts it by itself.
     """
     return WandbSink(args, os.path.abspath(args.run_dir)) if args.use_wandb else None
 
 
-def init_wandb_secondary(args: Any, role: str | None = None) -> None:
+def init_wandb_secondary(args: argparse.Namespace, role: str | None = None) -> None:
     """Prepares `logging_utils.log` in a further process of the run: its records reach W&B through
     the primary process. `role` names log lines.
     """

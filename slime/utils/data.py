@@ -7,6 +7,7 @@ it is replaced here.
 
 from __future__ import annotations
 
+import argparse
 from typing import TYPE_CHECKING, Any
 
 from slime.prompts import dataset
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def process_rollout_data(
-    args: Any, rollout_data_ref: list[Any], dp_rank: int, dp_size: int
+    args: argparse.Namespace, rollout_data_ref: list[Any], dp_rank: int, dp_size: int
 ) -> RolloutBatch:
     """This rank's batch from `rollout_data_ref`, one box (anything with `.inner`) per data-parallel
     rank. `args` is not read.

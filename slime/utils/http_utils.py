@@ -7,6 +7,7 @@ same request would be refused again.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import atexit
 import concurrent.futures
@@ -71,7 +72,7 @@ def configure_http(settings: HttpSettings) -> None:
     _settings = settings
 
 
-def init_http_client(args: Any) -> None:
+def init_http_client(args: argparse.Namespace) -> None:
     """Sizes the client after the engines: `sglang_server_concurrency` requests for each of them."""
     engines = get_rollout_num_engines(args)
     if engines:
@@ -84,7 +85,7 @@ def init_http_client(args: Any) -> None:
         )
 
 
-def get_rollout_num_engines(args: Any) -> int:
+def get_rollout_num_engines(args: argparse.Namespace) -> int:
     """Number of engines: `rollout_num_engines`, else GPUs over GPUs per engine; 0 without GPUs."""
     engines = getattr(args, "rollout_num_engines", None)
     if engines is not None:
@@ -274,7 +275,7 @@ def _wrap_ipv6(host: str) -> str:
         return host
 
 
-def run_router(args: Any) -> None:
+def run_router(args: argparse.Namespace) -> None:
     """Runs the real sglang-router in this process until it ends. ConfigError when it is not
     installed.
     """

@@ -4,6 +4,7 @@ out. No formula lives here.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,7 +93,7 @@ def compute_gspo_kl(
 
 
 def compute_opsm_mask(
-    args: Any,
+    args: argparse.Namespace,
     full_log_probs: Sequence[torch.Tensor],
     full_old_log_probs: Sequence[torch.Tensor],
     advantages: Sequence[torch.Tensor],

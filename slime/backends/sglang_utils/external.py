@@ -4,6 +4,7 @@ how each is laid out.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -175,7 +176,9 @@ def external_engine_init_kwargs(info: ExternalEngineInfo) -> dict[str, Any]:
     return kwargs
 
 
-def apply_external_engine_info_to_args(args: Any, logger: logging.Logger | None = None) -> None:
+def apply_external_engine_info_to_args(
+    args: argparse.Namespace, logger: logging.Logger | None = None
+) -> None:
     """Asks the servers of `args.rollout_external_engine_addrs` and puts what follows into `args`:
     `rollout_external`, `rollout_external_engine_infos`, `rollout_num_engines`, `rollout_num_gpus`
     and, where all engines have one size, `rollout_num_gpus_per_engine`.
@@ -193,7 +196,7 @@ def apply_external_engine_info_to_args(args: Any, logger: logging.Logger | None 
 
 
 def _apply_infos(
-    args: Any, infos: Sequence[ExternalEngineInfo], logger: logging.Logger | None
+    args: argparse.Namespace, infos: Sequence[ExternalEngineInfo], logger: logging.Logger | None
 ) -> None:
     from slime.config.derive import apply_derived
 
@@ -211,7 +214,7 @@ def _apply_infos(
         logger.info("external engine %s: %s, %s", info.url, info.worker_type, info.parallel_config)
 
 
-def external_engine_infos_from_args(args: Any) -> list[ExternalEngineInfo]:
+def external_engine_infos_from_args(args: argparse.Namespace) -> list[ExternalEngineInfo]:
     """Returns what `apply_external_engine_info_to_args` stored; [] where nothing was."""
     stored = vars(args).get("rollout_external_engine_infos") or []
     return [
@@ -221,7 +224,7 @@ def external_engine_infos_from_args(args: Any) -> list[ExternalEngineInfo]:
 
 
 def start_external_rollout_servers(
-    args: Any,
+    args: argparse.Namespace,
     *,
     start_router: Callable[[Any, list[str]], Any],
     wait_for_answers: Callable[[list[str]], None] | None = None,

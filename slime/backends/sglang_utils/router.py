@@ -10,6 +10,7 @@ stream, pass unchanged; the client's Authorization header is passed on. It has n
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
 import importlib.util
@@ -274,7 +275,7 @@ class SglangRouter:
         self.stop()
 
 
-def router_config_from_args(args: Any) -> RouterConfig:
+def router_config_from_args(args: argparse.Namespace) -> RouterConfig:
     """Returns the router's configuration from the flat options namespace."""
     return RouterConfig(
         host=args.sglang_router_ip or "127.0.0.1",
@@ -285,7 +286,7 @@ def router_config_from_args(args: Any) -> RouterConfig:
     )
 
 
-def start_router(args: Any, engine_urls: list[str]) -> SglangRouter:
+def start_router(args: argparse.Namespace, engine_urls: list[str]) -> SglangRouter:
     """Returns a router with all `engine_urls` registered and healthy. EngineError says what does
     not answer; nothing is left running.
     """

@@ -4,6 +4,7 @@ namespace.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import ipaddress
 from collections.abc import Mapping
@@ -90,7 +91,9 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def engine_config_from_args(args: Any, rank: int, *, host: str | None = None) -> EngineConfig:
+def engine_config_from_args(
+    args: argparse.Namespace, rank: int, *, host: str | None = None
+) -> EngineConfig:
     """Returns the configuration of engine `rank` from the flat options namespace. `host` overrides
     --sglang-host (multi-node).
 

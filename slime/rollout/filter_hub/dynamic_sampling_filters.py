@@ -4,6 +4,7 @@ baseline.
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -17,7 +18,7 @@ SMALLEST_STD = 1e-6
 
 
 def check_reward_nonzero_std(
-    args: Any, samples: list[Sample], **kwargs: Any
+    args: argparse.Namespace, samples: list[Sample], **kwargs: Any
 ) -> DynamicFilterOutput:
     """Keeps a group whose rewards differ (standard deviation over its executions, of what is scored
     and valid, > 1e-6).
@@ -28,7 +29,7 @@ def check_reward_nonzero_std(
 
 
 def check_reward_nonzero_std_with_fallback(
-    args: Any, samples: list[Sample], **kwargs: Any
+    args: argparse.Namespace, samples: list[Sample], **kwargs: Any
 ) -> DynamicFilterOutput:
     """The same; equal rewards still fill the batch where it would otherwise be too small."""
     output = check_reward_nonzero_std(args, samples, **kwargs)
@@ -36,7 +37,7 @@ def check_reward_nonzero_std_with_fallback(
     return output
 
 
-def usable_rewards(args: Any, samples: Iterable[Any]) -> list[float]:
+def usable_rewards(args: argparse.Namespace, samples: Iterable[Any]) -> list[float]:
     """The finite reward of each execution of a group, the mean over its valid samples, as the
     group's baseline takes it. A list among `samples` is one execution, as are samples with one
     `rollout_id`. None, NaN and invalid samples are left out.

@@ -9,6 +9,7 @@ and `graded_text(args, sample)` is what the built-in ones read.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import importlib
 import random
@@ -54,7 +55,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
+async def async_rm(args: argparse.Namespace, sample: Sample, **kwargs: Any) -> Any:
     """The sample's reward: a number, or a dict for scorers that return several values.
 
     In this order: the sample's own `custom_rm_path`, --custom-rm-path, metadata["rm_type"],
@@ -80,7 +81,9 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
     return _text_reward(rm_type, response, sample)
 
 
-async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> list[Any]:
+async def batched_async_rm(
+    args: argparse.Namespace, samples: list[Sample], **kwargs: Any
+) -> list[Any]:
     """One reward per sample: --custom-rm-path called once with the list, else
     `async_rm` of each.
     """
@@ -90,7 +93,7 @@ async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> l
     return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
 
 
-def graded_text(args: Any, sample: Sample) -> str:
+def graded_text(args: argparse.Namespace, sample: Sample) -> str:
     """The response as built-in graders read it: without the special tokens of the run's tokenizer
     and --rollout-stop at its end.
     """
@@ -102,7 +105,7 @@ def graded_text(args: Any, sample: Sample) -> str:
     )
 
 
-def split_rm_type(args: Any, sample: Sample) -> tuple[str, str]:
+def split_rm_type(args: argparse.Namespace, sample: Sample) -> tuple[str, str]:
     """(type without the prefix boxed_, the text to score: the response, or what its last box
     holds).
     """
@@ -116,19 +119,19 @@ def split_rm_type(args: Any, sample: Sample) -> tuple[str, str]:
     return rm_type, response
 
 
-def _rm_type_of(args: Any, sample: Sample) -> str:
+def _rm_type_of(args: argparse.Namespace, sample: Sample) -> str:
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
     return (metadata.get("rm_type") or getattr(args, "rm_type", None) or "").strip()
 
 
-def is_immediate(args: Any, sample: Sample) -> bool:
+def is_immediate(args: argparse.Namespace, sample: Sample) -> bool:
     """Whether the reward is plain computation in this process, without waiting for anything."""
     if sample.custom_rm_path or getattr(args, "custom_rm_path", None):
         return False
     return split_rm_type_name(args, sample) in TEXT_TYPES
 
 
-def split_rm_type_name(args: Any, sample: Sample) -> str:
+def split_rm_type_name(args: argparse.Namespace, sample: Sample) -> str:
     """The sample's reward type without the prefix boxed_."""
     return _rm_type_of(args, sample).removeprefix(BOXED_PREFIX)
 
@@ -164,7 +167,7 @@ def _text_reward(rm_type: str, response: str, sample: Sample) -> Any:
     )
 
 
-async def _pool_reward(args: Any, rm_type: str, response: str, label: Any) -> Any:
+async def _pool_reward(args: argparse.Namespace, rm_type: str, response: str, label: Any) -> Any:
     from slime.rollout.rm_hub.grader_pool import PoolSettings, shared_pool
     from slime.rollout.rm_hub.outcomes import value_of
 

@@ -4,6 +4,7 @@ JSON answer is the reward.
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 from slime.data.sample import Sample
@@ -12,7 +13,7 @@ from slime.utils.http_utils import request_with_retries
 
 
 async def request_remote_reward(
-    args: Any, sample: Sample, response: str, max_retries: int = 10
+    args: argparse.Namespace, sample: Sample, response: str, max_retries: int = 10
 ) -> Any:
     """The answer of --rm-url to {"prompt", "response", "label"}. EngineError after the last try."""
     if not args.rm_url:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 from typing import Any
 
@@ -23,7 +24,7 @@ _PACKAGES = {
 _DICTIONARIES = {"dapo": ("score, acc, pred", "score")}
 
 
-def missing_key_problem(args: Any) -> str | None:
+def missing_key_problem(args: argparse.Namespace) -> str | None:
     """Returns what is wrong where --rm-type gives a dictionary and nothing says which of its values
     is the reward.
     """
