@@ -33,6 +33,7 @@ LAYERS: tuple[tuple[str, int], ...] = (
     ("slime.config.dry_run", 4),
     ("slime.config.doctor", 4),
     ("slime.config.*", 0),
+    ("slime.files.atomic", 0),
     ("slime.data.sample", 1),
     ("slime.data.fields", 1),
     ("slime.data.number_list", 1),

@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from slime.config.list_text import convert_list_text, is_list_text
 from slime.config.specs import OptionSpec, convert_text, nearest_names, require_choice
 from slime.config.synonyms import synonym_hint
 from slime.exceptions import ConfigError
+from slime.files import atomic
 
 DERIVED = "derived"
 NULL_WORDS = ("", "~", "null", "Null", "NULL")
@@ -316,11 +316,5 @@ def write_resolved_config(args: argparse.Namespace, path: str | os.PathLike) -> 
     """Writes `format_resolved(args)` to `path` at once: a reader sees the whole file or none."""
     from slime.config.specs import all_specs
 
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(format_resolved(args, all_specs()))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    # only the owner may read it: an option's value can be private
+    atomic.write_text(path, format_resolved(args, all_specs()), mode=0o600)

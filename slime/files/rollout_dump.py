@@ -8,6 +8,7 @@ is executed when read.
 from __future__ import annotations
 
 import base64
+import itertools
 import logging
 import math
 import os
@@ -22,7 +23,7 @@ import orjson
 from slime.data.ragged import is_tensor
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError, RolloutDataError
-from slime.files import exact_json
+from slime.files import atomic, exact_json
 
 logger = logging.getLogger(__name__)
 
@@ -60,24 +61,14 @@ def save_debug_rollout_data(
     """
     samples = list(_flatten(data))
     path = dump_path(path_template, rollout_id, evaluation=evaluation)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     head = {
         "format": FORMAT,
         "rollout_id": rollout_id,
         "evaluation": evaluation,
         "num_samples": len(samples),
     }
-    try:
-        with open(temporary, "wb") as file:
-            file.write(orjson.dumps(head) + b"\n")
-            for sample in samples:
-                file.write(_encode_sample(sample) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    lines = itertools.chain([orjson.dumps(head)], map(_encode_sample, samples))
+    atomic.write_bytes(path, (line + b"\n" for line in lines))
     return path
 
 

@@ -17,6 +17,7 @@ The last tensor, "crc32" [1 + tensors], is over the header and over each tensor 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -28,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from slime.exceptions import ConfigError, RolloutDataError
+from slime.files import atomic
 from slime.files.rollout_dump import decode_json, encode_json
 
 FORMAT = "slime-train-2"
@@ -150,10 +152,14 @@ class TrainDumpWriter:
         checks = TensorOutline(CHECKS, "uint32", (1 + len(self._outlines),))
         head = _safetensors_head(header, [*self._outlines, checks])
         self._checks = [zlib.crc32(head)]
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._temporary, "wb")  # noqa: SIM115 - closed by commit or abandon
-        self._file.write(head)
+        self._pending = atomic.PendingFile(path)
+        # closed by commit or abandon
+        self._file = open(self._pending.temporary, "wb")  # noqa: SIM115
+        try:
+            self._file.write(head)
+        except OSError:  # the caller has no writer to abandon yet
+            self.abandon()
+            raise
 
     def write(self, name: str, values: np.ndarray) -> None:
         """The next tensor. ValueError where it is not the one that was announced."""
@@ -177,16 +183,16 @@ class TrainDumpWriter:
                 f"{len(self._checks) - 1} of {len(self._outlines)} tensors were written"
             )
         self._file.write(np.array(self._checks, dtype=np.uint32).tobytes())
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
-        os.replace(self._temporary, self.path)
+        self._pending.commit()
         return self.path
 
     def abandon(self) -> None:
         """Removes what was written."""
-        self._file.close()
-        self._temporary.unlink(missing_ok=True)
+        # closing writes what is buffered, which a full disk refuses
+        with contextlib.suppress(OSError):
+            self._file.close()
+        self._pending.abandon()
 
 
 def _safetensors_head(header: Mapping[str, Any], outlines: Sequence[TensorOutline]) -> bytes:

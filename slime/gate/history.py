@@ -7,11 +7,11 @@ and alarms compare with, no samples.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.files import atomic
 from slime.files.jsonl import encode, read_jsonl
 from slime.gate.statistics import GateStatistics
 
@@ -74,26 +74,13 @@ class GateHistory:
             for number, first in self._start.items()
             if number <= rollout_id
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with temporary.open("wb") as file:
-                file.write(
-                    encode(
-                        {
-                            "format": FORMAT,
-                            "rollout_id": rollout_id,
-                            "records": len(records),
-                            "start": start,
-                        }
-                    )
-                )
-                file.writelines(map(encode, records))
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        head = {
+            "format": FORMAT,
+            "rollout_id": rollout_id,
+            "records": len(records),
+            "start": start,
+        }
+        atomic.write_bytes(path, map(encode, [head, *records]))
 
     def read(self, path: Path, rollout_id: int) -> str | None:
         """Remembers what `write` wrote, and nothing else. Returns what is missing, in words, None

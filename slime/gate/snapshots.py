@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from slime.data.sample import Sample
+from slime.files import atomic
 from slime.files.jsonl import plain_value
 from slime.gate.before_rewards import ENGINE_TEXT, engine_text_of
 from slime.gate.config import REASON_OF_VALUE, Verdict
@@ -50,7 +51,7 @@ DroppedGroups = Sequence[tuple[str, Sequence[Sample]]]
 
 
 class SnapshotWriter:
-    """Writes snapshots on one background thread: temporary name, fsync, rename. Keeps the last
+    """Writes snapshots on one background thread, each whole or not at all. Keeps the last
     `keep` rollouts within `max_bytes`.
 
     Without pyarrow (the extra `data`) nothing is written and that is said once. A failed write is
@@ -184,15 +185,8 @@ class SnapshotWriter:
     def _publish(self, name: str, table: Any) -> None:
         import pyarrow.parquet
 
-        self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.folder / f".{name}.{os.getpid()}.tmp"
-        try:
+        with atomic.replacing(self.folder / name) as temporary:
             pyarrow.parquet.write_table(table, temporary, compression="zstd")
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, self.folder / name)
-        finally:
-            temporary.unlink(missing_ok=True)
         self._prune()
 
     def _prune(self) -> None:

@@ -18,7 +18,6 @@ import copy
 import dataclasses
 import hashlib
 import logging
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ import orjson
 from slime.config.rules import SUPERVISED
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError
-from slime.files import exact_json
+from slime.files import atomic, exact_json
 from slime.prompts.dataset import Dataset
 from slime.rollout.filter_calls import call_filter, require_groups
 from slime.utils.misc import load_function
@@ -451,19 +450,8 @@ def state_path(folder: str, rollout_id: int) -> Path:
 
 
 def write_json(path: Path, state: dict[str, Any]) -> None:
-    """Writes the file whole or not at all: a temporary name, flushed to disk, then renamed. A hash
-    protects every byte of it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(_sealed(exact_json.dumps(state, option=orjson.OPT_SERIALIZE_NUMPY)))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Writes the file whole or not at all. A hash protects every byte of it."""
+    atomic.write_bytes(path, _sealed(exact_json.dumps(state, option=orjson.OPT_SERIALIZE_NUMPY)))
 
 
 def read_state(path: Path) -> dict[str, Any]:

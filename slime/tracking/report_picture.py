@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.files import atomic
 from slime.tracking.report import FAMILIES, RunRecords, eval_sets, read_ledgers
 
 INK, GRID = "#2b2b2b", "#e3e3e3"
@@ -140,7 +141,6 @@ def draw_report(run: RunRecords, path: Path, *, title: str) -> Path:
     for axes, unit in zip(panels[1], ("optimizer step", "rollout", "rollout"), strict=True):
         axes.set_xlabel(unit, fontsize=10, color=INK)
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, color=INK)
-    temporary = path.with_suffix(".png.tmp")
-    figure.savefig(temporary, format="png")
-    temporary.replace(path)
+    with atomic.replacing(path) as temporary:
+        figure.savefig(temporary, format="png")
     return path

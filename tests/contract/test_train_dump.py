@@ -17,6 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
 from support.distributed import run_distributed
+from support.full_disk import full_disk
 
 from slime.backends.megatron_utils.data import to_train_device
 from slime.config.derive import derive
@@ -384,6 +385,25 @@ def test_tensors_come_as_announced_or_not_at_all(tmp_path):
     with pytest.raises(ValueError, match="0 of 1"):
         writer.commit()
     writer.abandon()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("num_bytes", [100, 40_000, 90_000])
+def test_a_disk_that_fills_in_the_middle_leaves_no_temporary_dump(tmp_path, num_bytes):
+    """Wherever the disk fills up (in the head, in a tensor, in buffered bytes), no temporary file
+    stays."""
+    outlines = [TensorOutline("a", "float32", (10_000,))]
+    header = {
+        "left_out": {f"field_{i}": "it does not have one entry per sample" for i in range(900)}
+    }
+    writer = None
+    with full_disk(after=num_bytes):
+        with pytest.raises(OSError, match="too large|No space"):
+            writer = TrainDumpWriter(tmp_path / "d", header, outlines)
+            writer.write("a", np.zeros(10_000, dtype=np.float32))
+            writer.commit()
+        if writer is not None:
+            writer.abandon()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -4,6 +4,7 @@ import argparse
 import hashlib
 
 import pytest
+from support.full_disk import full_disk
 
 from slime.backends.megatron_utils import checkpoint_files as files
 from slime.config.resume import resume_point
@@ -92,19 +93,14 @@ def test_a_cut_manifest_is_an_error(tmp_path):
             files.read_manifest(final)
 
 
-def test_a_pointer_that_could_not_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+def test_a_pointer_that_could_not_be_written_leaves_the_old_one(tmp_path):
     """A disk that is full in the middle of the pointer leaves the old one; 1 of 12 would be another
     checkpoint."""
     _publish(tmp_path, 3)
-
-    def half(path, text):
-        path.write_text(text[:1])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(files, "_write_durably", half)
-    with pytest.raises(OSError):
+    with full_disk(after=1), pytest.raises(OSError):
         files.point_to(tmp_path, 12)
     assert files.find_checkpoint(tmp_path, None)[1] == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", files.TRACKER]
 
 
 def test_publishing_the_same_iteration_again_replaces_it_and_leaves_nothing_else(tmp_path):

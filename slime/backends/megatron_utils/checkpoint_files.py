@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from slime.exceptions import ConfigError
+from slime.files import atomic
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
@@ -104,18 +105,18 @@ def publish(
     is replaced.
     """
     temporary, final = Path(temporary), Path(final)
-    _write_durably(
+    atomic.write_text(
         temporary / MANIFEST, json.dumps({"version": 1, "files": entries}, indent=1, sort_keys=True)
     )
     for folder in {(temporary / name).parent for name in entries} | {temporary}:
-        _sync_folder(folder)
+        atomic.sync_folder(folder)
     replaced = None
     if final.exists():
         replaced = _replaced(final)
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     temporary.rename(final)
-    _sync_folder(final.parent)
+    atomic.sync_folder(final.parent)
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
 
@@ -135,11 +136,7 @@ def _put_back(final: Path) -> None:
 
 def point_to(save: str | Path, iteration: int) -> None:
     """Makes `iteration` the latest: the pointer file is replaced in one step."""
-    save = Path(save)
-    temporary = save / f".{TRACKER}.writing"
-    _write_durably(temporary, f"{iteration}\n")
-    temporary.rename(save / TRACKER)
-    _sync_folder(save)
+    atomic.write_text(Path(save) / TRACKER, f"{iteration}\n")
 
 
 def prune(save: str | Path, *, keep: int | None, current: int) -> list[int]:
@@ -195,18 +192,3 @@ def damaged_files(
 def _listed(save: Path) -> str:
     found = published_iterations(save) if save.is_dir() else []
     return ", ".join(str(iteration) for iteration in found) or "none"
-
-
-def _write_durably(path: Path, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
