@@ -46,7 +46,7 @@ EXCEPTIONS: tuple[tuple[str, str], ...] = (
         "slime/backends/megatron_utils/cp_utils.py::prepare_routed_experts_for_routing_replay",
         UPSTREAM,
     ),
-    ("slime/backends/megatron_utils/loss.py::_build_topp_keep_mask", UPSTREAM),
+    ("slime/backends/megatron_utils/forward.py::_build_topp_keep_mask", UPSTREAM),
     ("slime/config/cli.py::reset_arg", UPSTREAM),
     ("slime/data/sample.py::ParamInfo", UPSTREAM),
     ("slime/data/sample.py::Sample.effective_response_length", UPSTREAM),

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from slime.metrics import contributions as c
+from slime.metrics.batch_values import flat_tokens, raw_entry, sample_tokens
 from slime.metrics.contributions import Contribution
-from slime.metrics.train_metrics import flat_tokens, raw_entry, sample_tokens
 
 QUANTILES = (("/p50", 0.5), ("/p90", 0.9), ("/p99", 0.99))
 QUARTERS = ("q1", "q2", "q3", "q4")

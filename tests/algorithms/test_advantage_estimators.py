@@ -164,7 +164,9 @@ def test_a_custom_functions_advantages_are_float_constants(monkeypatch):
     backward twice."""
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: None)
     monkeypatch.setattr(
-        loss, "_whiten", lambda layout, data, flat: distributed_masked_whiten(flat, torch.ones(6))
+        loss,
+        "whiten_advantages",
+        lambda layout, data, flat: distributed_masked_whiten(flat, torch.ones(6)),
     )
     whole = [torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])]
     floats = [(part.float() * torch.ones((), requires_grad=True)) for part in whole]
@@ -502,7 +504,7 @@ def test_whitening_is_over_data_and_context_parallel_ranks(monkeypatch):
             lambda values, masks, *, process_group, **kw: [process_group],
         )
         layout = loss.get_response_layout([4], [2])
-        assert loss._whiten(layout, {"loss_masks": [torch.ones(2)]}, torch.ones(2)) == [
+        assert loss.whiten_advantages(layout, {"loss_masks": [torch.ones(2)]}, torch.ones(2)) == [
             "all of them"
         ]
     assert asked == [{"with_context_parallel": True}]

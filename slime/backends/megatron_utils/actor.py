@@ -31,13 +31,10 @@ from slime.backends.megatron_utils.data import (
     tensors_to_gpu,
     to_train_device,
 )
+from slime.backends.megatron_utils.forward import get_log_probs_and_entropy, get_values
 from slime.backends.megatron_utils.log_prob_capture import looked_at_log_probs
 from slime.backends.megatron_utils.log_prob_plan import LogProbPlan, reasons_to_recompute_log_probs
-from slime.backends.megatron_utils.loss import (
-    compute_advantages_and_returns,
-    get_log_probs_and_entropy,
-    get_values,
-)
+from slime.backends.megatron_utils.loss import compute_advantages_and_returns
 from slime.backends.megatron_utils.model import forward_only, train
 from slime.backends.megatron_utils.model_provider import virtual_pipeline_size
 from slime.backends.megatron_utils.optimizer import setup_model_and_optimizer, training_tensors

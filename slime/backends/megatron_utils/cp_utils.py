@@ -5,7 +5,7 @@ call time and owns the collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -165,6 +165,14 @@ def check_lengths(tensors: Sequence[torch.Tensor], lengths: Sequence[int], *, na
                 f"{length} "
                 "(response tokens that this rank owns, or all of them for a full field)."
             )
+
+
+def required_field(batch: Mapping[str, Any], name: str, reason: str) -> Any:
+    """Returns `batch[name]`; RolloutDataError that names `reason` where the batch lacks it."""
+    value = batch.get(name)
+    if value is None:
+        raise RolloutDataError(f"the batch has no {name}, which {reason} needs.")
+    return value
 
 
 def concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
