@@ -124,11 +124,13 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _type_of(spec) -> str:
+    limits = f" {spec.range_words}" if spec.range_words else ""
     several = " ..." if spec.many and not spec.repeat else ""
     return (
         ("switch" if spec.kind is bool else spec.type_name)
         + several
         + (" (repeatable)" if spec.repeat else "")
+        + limits
     )
 
 

@@ -43,15 +43,18 @@ class AlgorithmOptions:
             "Constant token count that dr_grpo divides each response's loss by; None: "
             "--rollout-max-response-len."
         ),
+        minimum=1,
     )
 
     kl_coef: float = option(
-        0.0, "Weight of the KL to the reference inside the token reward. Excludes --kl-loss-coef."
+        0.0,
+        "Weight of the KL to the reference inside the token reward. Excludes --kl-loss-coef.",
+        minimum=0,
     )
     use_kl_loss: bool = option(
         False, "Add the KL to the reference model as a loss term, and report it."
     )
-    kl_loss_coef: float = option(0.0, "Weight of that loss term; 0 only reports it.")
+    kl_loss_coef: float = option(0.0, "Weight of that loss term; 0 only reports it.", minimum=0)
     kl_loss_type: str = option(
         "k1", "KL estimator, in the reward and in the loss.", choices=KL_KINDS
     )
@@ -59,15 +62,24 @@ class AlgorithmOptions:
         False, "Weigh the KL loss by the ratio new / old policy, so that it is unbiased off-policy."
     )
 
-    eps_clip: float = option(0.2, "The importance ratio is clipped below 1 - this.")
+    eps_clip: float = option(0.2, "The importance ratio is clipped below 1 - this.", minimum=0)
     eps_clip_high: float | None = option(
-        None, "The importance ratio is clipped above 1 + this; None: --eps-clip."
+        None,
+        "The importance ratio is clipped above 1 + this; None: --eps-clip.",
+        minimum=0,
+        infinite=True,
     )
     eps_clip_c: float | None = option(
-        None, "Dual clip: the loss at a negative advantage is at most this (> 1) times its size."
+        None,
+        "Dual clip: the loss at a negative advantage is at most this times its size.",
+        above=1,
+        note="dual-clip PPO bounds the ratio from above for negative advantages",
     )
     value_clip: float = option(
-        0.2, "The critic's value may move this far from the old one before its loss is clipped."
+        0.2,
+        "The critic's value may move this far from the old one before its loss is clipped.",
+        minimum=0,
+        infinite=True,
     )
     entropy_coef: float = option(
         0.0,
@@ -88,8 +100,10 @@ class AlgorithmOptions:
         False, "Compute the entropy in the log-prob pass too: rollout/entropy, and for hooks."
     )
 
-    gamma: float = option(1.0, "Discount per response token (ppo, reinforce_plus_plus).")
-    lambd: float = option(1.0, "GAE's lambda (ppo).")
+    gamma: float = option(
+        1.0, "Discount per response token (ppo, reinforce_plus_plus).", minimum=0, maximum=1
+    )
+    lambd: float = option(1.0, "GAE's lambda (ppo).", minimum=0, maximum=1)
     normalize_advantages: bool = option(
         False,
         (
@@ -127,8 +141,8 @@ class AlgorithmOptions:
     use_tis: bool = option(
         False, "Truncated importance sampling: weigh the loss by the ratio trainer / engine."
     )
-    tis_clip: float = option(2.0, "Upper bound of that ratio.")
-    tis_clip_low: float = option(0.0, "Lower bound of that ratio.")
+    tis_clip: float = option(2.0, "Upper bound of that ratio.", minimum=0, infinite=True)
+    tis_clip_low: float = option(0.0, "Lower bound of that ratio.", minimum=0)
     get_mismatch_metrics: bool = option(
         False,
         (
@@ -141,7 +155,9 @@ class AlgorithmOptions:
         "Off-policy sequence masking: drop far responses of negative advantage from the loss.",
     )
     opsm_delta: float = option(
-        1e-4, "Mean old - new log-prob per token, in nats, above which a response is far."
+        1e-4,
+        "Mean old - new log-prob per token, in nats, above which a response is far.",
+        minimum=0,
     )
 
     use_opd: bool = option(
@@ -156,10 +172,10 @@ class AlgorithmOptions:
         ),
         choices=("megatron", "sglang"),
     )
-    opd_kl_coef: float = option(1.0, "Weight of that reverse KL.")
+    opd_kl_coef: float = option(1.0, "Weight of that reverse KL.", minimum=0)
     opd_teacher_load: str | None = option(None, "Checkpoint folder of the Megatron teacher.")
     opd_teacher_ckpt_step: int | None = option(
-        None, "Iteration of --opd-teacher-load; None: its latest."
+        None, "Iteration of --opd-teacher-load; None: its latest.", minimum=0
     )
     reset_optimizer_states: bool = option(
         False,
@@ -181,7 +197,7 @@ class AlgorithmOptions:
         False, "Recompute the loss in the backward pass: less memory, more time."
     )
     log_probs_chunk_size: int = option(
-        -1, "Rows of logits per log-prob computation; -1: all at once."
+        -1, "Rows of logits per log-prob computation; -1: all at once.", minimum=1, also=(-1,)
     )
 
     custom_loss_function_path: str | None = option(None, help_of("custom_loss_function_path"))

@@ -23,6 +23,7 @@ class BatchingOptions:
             "for, "
             "else all of a rollout batch."
         ),
+        minimum=1,
     )
     num_steps_per_rollout: int | None = option(
         None,
@@ -30,6 +31,7 @@ class BatchingOptions:
             "Optimizer steps per rollout batch, in place of --global-batch-size; if both are given "
             "they must agree."
         ),
+        minimum=1,
     )
     keep_trailing_rollouts: bool = option(
         False,
@@ -37,7 +39,9 @@ class BatchingOptions:
         "true size. Off: they are left out, and "
         "counted as trailing.",
     )
-    micro_batch_size: int = option(1, "Samples per micro-batch when batches are not dynamic.")
+    micro_batch_size: int = option(
+        1, "Samples per micro-batch when batches are not dynamic.", minimum=1
+    )
     use_dynamic_batch_size: bool = option(
         False, "Pack micro-batches by tokens, up to --max-tokens-per-gpu."
     )
@@ -47,6 +51,7 @@ class BatchingOptions:
             "Tokens that a micro-batch may hold per GPU; times the context-parallel size in all. A "
             "longer sample sits alone."
         ),
+        minimum=1,
     )
     log_probs_max_tokens_per_gpu: int | None = option(
         None,
@@ -54,6 +59,7 @@ class BatchingOptions:
             "The same for passes without gradient. One schedule serves both passes here, so it may "
             "only equal --max-tokens-per-gpu."
         ),
+        minimum=1,
     )
     micro_batch_packing: str = option(
         "balanced",
@@ -79,6 +85,7 @@ class BatchingOptions:
     data_pad_size_multiplier: int = option(
         128,
         "Packed rows are padded to a multiple of this times the tensor-parallel size, in tokens.",
+        minimum=1,
     )
     removed_samples_in_baseline: bool = option(
         False,

@@ -32,10 +32,10 @@ class CheckpointOptions:
         None, "Folder for checkpoints; each is an iter_0000012 below it, published as a whole."
     )
     save_interval: int | None = option(
-        None, "Save after every this many rollouts; None: only after the last one."
+        None, "Save after every this many rollouts; None: only after the last one.", minimum=1
     )
     ckpt_step: int | None = option(
-        None, "Iteration of --load to resume from; None: the latest published one."
+        None, "Iteration of --load to resume from; None: the latest published one.", minimum=0
     )
     finetune: bool = option(
         False, "Take only the weights from --load and start counting rollouts at 0."
@@ -71,6 +71,7 @@ class CheckpointOptions:
             "Checkpoints to keep in --save, newest first; older ones are deleted after a verified "
             "save. None: all."
         ),
+        minimum=1,
     )
     ref_load: str | None = option(
         None,
@@ -80,9 +81,11 @@ class CheckpointOptions:
             "initial weights."
         ),
     )
-    ref_ckpt_step: int | None = option(None, "Iteration of --ref-load; None: its latest.")
+    ref_ckpt_step: int | None = option(
+        None, "Iteration of --ref-load; None: its latest.", minimum=0
+    )
     ref_update_interval: int | None = option(
-        None, "Rollouts after which the policy becomes the new reference; None: never."
+        None, "Rollouts after which the policy becomes the new reference; None: never.", minimum=1
     )
     critic_load: str | None = option(
         None,
@@ -108,7 +111,7 @@ class WeightUpdateOptions:
     """Weight updates of the engines"""
 
     update_weight_buffer_size: int = option(
-        512 * 1024 * 1024, "Bytes of weights gathered and sent at a time."
+        512 * 1024 * 1024, "Bytes of weights gathered and sent at a time.", minimum=1
     )
     update_weight_transport: str = option(
         "tensor",

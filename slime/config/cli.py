@@ -398,7 +398,9 @@ def format_option(spec: OptionSpec, width: int) -> list[str]:
         default = (
             "" if spec.default is None or spec.default in ([], {}) else f"default: {spec.default}"
         )
-        state = "required" if spec.required else default
+        state = ", ".join(
+            filter(None, ["required" if spec.required else default, spec.range_words])
+        )
         flags = f"{flags} {spec.type_name}{several}"
         if spec.repeat:
             state = f"{state}, repeatable".lstrip(", ")

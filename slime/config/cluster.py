@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from slime.config.option import option
+from slime.config.option import LONGEST_WAIT, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,13 +22,15 @@ class ClusterOptions:
         ),
         choices=("auto", "cpu", "cuda"),
     )
-    actor_num_nodes: int = option(1, "Nodes that train the policy.")
+    actor_num_nodes: int = option(1, "Nodes that train the policy.", minimum=1)
     actor_num_gpus_per_node: int | None = option(
-        None, "Training ranks per node; None: 8 with CUDA, 1 on a CPU machine."
+        None, "Training ranks per node; None: 8 with CUDA, 1 on a CPU machine.", minimum=1
     )
-    critic_num_nodes: int | None = option(None, "Nodes that train the critic; None: as the policy.")
+    critic_num_nodes: int | None = option(
+        None, "Nodes that train the critic; None: as the policy.", minimum=1
+    )
     critic_num_gpus_per_node: int | None = option(
-        None, "Critic ranks per node; None: as the policy."
+        None, "Critic ranks per node; None: as the policy.", minimum=1
     )
     rollout_num_gpus: int | None = option(
         None,
@@ -36,9 +38,10 @@ class ClusterOptions:
             "GPUs of all engines together; None: those of training with --colocate, else what "
             "--rollout-num-engines need."
         ),
+        minimum=0,
     )
     rollout_num_gpus_per_engine: int = option(
-        1, "GPUs of one engine. The embedded engine runs on one device."
+        1, "GPUs of one engine. The embedded engine runs on one device.", minimum=1
     )
     colocate: bool = option(
         False, "Training and engines share devices and take turns; turns offloading on."
@@ -89,10 +92,13 @@ class ClusterOptions:
         ),
     )
     num_cpus: int | None = option(
-        None, "Cores that the private Ray cluster offers; None: those of the machine."
+        None, "Cores that the private Ray cluster offers; None: those of the machine.", minimum=1
     )
     startup_timeout: float = option(
-        900.0, "Seconds that engines and training ranks may take to load and answer."
+        900.0,
+        "Seconds that engines and training ranks may take to load and answer.",
+        above=0,
+        maximum=LONGEST_WAIT,
     )
     step_timeout: float = option(
         7200.0,
@@ -100,8 +106,12 @@ class ClusterOptions:
             "Seconds that one rollout, training step, save, weight update or evaluation may take "
             "before the run stops."
         ),
+        above=0,
+        maximum=LONGEST_WAIT,
     )
     update_weights_interval: int = option(
-        1, "Rollouts between two weight updates in slime train-async."
+        1, "Rollouts between two weight updates in slime train-async.", minimum=1
     )
-    num_critic_only_steps: int = option(0, "First rollouts in which only the critic trains.")
+    num_critic_only_steps: int = option(
+        0, "First rollouts in which only the critic trains.", minimum=0
+    )

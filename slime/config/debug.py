@@ -35,7 +35,7 @@ class DebugOptions:
         None, "Read samples from such files in place of generating; turns --debug-train-only on."
     )
     load_debug_rollout_data_subsample: float | None = option(
-        None, "Share of the loaded samples that is used, (0, 1]."
+        None, "Share of the loaded samples that is used.", above=0, maximum=1
     )
     save_debug_train_data: str | None = option(
         None,
@@ -58,7 +58,7 @@ class DebugOptions:
         False, "With --ci-test: do not require zero KL in the first step."
     )
     ci_train_rollout_logprob_abs_diff_threshold: float = option(
-        0.1, "With --ci-test: largest mean |trainer - engine| log-prob difference, nats."
+        0.1, "With --ci-test: largest mean |trainer - engine| log-prob difference, nats.", minimum=0
     )
     ci_save_grad_norm: str | None = option(
         None,

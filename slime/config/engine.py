@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from slime.config.option import option
+from slime.config.option import LONGEST_WAIT, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +20,7 @@ class EngineOptions:
             "and 1 "
             "when neither is given."
         ),
+        minimum=1,
     )
     rollout_external_engine_addrs: list[str] | None = option(
         None,
@@ -39,13 +40,17 @@ class EngineOptions:
             "Torch threads of one CPU engine. Deterministic inference on CPU needs 1: more threads "
             "split sums differently."
         ),
+        minimum=1,
     )
     rollout_engine_start_timeout: float = option(
-        600.0, "Seconds an engine may take to load its weights and answer /health."
+        600.0,
+        "Seconds an engine may take to load its weights and answer /health.",
+        above=0,
+        maximum=LONGEST_WAIT,
     )
 
     sglang_server_concurrency: int = option(
-        512, "Requests in flight per engine, at most, from the rollout client."
+        512, "Requests in flight per engine, at most, from the rollout client.", minimum=1
     )
     sglang_host: str = option(
         "127.0.0.1", "Address the engines bind to. Anything but loopback needs --sglang-api-key."
@@ -56,6 +61,8 @@ class EngineOptions:
             "Port of the first engine, engine i listens on port + i. None: the system chooses free "
             "ports."
         ),
+        minimum=1,
+        maximum=65535,
     )
     sglang_api_key: str | None = option(
         None,
@@ -76,6 +83,7 @@ class EngineOptions:
             "Prompt plus response tokens of one request, at most. None: the model's "
             "max_position_embeddings."
         ),
+        minimum=1,
     )
     sglang_max_running_requests: int | None = option(
         None,
@@ -84,9 +92,10 @@ class EngineOptions:
             "memory "
             "for their KV cache is short."
         ),
+        minimum=1,
     )
     sglang_max_total_tokens: int | None = option(
-        None, "Tokens the KV cache holds. None: from --sglang-mem-fraction-static."
+        None, "Tokens the KV cache holds. None: from --sglang-mem-fraction-static.", minimum=1
     )
     sglang_mem_fraction_static: float | None = option(
         None,
@@ -95,9 +104,13 @@ class EngineOptions:
             "a "
             "CPU that others share."
         ),
+        above=0,
+        maximum=1,
     )
     sglang_max_prefill_tokens: int = option(
-        4096, "Prompt tokens of one forward pass, more than one prompt together, at most."
+        4096,
+        "Prompt tokens of one forward pass, more than one prompt together, at most.",
+        minimum=1,
     )
     sglang_disable_radix_cache: bool = option(
         False, "Switch off the reuse of a prompt's KV cache by later requests with the same prompt."
@@ -116,7 +129,9 @@ class EngineOptions:
     sglang_router_ip: str | None = option(
         None, "Address of a router that runs already. None: start one, if --use-sglang-router."
     )
-    sglang_router_port: int | None = option(None, "Port of the router. None: a free one.")
+    sglang_router_port: int | None = option(
+        None, "Port of the router. None: a free one.", minimum=1, maximum=65535
+    )
     sglang_router_policy: str = option(
         "cache_aware",
         "How the router chooses an engine.",

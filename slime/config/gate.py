@@ -53,13 +53,18 @@ class GateOptions:
         "Train on responses that were cut at the length limit; they stay marked as truncated.",
     )
     gate_min_response_tokens: int = option(
-        1, "Shorter responses are too_short; `slime gate suggest` proposes a value from a dump."
+        1,
+        "Shorter responses are too_short; `slime gate suggest` proposes a value from a dump.",
+        minimum=0,
     )
     gate_max_response_tokens: int | None = option(
-        None, "Longer responses are too_long, beside the limit that the context sets."
+        None, "Longer responses are too_long, beside the limit that the context sets.", minimum=1
     )
     gate_context_margin: float = option(
-        0.05, "Share of --rollout-max-context-len that prompt + response must leave free, [0, 1)."
+        0.05,
+        "Share of --rollout-max-context-len that prompt + response must leave free.",
+        minimum=0,
+        below=1,
     )
     gate_format: str = option(
         "none",
@@ -114,18 +119,22 @@ class GateOptions:
         choices=("auto", "error", "mark", "mask", "allow"),
     )
     gate_repetition_window: int = option(
-        256, "Tokens at the end of a response that are looked at for a loop; 0 turns it off."
+        256,
+        "Tokens at the end of a response that are looked at for a loop; 0 turns it off.",
+        minimum=0,
     )
     gate_repetition_max_period: int = option(
-        64, "Longest repeated phrase that counts as a loop, in tokens."
+        64, "Longest repeated phrase that counts as a loop, in tokens.", minimum=1
     )
-    gate_window: int = option(5, "Earlier rollouts that drift and alarms compare with.")
+    gate_window: int = option(5, "Earlier rollouts that drift and alarms compare with.", minimum=1)
     gate_snapshots: int = option(
-        3, "Last rollouts whose raw engine output is kept in <run dir>/gate; 0 keeps none."
+        3,
+        "Last rollouts whose raw engine output is kept in <run dir>/gate; 0 keeps none.",
+        minimum=0,
     )
     gate_snapshots_max_gib: float = option(
-        4.0, "Most space that these snapshots take together, in GiB."
+        4.0, "Most space that these snapshots take together, in GiB.", minimum=0
     )
     gate_parallel_above: int = option(
-        200000, "Samples in a batch above which the gate uses Ray tasks; 0 never does."
+        200000, "Samples in a batch above which the gate uses Ray tasks; 0 never does.", minimum=0
     )

@@ -28,20 +28,26 @@ from slime.tested_versions import requirement
 class ParallelOptions:
     """Parallel layout of training."""
 
-    tensor_model_parallel_size: int = option(1, "Ranks that share each layer's matrices (TP).")
-    pipeline_model_parallel_size: int = option(1, "Ranks that share the stack of layers (PP).")
-    context_parallel_size: int = option(1, "Ranks that share the tokens of each sequence (CP).")
+    tensor_model_parallel_size: int = option(
+        1, "Ranks that share each layer's matrices (TP).", minimum=1
+    )
+    pipeline_model_parallel_size: int = option(
+        1, "Ranks that share the stack of layers (PP).", minimum=1
+    )
+    context_parallel_size: int = option(
+        1, "Ranks that share the tokens of each sequence (CP).", minimum=1
+    )
     expert_model_parallel_size: int = option(
-        1, "Ranks that share the experts of each MoE layer (EP)."
+        1, "Ranks that share the experts of each MoE layer (EP).", minimum=1
     )
     expert_tensor_parallel_size: int | None = option(
-        None, "Ranks that share the matrices of one expert; None: the TP size."
+        None, "Ranks that share the matrices of one expert; None: the TP size.", minimum=1
     )
     sequence_parallel: bool = option(
         False, "Split layer norms and dropout over the TP ranks along the sequence; needs TP > 1."
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
-        None, "Layers per virtual pipeline stage (interleaved schedule); None: off."
+        None, "Layers per virtual pipeline stage (interleaved schedule); None: off.", minimum=1
     )
     distributed_backend: str | None = option(
         None,
@@ -49,7 +55,10 @@ class ParallelOptions:
         choices=("nccl", "gloo"),
     )
     distributed_timeout_minutes: int = option(
-        10, "A collective that waits longer than this ends the run with the stacks of all ranks."
+        10,
+        "A collective that waits longer than this ends the run with the stacks of all ranks.",
+        minimum=1,
+        maximum=1000000,
     )
 
 
@@ -58,22 +67,28 @@ class ModelShapeOptions:
     """Model shape (taken from --hf-checkpoint; a flag that contradicts it is an error)."""
 
     seq_length: int | None = option(
-        None, "Longest sequence the model is built for, tokens; None: max-position-embeddings."
+        None,
+        "Longest sequence the model is built for, tokens; None: max-position-embeddings.",
+        minimum=1,
     )
-    max_position_embeddings: int | None = option(None, "Longest position the model knows, tokens.")
-    vocab_size: int | None = option(None, "Tokens in the vocabulary, before padding.")
+    max_position_embeddings: int | None = option(
+        None, "Longest position the model knows, tokens.", minimum=1
+    )
+    vocab_size: int | None = option(None, "Tokens in the vocabulary, before padding.", minimum=1)
     make_vocab_size_divisible_by: int = option(
-        128, "The embedding table is padded to a multiple of this times the TP size."
+        128, "The embedding table is padded to a multiple of this times the TP size.", minimum=1
     )
     position_embedding_type: str | None = option(
         None,
         "How positions enter the model.",
         choices=("learned_absolute", "rope", "mrope", "yarn", "none"),
     )
-    rotary_base: float | None = option(None, "Base of the rotary frequencies (theta).")
-    rotary_percent: float | None = option(None, "Share of each head that is rotated, (0, 1].")
+    rotary_base: float | None = option(None, "Base of the rotary frequencies (theta).", above=0)
+    rotary_percent: float | None = option(
+        None, "Share of each head that is rotated.", above=0, maximum=1
+    )
     use_rope_scaling: bool | None = option(None, "Scale the rotary frequencies as Llama 3.1 does.")
-    rope_scaling_factor: float | None = option(None, "Factor of that scaling.")
+    rope_scaling_factor: float | None = option(None, "Factor of that scaling.", above=0)
     untie_embeddings_and_output_weights: bool | None = option(
         None, "Separate weights for the embedding and the output layer."
     )
@@ -84,7 +99,7 @@ class ModelShapeOptions:
     group_query_attention: bool | None = option(
         None, "Several query heads share one key/value head."
     )
-    num_query_groups: int | None = option(None, "Key/value heads.")
+    num_query_groups: int | None = option(None, "Key/value heads.", minimum=1)
     disable_bias_linear: bool | None = option(None, "No bias in linear layers.")
     add_qkv_bias: bool | None = option(None, "Bias in the query/key/value projection only (Qwen2).")
     qk_layernorm: bool | None = option(None, "Norm on queries and keys of each head (Qwen3).")
@@ -94,37 +109,40 @@ class ModelShapeOptions:
 class OptimizerOptions:
     """Optimizer and learning rate."""
 
-    lr: float = option(1e-6, "Peak learning rate.")
-    min_lr: float = option(0.0, "Learning rate at the end of the decay.")
+    lr: float = option(1e-6, "Peak learning rate.", minimum=0)
+    min_lr: float = option(0.0, "Learning rate at the end of the decay.", minimum=0)
     lr_decay_style: str = option(
         "linear",
         "Shape of the decay from lr to min-lr.",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
-    lr_warmup_iters: int = option(0, "Optimizer steps of linear warm-up.")
+    lr_warmup_iters: int = option(0, "Optimizer steps of linear warm-up.", minimum=0)
     lr_warmup_fraction: float | None = option(
-        None, "Warm-up as a share of lr-decay-iters; excludes lr-warmup-iters."
+        None,
+        "Warm-up as a share of lr-decay-iters; excludes lr-warmup-iters.",
+        minimum=0,
+        maximum=1,
     )
-    lr_warmup_init: float = option(0.0, "Learning rate at the first warm-up step.")
+    lr_warmup_init: float = option(0.0, "Learning rate at the first warm-up step.", minimum=0)
     lr_decay_iters: int | None = option(
-        None, "Optimizer steps over which the rate decays; None: all steps of the run."
+        None, "Optimizer steps over which the rate decays; None: all steps of the run.", minimum=1
     )
-    weight_decay: float = option(0.01, "Weight decay (decoupled for Adam).")
+    weight_decay: float = option(0.01, "Weight decay (decoupled for Adam).", minimum=0)
     start_weight_decay: float | None = option(
-        None, "Weight decay at the first step; None: weight-decay."
+        None, "Weight decay at the first step; None: weight-decay.", minimum=0
     )
     end_weight_decay: float | None = option(
-        None, "Weight decay at the last step; None: weight-decay."
+        None, "Weight decay at the last step; None: weight-decay.", minimum=0
     )
     weight_decay_incr_style: str = option(
         "constant",
         "How weight decay goes from its start to its end.",
         choices=("constant", "linear", "cosine"),
     )
-    clip_grad: float = option(1.0, "Largest global gradient norm; 0 turns clipping off.")
-    adam_beta1: float = option(0.9, "Adam's decay of the first moment.")
-    adam_beta2: float = option(0.999, "Adam's decay of the second moment.")
-    adam_eps: float = option(1e-8, "Adam's term for numerical stability.")
+    clip_grad: float = option(1.0, "Largest global gradient norm; 0 turns clipping off.", minimum=0)
+    adam_beta1: float = option(0.9, "Adam's decay of the first moment.", minimum=0, below=1)
+    adam_beta2: float = option(0.999, "Adam's decay of the second moment.", minimum=0, below=1)
+    adam_eps: float = option(1e-8, "Adam's term for numerical stability.", minimum=0)
     use_distributed_optimizer: bool = option(
         False, "Shard the optimizer state over the data-parallel ranks."
     )
@@ -146,7 +164,7 @@ class NumericsOptions:
         None, "Which layers full recomputation covers.", choices=("uniform", "block")
     )
     recompute_num_layers: int | None = option(
-        None, "Layers per recomputation unit; goes with recompute-method."
+        None, "Layers per recomputation unit; goes with recompute-method.", minimum=1
     )
 
 

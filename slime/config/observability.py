@@ -87,18 +87,23 @@ class ObservabilityOptions:
             "raises "
             "an alarm."
         ),
+        minimum=0,
+        infinite=True,
     )
     logprob_diff_stop: float | None = option(
         None,
         "Mean |trainer - engine| log-prob difference, nats per token, above which the run ends "
         "before the optimizer step. Samples of older weights "
         "than those being trained, as in slime train-async, do not count.",
+        minimum=0,
     )
     untrained_tokens_alarm: float = option(
         0.01,
         "Share of sampled tokens outside the loss, in samples that train, above which a rollout "
         "raises an alarm; 1 where your generate function "
         "masks sampled tokens on purpose.",
+        minimum=0,
+        maximum=1,
     )
     log_reward_category: str | None = option(
         None, "Key of a dict reward whose values are counted as categories."

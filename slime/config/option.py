@@ -4,7 +4,7 @@ generated from it.
     @dataclasses.dataclass(frozen=True)
     class RolloutOptions:
         rollout_batch_size: int = option(REQUIRED, "Prompts per rollout.")
-        rollout_temperature: float = option(1.0, "Sampling temperature, > 0.")
+        rollout_temperature: float = option(1.0, "Sampling temperature.", above=0)
         rollout_stop: list[str] | None = option(None, "Stop strings.")
         rewards_normalization: bool = option(True, "Subtract the group mean.",
         disable_flag="--disable-rewards-normalization")
@@ -14,13 +14,16 @@ generated from it.
 The flag is the field's name with dashes. The type is read from the annotation: int, float, str,
 bool, `X | None`, `list[X]` (several values after one flag; with `repeat=True` one value per
 repetition), `dict` (a JSON object). A bool with default False is a switch `--x`; one with default
-True needs `disable_flag`, or gets `--no-x`. A class's docstring is the title of its group in
+True needs `disable_flag`, or gets `--no-x`. A number states its range here (`Range`); checks, help and docs read it. None, where a type allows
+it, is outside the range and always right.
+A class's docstring is the title of its group in
 `--help`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +34,82 @@ class _Required:
 
 
 REQUIRED = _Required()
+
+# Seconds. What Python's threads and sockets can wait for ends at about 9.2e9.
+LONGEST_WAIT = 1e9
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The values that a number may have: at least `minimum`, above `above`, at most `maximum`, below
+    `below`, and those of `also`.
+
+    A whole number fits into 64 bits; a float is finite, but where `infinite` allows it to be
+    without an upper end. `note`: why, for the error message.
+    """
+
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    below: float | None = None
+    also: tuple[float, ...] = ()
+    infinite: bool = False
+    note: str | None = None
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` may be given."""
+        if value in self.also:
+            return True
+        lower = (self.minimum is None or value >= self.minimum) and (
+            self.above is None or value > self.above
+        )
+        upper = (self.maximum is None or value <= self.maximum) and (
+            self.below is None or value < self.below
+        )
+        return lower and upper and self._is_storable(value)
+
+    def _is_storable(self, value: float) -> bool:
+        if isinstance(value, int):
+            return -(2**63) <= value < 2**63
+        return math.isfinite(value) or (self.infinite and value == math.inf)
+
+    @property
+    def words(self) -> str:
+        """The range as one writes it: ">= 1", "> 0", "in (0, 1]", ">= 1 or -1"; "" without ends."""
+        low = self.minimum if self.above is None else self.above
+        high = self.maximum if self.below is None else self.below
+        if low is None and high is None:
+            return ""
+        if low is None:
+            text = f"{'<=' if self.below is None else '<'} {_number(high)}"
+        elif high is None:
+            text = f"{'>=' if self.above is None else '>'} {_number(low)}"
+        else:
+            brackets = ("[" if self.above is None else "(", "]" if self.below is None else ")")
+            text = f"in {brackets[0]}{_number(low)}, {_number(high)}{brackets[1]}"
+        return " or ".join([text, *map(_number, self.also)])
+
+    def requirement(self, value: float) -> str:
+        """What `value`, which does not hold, would have to be."""
+        if self._is_storable(value):
+            return self.words
+        general = "within 64 bits" if isinstance(value, int) else "finite"
+        return f"{general} and {self.words}" if self.words else general
+
+    def nearest(self, value: float) -> float | None:
+        """A value that holds, near to `value`; None where there is no end to go to."""
+        candidates = [self.minimum, self.maximum]
+        if self.above is not None:
+            candidates.append(self.above + 1)
+        if self.below is not None and self.minimum is None:
+            candidates.append(self.below - 1)
+        fitting = [end for end in candidates if end is not None and self.holds(end)]
+        return min(fitting, key=lambda end: abs(end - value)) if fitting else None
+
+
+def _number(value: float | None) -> str:
+    """A number as one types it: 1e9, 0.5, 70000."""
+    return f"{value:g}".replace("e+0", "e") if isinstance(value, float) else str(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +124,7 @@ class OptionInfo:
     repeat: bool = False
     metavar: str | None = None
     required: bool = False
+    range: Range = Range()
 
 
 def option(
@@ -57,9 +137,10 @@ def option(
     disable_flag: str | None = None,
     repeat: bool = False,
     metavar: str | None = None,
+    **limits: Any,
 ) -> Any:
     """Returns a dataclass field with `default` whose metadata["option"] is an `OptionInfo`. List
-    and dict defaults are copied per instance.
+    and dict defaults are copied per instance. `limits` are the fields of a number's `Range`.
     """
     info = OptionInfo(
         help=help,
@@ -70,6 +151,7 @@ def option(
         repeat=repeat,
         metavar=metavar,
         required=default is REQUIRED,
+        range=Range(**limits),
     )
     metadata = {"option": info}
     if default is REQUIRED:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 
 from slime.config.extension_points import help_of
-from slime.config.option import option
+from slime.config.option import LONGEST_WAIT, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +28,8 @@ class RewardOptions:
         "Seconds that one call of --custom-rm-path may take; the sample then has no reward, with "
         "the reason. A call that "
         "holds the event loop for so long ends the run, which names function, sample and line.",
+        above=0,
+        maximum=LONGEST_WAIT,
     )
     rm_url: str | None = option(
         None, "Address of the remote reward model for remote_rm and on-policy distillation."
@@ -35,6 +37,8 @@ class RewardOptions:
     rm_timeout: float = option(
         600.0,
         "Seconds after which one call of the remote reward model is given up and tried again.",
+        above=0,
+        maximum=LONGEST_WAIT,
     )
     group_rm: bool = option(
         False, "Score the members of a group together, once all of them are generated."
@@ -61,7 +65,7 @@ class RewardOptions:
         "rollout/raw_reward stays as scored.",
         choices=("none", "soft_overlong", "linear", "group_relative"),
     )
-    length_penalty_weight: float = option(1.0, "Largest size of that penalty.")
+    length_penalty_weight: float = option(1.0, "Largest size of that penalty.", minimum=0)
     length_penalty_buffer: int | None = option(
         None,
         (
@@ -69,6 +73,7 @@ class RewardOptions:
             "default: "
             "a fifth of it."
         ),
+        minimum=1,
     )
     grader_workers: int = option(
         2,
@@ -76,6 +81,7 @@ class RewardOptions:
             "Processes for scorers that evaluate mathematics (math, deepscaler, dapo, math_verify, "
             "math_value); started when first needed."
         ),
+        minimum=1,
     )
     grader_timeout: float = option(
         10.0,
@@ -84,6 +90,8 @@ class RewardOptions:
             "the "
             "reason."
         ),
+        above=0,
+        maximum=LONGEST_WAIT,
     )
     grader_max_length: int = option(
         2000,
@@ -92,4 +100,5 @@ class RewardOptions:
             "reward, "
             "with the reason."
         ),
+        minimum=1,
     )

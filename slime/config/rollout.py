@@ -7,22 +7,23 @@ from __future__ import annotations
 import dataclasses
 
 from slime.config.extension_points import help_of
-from slime.config.option import REQUIRED, option
+from slime.config.option import LONGEST_WAIT, REQUIRED, option
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutOptions:
     """Rollout: prompts, sampling, failures and its plug-ins."""
 
-    rollout_batch_size: int = option(REQUIRED, "Prompts (groups) per rollout.")
+    rollout_batch_size: int = option(REQUIRED, "Prompts (groups) per rollout.", minimum=1)
     n_samples_per_prompt: int = option(
-        1, "Responses sampled for each prompt; together they are one group."
+        1, "Responses sampled for each prompt; together they are one group.", minimum=1
     )
     over_sampling_batch_size: int | None = option(
         None,
         "Groups fetched at a time while too few are running or kept, with the fully asynchronous "
         "rollout groups in flight; at least "
         "--rollout-batch-size, which is the default.",
+        minimum=1,
     )
     num_rollout: int | None = option(
         None,
@@ -31,24 +32,31 @@ class RolloutOptions:
             "--eval-interval, "
             "0 evaluates the loaded weights and ends."
         ),
+        minimum=0,
     )
     num_epoch: int | None = option(
-        None, "Passes over the prompts to run, in place of --num-rollout."
+        None, "Passes over the prompts to run, in place of --num-rollout.", minimum=1
     )
     start_rollout_id: int | None = option(
-        None, "First rollout id; default: the one after the loaded checkpoint, else 0."
+        None, "First rollout id; default: the one after the loaded checkpoint, else 0.", minimum=0
     )
 
-    rollout_temperature: float = option(1.0, "Sampling temperature, > 0.")
-    rollout_top_p: float = option(1.0, "Nucleus mass kept when sampling, in (0, 1].")
+    rollout_temperature: float = option(
+        1.0,
+        "Sampling temperature.",
+        above=0,
+        note="log-probs at temperature 0 do not exist; --eval-temperature 0 is greedy evaluation",
+    )
+    rollout_top_p: float = option(1.0, "Nucleus mass kept when sampling.", above=0, maximum=1)
     rollout_top_k: int = option(
-        -1, "Number of most likely tokens kept when sampling; -1 keeps all."
+        -1, "Number of most likely tokens kept when sampling; -1 keeps all.", minimum=1, also=(-1,)
     )
     rollout_max_response_len: int | None = option(
         None,
         "Longest response in tokens; without it the room left in --rollout-max-context-len is "
         "used, so one of "
         "the two is needed.",
+        minimum=1,
     )
     rollout_max_prompt_len: int | None = option(
         None,
@@ -56,13 +64,16 @@ class RolloutOptions:
             "Longest prompt in tokens, chat template included; longer prompts are left out of the "
             "dataset and counted."
         ),
+        minimum=1,
     )
     rollout_max_context_len: int | None = option(
-        None, "Longest prompt + response in tokens, also over several turns of one sample."
+        None,
+        "Longest prompt + response in tokens, also over several turns of one sample.",
+        minimum=1,
     )
     rollout_stop: list[str] | None = option(None, "Strings that end a response.")
     rollout_stop_token_ids: list[int] | None = option(
-        None, "Token ids that end a response, beside the model's own."
+        None, "Token ids that end a response, beside the model's own.", minimum=0
     )
     rollout_skip_special_tokens: bool = option(
         False, "Leave special tokens out of the decoded response text; token ids keep them."
@@ -96,13 +107,17 @@ class RolloutOptions:
         ),
     )
     rollout_request_timeout: float = option(
-        1800.0, "Seconds after which one generation request is given up and tried again."
+        1800.0,
+        "Seconds after which one generation request is given up and tried again.",
+        above=0,
+        maximum=LONGEST_WAIT,
     )
     rollout_request_retries: int = option(
         5,
         "Further tries after a connection error, a timeout or a 5xx reply, with growing pauses; "
         "4xx replies "
         "are never tried again.",
+        minimum=0,
     )
     abort_timeout: float = option(
         60.0,
@@ -111,6 +126,8 @@ class RolloutOptions:
             "their "
             "groups given back."
         ),
+        above=0,
+        maximum=LONGEST_WAIT,
     )
     max_engine_aborts: int = option(
         3,
@@ -119,18 +136,21 @@ class RolloutOptions:
             "its "
             "samples count as failed."
         ),
+        minimum=0,
     )
     max_dropped_groups: int | None = option(
         None,
         "Groups that --dynamic-sampling-filter-path may drop in one rollout; one more ends the run "
         "with the reasons and examples. "
         "Default: 20 x --rollout-batch-size.",
+        minimum=0,
     )
     max_failed_ratio: float = option(
         0.1,
         "Largest share of a rollout's attempts whose generation or reward may fail before the run "
         "stops with the reasons. Groups that a filter "
         "drops count too; of an attempt of several samples, the share of them that failed.",
+        minimum=0,
     )
     rollout_data_transport: str = option(
         "object-store",
@@ -152,6 +172,8 @@ class RolloutOptions:
         "Seconds that one call of a custom generate function, or the hooks of one sample, may "
         "take; the sample then fails, with the "
         "reason. A call that holds the event loop for so long ends the run, which names function, sample and line.",
+        above=0,
+        maximum=LONGEST_WAIT,
     )
     rollout_sample_hook_path: list[str] | None = option(
         None, help_of("rollout_sample_hook_path"), repeat=True

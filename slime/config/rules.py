@@ -9,9 +9,12 @@ namespaces can be checked too. Rules run after `derive`.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterable
 
 from slime.config.derive import FULLY_ASYNC
+from slime.config.ranges import range_problems
+from slime.config.specs import flag_of
 
 Rule = Callable[[argparse.Namespace], "str | list[str] | None"]
 RULES: list[tuple[frozenset[str], Rule]] = []
@@ -27,13 +30,15 @@ def rule(*reads: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def broken_rules(
-    args: argparse.Namespace, rules: Iterable[tuple[frozenset[str], Rule]] | None = None
-) -> list[str]:
-    """Returns one message per broken rule, in the order in which the rules are declared."""
-    messages: list[str] = []
-    for reads, function in RULES if rules is None else rules:
-        if not all(hasattr(args, name) for name in reads):
+def broken_rules(args: argparse.Namespace, *, unusable: Iterable[str] = ()) -> list[str]:
+    """Returns one message per option out of its range, and one per broken rule, in the order in
+    which they are declared. A rule about an option out of its range, or in `unusable`, is skipped.
+    """
+    out_of_range = range_problems(args)
+    messages = list(out_of_range.values())
+    skipped = {*out_of_range, *unusable}
+    for reads, function in RULES:
+        if skipped & reads or not all(hasattr(args, name) for name in reads):
             continue
         found = function(args)
         if found:
@@ -47,7 +52,9 @@ def nearest_divisors(number: int, target: int) -> list[int]:
     """
     if number < 1:
         return []
-    divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    # beyond 10**12 some divisors are missed, and the answer does not take minutes
+    small = [low for low in range(1, min(math.isqrt(number), 10**6) + 1) if number % low == 0]
+    divisors = sorted({*small, *(number // low for low in small)})
     below = [divisor for divisor in divisors if divisor <= target]
     above = [divisor for divisor in divisors if divisor > target]
     return [*below[-1:], *above[:1]]
@@ -140,64 +147,6 @@ def a_length_penalty_has_a_budget_and_is_applied(args: argparse.Namespace):
         )
 
 
-POSITIVE = (
-    "rollout_batch_size n_samples_per_prompt global_batch_size num_steps_per_rollout "
-    "micro_batch_size max_tokens_per_gpu "
-    "log_probs_max_tokens_per_gpu over_sampling_batch_size num_epoch rollout_max_response_len "
-    "rollout_max_prompt_len "
-    "rollout_max_context_len eval_interval save_interval n_samples_per_eval_prompt "
-    "eval_max_response_len actor_num_nodes "
-    "actor_num_gpus_per_node rollout_num_gpus_per_engine rollout_num_engines num_gpus_per_node "
-    "tensor_model_parallel_size "
-    "pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
-    "distributed_timeout_minutes "
-    "update_weights_interval data_pad_size_multiplier startup_timeout step_timeout "
-    "rollout_request_timeout "
-    "sglang_server_concurrency rollout_engine_threads grader_workers grader_timeout abort_timeout "
-    "reward_timeout rm_timeout generate_timeout"
-).split()
-NOT_NEGATIVE = (
-    "num_rollout start_rollout_id rollout_num_gpus lr min_lr weight_decay clip_grad eps_clip "
-    "eps_clip_high value_clip kl_coef "
-    "kl_loss_coef length_penalty_weight tis_clip tis_clip_low opd_kl_coef lr_warmup_iters "
-    "opsm_delta num_critic_only_steps rollout_request_retries "
-    "max_engine_aborts max_dropped_groups max_failed_ratio"
-).split()
-SHARES = "rollout_top_p eval_top_p load_debug_rollout_data_subsample rotary_percent".split()
-
-
-@rule()
-def numbers_are_in_range(args: argparse.Namespace):
-    numbers = {
-        name: value
-        for name, value in vars(args).items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
-    lowest = {
-        name: "at least 1" if isinstance(numbers.get(name), int) else "above 0" for name in POSITIVE
-    }
-    problems = [
-        f"{_flag(name)} is {numbers[name]}, must be {lowest[name]}."
-        for name in POSITIVE
-        if numbers.get(name, 1) <= 0
-    ]
-    problems += [
-        f"{_flag(name)} is {numbers[name]}, must not be negative."
-        for name in NOT_NEGATIVE
-        if numbers.get(name, 0) < 0
-    ]
-    problems += [
-        f"{_flag(name)} is {numbers[name]}, must be in (0, 1]."
-        for name in SHARES
-        if not 0 < numbers.get(name, 1) <= 1
-    ]
-    return problems
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 # ---- batch sizes
 
 
@@ -274,25 +223,6 @@ def flops_balance_needs_dynamic_batches(args: argparse.Namespace):
 
 
 # ---- sampling
-
-
-@rule("rollout_temperature")
-def temperature_is_positive(args: argparse.Namespace):
-    if not args.rollout_temperature > 0:
-        return (
-            f"--rollout-temperature must be > 0, it is {args.rollout_temperature}: log-probs at "
-            "temperature 0 do not exist. Use 1.0; "
-            "--eval-temperature 0 is greedy evaluation."
-        )
-
-
-@rule("rollout_top_k", "rollout_top_p")
-def top_k_is_meaningful(args: argparse.Namespace):
-    if args.rollout_top_k == 0 or args.rollout_top_k < -1:
-        return (
-            f"--rollout-top-k is {args.rollout_top_k}: use -1 to keep all tokens, or a number "
-            "from 1."
-        )
 
 
 @rule("rollout_max_prompt_len", "rollout_max_context_len")
@@ -543,15 +473,6 @@ def reinforce_needs_normalization(args: argparse.Namespace):
         )
 
 
-@rule("eps_clip_c")
-def dual_clip_is_above_one(args: argparse.Namespace):
-    if args.eps_clip_c is not None and not args.eps_clip_c > 1:
-        return (
-            f"--eps-clip-c {args.eps_clip_c} must be above 1 (dual-clip PPO bounds the ratio "
-            "from above for negative advantages). Use 3.0."
-        )
-
-
 @rule("use_tis", "use_rollout_logprobs")
 def one_use_of_rollout_log_probs(args: argparse.Namespace):
     if args.use_tis and args.use_rollout_logprobs:
@@ -719,13 +640,13 @@ def dumps_have_a_file_per_rollout(args: argparse.Namespace):
             names = {template.format(rollout_id=rollout_id, **others) for rollout_id in (0, 1)}
         except (KeyError, IndexError, ValueError) as error:
             problems.append(
-                f"{_flag(name)} {template} has a placeholder other than {known} ({error}). Double "
+                f"{flag_of(name)} {template} has a placeholder other than {known} ({error}). Double "
                 f"a brace that is meant: {{{{."
             )
             continue
         if len(names) == 1:
             problems.append(
-                f"{_flag(name)} {template} needs {{rollout_id}}, or each rollout overwrites the "
+                f"{flag_of(name)} {template} needs {{rollout_id}}, or each rollout overwrites the "
                 "one before."
             )
     return problems

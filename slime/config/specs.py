@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from slime.config import CONCERNS
-from slime.config.option import OptionInfo
+from slime.config.option import OptionInfo, Range
 from slime.exceptions import ConfigError
 
 SCALAR_KINDS = (int, float, str, bool, dict)
@@ -51,6 +51,7 @@ class OptionSpec:
     choices: tuple[Any, ...] | None = None
     metavar: str | None = None
     required: bool = False
+    range: Range | None = None  # of a number that slime declares
     source: str = "slime"
 
     @property
@@ -71,6 +72,11 @@ class OptionSpec:
         else:
             inner = {int: "INT", float: "FLOAT", str: "TEXT", bool: "BOOL", dict: "JSON"}[self.kind]
         return self.metavar or inner
+
+    @property
+    def range_words(self) -> str:
+        """The range of a number as one writes it; "" where it has no ends."""
+        return self.range.words if self.range is not None else ""
 
 
 def flag_of(name: str) -> str:
@@ -150,6 +156,7 @@ def _spec_of_field(cls: type, field: dataclasses.Field, annotation: Any, group: 
         choices=info.choices or choices,
         metavar=info.metavar,
         required=info.required,
+        range=info.range if kind in (int, float) else None,
     )
 
 

@@ -9,6 +9,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from slime.config.ranges import range_problem
+from slime.config.specs import specs_by_name
 from slime.exceptions import ConfigError
 
 # Field -> the options that it falls back to, in this order.
@@ -127,6 +129,11 @@ class EvalDatasetConfig:
                     f"evaluation {self.name!r}: {field} is {getattr(self, field)!r}; it must be "
                     f"{_KIND_WORDS[kind]}."
                 )
+            # a dataset's number has the range of the option that it stands in for
+            for option in _FROM_ARGS.get(field, ())[:1]:
+                problem = range_problem(specs_by_name()[option], getattr(self, field))
+                if problem is not None:
+                    raise ConfigError(f"evaluation {self.name!r}: {field} {problem}")
         for field in _UNAVAILABLE:
             if getattr(self, field) is not None:
                 raise ConfigError(

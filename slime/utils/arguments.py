@@ -17,6 +17,7 @@ from slime.config.cli import CommandLine, format_help, join_problems, parse_comm
 from slime.config.derive import adjustments, apply_derived, derive
 from slime.config.machine_rules import cuda_is_here, machine_problems, missing_path
 from slime.config.megatron import megatron_fields
+from slime.config.ranges import range_problem, range_problems
 from slime.config.resume import resume_problems
 from slime.config.rules import broken_rules
 from slime.config.specs import all_specs, flag_of, nearest_names, require_choice, specs_by_name
@@ -69,11 +70,16 @@ def resolve(line: CommandLine) -> argparse.Namespace:
         )
     args = line.args
     args.dry_run, args.given_options, args.flag_counts = line.dry_run, line.given, line.counts
+    out_of_range = range_problems(args)
+    # The other checks compute with these numbers: they get the defaults, and the run ends anyway.
+    defaults = {name: specs_by_name()[name].default for name in out_of_range}
+    args = argparse.Namespace(**{**vars(args), **defaults})
     for warning in adjustments(args):
         print(f"warning: {warning}", file=sys.stderr)
     apply_derived(args, derive(args))
     problems = (
-        broken_rules(args)
+        list(out_of_range.values())
+        + broken_rules(args, unusable=out_of_range)
         + machine_problems(args)
         + model_problems(args)
         + layout_rules(args)
@@ -162,8 +168,6 @@ def gate_problems(args: argparse.Namespace) -> list[str]:
         config = gate_config_from_args(args)
     except ConfigError as error:
         return [str(error)]
-    if args.gate_snapshots < 0:
-        return [f"--gate-snapshots {args.gate_snapshots} is below 0, which keeps none."]
     longest = args.rollout_max_response_len
     if longest is not None and config.min_response_tokens > longest:
         return [
@@ -326,4 +330,6 @@ def _role_value(path: str, role: str, name: str, value: Any) -> Any:
             require_choice(spec, item)
     except ValueError as error:
         raise ConfigError(f"{path}: role {role}: {flag_of(name)}: {error}") from error
+    if (problem := range_problem(spec, value)) is not None:
+        raise ConfigError(f"{path}: role {role}: {flag_of(name)} {problem}")
     return value

@@ -187,7 +187,7 @@ def test_help_is_grouped_and_can_be_searched(capsys):
     assert stopped.value.code == 0
     page = capsys.readouterr().out
     assert (
-        "--rollout-batch-size INT  [required]" in page
+        "--rollout-batch-size INT  [required, >= 1]" in page
         and "Algorithm: advantages, losses, corrections\n----" in page
     )
     assert (
@@ -244,7 +244,7 @@ def test_a_valid_command_line_gives_a_complete_namespace(tmp_path):
             ["--gate-min-response-tokens", "9", "--rollout-max-response-len", "4"],
             "9 exceeds --rollout-max-response-len 4",
         ),
-        (["--gate-snapshots", "-1"], "--gate-snapshots -1 is below 0"),
+        (["--gate-snapshots", "-1"], "--gate-snapshots must be >= 0, it is -1. Use 3."),
         (["--gate-policies", '{"emty": "drop"}'], "names the reason 'emty'"),
         (["--gate-levels", '{"truncated": "harsh"}'], "'harsh' is not one of"),
         (["--gate-schedule", "soon:lenient"], "'soon:lenient' is not understood"),

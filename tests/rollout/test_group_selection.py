@@ -576,9 +576,9 @@ NONZERO_STD = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_no
             ),
             "asks the teacher for log-probs. Give --rm-type",
         ),
-        ("--max-dropped-groups -1", "--max-dropped-groups is -1, must not be negative"),
-        ("--max-engine-aborts -1", "--max-engine-aborts is -1, must not be negative"),
-        ("--abort-timeout 0", "--abort-timeout is 0.0, must be above 0"),
+        ("--max-dropped-groups -1", "--max-dropped-groups must be >= 0, it is -1. Use 0."),
+        ("--max-engine-aborts -1", "--max-engine-aborts must be >= 0, it is -1. Use 3."),
+        ("--abort-timeout 0", "--abort-timeout must be in (0, 1e9], it is 0.0. Use 60.0."),
     ],
 )
 def test_what_cannot_end_well_is_refused_at_start(words, message, tmp_path):
