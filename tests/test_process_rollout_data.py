@@ -352,10 +352,7 @@ def test_what_a_custom_converter_leaves_out_or_adds_is_in_the_ledger(sources, dr
         len(sources),
         dropped,
     )
-    assert (
-        ledger.plan_metrics().get("rollout/ledger/copies", 0) == copies
-        and ledger.plus(ledger).copies == 2 * copies
-    )
+    assert ledger.plan_metrics().get("rollout/ledger/copies", 0) == copies
     with pytest.raises(
         RolloutDataError, match="The gate and the ledger disagree: .* at position 3 .* 'empty'"
     ):
