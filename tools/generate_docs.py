@@ -217,7 +217,61 @@ def constant_of(place: str) -> float:
     raise KeyError(f"{place} is no constant")
 
 
-PAGES: dict[str, Callable[[], str]] = {"flags": flags_page, "loops": loops_page}
+def gate_page() -> str:
+    """Returns docs/gate.md with its tables of reasons as the code has them; the rest is written by
+    hand.
+    """
+    from slime.data.reasons import DropReason
+    from slime.gate.checks import CHECKS
+
+    def table(header: str, rows: list[tuple[str, ...]]) -> str:
+        rule = "|---" * len(rows[0]) + "|"
+        return "\n".join([header, rule, *(f"| {' | '.join(row)} |" for row in rows)])
+
+    by_gate = [
+        (
+            _code(reason.value),
+            reason.facts.meaning,
+            "off to strict" if reason.facts.has_level else "always",
+            "yes" if reason.facts.can_train else "no",
+            "wrong" if reason.is_model_failure else "left out",
+            reason.facts.remedy,
+        )
+        for reason in dict.fromkeys(check.reason for check in CHECKS)
+    ]
+    by_others = [
+        (
+            _code(reason.value),
+            reason.facts.stage.value,
+            reason.facts.meaning,
+            reason.facts.in_baseline.value,
+            "yes" if reason.facts.in_denominator else "no",
+            _code(reason.ledger_key) if reason.ledger_key else "in the summary only",
+            reason.facts.remedy,
+        )
+        for reason in DropReason
+    ]
+    tables = {
+        "gate": table("| reason | example | level | may be kept | pass@k | look at |", by_gate),
+        "others": table(
+            "| reason | decided by | what happened | in its group's baseline | in the loss "
+            "denominator | `rollout/ledger/` | look at |",
+            by_others,
+        ),
+    }
+    text = (ROOT / "docs" / "gate.md").read_text(encoding="utf-8")
+    for name, rows in tables.items():
+        begin, end = f"<!-- reasons of {name}: tools/generate_docs.py -->", "<!-- end -->"
+        before, after = text.split(begin)
+        text = f"{before}{begin}\n\n{rows}\n\n{end}{after.partition(end)[2]}"
+    return text
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "flags": flags_page,
+    "loops": loops_page,
+    "gate": gate_page,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

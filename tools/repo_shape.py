@@ -36,6 +36,7 @@ LAYERS: tuple[tuple[str, int], ...] = (
     ("slime.files.atomic", 0),
     ("slime.data.sample", 1),
     ("slime.data.fields", 1),
+    ("slime.data.reasons", 1),
     ("slime.data.number_list", 1),
     ("slime.files.exact_json", 1),
     ("slime.algorithms*", 2),

@@ -20,6 +20,7 @@ import numpy as np
 from slime.data.batch import RolloutBatch
 from slime.data.columns import rollout_ids_of
 from slime.data.ragged import as_array, num_entries
+from slime.data.reasons import DropReason
 from slime.data.weight_versions import oldest_version
 from slime.exceptions import RolloutDataError
 
@@ -57,7 +58,7 @@ def marks_of(samples: Sequence[Any], verdicts: Sequence[Any]) -> list[Mark]:
             {}
             if verdict.valid
             else {
-                "reason": reason.value if reason else "invalid",
+                "reason": reason.value if reason else DropReason.INVALID.value,
                 "is_model_failure": bool(reason and reason.is_model_failure),
             }
         )

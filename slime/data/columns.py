@@ -20,6 +20,7 @@ from slime.data.declared_fields import read_source, warn_of_unfilled
 from slime.data.fields import CONTRACT, Origin
 from slime.data.length_penalty import LengthPenalty, compute_length_penalties, penalty_metrics
 from slime.data.ragged import as_array
+from slime.data.reasons import MODEL_FAILURES, DropReason, InvalidReason
 from slime.data.rewards import RewardStatistics, normalize_rewards, raw_rewards_of, reward_number
 from slime.data.weight_versions import oldest_version
 from slime.exceptions import RolloutDataError
@@ -52,7 +53,6 @@ class ColumnsConfig:
         written down beside the estimators.
         """
         from slime.algorithms.baselines import BASELINES
-        from slime.gate.config import InvalidReason
 
         baseline = BASELINES.get(args.advantage_estimator)
         return ColumnsConfig(
@@ -70,9 +70,7 @@ class ColumnsConfig:
             require_top_p_tokens=args.rollout_top_p != 1.0 and args.loss_type != "sft_loss",
             uses_engine_log_probs=args.rollout_top_p != 1.0
             and (args.use_rollout_logprobs or args.use_tis or args.get_mismatch_metrics),
-            model_failures=frozenset(
-                reason.value for reason in InvalidReason if reason.is_model_failure
-            ),
+            model_failures=frozenset(reason.value for reason in MODEL_FAILURES),
         )
 
 
@@ -113,7 +111,7 @@ def counts_in_baseline(sample: Any, *, removed_count: bool = False) -> bool:
     every token. `removed_count`: what does not train counts too.
     """
     lost = sample.status.value == "failed" or (
-        sample.status.value == "aborted" and sample.invalid_reason != "aborted"
+        sample.status.value == "aborted" and sample.invalid_reason != InvalidReason.ABORTED.value
     )
     if not sample.valid or lost:
         return False
@@ -301,11 +299,11 @@ def _verdicts(samples: Sequence[Any], rewards_N: np.ndarray) -> tuple[np.ndarray
     marked = np.fromiter((bool(sample.valid) for sample in samples), dtype=bool, count=len(samples))
     finite = np.isfinite(rewards_N)
     reasons = [
-        (sample.invalid_reason or "invalid")
+        (sample.invalid_reason or DropReason.INVALID.value)
         if not sample.valid
         else None
         if is_finite
-        else "bad_reward"
+        else InvalidReason.BAD_REWARD.value
         for sample, is_finite in zip(samples, finite.tolist(), strict=True)
     ]
     return marked & finite, reasons

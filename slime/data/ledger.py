@@ -6,10 +6,9 @@ import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from slime.data.reasons import DropReason
 from slime.exceptions import RolloutDataError
 
-LEFT_OUT = "left_out_by_converter"
-CRITIC_ONLY = "critic_only"  # the policy does not train in this rollout
 PREFIX = "rollout/ledger/"
 NOT_TRAINED = PREFIX + "not_trained/"
 COPIES = PREFIX + "copies"
@@ -112,7 +111,9 @@ def ledger_of_rollout(
     dropped = collections.Counter(dropped_before)
     covered = set(sources)
     dropped.update(
-        reason or LEFT_OUT for position, reason in enumerate(rejected) if position not in covered
+        reason or DropReason.LEFT_OUT.value
+        for position, reason in enumerate(rejected)
+        if position not in covered
     )
     dropped.update(dropped_by_split)
     copies = len(sources) - len(covered)  # a custom converter may make several rows of one sample

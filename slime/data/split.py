@@ -28,10 +28,9 @@ from slime.data.batch import (
 )
 from slime.data.fields import CONTRACT, Extent, FieldSpec, Scope
 from slime.data.ragged import Parts, Ragged, Scalars, is_tensor
+from slime.data.reasons import DropReason, InvalidReason
 from slime.data.schedule import ScheduleConfig, SchedulePlan, plan_schedule, plan_step_sizes
 from slime.exceptions import ConfigError, RolloutDataError
-
-TRAILING, FULLY_MASKED = "trailing", "fully_masked"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,9 +180,10 @@ def _reject_unusable(batch: RolloutBatch) -> None:
     """
     valid_N = batch.array("valid").copy()
     found: list[tuple[str, np.ndarray]] = []
-    checks = [("tokens", "bad_token", _has_negative)]
+    checks = [("tokens", InvalidReason.BAD_TOKEN.value, _has_negative)]
     checks += [
-        (name, "bad_logprob", _has_no_number) for name in ("rollout_log_probs", "teacher_log_probs")
+        (name, InvalidReason.BAD_LOGPROB.value, _has_no_number)
+        for name in ("rollout_log_probs", "teacher_log_probs")
     ]
     for name, reason, is_bad in checks:
         if name in batch:
@@ -205,7 +205,7 @@ def _reject_unusable(batch: RolloutBatch) -> None:
     if "rewards" in batch:
         rewards_N = batch.array("rewards")
         is_finite_N = np.isfinite(rewards_N)
-        found.append(("bad_reward", ~is_finite_N))
+        found.append((InvalidReason.BAD_REWARD.value, ~is_finite_N))
     reasons = list(batch["invalid_reason"]) if "invalid_reason" in batch else [None] * len(valid_N)
     before = int(valid_N.sum())
     for reason, bad_N in found:
@@ -259,11 +259,14 @@ def _with_denominators(
     ]
     masked_N = trained_N & (sums[rollout_N] == 0)
     dropped = collections.Counter(
-        {TRAILING: len(schedule.dropped), FULLY_MASKED: int(masked_N.sum())}
+        {
+            DropReason.TRAILING.value: len(schedule.dropped),
+            DropReason.FULLY_MASKED.value: int(masked_N.sum()),
+        }
     )
     valid = batch.array("valid")
     reasons = batch["invalid_reason"] if "invalid_reason" in batch else [None] * len(valid)
-    dropped.update(reasons[i] or "invalid" for i in np.flatnonzero(~valid).tolist())
+    dropped.update(reasons[i] or DropReason.INVALID.value for i in np.flatnonzero(~valid).tolist())
     return SplitPlan(
         schedule=schedule,
         rollout_mask_sums_N=sums[rollout_N].astype(np.float32),

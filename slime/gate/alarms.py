@@ -8,7 +8,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from slime.gate.config import MODEL_FAILURES, PENALIZABLE, REASONS, InvalidReason, Policy
+from slime.data.reasons import MODEL_FAILURES, PENALIZABLE, REASONS, InvalidReason
+from slime.gate.config import Policy
 from slime.gate.statistics import MAX_SHARE_OF_ITERATION, GateStatistics
 
 # a toy iteration of a second is not worth a warning; the summary line says the share anyway
@@ -21,24 +22,6 @@ FAILURE_LEVEL = "failure_level"
 Counts = Mapping[int, tuple[int, int]]  # by rollout: samples with a reason, all samples
 PSI_MOVED = 0.25
 KS_DISTANCE, KS_P = 0.1, 1e-3
-_CAUSES_OF_RATE = {
-    InvalidReason.EMPTY: "sampling parameters, stop strings or the chat template",
-    InvalidReason.TOO_SHORT: "stop strings or an early end of turn",
-    InvalidReason.TOO_LONG: "a loop, or a length limit that is too tight",
-    InvalidReason.TRUNCATED: (
-        "a length limit that is too tight, or the model no longer ending its turn"
-    ),
-    InvalidReason.ABORTED: "the engine or the staleness rules",
-    InvalidReason.FAILED: "the engine or the custom generate function",
-    InvalidReason.REPETITIVE: "sampling temperature, or a collapsing policy",
-    InvalidReason.BAD_FORMAT: (
-        "sampling temperature, the chat template, or a policy that drifts from its format"
-    ),
-    InvalidReason.BAD_REWARD: "the reward function or its server",
-    InvalidReason.REJECTED: (
-        "the plug-in that sets valid=False; the raw snapshot's column detail has its words"
-    ),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,12 +100,12 @@ def level_message(
         f"{100 * (after - before) / max(distance, 1):+.2f} points a rollout. "
     )
     if trains:
-        return text + f"They train, and it rises all the same: look at {_cause(reason)}."
+        return text + f"They train, and it rises all the same: look at {reason.facts.remedy}."
     if reason not in PENALIZABLE:
-        return text + f"Look at {_cause(reason)}."
+        return text + f"Look at {reason.facts.remedy}."
     return text + (
         "They are rejected, so no gradient teaches the model to avoid it: try --gate-policies "
-        f'\'{{"{reason.value}": "penalize"}}\', or look at {_cause(reason)}.'
+        f'\'{{"{reason.value}": "penalize"}}\', or look at {reason.facts.remedy}.'
     )
 
 
@@ -179,10 +162,6 @@ def level_problem(
     return None
 
 
-def _cause(reason: InvalidReason) -> str:
-    return _CAUSES_OF_RATE.get(reason, "the engine, its version and its tokenizer")
-
-
 def _rate_alarms(statistics: GateStatistics, history: Sequence[GateStatistics]) -> list[Alarm]:
     total, before = statistics.total, sum(s.total for s in history)
     invalid, invalid_before = total - statistics.kept, sum(s.total - s.kept for s in history)
@@ -199,7 +178,7 @@ def _rate_alarms(statistics: GateStatistics, history: Sequence[GateStatistics]) 
             "drop_rate",
             f"{100 * invalid / total:.1f} % of the samples are invalid, "
             f"{100 * invalid_before / before:.1f} % in the last {len(history)} "
-            f"rollouts. Most of the rise is '{reason.value}' (+{100 * rises[reason]:.1f} points): look at {_cause(reason)}.",
+            f"rollouts. Most of the rise is '{reason.value}' (+{100 * rises[reason]:.1f} points): look at {reason.facts.remedy}.",
         )
     ]
 

@@ -18,19 +18,13 @@ from typing import Any
 import numpy as np
 
 from slime.data.number_list import NumberList
+from slime.data.reasons import REASON_OF_VALUE, InvalidReason
 from slime.data.rewards import value_problem
 from slime.exceptions import RolloutDataError
 from slime.gate.alignment import TextFinding, classify_mismatch, content_key
 from slime.gate.before_rewards import engine_text_of
 from slime.gate.chunk import STATUS_ABORTED, STATUS_FAILED, STATUS_TRUNCATED, STATUS_UNKNOWN, Chunk
-from slime.gate.config import (
-    REASON_OF_VALUE,
-    InvalidReason,
-    Level,
-    MismatchCause,
-    MissingLogProbs,
-    Policy,
-)
+from slime.gate.config import Level, MismatchCause, MissingLogProbs, Policy
 from slime.gate.text import answer_of, format_problem, is_blank
 from slime.gate.token_columns import as_int, mask_array
 

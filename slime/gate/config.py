@@ -1,5 +1,5 @@
-"""The gate's words: why a sample is invalid, what is done about it, and the frozen config that
-decides. No numpy, no torch.
+"""What is done about an invalid sample, and the frozen config that decides. The reasons stand in
+slime/data/reasons.py. No numpy, no torch.
 """
 
 from __future__ import annotations
@@ -10,80 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from slime.data.reasons import NEVER_KEPT, PENALIZABLE, QUALITY_CHECKS, InvalidReason
 from slime.exceptions import ConfigError
-
-
-class InvalidReason(str, enum.Enum):
-    """The one primary reason of an invalid sample. Closed: `code` (position + 1) is what travels to
-    the trainer, 0 is "none".
-    """
-
-    FAILED = "failed"
-    ABORTED = "aborted"
-    EMPTY = "empty"
-    TOO_SHORT = "too_short"
-    TOO_LONG = "too_long"
-    TRUNCATED = "truncated"
-    LOGPROB_MISMATCH = "logprob_mismatch"
-    BAD_TOKEN = "bad_token"
-    BAD_LOGPROB = "bad_logprob"
-    REPETITIVE = "repetitive"
-    MISALIGNED = "misaligned"
-    BAD_FORMAT = "bad_format"
-    BAD_REWARD = "bad_reward"
-    REJECTED = "rejected"
-
-    @property
-    def code(self) -> int:
-        return CODE_OF_REASON[self]
-
-    @property
-    def is_model_failure(self) -> bool:
-        """True where the model answered badly (counts as wrong in pass@k); False where the
-        infrastructure lost the answer.
-        """
-        return self in MODEL_FAILURES
-
-
-REASONS = tuple(InvalidReason)
-CODE_OF_REASON = {reason: position + 1 for position, reason in enumerate(REASONS)}
-REASON_OF_VALUE = {reason.value: reason for reason in REASONS}
-MODEL_FAILURES = frozenset(
-    {
-        InvalidReason.EMPTY,
-        InvalidReason.TOO_SHORT,
-        InvalidReason.TOO_LONG,
-        InvalidReason.TRUNCATED,
-        InvalidReason.REPETITIVE,
-        InvalidReason.BAD_FORMAT,
-    }
-)
-# A sample with one of these cannot enter a gradient whatever the config says.
-NEVER_KEPT = frozenset(
-    {
-        InvalidReason.FAILED,
-        InvalidReason.EMPTY,
-        InvalidReason.LOGPROB_MISMATCH,
-        InvalidReason.BAD_TOKEN,
-        InvalidReason.BAD_LOGPROB,
-        InvalidReason.BAD_REWARD,
-        InvalidReason.REJECTED,
-    }
-)
-# What may train with the failure's reward: the model wrote it, and there is something to train on.
-PENALIZABLE = MODEL_FAILURES - NEVER_KEPT
-
-
-def reason_of_code(code: int) -> InvalidReason | None:
-    """The reason behind a wire code, None for 0."""
-    return REASONS[code - 1] if code else None
-
-
-def is_model_failure(sample: Any) -> bool:
-    """Whether the gate rejected this sample for what the model wrote, and not because its answer
-    was lost.
-    """
-    return not sample.valid and REASON_OF_VALUE.get(sample.invalid_reason) in MODEL_FAILURES
 
 
 class Policy(str, enum.Enum):
@@ -126,9 +54,6 @@ class MismatchCause(str, enum.Enum):
     MULTIBYTE_CUT = "multibyte_cut"
     WHITESPACE = "whitespace"
     SHIFTED_IDS = "shifted_ids"
-
-
-QUALITY_CHECKS = ("too_short", "too_long", "truncated", "repetitive", "misaligned", "bad_format")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.data.reasons import NEVER_KEPT, PENALIZABLE, REASON_OF_VALUE, REASONS, InvalidReason
 from slime.exceptions import ConfigError
 from slime.files.jsonl import JsonlWriter
 from slime.gate.alarms import Alarm, find_alarms, find_level_alarms
@@ -20,13 +21,8 @@ from slime.gate.alignment import codec_of
 from slime.gate.before_rewards import EARLY, SHIFTED_IDS
 from slime.gate.config import (
     FORMAT_PRESETS,
-    NEVER_KEPT,
-    PENALIZABLE,
-    REASON_OF_VALUE,
-    REASONS,
     FormatSpec,
     GateConfig,
-    InvalidReason,
     Level,
     MissingLogProbs,
     Policy,

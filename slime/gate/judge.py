@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.data.reasons import PENALIZABLE, reason_of_code
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.gate.adapters import ADAPTERS
@@ -24,14 +25,7 @@ from slime.gate.alignment import Codec, codec_of
 from slime.gate.before_rewards import EARLY
 from slime.gate.checks import CHECKS, Check, earlier_reason, is_kept, is_penalized, reward_problem
 from slime.gate.chunk import FINISH_NAMES, Chunk
-from slime.gate.config import (
-    PENALIZABLE,
-    GateConfig,
-    MissingLogProbs,
-    Policy,
-    Verdict,
-    reason_of_code,
-)
+from slime.gate.config import GateConfig, MissingLogProbs, Policy, Verdict
 from slime.gate.stand_ins import stand_ins
 from slime.gate.statistics import GateStatistics, describe_samples
 from slime.gate.token_columns import Scratch, token_array

@@ -20,11 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from slime.data.reasons import REASON_OF_VALUE
 from slime.data.sample import Sample
 from slime.files import atomic
 from slime.files.jsonl import plain_value
 from slime.gate.before_rewards import ENGINE_TEXT, engine_text_of
-from slime.gate.config import REASON_OF_VALUE, Verdict
+from slime.gate.config import Verdict
 from slime.gate.token_columns import (
     as_int,
     length_of,

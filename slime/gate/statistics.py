@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from slime.data.reasons import CHEAP_REASONS, REASON_OF_VALUE, REASONS, InvalidReason
 from slime.gate.before_rewards import MISSING_LOG_PROBS
-from slime.gate.config import REASON_OF_VALUE, REASONS, GateConfig, InvalidReason, MismatchCause
+from slime.gate.config import GateConfig, MismatchCause
 from slime.gate.drift import expected_psi_noise, kolmogorov_smirnov, population_stability_index
 from slime.gate.token_columns import as_int
 
@@ -31,19 +32,6 @@ _QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 _MAX_GROUPS_IN_RECORD = 500
 _MAX_SAMPLES = 1 << 28  # of one rollout in a file: above it a digit is wrong
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-# Reasons found from scalars alone, before any token is read.
-CHEAP_REASONS = frozenset(
-    {
-        InvalidReason.REJECTED,
-        InvalidReason.FAILED,
-        InvalidReason.ABORTED,
-        InvalidReason.EMPTY,
-        InvalidReason.TOO_SHORT,
-        InvalidReason.TOO_LONG,
-        InvalidReason.TRUNCATED,
-        InvalidReason.LOGPROB_MISMATCH,
-    }
-)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,11 +18,11 @@ import numpy as np
 from slime.data.columns import source_name_of, was_cut
 from slime.data.declared_fields import declared_metrics
 from slime.data.ragged import as_array
+from slime.data.reasons import is_model_failure
 from slime.data.rewards import SPREAD_TOLERANCE, execution_keys, execution_values, reward_number
 from slime.data.structure import flatten_samples
 from slime.data.weight_versions import parse_weight_version
 from slime.exceptions import RolloutDataError
-from slime.gate.config import is_model_failure
 from slime.metrics.statistics import (
     compute_ragged_pass_rate,
     compute_rollout_step,

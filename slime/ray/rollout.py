@@ -25,7 +25,8 @@ from slime.data.columns import (
     compute_rewards,
     length_penalties_of,
 )
-from slime.data.ledger import CRITIC_ONLY, ledger_of_rollout
+from slime.data.ledger import ledger_of_rollout
+from slime.data.reasons import DropReason, is_model_failure
 from slime.data.sample import Sample
 from slime.data.split import SplitConfig, SplitPlan, split_by_dp
 from slime.data.structure import (
@@ -36,7 +37,6 @@ from slime.data.structure import (
 from slime.data.weight_versions import mask_older_samples, set_current_weight_version
 from slime.exceptions import EngineError, RolloutDataError
 from slime.files.rollout_dump import RolloutDumper, load_debug_rollout_data
-from slime.gate.config import is_model_failure
 from slime.gate.gate import Gate
 from slime.gate.judge import PostprocessResult
 from slime.metrics import rollout_metrics
@@ -409,7 +409,9 @@ class RolloutManager:
         )
         if rollout_id < self.args.num_critic_only_steps and self.args.use_critic:
             ledger = dataclasses.replace(
-                ledger, trained=0, dropped={**ledger.dropped, CRITIC_ONLY: ledger.trained}
+                ledger,
+                trained=0,
+                dropped={**ledger.dropped, DropReason.CRITIC_ONLY.value: ledger.trained},
             )
         elif ledger.sampled and not ledger.trained:
             logger.warning(

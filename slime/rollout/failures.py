@@ -12,15 +12,12 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
 
+from slime.data.reasons import InvalidReason
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError, EngineError, RolloutDataError, SlimeError
 from slime.utils.watched_calls import CallTimeout
 
 logger = logging.getLogger(__name__)
-
-# The gate's name for samples with status FAILED.
-FAILED_REASON = "failed"
-
 
 # Raised by a user's function, these end the run and are no sample's failure: a wrong option, and
 # `quit` in a debugger.
@@ -81,7 +78,7 @@ def mark_failed(sample: Sample, stage: str, reason: str) -> Sample:
     """
     sample.status = Sample.Status.FAILED
     sample.valid = False
-    sample.invalid_reason = FAILED_REASON
+    sample.invalid_reason = InvalidReason.FAILED.value
     sample.reward = None
     sample.metadata["failure"] = f"{stage}: {reason}"
     return sample

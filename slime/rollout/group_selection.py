@@ -15,6 +15,7 @@ import functools
 import logging
 from typing import Any
 
+from slime.data.reasons import DropReason
 from slime.data.sample import Sample
 from slime.exceptions import RolloutDataError
 from slime.prompts.data_source import group_id_of, iter_samples
@@ -217,7 +218,7 @@ class GroupSelection:
     def drop_filtered(self, verdict: DynamicFilterOutput, group: list) -> None:
         """Counts a group that the dynamic filter dropped and the rollout used up."""
         self._filter_counts.on_dynamic_filter_drop(verdict.reason)
-        self.drop(f"dynamic_filter_{verdict.reason or 'dropped'}", group)
+        self.drop(f"{DropReason.DYNAMIC_FILTER.value}_{verdict.reason or 'dropped'}", group)
 
     def drop(self, reason: str, group: list) -> None:
         """Counts samples that are used up and not in the batch."""
@@ -230,9 +231,12 @@ class GroupSelection:
         """
         begun = sum(1 for sample in iter_samples(group) if sample.response_length)
         if begun:
-            self.dropped[
-                "returned_partial" if self.config.partial_rollout else "returned_pristine"
-            ] += begun
+            reason = (
+                DropReason.RETURNED_PARTIAL
+                if self.config.partial_rollout
+                else DropReason.RETURNED_PRISTINE
+            )
+            self.dropped[reason.value] += begun
         if not self.config.partial_rollout:
             return pristine(fetched)
         for sample in iter_samples(group):
@@ -278,7 +282,7 @@ class GroupSelection:
         # a filter that put other objects in their place cannot be followed, and took nothing out
         if sum(map(len, gone)) == sum(map(len, before)) - len(left):
             for samples in filter(None, gone):
-                self.drop("sample_filter", samples)
+                self.drop(DropReason.SAMPLE_FILTER.value, samples)
 
     def process_all(self, groups: list[list], data_source: Any) -> None:
         """Shows the user's function every group of the rollout, dropped and returned ones too."""

@@ -8,6 +8,7 @@ import argparse
 import functools
 from typing import Any
 
+from slime.data.reasons import InvalidReason
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError, SlimeError
 from slime.prompts.masks import MultiTurnLossMaskGenerator, get_response_lengths, message_pairs
@@ -61,8 +62,9 @@ def generate_rollout(
     if commit is not None:
         commit(rollout_id, [group[0].group_index for group in groups])
     report_progress("generate", num_kept, num_kept)
-    dropped = {"too_long": len(samples) - num_kept} if num_kept < len(samples) else {}
-    dropped_groups = [("too_long", group) for group in too_long if group]
+    reason = InvalidReason.TOO_LONG.value
+    dropped = {reason: len(samples) - num_kept} if num_kept < len(samples) else {}
+    dropped_groups = [(reason, group) for group in too_long if group]
     return RolloutFnTrainOutput(samples=kept, dropped=dropped, dropped_groups=dropped_groups)
 
 

@@ -18,11 +18,11 @@ from typing import Any
 from slime.config.resume import evaluates_only
 from slime.data.ledger import COPIES, NOT_TRAINED
 from slime.data.ledger import PREFIX as LEDGER
+from slime.data.reasons import MODEL_FAILURES, REASONS, DropReason
 from slime.exceptions import ConfigError
 from slime.files.jsonl import NOT_FINITE, read_jsonl
 from slime.metrics.consistency_alarms import ConsistencyLimits, find_consistency_problems
 
-UNFINISHED = "training_not_finished"
 LEVEL_WINDOW = 5  # rollouts at either end that a rise of failures is read from
 GATE_SHARE = "gate/time/share_of_iteration"
 UPDATE_SKIPPED = "train/update_skipped"
@@ -185,7 +185,7 @@ def read_ledgers(run: RunRecords) -> dict[int, Ledger]:
         return (
             by_reason
             if step in finished
-            else {**by_reason, UNFINISHED: count(LEDGER + "planned", step)}
+            else {**by_reason, DropReason.UNFINISHED.value: count(LEDGER + "planned", step)}
         )
 
     return {
@@ -304,7 +304,6 @@ def find_gate_problems(run: RunRecords) -> list[str]:
     the run's first and last rollouts.
     """
     from slime.gate.alarms import level_problem
-    from slime.gate.config import MODEL_FAILURES, REASONS
 
     problems = []
     totals = dict(zip(*run.numbers("gate/total"), strict=True))

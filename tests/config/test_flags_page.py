@@ -96,9 +96,13 @@ def test_help_shows_the_description_that_the_installed_megatron_core_has(
 
 def test_an_outdated_page_is_noticed(tmp_path, monkeypatch, capsys):
     """An outdated page fails the check."""
+    page = (ROOT / "docs" / "gate.md").read_text(encoding="utf-8")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "gate.md").write_text(page.replace("| `too_long` |", "| `long` |"))
     monkeypatch.setattr(generate_docs, "ROOT", tmp_path)
     assert generate_docs.main(["--check"]) == 1
-    assert "out of date: docs/flags.md" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "out of date: docs/flags.md" in error and "docs/gate.md" in error
     assert generate_docs.main([]) == 0 and generate_docs.main(["--check"]) == 0
 
 

@@ -72,7 +72,7 @@ def test_held_out_rows_are_in_no_training_data_and_labels_are_sorted(folder):
 def test_the_recipes_parse_and_the_comparison_differs_in_one_policy(folder, tmp_path):
     """The recipes parse, the comparison differs from the recommended one in the policy for cuts
     alone, and the limit leaves room for every right answer."""
-    from slime.gate.config import InvalidReason
+    from slime.data.reasons import InvalidReason
     from slime.gate.gate import gate_config_from_args
     from slime.utils.arguments import parse_args
 

@@ -20,12 +20,12 @@ from support.manager import dirty_rollout, evaluated, manager_of
 
 from slime.data.batch import localize
 from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards
+from slime.data.reasons import MODEL_FAILURES, REASONS
 from slime.data.rewards import normalize_rewards
 from slime.data.schedule import ScheduleConfig
 from slime.data.split import SplitConfig, plan_split
 from slime.files.rollout_dump import save_debug_rollout_data
 from slime.gate import GateConfig, InvalidReason, Policy, postprocess_output_data
-from slime.gate.config import MODEL_FAILURES, REASONS
 from slime.metrics.contributions import merge_all
 from slime.metrics.train_metrics import phase_contributions
 from slime.ray import rollout as manager_module

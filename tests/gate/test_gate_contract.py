@@ -14,6 +14,7 @@ from support.gate_golden import GOLDEN_CONFIG, load_corpus, load_tokenizer
 from support.gate_samples import reasons_of, sound_sample
 
 from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards
+from slime.data.reasons import REASONS, reason_of_code
 from slime.data.sample import Status
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.gate import (
@@ -27,7 +28,7 @@ from slime.gate import (
 )
 from slime.gate import judge as gate_module
 from slime.gate.adapters import ADAPTERS
-from slime.gate.config import FORMAT_PRESETS, REASONS, reason_of_code
+from slime.gate.config import FORMAT_PRESETS
 
 NUM_GPUS = 0
 DROP_ALL = {reason: Policy.DROP for reason in REASONS}

@@ -15,8 +15,8 @@ from support.gate_golden import (
     load_tokenizer,
 )
 
+from slime.data.reasons import REASONS
 from slime.gate import postprocess_output_data
-from slime.gate.config import REASONS
 
 NUM_GPUS = 0
 

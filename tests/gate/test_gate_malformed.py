@@ -18,6 +18,7 @@ from support.gate_samples import reasons_of, sound_sample
 
 from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards
 from slime.data.number_list import number_list
+from slime.data.reasons import REASONS
 from slime.data.sample import Status
 from slime.data.schedule import ScheduleConfig
 from slime.data.split import SplitConfig, split_by_dp
@@ -32,7 +33,7 @@ from slime.gate import (
     TaskRules,
     postprocess_output_data,
 )
-from slime.gate.config import FORMAT_PRESETS, REASONS
+from slime.gate.config import FORMAT_PRESETS
 from slime.gate.text import answer_of
 
 NUM_GPUS = 0

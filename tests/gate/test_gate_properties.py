@@ -22,11 +22,12 @@ from support.gate_mutations import JUNK, mutate
 from support.gate_reference import reason_of
 from support.gate_samples import reasons_of, sound_sample
 
+from slime.data.reasons import NEVER_KEPT, REASONS
 from slime.data.sample import Sample, Status
 from slime.exceptions import RolloutDataError
 from slime.gate import GateConfig, Level, MissingLogProbs, Policy, postprocess_output_data
 from slime.gate import judge as gate_module
-from slime.gate.config import FORMAT_PRESETS, NEVER_KEPT, REASONS
+from slime.gate.config import FORMAT_PRESETS
 from slime.gate.statistics import GateStatistics
 
 NUM_GPUS = 0

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from megatron.core import mpu
 
+from slime.data.reasons import DropReason
 from slime.exceptions import RolloutDataError
 
-MASKED, UPDATE_SKIPPED = "masked_by_function", "update_skipped"
 # What says which tokens are whose, and which step trains them.
 FIXED = ("tokens", "total_lengths", "response_lengths", "micro_batch_indices", "num_microbatches")
 
@@ -102,8 +102,8 @@ def count_not_trained(
         for row in indices
     }
     counts = {
-        MASKED: sum(masked),
-        UPDATE_SKIPPED: sum(planned[row] and not masked[row] for row in skipped),
+        DropReason.MASKED_BY_FUNCTION.value: sum(masked),
+        DropReason.UPDATE_SKIPPED.value: sum(planned[row] and not masked[row] for row in skipped),
     }
     return {reason: count for reason, count in counts.items() if count}
 
