@@ -1,5 +1,8 @@
-"""One rank's part of each metric, as pure functions of a batch. A contribution carries what an
-exact reduction needs, and nothing else.
+"""One part of each metric, as pure functions of what a rank, or a micro-batch, holds. A contribution
+carries what an exact reduction needs, and nothing else.
+
+    losses      metrics["ratio/max"] = maximum(tokens.trained(ratio))       step_metrics.py
+    batches     result[spec.metric_name] = tokens.rollout_mean(values_T)    batch_values.py
 
 Sums are kept as two float64 numbers (the rounded sum and what the rounding lost), so that a metric
 is the same number however the samples are spread over ranks, also where positive and negative terms
@@ -17,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from slime.data.fields import Reduce
+from slime.data.ragged import as_array
 
 BLOCK_TOKENS = 1 << 18
 
@@ -39,36 +43,49 @@ class Contribution:
 def exact_sum(values: Iterable[float]) -> tuple[float, float]:
     """`(rounded sum, what rounding it lost)`."""
     values = list(values)
-    total = math.fsum(values)
+    total = _fsum(values)
     if not math.isfinite(total):
         return total, 0.0
     values.append(-total)
     return total, math.fsum(values)
 
 
+def _fsum(values: Sequence[float]) -> float:
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):  # of infinities, or beyond what a float holds
+        with np.errstate(all="ignore"):
+            return float(np.sum(values))
+
+
+def _flat(values: Any) -> np.ndarray:
+    """`values` (numbers, an array or a tensor on any device) as float64 [n]."""
+    return as_array(values).astype(np.float64).reshape(-1)
+
+
 def mean(total_terms: Any, count: float) -> Contribution:
     """Part of a mean: the sum of `total_terms` over `count`. The mean over no count is left out of
     the metrics.
     """
-    total, residue = exact_sum(np.asarray(total_terms, dtype=np.float64).reshape(-1).tolist())
+    total, residue = exact_sum(_flat(total_terms).tolist())
     return Contribution(Reduce.MEAN, total=total, residue=residue, count=float(count))
 
 
 def total(terms: Any) -> Contribution:
     """Part of a sum."""
-    value, residue = exact_sum(np.asarray(terms, dtype=np.float64).reshape(-1).tolist())
+    value, residue = exact_sum(_flat(terms).tolist())
     return Contribution(Reduce.SUM, total=value, residue=residue)
 
 
 def maximum(values: Any) -> Contribution:
     """Part of a maximum; nothing where there are no values."""
-    array = np.asarray(values, dtype=np.float64)
+    array = _flat(values)
     return Contribution(Reduce.MAX, extreme=float(array.max()) if array.size else None)
 
 
 def minimum(values: Any) -> Contribution:
     """Part of a minimum; nothing where there are no values."""
-    array = np.asarray(values, dtype=np.float64)
+    array = _flat(values)
     return Contribution(Reduce.MIN, extreme=float(array.min()) if array.size else None)
 
 
@@ -86,7 +103,7 @@ def quantiles(values: Any, points: Sequence[tuple[str, float]]) -> Contribution:
     """Part of exact quantiles: `points` are (suffix of the metric's name, share in [0, 1])."""
     return Contribution(
         Reduce.QUANTILES,
-        values=np.asarray(values, dtype=np.float64).reshape(-1),
+        values=_flat(values),
         points=tuple(points),
     )
 
@@ -111,8 +128,9 @@ def merge(parts: Sequence[Contribution]) -> dict[str, float]:
         )
     if reduce in (Reduce.MAX, Reduce.MIN):
         extremes = [part.extreme for part in parts if part.extreme is not None]
-        return {"": max(extremes) if reduce is Reduce.MAX else min(extremes)} if extremes else {}
-    value = math.fsum(number for part in parts for number in (part.total, part.residue))
+        largest = np.max if reduce is Reduce.MAX else np.min  # a NaN of any rank stays one
+        return {"": float(largest(extremes))} if extremes else {}
+    value = _fsum([number for part in parts for number in (part.total, part.residue)])
     if reduce is Reduce.SUM:
         return {"": value}
     count = math.fsum(part.count for part in parts)

@@ -4,6 +4,7 @@ that of one rank.
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from slime.data.context_parallel import (
 )
 from slime.data.rows import RowShape, plan_rows
 from slime.exceptions import RolloutDataError
+from slime.metrics import contributions as c
 
 NUM_GPUS = 0
 
@@ -332,6 +334,56 @@ def test_train_step_metrics_divide_by_what_the_step_holds(monkeypatch):
     assert cp_utils.reduce_train_step_metrics(empty, calculate_per_token_loss=True, **options) == {
         "loss": 0.0
     }
+
+
+def test_train_step_contributions_carry_their_own_reduction(monkeypatch):
+    """A maximum over micro-batches and ranks is the largest value and a mean is over all values;
+    what one rank alone reports counts. Micro-batches of 1 and 3 values, and a rank of 1 value."""
+    sums = lambda: {"keys": ["loss"], "values": torch.tensor([0.0, 2.0])}  # noqa: E731
+    here = [
+        {**sums(), "contributions": {"m": c.maximum([1.0]), "mean": c.mean([1.0], 1)}},
+        {**sums(), "contributions": {"m": c.maximum([3.0]), "mean": c.mean([3.0, 2.0, 2.0], 3)}},
+    ]
+    there = [{"m": c.maximum([2.0]), "only": c.quantiles([7.0], (("/p50", 0.5),))}]
+    slots = []
+
+    def all_reduce(tensor, group):
+        slots.append(tensor.tolist())
+        tensor.mul_(2)
+
+    def all_gather_object(gathered, mine, group):
+        gathered[:] = [mine, there]
+
+    monkeypatch.setattr(cp_utils.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(cp_utils.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(cp_utils.dist, "all_gather_object", all_gather_object)
+    options = {
+        "calculate_per_token_loss": False,
+        "step_global_batch_size": 4,
+        "cp_size": 1,
+        "dp_with_cp_group": None,
+    }
+    expected = {"loss": 2.0, "m": 3.0, "mean": 2.0, "only/p50": 7.0}
+    assert cp_utils.reduce_train_step_metrics(here, **options) == expected
+    assert slots == [[0.0, 4.0, 2.0]], "one more number says that there are contributions"
+    nobody = [{**sums(), "contributions": {}}]
+    monkeypatch.setattr(cp_utils.dist, "all_gather_object", None)  # not called
+    assert cp_utils.reduce_train_step_metrics(nobody, **options) == {"loss": 1.0}
+
+
+def test_contributions_of_lost_values_are_not_numbers_and_no_errors():
+    """A step with infinities of both signs reports NaN and is still logged: the optimizer skips it,
+    and the log must show it. A NaN is the maximum wherever it stands."""
+    nan = float("nan")
+    for parts in (
+        [c.mean([math.inf, -math.inf], 2)],
+        [c.mean([math.inf], 1), c.mean([-math.inf], 1)],
+        [c.maximum([1.0]), c.maximum([nan])],
+        [c.maximum([nan]), c.maximum([1.0])],
+    ):
+        assert math.isnan(c.merge(parts)[""])
+    assert c.merge([c.total([1e308, 1e308])]) == {"": math.inf}
+    assert c.merge([c.maximum(torch.tensor([1.0, 2.0], requires_grad=True))]) == {"": 2.0}
 
 
 @pytest.mark.parametrize(("num_micro_batches", "num_metrics"), [(1, 1), (16, 9)])

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+LIKELY = -4.0  # nats
+
 
 def note(args: Any, hook: str, **values: Any) -> None:
     """Appends what a hook saw to plugins.jsonl of the run folder."""
@@ -109,3 +111,23 @@ def loss(
         "loss": value.detach().clone(),
         "one": sum_of_sample_mean(torch.ones_like(log_probs)),
     }
+
+
+def policy_loss_with_own_reductions(
+    args: Any, batch: dict, logits: torch.Tensor, sum_of_sample_mean: Any
+) -> tuple[torch.Tensor, dict]:
+    """The policy loss, and a line for each reduction: the engine's log-prob of the trained tokens."""
+    from slime.backends.megatron_utils.loss import ResponseTokens, policy_loss_function
+    from slime.metrics import contributions
+
+    value, metrics = policy_loss_function(args, batch, logits, sum_of_sample_mean)
+    tokens = ResponseTokens.of(batch, logits.device)
+    engine = tokens.trained(tokens.select(batch["rollout_log_probs"], "rollout_log_probs"))
+    metrics["engine/max"] = contributions.maximum(engine)
+    metrics["engine/min"] = contributions.minimum(engine)
+    metrics["engine"] = contributions.quantiles(engine, contributions.QUARTILES)
+    metrics["engine/token_mean"] = contributions.mean(engine, len(engine))
+    metrics["engine/total"] = contributions.total(engine)
+    if len(engine) and bool((engine > LIKELY).any()):  # no rank knows whether another has one
+        metrics["engine/likely_max"] = contributions.maximum(engine[engine > LIKELY])
+    return value, metrics

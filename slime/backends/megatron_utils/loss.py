@@ -58,12 +58,14 @@ from slime.backends.megatron_utils.response_rows import (
 )
 from slime.data.context_parallel import ResponseLayout
 from slime.exceptions import ConfigError, RolloutDataError
+from slime.metrics.contributions import Contribution
+from slime.metrics.step_metrics import StepMetric, pack_step_metrics
 from slime.utils.doors import open_door
 from slime.utils.misc import load_function
 from slime.utils.ppo_utils import compute_policy_loss
 
 Reducer = Callable[[torch.Tensor], torch.Tensor]
-Metrics = dict[str, torch.Tensor]
+Metrics = dict[str, StepMetric]
 
 ROLLOUT_TOP_P_TOKEN_KEYS = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets")
 
@@ -89,7 +91,7 @@ def get_rollout_top_p_logprob_kwargs(args: Any, batch: dict[str, Any]) -> dict[s
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tokens:
+class ResponseTokens:
     """The response tokens of a micro-batch on this rank: their layout, float masks [L], and mask
     sums of the full responses [N].
     """
@@ -99,7 +101,7 @@ class _Tokens:
     mask_sums: torch.Tensor
 
     @classmethod
-    def of(cls, batch: dict[str, Any], device: torch.device) -> _Tokens:
+    def of(cls, batch: dict[str, Any], device: torch.device) -> ResponseTokens:
         layout = get_response_layout(batch["total_lengths"], batch["response_lengths"])
         check_lengths(batch["loss_masks"], layout.response_lengths, name="loss_masks")
         full = concatenate(batch["loss_masks"]).to(device=device, dtype=torch.float32)
@@ -116,6 +118,12 @@ class _Tokens:
         """
         check_lengths(values, self.layout.local_lengths, name=name)
         return select_masked(concatenate(values).to(self.masks.device), self.masks)
+
+    def trained(self, flat: torch.Tensor) -> torch.Tensor:
+        """Returns the entries of the flat field at trained tokens, detached: what a contribution is
+        made of. Each token is on one context-parallel rank, so none counts twice.
+        """
+        return flat.detach()[self.masks != 0]
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns the flat field per sample."""
@@ -174,7 +182,7 @@ def _correct_off_policy(
     args: Any,
     config: LossConfig,
     batch: dict[str, Any],
-    tokens: _Tokens,
+    tokens: ResponseTokens,
     pg_loss: torch.Tensor,
     train_log_probs: torch.Tensor,
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor], Metrics]:
@@ -232,7 +240,7 @@ def policy_loss_function(
     even where a correction rejects tokens from the loss.
     """
     config = LossConfig.from_args(args)
-    tokens = _Tokens.of(batch, logits.device)
+    tokens = ResponseTokens.of(batch, logits.device)
     log_probs, entropy = _current_log_probs(
         config, args, batch, logits, with_entropy=config.wants_entropy
     )
@@ -261,6 +269,8 @@ def policy_loss_function(
         config.advantage_estimator, config.clip, ppo_kl, log_probs, advantages
     )
 
+    # a metric per token is reduced like the loss; one with a reduction of its own is one line:
+    # per_token["ppo_kl/max"] = maximum(tokens.trained(ppo_kl))
     per_token: Metrics = {"pg_clipfrac": pg_clipfrac, "ppo_kl": ppo_kl}
     if config.use_opsm:
         keep = opsm_keep_mask(
@@ -276,7 +286,7 @@ def policy_loss_function(
         per_token |= {"ois": importance_ratio(-ppo_kl), **tis_metrics}
 
     loss = pg_loss = _pg_loss_reducer(config, batch, loss_masks, sum_of_sample_mean)(pg_loss)
-    terms: Metrics = {"pg_loss": pg_loss}
+    terms = {"pg_loss": pg_loss}
     if entropy is not None:
         terms["entropy_loss"] = sum_of_sample_mean(entropy)
         if config.entropy_coef != 0:
@@ -296,9 +306,12 @@ def policy_loss_function(
     if batch.get("opd_reverse_kl") is not None:
         per_token["opd_reverse_kl"] = tokens.select(batch["opd_reverse_kl"], "opd_reverse_kl")
 
-    metrics = {"loss": loss, **terms}
-    metrics |= {name: sum_of_sample_mean(values.detach()) for name, values in per_token.items()}
-    return loss, {name: value.detach() for name, value in metrics.items()}
+    metrics: Metrics = {name: value.detach() for name, value in {"loss": loss, **terms}.items()}
+    for name, values in per_token.items():
+        metrics[name] = (
+            values if isinstance(values, Contribution) else sum_of_sample_mean(values.detach())
+        )
+    return loss, metrics
 
 
 def value_loss_function(
@@ -308,7 +321,7 @@ def value_loss_function(
     against `batch["returns"]`.
     """
     config = LossConfig.from_args(args)
-    tokens = _Tokens.of(batch, logits.device)
+    tokens = ResponseTokens.of(batch, logits.device)
     rows = take_rows(squeeze_logits(logits), tokens.layout.row_indices)
     values = select_masked(rows.squeeze(-1), tokens.masks)
     old_values, returns = (
@@ -364,17 +377,18 @@ def loss_function(
     *,
     role: str = "actor",
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Returns (loss, normaliser, {"keys", "values"}) of one micro-batch, scaled for Megatron's
-    schedule.
+    """Returns (loss, normaliser, report) of one micro-batch, scaled for Megatron's schedule; the
+    report is that of `pack_step_metrics`.
 
     A critic minimizes its value loss, whatever the policy's `loss_type` is.
 
     Megatron divides by max(normaliser, 1) and by `num_microbatches` and averages gradients over DP
     x CP; in per-token mode it divides the summed gradient once, by the normaliser summed over DP x
     CP. So the gradient of a step is that of the sum over rollouts / `step_global_batch_size`, or in
-    per-token mode of the sum over tokens / number of loss tokens. `values` is fp64 [1 + metrics]:
-    values[0] is the number of loss tokens in per-token mode and 0 otherwise, the others are this
-    rank's sums, which the step divides the same way.
+    per-token mode of the sum over tokens / number of loss tokens. In the report, values[0] is the
+    number of loss tokens in per-token mode and 0 otherwise, the others are this rank's sums, which
+    the step divides the same way. A loss gives its metrics as scalars, which are such sums, or as
+    contributions.
     """
     config = LossConfig.from_args(args)
     function = _loss_function_of(config, role)
@@ -409,13 +423,7 @@ def loss_function(
             / step_global_batch_size
             * mpu.get_data_parallel_world_size(with_context_parallel=True)
         )
-    values = torch.stack(
-        [
-            torch.as_tensor(value, device=logits.device).to(torch.float64)
-            for value in (first, *metrics.values())
-        ]
-    )
-    return loss, normaliser, {"keys": list(metrics), "values": values}
+    return loss, normaliser, pack_step_metrics(first, metrics)
 
 
 # ---------------------------------------------------------------- advantages
