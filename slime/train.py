@@ -196,10 +196,12 @@ def train_on(run: Run, rollout_id: int, shards: list) -> None:
     sampler_age = run.actor.num_published - run.begun_at.pop(rollout_id)
     values = None
     if run.critic is not None:
-        values = run.critic.train(rollout_id, shards)
+        refs = run.critic.async_train(rollout_id, shards)
+        values = run.critic.finish_train(refs, rollout_id)
     results = []
     if run.critic is None or rollout_id >= run.args.num_critic_only_steps:
-        results = run.actor.train(rollout_id, shards, external_data=values, sampler_age=sampler_age)
+        refs = run.actor.async_train(rollout_id, shards, values, sampler_age=sampler_age)
+        results = run.actor.finish_train(refs, rollout_id)
     log_trained(run.args, rollout_id, shards, results)
 
 

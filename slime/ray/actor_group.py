@@ -119,25 +119,14 @@ class RayTrainGroup:
         per_rank = (
             external_data if isinstance(external_data, list) else [external_data] * self.world_size
         )
-        return [
-            handler.call.remote(
-                "train", rollout_id, rollout_data_ref, external_data=data, sampler_age=sampler_age
-            )
-            for handler, data in zip(self._handlers, per_rank, strict=True)
-        ]
+        refs = []
+        for handler, data in zip(self._handlers, per_rank, strict=True):
+            options = {"external_data": data, "sampler_age": sampler_age}
+            refs.append(handler.call.remote("train", rollout_id, rollout_data_ref, **options))
+        return refs
 
-    def train(
-        self,
-        rollout_id: int,
-        rollout_data_ref: list,
-        external_data: Any = None,
-        *,
-        sampler_age: int | None = None,
-    ) -> list[Any]:
-        """`async_train`, waited for."""
-        refs = self.async_train(
-            rollout_id, rollout_data_ref, external_data, sampler_age=sampler_age
-        )
+    def finish_train(self, refs: list[Any], rollout_id: int) -> list[Any]:
+        """What each rank returned, of the references of `async_train`."""
         return self._wait(refs, f"train of rollout {rollout_id}", self.args.step_timeout)
 
     def save_model(self, rollout_id: int, force_sync: bool = False) -> None:

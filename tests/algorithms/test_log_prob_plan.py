@@ -45,27 +45,23 @@ def test_each_reason_for_a_pass_is_the_only_one(options, num_steps, words):
 
 def test_kept_log_probs_come_back_in_the_order_of_the_batch():
     """Captured log-probs are returned in the batch's order, also where the schedule put position 7
-    before position 3."""
-    data = {
-        "log_probs": None,
-        "rollout_log_probs": [torch.zeros(1), torch.zeros(2)],
-        "partition": [7, 3],
-    }
-    with log_prob_capture.looked_at_log_probs(data, lambda: None):
-        log_prob_capture._maybe_capture_log_probs({"partition": [3]}, [torch.tensor([-3.0, -3.5])])
-        log_prob_capture._maybe_capture_log_probs({"partition": [7]}, [torch.tensor([-7.0])])
-    assert [values.tolist() for values in data["log_probs"]] == [[-7.0], [-3.0, -3.5]]
+    before position 3; taking them ends the capture."""
+    log_prob_capture.enable_log_prob_capture()
+    log_prob_capture._maybe_capture_log_probs({"partition": [3]}, [torch.tensor([-3.0, -3.5])])
+    log_prob_capture._maybe_capture_log_probs({"partition": [7]}, [torch.tensor([-7.0])])
+    taken = log_prob_capture.take_captured_log_probs([7, 3])
+    assert [values.tolist() for values in taken] == [[-7.0], [-3.0, -3.5]]
+    log_prob_capture._maybe_capture_log_probs({"partition": [3]}, [torch.zeros(2)])
+    assert log_prob_capture.take_captured_log_probs([3]) is None
 
 
-def test_log_probs_of_some_samples_are_not_taken_for_all_and_are_looked_at_once():
-    """A rank that captured only its first sample's log-probs has no column of them, and the check
-    before the first step is not repeated before the second."""
-    looks, data = [], {"rollout_log_probs": [torch.zeros(1)] * 2, "partition": [0, 1]}
-    with log_prob_capture.looked_at_log_probs(data, lambda: looks.append(data.get("log_probs"))):
-        log_prob_capture._maybe_capture_log_probs({"partition": [0]}, [torch.ones(1)])
-        log_prob_capture.look_before_step()
-        log_prob_capture.look_before_step()
-    assert looks == [None] and "log_probs" not in data
+def test_log_probs_of_some_samples_are_not_taken_for_all():
+    """A rank that captured only its first sample's log-probs has no column of them, nor has one
+    that captured nothing."""
+    log_prob_capture.enable_log_prob_capture()
+    log_prob_capture._maybe_capture_log_probs({"partition": [0]}, [torch.ones(1)])
+    assert log_prob_capture.take_captured_log_probs([0, 1]) is None
+    assert log_prob_capture.take_captured_log_probs([]) is None
 
 
 if __name__ == "__main__":

@@ -11,8 +11,12 @@ import pytest
 import ray
 import torch
 from support.options import write_run_inputs
+from support.patched_calls import OPTIMIZER, Chunk
+from support.pretend_rank import pretend_rank
+from support.rollout_args import rollout_args
 
 from slime import train, train_async
+from slime.backends.megatron_utils import model as model_steps
 from slime.backends.megatron_utils.model import _in_local_order
 from slime.backends.megatron_utils.update_weight.disk import update_problem
 from slime.backends.megatron_utils.weights_backup import WeightsBackup
@@ -51,6 +55,34 @@ def test_outputs_of_a_forward_pass_come_back_in_the_order_of_the_samples():
     for name, expected in (("my_a", rows), ("my_b", wide), ("my_c", numbers)):
         assert all(map(torch.equal, results[name], expected)) and len(results[name]) == 3
     assert results.raw("my_a").values.tolist() == [0, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "expected"), [(0, ["look"]), (2, ["look", "update", "update"])]
+)
+def test_log_probs_are_looked_at_once_before_the_weights_change(num_steps, expected, monkeypatch):
+    """The look at the log-probs is before the first step's update alone, and is not left out where
+    a rollout has no step."""
+    events = []
+
+    def step(*args, before_update, **sizes):
+        if before_update is not None:
+            before_update()
+        events.append("update")
+        return {}, 1.0
+
+    monkeypatch.setattr(model_steps, "train_one_step", step)
+    monkeypatch.setattr(model_steps, "is_megatron_main_rank", lambda: False)
+    ones = [1] * num_steps
+    iterator = SimpleNamespace(
+        rollout_data={"num_microbatches": ones, "global_batch_sizes": ones}, reset=lambda: None
+    )
+    with pretend_rank():
+        logged = model_steps.train(
+            rollout_args(global_batch_size=8), 0, [Chunk()], OPTIMIZER, None, [iterator],
+            before_update=lambda: events.append("look"),
+        )  # fmt: skip
+    assert events == expected and len(logged) == num_steps
 
 
 def test_moved_weight_set_makes_room_for_the_next():
@@ -247,13 +279,16 @@ def run_of(monkeypatch, num_rollout=2, **options):
 
 def test_trainers_and_engines_take_turns_with_the_devices_memory(monkeypatch):
     """While one side works the other's memory is free, and both are there when weights are sent."""
-    plain = ["engines generate", "critic train", "policy train", "policy update_weights"]
+    training = [
+        f"{who} {what}" for who in ("critic", "policy") for what in ("async_train", "finish_train")
+    ]
+    plain = ["engines generate", *training, "policy update_weights"]
     assert run_of(monkeypatch) == plain * 2
     sleep, wake = ["critic offload", "policy offload"], ["critic onload", "policy onload"]
     assert run_of(monkeypatch, offload_train=True) == [
         *sleep, "engines generate", *wake, *plain[1:], *sleep, "engines generate", *wake, *plain[1:]]  # fmt: skip
     assert run_of(monkeypatch, num_rollout=1, offload_rollout=True) == [
-        "engines generate", "engines offload", "critic train", "policy train", "engines onload", "policy update_weights"]  # fmt: skip
+        "engines generate", "engines offload", *training, "engines onload", "policy update_weights"]  # fmt: skip
     assert run_of(monkeypatch, num_rollout=1, offload_train=True, release_train=True) == [
         "critic suspend", "policy suspend", "engines generate", "critic recreate", "policy recreate", *plain[1:]]  # fmt: skip
 

@@ -32,7 +32,11 @@ from slime.backends.megatron_utils.data import (
     to_train_device,
 )
 from slime.backends.megatron_utils.forward import get_log_probs_and_entropy, get_values
-from slime.backends.megatron_utils.log_prob_capture import looked_at_log_probs
+from slime.backends.megatron_utils.log_prob_capture import (
+    drain_captured_log_probs,
+    enable_log_prob_capture,
+    take_captured_log_probs,
+)
 from slime.backends.megatron_utils.log_prob_plan import LogProbPlan, reasons_to_recompute_log_probs
 from slime.backends.megatron_utils.loss import compute_advantages_and_returns
 from slime.backends.megatron_utils.model import forward_only, train
@@ -183,14 +187,13 @@ class MegatronTrainRayActor(TrainRayActor):
         with timer("train"):
             with timer("data_preprocess"):
                 rollout_data = self._get_rollout_data(rollout_data_ref)
-            result = self._train_role(rollout_id, rollout_data, external_data)
+            result = (
+                self.train_critic(rollout_id, rollout_data)
+                if self.role == "critic"
+                else self.train_actor(rollout_id, rollout_data, external_data)
+            )
         Timer().start("train_wait")
         return result
-
-    def _train_role(self, rollout_id: int, rollout_data: RolloutBatch, external_data: Any) -> Any:
-        if self.role == "critic":
-            return self.train_critic(rollout_id, rollout_data)
-        return self.train_actor(rollout_id, rollout_data, external_data)
 
     def _get_rollout_data(self, rollout_data_ref: list) -> RolloutBatch:
         dp_rank = mpu.get_data_parallel_rank(with_context_parallel=False)
@@ -226,10 +229,24 @@ class MegatronTrainRayActor(TrainRayActor):
             with same_samples(rollout_data, "--rollout-data-postprocess-path", path):
                 load_function(path)(args, rollout_id, rollout_data)
         log_rollout_data(rollout_id, args, rollout_data)
-        with looked_at_log_probs(
-            rollout_data, lambda: self._look_at_log_probs(rollout_id, rollout_data)
-        ):
-            skipped = self._step(rollout_id, data_iterator)
+        engine_log_probs = rollout_data.get("rollout_log_probs")
+        if rollout_data.get("log_probs") is None and engine_log_probs is not None:
+            enable_log_prob_capture()
+        try:
+            with timer("actor_train"):
+                logged = train(
+                    args,
+                    rollout_id,
+                    self.model,
+                    self.optimizer,
+                    self.opt_param_scheduler,
+                    data_iterator,
+                    last_step=self._last_train_step,
+                    before_update=lambda: self._look_at_log_probs(rollout_id, rollout_data),
+                )
+        finally:
+            drain_captured_log_probs()
+        skipped = self._note_steps(logged)
         self.weight_ages.trained()
         save_debug_train_data(args, rollout_id=rollout_id, rollout_data=rollout_data)
         self._log_weight_change(rollout_id)
@@ -253,17 +270,21 @@ class MegatronTrainRayActor(TrainRayActor):
         }
 
     def _compute_advantages(self, rollout_data: RolloutBatch) -> None:
-        with same_samples(
-            rollout_data,
-            "--custom-advantage-function-path",
-            self.args.custom_advantage_function_path,
-        ):
+        path = self.args.custom_advantage_function_path
+        if path is None:
+            compute_advantages_and_returns(self.args, rollout_data)
+            return
+        with same_samples(rollout_data, "--custom-advantage-function-path", path):
             compute_advantages_and_returns(self.args, rollout_data)
 
     def _look_at_log_probs(self, rollout_id: int, rollout_data: RolloutBatch) -> None:
         """Before the weights change: a gap to the engine's log-probs is then seen, and may end the
-        run, before it has done harm.
+        run, before it has done harm. Where no pass computed the log-probs, those of the first step
+        are the rollout's.
         """
+        captured = take_captured_log_probs([int(place) for place in rollout_data["partition"]])
+        if captured is not None:
+            rollout_data["log_probs"] = captured
         versions = rollout_data.get("oldest_weight_version")
         log_consistency(
             rollout_id,
@@ -287,21 +308,10 @@ class MegatronTrainRayActor(TrainRayActor):
                 step_key="rollout/step",
             )
 
-    def _step(self, rollout_id: int, data_iterator: list) -> list[int]:
-        """The rollout's optimizer steps. Returns which of them changed nothing, by number within
-        the rollout; [] but on the last pipeline stage.
+    def _note_steps(self, logged: list[dict[str, float]]) -> list[int]:
+        """Remembers where the train axis is. Returns which of the rollout's optimizer steps changed
+        nothing, by number within the rollout; [] but on the last pipeline stage.
         """
-        with timer("actor_train"):
-            logged = train(
-                self.args,
-                rollout_id,
-                self.model,
-                self.optimizer,
-                self.opt_param_scheduler,
-                data_iterator,
-                role=self.role,
-                last_step=self._last_train_step,
-            )
         if logged:
             self._last_train_step = int(logged[-1]["train/step"])
         skipped = "train/critic-update_skipped" if self.role == "critic" else "train/update_skipped"
@@ -373,7 +383,18 @@ class MegatronTrainRayActor(TrainRayActor):
                 )
             )
         self._compute_advantages(rollout_data)
-        self._step(rollout_id, data_iterator)
+        with timer("actor_train"):
+            logged = train(
+                self.args,
+                rollout_id,
+                self.model,
+                self.optimizer,
+                self.opt_param_scheduler,
+                data_iterator,
+                role="critic",
+                last_step=self._last_train_step,
+            )
+        self._note_steps(logged)
         with inverse_timer("train"):
             self._log_critic_times(rollout_id)
         # a rollout without a valid sample has no micro-batch, and so no values

@@ -1,17 +1,18 @@
 """Keeps the log-probs that the training step computes anyway, for a rollout that skips the log-prob
 pass.
+
+Upstream's losses have no argument for it, so what is captured stands in this module, between
+`enable_log_prob_capture` and the drain.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 _CAPTURED_LOG_PROBS: dict[int, torch.Tensor] | None = None
-_LOOK: Callable[[], None] | None = None
 
 
 def enable_log_prob_capture() -> None:
@@ -39,44 +40,11 @@ def _maybe_capture_log_probs(batch: dict[str, Any], log_probs: Sequence[torch.Te
         _CAPTURED_LOG_PROBS.setdefault(int(position), values.detach().cpu())
 
 
-@contextlib.contextmanager
-def looked_at_log_probs(rollout_data: dict[str, Any], look: Callable[[], None]) -> Iterator[None]:
-    """Inside, training runs. `look` is called once, before the first optimizer step, or at the end
-    where there is none; `rollout_data` has "log_probs" by then, also where no pass computed them
-    before.
-
-    Nothing is kept for a batch that has them, that no engine sampled, or on a rank that computes no
-    loss.
+def take_captured_log_probs(positions: Sequence[int]) -> list[torch.Tensor] | None:
+    """Returns the captured log-probs of these positions, in their order, and stops capturing; None
+    where one of them has none.
     """
-    global _LOOK
-    captures = (
-        rollout_data.get("log_probs") is None and rollout_data.get("rollout_log_probs") is not None
-    )
-    if captures:
-        enable_log_prob_capture()
-
-    def store_and_look() -> None:
-        captured = drain_captured_log_probs() if captures else {}
-        if captured:
-            positions = [int(position) for position in rollout_data["partition"]]
-            if all(position in captured for position in positions):
-                rollout_data["log_probs"] = [captured[position] for position in positions]
-        look()
-
-    _LOOK = store_and_look
-    try:
-        yield
-        look_before_step()
-    finally:
-        _LOOK = None
-        drain_captured_log_probs()
-
-
-def look_before_step() -> None:
-    """Calls what `looked_at_log_probs` was given, the first time. The training loop calls it when
-    gradients are there and weights are as before.
-    """
-    global _LOOK
-    look, _LOOK = _LOOK, None
-    if look is not None:
-        look()
+    captured = drain_captured_log_probs()
+    if not captured or any(position not in captured for position in positions):
+        return None
+    return [captured[position] for position in positions]

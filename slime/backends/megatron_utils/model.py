@@ -20,7 +20,6 @@ from slime.backends.megatron_utils.ci_gates import CiGates, ci_problems, save_gr
 from slime.backends.megatron_utils.cp_utils import reduce_train_step_metrics
 from slime.backends.megatron_utils.data import get_batch
 from slime.backends.megatron_utils.initialize import is_megatron_main_rank
-from slime.backends.megatron_utils.log_prob_capture import look_before_step
 from slime.backends.megatron_utils.loss import get_rollout_top_p_logprob_kwargs, loss_function
 from slime.backends.megatron_utils.loss_config import LossConfig
 from slime.backends.megatron_utils.optimizer import setup_model_and_optimizer
@@ -87,8 +86,11 @@ def forward_only(
     try:
         with torch.no_grad():
             for num in num_microbatches:
-                collected += _run_schedule(
-                    args, forward_step, data_iterator, model, num, forward_only=True
+                collected += get_forward_backward_func()(
+                    forward_step_func=forward_step,
+                    forward_only=True,
+                    collect_non_loss_data=True,
+                    **_schedule_arguments(args, data_iterator, model, num),
                 )
     finally:
         for chunk in model:
@@ -110,9 +112,11 @@ def train_one_step(
     num_microbatches: int,
     step_global_batch_size: int,
     role: str = "actor",
+    before_update: Callable[[], None] | None = None,
 ) -> tuple[dict[str, float], float]:
     """One optimizer step over the next `num_microbatches` of the iterator. Returns (metrics,
-    gradient norm before clipping).
+    gradient norm before clipping). `before_update` is called when gradients are there and weights
+    are as before.
 
     The metrics are whatever the loss reports, reduced over the step's samples and ranks; {} where
     this rank is not on the last pipeline stage. A gradient that is not finite on any rank leaves
@@ -132,10 +136,13 @@ def train_one_step(
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    losses = _run_schedule(
-        args, forward_step, data_iterator, model, num_microbatches, forward_only=False
+    losses = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        forward_only=False,
+        **_schedule_arguments(args, data_iterator, model, num_microbatches),
     )
-    look_before_step()
+    if before_update is not None:
+        before_update()
     grad_norm = math.nan
     updated = False
     if _gradients_are_finite(model):
@@ -171,11 +178,13 @@ def train(
     *,
     role: str = "actor",
     last_step: int = -1,
+    before_update: Callable[[], None] | None = None,
 ) -> list[dict[str, float]]:
     """All optimizer steps of one rollout. Returns per step the metrics that were logged, on the
     last pipeline stage ([] elsewhere).
 
-    `last_step` is the value of the train axis that was logged before, -1 for none.
+    `last_step` is the value of the train axis that was logged before, -1 for none. `before_update`
+    is called once: before the first step changes the weights, or where there is no step.
 
     The rollout data says how many steps, micro-batches and rollouts per step there are. Raises
     `RolloutDataError` when a CI gate (--ci-test) does not hold.
@@ -193,6 +202,8 @@ def train(
     prefix = "train/critic-" if role == "critic" else "train/"
     gates = CiGates.from_args(args)
     logged = []
+    if not steps and before_update is not None:
+        before_update()
     for step_id, (num_microbatches, step_global_batch_size) in enumerate(steps):
         if args.custom_megatron_before_train_step_hook_path is not None:
             hook = load_function(args.custom_megatron_before_train_step_hook_path)
@@ -206,6 +217,7 @@ def train(
             num_microbatches=int(num_microbatches),
             step_global_batch_size=int(step_global_batch_size),
             role=role,
+            before_update=before_update if step_id == 0 else None,
         )
         if not mpu.is_pipeline_last_stage(ignore_virtual=True):
             continue
@@ -255,26 +267,20 @@ def _run_chunk(chunk: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     )
 
 
-def _run_schedule(
+def _schedule_arguments(
     args: Any,
-    forward_step: Callable[..., Any],
     data_iterator: Sequence[Any],
     model: Sequence[torch.nn.Module],
     num_microbatches: int,
-    *,
-    forward_only: bool,
-) -> list[Any]:
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=list(data_iterator),
-        model=list(model),
-        num_microbatches=num_microbatches,
+) -> dict[str, Any]:
+    return {
+        "data_iterator": list(data_iterator),
+        "model": list(model),
+        "num_microbatches": num_microbatches,
         # The stages exchange the real lengths; these are only what the schedule's signature wants.
-        seq_length=args.seq_length or args.max_position_embeddings,
-        micro_batch_size=1,
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
-    )
+        "seq_length": args.seq_length or args.max_position_embeddings,
+        "micro_batch_size": 1,
+    }
 
 
 def _in_local_order(

@@ -29,13 +29,10 @@ FIXED = ("tokens", "total_lengths", "response_lengths", "micro_batch_indices", "
 
 
 @contextlib.contextmanager
-def same_samples(batch: Mapping[str, Any], option: str, path: str | None) -> Iterator[None]:
+def same_samples(batch: Mapping[str, Any], option: str, path: str) -> Iterator[None]:
     """RolloutDataError where the user's function at `path`, called inside, trains other tokens than
-    the split planned. Nothing without a path.
+    the split planned.
     """
-    if path is None:
-        yield
-        return
     fixed = {name: _copy_of(batch[name]) for name in FIXED if name in batch}
     masks = _copy_of(batch["loss_masks"])
     yield
