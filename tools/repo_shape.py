@@ -123,6 +123,14 @@ EXCEPTIONS: tuple[tuple[str, str, str], ...] = (
         "slime/backends/megatron_utils/forward.py::get_log_probs_and_entropy",
         "upstream's signature, pinned by its tests",
     ),
+    *(
+        (
+            "parameters",
+            f"slime/backends/megatron_utils/model.py::{name}",
+            "upstream's parameters, and what is called before the first update",
+        )
+        for name in ("train", "train_one_step")
+    ),
     (
         "parameters",
         "slime/prompts/dataset.py::__init__",
