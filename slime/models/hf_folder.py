@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.exceptions import ConfigError
+from slime.models.config_fields import ConfigFields
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -22,7 +23,7 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path} does not exist. Give a Hugging Face folder: config.json, *.safetensors, "
             "tokenizer.json."
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or absurd numbers or depth
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a JSON {type(value).__name__}, expected an object.")
@@ -33,14 +34,11 @@ def read_eos_token_ids(folder: str | Path, tokenizer_eos: int | None = None) -> 
     """Returns every id that ends a response: those of generation_config.json, config.json and the
     tokenizer's eos_token together.
     """
-    found: list[Any] = []
+    found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
-        value = read_json(path).get("eos_token_id") if path.exists() else None
-        found += [value] if isinstance(value, int) else list(value or ())
+        if path.exists():
+            found += ConfigFields(read_json(path), str(path)).token_ids("eos_token_id")
     if tokenizer_eos is not None:
         found.append(tokenizer_eos)
-    bad = [value for value in found if not isinstance(value, int) or value < 0]
-    if bad:
-        raise ConfigError(f"{folder}: eos_token_id has {bad}, expected token ids.")
     return tuple(dict.fromkeys(found))

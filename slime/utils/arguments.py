@@ -116,22 +116,22 @@ def model_problems(args: argparse.Namespace) -> list[str]:
     not supported.
     """
     from slime.config.derive import is_hf_folder
-    from slime.models.hf_config import check_against_hf, megatron_fields_from_hf, read_hf_config
+    from slime.models.megatron_fields import contradictions, megatron_fields
+    from slime.models.shape import read_model_shape
 
     if not is_hf_folder(args.hf_checkpoint):
         return []  # machine_problems has said so
     try:
-        config = read_hf_config(args.hf_checkpoint)
-        fields = megatron_fields_from_hf(config)
-        problems = check_against_hf(vars(args), config)
+        shape = read_model_shape(args.hf_checkpoint)
     except ConfigError as error:
-        return [f"--hf-checkpoint {args.hf_checkpoint}: {error}"]
-    except (KeyError, TypeError) as error:
-        return [f"--hf-checkpoint {args.hf_checkpoint}: config.json has no usable {error}."]
-    shape = {name: value for name, value in fields.items() if getattr(args, name) is None}
+        return [f"--hf-checkpoint: {error}"]
+    problems = contradictions(vars(args), shape)
+    derived = {
+        name: value for name, value in megatron_fields(shape).items() if getattr(args, name) is None
+    }
     if args.seq_length is None:
-        shape["seq_length"] = shape.get("max_position_embeddings", args.max_position_embeddings)
-    apply_derived(args, shape)
+        derived["seq_length"] = derived.get("max_position_embeddings", args.max_position_embeddings)
+    apply_derived(args, derived)
     apply_derived(args, derive(args))
     return problems
 

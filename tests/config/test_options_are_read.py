@@ -59,6 +59,8 @@ ACTED_ON_AT_PARSING = {
         "--use-checkpoint-opt-param-scheduler --override-opt-param-scheduler",
         "--use-checkpoint-opt-param-scheduler",
     ),
+    "use_rope_scaling": ("--use-rope-scaling", "--use-rope-scaling is True, but the model's"),
+    "rope_scaling_factor": ("--rope-scaling-factor 8", "--rope-scaling-factor is 8.0, but the"),
     "train_backend": ("--train-backend fsdp", "--train-backend"),
     "offload": ("--offload", {"offload_train": True, "offload_rollout": True}),
     "dump_details": (

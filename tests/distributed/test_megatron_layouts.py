@@ -30,11 +30,19 @@ RECOMPUTE = {
     "recompute_num_layers": 1,
 }
 
-# name: (family and whether embeddings are tied, options). Each architecture meets each axis at
+MODELS = {
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {},
+    "llama-tied": {"tie_word_embeddings": True},
+    "llama-biased": {"attention_bias": True, "mlp_bias": True},
+}
+# name: (model, options). Each architecture meets each axis at
 # least once.
 TWO_RANKS = {
     "tp2-qwen2": ("qwen2", TP2),
     "tp2-padded-vocab-tied-llama": ("llama-tied", {**TP2, "make_vocab_size_divisible_by": 128}),
+    "tp2-sp-biased-llama": ("llama-biased", {**TP2, **SP}),
     "tp2-sp-distributed-optimizer-qwen3": ("qwen3", {**TP2, **SP, **DISTRIBUTED}),
     "pp2-tied-llama": ("llama-tied", PP2),
     "pp2-vpp2-qwen3": ("qwen3", {**PP2, **VPP}),
@@ -62,15 +70,14 @@ FOUR_RANKS = {
 def folders(tmp_path_factory):
     """A four-layer checkpoint per family."""
     root = tmp_path_factory.mktemp("checkpoints")
-    made = {}
-    for name in ("qwen2", "qwen3", "llama-tied", "qwen3_moe"):
-        family, _, tied = name.partition("-")
-        made[name] = str(
+    return {
+        name: str(
             make_tiny_checkpoint(
-                root / name, family, num_hidden_layers=4, tie_word_embeddings=bool(tied)
+                root / name, name.partition("-")[0], num_hidden_layers=4, **overrides
             )
         )
-    return made
+        for name, overrides in MODELS.items()
+    }
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from support.tiny_models import TinyCheckpoints
 
 from slime.exceptions import ConfigError, EngineError
 from slime.files.checksum import weights_checksum
-from slime.models.model_config import decoder_config_from_hf, read_decoder_config
+from slime.models.shape import model_shape, read_model_shape
 
 NUM_GPUS = 0
 
@@ -460,17 +460,25 @@ def config_of(folder, **changes) -> dict:
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
         (
             {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
-            "rope type 'yarn' is not supported",
+            "rope_parameters.rope_type 'yarn' is not supported",
         ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"use_sliding_window": True, "sliding_window": 64}, "sliding_window 64"),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window": 64,
+                "max_window_layers": 1,
+                "layer_types": None,
+            },
+            "sliding_window 64",
+        ),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
     ],
 )
 def test_a_feature_the_decoder_lacks_is_refused_by_name(folders, changes, message):
     """A model feature that the decoder lacks is refused by name."""
     with pytest.raises(ConfigError, match=message):
-        decoder_config_from_hf(config_of(folders["qwen3"], **changes))
+        model_shape(config_of(folders["qwen3"], **changes))
 
 
 def test_a_checkpoint_that_does_not_fit_its_config_is_refused(folders, tmp_path):
@@ -573,7 +581,7 @@ def test_an_update_ends_what_runs_only_when_asked(folders, monkeypatch):
 def test_the_first_position_beyond_the_rotary_table_makes_it_grow():
     """A table of 64 positions grows to 128 when position 64 is needed."""
     from slime.backends.torch_engine.rope import RotaryTable
-    from slime.models.model_config import RopeConfig
+    from slime.models.shape import RopeConfig
 
     table = RotaryTable(RopeConfig(theta=100.0), 2, device=torch.device("cpu"), dtype=torch.float32)
     for position in (63, 64):
@@ -614,7 +622,7 @@ def test_tokens_sampled_across_an_update_are_labelled_by_segment(folders):
 
 def test_config_reads_llama3_rope_and_head_dim(folders):
     """head_dim and llama3's rope scaling are read from the config."""
-    config = read_decoder_config(folders["llama-tied-llama3-rope"])
+    config = read_model_shape(folders["llama-tied-llama3-rope"])
     assert (
         config.rope.rope_type,
         config.rope.factor,
@@ -624,7 +632,7 @@ def test_config_reads_llama3_rope_and_head_dim(folders):
         4.0,
         64,
     )
-    assert read_decoder_config(folders["qwen3-odd-sizes"]).head_dim == 8
+    assert read_model_shape(folders["qwen3-odd-sizes"]).head_dim == 8
 
 
 if __name__ == "__main__":

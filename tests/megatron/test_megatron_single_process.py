@@ -28,6 +28,24 @@ from support.tiny_models import TinyCheckpoints, make_tiny_checkpoint
 NUM_GPUS = 0
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MODELS = {
+    **{family: {"family": family} for family in FAMILIES},
+    "llama-llama3-rope-of-64-positions": {"family": "llama", "rope_parameters": LLAMA3_ROPE},
+    "llama-biases-linear-rope": {
+        "family": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
+    },
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,9 +58,7 @@ def process_group(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return TinyCheckpoints(
-        tmp_path_factory.mktemp("checkpoints"), {family: {"family": family} for family in FAMILIES}
-    )
+    return TinyCheckpoints(tmp_path_factory.mktemp("checkpoints"), MODELS)
 
 
 def _packed(ids):
@@ -59,8 +75,8 @@ def _packed(ids):
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_gradients_of_a_packed_row_are_those_of_the_hugging_face_model(family, folders):
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients_of_a_packed_row_are_those_of_the_hugging_face_model(name, folders):
     """A row of eight packed sequences has the logits (1e-5) and gradients (1e-6) of one eager
     forward pass each."""
     from transformers import AutoModelForCausalLM
@@ -68,15 +84,16 @@ def test_logits_and_gradients_of_a_packed_row_are_those_of_the_hugging_face_mode
     from slime.backends.megatron_utils.local_params import local_parameters
     from slime.backends.megatron_utils.megatron_to_hf import _convert_to_hf_core
 
+    folder, family = folders[name], MODELS[name]["family"]
     reference = AutoModelForCausalLM.from_pretrained(
-        folders[family], attn_implementation="eager", dtype=torch.float32
+        folder, attn_implementation="eager", dtype=torch.float32
     )
     ids = [torch.tensor(sequence) for sequence in fixed_tokens(reference.config.vocab_size)]
     expected = torch.cat([reference(sequence[None]).logits[0] for sequence in ids])
     weight = torch.linspace(-1, 1, expected.numel()).view_as(expected) / expected.numel()
     (expected * weight).sum().backward()
 
-    with built(folders[family]) as (args, model, optimizer, _):
+    with built(folder) as (args, model, optimizer, _):
         tokens, packed = _packed(ids)
         logits = model[0](
             input_ids=tokens, position_ids=None, attention_mask=None, packed_seq_params=packed
@@ -125,12 +142,12 @@ def test_scaled_rotary_frequencies_are_those_of_the_hugging_face_model(tmp_path)
         torch.testing.assert_close(log_probs[index], tensor, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_weights_come_back_byte_for_byte(family, folders):
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_come_back_byte_for_byte(name, folders):
     """Loaded and exported, every tensor has its name, dtype, shape and bytes."""
-    with built(folders[family]) as (args, model, *_):
+    with built(folders[name]) as (args, model, *_):
         out = exported(args, model)
-    stored = folder_tensors(folders[family])
+    stored = folder_tensors(folders[name])
     assert list(sorted(out)) == sorted(stored)
     for name, tensor in stored.items():
         assert out[name].dtype == tensor.dtype and torch.equal(out[name], tensor), name
@@ -140,19 +157,19 @@ def test_buckets_end_with_the_parameter_that_fills_them_and_are_copies(folders):
     """A bucket ends with the parameter that fills it, and its tensors are copies that the receiver
     may keep."""
     from slime.backends.megatron_utils.update_weight import iter_hf_weight_buckets
-    from slime.models.hf_config import read_hf_config
+    from slime.models.shape import read_model_shape
 
-    config = read_hf_config(folders["qwen3"])
+    shape = read_model_shape(folders["qwen3"])
     with built(folders["qwen3"]) as (args, model, *_):
-        one_by_one = list(iter_hf_weight_buckets(args, model, config, buffer_size=1))
+        one_by_one = list(iter_hf_weight_buckets(args, model, shape, buffer_size=1))
         parameters = [parameter for chunk in model for parameter in chunk.parameters()]
         # queries, keys and values of one parameter
         assert len(one_by_one) == len(parameters) and max(map(len, one_by_one)) == 3
         assert [
-            len(bucket) for bucket in iter_hf_weight_buckets(args, model, config, buffer_size=2**40)
+            len(bucket) for bucket in iter_hf_weight_buckets(args, model, shape, buffer_size=2**40)
         ] == [sum(map(len, one_by_one))]
         args.update_weight_buffer_size = 1
-        assert len(list(iter_hf_weight_buckets(args, model, config))) == len(parameters)
+        assert len(list(iter_hf_weight_buckets(args, model, shape))) == len(parameters)
         with torch.no_grad():
             for parameter in parameters:
                 parameter.add_(1.0)

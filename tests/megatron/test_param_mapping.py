@@ -13,20 +13,20 @@ from slime.backends.megatron_utils.megatron_to_hf import (
 )
 from slime.backends.megatron_utils.sharding import shard, unshard
 from slime.exceptions import ConfigError
-from slime.models.param_mapping import Shape, combine, match, split
+from slime.models.param_mapping import WeightSizes, combine, match, split
 
 NUM_GPUS = 0
 
-SHAPE = Shape(num_query_heads=4, num_query_groups=2, vocab_size=10)
+SIZES = WeightSizes(num_heads=4, num_kv_heads=2, vocab_size=10)
 
 
 def test_queries_keys_and_values_are_interleaved_by_group():
     """4 query heads in 2 groups of head size 1: Megatron's rows are q0 q1 k0 v0, q2 q3 k1 v1."""
     q, k, v = (torch.tensor(rows).float()[:, None] for rows in ([0, 1, 2, 3], [10, 11], [20, 21]))
     rule = match("qwen3", "decoder.layers.5.self_attention.linear_qkv.weight").rule
-    whole = combine(rule, [q, k, v], SHAPE)
+    whole = combine(rule, [q, k, v], SIZES)
     assert whole[:, 0].tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
-    for expected, part in zip((q, k, v), split(rule, whole, SHAPE), strict=True):
+    for expected, part in zip((q, k, v), split(rule, whole, SIZES), strict=True):
         assert torch.equal(part, expected)
 
 

@@ -37,7 +37,7 @@ RESTORED = {"model", "optimizer", "opt_param_scheduler", "weights", "weight_vers
             "_weights_fingerprint", "weight_ages"}  # fmt: skip
 NOT_READ_BY_A_STEP = {
     # given at the start
-    "args", "role", "rank", "world_size", "with_ref", "with_opd_teacher", "hf_config",
+    "args", "role", "rank", "world_size", "with_ref", "with_opd_teacher", "model_shape",
     "master_addr", "master_port", "rollout_manager", "_asleep",  # of this process
     "_last_rollout_id", "_sampler_age",  # of this rollout
 }  # fmt: skip

@@ -221,7 +221,7 @@ def _gather_parts(data: torch.Tensor, group: Any) -> None:
 def _export(actor: Any) -> dict[str, torch.Tensor]:
     from slime.backends.megatron_utils.update_weight import iter_hf_weight_buckets
 
-    buckets = iter_hf_weight_buckets(actor.args, actor.model, actor.hf_config, buffer_size=16384)
+    buckets = iter_hf_weight_buckets(actor.args, actor.model, actor.model_shape, buffer_size=16384)
     return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
 
 

@@ -15,7 +15,8 @@ def megatron_args(hf_folder: str | Path, **overrides: Any) -> argparse.Namespace
     shape, and `overrides`.
     """
     from slime.config import checkpoint, megatron
-    from slime.models.hf_config import megatron_fields_from_hf, read_hf_config
+    from slime.models.megatron_fields import megatron_fields
+    from slime.models.shape import read_model_shape
 
     classes = (
         megatron.ParallelOptions, megatron.ModelShapeOptions, megatron.OptimizerOptions, megatron.NumericsOptions,
@@ -24,7 +25,7 @@ def megatron_args(hf_folder: str | Path, **overrides: Any) -> argparse.Namespace
     values: dict[str, Any] = {"expert_model_parallel_size": 1, "calculate_per_token_loss": False}
     for cls in classes:
         values.update(dataclasses.asdict(cls()))
-    values.update(megatron_fields_from_hf(read_hf_config(hf_folder)))
+    values.update(megatron_fields(read_model_shape(hf_folder)))
     values.update(
         hf_checkpoint=str(hf_folder), make_vocab_size_divisible_by=1, lr=1e-3, lr_decay_style="constant", seed=7,
         global_batch_size=4, num_rollout=10, rollout_batch_size=4, n_samples_per_prompt=1, distributed_timeout_minutes=1,

@@ -125,12 +125,12 @@ def log_probs_of(args: Any, model: list, data: dict[str, Any], mine: list[int]) 
 def exported(args: Any, model: list) -> dict[str, Any]:
     """Hugging Face tensors of the model on the main rank, {} elsewhere."""
     from slime.backends.megatron_utils.update_weight import iter_hf_weight_buckets
-    from slime.models.hf_config import read_hf_config
+    from slime.models.shape import read_model_shape
 
-    config = read_hf_config(args.hf_checkpoint)
+    shape = read_model_shape(args.hf_checkpoint)
     return {
         name: tensor
-        for bucket in iter_hf_weight_buckets(args, model, config, buffer_size=4096)
+        for bucket in iter_hf_weight_buckets(args, model, shape, buffer_size=4096)
         for name, tensor in bucket
     }
 

@@ -54,7 +54,7 @@ from slime.backends.megatron_utils.weights_backup import WeightsBackup
 from slime.data.batch import RolloutBatch
 from slime.files.train_dump_utils import save_debug_train_data
 from slime.metrics.statistics import compute_rollout_step
-from slime.models.hf_config import read_hf_config
+from slime.models.shape import read_model_shape
 from slime.ray.train_actor import TrainRayActor
 from slime.tracking.timer import Timer, inverse_timer, timer
 from slime.tracking.tracking import (
@@ -91,7 +91,7 @@ class MegatronTrainRayActor(TrainRayActor):
         super().init(args, role, with_ref, with_opd_teacher)
         initialize.init(args)
         init_tracking(args, primary=False)
-        self.hf_config = read_hf_config(args.hf_checkpoint)
+        self.model_shape = read_model_shape(args.hf_checkpoint)
         self.model, self.optimizer, self.opt_param_scheduler = setup_model_and_optimizer(args, role)
         self.weights = WeightsBackup(self.model)
         self.weight_version, self._last_train_step, self._moved_reference = 0, -1, False
@@ -441,7 +441,7 @@ class MegatronTrainRayActor(TrainRayActor):
                     keep=args.keep_checkpoints and args.keep_checkpoints + (self.role == "critic"),
                 )
         if args.save_hf is not None and self.role == "actor":
-            checkpoint.save_hf_checkpoint(args, rollout_id, self.model, self.hf_config)
+            checkpoint.save_hf_checkpoint(args, rollout_id, self.model)
 
     def suspend(self, folder: str) -> None:
         """Writes the whole state below `folder`, over that of the time before, for processes that
@@ -487,7 +487,11 @@ class MegatronTrainRayActor(TrainRayActor):
             before, self._weights_fingerprint = (
                 self._weights_fingerprint,
                 publish_weights(
-                    self.args, self.model, self.hf_config, self.rollout_manager, self.weight_version
+                    self.args,
+                    self.model,
+                    self.model_shape,
+                    self.rollout_manager,
+                    self.weight_version,
                 ),
             )
         self.weight_ages.published(self.weight_version)

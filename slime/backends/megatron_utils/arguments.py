@@ -37,11 +37,12 @@ def megatron_parse_args(
     """
     from slime.config.cli import join_problems, parse_command_line
     from slime.exceptions import ConfigError
-    from slime.models.hf_config import check_against_hf, read_hf_config
+    from slime.models.megatron_fields import contradictions
+    from slime.models.shape import read_model_shape
 
     args = parse_command_line(None, extra_args_provider).args
     if not skip_hf_validate and args.hf_checkpoint is not None:
-        problems = check_against_hf(vars(args), read_hf_config(args.hf_checkpoint))
+        problems = contradictions(vars(args), read_model_shape(args.hf_checkpoint))
         if problems:
             raise ConfigError(join_problems(problems))
     return set_default_megatron_args(args)
@@ -152,9 +153,11 @@ def _validate_allgather_cp_supported(args: Any, hf_config: Any = None) -> None:
     if not given.get("allgather_cp") or given.get("context_parallel_size", 1) <= 1:
         return
     if hf_config is None and given.get("hf_checkpoint"):
-        from slime.models.hf_config import read_hf_config
+        from pathlib import Path
 
-        hf_config = read_hf_config(given["hf_checkpoint"])
+        from slime.models.hf_folder import read_json
+
+        hf_config = read_json(Path(given["hf_checkpoint"]) / "config.json")
     values = (
         {}
         if hf_config is None

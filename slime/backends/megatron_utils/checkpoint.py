@@ -243,13 +243,10 @@ def save_checkpoint(
     return final
 
 
-def save_hf_checkpoint(
-    args: Any, rollout_id: int, model: Sequence[torch.nn.Module], hf_config: Any = None
-) -> Path:
+def save_hf_checkpoint(args: Any, rollout_id: int, model: Sequence[torch.nn.Module]) -> Path:
     """Exports Hugging Face weights to `args.save_hf` with {rollout_id} filled in; returns the
     folder. Called by all ranks together.
     """
-    del hf_config
     folder = Path(args.save_hf.format(rollout_id=rollout_id))
     save_hf_model_direct_to_path(args, folder, model)
     return folder

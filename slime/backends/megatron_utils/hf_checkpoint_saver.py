@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from slime.backends.megatron_utils.hf_to_megatron.common import SafetensorReader
 from slime.backends.megatron_utils.update_weight.gather import NamedTensors, iter_hf_weight_buckets
 from slime.exceptions import SlimeError
-from slime.models.hf_config import read_hf_config
+from slime.models.shape import read_model_shape
 
 MAX_SHARD_BYTES = 4 * 1024**3
 _WEIGHT_SUFFIXES = (
@@ -50,7 +50,7 @@ def save_hf_model_direct_to_path(
     temporary = folder.with_name(f".{folder.name}.writing")
     writer: _SafetensorShardWriter | None = None
     problem: str | None = None
-    for bucket in iter_hf_weight_buckets(args, model, read_hf_config(source)):
+    for bucket in iter_hf_weight_buckets(args, model, read_model_shape(source)):
         # A failure must not end the loop: the other ranks still send.
         if not bucket or problem is not None:
             continue

@@ -17,6 +17,8 @@ from slime.accelerator import get_accelerator
 from slime.backends.megatron_utils.layer_spec import build_block_spec
 from slime.config.megatron import FIXED_ON_CPU
 from slime.exceptions import ConfigError
+from slime.models.rope import inverse_frequencies
+from slime.models.shape import read_model_shape
 from slime.utils.misc import load_function
 
 
@@ -112,9 +114,9 @@ def _gpt_model(
     pre_process: bool,
     post_process: bool,
 ) -> GPTModel:
-    given = vars(args)
+    rope = read_model_shape(args.hf_checkpoint).rope
     tied = not args.untie_embeddings_and_output_weights and role != "critic"
-    return GPTModel(
+    model = GPTModel(
         config=config,
         transformer_layer_spec=build_block_spec(
             config, vp_stage=vp_stage, use_transformer_engine=_use_transformer_engine(args)
@@ -132,10 +134,13 @@ def _gpt_model(
         position_embedding_type=args.position_embedding_type or "rope",
         rotary_percent=1.0 if args.rotary_percent is None else args.rotary_percent,
         rotary_base=10000.0 if args.rotary_base is None else args.rotary_base,
-        rope_scaling=bool(given.get("use_rope_scaling")),
-        rope_scaling_factor=given.get("rope_scaling_factor") or 8.0,
         vp_stage=vp_stage,
     )
+    if rope.rope_type != "default":
+        # Megatron-core scales with fixed constants only.
+        rotary = model.rotary_pos_emb
+        rotary.inv_freq = inverse_frequencies(rope, config.kv_channels).to(rotary.inv_freq.device)
+    return model
 
 
 class ValueHead(torch.nn.Linear):

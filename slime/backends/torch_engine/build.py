@@ -16,7 +16,7 @@ from slime.backends.torch_engine.tokenizer import EngineTokenizer
 from slime.backends.torch_engine.weights import dtype_name, load_checkpoint
 from slime.exceptions import ConfigError
 from slime.models.hf_folder import read_eos_token_ids
-from slime.models.model_config import read_decoder_config
+from slime.models.shape import read_model_shape
 
 DEFAULT_MAX_RUNNING = 1024
 DEFAULT_FRACTION = {"cpu": 0.2, "cuda": 0.8}
@@ -47,7 +47,7 @@ def load_engine(config: EngineConfig, *, notify: Notify) -> LoadedEngine:
     """Returns an engine with the weights of config.hf_checkpoint. ConfigError names what does not
     fit.
     """
-    decoder_config = read_decoder_config(config.hf_checkpoint)
+    shape = read_model_shape(config.hf_checkpoint)
     device = resolve_device(config.device)
     if device.type == "cpu":
         torch.set_num_threads(config.num_threads)
@@ -56,20 +56,20 @@ def load_engine(config: EngineConfig, *, notify: Notify) -> LoadedEngine:
             f"deterministic inference on CPU needs one torch thread, not {config.num_threads}: "
             "with more, sums are split differently."
         )
-    name = decoder_config.checkpoint_dtype if config.dtype == "auto" else config.dtype
+    name = shape.checkpoint_dtype if config.dtype == "auto" else config.dtype
     dtype = getattr(torch, name, None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(
             f"the checkpoint's dtype is {name!r}; give the engine one of float32, bfloat16, "
             "float16."
         )
-    context_length = config.context_length or decoder_config.max_position_embeddings
-    if context_length > decoder_config.max_position_embeddings:
+    context_length = config.context_length or shape.max_position_embeddings
+    if context_length > shape.max_position_embeddings:
         raise ConfigError(
             f"context length {context_length} is more than the model's max_position_embeddings "
-            f"{decoder_config.max_position_embeddings}."
+            f"{shape.max_position_embeddings}."
         )
-    decoder = Decoder(decoder_config, device=device, dtype=dtype)
+    decoder = Decoder(shape, device=device, dtype=dtype)
     source_dtype = load_checkpoint(decoder, config.hf_checkpoint)
     if config.deterministic:
         decoder.make_deterministic()
@@ -83,14 +83,14 @@ def load_engine(config: EngineConfig, *, notify: Notify) -> LoadedEngine:
     )
     runner = ModelRunner(
         decoder,
-        KvCache(decoder_config, pages, device=device, dtype=dtype),
+        KvCache(shape, pages, device=device, dtype=dtype),
         max_prefill_tokens=config.max_prefill_tokens,
     )
     engine = Engine(
         runner,
         RunningBatch(
             max_running,
-            vocab_size=decoder_config.vocab_size,
+            vocab_size=shape.vocab_size,
             eos_token_ids=eos_token_ids,
             device=device,
         ),

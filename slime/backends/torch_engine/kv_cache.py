@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from slime.models.model_config import DecoderConfig
+from slime.models.shape import ModelShape
 
 PAGE_SIZE = 16
 # Padding rows write here; it belongs to nobody, and nothing reads it but padding rows.
@@ -19,7 +19,7 @@ def num_pages(num_tokens: int) -> int:
     return -(-num_tokens // PAGE_SIZE)
 
 
-def bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
+def bytes_per_token(config: ModelShape, dtype: torch.dtype) -> int:
     """Returns the bytes that one token's keys and values take in all layers."""
     return 2 * config.num_layers * config.kv_size * dtype.itemsize
 
@@ -73,7 +73,7 @@ class KvCache:
     """
 
     def __init__(
-        self, config: DecoderConfig, total_pages: int, *, device: torch.device, dtype: torch.dtype
+        self, config: ModelShape, total_pages: int, *, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.total_pages = total_pages
         self._shape = (total_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim)

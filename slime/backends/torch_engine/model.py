@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from slime.backends.torch_engine.kv_cache import PAGE_SIZE, KvCache
 from slime.backends.torch_engine.rope import RotaryTable, apply_rotary
 from slime.backends.torch_engine.row_tiles import prove_tile_sizes, tiled_linear
-from slime.models.model_config import DecoderConfig
+from slime.models.shape import ModelShape
 
 
 @dataclasses.dataclass
@@ -57,7 +57,7 @@ class Decoder:
     tensors.
     """
 
-    def __init__(self, config: DecoderConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelShape, *, device: torch.device, dtype: torch.dtype) -> None:
         self.config = config
         self.device = device
         self.dtype = dtype
@@ -103,7 +103,7 @@ class Decoder:
             if config.qk_norm
             else None,
             o=self._new(attention + "o_proj.weight", hidden, config.q_size),
-            o_bias=self._new(attention + "o_proj.bias", hidden) if config.o_bias else None,
+            o_bias=self._new(attention + "o_proj.bias", hidden) if config.linear_bias else None,
             post_norm=self._new(prefix + "post_attention_layernorm.weight", hidden),
             **dict.fromkeys(
                 (
@@ -128,7 +128,7 @@ class Decoder:
         names = [prefix + "gate_proj.", prefix + "up_proj."]
         layer.gate_up = self._new_fused([name + "weight" for name in names], [width, width], hidden)
         layer.down = self._new(prefix + "down_proj.weight", hidden, width)
-        if self.config.mlp_bias:
+        if self.config.linear_bias:
             layer.gate_up_bias = self._new_fused([name + "bias" for name in names], [width, width])
             layer.down_bias = self._new(prefix + "down_proj.bias", hidden)
 

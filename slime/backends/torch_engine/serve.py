@@ -15,7 +15,7 @@ import tyro
 
 from slime.backends.torch_engine.engine_config import EngineConfig
 from slime.exceptions import SlimeError
-from slime.models.model_config import read_decoder_config
+from slime.models.shape import read_model_shape
 
 API_KEY_VARIABLE = "SLIME_API_KEY"
 
@@ -85,7 +85,7 @@ def serve(command: ServeCommand) -> int:
     try:
         config = command.engine_config()
         # JSON only: a wrong folder is reported before torch is loaded.
-        read_decoder_config(config.hf_checkpoint)
+        read_model_shape(config.hf_checkpoint)
         return asyncio.run(_serve(config))
     except SlimeError as error:
         print(f"slime serve: {error}", file=sys.stderr)

@@ -16,7 +16,7 @@ from typing import Any
 from slime.backends.torch_engine.build import LoadedEngine
 from slime.backends.torch_engine.weights import StagedWeights, decoder_checksum, read_weights
 from slime.exceptions import ConfigError, EngineError
-from slime.models.model_config import read_decoder_config
+from slime.models.shape import read_model_shape
 
 APPLY_TIMEOUT_SECONDS = 600.0
 
@@ -93,21 +93,8 @@ class WeightUpdater:
         return self._between_steps(lambda: decoder_checksum(self._loaded.decoder))
 
     def _check_config(self, folder: str) -> None:
-        ours, theirs = self._loaded.decoder.config, read_decoder_config(folder)
-        # These change what the same weights compute, and no shape shows it.
-        for name in (
-            "model_type",
-            "num_heads",
-            "num_kv_heads",
-            "rms_norm_eps",
-            "rope",
-            "num_experts_per_token",
-        ):
-            if getattr(ours, name) != getattr(theirs, name):
-                raise ConfigError(
-                    f"{folder}/config.json has {name} {getattr(theirs, name)}, the engine runs "
-                    f"{getattr(ours, name)}."
-                )
+        shape = self._loaded.decoder.config
+        shape.check_same_computation(read_model_shape(folder), f"{folder}/config.json")
 
     def _begin(self, version: str) -> None:
         self._staged, self._version = self._new_staging(copy=True), version

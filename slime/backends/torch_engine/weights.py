@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from slime.backends.torch_engine.model import Decoder
 from slime.exceptions import ConfigError, EngineError
 from slime.files.checksum import combine_digests, tensor_digest
-from slime.models.model_config import read_json
+from slime.models.families import is_derived_tensor
+from slime.models.hf_folder import read_json
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_NAMES_SHOWN = 5
@@ -54,13 +55,15 @@ def weight_files(folder: str | Path) -> list[Path]:
 
 
 def read_weights(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, CPU tensor) of every tensor in the folder's safetensors files. ConfigError
-    names a damaged file.
+    """Yields (name, CPU tensor) of every weight in the folder's safetensors files. ConfigError names
+    a damaged file.
     """
     for path in weight_files(folder):
         try:
             with safe_open(str(path), framework="pt", device="cpu") as file:
                 for name in file.keys():  # noqa: SIM118 - not a mapping
+                    if is_derived_tensor(name):
+                        continue
                     yield name, file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path} is not a readable safetensors file: {error}") from None

@@ -4,7 +4,6 @@ layout.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,10 @@ from slime.backends.megatron_utils.hf_to_megatron.common import (
     _tensor_parallel_shard,
 )
 from slime.exceptions import ConfigError
-from slime.models.hf_config import megatron_fields_from_hf, read_hf_config, text_config
-from slime.models.param_mapping import Shape, combine, expected_hf_names, match
+from slime.models.families import FAMILIES, is_derived_tensor
+from slime.models.megatron_fields import contradictions
+from slime.models.param_mapping import WeightSizes, combine, expected_hf_names, match
+from slime.models.shape import read_model_shape
 
 __all__ = [
     "SafetensorReader",
@@ -28,37 +29,34 @@ __all__ = [
     "qwen3_moe_hf_tensor",
 ]
 
-# Derived from the config, not trained, and left in some old checkpoints.
-_IGNORED = re.compile(r"rotary_emb\.inv_freq$|_scale_inv$")
+Loader = Callable[[str, SafetensorReader, Mapping[str, Any]], torch.Tensor]
 
 
-def _loader(family: str) -> Callable[[str, SafetensorReader, Mapping[str, Any]], torch.Tensor]:
+def _loader(family: str) -> Loader:
     def hf_tensor(
         megatron_name: str, reader: SafetensorReader, hf_config: Mapping[str, Any]
     ) -> torch.Tensor:
         """The whole parameter `megatron_name` (numbers counted over the whole model), vocabulary
         not padded.
         """
-        found = match(family, megatron_name)
-        return combine(
-            found.rule,
-            [reader.get_tensor(name) for name in found.hf_names],
-            Shape.from_hf(hf_config),
-        )
+        return _whole(family, megatron_name, reader, WeightSizes.from_hf(hf_config))
 
     return hf_tensor
 
 
-llama_hf_tensor = qwen3_hf_tensor = _loader("llama")
-qwen2_hf_tensor = _loader("qwen2")
-qwen3_moe_hf_tensor = _loader("qwen3_moe")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-_LOADERS = {
-    "llama": llama_hf_tensor,
-    "qwen2": qwen2_hf_tensor,
-    "qwen3": qwen3_hf_tensor,
-    "qwen3_moe": qwen3_moe_hf_tensor,
-}
+_LOADERS = {family: _loader(family) for family in FAMILIES}
+_LOADERS["qwen3"] = _LOADERS["llama"]  # one function by two names
+llama_hf_tensor, qwen2_hf_tensor = _LOADERS["llama"], _LOADERS["qwen2"]
+qwen3_hf_tensor, qwen3_moe_hf_tensor = _LOADERS["qwen3"], _LOADERS["qwen3_moe"]
+
+
+def _whole(
+    family: str, megatron_name: str, reader: SafetensorReader, sizes: WeightSizes
+) -> torch.Tensor:
+    found = match(family, megatron_name)
+    return combine(found.rule, [reader.get_tensor(name) for name in found.hf_names], sizes)
 
 
 @torch.no_grad()
@@ -71,27 +69,33 @@ def load_hf_weights(args: Any, model: Sequence[torch.nn.Module], folder: str | P
     """
     from slime.backends.megatron_utils.local_params import local_parameters
 
-    hf_config = text_config(read_hf_config(folder))
-    family = hf_config["model_type"]
-    fields = megatron_fields_from_hf(hf_config)
+    shape = read_model_shape(folder)
+    problems = contradictions(vars(args), shape)
+    if problems:
+        raise ConfigError(f"{folder} holds another model: {' '.join(problems)}")
     reader = SafetensorReader(folder)
-    unexpected = set(reader.names()) - set(expected_hf_names(family, fields))
-    unexpected = sorted(name for name in unexpected if not _IGNORED.search(name))
+    unexpected = set(reader.names()) - set(expected_hf_names(shape))
+    unexpected = sorted(name for name in unexpected if not is_derived_tensor(name))
     if unexpected:
         raise ConfigError(
-            f"{folder} has {len(unexpected)} tensors that a {family} model of "
-            f"{fields['num_layers']} layers does not, {unexpected[0]!r} first."
+            f"{folder} has {len(unexpected)} tensors that a {shape.model_type} model of "
+            f"{shape.num_layers} layers does not, {unexpected[0]!r} first."
         )
-    tied = not args.untie_embeddings_and_output_weights
+    if shape.tie_word_embeddings and _HEAD in reader:
+        # Transformers ignores the tensor, but the config may be the wrong one of the two.
+        if not torch.equal(reader.get_tensor(_HEAD), reader.get_tensor(_EMBEDDING)):
+            raise ConfigError(
+                f"{folder}: {_HEAD} differs from {_EMBEDDING}, but the model ties them."
+            )
     for local in local_parameters(model):
         if local.is_value_head:
             continue
         name = (
             "embedding.word_embeddings.weight"
-            if tied and local.name == "output_layer.weight"
+            if shape.tie_word_embeddings and local.name == "output_layer.weight"
             else local.name
         )
-        whole = _LOADERS[family](name, reader, hf_config)
+        whole = _whole(shape.model_type, name, reader, WeightSizes.of(shape))
         if local.is_vocab:
             whole = _pad_rows(whole, local.parameter.shape[0] * local.parallel_size)
         part = whole

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from slime.models.param_mapping import Shape, match, split
+from slime.models.param_mapping import WeightSizes, match, split
 
 __all__ = [
     "convert_llama_to_hf",
@@ -28,7 +28,7 @@ def _converter(family: str) -> Converter:
         """
         found = match(family, name)
         return list(
-            zip(found.hf_names, split(found.rule, param, Shape.from_args(args)), strict=True)
+            zip(found.hf_names, split(found.rule, param, WeightSizes.from_args(args)), strict=True)
         )
 
     return convert

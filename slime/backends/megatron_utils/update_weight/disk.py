@@ -5,7 +5,7 @@ actors, SGLang's among them.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_dire
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_weight_buckets
 from slime.backends.megatron_utils.update_weight.publish import ask_manager
 from slime.exceptions import EngineError
+from slime.models.shape import ModelShape
 from slime.utils.async_utils import run
 from slime.utils.http_utils import init_http_client, post
 from slime.utils.misc import load_function
@@ -41,7 +42,7 @@ def update_problem(reply: Any, *, expected: str | None) -> str | None:
 def publish_through_disk(
     args: Any,
     model: Sequence[torch.nn.Module],
-    hf_config: Mapping[str, Any],
+    shape: ModelShape,
     rollout_manager: Any,
     version: int,
     fingerprint: Any,
@@ -52,7 +53,7 @@ def publish_through_disk(
     root = Path(args.update_weight_disk_dir)
     folder = root / f"weight_v{version}"
     save_hf_model_direct_to_path(args, folder, model)
-    for bucket in iter_hf_weight_buckets(args, model, hf_config):
+    for bucket in iter_hf_weight_buckets(args, model, shape):
         fingerprint.add(bucket)
     if fingerprint.value() is None:
         return None

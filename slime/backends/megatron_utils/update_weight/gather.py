@@ -9,7 +9,7 @@ the main one ever holds more than its own shards.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ import torch.distributed as dist
 from slime.backends.megatron_utils.initialize import is_megatron_main_rank
 from slime.backends.megatron_utils.local_params import LocalParameter, local_parameters
 from slime.backends.megatron_utils.sharding import unshard
-from slime.models.hf_config import text_config
-from slime.models.param_mapping import Shape, match, split
+from slime.models.param_mapping import WeightSizes, match, split
+from slime.models.shape import ModelShape
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
@@ -59,11 +59,9 @@ class HfWeightExporter:
     afterwards.
     """
 
-    def __init__(
-        self, args: Any, model: Sequence[torch.nn.Module], hf_config: Mapping[str, Any]
-    ) -> None:
-        self._family = text_config(hf_config)["model_type"]
-        self._shape = Shape.from_args(args)
+    def __init__(self, args: Any, model: Sequence[torch.nn.Module], shape: ModelShape) -> None:
+        self._family = shape.model_type
+        self._sizes = WeightSizes.of(shape)
         self._local = {
             local.name: local for local in local_parameters(model) if not local.is_value_head
         }
@@ -139,7 +137,7 @@ class HfWeightExporter:
             # A copy: the receiver may keep it while training changes the parameter in place.
             tensors = [
                 part.clone(memory_format=torch.contiguous_format)
-                for part in split(found.rule, whole, self._shape)
+                for part in split(found.rule, whole, self._sizes)
             ]
             named += zip(found.hf_names, tensors, strict=True)
         return named
@@ -148,7 +146,7 @@ class HfWeightExporter:
 def iter_hf_weight_buckets(
     args: Any,
     model: Sequence[torch.nn.Module],
-    hf_config: Mapping[str, Any],
+    shape: ModelShape,
     *,
     buffer_size: int | None = None,
 ) -> Iterator[NamedTensors]:
@@ -161,7 +159,7 @@ def iter_hf_weight_buckets(
     """
     exporter = model[0].__dict__.get("_hf_weight_exporter")
     if exporter is None:
-        exporter = HfWeightExporter(args, model, hf_config)
+        exporter = HfWeightExporter(args, model, shape)
         # Not a submodule; kept on the model because the plan holds for exactly as long.
         model[0].__dict__["_hf_weight_exporter"] = exporter
     yield from exporter.buckets(

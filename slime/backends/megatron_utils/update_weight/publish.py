@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from slime.backends.megatron_utils.update_weight.gather import NamedTensors, iter_hf_weight_buckets
 from slime.exceptions import EngineError
 from slime.files.checksum import combine_digests, tensor_digest
+from slime.models.shape import ModelShape
 from slime.ray import actors
 from slime.ray.utils import wait_for
 
@@ -45,7 +46,7 @@ class Fingerprint:
 def publish_weights(
     args: Any,
     model: Sequence[torch.nn.Module],
-    hf_config: Mapping[str, Any],
+    shape: ModelShape,
     rollout_manager: Any,
     version: int,
 ) -> str | None:
@@ -61,10 +62,10 @@ def publish_weights(
     if args.update_weight_transport == "disk":
         from slime.backends.megatron_utils.update_weight.disk import publish_through_disk
 
-        return publish_through_disk(args, model, hf_config, rollout_manager, version, fingerprint)
+        return publish_through_disk(args, model, shape, rollout_manager, version, fingerprint)
     engines = None
     with contextlib.ExitStack() as stack:
-        for bucket in iter_hf_weight_buckets(args, model, hf_config):
+        for bucket in iter_hf_weight_buckets(args, model, shape):
             if not bucket:
                 continue
             if engines is None:
