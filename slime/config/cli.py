@@ -16,6 +16,7 @@ from typing import Any
 from slime.config.compat import apply_compat, off_values
 from slime.config.list_text import convert_list_text, is_list_text
 from slime.config.megatron import megatron_fields
+from slime.config.ranges import range_problems
 from slime.config.specs import (
     OptionSpec,
     all_specs,
@@ -233,6 +234,7 @@ def parse_command_line(
         values.update({**file.known, **file.other})
         sources.update(dict.fromkeys([*file.known, *file.other], values["custom_config_path"]))
     if problems and control["--help"] is None:
+        problems += range_problems(argparse.Namespace(**values)).values()
         raise ConfigError(join_problems(problems))
     return CommandLine(
         args=argparse.Namespace(**{name: _copied(value) for name, value in values.items()}),

@@ -200,6 +200,13 @@ def test_a_number_out_of_range_hides_no_other_problem(tmp_path):
     assert {"kl-coef", "ref-load"} <= set(found) and len(found) == 6
 
 
+def test_a_word_that_is_no_number_hides_no_number_out_of_range(tmp_path):
+    """Both are wrong values of options, and are corrected in one go."""
+    found = refused([*write_run_inputs(tmp_path), "--gamma", "nan", "--lr", "-1", "--no-such-flag"])
+    assert found["gamma"] == "--gamma: NaN is not a usable number."
+    assert found["lr"] == "--lr must be >= 0, it is -1.0. Use 1e-06."
+
+
 def test_the_longest_wait_can_be_waited_for():
     """A time limit beyond it overflows in the thread that waits."""
     import threading
