@@ -30,6 +30,8 @@ from torch.overrides import TorchFunctionMode
 
 from slime.backends.megatron_utils import loss
 from slime.exceptions import ConfigError, RolloutDataError
+from slime.metrics.contributions import maximum
+from slime.metrics.step_metrics import reduce_train_step_metrics
 
 NUM_GPUS = 0
 
@@ -520,6 +522,63 @@ def test_custom_reducer_gets_the_denominators_when_it_names_them(monkeypatch, ta
     monkeypatch.setattr(loss, "load_function", lambda path: five if takes_denominators else four)
     assert call_loss(args, batch, packed)[2]["pg_loss"] == 5
     assert not takes_denominators or torch.equal(seen["denominators"], batch["rollout_mask_sums"])
+
+
+WORKED_EXAMPLE = (  # per rank: masks, denominators, the tokens' losses
+    ([[1, 1, 0], [1, 1]], [4.0, 4.0], [1.0, 3.0, 9.0, 2.0, 2.0]),
+    ([[1, 0, 1, 1]], [3.0], [0.5, 9.0, 0.5, 2.0]),
+)
+
+
+@pytest.mark.parametrize(
+    ("per_token", "values", "losses", "metric"),
+    [
+        (False, [[0.0, 2.0], [0.0, 1.0]], [2.0, 1.0], 1.5),
+        (True, [[4.0, 8.0], [3.0, 3.0]], [8.0, 3.0], 11 / 7),
+    ],
+)
+def test_the_worked_example_of_the_module_is_true(monkeypatch, per_token, values, losses, metric):
+    """Three samples on two ranks hold what the head of loss.py says, and the step reports it."""
+    args = SimpleNamespace(
+        loss_type="custom_loss", custom_loss_function_path="f", calculate_per_token_loss=per_token
+    )
+    found, reports = [], []
+    for masks, denominators, flat in WORKED_EXAMPLE:
+        lengths = [len(mask) for mask in masks]
+        batch = {
+            "total_lengths": [2 + length for length in lengths],
+            "response_lengths": lengths,
+            "loss_masks": [torch.tensor(mask) for mask in masks],
+            "rollout_mask_sums": torch.tensor(denominators),
+        }
+
+        def token_losses(args, batch, logits, sum_of_sample_mean, flat=flat):
+            tokens = loss.ResponseTokens.of(batch, logits.device)
+            value = sum_of_sample_mean(torch.tensor(flat))
+            return value, {"loss": value, "max": maximum(tokens.trained(torch.tensor(flat)))}
+
+        monkeypatch.setattr(loss, "load_function", lambda path, f=token_losses: f)
+        with pretend_rank(dp_size=2):
+            value, _, report = loss.loss_function(args, batch, 1, 2, torch.zeros(1, 4, 2))
+        found.append(float(value))
+        reports.append(report)
+    assert found == losses and [report["values"].tolist() for report in reports] == values
+    # two micro-batches of one rank reduce like one micro-batch of two
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, group: None)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
+    monkeypatch.setattr(
+        torch.distributed,
+        "all_gather_object",
+        lambda gathered, mine, group: gathered.__setitem__(0, mine),
+    )
+    reduced = reduce_train_step_metrics(
+        reports,
+        calculate_per_token_loss=per_token,
+        step_global_batch_size=2,
+        cp_size=1,
+        dp_with_cp_group=None,
+    )
+    assert reduced == {"loss": metric, "max": 3.0}
 
 
 def test_custom_loss_and_unknown_loss(monkeypatch):

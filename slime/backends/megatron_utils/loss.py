@@ -1,10 +1,28 @@
-"""Log-probs and losses of one micro-batch, and the advantages of a rollout batch, on one Megatron
-rank. The formulas are in `slime.algorithms`; here is what they are applied to: which logits rows,
-which ranks' sums, which denominator.
+"""Losses of one micro-batch, and the advantages of a rollout batch, on one Megatron rank. The
+formulas are in `slime.algorithms`; here is what they are applied to: which logits rows, which ranks'
+sums, which denominator. What a forward pass gives per sample is forward.py.
 
 A batch is the dict that `get_batch` returns. Flat tensors hold the response tokens that this
 context-parallel rank owns, sample after sample, [L]. Selection, never multiplication by zero, keeps
 masked positions out, so that NaN or inf there changes nothing.
+
+Three samples of two rollouts, A (samples 0 and 1) and B (sample 2), on two data-parallel ranks, one
+micro-batch each; a token's loss is what the formula gave, 9 where nothing is trained:
+
+                            rank 0                          rank 1
+    samples                 0 (A)    1 (A)                  2 (B)
+    response_lengths        3        2                      4
+    loss_masks              [1 1 0]  [1 1]                  [1 0 1 1]
+    rollout_mask_sums       4        4                      3           tokens of the whole rollout
+    flat losses [L]         [1 3 9 2 2]                     [0.5 9 0.5 2]
+    sum_of_sample_mean      (1+3)/4 + (2+2)/4 = 2           (0.5+0.5+2)/3 = 1
+    loss for the schedule   2 * 1/2 * 2 = 2                 1 * 1/2 * 2 = 1
+    values of the report    [0, 2]                          [0, 1]
+    a maximum reported      3                               2
+
+The schedule averages over the two ranks: 1.5, the mean over rollouts of the mean over their tokens.
+The metric is (2 + 1) / 2 rollouts = 1.5, the maximum 3. With --calculate-per-token-loss the values
+are [4, 8] and [3, 3], and the metric is 11 / 7 tokens.
 """
 
 from __future__ import annotations
