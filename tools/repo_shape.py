@@ -87,6 +87,15 @@ LAYERS: tuple[tuple[str, int], ...] = (
 ANY_ADDRESS = ".".join("0000")
 FORBIDDEN_BELOW_EDGES = ("ray", "megatron", "sglang", "sglang_router", "wandb", "aiohttp")
 
+# Private names of other packages' objects that have no public one.
+FOREIGN_PRIVATE = {
+    "_actions": "argparse's options of a parser",
+    "_cdata": "torch's identity of a storage",
+    "_get_model_param_range_map": "Megatron-core's place of a parameter in an optimizer shard",
+    "_version": "torch's count of a tensor's edits",
+}
+UPSTREAM_NAME = "the name is upstream's, and private there too"
+
 SHORT_NAMESPACE = (
     "upstream's tests call this with a namespace that has only the options they are about"
 )
@@ -143,6 +152,15 @@ EXCEPTIONS: tuple[tuple[str, str, str], ...] = (
             "config/rules.py",
             "data/batch.py",
             "gate/checks.py",
+        )
+    ),
+    *(
+        ("private name", f"slime/{path}", UPSTREAM_NAME)
+        for path in (
+            "backends/megatron_utils/hf_to_megatron/__init__.py",
+            "backends/megatron_utils/loss.py",
+            "ray/rollout.py",
+            "rollout/engine_client.py",
         )
     ),
     *(
@@ -284,6 +302,51 @@ def check_sizes(path: str, tree: ast.Module, text: str) -> Iterator[Finding]:
             )
 
 
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def bound_names(tree: ast.Module) -> set[str]:
+    """Returns every name and attribute that the module itself defines or assigns."""
+    bound = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            bound.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound.add(node.id)
+    return bound
+
+
+def check_private_names(path: str, tree: ast.Module) -> Iterator[Finding]:
+    """No module of slime reads another one's private names: neither a module's nor an object's."""
+    imported: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            module = getattr(node, "module", None)
+            for alias in node.names:
+                name = alias.asname or alias.name.split(".")[0]
+                imported[name] = f"{module}.{alias.name}" if module else alias.name
+                if (module or "").startswith("slime") and is_private(alias.name):
+                    yield Finding(
+                        "private name", path, node.lineno, f"imports {alias.name} of {module}"
+                    )
+    bound = bound_names(tree)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not is_private(node.attr):
+            continue
+        owner = ast.unparse(node.value)
+        origin = imported.get(owner.split(".")[0])
+        if origin is None:  # an object: its class is of this module, or of another one
+            is_own = owner in ("self", "cls", "super()") or node.attr in bound
+            is_read = not is_own and node.attr not in FOREIGN_PRIVATE
+        else:
+            is_read = origin.startswith("slime")
+        if is_read:
+            yield Finding("private name", path, node.lineno, f"reads {owner}.{node.attr}")
+
+
 def is_args(node: ast.AST) -> bool:
     """Returns whether the node is `args` or `self.args`."""
     if isinstance(node, ast.Attribute):
@@ -385,6 +448,8 @@ def check_file(path: str, text: str) -> list[Finding]:
     if not path.startswith("tests/"):
         findings += check_args(path, tree)
         findings += check_dangerous_calls(path, tree)
+    if path.startswith("slime/"):
+        findings += check_private_names(path, tree)
     return findings
 
 

@@ -43,6 +43,9 @@ def test_this_repository_has_no_findings():
             "def f(args):\n    return getattr(args, 'load', None)\n",
             "hidden default",
         ),
+        ("slime/ray/x.py", "from slime.ray.y import _inner\n", "private name"),
+        ("slime/ray/x.py", "from slime.ray import y\ny._inner()\n", "private name"),
+        ("slime/ray/x.py", "def f(group):\n    return group._handlers\n", "private name"),
         ("slime/ray/x.py", "import torch\ntorch.load('x')\n", "unsafe load"),
         ("slime/ray/x.py", "import torch\ntorch.load('x', weights_only=False)\n", "unsafe load"),
         ("slime/ray/x.py", "import pickle\npickle.loads(b'')\n", "unsafe load"),
@@ -82,6 +85,12 @@ def test_each_rule_finds_its_violation(path, text, rule):
             "def f(self, a, b, c, d, e, f, g, h):\n    return getattr(a, 'x', None)\n",
         ),
         ("slime/ray/x.py", "import torch\ntorch.load('x', weights_only=True)\n"),
+        ("slime/ray/x.py", "import ray\nray._raylet()\n"),
+        ("slime/ray/x.py", "def f(tensor):\n    return tensor._version\n"),
+        (
+            "slime/ray/x.py",
+            "class A:\n    def __init__(self, b):\n        self._x = b._x\n",
+        ),
         (
             "tests/test_x.py",
             (
