@@ -129,6 +129,7 @@ def _free_port():
 def _train(actor, rollout_id):
     """One rollout as the loop runs it: steps, and the weights to the engines."""
     data, _ = local_batch(actor.args)
+    data["partition"] = list(range(len(data["tokens"])))
     data["global_batch_sizes"] = [4, 4]
     return actor.train_actor(rollout_id, data)
 
@@ -155,6 +156,7 @@ def test_a_rank_says_which_planned_samples_did_not_train(rank):
     broken.remove()
     actor.args.rollout_data_postprocess_path = f"{__name__}.unmask"
     data, _ = local_batch(actor.args)
+    data["partition"] = list(range(len(data["tokens"])))
     data["loss_masks"][3][0] = 0
     with pytest.raises(
         RolloutDataError,
