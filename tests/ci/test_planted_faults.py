@@ -33,6 +33,7 @@ MINIMUM_BY_AREA = {
     "gate": 40,
     "layout": 40,
     "metrics": 25,
+    "models": 10,
     "rewards": 15,
     "rollout": 25,
     "schedule": 30,

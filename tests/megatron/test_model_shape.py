@@ -3,12 +3,15 @@
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.model_features import CONFIGS, FEATURES, LLAMA3
 from support.options import write_run_inputs
 
@@ -124,6 +127,38 @@ def test_a_refused_config_ends_a_dry_run_with_the_sentence(tmp_path, capsys):
         f"{path}: layer_types has 'chunked_attention', which is not supported; supported: "
         "full_attention." in capsys.readouterr().err
     )
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+ALL_KEYS = sorted({key for feature in FEATURES for key in feature.config()})
+ROPE_KEYS = sorted({"type", *LLAMA3, "rope_theta", "partial_rotary_factor"})
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(sorted(CONFIGS)),
+    st.dictionaries(st.sampled_from(ALL_KEYS), JSON_VALUES | st.integers(0, 9), max_size=4),
+    st.dictionaries(st.sampled_from(ROPE_KEYS), JSON_VALUES | st.integers(0, 9), max_size=4),
+)
+def test_any_config_is_taken_or_refused_in_words(family, changes, rope):
+    """Whatever JSON a config holds, it gives a shape with usable options, or a ConfigError; no other
+    exception."""
+    config = {**CONFIGS[family], "rope_scaling": {**LLAMA3, **rope} if rope else None, **changes}
+    try:
+        shape = model_shape(config)
+    except ConfigError as error:
+        assert "supported: " in str(error)
+        return
+    fields = megatron_fields(shape)
+    assert contradictions(fields, shape) == []
+    assert all(math.isfinite(value) for value in fields.values() if isinstance(value, float))
+    assert len(set(expected_hf_names(shape))) >= 3
 
 
 def test_the_shape_is_frozen():
