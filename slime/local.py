@@ -102,7 +102,7 @@ def words_of(options: dict[str, Any]) -> list[str]:
 
 
 @contextlib.contextmanager
-def local_run(options: Sequence[str] = (), **named: Any) -> Iterator[Run]:
+def local_run(options: Sequence[str] = (), **named: object) -> Iterator[Run]:
     """A run in this process, its models loaded and the weights published to the engine; everything
     is stopped at the end.
     """
@@ -124,7 +124,7 @@ def generate(run: Run, rollout_id: int) -> list[Any]:
     return actors.get(start_rollout(run, rollout_id))
 
 
-def train(options: Sequence[str] = (), **named: Any) -> LocalResult:
+def train(options: Sequence[str] = (), **named: object) -> LocalResult:
     """Trains to the end in this process and returns where the records are."""
     with local_run(options, **named) as run:
         training_loop(run)

@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, int], ...] = (
     ("slime", 0),
     ("slime.exceptions", 0),
     ("slime.tested_versions", 0),
+    ("slime.typing", 0),
     ("slime.config", 0),
     ("slime.config.CONCERNS", 0),
     ("slime.config.dry_run", 4),

@@ -54,7 +54,7 @@ import importlib
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -112,18 +112,19 @@ def install_cpu_adaptations() -> None:
     _patch_rope()
     _patch_uneven_collectives()
     if not isinstance(torch.Tensor.type, _TypeMethod):
-        torch.Tensor.type = _TypeMethod(torch.Tensor.type)
-        torch.Tensor.cuda = _same_tensor
+        # type: ignores: to replace methods is what an adaptation does
+        torch.Tensor.type = _TypeMethod(torch.Tensor.type)  # type: ignore[method-assign,assignment]
+        torch.Tensor.cuda = _same_tensor  # type: ignore[method-assign,assignment]
 
 
 @contextlib.contextmanager
 def _light_imports() -> Iterator[None]:
     compiler, knows_wandb = torch.compile, "wandb" in sys.modules
 
-    def leave_as_is(function: Any = None, **options: Any) -> Any:
+    def leave_as_is(function: object = None, **options: object) -> Any:
         return function if function is not None else lambda decorated: decorated
 
-    torch.compile = leave_as_is
+    torch.compile = leave_as_is  # type: ignore[assignment]  # until megatron is imported
     if not knows_wandb:
         sys.modules["wandb"] = None  # type: ignore[assignment]  # makes `import wandb` an ImportError
     try:
@@ -142,12 +143,12 @@ def _torch_for_megatron() -> types.ModuleType:
     proxy = types.ModuleType("torch")
     proxy.__dict__.update(torch.__dict__)
     # Names that torch loads on first use.
-    proxy.__getattr__ = lambda name: getattr(torch, name)
+    proxy.__getattr__ = lambda name: getattr(torch, name)  # type: ignore[method-assign]  # PEP 562
     for name in _FACTORIES:
         proxy.__dict__[name] = _on_cpu(getattr(torch, name))
     cuda = types.ModuleType("torch.cuda")
     cuda.__dict__.update(torch.cuda.__dict__)
-    cuda.__getattr__ = lambda name: getattr(torch.cuda, name)
+    cuda.__getattr__ = lambda name: getattr(torch.cuda, name)  # type: ignore[method-assign]  # as above
     cuda.__dict__.update(
         current_device=lambda: torch.device("cpu"),
         manual_seed=torch.default_generator.manual_seed,
@@ -165,7 +166,7 @@ def _torch_for_megatron() -> types.ModuleType:
     return proxy
 
 
-def _on_cpu(factory: Any) -> Any:
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Any:
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         device = kwargs.get("device")
@@ -184,22 +185,22 @@ def _on_cpu(factory: Any) -> Any:
 class _NoStream:
     """A CUDA stream or event where all work is already in order."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def wait_stream(self, stream: Any) -> None:
+    def wait_stream(self, stream: object) -> None:
         pass
 
-    def wait_event(self, event: Any) -> None:
+    def wait_event(self, event: object) -> None:
         pass
 
-    def wait(self, stream: Any = None) -> None:
+    def wait(self, stream: object = None) -> None:
         pass
 
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream: object = None) -> None:
         pass
 
-    def record_event(self, event: Any = None) -> _NoStream:
+    def record_event(self, event: object = None) -> _NoStream:
         return self
 
     def synchronize(self) -> None:
@@ -229,23 +230,27 @@ class _TypeName(str):
 class _TypeMethod:
     """`Tensor.type` as a descriptor, so that a second installation can see the first."""
 
-    def __init__(self, original: Any) -> None:
+    def __init__(self, original: Callable[..., Any]) -> None:
         self.original = original
 
-    def __get__(self, tensor: Any, owner: Any = None) -> Any:
+    def __get__(self, tensor: torch.Tensor | None, owner: type | None = None) -> Any:
         if tensor is None:
             return self
         return functools.partial(self._type, tensor)
 
     def _type(
-        self, tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any
+        self,
+        tensor: torch.Tensor,
+        dtype: torch.dtype | str | None = None,
+        non_blocking: bool = False,
+        **kwargs: Any,
     ) -> Any:
         if dtype is None:
             return _TypeName(self.original(tensor))
         return self.original(tensor, dtype, non_blocking, **kwargs)
 
 
-def _same_tensor(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _same_tensor(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     return tensor
 
 
@@ -265,12 +270,12 @@ def stand_in(original: Callable, replacement: Callable) -> Callable:
         if name not in known
         and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
-    replacement.stands_in_for = original
+    replacement.stands_in_for = original  # type: ignore[attr-defined]  # a mark on the function
     if not defaults:
         return replacement
 
     @functools.wraps(replacement)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         for name, default in defaults.items():
             value = kwargs.pop(name, default)
             if value is not default and value != default:
@@ -281,7 +286,7 @@ def stand_in(original: Callable, replacement: Callable) -> Callable:
                 )
         return replacement(*args, **kwargs)
 
-    call.tolerated = tuple(defaults)
+    call.tolerated = tuple(defaults)  # type: ignore[attr-defined]  # a mark on the function
     return call
 
 
@@ -302,11 +307,11 @@ def _patch_rng() -> None:
     from megatron.core.tensor_parallel import random as megatron_random
 
     def get_state(
-        device: Any = None, clone: bool = False, graph_safe: bool = False
+        device: object = None, clone: bool = False, graph_safe: bool = False
     ) -> torch.Tensor:
         return torch.get_rng_state()
 
-    def set_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
+    def set_state(new_state: torch.Tensor, device: object = None, graph_safe: bool = False) -> None:
         torch.set_rng_state(new_state)
 
     megatron_random._get_cuda_rng_state = stand_in(megatron_random._get_cuda_rng_state, get_state)
@@ -319,7 +324,7 @@ def _patch_moe() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
-    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    def to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> Any:
         if as_numpy and isinstance(tensor, torch.Tensor):
             return tensor.numpy()
         return tensor
@@ -341,8 +346,8 @@ def _patch_uneven_collectives() -> None:
 
     def gather(
         input_: torch.Tensor,
-        group: Any,
-        output_split_sizes: Any = None,
+        group: torch.distributed.ProcessGroup,
+        output_split_sizes: Sequence[int] | None = None,
         use_global_buffer: bool = False,
     ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
@@ -356,8 +361,8 @@ def _patch_uneven_collectives() -> None:
 
     def reduce_scatter(
         input_: torch.Tensor,
-        group: Any,
-        input_split_sizes: Any = None,
+        group: torch.distributed.ProcessGroup,
+        input_split_sizes: Sequence[int] | None = None,
         use_global_buffer: bool = False,
     ) -> torch.Tensor:
         if input_split_sizes is None or group.size() == 1:

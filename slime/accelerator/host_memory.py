@@ -11,14 +11,16 @@ from __future__ import annotations
 import ctypes
 import tempfile
 from collections.abc import Iterable
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
 
 from slime.exceptions import ConfigError
 
+Copy = TypeVar("Copy")
 
-class OffloadedTensors:
+
+class OffloadedTensors(Generic[Copy]):
     """The content of emptied storages. `restore` puts everything back, once."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -35,11 +37,11 @@ class OffloadedTensors:
         for storage, _ in self._sizes:
             storage.resize_(0)
 
-    def _copy(self, storage: torch.UntypedStorage) -> Any:
+    def _copy(self, storage: torch.UntypedStorage) -> Copy:
         """The content of a storage, outside its device."""
         raise NotImplementedError
 
-    def _fill(self, storage: torch.UntypedStorage, copied: Any) -> None:
+    def _fill(self, storage: torch.UntypedStorage, copied: Copy) -> None:
         """Puts what `_copy` returned back into the storage."""
         raise NotImplementedError
 
@@ -56,7 +58,7 @@ class OffloadedTensors:
         self._sizes, self._copies = [], []
 
 
-class HostCopies(OffloadedTensors):
+class HostCopies(OffloadedTensors[torch.UntypedStorage]):
     """Storages of a device whose content waits in host memory."""
 
     def _copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -69,7 +71,7 @@ class HostCopies(OffloadedTensors):
         storage.copy_(copied)
 
 
-class FileCopies(OffloadedTensors):
+class FileCopies(OffloadedTensors[int]):
     """Storages in host memory whose content waits in an unnamed file, which ends with this process
     whatever ends it.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ def init_process_group(
     rank: int = -1,
     store: dist.Store | None = None,
     group_name: str | None = None,
-    pg_options: Any = None,
+    pg_options: object = None,
 ) -> dist.ProcessGroup:
     """Returns a further main process group, independent of the default one (for example trainer
     rank 0 with the engines).
@@ -60,7 +60,7 @@ def init_process_group(
             dist.rendezvous(init_method or "env://", rank, world_size, timeout=timeout)
         )
         store.set_timeout(timeout)
-        store = dist.PrefixStore(group_name, store)
+        store = dist.PrefixStore(cast(str, group_name), store)  # torch refuses None itself
     elif world_size <= 0 or rank < 0:
         raise ValueError(
             f"a store needs world_size > 0 and rank >= 0, got world_size={world_size}, rank={rank}."
@@ -71,7 +71,7 @@ def init_process_group(
         [],
         dist.Backend(backend) if backend else dist.Backend("undefined"),
         store,
-        group_name=group_name,
+        group_name=cast(Any, group_name),  # a type of its own in newer versions of torch
         backend_options=pg_options,
         timeout=timeout,
     )
@@ -81,7 +81,7 @@ def init_process_group(
     return group
 
 
-def _sum_over_ranks(values: torch.Tensor, process_group: Any) -> torch.Tensor:
+def _sum_over_ranks(values: torch.Tensor, process_group: dist.ProcessGroup | None) -> torch.Tensor:
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(values, group=process_group)
     return values
@@ -90,7 +90,7 @@ def _sum_over_ranks(values: torch.Tensor, process_group: Any) -> torch.Tensor:
 def distributed_masked_whiten(
     values: torch.Tensor,
     mask: torch.Tensor,
-    process_group: Any = None,
+    process_group: dist.ProcessGroup | None = None,
     shift_mean: bool = True,
     epsilon: float = 1e-8,
     *,

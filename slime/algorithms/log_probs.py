@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -54,7 +55,14 @@ class _LogProbAndEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits, targets, shard, keep_mask, entropy_mode):
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        shard: VocabularyShard,
+        keep_mask: torch.Tensor | None,
+        entropy_mode: str,
+    ):
         width = logits.size(-1)
         columns = targets - shard.start
         owned = (columns >= 0) & (columns < width)
@@ -90,7 +98,7 @@ class _LogProbAndEntropy(torch.autograd.Function):
         return log_prob.unsqueeze(-1), entropy
 
     @staticmethod
-    def backward(ctx, grad_log_prob, grad_entropy):
+    def backward(ctx: Any, grad_log_prob: torch.Tensor, grad_entropy: torch.Tensor):
         softmax, columns, owned, *rest = ctx.saved_tensors
         grad = -softmax
         grad.scatter_add_(-1, columns, owned.unsqueeze(-1).to(grad.dtype))

@@ -23,6 +23,7 @@ from slime.config.rules import SUPERVISED
 from slime.config.specs import all_specs
 from slime.config.yaml_file import mask_urls, write_resolved_config
 from slime.exceptions import SlimeError
+from slime.typing import Tokenizer
 from slime.utils.hooks import format_hooks
 
 PROMPTS_SHOWN = 3
@@ -111,7 +112,7 @@ def first_difference(kept: Sequence[int], longer: Sequence[int]) -> int | None:
 
 
 def template_difference(
-    tokenizer: Any, messages: Sequence[dict], kept: int, template_kwargs: dict
+    tokenizer: Tokenizer, messages: Sequence[dict], kept: int, template_kwargs: dict
 ) -> str | None:
     """Returns how the render of all `messages` departs from the render of the first `kept` of them;
     None when it only adds tokens.
@@ -144,7 +145,7 @@ def template_difference(
     )
 
 
-def probe_template(tokenizer: Any, template_kwargs: dict) -> tuple[list[str], bool]:
+def probe_template(tokenizer: Tokenizer, template_kwargs: dict) -> tuple[list[str], bool]:
     """Returns (lines, whether later renders keep the tokens of earlier turns). Multi-turn training
     needs that.
     """
@@ -184,7 +185,7 @@ def judge_rewards(
     beats the wrong one, which is last.
     """
 
-    def number(reward: Any) -> Any:
+    def number(reward: object) -> Any:
         return reward[reward_key] if isinstance(reward, dict) and reward_key in reward else reward
 
     lines = [
@@ -215,11 +216,11 @@ def judge_rewards(
     ], True
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else repr(value)
 
 
-def load_prompts(args: argparse.Namespace, tokenizer: Any) -> list[Any]:
+def load_prompts(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Any]:
     """Returns (place, sample) of up to ROWS_GRADED rows of --prompt-data, evenly spaced after the
     first PROMPTS_SHOWN, rendered as they would be sent; raises ConfigError for a row that cannot
     be.
@@ -319,7 +320,9 @@ def _probe_all(args: argparse.Namespace) -> bool:
     return _probe_reward(args, rows, tokenizer)
 
 
-def format_prompts(samples: Sequence[Any], tokenizer: Any, *, longest: int = 600) -> list[str]:
+def format_prompts(
+    samples: Sequence[Any], tokenizer: Tokenizer, *, longest: int = 600
+) -> list[str]:
     """Returns each prompt's text with its token count and label; long texts are cut in
     the middle.
     """
@@ -340,7 +343,9 @@ def format_prompts(samples: Sequence[Any], tokenizer: Any, *, longest: int = 600
     return lines
 
 
-def format_conversations(samples: Sequence[Any], tokenizer: Any, loss_mask_type: str) -> list[str]:
+def format_conversations(
+    samples: Sequence[Any], tokenizer: Tokenizer, loss_mask_type: str
+) -> list[str]:
     """Returns each conversation's text as it is trained on, with the tokens of loss mask 1 between
     [[ and ]], and how many there are.
     """
@@ -359,7 +364,7 @@ def format_conversations(samples: Sequence[Any], tokenizer: Any, loss_mask_type:
     return lines
 
 
-def marked_text(tokens: Sequence[int], mask: Sequence[int], tokenizer: Any) -> str:
+def marked_text(tokens: Sequence[int], mask: Sequence[int], tokenizer: Tokenizer) -> str:
     """Returns the text of `tokens`, each run of tokens with mask 1 between [[ and ]]."""
     runs = itertools.groupby(zip(tokens, mask, strict=True), key=lambda pair: bool(pair[1]))
     texts = [(trained, tokenizer.decode([token for token, _ in run])) for trained, run in runs]
@@ -367,7 +372,7 @@ def marked_text(tokens: Sequence[int], mask: Sequence[int], tokenizer: Any) -> s
 
 
 def _probe_reward(
-    args: argparse.Namespace, rows: Sequence[tuple[str, Any]], tokenizer: Any
+    args: argparse.Namespace, rows: Sequence[tuple[str, Any]], tokenizer: Tokenizer
 ) -> bool:
     from slime.commands.reward_probe import WRONG_ANSWER, right_answers, score_texts
 
@@ -391,7 +396,7 @@ def _probe_reward(
 
 
 def _probe_labels(
-    args: argparse.Namespace, rows: Sequence[tuple[str, Any]], tokenizer: Any
+    args: argparse.Namespace, rows: Sequence[tuple[str, Any]], tokenizer: Tokenizer
 ) -> bool:
     """Grades the labels of the sampled rows against themselves. A built-in type that can call none
     of them right fails the dry run.

@@ -196,7 +196,7 @@ def _batches(samples: list[Sample], *, by_group: bool) -> list[list[Sample]]:
     ]
 
 
-def _rescored(args: argparse.Namespace, position: int, sample: Sample, value: Any) -> Rescored:
+def _rescored(args: argparse.Namespace, position: int, sample: Sample, value: object) -> Rescored:
     if isinstance(value, ConfigError | NotImplementedError):
         raise ConfigError(str(value)) from value
     before = reward_number(sample.reward, args.reward_key, index=sample.index)

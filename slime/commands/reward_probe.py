@@ -20,6 +20,7 @@ from slime.data.rewards import reward_number
 from slime.data.sample import Sample, Status
 from slime.rollout.rm_hub import BOXED_PREFIX, async_rm, batched_async_rm, split_rm_type_name
 from slime.rollout.rm_hub.labels import label_texts
+from slime.typing import Tokenizer
 
 PROBE_SECONDS = 30.0
 WRONG_ANSWER = "I do not know."
@@ -83,7 +84,7 @@ def right_answers(sample: Sample) -> list[str]:
     return list(dict.fromkeys(form.format(text) for text in texts for form in FORMS))
 
 
-def wrong_answers(sample: Sample, other_label: Any) -> list[str]:
+def wrong_answers(sample: Sample, other_label: object) -> list[str]:
     """An answer that says nothing, and another row's answer (or this one with a digit more) in
     every form.
     """
@@ -94,7 +95,7 @@ def wrong_answers(sample: Sample, other_label: Any) -> list[str]:
     return [WRONG_ANSWER, *(form.format(text) for text in others for form in FORMS)]
 
 
-def turn_end(tokenizer: Any, template_kwargs: dict[str, Any]) -> str:
+def turn_end(tokenizer: Tokenizer | None, template_kwargs: dict[str, Any]) -> str:
     """What the chat template writes behind an assistant's text, up to the end of its turn; the end
     token without a template.
     """
@@ -111,7 +112,7 @@ def turn_end(tokenizer: Any, template_kwargs: dict[str, Any]) -> str:
 
 
 def as_generated(
-    text: str, tokenizer: Any, *, end: str, skip_special_tokens: bool
+    text: str, tokenizer: Tokenizer | None, *, end: str, skip_special_tokens: bool
 ) -> tuple[str, list[int]]:
     """(the text as an engine returns it, its ids): with the turn's end, unless special tokens are
     skipped.
@@ -129,7 +130,7 @@ def as_generated(
 
 
 async def score_texts(
-    args: argparse.Namespace, sample: Sample, texts: Sequence[str], tokenizer: Any
+    args: argparse.Namespace, sample: Sample, texts: Sequence[str], tokenizer: Tokenizer | None
 ) -> list[Any]:
     """The reward of each text as the response to `sample`, by the run's own reward function; an
     exception takes a reward's place.
@@ -172,7 +173,11 @@ def looks_at_labels(args: argparse.Namespace, sample: Sample) -> bool:
 
 
 async def probe_row(
-    args: argparse.Namespace, sample: Sample, place: str, other_label: Any, tokenizer: Any
+    args: argparse.Namespace,
+    sample: Sample,
+    place: str,
+    other_label: object,
+    tokenizer: Tokenizer | None,
 ) -> RowProbe:
     """One row's probe."""
     right, wrong = right_answers(sample), wrong_answers(sample, other_label)
@@ -189,7 +194,7 @@ async def probe_row(
 
 
 async def probe_rows(
-    args: argparse.Namespace, rows: Iterable[tuple[str, Sample]], tokenizer: Any
+    args: argparse.Namespace, rows: Iterable[tuple[str, Sample]], tokenizer: Tokenizer | None
 ) -> list[RowProbe]:
     """The probes of all rows that have a label and a grader that looks at it, in order."""
     probes: list[RowProbe] = []
@@ -260,7 +265,7 @@ def _scores_of(probe: RowProbe) -> str:
     )
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else f"{text[:38]}...{text[-38:]}"
 

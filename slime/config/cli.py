@@ -11,7 +11,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from slime.config.compat import apply_compat, off_values
 from slime.config.list_text import convert_list_text, is_list_text
@@ -93,7 +93,13 @@ class OptionParser(argparse.ArgumentParser):
 class _AppendOnce(argparse.Action):
     """Collects the values of a repeatable flag, without adding to a default."""
 
-    def __call__(self, parser, namespace, values, option_string=None):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ):
         collected = getattr(namespace, self.dest, None)
         collected = list(collected) if isinstance(collected, list) else []
         setattr(
@@ -137,7 +143,7 @@ def build_parser(specs: Iterable[OptionSpec]) -> OptionParser:
     return parser
 
 
-def _add_option(group: Any, parser: OptionParser, spec: OptionSpec) -> None:
+def _add_option(group: argparse._ArgumentGroup, parser: OptionParser, spec: OptionSpec) -> None:
     common = {
         "dest": spec.name,
         "default": spec.default,
@@ -151,12 +157,13 @@ def _add_option(group: Any, parser: OptionParser, spec: OptionSpec) -> None:
         return
     common["type"] = parser.converter(spec)
     common["metavar"] = spec.type_name.replace("%", "%%")
+    flag = cast(str, spec.flag)  # only a switch may have none
     if spec.repeat:
-        group.add_argument(spec.flag, *spec.aliases, action=_AppendOnce, **common)
+        group.add_argument(flag, *spec.aliases, action=_AppendOnce, **common)
     elif spec.many:
-        group.add_argument(spec.flag, *spec.aliases, nargs="+", **common)
+        group.add_argument(flag, *spec.aliases, nargs="+", **common)
     else:
-        group.add_argument(spec.flag, *spec.aliases, **common)
+        group.add_argument(flag, *spec.aliases, **common)
 
 
 def reset_arg(parser: argparse.ArgumentParser, name: str, **kwargs: Any) -> None:
@@ -263,7 +270,7 @@ def join_problems(problems: Sequence[str]) -> str:
     )
 
 
-def _unwrapped(spec: OptionSpec, value: Any) -> Any:
+def _unwrapped(spec: OptionSpec, value: list[Any]) -> Any:
     """The value of a flag's words: one word is one value where the option takes that, and a list
     written as one word is its items.
     """
@@ -274,7 +281,7 @@ def _unwrapped(spec: OptionSpec, value: Any) -> Any:
     return value
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> Any:
     return type(value)(value) if isinstance(value, list | dict) else value
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import inspect
-from typing import Any
 
 
 class Mode(enum.Enum):
@@ -306,7 +305,7 @@ def help_of(option: str) -> str:
     return EXTENSION_POINTS[option].help
 
 
-def problem_of(point: ExtensionPoint, function: Any) -> str | None:
+def problem_of(point: ExtensionPoint, function: object) -> str | None:
     """What keeps `function` from being called as `point` calls it, and the line to write; None when
     nothing does.
 
@@ -354,7 +353,7 @@ def _without_annotation(parameter: inspect.Parameter) -> str:
     return str(parameter.replace(annotation=inspect.Parameter.empty))
 
 
-def _is_async(function: Any) -> bool:
+def _is_async(function: object) -> bool:
     call = getattr(type(function), "__call__", None)  # noqa: B004 - an object may have `async def __call__`
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 

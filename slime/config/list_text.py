@@ -41,7 +41,7 @@ def convert_list_text(spec: OptionSpec, text: str) -> list[Any]:
     return [require_choice(spec, _item(spec, item)) for item in items]
 
 
-def _item(spec: OptionSpec, item: Any) -> Any:
+def _item(spec: OptionSpec, item: object) -> Any:
     if spec.kind is float and type(item) is int:
         return float(item)
     if type(item) is not spec.kind:
@@ -65,7 +65,7 @@ def _value_of(node: ast.expr) -> Any:
     )
 
 
-def _combined(operator: ast.operator, left: Any, right: Any) -> list:
+def _combined(operator: ast.operator, left: object, right: object) -> list:
     if isinstance(operator, ast.Add) and isinstance(left, list) and isinstance(right, list):
         return _bounded(left + right)
     if isinstance(operator, ast.Mult):

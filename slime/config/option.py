@@ -128,7 +128,7 @@ class OptionInfo:
 
 
 def option(
-    default: Any,
+    default: object,
     help: str,
     *,
     choices: Sequence[Any] | None = None,

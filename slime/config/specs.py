@@ -84,7 +84,7 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def read_annotation(annotation: Any) -> tuple[type, bool, bool, tuple[Any, ...] | None]:
+def read_annotation(annotation: object) -> tuple[type, bool, bool, tuple[Any, ...] | None]:
     """Returns (kind, many, optional, choices) of a type annotation. Raises TypeError for a type no
     command line can express.
     """
@@ -122,7 +122,9 @@ def specs_of_dataclass(cls: type) -> list[OptionSpec]:
     ]
 
 
-def _spec_of_field(cls: type, field: dataclasses.Field, annotation: Any, group: str) -> OptionSpec:
+def _spec_of_field(
+    cls: type, field: dataclasses.Field, annotation: object, group: str
+) -> OptionSpec:
     info = field.metadata.get("option")
     if not isinstance(info, OptionInfo):
         raise TypeError(f"{cls.__name__}.{field.name} is not declared with option(...)")
@@ -249,7 +251,7 @@ def convert_text(spec: OptionSpec, text: str) -> Any:
     return require_choice(spec, value)
 
 
-def require_choice(spec: OptionSpec, value: Any) -> Any:
+def require_choice(spec: OptionSpec, value: object) -> Any:
     """Returns `value` when it is among the choices of `spec`. Raises ValueError with the choices
     otherwise.
     """

@@ -12,9 +12,10 @@ import dataclasses
 import json
 import os
 import re
+import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.config.compat import FlagStatus, compat_flags
 from slime.config.derive import VOLATILE
@@ -23,6 +24,10 @@ from slime.config.specs import OptionSpec, convert_text, nearest_names, require_
 from slime.config.synonyms import synonym_hint
 from slime.exceptions import ConfigError
 from slime.files import atomic
+
+if TYPE_CHECKING:
+    import yaml
+
 
 DERIVED = "derived"
 NULL_WORDS = ("", "~", "null", "Null", "NULL")
@@ -118,11 +123,11 @@ class _Reader:
     knows the line.
     """
 
-    def __init__(self, path: str, yaml_module: Any) -> None:
+    def __init__(self, path: str, yaml_module: types.ModuleType) -> None:
         self.path = path
         self.yaml = yaml_module
 
-    def plain(self, node: Any) -> Any:
+    def plain(self, node: yaml.Node) -> Any:
         loader = self.yaml.SafeLoader("")
         try:
             return loader.construct_object(node, deep=True)
@@ -131,7 +136,7 @@ class _Reader:
         finally:
             loader.dispose()
 
-    def value(self, spec: OptionSpec, node: Any) -> Any:
+    def value(self, spec: OptionSpec, node: yaml.Node) -> Any:
         yaml = self.yaml
         if isinstance(node, yaml.ScalarNode) and node.style is None and node.value in NULL_WORDS:
             if not spec.optional:
@@ -248,7 +253,7 @@ def format_resolved(args: argparse.Namespace, specs: Iterable[OptionSpec]) -> st
     return "\n".join(lines) + "\n"
 
 
-def mask_urls(value: Any) -> Any:
+def mask_urls(value: object) -> Any:
     """Returns `value` with the password of every `scheme://user:password@host` in it replaced by
     ***.
     """
@@ -261,14 +266,14 @@ def mask_urls(value: Any) -> Any:
     return value
 
 
-def format_entry(spec: OptionSpec, value: Any) -> str:
+def format_entry(spec: OptionSpec, value: object) -> str:
     """Returns one `name: value` line. Text is written as JSON where YAML would read
     something else.
     """
     return f"{spec.name}: {_format_value(spec, value)}"
 
 
-def _format_value(spec: OptionSpec, value: Any) -> str:
+def _format_value(spec: OptionSpec, value: object) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_format_value(spec, item) for item in value) + "]"
     if isinstance(value, str):
@@ -279,7 +284,7 @@ def _format_value(spec: OptionSpec, value: Any) -> str:
     return _format_plain(value)
 
 
-def _format_plain(value: Any) -> str:
+def _format_plain(value: object) -> str:
     """Returns a value in YAML that reads back as itself without knowing an option's type."""
     if value is None:
         return "null"

@@ -54,7 +54,7 @@ def marks_of(samples: Sequence[Any], verdicts: Sequence[Any]) -> list[Mark]:
     marks = []
     for sample, verdict, rollout_id in zip(samples, verdicts, rollout_ids_of(samples), strict=True):
         reason = verdict.reason
-        failed = (
+        failed: dict[str, Any] = (
             {}
             if verdict.valid
             else {
@@ -64,7 +64,11 @@ def marks_of(samples: Sequence[Any], verdicts: Sequence[Any]) -> list[Mark]:
         )
         ids = _ids(sample.tokens)
         response = ids[len(ids) - int(sample.response_length) :]
-        keys = {"index": sample.index, "tokens": _key(ids), "response": _key(response)}
+        keys: dict[str, Any] = {
+            "index": sample.index,
+            "tokens": _key(ids),
+            "response": _key(response),
+        }
         marks.append(
             Mark(
                 bool(verdict.valid),
@@ -268,7 +272,7 @@ class _Evidence:
         )
 
 
-def _ids(tokens: Any) -> np.ndarray:
+def _ids(tokens: object) -> np.ndarray:
     """Token ids, int64, the same for a list, an array and a tensor of them."""
     return np.ascontiguousarray(as_array(tokens)).astype(np.int64).reshape(-1)
 

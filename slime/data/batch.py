@@ -16,7 +16,7 @@ import enum
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -71,7 +71,7 @@ class RolloutBatch(dict):
         value = dict.__getitem__(self, name)
         return value.as_list() if isinstance(value, Column) else value
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> Any:
         return self[name] if name in self else default
 
     # overridden so that dict(batch) and {**batch} come through __getitem__
@@ -84,7 +84,7 @@ class RolloutBatch(dict):
     def values(self):
         return [self[name] for name in dict.keys(self)]
 
-    def pop(self, name: str, default: Any = _ABSENT) -> Any:
+    def pop(self, name: str, default: object = _ABSENT) -> Any:
         if name not in self and default is not _ABSENT:
             return default
         value = self[name]
@@ -95,7 +95,7 @@ class RolloutBatch(dict):
         name = next(reversed(dict.keys(self)))
         return name, self.pop(name)
 
-    def setdefault(self, name: str, default: Any = None) -> Any:
+    def setdefault(self, name: str, default: object = None) -> Any:
         if name not in self:
             self[name] = default
         return self[name]
@@ -258,7 +258,7 @@ def _all_tensors(name: str, entries: list) -> list:
     return entries
 
 
-def _to_wire(value: Any) -> Any:
+def _to_wire(value: object) -> Any:
     if isinstance(value, Column) and value.was_edited():
         return ("list", value.as_list())
     if isinstance(value, Scalars):
@@ -669,7 +669,8 @@ def check_rows(
         spec = CONTRACT.find(name)
         if spec is None or spec.scope is not Scope.TOKEN or spec.rows in (None, Rows.FREE):
             continue
-        lengths, expected = batch.column(name).lengths, spec.expected_rows(totals, responses)
+        lengths = cast("Ragged | Parts", batch.column(name)).lengths
+        expected = cast(np.ndarray, spec.expected_rows(totals, responses))
         bad = chosen[lengths[chosen] != expected[chosen]]
         if len(bad):
             i = int(bad[0])

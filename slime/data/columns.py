@@ -11,7 +11,7 @@ import logging
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,10 @@ from slime.data.reasons import MODEL_FAILURES, DropReason, InvalidReason
 from slime.data.rewards import RewardStatistics, normalize_rewards, raw_rewards_of, reward_number
 from slime.data.weight_versions import oldest_version
 from slime.exceptions import RolloutDataError
+
+if TYPE_CHECKING:
+    from slime.data.sample import Sample
+
 
 logger = logging.getLogger(__name__)
 _said_singletons = False
@@ -105,7 +109,7 @@ def _ids(samples: Sequence[Any], attribute: str, candidates: Iterator[int]) -> l
     return [next(unused) if value is None else value for value in ids]
 
 
-def counts_in_baseline(sample: Any, *, removed_count: bool = False) -> bool:
+def counts_in_baseline(sample: Sample, *, removed_count: bool = False) -> bool:
     """Whether the sample's reward may shift its siblings' baseline: it is valid, not failed, not
     aborted unless the gate keeps such ones, and trains: neither removed from the loss nor masked in
     every token. `removed_count`: what does not train counts too.
@@ -118,7 +122,7 @@ def counts_in_baseline(sample: Any, *, removed_count: bool = False) -> bool:
     return removed_count or not (sample.remove_sample or _is_fully_masked(sample))
 
 
-def _is_fully_masked(sample: Any) -> bool:
+def _is_fully_masked(sample: Sample) -> bool:
     mask = sample.loss_mask
     return mask is not None and not (any(mask) if isinstance(mask, list) else as_array(mask).any())
 
@@ -206,8 +210,8 @@ def build_train_columns(
         if len(values) != len(samples):
             raise RolloutDataError(f"{len(values)} {name} for {len(samples)} samples.")
     batch = RolloutBatch()
-    normalized = _numbers(samples, normalized, config)
-    valid, reasons = _verdicts(samples, normalized)
+    rewards_N = _numbers(samples, normalized, config)
+    valid, reasons = _verdicts(samples, rewards_N)
     responses = np.fromiter(
         (sample.response_length for sample in samples), dtype=np.int64, count=len(samples)
     )
@@ -216,7 +220,7 @@ def build_train_columns(
         "tokens": tokens,
         "response_lengths": responses,
         "total_lengths": np.fromiter(map(len, tokens), dtype=np.int64, count=len(samples)),
-        "rewards": np.where(np.isfinite(normalized), normalized, 0.0),
+        "rewards": np.where(np.isfinite(rewards_N), rewards_N, 0.0),
         "valid": valid,
         "raw_reward": _override_raw_rewards(samples, raw_rewards, config),
         "truncated": [int(was_cut(sample)) for sample in samples],
@@ -309,7 +313,7 @@ def _verdicts(samples: Sequence[Any], rewards_N: np.ndarray) -> tuple[np.ndarray
     return marked & finite, reasons
 
 
-def was_cut(sample: Any) -> bool:
+def was_cut(sample: Sample) -> bool:
     """Whether the response was cut at a length limit, by its status or by the engine's word for it,
     which is all that a custom generate function may keep.
     """
@@ -318,7 +322,7 @@ def was_cut(sample: Any) -> bool:
     )
 
 
-def source_name_of(sample: Any) -> str:
+def source_name_of(sample: Sample) -> str:
     """The data source of a sample: its `source` attribute, else metadata["source_name"], else
     "unknown".
     """

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +16,10 @@ from slime.data.fields import CONTRACT, FieldSpec, Reduce, Scope
 from slime.data.ragged import as_array
 from slime.data.rewards import execution_keys, execution_values
 from slime.metrics import contributions
+
+if TYPE_CHECKING:
+    from slime.data.sample import Sample
+
 
 logger = logging.getLogger(__name__)
 _missed: set[str] = set()  # fields whose warning was given
@@ -130,11 +134,15 @@ def _reduced(spec: FieldSpec, values: list, samples: list, keys: list) -> dict[s
         return {}
     if spec.reduce is Reduce.QUANTILES:
         return contributions.merge([contributions.quantiles(numbers, contributions.QUARTILES)])
-    reductions = {Reduce.SUM: np.sum, Reduce.MIN: np.min, Reduce.MAX: np.max}
+    reductions: dict[Reduce | None, Callable[..., Any]] = {
+        Reduce.SUM: np.sum,
+        Reduce.MIN: np.min,
+        Reduce.MAX: np.max,
+    }
     return {"": float(reductions.get(spec.reduce, np.mean)(numbers))}
 
 
-def _mask_of(sample: Any, length: int) -> np.ndarray:
+def _mask_of(sample: Sample, length: int) -> np.ndarray:
     if sample.loss_mask is None or len(sample.loss_mask) != length:
         return np.ones(length, dtype=bool)
     return as_array(sample.loss_mask) != 0

@@ -14,9 +14,15 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.exceptions import RolloutDataError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+Lengths = TypeVar("Lengths", int, "np.ndarray")  # of one sample, or of all [N]
 
 
 class Scope(enum.Enum):
@@ -134,7 +140,7 @@ class FieldSpec:
     def metric_name(self) -> str:
         return self.metric or self.name
 
-    def expected_rows(self, total_length: int, response_length: int) -> int | None:
+    def expected_rows(self, total_length: Lengths, response_length: Lengths) -> Lengths | None:
         """Rows an entry must have for a sample of these lengths, or None where any number is right.
         Works on arrays too.
         """

@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 
 def calculate_qkv_projection_flops(
@@ -56,7 +56,7 @@ class FlopsModel:
     linear: float
     quadratic: float
 
-    def of(self, seqlens: Any) -> np.ndarray:
+    def of(self, seqlens: npt.ArrayLike) -> np.ndarray:
         """Forward FLOPs of each sequence, float64 [N]."""
         lengths = np.asarray(seqlens, dtype=np.float64)
         return self.linear * lengths + self.quadratic * lengths * lengths

@@ -45,9 +45,9 @@ class LengthPenalty:
 
 def compute_length_penalties(
     lengths: Sequence[int],
-    rewards: Sequence[float],
+    rewards: Sequence[float] | np.ndarray,
     group_ids: Sequence[int],
-    counts: Sequence[bool],
+    counts: Sequence[bool] | np.ndarray,
     *,
     penalty: LengthPenalty,
 ) -> np.ndarray:

@@ -44,7 +44,7 @@ class NumberList(list):
 def _forgetting(name: str) -> Callable[..., Any]:
     change = getattr(list, name)
 
-    def method(self: NumberList, *args: Any, **kw: Any) -> Any:
+    def method(self: NumberList, *args: object, **kw: object) -> Any:
         try:
             return change(self, *args, **kw)
         finally:  # counted after the change: what was packed before it is told by the count, see `packed`
@@ -98,7 +98,7 @@ def number_list(values: Any) -> NumberList:
     return NumberList(array.tolist(), array=array)
 
 
-def joined(first: Any, second: list) -> NumberList:
+def joined(first: object, second: list) -> NumberList:
     """The numbers of `first` (list, array, tensor or None), then those of `second`. The sum knows
     its array where `second` does: `first` is packed then. None of the two is changed.
     """
@@ -119,7 +119,7 @@ def joined(first: Any, second: list) -> NumberList:
     return values
 
 
-def known_array(values: Any) -> np.ndarray | None:
+def known_array(values: object) -> np.ndarray | None:
     """The array that `values` remembers; None for a list that knows none, and for anything else."""
     return values.array if isinstance(values, NumberList) else None
 

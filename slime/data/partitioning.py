@@ -73,7 +73,7 @@ def greedy_partition(
         )
     room = len(seqlen_list) // k_partitions if equal_size else len(seqlen_list)
     parts: list[list[int]] = [[] for _ in range(k_partitions)]
-    heap = [(0, k) for k in range(k_partitions)]
+    heap: list[tuple[float, int]] = [(0, k) for k in range(k_partitions)]
     for i in sorted(range(len(seqlen_list)), key=lambda i: (-seqlen_list[i], i)):
         load, k = heapq.heappop(heap)
         parts[k].append(i)

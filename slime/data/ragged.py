@@ -11,24 +11,29 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
 
 from slime.data.number_list import NumberList, packed
 from slime.exceptions import RolloutDataError
+from slime.typing import Array
+
+if TYPE_CHECKING:
+    import torch
+
 
 SMALLEST_INT = "smallest"
 # By dtype, how a list of its numbers is packed: several times faster than numpy reads it.
 PACK_CODES = {"int32": "i", "int64": "i", "float32": "d", "float64": "d", "uint8": "B"}
 
 
-def is_tensor(value: Any) -> bool:
+def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
     """True for a torch tensor, without importing torch."""
     return hasattr(value, "detach") and hasattr(value, "numel")
 
 
-def num_entries(value: Any) -> int | None:
+def num_entries(value: object) -> int | None:
     """Entries of a column, list, array [N, ...] or the like; None for what is no list of anything:
     a number, a text, a mapping, a set.
     """
@@ -80,7 +85,7 @@ def as_array(value: Any, dtype: str | None = None, *, what: str = "value") -> np
     return converted
 
 
-def _preview(value: Any) -> str:
+def _preview(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -100,7 +105,7 @@ class Column:
     """
 
     _list: list | None = None
-    _snapshot: tuple | None = None
+    _snapshot: tuple = ()
     _memory: list | None = None
 
     def __len__(self) -> int:
@@ -113,7 +118,7 @@ class Column:
         """The entries as a list; the same list object every time."""
         if self._list is None:
             self._hand_out(self._build_list())
-        return self._list
+        return cast(list, self._list)
 
     def was_edited(self) -> bool:
         """True when the list that was handed out no longer holds the entries of this column."""
@@ -168,13 +173,15 @@ class Ragged(Column):
     entries are views of it.
     """
 
-    def __init__(self, values: Any, offsets: np.ndarray, lengths: np.ndarray | None = None) -> None:
+    def __init__(
+        self, values: Array, offsets: np.ndarray, lengths: np.ndarray | None = None
+    ) -> None:
         self.values = values
         self.offsets = offsets
         self.lengths = np.diff(offsets) if lengths is None else lengths
 
     @staticmethod
-    def of_lengths(values: Any, lengths: Sequence[int]) -> Ragged:
+    def of_lengths(values: Array, lengths: Sequence[int]) -> Ragged:
         """Entries of these lengths that stand one after another in `values`."""
         offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
         np.cumsum(lengths, out=offsets[1:])

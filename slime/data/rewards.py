@@ -143,7 +143,7 @@ def execution_values(
     }
 
 
-def reward_number(reward: Any, reward_key: str | None, *, index: Any = None) -> float:
+def reward_number(reward: object, reward_key: str | None, *, index: object = None) -> float:
     """The number in `reward`: itself, or `reward[reward_key]`. NaN where there is none (None, or
     the key's value is None).
 
@@ -161,7 +161,7 @@ def reward_number(reward: Any, reward_key: str | None, *, index: Any = None) -> 
     raise RolloutDataError(f"The reward of sample {index} is {reward!r}, which is not a number.")
 
 
-def value_problem(reward: Any) -> str | None:
+def value_problem(reward: object) -> str | None:
     """What is wrong with a reward that is one value, in words; None if it is a finite number. Text
     is none, nor is a list of one number.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from slime.data.number_list import joined, number_list
 from slime.exceptions import RolloutDataError
@@ -203,8 +203,8 @@ class Sample:
         self,
         args: argparse.Namespace | None = None,
         *,
-        tokens: Any = None,
-        log_probs: Any = None,
+        tokens: object = None,
+        log_probs: object = None,
         trainable: bool = True,
         meta_info: dict | None = None,
         text: str | None = None,
@@ -248,7 +248,8 @@ class Sample:
         self.tokens = joined(self.tokens, tokens)
         self.loss_mask = joined(self.loss_mask, [int(trainable)] * len(tokens))
         self.rollout_log_probs = joined(
-            self.rollout_log_probs, log_probs if trainable else [0.0] * len(tokens)
+            self.rollout_log_probs,
+            cast("list[float]", log_probs) if trainable else [0.0] * len(tokens),
         )
         self.response_length = had + len(tokens)
 
@@ -426,12 +427,12 @@ class MultimodalTypes:
         return next((kind for kind in cls.all() if kind.name == name), None)
 
 
-def scalar(value: Any) -> Any:
+def scalar(value: object) -> Any:
     """The number in an array or tensor without dimensions; anything else as it is."""
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
-def chosen_reward(reward: Any, reward_key: str | None, *, index: Any = None) -> Any:
+def chosen_reward(reward: object, reward_key: str | None, *, index: object = None) -> Any:
     """The reward itself, or what a dict of rewards holds under `reward_key`. RolloutDataError names
     the keys where it lacks that key.
     """

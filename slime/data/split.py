@@ -219,11 +219,11 @@ def _reject_unusable(batch: RolloutBatch) -> None:
         batch["rewards"] = Scalars(np.where(is_finite_N, rewards_N, 0.0).astype(np.float32))
 
 
-def _has_negative(entry: Any) -> bool:
+def _has_negative(entry: np.ndarray) -> bool:
     return len(entry) > 0 and bool(entry.min() < 0)
 
 
-def _has_no_number(entry: Any) -> bool:
+def _has_no_number(entry: object) -> bool:
     return not np.isfinite(np.asarray(entry)).all()
 
 

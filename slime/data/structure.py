@@ -13,7 +13,7 @@ from slime.exceptions import RolloutDataError
 from slime.prompts.data_source import iter_samples
 
 
-def validate_rollout_id_annotated(node: Any, depth: int = 0) -> None:
+def validate_rollout_id_annotated(node: object, depth: int = 0) -> None:
     """AssertionError where samples of one execution (a list nested two deep or more) do not all
     carry the same `rollout_id`: they share a loss denominator, which nothing else tells.
     """
@@ -35,7 +35,7 @@ def validate_rollout_id_annotated(node: Any, depth: int = 0) -> None:
         validate_rollout_id_annotated(entry, depth + 1)
 
 
-def with_rollout_id(result: Any, rollout_id: int | None) -> Any:
+def with_rollout_id(result: Sample | list, rollout_id: int | None) -> Any:
     """What a generate function returned. Several samples of one execution (fan-out) that carry no
     `rollout_id` get this one, in place: they share a loss denominator and one vote in the baseline.
     """
@@ -48,7 +48,7 @@ def with_rollout_id(result: Any, rollout_id: int | None) -> Any:
     return result
 
 
-def flatten_samples(node: Any) -> list[Sample]:
+def flatten_samples(node: Sample | list) -> list[Sample]:
     """All samples of a nested output, in order."""
     return [node] if isinstance(node, Sample) else list(iter_samples(node))
 

@@ -46,11 +46,11 @@ def tensorize_rollout_data_for_training(rollout_data: dict[str, Any]) -> dict[st
     return rollout_data
 
 
-def _if_array(value: Any, convert: Callable[[Any], Any]) -> Any:
+def _if_array(value: object, convert: Callable[[Any], Any]) -> Any:
     return convert(value) if isinstance(value, np.ndarray | torch.Tensor) else value
 
 
-def _as_tensor(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _as_tensor(value: object, dtype: torch.dtype | None = None) -> torch.Tensor:
     if isinstance(value, np.ndarray) and not value.flags.writeable:
         # torch would share the memory of the object store, which must not be written
         value = value.copy()

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from typing import Any
 
 from slime.data.sample import Sample
 
 _current_weight_version: str | None = None
 
 
-def set_current_weight_version(version: Any) -> None:
+def set_current_weight_version(version: object) -> None:
     """Notes which weights the engines serve now; None: not known."""
     global _current_weight_version
     _current_weight_version = None if version is None else str(version)
 
 
-def parse_weight_version(version: Any) -> int | None:
+def parse_weight_version(version: object) -> int | None:
     """The number in a weight version ("7", 7, "v7"), or None."""
     text = str(version).lstrip("v")
     return int(text) if text.isdecimal() else None

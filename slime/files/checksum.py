@@ -16,10 +16,12 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+from slime.typing import Array
+
 DIGEST_BYTES = 16
 
 
-def tensor_digest(name: str, array: Any, *, dtype_name: str | None = None) -> bytes:
+def tensor_digest(name: str, array: Array, *, dtype_name: str | None = None) -> bytes:
     """Returns the 16-byte digest of one tensor. `array` is a numpy array or a torch tensor (moved
     to CPU if needed).
     """
@@ -58,7 +60,7 @@ def weights_checksum(
     )
 
 
-def _contiguous_bytes(array: Any) -> memoryview | None:
+def _contiguous_bytes(array: Array) -> memoryview | None:
     if 0 in array.shape:
         return None  # an empty buffer cannot be cast
     if hasattr(array, "detach"):
@@ -66,10 +68,10 @@ def _contiguous_bytes(array: Any) -> memoryview | None:
 
         # numpy has no bfloat16: look at the bytes.
         flat = array.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return memoryview(flat.numpy())
+        return flat.numpy().data
     import numpy as np
 
     contiguous = np.ascontiguousarray(array)
     if contiguous.dtype.byteorder == ">":
         contiguous = contiguous.astype(contiguous.dtype.newbyteorder("<"))
-    return memoryview(contiguous).cast("B")
+    return contiguous.data.cast("B")

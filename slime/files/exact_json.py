@@ -29,7 +29,7 @@ def loads(text: bytes) -> Any:
 
 
 def dumps(
-    value: Any, *, default: Callable[[Any], Any] | None = None, option: int | None = None
+    value: object, *, default: Callable[[Any], Any] | None = None, option: int | None = None
 ) -> bytes:
     """The JSON text of a value. orjson.JSONEncodeError (a TypeError) for what JSON
     does not have.
@@ -42,7 +42,7 @@ def dumps(
         return orjson.dumps(_with_long_integers(value), default=default, option=option)
 
 
-def _with_long_integers(value: Any) -> Any:
+def _with_long_integers(value: object) -> Any:
     if type(value) is int and not -(2**63) <= value < 2**64:
         return orjson.Fragment(str(value).encode())
     if isinstance(value, dict):

@@ -20,7 +20,7 @@ from slime.files import exact_json
 NOT_FINITE = frozenset({"nan", "inf", "-inf"})
 
 
-def plain_value(value: Any) -> Any:
+def plain_value(value: object) -> Any:
     """Returns `value` as something JSON has: tensors and numpy scalars of one element as numbers,
     not-a-number as a string, the rest as text.
     """

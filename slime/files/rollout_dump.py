@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -120,7 +120,7 @@ def _encode_sample(sample: Sample) -> bytes:
         ) from error
 
 
-def _flatten(data: Any) -> Iterator[Sample]:
+def _flatten(data: Sample | dict[str, Any] | Iterable[Any]) -> Iterator[Sample]:
     if isinstance(data, Sample):
         yield data
     elif isinstance(data, dict):  # an evaluation's datasets by name
@@ -133,7 +133,7 @@ def _flatten(data: Any) -> Iterator[Sample]:
             yield from _flatten(entry)
 
 
-def encode_json(value: Any) -> bytes:
+def encode_json(value: object) -> bytes:
     """One JSON text of `value`, which may hold arrays, tensors and floats that are no numbers.
     `RolloutDataError` for other objects.
     """
@@ -148,7 +148,7 @@ def decode_json(text: bytes) -> Any:
     return _decode(exact_json.loads(text))
 
 
-def _encode(value: Any) -> Any:
+def _encode(value: object) -> Any:
     """`value` with what JSON lacks made explicit: arrays with their dtype, and the floats that are
     no numbers.
     """
@@ -203,7 +203,7 @@ def _array_record(array: np.ndarray) -> dict[str, Any]:
     return {_ARRAY: data, "dtype": array.dtype.name, "shape": list(array.shape)}
 
 
-def _decode(value: Any) -> Any:
+def _decode(value: object) -> Any:
     if isinstance(value, dict):
         if _NAN in value and len(value) == 1:
             return float(value[_NAN])

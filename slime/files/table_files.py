@@ -8,10 +8,14 @@ import csv
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from slime.exceptions import ConfigError
 from slime.files import exact_json
+
+if TYPE_CHECKING:
+    import pyarrow
+
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 OTHER_DELIMITERS = (";", "\t", ",", "|")
@@ -155,7 +159,7 @@ def read_arrow(file: Path) -> Iterator[dict[str, Any]]:
         raise ConfigError(f"{file} cannot be read as Arrow data: {error}") from error
 
 
-def rows_of_batch(batch: Any) -> list[dict[str, Any]]:
+def rows_of_batch(batch: pyarrow.RecordBatch) -> list[dict[str, Any]]:
     """The rows of an Arrow record batch as JSON would hold them: maps as objects, and no keys that
     only other rows have.
 
@@ -169,7 +173,7 @@ def rows_of_batch(batch: Any) -> list[dict[str, Any]]:
     return [{key: _without_nulls(value) for key, value in row.items()} for row in rows]
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> Any:
     if isinstance(value, dict):
         is_message = "role" in value
         return {

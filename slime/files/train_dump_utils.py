@@ -477,7 +477,7 @@ def save_debug_train_data(
         mpu.get_data_parallel_rank(), mpu.get_context_parallel_rank() if cp_size > 1 else 0, cp_size
     )
 
-    def share(value: Any) -> list[Any]:
+    def share(value: object) -> list[Any]:
         values: list[Any] = [None] * size
         dist.all_gather_object(values, value, group=group)
         return values

@@ -132,7 +132,16 @@ ADAPTERS: dict[str, Callable[[Mapping[str, Any]], Sample]] = {
 }
 
 
-def _build(*, prompt, prompt_ids, response_ids, log_probs, text, finish, fields: dict) -> Sample:
+def _build(
+    *,
+    prompt: str | list[dict],
+    prompt_ids: Sequence[int],
+    response_ids: Sequence[int],
+    log_probs: list[float] | None,
+    text: object,
+    finish: object,
+    fields: dict,
+) -> Sample:
     finish = _FINISH_ALIASES.get(finish, finish) if isinstance(finish, str) else None
     known = finish if finish in STATUS_OF_FINISH_REASON else None
     return Sample(
@@ -147,7 +156,7 @@ def _build(*, prompt, prompt_ids, response_ids, log_probs, text, finish, fields:
     )
 
 
-def _is_id_list(value: Any) -> bool:
+def _is_id_list(value: object) -> bool:
     return (
         isinstance(value, Sequence)
         and not isinstance(value, str)

@@ -19,6 +19,7 @@ import numpy as np
 
 from slime.gate.config import GateConfig, MismatchCause
 from slime.gate.text import is_blank
+from slime.typing import Tokenizer
 
 _CACHE_ENTRIES = 200_000
 # below it, waking the tokenizer's threads takes longer than the decoding
@@ -44,7 +45,7 @@ class Codec:
     """
 
     def __init__(
-        self, tokenizer: Any, *, hide_special_tokens: bool = True, shown: Iterable[str] = ()
+        self, tokenizer: Tokenizer, *, hide_special_tokens: bool = True, shown: Iterable[str] = ()
     ):
         self.tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -118,7 +119,7 @@ class Codec:
 _CODECS: weakref.WeakKeyDictionary[Any, dict[tuple, Codec]] = weakref.WeakKeyDictionary()
 
 
-def codec_of(tokenizer: Any, config: GateConfig) -> Codec | None:
+def codec_of(tokenizer: Tokenizer | Codec | None, config: GateConfig) -> Codec | None:
     """The codec of a tokenizer under the config's rule, built once. None for None; a Codec is
     returned as it is.
     """
@@ -137,7 +138,7 @@ def codec_of(tokenizer: Any, config: GateConfig) -> Codec | None:
     return per_rule[key]
 
 
-def content_key(ids: np.ndarray, response: Any, rule: bytes) -> bytes:
+def content_key(ids: np.ndarray, response: object, rule: bytes) -> bytes:
     """Identity of (ids, text, rule): 16 bytes."""
     text = response.encode("utf-8", "surrogatepass") if isinstance(response, str) else b""
     head = b"%d %b " % (len(ids), ids.dtype.str.encode())
@@ -193,7 +194,7 @@ def _agree_up_to_broken_characters(decoded: str, text: str) -> bool:
     return same_ascii and whole.startswith(head) and whole.endswith(end)
 
 
-def _special_tokens(tokenizer: Any) -> dict[int, str]:
+def _special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
     """{id: string} of the tokenizer's special tokens."""
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
     special = {int(i): str(token) for i, token in added.items() if getattr(token, "special", False)}
@@ -204,7 +205,7 @@ def _special_tokens(tokenizer: Any) -> dict[int, str]:
     return special
 
 
-def _vocab_size(tokenizer: Any, special: dict[int, str]) -> int:
+def _vocab_size(tokenizer: Tokenizer, special: dict[int, str]) -> int:
     try:
         size = len(tokenizer)
     except TypeError:
@@ -212,7 +213,7 @@ def _vocab_size(tokenizer: Any, special: dict[int, str]) -> int:
     return max([size, *(token_id + 1 for token_id in special)])
 
 
-def _eos_token_ids(tokenizer: Any) -> frozenset[int]:
+def _eos_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
     eos = getattr(tokenizer, "eos_token_id", None)
     return (
         frozenset() if eos is None else frozenset(eos if isinstance(eos, list | tuple) else [eos])

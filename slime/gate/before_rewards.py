@@ -12,7 +12,11 @@ from __future__ import annotations
 import collections
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slime.data.sample import Sample
+
 
 # Metadata key of the text that the engine sent, on samples whose response was replaced by its
 # tokens' text.
@@ -72,14 +76,14 @@ class EarlyFindings:
         self.rollout_id, self.bad_format_rate = rollout_id, bad_format_rate
 
 
-def with_engine_text(metadata: Any, text: Any) -> Any:
+def with_engine_text(metadata: object, text: object) -> Any:
     """Metadata that keeps the engine's `text`, the first one where several passes replaced it;
     anything but a dictionary as it is.
     """
     return {ENGINE_TEXT: text, **metadata} if isinstance(metadata, dict) else metadata
 
 
-def engine_text_of(sample: Any) -> Any:
+def engine_text_of(sample: Sample) -> Any:
     """The response text as the engine sent it."""
     return (
         sample.metadata.get(ENGINE_TEXT, sample.response)

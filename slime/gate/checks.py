@@ -13,7 +13,7 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Container
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +27,10 @@ from slime.gate.chunk import STATUS_ABORTED, STATUS_FAILED, STATUS_TRUNCATED, ST
 from slime.gate.config import Level, MismatchCause, MissingLogProbs, Policy
 from slime.gate.text import answer_of, format_problem, is_blank
 from slime.gate.token_columns import as_int, mask_array
+
+if TYPE_CHECKING:
+    from slime.data.sample import Sample
+
 
 Find = Callable[[Chunk, np.ndarray], np.ndarray]
 _LENIENT_PERIOD = 8
@@ -43,7 +47,7 @@ def find_rejected_earlier(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
     return np.array(marked, dtype=bool)
 
 
-def _is_true(value: Any) -> bool:
+def _is_true(value: object) -> bool:
     return value is True or (isinstance(value, np.bool_) and bool(value))
 
 
@@ -93,7 +97,7 @@ def find_broken_mask(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
     broken = np.zeros(len(rows), dtype=bool)
     for position in np.flatnonzero(chunk.mask_lengths[rows] >= 0).tolist():
         row = int(rows[position])
-        mask = chunk.samples[row].loss_mask
+        mask: Any = chunk.samples[row].loss_mask
         if (
             type(mask) in (list, NumberList)
             and len(mask) < _SHORT_MASK
@@ -519,7 +523,7 @@ def find_bad_reward(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
     return result
 
 
-def reward_problem(reward: Any, reward_key: str | None) -> str | None:
+def reward_problem(reward: object, reward_key: str | None) -> str | None:
     """What is wrong with a reward, in words; None if it is one finite number."""
     if reward_key:
         if not isinstance(reward, dict):
@@ -532,7 +536,7 @@ def reward_problem(reward: Any, reward_key: str | None) -> str | None:
     return value_problem(reward)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real)
 
 
@@ -663,11 +667,11 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def earlier_reason(sample: Any) -> InvalidReason | None:
+def earlier_reason(sample: Sample) -> InvalidReason | None:
     """The gate's own earlier verdict on the sample, None if there is none."""
     marked = (
         isinstance(sample.valid, bool | np.bool_)
         and not sample.valid
         and isinstance(sample.invalid_reason, str)
     )
-    return REASON_OF_VALUE.get(sample.invalid_reason) if marked else None
+    return REASON_OF_VALUE.get(str(sample.invalid_reason)) if marked else None

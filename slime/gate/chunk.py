@@ -87,7 +87,10 @@ class Chunk:
         self._read_rules()
 
     def _read_scalars(self) -> None:
-        status, finish, response, total, log_probs, mask = [], [], [], [], [], []
+        status, finish, response = [], [], []
+        total: list[int] = []
+        log_probs: list[int] = []
+        mask: list[int] = []
         for position, sample in enumerate(self.samples):
             if not isinstance(sample, Sample):
                 raise RolloutDataError(
@@ -129,7 +132,7 @@ class Chunk:
             [index.get(task_name(sample), 0) for sample in self.samples], dtype=np.int32
         )
 
-    def per_task(self, field: str, default: Any, missing: int) -> np.ndarray:
+    def per_task(self, field: str, default: int | None, missing: int) -> np.ndarray:
         """[N] the task's number for `field`, `default` where the task says nothing, `missing` where
         that is None too.
         """
@@ -185,13 +188,12 @@ class Chunk:
         for row in rows.tolist():
             values = getattr(self.samples[row], name)
             known = values.array if type(values) is NumberList else None
-            if known is None or known.dtype is not usual:
-                known = read(values)
-            if isinstance(known, str):
-                self.details[row] = known
+            array = read(values) if known is None or known.dtype is not usual else known
+            if isinstance(array, str):
+                self.details[row] = array
             else:
                 place[row] = len(arrays)
-                arrays.append(known)
+                arrays.append(array)
         return Gathered(Ragged.of(arrays, name, self._scratch), place)
 
     def response_ids(self, row: int) -> np.ndarray:

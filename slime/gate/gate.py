@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import enum
 import importlib.metadata
 import logging
 import time
@@ -34,6 +35,7 @@ from slime.gate.judge import Outcome, PostprocessResult, adapt, assemble, judge
 from slime.gate.parallel import judge_in_parallel
 from slime.gate.snapshots import DroppedGroups, SnapshotWriter
 from slime.models.hf_folder import read_eos_token_ids
+from slime.typing import Tokenizer
 
 logger = logging.getLogger(__name__)
 RECORD_FILE = "gate.jsonl"
@@ -52,7 +54,7 @@ class Gate:
         self,
         config: GateConfig,
         *,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         run_dir: str | Path | None = None,
         window: int = 5,
         snapshots: SnapshotWriter | None = None,
@@ -71,7 +73,7 @@ class Gate:
         self._warned_at: dict[str, int] = {}
 
     @staticmethod
-    def from_args(args: argparse.Namespace, tokenizer: Any = None) -> Gate:
+    def from_args(args: argparse.Namespace, tokenizer: Tokenizer | None = None) -> Gate:
         """The gate that the options describe; its records go to `args.run_dir`."""
         snapshots = None
         if args.gate_snapshots > 0 and args.run_dir is not None:
@@ -264,7 +266,9 @@ def history_path(folder: str | Path, rollout_id: int) -> Path:
     return Path(folder) / "rollout" / f"gate_history_{rollout_id}.jsonl"
 
 
-def gate_config_from_args(args: argparse.Namespace, tokenizer: Any = None) -> GateConfig:
+def gate_config_from_args(
+    args: argparse.Namespace, tokenizer: Tokenizer | None = None
+) -> GateConfig:
     """The frozen config behind the --gate-* options. ConfigError says which option is wrong and
     what it takes.
     """
@@ -354,7 +358,7 @@ def engine_version() -> str:
     return "unknown"
 
 
-def tokenizer_version(tokenizer: Any) -> str | None:
+def tokenizer_version(tokenizer: Tokenizer | None) -> str | None:
     """Class and vocabulary size of the tokenizer and the version of the library it comes from; None
     for None.
     """
@@ -398,7 +402,7 @@ def _policies(args: argparse.Namespace) -> dict[InvalidReason, Policy]:
     return policies
 
 
-def _member(kind: Any, value: Any, flag: str) -> Any:
+def _member(kind: type[enum.Enum], value: object, flag: str) -> Any:
     try:
         return kind(value)
     except ValueError as error:
@@ -407,7 +411,7 @@ def _member(kind: Any, value: Any, flag: str) -> Any:
         ) from error
 
 
-def _format(spec: Any) -> FormatSpec | None:
+def _format(spec: object) -> FormatSpec | None:
     if isinstance(spec, Mapping):
         return FormatSpec.from_dict(spec)
     if spec not in FORMAT_PRESETS:

@@ -29,6 +29,7 @@ from slime.gate.config import GateConfig, MissingLogProbs, Policy, Verdict
 from slime.gate.stand_ins import stand_ins
 from slime.gate.statistics import GateStatistics, describe_samples
 from slime.gate.token_columns import Scratch, token_array
+from slime.typing import Tokenizer
 
 CHUNK_TOKENS = 1 << 18  # their columns stay in a core's cache
 CHUNK_SAMPLES = 8192
@@ -102,7 +103,7 @@ def postprocess_output_data(
     raw_outputs: Sequence[Any],
     config: GateConfig,
     *,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | Codec | None = None,
     previous: GateStatistics | Sequence[GateStatistics] | None = None,
 ) -> PostprocessResult:
     """Verdicts, marked samples and statistics of one batch.
@@ -123,7 +124,7 @@ def postprocess_output_data(
 
 
 def check_responses(
-    samples: Sequence[Sample], config: GateConfig, *, tokenizer: Any = None
+    samples: Sequence[Sample], config: GateConfig, *, tokenizer: Tokenizer | Codec | None = None
 ) -> list[Verdict]:
     """One verdict per sample, before rewards, without statistics. Apply them with `apply_verdicts`.
 
@@ -282,7 +283,15 @@ def _rewards_of_failures(chunk: Chunk, codes: np.ndarray) -> dict[int, Any]:
     return {row: reward for row in rows if chunk.samples[row].reward is None}
 
 
-def _record(chunk: Chunk, check: Check, alive, failed, codes, findings, details) -> np.ndarray:
+def _record(
+    chunk: Chunk,
+    check: Check,
+    alive: np.ndarray,
+    failed: np.ndarray,
+    codes: np.ndarray,
+    findings: np.ndarray,
+    details: dict[int, str],
+) -> np.ndarray:
     """Writes the reason of the failed rows and returns the rows that go on: the others, and those
     kept by policy.
     """
@@ -408,7 +417,7 @@ def _built(
     return marked
 
 
-def _is_bad_reward(config: GateConfig, reward: Any) -> bool:
+def _is_bad_reward(config: GateConfig, reward: object) -> bool:
     return config.rewards_expected and reward_problem(reward, config.reward_key) is not None
 
 

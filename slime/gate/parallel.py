@@ -5,13 +5,18 @@ result equals the serial one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.data.sample import Sample
 from slime.gate.alignment import codec_of
 from slime.gate.chunk import TASK_NAME_KEYS
 from slime.gate.config import GateConfig
 from slime.gate.judge import Outcome, judge
+from slime.typing import Tokenizer
+
+if TYPE_CHECKING:
+    from slime.gate.alignment import Codec
+
 
 PART_SAMPLES = 8192
 # What the checks read. The rest is left behind: it need not be copied to the workers, and may be
@@ -25,7 +30,7 @@ _READ = (
 def judge_in_parallel(
     samples: Sequence[Sample],
     config: GateConfig,
-    tokenizer: Any,
+    tokenizer: Tokenizer | Codec | None,
     *,
     part_samples: int = PART_SAMPLES,
 ) -> Outcome:
@@ -54,7 +59,7 @@ def _judge_part(
     return judge(samples, config, codec_of(tokenizer, config), first_position=first_position)
 
 
-def _light(sample: Any) -> Any:
+def _light(sample: object) -> Any:
     if not isinstance(sample, Sample):
         return sample  # the checks refuse it and say where it stands
     light = Sample(**{name: getattr(sample, name) for name in _READ})

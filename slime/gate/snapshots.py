@@ -16,7 +16,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,6 +33,11 @@ from slime.gate.token_columns import (
     missing_positions,
     token_array,
 )
+from slime.typing import Array
+
+if TYPE_CHECKING:
+    import pyarrow
+
 
 logger = logging.getLogger(__name__)
 _STOP = object()
@@ -183,7 +188,7 @@ class SnapshotWriter:
             finally:
                 self._queue.task_done()
 
-    def _publish(self, name: str, table: Any) -> None:
+    def _publish(self, name: str, table: pyarrow.Table) -> None:
         import pyarrow.parquet
 
         with atomic.replacing(self.folder / name) as temporary:
@@ -291,7 +296,7 @@ def placement_table(raw_rows: Sequence[int], partitions: Sequence[Sequence[int]]
     )
 
 
-def _own_metadata(metadata: Any) -> Any:
+def _own_metadata(metadata: object) -> Any:
     """Metadata without the engine's text, which has a column of its own."""
     if not isinstance(metadata, dict) or ENGINE_TEXT not in metadata:
         return metadata
@@ -316,7 +321,7 @@ def _num_bytes(sample: Sample) -> int:
     )
 
 
-def _list_column(rows: list[np.ndarray | None], value_type: Any) -> Any:
+def _list_column(rows: list[np.ndarray | None], value_type: pyarrow.DataType) -> Any:
     """A list column straight from the buffers, without making Python numbers."""
     import pyarrow
 
@@ -335,7 +340,7 @@ def _readable(values: np.ndarray | str) -> np.ndarray | None:
     return None if isinstance(values, str) else values
 
 
-def _log_probs(values: Any) -> np.ndarray | None:
+def _log_probs(values: Sequence[float | None] | Array | None) -> np.ndarray | None:
     """Numbers as they came; entries that are None read NaN; None where there is nothing to read."""
     if values is None:
         return None
@@ -344,12 +349,12 @@ def _log_probs(values: Any) -> np.ndarray | None:
     return _readable(log_prob_array(values))
 
 
-def _int(value: Any) -> int | None:
+def _int(value: object) -> int | None:
     number = as_int(value)
     return number if number is not None and abs(number) < 2**63 else None
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     """JSON text, also of a string, so that reading gives the same value back; numpy and torch
     scalars as numbers.
     """
@@ -360,7 +365,7 @@ def _json(value: Any) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     text = value if isinstance(value, str) else _json(value)
     return text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates have no UTF-8 form
 

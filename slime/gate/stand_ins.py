@@ -41,12 +41,12 @@ def identity_problem(sample: Sample) -> str | None:
     return None
 
 
-def _is_length(value: Any) -> bool:
+def _is_length(value: object) -> bool:
     number = as_int(value)
     return number is not None and 0 <= number < 2**31
 
 
-def _are_log_probs(value: Any) -> bool:
+def _are_log_probs(value: object) -> bool:
     values = log_prob_array(value)
     # a Python list may hold integers that no array does
     return (

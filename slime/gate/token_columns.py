@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import array
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slime.data.number_list import packed
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Scratch:
@@ -65,7 +68,7 @@ class Ragged:
         return lows, highs
 
 
-def token_array(tokens: Any) -> np.ndarray | str:
+def token_array(tokens: object) -> np.ndarray | str:
     """Token ids as a 1-D integer array without copying where they are one already; a string that
     says what is wrong otherwise.
     """
@@ -82,7 +85,7 @@ def token_array(tokens: Any) -> np.ndarray | str:
     return values if values.size and values.dtype.itemsize >= 4 else values.astype(np.int32)
 
 
-def log_prob_array(log_probs: Any) -> np.ndarray | str:
+def log_prob_array(log_probs: object) -> np.ndarray | str:
     """Log-probs as a 1-D float array; None entries become NaN only in `missing_positions`, here
     they are an error string.
     """
@@ -94,7 +97,7 @@ def log_prob_array(log_probs: Any) -> np.ndarray | str:
     return values
 
 
-def mask_array(mask: Any) -> np.ndarray | str:
+def mask_array(mask: object) -> np.ndarray | str:
     """A loss mask as a 1-D array of 0 and 1; a string that says what is wrong otherwise."""
     values = packed(mask, "B") if isinstance(mask, list) else _as_numpy(mask)
     if values is None and isinstance(mask, list):  # floats, or no numbers at all
@@ -111,7 +114,7 @@ def mask_array(mask: Any) -> np.ndarray | str:
     )
 
 
-def missing_positions(log_probs: Any) -> np.ndarray | None:
+def missing_positions(log_probs: object) -> np.ndarray | None:
     """[T] bool, True where an entry is None; None when there is no such entry or the value is not a
     list.
     """
@@ -131,7 +134,7 @@ def length_of(values: Any) -> int:
         return -2
 
 
-def _as_numpy(values: Any) -> np.ndarray | None:
+def _as_numpy(values: object) -> np.ndarray | None:
     if isinstance(values, np.ndarray):
         return values
     try:
@@ -144,14 +147,14 @@ def _as_numpy(values: Any) -> np.ndarray | None:
     return None
 
 
-def _tensor_as_numpy(tensor: Any) -> np.ndarray:
+def _tensor_as_numpy(tensor: torch.Tensor) -> np.ndarray:
     try:
         return tensor.numpy()
     except TypeError:  # bfloat16 has no numpy type
         return tensor.float().numpy()
 
 
-def as_int(value: Any) -> int | None:
+def as_int(value: object) -> int | None:
     """`value` as int where it is one, of Python or numpy; None otherwise."""
     return int(value) if isinstance(value, int | np.integer) else None
 
@@ -164,7 +167,7 @@ def _first_bad(values: list, kind: type) -> str:
     return "values out of range"
 
 
-def _kind(raw: Any, values: np.ndarray | None) -> str:
+def _kind(raw: object, values: np.ndarray | None) -> str:
     return (
         type(raw).__name__
         if values is None

@@ -127,7 +127,7 @@ def describe_end(position: int, sample: Sample) -> list[str]:
     ]
 
 
-def _end_of_prompt(prompt: Any) -> str:
+def _end_of_prompt(prompt: object) -> str:
     """The last 200 characters of a prompt's text, or of the last message of a conversation."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
         prompt = prompt[-1].get("content")

@@ -15,7 +15,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from slime.config.observability import ObservabilityOptions
 from slime.exceptions import ConfigError, RolloutDataError
@@ -199,7 +199,7 @@ def _token_gap(
     )
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     return value.item() if hasattr(value, "item") else value  # numpy's scalars
 
 
@@ -400,7 +400,7 @@ def token_rows(report: Report) -> list[list[str]]:
     return rows
 
 
-def print_report(report: Report, *, stream: Any = None) -> None:
+def print_report(report: Report, *, stream: TextIO | None = None) -> None:
     """Tables on a terminal, aligned plain text elsewhere."""
     stream = stream or sys.stdout
     tables = [
@@ -419,7 +419,7 @@ def print_report(report: Report, *, stream: Any = None) -> None:
     print(*lines, sep="\n", file=stream)
 
 
-def _print_rich(title: str, rows: list[list[str]], stream: Any) -> None:
+def _print_rich(title: str, rows: list[list[str]], stream: TextIO) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -430,7 +430,7 @@ def _print_rich(title: str, rows: list[list[str]], stream: Any) -> None:
     Console(file=stream, highlight=False).print(table)
 
 
-def print_plain(title: str, rows: list[list[str]], stream: Any) -> None:
+def print_plain(title: str, rows: list[list[str]], stream: TextIO) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print(title, file=stream)
     for row in rows:

@@ -123,7 +123,7 @@ class Comparison:
         )
 
 
-def _path_name(field: str, part: Any) -> str:
+def _path_name(field: str, part: int | str) -> str:
     spec = CONTRACT.find(field)
     if isinstance(part, int) and spec is not None and spec.rows is Rows.RESPONSE:
         return f"response token {part}"
@@ -134,7 +134,7 @@ def _path_name(field: str, part: Any) -> str:
     )
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     # str() of a numpy number has the digits of its own dtype, and no more
     text = str(value) if isinstance(value, np.generic) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -144,7 +144,7 @@ def _short(value: Any) -> str:
 
 
 def _differences(
-    a: Any, b: Any, tolerance: Tolerance, count: FieldCount
+    a: object, b: object, tolerance: Tolerance, count: FieldCount
 ) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
     """Yields (path, entry of a, entry of b) where they differ, in order; notes in `count` how far
     floats are apart.

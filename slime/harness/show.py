@@ -18,9 +18,9 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError, RolloutDataError, SlimeError
@@ -55,7 +55,7 @@ def token_rows(
     length = sample.response_length
     ids = [int(token) for token in list(sample.tokens)[len(sample.tokens) - length :]]
 
-    def column(name: str, values: Any) -> list[Any]:
+    def column(name: str, values: Iterable[Any] | None) -> list[Any]:
         if values is None:
             return [None] * length
         values = list(values)
@@ -110,7 +110,10 @@ def trained_fields(path: Path | None, position: int, sample: Sample) -> dict[str
     dump = read_train_dump(path)
     for i, where in enumerate(dump.positions.tolist()):
         fields = dump.sample(i)
-        if where == position and int(fields.get("sample_indices", sample.index)) == sample.index:
+        if (
+            where == position
+            and int(cast(int, fields.get("sample_indices", sample.index))) == sample.index
+        ):
             return fields
     return None
 
@@ -230,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def show(options: argparse.Namespace, stream: Any) -> None:
+def show(options: argparse.Namespace, stream: TextIO) -> None:
     """Prints what the options ask for. SlimeError where a file is missing, damaged, or has no such
     sample.
     """
@@ -278,7 +281,7 @@ def show(options: argparse.Namespace, stream: Any) -> None:
 
 
 def _as_json(sample: Sample, rows: Sequence[TokenRow]) -> str:
-    def finite(value: Any) -> Any:
+    def finite(value: object) -> Any:
         return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
     tokens = [

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.exceptions import RolloutDataError
+from slime.typing import Tokenizer
 
 # What a template may write beside a message's content, and a probe must not have: it would move or
 # repeat the word.
@@ -164,7 +165,7 @@ class ChatTemplate:
         return after[len(calls) :] if after.startswith(calls + end.rstrip()) else None
 
 
-def renderable_messages(tokenizer: Any, messages: list[dict]) -> list[dict]:
+def renderable_messages(tokenizer: Tokenizer, messages: list[dict]) -> list[dict]:
     """The messages as the template takes them: arguments of tool calls that are JSON text become
     values where the template would encode the text once more, as most do; a template that writes
     text as it is gets the text.
@@ -179,7 +180,7 @@ def renderable_messages(tokenizer: Any, messages: list[dict]) -> list[dict]:
 _ENCODES: dict[str, bool] = {}  # by template
 
 
-def _encodes_arguments(tokenizer: Any) -> bool:
+def _encodes_arguments(tokenizer: Tokenizer) -> bool:
     """Whether the template turns a tool call's arguments into JSON even where they are text, or
     cannot take text at all.
     """
@@ -190,7 +191,7 @@ def _encodes_arguments(tokenizer: Any) -> bool:
             "type": "function",
             "function": {"name": "probe", "arguments": '{"probe_key": 1}'},
         }
-        probe = [
+        probe: list[dict] = [
             {"role": "user", "content": "a"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
         ]
@@ -211,7 +212,7 @@ def _with_argument_values(message: dict) -> dict:
     )
 
 
-def _with_values(call: Any) -> Any:
+def _with_values(call: dict) -> Any:
     """A tool call, with its arguments parsed where they are the JSON text of an object."""
     if not isinstance(call, dict):
         return call

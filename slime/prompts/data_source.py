@@ -18,9 +18,9 @@ import copy
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import orjson
 
@@ -92,7 +92,7 @@ def clone_for_group(prompt: Sample) -> Sample:
     )
 
 
-def iter_samples(group: Group) -> Iterable[Sample]:
+def iter_samples(group: Group) -> Iterator[Sample]:
     """The samples of a group, also of one whose members are lists of samples."""
     for member in group:
         if isinstance(member, Sample):
@@ -171,7 +171,7 @@ class RolloutDataSource(DataSource):
         else:
             self._used_by.update((group_id, rollout_id) for group_id in group_ids)
 
-    def _waiting(self) -> set[int]:
+    def _waiting(self) -> set[int | None]:
         """Identities of groups that were given back."""
         return set()
 
@@ -182,7 +182,7 @@ class RolloutDataSource(DataSource):
         if not self._is_told:
             return [
                 self._origins[group_id]
-                for group_id in sorted(self._waiting() & self._origins.keys())
+                for group_id in sorted(self._origins.keys() & self._waiting())
             ]
         return [
             origin
@@ -358,9 +358,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         self.buffer += samples
         self.buffer.sort(key=_stream_position)
         for group in samples:
-            self._used_by.pop(group_id_of(group), None)
+            self._used_by.pop(cast(int, group_id_of(group)), None)
 
-    def _waiting(self) -> set[int]:
+    def _waiting(self) -> set[int | None]:
         return {group_id_of(group) for group in self.buffer}
 
     def state_dict(self, rollout_id: int) -> dict[str, Any]:

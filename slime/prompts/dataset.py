@@ -11,7 +11,7 @@ import logging
 import random
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import orjson
 
@@ -21,6 +21,7 @@ from slime.files import exact_json
 from slime.prompts.chat_render import renderable_messages
 from slime.prompts.masks import conversation_problem, message_pairs
 from slime.prompts.prompt_files import Row, parse_generalized_path, read_rows
+from slime.typing import Processor, Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -82,18 +83,18 @@ def _build_messages(
     return messages
 
 
-def _as_list(value: Any) -> list:
+def _as_list(value: object) -> list:
     """The media under a key: a list as it is, one path, image or dictionary as a list of one."""
     if value is None or (isinstance(value, str) and not value):
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _place_media(content: Any, media: dict[str, list]) -> Any:
+def _place_media(content: object, media: dict[str, list]) -> Any:
     if not isinstance(content, str):
         return content
     kinds = {
-        MultimodalTypes.get(name).placeholder: name for name in media if MultimodalTypes.get(name)
+        kind.placeholder: name for name in media if (kind := MultimodalTypes.get(name)) is not None
     }
     if not kinds:
         raise ValueError(
@@ -115,7 +116,7 @@ def _place_media(content: Any, media: dict[str, list]) -> Any:
 
 
 def render_prompt(
-    tokenizer: Any, messages: list[dict], tools: list | None, template_kwargs: dict | None
+    tokenizer: Tokenizer, messages: list[dict], tools: list | None, template_kwargs: dict | None
 ) -> str:
     """The text of chat messages with the generation prompt, as the tokenizer's
     template writes it.
@@ -134,7 +135,7 @@ def render_prompt(
     )
 
 
-def prompt_text(sample: Sample, tokenizer: Any) -> str:
+def prompt_text(sample: Sample, tokenizer: Tokenizer) -> str:
     """The text that is sent for a sample: its prompt, rendered where it is still a list of
     messages.
     """
@@ -146,7 +147,7 @@ def prompt_text(sample: Sample, tokenizer: Any) -> str:
 
 
 def compute_prompt_lengths(
-    samples: list[Sample], tokenizer: Any, processor: Any = None
+    samples: list[Sample], tokenizer: Tokenizer, processor: Processor | None = None
 ) -> list[int]:
     """The number of token ids of each prompt as it will be sent [N]: template, generation prompt
     and media included.
@@ -164,13 +165,13 @@ def compute_prompt_lengths(
             text_only, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True
         ):
             lengths[position] = len(ids)
-    return lengths
+    return cast("list[int]", lengths)
 
 
-def _multimodal_length(sample: Sample, tokenizer: Any, processor: Any) -> int:
+def _multimodal_length(sample: Sample, tokenizer: Tokenizer, processor: Processor) -> int:
     from slime.utils import processing_utils
 
-    media = sample.multimodal_inputs
+    media = sample.multimodal_inputs or {}
     if not isinstance(sample.prompt, str):
         media = processing_utils.process_vision_info(sample.prompt, processor)
     given = {kind: values for kind, values in media.items() if values is not None}
@@ -178,7 +179,10 @@ def _multimodal_length(sample: Sample, tokenizer: Any, processor: Any) -> int:
 
 
 def filter_long_prompt(
-    samples: list[Sample], tokenizer: Any, processor: Any, max_length: int | None
+    samples: list[Sample],
+    tokenizer: Tokenizer | None,
+    processor: Processor | None,
+    max_length: int | None,
 ) -> list[Sample]:
     """The samples whose prompt has at most `max_length` tokens, in order; all of them for None.
 
@@ -193,7 +197,7 @@ def filter_long_prompt(
             "checked"
         )
         return samples
-    lengths = compute_prompt_lengths(samples, tokenizer, processor)
+    lengths = compute_prompt_lengths(samples, cast(Tokenizer, tokenizer), processor)
     return [sample for sample, length in zip(samples, lengths, strict=True) if length <= max_length]
 
 
@@ -216,8 +220,8 @@ class Dataset:
     def __init__(
         self,
         path: str,
-        tokenizer: Any,
-        processor: Any,
+        tokenizer: Tokenizer | None,
+        processor: Processor | None,
         max_length: int | None,
         *,
         prompt_key: str = "text",
@@ -309,7 +313,12 @@ def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
         yield chunk
 
 
-def build_sample(row: Row, form: RowFormat, tokenizer: Any = None, processor: Any = None) -> Sample:
+def build_sample(
+    row: Row,
+    form: RowFormat,
+    tokenizer: Tokenizer | None = None,
+    processor: Processor | None = None,
+) -> Sample:
     """The sample of one row, without identity. ConfigError names the row, what is wrong with it,
     and the remedy.
     """
@@ -333,10 +342,16 @@ def build_sample(row: Row, form: RowFormat, tokenizer: Any = None, processor: An
     if processor is not None and form.multimodal_keys:
         from slime.utils import processing_utils
 
-        media = processing_utils.process_vision_info(messages, processor)
+        media = processing_utils.process_vision_info(cast("list[dict]", messages), processor)
     if form.apply_chat_template:
         messages = _rendered(
-            row, lambda: render_prompt(tokenizer, messages, tools, form.apply_chat_template_kwargs)
+            row,
+            lambda: render_prompt(
+                cast(Tokenizer, tokenizer),
+                cast("list[dict]", messages),
+                tools,
+                form.apply_chat_template_kwargs,
+            ),
         )
     return Sample(
         prompt=messages,
@@ -357,7 +372,7 @@ def _required(row: Row, key: str, what: str, flag: str) -> Any:
     return row.data[key]
 
 
-def _check_prompt(row: Row, key: str, prompt: Any) -> None:
+def _check_prompt(row: Row, key: str, prompt: object) -> None:
     problem = None
     if isinstance(prompt, str):
         problem = "is empty" if not prompt.strip() else None
@@ -378,7 +393,9 @@ def _check_prompt(row: Row, key: str, prompt: Any) -> None:
         )
 
 
-def _check_conversation(row: Row, prompt: Any, label: Any, loss_mask_type: str) -> None:
+def _check_conversation(
+    row: Row, prompt: str | list[dict], label: object, loss_mask_type: str
+) -> None:
     problem = conversation_problem(
         message_pairs(prompt, label, where=lambda: row.place), loss_mask_type
     )

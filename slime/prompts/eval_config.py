@@ -70,7 +70,7 @@ _KINDS: dict[str, type] = {
 _KIND_WORDS = {float: "a number", int: "a whole number", str: "a text", bool: "true or false"}
 
 
-def _is_kind(value: Any, kind: type) -> bool:
+def _is_kind(value: object, kind: type) -> bool:
     if value is None or kind is str and isinstance(value, Path):
         return True
     if isinstance(value, bool):
@@ -200,7 +200,7 @@ def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
 
 
 def build_eval_dataset_configs(
-    args: argparse.Namespace, raw_config: Any, defaults: dict[str, Any] | None = None
+    args: argparse.Namespace, raw_config: object, defaults: dict[str, Any] | None = None
 ) -> list[EvalDatasetConfig]:
     """The datasets of a configuration: each entry, then `defaults`, then args (eval_* before
     rollout_*).

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from slime.exceptions import ConfigError
 from slime.prompts.chat_render import ChatTemplate
+from slime.typing import Tokenizer
 
 TOKENIZER_TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
@@ -50,7 +50,7 @@ class MultiTurnLossMaskGenerator:
     than 1.
     """
 
-    def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
+    def __init__(self, tokenizer: Tokenizer, tokenizer_type: str = "qwen") -> None:
         if tokenizer_type not in TOKENIZER_TYPES:
             raise ConfigError(
                 f"--loss-mask-type {tokenizer_type!r} is not one of {', '.join(TOKENIZER_TYPES)}."
@@ -279,7 +279,9 @@ def _shown(messages: list[dict]) -> str:
     return str(messages)[:200]
 
 
-def message_pairs(prompt: Any, label: Any, *, where: Callable[[], str]) -> list[dict]:
+def message_pairs(
+    prompt: str | list[dict], label: object, *, where: Callable[[], str]
+) -> list[dict]:
     """A conversation from what a dataset row holds: its messages, or a prompt with the label as the
     answer to learn.
     """

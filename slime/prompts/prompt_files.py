@@ -161,7 +161,7 @@ def _is_json_lines(file: Path) -> bool:
             return False
 
 
-def _object(value: Any, place: str) -> dict[str, Any]:
+def _object(value: object, place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(
             f'{place}: the value is a {type(value).__name__}, not an object. Write {{"input": '

@@ -11,6 +11,7 @@ from slime.ray import actors
 from slime.ray.placement_group import bundle_strategy, device_options
 from slime.ray.train_worker import MEGATRON_ACTOR, TrainWorker
 from slime.ray.utils import STOP_TIMEOUT_S, add_default_ray_env_vars, wait_for
+from slime.typing import ActorHandle
 
 
 class RayTrainGroup:
@@ -67,7 +68,7 @@ class RayTrainGroup:
         return handlers
 
     def _all(
-        self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
+        self, method: str, *args: object, timeout_s: float | None = None, **kwargs: object
     ) -> list[Any]:
         refs = [handler.call.remote(method, *args, **kwargs) for handler in self._handlers]
         return self._wait(refs, method, timeout_s or self.args.step_timeout)
@@ -83,13 +84,13 @@ class RayTrainGroup:
             refs, what=f"{self.role}: {doing}", timeout_s=timeout_s, names=names, option=option
         )
 
-    def create(self, rollout_manager: Any = None) -> list[int]:
+    def create(self, rollout_manager: ActorHandle | None = None) -> list[int]:
         """Builds the models; returns each rank's first rollout to run. A rollout manager that
         cannot start ends the wait.
         """
         return self._init(self.args, rollout_manager)
 
-    def _init(self, args: argparse.Namespace, rollout_manager: Any) -> list[int]:
+    def _init(self, args: argparse.Namespace, rollout_manager: ActorHandle | None) -> list[int]:
         refs = [
             handler.call.remote("init", args, self.role, self.with_ref, self.with_opd_teacher)
             for handler in self._handlers
@@ -151,7 +152,7 @@ class RayTrainGroup:
         self._all("suspend", self._suspended_dir)
         self._end_processes()
 
-    def recreate(self, rollout_manager: Any) -> None:
+    def recreate(self, rollout_manager: ActorHandle) -> None:
         """Starts the ranks again with the state of `suspend`; nothing where they run."""
         if self._handlers:
             return
@@ -174,7 +175,7 @@ class RayTrainGroup:
     def clear_memory(self) -> None:
         self._all("clear_memory")
 
-    def set_rollout_manager(self, rollout_manager: Any) -> None:
+    def set_rollout_manager(self, rollout_manager: ActorHandle) -> None:
         self._all("set_rollout_manager", rollout_manager)
 
     def release(self) -> None:

@@ -46,7 +46,7 @@ class LocalRef:
 class LocalActor:
     """Stands for `target` as Ray's handle does: `actor.method.remote(...)` returns a reference."""
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: object) -> None:
         self._target = target
         self._timer: Timer | None = None
 
@@ -71,12 +71,12 @@ class _LocalMethod:
     actor: LocalActor
     name: str
 
-    def remote(self, *args: Any, **kwargs: Any) -> LocalRef:
+    def remote(self, *args: object, **kwargs: object) -> LocalRef:
         """Runs the method now."""
         return self.actor._call(self.name, args, kwargs)
 
 
-def start(cls: type, *args: Any, **options: Any) -> Any:
+def start(cls: type, *args: object, **options: object) -> Any:
     """A handle of a new actor cls(*args). `options` are Ray's; a local actor has none."""
     if _is_local:
         return LocalActor(cls(*args))
@@ -90,12 +90,12 @@ class ActorClass:
     cls: type
     options: dict[str, Any]
 
-    def remote(self, *args: Any) -> Any:
+    def remote(self, *args: object) -> Any:
         """A handle of a new actor."""
         return start(self.cls, *args, **self.options)
 
 
-def remote(**options: Any) -> Callable[[type], ActorClass]:
+def remote(**options: object) -> Callable[[type], ActorClass]:
     """Decorates a class of actors with their Ray options."""
     return lambda cls: ActorClass(cls, options)
 
@@ -114,7 +114,7 @@ def get(refs: Any, *, timeout: float | None = None) -> Any:
     return ray.get(refs) if timeout is None else ray.get(refs, timeout=timeout)
 
 
-def put(value: Any) -> Any:
+def put(value: object) -> Any:
     """A reference to a copy of `value`."""
     return LocalRef(copy.deepcopy(value)) if _is_local else ray.put(value)
 

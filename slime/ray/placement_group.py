@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray.util.placement_group import placement_group
@@ -20,6 +20,11 @@ from slime.config.resume import evaluates_only
 from slime.exceptions import ConfigError
 from slime.ray import actors
 from slime.ray.utils import add_default_ray_env_vars, wait_for
+from slime.typing import ActorHandle
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
 
 PLACEMENT_TIMEOUT_S = 60.0
 # Shares of one device, so that a trainer, a critic and a colocated engine fit on it together.
@@ -94,7 +99,9 @@ def _create_placement_group(num_devices: int) -> Placement:
     if device_resource() == "CPU":
         return group, list(range(num_devices)), list(range(num_devices))
     probes = [
-        _Probe.options(num_gpus=0.01, scheduling_strategy=bundle_strategy(group, index)).remote()
+        cast(Any, _Probe)
+        .options(num_gpus=0.01, scheduling_strategy=bundle_strategy(group, index))
+        .remote()
         for index in range(num_devices)
     ]
     asked = [probe.where.remote() for probe in probes]
@@ -111,7 +118,9 @@ def _create_placement_group(num_devices: int) -> Placement:
     return group, order, [places[index][1] for index in order]
 
 
-def bundle_strategy(group: Any, bundle_index: int) -> PlacementGroupSchedulingStrategy | str:
+def bundle_strategy(
+    group: PlacementGroup | None, bundle_index: int
+) -> PlacementGroupSchedulingStrategy | str:
     """The strategy that puts an actor into that bundle; Ray's own choice without a group."""
     if group is None:
         return "DEFAULT"
@@ -182,7 +191,7 @@ def allocate_train_group(
 
 
 def create_actor_model(
-    args: argparse.Namespace, placements: dict[str, Placement], rollout_manager: Any
+    args: argparse.Namespace, placements: dict[str, Placement], rollout_manager: ActorHandle
 ) -> tuple[Any, int]:
     """(actor group, first rollout to run): models built, weights loaded, schedule layout told to
     the rollout manager.
@@ -202,7 +211,7 @@ def create_actor_model(
 
 
 def create_training_models(
-    args: argparse.Namespace, placements: dict[str, Placement], rollout_manager: Any
+    args: argparse.Namespace, placements: dict[str, Placement], rollout_manager: ActorHandle
 ) -> tuple[Any, Any | None, int]:
     """(actor group, critic group or None, first rollout to run)."""
     actor, start = create_actor_model(args, placements, rollout_manager)

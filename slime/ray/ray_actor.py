@@ -8,6 +8,9 @@ from slime.utils.misc import get_current_node_ip, get_free_port
 class RayActor:
     """Base of actors that others connect to."""
 
+    master_addr: str
+    master_port: int
+
     @staticmethod
     def _get_current_node_ip_and_free_port(
         start_port: int = 10000, consecutive: int = 1

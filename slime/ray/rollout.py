@@ -14,7 +14,7 @@ import gc
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ray  # noqa: F401 - tests replace ray.put through this module
 
@@ -61,6 +61,10 @@ from slime.utils.misc import Box, count_rollouts_per_epoch, load_function
 from slime.utils.processing_utils import shared_tokenizer
 from slime.utils.watched_calls import WATCH
 
+if TYPE_CHECKING:
+    from slime.data.batch import RolloutBatch
+
+
 logger = logging.getLogger(__name__)
 
 # upstream's earlier names of what is public elsewhere by now
@@ -77,8 +81,8 @@ class RolloutManager:
     def __init__(self, args: argparse.Namespace, pg: tuple) -> None:
         configure_logger("rollout-manager", log_dir=log_dir_of(args))
         self.args = args
-        if log_dir_of(args) is not None:
-            WATCH.record_in(log_dir_of(args))
+        if (log_dir := log_dir_of(args)) is not None:
+            WATCH.record_in(log_dir)
         init_tracking(args, primary=False)
         # a replay asks for no prompt: None then, and the checkpoint of a replay has no data
         # position
@@ -97,7 +101,7 @@ class RolloutManager:
             args, shared_tokenizer(args.hf_checkpoint) if args.hf_checkpoint else None
         )
         self.train_parallel_config: dict[str, int] | None = None
-        self.rollout_engine_lock = Lock.remote()
+        self.rollout_engine_lock = cast(actors.ActorClass, Lock).remote()
         self.server = start_rollout_servers(args, pg)
         if self.server.client_urls:
             set_engines(self.server.client_urls, is_router=self.server.router is not None)
@@ -355,7 +359,7 @@ class RolloutManager:
         return with_marks(data, marks, batch_rows=judged.raw_rows)
 
     def _split(
-        self, data: Any, *, dropped_failures: Sequence[int | None] = ()
+        self, data: RolloutBatch, *, dropped_failures: Sequence[int | None] = ()
     ) -> tuple[list[Box], SplitPlan]:
         if self.train_parallel_config is None:
             raise RolloutDataError(
@@ -372,7 +376,7 @@ class RolloutManager:
             for ref, num_samples in zip(refs, split.plan.num_trained_by_rank, strict=True)
         ], split.plan
 
-    def _split_train_data_by_dp(self, data: Any) -> list[Box]:
+    def _split_train_data_by_dp(self, data: RolloutBatch) -> list[Box]:
         """One box per data-parallel rank, index = rank without CP."""
         return self._split(data)[0]
 

@@ -15,9 +15,9 @@ import socket
 import tempfile
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray._private import ray_constants, services
@@ -42,7 +42,7 @@ def interruptible() -> Iterator[None]:
         yield
         return
 
-    def interrupt(signum: int, frame: Any) -> None:
+    def interrupt(signum: int, frame: types.FrameType | None) -> None:
         # A second signal must not break the cleanup that the first one began.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -177,7 +177,8 @@ def _answers_as_ray(address: str, timeout_s: float) -> bool:
 
     def ask() -> None:
         with contextlib.suppress(Exception):
-            ray._raylet.GcsClient(address=address).internal_kv_keys(b"", None)
+            client = ray._raylet.GcsClient  # type: ignore[attr-defined]  # compiled, without stubs
+            client(address=address).internal_kv_keys(b"", None)
             answered.set()
 
     threading.Thread(target=ask, name="ask-ray", daemon=True).start()

@@ -16,10 +16,13 @@ from slime.accelerator.process_groups import init_gloo_group, set_gloo_group
 from slime.ray import actors
 from slime.ray.ray_actor import RayActor
 from slime.ray.utils import wait_for
+from slime.typing import ActorHandle
 
 
 class TrainRayActor(RayActor):
     """One rank of a training process group. Rank 0 chooses the address at which all ranks meet."""
+
+    train_parallel_config: dict[str, int]
 
     def __init__(
         self, world_size: int, rank: int, master_addr: str | None, master_port: int | None
@@ -64,7 +67,7 @@ class TrainRayActor(RayActor):
         init_gloo_group()
         return 0
 
-    def set_rollout_manager(self, rollout_manager: Any) -> None:
+    def set_rollout_manager(self, rollout_manager: ActorHandle) -> None:
         """Keeps the handle; rank 0 tells the manager how samples must be split over data-parallel
         ranks.
         """

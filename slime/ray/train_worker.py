@@ -24,6 +24,6 @@ class TrainWorker:
     ) -> None:
         self._actor = load_function(actor_path)(world_size, rank, master_addr, master_port)
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, *args: object, **kwargs: object) -> Any:
         """What the rank's `method` returns."""
         return getattr(self._actor, method)(*args, **kwargs)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -50,7 +50,7 @@ _EXPECTED_WARNINGS = (
 STOP_TIMEOUT_S = 3.5
 
 
-def ray_noset_visible_devices(env_vars: Any = os.environ) -> bool:
+def ray_noset_visible_devices(env_vars: Mapping[str, str] = os.environ) -> bool:
     """True if Ray was told not to set the visible devices of its workers."""
     return any(env_vars.get(name) for name in NOSET_VISIBLE_DEVICES_ENV_VARS_LIST)
 

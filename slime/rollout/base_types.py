@@ -19,7 +19,7 @@ class RolloutFnTrainOutput:
     the data source is counted and not among them.
     """
 
-    samples: list[list[Sample]]
+    samples: list[list[Sample]] | list[Sample]
     metrics: dict[str, Any] | None = None
     dropped: dict[str, int] = dataclasses.field(default_factory=dict)
     dropped_groups: list[tuple[str, list]] = dataclasses.field(default_factory=list)
@@ -35,7 +35,9 @@ class RolloutFnEvalOutput:
     metrics: dict[str, Any] | None = None
 
 
-def call_rollout_fn(fn: Callable[..., Any], *args: Any, evaluation: bool, **kwargs: Any) -> Any:
+def call_rollout_fn(
+    fn: Callable[..., Any], *args: object, evaluation: bool, **kwargs: object
+) -> Any:
     """The output of a rollout function, wrapped where it returns a bare list (training) or dict
     (evaluation).
     """

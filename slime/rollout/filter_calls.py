@@ -17,7 +17,7 @@ SHOWN = 60
 
 
 def call_filter(
-    option: str, path: str, function: Callable[..., Any], about: Callable[[], str], *args: Any
+    option: str, path: str, function: Callable[..., Any], about: Callable[[], str], *args: object
 ) -> Any:
     """What `function` returns. RolloutDataError where it raises: the option, the path, `about()`
     (which groups), and the exception, whose stack is logged once. A wrong option (ConfigError), an
@@ -40,7 +40,7 @@ def call_filter(
         ) from error
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value's type and the beginning of its text."""
     if value is None:
         return "None"
@@ -48,7 +48,7 @@ def shown(value: Any) -> str:
     return f"{type(value).__name__} ({text if len(text) <= SHOWN else text[:SHOWN] + '...'})"
 
 
-def require_nothing(option: str, path: str, returned: Any, groups: Any, advice: str) -> None:
+def require_nothing(option: str, path: str, returned: object, groups: list, advice: str) -> None:
     """RolloutDataError where a function that works in place returned something else than nothing or
     the groups that it was given: it would be ignored.
     """
@@ -58,7 +58,7 @@ def require_nothing(option: str, path: str, returned: Any, groups: Any, advice: 
         )
 
 
-def require_samples(option: str, path: str, groups: Any) -> None:
+def require_samples(option: str, path: str, groups: list) -> None:
     """RolloutDataError unless `groups` still is a list of groups of samples."""
     for group in groups:
         members = (
@@ -80,7 +80,7 @@ def require_samples(option: str, path: str, groups: Any) -> None:
 def require_groups(
     option: str,
     path: str,
-    returned: Any,
+    returned: object,
     *,
     buffer: Sequence[Any],
     num_groups: int,

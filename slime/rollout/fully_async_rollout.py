@@ -18,7 +18,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError, RolloutDataError
@@ -30,17 +30,24 @@ from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
 from slime.utils.async_utils import run
 from slime.utils.http_utils import close_session
 
+if TYPE_CHECKING:
+    from slime.prompts.data_source import DataSource
+
+
 logger = logging.getLogger(__name__)
 
 _global_worker: AsyncRolloutWorker | None = None
 _worker_lock = threading.Lock()
 
 
-def _get_global_worker(args: argparse.Namespace, data_buffer: Any) -> AsyncRolloutWorker:
+def _get_global_worker(args: argparse.Namespace, data_buffer: DataSource) -> AsyncRolloutWorker:
     """This process's worker, started on the first call and again if its thread died."""
     global _global_worker
     with _worker_lock:
-        if _global_worker is None or not _global_worker.worker_thread.is_alive():
+        if (
+            _global_worker is None
+            or not cast(threading.Thread, _global_worker.worker_thread).is_alive()
+        ):
             _global_worker = AsyncRolloutWorker(
                 args, data_buffer, concurrency=SelectionConfig.from_args(args).fetch_size
             )
@@ -68,7 +75,9 @@ class AsyncRolloutWorker:
     `poll_interval` is in seconds.
     """
 
-    def __init__(self, args: argparse.Namespace, data_buffer: Any, concurrency: int = 10) -> None:
+    def __init__(
+        self, args: argparse.Namespace, data_buffer: DataSource, concurrency: int = 10
+    ) -> None:
         self.args = args
         self.data_buffer = data_buffer
         self.concurrency = concurrency
@@ -85,7 +94,7 @@ class AsyncRolloutWorker:
         self.is_exhausted = False  # whether the data source had no group when it was asked last
         self.num_active = 0  # groups in flight
         # ends the loop's pause; callable from any thread
-        self._wake_up: Callable[[], None] = lambda: None
+        self._wake_up: Callable[[], object] = lambda: None
 
     def start(self) -> None:
         """Starts the worker's thread; does nothing when it runs."""
@@ -111,7 +120,7 @@ class AsyncRolloutWorker:
         """Finished groups in order of completion, at most `limit` of them; the others stay in the
         queue.
         """
-        completed = []
+        completed: list[tuple[int, list]] = []
         while limit is None or len(completed) < limit:
             try:
                 completed.append(self.output_queue.get_nowait())
@@ -186,15 +195,15 @@ class AsyncRolloutWorker:
 
 
 async def _generate_rollout_async(
-    args: argparse.Namespace, rollout_id: int, data_buffer: Any
+    args: argparse.Namespace, rollout_id: int, data_buffer: DataSource
 ) -> list[list[Sample]]:
     """Exactly `rollout_batch_size` finished groups, in order of sample index."""
     output = await _collect(args, rollout_id, data_buffer)
-    return output.samples
+    return cast("list[list[Sample]]", output.samples)
 
 
 async def _collect(
-    args: argparse.Namespace, rollout_id: int, data_buffer: Any
+    args: argparse.Namespace, rollout_id: int, data_buffer: DataSource
 ) -> RolloutFnTrainOutput:
     worker = _get_global_worker(args, data_buffer)
     selection = GroupSelection(args, rollout_id, getattr(worker, "engine_aborts", None))
@@ -241,7 +250,7 @@ async def _collect(
     return output
 
 
-def _give_back(worker: AsyncRolloutWorker, data_buffer: Any, group: list) -> None:
+def _give_back(worker: AsyncRolloutWorker, data_buffer: DataSource, group: list) -> None:
     """Puts an unfinished group back into the data source, which the worker asks again."""
     with _buffer_lock(worker):
         data_buffer.add_samples([group])
@@ -274,7 +283,7 @@ def _check_alive(
 
 
 def generate_rollout_fully_async(
-    args: argparse.Namespace, rollout_id: int, data_buffer: Any, evaluation: bool = False
+    args: argparse.Namespace, rollout_id: int, data_buffer: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
     """One rollout's groups, taken from what the worker has finished. ConfigError (a ValueError) for
     evaluation.

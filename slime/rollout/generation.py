@@ -150,7 +150,7 @@ def parse_batch_reply(payload: Any, *, num_requests: int) -> list[dict[str, Any]
     return replies
 
 
-def parse_reply(payload: Any) -> Reply:
+def parse_reply(payload: object) -> Reply:
     """The checked reply. RolloutDataError says what does not fit; an aborted reply without tokens
     is a valid empty one.
     """
@@ -228,7 +228,7 @@ def _count_problem(payload: dict, reply: Reply) -> str | None:
 
 
 def apply_response(
-    sample: Sample, payload: Any, *, args: argparse.Namespace | None = None
+    sample: Sample, payload: object, *, args: argparse.Namespace | None = None
 ) -> Sample:
     """The sample, extended by the reply's ids, log-probs and text, with status, finish reason and
     weight version set.
@@ -264,7 +264,7 @@ def apply_response(
 
 def apply_segment(
     sample: Sample,
-    payload: Any,
+    payload: object,
     *,
     decode: Callable[[list[int]], str],
     args: argparse.Namespace | None = None,

@@ -13,7 +13,7 @@ import collections
 import dataclasses
 import functools
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.data.reasons import DropReason
 from slime.data.sample import Sample
@@ -30,6 +30,10 @@ from slime.rollout.filter_hub.base_types import (
     should_drop_dynamic_filter_output,
 )
 from slime.utils.misc import load_function
+
+if TYPE_CHECKING:
+    from slime.prompts.data_source import DataSource
+
 
 logger = logging.getLogger(__name__)
 
@@ -84,14 +88,14 @@ class EngineAborts:
     def __init__(self) -> None:
         self._seen: dict[Any, tuple[int, int]] = {}  # aborts, tokens at the last one
 
-    def note(self, key: Any, num_tokens: int) -> int:
+    def note(self, key: object, num_tokens: int) -> int:
         """Notes one more abort and returns how many there were since the group last grew."""
         count, before = self._seen.get(key, (0, 0))
         count = 1 if num_tokens > before else count + 1
         self._seen[key] = count, num_tokens
         return count
 
-    def forget(self, key: Any) -> None:
+    def forget(self, key: object) -> None:
         """The group is finished."""
         self._seen.pop(key, None)
 
@@ -122,7 +126,7 @@ class GroupSelection:
         self._examples: dict[str, str] = {}
         self._drops_to_say = 2 * self.config.target  # twice as many each time
 
-    def is_unfinished(self, key: Any, group: list) -> bool:
+    def is_unfinished(self, key: object, group: list) -> bool:
         """Whether the group is to be generated again because an engine ended one of its requests.
 
         After --max-engine-aborts of them without a new token its aborted samples are FAILED
@@ -284,7 +288,7 @@ class GroupSelection:
             for samples in filter(None, gone):
                 self.drop(DropReason.SAMPLE_FILTER.value, samples)
 
-    def process_all(self, groups: list[list], data_source: Any) -> None:
+    def process_all(self, groups: list[list], data_source: DataSource) -> None:
         """Shows the user's function every group of the rollout, dropped and returned ones too."""
         option, path = "--rollout-all-samples-process-path", self.config.process_all
         if path:
@@ -309,7 +313,7 @@ def describe_group(group: list) -> str:
     )
 
 
-def _excerpt(value: Any) -> str:
+def _excerpt(value: object) -> str:
     text = repr(value)
     return text if len(text) <= EXCERPT else f"{text[:EXCERPT]}..."
 

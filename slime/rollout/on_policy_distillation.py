@@ -13,7 +13,7 @@ from slime.exceptions import ConfigError, RolloutDataError
 from slime.utils.http_utils import request_with_retries
 
 
-async def reward_func(args: argparse.Namespace, sample: Sample, **kwargs: Any) -> dict[str, Any]:
+async def reward_func(args: argparse.Namespace, sample: Sample, **kwargs: object) -> dict[str, Any]:
     """The teacher's reply to the sample's tokens, with the log-prob of every input token at the
     rollout's temperature.
     """
@@ -34,7 +34,7 @@ async def reward_func(args: argparse.Namespace, sample: Sample, **kwargs: Any) -
     )
 
 
-async def evaluation_reward(args: argparse.Namespace, sample: Sample, **kwargs: Any) -> Any:
+async def evaluation_reward(args: argparse.Namespace, sample: Sample, **kwargs: object) -> Any:
     """The reward of an evaluated sample: the teacher's log-probs are no score, so --rm-type (or the
     row's rm_type) gives it.
     """
@@ -44,13 +44,15 @@ async def evaluation_reward(args: argparse.Namespace, sample: Sample, **kwargs: 
     return await async_rm(scored_by_type, dataclasses.replace(sample, custom_rm_path=None))
 
 
-reward_func.bounds_itself = True  # by --rm-timeout: a teacher may have long queues
-reward_func.in_evaluation = f"{__name__}.evaluation_reward"
-evaluation_reward.bounds_itself = True  # a built-in scorer
+# type: ignores: a function's type has no marks
+# by --rm-timeout: a teacher may have long queues
+reward_func.bounds_itself = True  # type: ignore[attr-defined]
+reward_func.in_evaluation = f"{__name__}.evaluation_reward"  # type: ignore[attr-defined]
+evaluation_reward.bounds_itself = True  # type: ignore[attr-defined]  # a built-in scorer
 
 
 def post_process_rewards(
-    args: argparse.Namespace, samples: list[Sample], **kwargs: Any
+    args: argparse.Namespace, samples: list[Sample], **kwargs: object
 ) -> tuple[list[float], list[float]]:
     """Stores `teacher_log_probs` [response_length] on each sample and returns zeros as raw rewards
     and as rewards.

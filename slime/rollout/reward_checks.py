@@ -14,11 +14,15 @@ import dataclasses
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.data.rewards import reward_number
 from slime.rollout.rm_hub import split_rm_type_name
 from slime.rollout.rm_hub.deepscaler import ANSWER_MARKS
+
+if TYPE_CHECKING:
+    from slime.data.sample import Sample
+
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +50,7 @@ class RewardConflict:
         )
 
 
-def is_deterministic(args: argparse.Namespace, sample: Any) -> bool:
+def is_deterministic(args: argparse.Namespace, sample: Sample) -> bool:
     """Whether equal responses to one prompt must score the same. A custom function is taken to be,
     unless --reward-is-random says no.
     """
@@ -96,7 +100,7 @@ def find_reward_conflicts(samples: Sequence[Any], reward_key: str | None) -> lis
     return conflicts
 
 
-def _number(sample: Any, reward_key: str | None) -> float:
+def _number(sample: Sample, reward_key: str | None) -> float:
     try:
         return reward_number(sample.reward, reward_key, index=sample.index)
     except ValueError:  # named where rewards are used

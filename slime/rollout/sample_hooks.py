@@ -24,7 +24,9 @@ def get_current_rollout_id() -> int | None:
     return _current_rollout_id
 
 
-async def apply_rollout_sample_hooks(args: argparse.Namespace, value: Any, **kwargs: Any) -> Any:
+async def apply_rollout_sample_hooks(
+    args: argparse.Namespace, value: object, **kwargs: object
+) -> Any:
     """`value` (a Sample, or nested lists of them) after every hook, in order; the very same object
     without hooks.
 
@@ -40,7 +42,7 @@ async def apply_rollout_sample_hooks(args: argparse.Namespace, value: Any, **kwa
 
 
 async def _apply(
-    hooks: list[Callable], args: argparse.Namespace, value: Any, kwargs: dict[str, Any]
+    hooks: list[Callable], args: argparse.Namespace, value: object, kwargs: dict[str, Any]
 ) -> Any:
     if isinstance(value, list):
         return [await _apply(hooks, args, item, kwargs) for item in value]

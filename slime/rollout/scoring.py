@@ -14,6 +14,7 @@ from slime.gate.before_rewards import with_engine_text
 from slime.rollout.failures import ENDS_THE_RUN, describe_error, log_cause, mark_failed
 from slime.rollout.rm_hub import async_rm, batched_async_rm, is_immediate
 from slime.rollout.rm_hub.outcomes import GraderFailed
+from slime.typing import Tokenizer
 from slime.utils.misc import load_function
 from slime.utils.watched_calls import CallTimeout, call_within
 
@@ -74,7 +75,7 @@ class Gate:
                 marked.set_exception(error)
 
 
-def build_gate(args: argparse.Namespace, tokenizer: Any) -> Gate:
+def build_gate(args: argparse.Namespace, tokenizer: Tokenizer | None) -> Gate:
     """The response gate of the run's options."""
     from slime.gate import apply_verdicts, check_responses
     from slime.gate.gate import gate_config_from_args

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.data.reasons import InvalidReason
 from slime.data.sample import Sample
@@ -14,6 +14,9 @@ from slime.exceptions import ConfigError, SlimeError
 from slime.prompts.masks import MultiTurnLossMaskGenerator, get_response_lengths, message_pairs
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.group_loop import report_progress
+
+if TYPE_CHECKING:
+    from slime.prompts.data_source import DataSource
 
 
 @functools.lru_cache(maxsize=4)
@@ -24,7 +27,7 @@ def _generator(hf_checkpoint: str, loss_mask_type: str) -> MultiTurnLossMaskGene
 
 
 def generate_rollout(
-    args: argparse.Namespace, rollout_id: int, data_buffer: Any, evaluation: bool = False
+    args: argparse.Namespace, rollout_id: int, data_buffer: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
     """One batch of conversations with ids, masks from the first trained token on, and reward 0;
     status stays PENDING.
@@ -90,7 +93,7 @@ def fill_samples(samples: list[Sample], generator: MultiTurnLossMaskGenerator) -
     """Sets tokens, response length, loss mask and reward 0 on samples that hold a conversation."""
     conversations = [
         message_pairs(
-            sample.prompt, sample.label, where=lambda sample=sample: f"sample {sample.index}"
+            sample.prompt, sample.label, where=functools.partial("sample {}".format, sample.index)
         )
         for sample in samples
     ]

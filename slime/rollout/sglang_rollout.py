@@ -22,7 +22,7 @@ import inspect
 import logging
 import uuid
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from slime.data.sample import Sample
 from slime.data.structure import with_rollout_id
@@ -42,10 +42,15 @@ from slime.rollout.sample_hooks import (
     set_current_rollout_id,
 )
 from slime.rollout.scoring import score_group, scoring_args
+from slime.typing import Processor
 from slime.utils.async_utils import run
 from slime.utils.hooks import load_hook
 from slime.utils.misc import load_function
 from slime.utils.watched_calls import call_within
+
+if TYPE_CHECKING:
+    from slime.prompts.data_source import DataSource
+
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +103,9 @@ async def generate(
 
 def store_reply(
     args: argparse.Namespace,
-    state: Any,
+    state: GenerateState,
     sample: Sample,
-    reply: Any,
+    reply: object,
     sampling_params: dict[str, Any],
 ) -> None:
     """Appends the engine's reply to the sample; its text is that of all response ids.
@@ -119,7 +124,7 @@ def store_reply(
 
 
 def prepare_request(
-    args: argparse.Namespace, state: Any, sample: Sample, sampling_params: dict[str, Any]
+    args: argparse.Namespace, state: GenerateState, sample: Sample, sampling_params: dict[str, Any]
 ) -> dict[str, Any] | None:
     """The /generate body of the sample, whose prompt is tokenized here if it was not yet; None
     where no room is left.
@@ -137,12 +142,13 @@ def prepare_request(
         text, images = _encode_multimodal_prompt(state, sample)
     elif not sample.tokens:
         sample.tokens = state.encode_prompt(prompt_text(sample, state.tokenizer))
-    budget = generation.response_budget(
+    limit = generation.response_budget(
         sample,
         max_response_len=sampling_params["max_new_tokens"],
         max_context_len=max_context_len(args),
         prompt_length=len(sample.tokens) - sample.response_length,
     )
+    budget = cast(int, limit)  # max_new_tokens is one
     sampling_params["max_new_tokens"] = max(0, budget)
     if budget <= 0:
         generation.cut_untrained_tail(
@@ -177,7 +183,7 @@ def max_context_len(args: argparse.Namespace) -> int | None:
     return limit
 
 
-def _encode_multimodal_prompt(state: Any, sample: Sample) -> tuple[str, list[str]]:
+def _encode_multimodal_prompt(state: GenerateState, sample: Sample) -> tuple[str, list[str]]:
     """Sets tokens and training inputs of a prompt with media; returns what the engine takes: text
     and image data.
     """
@@ -188,14 +194,12 @@ def _encode_multimodal_prompt(state: Any, sample: Sample) -> tuple[str, list[str
             f"sample {sample.index}: a response to a prompt with media cannot be continued by ids"
         )
     text = prompt_text(sample, state.tokenizer)
-    encoded = dict(state.processor(text=text, **build_processor_kwargs(sample.multimodal_inputs)))
+    processor, media = cast(Processor, state.processor), cast(dict, sample.multimodal_inputs)
+    encoded = dict(processor(text=text, **build_processor_kwargs(media)))
     sample.tokens = encoded.pop("input_ids")[0].tolist()
     encoded.pop("attention_mask", None)
     sample.multimodal_train_inputs = encoded or None
-    return text, [
-        encode_image_for_rollout_engine(image)
-        for image in sample.multimodal_inputs.get("images") or []
-    ]
+    return text, [encode_image_for_rollout_engine(image) for image in media.get("images") or []]
 
 
 async def generate_and_rm(
@@ -231,7 +235,7 @@ async def generate_and_rm(
 
 
 async def _apply_hooks(
-    args: argparse.Namespace, sample: Sample, result: Any, evaluation: bool
+    args: argparse.Namespace, sample: Sample, result: object, evaluation: bool
 ) -> Any:
     """The result after the user's sample hooks, which have --generate-timeout for it."""
     if not getattr(args, "rollout_sample_hook_path", None):
@@ -279,7 +283,7 @@ async def _call_generate(
     return with_rollout_id(result, index)
 
 
-def _require_samples(path: str, result: Any) -> None:
+def _require_samples(path: str, result: object) -> None:
     """TypeError unless a generate function returned a sample, or a list that holds samples (of
     lists too).
     """
@@ -301,7 +305,9 @@ def _require_samples(path: str, result: Any) -> None:
             )
 
 
-async def _score_or_collect(args: argparse.Namespace, result: Any, evaluation: bool) -> Any:
+async def _score_or_collect(
+    args: argparse.Namespace, result: Sample | list, evaluation: bool
+) -> Any:
     """Scores a result, now or with its group. A list with an aborted member is not
     scored at all.
     """
@@ -378,7 +384,7 @@ async def generate_and_rm_group(
     return results
 
 
-def _to_continue(member: Any, result: Any) -> Any:
+def _to_continue(member: Sample | list, result: Sample | list) -> Any:
     """A member's result as a later call can go on from it: an execution of several samples with an
     aborted one begins again.
     """
@@ -417,7 +423,10 @@ def member_params(
 
 
 async def _guarded(
-    args: argparse.Namespace, member: Any, sampling_params: dict[str, Any], evaluation: bool
+    args: argparse.Namespace,
+    member: Sample | list,
+    sampling_params: dict[str, Any],
+    evaluation: bool,
 ) -> Any:
     """`generate_and_rm` of a sample, where an error marks it FAILED; a finished execution of
     several samples is only scored.
@@ -454,7 +463,11 @@ _default_generate = generate
 
 
 async def _generate_in_one_request(
-    args: argparse.Namespace, state: Any, group: list[Sample], params: list[dict], evaluation: bool
+    args: argparse.Namespace,
+    state: GenerateState,
+    group: list[Sample],
+    params: list[dict],
+    evaluation: bool,
 ) -> list[Any]:
     """The members' results. A request that is refused as a whole is repeated member by member, to
     find the culprit.
@@ -474,7 +487,7 @@ async def _generate_in_one_request(
 
 
 def _prepared(
-    args: argparse.Namespace, state: Any, sample: Sample, sampling_params: dict[str, Any]
+    args: argparse.Namespace, state: GenerateState, sample: Sample, sampling_params: dict[str, Any]
 ) -> dict[str, Any] | None:
     """`prepare_request`, where an error marks the sample FAILED and leaves nothing to send."""
     try:
@@ -487,7 +500,11 @@ def _prepared(
 
 
 async def _request_batch(
-    args: argparse.Namespace, state: Any, requests: list[tuple[Sample, dict]], *, key: int | None
+    args: argparse.Namespace,
+    state: GenerateState,
+    requests: list[tuple[Sample, dict]],
+    *,
+    key: int | None,
 ) -> None:
     session_id = requests[0][0].session_id
     try:
@@ -549,7 +566,7 @@ async def eval_rollout(
 
 
 def generate_rollout(
-    args: argparse.Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: argparse.Namespace, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """One rollout for training, or one evaluation.
 

@@ -28,6 +28,7 @@ from slime.data.sample import Sample
 from slime.exceptions import ConfigError
 from slime.testing.fake_engine import FakeEngine, Fault, Prompt, log_prob_of, make_reply
 from slime.testing.tiny_models import make_char_tokenizer, make_tiny_checkpoint
+from slime.typing import Tokenizer
 from slime.utils.async_utils import run
 
 __all__ = [
@@ -46,7 +47,7 @@ SMALL = {
 }
 
 
-def make_args(**overrides: Any) -> argparse.Namespace:
+def make_args(**overrides: object) -> argparse.Namespace:
     """Every option of slime with its default, the required ones with small values, then
     `overrides`.
 
@@ -64,10 +65,10 @@ def make_args(**overrides: Any) -> argparse.Namespace:
 
 
 def make_sample(
-    prompt: Any = "",
+    prompt: str | list[dict] = "",
     response: str = "",
     *,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     log_probs: Sequence[float] | None = None,
     loss_mask: Sequence[int] | None = None,
     **fields: Any,
@@ -82,7 +83,7 @@ def make_sample(
     if not response:
         return Sample(prompt=prompt, **{"index": 0, "group_index": 0, **fields})
 
-    def ids_of(text: Any) -> list[int]:
+    def ids_of(text: object) -> list[int]:
         if not isinstance(text, str):
             raise ConfigError(
                 f"make_sample takes the text of the prompt, got {type(text).__name__}; render "
@@ -112,7 +113,7 @@ def make_sample(
     return Sample(prompt=prompt, response=response, **(values | fields))
 
 
-def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call(function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     """The result of a function, awaited where it is async. Samples that it was given are changed as
     in a run.
     """

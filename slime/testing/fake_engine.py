@@ -17,7 +17,7 @@ import asyncio
 import dataclasses
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -80,7 +80,7 @@ class FakeEngine:
         assert started.wait(10), "the fake engine did not start"
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(10)
 
@@ -116,7 +116,7 @@ class FakeEngine:
             fault = self.faults.pop(0)
             await asyncio.sleep(fault.hang)
             if fault.close:
-                request.transport.close()
+                cast(asyncio.Transport, request.transport).close()
             if fault.status is not None or fault.close:
                 return web.json_response({"error": "scripted"}, status=fault.status or 500)
         is_list = isinstance(body["input_ids"][0], list)
@@ -165,7 +165,7 @@ def make_reply(
 ) -> dict:
     """A well-formed reply with the given ids."""
     log_probs = [log_prob_of(position) for position in range(len(tokens))]
-    meta = {
+    meta: dict[str, Any] = {
         "id": prompt.rid if prompt else "rid",
         "finish_reason": {"type": kind},
         "prompt_tokens": len(prompt.input_ids) if prompt else 0,

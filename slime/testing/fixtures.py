@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +25,7 @@ class TinyEngine:
     url: str
     folder: Path
 
-    def args(self, **overrides: Any) -> argparse.Namespace:
+    def args(self, **overrides: object) -> argparse.Namespace:
         """`make_args` with this model; greedy unless asked otherwise, so that a test has one
         answer.
         """

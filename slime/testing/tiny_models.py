@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import string
 from pathlib import Path
+from typing import Any
 
 SPECIAL_TOKENS = ("<|pad|>", "<|unk|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>")
 DEFAULT_CHARS = string.digits + string.ascii_letters + string.punctuation + " \n"
@@ -51,7 +52,7 @@ def make_char_tokenizer(chars: str = DEFAULT_CHARS, *, chat_template: str = CHAT
     return tokenizer
 
 
-def tiny_config(family: str, **overrides):
+def tiny_config(family: str, **overrides: Any):
     """Returns a transformers config of `family` (see FAMILIES) with small sizes; every keyword
     replaces one of its fields.
     """
@@ -96,7 +97,7 @@ def make_tiny_checkpoint(
     chars: str = DEFAULT_CHARS,
     seed: int = 0,
     eos_token_ids: tuple[int, ...] = (4, 2),
-    **overrides,
+    **overrides: Any,
 ) -> Path:
     """Returns `folder`, now holding a loadable checkpoint: model and tokenizer, float32
     safetensors, generation config.

@@ -112,7 +112,7 @@ class RunState:
         """Returns the lines of the rollouts that are not printed yet: the run is over."""
         return self._take(lambda rollout, later: True)
 
-    def _rollout_of(self, train_step: Any) -> int | None:
+    def _rollout_of(self, train_step: object) -> int | None:
         """The pending rollout that optimizer step `train_step` belongs to: by the numbers where
         they fit, else the first untrained one.
         """

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from slime.files.jsonl import JsonlWriter
 
@@ -36,7 +35,9 @@ class ProgressReporter:
         self._last_phase: str | None = None
         self._last_time = float("-inf")
 
-    def report(self, *, phase: str, done: int = 0, total: int | None = None, **fields: Any) -> bool:
+    def report(
+        self, *, phase: str, done: int = 0, total: int | None = None, **fields: object
+    ) -> bool:
         """Returns whether a record was written. A disk that is full loses the record, never the
         run.
         """
@@ -69,7 +70,7 @@ def configure(run_dir: str | os.PathLike[str] | None) -> None:
     _reporter = None if run_dir is None else ProgressReporter(run_dir)
 
 
-def report(*, phase: str, done: int = 0, total: int | None = None, **fields: Any) -> bool:
+def report(*, phase: str, done: int = 0, total: int | None = None, **fields: object) -> bool:
     """Says that `done` of `total` units of `phase` ("generate", "reward", "train", "publish",
     "evaluate", ...) are finished.
 

@@ -13,7 +13,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from slime.config.resume import evaluates_only
 from slime.data.ledger import COPIES, NOT_TRAINED
@@ -73,11 +73,11 @@ def pick(metrics: Mapping[str, Any], families: Mapping[str, Sequence[str]]) -> d
     return found
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, bool | int | float)
 
 
-def is_not_finite(value: Any) -> bool:
+def is_not_finite(value: object) -> bool:
     """Whether a recorded value is not-a-number or infinite: metrics.jsonl holds those as text,
     which JSON has.
     """
@@ -402,7 +402,7 @@ def eval_sets(run: RunRecords) -> list[str]:
     return sorted(pick(last, EVAL_FAMILIES))
 
 
-def print_summary(summary: Summary, *, stream: Any = None) -> None:
+def print_summary(summary: Summary, *, stream: TextIO | None = None) -> None:
     """Prints the table, the facts and the problems; plain text where the stream is no terminal."""
     from rich.console import Console
     from rich.table import Table

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.files import atomic
 from slime.tracking.report import FAMILIES, RunRecords, eval_sets, read_ledgers
+
+if TYPE_CHECKING:
+    import matplotlib.axes
+
 
 INK, GRID = "#2b2b2b", "#e3e3e3"
 BLUE, ORANGE, GREEN, RED, GREY = "#2f6fb3", "#e0812b", "#3a9657", "#c2423f", "#9a9a9a"
 
 
 def _panel(
-    axes: Any,
+    axes: matplotlib.axes.Axes,
     title: str,
     lines: Sequence[tuple[list[int], list[float], str, str]],
     *,

@@ -16,6 +16,8 @@ class Timer(metaclass=SingletonMeta):
     lengths [N] of the phase that is timed.
     """
 
+    trained_seq_lens: list[int]  # of them, those of trained samples; set with each shard
+
     def __init__(self) -> None:
         self.timers: dict[str, float] = {}
         self.start_time: dict[str, float] = {}
@@ -67,7 +69,7 @@ def timer(name_or_function: str | Callable[..., Any]) -> Any:
     function = name_or_function
 
     @functools.wraps(function)
-    def timed(*args: Any, **kwargs: Any) -> Any:
+    def timed(*args: object, **kwargs: object) -> Any:
         with Timer().context(function.__name__):
             return function(*args, **kwargs)
 
@@ -89,7 +91,7 @@ def with_defer(deferred: Callable[[], Any]) -> Callable[[Callable[..., Any]], Ca
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
+        def wrapped(*args: object, **kwargs: object) -> Any:
             try:
                 return function(*args, **kwargs)
             finally:

@@ -64,7 +64,7 @@ class TraceSpanContext(dict[str, Any]):
     own.
     """
 
-    def set(self, name: str, value: Any) -> None:
+    def set(self, name: str, value: object) -> None:
         self[name] = value
 
     set_attr = set
@@ -100,11 +100,11 @@ def bind_trace(
 
 
 def bind_trace_carrier(
-    carrier: Any,
+    carrier: object,
     *,
     trace_id: str | None = None,
-    sample_id: Any = None,
-    group_id: Any = None,
+    sample_id: object = None,
+    group_id: object = None,
     attempt: int = 0,
     parent_span_id: int | None = None,
 ) -> TraceHandle | None:
@@ -144,7 +144,7 @@ def export_trace(handle: TraceHandle) -> dict[str, Any]:
     }
 
 
-def import_trace(payload: Mapping[str, Any], carrier: Any = None) -> TraceHandle | None:
+def import_trace(payload: Mapping[str, Any], carrier: object = None) -> TraceHandle | None:
     """Returns the trace that `export_trace` wrote, attached to `carrier` if one is given. None for
     what is no such payload.
     """
@@ -162,7 +162,7 @@ def import_trace(payload: Mapping[str, Any], carrier: Any = None) -> TraceHandle
     return TraceHandle(trace, payload.get("parent_span_id"))
 
 
-def _handles(target: Any) -> list[TraceHandle]:
+def _handles(target: object) -> list[TraceHandle]:
     """Returns the distinct traces of one object or of nested lists of them."""
     objects = target if isinstance(target, list | tuple) else [target]
     found: list[TraceHandle] = []
@@ -176,7 +176,7 @@ def _handles(target: Any) -> list[TraceHandle]:
     return found
 
 
-def _append(target: Any, event: dict[str, Any]) -> None:
+def _append(target: object, event: dict[str, Any]) -> None:
     with contextlib.suppress(Exception):  # as above
         for handle in _handles(target):
             entry = dict(event)
@@ -185,14 +185,14 @@ def _append(target: Any, event: dict[str, Any]) -> None:
             handle.trace["events"].append(entry)
 
 
-def trace_event(target: Any, name: str, *, attrs: Mapping[str, Any] | None = None) -> None:
+def trace_event(target: object, name: str, *, attrs: Mapping[str, Any] | None = None) -> None:
     """Adds one moment to the trace of `target` (a sample, a handle, or a list of them)."""
     _append(
         target, {"type": "event", "name": name, "time": time.time(), "attrs": dict(attrs or {})}
     )
 
 
-def trace_next_attempt(target: Any, *, attrs: Mapping[str, Any] | None = None) -> None:
+def trace_next_attempt(target: object, *, attrs: Mapping[str, Any] | None = None) -> None:
     """Counts one more attempt in the trace of `target` (a request that is sent again), and adds it
     as the event `next_attempt`.
     """
@@ -206,7 +206,7 @@ def trace_next_attempt(target: Any, *, attrs: Mapping[str, Any] | None = None) -
 
 @contextlib.contextmanager
 def trace_span(
-    target: Any, name: str, *, attrs: Mapping[str, Any] | None = None, record_error: bool = True
+    target: object, name: str, *, attrs: Mapping[str, Any] | None = None, record_error: bool = True
 ) -> Iterator[TraceSpanContext]:
     """Traces the body as a span of `target`; yields its attributes, which the body may extend. An
     error of the body is raised, and noted unless `record_error` is False.
@@ -232,7 +232,7 @@ def trace_span(
             _append_children(target, span_id, children)
 
 
-def _append_children(target: Any, parent_id: int, children: Iterable[Mapping[str, Any]]) -> None:
+def _append_children(target: object, parent_id: int, children: Iterable[Mapping[str, Any]]) -> None:
     """Adds spans that somebody else measured, as ended children of `parent_id`."""
     with contextlib.suppress(Exception):  # as above
         for child in children:
@@ -252,7 +252,7 @@ def _append_children(target: Any, parent_id: int, children: Iterable[Mapping[str
 
 def trace_function(
     name: str,
-    target: Any = None,
+    target: object = None,
     attrs_getter: Callable[..., Mapping[str, Any]] | None = None,
     *,
     target_getter: Callable[..., Any] | None = None,
@@ -286,14 +286,14 @@ def trace_function(
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)
-            async def traced_coroutine(*args: Any, **kwargs: Any) -> Any:
+            async def traced_coroutine(*args: object, **kwargs: object) -> Any:
                 with open_span(args, kwargs):
                     return await function(*args, **kwargs)
 
             return traced_coroutine
 
         @functools.wraps(function)
-        def traced(*args: Any, **kwargs: Any) -> Any:
+        def traced(*args: object, **kwargs: object) -> Any:
             with open_span(args, kwargs):
                 return function(*args, **kwargs)
 
@@ -302,7 +302,7 @@ def trace_function(
     return decorate
 
 
-def build_sglang_meta_trace_attrs(meta: Any) -> dict[str, Any]:
+def build_sglang_meta_trace_attrs(meta: object) -> dict[str, Any]:
     """Returns what a trace keeps of an engine's meta_info: token counts, queue time, latency,
     throughput, finish reason's type.
 

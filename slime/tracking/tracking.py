@@ -314,7 +314,7 @@ def build_sinks(args: argparse.Namespace, run_dir: str) -> list[Sink]:
     return sinks
 
 
-def init_tracking(args: argparse.Namespace, primary: bool = True, **kwargs: Any) -> None:
+def init_tracking(args: argparse.Namespace, primary: bool = True, **kwargs: object) -> None:
     """Prepares `log` and `progress.report` in this process. The driver is primary: it alone feeds
     the trackers.
 

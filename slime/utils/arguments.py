@@ -305,7 +305,7 @@ def parse_megatron_role_args(args: argparse.Namespace, path: str, role: str) -> 
     return result
 
 
-def _role_value(path: str, role: str, name: str, value: Any) -> Any:
+def _role_value(path: str, role: str, name: str, value: object) -> Any:
     specs = specs_by_name()
     if name not in specs:
         near = nearest_names(name, specs)

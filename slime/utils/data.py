@@ -8,6 +8,7 @@ it is replaced here.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from slime.prompts import dataset
@@ -47,7 +48,7 @@ def process_rollout_data(
     return batch
 
 
-def _trained_lengths(shard: Any, seq_lens: list[int]) -> list[int]:
+def _trained_lengths(shard: Mapping[str, Any], seq_lens: list[int]) -> list[int]:
     """Lengths of the samples that some rank trains: what the phase's FLOPs and tokens per second
     are about.
     """

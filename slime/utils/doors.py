@@ -26,7 +26,7 @@ def open_door(path: str, *homes: ModuleType) -> None:
                     return getattr(home, name)
             raise AttributeError(f"module {path!r} has no attribute {name!r}")
 
-        def __setattr__(self, name: str, value: Any) -> None:
+        def __setattr__(self, name: str, value: object) -> None:
             home = next((home for home in homes if hasattr(home, name)), None)
             if home is None or name in self.__dict__:
                 super().__setattr__(name, value)

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import ipaddress
 import logging
+import multiprocessing.process
 import os
 import socket
 import weakref
@@ -129,7 +130,7 @@ async def close_session() -> None:
 async def request_once(
     method: str,
     url: str,
-    payload: Any = None,
+    payload: object = None,
     *,
     headers: dict | None = None,
     timeout_s: float | None = None,
@@ -161,7 +162,7 @@ async def request_once(
 
 
 async def stream_lines(
-    method: str, url: str, payload: Any = None, *, timeout_s: float | None = None
+    method: str, url: str, payload: object = None, *, timeout_s: float | None = None
 ) -> AsyncIterator[bytes]:
     """The reply's lines as they arrive, without their ends. Errors as in `request_once`, also in
     the middle.
@@ -202,7 +203,7 @@ def pause_before_try(attempt: int) -> float:
 async def request_with_retries(
     method: str,
     url: str,
-    payload: Any = None,
+    payload: object = None,
     *,
     max_retries: int,
     headers: dict | None = None,
@@ -222,7 +223,9 @@ async def request_with_retries(
     raise AssertionError("the loop returns or raises")
 
 
-async def post(url: str, payload: Any, max_retries: int = 60, headers: dict | None = None) -> Any:
+async def post(
+    url: str, payload: object, max_retries: int = 60, headers: dict | None = None
+) -> Any:
     """The reply to a POST, parsed where it is JSON. EngineError after the last try; 4xx is never
     tried again.
     """
@@ -290,7 +293,7 @@ def run_router(args: argparse.Namespace) -> None:
     launch_router(args)
 
 
-def terminate_process(process: Any, timeout: float = 1.0) -> None:
+def terminate_process(process: multiprocessing.process.BaseProcess, timeout: float = 1.0) -> None:
     """Ends a multiprocessing.Process: asks first, kills after `timeout` seconds."""
     if not process.is_alive():
         return

@@ -10,6 +10,7 @@ import pkgutil
 import socket
 import subprocess
 import traceback
+import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def _module_hint(missing: str) -> str:
     )
 
 
-def _name_hint(module: Any, name: str) -> str:
+def _name_hint(module: types.ModuleType, name: str) -> str:
     own = [
         key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
     ]
@@ -101,13 +102,13 @@ class SingletonMeta(type):
 
     _instances: dict[type, Any] = {}
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls, *args: object, **kwargs: object) -> Any:
         if cls not in SingletonMeta._instances:
             SingletonMeta._instances[cls] = super().__call__(*args, **kwargs)
         return SingletonMeta._instances[cls]
 
     @staticmethod
-    def exchange(cls: type, instance: Any) -> Any:
+    def exchange(cls: type, instance: object) -> Any:
         """Makes `instance` the one of `cls`, None for one that is still to be built, and returns
         the one before.
         """
@@ -127,7 +128,7 @@ class Box:
     `num_trained`: samples in it that train.
     """
 
-    def __init__(self, inner: Any, num_trained: int = 0) -> None:
+    def __init__(self, inner: object, num_trained: int = 0) -> None:
         self._inner = inner
         self.num_trained = num_trained
 
@@ -157,7 +158,7 @@ def decode_int32_meta_array(meta: dict, keys: str | Sequence[str]) -> Any:
     return None
 
 
-def _as_int32(value: Any) -> Any:
+def _as_int32(value: object) -> Any:
     import numpy as np
     import torch
 

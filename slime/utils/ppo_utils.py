@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from slime.algorithms.kl import approximate_kl
 from slime.algorithms.log_probs import VocabularyShard, compute_log_probs_and_entropy
 from slime.algorithms.policy_loss import ClipConfig, cispo_loss, clipped_policy_loss
 from slime.algorithms.reducers import repeat_per_token, sum_per_sample
+
+if TYPE_CHECKING:
+    from slime.data.context_parallel import ResponseLayout
 
 
 def compute_approx_kl(
@@ -118,7 +121,7 @@ def compute_opsm_mask(
     return keep, (dropped / mask_sums.clamp(min=1)).sum()
 
 
-def _vocabulary_shard(width: int, tp_group: Any) -> VocabularyShard:
+def _vocabulary_shard(width: int, tp_group: dist.ProcessGroup | None) -> VocabularyShard:
     """Returns the columns of this rank: without torch.distributed all of them; otherwise `tp_group`
     (None = the world) holds the rest.
     """
@@ -142,7 +145,7 @@ def _vocabulary_shard(width: int, tp_group: Any) -> VocabularyShard:
 def calculate_log_probs_and_entropy(
     logits: torch.Tensor,
     tokens: torch.Tensor,
-    tp_group: Any,
+    tp_group: dist.ProcessGroup | None,
     with_entropy: bool = False,
     chunk_size: int = -1,
     log_prob_keep_mask: torch.Tensor | None = None,
@@ -250,7 +253,7 @@ def get_reinforce_plus_plus_returns(
     return cut_to_local(returns, layout)
 
 
-def cut_to_local(full_T: torch.Tensor, layout: Any) -> list[torch.Tensor]:
+def cut_to_local(full_T: torch.Tensor, layout: ResponseLayout) -> list[torch.Tensor]:
     """Returns per sample the entries of `full_T` (all full responses) that this rank owns."""
     local = (
         full_T

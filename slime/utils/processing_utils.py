@@ -6,12 +6,16 @@ import base64
 import functools
 import io
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.exceptions import ConfigError
+from slime.typing import Processor
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 
-def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
+def load_tokenizer(name_or_path: str, **kwargs: object) -> Any:
     """The tokenizer of a local Hugging Face folder or cached model. ConfigError says what is
     missing.
     """
@@ -24,7 +28,7 @@ def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
         raise ConfigError(f"cannot load a tokenizer from {name_or_path!r}: {error}") from error
 
 
-def load_processor(name_or_path: str, **kwargs: Any) -> Any | None:
+def load_processor(name_or_path: str, **kwargs: object) -> Any | None:
     """The multimodal processor of a folder, None where the model takes text only."""
     from transformers import AutoProcessor, PreTrainedTokenizerBase
 
@@ -58,7 +62,9 @@ def shared_tokenizer(name_or_path: str) -> Any:
     return _tokenizer(str(name_or_path))
 
 
-def process_vision_info(prompt: list[dict], processor: Any = None) -> dict[str, list | None]:
+def process_vision_info(
+    prompt: list[dict], processor: Processor | None = None
+) -> dict[str, list | None]:
     """The media of a message list: {"images": [PIL image] or None, "videos": [...] or None}, in
     order of appearance.
 
@@ -115,7 +121,7 @@ def build_processor_kwargs(multimodal_inputs: dict | None = None) -> dict[str, A
     return {**given, "return_tensors": "pt"}
 
 
-def encode_image_for_rollout_engine(image: Any) -> str:
+def encode_image_for_rollout_engine(image: Image.Image) -> str:
     """The image as a PNG data URL, which is what engines accept."""
     buffer = io.BytesIO()
     (image if image.mode == "RGB" else image.convert("RGB")).save(buffer, format="PNG")

@@ -210,7 +210,9 @@ def _apply_infos(
     if len(sizes) == 1:
         values["rollout_num_gpus_per_engine"] = sizes.pop()
     apply_derived(args, values)
-    for info in infos if logger is not None else ():
+    if logger is None:
+        return
+    for info in infos:
         logger.info("external engine %s: %s, %s", info.url, info.worker_type, info.parallel_config)
 
 

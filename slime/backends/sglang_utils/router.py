@@ -23,7 +23,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from typing import Any
+from typing import IO, Any, cast
 
 from slime.exceptions import ConfigError, EngineError
 
@@ -150,7 +150,7 @@ class SglangRouter:
             started.set()
         # Read to the end, or the router would block on a full pipe; the last lines explain a
         # failure.
-        for line in process.stdout:
+        for line in cast(IO[str], process.stdout):
             self._log.append(line.rstrip())
         process.wait()
 
@@ -222,7 +222,7 @@ class SglangRouter:
             raise EngineError(f"the router refused to remove {url} with {status}: {answer}")
         self._wait_until(lambda: url not in self.workers(), timeout, f"remove the engine {url}")
 
-    def _request(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    def _request(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
         headers = {"Content-Type": "application/json"}
         if self.config.api_key:
             headers["Authorization"] = f"Bearer {self.config.api_key}"
@@ -271,7 +271,7 @@ class SglangRouter:
     def __enter__(self) -> SglangRouter:
         return self.start()
 
-    def __exit__(self, *exc_info: Any) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
 

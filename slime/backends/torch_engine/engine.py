@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -331,7 +331,7 @@ class Engine:
         for request, state in chosen:
             request.input_log_probs = state.scores
             if request.limit > 0:
-                going.append((request.slot, state.logits))
+                going.append((request.slot, cast(torch.Tensor, state.logits)))
         self._finish({request.slot: _length(0) for request, _ in chosen if request.limit == 0})
         if going:
             slots = np.array([slot for slot, _ in going], dtype=np.int64)
@@ -363,7 +363,7 @@ class Engine:
         )
         if request.slot >= 0:
             self._batch.remove(np.array([request.slot], dtype=np.int64))
-        self._allocator.release(request.pages)
+        self._allocator.release(cast(np.ndarray, request.pages))
         request.pages = None
         self._conclude(request, {"type": "abort", "message": "the request could not be served"})
 
@@ -452,7 +452,7 @@ class Engine:
 
     def _stop_reason(self, slot: int) -> dict[str, Any] | None:
         batch = self._batch
-        request = batch.requests[slot]
+        request = cast(Request, batch.requests[slot])
         count = int(batch.generated[slot])
         if count < request.params.min_new_tokens:
             return None
@@ -467,14 +467,15 @@ class Engine:
         return None if stop is None else {"type": "stop", "matched": stop}
 
     def _decode_for_stops(self, ids: np.ndarray) -> str:
-        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        tokenizer = cast(EngineTokenizer, self._tokenizer)  # requests with stop texts need one
+        return tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     def _finish(self, reasons: dict[int, dict[str, Any]]) -> None:
         if not reasons:
             return
         batch = self._batch
         for slot, reason in reasons.items():
-            request = batch.requests[slot]
+            request = cast(Request, batch.requests[slot])
             count = int(batch.generated[slot])
             request.output_ids = batch.outputs[slot, :count].copy()
             request.output_log_probs = batch.log_probs[slot, :count].copy()
@@ -488,7 +489,7 @@ class Engine:
         through masked positions. A page that siblings share stays as it is until the last of them
         ends.
         """
-        pages, request.pages = request.pages, None
+        pages, request.pages = cast(np.ndarray, request.pages), None
         if request.error is None:
             self._allocator.release(pages)
             return

@@ -76,7 +76,7 @@ async def read_json_body(request: web.Request) -> dict[str, Any]:
     return body
 
 
-def json_response(value: Any, *, status: int = 200) -> web.Response:
+def json_response(value: object, *, status: int = 200) -> web.Response:
     """Returns a JSON response."""
     return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
 

@@ -9,6 +9,7 @@ from the row's own length, everything else is elementwise or within one row.
 from __future__ import annotations
 
 import dataclasses
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,8 @@ from slime.backends.torch_engine.kv_cache import PAGE_SIZE, KvCache
 from slime.backends.torch_engine.rope import RotaryTable, apply_rotary
 from slime.backends.torch_engine.row_tiles import prove_tile_sizes, tiled_linear
 from slime.models.shape import ModelShape
+
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclasses.dataclass
@@ -173,7 +176,7 @@ class Decoder:
                 for m in (layer.qkv, layer.o, layer.gate_up, layer.down, layer.router)
                 if m is not None
             ]
-            if layer.expert_gate_up is not None:
+            if layer.expert_gate_up is not None and layer.expert_down is not None:
                 matrices += [layer.expert_gate_up[0], layer.expert_down[0]]
         self._tile_sizes = prove_tile_sizes(matrices)
 
@@ -198,9 +201,8 @@ class Decoder:
         )
         if config.qk_norm:
             queries, keys = queries_keys.split([config.num_heads, config.num_kv_heads], dim=1)
-            queries_keys = torch.cat(
-                (self._norm(queries, layer.q_norm), self._norm(keys, layer.k_norm)), dim=1
-            )
+            q_norm, k_norm = cast(Pair, (layer.q_norm, layer.k_norm))
+            queries_keys = torch.cat((self._norm(queries, q_norm), self._norm(keys, k_norm)), dim=1)
         queries_keys = apply_rotary(queries_keys, cos, sin)
         queries, keys = queries_keys.split([config.num_heads, config.num_kv_heads], dim=1)
         return queries, keys, values
@@ -212,12 +214,15 @@ class Decoder:
         rows = self._norm(hidden, layer.post_norm)
         if layer.router is not None:
             return hidden + self._experts(layer, rows)
-        gate, up = self._linear(rows, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        return hidden + self._linear(F.silu(gate).mul_(up), layer.down, layer.down_bias)
+        gate_up, down = cast(Pair, (layer.gate_up, layer.down))
+        gate, up = self._linear(rows, gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        return hidden + self._linear(F.silu(gate).mul_(up), down, layer.down_bias)
 
     def _experts(self, layer: LayerWeights, rows: torch.Tensor) -> torch.Tensor:
         config = self.config
-        probabilities = torch.softmax(self._linear(rows, layer.router).float(), dim=-1)
+        gate_up, down = cast(Pair, (layer.expert_gate_up, layer.expert_down))
+        router = cast(torch.Tensor, layer.router)
+        probabilities = torch.softmax(self._linear(rows, router).float(), dim=-1)
         top, chosen = torch.topk(probabilities, config.num_experts_per_token, dim=-1)
         if config.norm_topk_prob:
             top = top / top.sum(dim=-1, keepdim=True)
@@ -230,8 +235,8 @@ class Decoder:
             if picked is not None and picked.numel() == 0:
                 continue
             inputs = rows if picked is None else rows[picked]
-            gate, up = self._linear(inputs, layer.expert_gate_up[expert]).chunk(2, dim=-1)
-            result = self._linear(F.silu(gate).mul_(up), layer.expert_down[expert])
+            gate, up = self._linear(inputs, gate_up[expert]).chunk(2, dim=-1)
+            result = self._linear(F.silu(gate).mul_(up), down[expert])
             if picked is None:
                 output += result * gates[:, expert : expert + 1]
             else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -93,7 +94,7 @@ class ModelRunner:
                     chosen, self._prefill_pass([prompts[i] for i in chosen], width), strict=True
                 ):
                     results[index] = result
-        return results
+        return cast("list[PrefillResult]", results)
 
     def _prefill_pass(self, prompts: list[PrefillPrompt], width: int) -> list[PrefillResult]:
         count = len(prompts)
@@ -127,8 +128,9 @@ class ModelRunner:
         """Returns float32 log-probs at temperature 1 of the prompt's tokens from score_from on;
         token 0 has none (NaN).
         """
-        first = max(prompt.score_from, 1)
-        scores = [np.full(first - prompt.score_from, np.nan, dtype=np.float32)]
+        score_from = cast(int, prompt.score_from)
+        first = max(score_from, 1)
+        scores = [np.full(first - score_from, np.nan, dtype=np.float32)]
         targets = self._to_device(prompt.tokens.astype(np.int64))
         for start in range(first, len(prompt.tokens), self.max_decode_rows):
             stop = min(start + self.max_decode_rows, len(prompt.tokens))

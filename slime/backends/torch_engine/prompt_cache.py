@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from typing import cast
 
 import numpy as np
 import torch
@@ -152,12 +153,9 @@ def pages_to_copy(chosen: list[tuple[Request, PromptState]]) -> tuple[np.ndarray
     shares its prompt.
     """
     pairs = [
-        (state.pages[-1], request.pages[len(state.pages) - 1])
+        (state.pages[-1], cast(np.ndarray, request.pages)[len(state.pages) - 1])
         for request, state in chosen
         if state.score_from is None and len(request.prompt) % PAGE_SIZE
     ]
-    return (
-        tuple(np.array(column, dtype=np.int64) for column in zip(*pairs, strict=True))
-        if pairs
-        else (np.zeros(0, np.int64),) * 2
-    )
+    sources, targets = zip(*pairs, strict=True) if pairs else ((), ())
+    return np.array(sources, dtype=np.int64), np.array(targets, dtype=np.int64)

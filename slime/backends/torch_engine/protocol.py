@@ -9,8 +9,8 @@ import dataclasses
 import itertools
 import math
 import uuid
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
 
@@ -68,7 +68,7 @@ class GenerateCall:
 
 
 def parse_generate(
-    body: Any,
+    body: object,
     limits: EngineLimits,
     *,
     tokenizer: EngineTokenizer | None,
@@ -151,7 +151,7 @@ def _prompt_items(
                 f"{unsupported} is not supported by the embedded engine; send text or input_ids "
                 "alone."
             )
-    value = text if ids is None else ids
+    value: Any = text if ids is None else ids
     is_batch = isinstance(value, list) and (
         name == "text" or (len(value) > 0 and isinstance(value[0], list))
     )
@@ -188,7 +188,7 @@ def _check_total(params: list[SamplingParams], limits: EngineLimits) -> None:
         )
 
 
-def _token_array(ids: Any, name: str, limits: EngineLimits) -> np.ndarray:
+def _token_array(ids: object, name: str, limits: EngineLimits) -> np.ndarray:
     if not isinstance(ids, list) or not ids:
         raise BadRequest(
             f"{name} has an empty prompt or one that is not a list; a prompt needs at least one "
@@ -211,7 +211,7 @@ def _token_array(ids: Any, name: str, limits: EngineLimits) -> np.ndarray:
 
 
 def _spread_params(
-    raw: Any, count: int, is_batch: bool, limits: EngineLimits
+    raw: object, count: int, is_batch: bool, limits: EngineLimits
 ) -> list[SamplingParams]:
     if not isinstance(raw, list):
         return [parse_sampling_params(raw, vocab_size=limits.vocab_size)] * count
@@ -327,14 +327,14 @@ def response_texts(requests: list[Request], tokenizer: EngineTokenizer | None) -
 
 def _text_ids(request: Request) -> list[int]:
     ids = request.output_ids.tolist()
-    matched = request.finish_reason.get("matched")
+    matched = cast(dict, request.finish_reason).get("matched")
     if isinstance(matched, int) and not request.params.no_stop_trim:
         return ids[:-1]
     return ids
 
 
 def _without_stop(text: str, request: Request, tokenizer: EngineTokenizer) -> str:
-    matched = request.finish_reason.get("matched")
+    matched = cast(dict, request.finish_reason).get("matched")
     if not isinstance(matched, str) or request.params.no_stop_trim:
         return text
     skip = request.params.skip_special_tokens
@@ -351,7 +351,10 @@ def build_response(
 ) -> dict[str, Any]:
     """Returns one response object; `meta_info` as docs/engine.md lists it."""
     meta = meta_info(
-        request, len(request.output_ids), request.finish_reason, ended_at=request.finished_at
+        request,
+        len(request.output_ids),
+        request.finish_reason,
+        ended_at=cast(float, request.finished_at),
     )
     if request.kept_token_ids:
         meta.update(_nucleus(request))
@@ -400,7 +403,7 @@ def meta_info(
 
 
 def triples(
-    log_probs: list[float | None],
+    log_probs: Sequence[float | None],
     ids: list[int],
     options: ResponseOptions,
     tokenizer: EngineTokenizer | None,

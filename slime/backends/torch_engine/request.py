@@ -55,7 +55,7 @@ class Request:
         tokens.
         """
         ends = [start for _, start in self.versions[1:]] + [num_tokens]
-        segments = [
+        segments: list[list[Any]] = [
             [version, end - start]
             for (version, start), end in zip(self.versions, ends, strict=True)
         ]

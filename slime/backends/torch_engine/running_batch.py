@@ -4,6 +4,8 @@ sequence.
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import torch
 
@@ -76,10 +78,11 @@ class RunningBatch:
         self.lengths[slot] = self.prompt_lengths[slot] = len(request.prompt)
         self.generated[slot] = 0
         self.limits[slot] = request.limit
-        width = len(request.pages)
+        pages = cast(np.ndarray, request.pages)
+        width = len(pages)
         if width > self.page_table.shape[1]:
             self.page_table = _widened(self.page_table, width)
-        self.page_table[slot, :width] = request.pages
+        self.page_table[slot, :width] = pages
         self.page_table[slot, width:] = 0
         self._seeds[slot] = request.seed
         self._temperatures[slot] = params.temperature
@@ -163,12 +166,13 @@ class RunningBatch:
         places = [np.repeat(with_eos, len(self._eos_ids))]
         tokens = [np.tile(self._eos_ids, len(with_eos))]
         for place in early[self.has_stops[rows[early]]].tolist():
-            stop_ids = self.requests[rows[place]].params.stop_token_ids
+            stop_ids = cast(Request, self.requests[rows[place]]).params.stop_token_ids
             places.append(np.full(len(stop_ids), place, dtype=np.int64))
             tokens.append(np.array(stop_ids, dtype=np.int64))
-        return tuple(
+        banned_rows, banned_ids = (
             torch.from_numpy(np.concatenate(part)).to(self._device) for part in (places, tokens)
         )
+        return banned_rows, banned_ids
 
     def append(self, rows: np.ndarray, sampled: SampledTokens, batch: SamplingBatch) -> None:
         """Stores one sampled token per row. `lengths` is not changed: the token's keys are written

@@ -13,6 +13,7 @@ the batch.
 from __future__ import annotations
 
 import dataclasses
+from typing import cast
 
 import numpy as np
 import torch
@@ -145,16 +146,16 @@ def _truncated(probabilities: torch.Tensor, batch: SamplingBatch) -> torch.Tenso
     min_p times the largest.
     """
     vocab = probabilities.shape[1]
-    needs = (
-        (batch.top_ks > 0) & (batch.top_ks < vocab) | (batch.top_ps < 1.0) | (batch.min_ps > 0.0)
-    )
+    limits_of_rows = (batch.top_ks, batch.top_ps, batch.min_ps)
+    top_ks, top_ps, min_ps = cast("tuple[np.ndarray, np.ndarray, np.ndarray]", limits_of_rows)
+    needs = (top_ks > 0) & (top_ks < vocab) | (top_ps < 1.0) | (min_ps > 0.0)
     if not needs.any():
         return probabilities
     rows = torch.from_numpy(np.flatnonzero(needs)).to(probabilities.device)
-    top_ks = np.where(batch.top_ks > 0, batch.top_ks, vocab)[needs]
+    top_ks = np.where(top_ks > 0, top_ks, vocab)[needs]
     limits = [
         torch.from_numpy(values).to(probabilities.device)[:, None]
-        for values in (top_ks, batch.top_ps[needs], batch.min_ps[needs])
+        for values in (top_ks, top_ps[needs], min_ps[needs])
     ]
     ordered, order = torch.sort(probabilities[rows], dim=-1, descending=True, stable=True)
     ordered = ordered.double()

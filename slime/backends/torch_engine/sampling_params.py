@@ -69,7 +69,7 @@ class SamplingParams:
         )
 
 
-def parse_sampling_params(raw: Any, *, vocab_size: int) -> SamplingParams:
+def parse_sampling_params(raw: object, *, vocab_size: int) -> SamplingParams:
     """Returns the checked parameters of a JSON object (or null). BadRequest names the key that is
     unknown or out of range.
     """
@@ -100,7 +100,7 @@ def parse_sampling_params(raw: Any, *, vocab_size: int) -> SamplingParams:
     return params
 
 
-def _check_unsupported(name: str, value: Any) -> None:
+def _check_unsupported(name: str, value: object) -> None:
     if name in UNSUPPORTED:
         if value is None or value in ([], {}, ""):
             return
@@ -117,17 +117,17 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 _SHORT.maxdict = _SHORT.maxlist = 4
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """`value` as a message shows it: short, however long or deep it is."""
     return _SHORT.repr(value)
 
 
-def _bad(name: str, value: Any, allowed: str) -> BadRequest:
+def _bad(name: str, value: object, allowed: str) -> BadRequest:
     return BadRequest(f"sampling_params.{name} is {shown(value)}, expected {allowed}.")
 
 
 def _number(test: Callable[[float], bool], allowed: str) -> Callable[[str, Any], dict[str, Any]]:
-    def parse(name: str, value: Any) -> dict[str, Any]:
+    def parse(name: str, value: object) -> dict[str, Any]:
         # an int may be larger than any float, so it is compared before it is converted
         if (
             isinstance(value, bool)
@@ -141,7 +141,7 @@ def _number(test: Callable[[float], bool], allowed: str) -> Callable[[str, Any],
     return parse
 
 
-def _temperature(name: str, value: Any) -> dict[str, Any]:
+def _temperature(name: str, value: object) -> dict[str, Any]:
     parsed = _number(
         lambda number: 0 <= number <= MAX_TEMPERATURE, "a number >= 0 (0 is greedy), at most 1e6"
     )(name, value)
@@ -161,7 +161,7 @@ def _count(
 def _whole(
     test: Callable[[int], bool], allowed: str, *, nullable: bool = False
 ) -> Callable[[str, Any], dict[str, Any]]:
-    def parse(name: str, value: Any) -> dict[str, Any]:
+    def parse(name: str, value: object) -> dict[str, Any]:
         if value is None and nullable:
             return {name: None}
         if isinstance(value, bool) or not isinstance(value, int) or not test(value):
@@ -171,18 +171,18 @@ def _whole(
     return parse
 
 
-def _flag(name: str, value: Any) -> dict[str, Any]:
+def _flag(name: str, value: object) -> dict[str, Any]:
     if not isinstance(value, bool):
         raise _bad(name, value, "true or false")
     return {name: value}
 
 
-def _ignored_flag(name: str, value: Any) -> dict[str, Any]:
+def _ignored_flag(name: str, value: object) -> dict[str, Any]:
     _flag(name, value)
     return {}
 
 
-def _stop(name: str, value: Any) -> dict[str, Any]:
+def _stop(name: str, value: object) -> dict[str, Any]:
     strings = (value,) if isinstance(value, str) else value
     allowed = (
         f"a text or a list of at most {MAX_STOP_STRINGS} texts of 1 to {MAX_STOP_LENGTH} characters"
@@ -194,7 +194,7 @@ def _stop(name: str, value: Any) -> dict[str, Any]:
     return {name: tuple(strings)}
 
 
-def _stop_token_ids(name: str, value: Any) -> dict[str, Any]:
+def _stop_token_ids(name: str, value: object) -> dict[str, Any]:
     if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
         raise _bad(name, value, "a list of token ids")
     distinct = tuple(dict.fromkeys(value))
@@ -203,13 +203,13 @@ def _stop_token_ids(name: str, value: Any) -> dict[str, Any]:
     return {name: distinct}
 
 
-def _custom_params(name: str, value: Any) -> dict[str, Any]:
+def _custom_params(name: str, value: object) -> dict[str, Any]:
     if not isinstance(value, dict) or set(value) - {"return_top_p_token_ids"}:
         raise _bad(name, value, "an object with no key but return_top_p_token_ids")
     return _flag("return_top_p_token_ids", value.get("return_top_p_token_ids", False))
 
 
-def _sampling_seed(name: str, value: Any) -> dict[str, Any]:
+def _sampling_seed(name: str, value: object) -> dict[str, Any]:
     return _whole(lambda seed: -(2**63) <= seed < 2**64, "a whole number of 64 bits")(name, value)
 
 

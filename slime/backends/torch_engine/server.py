@@ -80,7 +80,7 @@ class EngineServer:
             raise
         self.updater = WeightUpdater(self.loaded)
         self._runner: web.AppRunner | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop  # from `start` on
         self._waiters: dict[Request, Waiter] = {}
         self._stream_events: dict[Request, asyncio.Event] = {}
         self._seeds = np.random.default_rng(config.random_seed)
@@ -425,5 +425,5 @@ def _bind(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def _event(value: Any) -> bytes:
+def _event(value: object) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from typing import Any
 
 from slime.backends.torch_engine.engine_config import EngineConfig
 from slime.backends.torch_engine.process_tuning import tune_process
@@ -25,7 +24,7 @@ class EngineServerThread:
         self._thread = threading.Thread(target=self._run, name="slime-engine-http", daemon=True)
         self._ready: concurrent.futures.Future[EngineServer] = concurrent.futures.Future()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop_event: asyncio.Event | None = None
+        self._stop_event: asyncio.Event  # as long as there is a loop
 
     @property
     def server(self) -> EngineServer:
@@ -57,7 +56,7 @@ class EngineServerThread:
     def __enter__(self) -> EngineServer:
         return self.start()
 
-    def __exit__(self, *exc_info: Any) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
     def _run(self) -> None:

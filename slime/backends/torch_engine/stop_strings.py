@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
+
 
 Decode = Callable[[Sequence[int]], str]
+Ids = TypeVar("Ids", Sequence[int], "np.ndarray")
 
 
-def find_stop(tokens: Sequence[int], stops: tuple[str, ...], *, decode: Decode) -> str | None:
+def find_stop(tokens: Ids, stops: tuple[str, ...], *, decode: Callable[[Ids], str]) -> str | None:
     """Returns the stop string that the last token completed (the one that starts first), else None.
     `decode` keeps special tokens.
     """

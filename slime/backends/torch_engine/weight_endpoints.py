@@ -5,7 +5,6 @@ ever unpickled.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from aiohttp import web
 from safetensors import SafetensorError
@@ -135,13 +134,13 @@ def add_weight_routes(app: web.Application, loaded: LoadedEngine, updater: Weigh
     app.router.add_get("/weights_checksum", endpoints.checksum)
 
 
-def _version(value: Any) -> str | None:
+def _version(value: object) -> str | None:
     if value is None or (isinstance(value, str) and 0 < len(value) <= 256):
         return value
     raise BadRequest(f"weight_version is {shown(value)}, expected a text of 1 to 256 characters.")
 
 
-def _boolean(name: str, value: Any) -> bool:
+def _boolean(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise BadRequest(f"{name} is {shown(value)}, expected true or false.")
     return value

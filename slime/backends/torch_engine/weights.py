@@ -176,7 +176,7 @@ def decoder_checksum(decoder: Decoder) -> str:
     )
 
 
-def _as_tensor(value: Any, *, copy: bool) -> torch.Tensor:
+def _as_tensor(value: object, *, copy: bool) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.detach().clone() if copy else value.detach()
     # Ray's arrays are read-only views of shared memory, which torch does not take: numpy input is

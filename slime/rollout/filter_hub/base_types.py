@@ -23,7 +23,7 @@ class DynamicFilterOutput:
 
 
 def call_dynamic_filter(
-    fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
+    fn: Callable[..., Any] | None, *args: object, **kwargs: object
 ) -> DynamicFilterOutput:
     """The verdict of a filter; keep without one. A bare truth value is wrapped. RolloutDataError
     for anything else, None among it: a filter whose `return` is missing would drop every group.
@@ -48,7 +48,7 @@ def call_dynamic_filter(
     return dataclasses.replace(verdict, keep=keep)
 
 
-def _truth(value: Any) -> bool | None:
+def _truth(value: object) -> bool | None:
     """A truth value as bool: also numpy's, a tensor's, and the numbers 0 and 1; None for anything
     else.
     """

@@ -18,7 +18,7 @@ SMALLEST_STD = 1e-6
 
 
 def check_reward_nonzero_std(
-    args: argparse.Namespace, samples: list[Sample], **kwargs: Any
+    args: argparse.Namespace, samples: list[Sample], **kwargs: object
 ) -> DynamicFilterOutput:
     """Keeps a group whose rewards differ (standard deviation over its executions, of what is scored
     and valid, > 1e-6).
@@ -29,7 +29,7 @@ def check_reward_nonzero_std(
 
 
 def check_reward_nonzero_std_with_fallback(
-    args: argparse.Namespace, samples: list[Sample], **kwargs: Any
+    args: argparse.Namespace, samples: list[Sample], **kwargs: object
 ) -> DynamicFilterOutput:
     """The same; equal rewards still fill the batch where it would otherwise be too small."""
     output = check_reward_nonzero_std(args, samples, **kwargs)

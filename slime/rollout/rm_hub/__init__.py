@@ -55,7 +55,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-async def async_rm(args: argparse.Namespace, sample: Sample, **kwargs: Any) -> Any:
+async def async_rm(args: argparse.Namespace, sample: Sample, **kwargs: object) -> Any:
     """The sample's reward: a number, or a dict for scorers that return several values.
 
     In this order: the sample's own `custom_rm_path`, --custom-rm-path, metadata["rm_type"],
@@ -82,7 +82,7 @@ async def async_rm(args: argparse.Namespace, sample: Sample, **kwargs: Any) -> A
 
 
 async def batched_async_rm(
-    args: argparse.Namespace, samples: list[Sample], **kwargs: Any
+    args: argparse.Namespace, samples: list[Sample], **kwargs: object
 ) -> list[Any]:
     """One reward per sample: --custom-rm-path called once with the list, else
     `async_rm` of each.
@@ -167,7 +167,7 @@ def _text_reward(rm_type: str, response: str, sample: Sample) -> Any:
     )
 
 
-async def _pool_reward(args: argparse.Namespace, rm_type: str, response: str, label: Any) -> Any:
+async def _pool_reward(args: argparse.Namespace, rm_type: str, response: str, label: object) -> Any:
     from slime.rollout.rm_hub.grader_pool import PoolSettings, shared_pool
     from slime.rollout.rm_hub.outcomes import value_of
 

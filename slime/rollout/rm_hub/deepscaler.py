@@ -4,8 +4,6 @@ mathematics.
 
 from __future__ import annotations
 
-from typing import Any
-
 from slime.rollout.rm_hub.boxes import last_box
 from slime.rollout.rm_hub.math_utils import is_right_answer
 
@@ -13,7 +11,7 @@ from slime.rollout.rm_hub.math_utils import is_right_answer
 ANSWER_MARKS = ("</think>", "###Response")
 
 
-def get_deepscaler_rule_based_reward(response: str, label: Any) -> int:
+def get_deepscaler_rule_based_reward(response: str, label: object) -> int:
     """1 or 0. The answer stands after the last </think>, else after ###Response; without either
     there is none.
     """

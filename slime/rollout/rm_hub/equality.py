@@ -8,6 +8,7 @@ sign or unit changes nothing.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
@@ -130,7 +131,7 @@ def _same_sum(answer: Relation, truth: Scalar) -> bool | None:
     return _same(read_value(answer.right), truth, strict=False) if len(names) > 1 else False
 
 
-def _without_one_item(value: Any) -> Any:
+def _without_one_item(value: object) -> Any:
     """A set or list of one is that one; {5} and 5 name the same solution."""
     return value.items[0] if isinstance(value, Group) and len(value.items) == 1 else value
 
@@ -140,10 +141,11 @@ def _same_named(answer: Any, truth: Any, strict: bool) -> bool | None:
         return _same_relations(_as_relation(answer), _as_relation(truth))
     if isinstance(answer, Named) and isinstance(truth, Named) and answer.name != truth.name:
         return False
-    return _same(*(one.value if isinstance(one, Named) else one for one in (answer, truth)), strict)
+    given, wanted = (one.value if isinstance(one, Named) else one for one in (answer, truth))
+    return _same(given, wanted, strict)
 
 
-def _as_relation(value: Any) -> Any:
+def _as_relation(value: object) -> Any:
     if isinstance(value, Named) and isinstance(value.value, Scalar):
         return Relation("=", value.name, value.value.expression)
     return value
@@ -251,7 +253,7 @@ def _same_matrices(answer: Any, truth: Any, strict: bool) -> bool | None:
     return False
 
 
-def _same_relations(answer: Any, truth: Any) -> bool | None:
+def _same_relations(answer: object, truth: object) -> bool | None:
     if not isinstance(answer, Relation) or not isinstance(truth, Relation):
         return False
     if answer.operator == truth.operator == "=":
@@ -266,6 +268,6 @@ def _same_relations(answer: Any, truth: Any) -> bool | None:
     )
 
 
-def _all(verdicts: Any) -> bool | None:
+def _all(verdicts: Iterable[bool | None]) -> bool | None:
     found = list(verdicts)
     return False if False in found else None if None in found else True

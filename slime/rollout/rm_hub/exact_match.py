@@ -4,12 +4,10 @@ sides; else 0.
 
 from __future__ import annotations
 
-from typing import Any
-
 from slime.rollout.rm_hub.labels import label_texts
 
 
-def compute_exact_match(response: str, label: Any) -> int:
+def compute_exact_match(response: str, label: object) -> int:
     """1 or 0. The label's text counts, and the answer inside it ("... #### 72"); of a list any one;
     without a label nothing is right.
     """

@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import random
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    import sympy
+
 
 MAX_EXPONENT = 1000
 MAX_FACTORIAL = 1000
@@ -86,7 +90,7 @@ def are_same_equations(left: str, right: str) -> bool | None:
     return all(_are_close(a * second, b * first) for a, b in rest)
 
 
-def _agree(one: Any, other: Any) -> bool:
+def _agree(one: sympy.Expr, other: sympy.Expr) -> bool:
     """Equality at 50 digits, at four places each where there are letters: as sure as a proof here,
     and its time is bounded.
     """
@@ -101,7 +105,7 @@ def _agree(one: Any, other: Any) -> bool:
     return defined > 0
 
 
-def _values_of(one: Any, other: Any) -> list[tuple[Any, Any]]:
+def _values_of(one: sympy.Expr, other: sympy.Expr) -> list[tuple[Any, Any]]:
     import sympy
 
     letters = sorted(one.free_symbols | other.free_symbols, key=str)
@@ -124,13 +128,13 @@ def _coordinate(place: int, number: int) -> str:
     return f"-{size}" if place == 1 or (place > 1 and chance.random() < 0.5) else size
 
 
-def _evaluated(value: Any, point: dict) -> Any:
+def _evaluated(value: sympy.Expr, point: dict) -> Any:
     """The complex number at a point, None where there is none."""
     number = value.evalf(_DIGITS, subs=point) if point else value.evalf(_DIGITS)
     return number if number.is_number and number.is_finite else None
 
 
-def _are_close(a: Any, b: Any) -> bool:
+def _are_close(a: sympy.Expr, b: sympy.Expr) -> bool:
     import sympy
 
     difference = abs(a - b)
@@ -166,7 +170,7 @@ def _tokenize(text: str) -> list[str]:
                 break
             raise NotReadable(f"unexpected {text[position]!r} in {text[:80]!r}")
         position = match.end()
-        token = match[match.lastgroup]
+        token = match[cast(str, match.lastgroup)]
         if (
             match.lastgroup == "number"
             and tokens
@@ -228,7 +232,7 @@ class _Parser:
                 value = value * self.signed(depth)
         return value
 
-    def divide(self, value: Any, by: Any) -> Any:
+    def divide(self, value: sympy.Expr, by: sympy.Expr) -> Any:
         if by == 0:
             raise NoValue("division by zero")
         return value / by
@@ -258,7 +262,7 @@ class _Parser:
             raise NoValue(f"nested deeper than {MAX_DEPTH}")
         return sign * self.power(depth + 1)
 
-    def raised(self, base: Any, exponent: Any) -> Any:
+    def raised(self, base: sympy.Expr, exponent: sympy.Expr) -> Any:
         if exponent.is_number and not (exponent.is_real and abs(exponent) <= MAX_EXPONENT):
             if not exponent.is_finite or exponent.is_real:
                 raise NoValue(f"an exponent larger than {MAX_EXPONENT}")
@@ -270,7 +274,7 @@ class _Parser:
                 raise NoValue(f"a number of over {MAX_BITS} bits")
         return base**exponent
 
-    def factorial(self, value: Any) -> Any:
+    def factorial(self, value: sympy.Expr) -> Any:
         if value.is_number and not (value.is_Integer and 0 <= value <= MAX_FACTORIAL):
             raise NoValue(f"a factorial of {value}; 0 to {MAX_FACTORIAL} are computed")
         return self.sympy.factorial(value)
@@ -344,7 +348,7 @@ class _Parser:
         result = getattr(self.sympy, _FUNCTIONS[name])(*arguments)
         return result if exponent is None else self.raised(result, exponent)
 
-    def binomial(self, top: Any, bottom: Any) -> Any:
+    def binomial(self, top: sympy.Expr, bottom: sympy.Expr) -> Any:
         if not all(value.is_Integer and 0 <= value <= MAX_FACTORIAL for value in (top, bottom)):
             raise NoValue(f"a binomial of {top} and {bottom}; 0 to {MAX_FACTORIAL} are computed")
         return self.sympy.binomial(top, bottom)

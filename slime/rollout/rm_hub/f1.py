@@ -7,7 +7,6 @@ from __future__ import annotations
 import collections
 import re
 import string
-from typing import Any
 
 from slime.rollout.rm_hub.labels import label_texts
 
@@ -23,7 +22,7 @@ def normalize_answer(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
-def f1_score(prediction: str | None, ground_truth: Any) -> tuple[float, float, float]:
+def f1_score(prediction: str | None, ground_truth: object) -> tuple[float, float, float]:
     """(F1, precision, recall) over words, the best over the texts that a label accepts.
 
     (0, 0, 0) for None, without overlap, and for differing closed answers.

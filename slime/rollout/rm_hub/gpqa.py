@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Iterable
-from typing import Any
 
 DEFAULT_VALID_LETTERS = list(string.ascii_uppercase[:10])
 
@@ -94,7 +93,7 @@ def _enumerated(text: str, valid: set[str]) -> set[int]:
     return places
 
 
-def compute_gpqa_reward(response: str | None, label: Any, metadata: dict | None = None) -> float:
+def compute_gpqa_reward(response: str | None, label: object, metadata: dict | None = None) -> float:
     """1.0 for the right choice, else 0.0.
 
     metadata may hold `choices` (list, or dict by letter), `valid_letters` and `correct_letter`. A
@@ -127,7 +126,7 @@ def compute_gpqa_reward(response: str | None, label: Any, metadata: dict | None 
     )
 
 
-def _valid_letters(metadata: dict, choices: Any, texts: list) -> list[str]:
+def _valid_letters(metadata: dict, choices: object, texts: list) -> list[str]:
     if metadata.get("valid_letters"):
         return [str(letter).upper() for letter in metadata["valid_letters"]]
     if isinstance(choices, dict) and all(
@@ -137,7 +136,7 @@ def _valid_letters(metadata: dict, choices: Any, texts: list) -> list[str]:
     return list(string.ascii_uppercase[: len(texts)]) if texts else DEFAULT_VALID_LETTERS
 
 
-def _correct_letter(metadata: dict, label: Any, texts: list, valid: list[str]) -> str | None:
+def _correct_letter(metadata: dict, label: object, texts: list, valid: list[str]) -> str | None:
     given = metadata.get("correct_letter")
     if isinstance(given, str) and given.strip():
         return given.strip().upper()
@@ -154,6 +153,6 @@ def _correct_letter(metadata: dict, label: Any, texts: list, valid: list[str]) -
     return None
 
 
-def _words(text: Any) -> list[str]:
+def _words(text: object) -> list[str]:
     """The words and numbers of a text in lower case; 10.5, 1,000 and -10 are one number each."""
     return _WORD.findall(str(text).lower())

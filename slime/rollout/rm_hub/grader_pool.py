@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from slime.rollout.rm_hub.outcomes import GRADER_ERROR, GRADER_TIMEOUT, GraderOutcome
 
@@ -63,7 +63,7 @@ class GraderPool:
         self._workers: set[_Worker] = set()
         self._closed = False
 
-    def grade(self, grader: str, response: str, label: Any) -> GraderOutcome:
+    def grade(self, grader: str, response: str, label: object) -> GraderOutcome:
         """The outcome of one grading; waits for a free worker, then at most `timeout_s`."""
         too_long = _too_long(response, label, self.settings.max_length)
         if too_long:
@@ -86,7 +86,7 @@ class GraderPool:
         finally:
             self._idle.put(worker)
 
-    async def grade_async(self, grader: str, response: str, label: Any) -> GraderOutcome:
+    async def grade_async(self, grader: str, response: str, label: object) -> GraderOutcome:
         """`grade`, awaited from any event loop."""
         return await asyncio.get_running_loop().run_in_executor(
             self._threads, self.grade, grader, response, label
@@ -131,7 +131,7 @@ def shared_pool(settings: PoolSettings) -> GraderPool:
     return pool
 
 
-def _too_long(response: str, label: Any, limit: int) -> str | None:
+def _too_long(response: str, label: object, limit: int) -> str | None:
     """Why an expression is not graded: the boxed answer (the last box) or the label exceeds the
     limit.
     """
@@ -148,6 +148,9 @@ def _too_long(response: str, label: Any, limit: int) -> str | None:
     return None
 
 
+Pipes = tuple[IO[bytes], IO[bytes]]
+
+
 class _WorkerGone(RuntimeError):
     """The process ended by itself, or could not be started."""
 
@@ -157,10 +160,11 @@ class _Worker:
 
     def __init__(self, process: subprocess.Popen) -> None:
         self.process = process
+        self._stdin, self._stdout = cast(Pipes, (process.stdin, process.stdout))
         self.is_healthy = True
         self._buffer = b""
         self._prepared: set[str] = set()
-        os.set_blocking(process.stdout.fileno(), False)
+        os.set_blocking(self._stdout.fileno(), False)
         try:
             self._await_line(time.monotonic() + START_TIMEOUT_S, "start")
         except (TimeoutError, _WorkerGone) as error:
@@ -188,8 +192,8 @@ class _Worker:
 
     def _exchange(self, request: dict[str, Any], timeout_s: float, what: str) -> GraderOutcome:
         try:
-            self.process.stdin.write(json.dumps(request, default=str).encode() + b"\n")
-            self.process.stdin.flush()
+            self._stdin.write(json.dumps(request, default=str).encode() + b"\n")
+            self._stdin.flush()
             answer = json.loads(self._await_line(time.monotonic() + timeout_s, what))
         except TimeoutError:
             self.is_healthy = False
@@ -209,7 +213,7 @@ class _Worker:
         return GraderOutcome(value=answer["value"])
 
     def _await_line(self, deadline: float, what: str) -> bytes:
-        stdout = self.process.stdout.fileno()
+        stdout = self._stdout.fileno()
         while b"\n" not in self._buffer:
             remaining = deadline - time.monotonic()
             if remaining <= 0 or not _poll_readable(stdout, remaining):
@@ -228,7 +232,7 @@ class _Worker:
         self.is_healthy = False
         self.process.kill()
         self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
+        for pipe in (self._stdin, self._stdout):
             try:
                 pipe.close()
             except OSError:  # what was left to be written has no reader any more

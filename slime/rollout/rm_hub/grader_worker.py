@@ -28,35 +28,35 @@ MEMORY_LIMIT_BYTES = 4 * 2**30
 LAST_CHARS = 20_000
 
 
-def grade_math(response: str, label: Any) -> int:
+def grade_math(response: str, label: object) -> int:
     """1 where the boxed answer is right, else 0."""
     from slime.rollout.rm_hub.math_utils import grade_answer_verl
 
     return int(grade_answer_verl(response, label))
 
 
-def grade_deepscaler(response: str, label: Any) -> int:
+def grade_deepscaler(response: str, label: object) -> int:
     """DeepScaleR's rule."""
     from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 
     return get_deepscaler_rule_based_reward(response, label)
 
 
-def grade_dapo(response: str, label: Any) -> dict[str, Any]:
+def grade_dapo(response: str, label: object) -> dict[str, Any]:
     """DAPO's rule: a score with its parts."""
     from slime.rollout.rm_hub.math_dapo_utils import compute_score
 
     return compute_score(response, label)
 
 
-def grade_math_value(response: str, label: Any) -> int:
+def grade_math_value(response: str, label: object) -> int:
     """By value, whatever the spelling."""
     from slime.rollout.rm_hub import math_value
 
     return math_value.grade_math_value(response, label)
 
 
-def grade_math_verify(response: str, label: Any) -> int:
+def grade_math_verify(response: str, label: object) -> int:
     """1 where math-verify finds the response equal to the label, else 0. Its own time limits are
     off: the pool has one.
     """
@@ -102,7 +102,8 @@ def answer_request(request: dict[str, Any]) -> dict[str, Any]:
     """The answer to one request; an exception of the grader becomes its text."""
     try:
         if "prepare" in request:
-            value = prepare_grader(request["prepare"])
+            prepare_grader(request["prepare"])
+            value = None
         else:
             value = find_grader(request["grader"])(request["response"], request["label"])
         json.dumps(value)

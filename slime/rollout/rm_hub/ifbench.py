@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from slime.exceptions import ConfigError
 
 
-def compute_ifbench_reward(response: str, label: Any, metadata: dict | None = None) -> float:
+def compute_ifbench_reward(response: str, label: object, metadata: dict | None = None) -> float:
     """1.0 when every instruction of the prompt is followed, else 0.0. ConfigError without the
     package.
     """

@@ -8,14 +8,13 @@ A list holds alternatives: any one of them is right.
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from slime.rollout.rm_hub.boxes import last_box
 
 GSM8K_MARK = "####"
 
 
-def label_texts(label: Any) -> list[str]:
+def label_texts(label: object) -> list[str]:
     """The label's own text first, then the answer inside it. [] for None, "" and an empty list."""
     if label is None:
         return []
@@ -31,7 +30,7 @@ def label_texts(label: Any) -> list[str]:
     return [one for one in dict.fromkeys((text, answer_in_label(text))) if one]
 
 
-def label_answers(label: Any) -> list[str]:
+def label_answers(label: object) -> list[str]:
     """The answers that a label accepts, without the solution around them: what graders of
     mathematics compare with.
     """

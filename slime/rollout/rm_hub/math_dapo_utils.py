@@ -8,7 +8,7 @@ it.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, cast
 
 from slime.rollout.rm_hub.answers import without_bold
 from slime.rollout.rm_hub.boxes import last_box
@@ -76,7 +76,10 @@ def normalize_final_answer(final_answer: str) -> str:
 
 
 def is_correct_minerva(
-    solution_str: str, gt: Any, gt_need_extract: bool = False, answer_pattern: str = ANSWER_PATTERN
+    solution_str: str,
+    gt: Any,
+    gt_need_extract: bool = False,
+    answer_pattern: str = ANSWER_PATTERN,
 ) -> tuple[bool, str]:
     """(whether the last "Answer:" is the truth, that answer in normal form or "[INVALID]").
 
@@ -86,7 +89,11 @@ def is_correct_minerva(
     found = re.findall(answer_pattern, solution_str)
     answer = found[-1] if found else "[INVALID]"
     prediction = normalize_final_answer(answer)
-    truths = [remove_boxed(last_boxed_only_string(gt))] if gt_need_extract else label_answers(gt)
+    truths = (
+        [remove_boxed(cast(str, last_boxed_only_string(gt)))]
+        if gt_need_extract
+        else label_answers(gt)
+    )
     if not found:
         return False, prediction
     plain = without_bold(without_end_tokens(answer))
@@ -118,7 +125,7 @@ def is_correct_strict_box(
 
 def verify(
     solution_str: str,
-    answer: Any,
+    answer: object,
     strict_box_verify: bool = False,
     pause_tokens_index: list[int] | None = None,
 ) -> tuple[bool, str | None]:
@@ -131,7 +138,7 @@ def verify(
 
 def compute_score(
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: object,
     strict_box_verify: bool = False,
     pause_tokens_index: list[int] | None = None,
 ) -> dict[str, Any]:

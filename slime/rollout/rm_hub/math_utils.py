@@ -7,7 +7,6 @@ The text form is that of the public MATH benchmark (Hendrycks et al., MIT); valu
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from slime.rollout.rm_hub.answers import boxed_answer
 from slime.rollout.rm_hub.equality import is_same_answer
@@ -115,7 +114,7 @@ def grade_answer_sympy(given_answer: str | None, ground_truth: str | None) -> bo
     return is_same_answer(given_answer, ground_truth, strict=True) is True
 
 
-def grade_answer_verl(solution: str, ground_truth: Any) -> bool:
+def grade_answer_verl(solution: str, ground_truth: object) -> bool:
     """Whether the boxed answer of a solution is right, by text or by value. False without truth or
     without box.
     """
@@ -123,7 +122,7 @@ def grade_answer_verl(solution: str, ground_truth: Any) -> bool:
     return answer is not None and is_right_answer(answer, ground_truth)
 
 
-def is_right_answer(answer: str, label: Any) -> bool:
+def is_right_answer(answer: str, label: object) -> bool:
     """Whether an answer is one that the label accepts, by the strict measure; by the benchmark's
     text form where it cannot be read.
     """

@@ -9,7 +9,6 @@ find another number. It is used where it is installed.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from slime.rollout.rm_hub.answers import final_answer
 from slime.rollout.rm_hub.equality import is_same_answer
@@ -22,7 +21,7 @@ _HOSTILE = re.compile(
 )
 
 
-def grade_math_value(response: str, label: Any) -> int:
+def grade_math_value(response: str, label: object) -> int:
     """1 where the answer of the response has the value of one that the label accepts, else 0."""
     answer = final_answer(response)
     return int(

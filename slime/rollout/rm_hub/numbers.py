@@ -19,7 +19,7 @@ from slime.rollout.rm_hub.normal_form import MARKS
 
 MAX_DIGITS = 1000
 MAX_POWER_OF_TEN = 1000
-_SCALES = {
+_SCALES: dict[str, int | Fraction] = {
     "dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "lakh": 10**5, "crore": 10**7, "mn": 10**6,
     "bn": 10**9, "tausend": 10**3, "mio": 10**6, "mio.": 10**6, "millionen": 10**6, "mrd": 10**9, "mrd.": 10**9, "milliarden": 10**9, "milliard": 10**9,
     "millones": 10**6, "millón": 10**6, "milhões": 10**6, "milioni": 10**6, "万": 10**4, "萬": 10**4, "亿": 10**8, "億": 10**8,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from typing import Any
 
 from slime.config.specs import nearest_names
 from slime.rollout.rm_hub import BOXED_PREFIX, RM_TYPES
@@ -48,7 +47,7 @@ def missing_key_problem(args: argparse.Namespace) -> str | None:
     )
 
 
-def rm_type_problem(rm_type: Any) -> str | None:
+def rm_type_problem(rm_type: object) -> str | None:
     """Returns what is wrong with a reward type, and the nearest known one; None for a known type or
     none at all.
     """

@@ -311,7 +311,7 @@ def _read_equation(sides: list[str], depth: int) -> Any:
     return Relation("=", sides[0], sides[-1]) if len(sides) == 2 else None
 
 
-def _named(name: str, value: Any) -> Any:
+def _named(name: str, value: object) -> Any:
     """A name that is a word ("Area = 5") says what is asked, and is no part of the answer."""
     plain = re.sub(rf"[{MARKS}\s\\]", "", name).lower()
     return (
