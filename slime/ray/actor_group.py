@@ -108,7 +108,7 @@ class RayTrainGroup:
         self,
         rollout_id: int,
         rollout_data_ref: list,
-        external_data: Any = None,
+        external_data: list | dict[str, Any] | None = None,
         *,
         sampler_age: int | None = None,
     ) -> list[Any]:

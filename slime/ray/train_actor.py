@@ -101,7 +101,7 @@ class TrainRayActor(RayActor):
         self,
         rollout_id: int,
         rollout_data_ref: list,
-        external_data: Any = None,
+        external_data: dict[str, Any] | None = None,
         *,
         sampler_age: int | None = None,
     ) -> Any: ...

@@ -23,6 +23,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from typing import IO, Any, cast
 
 from slime.exceptions import ConfigError, EngineError
@@ -160,7 +161,7 @@ class SglangRouter:
         except EngineError:
             return False
 
-    def _wait_until(self, condition: Any, seconds: float, what: str) -> None:
+    def _wait_until(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             if self._process is not None and self._process.poll() is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ TOKEN_DTYPE = np.dtype("<i4")
 LOG_PROB_DTYPE = np.dtype("<f4")
 
 
-def encode_array(values: Any, dtype: np.dtype) -> str:
+def encode_array(values: Sequence[float | None] | np.ndarray, dtype: np.dtype) -> str:
     """Returns base64 text of `values` [N] as little-endian `dtype`."""
     return (
         base64.b64encode(np.ascontiguousarray(values, dtype=dtype).data).decode("ascii")

@@ -7,10 +7,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.exceptions import ConfigError
 from slime.models.hf_folder import read_json
+
+if TYPE_CHECKING:
+    import tokenizers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +69,6 @@ class EngineTokenizer:
         return self.backend.decode_batch(batch, skip_special_tokens=skip_special_tokens)
 
 
-def _token_id(backend: Any, token: Any) -> int | None:
+def _token_id(backend: tokenizers.Tokenizer, token: object) -> int | None:
     text = token.get("content") if isinstance(token, dict) else token
     return backend.token_to_id(text) if isinstance(text, str) else None

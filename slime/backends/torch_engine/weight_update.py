@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -134,5 +134,5 @@ class WeightUpdater:
         self._between_steps(switch)
         return received
 
-    def _between_steps(self, function: Any) -> Any:
+    def _between_steps(self, function: Callable[[], Any]) -> Any:
         return self._loaded.engine.between_steps(function).result(timeout=APPLY_TIMEOUT_SECONDS)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from fractions import Fraction
-from typing import Any
+from typing import cast
 
 from slime.rollout.rm_hub.expressions import are_equal_values, are_same_equations
 from slime.rollout.rm_hub.normal_form import MARKS, normal_form, squeezed
@@ -24,6 +24,7 @@ from slime.rollout.rm_hub.values import (
     Named,
     Relation,
     Scalar,
+    Value,
     Words,
     read_value,
 )
@@ -74,7 +75,7 @@ def _choices(given: str, wanted: str) -> tuple[str, str] | None:
     return next(group for group in chosen.groups() if group).upper(), right[1].upper()
 
 
-def _same(answer: Any, truth: Any, strict: bool) -> bool | None:
+def _same(answer: Value | None, truth: Value | None, strict: bool) -> bool | None:
     if answer is None or truth is None:
         return None
     answer, truth = _without_one_item(answer), _without_one_item(truth)
@@ -101,25 +102,23 @@ def _same(answer: Any, truth: Any, strict: bool) -> bool | None:
     ):
         return _same_sum(answer, truth)
     if Words in (type(answer), type(truth)) and Scalar in (type(answer), type(truth)):
-        scalar = answer if isinstance(answer, Scalar) else truth
-        words = truth if isinstance(answer, Scalar) else answer
+        both = (answer, truth) if isinstance(answer, Scalar) else (truth, answer)
+        scalar, words = cast("tuple[Scalar, Words]", both)
         return squeezed(scalar.text) == words.text
     return False
 
 
-def _same_as_form(answer: Any, truth: Any, strict: bool) -> bool:
+def _same_as_form(answer: Value | None, truth: Value | None, strict: bool) -> bool:
     """Two forms, or a form and the plain number that it has without its mark: 5 for 5 pm, as 5 for
     5 cm.
     """
     if isinstance(answer, Form) and isinstance(truth, Form):
         return are_same_forms(answer, truth, strict=strict)
-    form, other = (answer, truth) if isinstance(answer, Form) else (truth, answer)
-    is_plain = (
-        isinstance(other, Scalar)
-        and other.number is not None
-        and other.unit == NO_UNIT
-        and not other.is_percent
-    )
+    pair = (answer, truth) if isinstance(answer, Form) else (truth, answer)
+    form, other = cast("tuple[Form, Value | None]", pair)
+    if not isinstance(other, Scalar) or other.number is None:
+        return False
+    is_plain = other.unit == NO_UNIT and not other.is_percent
     return not strict and is_plain and form.number == other.number.value
 
 
@@ -131,12 +130,12 @@ def _same_sum(answer: Relation, truth: Scalar) -> bool | None:
     return _same(read_value(answer.right), truth, strict=False) if len(names) > 1 else False
 
 
-def _without_one_item(value: object) -> Any:
+def _without_one_item(value: Value) -> Value | None:
     """A set or list of one is that one; {5} and 5 name the same solution."""
     return value.items[0] if isinstance(value, Group) and len(value.items) == 1 else value
 
 
-def _same_named(answer: Any, truth: Any, strict: bool) -> bool | None:
+def _same_named(answer: Value | None, truth: Value | None, strict: bool) -> bool | None:
     if isinstance(answer, Relation) or isinstance(truth, Relation):
         return _same_relations(_as_relation(answer), _as_relation(truth))
     if isinstance(answer, Named) and isinstance(truth, Named) and answer.name != truth.name:
@@ -145,7 +144,7 @@ def _same_named(answer: Any, truth: Any, strict: bool) -> bool | None:
     return _same(given, wanted, strict)
 
 
-def _as_relation(value: object) -> Any:
+def _as_relation(value: Value | None) -> Value | None:
     if isinstance(value, Named) and isinstance(value.value, Scalar):
         return Relation("=", value.name, value.value.expression)
     return value
@@ -230,7 +229,7 @@ def _same_in_any_order(answers: tuple, truths: tuple, strict: bool) -> bool | No
     return True if is_sure else None
 
 
-def _same_matrices(answer: Any, truth: Any, strict: bool) -> bool | None:
+def _same_matrices(answer: Value | None, truth: Value | None, strict: bool) -> bool | None:
     """Entry by entry. A row or column vector and a tuple in round brackets are the same vector."""
     if isinstance(answer, Matrix) and isinstance(truth, Matrix):
         shapes = [[len(row) for row in matrix.rows] for matrix in (answer, truth)]
@@ -241,7 +240,8 @@ def _same_matrices(answer: Any, truth: Any, strict: bool) -> bool | None:
             for row, other in zip(answer.rows, truth.rows, strict=True)
             for a, t in zip(row, other, strict=True)
         )
-    matrix, other = (answer, truth) if isinstance(answer, Matrix) else (truth, answer)
+    pair = (answer, truth) if isinstance(answer, Matrix) else (truth, answer)
+    matrix, other = cast("tuple[Matrix, Value | None]", pair)
     if (
         isinstance(other, Group)
         and other.brackets == "()"
@@ -253,7 +253,7 @@ def _same_matrices(answer: Any, truth: Any, strict: bool) -> bool | None:
     return False
 
 
-def _same_relations(answer: object, truth: object) -> bool | None:
+def _same_relations(answer: Value | None, truth: Value | None) -> bool | None:
     if not isinstance(answer, Relation) or not isinstance(truth, Relation):
         return False
     if answer.operator == truth.operator == "=":

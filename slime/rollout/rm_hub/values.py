@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
+from typing import TypeAlias
 
 from slime.rollout.rm_hub.normal_form import CLOSE, MARKS, OPEN, ROW_END, squeezed
 from slime.rollout.rm_hub.numbers import Number, read_number
@@ -48,7 +48,7 @@ class Group:
     """
 
     kind: str
-    items: tuple[Any, ...]
+    items: tuple[Value | None, ...]
     brackets: str = ""
     is_inequality: bool = False
 
@@ -58,7 +58,7 @@ class Named:
     """A value with the variable that it is the value of."""
 
     name: str
-    value: Any
+    value: Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Relation:
 class Matrix:
     """Rows of values; a column or row vector is a matrix too. `is_determinant`: between bars."""
 
-    rows: tuple[tuple[Any, ...], ...]
+    rows: tuple[tuple[Value | None, ...], ...]
     is_determinant: bool = False
 
 
@@ -135,7 +135,10 @@ _CONDITION = re.compile(r"[A-Za-z](?:\s*\\in\s*\\mathbb\{R\})?\s*[|:]\s*(?P<what
 _OPENERS, _CLOSERS = "([{", ")]}"
 
 
-def read_value(text: str, depth: int = 0) -> Any:
+Value: TypeAlias = Scalar | Group | Named | Relation | Matrix | Based | Words | Form
+
+
+def read_value(text: str, depth: int = 0) -> Value | None:
     """The value that a text in the one spelling says; None where it is not read."""
     if len(text) > MAX_LENGTH or depth > MAX_NESTING:
         return None
@@ -173,7 +176,7 @@ def _without_lead(text: str) -> str:
     return text.rstrip(".").strip() if not text.endswith("..") else text
 
 
-def _read_date(text: str, depth: int) -> Words | None:
+def _read_date(text: str, depth: int) -> Value | None:
     """2024-01-05 is no difference and 1/5/2024 no quotient."""
     return Words(squeezed(text)) if _DATE.fullmatch(text) else None
 
@@ -214,7 +217,7 @@ def _read_scalar_number(text: str, depth: int) -> Scalar | None:
     return Scalar(body, number, unit if behind == NO_UNIT else behind)
 
 
-def _read_set(text: str, depth: int) -> Any:
+def _read_set(text: str, depth: int) -> Value | None:
     if text in ("\\emptyset", "\\{\\}", "\\{ \\}"):
         return Words("\\emptyset")
     if not (text.startswith("\\{") and text.endswith("\\}")) or text.find("\\}") != len(text) - 2:
@@ -254,7 +257,7 @@ def _read_list(text: str, depth: int) -> Group | None:
     return None
 
 
-def _read_bracketed(text: str, depth: int) -> Any:
+def _read_bracketed(text: str, depth: int) -> Value | None:
     if text[0] not in "([" or text[-1] not in ")]" or _closing(text) != len(text) - 1:
         return None
     parts = _split(text[1:-1].strip())
@@ -278,7 +281,7 @@ def _group(kind: str, parts: list[str], depth: int, *, brackets: str = "") -> Gr
     return Group(kind, items, brackets)
 
 
-def _read_relation(text: str, depth: int) -> Any:
+def _read_relation(text: str, depth: int) -> Value | None:
     found = _outer_matches(text, _RELATION)
     if not found:
         return None
@@ -297,7 +300,7 @@ def _read_relation(text: str, depth: int) -> Any:
     return _read_inequality(sides, operators, depth)
 
 
-def _read_equation(sides: list[str], depth: int) -> Any:
+def _read_equation(sides: list[str], depth: int) -> Value | None:
     if _NAMES.fullmatch(sides[0]):
         return read_value(sides[-1], depth + 1)
     if _NAME.fullmatch(sides[0]):
@@ -311,7 +314,7 @@ def _read_equation(sides: list[str], depth: int) -> Any:
     return Relation("=", sides[0], sides[-1]) if len(sides) == 2 else None
 
 
-def _named(name: str, value: object) -> Any:
+def _named(name: str, value: Value) -> Value:
     """A name that is a word ("Area = 5") says what is asked, and is no part of the answer."""
     plain = re.sub(rf"[{MARKS}\s\\]", "", name).lower()
     return (
@@ -321,7 +324,7 @@ def _named(name: str, value: object) -> Any:
     )
 
 
-def _read_inequality(sides: list[str], operators: list[str], depth: int) -> Any:
+def _read_inequality(sides: list[str], operators: list[str], depth: int) -> Value | None:
     """An interval where one variable stands between or beside values; a Relation otherwise."""
     if "\\ne" in operators or not set(operators) <= {"<", ">", "\\le", "\\ge", "<=", ">="}:
         return Relation(operators[0], sides[0], sides[1]) if len(operators) == 1 else None
@@ -369,7 +372,7 @@ def _read_plus_minus(text: str, depth: int) -> Group | None:
     return _group("list", [upper.strip(), lower.strip()], depth)
 
 
-def _read_words(text: str, depth: int) -> Words | None:
+def _read_words(text: str, depth: int) -> Value | None:
     if re.fullmatch(r"\\mathbb\{[A-Z]\}", text):
         return Words(squeezed(text))
     plain = re.sub(rf"[{MARKS}\"']", "", text).strip()
