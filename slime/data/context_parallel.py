@@ -80,8 +80,8 @@ def compute_zigzag_ranges(
 
 
 def plan_response_layout(
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
+    total_lengths: Sequence[int] | np.ndarray,
+    response_lengths: Sequence[int] | np.ndarray,
     *,
     cp_size: int = 1,
     cp_rank: int = 0,

@@ -22,8 +22,6 @@ from slime.typing import ActorHandle
 class TrainRayActor(RayActor):
     """One rank of a training process group. Rank 0 chooses the address at which all ranks meet."""
 
-    train_parallel_config: dict[str, int]
-
     def __init__(
         self, world_size: int, rank: int, master_addr: str | None, master_port: int | None
     ) -> None:
@@ -89,6 +87,11 @@ class TrainRayActor(RayActor):
         set_gloo_group(None)
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    @property
+    @abc.abstractmethod
+    def train_parallel_config(self) -> dict[str, int]:
+        """What the rollout side needs to split samples for these ranks."""
 
     @abc.abstractmethod
     def sleep(self) -> None: ...

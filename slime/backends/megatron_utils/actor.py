@@ -367,7 +367,7 @@ class MegatronTrainRayActor(TrainRayActor):
             use_rollout_top_p_replay=True,
         )
 
-    def train_critic(self, rollout_id: int, rollout_data: RolloutBatch) -> dict[str, list] | None:
+    def train_critic(self, rollout_id: int, rollout_data: RolloutBatch) -> dict[str, Any] | None:
         """Values of the rollout, returns from them, and the critic's steps. Returns the values for
         the actor.
         """

@@ -11,6 +11,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -95,4 +96,4 @@ def restore_weight_sets(
     for tag in tags:
         load_weights_into(folder / SETS / tag, model)
         weights.backup(tag)
-        weights.restore(active)
+        weights.restore(cast(str, active))

@@ -78,7 +78,10 @@ def _device_of(rollout_data: dict[str, Any]) -> torch.device:
 
 
 def compute_reference_kl(
-    config: LossConfig, layout: ResponseLayout, rollout_data: dict[str, Any], log_probs: Any
+    config: LossConfig,
+    layout: ResponseLayout,
+    rollout_data: dict[str, Any],
+    log_probs: Sequence[torch.Tensor] | None,
 ) -> torch.Tensor:
     """Returns the KL to the reference [L], 0 where --kl-coef asks for none."""
     lengths = layout.local_lengths

@@ -8,12 +8,13 @@ distributed format's index is taken apart as data (`weights_index`).
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,11 @@ from slime.backends.megatron_utils.rng_state import collect_rng_state, restore_r
 from slime.backends.megatron_utils.weights_state import load_weights_into, save_weights
 from slime.exceptions import ConfigError, SlimeError
 
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+
 __all__ = ["load_checkpoint", "load_weights", "save_checkpoint", "save_hf_checkpoint"]
 
 logger = logging.getLogger(__name__)
@@ -40,10 +46,10 @@ _STATE = "state.json"
 
 
 def load_checkpoint(
-    args: Any,
+    args: argparse.Namespace,
     model: Sequence[torch.nn.Module],
-    optimizer: Any = None,
-    opt_param_scheduler: Any = None,
+    optimizer: MegatronOptimizer | None = None,
+    opt_param_scheduler: OptimizerParamScheduler | None = None,
     *,
     load_dir: str | None,
 ) -> int | None:
@@ -76,7 +82,11 @@ def load_checkpoint(
 
 
 def load_weights(
-    args: Any, model: Sequence[torch.nn.Module], path: str, *, ckpt_step: int | None = None
+    args: argparse.Namespace,
+    model: Sequence[torch.nn.Module],
+    path: str,
+    *,
+    ckpt_step: int | None = None,
 ) -> None:
     """Fills the model alone, from a Megatron checkpoint or a Hugging Face folder. Called by all
     ranks together.
@@ -89,7 +99,7 @@ def load_weights(
     load_weights_into(folder, model)
 
 
-def _load_hf(args: Any, model: Sequence[torch.nn.Module], path: str | None) -> None:
+def _load_hf(args: argparse.Namespace, model: Sequence[torch.nn.Module], path: str | None) -> None:
     if path is None:
         raise ConfigError("There are no weights to start from. Give --hf-checkpoint or --load.")
     if not (Path(path) / "config.json").is_file():
@@ -100,7 +110,7 @@ def _load_hf(args: Any, model: Sequence[torch.nn.Module], path: str | None) -> N
     load_hf_weights(args, model, path)
 
 
-def _tell_optimizer(optimizer: Any) -> None:
+def _tell_optimizer(optimizer: MegatronOptimizer | None) -> None:
     if optimizer is not None:
         # Its fp32 main parameters were copied from the weights of before.
         optimizer.reload_model_params()
@@ -133,7 +143,9 @@ def _read_state(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def _load_scheduler(folder: Path, state: dict[str, Any], scheduler: Any) -> None:
+def _load_scheduler(
+    folder: Path, state: dict[str, Any], scheduler: OptimizerParamScheduler | None
+) -> None:
     saved = state["scheduler"]
     if saved is None or scheduler is None:
         raise ConfigError(f"{folder} holds no scheduler state. Resume with --no-load-optim.")
@@ -175,11 +187,11 @@ def _load_rng(folder: Path, state: dict[str, Any]) -> None:
 
 
 def save_checkpoint(
-    args: Any,
+    args: argparse.Namespace,
     iteration: int,
     model: Sequence[torch.nn.Module],
-    optimizer: Any = None,
-    opt_param_scheduler: Any = None,
+    optimizer: MegatronOptimizer | None = None,
+    opt_param_scheduler: OptimizerParamScheduler | None = None,
     *,
     save_dir: str,
     write_extra: Callable[[Path], None] | None = None,
@@ -243,7 +255,9 @@ def save_checkpoint(
     return final
 
 
-def save_hf_checkpoint(args: Any, rollout_id: int, model: Sequence[torch.nn.Module]) -> Path:
+def save_hf_checkpoint(
+    args: argparse.Namespace, rollout_id: int, model: Sequence[torch.nn.Module]
+) -> Path:
     """Exports Hugging Face weights to `args.save_hf` with {rollout_id} filled in; returns the
     folder. Called by all ranks together.
     """
@@ -265,6 +279,7 @@ def _together(action: Callable[[], Any], temporary: Path) -> list[Any]:
     """Runs `action` on all ranks and returns their results; if one could not write, all raise and
     the temporary folder goes.
     """
+    outcome: tuple[str | None, Any]
     try:
         outcome = (None, action())
     except (OSError, SafetensorError, CheckpointException) as error:

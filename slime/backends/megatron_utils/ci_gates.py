@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class CiGates:
     load_grad_norm: str | None
 
     @staticmethod
-    def from_args(args: Any) -> CiGates:
+    def from_args(args: argparse.Namespace) -> CiGates:
         return CiGates(
             enabled=args.ci_test,
             check_kl=not args.ci_disable_kl_checker,

@@ -10,7 +10,7 @@ the context-parallel ranks instead of being sent around a ring.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -21,20 +21,25 @@ from megatron.core.transformer.module import MegatronModule
 
 from slime.data.packed_plan import Bucket, packed_plan
 
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
 
 class PackedAttention(MegatronModule):
     """Causal softmax attention inside each sequence of a packed row."""
 
     def __init__(
         self,
-        config: Any,
+        config: TransformerConfig,
         layer_number: int,
-        attn_mask_type: Any,
+        attn_mask_type: AttnMaskType,
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
-        pg_collection: Any = None,
+        pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
         del layer_number, attn_mask_type, attention_type, cp_comm_type
@@ -51,9 +56,9 @@ class PackedAttention(MegatronModule):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        attn_mask_type: Any = None,
+        attn_mask_type: AttnMaskType | None = None,
         attention_bias: torch.Tensor | None = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         """`[T, heads * d]` from query `[T, heads, d]`, key and value `[T, kv_heads, d]`;
         `packed_seq_params` is required.
@@ -90,7 +95,7 @@ class PackedAttention(MegatronModule):
         k = _dense(key, key_rows, bucket.shape)
         v = _dense(value, key_rows, bucket.shape)
         dropout = self.dropout if self.training else 0.0
-        arguments = {
+        arguments: dict[str, Any] = {
             "attn_mask": bucket.mask,
             "dropout_p": dropout,
             "is_causal": bucket.mask is None,

@@ -106,7 +106,9 @@ def slice_with_cp(
     )
 
 
-def slice_log_prob_with_cp(log_prob, total_length: int, response_length: int):
+def slice_log_prob_with_cp(
+    log_prob: list[float] | torch.Tensor, total_length: int, response_length: int
+):
     """Returns the entries of `log_prob` [response_length] that this rank owns; a list stays a list.
     AssertionError on another length.
     """
@@ -203,7 +205,9 @@ def all_gather_responses_with_cp(local: torch.Tensor, layout: ResponseLayout) ->
     return _scatter_and_sum(local, layout, mpu.get_context_parallel_group())
 
 
-def _scatter_and_sum(local: torch.Tensor, layout: ResponseLayout, group: Any) -> torch.Tensor:
+def _scatter_and_sum(
+    local: torch.Tensor, layout: ResponseLayout, group: dist.ProcessGroup
+) -> torch.Tensor:
     if len(local) != layout.num_local_tokens:
         raise RolloutDataError(
             f"{len(local)} entries, but this rank owns {layout.num_local_tokens} response tokens."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -29,12 +29,13 @@ from slime.metrics.train_metrics import (  # noqa: F401  upstream imports them f
     log_perf_data,
     log_rollout_data,
 )
+from slime.typing import Array
 
 # --- to the device --------------------------------------------------------------------------------
 
 
 def to_train_device(
-    batch: RolloutBatch, device: Any, *, cp_rank: int = 0, cp_size: int = 1
+    batch: RolloutBatch, device: torch.device | str | int, *, cp_rank: int = 0, cp_size: int = 1
 ) -> RolloutBatch:
     """This rank's batch with the fields that the contract sends to the device there, in the model's
     dtypes, one copy per field.
@@ -66,23 +67,21 @@ def to_train_device(
             lengths = np.asarray(layout.local_lengths, dtype=np.int64)
             moved[name] = Ragged(values, np.concatenate(([0], np.cumsum(lengths))))
         else:
-            lengths = None if column.is_dense else column.lengths
+            values = _copy_to(column.values, spec.device_dtype, device)
             moved[name] = Ragged(
-                _copy_to(column.values, spec.device_dtype, device), column.offsets, lengths
+                values, column.offsets, None if column.is_dense else column.lengths
             )
     return moved
 
 
 def _as_ragged(batch: RolloutBatch, spec: FieldSpec) -> Ragged:
     column = batch.column(spec.name)
-    return (
-        column.gather(range(len(column)), dtype=column_dtype(spec, column))
-        if isinstance(column, Parts)
-        else column
-    )
+    if isinstance(column, Parts):
+        return column.gather(range(len(column)), dtype=column_dtype(spec, column))
+    return cast(Ragged, column)
 
 
-def _copy_to(values: Any, dtype: str | None, device: torch.device) -> torch.Tensor:
+def _copy_to(values: Array, dtype: str | None, device: torch.device) -> torch.Tensor:
     """A tensor on `device` that shares no memory with `values` (numpy, perhaps read-only, or
     torch).
     """
@@ -108,7 +107,7 @@ def _sample_field_to_device(batch: RolloutBatch, spec: FieldSpec, device: torch.
     return [_move_media(entry, device) for entry in batch[spec.name]]
 
 
-def _move_media(entry: Any, device: torch.device) -> Any:
+def _move_media(entry: object, device: torch.device) -> Any:
     """A sample's multimodal inputs with arrays and tensors on the device; other values pass."""
     if not isinstance(entry, Mapping):
         return entry
@@ -124,7 +123,9 @@ def tensors_to_cpu(tensors: list | None) -> list | None:
     return None if tensors is None else [None if t is None else t.detach().cpu() for t in tensors]
 
 
-def tensors_to_gpu(tensors: list | None, device: Any = None) -> list | None:
+def tensors_to_gpu(
+    tensors: list | None, device: torch.device | str | int | None = None
+) -> list | None:
     """The entries (tensors or lists) as float32 on `device` (default: this process's accelerator);
     None entries, and None itself, pass.
     """
@@ -274,7 +275,7 @@ class DataIterator:
         if keys is None:
             keys = [
                 name
-                for name in dict.keys(self.rollout_data)
+                for name in dict.keys(cast(dict, self.rollout_data))
                 if is_local_field(self.rollout_data, name)
             ]
             keys = [
@@ -317,19 +318,19 @@ class DataIterator:
         """The rows of all micro-batches, laid out once per shape and batch (the virtual pipeline
         stages share them).
         """
-        shared = isinstance(self.rollout_data, RolloutBatch)
-        cache = self.rollout_data.cache if shared else self._rows
+        batch = self.rollout_data
+        cache: dict[Any, Any] = batch.cache if isinstance(batch, RolloutBatch) else self._rows
         known = cache.get(shape)
         # a hook may have edited the fields since: looked at when a walk begins
-        fresh = (
+        if (
             known is not None
             and known[1] is self.micro_batch_indices
-            and (self.offset > 0 or known[0] == _Stamp.of(self.rollout_data))
-        )
-        if not fresh:
-            rows = pack_rows(self.rollout_data, self.micro_batch_indices, shape=shape)
-            known = cache[shape] = (_Stamp.of(self.rollout_data), self.micro_batch_indices, rows)
-        return known[2]
+            and (self.offset > 0 or known[0] == _Stamp.of(batch))
+        ):
+            return known[2]
+        rows = pack_rows(batch, self.micro_batch_indices, shape=shape)
+        cache[shape] = (_Stamp.of(batch), self.micro_batch_indices, rows)
+        return rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,7 +364,7 @@ def _buffers_of(batch: Mapping[str, Any], name: str) -> list[Any]:
     if not isinstance(batch, RolloutBatch):
         return list(batch[name])
     column = batch.column(name)
-    return [column.values] if isinstance(column, Ragged) else column.parts
+    return [column.values] if isinstance(column, Ragged) else cast(Parts, column).parts
 
 
 def is_local_field(batch: Mapping[str, Any], name: str) -> bool:

@@ -6,8 +6,8 @@ Imports the rows of a pack and the layout; knows no loss and no advantage.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -26,7 +26,7 @@ from slime.backends.megatron_utils.response_rows import (
 def get_responses(
     logits: torch.Tensor,
     *,
-    args: Any,
+    args: argparse.Namespace,
     unconcat_tokens: Sequence[torch.Tensor],
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
@@ -53,7 +53,7 @@ def get_responses(
 def get_log_probs_and_entropy(
     logits: torch.Tensor,
     *,
-    args: Any,
+    args: argparse.Namespace,
     unconcat_tokens: Sequence[torch.Tensor],
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
@@ -85,7 +85,7 @@ def get_log_probs_and_entropy(
 def get_values(
     logits: torch.Tensor,
     *,
-    args: Any,
+    args: argparse.Namespace,
     unconcat_tokens: Sequence[torch.Tensor],
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import os
 import random
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from slime.accelerator import get_accelerator
 
 
-def init(args: Any) -> None:
+def init(args: argparse.Namespace) -> None:
     """Prepares this process for Megatron-core: device, default process group (if there is none
     yet), model-parallel groups, seeds.
 
@@ -78,7 +78,7 @@ def is_megatron_main_rank() -> bool:
     )
 
 
-def _virtual_size(args: Any) -> int | None:
+def _virtual_size(args: argparse.Namespace) -> int | None:
     from slime.backends.megatron_utils.model_provider import virtual_pipeline_size
 
     return virtual_pipeline_size(args)

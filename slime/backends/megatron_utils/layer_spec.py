@@ -5,7 +5,7 @@ attention, or Transformer Engine's.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,10 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from slime.backends.megatron_utils.core_attention import PackedAttention
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class Norm(torch.nn.Module):
@@ -24,7 +28,9 @@ class Norm(torch.nn.Module):
     refused with sequence parallelism.
     """
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: object
+    ) -> None:
         super().__init__()
         del unused
         if config.layernorm_zero_centered_gamma:
@@ -35,7 +41,8 @@ class Norm(torch.nn.Module):
         has_bias = config.normalization == "LayerNorm"
         self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=dtype)) if has_bias else None
         for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+            # Megatron's mark on a parameter
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.bias is not None:
@@ -44,7 +51,7 @@ class Norm(torch.nn.Module):
 
 
 def build_block_spec(
-    config: Any, *, vp_stage: int | None = None, use_transformer_engine: bool = False
+    config: TransformerConfig, *, vp_stage: int | None = None, use_transformer_engine: bool = False
 ) -> Any:
     """The `TransformerBlockSubmodules` of this pipeline (and virtual pipeline) stage.
 
@@ -64,7 +71,7 @@ def build_block_spec(
     )
 
 
-def _with_own_modules(layer: Any) -> Any:
+def _with_own_modules(layer: ModuleSpec) -> Any:
     layer = copy.deepcopy(layer)
     layer.submodules.input_layernorm = Norm
     layer.submodules.pre_mlp_layernorm = Norm

@@ -4,8 +4,8 @@ sentences out.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Layout:
     recompute_num_layers: int | None
 
 
-def layout_problems(args: Any, *, world_size: int | None = None) -> list[str]:
+def layout_problems(args: argparse.Namespace, *, world_size: int | None = None) -> list[str]:
     """Returns one sentence per reason why `args`' parallel layout cannot train: flags, values, and
     a value that works.
 
@@ -120,7 +120,7 @@ def _tensor_parallel(layout: Layout) -> list[str]:
 
 
 def _pipeline(layout: Layout) -> list[str]:
-    problems = []
+    problems: list[str] = []
     per_stage = layout.layers_per_virtual_stage
     if layout.num_layers and layout.num_layers % layout.pp:
         return [

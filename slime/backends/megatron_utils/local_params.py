@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import mpu
@@ -12,6 +14,10 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from slime.backends.megatron_utils.model_provider import ValueHead
 from slime.models.param_mapping import strip_module_prefix
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
 
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)")
 _EXPERT = re.compile(r"(\.experts\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
@@ -52,16 +58,12 @@ def local_parameters(model: Sequence[torch.nn.Module]) -> Iterator[LocalParamete
             config.num_moe_experts or 0
         ) // mpu.get_expert_model_parallel_world_size()
         first_expert = experts_per_rank * mpu.get_expert_model_parallel_rank()
+        parameter: Any  # carries Megatron's marks
         for raw_name, parameter in bare.named_parameters():
-            name = _LAYER.sub(
-                lambda found, offset=offset: f"{found[1]}{int(found[2]) + offset}",
-                strip_module_prefix(raw_name),
-            )
+            name = _LAYER.sub(partial(_shifted, by=offset), strip_module_prefix(raw_name))
             is_expert = ".experts." in name
             if is_expert:
-                name = _EXPERT.sub(
-                    lambda found, first=first_expert: f"{found[1]}{int(found[2]) + first}", name
-                )
+                name = _EXPERT.sub(partial(_shifted, by=first_expert), name)
             size = (
                 mpu.get_expert_tensor_parallel_world_size()
                 if is_expert
@@ -86,8 +88,14 @@ def local_parameters(model: Sequence[torch.nn.Module]) -> Iterator[LocalParamete
             )
 
 
-def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
+def _shifted(found: re.Match[str], *, by: int) -> str:
+    """The name with the number of the whole model: the rank's own number and `by`."""
+    return f"{found[1]}{int(found[2]) + by}"
+
+
+def unwrap(chunk: torch.nn.Module) -> GPTModel:
     """The GPTModel inside DDP and Float16Module."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
+    inner: Any = chunk
+    while hasattr(inner, "module"):
+        inner = inner.module
+    return inner

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class LogProbPlan:
     use_rollout_entropy: bool
 
     @staticmethod
-    def from_args(args: Any, num_steps: int) -> LogProbPlan:
+    def from_args(args: argparse.Namespace, num_steps: int) -> LogProbPlan:
         return LogProbPlan(
             num_steps=num_steps,
             loss_type=args.loss_type,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-from typing import Any
 
 from slime.algorithms.advantages import EstimatorConfig
 from slime.algorithms.corrections import BandConfig
@@ -26,7 +26,7 @@ class LossConfig(AlgorithmOptions):
     allgather_cp: bool = False
 
     @classmethod
-    def from_args(cls, args: Any) -> LossConfig:
+    def from_args(cls, args: argparse.Namespace) -> LossConfig:
         """Returns the config of the parsed options."""
         given = vars(args)
         return cls(

@@ -4,11 +4,12 @@ Megatron-core's schedules.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from slime.backends.megatron_utils.checkpoint import load_checkpoint, save_checkpoint
 from slime.backends.megatron_utils.ci_gates import CiGates, ci_problems, save_grad_norm
 from slime.backends.megatron_utils.cp_utils import reduce_train_step_metrics
-from slime.backends.megatron_utils.data import get_batch
+from slime.backends.megatron_utils.data import DataIterator, get_batch
 from slime.backends.megatron_utils.initialize import is_megatron_main_rank
 from slime.backends.megatron_utils.loss import get_rollout_top_p_logprob_kwargs, loss_function
 from slime.backends.megatron_utils.loss_config import LossConfig
@@ -30,6 +31,12 @@ from slime.exceptions import RolloutDataError
 from slime.metrics.statistics import compute_train_step
 from slime.tracking.tracking import log
 from slime.utils.misc import load_function
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
 
 __all__ = [
     "forward_only",
@@ -45,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 def forward_only(
     f: Callable[..., tuple[torch.Tensor, dict[str, list[torch.Tensor]]]],
-    args: Any,
+    args: argparse.Namespace,
     model: Sequence[torch.nn.Module],
     data_iterator: Sequence[Any],
     num_microbatches: Sequence[int],
@@ -61,7 +68,7 @@ def forward_only(
     """
 
     def forward_step(
-        iterator: Any, chunk: torch.nn.Module, return_schedule_plan: bool = False
+        iterator: DataIterator, chunk: torch.nn.Module, return_schedule_plan: bool = False
     ) -> tuple[torch.Tensor, Any]:
         batch = _next_batch(args, iterator)
         nucleus = get_rollout_top_p_logprob_kwargs(args, batch) if use_rollout_top_p_replay else {}
@@ -103,11 +110,11 @@ def forward_only(
 
 
 def train_one_step(
-    args: Any,
+    args: argparse.Namespace,
     data_iterator: Sequence[Any],
-    model: Sequence[torch.nn.Module],
-    optimizer: Any,
-    opt_param_scheduler: Any,
+    model: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    opt_param_scheduler: OptimizerParamScheduler,
     *,
     num_microbatches: int,
     step_global_batch_size: int,
@@ -125,7 +132,7 @@ def train_one_step(
     """
 
     def forward_step(
-        iterator: Any, chunk: torch.nn.Module, return_schedule_plan: bool = False
+        iterator: DataIterator, chunk: torch.nn.Module, return_schedule_plan: bool = False
     ) -> tuple[torch.Tensor, Any]:
         batch = _next_batch(args, iterator)
         loss = partial(
@@ -169,11 +176,11 @@ def train_one_step(
 
 
 def train(
-    args: Any,
+    args: argparse.Namespace,
     rollout_id: int,
-    model: Sequence[torch.nn.Module],
-    optimizer: Any,
-    opt_param_scheduler: Any,
+    model: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    opt_param_scheduler: OptimizerParamScheduler,
     data_iterator: Sequence[Any],
     *,
     role: str = "actor",
@@ -244,7 +251,7 @@ def train(
     return logged
 
 
-def _next_batch(args: Any, iterator: Any) -> dict[str, Any]:
+def _next_batch(args: argparse.Namespace, iterator: DataIterator) -> dict[str, Any]:
     # Every field that the batch has per sample: a loss that needs one more finds it.
     return get_batch(
         iterator,
@@ -268,7 +275,7 @@ def _run_chunk(chunk: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
 
 
 def _schedule_arguments(
-    args: Any,
+    args: argparse.Namespace,
     data_iterator: Sequence[Any],
     model: Sequence[torch.nn.Module],
     num_microbatches: int,
@@ -303,7 +310,7 @@ def _in_local_order(
     return results
 
 
-def _gradients_are_finite(model: Sequence[torch.nn.Module]) -> bool:
+def _gradients_are_finite(model: Sequence[DistributedDataParallel]) -> bool:
     """The same answer on all ranks; one of them alone must not step."""
     buffers = [
         buffer.grad_data
@@ -316,5 +323,5 @@ def _gradients_are_finite(model: Sequence[torch.nn.Module]) -> bool:
     return bool(finite.item())
 
 
-def _as_float(value: Any) -> float:
+def _as_float(value: float | torch.Tensor | None) -> float:
     return math.nan if value is None else float(value)

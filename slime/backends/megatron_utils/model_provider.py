@@ -163,8 +163,8 @@ class ValueHead(torch.nn.Linear):
                 )
             )
 
-    def forward(
-        self, hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None
+    def forward(  # type: ignore[override]  # called as Megatron's output layer, not as Linear
+        self, hidden: torch.Tensor, weight: object = None, runtime_gather_output: object = None
     ) -> tuple[torch.Tensor, None]:
         """`[T, 1, 1]` float32 and no bias, in the form of Megatron's output layer."""
         del weight, runtime_gather_output

@@ -4,8 +4,8 @@ call, masks may be returned changed.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -16,7 +16,14 @@ from slime.backends.megatron_utils.loss_config import LossConfig
 Metrics = dict[str, torch.Tensor]
 
 
-def _band_correction(kind: str, args: Any, pg_loss, train_log_probs, rollout_log_probs, loss_masks):
+def _band_correction(
+    kind: str,
+    args: argparse.Namespace,
+    pg_loss: torch.Tensor,
+    train_log_probs: Sequence[torch.Tensor],
+    rollout_log_probs: Sequence[torch.Tensor],
+    loss_masks: Sequence[torch.Tensor],
+):
     correction = CORRECTIONS[kind](
         concatenate(train_log_probs).to(pg_loss.device),
         concatenate(rollout_log_probs).to(pg_loss.device),
@@ -26,13 +33,13 @@ def _band_correction(kind: str, args: Any, pg_loss, train_log_probs, rollout_log
 
 
 def vanilla_tis_function(
-    args: Any,
+    args: argparse.Namespace,
     *,
     pg_loss: torch.Tensor,
     train_log_probs: Sequence[torch.Tensor],
     rollout_log_probs: Sequence[torch.Tensor],
     loss_masks: Sequence[torch.Tensor],
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor], Metrics]:
     """Returns (pg_loss * clamp(train / rollout ratio, tis_clip_low, tis_clip), the masks, per-token
     metrics tis, tis_clipfrac, tis_abs).
@@ -41,13 +48,13 @@ def vanilla_tis_function(
 
 
 def icepop_function(
-    args: Any,
+    args: argparse.Namespace,
     *,
     pg_loss: torch.Tensor,
     train_log_probs: Sequence[torch.Tensor],
     rollout_log_probs: Sequence[torch.Tensor],
     loss_masks: Sequence[torch.Tensor],
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor], Metrics]:
     """Returns what `vanilla_tis_function` does, with weight 0 outside the band in place of its
     edge. Use it as --custom-tis-function-path.

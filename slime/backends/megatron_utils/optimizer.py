@@ -4,9 +4,10 @@ decay.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import (
@@ -31,10 +32,13 @@ from slime.backends.megatron_utils.model_provider import (
 from slime.config.resume import evaluates_only
 from slime.exceptions import ConfigError
 
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+
 
 def setup_model_and_optimizer(
-    args: Any, role: str = "actor"
-) -> tuple[list[torch.nn.Module], Any, OptimizerParamScheduler | None]:
+    args: argparse.Namespace, role: str = "actor"
+) -> tuple[list[DistributedDataParallel], MegatronOptimizer | None, OptimizerParamScheduler | None]:
     """Returns (model chunks of this rank in DDP, one per virtual pipeline stage; optimizer;
     scheduler), the last two None in a run that only evaluates.
 
@@ -67,7 +71,9 @@ def setup_model_and_optimizer(
     return model, optimizer, scheduler
 
 
-def build_model_chunks(args: Any, role: str = "actor") -> list[torch.nn.Module]:
+def build_model_chunks(
+    args: argparse.Namespace, role: str = "actor"
+) -> list[DistributedDataParallel]:
     """This rank's model chunks in Megatron's DDP, weights zero, without an optimizer."""
     config = build_transformer_config(args)
     virtual = config.virtual_pipeline_model_parallel_size
@@ -86,7 +92,9 @@ def build_model_chunks(args: Any, role: str = "actor") -> list[torch.nn.Module]:
     ]
 
 
-def training_tensors(model: Sequence[torch.nn.Module], optimizer: Any) -> Iterator[torch.Tensor]:
+def training_tensors(
+    model: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
+) -> Iterator[torch.Tensor]:
     """Every tensor that training alone needs: parameters, buffers, gradients (Megatron's flat ones
     too), and the optimizer's state.
     """
@@ -108,7 +116,9 @@ def training_tensors(model: Sequence[torch.nn.Module], optimizer: Any) -> Iterat
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def build_scheduler(args: Any, optimizer: Any) -> OptimizerParamScheduler:
+def build_scheduler(
+    args: argparse.Namespace, optimizer: MegatronOptimizer
+) -> OptimizerParamScheduler:
     """The schedule of learning rate and weight decay. Its clock counts samples: an optimizer step
     advances it by its global batch.
 
@@ -144,7 +154,7 @@ def build_scheduler(args: Any, optimizer: Any) -> OptimizerParamScheduler:
     )
 
 
-def _decay_samples(args: Any) -> int:
+def _decay_samples(args: argparse.Namespace) -> int:
     if args.lr_decay_iters is not None:
         return args.lr_decay_iters * args.global_batch_size
     if args.num_rollout is not None:
@@ -157,7 +167,7 @@ def _decay_samples(args: Any) -> int:
     )
 
 
-def _fields_of(config_class: type, args: Any) -> dict[str, Any]:
+def _fields_of(config_class: type, args: argparse.Namespace) -> dict[str, Any]:
     """The values of `args` for the fields of a Megatron config dataclass; fields without a value
     (None) are left to its default.
     """

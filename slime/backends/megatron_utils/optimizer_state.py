@@ -13,7 +13,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,10 @@ from safetensors.torch import save_file
 from slime.backends.megatron_utils.local_params import LocalParameter, local_parameters
 from slime.backends.megatron_utils.sharding import shard, unshard
 from slime.exceptions import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+
 
 INDEX = "optimizer_index.json"
 _MOMENTS = frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
@@ -42,7 +46,7 @@ class _Slot:
 
 
 def save_optimizer_state(
-    folder: str | Path, model: Sequence[torch.nn.Module], optimizer: Any
+    folder: str | Path, model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer
 ) -> None:
     """Writes this rank's pieces and, on rank 0, the index. Called by all ranks together; equal
     pieces are written once.
@@ -83,7 +87,7 @@ def save_optimizer_state(
 
 @torch.no_grad()
 def load_optimizer_state(
-    folder: str | Path, model: Sequence[torch.nn.Module], optimizer: Any
+    folder: str | Path, model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer
 ) -> None:
     """Fills this rank's optimizer state. Raises `ConfigError` where the checkpoint has no state for
     a parameter that is trained.
@@ -192,7 +196,7 @@ class _Reader:
         return self._open[file]
 
 
-def reset_optimizer_states(optimizer: Any) -> None:
+def reset_optimizer_states(optimizer: MegatronOptimizer) -> None:
     """Zeroes moments and step counts, so that the next step is the first one of a new optimizer.
     Main weights stay.
     """
@@ -207,7 +211,7 @@ def reset_optimizer_states(optimizer: Any) -> None:
                 )
 
 
-def _parts(optimizer: Any) -> list[Any]:
+def _parts(optimizer: MegatronOptimizer) -> list[Any]:
     """The Megatron optimizers inside a chained one that have parameters."""
     parts = (
         optimizer.chained_optimizers if hasattr(optimizer, "chained_optimizers") else [optimizer]
@@ -215,7 +219,7 @@ def _parts(optimizer: Any) -> list[Any]:
     return [part for part in parts if not part.is_stub_optimizer]
 
 
-def _slots(model: Sequence[torch.nn.Module], optimizer: Any) -> Iterator[_Slot]:
+def _slots(model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> Iterator[_Slot]:
     locals_by_id = {id(local.parameter): local for local in local_parameters(model)}
     for part in _parts(optimizer):
         if isinstance(part, DistributedOptimizer):
@@ -231,7 +235,7 @@ def _slots(model: Sequence[torch.nn.Module], optimizer: Any) -> Iterator[_Slot]:
                 yield _Slot(local, 0, local.parameter.numel(), main, part.optimizer)
 
 
-def _model_params_by_main(part: Any) -> dict[int, torch.Tensor]:
+def _model_params_by_main(part: MegatronOptimizer) -> dict[int, torch.Tensor]:
     """id(fp32 main parameter) -> low-precision model parameter, for Megatron's 16-bit optimizer."""
     pairs = zip(
         getattr(part, "fp32_from_float16_groups", []),
@@ -270,14 +274,14 @@ def _step_of(slot: _Slot) -> int:
     return max(int(group.get("step", 0)) for group in slot.inner.param_groups)
 
 
-def _step_is_per_tensor(inner: Any) -> bool:
+def _step_is_per_tensor(inner: torch.optim.Optimizer) -> bool:
     """torch's Adam counts steps per tensor, Apex's and Transformer Engine's per group; SGD does not
     count.
     """
     return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
 
 
-def _scaler_state(part: Any) -> dict[str, float] | None:
+def _scaler_state(part: MegatronOptimizer) -> dict[str, float] | None:
     scaler = getattr(part, "grad_scaler", None)
     if scaler is None:
         return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from megatron.core import mpu
@@ -24,6 +25,9 @@ from slime.data.context_parallel import ResponseLayout
 from slime.exceptions import RolloutDataError
 from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 
+# of each sample, None without a nucleus
+PerSample = Sequence[torch.Tensor | None]
+
 
 @dataclasses.dataclass(frozen=True)
 class PackedResponses:
@@ -36,8 +40,8 @@ class PackedResponses:
     total_lengths: Sequence[int]
     response_lengths: Sequence[int]
     loss_masks: Sequence[torch.Tensor] | None = None
-    top_p_token_ids: Sequence[torch.Tensor | None] | None = None
-    top_p_token_offsets: Sequence[torch.Tensor | None] | None = None
+    top_p_token_ids: PerSample | None = None
+    top_p_token_offsets: PerSample | None = None
 
 
 def squeeze_logits(logits: torch.Tensor) -> torch.Tensor:
@@ -101,8 +105,9 @@ def nucleus_counts_and_ids(
     without a nucleus counts 0 everywhere.
     """
     counts, ids = [], []
+    ids_and_offsets = (packed.top_p_token_ids, packed.top_p_token_offsets)
     entries = zip(
-        packed.top_p_token_ids, packed.top_p_token_offsets, packed.response_lengths, strict=True
+        *cast(tuple[PerSample, PerSample], ids_and_offsets), packed.response_lengths, strict=True
     )
     for index, (token_ids, offsets, length) in enumerate(entries):
         if token_ids is None or offsets is None:
@@ -189,7 +194,9 @@ def compute_response_log_probs(
         log_prob_keep_mask=keep_mask,
         with_entropy_grad=config.entropy_coef != 0,
     )
-    results = [log_probs.reshape(-1)] + ([entropy] if with_entropy else [])
+    results = [log_probs.reshape(-1)]
+    if with_entropy:
+        results.append(cast(torch.Tensor, entropy))
     if kept is not None:
         results = [
             values.new_zeros(layout.num_local_tokens).index_copy(0, kept.to(values.device), values)

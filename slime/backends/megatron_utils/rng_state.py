@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ def collect_rng_state() -> dict[str, Any]:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
+    state = cast("tuple[str, np.ndarray, int, int, float]", np.random.get_state())
+    kind, keys, position, has_gauss, cached = state
     return {
         "python": [version, list(words), gauss],
         "numpy": [kind, keys.tolist(), int(position), int(has_gauss), float(cached)],

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 
@@ -88,4 +89,4 @@ class WeightsBackup:
         try:
             yield
         finally:
-            self.restore(before)
+            self.restore(cast(str, before))

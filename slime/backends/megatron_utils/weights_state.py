@@ -52,7 +52,7 @@ class _SaveInThisProcess(TorchDistSaveShardedStrategy):
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
 
-    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
@@ -150,7 +150,7 @@ class _IndexedReader(FileSystemReader):
         super().__init__(folder)
         self._index = index
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         return self._index
 
 
@@ -159,7 +159,7 @@ class _LoadPlanner(MCoreLoadPlanner):
     what they name.
     """
 
-    def load_bytes(self, read_item: Any, value: Any) -> None:
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         try:
             with torch.serialization.safe_globals([io.BytesIO]):
