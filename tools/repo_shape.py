@@ -8,10 +8,11 @@ error too, so the list only holds what is true.
 from __future__ import annotations
 
 import ast
+import collections
 import dataclasses
 import fnmatch
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,6 +22,7 @@ MAX_FILE_LINES = 600
 MAX_TEST_FILE_LINES = 800  # tables of cases, one a line
 MAX_FUNCTION_LINES = 100
 MAX_PARAMETERS = 8
+MAX_UNTYPED_SHARE = 0.03  # of the parameters in slime/
 
 # The first pattern that fits a module gives its layer; imports point to the same layer or to a
 # lower one.
@@ -272,6 +274,15 @@ def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionD
             yield node
 
 
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
+    """Returns the parameters that have a name of their own; self, cls, *args and **kwargs are not
+    among them.
+    """
+    arguments = function.args
+    own = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+    return [argument for argument in own if argument.arg not in ("self", "cls")]
+
+
 def check_sizes(path: str, tree: ast.Module, text: str) -> Iterator[Finding]:
     """Files, functions and parameter lists stay small enough to read."""
     num_lines = text.count("\n") + 1
@@ -288,12 +299,7 @@ def check_sizes(path: str, tree: ast.Module, text: str) -> Iterator[Finding]:
                 function.lineno,
                 f"{function.name} has {length} lines, at most {MAX_FUNCTION_LINES}",
             )
-        arguments = function.args
-        names = [
-            argument.arg
-            for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
-        ]
-        names = [name for name in names if name not in ("self", "cls")]
+        names = parameters(function)
         if len(names) > MAX_PARAMETERS and not path.startswith("tests/"):
             yield Finding(
                 "parameters",
@@ -454,6 +460,29 @@ def check_file(path: str, text: str) -> list[Finding]:
     return findings
 
 
+def check_types(texts: Mapping[str, str]) -> list[Finding]:
+    """Of the parameters in slime/, *args and **kwargs included, few are typed `Any` or not at all."""
+    counts: collections.Counter[str] = collections.Counter()
+    total = 0
+    for path, text in texts.items():
+        for function in functions(ast.parse(text)):
+            rest = (function.args.vararg, function.args.kwarg)
+            every = [*parameters(function), *(argument for argument in rest if argument)]
+            total += len(every)
+            counts[path] += sum(
+                argument.annotation is None or ast.unparse(argument.annotation) == "Any"
+                for argument in every
+            )
+    if counts.total() <= MAX_UNTYPED_SHARE * total:
+        return []
+    most = ", ".join(f"{path} {count}" for path, count in counts.most_common(5))
+    message = (
+        f"{counts.total()} of {total} parameters are typed Any or not at all, at most "
+        f"{MAX_UNTYPED_SHARE:.0%} may be; the most: {most}"
+    )
+    return [Finding("types", "slime", 1, message)]
+
+
 def check_basenames(paths: list[str]) -> list[Finding]:
     """Test files have different names, because tests/ is no package."""
     seen: dict[str, str] = {}
@@ -500,8 +529,11 @@ def check_repository(root: Path = ROOT) -> list[Finding]:
         for path in (root / folder).rglob("*.py")
     )
     findings = check_basenames(paths)
-    for path in paths:
-        findings += check_file(path, (root / path).read_text(encoding="utf-8"))
+    texts = {path: (root / path).read_text(encoding="utf-8") for path in paths}
+    for path, text in texts.items():
+        findings += check_file(path, text)
+    own = {path: text for path, text in texts.items() if path.startswith("slime/")}
+    findings += check_types(own)
     return apply_exceptions(findings, EXCEPTIONS)
 
 

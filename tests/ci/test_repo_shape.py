@@ -134,5 +134,24 @@ def test_two_test_files_of_one_name_are_found():
     assert finding.place == "tests/b/test_x.py"
 
 
+def test_untyped_parameters_are_counted_over_all_functions_of_slime():
+    """A parameter is untyped where its annotation is exactly Any or missing; self and cls are no
+    parameters, and *args is one. Up to the limit's share nothing is reported."""
+    typed = "def f(a: int, b: list[Any], *, c: object) -> Any: ...\n"
+    method = (
+        "class C:\n    def g(self, a: int): ...\n    @classmethod\n    def h(cls, a: int): ...\n"
+    )
+    assert repo_shape.check_types({"slime/a.py": typed, "slime/b.py": method}) == []
+    for untyped in ("a", "a: Any", "*args", "**kwargs: Any"):
+        (finding,) = repo_shape.check_types(
+            {"slime/a.py": typed, "slime/b.py": f"def f({untyped}): ...\n"}
+        )
+        assert finding.rule == "types" and "1 of 4" in finding.message, untyped
+        assert "slime/b.py 1" in finding.message
+    many = "".join(f"def f{i}(a: int): ...\n" for i in range(32))
+    assert len(repo_shape.check_types({"slime/a.py": many + "def f(a): ...\n"})) == 1
+    assert repo_shape.check_types({"slime/a.py": many + many + "def f(a): ...\n"}) == []
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))
