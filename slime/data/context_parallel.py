@@ -112,7 +112,7 @@ def plan_contiguous_layout(
     return _build_layout(low - cp_rank * num_rows, low - offsets, counts, 1, (total_T, response_T))
 
 
-def _as_ints(values: Sequence[int]) -> tuple[int, ...]:
+def _as_ints(values: Sequence[int] | np.ndarray) -> tuple[int, ...]:
     return (
         tuple(values.tolist())
         if hasattr(values, "tolist")

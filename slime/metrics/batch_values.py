@@ -8,7 +8,7 @@ here lists keys. Suffixes: `_N` samples of this rank, `_T` its response tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -43,6 +43,13 @@ def sample_field(
         if isinstance(batch, RolloutBatch) and not is_tensor(batch.raw(name))
         else batch[name]
     )
+
+
+def given_sample_field(
+    batch: Mapping[str, Any], name: str, default: float | None = None
+) -> np.ndarray:
+    """`sample_field`, where the batch has the field or there is a default."""
+    return cast(np.ndarray, sample_field(batch, name, default))
 
 
 def raw_entry(batch: Mapping[str, Any], name: str) -> Any:
@@ -111,7 +118,7 @@ def _trains_every_token(batch: Mapping[str, Any], num_tokens: int) -> bool:
 
 def sample_tokens(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: int = 0) -> SampleTokens:
     """Which response tokens this rank holds, and the denominators, from the full masks."""
-    responses = sample_field(batch, "response_lengths").astype(np.int64)
+    responses = given_sample_field(batch, "response_lengths").astype(np.int64)
     every = _trains_every_token(batch, int(responses.sum()))
     mask_T = None if every else flat_tokens(batch, "loss_masks", responses) != 0
     plan = c.SegmentPlan(responses)
@@ -119,7 +126,7 @@ def sample_tokens(batch: Mapping[str, Any], *, cp_size: int = 1, cp_rank: int = 
     rollout_sums = sample_field(batch, "rollout_mask_sums")
     if cp_size > 1:
         layout = plan_response_layout(
-            sample_field(batch, "total_lengths").astype(np.int64),
+            given_sample_field(batch, "total_lengths").astype(np.int64),
             responses,
             cp_size=cp_size,
             cp_rank=cp_rank,
@@ -145,8 +152,8 @@ def phase_contributions(
     tokens = (
         sample_tokens(batch, cp_size=cp_size, cp_rank=cp_rank) if "loss_masks" in batch else None
     )
-    counts = sample_field(batch, "rollout_sample_counts", default=1.0)
-    for name in dict.keys(batch):
+    counts = given_sample_field(batch, "rollout_sample_counts", default=1.0)
+    for name in dict.keys(cast(dict, batch)):
         spec = CONTRACT.find(name)
         if (
             spec is None
@@ -204,7 +211,7 @@ def _is_first_copy(batch: Mapping[str, Any], spec: FieldSpec, cp_rank: int) -> b
 def _sample_contribution(
     batch: Mapping[str, Any], spec: FieldSpec, counts: np.ndarray, *, cp_rank: int
 ) -> Contribution | None:
-    values = sample_field(batch, spec.name)
+    values = given_sample_field(batch, spec.name)
     if spec.reduce in (Reduce.SUM, Reduce.QUANTILES) and not _is_first_copy(batch, spec, cp_rank):
         # said once; a mean, a maximum and a minimum are the same of any number of copies
         values = values[:0]

@@ -4,6 +4,7 @@ nothing heavy: a report reads metrics alone.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
 from collections.abc import Mapping
@@ -32,7 +33,7 @@ class ConsistencyLimits:
     untrained: float = 0.01
 
     @staticmethod
-    def from_args(args: Any) -> ConsistencyLimits:
+    def from_args(args: argparse.Namespace) -> ConsistencyLimits:
         return ConsistencyLimits(args.logprob_diff_alarm, args.untrained_tokens_alarm)
 
 

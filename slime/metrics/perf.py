@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from slime.data.flops import calculate_fwd_flops
 from slime.metrics.statistics import compute_rollout_step
@@ -42,7 +42,7 @@ def trained_seq_lens() -> Sequence[int]:
 
 def log_perf_data_raw(
     rollout_id: int,
-    args: Any,
+    args: argparse.Namespace,
     is_primary_rank: bool,
     compute_total_fwd_flops: Callable[[Sequence[int]], float] | None = None,
     extra_metrics: dict[str, float] | None = None,

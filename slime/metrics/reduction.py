@@ -23,7 +23,9 @@ def rollout_log_metric_contribution(
     return cp_size * per_rank_reducer_sum, num_rollouts_in_rollout / dp_size
 
 
-def gather_to_source(value: Any, *, size: int, source_rank: int, group: Any) -> list[Any] | None:
+def gather_to_source(
+    value: object, *, size: int, source_rank: int, group: dist.ProcessGroup
+) -> list[Any] | None:
     """Every rank's `value`, in group order, on global rank `source_rank`; None on the others.
     Called by all ranks of the group.
     """
@@ -34,7 +36,7 @@ def gather_to_source(value: Any, *, size: int, source_rank: int, group: Any) -> 
 
 
 def gather_and_reduce_log_dict(
-    log_dict: dict[str, Any], *, dp_size: int, dp_src_rank: int, dp_group: Any
+    log_dict: dict[str, Any], *, dp_size: int, dp_src_rank: int, dp_group: dist.ProcessGroup
 ) -> dict[str, float] | None:
     """The reduced metrics on global rank `dp_src_rank`, None elsewhere. `dp_size` is the size of
     the group (data x context parallel).
@@ -61,7 +63,7 @@ def reduce_log_dicts(per_rank: list[dict[str, Any]]) -> dict[str, float]:
     return {**means, **contributions.merge_all(parts)}
 
 
-def _as_contribution(value: Any) -> Contribution:
+def _as_contribution(value: object) -> Contribution:
     if isinstance(value, Contribution):
         return value
     total, count = value if isinstance(value, tuple) else (value, 1)

@@ -7,11 +7,12 @@ and counted, never a crash or a zero.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -30,6 +31,10 @@ from slime.metrics.statistics import (
     dict_add_prefix,
     has_repetition,
 )
+
+if TYPE_CHECKING:
+    from slime.data.sample import Sample
+
 
 MAX_REWARD_NAMES = 8
 MAX_SOURCES = 64  # metric names must stay few; further sources share one name
@@ -70,7 +75,7 @@ class RolloutMetricsConfig:
         return dataclasses.replace(config, reward_key=key) if key else config
 
 
-def _reward(sample: Any, reward_key: str | None) -> float:
+def _reward(sample: Sample, reward_key: str | None) -> float:
     """The sample's reward as a number, NaN where it has none or needs a key that it lacks."""
     try:
         return reward_number(sample.reward, reward_key, index=sample.index)
@@ -78,7 +83,7 @@ def _reward(sample: Any, reward_key: str | None) -> float:
         return math.nan
 
 
-def _group_of(sample: Any, position: int) -> Any:
+def _group_of(sample: Sample, position: int) -> Any:
     return ("own", position) if sample.group_index is None else sample.group_index
 
 
@@ -93,7 +98,7 @@ def sampled_lengths(samples: Sequence[Any]) -> np.ndarray:
     return np.array([_sampled_length(sample) for sample in samples], dtype=np.int64)
 
 
-def _sampled_length(sample: Any) -> int:
+def _sampled_length(sample: Sample) -> int:
     if sample.loss_mask is None:
         return sample.response_length
     mask = as_array(sample.loss_mask) != 0
@@ -418,7 +423,7 @@ def request_metrics(samples: Iterable[Any]) -> dict[str, float]:
 
 def log_rollout_data(
     rollout_id: int,
-    args: Any,
+    args: argparse.Namespace,
     samples: Sequence[Any],
     rollout_extra_metrics: dict[str, Any] | None,
     rollout_time: float,
@@ -466,7 +471,7 @@ def log_rollout_data(
 
 def log_eval_rollout_data(
     rollout_id: int,
-    args: Any,
+    args: argparse.Namespace,
     data: Mapping[str, Mapping[str, Any]],
     extra_metrics: dict[str, Any] | None = None,
 ) -> dict[str, Any] | None:
@@ -528,12 +533,16 @@ def eval_metrics(
         }
         best = execution_values(rewards.tolist(), keys, best=True)
         rates = compute_ragged_pass_rate(
-            list(best.values()), [groups[key] for key in best], threshold=config.passrate_threshold
+            list(best.values()),
+            [cast(int, groups[key]) for key in best],
+            threshold=config.passrate_threshold,
         )
         metrics.update(dict_add_prefix(rates, "-"))
     return metrics
 
 
-def _compute_top_p_kept_vocab_metrics(args: Any, samples: Sequence[Any]) -> dict[str, float]:
+def _compute_top_p_kept_vocab_metrics(
+    args: argparse.Namespace, samples: Sequence[Any]
+) -> dict[str, float]:
     """Upstream's name and arguments for `compute_top_p_kept_vocab_metrics`; `args` is not read."""
     return compute_top_p_kept_vocab_metrics(samples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import bz2
 import gzip
 import lzma
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 REPETITION_CHARS = 10_000
 REPETITION_RATIO = 10
@@ -35,7 +37,7 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
 
 
-def is_solved(rewards: Any, threshold: float | None = None) -> np.ndarray:
+def is_solved(rewards: npt.ArrayLike, threshold: float | None = None) -> np.ndarray:
     """bool [N]: the reward is exactly 1, or, with a threshold, at least that. NaN is not solved."""
     values = np.asarray(rewards, dtype=np.float64)
     return values == 1 if threshold is None else values >= threshold
@@ -67,7 +69,7 @@ def compute_pass_rate(
 
 
 def compute_ragged_pass_rate(
-    rewards: Sequence[float], group_ids: Sequence[int], *, threshold: float | None = None
+    rewards: npt.ArrayLike, group_ids: npt.ArrayLike, *, threshold: float | None = None
 ) -> dict[str, float]:
     """`{"pass@k": mean over groups with at least k members}` for groups of any size in any order;
     {} where no group has two members.
@@ -135,7 +137,7 @@ def has_repetition(text: str) -> bool:
     )
 
 
-def compute_rollout_step(args: Any, rollout_id: int) -> int:
+def compute_rollout_step(args: argparse.Namespace, rollout_id: int) -> int:
     """The value of the rollout axis: the rollout id, or, with wandb_always_use_train_step, the
     optimizer steps before it.
     """
@@ -149,7 +151,9 @@ def compute_rollout_step(args: Any, rollout_id: int) -> int:
     return rollout_id
 
 
-def compute_train_step(args: Any, rollout_id: int, step_id: int, *, last: int) -> int:
+def compute_train_step(
+    args: argparse.Namespace, rollout_id: int, step_id: int, *, last: int
+) -> int:
     """The value of the train axis: the planned optimizer steps of the rollouts before, plus
     `step_id`; always above `last`, the step logged before.
 

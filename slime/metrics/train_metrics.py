@@ -7,6 +7,7 @@ batch_values.py), which are gathered over data x context parallel ranks and redu
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import logging
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from slime.exceptions import RolloutDataError
 from slime.metrics import contributions as c
 from slime.metrics.batch_values import (
     flat_tokens,
+    given_sample_field,
     numbers,
     phase_contributions,
     raw_entry,
@@ -56,7 +58,7 @@ class TrainMetricsConfig:
     passrate_threshold: float | None = None
 
     @staticmethod
-    def from_args(args: Any, *, cp_size: int, cp_rank: int) -> TrainMetricsConfig:
+    def from_args(args: argparse.Namespace, *, cp_size: int, cp_rank: int) -> TrainMetricsConfig:
         return TrainMetricsConfig(
             cp_size=cp_size,
             cp_rank=cp_rank,
@@ -94,7 +96,7 @@ def correct_sample_contributions(
         )
         return {}
     correct = is_solved(raw)
-    lengths = sample_field(batch, "response_lengths")
+    lengths = given_sample_field(batch, "response_lengths")
     chosen = lengths[correct]
     result = {
         "correct_response_lengths": c.mean(chosen, len(chosen)),
@@ -136,7 +138,7 @@ def multi_turn_contributions(
     """`multi_turn/...` numbers over samples: response lengths with and without what the environment
     wrote, and rounds.
     """
-    lengths = sample_field(batch, "response_lengths")
+    lengths = given_sample_field(batch, "response_lengths")
     masked = np.array([float((as_array(mask) != 0).sum()) for mask in batch["loss_masks"]])
     result = _spread("raw_response_length/response_length", lengths)
     if config.rollout_max_response_len:
@@ -196,7 +198,7 @@ def _is_logging_rank() -> bool:
     return mpu.get_tensor_model_parallel_rank() == 0 and mpu.is_pipeline_last_stage()
 
 
-def _config(args: Any) -> TrainMetricsConfig:
+def _config(args: argparse.Namespace) -> TrainMetricsConfig:
     from megatron.core import mpu
 
     cp_size = max(1, mpu.get_context_parallel_world_size())
@@ -206,7 +208,7 @@ def _config(args: Any) -> TrainMetricsConfig:
 
 
 def gather_log_data(
-    metric_name: str, args: Any, rollout_id: int, log_dict: dict[str, Any]
+    metric_name: str, args: argparse.Namespace, rollout_id: int, log_dict: dict[str, Any]
 ) -> dict[str, float] | None:
     """Reduces `log_dict` over data x context parallel ranks and logs it as `<metric_name>/<key>` at
     `rollout/step`. The dict on the source rank, None elsewhere.
@@ -236,7 +238,7 @@ def _gathered(log_dict: dict[str, Any]) -> dict[str, float] | None:
 
 
 def log_rollout_data(
-    rollout_id: int, args: Any, rollout_data: Mapping[str, Any]
+    rollout_id: int, args: argparse.Namespace, rollout_data: Mapping[str, Any]
 ) -> dict[str, float] | None:
     """Logs `rollout/<metric>` for every declared metric field of this rollout batch, then the
     panels that options ask for.
@@ -266,7 +268,7 @@ def log_rollout_data(
 
 def log_consistency(
     rollout_id: int,
-    args: Any,
+    args: argparse.Namespace,
     rollout_data: Mapping[str, Any],
     *,
     ages_N: np.ndarray | None = None,
@@ -337,7 +339,7 @@ def check_ci(metrics: Mapping[str, float], rollout_id: int, *, check_kl: bool) -
 
 
 def log_multi_turn_data(
-    rollout_id: int, args: Any, rollout_data: Mapping[str, Any]
+    rollout_id: int, args: argparse.Namespace, rollout_data: Mapping[str, Any]
 ) -> dict[str, float] | None:
     """Logs `multi_turn/...`: means over samples, and the phase's true max and min."""
     if not _is_logging_rank():
@@ -348,7 +350,7 @@ def log_multi_turn_data(
 
 
 def log_passrate(
-    rollout_id: int, args: Any, rollout_data: Mapping[str, Any]
+    rollout_id: int, args: argparse.Namespace, rollout_data: Mapping[str, Any]
 ) -> dict[str, float] | None:
     """Logs `passrate/pass@k` of the whole rollout batch."""
     if not _is_logging_rank():
@@ -364,7 +366,7 @@ def log_passrate(
 
 
 def log_perf_data(
-    rollout_id: int, args: Any, extra_metrics: dict[str, float] | None = None
+    rollout_id: int, args: argparse.Namespace, extra_metrics: dict[str, float] | None = None
 ) -> dict[str, float] | None:
     """Logs `perf/<timer>_time` in seconds, and throughput in TFLOPs per GPU and tokens per second,
     on the primary rank. Resets timers on every rank. FLOPs and tokens are of the samples that were

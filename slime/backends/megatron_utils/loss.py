@@ -27,6 +27,7 @@ are [4, 8] and [3, 3], and the metric is 11 / 7 tokens.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
@@ -88,7 +89,9 @@ Metrics = dict[str, StepMetric]
 ROLLOUT_TOP_P_TOKEN_KEYS = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets")
 
 
-def get_rollout_top_p_logprob_kwargs(args: Any, batch: dict[str, Any]) -> dict[str, Any]:
+def get_rollout_top_p_logprob_kwargs(
+    args: argparse.Namespace, batch: dict[str, Any]
+) -> dict[str, Any]:
     """Returns the nucleus arguments of `get_log_probs_and_entropy`: none for `rollout_top_p` 1.
     ValueError when the batch lacks them.
     """
@@ -150,7 +153,7 @@ class ResponseTokens:
 
 def _current_log_probs(
     config: LossConfig,
-    args: Any,
+    args: argparse.Namespace,
     batch: dict[str, Any],
     logits: torch.Tensor,
     *,
@@ -197,7 +200,7 @@ def _pg_loss_reducer(
 
 
 def _correct_off_policy(
-    args: Any,
+    args: argparse.Namespace,
     config: LossConfig,
     batch: dict[str, Any],
     tokens: ResponseTokens,
@@ -248,7 +251,10 @@ def _token_policy_loss(
 
 
 def policy_loss_function(
-    args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
+    args: argparse.Namespace,
+    batch: dict[str, Any],
+    logits: torch.Tensor,
+    sum_of_sample_mean: Reducer,
 ) -> tuple[torch.Tensor, Metrics]:
     """Returns (loss, metrics) of the policy: pg_loss - entropy_coef * entropy + kl_loss_coef * kl,
     each reduced over the micro-batch.
@@ -333,7 +339,10 @@ def policy_loss_function(
 
 
 def value_loss_function(
-    args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
+    args: argparse.Namespace,
+    batch: dict[str, Any],
+    logits: torch.Tensor,
+    sum_of_sample_mean: Reducer,
 ) -> tuple[torch.Tensor, Metrics]:
     """Returns (loss, metrics) of a critic: the clipped squared error of its values [1, T, 1]
     against `batch["returns"]`.
@@ -355,7 +364,10 @@ def value_loss_function(
 
 
 def sft_loss_function(
-    args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
+    args: argparse.Namespace,
+    batch: dict[str, Any],
+    logits: torch.Tensor,
+    sum_of_sample_mean: Reducer,
 ) -> tuple[torch.Tensor, Metrics]:
     """Returns (loss, metrics) of supervised fine-tuning: minus the reduced log-probs of the
     response. How a rollout would be sampled (temperature, nucleus) has no part in it.
@@ -387,7 +399,7 @@ def _loss_function_of(config: LossConfig, role: str) -> Callable[..., tuple[torc
 
 
 def loss_function(
-    args: Any,
+    args: argparse.Namespace,
     batch: dict[str, Any],
     num_microbatches: int,
     step_global_batch_size: int,
@@ -447,7 +459,7 @@ def loss_function(
 # ---------------------------------------------------------------- advantages
 
 
-def compute_advantages_and_returns(args: Any, rollout_data: dict[str, Any]) -> None:
+def compute_advantages_and_returns(args: argparse.Namespace, rollout_data: dict[str, Any]) -> None:
     """Adds "kl", "advantages" and "returns" to `rollout_data`, per sample [R], CP-local; on the
     last pipeline stage only.
 
@@ -487,7 +499,7 @@ def compute_advantages_and_returns(args: Any, rollout_data: dict[str, Any]) -> N
 
 
 def apply_opd_kl_to_advantages(
-    args: Any,
+    args: argparse.Namespace,
     rollout_data: dict[str, Any],
     advantages: list[torch.Tensor],
     student_log_probs: Sequence[torch.Tensor] | None,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -84,12 +84,12 @@ class _Record:
 
     kind = ""
 
-    def __new__(cls, *values: Any) -> _Record:
+    def __new__(cls, *values: object) -> _Record:
         record = super().__new__(cls)
         record.values, record.state = values, {}
         return record
 
-    def __init__(self, *values: Any) -> None:
+    def __init__(self, *values: object) -> None:
         """`__new__` keeps the values: a pickle may skip this call."""
 
     def __setstate__(self, state: Any) -> None:
@@ -102,7 +102,7 @@ class _Record:
 class _IndexReader(pickle.Unpickler):
     """Makes records of the names in `_RECORDS`, dtypes, and plain values; imports nothing."""
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
         # classes of this reader alone, so that what a file does to one ends with the reader
         self._classes = {pair: type(pair[1], (_Record,), {"kind": pair[1]}) for pair in _RECORDS}
@@ -116,11 +116,11 @@ class _IndexReader(pickle.Unpickler):
             return dict
         raise _Forbidden(f"{module}.{name}")
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: object) -> Any:
         raise _Forbidden(f"the external object {str(pid)[:80]!r}")
 
 
-def _built(root: Any, folder: Path) -> Metadata:
+def _built(root: object, folder: Path) -> Metadata:
     state = _fields(root, "Metadata")
     entries: dict[str, Any] = {}
     wanted: list[MetadataIndex] = []
@@ -143,7 +143,7 @@ def _built(root: Any, folder: Path) -> Metadata:
     return Metadata(state_dict_metadata=entries, storage_data=places)
 
 
-def _entry(name: str, record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+def _entry(name: str, record: object) -> TensorStorageMetadata | BytesStorageMetadata:
     if _kind(record) == "BytesStorageMetadata":
         return BytesStorageMetadata()
     state = _fields(record, "TensorStorageMetadata")
@@ -167,7 +167,7 @@ def _entry(name: str, record: Any) -> TensorStorageMetadata | BytesStorageMetada
     return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=size, chunks=chunks)
 
 
-def _place(key: Any, value: Any, folder: Path) -> tuple[MetadataIndex, _StorageInfo]:
+def _place(key: object, value: object, folder: Path) -> tuple[MetadataIndex, _StorageInfo]:
     index, place = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
     name, file, offset = index["fqn"], place["relative_path"], index.get("offset")
     start, length = _count(place["offset"]), _count(place["length"])
@@ -187,7 +187,7 @@ def _place(key: Any, value: Any, folder: Path) -> tuple[MetadataIndex, _StorageI
     ), _StorageInfo(file, start, length)
 
 
-def _kind(record: Any) -> str:
+def _kind(record: object) -> str:
     return record.kind if isinstance(record, _Record) else type(record).__name__
 
 
@@ -197,11 +197,11 @@ def _state(record: Any, kind: str) -> Any:
     return record.state
 
 
-def _fields(record: Any, kind: str) -> Mapping[str, Any]:
+def _fields(record: object, kind: str) -> Mapping[str, Any]:
     return _mapping(_state(record, kind))
 
 
-def _mapping(value: Any) -> Mapping[Any, Any]:
+def _mapping(value: object) -> Mapping[Any, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"it holds a {_kind(value)} in place of a table")
     return value
@@ -215,7 +215,7 @@ def _size(value: Any) -> torch.Size:
     return torch.Size([_count(number) for number in values])
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"it holds {str(value)[:40]!r} in place of a number of bytes or elements")
     return value
