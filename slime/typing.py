@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 Array: TypeAlias = "np.ndarray | torch.Tensor"
+Numbers: TypeAlias = "Sequence[float] | np.ndarray | torch.Tensor"
 
 
 class Tokenizer(Protocol):

@@ -15,12 +15,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from slime.data.fields import Reduce
 from slime.data.ragged import as_array
+from slime.typing import Numbers
 
 BLOCK_TOKENS = 1 << 18
 
@@ -58,12 +59,12 @@ def _fsum(values: Sequence[float]) -> float:
             return float(np.sum(values))
 
 
-def _flat(values: Any) -> np.ndarray:
+def _flat(values: Numbers) -> np.ndarray:
     """`values` (numbers, an array or a tensor on any device) as float64 [n]."""
     return as_array(values).astype(np.float64).reshape(-1)
 
 
-def mean(total_terms: Any, count: float) -> Contribution:
+def mean(total_terms: Numbers, count: float) -> Contribution:
     """Part of a mean: the sum of `total_terms` over `count`. The mean over no count is left out of
     the metrics.
     """
@@ -71,19 +72,19 @@ def mean(total_terms: Any, count: float) -> Contribution:
     return Contribution(Reduce.MEAN, total=total, residue=residue, count=float(count))
 
 
-def total(terms: Any) -> Contribution:
+def total(terms: Numbers) -> Contribution:
     """Part of a sum."""
     value, residue = exact_sum(_flat(terms).tolist())
     return Contribution(Reduce.SUM, total=value, residue=residue)
 
 
-def maximum(values: Any) -> Contribution:
+def maximum(values: Numbers) -> Contribution:
     """Part of a maximum; nothing where there are no values."""
     array = _flat(values)
     return Contribution(Reduce.MAX, extreme=float(array.max()) if array.size else None)
 
 
-def minimum(values: Any) -> Contribution:
+def minimum(values: Numbers) -> Contribution:
     """Part of a minimum; nothing where there are no values."""
     array = _flat(values)
     return Contribution(Reduce.MIN, extreme=float(array.min()) if array.size else None)
@@ -99,7 +100,7 @@ QUARTILES = (
 )
 
 
-def quantiles(values: Any, points: Sequence[tuple[str, float]]) -> Contribution:
+def quantiles(values: Numbers, points: Sequence[tuple[str, float]]) -> Contribution:
     """Part of exact quantiles: `points` are (suffix of the metric's name, share in [0, 1])."""
     return Contribution(
         Reduce.QUANTILES,
@@ -158,7 +159,7 @@ class SegmentPlan:
     field.
     """
 
-    def __init__(self, lengths_N: Any) -> None:
+    def __init__(self, lengths_N: npt.ArrayLike) -> None:
         self.lengths_N = np.asarray(lengths_N, dtype=np.int64)
         self.num_tokens = int(self.lengths_N.sum())
         # reduceat would give an empty sample its neighbour's value
@@ -273,7 +274,7 @@ class SampleTokens:
         )
 
 
-def weighted_mean(values_N: Any, weights_N: Any) -> Contribution:
+def weighted_mean(values_N: npt.ArrayLike, weights_N: npt.ArrayLike) -> Contribution:
     """Mean with weights; non-finite values are left out together with their weight."""
     values, weights = (
         np.asarray(values_N, dtype=np.float64),
@@ -283,7 +284,7 @@ def weighted_mean(values_N: Any, weights_N: Any) -> Contribution:
     return mean(values[keep] * weights[keep], math.fsum(weights[keep].tolist()))
 
 
-def length_share_by_quarter(lengths: Any, longest: int) -> list[Contribution]:
+def length_share_by_quarter(lengths: npt.ArrayLike, longest: int) -> list[Contribution]:
     """Share of `lengths` in each quarter of (0, longest]: four parts of means. Longer ones count in
     the last quarter.
     """

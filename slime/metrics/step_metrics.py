@@ -41,7 +41,7 @@ def reduce_train_step_metrics(
     calculate_per_token_loss: bool,
     step_global_batch_size: int,
     cp_size: int,
-    dp_with_cp_group: Any,
+    dp_with_cp_group: dist.ProcessGroup,
 ) -> dict[str, float]:
     """Returns the metrics of one training step: each sum as the mean over its rollouts (or over its
     loss tokens, per-token mode), each contribution merged over the micro-batches and ranks that
@@ -79,7 +79,7 @@ def reduce_train_step_metrics(
 
 
 def _from_all_ranks(
-    parts: list[dict[str, Contribution]], group: Any
+    parts: list[dict[str, Contribution]], group: dist.ProcessGroup
 ) -> list[dict[str, Contribution]]:
     """The micro-batches' contributions of every rank of the group, in rank order."""
     gathered: list[Any] = [None] * dist.get_world_size(group)

@@ -27,7 +27,7 @@ class ConfigFields:
     source: str
     prefix: str = ""
 
-    def get(self, key: str, missing: Any = None) -> Any:
+    def get(self, key: str, missing: object = None) -> Any:
         """Returns the unchecked value, `missing` where there is no such key."""
         return self.values.get(key, missing)
 
@@ -114,7 +114,7 @@ class ConfigFields:
         return ConfigError(f"{self.source}: {self.prefix}{sentence}")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:

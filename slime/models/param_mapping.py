@@ -8,6 +8,7 @@ groups), Q query heads.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -40,7 +41,7 @@ class WeightSizes:
         return WeightSizes(*head_counts(fields), fields.count("vocab_size"))
 
     @staticmethod
-    def from_args(args: Any) -> WeightSizes:
+    def from_args(args: argparse.Namespace) -> WeightSizes:
         """The sizes of Megatron's options."""
         return WeightSizes(
             args.num_attention_heads,

@@ -81,7 +81,11 @@ class MegatronTrainRayActor(TrainRayActor):
     # --- start ------------------------------------------------------------------------------------
 
     def init(
-        self, args: Any, role: str, with_ref: bool = False, with_opd_teacher: bool = False
+        self,
+        args: argparse.Namespace,
+        role: str,
+        with_ref: bool = False,
+        with_opd_teacher: bool = False,
     ) -> int:
         """Builds the model and loads its weights; returns the first rollout to run (loaded
         iteration + 1, or 0).
@@ -171,7 +175,7 @@ class MegatronTrainRayActor(TrainRayActor):
         self,
         rollout_id: int,
         rollout_data_ref: list,
-        external_data: Any = None,
+        external_data: dict[str, Any] | None = None,
         *,
         sampler_age: int | None = None,
     ) -> Any:
@@ -207,7 +211,10 @@ class MegatronTrainRayActor(TrainRayActor):
         )
 
     def train_actor(
-        self, rollout_id: int, rollout_data: RolloutBatch, external_data: Any = None
+        self,
+        rollout_id: int,
+        rollout_data: RolloutBatch,
+        external_data: dict[str, Any] | None = None,
     ) -> dict[str, Any] | None:
         """Log-prob passes, advantages, metrics, optimizer steps, and the periodic refresh of the
         reference.

@@ -10,7 +10,11 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 
 # HF config name -> the Megatron option that must hold the same value
 _SAME_VALUE = {
@@ -80,7 +84,9 @@ def validate_args(args: argparse.Namespace) -> None:
         raise ConfigError(join_problems(problems))
 
 
-def _hf_validate_args(args: Any, hf_config: Any) -> None:
+def _hf_validate_args(
+    args: argparse.Namespace, hf_config: PretrainedConfig | Mapping[str, Any]
+) -> None:
     """AssertionError that lists every option of `args` that contradicts `hf_config` (an object or a
     mapping; its `text_config` if it has one).
 
@@ -97,7 +103,7 @@ def _hf_validate_args(args: Any, hf_config: Any) -> None:
     assert not problems, "hf_validate_args failed: " + "; ".join(problems) + "."
 
 
-def _config_values(config: Any) -> Mapping[str, Any]:
+def _config_values(config: PretrainedConfig | Mapping[str, Any]) -> Mapping[str, Any]:
     values = config if isinstance(config, Mapping) else vars(config)
     inner = values.get("text_config")
     return values if inner is None else _config_values(inner)
@@ -143,7 +149,9 @@ def _equal(given: Any, expected: Any) -> bool:
     return given == expected
 
 
-def _validate_allgather_cp_supported(args: Any, hf_config: Any = None) -> None:
+def _validate_allgather_cp_supported(
+    args: argparse.Namespace, hf_config: PretrainedConfig | Mapping[str, Any] | None = None
+) -> None:
     """ValueError where `allgather_cp` is on above context-parallel size 1 for a model without DSA
     attention (`DSA_ARCHITECTURES`).
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -32,7 +33,7 @@ _WEIGHT_SUFFIXES = (
 
 
 def save_hf_model_direct_to_path(
-    args: Any, folder: str | Path, model: Sequence[torch.nn.Module]
+    args: argparse.Namespace, folder: str | Path, model: Sequence[torch.nn.Module]
 ) -> None:
     """Writes weights, config and tokenizer files to `folder`, which appears as a whole or not at
     all. Called by all ranks together.

@@ -214,7 +214,7 @@ def _correct_off_policy(
         required_field(batch, "rollout_log_probs", "--use-tis"), "rollout_log_probs"
     )
     path = config.custom_tis_function_path
-    function = vanilla_tis_function if path is None else load_function(path)
+    function: Callable[..., Any] = vanilla_tis_function if path is None else load_function(path)
     corrected, masks, metrics = function(
         args=args,
         pg_loss=pg_loss,

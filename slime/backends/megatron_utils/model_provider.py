@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
 import re
@@ -22,7 +23,7 @@ from slime.models.shape import read_model_shape
 from slime.utils.misc import load_function
 
 
-def build_transformer_config(args: Any) -> TransformerConfig:
+def build_transformer_config(args: argparse.Namespace) -> TransformerConfig:
     """Returns the `TransformerConfig` of `args`: every field of its name that is not None, then
     what other options imply.
 
@@ -48,7 +49,7 @@ def build_transformer_config(args: Any) -> TransformerConfig:
     return TransformerConfig(**fields)
 
 
-def virtual_pipeline_size(args: Any) -> int | None:
+def virtual_pipeline_size(args: argparse.Namespace) -> int | None:
     """Model chunks per pipeline rank; None without an interleaved schedule."""
     per_stage = args.num_layers_per_virtual_pipeline_stage
     return (
@@ -58,7 +59,7 @@ def virtual_pipeline_size(args: Any) -> int | None:
     )
 
 
-def params_dtype(args: Any) -> torch.dtype:
+def params_dtype(args: argparse.Namespace) -> torch.dtype:
     """The dtype of the model's parameters: bfloat16, float16 or float32."""
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
 
@@ -72,7 +73,11 @@ def padded_vocab_size(vocab_size: int, *, divisible_by: int, tp_size: int) -> in
 
 
 def build_model(
-    args: Any, config: TransformerConfig, *, role: str = "actor", vp_stage: int | None = None
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    *,
+    role: str = "actor",
+    vp_stage: int | None = None,
 ) -> GPTModel:
     """Returns this rank's part of the model: one pipeline (and virtual pipeline) stage, weights
     zero until something is loaded.
@@ -106,7 +111,7 @@ def build_model(
 
 
 def _gpt_model(
-    args: Any,
+    args: argparse.Namespace,
     config: TransformerConfig,
     *,
     role: str,
@@ -177,7 +182,7 @@ class ValueHead(torch.nn.Linear):
         return super().forward(hidden).float(), None
 
 
-def freeze_model_params(model: torch.nn.Module, args: Any) -> None:
+def freeze_model_params(model: torch.nn.Module, args: argparse.Namespace) -> None:
     """Sets `requires_grad`: only names matching `only_train_params_name_list` train; those matching
     `freeze_params_name_list` do not.
 
@@ -198,11 +203,11 @@ def freeze_model_params(model: torch.nn.Module, args: Any) -> None:
             parameter.requires_grad_(False)
 
 
-def _use_transformer_engine(args: Any) -> bool:
+def _use_transformer_engine(args: argparse.Namespace) -> bool:
     return get_accelerator().name == "cuda" and vars(args).get("transformer_impl") != "local"
 
 
-def _derived_fields(args: Any, given: dict[str, Any]) -> dict[str, Any]:
+def _derived_fields(args: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:
     dtype = params_dtype(args)
     virtual = virtual_pipeline_size(args)
     fields: dict[str, Any] = {
@@ -244,7 +249,7 @@ def _mask_padded_vocab(
     lowest = -1e30 if dtype != torch.float16 else -1e4
 
     def mask(
-        module: Any, inputs: Any, output: tuple[torch.Tensor, Any]
+        module: torch.nn.Module, inputs: object, output: tuple[torch.Tensor, Any]
     ) -> tuple[torch.Tensor, Any]:
         logits, bias = output
         logits[..., max(first_padded, 0) :] = lowest

@@ -4,6 +4,7 @@ layout.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,9 @@ def _whole(
 
 
 @torch.no_grad()
-def load_hf_weights(args: Any, model: Sequence[torch.nn.Module], folder: str | Path) -> None:
+def load_hf_weights(
+    args: argparse.Namespace, model: Sequence[torch.nn.Module], folder: str | Path
+) -> None:
     """Fills every parameter of this rank's model chunks from a Hugging Face folder; a critic's
     value head is left as it is.
 
@@ -74,8 +77,8 @@ def load_hf_weights(args: Any, model: Sequence[torch.nn.Module], folder: str | P
     if problems:
         raise ConfigError(f"{folder} holds another model: {' '.join(problems)}")
     reader = SafetensorReader(folder)
-    unexpected = set(reader.names()) - set(expected_hf_names(shape))
-    unexpected = sorted(name for name in unexpected if not is_derived_tensor(name))
+    others = set(reader.names()) - set(expected_hf_names(shape))
+    unexpected = sorted(name for name in others if not is_derived_tensor(name))
     if unexpected:
         raise ConfigError(
             f"{folder} has {len(unexpected)} tensors that a {shape.model_type} model of "

@@ -4,6 +4,7 @@ rules.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,9 @@ Converter = Callable[[Any, str, torch.Tensor], list[tuple[str, torch.Tensor]]]
 
 
 def _converter(family: str) -> Converter:
-    def convert(args: Any, name: str, param: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    def convert(
+        args: argparse.Namespace, name: str, param: torch.Tensor
+    ) -> list[tuple[str, torch.Tensor]]:
         """[(Hugging Face name, tensor)] of one whole parameter; `name` counts over the whole model,
         "module." prefixes are ignored.
         """
@@ -41,7 +44,7 @@ convert_qwen3_moe_to_hf = _converter("qwen3_moe")
 
 
 def _convert_to_hf_core(
-    args: Any, model_name: str, name: str, param: torch.Tensor
+    args: argparse.Namespace, model_name: str, name: str, param: torch.Tensor
 ) -> list[tuple[str, torch.Tensor]]:
     """As the family's converter; `model_name` is a model type of config.json."""
     return _converter(model_name)(args, name, param)

@@ -4,10 +4,11 @@ actors, SGLang's among them.
 
 from __future__ import annotations
 
+import argparse
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,12 +17,16 @@ from slime.backends.megatron_utils.update_weight.gather import iter_hf_weight_bu
 from slime.backends.megatron_utils.update_weight.publish import ask_manager
 from slime.exceptions import EngineError
 from slime.models.shape import ModelShape
+from slime.typing import ActorHandle
 from slime.utils.async_utils import run
 from slime.utils.http_utils import init_http_client, post
 from slime.utils.misc import load_function
 
+if TYPE_CHECKING:
+    from slime.backends.megatron_utils.update_weight.publish import Fingerprint
 
-def update_problem(reply: Any, *, expected: str | None) -> str | None:
+
+def update_problem(reply: object, *, expected: str | None) -> str | None:
     """Why a server's reply to a weight update does not mean that it has the weights; None where it
     does. `expected`: their checksum.
     """
@@ -40,12 +45,12 @@ def update_problem(reply: Any, *, expected: str | None) -> str | None:
 
 
 def publish_through_disk(
-    args: Any,
+    args: argparse.Namespace,
     model: Sequence[torch.nn.Module],
     shape: ModelShape,
-    rollout_manager: Any,
+    rollout_manager: ActorHandle,
     version: int,
-    fingerprint: Any,
+    fingerprint: Fingerprint,
 ) -> str | None:
     """The fingerprint, on the main rank: the weights are written to <dir>/weight_v<version>, every
     server loads them, older folders go unless they are to be kept.

@@ -8,6 +8,7 @@ the main one ever holds more than its own shards.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -59,7 +60,9 @@ class HfWeightExporter:
     afterwards.
     """
 
-    def __init__(self, args: Any, model: Sequence[torch.nn.Module], shape: ModelShape) -> None:
+    def __init__(
+        self, args: argparse.Namespace, model: Sequence[torch.nn.Module], shape: ModelShape
+    ) -> None:
         self._family = shape.model_type
         self._sizes = WeightSizes.of(shape)
         self._local = {
@@ -144,7 +147,7 @@ class HfWeightExporter:
 
 
 def iter_hf_weight_buckets(
-    args: Any,
+    args: argparse.Namespace,
     model: Sequence[torch.nn.Module],
     shape: ModelShape,
     *,

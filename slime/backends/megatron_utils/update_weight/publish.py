@@ -4,6 +4,7 @@ every byte accounted for.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from slime.files.checksum import combine_digests, tensor_digest
 from slime.models.shape import ModelShape
 from slime.ray import actors
 from slime.ray.utils import wait_for
+from slime.typing import ActorHandle
 
 # Hashing every byte of a large model costs seconds an update, so without
 # --check-weight-update-equal only the first tensors are hashed.
@@ -44,10 +46,10 @@ class Fingerprint:
 
 
 def publish_weights(
-    args: Any,
+    args: argparse.Namespace,
     model: Sequence[torch.nn.Module],
     shape: ModelShape,
-    rollout_manager: Any,
+    rollout_manager: ActorHandle,
     version: int,
 ) -> str | None:
     """The fingerprint of the weights that every engine now serves as `version`, on the main rank;
@@ -80,7 +82,7 @@ def publish_weights(
 
 @contextlib.contextmanager
 def _updating(
-    args: Any, rollout_manager: Any, version: int, fingerprint: Fingerprint
+    args: argparse.Namespace, rollout_manager: ActorHandle, version: int, fingerprint: Fingerprint
 ) -> Iterator[list[Any]]:
     """The engines, paused and ready for buckets; at the end they apply the version and go on."""
     engines, lock, *_ = ask_manager(args, rollout_manager.get_updatable_engines_and_lock)
@@ -94,7 +96,7 @@ def _updating(
         ask_manager(args, rollout_manager.clear_updatable_num_new_engines, version)
 
 
-def ask_manager(args: Any, method: Any, *values: Any) -> Any:
+def ask_manager(args: argparse.Namespace, method: Any, *values: object) -> Any:
     """The rollout manager's answer. SlimeError after --step-timeout."""
     return wait_for(
         [method.remote(*values)],
@@ -104,7 +106,7 @@ def ask_manager(args: Any, method: Any, *values: Any) -> Any:
 
 
 @contextlib.contextmanager
-def held(lock: Any, *, timeout_s: float) -> Iterator[None]:
+def held(lock: ActorHandle, *, timeout_s: float) -> Iterator[None]:
     """Holds the engines' lock: two updates must not interleave their buckets."""
     import time
 
@@ -119,7 +121,9 @@ def held(lock: Any, *, timeout_s: float) -> Iterator[None]:
         actors.get(lock.release.remote(), timeout=timeout_s)
 
 
-def _ask(args: Any, engines: Sequence[Any], method: str, *values: Any) -> list[Any]:
+def _ask(
+    args: argparse.Namespace, engines: Sequence[Any], method: str, *values: object
+) -> list[Any]:
     refs = [getattr(engine, method).remote(*values) for engine in engines]
     names = [f"engine {rank}" for rank in range(len(engines))]
     return wait_for(
