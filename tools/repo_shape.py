@@ -42,6 +42,7 @@ LAYERS: tuple[tuple[str, int], ...] = (
     ("slime.data.reasons", 1),
     ("slime.data.number_list", 1),
     ("slime.files.exact_json", 1),
+    ("slime.algorithms.table", 0),
     ("slime.algorithms*", 2),
     ("slime.data.batch", 2),
     ("slime.data.schedule", 2),

@@ -7,11 +7,10 @@ row, zero-padded on the right.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from slime.algorithms.baselines import BASELINES, Baseline  # noqa: F401  (the two halves of an estimator are found together)
 from slime.algorithms.reducers import repeat_per_token
 
 
@@ -87,26 +86,22 @@ def generalized_advantages_stepwise(
 
 @dataclasses.dataclass(frozen=True)
 class ResponseColumns:
-    """Full responses of N samples. `masks_T`, `kl_T`, `values_T` are [T] one after another; NaN at
-    masked positions is allowed.
+    """Full responses of N samples. `masks_T` and `kl_T` are [T] one after another; NaN at masked
+    positions is allowed.
     """
 
     rewards_N: torch.Tensor
     lengths_N: tuple[int, ...]
     masks_T: torch.Tensor
     kl_T: torch.Tensor
-    values_T: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class EstimatorConfig:
-    """`kl_coef` weighs the KL inside the reward; `gamma` and `lambd` are the discount and GAE's
-    bias-variance trade-off.
-    """
+    """`kl_coef` weighs the KL inside the reward; `gamma` is the discount."""
 
     kl_coef: float = 0.0
     gamma: float = 1.0
-    lambd: float = 1.0
 
 
 def _pad(values_T: torch.Tensor, lengths_N: Sequence[int]) -> torch.Tensor:
@@ -192,25 +187,6 @@ def reinforce_plus_plus_baseline_advantages(
     return advantages, advantages
 
 
-def ppo_advantages(
-    columns: ResponseColumns, config: EstimatorConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns GAE over the trained tokens of each response: PPO with a critic (arXiv:1707.06347,
-    arXiv:1506.02438, token rewards as in arXiv:2203.02155). Tokens nobody sampled (mask 0) are no
-    actions: they are left out of the recursion and get 0.
-    """
-    assert columns.values_T is not None, "GAE needs the critic's values"
-    rewards_T = token_rewards(columns, config)
-    return masked_generalized_advantages(
-        rewards_T,
-        columns.values_T,
-        columns.masks_T,
-        columns.lengths_N,
-        gamma=config.gamma,
-        lambd=config.lambd,
-    )
-
-
 def masked_generalized_advantages(
     rewards_T: torch.Tensor,
     values_T: torch.Tensor,
@@ -242,29 +218,6 @@ def masked_generalized_advantages(
         return advantages, returns
     zeros = torch.zeros_like(values_T)
     return zeros.masked_scatter(kept, advantages), zeros.masked_scatter(kept, returns)
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimator:
-    """`compute` works on full responses when `whole_response`, otherwise on any part of them;
-    `needs_values` asks for a critic, whose estimator the trainer calls with full responses too.
-    """
-
-    compute: Callable[[ResponseColumns, EstimatorConfig], tuple[torch.Tensor, torch.Tensor]]
-    whole_response: bool = False
-    needs_values: bool = False
-
-
-ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
-    "grpo": Estimator(group_advantages),
-    "gspo": Estimator(group_advantages),
-    "cispo": Estimator(group_advantages),
-    "rloo": Estimator(group_advantages),
-    "dr_grpo": Estimator(group_advantages),
-    "ppo": Estimator(ppo_advantages, needs_values=True),
-    "reinforce_plus_plus": Estimator(reinforce_plus_plus_advantages, whole_response=True),
-    "reinforce_plus_plus_baseline": Estimator(reinforce_plus_plus_baseline_advantages),
-}
 
 
 def distillation_advantages(

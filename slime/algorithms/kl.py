@@ -4,11 +4,10 @@ http://joschu.net/blog/kl-approx.html).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from slime.algorithms.ratios import MAX_LOG_RATIO, MAX_RATIO
+from slime.algorithms.table import KL_ESTIMATORS, formula_at
 
 
 def k1(d: torch.Tensor) -> torch.Tensor:
@@ -32,19 +31,6 @@ def k3(d: torch.Tensor) -> torch.Tensor:
     return torch.exp(-d) - 1 + d
 
 
-def low_var_kl(d: torch.Tensor) -> torch.Tensor:
-    """Returns k3; `approximate_kl` clamps it to [-10, 10] (GRPO's KL, arXiv:2402.03300 eq. 4)."""
-    return k3(d)
-
-
-KL_KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "k1": k1,
-    "k2": k2,
-    "k3": k3,
-    "low_var_kl": low_var_kl,
-}
-
-
 def approximate_kl(
     log_probs: torch.Tensor,
     log_probs_base: torch.Tensor,
@@ -56,12 +42,14 @@ def approximate_kl(
 
     `importance_ratio` = pi / pi_old makes the estimate unbiased for samples of an older policy
     (DeepSeek-V3.2, arXiv:2512.02556). Where that ratio is at its bound (`slime.algorithms.ratios`),
-    the token has no gradient. Raises ValueError for a kind that is not in `KL_KINDS`.
+    the token has no gradient. Raises ValueError for a kind that is not in
+    `KL_ESTIMATORS`.
     """
-    if kind not in KL_KINDS:
-        raise ValueError(f"unknown KL estimator {kind!r}. Use one of {', '.join(KL_KINDS)}.")
+    if kind not in KL_ESTIMATORS:
+        raise ValueError(f"unknown KL estimator {kind!r}. Use one of {', '.join(KL_ESTIMATORS)}.")
+    estimator = KL_ESTIMATORS[kind]
     dtype = torch.promote_types(log_probs.dtype, torch.float32)
-    kl = KL_KINDS[kind](log_probs.to(dtype) - log_probs_base.to(dtype))
+    kl = formula_at(estimator.formula)(log_probs.to(dtype) - log_probs_base.to(dtype))
     if importance_ratio is not None:
         kl = importance_ratio * torch.where(importance_ratio < MAX_RATIO, kl, kl.detach())
-    return kl.clamp(min=-10, max=10) if kind == "low_var_kl" else kl
+    return kl if estimator.bound is None else kl.clamp(-estimator.bound, estimator.bound)

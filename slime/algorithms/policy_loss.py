@@ -60,9 +60,6 @@ PolicyLoss = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, ClipConfig], tuple[torch.Tensor, torch.Tensor]
 ]
 
-# estimators that are not named here use the clipped loss
-POLICY_LOSSES: dict[str, PolicyLoss] = {"cispo": cispo_loss}
-
 
 def clipped_value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, *, value_clip: float

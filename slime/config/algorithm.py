@@ -6,21 +6,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from slime.algorithms.table import ESTIMATORS, KL_ESTIMATORS, LOSS_TYPES
 from slime.config.extension_points import help_of
 from slime.config.option import option
-
-LOSS_TYPES = ("policy_loss", "sft_loss", "custom_loss")
-ADVANTAGE_ESTIMATORS = (
-    "grpo",
-    "gspo",
-    "cispo",
-    "rloo",
-    "dr_grpo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "ppo",
-)
-KL_KINDS = ("k1", "k2", "k3", "low_var_kl")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +23,7 @@ class AlgorithmOptions:
     advantage_estimator: str = option(
         "grpo",
         "How rewards become per-token advantages; ppo trains a critic as well.",
-        choices=ADVANTAGE_ESTIMATORS,
+        choices=ESTIMATORS,
     )
     dr_grpo_length: int | None = option(
         None,
@@ -56,7 +44,7 @@ class AlgorithmOptions:
     )
     kl_loss_coef: float = option(0.0, "Weight of that loss term; 0 only reports it.", minimum=0)
     kl_loss_type: str = option(
-        "k1", "KL estimator, in the reward and in the loss.", choices=KL_KINDS
+        "k1", "KL estimator, in the reward and in the loss.", choices=KL_ESTIMATORS
     )
     use_unbiased_kl: bool = option(
         False, "Weigh the KL loss by the ratio new / old policy, so that it is unbiased off-policy."

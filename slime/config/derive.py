@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.algorithms.table import ESTIMATORS
+
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 CHECKPOINT_TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -291,7 +293,7 @@ def _critic_folders(args: argparse.Namespace) -> dict[str, Any]:
     """The critic is saved with its policy, and a resumed policy takes the critic that was saved
     with it.
     """
-    if args.advantage_estimator != "ppo":
+    if not ESTIMATORS[args.advantage_estimator].needs_critic:
         return {}
     values: dict[str, Any] = {}
     if args.critic_save is None and args.save is not None:
@@ -308,7 +310,7 @@ def _critic_folders(args: argparse.Namespace) -> dict[str, Any]:
 
 @step("advantage_estimator")
 def _critic(args: argparse.Namespace) -> dict[str, Any]:
-    return {"use_critic": args.advantage_estimator == "ppo"}
+    return {"use_critic": ESTIMATORS[args.advantage_estimator].needs_critic}
 
 
 @step("rollout_external_engine_addrs")

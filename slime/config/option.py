@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 
@@ -117,7 +117,7 @@ class OptionInfo:
     """What `option` stores under the key "option" of a dataclass field's metadata."""
 
     help: str
-    choices: tuple[Any, ...] | None = None
+    choices: Collection[Any] | None = None
     flag: str | None = None
     aliases: tuple[str, ...] = ()
     disable_flag: str | None = None
@@ -131,7 +131,7 @@ def option(
     default: object,
     help: str,
     *,
-    choices: Sequence[Any] | None = None,
+    choices: Collection[Any] | None = None,
     flag: str | None = None,
     aliases: Sequence[str] = (),
     disable_flag: str | None = None,
@@ -140,11 +140,12 @@ def option(
     **limits: Any,
 ) -> Any:
     """Returns a dataclass field with `default` whose metadata["option"] is an `OptionInfo`. List
-    and dict defaults are copied per instance. `limits` are the fields of a number's `Range`.
+    and dict defaults are copied per instance. `limits` are the fields of a number's `Range`. A
+    mapping of `choices` is asked when a value is checked: what is added to it can be chosen.
     """
     info = OptionInfo(
         help=help,
-        choices=tuple(choices) if choices is not None else None,
+        choices=choices if choices is None or isinstance(choices, Mapping) else tuple(choices),
         flag=flag,
         aliases=tuple(aliases),
         disable_flag=disable_flag,

@@ -12,6 +12,7 @@ import argparse
 import math
 from collections.abc import Callable, Iterable
 
+from slime.algorithms.table import ESTIMATORS, LOSSES
 from slime.config.derive import FULLY_ASYNC
 from slime.config.ranges import range_problems
 from slime.config.specs import flag_of
@@ -267,7 +268,7 @@ def responses_end(args: argparse.Namespace):
         and args.rollout_max_response_len is None
         and args.rollout_max_context_len is None
     ):
-        hint = SFT_HINT if args.loss_type == "sft_loss" else ""
+        hint = SFT_HINT if LOSSES[args.loss_type].is_supervised else ""
         return (
             "--rollout-max-response-len is missing: give it (tokens), or "
             f"--rollout-max-context-len; responses would not end.{hint}"
@@ -435,10 +436,10 @@ def one_kl(args: argparse.Namespace):
 
 @rule("kl_coef", "advantage_estimator")
 def critic_sees_the_whole_reward(args: argparse.Namespace):
-    if args.kl_coef != 0 and args.advantage_estimator == "ppo":
+    if args.kl_coef != 0 and ESTIMATORS[args.advantage_estimator].needs_critic:
         return (
             f"--kl-coef {args.kl_coef} puts the KL into the token rewards, which the critic of "
-            "--advantage-estimator ppo does not see: its "
+            f"--advantage-estimator {args.advantage_estimator} does not see: its "
             f"returns would miss it. Use --use-kl-loss --kl-loss-coef {args.kl_coef}."
         )
 
@@ -453,7 +454,7 @@ def critic_sees_the_whole_reward(args: argparse.Namespace):
 def critic_is_laid_out_like_the_policy(args: argparse.Namespace):
     critic = (args.critic_num_nodes, args.critic_num_gpus_per_node)
     policy = (args.actor_num_nodes, args.actor_num_gpus_per_node)
-    if args.advantage_estimator == "ppo" and critic != policy:
+    if ESTIMATORS[args.advantage_estimator].needs_critic and critic != policy:
         return (
             f"--critic-num-nodes {critic[0]} --critic-num-gpus-per-node {critic[1]} differ from "
             f"the policy's {policy[0]} and {policy[1]}: "
@@ -463,10 +464,7 @@ def critic_is_laid_out_like_the_policy(args: argparse.Namespace):
 
 @rule("advantage_estimator", "normalize_advantages")
 def reinforce_needs_normalization(args: argparse.Namespace):
-    if (
-        args.advantage_estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-        and not args.normalize_advantages
-    ):
+    if ESTIMATORS[args.advantage_estimator].needs_whitening and not args.normalize_advantages:
         return (
             f"--advantage-estimator {args.advantage_estimator} needs --normalize-advantages: "
             "its baseline is the batch mean."
@@ -550,8 +548,8 @@ def a_served_teacher_scores_the_students_distribution(args: argparse.Namespace):
 
 @rule("loss_type", "custom_loss_function_path")
 def custom_loss_has_a_function(args: argparse.Namespace):
-    if args.loss_type == "custom_loss" and args.custom_loss_function_path is None:
-        return "--loss-type custom_loss needs --custom-loss-function-path."
+    if LOSSES[args.loss_type].function is None and args.custom_loss_function_path is None:
+        return f"--loss-type {args.loss_type} needs --custom-loss-function-path."
 
 
 # ---- layout
@@ -770,9 +768,10 @@ def one_process_holds_the_run(args: argparse.Namespace):
             "--actor-num-gpus-per-node "
             f"{args.actor_num_gpus_per_node} = {ranks}. Use --actor-num-gpus-per-node 1."
         )
-    if args.advantage_estimator == "ppo":
+    if ESTIMATORS[args.advantage_estimator].needs_critic:
         problems.append(
-            "--local holds one trained model, and --advantage-estimator ppo trains a critic too. "
+            "--local holds one trained model, and --advantage-estimator "
+            f"{args.advantage_estimator} trains a critic too. "
             "Leave --local out."
         )
     if args.use_sglang_router:

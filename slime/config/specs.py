@@ -13,7 +13,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from slime.config import CONCERNS
@@ -48,7 +48,7 @@ class OptionSpec:
     repeat: bool = False
     unwrap: bool = False
     optional: bool = False
-    choices: tuple[Any, ...] | None = None
+    choices: Collection[Any] | None = None
     metavar: str | None = None
     required: bool = False
     range: Range | None = None  # of a number that slime declares

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from slime.algorithms.table import ESTIMATORS, LOSSES
 from slime.data.batch import RolloutBatch, build_column, check_masks, check_rows
 from slime.data.declared_fields import read_source, warn_of_unfilled
 from slime.data.fields import CONTRACT, Origin
@@ -53,12 +54,8 @@ class ColumnsConfig:
 
     @staticmethod
     def from_args(args: argparse.Namespace) -> ColumnsConfig:
-        """From the reward, algorithm and rollout options; which baseline an estimator has is
-        written down beside the estimators.
-        """
-        from slime.algorithms.baselines import BASELINES
-
-        baseline = BASELINES.get(args.advantage_estimator)
+        """From the reward, algorithm and rollout options."""
+        baseline = ESTIMATORS[args.advantage_estimator].baseline
         return ColumnsConfig(
             reward_key=args.reward_key,
             group_baseline=baseline is not None
@@ -71,7 +68,8 @@ class ColumnsConfig:
             removed_samples_in_baseline=args.removed_samples_in_baseline,
             length_penalty=LengthPenalty.from_args(args),
             baseline_by_row=args.fan_out_baseline == "row",
-            require_top_p_tokens=args.rollout_top_p != 1.0 and args.loss_type != "sft_loss",
+            require_top_p_tokens=args.rollout_top_p != 1.0
+            and not LOSSES[args.loss_type].is_supervised,
             uses_engine_log_probs=args.rollout_top_p != 1.0
             and (args.use_rollout_logprobs or args.use_tis or args.get_mismatch_metrics),
             model_failures=frozenset(reason.value for reason in MODEL_FAILURES),

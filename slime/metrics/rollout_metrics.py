@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from slime.algorithms.table import ESTIMATORS
 from slime.data.columns import source_name_of, was_cut
 from slime.data.declared_fields import declared_metrics
 from slime.data.ragged import as_array
@@ -178,7 +179,7 @@ def _reward_metrics(
             metrics[name] = math.fsum(votes.values()) / len(votes)
     metrics["num_sampled_rollouts"] = float(len(set(keys)))
     metrics["num_sampled_samples"] = float(len(samples))
-    if config.advantage_estimator != "ppo":
+    if not ESTIMATORS[config.advantage_estimator].needs_critic:
         by_group: dict[Any, list[float]] = collections.defaultdict(list)
         members = [
             (_group_of(sample, position), key)

@@ -15,6 +15,7 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.accelerator import get_accelerator
+from slime.algorithms.table import ESTIMATORS
 from slime.backends.megatron_utils.checkpoint_files import iteration_folder
 from slime.config.resume import evaluates_only
 from slime.exceptions import ConfigError
@@ -216,7 +217,7 @@ def create_training_models(
     """(actor group, critic group or None, first rollout to run)."""
     actor, start = create_actor_model(args, placements, rollout_manager)
     critic = None
-    if args.advantage_estimator == "ppo" and not evaluates_only(args):
+    if ESTIMATORS[args.advantage_estimator].needs_critic and not evaluates_only(args):
         critic = allocate_train_group(
             _critic_args(args, start), placements["critic"], role="critic"
         )

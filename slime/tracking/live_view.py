@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from slime.algorithms.table import LOSSES
 from slime.files.jsonl import JsonlTail
 from slime.tracking import progress
 from slime.tracking.report import EVAL_FAMILIES, FAMILIES, pick
@@ -288,7 +289,7 @@ def live_view(args: argparse.Namespace) -> Iterator[None]:
         yield
         return
     # supervised samples have reward 0
-    hidden = ("reward", "pass rate") if args.loss_type == "sft_loss" else ()
+    hidden = ("reward", "pass rate") if LOSSES[args.loss_type].is_supervised else ()
     view = LiveView(
         start_run_folder(args), num_rollout=args.num_rollout, hidden=hidden, is_shared=args.local
     )

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from slime.algorithms.table import LOSSES
 from slime.config.resume import evaluates_only
 from slime.data.ledger import COPIES, NOT_TRAINED
 from slime.data.ledger import PREFIX as LEDGER
@@ -448,7 +449,7 @@ def checks_for(args: argparse.Namespace) -> Checks:
     return Checks(
         ledger=trains,
         weights=trains,
-        reward=args.loss_type == "policy_loss" and not distills,
+        reward=LOSSES[args.loss_type].learns_from_reward and not distills,
         log_probs=log_probs,
     )
 

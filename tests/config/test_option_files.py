@@ -66,7 +66,7 @@ SCALARS = {
 
 
 def values_of(spec):
-    value = st.sampled_from(spec.choices) if spec.choices else SCALARS[spec.kind]
+    value = st.sampled_from(list(spec.choices)) if spec.choices else SCALARS[spec.kind]
     value = st.lists(value, max_size=3) if spec.many else value
     return value | st.none() if spec.optional else value
 

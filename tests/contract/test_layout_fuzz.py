@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from support.dp_shards import advantages_of, make_long_samples, shards_of
 from support.pretend_rank import pretend_rank
 
-from slime.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from slime.algorithms.table import ESTIMATORS
 from slime.backends.megatron_utils.data import to_train_device
 from slime.data.batch import localize
 from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards
@@ -236,7 +236,7 @@ PER_TOKEN = {
 
 
 @pytest.mark.parametrize("per_token", sorted(PER_TOKEN))
-@pytest.mark.parametrize("estimator", sorted(ADVANTAGE_ESTIMATORS))
+@pytest.mark.parametrize("estimator", sorted(ESTIMATORS))
 def test_advantages_and_returns_have_the_same_bits_on_every_rank_count_and_in_every_order(
     estimator, per_token
 ):

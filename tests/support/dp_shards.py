@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slime.algorithms.baselines import BASELINES
+from slime.algorithms.table import ESTIMATORS
 from slime.backends.megatron_utils import loss
 from slime.backends.megatron_utils.data import to_train_device
 from slime.data.batch import RolloutBatch, localize
@@ -63,7 +63,7 @@ def shards_of(
     """The batches of all ranks on their device, with what forward passes would add: numbers that
     name their sample and place.
     """
-    baseline = BASELINES.get(estimator)
+    baseline = ESTIMATORS[estimator].baseline
     settings = ColumnsConfig(
         group_baseline=baseline is not None,
         leave_one_out=baseline is not None and baseline.leave_one_out,

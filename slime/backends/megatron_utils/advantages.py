@@ -16,12 +16,12 @@ from megatron.core import mpu
 from slime.accelerator import get_accelerator
 from slime.accelerator.process_groups import distributed_masked_whiten
 from slime.algorithms.advantages import (
-    ADVANTAGE_ESTIMATORS,
     ResponseColumns,
     kl_penalty,
     place_rewards,
 )
 from slime.algorithms.kl import approximate_kl
+from slime.algorithms.table import estimator_named, formula_at
 from slime.backends.megatron_utils.cp_utils import (
     all_gather_responses_with_cp,
     check_lengths,
@@ -101,12 +101,7 @@ def estimate_advantages(
     config: LossConfig, layout: ResponseLayout, rollout_data: dict[str, Any], local_kl: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (advantages [L], returns [L]) by the estimator of the options."""
-    estimator = ADVANTAGE_ESTIMATORS.get(config.advantage_estimator)
-    if estimator is None:
-        known = ", ".join(ADVANTAGE_ESTIMATORS)
-        raise NotImplementedError(
-            f"unknown advantage estimator {config.advantage_estimator!r}. Use one of {known}."
-        )
+    estimator = estimator_named(config.advantage_estimator)
     if not layout.local_lengths:
         return local_kl, local_kl
     rewards = torch.as_tensor(rollout_data["rewards"], dtype=local_kl.dtype, device=local_kl.device)
@@ -117,17 +112,18 @@ def estimate_advantages(
         )
     full_masks = concatenate(rollout_data["loss_masks"]).to(local_kl.device)
     check_lengths(rollout_data["loss_masks"], layout.response_lengths, name="loss_masks")
-    if estimator.needs_values:
+    if estimator.needs_critic:
         return _estimate_with_critic(config, layout, rollout_data, (rewards, local_kl, full_masks))
+    compute = formula_at(estimator.advantages)
     if estimator.whole_response:
         full_kl = all_gather_responses_with_cp(local_kl, layout)
         columns = ResponseColumns(rewards, layout.response_lengths, full_masks, full_kl)
-        advantages, returns = estimator.compute(columns, config.estimator)
+        advantages, returns = compute(columns, config.estimator)
         return torch.cat(cut_to_local(advantages, layout)), torch.cat(cut_to_local(returns, layout))
     local_masks = slice_responses_with_cp(rollout_data["loss_masks"], layout, name="loss_masks").to(
         local_kl.device
     )
-    return estimator.compute(
+    return compute(
         ResponseColumns(rewards, layout.local_lengths, local_masks, local_kl), config.estimator
     )
 

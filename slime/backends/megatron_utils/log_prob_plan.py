@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
+from slime.algorithms.table import LOSSES, estimator_named
+
 
 @dataclasses.dataclass(frozen=True)
 class LogProbPlan:
@@ -15,10 +17,9 @@ class LogProbPlan:
     kl_coef: float
     use_rollout_logprobs: bool
     get_mismatch_metrics: bool
-    has_critic: bool
+    estimator: str
     keep_old_actor: bool
     use_opd: bool
-    advantage_estimator: str
     use_rollout_entropy: bool
 
     @staticmethod
@@ -29,10 +30,9 @@ class LogProbPlan:
             kl_coef=args.kl_coef,
             use_rollout_logprobs=args.use_rollout_logprobs,
             get_mismatch_metrics=args.get_mismatch_metrics,
-            has_critic=args.advantage_estimator == "ppo",
+            estimator=args.advantage_estimator,
             keep_old_actor=args.keep_old_actor,
             use_opd=args.use_opd,
-            advantage_estimator=args.advantage_estimator,
             use_rollout_entropy=args.use_rollout_entropy,
         )
 
@@ -44,20 +44,21 @@ def reasons_to_recompute_log_probs(plan: LogProbPlan) -> list[str]:
     With one optimizer step per rollout the policy that is trained is the policy before the step, so
     the pass would compute the same numbers twice.
     """
+    estimator = estimator_named(plan.estimator)
     conditions = {
         (
             f"{plan.num_steps} optimizer steps per rollout: later steps need the log-probs of "
             "before "
             "the first"
         ): plan.num_steps > 1,
-        f"loss type {plan.loss_type} may read log_probs": plan.loss_type != "policy_loss",
+        f"loss type {plan.loss_type} may read log_probs": LOSSES[plan.loss_type].may_read_log_probs,
         "KL in the reward (--kl-coef) needs them": plan.kl_coef != 0,
         "--use-rollout-logprobs reports the trainer's beside the engine's": plan.use_rollout_logprobs,
         "--get-mismatch-metrics compares them": plan.get_mismatch_metrics,
-        "the critic's advantages are computed before the step": plan.has_critic,
+        "the critic's advantages are computed before the step": estimator.needs_critic,
         "--keep-old-actor takes them from the older weights": plan.keep_old_actor,
         "distillation (--use-opd) needs the student's": plan.use_opd,
-        "gspo compares whole responses": plan.advantage_estimator == "gspo",
+        f"{plan.estimator} compares whole responses": estimator.sequence_ratio,
         "--use-rollout-entropy asks for the entropy": plan.use_rollout_entropy,
     }
     return [reason for reason, holds in conditions.items() if holds]

@@ -40,9 +40,10 @@ from torch.utils.checkpoint import checkpoint
 from slime.algorithms.advantages import distillation_advantages
 from slime.algorithms.corrections import compute_sequence_kl, opsm_keep_mask
 from slime.algorithms.kl import approximate_kl
-from slime.algorithms.policy_loss import POLICY_LOSSES, ClipConfig, clipped_value_loss
+from slime.algorithms.policy_loss import ClipConfig, PolicyLoss, clipped_value_loss
 from slime.algorithms.ratios import importance_ratio
 from slime.algorithms.reducers import repeat_per_token, select_masked, sum_per_sample
+from slime.algorithms.table import LOSS_TYPES, LOSSES, estimator_named, formula_at
 from slime.backends.megatron_utils import advantages as advantages_parts
 from slime.backends.megatron_utils import forward
 from slime.backends.megatron_utils.advantages import (
@@ -186,7 +187,7 @@ def _pg_loss_reducer(
             else {}
         )
         return function(*lengths, loss_masks, per_token, **extra)
-    if config.advantage_estimator == "dr_grpo" and not per_token:
+    if estimator_named(config.advantage_estimator).constant_length and not per_token:
         length = config.dr_grpo_length or config.rollout_max_response_len
         if not length:
             raise ConfigError(
@@ -242,8 +243,9 @@ def _token_policy_loss(
     """Returns (loss, clip fraction) per token. The clipped loss is called by upstream's name, which
     users' code replaces in this module.
     """
-    own_loss = POLICY_LOSSES.get(estimator)
-    if own_loss is not None:
+    path = estimator_named(estimator).policy_loss
+    if path is not None:
+        own_loss: PolicyLoss = formula_at(path)
         return own_loss(ppo_kl, log_probs, advantages, clip)
     return compute_policy_loss(
         ppo_kl, advantages, clip.eps_clip, clip.eps_clip_high, clip.eps_clip_c
@@ -283,11 +285,12 @@ def policy_loss_function(
     advantages = tokens.select(batch["advantages"], "advantages")
 
     ppo_kl = old_log_probs - log_probs
-    if config.advantage_estimator == "gspo" or config.use_opsm:
+    estimator = estimator_named(config.advantage_estimator)
+    if estimator.sequence_ratio or config.use_opsm:
         sequence_kl = compute_sequence_kl(
             ppo_kl, tokens.masks, tokens.layout.sample_indices, tokens.mask_sums, sum_over_cp
         )
-    if config.advantage_estimator == "gspo":
+    if estimator.sequence_ratio:
         ppo_kl = repeat_per_token(sequence_kl, tokens.layout.local_lengths)
     pg_loss, pg_clipfrac = _token_policy_loss(
         config.advantage_estimator, config.clip, ppo_kl, log_probs, advantages
@@ -381,21 +384,16 @@ def sft_loss_function(
 def _loss_function_of(config: LossConfig, role: str) -> Callable[..., tuple[torch.Tensor, Metrics]]:
     if role == "critic":
         return value_loss_function
-    losses = {
-        "policy_loss": policy_loss_function,
-        "value_loss": value_loss_function,
-        "sft_loss": sft_loss_function,
-    }
-    if config.loss_type == "custom_loss":
-        if config.custom_loss_function_path is None:
-            raise ConfigError("--loss-type custom_loss needs --custom-loss-function-path.")
-        return load_function(config.custom_loss_function_path)
-    if config.loss_type not in losses:
+    if config.loss_type not in LOSSES:
         raise ConfigError(
-            f"unknown loss type {config.loss_type!r}. Use one of "
-            f"{', '.join([*losses, 'custom_loss'])}."
+            f"unknown loss type {config.loss_type!r}. Use one of {', '.join(LOSS_TYPES)}."
         )
-    return losses[config.loss_type]
+    path = LOSSES[config.loss_type].function
+    if path is not None:
+        return formula_at(path)
+    if config.custom_loss_function_path is None:
+        raise ConfigError(f"--loss-type {config.loss_type} needs --custom-loss-function-path.")
+    return load_function(config.custom_loss_function_path)
 
 
 def loss_function(

@@ -8,6 +8,7 @@ import dataclasses
 from slime.algorithms.advantages import EstimatorConfig
 from slime.algorithms.corrections import BandConfig
 from slime.algorithms.policy_loss import ClipConfig
+from slime.algorithms.table import LOSSES
 from slime.config.algorithm import AlgorithmOptions
 
 
@@ -42,12 +43,12 @@ class LossConfig(AlgorithmOptions):
         """What logits are divided by. Supervised responses were not sampled, so they have no
         temperature.
         """
-        return 1.0 if self.loss_type == "sft_loss" else self.rollout_temperature
+        return 1.0 if LOSSES[self.loss_type].is_supervised else self.rollout_temperature
 
     @property
     def replays_nucleus(self) -> bool:
         """Whether log-probs are normalized over the ids that nucleus sampling kept."""
-        return self.rollout_top_p != 1.0 and self.loss_type != "sft_loss"
+        return self.rollout_top_p != 1.0 and not LOSSES[self.loss_type].is_supervised
 
     @property
     def clip(self) -> ClipConfig:
@@ -60,7 +61,7 @@ class LossConfig(AlgorithmOptions):
 
     @property
     def estimator(self) -> EstimatorConfig:
-        return EstimatorConfig(kl_coef=self.kl_coef, gamma=self.gamma, lambd=self.lambd)
+        return EstimatorConfig(kl_coef=self.kl_coef, gamma=self.gamma)
 
     @property
     def wants_entropy(self) -> bool:
