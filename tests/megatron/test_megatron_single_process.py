@@ -25,6 +25,8 @@ from support.megatron_worker import (
 )
 from support.tiny_models import TinyCheckpoints, make_tiny_checkpoint
 
+from slime.exceptions import ConfigError
+
 NUM_GPUS = 0
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -151,6 +153,48 @@ def test_weights_come_back_byte_for_byte(name, folders):
     assert list(sorted(out)) == sorted(stored)
     for name, tensor in stored.items():
         assert out[name].dtype == tensor.dtype and torch.equal(out[name], tensor), name
+
+
+def test_a_family_of_the_same_block_is_one_entry(tmp_path, monkeypatch):
+    """With one entry more in the table, Mistral's log-probs in trainer and engine are those of
+    transformers, and its weights come back; without it both refuse it."""
+    from support.engine_harness import EngineHarness
+    from transformers import AutoModelForCausalLM, MistralConfig
+
+    from slime.models import param_mapping, shape
+    from slime.models.families import FAMILIES, Family
+
+    folder = make_tiny_checkpoint(tmp_path / "model", "llama")  # its tokenizer
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
+    config = MistralConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, vocab_size=104, initializer_range=0.2, sliding_window=None,
+        max_position_embeddings=512,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    with pytest.raises(ConfigError, match="model_type 'mistral' is not supported"):
+        shape.read_model_shape(folder)
+
+    entry = Family("mistral", ("MistralForCausalLM",))
+    for module in (shape, param_mapping):
+        monkeypatch.setattr(module, "FAMILIES", {**FAMILIES, entry.model_type: entry})
+    reference = reference_run(folder)
+    with built(folder) as (args, model, *_):
+        data, mine = local_batch(args)
+        log_probs = log_probs_of(args, model, data, mine)
+        out = exported(args, model)
+    for index, tensor in reference["log_probs"].items():
+        torch.testing.assert_close(log_probs[index], tensor, rtol=0, atol=1e-5)
+    stored = folder_tensors(folder)
+    assert sorted(out) == sorted(stored)
+    assert all(torch.equal(out[name], tensor) for name, tensor in stored.items())
+
+    tokens = fixed_tokens(104)[0]
+    with EngineHarness(folder) as harness:
+        request = harness.request(tokens, score_from=0, max_new_tokens=1)
+        harness.run([request])
+    prompt = LENGTHS[0][0]
+    scored = torch.tensor(request.input_log_probs[prompt:])
+    torch.testing.assert_close(scored, reference["log_probs"][0], rtol=0, atol=1e-4)
 
 
 def test_buckets_end_with_the_parameter_that_fills_them_and_are_copies(folders):
@@ -420,7 +464,6 @@ def test_every_stand_in_takes_what_the_installed_megatron_core_passes(folders):
 def test_a_stand_in_ignores_a_new_argument_only_at_its_default():
     """A stand-in ignores an unknown argument only if it has its default value."""
     from slime.accelerator.cpu_megatron import stand_in
-    from slime.exceptions import ConfigError
 
     def original(t, freqs, mscale=1.0, *, offset=None, fused=False):
         raise AssertionError("the original must not run")
