@@ -5,8 +5,7 @@ them, and logged in evaluation.
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from slime.data.fields import CONTRACT, FieldSpec, Reduce, Scope
 from slime.data.ragged import as_array
 from slime.data.rewards import execution_keys, execution_values
 from slime.metrics import contributions
+from slime.metrics.contributions import Contribution
 
 if TYPE_CHECKING:
     from slime.data.sample import Sample
@@ -69,11 +69,11 @@ def warn_of_unfilled(samples: Sequence[Any], spec: FieldSpec) -> None:
     )
 
 
-def declared_metrics(samples: Sequence[Any]) -> dict[str, float]:
-    """{metric name: number} of every plug-in's field that is read from samples and has a reduction,
-    as training reduces it.
+def declared_contributions(samples: Sequence[Any]) -> dict[str, Contribution]:
+    """{metric name: contribution} of every plug-in's field that is read from samples and has a
+    reduction, as training reduces it.
     """
-    metrics = {}
+    parts = {}
     keys = execution_keys(samples)
     for spec in CONTRACT.of_plug_ins:
         if (
@@ -87,26 +87,19 @@ def declared_metrics(samples: Sequence[Any]) -> dict[str, float]:
         if not present:
             warn_of_unfilled(samples, spec)
             continue
-        numbers = _reduced(
+        part = _contribution(
             spec,
             [values[i] for i in present],
             [samples[i] for i in present],
             [keys[i] for i in present],
         )
-        metrics.update(
-            {
-                f"{spec.metric_name}{suffix}": number
-                for suffix, number in numbers.items()
-                if math.isfinite(number)
-            }
-        )
-    return metrics
+        if part is not None:
+            parts[spec.metric_name] = part
+    return parts
 
 
-def _reduced(spec: FieldSpec, values: list, samples: list, keys: list) -> dict[str, float]:
-    """{suffix of the metric's name: number}; numbers that are not finite are left out, as in
-    training.
-    """
+def _contribution(spec: FieldSpec, values: list, samples: list, keys: list) -> Contribution | None:
+    """What these samples give; numbers that are not finite are left out, as in training."""
     if spec.scope is Scope.TOKEN:
         masks = [
             _mask_of(sample, len(value)) for sample, value in zip(samples, values, strict=True)
@@ -122,24 +115,21 @@ def _reduced(spec: FieldSpec, values: list, samples: list, keys: list) -> dict[s
             means = [
                 np.concatenate(found).mean() for found in by_key.values() if sum(map(len, found))
             ]
-            return {"": math.fsum(means) / len(means)} if means else {}
+            return _mean_of_rollouts(means)
         numbers = np.concatenate(arrays)
     else:
         numbers = np.array([float(value) for value in values])
         if spec.reduce in (Reduce.SAMPLE_MEAN, Reduce.ROLLOUT_MEAN):
             votes = execution_values(numbers.tolist(), keys)
-            return {"": math.fsum(votes.values()) / len(votes)} if votes else {}
-    numbers = numbers[np.isfinite(numbers)]
-    if not len(numbers):
-        return {}
-    if spec.reduce is Reduce.QUANTILES:
-        return contributions.merge([contributions.quantiles(numbers, contributions.QUARTILES)])
-    reductions: dict[Reduce | None, Callable[..., Any]] = {
-        Reduce.SUM: np.sum,
-        Reduce.MIN: np.min,
-        Reduce.MAX: np.max,
-    }
-    return {"": float(reductions.get(spec.reduce, np.mean)(numbers))}
+            return _mean_of_rollouts(list(votes.values()))
+    is_mean = spec.reduce in (Reduce.TOKEN_MEAN, Reduce.SAMPLE_MEAN)
+    return contributions.of_values(Reduce.MEAN if is_mean else spec.reduce, numbers)
+
+
+def _mean_of_rollouts(values: list) -> Contribution | None:
+    """None where one of them is not finite: a mean over the others would be of other rollouts."""
+    is_number = bool(np.isfinite(values).all())
+    return contributions.mean(values, len(values)) if is_number else None
 
 
 def _mask_of(sample: Sample, length: int) -> np.ndarray:

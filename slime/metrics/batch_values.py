@@ -7,7 +7,7 @@ here lists keys. Suffixes: `_N` samples of this rank, `_T` its response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -195,7 +195,7 @@ def _token_contribution(
     if spec.reduce is Reduce.ROLLOUT_MEAN:
         return tokens.rollout_mean(values_T)
     kept = values_T if tokens.mask_T is None else values_T[tokens.mask_T]
-    return _plain_contribution(spec, kept, np.ones(len(kept)), copies=1)
+    return c.of_values(Reduce.MEAN if spec.reduce is Reduce.SAMPLE_MEAN else spec.reduce, kept)
 
 
 def _is_first_copy(batch: Mapping[str, Any], spec: FieldSpec, cp_rank: int) -> bool:
@@ -224,7 +224,9 @@ def _sample_contribution(
             values, weights = _with_failures(batch, values, weights)
     else:
         weights = 1.0 / counts
-    return _plain_contribution(spec, values, weights, copies=1)
+    if spec.reduce is Reduce.SAMPLE_MEAN:
+        return c.weighted_mean(values, weights)
+    return c.of_values(spec.reduce, values)
 
 
 def _with_failures(
@@ -238,18 +240,3 @@ def _with_failures(
         values = np.where(failed != 0, 0.0, values)
     votes = batch.info.get("dropped_failure_votes", 0.0) if isinstance(batch, RolloutBatch) else 0.0
     return (np.append(values, 0.0), np.append(weights, votes)) if votes else (values, weights)
-
-
-def _plain_contribution(
-    spec: FieldSpec, values: np.ndarray, weights: np.ndarray, *, copies: int
-) -> Contribution | None:
-    finite = values[np.isfinite(values)]
-    makers: dict[Reduce, Callable[[], Contribution]] = {
-        Reduce.SAMPLE_MEAN: lambda: c.weighted_mean(values, weights),
-        Reduce.MEAN: lambda: c.weighted_mean(values, np.ones(len(values))),
-        Reduce.SUM: lambda: c.total(finite / copies),
-        Reduce.MIN: lambda: c.minimum(finite),
-        Reduce.MAX: lambda: c.maximum(finite),
-        Reduce.QUANTILES: lambda: c.quantiles(finite, c.QUARTILES),
-    }
-    return makers[spec.reduce]() if spec.reduce in makers else None

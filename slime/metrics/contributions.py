@@ -3,6 +3,7 @@ carries what an exact reduction needs, and nothing else.
 
     losses      metrics["ratio/max"] = maximum(tokens.trained(ratio))       step_metrics.py
     batches     result[spec.metric_name] = tokens.rollout_mean(values_T)    batch_values.py
+    samples     parts["truncated_ratio"] = mean(cut, len(cut))              rollout_metrics.py
 
 Sums are kept as two float64 numbers (the rounded sum and what the rounding lost), so that a metric
 is the same number however the samples are spread over ranks, also where positive and negative terms
@@ -14,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -59,12 +60,12 @@ def _fsum(values: Sequence[float]) -> float:
             return float(np.sum(values))
 
 
-def _flat(values: Numbers) -> np.ndarray:
+def _flat(values: Numbers | float) -> np.ndarray:
     """`values` (numbers, an array or a tensor on any device) as float64 [n]."""
     return as_array(values).astype(np.float64).reshape(-1)
 
 
-def mean(total_terms: Numbers, count: float) -> Contribution:
+def mean(total_terms: Numbers | float, count: float) -> Contribution:
     """Part of a mean: the sum of `total_terms` over `count`. The mean over no count is left out of
     the metrics.
     """
@@ -72,7 +73,7 @@ def mean(total_terms: Numbers, count: float) -> Contribution:
     return Contribution(Reduce.MEAN, total=total, residue=residue, count=float(count))
 
 
-def total(terms: Numbers) -> Contribution:
+def total(terms: Numbers | float) -> Contribution:
     """Part of a sum."""
     value, residue = exact_sum(_flat(terms).tolist())
     return Contribution(Reduce.SUM, total=value, residue=residue)
@@ -107,6 +108,40 @@ def quantiles(values: Numbers, points: Sequence[tuple[str, float]]) -> Contribut
         values=_flat(values),
         points=tuple(points),
     )
+
+
+def summary(values: Numbers) -> dict[str, Contribution]:
+    """Parts of `mean`, `median`, `max` and `min` of the values, which are in no metric where there
+    are none.
+    """
+    array = _flat(values)
+    return {
+        "mean": mean(array, len(array)),
+        "median": quantiles(array, (("", 0.5),)),
+        "max": maximum(array),
+        "min": minimum(array),
+    }
+
+
+def of_values(reduce: Reduce, values: Numbers) -> Contribution | None:
+    """Part of the reduction of single values, those left out that are not finite. None for a
+    reduction that must know whose the values are.
+    """
+    array = _flat(values)
+    array = array[np.isfinite(array)]
+    makers: dict[Reduce, Callable[[], Contribution]] = {
+        Reduce.MEAN: lambda: mean(array, len(array)),
+        Reduce.SUM: lambda: total(array),
+        Reduce.MIN: lambda: minimum(array),
+        Reduce.MAX: lambda: maximum(array),
+        Reduce.QUANTILES: lambda: quantiles(array, QUARTILES),
+    }
+    return makers[reduce]() if reduce in makers else None
+
+
+def add_prefix(parts: Mapping[str, Contribution], prefix: str) -> dict[str, Contribution]:
+    """`parts` with `prefix` before every name."""
+    return {f"{prefix}{name}": part for name, part in parts.items()}
 
 
 def merge(parts: Sequence[Contribution]) -> dict[str, float]:

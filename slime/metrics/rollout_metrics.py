@@ -18,19 +18,21 @@ import numpy as np
 
 from slime.algorithms.table import ESTIMATORS
 from slime.data.columns import source_name_of, was_cut
-from slime.data.declared_fields import declared_metrics
+from slime.data.declared_fields import declared_contributions
 from slime.data.ragged import as_array
 from slime.data.reasons import is_model_failure
 from slime.data.rewards import SPREAD_TOLERANCE, execution_keys, execution_values, reward_number
 from slime.data.structure import flatten_samples
 from slime.data.weight_versions import parse_weight_version
 from slime.exceptions import RolloutDataError
+from slime.metrics import contributions as c
+from slime.metrics.contributions import Contribution
 from slime.metrics.statistics import (
-    compute_ragged_pass_rate,
     compute_rollout_step,
     compute_statistics,
     dict_add_prefix,
     has_repetition,
+    pass_rate_contributions,
 )
 
 if TYPE_CHECKING:
@@ -123,48 +125,53 @@ def compute_metrics_from_samples(
     it, a namespace of options.
     """
     config = RolloutMetricsConfig.from_args(args)
+    return c.merge_all([sample_contributions(config, samples, filtered=filtered)])
+
+
+def sample_contributions(
+    config: RolloutMetricsConfig, samples: Sequence[Any], *, filtered: Sequence[Any] = ()
+) -> dict[str, Contribution]:
+    """The parts of `compute_metrics_from_samples`."""
     if not samples and not filtered:
         return {}
     everything = [*samples, *filtered]
     rewards = np.array([_reward(sample, config.reward_key) for sample in everything])
     valid = [sample for sample in samples if sample.valid]
-    metrics: dict[str, float] = {}
-    if valid:
-        metrics.update(dict_add_prefix(compute_statistics(sampled_lengths(valid)), "response_len/"))
-    metrics.update(_reward_metrics(config, everything, rewards, num_batch=len(samples)))
-    metrics.update(_status_metrics(samples))
-    metrics["truncated_ratio"] = truncated_share(everything)
-    metrics.update(_source_metrics(everything, rewards, num_batch=len(samples)))
-    staleness = staleness_metrics(samples, current_version=config.trainer_weight_version)
+    parts = c.add_prefix(c.summary(sampled_lengths(valid)), "response_len/")
+    parts |= _reward_parts(config, everything, rewards, num_batch=len(samples))
+    parts |= _status_parts(samples)
+    parts["truncated_ratio"] = c.mean(_are_cut(everything), len(everything))
+    parts |= _source_parts(everything, rewards, num_batch=len(samples))
+    staleness = staleness_parts(samples, current_version=config.trainer_weight_version)
     left_to_training = ("staleness/mean", "staleness/max") if config.is_trained else ()
-    metrics.update(
-        {name: value for name, value in staleness.items() if name not in left_to_training}
-    )
-    metrics.update(_engine_metrics(everything))
-    metrics.update(compute_top_p_kept_vocab_metrics(samples))
-    if samples:
-        metrics["repetition_frac"] = sum(
-            has_repetition(sample.response or "") for sample in samples
-        ) / len(samples)
+    parts |= {name: part for name, part in staleness.items() if name not in left_to_training}
+    parts |= _engine_parts(everything)
+    parts["top_p_kept_vocab_per_token"] = _kept_vocab(samples)
+    repeats = [has_repetition(sample.response or "") for sample in samples]
+    parts["repetition_frac"] = c.mean(repeats, len(samples))
     if config.log_reward_category:
-        metrics.update(_category_metrics(samples, config.log_reward_category))
-    return metrics
+        parts |= _category_parts(samples, config.log_reward_category)
+    return parts
 
 
 def truncated_share(samples: Sequence[Any]) -> float:
     """Share of the samples that were cut at a length limit, whatever became of them."""
-    return sum(map(was_cut, samples)) / max(len(samples), 1)
+    return sum(_are_cut(samples)) / max(len(samples), 1)
 
 
-def _reward_metrics(
+def _are_cut(samples: Sequence[Any]) -> list[bool]:
+    return [was_cut(sample) for sample in samples]
+
+
+def _reward_parts(
     config: RolloutMetricsConfig, samples: Sequence[Any], rewards: np.ndarray, *, num_batch: int
-) -> dict[str, float]:
+) -> dict[str, Contribution]:
     """Mean reward of everything sampled, and of what the gate kept of the first `num_batch`, with
     one vote per rollout; unscored samples; and groups whose rewards are all equal (not for ppo). A
     sample rejected for what the model wrote has reward 0; one that was lost has none. The training
     ranks log the mean over the first `num_batch` alone, with the same zeros, as raw_reward.
     """
-    metrics = {"reward/missing_count": float((~np.isfinite(rewards)).sum())}
+    parts = {"reward/missing_count": c.total(~np.isfinite(rewards))}
     keys = execution_keys(samples)
     of_all = [
         0.0 if is_model_failure(sample) else r if sample.valid else math.nan
@@ -175,10 +182,10 @@ def _reward_metrics(
         for s, r in zip(samples[:num_batch], rewards.tolist(), strict=False)
     ]
     for name, values in (("reward/mean", of_all), ("reward/mean_kept", of_kept)):
-        if votes := execution_values(values, keys[: len(values)]):
-            metrics[name] = math.fsum(votes.values()) / len(votes)
-    metrics["num_sampled_rollouts"] = float(len(set(keys)))
-    metrics["num_sampled_samples"] = float(len(samples))
+        votes = execution_values(values, keys[: len(values)])
+        parts[name] = c.mean(list(votes.values()), len(votes))
+    parts["num_sampled_rollouts"] = c.total(len(set(keys)))
+    parts["num_sampled_samples"] = c.total(len(samples))
     if not ESTIMATORS[config.advantage_estimator].needs_critic:
         by_group: dict[Any, list[float]] = collections.defaultdict(list)
         members = [
@@ -187,11 +194,11 @@ def _reward_metrics(
         ]
         for (group, _), value in execution_values(of_kept, members[:num_batch]).items():
             by_group[group].append(value)
-        metrics.update(zero_spread_metrics(by_group))
-    return metrics
+        parts |= zero_spread_parts(by_group)
+    return parts
 
 
-def zero_spread_metrics(rewards_by_group: Mapping[Any, Sequence[float]]) -> dict[str, float]:
+def zero_spread_parts(rewards_by_group: Mapping[Any, Sequence[float]]) -> dict[str, Contribution]:
     """`zero_std/count` and its share of the groups of two and more; `zero_std/count_all_solved`
     (equal rewards of 1), `..._all_failed` (<= 0) and `..._other`; and `zero_std/count_<reward>`,
     rounded to one digit, for the most frequent rewards: a name for each would be unbounded.
@@ -211,35 +218,31 @@ def zero_spread_metrics(rewards_by_group: Mapping[Any, Sequence[float]]) -> dict
                 else "other"
             ] += 1
     total = sum(counts.values())
-    metrics = {f"zero_std/count_{name}": float(count) for name, count in counts.items()}
-    metrics |= {
-        f"zero_std/count_{reward}": float(count)
-        for reward, count in by_reward.most_common(MAX_REWARD_NAMES)
-    }
-    metrics["zero_std/count"] = float(total)
-    if groups:
-        metrics["zero_std/frac"] = total / len(groups)
-    return metrics
+    named = [*counts.items(), *by_reward.most_common(MAX_REWARD_NAMES)]
+    parts = {f"zero_std/count_{name}": c.total(count) for name, count in named}
+    parts["zero_std/count"] = c.total(total)
+    parts["zero_std/frac"] = c.mean(total, len(groups))
+    return parts
 
 
-def _status_metrics(samples: Sequence[Any]) -> dict[str, float]:
+def _status_parts(samples: Sequence[Any]) -> dict[str, Contribution]:
     counts = collections.Counter(sample.status.value for sample in samples)
-    metrics = {
-        f"status/{status}": float(counts[status])
+    parts = {
+        f"status/{status}": c.total(counts[status])
         for status in ("completed", "truncated", "aborted", "failed", "pending")
     }
-    metrics["removed_count"] = float(sum(bool(sample.remove_sample) for sample in samples))
+    parts["removed_count"] = c.total([bool(sample.remove_sample) for sample in samples])
     # begun in an earlier rollout, and generated on under partial rollout
-    metrics["resumed_count"] = float(
-        sum("start_rollout_id" in (sample.metadata or {}) for sample in samples)
+    parts["resumed_count"] = c.total(
+        ["start_rollout_id" in (sample.metadata or {}) for sample in samples]
     )
-    metrics["invalid_count"] = float(sum(not sample.valid for sample in samples))
-    return metrics
+    parts["invalid_count"] = c.total([not sample.valid for sample in samples])
+    return parts
 
 
-def _source_metrics(
+def _source_parts(
     samples: Sequence[Any], rewards: np.ndarray, *, num_batch: int
-) -> dict[str, float]:
+) -> dict[str, Contribution]:
     """Per data source: samples and truncated share of everything sampled; mean reward and length of
     what the gate kept of the first `num_batch`. Nothing where no sample names its source.
     """
@@ -251,22 +254,22 @@ def _source_metrics(
     rows: dict[str, list[int]] = collections.defaultdict(list)
     for position, name in enumerate(names):
         rows[name if name in known else "other"].append(position)
-    lengths, metrics = sampled_lengths(samples), {}
+    lengths = sampled_lengths(samples)
+    parts: dict[str, Contribution] = {}
     for name, positions in sorted(rows.items()):
         kept = [i for i in positions if i < num_batch and samples[i].valid]
         scored = rewards[kept][np.isfinite(rewards[kept])]
-        metrics[f"source/{name}/count"] = float(len(positions))
-        if kept:
-            metrics[f"source/{name}/response_len"] = float(lengths[kept].mean())
-        metrics[f"source/{name}/truncated_ratio"] = truncated_share([samples[i] for i in positions])
-        if scored.size:
-            metrics[f"source/{name}/reward"] = math.fsum(scored.tolist()) / scored.size
-    return metrics
+        cut = _are_cut([samples[i] for i in positions])
+        parts[f"source/{name}/count"] = c.total(len(positions))
+        parts[f"source/{name}/response_len"] = c.mean(lengths[kept], len(kept))
+        parts[f"source/{name}/truncated_ratio"] = c.mean(cut, len(cut))
+        parts[f"source/{name}/reward"] = c.mean(scored, scored.size)
+    return parts
 
 
-def staleness_metrics(
+def staleness_parts(
     samples: Sequence[Any], *, current_version: int | None = None
-) -> dict[str, float]:
+) -> dict[str, Contribution]:
     """`staleness/*` in policy versions between each sample's oldest tokens and `current_version`
     (default: the newest version seen): mean, max, the share of samples that span several versions,
     and how many tell no version. {} where none tells.
@@ -281,43 +284,41 @@ def staleness_metrics(
     newest = max(max(span) for span in known) if current_version is None else current_version
     lags = [newest - min(span) for span in known]
     return {
-        "staleness/mean": math.fsum(lags) / len(lags),
-        "staleness/max": float(max(lags)),
-        "staleness/mixed_frac": sum(min(span) != max(span) for span in known) / len(known),
-        "staleness/unknown_count": float(len(spans) - len(known)),
+        "staleness/mean": c.mean(lags, len(lags)),
+        "staleness/max": c.maximum(lags),
+        "staleness/mixed_frac": c.mean([min(span) != max(span) for span in known], len(known)),
+        "staleness/unknown_count": c.total(len(spans) - len(known)),
     }
 
 
-def _engine_metrics(samples: Sequence[Any]) -> dict[str, float]:
+def _engine_parts(samples: Sequence[Any]) -> dict[str, Contribution]:
     """Speculation and prefix cache over all requests: a rate is the ratio of two sums, so that a
     short request counts less than a long one.
     """
-    metrics: dict[str, float] = {}
     speculative = [sample.spec_info for sample in samples]
     drafted, passes = (
         sum(getattr(info, name) for info in speculative)
         for name in ("spec_draft_token_num", "spec_verify_ct")
     )
-    if drafted:
-        metrics["spec_accept_rate"] = (
-            sum(info.spec_accept_token_num for info in speculative) / drafted
-        )
-    if passes:
-        metrics["spec_accept_length"] = (
-            sum(info.completion_token_num for info in speculative if info.spec_verify_ct) / passes
-        )
+    made = [info.completion_token_num for info in speculative if info.spec_verify_ct]
+    cached = [sample.prefix_cache_info.cached_tokens for sample in samples]
     prompts = sum(sample.prefix_cache_info.total_prompt_tokens for sample in samples)
-    if prompts:
-        cached = sum(sample.prefix_cache_info.cached_tokens for sample in samples)
-        metrics["prefix_cache_hit_rate"] = cached / prompts
-        metrics["avg_cached_tokens_per_sample"] = cached / len(samples)
-    return metrics
+    return {
+        "spec_accept_rate": c.mean([info.spec_accept_token_num for info in speculative], drafted),
+        "spec_accept_length": c.mean(made, passes),
+        "prefix_cache_hit_rate": c.mean(cached, prompts),
+        "avg_cached_tokens_per_sample": c.mean(cached, len(samples) if prompts else 0),
+    }
 
 
 def compute_top_p_kept_vocab_metrics(samples: Sequence[Any]) -> dict[str, float]:
     """`top_p_kept_vocab_per_token`: ids that nucleus sampling kept per trainable token, removed
     samples left out. {} where there is none.
     """
+    return c.merge_all([{"top_p_kept_vocab_per_token": _kept_vocab(samples)}])
+
+
+def _kept_vocab(samples: Sequence[Any]) -> Contribution:
     kept = tokens = 0
     for sample in samples:
         if sample.rollout_top_p_token_offsets is None or sample.remove_sample:
@@ -330,10 +331,10 @@ def compute_top_p_kept_vocab_metrics(samples: Sequence[Any]) -> dict[str, float]
         )
         kept += int(sizes[mask].sum())
         tokens += int(mask.sum())
-    return {"top_p_kept_vocab_per_token": kept / tokens} if tokens else {}
+    return c.mean(kept, tokens)
 
 
-def _category_metrics(samples: Sequence[Any], key: str) -> dict[str, float]:
+def _category_parts(samples: Sequence[Any], key: str) -> dict[str, Contribution]:
     """Share of samples per value of `key` in dict rewards."""
     values = [
         str(sample.reward[key])
@@ -341,7 +342,7 @@ def _category_metrics(samples: Sequence[Any], key: str) -> dict[str, float]:
         if isinstance(sample.reward, dict) and key in sample.reward
     ]
     return {
-        f"error_cat/{name}": count / len(samples)
+        f"error_cat/{name}": c.mean(count, len(samples))
         for name, count in collections.Counter(values).most_common(MAX_SOURCES)
     }
 
@@ -503,7 +504,14 @@ def log_eval_rollout_data(
 def eval_metrics(
     config: RolloutMetricsConfig, dataset: Mapping[str, Any], *, group_size: int
 ) -> dict[str, float]:
-    """One evaluation dataset's numbers; the key "" is its mean reward. An attempt (the samples of
+    """One evaluation dataset's numbers; the key "" is its mean reward."""
+    return c.merge_all([eval_contributions(config, dataset, group_size=group_size)])
+
+
+def eval_contributions(
+    config: RolloutMetricsConfig, dataset: Mapping[str, Any], *, group_size: int
+) -> dict[str, Contribution]:
+    """The parts of `eval_metrics`. An attempt (the samples of
     one `rollout_id`) has one vote: its mean reward in the mean, its best in pass@k. Groups are
     blocks of `group_size`, or `Sample.group_index` where set.
     """
@@ -514,15 +522,13 @@ def eval_metrics(
     samples = flatten_samples(dataset.get("samples") or [])
     keys = execution_keys(samples) if len(samples) == len(rewards) else list(range(len(rewards)))
     votes = execution_values(rewards.tolist(), keys)
-    metrics: dict[str, float] = {"-num_samples": float(len(rewards))}
-    if votes:
-        metrics[""] = math.fsum(votes.values()) / len(votes)
+    parts = {"-num_samples": c.total(len(rewards)), "": c.mean(list(votes.values()), len(votes))}
     if samples:
-        metrics.update(dict_add_prefix(compute_metrics_from_samples(config, samples), "/"))
-        metrics.update(dict_add_prefix(declared_metrics(samples), "/"))
+        parts |= c.add_prefix(sample_contributions(config, samples), "/")
+        parts |= c.add_prefix(declared_contributions(samples), "/")
     truncated = dataset.get("truncated")
-    if truncated is not None and len(truncated):
-        metrics["-truncated_ratio"] = sum(map(bool, truncated)) / len(truncated)
+    if truncated is not None:
+        parts["-truncated_ratio"] = c.mean([bool(cut) for cut in truncated], len(truncated))
     if config.log_passrate:
         by_id = len(samples) == len(rewards) and all(
             sample.group_index is not None for sample in samples
@@ -533,13 +539,13 @@ def eval_metrics(
             for position, key in enumerate(keys)
         }
         best = execution_values(rewards.tolist(), keys, best=True)
-        rates = compute_ragged_pass_rate(
+        rates = pass_rate_contributions(
             list(best.values()),
             [cast(int, groups[key]) for key in best],
             threshold=config.passrate_threshold,
         )
-        metrics.update(dict_add_prefix(rates, "-"))
-    return metrics
+        parts |= c.add_prefix(rates, "-")
+    return parts
 
 
 def _compute_top_p_kept_vocab_metrics(

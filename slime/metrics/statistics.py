@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from slime.metrics.contributions import Contribution, mean, merge_all
+
 REPETITION_CHARS = 10_000
 REPETITION_RATIO = 10
 
@@ -76,6 +78,13 @@ def compute_ragged_pass_rate(
 
     Rewards that are not finite (no score) are left out of their group.
     """
+    return merge_all([pass_rate_contributions(rewards, group_ids, threshold=threshold)])
+
+
+def pass_rate_contributions(
+    rewards: npt.ArrayLike, group_ids: npt.ArrayLike, *, threshold: float | None = None
+) -> dict[str, Contribution]:
+    """The parts of `compute_ragged_pass_rate`, of groups that are whole here."""
     values = np.asarray(rewards, dtype=np.float64)
     scored = np.isfinite(values)
     if not scored.any():
@@ -93,7 +102,7 @@ def compute_ragged_pass_rate(
             for n, c, weight in zip(*pairs.tolist(), counts.tolist(), strict=True)
             if n >= k
         ]
-        result[f"pass@{k}"] = math.fsum(p * w for p, w in terms) / sum(w for _, w in terms)
+        result[f"pass@{k}"] = mean([p * w for p, w in terms], sum(w for _, w in terms))
     return result
 
 

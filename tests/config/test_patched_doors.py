@@ -23,7 +23,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tools")]
 
-from interface_check import read_table, resolve  # noqa: E402
+from interface_check import read_table  # noqa: E402
 from support.patched_calls import (  # noqa: E402
     MODEL_SIZES,
     Patch,
@@ -365,8 +365,8 @@ PATCHES = [
     Patch(f"{UTILS}.train_dump_utils.write_train_dump", f"{UTILS}.train_dump_utils.save_debug_train_data", dump_train_data),
     # metrics, logs and timers
     Patch(f"{UTILS}.metric_utils.compression_ratio", f"{UTILS}.metric_utils.has_repetition", given("a" * 20000)),
-    Patch(f"{SEEN}.rollout_metrics.compute_statistics", f"{SEEN}.rollout_metrics.compute_metrics_from_samples", lambda entry, place: lambda: entry(
-        resolve(f"{SEEN}.rollout_metrics.RolloutMetricsConfig").from_args(rollout_args()), METRICS["samples"])),
+    Patch(f"{SEEN}.rollout_metrics.compute_statistics", f"{SEEN}.rollout_metrics.compute_perf_metrics_from_samples", given(
+        rollout_args(), [Sample(response_length=1, non_generation_time=1.0)], 2.0)),
     Patch(f"{SEEN}.rollout_metrics.compute_metrics_from_samples", f"{SEEN}.rollout_metrics.log_rollout_data", given(
         0, rollout_args(), METRICS["samples"], {}, 1.0)),
     Patch(f"{SEEN}.rollout_metrics.compute_perf_metrics_from_samples", f"{SEEN}.rollout_metrics.log_rollout_data", given(

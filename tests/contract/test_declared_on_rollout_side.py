@@ -11,9 +11,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import pytest
 
 from slime.data.columns import ColumnsConfig, build_train_columns
-from slime.data.declared_fields import declared_metrics
+from slime.data.declared_fields import declared_contributions
 from slime.data.fields import Reduce, Rows, Scope
 from slime.data.structure import validate_rollout_id_annotated
+from slime.metrics.contributions import merge_all
 from slime.metrics.rollout_metrics import RolloutMetricsConfig, eval_metrics
 from slime.rollout.sglang_rollout import _call_generate
 from slime.testing import make_args, make_sample
@@ -65,7 +66,7 @@ def test_a_declared_fields_quantiles_are_metrics_in_evaluation_too(declared):
     ]
     for sample, hops in zip(samples, (4, 1, 2, math.nan), strict=True):
         sample.metadata["hops"] = hops
-    metrics = declared_metrics(samples)
+    metrics = merge_all([declared_contributions(samples)])
     assert [metrics[f"hops/quantile_{share}"] for share in (25, 50, 75, 100)] == [
         1.5,
         2.0,
@@ -83,7 +84,7 @@ def test_a_source_that_no_sample_has_is_warned_about_once(declared, caplog):
     samples = samples_of_two_attempts()
     with caplog.at_level(logging.WARNING):
         build_train_columns(samples, ([1.0] * 3, [0.0] * 3), ColumnsConfig())
-        assert declared_metrics(samples) == {}
+        assert merge_all([declared_contributions(samples)]) == {}
     found = [record.getMessage() for record in caplog.records if "slved" in record.getMessage()]
     assert (
         len(found) == 1

@@ -21,16 +21,19 @@ from slime.files.rollout_dump import (
     save_debug_rollout_data,
     subsample_groups,
 )
+from slime.metrics.contributions import merge_all
 from slime.metrics.rollout_metrics import (
     RolloutMetricsConfig,
     _compute_top_p_kept_vocab_metrics,
     compute_metrics_from_samples,
     compute_perf_metrics_from_samples,
+    eval_contributions,
     eval_metrics,
     parse_weight_version,
     request_metrics,
-    staleness_metrics,
-    zero_spread_metrics,
+    sample_contributions,
+    staleness_parts,
+    zero_spread_parts,
 )
 
 NUM_GPUS = 0
@@ -47,6 +50,42 @@ def make_sample(i, **changes):
         "weight_versions": ["3"],
     }
     return Sample(**{**fields, **changes})
+
+
+def merged(parts_of):
+    """The numbers of a function that returns contributions."""
+    return lambda *args, **kwargs: merge_all([parts_of(*args, **kwargs)])
+
+
+@pytest.mark.parametrize("sizes", [(40,), (2, 38), (20, 20), (10, 0, 30)])
+def test_metrics_of_parts_of_the_samples_merge_exactly(sizes):
+    """What several parts of a rollout contribute merges into the numbers of all samples, to the
+    last bit: rewards of both signs that cancel, sources that only some parts have, an empty part."""
+    generator = np.random.default_rng(0)
+    rewards = (generator.standard_normal(40) * 10.0 ** generator.integers(-8, 8, 40)).tolist()
+    samples = [
+        make_sample(
+            i,
+            reward=rewards[i],
+            response_length=int(generator.integers(1, 99)),
+            metadata={"source_name": "math" if i < 6 else "code"},
+            status=Sample.Status.TRUNCATED if i % 3 == 0 else Sample.Status.COMPLETED,
+            valid=i % 5 != 0,
+            weight_versions=[str(i % 4)],
+        )
+        for i in range(40)
+    ]
+    config = RolloutMetricsConfig(trainer_weight_version=5, log_passrate=True)
+    ends = np.cumsum(sizes).tolist()
+    parts = [samples[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    found = merge_all([sample_contributions(config, part) for part in parts])
+    expected = compute_metrics_from_samples(config, samples)
+    assert found == expected and len(found) > 20
+    datasets = [
+        {"rewards": [s.reward for s in part], "samples": part} for part in (samples, *parts)
+    ]
+    whole, *divided = [eval_contributions(config, d, group_size=2) for d in datasets]
+    assert merge_all(divided) == merge_all([whole]) and "-pass@2" in merge_all([whole])
 
 
 def test_status_sources_and_removed_samples_are_counted():
@@ -252,7 +291,7 @@ def test_the_mean_reward_has_one_vote_per_rollout():
 def test_groups_without_spread_have_a_bounded_set_of_names():
     """Groups without spread are counted under upstream's `zero_std/count_<reward>` for the most
     frequent rewards and three names for all; groups of one do not count."""
-    found = zero_spread_metrics(
+    found = merged(zero_spread_parts)(
         {0: [1.0, 1.0], 1: [0.0, 0.0], 2: [0.1 + 0.2, 0.3], 3: [0.0, 1.0], 4: [5.0]}
     )
     assert found == {
@@ -265,7 +304,9 @@ def test_groups_without_spread_have_a_bounded_set_of_names():
         "zero_std/count_0.0": 1,
         "zero_std/count_0.3": 1,
     }
-    many = zero_spread_metrics({number: [number, number] for number in range(100)} | {100: [7, 7]})
+    many = merged(zero_spread_parts)(
+        {number: [number, number] for number in range(100)} | {100: [7, 7]}
+    )
     assert many["zero_std/count_7"] == 2 and len(many) == 8 + 5
     samples = [make_sample(i, group_index=None) for i in range(4)]
     assert compute_metrics_from_samples(CONFIG, samples)["zero_std/count"] == 0, (
@@ -281,14 +322,14 @@ def test_staleness_is_versions_between_oldest_token_and_now():
         make_sample(1, weight_versions=["v5"]),
         make_sample(2, weight_versions=[]),
     ]
-    found = staleness_metrics(samples, current_version=5)
+    found = merged(staleness_parts)(samples, current_version=5)
     assert found == {
         "staleness/mean": 1.0,
         "staleness/max": 2.0,
         "staleness/mixed_frac": 0.5,
         "staleness/unknown_count": 1.0,
     }
-    assert staleness_metrics([make_sample(0, weight_versions=["default"])]) == {}
+    assert merged(staleness_parts)([make_sample(0, weight_versions=["default"])]) == {}
     assert parse_weight_version("v12") == 12 and parse_weight_version("main") is None
 
 
