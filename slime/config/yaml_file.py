@@ -28,7 +28,6 @@ from slime.files import atomic
 if TYPE_CHECKING:
     import yaml
 
-
 DERIVED = "derived"
 NULL_WORDS = ("", "~", "null", "Null", "NULL")
 URL_PASSWORD = re.compile(r"(\w+://)([^/\s:@]+):([^/\s@]+)@")

@@ -29,7 +29,6 @@ from slime.exceptions import RolloutDataError
 if TYPE_CHECKING:
     from slime.data.sample import Sample
 
-
 logger = logging.getLogger(__name__)
 _said_singletons = False
 ALONE_BELOW = -0.01  # nats: more than bfloat16's rounding of a certain token

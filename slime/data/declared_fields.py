@@ -20,7 +20,6 @@ from slime.metrics.contributions import Contribution
 if TYPE_CHECKING:
     from slime.data.sample import Sample
 
-
 logger = logging.getLogger(__name__)
 _missed: set[str] = set()  # fields whose warning was given
 

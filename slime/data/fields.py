@@ -21,7 +21,6 @@ from slime.exceptions import RolloutDataError
 if TYPE_CHECKING:
     import numpy as np
 
-
 Lengths = TypeVar("Lengths", int, "np.ndarray")  # of one sample, or of all [N]
 
 

@@ -22,7 +22,6 @@ from slime.typing import Array
 if TYPE_CHECKING:
     import torch
 
-
 SMALLEST_INT = "smallest"
 # By dtype, how a list of its numbers is packed: several times faster than numpy reads it.
 PACK_CODES = {"int32": "i", "int64": "i", "float32": "d", "float64": "d", "uint8": "B"}

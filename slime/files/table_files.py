@@ -16,7 +16,6 @@ from slime.files import exact_json
 if TYPE_CHECKING:
     import pyarrow
 
-
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 OTHER_DELIMITERS = (";", "\t", ",", "|")
 LONGEST_CELL = 64 * 2**20  # characters; Python's own limit of 131,072 is below a long conversation

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from slime.data.sample import Sample
 
-
 # Metadata key of the text that the engine sent, on samples whose response was replaced by its
 # tokens' text.
 ENGINE_TEXT = "engine_text"

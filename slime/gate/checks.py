@@ -31,7 +31,6 @@ from slime.gate.token_columns import as_int, mask_array
 if TYPE_CHECKING:
     from slime.data.sample import Sample
 
-
 Find = Callable[[Chunk, np.ndarray], np.ndarray]
 _LENIENT_PERIOD = 8
 _SHORT_MASK = 256

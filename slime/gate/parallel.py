@@ -17,7 +17,6 @@ from slime.typing import Tokenizer
 if TYPE_CHECKING:
     from slime.gate.alignment import Codec
 
-
 PART_SAMPLES = 8192
 # What the checks read. The rest is left behind: it need not be copied to the workers, and may be
 # what cannot be.

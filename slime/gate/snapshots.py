@@ -38,7 +38,6 @@ from slime.typing import Array
 if TYPE_CHECKING:
     import pyarrow
 
-
 logger = logging.getLogger(__name__)
 _STOP = object()
 # What a disk, a value or pyarrow can raise (pyarrow's errors derive from these).

@@ -38,7 +38,6 @@ from slime.metrics.statistics import (
 if TYPE_CHECKING:
     from slime.data.sample import Sample
 
-
 MAX_REWARD_NAMES = 8
 MAX_SOURCES = 64  # metric names must stay few; further sources share one name
 

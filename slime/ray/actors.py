@@ -159,6 +159,7 @@ def local_actors(warning_filters: str = "") -> Iterator[None]:
         with warnings.catch_warnings():
             for text in filter(None, warning_filters.split(",")):
                 action, _, message = text.partition(":")
+                # type: ignore: a text, where the stub asks for one of five literals
                 warnings.filterwarnings(action, message=message)  # type: ignore[arg-type]
             yield
     finally:

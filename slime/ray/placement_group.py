@@ -26,7 +26,6 @@ from slime.typing import ActorHandle
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-
 PLACEMENT_TIMEOUT_S = 60.0
 # Shares of one device, so that a trainer, a critic and a colocated engine fit on it together.
 TRAIN_FRACTION = 0.4

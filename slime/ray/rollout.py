@@ -64,7 +64,6 @@ from slime.utils.watched_calls import WATCH
 if TYPE_CHECKING:
     from slime.data.batch import RolloutBatch
 
-
 logger = logging.getLogger(__name__)
 
 # upstream's earlier names of what is public elsewhere by now

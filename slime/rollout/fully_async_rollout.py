@@ -33,7 +33,6 @@ from slime.utils.http_utils import close_session
 if TYPE_CHECKING:
     from slime.prompts.data_source import DataSource
 
-
 logger = logging.getLogger(__name__)
 
 _global_worker: AsyncRolloutWorker | None = None

@@ -34,7 +34,6 @@ from slime.utils.misc import load_function
 if TYPE_CHECKING:
     from slime.prompts.data_source import DataSource
 
-
 logger = logging.getLogger(__name__)
 
 # Without --max-dropped-groups, the filter may drop this many times the batch in one rollout.

@@ -23,7 +23,6 @@ from slime.rollout.rm_hub.deepscaler import ANSWER_MARKS
 if TYPE_CHECKING:
     from slime.data.sample import Sample
 
-
 logger = logging.getLogger(__name__)
 
 # Equal within this share of the larger of the two (and of 1).

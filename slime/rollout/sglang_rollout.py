@@ -51,7 +51,6 @@ from slime.utils.watched_calls import call_within
 if TYPE_CHECKING:
     from slime.prompts.data_source import DataSource
 
-
 logger = logging.getLogger(__name__)
 
 # Evaluation datasets by their cache key, read once per process.

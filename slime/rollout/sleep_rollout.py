@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from slime.prompts.data_source import DataSource
 
-
 logger = logging.getLogger(__name__)
 
 

@@ -12,7 +12,6 @@ from slime.tracking.report import FAMILIES, RunRecords, eval_sets, read_ledgers
 if TYPE_CHECKING:
     import matplotlib.axes
 
-
 INK, GRID = "#2b2b2b", "#e3e3e3"
 BLUE, ORANGE, GREEN, RED, GREY = "#2f6fb3", "#e0812b", "#3a9657", "#c2423f", "#9a9a9a"
 

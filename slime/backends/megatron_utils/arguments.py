@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-
 # HF config name -> the Megatron option that must hold the same value
 _SAME_VALUE = {
     "hidden_size": "hidden_size",

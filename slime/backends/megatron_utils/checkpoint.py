@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-
 __all__ = ["load_checkpoint", "load_weights", "save_checkpoint", "save_hf_checkpoint"]
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,6 @@ from slime.models.param_mapping import strip_module_prefix
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
-
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)")
 _EXPERT = re.compile(r"(\.experts\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-
 __all__ = [
     "forward_only",
     "load_checkpoint",

@@ -28,7 +28,6 @@ from slime.exceptions import ConfigError
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
 
-
 INDEX = "optimizer_index.json"
 _MOMENTS = frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
 _MAIN_PARAM = "main_param"

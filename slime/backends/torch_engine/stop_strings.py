@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     import numpy as np
 
-
 Decode = Callable[[Sequence[int]], str]
 Ids = TypeVar("Ids", Sequence[int], "np.ndarray")
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     import sympy
 
-
 MAX_EXPONENT = 1000
 MAX_FACTORIAL = 1000
 MAX_BITS = 100_000
