@@ -23,6 +23,7 @@ from slime.data.ragged import as_array, num_entries
 from slime.data.reasons import DropReason
 from slime.data.weight_versions import oldest_version
 from slime.exceptions import RolloutDataError
+from slime.typing import Numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,7 +273,7 @@ class _Evidence:
         )
 
 
-def _ids(tokens: object) -> np.ndarray:
+def _ids(tokens: Numbers) -> np.ndarray:
     """Token ids, int64, the same for a list, an array and a tensor of them."""
     return np.ascontiguousarray(as_array(tokens)).astype(np.int64).reshape(-1)
 

@@ -11,6 +11,8 @@ import struct
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from slime.typing import Numbers
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -98,7 +100,7 @@ def number_list(values: Any) -> NumberList:
     return NumberList(array.tolist(), array=array)
 
 
-def joined(first: object, second: list) -> NumberList:
+def joined(first: Numbers | None, second: list) -> NumberList:
     """The numbers of `first` (list, array, tensor or None), then those of `second`. The sum knows
     its array where `second` does: `first` is packed then. None of the two is changed.
     """

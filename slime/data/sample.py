@@ -14,6 +14,7 @@ from typing import Any, ClassVar, cast
 
 from slime.data.number_list import joined, number_list
 from slime.exceptions import RolloutDataError
+from slime.typing import Numbers
 
 RolloutBatch = dict[str, list]
 
@@ -203,8 +204,8 @@ class Sample:
         self,
         args: argparse.Namespace | None = None,
         *,
-        tokens: object = None,
-        log_probs: object = None,
+        tokens: Numbers | None = None,
+        log_probs: Numbers | None = None,
         trainable: bool = True,
         meta_info: dict | None = None,
         text: str | None = None,
