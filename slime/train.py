@@ -393,9 +393,9 @@ def open_run(args: argparse.Namespace) -> Iterator[Run]:
 
 def _run_session(args: argparse.Namespace, loop: Callable[[Run], None], started: float) -> int:
     from slime.config.derive import has_megatron_checkpoint
+    from slime.plugins.watched_calls import last_words
     from slime.ray.session import interruptible
     from slime.tracking.tracking import finish_tracking, log_dir_of
-    from slime.utils.watched_calls import last_words
 
     status, is_done = 1, False
     with interruptible():

@@ -105,7 +105,7 @@ WAITS = (
         "more than --max-failed-ratio",
         "rollout/test_rollout_over_http.py::test_too_many_failures_stop_the_run_with_their_reasons",
         options=("--max-failed-ratio",),
-        said_in="rollout/failures.py",
+        said_in="plugins/failures.py",
     ),
     Wait(
         GENERATION,
@@ -161,12 +161,12 @@ WAITS = (
         "did not return within",
         "rollout/test_user_functions.py::test_a_generate_function_or_hook_that_waits_for_ever_costs_its_sample_only",
         options=("--generate-timeout",),
-        said_in="utils/watched_calls.py",
+        said_in="plugins/watched_calls.py",
     ),
     Wait(
         REWARDS,
         "a custom reward function that waits for something",
-        ("utils/watched_calls.py::call_within",),
+        ("plugins/watched_calls.py::call_within",),
         "the sample has no reward, with the reason",
         "did not return within",
         "rollout/test_user_functions.py::test_a_reward_that_waits_for_ever_costs_its_sample_only",
@@ -180,7 +180,7 @@ WAITS = (
         "has held its event loop for",
         "rollout/test_user_functions.py::test_a_reward_that_blocks_the_event_loop_ends_the_run_with_function_sample_and_line",
         options=("--reward-timeout",),
-        said_in="utils/watched_calls.py",
+        said_in="plugins/watched_calls.py",
     ),
     Wait(
         REWARDS,
@@ -190,8 +190,8 @@ WAITS = (
         "kept the interpreter to itself for more than",
         "rollout/test_user_functions.py::test_a_call_that_holds_the_interpreter_ends_its_process_and_leaves_its_name",
         options=("--reward-timeout",),
-        constants=("utils/watched_calls.py::HELD_GRACE_S",),
-        said_in="utils/watched_calls.py",
+        constants=("plugins/watched_calls.py::HELD_GRACE_S",),
+        said_in="plugins/watched_calls.py",
     ),
     Wait(
         REWARDS,
@@ -482,7 +482,7 @@ WORKERS = (
     ),
     Worker(
         "the thread that watches calls of user functions",
-        ("utils/watched_calls.py::CallWatch._watch",),
+        ("plugins/watched_calls.py::CallWatch._watch",),
         "ends with its process",
     ),
     Worker(

@@ -28,8 +28,8 @@ from slime.config.rules import SUPERVISED
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError
 from slime.files import atomic, exact_json
+from slime.plugins.filter_calls import call_filter, require_groups
 from slime.prompts.dataset import Dataset
-from slime.rollout.filter_calls import call_filter, require_groups
 from slime.utils.misc import load_function
 
 logger = logging.getLogger(__name__)

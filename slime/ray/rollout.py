@@ -41,6 +41,7 @@ from slime.gate.gate import Gate
 from slime.gate.judge import PostprocessResult
 from slime.metrics import rollout_metrics
 from slime.metrics.statistics import compute_rollout_step, dict_add_prefix
+from slime.plugins.watched_calls import WATCH
 from slime.ray import actors
 from slime.ray.rollout_servers import start_rollout_servers
 from slime.ray.utils import Lock, wait_for
@@ -59,7 +60,6 @@ from slime.tracking.tracking import (
 from slime.utils.http_utils import init_http_client
 from slime.utils.misc import Box, count_rollouts_per_epoch, load_function
 from slime.utils.processing_utils import shared_tokenizer
-from slime.utils.watched_calls import WATCH
 
 if TYPE_CHECKING:
     from slime.data.batch import RolloutBatch

@@ -12,11 +12,11 @@ from typing import Any
 from slime.data.rewards import reward_number, value_problem
 from slime.data.sample import Sample, chosen_reward
 from slime.exceptions import ConfigError, RolloutDataError
+from slime.plugins.failures import FailureCounter, mark_failed
 from slime.prompts.data_source import clone_for_group, iter_samples
 from slime.prompts.dataset import Dataset
 from slime.prompts.eval_config import EvalDatasetConfig, eval_datasets_of
 from slime.rollout.base_types import RolloutFnEvalOutput
-from slime.rollout.failures import FailureCounter, mark_failed
 from slime.rollout.group_loop import report_progress
 from slime.utils.misc import load_function
 

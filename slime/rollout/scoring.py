@@ -11,12 +11,12 @@ from typing import Any
 
 from slime.data.sample import Sample
 from slime.gate.before_rewards import with_engine_text
-from slime.rollout.failures import ENDS_THE_RUN, describe_error, log_cause, mark_failed
+from slime.plugins.failures import ENDS_THE_RUN, describe_error, log_cause, mark_failed
+from slime.plugins.watched_calls import CallTimeout, call_within
 from slime.rollout.rm_hub import async_rm, batched_async_rm, is_immediate
 from slime.rollout.rm_hub.outcomes import GraderFailed
 from slime.typing import Tokenizer
 from slime.utils.misc import load_function
-from slime.utils.watched_calls import CallTimeout, call_within
 
 logger = logging.getLogger(__name__)
 

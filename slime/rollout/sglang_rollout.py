@@ -29,12 +29,13 @@ from slime.data.structure import with_rollout_id
 from slime.data.trained_sampling import check_trained_sampling
 from slime.data.weight_versions import mask_older_tokens
 from slime.exceptions import EngineError, RolloutDataError
+from slime.plugins.failures import ENDS_THE_RUN, fail
+from slime.plugins.watched_calls import call_within
 from slime.prompts.data_source import iter_samples
 from slime.prompts.dataset import prompt_text
 from slime.rollout import generation
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.engine_client import abort_engines, choose_url, get_engines, request_generate
-from slime.rollout.failures import ENDS_THE_RUN, fail
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.sample_hooks import (
     apply_rollout_sample_hooks,
@@ -46,7 +47,6 @@ from slime.typing import Processor
 from slime.utils.async_utils import run
 from slime.utils.hooks import load_hook
 from slime.utils.misc import load_function
-from slime.utils.watched_calls import call_within
 
 if TYPE_CHECKING:
     from slime.prompts.data_source import DataSource

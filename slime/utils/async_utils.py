@@ -10,7 +10,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from slime.utils.watched_calls import WATCH, CallTimeout
+from slime.plugins.watched_calls import WATCH, CallTimeout
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ import pytest
 from support.rollout_args import rollout_args
 
 from slime.data.sample import Sample
-from slime.rollout.failures import FailureCounter
+from slime.plugins.failures import FailureCounter
 from slime.rollout.rm_hub import async_rm, grader_pool
 from slime.rollout.rm_hub.grader_pool import GraderPool, PoolSettings
 from slime.rollout.rm_hub.outcomes import GRADER_ERROR, GRADER_TIMEOUT, GraderFailed, GraderOutcome

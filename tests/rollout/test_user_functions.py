@@ -21,12 +21,8 @@ from support.rollout_args import fresh_rollout_state, rollout_args, tokenizer_fo
 
 from slime.data.sample import Sample
 from slime.exceptions import RolloutDataError
-from slime.prompts.data_source import RolloutDataSourceWithBuffer, clone_for_group
-from slime.rollout import failures, sglang_rollout
-from slime.rollout.sglang_rollout import generate_rollout
-from slime.utils import watched_calls
-from slime.utils.async_utils import run
-from slime.utils.watched_calls import (
+from slime.plugins import failures, watched_calls
+from slime.plugins.watched_calls import (
     WATCH_INTERVAL_S,
     CallTimeout,
     CallWatch,
@@ -34,6 +30,10 @@ from slime.utils.watched_calls import (
     call_within,
     last_words,
 )
+from slime.prompts.data_source import RolloutDataSourceWithBuffer, clone_for_group
+from slime.rollout import sglang_rollout
+from slime.rollout.sglang_rollout import generate_rollout
+from slime.utils.async_utils import run
 
 NUM_GPUS = 0
 

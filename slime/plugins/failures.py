@@ -15,7 +15,7 @@ from pathlib import Path
 from slime.data.reasons import InvalidReason
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError, EngineError, RolloutDataError, SlimeError
-from slime.utils.watched_calls import CallTimeout
+from slime.plugins.watched_calls import CallTimeout
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from slime.data.sample import Sample
 from slime.exceptions import RolloutDataError, SlimeError
-from slime.rollout.failures import ENDS_THE_RUN, describe_error
+from slime.plugins.failures import ENDS_THE_RUN, describe_error
 
 logger = logging.getLogger(__name__)
 SHOWN = 60
