@@ -24,7 +24,7 @@ from slime.config.specs import all_specs
 from slime.config.yaml_file import mask_urls, write_resolved_config
 from slime.exceptions import SlimeError
 from slime.typing import Tokenizer
-from slime.utils.hooks import format_hooks
+from slime.preflight.functions import format_hooks
 
 PROMPTS_SHOWN = 3
 RANKS_SHOWN = 16

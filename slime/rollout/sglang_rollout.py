@@ -31,6 +31,7 @@ from slime.data.weight_versions import mask_older_tokens
 from slime.exceptions import EngineError, RolloutDataError
 from slime.plugins.failures import ENDS_THE_RUN, fail
 from slime.plugins.watched_calls import call_within
+from slime.preflight.functions import load_hook
 from slime.prompts.data_source import iter_samples
 from slime.prompts.dataset import prompt_text
 from slime.rollout import generation
@@ -45,7 +46,6 @@ from slime.rollout.sample_hooks import (
 from slime.rollout.scoring import score_group, scoring_args
 from slime.typing import Processor
 from slime.utils.async_utils import run
-from slime.utils.hooks import load_hook
 from slime.utils.misc import load_function
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from slime.config.rules import broken_rules
 from slime.config.specs import all_specs, flag_of, nearest_names, require_choice, specs_by_name
 from slime.config.yaml_file import format_resolved
 from slime.exceptions import ConfigError
+from slime.preflight.functions import hook_problems
 from slime.tested_versions import requirement
-from slime.utils.hooks import hook_problems
 
 __all__ = ["parse_args", "parse_megatron_role_args", "reset_arg", "resolve", "slime_validate_args"]
 

@@ -16,8 +16,8 @@ import random
 from typing import Any
 
 from slime.data.sample import Sample
+from slime.preflight.functions import load_hook
 from slime.rollout.rm_hub.end_tokens import special_tokens_of, without_end_tokens
-from slime.utils.hooks import load_hook
 from slime.utils.misc import load_function
 
 __all__ = [
