@@ -380,8 +380,8 @@ def open_run(args: argparse.Namespace) -> Iterator[Run]:
     `finish_tracking(args)` is the caller's to call.
     """
     from slime.config.yaml_file import write_resolved_config
+    from slime.harness.live_view import live_view
     from slime.ray.session import run_session
-    from slime.tracking.live_view import live_view
     from slime.tracking.tracking import init_tracking
 
     write_resolved_config(args, f"{args.run_dir}/config.yaml")

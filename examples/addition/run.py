@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from examples.addition import prepare
+from slime.harness.report import read_run, summarize_run
 from slime.tracking.plain_output import keep_output_plain
-from slime.tracking.report import read_run, summarize_run
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -33,14 +33,14 @@ from examples.addition.run import (
     two_stages,
 )
 from examples.sorting import prepare
-from slime.tracking.plain_output import keep_output_plain
-from slime.tracking.report import (
+from slime.harness.report import (
     LEVEL_WINDOW,
     RunRecords,
     find_gate_problems,
     read_run,
     summarize_run,
 )
+from slime.tracking.plain_output import keep_output_plain
 
 HERE = Path(__file__).resolve().parent
 ACCURACY, CUT, TOTAL = "eval/sorting", "gate/failures/truncated", "gate/total"

@@ -377,7 +377,7 @@ WAITS = (
             "backends/torch_engine/server_thread.py::EngineServerThread.stop",
             "backends/sglang_utils/router.py::SglangRouter.stop",
             "utils/http_utils.py::terminate_process",
-            "tracking/live_view.py::LiveView.stop",
+            "harness/live_view.py::LiveView.stop",
             "tracking/tracking.py::Tracking.close",
             "rollout/rm_hub/grader_pool.py::_Worker.kill",
             "rollout/rm_hub/grader_pool.py::_Worker._await_line",
@@ -470,8 +470,8 @@ WORKERS = (
     Worker(
         "the live view follows the run's records",
         (
-            "tracking/live_view.py::LiveView._run_lines",
-            "tracking/live_view.py::LiveView._run_panel",
+            "harness/live_view.py::LiveView._run_lines",
+            "harness/live_view.py::LiveView._run_panel",
         ),
         "stopped with the run",
     ),

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from slime.config.observability import ObservabilityOptions
 from slime.exceptions import ConfigError, RolloutDataError
+from slime.harness.report import RunRecords, read_run
 from slime.metrics.consistency_alarms import SEEN, ConsistencyLimits, consistency_alarms
-from slime.tracking.report import RunRecords, read_run
 
 if TYPE_CHECKING:
     from slime.data.sample import Sample

@@ -374,7 +374,7 @@ def finish_tracking(args: argparse.Namespace, *, primary: bool = True) -> list[s
     progress.configure(None)
     _folders.discard(os.path.abspath(args.run_dir))
     if _is_primary and args.write_report:
-        from slime.tracking.report import report_at_end
+        from slime.harness.report import report_at_end
 
         return report_at_end(args)
     return []

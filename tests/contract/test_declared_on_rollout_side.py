@@ -14,11 +14,11 @@ from slime.data.columns import ColumnsConfig, build_train_columns
 from slime.data.declared_fields import declared_contributions
 from slime.data.fields import Reduce, Rows, Scope
 from slime.data.structure import validate_rollout_id_annotated
+from slime.harness.report import FAMILIES, RunRecords, find_reward_problems, pick
 from slime.metrics.contributions import merge_all
 from slime.metrics.rollout_metrics import RolloutMetricsConfig, eval_metrics
 from slime.rollout.sglang_rollout import _call_generate
 from slime.testing import make_args, make_sample
-from slime.tracking.report import FAMILIES, RunRecords, find_reward_problems, pick
 
 NUM_GPUS = 0
 

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from slime.files.jsonl import JsonlWriter
-from slime.tracking import live_view as live_view_module
-from slime.tracking.live_view import LiveView, RunState, format_duration, live_view
+from slime.harness import live_view as live_view_module
+from slime.harness.live_view import LiveView, RunState, format_duration, live_view
 
 NUM_GPUS = 0
 

@@ -8,8 +8,8 @@ import struct
 
 import pytest
 
-from slime.tracking import report
-from slime.tracking.report import (
+from slime.harness import report
+from slime.harness.report import (
     Checks,
     Ledger,
     print_summary,

@@ -610,7 +610,7 @@ def test_a_distilled_policy_is_evaluated_by_its_reward_type(rig, tmp_path):
 
 def test_the_report_of_a_distilled_run_does_not_ask_for_rewards_that_are_zero_by_construction():
     """The report of a distilled run does not call a constant reward a problem."""
-    from slime.tracking.report import checks_for
+    from slime.harness.report import checks_for
 
     assert checks_for(rollout_args()).reward
     path = "slime.rollout.on_policy_distillation.post_process_rewards"

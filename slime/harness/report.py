@@ -1,7 +1,7 @@
 """What a run did, from its metrics.jsonl alone: a summary table, report.png, and whether the run's
 books balance.
 
-python -m slime.tracking.report RUN_DIR      exit status 1 when something does not add up
+python -m slime.harness.report RUN_DIR      exit status 1 when something does not add up
 """
 
 from __future__ import annotations
@@ -428,7 +428,7 @@ def write_report(
     """Writes <run_dir>/report.png and returns the summary; `summary.problems` is empty when
     everything adds up.
     """
-    from slime.tracking.report_picture import draw_report
+    from slime.harness.report_picture import draw_report
 
     run = read_run(run_dir)
     png = draw_report(
@@ -494,7 +494,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     something does not add up, 2 when there is no run.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m slime.tracking.report", description=__doc__.split("\n", 1)[0]
+        prog="python -m slime.harness.report", description=__doc__.split("\n", 1)[0]
     )
     parser.add_argument("run_dir", help="Folder that holds metrics.jsonl.")
     options = parser.parse_args(argv)

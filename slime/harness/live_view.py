@@ -18,8 +18,8 @@ from typing import Any, TextIO
 
 from slime.algorithms.table import LOSSES
 from slime.files.jsonl import JsonlTail
+from slime.harness.report import EVAL_FAMILIES, FAMILIES, pick
 from slime.tracking import progress
-from slime.tracking.report import EVAL_FAMILIES, FAMILIES, pick
 
 POLL_INTERVAL_S = 0.25
 # a plain line is printed at least this often, so that ten seconds never pass without one
