@@ -189,7 +189,7 @@ def _type_problem(payload: dict, meta: dict) -> str | None:
 
 
 def _ids_and_log_probs(payload: dict, meta: dict) -> tuple[list[int], list[float]]:
-    from slime.backends.torch_engine.arrays import decode_response_arrays, has_arrays
+    from slime.files.wire_arrays import decode_response_arrays, has_arrays
 
     if has_arrays(meta):
         token_ids, log_probs = decode_response_arrays(meta)

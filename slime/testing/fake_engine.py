@@ -174,7 +174,7 @@ def make_reply(
         "weight_version": version,
     }
     if body and body.get("return_arrays"):
-        from slime.backends.torch_engine.arrays import (
+        from slime.files.wire_arrays import (
             LOG_PROB_DTYPE,
             LOG_PROBS_KEY,
             TOKEN_DTYPE,

@@ -24,7 +24,6 @@ import torch
 from safetensors.torch import load_file, save
 from support.tiny_models import make_tiny_checkpoint
 
-from slime.backends.torch_engine.arrays import decode_response_arrays
 from slime.backends.torch_engine.engine_config import EngineConfig
 from slime.backends.torch_engine.protocol import ResponseOptions
 from slime.backends.torch_engine.ray_actor import EngineActor
@@ -34,6 +33,7 @@ from slime.backends.torch_engine.server_thread import EngineServerThread
 from slime.backends.torch_engine.streaming import ResponseStream
 from slime.exceptions import ConfigError, EngineError
 from slime.files.checksum import weights_checksum
+from slime.files.wire_arrays import decode_response_arrays
 
 NUM_GPUS = 0
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,13 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.backends.torch_engine import noise
-from slime.backends.torch_engine.arrays import (
-    LOG_PROBS_KEY,
-    TOKEN_DTYPE,
-    TOKEN_IDS_KEY,
-    decode_response_arrays,
-    encode_array,
-)
 from slime.backends.torch_engine.kv_cache import PageAllocator
 from slime.backends.torch_engine.model_runner import pad_to_width
 from slime.backends.torch_engine.prompt_cache import PromptCache, PromptState
@@ -24,6 +17,13 @@ from slime.backends.torch_engine.sampler import SamplingBatch, sample_tokens
 from slime.backends.torch_engine.sampling_params import BadRequest, parse_sampling_params
 from slime.backends.torch_engine.stop_strings import cut_at_stop, find_stop, held_back
 from slime.exceptions import EngineError
+from slime.files.wire_arrays import (
+    LOG_PROBS_KEY,
+    TOKEN_DTYPE,
+    TOKEN_IDS_KEY,
+    decode_response_arrays,
+    encode_array,
+)
 
 NUM_GPUS = 0
 

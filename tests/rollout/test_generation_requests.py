@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
 from support.fake_engine import make_reply
 
-from slime.backends.torch_engine.arrays import TOKEN_DTYPE, encode_array
 from slime.data.sample import Sample
 from slime.exceptions import RolloutDataError
+from slime.files.wire_arrays import TOKEN_DTYPE, encode_array
 from slime.rollout.generation import (
     apply_response,
     apply_segment,

@@ -15,13 +15,6 @@ from typing import Any, cast
 import numpy as np
 
 from slime.backends.torch_engine import noise
-from slime.backends.torch_engine.arrays import (
-    LOG_PROB_DTYPE,
-    LOG_PROBS_KEY,
-    TOKEN_DTYPE,
-    TOKEN_IDS_KEY,
-    encode_array,
-)
 from slime.backends.torch_engine.request import Request
 from slime.backends.torch_engine.sampling_params import (
     BadRequest,
@@ -31,6 +24,13 @@ from slime.backends.torch_engine.sampling_params import (
 )
 from slime.backends.torch_engine.stop_strings import cut_at_stop
 from slime.backends.torch_engine.tokenizer import EngineTokenizer
+from slime.files.wire_arrays import (
+    LOG_PROB_DTYPE,
+    LOG_PROBS_KEY,
+    TOKEN_DTYPE,
+    TOKEN_IDS_KEY,
+    encode_array,
+)
 
 MAX_BATCH = 16384
 MAX_RID_LENGTH = 256
