@@ -32,12 +32,12 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "train": Command(
-        "slime.train:main",
+        "slime.commands.launch:train",
         "Train: generate, score, update, publish the weights; one after the other.",
         raw=True,
     ),
     "train-async": Command(
-        "slime.train_async:main",
+        "slime.commands.launch:train_async",
         "Train with the next rollout generated while this one is trained on.",
         raw=True,
     ),

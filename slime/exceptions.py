@@ -25,3 +25,7 @@ class EngineError(SlimeError, RuntimeError):
     """An inference engine is unreachable, refused a request, or answered with something that is not
     a result.
     """
+
+
+class NothingLeft(SlimeError):
+    """The run has no rollout to run: its message says why, and how to go on. No failure."""

@@ -1,7 +1,6 @@
 """Training in this process, for notebooks, debuggers and profilers: what `slime train --local`
 does, as functions.
 
-    from slime.local import local_run, train
 
     result = train(["--config", "grpo.yaml"], custom_rm_path="__main__.reward", num_rollout=2)
     result.series("rollout/raw_reward")                   {0: 0.25, 1: 0.31}
@@ -24,9 +23,14 @@ from typing import Any
 
 from slime.config.specs import nearest_names, specs_by_name
 from slime.exceptions import ConfigError
+from slime.files.jsonl import read_jsonl
+from slime.harness.report import finish_run
+from slime.ray import actors
+from slime.tracking.tracking import FILE_NAME
 from slime.train import Run, open_run, train_on, update_weights
 from slime.train import generate as start_rollout
 from slime.train import train as training_loop
+from slime.utils.arguments import parse_args
 
 __all__ = [
     "LocalResult",
@@ -50,8 +54,6 @@ class LocalResult:
         """step -> value of one metric. KeyError with the nearest names where nothing was logged
         under it.
         """
-        from slime.files.jsonl import read_jsonl
-        from slime.tracking.tracking import FILE_NAME
 
         records = [
             record for record in read_jsonl(self.run_dir / FILE_NAME)[0] if "metrics" in record
@@ -106,20 +108,17 @@ def local_run(options: Sequence[str] = (), **named: object) -> Iterator[Run]:
     """A run in this process, its models loaded and the weights published to the engine; everything
     is stopped at the end.
     """
-    from slime.tracking.tracking import finish_tracking
-    from slime.utils.arguments import parse_args
 
     args = parse_args([*map(str, options), *words_of(named), "--local"])
     try:
         with open_run(args) as run:
             yield run
     finally:
-        finish_tracking(args)
+        finish_run(args)
 
 
 def generate(run: Run, rollout_id: int) -> list[Any]:
     """One rollout, generated and scored: what `train_on(run, rollout_id, ...)` takes."""
-    from slime.ray import actors
 
     return actors.get(start_rollout(run, rollout_id))
 

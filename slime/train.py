@@ -6,21 +6,28 @@ python -m slime.train --config run.yaml        or        slime train --config ru
 from __future__ import annotations
 
 import argparse
-import bdb
 import collections
 import contextlib
 import copy
 import dataclasses
 import logging
-import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from slime.exceptions import ConfigError, SlimeError
-from slime.tracking.plain_output import keep_output_plain
+from slime.commands.launch import launch
+from slime.config.resume import evaluates_only, nothing_left, schedule_problem
+from slime.config.yaml_file import write_resolved_config
+from slime.data.ledger import finished_metrics
+from slime.exceptions import ConfigError, NothingLeft
+from slime.harness.live_view import live_view
+from slime.metrics.statistics import compute_rollout_step
+from slime.ray.placement import create_placement_groups
+from slime.ray.placement_group import create_rollout_manager, create_training_models
+from slime.ray.session import run_session
+from slime.ray.utils import STOP_TIMEOUT_S, wait_for
+from slime.tracking import tracking
 from slime.tracking.progress import report
+from slime.utils.misc import should_run_periodic_action
 
 logger = logging.getLogger("slime")
 
@@ -46,8 +53,6 @@ class Run:
 
     def is_due(self, rollout_id: int, interval: int | None) -> bool:
         """True after the rollouts at which a periodic action (save, evaluation) falls due."""
-        from slime.utils.misc import should_run_periodic_action
-
         return should_run_periodic_action(
             rollout_id, interval, self.num_rollout_per_epoch, self.num_rollout
         )
@@ -67,13 +72,6 @@ def build_run(args: argparse.Namespace) -> Iterator[Run]:
     """Starts the actors, loads the weights and publishes them to the engines; takes everything down
     again.
     """
-    from slime.ray.placement_group import (
-        create_placement_groups,
-        create_rollout_manager,
-        create_training_models,
-    )
-    from slime.ray.utils import STOP_TIMEOUT_S, wait_for
-
     report(phase="starting engines and trainers")
     placements = create_placement_groups(args)
     rollout_manager = create_rollout_manager(args, placements["rollout"])
@@ -146,10 +144,6 @@ def planned_rollouts(
     return args.num_epoch * num_rollout_per_epoch, num_rollout_per_epoch
 
 
-class NothingLeft(SlimeError):
-    """The run has no rollout to run: its message says why, and how to go on. No failure."""
-
-
 def with_num_rollout(args: argparse.Namespace, num_rollout: int) -> Any:
     """Returns a copy of `args` whose --num-rollout is the number that follows from --num-epoch: the
     trainers' schedule needs its end.
@@ -157,8 +151,6 @@ def with_num_rollout(args: argparse.Namespace, num_rollout: int) -> Any:
     NothingLeft where all rollouts are done; ConfigError where a resumed schedule does not reach the
     last one.
     """
-    from slime.config.resume import nothing_left, schedule_problem
-
     if args.num_rollout is not None:
         return args
     if (sentence := nothing_left(args, num_rollout=num_rollout)) is not None:
@@ -211,15 +203,11 @@ def log_trained(
     """Closes the rollout's ledger: what was planned has trained, but for what the policy's ranks
     say in their `results`.
     """
-    from slime.data.ledger import finished_metrics
-    from slime.metrics.statistics import compute_rollout_step
-    from slime.tracking.tracking import log
-
     not_trained: collections.Counter[str] = collections.Counter()
     for result in results:
         not_trained.update(result["not_trained"] if result else {})
     metrics = finished_metrics(sum(box.num_trained for box in shards), not_trained)
-    log(
+    tracking.log(
         args,
         {**metrics, "rollout/step": compute_rollout_step(args, rollout_id)},
         step_key="rollout/step",
@@ -230,8 +218,6 @@ def begin_training(run: Run) -> None:
     """Engines give their memory back and trainers take theirs, as --offload-rollout,
     --offload-train and --release-train ask.
     """
-    from slime.ray.utils import wait_for
-
     if run.args.offload_rollout and not run.args.debug_train_only:
         wait_for(
             [run.rollout_manager.offload.remote()],
@@ -256,8 +242,6 @@ def end_training(run: Run) -> None:
 
 def update_weights(run: Run) -> None:
     """Gives the engines the trained weights, after the memory that they gave back for training."""
-    from slime.ray.utils import wait_for
-
     report(phase="updating weights")
     if run.args.offload_rollout:
         wait_for(
@@ -272,8 +256,6 @@ def save(run: Run, rollout_id: int) -> None:
     """One checkpoint: the data position first, then the models, whose published pointer makes both
     current.
     """
-    from slime.ray.utils import wait_for
-
     report(phase="saving")
     wait_for(
         [run.rollout_manager.save.remote(rollout_id)],
@@ -288,8 +270,6 @@ def evaluate_at_start(run: Run) -> None:
     """The evaluation of weights that no rollout of this run has trained: those of a first start,
     or, with --num-rollout 0, the loaded ones alone.
     """
-    from slime.config.resume import evaluates_only
-
     args = run.args
     is_first = (
         run.start_rollout_id == 0
@@ -303,8 +283,6 @@ def evaluate_at_start(run: Run) -> None:
 
 def evaluate(run: Run, rollout_id: int) -> None:
     """Scores the evaluation datasets with the engines' current weights."""
-    from slime.ray.utils import wait_for
-
     report(phase="evaluating")
     wait_for(
         [run.rollout_manager.eval.remote(rollout_id)],
@@ -315,8 +293,6 @@ def evaluate(run: Run, rollout_id: int) -> None:
 
 def train(run: Run) -> None:
     """Runs rollouts `start_rollout_id .. num_rollout - 1`, one after the other."""
-    from slime.ray.utils import wait_for
-
     args = run.args
     evaluates = args.eval_interval is not None and not args.debug_train_only
     evaluate_at_start(run)
@@ -339,125 +315,21 @@ def train(run: Run) -> None:
             evaluate(run, rollout_id + 1)
 
 
-def launch(
-    argv: Sequence[str] | None,
-    loop: Callable[[Run], None],
-    *,
-    check: Callable[[Any], None] | None = None,
-) -> int:
-    """Parses the options, runs `loop` inside a Ray session, and returns the exit status: 0 done, 1
-    failed or with problems in its report, 2 bad options, 130 interrupted. `check`: raises
-    ConfigError for options with which this loop cannot run.
-    """
-    started = time.monotonic()
-    keep_output_plain()
-    from slime.config.resume import nothing_left
-    from slime.utils.arguments import parse_args
-
-    try:
-        args = parse_args(argv)
-        if check is not None:
-            check(args)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if args.dry_run:
-        from slime.commands.dry_run import dry_run
-
-        return dry_run(args)
-    if (
-        args.num_rollout is not None
-        and (sentence := nothing_left(args, num_rollout=args.num_rollout)) is not None
-    ):
-        print(sentence, file=sys.stderr)
-        return 0
-    return _run_session(args, loop, started)
-
-
 @contextlib.contextmanager
 def open_run(args: argparse.Namespace) -> Iterator[Run]:
     """A run of parsed options, ready for its loop, with its records, live view and actors.
-    `finish_tracking(args)` is the caller's to call.
+    `finish_run(args)` is the caller's to call.
     """
-    from slime.config.yaml_file import write_resolved_config
-    from slime.harness.live_view import live_view
-    from slime.ray.session import run_session
-    from slime.tracking.tracking import init_tracking
-
     write_resolved_config(args, f"{args.run_dir}/config.yaml")
     with live_view(args):
-        init_tracking(args, primary=True)
+        tracking.init_tracking(args, primary=True)
         with run_session(args), build_run(args) as run:
             yield run
 
 
-def _run_session(args: argparse.Namespace, loop: Callable[[Run], None], started: float) -> int:
-    from slime.config.derive import has_megatron_checkpoint
-    from slime.plugins.watched_calls import last_words
-    from slime.ray.session import interruptible
-    from slime.tracking.tracking import finish_tracking, log_dir_of
-
-    status, is_done = 1, False
-    with interruptible():
-        try:
-            with open_run(args) as run:
-                loop(run)
-            status, is_done = 0, True
-        except KeyboardInterrupt as error:
-            go_on = (
-                f"; continue with --load {args.save}" if has_megatron_checkpoint(args.save) else ""
-            )
-            print(
-                f"interrupted ({str(error) or 'SIGINT'}): everything is stopped{go_on}",
-                file=sys.stderr,
-            )
-            status = 130
-        except bdb.BdbQuit:
-            print("ended in the debugger: everything is stopped", file=sys.stderr)
-            status = 130
-        except NothingLeft as sentence:
-            print(sentence, file=sys.stderr)
-            status = 0
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is named, and the run fails
-            status = print_failure(error)
-            if (words := last_words(log_dir_of(args))) is not None:
-                print(f"error: {words}", file=sys.stderr)
-        finally:
-            problems = finish_tracking(args)
-    if is_done and problems:
-        status = 1
-    logger.info("finished with status %d after %.0f s", status, time.monotonic() - started)
-    return status
-
-
-def print_failure(error: Exception) -> int:
-    """Says on standard error what ended the run, in place of Ray's pages; returns the exit status:
-    2 for a ConfigError, else 1.
-
-    An error that slime raised on purpose, in this process or in an actor, is its one message. Of
-    any other, the actor that raised it and the end of its stack are shown.
-    """
-    import ray
-
-    from slime.ray.utils import plain_text, slime_error_of
-
-    known = slime_error_of(error)
-    if known is not None:
-        print(f"error: {known}", file=sys.stderr)
-        return 2 if isinstance(known, ConfigError) else 1
-    if isinstance(error, ray.exceptions.RayError):
-        # Ray's text begins with the actor and ends with the cause.
-        lines = plain_text(error).splitlines()
-        print("\n".join([f"error in an actor: {lines[0]}", *lines[1:][-12:]]), file=sys.stderr)
-    else:
-        traceback.print_exception(error)
-    print("each process's log is in the run folder, below logs/", file=sys.stderr)
-    return 1
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """`slime train`: the synchronous loop."""
-    return launch(argv, train)
+    """`slime train`."""
+    return launch(argv, "slime.train")
 
 
 if __name__ == "__main__":

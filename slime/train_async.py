@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from slime.commands.launch import launch
 from slime.exceptions import ConfigError
 from slime.ray.utils import wait_for
 from slime.train import (
@@ -18,14 +19,13 @@ from slime.train import (
     evaluate,
     evaluate_at_start,
     generate,
-    launch,
     save,
     train_on,
     update_weights,
 )
 
 
-def require_two_sides(args: argparse.Namespace) -> None:
+def check(args: argparse.Namespace) -> None:
     """ConfigError for options with which engines and trainers take turns, all of them at once: here
     they work at the same time.
     """
@@ -50,7 +50,7 @@ def train(run: Run) -> None:
     trainer.
     """
     args = run.args
-    require_two_sides(args)
+    check(args)
     evaluates = args.eval_interval is not None and not args.debug_train_only
     evaluate_at_start(run)
     ahead = generate(run, run.start_rollout_id) if run.start_rollout_id < run.num_rollout else None
@@ -77,8 +77,8 @@ def train(run: Run) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`slime train-async`: the loop with one rollout in flight ahead."""
-    return launch(argv, train, check=require_two_sides)
+    """`slime train-async`."""
+    return launch(argv, "slime.train_async")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Checks the shape of the code: layers, sizes, hidden defaults, changes of `args`. `python
+"""Checks the shape of the code: floors, circles, doors, state, sizes, hidden defaults. `python
 tools/repo_shape.py`; exit 1 names every place.
 
-An exception is one line in EXCEPTIONS with its reason. A line that no longer excuses anything is an
+Floors and exceptions stand in tools/house.py, an exception with its reason. A line that no longer excuses anything is an
 error too, so the list only holds what is true.
 """
 
@@ -16,174 +16,28 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from house import (  # noqa: E402
+    ANY_ADDRESS,
+    CHANGES,
+    CONTAINERS,
+    CORES,
+    EXCEPTIONS,
+    FLOORS,
+    FORBIDDEN_BELOW_EDGES,
+    FOREIGN_PRIVATE,
+    GROUND,
+)
+
 FOLDERS = ("slime", "tools", "examples", "tests", ".github/workflows")
 
 MAX_FILE_LINES = 600
 MAX_TEST_FILE_LINES = 800  # tables of cases, one a line
-MAX_FUNCTION_LINES = 100
+MAX_FUNCTION_LINES = 80
+MAX_TEST_FUNCTION_LINES = 100
 MAX_PARAMETERS = 8
 MAX_UNTYPED_SHARE = 0.03  # of the parameters in slime/
-
-# The first pattern that fits a module gives its layer; imports point to the same layer or to a
-# lower one.
-LAYERS: tuple[tuple[str, int], ...] = (
-    ("slime", 0),
-    ("slime.exceptions", 0),
-    ("slime.tested_versions", 0),
-    ("slime.typing", 0),
-    ("slime.config", 0),
-    ("slime.config.CONCERNS", 0),
-    ("slime.config.dry_run", 4),
-    ("slime.config.doctor", 4),
-    ("slime.config.*", 0),
-    ("slime.files.atomic", 0),
-    ("slime.data.sample", 1),
-    ("slime.data.fields", 1),
-    ("slime.data.reasons", 1),
-    ("slime.data.number_list", 1),
-    ("slime.files.exact_json", 1),
-    ("slime.algorithms.table", 0),
-    ("slime.algorithms*", 2),
-    ("slime.data.batch", 2),
-    ("slime.data.schedule", 2),
-    ("slime.data.partitioning", 2),
-    ("slime.utils.ppo_utils", 2),
-    ("slime.utils.misc", 1),
-    ("slime.data.ragged", 2),
-    ("slime.data.packing", 2),
-    ("slime.data.flops", 2),
-    ("slime.data.rows", 2),
-    ("slime.data.split", 2),
-    ("slime.data.context_parallel", 2),
-    ("slime.metrics.statistics", 2),
-    ("slime.prompts.masks", 2),
-    ("slime.prompts.chat_render", 2),
-    ("slime.rollout.generation", 2),
-    ("slime.rollout.turns", 2),
-    ("slime.rollout.tool_calls", 2),
-    ("slime.data.columns", 2),
-    ("slime.data.weight_versions", 2),
-    ("slime.data.trained_sampling", 2),
-    ("slime.data.declared_fields", 2),
-    ("slime.data.rewards", 2),
-    ("slime.data.length_penalty", 2),
-    ("slime.gate.gate", 3),
-    ("slime.gate.parallel", 3),
-    ("slime.commands.gate", 4),
-    ("slime.commands.reward", 4),
-    ("slime.gate*", 2),
-    ("slime.metrics.contributions", 2),
-    ("slime.metrics.consistency_alarms", 2),
-    ("slime.files.jsonl", 2),
-    ("slime.train", 4),
-    ("slime.train_async", 4),
-    ("slime.cli", 4),
-    ("slime.local", 4),
-    ("slime.testing", 4),
-    ("slime.harness*", 4),
-    ("slime.viewer*", 4),
-    ("slime.*", 3),
-    ("examples*", 4),
-    ("tools*", 4),
-    ("tests*", 5),
-)
-
-ANY_ADDRESS = ".".join("0000")
-FORBIDDEN_BELOW_EDGES = ("ray", "megatron", "sglang", "sglang_router", "wandb", "aiohttp")
-
-# Private names of other packages' objects that have no public one.
-FOREIGN_PRIVATE = {
-    "_actions": "argparse's options of a parser",
-    "_cdata": "torch's identity of a storage",
-    "_get_model_param_range_map": "Megatron-core's place of a parameter in an optimizer shard",
-    "_version": "torch's count of a tensor's edits",
-}
-UPSTREAM_NAME = "the name is upstream's, and private there too"
-
-SHORT_NAMESPACE = (
-    "upstream's tests call this with a namespace that has only the options they are about"
-)
-
-# (rule, path or path::function, reason)
-EXCEPTIONS: tuple[tuple[str, str, str], ...] = (
-    (
-        "args",
-        "slime/config/derive.py",
-        "derivation is the last part of parsing; the namespace is final after it",
-    ),
-    (
-        "stdlib",
-        "slime/config/yaml_file.py",
-        "PyYAML reads --config; it is imported inside the function that needs it",
-    ),
-    (
-        "layer",
-        "slime/utils/misc.py",
-        "get_free_port and its kin ask Ray, imported inside the function, only in a Ray process",
-    ),
-    (
-        "layer",
-        "slime/utils/ppo_utils.py",
-        "context-parallel variants under upstream's names import the layout inside the function",
-    ),
-    (
-        "layer",
-        "slime/rollout/generation.py",
-        "decodes the engine's base64 arrays with the engine's own codec, numpy only",
-    ),
-    (
-        "parameters",
-        "slime/backends/megatron_utils/forward.py::get_log_probs_and_entropy",
-        "upstream's signature, pinned by its tests",
-    ),
-    *(
-        (
-            "parameters",
-            f"slime/backends/megatron_utils/model.py::{name}",
-            "upstream's parameters, and what is called before the first update",
-        )
-        for name in ("train", "train_one_step")
-    ),
-    (
-        "parameters",
-        "slime/prompts/dataset.py::__init__",
-        "upstream's signature of Dataset, pinned by its tests",
-    ),
-    ("parameters", "slime/ray/actor_group.py::__init__", "upstream's signature of RayTrainGroup"),
-    *(
-        ("file size", f"slime/{path}", "grew when lines became shorter; is to be split")
-        for path in (
-            "config/rules.py",
-            "data/batch.py",
-            "gate/checks.py",
-        )
-    ),
-    *(
-        ("private name", f"slime/{path}", UPSTREAM_NAME)
-        for path in (
-            "backends/megatron_utils/hf_to_megatron/__init__.py",
-            "backends/megatron_utils/loss.py",
-            "ray/rollout.py",
-            "rollout/engine_client.py",
-        )
-    ),
-    *(
-        ("hidden default", f"slime/{path}", SHORT_NAMESPACE)
-        for path in (
-            "rollout/engine_client.py",
-            "rollout/group_selection.py",
-            "rollout/rm_hub/__init__.py",
-            "rollout/sample_hooks.py",
-            "rollout/scoring.py",
-            "rollout/sglang_rollout.py",
-            "data/schedule.py",
-            "prompts/eval_config.py",
-            "data/flops.py",
-            "utils/http_utils.py",
-            "data/sample.py",
-        )
-    ),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,9 +59,19 @@ def module_name(path: str) -> str:
     return name.removesuffix(".__init__")
 
 
-def layer_of(module: str) -> int | None:
-    """Returns the module's layer, None for what is not ours."""
-    return next((layer for pattern, layer in LAYERS if fnmatch.fnmatchcase(module, pattern)), None)
+def floor_of(module: str) -> int | None:
+    """Returns the number of the module's floor, None for what is not ours."""
+    fitting = (
+        floor
+        for floor, patterns in enumerate(FLOORS)
+        if any(fnmatch.fnmatchcase(module, pattern) for pattern in patterns if "*" not in pattern)
+    )
+    folder = (
+        floor
+        for floor, patterns in enumerate(FLOORS)
+        if any(fnmatch.fnmatchcase(module, pattern) for pattern in patterns)
+    )
+    return next(fitting, next(folder, None))
 
 
 def imported_modules(node: ast.AST) -> list[str]:
@@ -236,37 +100,131 @@ def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def check_imports(path: str, tree: ast.Module) -> Iterator[Finding]:
-    """Imports point down; low layers import neither engines nor trackers; configuration imports the
-    standard library.
+    """Imports point down; cores import neither engines nor trackers; configuration imports the
+    standard library; an import of ours inside a function needs a reason.
     """
     module = module_name(path)
-    layer = layer_of(module)
-    if layer is None:
+    floor = floor_of(module)
+    if floor is None:
         return
+    inside = {
+        id(node)
+        for function in functions(tree)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
     for node in runtime_nodes(tree):
         for name in imported_modules(node):
             line = getattr(node, "lineno", 0)
-            target = layer_of(name)
-            if target is not None and target > layer:
+            target = floor_of(name)
+            if target is not None and target > floor:
                 yield Finding(
-                    "layer", path, line, f"{module} (layer {layer}) imports {name} (layer {target})"
+                    "floor", path, line, f"{module} imports {name}, which stands above it"
                 )
             top = name.split(".")[0]
-            if layer <= 2 and top in FORBIDDEN_BELOW_EDGES:
+            if module.startswith(CORES) and top in FORBIDDEN_BELOW_EDGES:
                 yield Finding(
-                    "layer",
-                    path,
-                    line,
-                    f"{module} (layer {layer}) imports {top}, which belongs to the edges",
+                    "floor", path, line, f"{module} imports {top}, which is for the edges"
                 )
             is_plain = top in sys.stdlib_module_names or top == "slime"
-            if layer == 0 and not is_plain:
+            if floor <= GROUND and not is_plain:
                 yield Finding(
-                    "stdlib",
-                    path,
-                    line,
-                    f"{module} imports {name}; layer 0 has the standard library only",
+                    "stdlib", path, line, f"{module} imports {name}, not standard library"
                 )
+        if id(node) in inside and path.startswith("slime/"):
+            if names := [name for name in imported_modules(node) if name.startswith("slime")]:
+                yield Finding(
+                    "local import", path, node.lineno, f"imports {names[0]} inside a function"
+                )
+
+
+def import_graph(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
+    """Returns which of these modules each of them imports, inside functions too."""
+    graph: dict[str, set[str]] = {module: set() for module in trees}
+    for module, tree in trees.items():
+        for node in runtime_nodes(tree):
+            for name in imported_modules(node):
+                found = name if name in trees else name.rpartition(".")[0]
+                if found in trees and found != module:
+                    graph[module].add(found)
+    return graph
+
+
+def find_circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Returns the groups of modules that import each other, directly or through others (Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    circles = []
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for other in sorted(graph[module]):
+            if other not in index:
+                visit(other)
+                low[module] = min(low[module], low[other])
+            elif other in stack:
+                low[module] = min(low[module], index[other])
+        if low[module] == index[module]:
+            group = stack[stack.index(module) :]
+            del stack[stack.index(module) :]
+            if len(group) > 1:
+                circles.append(sorted(group))
+
+    for module in sorted(graph):
+        if module not in index:
+            visit(module)
+    return circles
+
+
+def check_circles(trees: dict[str, ast.Module]) -> Iterator[Finding]:
+    """No module imports what imports it."""
+    for circle in find_circles(import_graph(trees)):
+        yield Finding("circle", circle[0].replace(".", "/") + ".py", 1, " and ".join(circle))
+
+
+def is_container(node: ast.AST | None) -> bool:
+    """Returns whether an expression makes an empty or filled container that can change."""
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func).split(".")[-1] in CONTAINERS
+    return isinstance(node, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp)
+
+
+def check_state(path: str, tree: ast.Module) -> Iterator[Finding]:
+    """No module keeps state: no `global`, and no container at its top that functions change."""
+    if not path.startswith("slime/"):
+        return
+    containers = set()
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if isinstance(node, ast.Assign | ast.AnnAssign) and is_container(node.value):
+            containers |= {target.id for target in targets if isinstance(target, ast.Name)}
+    for function in functions(tree):
+        for node in own_nodes(function):
+            if isinstance(node, ast.Global):
+                for name in node.names:
+                    yield Finding("state", f"{path}::{name}", node.lineno, f"global {name}")
+            owner = None
+            if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                owner = node.value
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                owner = node.func.value if node.func.attr in CHANGES else None
+            if isinstance(owner, ast.Name) and owner.id in containers:
+                yield Finding("state", f"{path}::{owner.id}", node.lineno, f"changes {owner.id}")
+
+
+def check_door(path: str, tree: ast.Module) -> Iterator[Finding]:
+    """A path that is another module under upstream's name defines nothing itself."""
+    is_door = any(
+        isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "sys.modules[__name__]"
+        for node in tree.body
+    )
+    if not is_door:
+        return
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield Finding("door", path, node.lineno, f"defines {node.name}")
 
 
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -293,12 +251,13 @@ def check_sizes(path: str, tree: ast.Module, text: str) -> Iterator[Finding]:
     for function in functions(tree):
         place = f"{path}::{function.name}"
         length = (function.end_lineno or function.lineno) - function.lineno + 1
-        if length > MAX_FUNCTION_LINES:
+        most = MAX_TEST_FUNCTION_LINES if path.startswith("tests/") else MAX_FUNCTION_LINES
+        if length > most:
             yield Finding(
                 "function size",
                 place,
                 function.lineno,
-                f"{function.name} has {length} lines, at most {MAX_FUNCTION_LINES}",
+                f"{function.name} has {length} lines, at most {most}",
             )
         names = parameters(function)
         if len(names) > MAX_PARAMETERS and not path.startswith("tests/"):
@@ -452,6 +411,7 @@ def check_file(path: str, text: str) -> list[Finding]:
     except SyntaxError as error:
         return [Finding("syntax", path, error.lineno or 1, error.msg)]
     findings = [*check_imports(path, tree), *check_sizes(path, tree, text)]
+    findings += [*check_state(path, tree), *check_door(path, tree)]
     findings += check_test_file(path, tree, text)
     if not path.startswith("tests/"):
         findings += check_args(path, tree)
@@ -535,6 +495,8 @@ def check_repository(root: Path = ROOT) -> list[Finding]:
         findings += check_file(path, text)
     own = {path: text for path, text in texts.items() if path.startswith("slime/")}
     findings += check_types(own)
+    ours = {path: text for path, text in texts.items() if path.startswith("slime/")}
+    findings += check_circles({module_name(path): ast.parse(ours[path]) for path in ours})
     return apply_exceptions(findings, EXCEPTIONS)
 
 

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from examples.addition import prepare
-from slime.harness.report import read_run, summarize_run
+from slime.harness.report import summarize_run
+from slime.harness.run_records import read_run
 from slime.tracking.plain_output import keep_output_plain
 
 HERE = Path(__file__).resolve().parent

@@ -17,7 +17,7 @@ from typing import Any
 from slime.exceptions import ConfigError
 from slime.prompts.chat_render import ChatTemplate
 from slime.rollout import sglang_rollout
-from slime.rollout.generate_state import GenerateState
+from slime.rollout.sglang_rollout import GenerateState
 from slime.rollout.tool_calls import ToolCall, parse_turn
 from slime.rollout.turns import append_turn_delta, compute_turn_delta, turn_text
 from slime.utils.types import Sample

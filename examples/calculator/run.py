@@ -16,7 +16,8 @@ from pathlib import Path
 
 from examples.addition.run import run_two_stages, two_stages
 from examples.calculator import prepare
-from slime.harness.report import read_run, summarize_run
+from slime.harness.report import summarize_run
+from slime.harness.run_records import read_run
 
 HERE = Path(__file__).resolve().parent
 ACCURACY, TURNS = "eval/calculator", "multi_turn/multi_turn_metric/round_number_mean"

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from examples.addition.run import run_two_stages, two_stages
 from examples.moe import prepare
-from slime.harness.report import read_run, summarize_run
+from slime.harness.report import summarize_run
+from slime.harness.run_records import read_run
 
 HERE = Path(__file__).resolve().parent
 ACCURACY, DISTANCE = "eval/addition", "rollout/logprob_abs_diff/max"

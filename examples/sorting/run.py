@@ -33,13 +33,8 @@ from examples.addition.run import (
     two_stages,
 )
 from examples.sorting import prepare
-from slime.harness.report import (
-    LEVEL_WINDOW,
-    RunRecords,
-    find_gate_problems,
-    read_run,
-    summarize_run,
-)
+from slime.harness.report import LEVEL_WINDOW, find_gate_problems, summarize_run
+from slime.harness.run_records import RunRecords, read_run
 from slime.tracking.plain_output import keep_output_plain
 
 HERE = Path(__file__).resolve().parent

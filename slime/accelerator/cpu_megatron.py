@@ -59,6 +59,7 @@ from typing import Any
 
 import torch
 
+from slime.data.packed_plan import packed_plan
 from slime.exceptions import ConfigError
 
 _FACTORIES = (
@@ -378,8 +379,6 @@ def _patch_uneven_collectives() -> None:
 
 def _patch_rope() -> None:
     from megatron.core.models.common.embeddings import rope_utils
-
-    from slime.data.packed_plan import packed_plan
 
     def apply_rotary_pos_emb_thd(
         t: torch.Tensor,

@@ -125,3 +125,15 @@ def distributed_masked_whiten(
     scale = torch.rsqrt(variance + epsilon)
     shifted = values.to(torch.float64) - (mean if shift_mean else 0.0)
     return (shifted * scale).to(values.dtype)
+
+
+def gather_to_source(
+    value: object, *, size: int, source_rank: int, group: dist.ProcessGroup
+) -> list[Any] | None:
+    """Every rank's `value`, in group order, on global rank `source_rank`; None on the others.
+    Called by all ranks of the group.
+    """
+    is_source = dist.get_rank() == source_rank
+    gathered: list[Any] | None = [None] * size if is_source else None
+    dist.gather_object(value, gathered, dst=source_rank, group=group)
+    return gathered

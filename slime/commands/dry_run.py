@@ -17,14 +17,28 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from slime.commands.reward_probe import (
+    WRONG_ANSWER,
+    advice,
+    describe_probes,
+    probe_rows,
+    right_answers,
+    sample_rows,
+    score_texts,
+)
 from slime.config.derive import DerivedSizes, derived_sizes, process_layout
 from slime.config.resume import nothing_left
 from slime.config.rules import SUPERVISED
 from slime.config.specs import all_specs
 from slime.config.yaml_file import mask_urls, write_resolved_config
 from slime.exceptions import SlimeError
-from slime.typing import Tokenizer
 from slime.preflight.functions import format_hooks
+from slime.prompts.dataset import RowFormat, build_sample, compute_prompt_lengths, prompt_text
+from slime.prompts.masks import MultiTurnLossMaskGenerator
+from slime.prompts.prompt_files import read_rows
+from slime.rollout.sft_rollout import fill_samples
+from slime.typing import Tokenizer
+from slime.utils import processing_utils
 
 PROMPTS_SHOWN = 3
 RANKS_SHOWN = 16
@@ -225,10 +239,6 @@ def load_prompts(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Any]:
     first PROMPTS_SHOWN, rendered as they would be sent; raises ConfigError for a row that cannot
     be.
     """
-    from slime.commands.reward_probe import sample_rows
-    from slime.prompts.dataset import RowFormat, build_sample
-    from slime.prompts.prompt_files import read_rows
-
     form = RowFormat(
         prompt_key=args.input_key,
         label_key=args.label_key,
@@ -285,9 +295,7 @@ def dry_run(args: argparse.Namespace) -> int:
 
 
 def _probe_all(args: argparse.Namespace) -> bool:
-    from slime.utils.processing_utils import load_processor, load_tokenizer
-
-    tokenizer = load_tokenizer(args.hf_checkpoint)
+    tokenizer = processing_utils.load_tokenizer(args.hf_checkpoint)
     lines, _ = probe_template(tokenizer, args.apply_chat_template_kwargs or {})
     _section("Chat template", lines)
     if args.load_debug_rollout_data:
@@ -296,7 +304,7 @@ def _probe_all(args: argparse.Namespace) -> bool:
     if args.prompt_data is None or not args.rollout_global_dataset:
         _section("Prompts", ["- none from --prompt-data; the rollout function brings its own"])
         return True
-    if args.multimodal_keys and load_processor(args.hf_checkpoint) is None:
+    if args.multimodal_keys and processing_utils.load_processor(args.hf_checkpoint) is None:
         _section(
             "Prompts", ["✗ --multimodal-keys is given, but the model's folder has no processor"]
         )
@@ -326,8 +334,6 @@ def format_prompts(
     """Returns each prompt's text with its token count and label; long texts are cut in
     the middle.
     """
-    from slime.prompts.dataset import compute_prompt_lengths, prompt_text
-
     lines = []
     for number, (sample, length) in enumerate(
         zip(samples, compute_prompt_lengths(list(samples), tokenizer), strict=True)
@@ -349,9 +355,6 @@ def format_conversations(
     """Returns each conversation's text as it is trained on, with the tokens of loss mask 1 between
     [[ and ]], and how many there are.
     """
-    from slime.prompts.masks import MultiTurnLossMaskGenerator
-    from slime.rollout.sft_rollout import fill_samples
-
     filled = copy.deepcopy(list(samples))
     fill_samples(filled, MultiTurnLossMaskGenerator(tokenizer, loss_mask_type))
     lines = []
@@ -374,8 +377,6 @@ def marked_text(tokens: Sequence[int], mask: Sequence[int], tokenizer: Tokenizer
 def _probe_reward(
     args: argparse.Namespace, rows: Sequence[tuple[str, Any]], tokenizer: Tokenizer
 ) -> bool:
-    from slime.commands.reward_probe import WRONG_ANSWER, right_answers, score_texts
-
     if args.rm_type is None and args.custom_rm_path is None:
         sets_it = args.custom_generate_function_path
         _section(
@@ -401,8 +402,6 @@ def _probe_labels(
     """Grades the labels of the sampled rows against themselves. A built-in type that can call none
     of them right fails the dry run.
     """
-    from slime.commands.reward_probe import advice, describe_probes, probe_rows
-
     probes = asyncio.run(probe_rows(args, rows, tokenizer))
     if not probes:
         return True

@@ -35,12 +35,14 @@ from slime.config.yaml_file import read_option_file
 from slime.data.sample import Sample, Status
 from slime.exceptions import ConfigError
 from slime.files.jsonl import read_jsonl
+from slime.files.rollout_dump import read_rollout_dump
 from slime.gate import tools
 from slime.gate.alignment import Codec, codec_of
 from slime.gate.checks import reward_problem
 from slime.gate.config import GateConfig
 from slime.gate.gate import RECORD_FILE, gate_config_from_args
 from slime.gate.judge import postprocess_output_data
+from slime.utils import processing_utils
 
 COMMANDS = ("check", "ends", "align", "groups", "suggest", "doctor")
 _SHARED_OPTIONS = (
@@ -179,8 +181,6 @@ def load_samples(path: Path, *, with_dropped: bool = False) -> list[Sample]:
         )
     if path.suffix == ".parquet":
         return read_snapshot(path, with_dropped=with_dropped)
-    from slime.files.rollout_dump import read_rollout_dump
-
     return read_rollout_dump(path)
 
 
@@ -236,9 +236,7 @@ def read_snapshot(path: Path, *, with_dropped: bool = False) -> list[Sample]:
 def _tokenizer(args: argparse.Namespace) -> Any:
     if args.hf_checkpoint is None:
         return None
-    from slime.utils.processing_utils import load_tokenizer
-
-    return load_tokenizer(args.hf_checkpoint)
+    return processing_utils.load_tokenizer(args.hf_checkpoint)
 
 
 def _codec(args: argparse.Namespace, config: GateConfig) -> Codec:

@@ -36,7 +36,11 @@ from slime.config.specs import all_specs
 from slime.data.rewards import reward_number
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError
+from slime.prompts.dataset import RowFormat, build_sample
+from slime.prompts.prompt_files import read_rows
 from slime.rollout.rm_hub import async_rm, batched_async_rm
+from slime.rollout.rm_hub.type_names import rm_type_problem
+from slime.utils import processing_utils
 
 _REWARD_OPTIONS = (
     "rm_type", "custom_rm_path", "group_rm", "reward_key", "rm_url", "rm_timeout", "grader_workers", "grader_timeout", "grader_max_length", "rollout_stop",
@@ -116,9 +120,6 @@ def check_prompt_file(args: argparse.Namespace, *, num_rows: int | None) -> int:
 
 
 def _rows_of(args: argparse.Namespace, num_rows: int | None) -> Iterator[tuple[str, Sample]]:
-    from slime.prompts.dataset import RowFormat, build_sample
-    from slime.prompts.prompt_files import read_rows
-
     tokenizer = _tokenizer_of(args)
     form = RowFormat(
         prompt_key=args.input_key,
@@ -134,9 +135,7 @@ def _rows_of(args: argparse.Namespace, num_rows: int | None) -> Iterator[tuple[s
 
 
 def _tokenizer_of(args: argparse.Namespace) -> Any:
-    from slime.utils.processing_utils import shared_tokenizer
-
-    return shared_tokenizer(args.hf_checkpoint) if args.hf_checkpoint else None
+    return processing_utils.shared_tokenizer(args.hf_checkpoint) if args.hf_checkpoint else None
 
 
 def rescore(argv: Sequence[str] | None = None) -> int:
@@ -238,8 +237,6 @@ def _mean(values: Sequence[float]) -> str:
 
 
 def _require_reward(args: argparse.Namespace, command: str) -> None:
-    from slime.rollout.rm_hub.type_names import rm_type_problem
-
     if args.rm_type is None and args.custom_rm_path is None:
         raise ConfigError(
             f"{command} needs the reward function: --rm-type NAME or --custom-rm-path "

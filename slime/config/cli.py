@@ -16,15 +16,9 @@ from typing import Any, cast
 from slime.config.compat import apply_compat, off_values
 from slime.config.list_text import convert_list_text, is_list_text
 from slime.config.megatron import megatron_fields
+from slime.config.option import OptionSpec, flag_of
 from slime.config.ranges import range_problems
-from slime.config.specs import (
-    OptionSpec,
-    all_specs,
-    convert_text,
-    flag_of,
-    nearest_names,
-    specs_by_name,
-)
+from slime.config.specs import all_specs, convert_text, nearest_names, specs_by_name
 from slime.config.synonyms import synonym_hint
 from slime.config.yaml_file import read_option_file
 from slime.exceptions import ConfigError

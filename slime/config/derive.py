@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.algorithms.table import ESTIMATORS
+from slime.config.observability import resolve_run_dir
 
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 CHECKPOINT_TRACKER = "latest_checkpointed_iteration.txt"
@@ -373,8 +374,6 @@ def _no_hurry_in_a_debugger(args: argparse.Namespace) -> dict[str, Any]:
 
 @step("run_dir", "run_name")
 def _run_folder(args: argparse.Namespace) -> dict[str, Any]:
-    from slime.config.observability import resolve_run_dir
-
     return {"run_dir": resolve_run_dir(args.run_dir, args.run_name)}
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from slime.config.specs import OptionSpec, require_choice
+from slime.config.option import OptionSpec
+from slime.config.specs import require_choice
 
 MAX_ITEMS = 10_000
 

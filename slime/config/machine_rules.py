@@ -25,7 +25,8 @@ from slime.config.derive import (
     why_no_cuda,
 )
 from slime.config.megatron import FIXED_ON_CPU
-from slime.config.specs import flag_of, nearest_names
+from slime.config.option import flag_of
+from slime.config.specs import nearest_names
 
 MODEL_FOLDERS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "critic_load")
 FILES = ("eval_config", "custom_config_path", "megatron_config_path")

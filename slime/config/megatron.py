@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.extension_points import help_of
-from slime.config.option import option
-from slime.config.specs import OptionSpec, flag_of
+from slime.config.option import OptionSpec, flag_of, option
 from slime.exceptions import ConfigError
 from slime.tested_versions import requirement
 

@@ -14,16 +14,16 @@ generated from it.
 The flag is the field's name with dashes. The type is read from the annotation: int, float, str,
 bool, `X | None`, `list[X]` (several values after one flag; with `repeat=True` one value per
 repetition), `dict` (a JSON object). A bool with default False is a switch `--x`; one with default
-True needs `disable_flag`, or gets `--no-x`. A number states its range here (`Range`); checks, help and docs read it. None, where a type allows
-it, is outside the range and always right.
-A class's docstring is the title of its group in
-`--help`.
+True needs `disable_flag`, or gets `--no-x`. A number states its range here (`Range`);
+checks, help and docs read it. None, where a type allows it, is outside the range and always right.
+A class's docstring is the title of its group in `--help`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +37,10 @@ REQUIRED = _Required()
 
 # Seconds. What Python's threads and sockets can wait for ends at about 9.2e9.
 LONGEST_WAIT = 1e9
+
+SECRET_NAME = re.compile(
+    r"(^|_)(api_key|secret|password|passwd|auth_token|access_token|hf_token)(_|$)|^wandb_key$"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,3 +164,60 @@ def option(
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionSpec:
+    """One option, in the form that the command line, YAML files, help and docs are generated from.
+
+    `kind` is int, float, str, bool or dict; `many` says that the value is a list of `kind`;
+    `optional` that None is a legal value; `unwrap` that a list of one is that one value. A bool has
+    `off_flag` (sets False) and, when it is off or undecided by default, `flag` (sets True).
+    """
+
+    name: str
+    kind: type
+    default: Any
+    help: str
+    group: str
+    flag: str | None
+    off_flag: str | None = None
+    aliases: tuple[str, ...] = ()
+    many: bool = False
+    repeat: bool = False
+    unwrap: bool = False
+    optional: bool = False
+    choices: Collection[Any] | None = None
+    metavar: str | None = None
+    required: bool = False
+    range: Range | None = None  # of a number that slime declares
+    source: str = "slime"
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Every spelling that the command line accepts."""
+        return tuple(flag for flag in (self.flag, self.off_flag, *self.aliases) if flag)
+
+    @property
+    def is_secret(self) -> bool:
+        """Whether the value must never be written to a file or a log."""
+        return self.kind is str and bool(SECRET_NAME.search(self.name))
+
+    @property
+    def type_name(self) -> str:
+        """The type in a reader's words, for help and errors."""
+        if self.choices is not None:
+            inner = "{" + ",".join(str(choice) for choice in self.choices) + "}"
+        else:
+            inner = {int: "INT", float: "FLOAT", str: "TEXT", bool: "BOOL", dict: "JSON"}[self.kind]
+        return self.metavar or inner
+
+    @property
+    def range_words(self) -> str:
+        """The range of a number as one writes it; "" where it has no ends."""
+        return self.range.words if self.range is not None else ""
+
+
+def flag_of(name: str) -> str:
+    """`rollout_batch_size` -> `--rollout-batch-size`."""
+    return "--" + name.replace("_", "-")

@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from slime.config.specs import OptionSpec, flag_of, specs_by_name
+from slime.config.option import OptionSpec, flag_of
+from slime.config.specs import specs_by_name
 
 
 def range_problems(args: argparse.Namespace) -> dict[str, str]:

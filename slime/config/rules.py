@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 
 from slime.algorithms.table import ESTIMATORS, LOSSES
 from slime.config.derive import FULLY_ASYNC
+from slime.config.option import flag_of
 from slime.config.ranges import range_problems
-from slime.config.specs import flag_of
 
 Rule = Callable[[argparse.Namespace], "str | list[str] | None"]
 RULES: list[tuple[frozenset[str], Rule]] = []

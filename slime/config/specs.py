@@ -13,75 +13,16 @@ import math
 import re
 import types
 import typing
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from slime.config import CONCERNS
-from slime.config.option import OptionInfo, Range
+from slime.config.megatron import megatron_specs
+from slime.config.option import OptionInfo, OptionSpec, flag_of
 from slime.exceptions import ConfigError
 
 SCALAR_KINDS = (int, float, str, bool, dict)
 INT_TEXT = re.compile(r"[+-]?\d+(_\d+)*")
-SECRET_NAME = re.compile(
-    r"(^|_)(api_key|secret|password|passwd|auth_token|access_token|hf_token)(_|$)|^wandb_key$"
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class OptionSpec:
-    """One option, in the form that the command line, YAML files, help and docs are generated from.
-
-    `kind` is int, float, str, bool or dict; `many` says that the value is a list of `kind`;
-    `optional` that None is a legal value; `unwrap` that a list of one is that one value. A bool has
-    `off_flag` (sets False) and, when it is off or undecided by default, `flag` (sets True).
-    """
-
-    name: str
-    kind: type
-    default: Any
-    help: str
-    group: str
-    flag: str | None
-    off_flag: str | None = None
-    aliases: tuple[str, ...] = ()
-    many: bool = False
-    repeat: bool = False
-    unwrap: bool = False
-    optional: bool = False
-    choices: Collection[Any] | None = None
-    metavar: str | None = None
-    required: bool = False
-    range: Range | None = None  # of a number that slime declares
-    source: str = "slime"
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """Every spelling that the command line accepts."""
-        return tuple(flag for flag in (self.flag, self.off_flag, *self.aliases) if flag)
-
-    @property
-    def is_secret(self) -> bool:
-        """Whether the value must never be written to a file or a log."""
-        return self.kind is str and bool(SECRET_NAME.search(self.name))
-
-    @property
-    def type_name(self) -> str:
-        """The type in a reader's words, for help and errors."""
-        if self.choices is not None:
-            inner = "{" + ",".join(str(choice) for choice in self.choices) + "}"
-        else:
-            inner = {int: "INT", float: "FLOAT", str: "TEXT", bool: "BOOL", dict: "JSON"}[self.kind]
-        return self.metavar or inner
-
-    @property
-    def range_words(self) -> str:
-        """The range of a number as one writes it; "" where it has no ends."""
-        return self.range.words if self.range is not None else ""
-
-
-def flag_of(name: str) -> str:
-    """`rollout_batch_size` -> `--rollout-batch-size`."""
-    return "--" + name.replace("_", "-")
 
 
 def read_annotation(annotation: object) -> tuple[type, bool, bool, tuple[Any, ...] | None]:
@@ -207,8 +148,6 @@ def all_specs() -> tuple[OptionSpec, ...]:
     """Returns every option: slime's dataclasses, then Megatron's own. Megatron's configs are read
     from source, torch is not imported.
     """
-    from slime.config.megatron import megatron_specs
-
     own = slime_specs()
     specs = own + megatron_specs(
         taken=frozenset(word for spec in own for word in (spec.name, *spec.flags))

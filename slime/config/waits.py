@@ -245,11 +245,11 @@ WAITS = (
     Wait(
         ENGINES,
         "engines that are asked whether they live, after a rollout failed",
-        ("ray/rollout_servers.py::RolloutServers.failures",),
+        ("ray/servers.py::RolloutServers.failures",),
         "the engine is named as the cause",
         "does not answer within",
         "config/test_waits.py::test_an_engine_that_is_silent_is_named_as_the_cause",
-        constants=("ray/rollout_servers.py::HEALTH_TIMEOUT_S",),
+        constants=("ray/servers.py::HEALTH_TIMEOUT_S",),
     ),
     Wait(
         ENGINES,
@@ -269,7 +269,7 @@ WAITS = (
         (
             "backends/megatron_utils/update_weight/publish.py::held",
             "backends/megatron_utils/update_weight/publish.py::_ask",
-            "backends/megatron_utils/update_weight/publish.py::ask_manager",
+            "backends/megatron_utils/update_weight/manager.py::ask_manager",
         ),
         "the run ends with the step of the update",
         "another weight update has held the engines for",
@@ -321,8 +321,8 @@ WAITS = (
             "ray/train_actor.py::TrainRayActor.set_rollout_manager",
             "ray/rollout.py::RolloutManager.check_weights",
             "train.py::save",
-            "ray/rollout_servers.py::RolloutServers.release_memory",
-            "ray/rollout_servers.py::RolloutServers.resume_memory",
+            "ray/servers.py::RolloutServers.release_memory",
+            "ray/servers.py::RolloutServers.resume_memory",
             "train.py::begin_training",
             "train.py::update_weights",
             "train.py::evaluate",
@@ -355,11 +355,11 @@ WAITS = (
     Wait(
         DRIVING,
         "Ray to place a run's devices",
-        ("ray/placement_group.py::_create_placement_group",),
+        ("ray/placement.py::_create_placement_group",),
         "the run ends with what Ray has",
         "Ray could not place",
         "config/test_waits.py::test_devices_that_ray_cannot_place_end_the_start",
-        constants=("ray/placement_group.py::PLACEMENT_TIMEOUT_S",),
+        constants=("ray/placement.py::PLACEMENT_TIMEOUT_S",),
     ),
     Wait(
         AROUND,
@@ -370,7 +370,7 @@ WAITS = (
         ),
         (
             "train.py::build_run",
-            "ray/rollout_servers.py::RolloutServers.stop",
+            "ray/servers.py::RolloutServers.stop",
             "ray/session.py::end_processes_of",
             "ray/session.py::_remove_folder",
             "backends/torch_engine/engine.py::Engine.stop",

@@ -8,6 +8,7 @@ is text, `steps: "5"` is an error because it is quoted text. PyYAML is imported 
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import json
 import os
@@ -20,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 from slime.config.compat import FlagStatus, compat_flags
 from slime.config.derive import VOLATILE
 from slime.config.list_text import convert_list_text, is_list_text
-from slime.config.specs import OptionSpec, convert_text, nearest_names, require_choice
+from slime.config.option import OptionSpec, flag_of
+from slime.config.ranges import range_problem
+from slime.config.specs import all_specs, convert_text, nearest_names, require_choice, specs_by_name
 from slime.config.synonyms import synonym_hint
 from slime.exceptions import ConfigError
 from slime.files import atomic
@@ -318,7 +321,65 @@ def _quoted(text: str) -> str:
 
 def write_resolved_config(args: argparse.Namespace, path: str | os.PathLike) -> None:
     """Writes `format_resolved(args)` to `path` at once: a reader sees the whole file or none."""
-    from slime.config.specs import all_specs
-
     # only the owner may read it: an option's value can be private
     atomic.write_text(path, format_resolved(args, all_specs()), mode=0o600)
+
+
+def parse_megatron_role_args(args: argparse.Namespace, path: str, role: str) -> argparse.Namespace:
+    """Returns a copy of `args` with the overrides that YAML file `path` has for `role`: `megatron:
+    [{role: ..., overrides: {...}}]`.
+
+    Raises ConfigError for a file of another form, an unknown option, or a value of a wrong type,
+    each with its place.
+    """
+    import yaml
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    entries = content.get("megatron") if isinstance(content, dict) else None
+    if not isinstance(entries, list):
+        raise ConfigError(f"{path}: expected `megatron:` with a list of {{role, overrides}}.")
+    result = copy.copy(args)
+    for entry in entries:
+        if not isinstance(entry, dict) or set(entry) - {"role", "overrides"} or "role" not in entry:
+            raise ConfigError(
+                f"{path}: an entry of `megatron` must have the keys role and overrides, got "
+                f"{entry!r}."
+            )
+        if entry["role"] == role:
+            for name, value in (entry.get("overrides") or {}).items():
+                setattr(result, name, _role_value(path, role, name, value))
+    return result
+
+
+def _role_value(path: str, role: str, name: str, value: object) -> Any:
+    specs = specs_by_name()
+    if name not in specs:
+        near = nearest_names(name, specs)
+        raise ConfigError(
+            f"{path}: role {role}: unknown option {name!r}."
+            + (f" Did you mean {near[0]!r}?" if near else "")
+        )
+    spec = specs[name]
+    # YAML reads 1e-6 as text, and 1 where 1.0 is meant.
+    if spec.kind is float and isinstance(value, int | str) and not isinstance(value, bool):
+        try:
+            value = float(value)
+        except ValueError:
+            pass
+    items = value if spec.many and isinstance(value, list) else [value]
+    if not (value is None and spec.optional) and not all(type(item) is spec.kind for item in items):
+        raise ConfigError(
+            f"{path}: role {role}: {flag_of(name)} is {value!r}, must be {spec.type_name}."
+        )
+    try:
+        for item in items:
+            require_choice(spec, item)
+    except ValueError as error:
+        raise ConfigError(f"{path}: role {role}: {flag_of(name)}: {error}") from error
+    if (problem := range_problem(spec, value)) is not None:
+        raise ConfigError(f"{path}: role {role}: {flag_of(name)} {problem}")
+    return value

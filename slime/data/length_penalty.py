@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from slime.data.rewards import is_solved
+
 
 @dataclasses.dataclass(frozen=True)
 class LengthPenalty:
@@ -86,8 +88,6 @@ def _group_relative(
     counts_N: np.ndarray,
     penalty: LengthPenalty,
 ) -> np.ndarray:
-    from slime.metrics.statistics import is_solved
-
     _, group_N = np.unique(group_ids, return_inverse=True)
     low_G, high_G = (
         np.full(group_N.max(initial=-1) + 1, np.inf),

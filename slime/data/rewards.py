@@ -11,12 +11,15 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slime.data.sample import chosen_reward, scalar
 from slime.exceptions import RolloutDataError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 STD_EPSILON = 1e-6
 SPREAD_TOLERANCE = 1e-9  # relative: 0.1 + 0.2 and 0.3 are the same reward
@@ -184,3 +187,9 @@ def raw_rewards_of(samples: Sequence[Any], reward_key: str | None) -> np.ndarray
         [reward_number(sample.reward, reward_key, index=sample.index) for sample in samples],
         dtype=np.float64,
     )
+
+
+def is_solved(rewards: npt.ArrayLike, threshold: float | None = None) -> np.ndarray:
+    """bool [N]: the reward is exactly 1, or, with a threshold, at least that. NaN is not solved."""
+    values = np.asarray(rewards, dtype=np.float64)
+    return values == 1 if threshold is None else values >= threshold

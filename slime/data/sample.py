@@ -15,6 +15,7 @@ from typing import Any, ClassVar, cast
 from slime.data.number_list import joined, number_list
 from slime.exceptions import RolloutDataError
 from slime.typing import Numbers
+from slime.utils.misc import decode_int32_meta_array
 
 RolloutBatch = dict[str, list]
 
@@ -313,8 +314,6 @@ def _new_spans(meta_info: dict, num_tokens: int, trainable: bool) -> list[list]:
 
 def _new_nucleus(meta_info: dict, num_tokens: int) -> tuple[list[int], list[int]] | None:
     """The checked (ids, offsets) of the new tokens' nucleus, or None where the engine sent none."""
-    from slime.utils.misc import decode_int32_meta_array
-
     ids = decode_int32_meta_array(meta_info, ["top_p_token_ids", "top_p_kept_token_ids"])
     offsets = decode_int32_meta_array(
         meta_info, ["top_p_token_offsets", "top_p_kept_token_offsets"]
@@ -367,8 +366,6 @@ def _set_routed_experts(sample: Sample, meta_info: dict, args: argparse.Namespac
     if meta_info.get("routed_experts") is None:
         return
     import torch
-
-    from slime.utils.misc import decode_int32_meta_array
 
     if args is None:
         raise ValueError("routed_experts need args with num_layers and moe_router_topk")

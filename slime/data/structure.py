@@ -5,12 +5,14 @@ of mixture-of-experts models.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from slime.data.ragged import as_array
 from slime.data.sample import Sample
 from slime.exceptions import RolloutDataError
-from slime.prompts.data_source import iter_samples
+
+Group = list  # list[Sample], or list[list[Sample]] where a generate function fans out
 
 
 def validate_rollout_id_annotated(node: object, depth: int = 0) -> None:
@@ -64,8 +66,6 @@ def validate_rollout_routed_experts_for_replay(
     """
     import numpy as np  # here: rollout functions import this module, and must start without numpy
 
-    from slime.data.ragged import as_array
-
     if not len(routed_experts):
         raise RolloutDataError("routed experts: there are none, so nothing can be replayed.")
     expected = (args.num_layers, args.moe_router_topk)
@@ -90,3 +90,12 @@ def validate_rollout_routed_experts_for_replay(
                 f"routed experts of sample {index} are all zero in layers {silent.tolist()}: the "
                 "engine did not record them."
             )
+
+
+def iter_samples(group: Group) -> Iterator[Sample]:
+    """The samples of a group, also of one whose members are lists of samples."""
+    for member in group:
+        if isinstance(member, Sample):
+            yield member
+        else:
+            yield from iter_samples(member)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
+from slime.data.ragged import as_array
 from slime.data.sample import Sample
 
 _current_weight_version: str | None = None
@@ -60,8 +61,6 @@ def mask_older_tokens(sample: Sample, *, unknown_is_older: bool) -> None:
     began; where nobody told what the engines serve, this is every token.
     """
     import numpy as np  # here: rollout functions import this module, and must start without numpy
-
-    from slime.data.ragged import as_array
 
     current = parse_weight_version(_current_weight_version)
 

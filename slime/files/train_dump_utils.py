@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from slime.accelerator.process_groups import gather_to_source
 from slime.data.batch import RolloutBatch, Stage
+from slime.data.context_parallel import plan_response_layout
 from slime.data.fields import CONTRACT, Extent, Origin, Scope
 from slime.data.ragged import Ragged, as_array, concatenated_ranges, is_tensor, num_entries
 from slime.exceptions import RolloutDataError
@@ -153,8 +155,6 @@ def restore_responses(
     if len(parts) == 1:
         _check_rows(parts[0].lengths, responses, name=name)
         return parts[0]
-    from slime.data.context_parallel import plan_response_layout
-
     filled = next((part.values for part in parts if len(part.values)), parts[0].values)
     full = np.empty((int(responses.sum()), *filled.shape[1:]), dtype=filled.dtype)
     for cp_rank, part in enumerate(parts):
@@ -464,8 +464,6 @@ def save_debug_train_data(
         return None
     import torch.distributed as dist
     from megatron.core import mpu
-
-    from slime.metrics.reduction import gather_to_source
 
     if mpu.get_tensor_model_parallel_rank() != 0 or not mpu.is_pipeline_last_stage():
         return None

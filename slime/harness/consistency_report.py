@@ -18,9 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from slime.config.observability import ObservabilityOptions
+from slime.config.yaml_file import DERIVED
 from slime.exceptions import ConfigError, RolloutDataError
-from slime.harness.report import RunRecords, read_run
+from slime.files.rollout_dump import dump_path, read_rollout_dump
+from slime.files.train_dump import read_train_dump, train_dump_path
+from slime.harness.run_records import RunRecords, read_run
 from slime.metrics.consistency_alarms import SEEN, ConsistencyLimits, consistency_alarms
+from slime.utils import processing_utils
 
 if TYPE_CHECKING:
     from slime.data.sample import Sample
@@ -228,8 +232,6 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     """The options in force in the run, from its config.yaml; {} where it has none."""
     import yaml
 
-    from slime.config.yaml_file import DERIVED
-
     path = run_dir / "config.yaml"
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8")) or {} if path.exists() else {}
@@ -283,8 +285,6 @@ def _tokens_of_step(
     if path is None or not path.exists():
         wanted = f"there is no {path}" if path else "the run wrote no train dumps"
         return [], f"no tokens: {wanted}. Run with --dump-details FOLDER to keep them."
-    from slime.files.train_dump import read_train_dump
-
     decode, note = decoder_of(config.get("hf_checkpoint"))
     try:
         samples = _samples_by_index(config, rollout_id)
@@ -295,8 +295,6 @@ def _tokens_of_step(
 
 def _samples_by_index(config: Mapping[str, Any], rollout_id: int) -> dict[Any, Sample]:
     """The samples of the rollout dump, written or replayed; {} where there is none."""
-    from slime.files.rollout_dump import dump_path, read_rollout_dump
-
     written = config.get("save_debug_rollout_data") or _detail(
         config, "rollout_data/{rollout_id}.jsonl"
     )
@@ -310,8 +308,6 @@ def _samples_by_index(config: Mapping[str, Any], rollout_id: int) -> dict[Any, S
 
 
 def _dump_file(config: Mapping[str, Any], rollout_id: int) -> Path | None:
-    from slime.files.train_dump import train_dump_path
-
     template = config.get("save_debug_train_data") or _detail(
         config, "train_data/{rollout_id}.safetensors"
     )
@@ -334,10 +330,8 @@ def decoder_of(hf_checkpoint: str | None) -> tuple[Callable[[list[int]], str] | 
     """A function from token ids to text, or why there is none."""
     if not hf_checkpoint or not Path(hf_checkpoint).is_dir():
         return None, f"no text: the run's --hf-checkpoint {hf_checkpoint} is not here."
-    from slime.utils.processing_utils import shared_tokenizer
-
     try:
-        tokenizer = shared_tokenizer(hf_checkpoint)
+        tokenizer = processing_utils.shared_tokenizer(hf_checkpoint)
     except ConfigError as error:
         return None, f"no text: {error}"
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False), None

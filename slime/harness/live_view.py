@@ -18,8 +18,9 @@ from typing import Any, TextIO
 
 from slime.algorithms.table import LOSSES
 from slime.files.jsonl import JsonlTail
-from slime.harness.report import EVAL_FAMILIES, FAMILIES, pick
+from slime.harness.run_records import EVAL_FAMILIES, FAMILIES, pick
 from slime.tracking import progress
+from slime.tracking.tracking import start_run_folder
 
 POLL_INTERVAL_S = 0.25
 # a plain line is printed at least this often, so that ten seconds never pass without one
@@ -283,8 +284,6 @@ class LiveView:
 @contextlib.contextmanager
 def live_view(args: argparse.Namespace) -> Iterator[None]:
     """Shows the run of `args` on standard error while the body runs, if `args.live_view`."""
-    from slime.tracking.tracking import start_run_folder
-
     if not args.live_view:
         yield
         return

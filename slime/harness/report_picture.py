@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.files import atomic
-from slime.harness.report import FAMILIES, RunRecords, eval_sets, read_ledgers
+from slime.harness.run_records import FAMILIES, RunRecords, eval_sets, read_ledgers
 
 if TYPE_CHECKING:
     import matplotlib.axes

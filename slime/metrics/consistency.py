@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.data.context_parallel import plan_response_layout
 from slime.metrics import contributions as c
 from slime.metrics.batch_values import flat_tokens, raw_entry, sample_tokens
 from slime.metrics.contributions import Contribution
@@ -183,8 +184,6 @@ def _places(
     starts = np.cumsum(responses) - responses
     whole_T = np.arange(int(responses.sum())) - np.repeat(starts, responses)
     if cp_size > 1:
-        from slime.data.context_parallel import plan_response_layout
-
         totals = np.asarray(batch["total_lengths"], dtype=np.int64)
         whole_T = whole_T[
             plan_response_layout(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from slime.data.flops import calculate_fwd_flops
 from slime.metrics.statistics import compute_rollout_step
+from slime.tracking import tracking
 from slime.tracking.timer import Timer
 
 
@@ -50,8 +51,6 @@ def log_perf_data_raw(
     """Logs `perf_metrics` of this process's timers where it is the primary rank, and resets the
     timers in any case.
     """
-    from slime.tracking import tracking
-
     seconds = Timer().log_dict()
     Timer().reset()
     if not is_primary_rank:

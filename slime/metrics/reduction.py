@@ -4,13 +4,15 @@ metrics.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
+from slime.accelerator.process_groups import gather_to_source
 from slime.data.fields import Reduce
 from slime.metrics import contributions
 from slime.metrics.contributions import Contribution
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 def rollout_log_metric_contribution(
@@ -21,18 +23,6 @@ def rollout_log_metric_contribution(
     sums per rollout, which is what the train step reports.
     """
     return cp_size * per_rank_reducer_sum, num_rollouts_in_rollout / dp_size
-
-
-def gather_to_source(
-    value: object, *, size: int, source_rank: int, group: dist.ProcessGroup
-) -> list[Any] | None:
-    """Every rank's `value`, in group order, on global rank `source_rank`; None on the others.
-    Called by all ranks of the group.
-    """
-    is_source = dist.get_rank() == source_rank
-    gathered: list[Any] | None = [None] * size if is_source else None
-    dist.gather_object(value, gathered, dst=source_rank, group=group)
-    return gathered
 
 
 def gather_and_reduce_log_dict(

@@ -18,7 +18,6 @@ import numpy as np
 
 from slime.algorithms.table import ESTIMATORS
 from slime.data.columns import source_name_of, was_cut
-from slime.data.declared_fields import declared_contributions
 from slime.data.ragged import as_array
 from slime.data.reasons import is_model_failure
 from slime.data.rewards import SPREAD_TOLERANCE, execution_keys, execution_values, reward_number
@@ -27,6 +26,7 @@ from slime.data.weight_versions import parse_weight_version
 from slime.exceptions import RolloutDataError
 from slime.metrics import contributions as c
 from slime.metrics.contributions import Contribution
+from slime.metrics.declared import declared_contributions
 from slime.metrics.statistics import (
     compute_rollout_step,
     compute_statistics,
@@ -34,6 +34,8 @@ from slime.metrics.statistics import (
     has_repetition,
     pass_rate_contributions,
 )
+from slime.tracking import tracking
+from slime.utils.misc import load_function
 
 if TYPE_CHECKING:
     from slime.data.sample import Sample
@@ -441,9 +443,6 @@ def log_rollout_data(
     newest that a sample has. sampled: all samples that the gate judged, where `samples` lacks those
     that its policy drops. filtered: samples of groups that a filter dropped before.
     """
-    from slime.tracking import tracking
-    from slime.utils.misc import load_function
-
     if args.custom_rollout_log_function_path:
         custom = load_function(args.custom_rollout_log_function_path)
         if custom(rollout_id, args, samples, rollout_extra_metrics, rollout_time):
@@ -479,9 +478,6 @@ def log_eval_rollout_data(
     """Logs `eval/<dataset>` (mean reward) and its sample metrics, truncated share and pass@k at
     `eval/step`. Returns what was logged.
     """
-    from slime.tracking import tracking
-    from slime.utils.misc import load_function
-
     if args.custom_eval_rollout_log_function_path:
         custom = load_function(args.custom_eval_rollout_log_function_path)
         if custom(rollout_id, args, data, extra_metrics):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from slime.data.rewards import is_solved
 from slime.metrics.contributions import Contribution, mean, merge_all
 
 REPETITION_CHARS = 10_000
@@ -37,12 +38,6 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
     if num_samples - num_solved < k:
         return 1.0
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
-
-
-def is_solved(rewards: npt.ArrayLike, threshold: float | None = None) -> np.ndarray:
-    """bool [N]: the reward is exactly 1, or, with a threshold, at least that. NaN is not solved."""
-    values = np.asarray(rewards, dtype=np.float64)
-    return values == 1 if threshold is None else values >= threshold
 
 
 def compute_pass_rate(

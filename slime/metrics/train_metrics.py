@@ -17,6 +17,7 @@ import numpy as np
 
 from slime.data.ragged import as_array
 from slime.exceptions import RolloutDataError
+from slime.metrics import consistency
 from slime.metrics import contributions as c
 from slime.metrics.batch_values import (
     flat_tokens,
@@ -27,7 +28,13 @@ from slime.metrics.batch_values import (
     sample_field,
     sample_tokens,
 )
+from slime.metrics.consistency_alarms import (
+    ConsistencyLimits,
+    consistency_alarms,
+    gap_of_same_weights,
+)
 from slime.metrics.contributions import Contribution
+from slime.metrics.perf import log_perf_data_raw
 from slime.metrics.reduction import (  # noqa: F401  (their later place upstream)
     gather_and_reduce_log_dict,
     rollout_log_metric_contribution,
@@ -39,6 +46,7 @@ from slime.metrics.statistics import (
     is_solved,
 )
 from slime.metrics.step_metrics import reduce_train_step_metrics  # noqa: F401  (its later place upstream)
+from slime.tracking import tracking
 
 logger = logging.getLogger(__name__)
 
@@ -213,8 +221,6 @@ def gather_log_data(
     """Reduces `log_dict` over data x context parallel ranks and logs it as `<metric_name>/<key>` at
     `rollout/step`. The dict on the source rank, None elsewhere.
     """
-    from slime.tracking import tracking
-
     reduced = _gathered(log_dict)
     if reduced is None:
         return None
@@ -284,13 +290,6 @@ def log_consistency(
     """
     if not _is_logging_rank():
         return None
-    from slime.metrics import consistency
-    from slime.metrics.consistency_alarms import (
-        ConsistencyLimits,
-        consistency_alarms,
-        gap_of_same_weights,
-    )
-
     config = _config(args)
     parts = consistency.consistency_contributions(
         rollout_data,
@@ -373,8 +372,6 @@ def log_perf_data(
     trained.
     """
     from megatron.core import mpu
-
-    from slime.metrics.perf import log_perf_data_raw
 
     primary = _is_logging_rank() and mpu.get_data_parallel_rank(with_context_parallel=True) == 0
     return log_perf_data_raw(rollout_id, args, primary, extra_metrics=extra_metrics)

@@ -1,9 +1,6 @@
-"""Upstream's path of slime.tracking.wandb_sink: the same module, so that a patch through either
-name acts.
-"""
+"""Upstream's path of the two functions that start W&B."""
 
-import sys
+from slime.tracking import tracking, wandb_sink
+from slime.utils.doors import open_door
 
-from slime.tracking.wandb_sink import *  # noqa: F403  # names for readers and type checkers
-
-sys.modules[__name__] = sys.modules["slime.tracking.wandb_sink"]
+open_door(__name__, tracking, wandb_sink)

@@ -7,34 +7,16 @@ from __future__ import annotations
 import argparse
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-from slime.config.extension_points import EXTENSION_POINTS, problem_of
+from slime.config.extension_points import EXTENSION_POINTS
 from slime.config.specs import specs_by_name
 from slime.exceptions import ConfigError
+from slime.plugins.loading import load_hook
 from slime.prompts.eval_config import eval_datasets_of
-from slime.utils.misc import load_function
 
 # an evaluation dataset may have its own, and a sample
 SAMPLE_OPTIONS = ("custom_rm_path", "custom_generate_function_path")
-
-
-def load_hook(
-    option: str, path: str, *, where: str, load: Callable[[str], Any] = load_function
-) -> Any:
-    """The function at `path`, checked for the extension point of `option`. ConfigError says where
-    the path stands (`where`), what is wrong, and what to write.
-    """
-    point = EXTENSION_POINTS[option]
-    try:
-        function = load(path)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    problem = problem_of(point, function)
-    if problem is not None:
-        raise ConfigError(f"{where}: {problem}")
-    return function
 
 
 def hooks_of(args: argparse.Namespace) -> Iterator[tuple[str, str, str]]:

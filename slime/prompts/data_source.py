@@ -18,7 +18,7 @@ import copy
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,15 +26,16 @@ import orjson
 
 from slime.config.rules import SUPERVISED
 from slime.data.sample import Sample
+from slime.data.structure import Group, iter_samples
 from slime.exceptions import ConfigError
 from slime.files import atomic, exact_json
 from slime.plugins.filter_calls import call_filter, require_groups
 from slime.prompts.dataset import Dataset
+from slime.utils import processing_utils
 from slime.utils.misc import load_function
 
 logger = logging.getLogger(__name__)
 
-Group = list  # list[Sample], or list[list[Sample]] where a generate function fans out
 STATE_FORMAT = 1
 
 
@@ -90,15 +91,6 @@ def clone_for_group(prompt: Sample) -> Sample:
         generate_function_path=prompt.generate_function_path,
         custom_rm_path=prompt.custom_rm_path,
     )
-
-
-def iter_samples(group: Group) -> Iterator[Sample]:
-    """The samples of a group, also of one whose members are lists of samples."""
-    for member in group:
-        if isinstance(member, Sample):
-            yield member
-        else:
-            yield from iter_samples(member)
 
 
 def group_id_of(group: Group) -> int | None:
@@ -408,8 +400,6 @@ def build_dataset(args: argparse.Namespace) -> Dataset:
     """The dataset of --prompt-data, with the tokenizer of --hf-checkpoint where rendering or the
     filter needs it.
     """
-    from slime.utils.processing_utils import load_processor, shared_tokenizer
-
     if not args.prompt_data:
         raise ConfigError(
             "--prompt-data is missing. Give a .jsonl, .parquet, .json or .csv file, or "
@@ -420,8 +410,8 @@ def build_dataset(args: argparse.Namespace) -> Dataset:
     needs_tokenizer = args.apply_chat_template or max_length is not None or args.multimodal_keys
     return Dataset(
         args.prompt_data,
-        shared_tokenizer(args.hf_checkpoint) if needs_tokenizer else None,
-        load_processor(args.hf_checkpoint) if args.multimodal_keys else None,
+        processing_utils.shared_tokenizer(args.hf_checkpoint) if needs_tokenizer else None,
+        processing_utils.load_processor(args.hf_checkpoint) if args.multimodal_keys else None,
         max_length,
         prompt_key=args.input_key,
         multimodal_keys=args.multimodal_keys,

@@ -8,7 +8,7 @@ import shutil
 from typing import Any
 
 from slime.ray import actors
-from slime.ray.placement_group import bundle_strategy, device_options
+from slime.ray.placement import bundle_strategy, device_options
 from slime.ray.train_worker import MEGATRON_ACTOR, TrainWorker
 from slime.ray.utils import STOP_TIMEOUT_S, add_default_ray_env_vars, wait_for
 from slime.typing import ActorHandle

@@ -57,9 +57,9 @@ from slime.tracking.tracking import (
     log,
     log_dir_of,
 )
+from slime.utils import processing_utils
 from slime.utils.http_utils import init_http_client
 from slime.utils.misc import Box, count_rollouts_per_epoch, load_function
-from slime.utils.processing_utils import shared_tokenizer
 
 if TYPE_CHECKING:
     from slime.data.batch import RolloutBatch
@@ -97,7 +97,8 @@ class RolloutManager:
             args.custom_convert_samples_to_train_data_path
         )
         self.gate = Gate.from_args(
-            args, shared_tokenizer(args.hf_checkpoint) if args.hf_checkpoint else None
+            args,
+            processing_utils.shared_tokenizer(args.hf_checkpoint) if args.hf_checkpoint else None,
         )
         self.train_parallel_config: dict[str, int] | None = None
         self.rollout_engine_lock = cast(actors.ActorClass, Lock).remote()

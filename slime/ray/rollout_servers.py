@@ -6,19 +6,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import itertools
 import logging
 import time
 from typing import Any
 
-import ray
-
+from slime.backends.sglang_utils.external import start_external_rollout_servers
+from slime.backends.sglang_utils.router import start_router
+from slime.backends.torch_engine.engine_config import engine_config_from_args
+from slime.backends.torch_engine.ray_actor import EngineActor
 from slime.exceptions import EngineError
 from slime.ray import actors
-from slime.ray.placement_group import ENGINE_FRACTION, Placement, bundle_strategy, device_options
+from slime.ray.placement import ENGINE_FRACTION, Placement, bundle_strategy, device_options
 from slime.ray.rollout_validation import validate_server_group_gpu_indices
-from slime.ray.utils import add_default_ray_env_vars, reason_of_death, slime_error_of, wait_for
+from slime.ray.servers import HEALTH_TIMEOUT_S, RolloutServers
+from slime.ray.utils import add_default_ray_env_vars, wait_for
 from slime.utils.async_utils import run
 from slime.utils.http_utils import (
     HttpStatusError,
@@ -28,80 +30,8 @@ from slime.utils.http_utils import (
     request_once,
 )
 
-HEALTH_TIMEOUT_S = 10.0
 MIN_HEALTH_TRIES = 4
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass
-class RolloutServers:
-    """The engines of a run. `engines` are Ray actors whose weights we set; external servers have
-    none.
-    """
-
-    engines: list[Any]
-    urls: list[str]
-    router: Any | None = None
-
-    @property
-    def client_urls(self) -> list[str]:
-        """Where requests go: the router where there is one, else every engine."""
-        return [self.router.url] if self.router is not None else self.urls
-
-    def failures(self) -> list[str]:
-        """One sentence per engine of ours that is gone or whose thread has failed: why requests to
-        it get no answer.
-        """
-        found = []
-        for rank, (engine, url) in enumerate(zip(self.engines, self.urls, strict=True)):
-            try:
-                actors.get(engine.health.remote(), timeout=HEALTH_TIMEOUT_S)
-            except ray.exceptions.GetTimeoutError:
-                found.append(
-                    f"engine {rank} ({url}) does not answer within {HEALTH_TIMEOUT_S:.0f} s."
-                )
-            except ray.exceptions.RayActorError as error:
-                found.append(f"the process of engine {rank} ({url}) died. {reason_of_death(error)}")
-            except Exception as error:  # noqa: BLE001 - Ray mixes its class into whatever the engine raised
-                found.append(str(slime_error_of(error) or error))
-        return found
-
-    def release_memory(self, *, timeout_s: float) -> None:
-        """Our engines give their caches' memory back; one that still has requests keeps it."""
-        freed = wait_for(
-            [engine.release_memory.remote() for engine in self.engines],
-            what="freeing the engines' memory",
-            timeout_s=timeout_s,
-        )
-        if not all(freed):
-            logger.info(
-                "%d of %d engines have requests and keep their memory.",
-                freed.count(False),
-                len(freed),
-            )
-
-    def resume_memory(self, *, timeout_s: float) -> None:
-        """Our engines take it again."""
-        wait_for(
-            [engine.resume_memory.remote() for engine in self.engines],
-            what="giving the engines memory",
-            timeout_s=timeout_s,
-        )
-
-    def stop(self) -> None:
-        """Ends the router, then the engines. Their processes are gone when it returns."""
-        if self.router is not None:
-            self.router.stop()
-        if self.engines:
-            wait_for(
-                [engine.shutdown.remote() for engine in self.engines],
-                what="stopping the engines",
-                timeout_s=15,
-                option=None,
-            )
-        for engine in self.engines:
-            actors.kill(engine)
-        self.engines = []
 
 
 def start_rollout_servers(args: argparse.Namespace, pg: Placement) -> RolloutServers:
@@ -119,16 +49,11 @@ def start_rollout_servers(args: argparse.Namespace, pg: Placement) -> RolloutSer
     )
     servers = RolloutServers(engines, [info["url"] for info in infos])
     if args.use_sglang_router:
-        from slime.backends.sglang_utils.router import start_router
-
         servers.router = start_router(args, servers.urls)
     return servers
 
 
 def _external_servers(args: argparse.Namespace) -> RolloutServers:
-    from slime.backends.sglang_utils.external import start_external_rollout_servers
-    from slime.backends.sglang_utils.router import start_router
-
     def wait_for_answers(urls: list[str]) -> None:
         init_http_client(args)
         run(_check_external_engines(urls, timeout_s=args.rollout_engine_start_timeout))
@@ -160,9 +85,6 @@ async def _check_external_engines(urls: list[str], *, timeout_s: float) -> None:
 
 
 def _create_engines(args: argparse.Namespace, placement: Placement) -> list[Any]:
-    from slime.backends.torch_engine.engine_config import engine_config_from_args
-    from slime.backends.torch_engine.ray_actor import EngineActor
-
     group, order, ids = placement
     num_engines = get_rollout_num_engines(args)
     validate_server_group_gpu_indices(

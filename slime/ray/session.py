@@ -25,7 +25,10 @@ from ray._private import ray_constants, services
 from slime.exceptions import ConfigError
 from slime.ray import actors
 from slime.ray.utils import add_default_ray_env_vars
+from slime.rollout import fully_async_rollout, sglang_rollout
+from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.tracking.tracking import configure_logger, log_dir_of
+from slime.utils.misc import load_function
 
 OBJECT_STORE_BYTES = 2 * 1024**3
 # a cluster that is alive answers in milliseconds; Ray itself would try for minutes
@@ -65,10 +68,6 @@ def run_session(args: argparse.Namespace) -> Iterator[None]:
         with ray_session(args):
             yield
         return
-    from slime.rollout import fully_async_rollout, sglang_rollout
-    from slime.rollout.sample_hooks import set_current_rollout_id
-    from slime.utils.misc import load_function
-
     configure_logger("local", log_dir=log_dir_of(args))
     load_function.cache_clear()  # a notebook may have defined its functions anew
     with (

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
 
 from slime.data.sample import Sample
 
@@ -35,6 +35,17 @@ class RolloutFnEvalOutput:
     metrics: dict[str, Any] | None = None
 
 
+class GenerationCalls(Protocol):
+    """What the loops of training and evaluation ask of the module that generates: the names of
+    `slime.rollout.sglang_rollout`, looked up at each call so that replacing one acts.
+    """
+
+    GenerateState: Callable[[Any], Any]
+    generate_and_rm_group: Callable[..., Awaitable[list[Any]]]
+    abort: Callable[[Any, int], Awaitable[None]]
+    sends_group_requests: Callable[[Any, list[Any]], bool]
+
+
 def call_rollout_fn(
     fn: Callable[..., Any], *args: object, evaluation: bool, **kwargs: object
 ) -> Any:
@@ -45,3 +56,25 @@ def call_rollout_fn(
     if isinstance(output, RolloutFnTrainOutput | RolloutFnEvalOutput):
         return output
     return RolloutFnEvalOutput(data=output) if evaluation else RolloutFnTrainOutput(samples=output)
+
+
+def require_generated(path: str, result: object) -> None:
+    """TypeError unless a generate function returned a sample, or a list that holds samples (of
+    lists too).
+    """
+    members = [result]
+    while members:
+        member = members.pop()
+        if isinstance(member, list | tuple) and member:
+            members += member
+        elif not isinstance(member, Sample):
+            shown = (
+                "an empty list"
+                if isinstance(member, list | tuple)
+                else f"{type(member).__name__} ({str(member)[:40]!r})"
+            )
+            raise TypeError(
+                f"the generate function {path} returned {shown} where a Sample is needed. Return "
+                "the sample or a non-empty list of samples; "
+                "one that must not train has remove_sample set."
+            )

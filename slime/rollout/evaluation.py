@@ -11,13 +11,15 @@ from typing import Any
 
 from slime.data.rewards import reward_number, value_problem
 from slime.data.sample import Sample, chosen_reward
+from slime.data.structure import iter_samples
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.plugins.failures import FailureCounter, mark_failed
-from slime.prompts.data_source import clone_for_group, iter_samples
+from slime.prompts.data_source import clone_for_group
 from slime.prompts.dataset import Dataset
 from slime.prompts.eval_config import EvalDatasetConfig, eval_datasets_of
-from slime.rollout.base_types import RolloutFnEvalOutput
+from slime.rollout.base_types import GenerationCalls, RolloutFnEvalOutput
 from slime.rollout.group_loop import report_progress
+from slime.utils import processing_utils
 from slime.utils.misc import load_function
 
 # Samples of one HTTP request in evaluation, where prompts usually have one sample each.
@@ -25,7 +27,7 @@ MERGED_SIZE = 32
 
 
 async def evaluate_datasets(
-    args: argparse.Namespace, rollout_id: int, cache: dict[Any, Dataset]
+    args: argparse.Namespace, rollout_id: int, cache: dict[Any, Dataset], calls: GenerationCalls
 ) -> RolloutFnEvalOutput:
     """Rewards, truncation flags and samples of every evaluation dataset, by name. ConfigError where
     there is none.
@@ -38,13 +40,16 @@ async def evaluate_datasets(
     data: dict[str, dict[str, Any]] = {}
     metrics: dict[str, Any] = {}
     for config in configs:
-        data[config.name], failures = await evaluate_dataset(args, config, cache)
+        data[config.name], failures = await evaluate_dataset(args, config, cache, calls)
         metrics[f"eval/{config.name}/failed_samples"] = failures.count
     return RolloutFnEvalOutput(data=data, metrics=metrics)
 
 
 async def evaluate_dataset(
-    args: argparse.Namespace, config: EvalDatasetConfig, cache: dict[Any, Dataset]
+    args: argparse.Namespace,
+    config: EvalDatasetConfig,
+    cache: dict[Any, Dataset],
+    calls: GenerationCalls,
 ) -> tuple[dict[str, list], FailureCounter]:
     """({"rewards", "truncated", "samples"} in order of the dataset, the failures).
 
@@ -52,21 +57,19 @@ async def evaluate_dataset(
     reward and stand in none of the lists; they are counted, and too many of them are a
     RolloutDataError.
     """
-    from slime.rollout import sglang_rollout
-
     groups = build_eval_groups(args, config, cache)
-    if not args.group_rm and sglang_rollout.sends_group_requests(args, groups[0]):
+    if not args.group_rm and calls.sends_group_requests(args, groups[0]):
         groups = merge_groups(groups, size=MERGED_SIZE)
     total = sum(map(len, groups))
     failures = FailureCounter(total=total, max_ratio=args.max_failed_ratio)
-    sglang_rollout.GenerateState(args).reset()
+    calls.GenerateState(args).reset()
     params = eval_sampling_params(args, config)
     done = 0
     results: dict[int, list] = {}
 
     async def one(number: int, group: list[Sample]) -> None:
         nonlocal done
-        results[number] = await sglang_rollout.generate_and_rm_group(
+        results[number] = await calls.generate_and_rm_group(
             args, group, dict(params), evaluation=True
         )
         fail_unusable_rewards(args, iter_samples(results[number]))
@@ -165,8 +168,6 @@ def build_eval_groups(
 def _dataset(
     args: argparse.Namespace, config: EvalDatasetConfig, cache: dict[Any, Dataset]
 ) -> Dataset:
-    from slime.utils.processing_utils import load_processor, shared_tokenizer
-
     key = (
         config.cache_key,
         args.hf_checkpoint,
@@ -181,8 +182,8 @@ def _dataset(
         )
         cache[key] = Dataset(
             config.path,
-            shared_tokenizer(args.hf_checkpoint),
-            load_processor(args.hf_checkpoint) if config.multimodal_keys else None,
+            processing_utils.shared_tokenizer(args.hf_checkpoint),
+            processing_utils.load_processor(args.hf_checkpoint) if config.multimodal_keys else None,
             max_length,
             prompt_key=config.input_key,
             multimodal_keys=config.multimodal_keys,

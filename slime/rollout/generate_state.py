@@ -1,4 +1,4 @@
-"""`GenerateState`: what every generation task of this process shares - tokenizer, limits, sampling
+"""`SharedState`: what every generation task of this process shares - tokenizer, limits, sampling
 parameters, running tasks.
 """
 
@@ -12,9 +12,9 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from slime.data.sample import Sample
 from slime.exceptions import ConfigError
-from slime.utils import http_utils
+from slime.rollout.scoring import build_gate
+from slime.utils import http_utils, processing_utils
 from slime.utils.misc import SingletonMeta
 
 # A group's members follow each other closely; the fully asynchronous worker never starts over.
@@ -48,16 +48,15 @@ def rollout_sampling_params(args: argparse.Namespace) -> dict[str, Any]:
     return params
 
 
-class GenerateState(metaclass=SingletonMeta):
-    """One per process. Built on the first rollout; `reset` starts the next one."""
+class SharedState(metaclass=SingletonMeta):
+    """One per process; slime.rollout.sglang_rollout.GenerateState adds the tasks. Built on the first rollout; `reset` starts the next one."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from slime.rollout.scoring import build_gate
-        from slime.utils.processing_utils import load_processor, shared_tokenizer
-
         self.args = args
-        self.tokenizer = shared_tokenizer(args.hf_checkpoint)
-        self.processor = load_processor(args.hf_checkpoint) if args.multimodal_keys else None
+        self.tokenizer = processing_utils.shared_tokenizer(args.hf_checkpoint)
+        self.processor = (
+            processing_utils.load_processor(args.hf_checkpoint) if args.multimodal_keys else None
+        )
         self.gate = build_gate(args, self.tokenizer)
         http_utils.init_http_client(args)
         engines = max(1, http_utils.get_rollout_num_engines(args))
@@ -113,19 +112,3 @@ class GenerateState(metaclass=SingletonMeta):
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             self._prompt_ids[text] = ids
         return list(ids)
-
-    def submit_generate_tasks(self, groups: list[list[Sample]]) -> list[asyncio.Task]:
-        """Starts one task per group and returns them in that order."""
-        from slime.rollout import sglang_rollout
-
-        tasks = [
-            asyncio.create_task(
-                sglang_rollout.generate_and_rm_group(
-                    self.args, group, dict(self.sampling_params), evaluation=False
-                )
-            )
-            for group in groups
-        ]
-        self.pendings.update(tasks)
-        self.remaining_batch_size += len(groups)
-        return tasks

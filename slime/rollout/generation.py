@@ -18,6 +18,7 @@ from typing import Any
 from slime.data.number_list import known_array, number_list
 from slime.data.sample import Sample
 from slime.exceptions import RolloutDataError
+from slime.files.wire_arrays import decode_response_arrays, has_arrays
 from slime.gate.before_rewards import ENGINE_TEXT
 
 # What SGLang reports as weight version when nobody set one.
@@ -189,8 +190,6 @@ def _type_problem(payload: dict, meta: dict) -> str | None:
 
 
 def _ids_and_log_probs(payload: dict, meta: dict) -> tuple[list[int], list[float]]:
-    from slime.files.wire_arrays import decode_response_arrays, has_arrays
-
     if has_arrays(meta):
         token_ids, log_probs = decode_response_arrays(meta)
         if log_probs is None and len(token_ids):

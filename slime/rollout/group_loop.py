@@ -16,9 +16,10 @@ from collections.abc import Callable
 from slime.data.sample import Sample
 from slime.exceptions import RolloutDataError
 from slime.prompts.data_source import group_id_of
-from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.base_types import GenerationCalls, RolloutFnTrainOutput
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.group_selection import GroupSelection, first_index, pristine
+from slime.tracking.progress import report
 
 logger = logging.getLogger(__name__)
 
@@ -84,16 +85,17 @@ class LoopOutcome:
 
 
 class GroupLoop:
-    """One run of the loop. `fetch(n)` returns n new groups."""
+    """One run of the loop. `fetch(n)` returns n new groups, `calls` generates and ends them."""
 
     def __init__(
-        self, args: argparse.Namespace, rollout_id: int, fetch: Callable[[int], list[list[Sample]]]
+        self,
+        args: argparse.Namespace,
+        rollout_id: int,
+        fetch: Callable[[int], list[list[Sample]]],
+        calls: GenerationCalls,
     ) -> None:
-        from slime.rollout import sglang_rollout
-
-        self.args, self.rollout_id, self.fetch = args, rollout_id, fetch
-        self.rollout = sglang_rollout
-        self.state = sglang_rollout.GenerateState(args)
+        self.args, self.rollout_id, self.fetch, self.calls = args, rollout_id, fetch, calls
+        self.state = calls.GenerateState(args)
         self.selection = GroupSelection(args, rollout_id)
         self.builder = BatchBuilder(
             args.rollout_batch_size, in_order=args.rollout_batch_order != "completion"
@@ -164,7 +166,7 @@ class GroupLoop:
         """Ends what is still running and takes back what it has."""
         if not self.state.pendings:
             return
-        await self.rollout.abort(self.args, self.rollout_id)
+        await self.calls.abort(self.args, self.rollout_id)
         done, late = await asyncio.wait(self.state.pendings, timeout=self.args.abort_timeout)
         if late:
             logger.warning(
@@ -227,13 +229,14 @@ class GroupLoop:
 
 def report_progress(phase: str, done: int, total: int) -> None:
     """Tells the live view how far the rollout is."""
-    from slime.tracking.progress import report
-
     report(phase=phase, done=done, total=total)
 
 
 async def run_group_loop(
-    args: argparse.Namespace, rollout_id: int, fetch: Callable[[int], list[list[Sample]]]
+    args: argparse.Namespace,
+    rollout_id: int,
+    fetch: Callable[[int], list[list[Sample]]],
+    calls: GenerationCalls,
 ) -> LoopOutcome:
     """One training rollout. RolloutDataError when too many samples fail or the prompts end."""
-    return await GroupLoop(args, rollout_id, fetch).run()
+    return await GroupLoop(args, rollout_id, fetch, calls).run()

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from slime.data.reasons import DropReason
 from slime.data.sample import Sample
+from slime.data.structure import iter_samples
 from slime.exceptions import RolloutDataError
 from slime.plugins.failures import FailureCounter, mark_failed
 from slime.plugins.filter_calls import call_filter, require_nothing, require_samples
-from slime.prompts.data_source import group_id_of, iter_samples
+from slime.prompts.data_source import group_id_of
 from slime.rollout import generation
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.filter_hub.base_types import (

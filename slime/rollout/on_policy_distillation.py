@@ -10,6 +10,7 @@ from typing import Any
 
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError, RolloutDataError
+from slime.rollout.rm_hub import async_rm
 from slime.utils.http_utils import request_with_retries
 
 
@@ -38,8 +39,6 @@ async def evaluation_reward(args: argparse.Namespace, sample: Sample, **kwargs: 
     """The reward of an evaluated sample: the teacher's log-probs are no score, so --rm-type (or the
     row's rm_type) gives it.
     """
-    from slime.rollout.rm_hub import async_rm
-
     scored_by_type = argparse.Namespace(**{**vars(args), "custom_rm_path": None})
     return await async_rm(scored_by_type, dataclasses.replace(sample, custom_rm_path=None))
 

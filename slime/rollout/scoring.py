@@ -10,7 +10,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from slime.data.sample import Sample
+from slime.gate import apply_verdicts, check_responses
 from slime.gate.before_rewards import with_engine_text
+from slime.gate.gate import gate_config_from_args
 from slime.plugins.failures import ENDS_THE_RUN, describe_error, log_cause, mark_failed
 from slime.plugins.watched_calls import CallTimeout, call_within
 from slime.rollout.rm_hub import async_rm, batched_async_rm, is_immediate
@@ -77,9 +79,6 @@ class Gate:
 
 def build_gate(args: argparse.Namespace, tokenizer: Tokenizer | None) -> Gate:
     """The response gate of the run's options."""
-    from slime.gate import apply_verdicts, check_responses
-    from slime.gate.gate import gate_config_from_args
-
     config = gate_config_from_args(args, tokenizer)
     return Gate(
         lambda samples: check_responses(samples, config, tokenizer=tokenizer), apply_verdicts

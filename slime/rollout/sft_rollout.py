@@ -14,6 +14,7 @@ from slime.exceptions import ConfigError, SlimeError
 from slime.prompts.masks import MultiTurnLossMaskGenerator, get_response_lengths, message_pairs
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.group_loop import report_progress
+from slime.utils import processing_utils
 
 if TYPE_CHECKING:
     from slime.prompts.data_source import DataSource
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 
 @functools.lru_cache(maxsize=4)
 def _generator(hf_checkpoint: str, loss_mask_type: str) -> MultiTurnLossMaskGenerator:
-    from slime.utils.processing_utils import shared_tokenizer
-
-    return MultiTurnLossMaskGenerator(shared_tokenizer(hf_checkpoint), loss_mask_type)
+    return MultiTurnLossMaskGenerator(
+        processing_utils.shared_tokenizer(hf_checkpoint), loss_mask_type
+    )
 
 
 def generate_rollout(

@@ -20,24 +20,31 @@ import copy
 import dataclasses
 import inspect
 import logging
+import sys
 import uuid
 from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from slime.data.sample import Sample
-from slime.data.structure import with_rollout_id
+from slime.data.structure import iter_samples, with_rollout_id
 from slime.data.trained_sampling import check_trained_sampling
 from slime.data.weight_versions import mask_older_tokens
 from slime.exceptions import EngineError, RolloutDataError
 from slime.plugins.failures import ENDS_THE_RUN, fail
+from slime.plugins.loading import load_hook
 from slime.plugins.watched_calls import call_within
-from slime.preflight.functions import load_hook
-from slime.prompts.data_source import iter_samples
 from slime.prompts.dataset import prompt_text
 from slime.rollout import generation
-from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.base_types import (
+    GenerationCalls,
+    RolloutFnEvalOutput,
+    RolloutFnTrainOutput,
+    require_generated,
+)
 from slime.rollout.engine_client import abort_engines, choose_url, get_engines, request_generate
-from slime.rollout.generate_state import GenerateState
+from slime.rollout.evaluation import evaluate_datasets
+from slime.rollout.generate_state import SharedState
+from slime.rollout.group_loop import run_group_loop
 from slime.rollout.sample_hooks import (
     apply_rollout_sample_hooks,
     get_current_rollout_id,
@@ -45,6 +52,7 @@ from slime.rollout.sample_hooks import (
 )
 from slime.rollout.scoring import score_group, scoring_args
 from slime.typing import Processor
+from slime.utils import processing_utils
 from slime.utils.async_utils import run
 from slime.utils.misc import load_function
 
@@ -53,8 +61,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# The loops look these functions up here at each call: replacing one of this module's names acts.
+_THIS: GenerationCalls = sys.modules[__name__]
+
 # Evaluation datasets by their cache key, read once per process.
 EVAL_PROMPT_DATASET: dict[Any, Any] = {}
+
+
+class GenerateState(SharedState):
+    """What every generation task of this process shares. One per process: `GenerateState(args)`
+    returns it; `reset` starts the next rollout.
+    """
+
+    def submit_generate_tasks(self, groups: list[list[Sample]]) -> list[asyncio.Task]:
+        """Starts one task per group and returns them in that order."""
+        tasks = [
+            asyncio.create_task(
+                generate_and_rm_group(
+                    self.args, group, dict(self.sampling_params), evaluation=False
+                )
+            )
+            for group in groups
+        ]
+        self.pendings.update(tasks)
+        self.remaining_batch_size += len(groups)
+        return tasks
 
 
 @dataclasses.dataclass
@@ -186,19 +217,20 @@ def _encode_multimodal_prompt(state: GenerateState, sample: Sample) -> tuple[str
     """Sets tokens and training inputs of a prompt with media; returns what the engine takes: text
     and image data.
     """
-    from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine
-
     if sample.response_length:
         raise RolloutDataError(
             f"sample {sample.index}: a response to a prompt with media cannot be continued by ids"
         )
     text = prompt_text(sample, state.tokenizer)
     processor, media = cast(Processor, state.processor), cast(dict, sample.multimodal_inputs)
-    encoded = dict(processor(text=text, **build_processor_kwargs(media)))
+    encoded = dict(processor(text=text, **processing_utils.build_processor_kwargs(media)))
     sample.tokens = encoded.pop("input_ids")[0].tolist()
     encoded.pop("attention_mask", None)
     sample.multimodal_train_inputs = encoded or None
-    return text, [encode_image_for_rollout_engine(image) for image in media.get("images") or []]
+    return text, [
+        processing_utils.encode_image_for_rollout_engine(image)
+        for image in media.get("images") or []
+    ]
 
 
 async def generate_and_rm(
@@ -278,30 +310,8 @@ async def _call_generate(
     call = function(args, sample, sampling_params, **extra)
     index = sample.index
     result = await _within_limit(args, f"the generate function {path} for sample {index}", call)
-    _require_samples(path, result)
+    require_generated(path, result)
     return with_rollout_id(result, index)
-
-
-def _require_samples(path: str, result: object) -> None:
-    """TypeError unless a generate function returned a sample, or a list that holds samples (of
-    lists too).
-    """
-    members = [result]
-    while members:
-        member = members.pop()
-        if isinstance(member, list | tuple) and member:
-            members += member
-        elif not isinstance(member, Sample):
-            shown = (
-                "an empty list"
-                if isinstance(member, list | tuple)
-                else f"{type(member).__name__} ({str(member)[:40]!r})"
-            )
-            raise TypeError(
-                f"the generate function {path} returned {shown} where a Sample is needed. Return "
-                "the sample or a non-empty list of samples; "
-                "one that must not train has remove_sample set."
-            )
 
 
 async def _score_or_collect(
@@ -549,9 +559,7 @@ async def generate_rollout_async(
 
     `data_source(n)` returns n groups.
     """
-    from slime.rollout.group_loop import run_group_loop
-
-    outcome = await run_group_loop(args, rollout_id, data_source)
+    outcome = await run_group_loop(args, rollout_id, data_source, _THIS)
     return outcome.output, outcome.returned
 
 
@@ -559,9 +567,7 @@ async def eval_rollout(
     args: argparse.Namespace, rollout_id: int
 ) -> tuple[RolloutFnEvalOutput, list]:
     """(results of every evaluation dataset, nothing to give back)."""
-    from slime.rollout.evaluation import evaluate_datasets
-
-    return await evaluate_datasets(args, rollout_id, EVAL_PROMPT_DATASET), []
+    return await evaluate_datasets(args, rollout_id, EVAL_PROMPT_DATASET, _THIS), []
 
 
 def generate_rollout(
@@ -576,9 +582,7 @@ def generate_rollout(
     set_current_rollout_id(rollout_id)
     if evaluation:
         return run(eval_rollout(args, rollout_id))[0]
-    from slime.rollout.group_loop import run_group_loop
-
-    outcome = run(run_group_loop(args, rollout_id, data_source.get_samples))
+    outcome = run(run_group_loop(args, rollout_id, data_source.get_samples, _THIS))
     if outcome.returned:
         data_source.add_samples(outcome.returned)
     commit = getattr(data_source, "commit", None)

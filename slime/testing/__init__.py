@@ -26,10 +26,12 @@ from typing import Any
 from slime.config.specs import nearest_names, slime_specs
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError
+from slime.rollout import engine_client
 from slime.testing.fake_engine import FakeEngine, Fault, Prompt, log_prob_of, make_reply
 from slime.testing.tiny_models import make_char_tokenizer, make_tiny_checkpoint
 from slime.typing import Tokenizer
 from slime.utils.async_utils import run
+from slime.utils.misc import SingletonMeta
 
 __all__ = [
     "FakeEngine", "Fault", "Prompt", "call", "engines_at", "log_prob_of", "make_args", "make_char_tokenizer", "make_reply", "make_sample",
@@ -138,9 +140,6 @@ def engines_at(*urls: str, is_router: bool = False) -> Iterator[None]:
     """Inside, generation goes to the engines at `urls`, and nothing is left of earlier rollouts in
     this process, nor after it.
     """
-    from slime.rollout import engine_client
-    from slime.utils.misc import SingletonMeta
-
     SingletonMeta.clear_instances()
     engine_client.set_engines(urls, is_router=is_router)
     try:

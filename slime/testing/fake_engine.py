@@ -21,6 +21,14 @@ from typing import Any, cast
 
 from aiohttp import web
 
+from slime.files.wire_arrays import (
+    LOG_PROB_DTYPE,
+    LOG_PROBS_KEY,
+    TOKEN_DTYPE,
+    TOKEN_IDS_KEY,
+    encode_array,
+)
+
 
 @dataclasses.dataclass
 class Fault:
@@ -174,14 +182,6 @@ def make_reply(
         "weight_version": version,
     }
     if body and body.get("return_arrays"):
-        from slime.files.wire_arrays import (
-            LOG_PROB_DTYPE,
-            LOG_PROBS_KEY,
-            TOKEN_DTYPE,
-            TOKEN_IDS_KEY,
-            encode_array,
-        )
-
         meta[TOKEN_IDS_KEY] = encode_array(tokens, TOKEN_DTYPE)
         meta[LOG_PROBS_KEY] = encode_array(log_probs, LOG_PROB_DTYPE)
     else:

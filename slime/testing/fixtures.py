@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from slime.backends.torch_engine.engine_config import EngineConfig
+from slime.backends.torch_engine.server_thread import EngineServerThread
 from slime.testing import FakeEngine, engines_at, make_args
 from slime.testing.tiny_models import make_tiny_checkpoint
 
@@ -44,9 +46,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def _serving(tiny_model: Path) -> Iterator[str]:
-    from slime.backends.torch_engine.engine_config import EngineConfig
-    from slime.backends.torch_engine.server_thread import EngineServerThread
-
     with EngineServerThread(EngineConfig(str(tiny_model))) as server:
         yield server.url
 

@@ -21,9 +21,11 @@ import uuid
 from pathlib import Path
 from typing import Any, Protocol
 
-from slime.exceptions import RolloutDataError
+from slime.exceptions import ConfigError, RolloutDataError
 from slime.files.jsonl import JsonlTail, JsonlWriter, plain_value, read_jsonl
 from slime.tracking import progress
+from slime.tracking.tensorboard_sink import TensorBoardSink, resolve_log_dir
+from slime.tracking.wandb_sink import WandbSink
 
 logger = logging.getLogger(__name__)
 
@@ -278,19 +280,14 @@ def build_sinks(args: argparse.Namespace, run_dir: str) -> list[Sink]:
     """Returns the trackers that the options ask for. ConfigError for a missing package; a tracker
     that does not start is left out and said.
     """
-    from slime.exceptions import ConfigError
 
     def start_tensorboard() -> Sink:
-        from slime.tracking.tensorboard_sink import TensorBoardSink, resolve_log_dir
-
         root = os.environ.get("TENSORBOARD_DIR")
         return TensorBoardSink(
             resolve_log_dir(run_dir, args.tb_project_name, args.tb_experiment_name, root=root)
         )
 
     def start_wandb() -> Sink:
-        from slime.tracking.wandb_sink import WandbSink
-
         return WandbSink(args, run_dir)
 
     sinks = []
@@ -359,22 +356,33 @@ def log(args: argparse.Namespace, metrics: dict[str, Any], step_key: str) -> Non
         log(args, metrics, step_key)
 
 
-def finish_tracking(args: argparse.Namespace, *, primary: bool = True) -> list[str]:
-    """Closes this process's files and trackers; in the primary process prints the report and
-    returns the problems in it.
+def finish_tracking(args: argparse.Namespace, *, primary: bool = True) -> bool:
+    """Closes this process's files and trackers; returns whether it was the primary process, whose
+    run folder is complete now.
 
     Safe to call twice or without `init_tracking`. An actor (not `primary`) leaves those of the
     driver open, which with --local are in its process.
     """
     global _tracking
     if _tracking is None or (_is_primary and not primary):
-        return []
+        return False
     tracking, _tracking = _tracking, None
     tracking.close()
     progress.configure(None)
     _folders.discard(os.path.abspath(args.run_dir))
-    if _is_primary and args.write_report:
-        from slime.harness.report import report_at_end
+    return _is_primary
 
-        return report_at_end(args)
-    return []
+
+def init_wandb_primary(args: Any) -> WandbSink | None:
+    """Returns the W&B run of these options, started in this process; None without --use-wandb. A
+    run of slime starts it by itself.
+    """
+    return WandbSink(args, os.path.abspath(args.run_dir)) if args.use_wandb else None
+
+
+def init_wandb_secondary(args: Any, role: str | None = None) -> None:
+    """Prepares `log` in a further process of the run: its records reach W&B through
+    the primary process. `role` names log lines.
+    """
+    configure_logger(role or "")
+    init_tracking(args, primary=False)

@@ -106,20 +106,3 @@ class WandbSink:
             raise TimeoutError(
                 f"W&B did not finish within {FINISH_TIMEOUT_S:.0f} s; `wandb sync` sends the rest"
             )
-
-
-def init_wandb_primary(args: argparse.Namespace) -> WandbSink | None:
-    """Returns the W&B run of these options, started in this process; None without --use-wandb. A
-    run of slime starts it by itself.
-    """
-    return WandbSink(args, os.path.abspath(args.run_dir)) if args.use_wandb else None
-
-
-def init_wandb_secondary(args: argparse.Namespace, role: str | None = None) -> None:
-    """Prepares `logging_utils.log` in a further process of the run: its records reach W&B through
-    the primary process. `role` names log lines.
-    """
-    from slime.tracking.tracking import configure_logger, init_tracking
-
-    configure_logger(role or "")
-    init_tracking(args, primary=False)

@@ -25,7 +25,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from slime.exceptions import EngineError
+from slime.exceptions import ConfigError, EngineError
 from slime.files import exact_json
 from slime.utils.misc import is_port_free
 
@@ -285,8 +285,6 @@ def run_router(args: argparse.Namespace) -> None:
     try:
         from sglang_router.launch_router import launch_router
     except ImportError as error:
-        from slime.exceptions import ConfigError
-
         raise ConfigError(
             "the router needs the package sglang-router: pip install 'slime-rl[router]'"
         ) from error

@@ -15,7 +15,7 @@ from slime.config.extension_points import EXTENSION_POINTS, Mode, problem_of
 from slime.config.specs import all_specs
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError
-from slime.preflight.functions import load_hook
+from slime.plugins.loading import load_hook
 from slime.rollout.rm_hub import async_rm
 from slime.rollout.sglang_rollout import _call_generate
 from slime.utils.arguments import parse_args

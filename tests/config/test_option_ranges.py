@@ -13,10 +13,10 @@ import pytest
 from support.options import write_run_inputs
 
 from slime.config.cli import format_option
-from slime.config.option import LONGEST_WAIT, Range, option
+from slime.config.option import LONGEST_WAIT, Range, flag_of, option
 from slime.config.ranges import range_problem, range_problems
 from slime.config.rules import broken_rules, nearest_divisors
-from slime.config.specs import flag_of, slime_specs, specs_by_name, specs_of_dataclass
+from slime.config.specs import slime_specs, specs_by_name, specs_of_dataclass
 from slime.exceptions import ConfigError
 from slime.prompts.eval_config import EvalDatasetConfig
 from slime.utils.arguments import parse_args, parse_megatron_role_args

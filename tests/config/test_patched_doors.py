@@ -174,7 +174,7 @@ slime.ray.train_actor: clear_memory
 slime.rollout.data_source: Sample
 slime.rollout.rm_hub: get_deepscaler_rule_based_reward grade_answer_verl
 slime.rollout.sft_rollout: MultiTurnLossMaskGenerator
-slime.rollout.sglang_rollout: GenerateState load_function
+slime.rollout.sglang_rollout: load_function
 slime.utils.data: _parse_generalized_path
 """
 

@@ -12,8 +12,13 @@ import pytest
 from support.options import write_run_inputs
 
 from slime import train, train_async
+from slime.commands import session  # noqa: E402
+from slime.commands.launch import launch  # noqa: E402
 from slime.config.resume import first_rollout, nothing_left, resume_point, schedule_problem
-from slime.exceptions import ConfigError
+from slime.exceptions import (
+    ConfigError,
+    NothingLeft,  # noqa: E402
+)
 from slime.utils.arguments import parse_args
 
 NUM_GPUS = 0
@@ -47,14 +52,14 @@ def words_for(tmp_path, *more):
 def no_session(monkeypatch):
     """The loop must not be reached."""
     monkeypatch.setattr(
-        train, "_run_session", lambda *rest: pytest.fail("processes would have started")
+        session, "run_to_the_end", lambda *rest: pytest.fail("processes would have started")
     )
 
 
 def test_a_finished_run_says_so_with_status_0_and_starts_nothing(tmp_path, capsys, no_session):
     """Resuming a finished run prints that it is finished, returns 0 and starts nothing."""
     write_checkpoint(tmp_path / "run4")
-    assert train.launch(words_for(tmp_path, "--num-rollout", "4"), train.train) == 0
+    assert launch(words_for(tmp_path, "--num-rollout", "4"), "slime.train") == 0
     (sentence,) = capsys.readouterr().err.splitlines()
     assert sentence == (
         f"Nothing to do: --load {tmp_path / 'run4'} has 4 rollouts behind it, and --num-rollout 4 "
@@ -84,8 +89,8 @@ def test_a_finished_run_says_so_with_status_0_and_starts_nothing(tmp_path, capsy
     ],
 )
 def test_a_run_that_asks_for_nothing_says_so(words, sentence, tmp_path, capsys, no_session):
-    """A run without rollouts prints that there is nothing to do."""
-    assert train.launch([*write_run_inputs(tmp_path), *words.split()], train.train) == 0
+    """The neighbours of a finished run."""
+    assert launch([*write_run_inputs(tmp_path), *words.split()], "slime.train") == 0
     assert capsys.readouterr().err.splitlines() == [sentence]
 
 
@@ -129,7 +134,7 @@ def test_passes_over_the_prompts_are_counted_before_they_are_called_done(tmp_pat
         ]
     )
     with pytest.raises(
-        train.NothingLeft,
+        NothingLeft,
         match=(
             r"has 4 rollouts behind it, and --num-epoch 2 \(4 rollouts\) asks for no "
             r"more.*--num-epoch 3"

@@ -268,16 +268,16 @@ def test_an_external_engine_that_does_not_answer_ends_the_start(monkeypatch):
 
 
 def test_an_engine_that_is_silent_is_named_as_the_cause(monkeypatch):
-    """An engine that does not answer is named as the cause of the failed samples."""
-    from slime.ray import rollout_servers
+    """Many failed samples are then its consequence."""
+    from slime.ray import servers
 
     def silent(*args, **kwargs):
-        raise rollout_servers.ray.exceptions.GetTimeoutError("no answer")
+        raise servers.ray.exceptions.GetTimeoutError("no answer")
 
-    monkeypatch.setattr(rollout_servers.actors, "get", silent)
+    monkeypatch.setattr(servers.actors, "get", silent)
     engine = types.SimpleNamespace(health=types.SimpleNamespace(remote=lambda: "ref"))
-    servers = rollout_servers.RolloutServers([engine], ["http://x:1"])
-    assert servers.failures() == ["engine 0 (http://x:1) does not answer within 10 s."]
+    found = servers.RolloutServers([engine], ["http://x:1"])
+    assert found.failures() == ["engine 0 (http://x:1) does not answer within 10 s."]
 
 
 def test_a_process_group_whose_other_ranks_do_not_come_is_given_up(tmp_path):

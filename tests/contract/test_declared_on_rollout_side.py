@@ -11,11 +11,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import pytest
 
 from slime.data.columns import ColumnsConfig, build_train_columns
-from slime.data.declared_fields import declared_contributions
 from slime.data.fields import Reduce, Rows, Scope
 from slime.data.structure import validate_rollout_id_annotated
-from slime.harness.report import FAMILIES, RunRecords, find_reward_problems, pick
+from slime.harness.report import find_reward_problems
+from slime.harness.run_records import FAMILIES, RunRecords, pick
 from slime.metrics.contributions import merge_all
+from slime.metrics.declared import declared_contributions
 from slime.metrics.rollout_metrics import RolloutMetricsConfig, eval_metrics
 from slime.rollout.sglang_rollout import _call_generate
 from slime.testing import make_args, make_sample

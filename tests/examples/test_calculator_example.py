@@ -20,8 +20,7 @@ from slime.data.sample import Sample
 from slime.exceptions import ConfigError
 from slime.prompts.data_source import RolloutDataSourceWithBuffer
 from slime.prompts.masks import MultiTurnLossMaskGenerator
-from slime.rollout.generate_state import GenerateState
-from slime.rollout.sglang_rollout import generate_rollout
+from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import run as wait_for
 
 NUM_GPUS = 0

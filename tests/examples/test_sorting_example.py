@@ -8,7 +8,7 @@ import pytest
 
 from examples.addition.run import StageFailed
 from examples.sorting import prepare, run
-from slime.harness.report import read_run
+from slime.harness.run_records import read_run
 
 NUM_GPUS = 0
 

@@ -27,7 +27,8 @@ from slime.gate import (
 from slime.gate.alarms import level_rose
 from slime.gate.config import FORMAT_PRESETS, TaskRules
 from slime.gate.gate import Gate, gate_config_from_args
-from slime.harness.report import Checks, find_gate_problems, read_run, summarize_run
+from slime.harness.report import Checks, find_gate_problems, summarize_run
+from slime.harness.run_records import read_run
 
 NUM_GPUS = 0
 PENALIZED = {

@@ -21,6 +21,8 @@ from slime.backends.megatron_utils.model import _in_local_order
 from slime.backends.megatron_utils.update_weight.disk import update_problem
 from slime.backends.megatron_utils.weights_backup import WeightsBackup
 from slime.backends.torch_engine.engine_config import engine_config_from_args
+from slime.commands import session  # noqa: E402
+from slime.commands.session import print_failure  # noqa: E402
 from slime.exceptions import ConfigError, EngineError
 from slime.ray.placement_group import _check_critic_start
 from slime.ray.rollout_servers import RolloutServers
@@ -136,15 +138,15 @@ def test_error_from_an_actor_is_its_message_alone(wrapped, capsys):
     found = slime_error_of(wrapped(ConfigError("--load x is not there.\nUse another.")))
     assert type(found) is ConfigError
     assert str(found) == "--load x is not there.\nUse another."
-    assert train.print_failure(wrapped(ConfigError("--load x is not there."))) == 2
-    assert train.print_failure(wrapped(EngineError("engine 0 is gone."))) == 1
+    assert print_failure(wrapped(ConfigError("--load x is not there."))) == 2
+    assert print_failure(wrapped(EngineError("engine 0 is gone."))) == 1
     assert capsys.readouterr().err == "error: --load x is not there.\nerror: engine 0 is gone.\n"
 
 
 def test_other_error_from_an_actor_names_the_actor_and_the_cause(capsys):
     """Another error from an actor names actor and cause with the end of its stack."""
     assert slime_error_of(raised_in_actor(KeyError("x"))) is None
-    assert train.print_failure(raised_in_actor(KeyError("x"))) == 1
+    assert print_failure(raised_in_actor(KeyError("x"))) == 1
     assert "error in an actor" in capsys.readouterr().err
 
 
@@ -266,7 +268,7 @@ def run_of(monkeypatch, num_rollout=2, **options):
               "debug_rollout_only": False, "step_timeout": 1.0, "num_critic_only_steps": 0, "save": None, "save_hf": None,
               "num_rollout": num_rollout}  # fmt: skip
     engines, policy, critic = (Recorder(name, events) for name in ("engines", "policy", "critic"))
-    monkeypatch.setattr("slime.ray.utils.wait_for", lambda refs, **kwargs: list(refs))
+    monkeypatch.setattr("slime.train.wait_for", lambda refs, **kwargs: list(refs))
     monkeypatch.setattr(train, "report", lambda **kwargs: None)
     monkeypatch.setattr(train, "log_trained", lambda *args: None)
     train.train(
@@ -315,7 +317,7 @@ def test_a_loop_that_cannot_take_turns_refuses_the_options_at_parsing(
 ):
     """Every option that the loop cannot honour is named at parsing, all at once, also in a dry
     run."""
-    monkeypatch.setattr(train, "_run_session", lambda *args: pytest.fail("the run was started"))
+    monkeypatch.setattr(session, "run_to_the_end", lambda *args: pytest.fail("the run was started"))
     for more in ([], ["--dry-run"]):
         assert (
             train_async.main([*write_run_inputs(tmp_path), "--local", "--offload-train", *more])

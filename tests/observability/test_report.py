@@ -9,14 +9,8 @@ import struct
 import pytest
 
 from slime.harness import report
-from slime.harness.report import (
-    Checks,
-    Ledger,
-    print_summary,
-    read_run,
-    summarize_run,
-    write_report,
-)
+from slime.harness.report import Checks, print_summary, summarize_run, write_report
+from slime.harness.run_records import Ledger, read_run
 
 NUM_GPUS = 0
 

@@ -18,6 +18,7 @@ import pytest
 from slime.config.observability import ObservabilityOptions, resolve_run_dir, resolve_wandb_run_id
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.files.jsonl import JsonlTail, JsonlWriter, plain_value, read_jsonl
+from slime.harness.report import finish_run  # noqa: E402
 from slime.tracking import progress
 from slime.tracking import tracking as logging_utils
 from slime.tracking.wandb_sink import WandbSink, build_init_arguments
@@ -508,7 +509,7 @@ def test_trackers_get_the_points_that_are_no_numbers(tmp_path):
         logging_utils.log(
             args, {"train/step": step, "train/loss": loss, "train/note": "text"}, "train/step"
         )
-    assert logging_utils.finish_tracking(args) == []
+    assert finish_run(args) == []
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert events.Tags()["scalars"] == ["train/loss"]
@@ -534,10 +535,10 @@ def test_the_end_of_a_run_hands_out_the_problems_of_its_report(tmp_path, capsys)
         {"rollout/step": 0, "rollout/ledger/sampled": 8, "rollout/ledger/trained": 7},
         "rollout/step",
     )
-    problems = logging_utils.finish_tracking(args)
+    problems = finish_run(args)
     assert any("ledger of rollout 0 does not balance" in problem for problem in problems)
     assert capsys.readouterr().out.count("PROBLEM") == len(problems) > 0
-    assert logging_utils.finish_tracking(args) == [], "a second call has nothing to report"
+    assert finish_run(args) == [], "a second call has nothing to report"
 
 
 if __name__ == "__main__":

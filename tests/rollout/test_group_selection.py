@@ -17,13 +17,14 @@ from support.rollout_args import fresh_rollout_state, rollout_args, tokenizer_fo
 from support.tiny_models import make_char_tokenizer
 
 from slime.data.sample import Sample
+from slime.data.structure import iter_samples
 from slime.exceptions import ConfigError, RolloutDataError
-from slime.prompts.data_source import RolloutDataSourceWithBuffer, iter_samples
+from slime.prompts.data_source import RolloutDataSourceWithBuffer
 from slime.rollout import fully_async_rollout as fully_async
 from slime.rollout import sglang_rollout
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput, call_dynamic_filter
-from slime.rollout.generate_state import GenerateState
 from slime.rollout.group_selection import EngineAborts
+from slime.rollout.sglang_rollout import GenerateState
 from slime.rollout.turns import fork_sample
 from slime.utils.arguments import parse_args
 

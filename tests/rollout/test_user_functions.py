@@ -562,7 +562,7 @@ def test_a_call_under_a_debugger_is_not_ended():
 
 HELD = """
 import asyncio, re, sys
-from slime.utils import watched_calls
+from slime.plugins import watched_calls
 from slime.utils.async_utils import run
 watched_calls.HELD_GRACE_S = 0.5
 watched_calls.WATCH.record_in(sys.argv[1])

@@ -126,8 +126,9 @@ def record_rollouts(model: Path, folder: Path, names: Iterable[str]) -> dict[str
 
     from slime.backends.torch_engine.engine_config import EngineConfig
     from slime.backends.torch_engine.server_thread import EngineServerThread
+    from slime.data.structure import iter_samples
     from slime.files.rollout_dump import save_debug_rollout_data
-    from slime.prompts.data_source import RolloutDataSourceWithBuffer, iter_samples
+    from slime.prompts.data_source import RolloutDataSourceWithBuffer
     from slime.rollout.sglang_rollout import generate_rollout
 
     folder.mkdir(parents=True, exist_ok=True)

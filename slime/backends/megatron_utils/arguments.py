@@ -10,7 +10,17 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from slime.backends.megatron_utils.layout import layout_problems
+from slime.config.cli import join_problems, parse_command_line
+from slime.config.derive import apply_derived
+from slime.config.specs import all_specs
+from slime.exceptions import ConfigError
+from slime.models.hf_folder import read_json
+from slime.models.megatron_fields import contradictions
+from slime.models.shape import read_model_shape
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -38,11 +48,6 @@ def megatron_parse_args(
     Unless `skip_hf_validate`, options that contradict --hf-checkpoint/config.json raise;
     ConfigError for whatever else is wrong.
     """
-    from slime.config.cli import join_problems, parse_command_line
-    from slime.exceptions import ConfigError
-    from slime.models.megatron_fields import contradictions
-    from slime.models.shape import read_model_shape
-
     args = parse_command_line(None, extra_args_provider).args
     if not skip_hf_validate and args.hf_checkpoint is not None:
         problems = contradictions(vars(args), read_model_shape(args.hf_checkpoint))
@@ -57,9 +62,6 @@ def set_default_megatron_args(args: argparse.Namespace) -> argparse.Namespace:
     """
     import copy
 
-    from slime.config.derive import apply_derived
-    from slime.config.specs import all_specs
-
     missing = {
         spec.name: copy.copy(spec.default)
         for spec in all_specs()
@@ -73,10 +75,6 @@ def validate_args(args: argparse.Namespace) -> None:
     """Raises ConfigError (a ValueError) with everything that makes the parallel layout of `args`
     impossible for its model.
     """
-    from slime.backends.megatron_utils.layout import layout_problems
-    from slime.config.cli import join_problems
-    from slime.exceptions import ConfigError
-
     ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
     problems = layout_problems(args, world_size=ranks or None)
     if problems:
@@ -160,10 +158,6 @@ def _validate_allgather_cp_supported(
     if not given.get("allgather_cp") or given.get("context_parallel_size", 1) <= 1:
         return
     if hf_config is None and given.get("hf_checkpoint"):
-        from pathlib import Path
-
-        from slime.models.hf_folder import read_json
-
         hf_config = read_json(Path(given["hf_checkpoint"]) / "config.json")
     values = (
         {}

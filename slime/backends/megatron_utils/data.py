@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from megatron.core import mpu
 
+from slime.accelerator import get_accelerator
 from slime.data.batch import RolloutBatch, Stage, column_dtype
 from slime.data.context_parallel import plan_response_layout
 from slime.data.fields import CONTRACT, Extent, FieldSpec, Scope
@@ -132,8 +133,6 @@ def tensors_to_gpu(
     if tensors is None:
         return None
     if device is None:
-        from slime.accelerator import get_accelerator
-
         device = get_accelerator().device()
     return [
         None if t is None else torch.as_tensor(t, dtype=torch.float32).to(device) for t in tensors

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from slime.accelerator import get_accelerator
+from slime.backends.megatron_utils.model_provider import virtual_pipeline_size
+from slime.utils.misc import load_function
 
 
 def init(args: argparse.Namespace) -> None:
@@ -44,8 +46,6 @@ def init(args: argparse.Namespace) -> None:
     )
     seed_model_parallel(args.seed)
     if args.custom_megatron_init_path is not None:
-        from slime.utils.misc import load_function
-
         load_function(args.custom_megatron_init_path)(args)
 
 
@@ -79,6 +79,5 @@ def is_megatron_main_rank() -> bool:
 
 
 def _virtual_size(args: argparse.Namespace) -> int | None:
-    from slime.backends.megatron_utils.model_provider import virtual_pipeline_size
 
     return virtual_pipeline_size(args)

@@ -13,7 +13,9 @@ from urllib.parse import urlsplit
 
 import requests
 
+from slime.config.derive import apply_derived
 from slime.exceptions import ConfigError, EngineError
+from slime.ray.servers import RolloutServers
 
 # the second is the name in older SGLang releases
 INFO_ROUTES = ("/server_info", "/get_server_info")
@@ -198,8 +200,6 @@ def apply_external_engine_info_to_args(
 def _apply_infos(
     args: argparse.Namespace, infos: Sequence[ExternalEngineInfo], logger: logging.Logger | None
 ) -> None:
-    from slime.config.derive import apply_derived
-
     sizes = {info.num_gpus for info in infos}
     values: dict[str, Any] = {
         "rollout_external": True,
@@ -236,8 +236,6 @@ def start_external_rollout_servers(
 
     ConfigError for a disaggregated worker: requests go to whole engines.
     """
-    from slime.ray.rollout_servers import RolloutServers
-
     urls = external_engine_urls(args.rollout_external_engine_addrs)
     if wait_for_answers is not None:
         wait_for_answers(urls)

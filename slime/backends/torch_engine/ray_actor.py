@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from slime.backends.torch_engine.engine_config import EngineConfig, engine_config_from
+from slime.backends.torch_engine.server_thread import EngineServerThread
 from slime.exceptions import EngineError
 
 
@@ -32,8 +33,6 @@ class EngineActor:
         EngineError says why it cannot.
         """
         # torch is imported here, not when the class is pickled to its worker.
-        from slime.backends.torch_engine.server_thread import EngineServerThread
-
         if self._thread is not None:
             raise EngineError(f"engine {self._rank} runs already at {self._server.url}.")
         thread = EngineServerThread(self._config)

@@ -14,6 +14,8 @@ from typing import Annotated, Literal
 import tyro
 
 from slime.backends.torch_engine.engine_config import EngineConfig
+from slime.backends.torch_engine.process_tuning import tune_process
+from slime.backends.torch_engine.server import EngineServer
 from slime.exceptions import SlimeError
 from slime.models.shape import read_model_shape
 
@@ -94,9 +96,6 @@ def serve(command: ServeCommand) -> int:
 
 async def _serve(config: EngineConfig) -> int:
     # Imported late, so that a wrong option is reported before torch is loaded.
-    from slime.backends.torch_engine.process_tuning import tune_process
-    from slime.backends.torch_engine.server import EngineServer
-
     tune_process()
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()

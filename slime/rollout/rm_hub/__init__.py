@@ -16,8 +16,12 @@ import random
 from typing import Any
 
 from slime.data.sample import Sample
-from slime.preflight.functions import load_hook
+from slime.plugins.loading import load_hook
+from slime.rollout.rm_hub import exact_match, f1, gpqa, grader_pool, ifbench
+from slime.rollout.rm_hub.answers import boxed_answer
 from slime.rollout.rm_hub.end_tokens import special_tokens_of, without_end_tokens
+from slime.rollout.rm_hub.outcomes import value_of
+from slime.rollout.rm_hub.remote import request_remote_reward
 from slime.utils.misc import load_function
 
 __all__ = [
@@ -73,8 +77,6 @@ async def async_rm(args: argparse.Namespace, sample: Sample, **kwargs: object) -
         return await load_function(custom)(args, sample, **kwargs)
     rm_type, response = split_rm_type(args, sample)
     if rm_type in REMOTE_TYPES:
-        from slime.rollout.rm_hub.remote import request_remote_reward
-
         return await request_remote_reward(args, sample, response)
     if rm_type in POOL_TYPES:
         return await _pool_reward(args, rm_type, response, sample.label)
@@ -111,8 +113,6 @@ def split_rm_type(args: argparse.Namespace, sample: Sample) -> tuple[str, str]:
     """
     rm_type, response = _rm_type_of(args, sample), graded_text(args, sample)
     if rm_type.startswith(BOXED_PREFIX):
-        from slime.rollout.rm_hub.answers import boxed_answer
-
         rm_type = rm_type.removeprefix(BOXED_PREFIX)
         answer = boxed_answer(response)
         response = "" if answer is None else _PLACED.get(rm_type, "{}").format(answer)
@@ -139,21 +139,13 @@ def split_rm_type_name(args: argparse.Namespace, sample: Sample) -> str:
 def _text_reward(rm_type: str, response: str, sample: Sample) -> Any:
     label, metadata = sample.label, sample.metadata
     if rm_type == "exact_match":
-        from slime.rollout.rm_hub.exact_match import compute_exact_match
-
-        return compute_exact_match(response, label)
+        return exact_match.compute_exact_match(response, label)
     if rm_type == "f1":
-        from slime.rollout.rm_hub.f1 import f1_score
-
-        return f1_score(response, label)[0]
+        return f1.f1_score(response, label)[0]
     if rm_type == "gpqa":
-        from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
-
-        return compute_gpqa_reward(response, label, metadata=metadata)
+        return gpqa.compute_gpqa_reward(response, label, metadata=metadata)
     if rm_type == "ifbench":
-        from slime.rollout.rm_hub.ifbench import compute_ifbench_reward
-
-        return compute_ifbench_reward(response, label, metadata=metadata)
+        return ifbench.compute_ifbench_reward(response, label, metadata=metadata)
     if rm_type == "random":
         return random.randint(0, 1)
     if not rm_type:
@@ -168,11 +160,8 @@ def _text_reward(rm_type: str, response: str, sample: Sample) -> Any:
 
 
 async def _pool_reward(args: argparse.Namespace, rm_type: str, response: str, label: object) -> Any:
-    from slime.rollout.rm_hub.grader_pool import PoolSettings, shared_pool
-    from slime.rollout.rm_hub.outcomes import value_of
-
-    pool = shared_pool(
-        PoolSettings(
+    pool = grader_pool.shared_pool(
+        grader_pool.PoolSettings(
             num_workers=getattr(args, "grader_workers", 2),
             timeout_s=getattr(args, "grader_timeout", 10.0),
             max_length=getattr(args, "grader_max_length", 2000),

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Iterable
 
 from slime.exceptions import ConfigError
+from slime.utils import processing_utils
 
 # End-of-turn marks of the model families in use, for graders that are called without a tokenizer.
 KNOWN_END_TOKENS = (
@@ -46,10 +47,8 @@ def special_tokens_of(folder: str) -> tuple[str, ...]:
     """The special tokens of a model folder's tokenizer as text; none where there is no
     such folder.
     """
-    from slime.utils.processing_utils import shared_tokenizer
-
     try:
-        tokenizer = shared_tokenizer(folder)
+        tokenizer = processing_utils.shared_tokenizer(folder)
     except ConfigError:  # a grader that is called by hand need not have the model's folder
         return ()
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}

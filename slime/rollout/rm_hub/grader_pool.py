@@ -25,6 +25,8 @@ import time
 from pathlib import Path
 from typing import IO, Any, cast
 
+from slime.rollout.rm_hub.answers import boxed_answer
+from slime.rollout.rm_hub.labels import label_answers
 from slime.rollout.rm_hub.outcomes import GRADER_ERROR, GRADER_TIMEOUT, GraderOutcome
 
 logger = logging.getLogger(__name__)
@@ -135,9 +137,6 @@ def _too_long(response: str, label: object, limit: int) -> str | None:
     """Why an expression is not graded: the boxed answer (the last box) or the label exceeds the
     limit.
     """
-    from slime.rollout.rm_hub.answers import boxed_answer
-    from slime.rollout.rm_hub.labels import label_answers
-
     texts = [
         ("answer", boxed_answer(response) or ""),
         *(("label", text) for text in label_answers(label)),

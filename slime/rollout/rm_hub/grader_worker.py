@@ -22,6 +22,12 @@ import signal
 import sys
 from typing import Any
 
+from slime.rollout.rm_hub import math_value
+from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
+from slime.rollout.rm_hub.labels import label_answers
+from slime.rollout.rm_hub.math_dapo_utils import compute_score
+from slime.rollout.rm_hub.math_utils import grade_answer_verl
+
 PR_SET_PDEATHSIG = 1
 MEMORY_LIMIT_BYTES = 4 * 2**30
 # math-verify searches the whole text that it is given; the answer stands at its end.
@@ -30,29 +36,21 @@ LAST_CHARS = 20_000
 
 def grade_math(response: str, label: object) -> int:
     """1 where the boxed answer is right, else 0."""
-    from slime.rollout.rm_hub.math_utils import grade_answer_verl
-
     return int(grade_answer_verl(response, label))
 
 
 def grade_deepscaler(response: str, label: object) -> int:
     """DeepScaleR's rule."""
-    from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
-
     return get_deepscaler_rule_based_reward(response, label)
 
 
 def grade_dapo(response: str, label: object) -> dict[str, Any]:
     """DAPO's rule: a score with its parts."""
-    from slime.rollout.rm_hub.math_dapo_utils import compute_score
-
     return compute_score(response, label)
 
 
 def grade_math_value(response: str, label: object) -> int:
     """By value, whatever the spelling."""
-    from slime.rollout.rm_hub import math_value
-
     return math_value.grade_math_value(response, label)
 
 
@@ -61,8 +59,6 @@ def grade_math_verify(response: str, label: object) -> int:
     off: the pool has one.
     """
     from math_verify import parse, verify
-
-    from slime.rollout.rm_hub.labels import label_answers
 
     answer = parse(response[-LAST_CHARS:], parsing_timeout=None, raise_on_error=True)
     golds = [

@@ -15,6 +15,7 @@ from slime.backends.megatron_utils.hf_to_megatron.common import (
     SafetensorReader,
     _tensor_parallel_shard,
 )
+from slime.backends.megatron_utils.local_params import local_parameters
 from slime.exceptions import ConfigError
 from slime.models.families import FAMILIES, is_derived_tensor
 from slime.models.megatron_fields import contradictions
@@ -70,8 +71,6 @@ def load_hf_weights(
     Raises `ConfigError` for a missing or unexpected tensor, or one of another shape than the
     model's.
     """
-    from slime.backends.megatron_utils.local_params import local_parameters
-
     shape = read_model_shape(folder)
     problems = contradictions(vars(args), shape)
     if problems:

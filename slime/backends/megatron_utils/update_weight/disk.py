@@ -14,7 +14,7 @@ import torch
 
 from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_direct_to_path
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_weight_buckets
-from slime.backends.megatron_utils.update_weight.publish import ask_manager
+from slime.backends.megatron_utils.update_weight.manager import ask_manager
 from slime.exceptions import EngineError
 from slime.models.shape import ModelShape
 from slime.typing import ActorHandle

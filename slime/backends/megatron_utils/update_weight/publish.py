@@ -7,12 +7,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from slime.backends.megatron_utils.update_weight.disk import publish_through_disk
 from slime.backends.megatron_utils.update_weight.gather import NamedTensors, iter_hf_weight_buckets
+from slime.backends.megatron_utils.update_weight.manager import ask_manager
 from slime.exceptions import EngineError
 from slime.files.checksum import combine_digests, tensor_digest
 from slime.models.shape import ModelShape
@@ -62,8 +65,6 @@ def publish_weights(
         limit=float("inf") if args.check_weight_update_equal else FINGERPRINT_BYTES
     )
     if args.update_weight_transport == "disk":
-        from slime.backends.megatron_utils.update_weight.disk import publish_through_disk
-
         return publish_through_disk(args, model, shape, rollout_manager, version, fingerprint)
     engines = None
     with contextlib.ExitStack() as stack:
@@ -96,20 +97,9 @@ def _updating(
         ask_manager(args, rollout_manager.clear_updatable_num_new_engines, version)
 
 
-def ask_manager(args: argparse.Namespace, method: Any, *values: object) -> Any:
-    """The rollout manager's answer. SlimeError after --step-timeout."""
-    return wait_for(
-        [method.remote(*values)],
-        what="weight update (the rollout manager)",
-        timeout_s=args.step_timeout,
-    )[0]
-
-
 @contextlib.contextmanager
 def held(lock: ActorHandle, *, timeout_s: float) -> Iterator[None]:
     """Holds the engines' lock: two updates must not interleave their buckets."""
-    import time
-
     deadline = time.monotonic() + timeout_s
     while not actors.get(lock.acquire.remote(), timeout=timeout_s):
         if time.monotonic() > deadline:
