@@ -7,7 +7,7 @@ from __future__ import annotations
 # The floors from the ground up: a module imports from its own floor and from those below. The first
 # pattern that fits a module gives its floor, so a module may stand on another floor than its folder.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("slime", "slime.exceptions", "slime.tested_versions"),
+    ("slime", "slime.exceptions", "slime.tested_versions", "slime.typing"),
     ("slime.config*", "slime.files.atomic", "slime.algorithms.table"),
     (
         "slime.utils",
