@@ -107,6 +107,7 @@ def test_raw_reward_and_the_timers_lengths_stay_whole(identity_get, partitions):
         assert np.reshape(batch["raw_reward"], (4, 2)).shape == (4, 2)
         assert Timer().seq_lens == TOTALS
         assert batch.whole("raw_reward") == REWARDS
+        assert batch.info["trained_lengths"] == TOTALS
         with pytest.raises(RolloutDataError, match="local_raw_reward"):
             batch.local("raw_reward")
 

@@ -33,29 +33,24 @@ def perf_metrics(
     return metrics
 
 
-def trained_seq_lens() -> Sequence[int]:
-    """Lengths of the samples of the phase that some rank trains, or of all where that
-    is not known.
-    """
-    timer = Timer()
-    return timer.__dict__.get("trained_seq_lens", timer.seq_lens)
-
-
 def log_perf_data_raw(
     rollout_id: int,
     args: argparse.Namespace,
     is_primary_rank: bool,
     compute_total_fwd_flops: Callable[[Sequence[int]], float] | None = None,
     extra_metrics: dict[str, float] | None = None,
+    *,
+    seq_lens: Sequence[int] | None = None,
 ) -> dict[str, float] | None:
     """Logs `perf_metrics` of this process's timers where it is the primary rank, and resets the
-    timers in any case.
+    timers in any case. `seq_lens`: total lengths of the samples that were trained; None: those that
+    the timer keeps.
     """
     seconds = Timer().log_dict()
     Timer().reset()
     if not is_primary_rank:
         return None
-    lengths = trained_seq_lens()
+    lengths = Timer().seq_lens if seq_lens is None else seq_lens
     flops = (compute_total_fwd_flops or (lambda seq_lens: calculate_fwd_flops(seq_lens, args)))(
         lengths
     )

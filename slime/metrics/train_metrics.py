@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -365,13 +365,18 @@ def log_passrate(
 
 
 def log_perf_data(
-    rollout_id: int, args: argparse.Namespace, extra_metrics: dict[str, float] | None = None
+    rollout_id: int,
+    args: argparse.Namespace,
+    extra_metrics: dict[str, float] | None = None,
+    *,
+    seq_lens: Sequence[int] | None = None,
 ) -> dict[str, float] | None:
     """Logs `perf/<timer>_time` in seconds, and throughput in TFLOPs per GPU and tokens per second,
-    on the primary rank. Resets timers on every rank. FLOPs and tokens are of the samples that were
-    trained.
+    on the primary rank. Resets timers on every rank. `seq_lens` as for `log_perf_data_raw`.
     """
     from megatron.core import mpu
 
     primary = _is_logging_rank() and mpu.get_data_parallel_rank(with_context_parallel=True) == 0
-    return log_perf_data_raw(rollout_id, args, primary, extra_metrics=extra_metrics)
+    return log_perf_data_raw(
+        rollout_id, args, primary, extra_metrics=extra_metrics, seq_lens=seq_lens
+    )

@@ -16,8 +16,6 @@ class Timer(metaclass=SingletonMeta):
     lengths [N] of the phase that is timed.
     """
 
-    trained_seq_lens: list[int]  # of them, those of trained samples; set with each shard
-
     def __init__(self) -> None:
         self.timers: dict[str, float] = {}
         self.start_time: dict[str, float] = {}

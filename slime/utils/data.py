@@ -27,7 +27,8 @@ def process_rollout_data(
     rank. `args` is not read.
 
     `raw_reward` stays whole and `local_raw_reward` is its part in partition order, where there is
-    one; `total_lengths` becomes local, and the timer keeps the whole batch's lengths.
+    one; `total_lengths` becomes local, and the timer keeps the whole batch's lengths. The batch's
+    `info["trained_lengths"]` are those of the samples that some rank trains.
     AssertionError where there is not one box per rank; `RolloutDataError` where the shard is not
     this rank's, or a list has another length than its samples.
     """
@@ -40,11 +41,9 @@ def process_rollout_data(
     )
     shard = actors.get(rollout_data_ref[dp_rank].inner)
     batch = localize(shard, dp_rank, dp_size=dp_size)
-    timer = Timer()
-    timer.seq_lens = (
-        [int(length) for length in shard["total_lengths"]] if "total_lengths" in shard else []
-    )
-    timer.trained_seq_lens = _trained_lengths(shard, timer.seq_lens)
+    lengths = [int(length) for length in shard["total_lengths"]] if "total_lengths" in shard else []
+    Timer().seq_lens = lengths
+    batch.info["trained_lengths"] = _trained_lengths(shard, lengths)
     return batch
 
 

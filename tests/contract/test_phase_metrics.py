@@ -25,7 +25,7 @@ from slime.data.schedule import ScheduleConfig
 from slime.data.split import SplitConfig, split_by_dp
 from slime.exceptions import RolloutDataError
 from slime.metrics import contributions as c
-from slime.metrics import train_metrics
+from slime.metrics import perf, train_metrics
 from slime.metrics.perf import perf_metrics
 from slime.metrics.reduction import reduce_log_dicts, rollout_log_metric_contribution
 from slime.metrics.statistics import (
@@ -556,6 +556,23 @@ def test_throughput_is_of_what_was_trained():
     from slime.utils.data import _trained_lengths
 
     assert _trained_lengths({"owner_ranks": [0, -1, 1]}, [5, 6, 7]) == [5, 7]
+
+
+def test_throughput_is_of_the_lengths_that_are_handed_in(monkeypatch):
+    """The batch's trained lengths count, not those that the timer keeps for upstream's callers,
+    which stand in where none are handed in."""
+    logged = []
+    monkeypatch.setattr(
+        "slime.tracking.tracking.log", lambda args, metrics, **kw: logged.append(metrics)
+    )
+    args = types.SimpleNamespace(wandb_always_use_train_step=False)
+    for given_lengths, tokens in (([5, 7], 12), (None, 18)):
+        monkeypatch.setattr(perf.Timer, "log_dict", lambda self: {"actor_train": 1.0})
+        monkeypatch.setattr(perf.Timer(), "seq_lens", [5, 6, 7])
+        found = perf.log_perf_data_raw(0, args, True, sum, seq_lens=given_lengths)
+        assert found["perf/actor_train_tok_per_s"] == tokens
+        assert found["perf/actor_train_tflops"] == pytest.approx(3 * tokens / 1e12)
+    assert len(logged) == 2
 
 
 def test_small_helpers():

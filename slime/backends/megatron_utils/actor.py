@@ -267,7 +267,8 @@ class MegatronTrainRayActor(TrainRayActor):
             self.weights.active = "actor"
             self._moved_reference = True
         with inverse_timer("train"):
-            log_perf_data(rollout_id, args)
+            info = rollout_data.info if isinstance(rollout_data, RolloutBatch) else {}
+            log_perf_data(rollout_id, args, seq_lens=info.get("trained_lengths"))
         if not counts_for_its_data_parallel_rank():
             return None
         return {
