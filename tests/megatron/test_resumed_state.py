@@ -287,6 +287,18 @@ def test_a_sleeping_rank_holds_no_memory_for_training(rank):
     _assert_equal(_held(actor), expected)
 
 
+def test_a_resumed_rank_may_sleep(rank, tmp_path):
+    """What a checkpoint gives is memory of the process's own, which --offload-train can empty."""
+    actor = rank()
+    _train(actor, 0)
+    actor.save_model(0)
+    actor = rank("--load", str(tmp_path / "save"))
+    expected = _held(actor)
+    actor.sleep()
+    actor.wake_up()
+    _assert_equal(_held(actor), expected)
+
+
 def test_a_full_disk_leaves_the_training_state_where_it_is(tmp_path, monkeypatch):
     """On a full disk the state stays in memory, and the error names the option and the folder."""
 

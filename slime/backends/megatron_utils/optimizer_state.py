@@ -187,7 +187,8 @@ class _Reader:
                 f"The optimizer state of {name} in {self._folder} is not complete: element {at} of "
                 f"{end} is in no file."
             )
-        return torch.cat(parts) if len(parts) != 1 else parts[0]
+        # a copy in any case: a tensor over the file's memory could not be emptied (--offload-train)
+        return torch.cat(parts)
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:
