@@ -112,7 +112,7 @@ def estimate_advantages(
         )
     full_masks = concatenate(rollout_data["loss_masks"]).to(local_kl.device)
     check_lengths(rollout_data["loss_masks"], layout.response_lengths, name="loss_masks")
-    if estimator.needs_critic:
+    if estimator.advantages is None:  # it needs a critic
         return _estimate_with_critic(config, layout, rollout_data, (rewards, local_kl, full_masks))
     compute = formula_at(cast(str, estimator.advantages))  # the one with a critic has none
     if estimator.whole_response:
