@@ -44,7 +44,7 @@ class Run:
     num_rollout: int
     num_rollout_per_epoch: int | None
     # rollout -> versions published when it was begun
-    begun_at: dict[int, int] = dataclasses.field(default_factory=dict)
+    versions_at_start: dict[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def trainers(self) -> list[Any]:
@@ -178,21 +178,23 @@ def _quietly(action: Callable[[], Any]) -> None:
 def generate(run: Run, rollout_id: int) -> Any:
     """The reference to rollout `rollout_id`'s shards, one a data-parallel rank."""
     if run.actor is not None:
-        run.begun_at[rollout_id] = run.actor.num_published
+        run.versions_at_start[rollout_id] = run.actor.num_published
     return run.rollout_manager.generate.remote(rollout_id)
 
 
 def train_on(run: Run, rollout_id: int, shards: list) -> None:
     """One rollout's optimizer steps on every rank, with the critic's values where there is one."""
     report(phase="training")
-    sampler_age = run.actor.num_published - run.begun_at.pop(rollout_id)
+    weight_updates_since_start = run.actor.num_published - run.versions_at_start.pop(rollout_id)
     values = None
     if run.critic is not None:
         refs = run.critic.async_train(rollout_id, shards)
         values = run.critic.finish_train(refs, rollout_id)
     results = []
     if run.critic is None or rollout_id >= run.args.num_critic_only_steps:
-        refs = run.actor.async_train(rollout_id, shards, values, sampler_age=sampler_age)
+        refs = run.actor.async_train(
+            rollout_id, shards, values, weight_updates_since_start=weight_updates_since_start
+        )
         results = run.actor.finish_train(refs, rollout_id)
     log_trained(run.args, rollout_id, shards, results)
 

@@ -24,9 +24,9 @@ from slime.data.fields import CONTRACT, Extent, FieldSpec, Missing, Origin, Rows
 from slime.data.ragged import (
     SMALLEST_INT,
     Column,
-    Parts,
     Ragged,
     Scalars,
+    UngatheredColumn,
     as_array,
     is_tensor,
     num_entries,
@@ -270,7 +270,7 @@ def _to_wire(value: object) -> Any:
             value.offsets,
             None if value.is_dense and value.offsets[0] == 0 else value.lengths,
         )
-    if isinstance(value, Parts):
+    if isinstance(value, UngatheredColumn):
         return ("parts", value.parts)
     return ("list", value)
 
@@ -280,7 +280,7 @@ def _from_wire(format_name: str, stage: str, info: dict, wire: dict[str, tuple])
         raise RolloutDataError(
             f"This shard was written as {format_name!r}; this version reads 'slime-columns-1'."
         )
-    kinds = {"scalars": Scalars, "ragged": Ragged, "parts": Parts}
+    kinds = {"scalars": Scalars, "ragged": Ragged, "parts": UngatheredColumn}
     entries = {
         name: kinds[entry[0]](*entry[1:]) if entry[0] in kinds else entry[1]
         for name, entry in wire.items()
@@ -314,7 +314,9 @@ def build_column(spec: FieldSpec, entries: Any, *, required: np.ndarray | None =
     if entries and all(map(is_tensor, entries)) and spec.wire_dtype is None:
         return Ragged.of_tensors(entries)
     if spec.wire_dtype is None:
-        return Parts([as_array(entry, what=f"{spec.name}[{i}]") for i, entry in enumerate(entries)])
+        return UngatheredColumn(
+            [as_array(entry, what=f"{spec.name}[{i}]") for i, entry in enumerate(entries)]
+        )
     dtype = None if spec.wire_dtype == SMALLEST_INT else spec.wire_dtype
     if dtype is None or not all(
         type(entry) is np.ndarray and entry.dtype == dtype for entry in entries
@@ -329,7 +331,7 @@ def build_column(spec: FieldSpec, entries: Any, *, required: np.ndarray | None =
                     f"{spec.name}[{i}] must have one number per token, got shape "
                     f"{list(entry.shape)}."
                 )
-    return Parts(entries)
+    return UngatheredColumn(entries)
 
 
 def fill_missing(spec: FieldSpec, entries: list, required: np.ndarray | None) -> list:
@@ -384,7 +386,7 @@ def _build_scalars(spec: FieldSpec, entries: Any, required: np.ndarray | None) -
     return Scalars(as_array(array.reshape(len(entries)), spec.wire_dtype, what=spec.name))
 
 
-def column_dtype(spec: FieldSpec, column: Parts) -> str:
+def column_dtype(spec: FieldSpec, column: UngatheredColumn) -> str:
     """The dtype on the wire of a TOKEN field; "smallest" is decided over the whole batch."""
     if spec.wire_dtype != SMALLEST_INT:
         return spec.wire_dtype or (column.parts[0].dtype.name if column.parts else "float32")
@@ -669,7 +671,7 @@ def check_rows(
         spec = CONTRACT.find(name)
         if spec is None or spec.scope is not Scope.TOKEN or spec.rows in (None, Rows.FREE):
             continue
-        lengths = cast("Ragged | Parts", batch.column(name)).lengths
+        lengths = cast("Ragged | UngatheredColumn", batch.column(name)).lengths
         expected = cast(np.ndarray, spec.expected_rows(totals, responses))
         bad = chosen[lengths[chosen] != expected[chosen]]
         if len(bad):
@@ -686,7 +688,7 @@ def check_masks(batch: RolloutBatch) -> None:
     than 0 and 1.
     """
     column = batch.column("loss_masks")
-    masks = column.parts if isinstance(column, Parts) else column.as_list()
+    masks = column.parts if isinstance(column, UngatheredColumn) else column.as_list()
     if masks and all(type(mask) is np.ndarray for mask in masks):
         joined = np.concatenate(masks)
         # one look at all of them, as nearly always all is well

@@ -1,10 +1,10 @@
 """Columns: how the entries of one field are held, so that a batch is a few arrays and not a hundred
 thousand small ones.
 
-`Ragged` is one values array and one offsets array; `Parts` holds entries that are not gathered yet;
-`Scalars` is one number per sample. Every column also answers as a plain Python list (`as_list`),
-because plug-ins and upstream's functions expect lists. numpy only: torch values are accepted by
-duck typing, so that importing this costs nothing on the rollout side.
+`Ragged` is one values array and one offsets array; `UngatheredColumn` holds entries that are not
+gathered yet; `Scalars` is one number per sample. Every column also answers as a plain Python list
+(`as_list`), because plug-ins and upstream's functions expect lists. numpy only: torch values are
+accepted by duck typing, so that importing this costs nothing on the rollout side.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class Ragged(Column):
         return np.concatenate(entries)
 
 
-class Parts(Column):
+class UngatheredColumn(Column):
     """One array per sample, each still where its maker left it; gathered once, in schedule order,
     by `gather`.
     """

@@ -27,7 +27,7 @@ from slime.data.batch import (
     column_dtype,
 )
 from slime.data.fields import CONTRACT, Extent, FieldSpec, Scope
-from slime.data.ragged import Parts, Ragged, Scalars, is_tensor
+from slime.data.ragged import Ragged, Scalars, UngatheredColumn, is_tensor
 from slime.data.reasons import DropReason, InvalidReason
 from slime.data.schedule import ScheduleConfig, SchedulePlan, plan_schedule, plan_step_sizes
 from slime.exceptions import ConfigError, RolloutDataError
@@ -169,7 +169,7 @@ def _complete(batch: RolloutBatch) -> RolloutBatch:
 def _lengths_of(batch: RolloutBatch, name: str) -> np.ndarray:
     """Entries per sample of a field that has an array per sample, int64 [N]."""
     column = batch.column(name)
-    assert isinstance(column, (Parts, Ragged)), f"{name} has one value per sample"
+    assert isinstance(column, (UngatheredColumn, Ragged)), f"{name} has one value per sample"
     return column.lengths
 
 
@@ -188,7 +188,7 @@ def _reject_unusable(batch: RolloutBatch) -> None:
     for name, reason, is_bad in checks:
         if name in batch:
             column = batch.column(name)
-            entries = column.parts if isinstance(column, Parts) else column.as_list()
+            entries = column.parts if isinstance(column, UngatheredColumn) else column.as_list()
             found.append(
                 (
                     reason,
@@ -246,7 +246,7 @@ def _with_denominators(
     """
     trained_N = owner_ranks_N >= 0
     masks = batch.column("loss_masks")
-    entries = masks.parts if isinstance(masks, Parts) else masks.as_list()
+    entries = masks.parts if isinstance(masks, UngatheredColumn) else masks.as_list()
     mask_sums_N = np.array([int(np.count_nonzero(mask)) for mask in entries], dtype=np.int64)
     _, rollout_N = np.unique(batch.array("rollout_ids"), return_inverse=True)
     sums = np.bincount(rollout_N, weights=np.where(trained_N, mask_sums_N, 0))
@@ -322,7 +322,7 @@ def make_shards(
     dtypes = {
         name: column_dtype(CONTRACT[name], column)
         for name, column in columns.items()
-        if isinstance(column, Parts)
+        if isinstance(column, UngatheredColumn)
     }
     for rank, partition in enumerate(plan.schedule.partitions):
         micro_batches = plan.schedule.micro_batch_indices[rank]
@@ -346,7 +346,7 @@ def make_shards(
             spec = CONTRACT.find(name) or FieldSpec(name, Scope.SAMPLE)
             if spec.extent is Extent.WHOLE or spec.ships_whole or not spec.per_sample:
                 shard[name] = column
-            elif isinstance(column, Parts):
+            elif isinstance(column, UngatheredColumn):
                 padding, lead = gaps.get(name, (None, 0))
                 shard[name] = column.gather(
                     partition, dtype=dtypes[name], padding=padding, lead=lead
@@ -392,8 +392,8 @@ def _raw_reward_weights(
 
 
 def _shippable(batch: RolloutBatch, name: str) -> Any:
-    """The column as `make_shards` wants it: `Parts` for arrays per sample, `Scalars` for numbers,
-    else the list.
+    """The column as `make_shards` wants it: `UngatheredColumn` for arrays per sample, `Scalars`
+    for numbers, else the list.
     """
     spec = CONTRACT.find(name)
     if spec is None or not spec.per_sample:

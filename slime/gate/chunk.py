@@ -21,8 +21,8 @@ from slime.gate.alignment import Codec
 from slime.gate.config import GateConfig, Level, TaskRules
 from slime.gate.stand_ins import identity_problem
 from slime.gate.token_columns import (
-    Ragged,
     Scratch,
+    TokenRows,
     length_of,
     log_prob_array,
     missing_positions,
@@ -48,7 +48,7 @@ TASK_NAME_KEYS = ("source_name", "rm_type")
 class Gathered:
     """A ragged column over some rows; `place[row]` is its position in it, -1 where absent."""
 
-    ragged: Ragged
+    ragged: TokenRows
     place: np.ndarray
 
 
@@ -194,7 +194,7 @@ class Chunk:
             else:
                 place[row] = len(arrays)
                 arrays.append(array)
-        return Gathered(Ragged.of(arrays, name, self._scratch), place)
+        return Gathered(TokenRows.of(arrays, name, self._scratch), place)
 
     def response_ids(self, row: int) -> np.ndarray:
         """[T] ids of the response. The row's tokens have been gathered and read."""

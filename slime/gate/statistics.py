@@ -111,7 +111,7 @@ class GateStatistics:
         return {reason: int(counts[reason.code]) for reason in REASONS}
 
     @property
-    def kept_in_spite(self) -> dict[InvalidReason, int]:
+    def kept_by_policy(self) -> dict[InvalidReason, int]:
         """Valid samples that carry a finding, by reason."""
         counts = np.bincount(self.findings[self.codes == 0], minlength=len(REASONS) + 1)
         return {reason: int(counts[reason.code]) for reason in REASONS}
@@ -121,7 +121,7 @@ class GateStatistics:
         """What the model got wrong, by reason, whether such samples are rejected, penalized or
         kept.
         """
-        dropped, kept = self.dropped, self.kept_in_spite
+        dropped, kept = self.dropped, self.kept_by_policy
         return {
             reason: dropped[reason] + kept[reason] for reason in REASONS if reason.is_model_failure
         }
@@ -243,8 +243,8 @@ class GateStatistics:
         values, times = np.unique(self.kept_lengths, return_counts=True)
         return {
             "dropped": {reason.value: count for reason, count in self.dropped.items() if count},
-            "kept_in_spite": {
-                reason.value: count for reason, count in self.kept_in_spite.items() if count
+            "kept_by_policy": {
+                reason.value: count for reason, count in self.kept_by_policy.items() if count
             },
             "kept_lengths": {"tokens": values.tolist(), "samples": times.tolist()},
             "counts": {name: int(count) for name, count in sorted(self.counts.items())},
@@ -259,10 +259,9 @@ class GateStatistics:
         codes = {
             REASON_OF_VALUE[name].code: int(count) for name, count in record["dropped"].items()
         }
-        findings = {
-            REASON_OF_VALUE[name].code: int(count)
-            for name, count in record.get("kept_in_spite", {}).items()
-        }
+        # the second name is that of earlier versions' histories
+        kept = record.get("kept_by_policy", record.get("kept_in_spite", {}))
+        findings = {REASON_OF_VALUE[name].code: int(count) for name, count in kept.items()}
         tokens, times = (
             np.array(record["kept_lengths"][name], dtype=np.int64) for name in ("tokens", "samples")
         )
@@ -376,7 +375,7 @@ class GateStatistics:
             metrics[f"gate/count/{reason.value}"] = count
             metrics[f"gate/ratio/{reason.value}"] = count / total
         metrics.update(
-            {f"gate/kept_in_spite/{r.value}": c for r, c in self.kept_in_spite.items() if c}
+            {f"gate/kept_by_policy/{r.value}": c for r, c in self.kept_by_policy.items() if c}
         )
         metrics.update(
             {
@@ -425,8 +424,8 @@ class GateStatistics:
             "total": self.total,
             "kept": self.kept,
             "dropped": {reason.value: count for reason, count in self.dropped.items()},
-            "kept_in_spite": {
-                reason.value: count for reason, count in self.kept_in_spite.items() if count
+            "kept_by_policy": {
+                reason.value: count for reason, count in self.kept_by_policy.items() if count
             },
             "drop_rate": self.drop_rate,
             "alignment_failure_rate": self.alignment_failure_rate,

@@ -35,14 +35,14 @@ class Scratch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ragged:
+class TokenRows:
     """Rows of different lengths without padding."""
 
     values: np.ndarray
     offsets: np.ndarray
 
     @staticmethod
-    def of(rows: list[np.ndarray], name: str, scratch: Scratch) -> Ragged:
+    def of(rows: list[np.ndarray], name: str, scratch: Scratch) -> TokenRows:
         """The rows, one after another, in memory of `scratch`."""
         offsets = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum([len(row) for row in rows], out=offsets[1:])
@@ -50,7 +50,7 @@ class Ragged:
         values = scratch.take(name, dtype, int(offsets[-1]))
         if len(values):
             np.concatenate(rows, out=values)
-        return Ragged(values, offsets)
+        return TokenRows(values, offsets)
 
     def row(self, index: int) -> np.ndarray:
         return self.values[self.offsets[index] : self.offsets[index + 1]]

@@ -80,7 +80,7 @@ def reason_table(result: PostprocessResult) -> list[str]:
                 f"{reason.value:<18}{count:>8}{_share(count, statistics.total):>9}  "
                 f"{examples[False, reason][:100]}"
             )
-    for reason, count in statistics.kept_in_spite.items():
+    for reason, count in statistics.kept_by_policy.items():
         if count:
             name = f"kept: {reason.value}"
             lines.append(
@@ -167,7 +167,7 @@ def find_mismatches(
         )
         if cause is None or classify_mismatch(with_shown, text, stop_strings=stop_strings) is None:
             continue
-        character = first_difference(decoded.strip(), text.strip())
+        character = first_differing_character(decoded.strip(), text.strip())
         found.append(
             Mismatch(
                 position,
@@ -182,7 +182,7 @@ def find_mismatches(
     return found
 
 
-def first_difference(first: str, second: str) -> int:
+def first_differing_character(first: str, second: str) -> int:
     """Index of the first character that differs; the shorter length if one is a prefix of the
     other.
     """

@@ -26,7 +26,7 @@ from slime.gate.alarms import level_problem
 from slime.harness.report_picture import draw_report
 from slime.harness.run_records import (
     FAMILIES,
-    Ledger,
+    LedgerTotals,
     RunRecords,
     eval_sets,
     read_ledgers,
@@ -45,7 +45,7 @@ WEIGHT_SIGNS = ("train/weights_checksum_changed", "train/weight_delta")
 DISTILLATION = "slime.rollout.on_policy_distillation.post_process_rewards"
 
 
-def find_ledger_problems(ledgers: Mapping[int, Ledger]) -> list[str]:
+def find_ledger_problems(ledgers: Mapping[int, LedgerTotals]) -> list[str]:
     """Returns a sentence per rollout whose samples do not balance, or one when nothing
     was counted.
     """
@@ -152,7 +152,7 @@ def find_gate_problems(run: RunRecords) -> list[str]:
             for part in (first, last)
         )
         trained = sum(
-            run.series.get(f"gate/kept_in_spite/{reason.value}", {}).get(step, 0) for step in last
+            run.series.get(f"gate/kept_by_policy/{reason.value}", {}).get(step, 0) for step in last
         )
         message = level_problem(reason, start, recent, trains=bool(trained))
         if message is not None:

@@ -119,7 +119,7 @@ def read_run(run_dir: str | os.PathLike[str]) -> RunRecords:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ledger:
+class LedgerTotals:
     """Samples of a run: sampled = trained + the sum of dropped, by reason; also those that were
     planned and did not train. `copies`: further rows that a custom converter made of samples;
     trained and dropped count rows.
@@ -148,7 +148,7 @@ class Ledger:
         )
 
 
-def read_ledgers(run: RunRecords) -> dict[int, Ledger]:
+def read_ledgers(run: RunRecords) -> dict[int, LedgerTotals]:
     """Returns the ledger of every rollout that reported one. Samples of a rollout whose training
     did not finish are not trained.
     """
@@ -172,7 +172,7 @@ def read_ledgers(run: RunRecords) -> dict[int, Ledger]:
         )
 
     return {
-        step: Ledger(
+        step: LedgerTotals(
             count(LEDGER + "sampled", step),
             count(LEDGER + "trained", step),
             dropped(step),
@@ -182,7 +182,7 @@ def read_ledgers(run: RunRecords) -> dict[int, Ledger]:
     }
 
 
-def total_ledger(ledgers: Mapping[int, Ledger]) -> Ledger:
+def total_ledger(ledgers: Mapping[int, LedgerTotals]) -> LedgerTotals:
     """Returns the sum over rollouts."""
     dropped: dict[str, int] = {}
     for ledger in ledgers.values():
@@ -192,7 +192,7 @@ def total_ledger(ledgers: Mapping[int, Ledger]) -> Ledger:
         sum(getattr(one, name) for one in ledgers.values())
         for name in ("sampled", "trained", "copies")
     )
-    return Ledger(sampled, trained, dropped, copies)
+    return LedgerTotals(sampled, trained, dropped, copies)
 
 
 def eval_sets(run: RunRecords) -> list[str]:

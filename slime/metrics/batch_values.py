@@ -15,7 +15,7 @@ import numpy as np
 from slime.data.batch import RolloutBatch
 from slime.data.context_parallel import plan_response_layout
 from slime.data.fields import CONTRACT, Extent, FieldSpec, Reduce, Scope
-from slime.data.ragged import Parts, Ragged, as_array, is_tensor
+from slime.data.ragged import Ragged, UngatheredColumn, as_array, is_tensor
 from slime.exceptions import RolloutDataError
 from slime.metrics import contributions as c
 from slime.metrics.contributions import Contribution, SampleTokens
@@ -81,7 +81,7 @@ def flat_tokens(batch: Mapping[str, Any], name: str, lengths_N: np.ndarray) -> n
                     "for all samples."
                 )
             return as_array(column.dense_values(), what=name)
-        entries = column.parts if isinstance(column, Parts) else column.as_list()
+        entries = column.parts if isinstance(column, UngatheredColumn) else column.as_list()
     else:
         entries = [as_array(entry, what=name) for entry in batch[name]]
     _check_lengths(

@@ -110,19 +110,23 @@ class RayTrainGroup:
         rollout_data_ref: list,
         external_data: list | dict[str, Any] | None = None,
         *,
-        sampler_age: int | None = None,
+        weight_updates_since_start: int | None = None,
     ) -> list[Any]:
         """Starts one rollout's training on every rank; returns the references. A list of external
         data is one entry a rank.
 
-        sampler_age: how many versions were published since the rollout was begun; None: not known.
+        weight_updates_since_start: how many versions were published since the rollout was begun;
+        None: not known.
         """
         per_rank = (
             external_data if isinstance(external_data, list) else [external_data] * self.world_size
         )
         refs = []
         for handler, data in zip(self._handlers, per_rank, strict=True):
-            options = {"external_data": data, "sampler_age": sampler_age}
+            options = {
+                "external_data": data,
+                "weight_updates_since_start": weight_updates_since_start,
+            }
             refs.append(handler.call.remote("train", rollout_id, rollout_data_ref, **options))
         return refs
 

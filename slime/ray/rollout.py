@@ -176,7 +176,7 @@ class RolloutManager:
         if self.args.debug_train_only:
             return
         set_current_rollout_id(rollout_id)
-        with self._blaming_engines():
+        with self._raise_as_engine_error():
             output = call_rollout_fn(
                 self.eval_generate_rollout, self.args, rollout_id, self.data_source, evaluation=True
             )
@@ -301,7 +301,7 @@ class RolloutManager:
                 subsample_ratio=self.args.load_debug_rollout_data_subsample,
             )
             return RolloutFnTrainOutput(samples=samples)
-        with timer("generate"), self._blaming_engines():
+        with timer("generate"), self._raise_as_engine_error():
             output = call_rollout_fn(
                 self.generate_rollout, self.args, rollout_id, self.data_source, evaluation=False
             )
@@ -309,7 +309,7 @@ class RolloutManager:
         return output
 
     @contextlib.contextmanager
-    def _blaming_engines(self) -> Iterator[None]:
+    def _raise_as_engine_error(self) -> Iterator[None]:
         """An error inside becomes an EngineError where an engine is what failed: many failed
         samples are then its consequence.
         """

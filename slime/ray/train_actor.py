@@ -106,7 +106,7 @@ class TrainRayActor(RayActor):
         rollout_data_ref: list,
         external_data: dict[str, Any] | None = None,
         *,
-        sampler_age: int | None = None,
+        weight_updates_since_start: int | None = None,
     ) -> Any: ...
 
     @abc.abstractmethod

@@ -31,7 +31,7 @@ GATHER_S = 0.03
 
 
 @dataclasses.dataclass
-class Gate:
+class ResponseGate:
     """Marks samples as valid or not, in place. `check` returns one verdict per sample, `apply` the
     marked samples.
     """
@@ -50,9 +50,9 @@ class Gate:
                 marked.metadata = with_engine_text(marked.metadata, sample.response)
             sample.__dict__.update(marked.__dict__)
 
-    async def mark_soon(self, samples: list[Sample]) -> None:
-        """`mark`, in one pass with the other groups that finish at the same time; verdicts do not
-        depend on the company.
+    async def mark_batched(self, samples: list[Sample]) -> None:
+        """`mark`, in one pass with the other groups that finish at the same time; a sample's
+        verdict does not depend on the other samples of the pass.
         """
         loop = asyncio.get_running_loop()
         marked = loop.create_future()
@@ -77,10 +77,10 @@ class Gate:
                 marked.set_exception(error)
 
 
-def build_gate(args: argparse.Namespace, tokenizer: Tokenizer | None) -> Gate:
+def build_gate(args: argparse.Namespace, tokenizer: Tokenizer | None) -> ResponseGate:
     """The response gate of the run's options."""
     config = gate_config_from_args(args, tokenizer)
-    return Gate(
+    return ResponseGate(
         lambda samples: check_responses(samples, config, tokenizer=tokenizer), apply_verdicts
     )
 
@@ -95,7 +95,9 @@ def scoring_args(args: argparse.Namespace, sampling_params: dict[str, Any]) -> A
     return argparse.Namespace(**{**vars(args), "rollout_stop": stop})
 
 
-async def score_group(args: argparse.Namespace, group: list[Sample], gate: Gate | None) -> None:
+async def score_group(
+    args: argparse.Namespace, group: list[Sample], gate: ResponseGate | None
+) -> None:
     """Marks the finished samples of `group` and gives the valid ones their reward, in place.
 
     Invalid and unfinished samples keep reward None and no reward function sees them. A reward call
@@ -104,7 +106,7 @@ async def score_group(args: argparse.Namespace, group: list[Sample], gate: Gate 
     """
     finished = [sample for sample in group if sample.status not in UNFINISHED]
     if gate is not None and finished:
-        await gate.mark_soon(finished)
+        await gate.mark_batched(finished)
     to_score = [sample for sample in finished if sample.valid and sample.reward is None]
     if not to_score:
         return

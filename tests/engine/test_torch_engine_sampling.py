@@ -13,7 +13,7 @@ from slime.backends.torch_engine.model_runner import pad_to_width
 from slime.backends.torch_engine.prompt_cache import PromptCache, PromptState
 from slime.backends.torch_engine.request import Request
 from slime.backends.torch_engine.running_batch import RunningBatch
-from slime.backends.torch_engine.sampler import SamplingBatch, sample_tokens
+from slime.backends.torch_engine.sampler import SamplingBatch, draw_tokens
 from slime.backends.torch_engine.sampling_params import BadRequest, parse_sampling_params
 from slime.backends.torch_engine.stop_strings import cut_at_stop, find_stop, held_back
 from slime.exceptions import EngineError
@@ -46,7 +46,7 @@ def draw_many(count: int, logits: torch.Tensor = FOUR, **params) -> tuple[np.nda
         slots.append(batch.place(request))
     rows = np.array(slots)
     parameters = batch.sampling_batch(rows)
-    sampled = sample_tokens(logits.expand(count, -1).contiguous(), parameters)
+    sampled = draw_tokens(logits.expand(count, -1).contiguous(), parameters)
     batch.append(rows, sampled, parameters)
     return sampled.tokens, sampled.log_probs
 
@@ -80,7 +80,7 @@ def test_temperature_zero_is_greedy_and_its_log_prob_is_that_of_temperature_one(
     assert np.abs(log_probs - np.log(0.5)).max() < 1e-6
     # also beside a row with a temperature of its own
     mixed = SamplingBatch(uniforms=np.zeros(2), temperatures=np.array([0.0, 0.5], dtype=np.float32))
-    sampled = sample_tokens(FOUR.expand(2, -1).contiguous(), mixed)
+    sampled = draw_tokens(FOUR.expand(2, -1).contiguous(), mixed)
     assert sampled.tokens.tolist() == [0, 0] and sampled.log_probs == pytest.approx(
         np.log([0.5, 0.25 / 0.365]), abs=1e-6
     )
@@ -154,7 +154,7 @@ def test_log_probs_over_a_real_vocabulary_have_no_bias():
     def drawn(rows: slice):
         count = len(seeds[rows])
         uniforms = noise.uniform(seeds[rows], np.zeros(count, np.int64))
-        return sample_tokens(logits[rows], SamplingBatch(uniforms, np.ones(count, np.float32)))
+        return draw_tokens(logits[rows], SamplingBatch(uniforms, np.ones(count, np.float32)))
 
     sampled = drawn(slice(None))
     exact = (
@@ -186,7 +186,7 @@ def test_one_row_that_truncates_leaves_the_others_alone(first):
         min_ps=np.zeros(2),
         keep_rows=np.array([0, 1]),
     )
-    sampled = sample_tokens(FOUR.expand(2, -1).contiguous(), batch)
+    sampled = draw_tokens(FOUR.expand(2, -1).contiguous(), batch)
     assert sampled.tokens.tolist()[::order] == [1, 3]
     assert [kept.tolist() for kept in sampled.kept][::order] == [[0, 1], [0, 1, 2, 3]]
 
@@ -229,7 +229,7 @@ def test_penalties_count_prompt_and_response_as_documented():
     drawn = []
     for _ in range(5):
         parameters = batch.sampling_batch(rows)
-        sampled = sample_tokens(logits, parameters)
+        sampled = draw_tokens(logits, parameters)
         batch.append(rows, sampled, parameters)
         drawn.append(int(sampled.tokens[0]))
     # ln 2 = 0.693; after one 0: 0.443 < 0.5; after one 1: 0.25 < 0.443; then 0.343 > 0.25; 0.243 <
@@ -259,7 +259,7 @@ def test_rows_keep_their_own_counts_and_their_own_nucleus():
     logits = torch.tensor([[4.0, 3.0, 0.0, 0.0], [0.0, 0.0, 4.0, 3.0]])
     rows = np.array(slots)
     parameters = batch.sampling_batch(rows)
-    sampled = sample_tokens(logits, parameters)
+    sampled = draw_tokens(logits, parameters)
     batch.append(rows, sampled, parameters)
     assert sampled.tokens.tolist() == [0, 2]
     assert [batch._counts[slot][0].tolist() for slot in slots] == [[1, 0, 0, 0], [0, 0, 1, 0]]
@@ -285,7 +285,7 @@ def test_penalties_are_subtracted_before_the_temperature():
     drawn = []
     for _ in range(2):
         parameters = batch.sampling_batch(rows)
-        sampled = sample_tokens(torch.tensor([[1.0, 0.9, -9.0, -9.0]]), parameters)
+        sampled = draw_tokens(torch.tensor([[1.0, 0.9, -9.0, -9.0]]), parameters)
         batch.append(rows, sampled, parameters)
         drawn.append(int(sampled.tokens[0]))
     assert drawn == [0, 1]
@@ -312,7 +312,7 @@ def test_every_drawn_token_has_probability(logits, uniform):
     last token."""
     row = torch.tensor([[float("-inf"), *logits, float("-inf")]], dtype=torch.float32)
     batch = SamplingBatch(uniforms=np.array([uniform]), temperatures=np.ones(1, dtype=np.float32))
-    sampled = sample_tokens(row, batch)
+    sampled = draw_tokens(row, batch)
     assert np.isfinite(sampled.log_probs[0])
 
 

@@ -338,7 +338,7 @@ def test_the_check_before_rewards_tells_the_whole_rollout(sampled):
     EARLY.reached(5, None)
     codec = Codec(tokenizer())
     samples = rollout_of(**{f"at_{i}": f"answer {i + 1}" for i in (1, 2, 8)})
-    gate = scoring.Gate(
+    gate = scoring.ResponseGate(
         lambda group: check_responses(group, sampled.config, tokenizer=codec), apply_verdicts
     )
     for first in range(0, 64, 4):

@@ -29,7 +29,7 @@ from slime.gate import judge as gate_module
 from slime.gate.checks import CHECKS, Check
 from slime.gate.config import FORMAT_PRESETS
 from slime.gate.text import answer_of, format_problem, is_blank
-from slime.gate.token_columns import Ragged
+from slime.gate.token_columns import TokenRows
 
 NUM_GPUS = 0
 THINK_ANSWER = FORMAT_PRESETS["think_answer"]
@@ -245,7 +245,7 @@ def test_a_phrase_repeated_to_the_end_is_a_loop():
 
 def test_an_empty_row_has_no_neighbours_extremes():
     """Of rows (5), () and (-7) the empty one has no extremes of its neighbours."""
-    lows, highs = Ragged(np.array([5, -7]), np.array([0, 1, 1, 2])).row_extremes()
+    lows, highs = TokenRows(np.array([5, -7]), np.array([0, 1, 1, 2])).row_extremes()
     assert (lows.tolist(), highs.tolist()) == ([5, 0, -7], [5, 0, -7])
 
 

@@ -519,7 +519,7 @@ def test_every_path_from_engine_to_trainer_goes_through_the_gate():
     )
     assert "self.gate.run" in calls_in_order(manager.eval)
     score = calls_in_order(scoring.score_group)
-    assert score.index("gate.mark_soon") < score.index("_request_rewards")
+    assert score.index("gate.mark_batched") < score.index("_request_rewards")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from scipy import stats
 from support.gate_samples import sound_sample
 
 from slime.data.sample import Status
-from slime.gate import GateConfig, InvalidReason, postprocess_output_data
+from slime.gate import GateConfig, InvalidReason, Policy, postprocess_output_data
 from slime.gate.alarms import find_alarms, rate_jumped
 from slime.gate.drift import expected_psi_noise, kolmogorov_smirnov, population_stability_index
 from slime.gate.statistics import GateStatistics
@@ -260,6 +260,16 @@ def test_an_alignment_jump_names_the_versions_that_changed_with_it():
     }
     assert "30.0 %" in alarms["alignment"] and "shifted_ids" in alarms["alignment"]
     assert "e1" in alarms["version"] and "e2" in alarms["version"]
+
+
+def test_a_history_of_an_earlier_version_counts_what_a_policy_kept():
+    """A run that resumes from an earlier version's checkpoint compares with the cuts it kept,
+    whose count had another name there."""
+    config = GateConfig(policies={InvalidReason.TRUNCATED: Policy.KEEP})
+    record = postprocess_output_data(batch(8, 3), config).statistics.to_history()
+    assert record["kept_by_policy"] == {"truncated": 3}
+    record["kept_in_spite"] = record.pop("kept_by_policy")
+    assert GateStatistics.from_history(record).kept_by_policy[InvalidReason.TRUNCATED] == 3
 
 
 if __name__ == "__main__":

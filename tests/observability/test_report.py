@@ -10,7 +10,7 @@ import pytest
 
 from slime.harness import report
 from slime.harness.report import Checks, print_summary, summarize_run, write_report
-from slime.harness.run_records import Ledger, read_run
+from slime.harness.run_records import LedgerTotals, read_run
 
 NUM_GPUS = 0
 
@@ -438,7 +438,7 @@ def test_end_of_a_run_prints_the_report_for_its_options(tmp_path, capsys):
 
 def test_ledger_equation_is_written_out():
     """The ledger is written out as an equation."""
-    ledger = Ledger(10, 7, {"truncated": 2, "stale": 0})
+    ledger = LedgerTotals(10, 7, {"truncated": 2, "stale": 0})
     assert str(ledger) == "10 sampled = 7 trained + 2 dropped (2 truncated)"
     assert ledger.missing == 1
 

@@ -42,7 +42,7 @@ from slime.rollout.filter_hub.dynamic_sampling_filters import (
 )
 from slime.rollout.group_loop import BatchBuilder
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
-from slime.rollout.scoring import Gate
+from slime.rollout.scoring import ResponseGate
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.train import planned_rollouts
 from slime.utils import http_utils, misc
@@ -297,12 +297,12 @@ def test_groups_that_finish_together_are_judged_in_one_pass_and_an_error_reaches
             raise ValueError("no verdict")
         return [True] * len(samples)
 
-    gate = Gate(check, lambda samples, verdicts: samples)
+    gate = ResponseGate(check, lambda samples, verdicts: samples)
 
     async def three_groups():
-        await asyncio.gather(*(gate.mark_soon([Sample()] * 2) for _ in range(3)))
+        await asyncio.gather(*(gate.mark_batched([Sample()] * 2) for _ in range(3)))
         with pytest.raises(ValueError, match="no verdict"):
-            await gate.mark_soon([Sample()])
+            await gate.mark_batched([Sample()])
 
     asyncio.run(three_groups())
     assert passes == [6, 1]

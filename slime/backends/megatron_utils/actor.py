@@ -104,7 +104,7 @@ class MegatronTrainRayActor(TrainRayActor):
         self._weights_fingerprint: str | None = None
         start = self._load()
         self._last_rollout_id: int | None = None
-        self._sampler_age: int | None = None
+        self._weight_updates_since_start: int | None = None
         Timer().start("train_wait")
         return start
 
@@ -177,17 +177,20 @@ class MegatronTrainRayActor(TrainRayActor):
         rollout_data_ref: list,
         external_data: dict[str, Any] | None = None,
         *,
-        sampler_age: int | None = None,
+        weight_updates_since_start: int | None = None,
     ) -> Any:
         """Trains on one rollout. On the last pipeline stage a critic returns {"values": per-sample
         CPU tensors}, and the policy, on one rank per data-parallel rank, {"not_trained": {reason:
         planned samples that did not train}}; else None.
 
-        sampler_age: how many versions the engines got since the rollout was begun, for
-        --keep-old-actor; None: not known.
+        weight_updates_since_start: how many versions the engines got since the rollout was begun,
+        for --keep-old-actor; None: not known.
         """
         Timer().end("train_wait")
-        self._last_rollout_id, self._sampler_age = rollout_id, sampler_age
+        self._last_rollout_id, self._weight_updates_since_start = (
+            rollout_id,
+            weight_updates_since_start,
+        )
         with timer("train"):
             with timer("data_preprocess"):
                 rollout_data = self._get_rollout_data(rollout_data_ref)
@@ -358,8 +361,8 @@ class MegatronTrainRayActor(TrainRayActor):
     @property
     def _sampler_tag(self) -> str | None:
         """The kept weights that sampled this rollout; None where there are none."""
-        tag = "old_actor" if self._sampler_age else ENGINES
-        return tag if self._sampler_age is not None and tag in self.weights else None
+        tag = "old_actor" if self._weight_updates_since_start else ENGINES
+        return tag if self._weight_updates_since_start is not None and tag in self.weights else None
 
     def _log_probs(
         self, data_iterator: list, num_microbatches: list[int], *, store_prefix: str

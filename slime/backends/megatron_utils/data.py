@@ -19,7 +19,7 @@ from slime.accelerator import get_accelerator
 from slime.data.batch import RolloutBatch, Stage, column_dtype
 from slime.data.context_parallel import plan_response_layout
 from slime.data.fields import CONTRACT, Extent, FieldSpec, Scope
-from slime.data.ragged import Parts, Ragged, num_entries
+from slime.data.ragged import Ragged, UngatheredColumn, num_entries
 from slime.data.rows import RowLayout, RowShape, plan_row_indices, plan_rows
 from slime.exceptions import RolloutDataError
 from slime.metrics.train_metrics import (  # noqa: F401  upstream imports them from here
@@ -77,7 +77,7 @@ def to_train_device(
 
 def _as_ragged(batch: RolloutBatch, spec: FieldSpec) -> Ragged:
     column = batch.column(spec.name)
-    if isinstance(column, Parts):
+    if isinstance(column, UngatheredColumn):
         return column.gather(range(len(column)), dtype=column_dtype(spec, column))
     return cast(Ragged, column)
 
@@ -363,7 +363,7 @@ def _buffers_of(batch: Mapping[str, Any], name: str) -> list[Any]:
     if not isinstance(batch, RolloutBatch):
         return list(batch[name])
     column = batch.column(name)
-    return [column.values] if isinstance(column, Ragged) else cast(Parts, column).parts
+    return [column.values] if isinstance(column, Ragged) else cast(UngatheredColumn, column).parts
 
 
 def is_local_field(batch: Mapping[str, Any], name: str) -> bool:

@@ -29,7 +29,7 @@ from slime.backends.torch_engine.prompt_cache import (
 )
 from slime.backends.torch_engine.request import Request
 from slime.backends.torch_engine.running_batch import RunningBatch
-from slime.backends.torch_engine.sampler import sample_tokens
+from slime.backends.torch_engine.sampler import draw_tokens
 from slime.backends.torch_engine.stop_strings import find_stop
 from slime.backends.torch_engine.tokenizer import EngineTokenizer
 from slime.exceptions import EngineError
@@ -406,7 +406,7 @@ class Engine:
                 self._sample(rows[start : start + size], block)
             return
         parameters = self._batch.sampling_batch(rows)
-        sampled = sample_tokens(logits, parameters)
+        sampled = draw_tokens(logits, parameters)
         self._batch.append(rows, sampled, parameters)
         self.total_generated += len(rows)
         self._stream_tokens(rows, sampled.tokens, sampled.log_probs)

@@ -67,7 +67,7 @@ class SampledTokens:
     kept: list[np.ndarray]
 
 
-def sample_tokens(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
+def draw_tokens(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
     """Returns one token per row of float32 `logits` [M, V]; rows from B on are padding and are left
     out of the result.
     """
