@@ -144,16 +144,17 @@ def add_prefix(parts: Mapping[str, Contribution], prefix: str) -> dict[str, Cont
     return {f"{prefix}{name}": part for name, part in parts.items()}
 
 
-def merge(parts: Sequence[Contribution]) -> dict[str, float]:
-    """`{suffix: value}` of one metric from every rank's part ("" for its own name); {} where no
-    rank has anything.
+def merge(parts: Sequence[Contribution], *, name: str = "a metric") -> dict[str, float]:
+    """`{suffix: value}` of one metric from all its parts ("" for its own name); {} where no part
+    has anything. ValueError that names the metric where parts have unlike reductions.
 
     Quantiles interpolate linearly between neighbours, as numpy does.
     """
     reduce = parts[0].reduce
     if any(part.reduce is not reduce for part in parts):
         raise ValueError(
-            f"ranks disagree about the reduction: {sorted({part.reduce.value for part in parts})}"
+            f"{name} is reduced in several ways: {sorted({part.reduce.value for part in parts})}. "
+            "Give each reduction a name of its own."
         )
     if reduce is Reduce.QUANTILES:
         values = np.sort(np.concatenate([part.values for part in parts]))
@@ -174,14 +175,16 @@ def merge(parts: Sequence[Contribution]) -> dict[str, float]:
 
 
 def merge_all(per_rank: Sequence[dict[str, Contribution]]) -> dict[str, float]:
-    """The metrics of all ranks: the union of their keys, each reduced over the ranks
-    that have it.
+    """The metrics of all ranks, or of all micro-batches: the union of their keys, each reduced over
+    those that have it.
     """
     names = list(dict.fromkeys(name for contributions in per_rank for name in contributions))
     metrics: dict[str, float] = {}
     for name in names:
         parts = [contributions[name] for contributions in per_rank if name in contributions]
-        metrics.update({f"{name}{suffix}": value for suffix, value in merge(parts).items()})
+        metrics.update(
+            {f"{name}{suffix}": value for suffix, value in merge(parts, name=name).items()}
+        )
     return metrics
 
 

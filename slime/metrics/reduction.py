@@ -1,5 +1,5 @@
-"""Gathering what ranks contribute and reducing it on one of them. The only collectives of the
-metrics.
+"""Gathering what ranks contribute to a batch's metrics and reducing it on one of them. Those of a
+train step are reduced on all ranks: step_metrics.py.
 """
 
 from __future__ import annotations

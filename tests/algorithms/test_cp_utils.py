@@ -371,6 +371,13 @@ def test_train_step_contributions_carry_their_own_reduction(monkeypatch):
     assert cp_utils.reduce_train_step_metrics(nobody, **options) == {"loss": 1.0}
 
 
+def test_a_metric_of_two_reductions_is_refused_by_its_name():
+    """A contribution under the name of a sum, or of another reduction, is an error that names it."""
+    parts = [{"loss": c.mean([1.0], 1)}, {"loss": c.maximum([1.0])}]
+    with pytest.raises(ValueError, match=r"loss is reduced in several ways: \['max', 'mean'\]"):
+        c.merge_all(parts)
+
+
 def test_contributions_of_lost_values_are_not_numbers_and_no_errors():
     """A step with infinities of both signs reports NaN and is still logged: the optimizer skips it,
     and the log must show it. A NaN is the maximum wherever it stands."""

@@ -440,7 +440,7 @@ def test_quantiles_of_ranks_are_quantiles_of_the_union():
 
 def test_ranks_that_disagree_about_a_reduction_are_told():
     """Two ranks that reduce one name differently, as a sum and a mean, are an error."""
-    with pytest.raises(ValueError, match="disagree"):
+    with pytest.raises(ValueError, match="reduced in several ways"):
         c.merge([c.total([1.0]), c.maximum([1.0])])
 
 
