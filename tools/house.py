@@ -114,6 +114,8 @@ EXCEPTIONS: tuple[tuple[str, str, str], ...] = (
     *(
         ("local import", f"slime/{path}", reason)
         for path, reason in (
+            ("accelerator/__init__.py", "the driver asks for the device and needs no torch for it"),
+            ("backends/torch_engine/ray_actor.py", "the engine's process alone imports the engine"),
             ("accelerator/cpu.py", "imports megatron-core, which only a training process pays for"),
             ("prompts/dataset.py", "users' tests replace the module in sys.modules by then"),
             ("utils/arguments.py", "--help and a wrong flag are answered before numpy is imported"),

@@ -12,8 +12,6 @@ import functools
 import os
 
 from slime.accelerator.base import Accelerator
-from slime.accelerator.cpu import CpuAccelerator
-from slime.accelerator.cuda import CudaAccelerator
 from slime.exceptions import ConfigError
 
 __all__ = ["Accelerator", "get_accelerator"]
@@ -37,6 +35,8 @@ def get_accelerator() -> Accelerator:
     import torch
 
     if torch.cuda.is_available():
+        from slime.accelerator.cuda import CudaAccelerator
+
         return CudaAccelerator()
     if wanted == "cuda":
         raise ConfigError(
@@ -47,4 +47,6 @@ def get_accelerator() -> Accelerator:
 
 
 def _cpu() -> Accelerator:
+    from slime.accelerator.cpu import CpuAccelerator
+
     return CpuAccelerator()

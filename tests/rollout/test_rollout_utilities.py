@@ -66,6 +66,15 @@ def test_importing_the_rollout_side_is_fast_and_pulls_in_nothing_heavy():
     assert done.stdout.strip() == "[]"
 
 
+def test_the_driver_of_a_run_starts_without_torch():
+    """The driver, which only passes references on, does not pay for torch in time and memory."""
+    code = "import sys, slime.train_async, slime.commands.session\n" + (
+        "print([m for m in 'torch transformers megatron matplotlib'.split() if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_post_tries_again_after_5xx_and_never_after_4xx(monkeypatch):
     """post retries after 5xx with pauses that grow up to a cap, and never after 4xx."""
     monkeypatch.setattr(http_utils, "FIRST_PAUSE_S", 0.001)

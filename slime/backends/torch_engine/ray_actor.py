@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from slime.backends.torch_engine.engine_config import EngineConfig, engine_config_from
-from slime.backends.torch_engine.server_thread import EngineServerThread
 from slime.exceptions import EngineError
 
 
@@ -35,6 +34,8 @@ class EngineActor:
         # torch is imported here, not when the class is pickled to its worker.
         if self._thread is not None:
             raise EngineError(f"engine {self._rank} runs already at {self._server.url}.")
+        from slime.backends.torch_engine.server_thread import EngineServerThread
+
         thread = EngineServerThread(self._config)
         server = thread.start(timeout=timeout)
         self._thread = thread
