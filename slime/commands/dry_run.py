@@ -28,7 +28,7 @@ from slime.commands.reward_probe import (
 )
 from slime.config.derive import DerivedSizes, derived_sizes, process_layout
 from slime.config.resume import nothing_left
-from slime.config.rules import SUPERVISED
+from slime.config.rules.rollout import SUPERVISED
 from slime.config.specs import all_specs
 from slime.config.yaml_file import mask_urls, write_resolved_config
 from slime.exceptions import SlimeError

@@ -24,7 +24,7 @@ from typing import Any, cast
 
 import orjson
 
-from slime.config.rules import SUPERVISED
+from slime.config.rules.rollout import SUPERVISED
 from slime.data.sample import Sample
 from slime.data.structure import Group, iter_samples
 from slime.exceptions import ConfigError

@@ -15,7 +15,8 @@ from support.options import write_run_inputs
 from slime.config.cli import format_option
 from slime.config.option import LONGEST_WAIT, Range, flag_of, option
 from slime.config.ranges import range_problem, range_problems
-from slime.config.rules import broken_rules, nearest_divisors
+from slime.config.rules import broken_rules
+from slime.config.rules.registry import nearest_divisors
 from slime.config.specs import slime_specs, specs_by_name, specs_of_dataclass
 from slime.exceptions import ConfigError
 from slime.prompts.eval_config import EvalDatasetConfig

@@ -15,7 +15,8 @@ from support.options import upstream_namespace, write_run_inputs
 from slime.config.cli import parse_command_line
 from slime.config.derive import RankPlace, apply_derived, derive, derived_sizes, process_layout
 from slime.config.machine_rules import missing_path
-from slime.config.rules import RULES, broken_rules, nearest_divisors
+from slime.config.rules import broken_rules
+from slime.config.rules.registry import RULES, nearest_divisors
 from slime.config.specs import specs_by_name
 from slime.exceptions import ConfigError
 from slime.utils.arguments import parse_args, slime_validate_args

@@ -11,7 +11,7 @@ from support.gate_samples import sound_sample
 from support.manager import manager_of
 from support.rollout_args import rollout_args
 
-from slime.config.rules import a_length_penalty_has_a_budget_and_is_applied
+from slime.config.rules.reward import a_length_penalty_has_a_budget_and_is_applied
 from slime.data.columns import ColumnsConfig, compute_rewards
 from slime.data.length_penalty import LengthPenalty, compute_length_penalties
 

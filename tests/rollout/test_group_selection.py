@@ -607,10 +607,11 @@ def test_the_options_of_the_fully_asynchronous_rollout_are_checked_like_the_othe
 
 def test_every_function_that_a_rule_names_exists():
     """Every function that a rule names can be imported."""
-    from slime.config import rules
+    from slime.config.derive import FULLY_ASYNC
+    from slime.config.rules import rollout as rules
     from slime.utils.misc import load_function
 
-    for path in (rules.SYNCHRONOUS, rules.FULLY_ASYNC, rules.SUPERVISED, rules.NONZERO_STD):
+    for path in (rules.SYNCHRONOUS, FULLY_ASYNC, rules.SUPERVISED, rules.NONZERO_STD):
         assert callable(load_function(path))
 
 
