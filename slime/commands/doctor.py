@@ -25,7 +25,7 @@ from typing import Any
 from slime import tested_versions
 
 GIB = 1024**3
-# A default that says "ask the machine"; None is an answer a machine can give.
+# A default that means "ask the machine"; None is a valid answer of the machine.
 ASK: Any = object()
 
 
@@ -250,7 +250,7 @@ print(json.dumps(report))
 
 
 def probe_torch(python: str = sys.executable, timeout: float = 120.0) -> dict:
-    """Returns what `import torch` says in a fresh interpreter; {"error": ...} when it does not
+    """Returns what `import torch` reports in a fresh interpreter; {"error": ...} when it does not
     survive it.
     """
     try:

@@ -1,5 +1,5 @@
-"""`slime gate COMMAND`: look at a recorded rollout (a dump of samples) or at a run through the
-gate's eyes.
+"""`slime gate COMMAND`: applies the gate to a recorded rollout (a dump of samples) or a run, and
+reports what it finds.
 
     slime gate check DUMP      run the gate on a dump, print reasons; exit status 1 if the share of
                                invalid samples exceeds --max-drop-rate

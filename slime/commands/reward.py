@@ -1,5 +1,5 @@
-"""`slime rewards check` and `slime rescore`: is the reward right? Before a run on its prompts,
-after it on a dump.
+"""`slime rewards check` and `slime rescore`: check the reward function, before a run on its prompts
+and after it on a dump.
 
     slime rewards check --prompt-data F --rm-type T grade each label against itself and against
     obvious wrong answers; names the rows

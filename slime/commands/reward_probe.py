@@ -1,5 +1,5 @@
-"""Can each row's label be answered right? The run's own reward function on right and on obviously
-wrong answers.
+"""Checks whether each row's label can be answered right: calls the run's own reward function with
+right and with obviously wrong answers.
 
 A probe is the text that the engine would return: the answer, ended as the chat template ends a
 turn, through the tokenizer and back.
@@ -48,7 +48,7 @@ class RowProbe:
 
     @property
     def can_be_right(self) -> bool:
-        """Whether some form of the label scores above every wrong answer that says nothing."""
+        """Whether some form of the label scores above every wrong answer without content."""
         return self.best_right > self.wrong[0][1]
 
     @property
@@ -85,7 +85,7 @@ def right_answers(sample: Sample) -> list[str]:
 
 
 def wrong_answers(sample: Sample, other_label: object) -> list[str]:
-    """An answer that says nothing, and another row's answer (or this one with a digit more) in
+    """An answer without content, and another row's answer (or this one with a digit more) in
     every form.
     """
     own = set(label_texts(sample.label))

@@ -1,4 +1,4 @@
-"""One run from its first actor to its report: what ended it becomes a message and an exit status."""
+"""Runs a loop from its first actor to its report; an error becomes a message and an exit status."""
 
 from __future__ import annotations
 

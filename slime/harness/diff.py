@@ -107,7 +107,7 @@ class Comparison:
     num_samples: int
     fields: dict[str, FieldCount]
     first: Difference | None
-    only_in_a: list[str]  # fields or samples, in words
+    only_in_a: list[str]  # fields or samples, as text
     only_in_b: list[str]
 
     @property

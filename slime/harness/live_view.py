@@ -160,7 +160,7 @@ class RunState:
         return max(0.0, (self.num_rollout - 1 - max(self.ended)) * pace - (now - recent[-1]))
 
     def progress_line(self, now: float) -> str:
-        """Returns one line for a silent moment: what is going on and for how long."""
+        """Returns one line for the time between records: the current phase and its duration."""
         share = f" {self.done}/{self.total}" if self.total else ""
         return (
             f"  ... {self.phase}{share}, "

@@ -1,5 +1,5 @@
-"""What a run did, from its metrics.jsonl alone: a summary table, report.png, and whether the run's
-books balance.
+"""Reports what a run did, from its metrics.jsonl alone: a summary table, report.png, and checks of
+samples, weights and rewards.
 
 python -m slime.harness.report RUN_DIR      exit status 1 when something does not add up
 """
@@ -50,7 +50,7 @@ def find_ledger_problems(ledgers: Mapping[int, LedgerTotals]) -> list[str]:
     was counted.
     """
     if not ledgers:
-        return [f"no ledger: no record has {LEDGER}sampled, so nobody counted the samples"]
+        return [f"no ledger: no record has {LEDGER}sampled, so the samples were not counted"]
     return [
         f"ledger of rollout {step} does not balance: {ledger}, {abs(ledger.missing)} "
         + ("vanished without a reason" if ledger.missing > 0 else "more came out than were sampled")
@@ -60,12 +60,12 @@ def find_ledger_problems(ledgers: Mapping[int, LedgerTotals]) -> list[str]:
 
 
 def find_weight_problems(run: RunRecords) -> list[str]:
-    """Returns a sentence unless some record says that the published weights differ from those
+    """Returns a sentence unless some record shows that the published weights differ from those
     before.
     """
     name = run.first_of(WEIGHT_SIGNS)
     if name is None:
-        return [f"nothing says that the weights changed: no record has {' or '.join(WEIGHT_SIGNS)}"]
+        return [f"no evidence that the weights changed: no record has {' or '.join(WEIGHT_SIGNS)}"]
     if not any(run.numbers(name)[1]):
         return [
             (

@@ -1,4 +1,4 @@
-"""What a run left in its folder: metrics as series by step, evaluation sets, ledgers. Reads; judges nothing."""
+"""Reads a run's folder: metrics as series by step, evaluation sets, ledgers. Judges nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Output that is no terminal (a file, a pipe, CI) gets no colours and no progress bars of
-libraries.
+"""Switches off colours and libraries' progress bars where output is not a terminal (a file, a
+pipe, CI).
 """
 
 from __future__ import annotations

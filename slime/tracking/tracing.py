@@ -233,7 +233,7 @@ def trace_span(
 
 
 def _append_children(target: object, parent_id: int, children: Iterable[Mapping[str, Any]]) -> None:
-    """Adds spans that somebody else measured, as ended children of `parent_id`."""
+    """Adds spans that were measured elsewhere, as ended children of `parent_id`."""
     with contextlib.suppress(Exception):  # as above
         for child in children:
             event = {

@@ -266,7 +266,7 @@ def start_run_folder(args: argparse.Namespace) -> str:
 
 
 def _point_latest(run_dir: str) -> None:
-    """Lets runs/latest point to this run. A file system without links goes without."""
+    """Makes runs/latest a link to this run; does nothing on a file system without links."""
     parent, name = os.path.split(run_dir)
     if os.path.basename(parent) != "runs":
         return

@@ -43,7 +43,7 @@ def build_init_arguments(args: argparse.Namespace, run_dir: str) -> dict[str, An
 
 
 def public_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the options as plain values without those whose name says that they are secret."""
+    """Returns the options as plain values, without those whose names mark them as secret."""
     secret_words = ("key", "secret", "password", "token")
     secrets = {
         name

@@ -316,7 +316,7 @@ def test_what_was_never_counted_is_a_problem_and_not_a_pass(tmp_path):
     problems = problems_of(tmp_path, [("train/step", 0, {"train/loss": 1.0})])
     assert [problem.split(":")[0] for problem in problems] == [
         "no ledger",
-        "nothing says that the weights changed",
+        "no evidence that the weights changed",
         "no reward",
     ]
 
