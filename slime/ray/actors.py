@@ -1,5 +1,5 @@
-"""Actors and references: Ray's, or objects of this process (`--local`). What a run asks of Ray
-while it works is asked here.
+"""Actors and references: Ray's, or objects of this process (`--local`). During a run, Ray is called
+through this module only.
 
     handle = start(Engine, config, num_cpus=1)       an actor, Ray options by name
     reference = handle.health.remote()               its method, called

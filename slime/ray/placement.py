@@ -1,5 +1,5 @@
-"""Which device is whose: one placement group, one bundle a device, trainers first, engines after them
-(or on top of them).
+"""Assigns devices to actors: one placement group, one bundle per device, trainers first, engines
+after them (or on the same devices).
 
 A device is a GPU where the machine has one, else a CPU core; flags that say "gpus" count devices.
 """

@@ -1,6 +1,6 @@
 """The actors of a run: rollout manager and training groups, each on its devices.
 
-Upstream's path of slime.ray.placement too, which says what is where.
+Also upstream's path of slime.ray.placement, which assigns the devices.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def allocate_train_group(
 def create_actor_model(
     args: argparse.Namespace, placements: dict[str, Placement], rollout_manager: ActorHandle
 ) -> tuple[Any, int]:
-    """(actor group, first rollout to run): models built, weights loaded, schedule layout told to
-    the rollout manager.
+    """(actor group, first rollout to run): models are built, weights loaded, and the rollout
+    manager has the parallel config of the trainers.
     """
     with_ref = args.kl_coef != 0 or args.use_kl_loss
     with_teacher = args.use_opd and args.opd_type == "megatron"

@@ -1,4 +1,4 @@
-"""What every actor that opens a port can tell about its node."""
+"""The base class of actors that open a port: the address of their node and its free ports."""
 
 from __future__ import annotations
 

@@ -363,12 +363,11 @@ class RolloutManager:
     ) -> tuple[list[Box], SplitPlan]:
         if self.train_parallel_config is None:
             raise RolloutDataError(
-                "the trainers have not told how they are laid out; call set_train_parallel_config "
-                "first"
+                "the train parallel config is not set; call set_train_parallel_config first"
             )
         config = SplitConfig.from_args(self.args, self.train_parallel_config)
         split = split_by_dp(data, config, dropped_failures=dropped_failures)
-        # map lets go of a shard before the next one is made: a loop's variable would keep a second
+        # map releases a shard before the next one is made: a loop's variable would keep a second
         # one in memory
         refs = list(map(actors.put, split.shards))
         return [

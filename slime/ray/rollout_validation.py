@@ -1,4 +1,4 @@
-"""Checks of engine placement that are cheap to make before any engine is started."""
+"""Checks the placement of engines before any engine is started."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""One Ray session for one run: started (or joined) here, and gone when the run ends, however it
-ends.
+"""Starts or joins the Ray session of a run, and ends its processes when the run ends, for whatever
+reason.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ def _answers_as_ray(address: str, timeout_s: float) -> bool:
 
 @contextlib.contextmanager
 def loopback_only() -> Iterator[None]:
-    """Inside, a private Ray session listens on 127.0.0.1 alone: nobody else may reach the processes
-    of a run on one machine.
+    """Inside, a private Ray session listens on 127.0.0.1 alone, so that the processes of a run on
+    one machine cannot be reached from others.
 
     Ray has this as its mode for machines that cannot form a cluster; its servers bind to loopback
     when that is the node's address.

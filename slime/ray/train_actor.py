@@ -66,15 +66,15 @@ class TrainRayActor(RayActor):
         return 0
 
     def set_rollout_manager(self, rollout_manager: ActorHandle) -> None:
-        """Keeps the handle; rank 0 tells the manager how samples must be split over data-parallel
-        ranks.
+        """Keeps the handle; rank 0 sends the manager the train parallel config, by which samples
+        are split over data-parallel ranks.
         """
         self.rollout_manager = rollout_manager
         if self.rank == 0:
-            told = rollout_manager.set_train_parallel_config.remote(self.train_parallel_config)
+            reply = rollout_manager.set_train_parallel_config.remote(self.train_parallel_config)
             wait_for(
-                [told],
-                what="telling the rollout manager the layout",
+                [reply],
+                what="sending the train parallel config to the rollout manager",
                 timeout_s=self.args.step_timeout,
             )
 

@@ -1,5 +1,5 @@
-"""Small Ray pieces shared by every actor: environment variables, a lock, waiting with an owner and
-a deadline.
+"""Ray helpers that every actor uses: environment variables, a lock, and a wait with a time limit
+that names the actors without an answer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FORWARDED = (
     *PLAIN,
 )
 
-# Megatron-core says these at import, before any logging of ours is set up: both are as intended.
+# Warnings of Megatron-core at import, before our logging is set up: both states are intended.
 _EXPECTED_WARNINGS = (
     "ignore:Apex is not installed,ignore:Transformer Engine and Apex are not "
     "installed,ignore:full scope is deprecated"
@@ -51,7 +51,7 @@ STOP_TIMEOUT_S = 3.5
 
 
 def ray_noset_visible_devices(env_vars: Mapping[str, str] = os.environ) -> bool:
-    """True if Ray was told not to set the visible devices of its workers."""
+    """True if Ray is configured not to set the visible devices of its workers."""
     return any(env_vars.get(name) for name in NOSET_VISIBLE_DEVICES_ENV_VARS_LIST)
 
 
@@ -77,8 +77,8 @@ def add_default_ray_env_vars(env: dict[str, str] | None = None) -> dict[str, str
 
 @actors.remote(num_cpus=0)
 class Lock:
-    """A non-blocking lock between actors. `acquire()` tells whether it was got; `release()` needs
-    it held.
+    """A non-blocking lock between actors. `acquire()` returns whether it succeeded; `release()`
+    requires that the lock is held.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Lock:
         return got
 
     def release(self) -> None:
-        assert self._locked, "release of a lock that nobody holds"
+        assert self._locked, "release of a lock that is not held"
         self._locked = False
 
 
@@ -106,7 +106,7 @@ def wait_for(
     actor it is on, and SlimeError after `timeout_s` seconds, which `option` sets: with one rank
     dead, its peers would otherwise wait in a collective.
 
-    A process that died is a SlimeError that says what was going on and, with `names` (one a
+    A process that died is a SlimeError that names the operation and, with `names` (one a
     reference), whose it was.
     """
     deadline = time.monotonic() + timeout_s
@@ -201,12 +201,12 @@ def reason_of_death(error: Exception) -> str:
     number = f"It had process id {pid.group(1)}. " if pid else ""
     if "OUT_OF_MEMORY" in text or "memory monitor" in text:
         return number + (
-            "Ray ended it for want of memory: use smaller batches, fewer processes, or a larger "
+            "Ray ended it because memory ran out: use smaller batches, fewer processes, or a larger "
             "machine."
         )
     if "SYSTEM_ERROR" in text:
         return number + (
-            "It crashed or was killed from outside; where memory was short, dmesg tells that the "
-            "kernel did it."
+            "It crashed or was killed from outside; if the kernel killed it for lack of memory, "
+            "dmesg has a line about it."
         )
     return number + " ".join(text.split())[:300]

@@ -33,7 +33,7 @@ _engines: Engines | None = None
 
 
 def set_engines(urls: list[str] | tuple[str, ...], *, is_router: bool = False) -> None:
-    """Says where this process sends its requests. Called by whoever started the engines."""
+    """Sets the addresses to which this process sends requests. Called after the engines start."""
     global _engines
     _engines = Engines(tuple(url.rstrip("/") for url in urls), is_router)
 
@@ -122,8 +122,8 @@ def _renamed(payload: dict[str, Any], attempt: int) -> dict[str, Any]:
 
 
 async def abort_engines(args: argparse.Namespace) -> None:
-    """Tells every engine to end its running requests; they answer with what they have. Unreachable
-    ones are logged.
+    """Aborts the running requests of every engine; each request returns the tokens it has.
+    Unreachable engines are logged.
     """
     engines = get_engines(args)
     urls = await _workers_behind(engines.urls[0]) if engines.is_router else engines.urls
@@ -136,7 +136,7 @@ async def abort_engines(args: argparse.Namespace) -> None:
     )
     for url, result in zip(urls, results, strict=True):
         if isinstance(result, BaseException):
-            logger.warning("engine %s did not take the order to abort: %s", url, result)
+            logger.warning("the abort request to engine %s failed: %s", url, result)
 
 
 async def _workers_behind(router: str) -> list[str]:

@@ -21,7 +21,7 @@ from slime.exceptions import RolloutDataError
 from slime.files.wire_arrays import decode_response_arrays, has_arrays
 from slime.gate.before_rewards import ENGINE_TEXT
 
-# What SGLang reports as weight version when nobody set one.
+# What SGLang reports as weight version when none was set.
 UNNAMED_WEIGHT_VERSION = "default"
 MAX_SEED = 2**31 - 1
 # What a reply's meta_info counts, as far as it is added up.
@@ -48,7 +48,7 @@ class Reply:
 
     @property
     def finish_type(self) -> str | None:
-        """stop, length or abort; None where the engine did not say."""
+        """stop, length or abort; None where the reply has none."""
         reason = self.meta_info.get("finish_reason")
         return reason.get("type") if isinstance(reason, dict) else reason
 
@@ -152,7 +152,7 @@ def parse_batch_reply(payload: Any, *, num_requests: int) -> list[dict[str, Any]
 
 
 def parse_reply(payload: object) -> Reply:
-    """The checked reply. RolloutDataError says what does not fit; an aborted reply without tokens
+    """The checked reply. RolloutDataError names what does not fit; an aborted reply without tokens
     is a valid empty one.
     """
     if not isinstance(payload, dict) or not isinstance(payload.get("meta_info"), dict):

@@ -183,7 +183,7 @@ class GroupLoop:
         for task in done:
             error = task.exception()
             if error is not None:
-                logger.warning("a group that was not needed any more failed: %s", error)
+                logger.warning("a surplus group failed after the batch was complete: %s", error)
             else:
                 self.ended[self.number_of[task]] = task.result()
 
@@ -228,7 +228,7 @@ class GroupLoop:
 
 
 def report_progress(phase: str, done: int, total: int) -> None:
-    """Tells the live view how far the rollout is."""
+    """Reports the rollout's progress to the live view."""
     report(phase=phase, done=done, total=total)
 
 

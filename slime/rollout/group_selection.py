@@ -46,7 +46,7 @@ EXCERPT = 60
 
 @dataclasses.dataclass(frozen=True)
 class SelectionConfig:
-    """What the options say about which groups stay. `target`: groups of the batch; `fetch_size`:
+    """The options that decide which groups stay. `target`: groups of the batch; `fetch_size`:
     groups fetched at a time.
     """
 

@@ -1,5 +1,5 @@
-"""Signs of a wrong reward in a finished rollout: equal responses with different rewards, and
-graders that can only say no.
+"""Finds signs of a wrong reward function in a finished rollout: equal responses with different
+rewards, and a grader that can only give 0.
 
 A grader that is a function of prompt, label and response gives equal responses of one group equal
 rewards. Where it does not, a label was mixed up, a call was answered for another sample, or state
@@ -51,7 +51,7 @@ class RewardConflict:
 
 def is_deterministic(args: argparse.Namespace, sample: Sample) -> bool:
     """Whether equal responses to one prompt must score the same. A custom function is taken to be,
-    unless --reward-is-random says no.
+    unless --reward-is-random is given.
     """
     if args.reward_is_random:
         return False
@@ -109,7 +109,7 @@ def _number(sample: Sample, reward_key: str | None) -> float:
 def find_reward_warnings(
     args: argparse.Namespace, samples: Sequence[Any], conflicts: Sequence[RewardConflict]
 ) -> dict[str, str]:
-    """{kind: sentence} for a reader of the log; a kind need be said once per run."""
+    """{kind: warning}; the caller logs each kind once per run."""
     found = {}
     if conflicts:
         found["conflict"] = (
@@ -117,7 +117,7 @@ def find_reward_warnings(
             f"same response; the first: {conflicts[0]}. "
             "A reward of prompt, label and response cannot do that: look for mixed-up labels or "
             "state in the reward function "
-            "(slime rescore DUMP shows which rewards change), or say --reward-is-random where it draws lots."
+            "(slime rescore DUMP shows which rewards change), or give --reward-is-random if it is random."
         )
     graded = [
         sample for sample in samples
@@ -129,7 +129,7 @@ def find_reward_warnings(
         found["no answer mark"] = (
             f"none of {len(graded)} responses graded by deepscaler has "
             f"{' or '.join(ANSWER_MARKS)}, and without one deepscaler scores 0 whatever "
-            "the answer. For models that do not think aloud use --rm-type math or math_value; docs/rewards.md compares them."
+            "the answer. For models that write no reasoning use --rm-type math or math_value; docs/rewards.md compares them."
         )
     return found
 

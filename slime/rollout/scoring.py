@@ -1,4 +1,4 @@
-"""The gate's verdict, then the reward: for any list of generated samples, usually one group."""
+"""Scores generated samples, usually one group: first the gate's verdict, then the reward."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ async def _within_limit(
     call: Coroutine[Any, Any, Any],
 ) -> Any:
     """The result of a reward call; a user's function has --reward-timeout for it. Built-in scorers,
-    and functions that say so (`bounds_itself`), have limits of their own.
+    and functions with the attribute `bounds_itself`, have limits of their own.
     """
     if path is None or getattr(load_function(path), "bounds_itself", False):
         return await call

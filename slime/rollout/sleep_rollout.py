@@ -1,4 +1,4 @@
-"""A rollout function that only waits: it keeps engines up for a look at them."""
+"""A rollout function that only waits, so that the running engines can be inspected."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tool calls in the text of a turn. Only what stands behind the reasoning is a call; a malformed
-one is data, not an error.
+"""Parses tool calls from the text of a turn. Only calls after the reasoning count; a malformed one
+is returned with its problem and is not an error.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ CALL_MARKS = ("<tool_call>", "</tool_call>")
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
-    """One call: the function's name and arguments, or `problem`, in words that can be given back to
-    the model.
+    """One call: the function's name and arguments, or `problem`, a message that can be given back
+    to the model.
     """
 
     text: str
@@ -63,7 +63,7 @@ def parse_turn(
     the end; a call that is not closed is a call with a problem.
 
     starts_in_reasoning: the generation prompt has opened the reasoning. A closing tag before any
-    opening one says so too.
+    opening one means the same.
     """
     opened, closed = text.find(THINK_OPEN), text.find(THINK_CLOSE)
     if starts_in_reasoning or 0 <= closed < (opened if opened >= 0 else len(text)):

@@ -6,7 +6,7 @@ and environment add.
 
 Sampled ids are never encoded again. The delta is what the template writes behind the turn, found
 with a probe in the render of the whole conversation (prompts/chat_render.py), less the end of turn
-that the model has emitted itself. Whether the whole render still says what was sampled is checked
+that the model has emitted itself. Whether the whole render still equals what was sampled is checked
 every time: a template that strips earlier reasoning makes it differ, and then the sampled ids are
 kept, or the conversation goes on in a second sample of the same rollout. Pure: no `args`, no
 engine. Shapes: C = context ids before the turn, S = sampled ids, D = ids of the delta.
