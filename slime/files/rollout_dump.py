@@ -1,5 +1,5 @@
-"""Rollout dumps: one JSON line per sample, with a head line that says what follows. Nothing in them
-is executed when read.
+"""Writes and reads rollout dumps: a head line, then one JSON line per sample. Nothing in them is
+executed when read.
 
 {"format": "slime-rollout-1", "rollout_id": 7, "evaluation": false, "num_samples": 512}
 {"group_index": 0, "tokens": [...], ...}
@@ -81,7 +81,7 @@ class RolloutDumper:
 
     def save(self, data: Sequence[Any], *, rollout_id: int, evaluation: bool) -> dict[str, int]:
         """Saves as `save_debug_rollout_data` and returns metrics: how many dumps this run has lost,
-        {} while none. The first loss is said.
+        {} while none. The first loss is logged.
         """
         if not self.path_template:
             return {}
@@ -114,7 +114,7 @@ def _encode_sample(sample: Sample) -> bytes:
     try:
         return exact_json.dumps(_encode(sample.to_dict()), default=_encode_object, option=_OPTIONS)
     except TypeError as error:
-        # orjson wraps what `_encode_object` raised, which says more
+        # orjson wraps what `_encode_object` raised, whose message has the detail
         raise RolloutDataError(
             f"Sample {sample.index} cannot be dumped: {error.__cause__ or error}"
         ) from error

@@ -195,7 +195,7 @@ def in_batch_order(per_dp_rank: Sequence[RankRows], order: np.ndarray) -> RankRo
 
 @dataclasses.dataclass(frozen=True)
 class Outline:
-    """What a rank tells the writer before any data: its place, its samples, and the sizes of the
+    """What a rank sends to the writer before any data: its place, its samples, and the sizes of the
     fields that it will send.
     """
 
@@ -418,7 +418,7 @@ def write_train_dump(
     its path; None on the others.
 
     `share(value)` returns every rank's value on all of them. Both are called equally often on each
-    rank, whatever happens. `header` has "rollout_id" and "rank". A failing disk is said in the log
+    rank, whatever happens. `header` has "rollout_id" and "rank". A failing disk is logged
     and leaves no file; data that do not fit raise `RolloutDataError`.
     """
     batch = (
@@ -454,7 +454,7 @@ def write_train_dump(
 def save_debug_train_data(
     args: argparse.Namespace, *, rollout_id: int, rollout_data: Mapping[str, Any]
 ) -> Path | None:
-    """Writes the train dump of this rollout where --save-debug-train-data says, and returns its
+    """Writes the train dump of this rollout to --save-debug-train-data's path, and returns its
     path on the rank that wrote it.
 
     Called by all ranks; those of tensor rank 0 and the last pipeline stage take part, the first of

@@ -105,8 +105,8 @@ def _check_lengths(name: str, found_N: np.ndarray, lengths_N: np.ndarray) -> Non
 
 
 def _trains_every_token(batch: Mapping[str, Any], num_tokens: int) -> bool:
-    """Whether no response token is masked, told without touching each mask: rows between the
-    entries are zero.
+    """Whether no response token is masked, from one count over all masks: rows between the entries
+    are zero.
     """
     if not isinstance(batch, RolloutBatch):
         return False

@@ -8,7 +8,7 @@ estimates of KL(engine || trainer) (J. Schulman, "Approximating KL divergence", 
 those being trained, by weights.
 
 Three further looks find what a mean hides: log-probs that are right but stand one token off,
-sampled tokens that do not train, and trained tokens that nobody sampled.
+sampled tokens that do not train, and trained tokens that were not sampled.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def shifted_by(medians: Mapping[str, float]) -> int | None:
 
 def staleness_contributions(ages_N: np.ndarray) -> dict[str, Contribution]:
     """This rank's part of `staleness/mean` and `staleness/max`: updates of the weights between
-    sampling and training, of samples that tell.
+    sampling and training, of samples that have versions.
     """
     known = ages_N[np.isfinite(ages_N)]
     return {"staleness/mean": c.mean(known, len(known)), "staleness/max": c.maximum(known)}
@@ -203,8 +203,8 @@ def _mask_shares(
 ) -> dict[str, Contribution]:
     """`mask/sampled_untrained`: the share of tokens with an engine's log-prob, in samples that
     train, whose mask is 0. `mask/trained_unsampled`: the share of trained tokens whose engine's
-    log-prob is exactly 0, which is what stands where nobody sampled, though the token is not
-    certain.
+    log-prob is exactly 0, the value of tokens that were not sampled, though the trainer gives the
+    token a probability below 1.
     """
     mask = np.ones(len(engine_T), dtype=bool) if mask_T is None else mask_T
     unsampled = mask & (engine_T == 0) & (trainer_T < CLEARLY_UNLIKELY)

@@ -1,5 +1,5 @@
-"""What the numbers of consistency.py say about a rollout and about a run, in plain words. Imports
-nothing heavy: a report reads metrics alone.
+"""Computes alarms of a rollout and of a run from the metrics of consistency.py. Imports nothing
+heavy: a report reads metrics alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ConsistencyLimits:
 
 
 def consistency_alarms(metrics: Mapping[str, float], limits: ConsistencyLimits) -> dict[str, str]:
-    """{kind: what to say about one rollout, and what to look at}; empty when all is well."""
+    """{kind: message about one rollout, with what to look at}; empty when no alarm fires."""
     alarms = (
         {"shift": _shift_alarm(int(metrics[SHIFT]))}
         if metrics.get(SHIFT)
@@ -47,7 +47,7 @@ def consistency_alarms(metrics: Mapping[str, float], limits: ConsistencyLimits) 
     if not metrics.get(UNSAMPLED, 0.0) <= UNSAMPLED_ALARM:
         alarms["unsampled"] = (
             f"{metrics[UNSAMPLED]:.1%} of the trained tokens have no engine log-prob (it is "
-            "exactly 0): nobody sampled them. Give tokens of tools and "
+            "exactly 0): they were not sampled. Give tokens of tools and "
             "templates loss mask 0; look at the mask's offset in the generate function."
         )
     if not metrics.get(UNTRAINED, 0.0) <= limits.untrained:

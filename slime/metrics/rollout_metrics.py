@@ -273,7 +273,7 @@ def staleness_parts(
 ) -> dict[str, Contribution]:
     """`staleness/*` in policy versions between each sample's oldest tokens and `current_version`
     (default: the newest version seen): mean, max, the share of samples that span several versions,
-    and how many tell no version. {} where none tells.
+    and how many have no version. {} where none has one.
     """
     spans = [
         [v for v in map(parse_weight_version, sample.weight_versions) if v is not None]
@@ -387,7 +387,7 @@ def compute_perf_metrics_from_samples(
 
 def request_metrics(samples: Iterable[Any]) -> dict[str, float]:
     """Statistics of the engine's requests, from `sample.trace` events of type `span_end` named
-    `sglang_generate`; and how many requests there were, and how many told their timings.
+    `sglang_generate`; and the numbers of requests and of requests with timings.
     """
     names = {
         "e2e_latency": "request/e2e_latency",

@@ -63,7 +63,7 @@ def reduce_train_step_metrics(
     parts = [losses["contributions"] for losses in losses_reduced if losses.get("contributions")]
     takes_contributions = "contributions" in losses_reduced[0]
     if takes_contributions:
-        # any rank may be alone in having one: the sum tells all whether there is more to gather
+        # maybe only one rank has one: the sum shows every rank whether there is more to gather
         values = torch.cat([values, values.new_full((1,), float(len(parts)))])
     dist.all_reduce(values, group=dp_with_cp_group)
     first, *sums = values.tolist()

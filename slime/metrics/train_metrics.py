@@ -184,8 +184,7 @@ def pass_rates(batch: Mapping[str, Any], *, config: TrainMetricsConfig) -> dict[
         )
     groups = np.asarray(numbers(batch["group_ids"]), dtype=np.int64)
     if "valid" in batch:
-        # an answer that was lost says nothing about the prompt; one that the gate rejected for what
-        # it says is a wrong one
+        # a lost answer is left out; one that the gate rejected for its content counts as wrong
         raw = np.where(numbers(batch["valid"]) != 0, raw, np.nan)
     if "model_failure" in batch:
         raw = np.where(numbers(batch["model_failure"]) != 0, 0.0, raw)
@@ -281,7 +280,7 @@ def log_consistency(
     compares_sampler: bool = True,
 ) -> dict[str, float] | None:
     """Logs `rollout/logprob_abs_diff/...`, `rollout/logprob_kl/...` and their like (see
-    consistency.py), with alarms in plain words, and staleness. Called by all ranks, before the
+    consistency.py), with their alarms, and staleness. Called by all ranks, before the
     weights change. RolloutDataError where the gap is above --logprob-diff-stop.
 
     ages_N: updates of the weights since each sample's oldest token, NaN where unknown.

@@ -120,7 +120,7 @@ class ChatTemplate:
 
     def text_between(self, messages: list[dict], position: int) -> str | None:
         """What the render has between the contents of messages `position` and `position + 1`: end
-        of turn, separators, the next role's header. None where that cannot be told.
+        of turn, separators, the next role's header. None where it cannot be located.
         """
         word = _unused_word(messages, self.tools)
         probe = list(messages)
@@ -132,7 +132,7 @@ class ChatTemplate:
         self, messages: list[dict], position: int, *, add_generation_prompt: bool = False
     ) -> str | None:
         """What the render has behind the whole turn `position`, its tool calls included; None where
-        that cannot be told.
+        it cannot be located.
 
         The true render must end with what is returned, whatever the template does to earlier turns.
         """

@@ -1,5 +1,5 @@
-"""Evaluation datasets: what is given for one, else for all, else on the command line, else for the
-rollout.
+"""Reads the configuration of evaluation datasets. A value is the dataset's own, else the file's
+default, else the command line's, else the rollout's.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class MultiTurnLossMaskGenerator:
         self, text: str, messages: list[dict], position: int, tools: list | None
     ) -> Span | None:
         """Where message `position` stands in `text`; () for a turn that is not trained; None if it
-        cannot be told.
+        cannot be located.
         """
         if messages[position].get("step_loss_mask", 1) != 1:
             return (0, 0)
