@@ -1,5 +1,5 @@
-"""Which sample each row of a custom converter's data was made of, so that the gate's verdict holds
-for the rows as for the samples.
+"""Finds the sample that each row of a custom converter's data was made of, so that the gate's
+verdict holds for the rows too.
 
     samples (with verdicts)  [a: valid] [b: truncated] [c: valid]
     a converter's rows       tokens of b, c, c

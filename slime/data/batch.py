@@ -540,8 +540,8 @@ def _check_order(batch: RolloutBatch, partition: np.ndarray, *, dp_rank: int) ->
 
 
 def _check_foreign_order(batch: RolloutBatch, *, dp_rank: int) -> None:
-    """The same for a shard that somebody else made, as far as it can be told: by identities where
-    it has them, and by the lengths.
+    """The same for a shard that slime did not make, as far as it can be checked: by identities
+    where it has them, and by the lengths.
     """
     if "all_rollout_ids" in batch and "rollout_ids" in batch:
         known = np.asarray(batch["all_rollout_ids"])[np.asarray(batch["partition"], dtype=np.int64)]

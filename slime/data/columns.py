@@ -1,5 +1,5 @@
-"""`list[Sample]` to columns. Samples are read, never changed; what each field is, and where it is
-read from, the contract says.
+"""`list[Sample]` to columns. Samples are read, never changed; the field contract states what each
+field is and where it is read from.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def compute_rewards(
         and statistics.num_groups == statistics.num_singleton_groups
         and not _said_singletons
     ):
-        _said_singletons = True  # the count is a metric of every rollout; the sentence is said once
+        _said_singletons = True  # the count is a metric of every rollout; this is logged once
         logger.warning(
             "Every group has one member that counts, so every group-normalized reward is 0 and "
             "nothing is learned. Raise "

@@ -1,6 +1,4 @@
-"""Plug-ins' declared fields on the rollout side: read from samples, missed where nothing fills
-them, and logged in evaluation.
-"""
+"""Reads plug-ins' declared fields from samples, and warns once where no sample has one."""
 
 from __future__ import annotations
 

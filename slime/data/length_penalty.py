@@ -54,7 +54,7 @@ def compute_length_penalties(
     penalty: LengthPenalty,
 ) -> np.ndarray:
     """What is added to each reward, float64 [N]: 0 for a sample that does not count in a baseline
-    or has no finite reward, and such a sample changes nobody's penalty.
+    or has no finite reward, and such a sample does not change the penalty of another.
 
     soft_overlong: 0 up to budget - buffer tokens, then linear down to -weight at the budget (DAPO,
     arXiv 2503.14476, eq. 13). linear: -weight * length / budget, at most -weight. group_relative:

@@ -2,7 +2,7 @@
 
 Plug-ins expect tokens, log-probs and masks of a `Sample` to be lists. The gate and the columns read
 arrays, and packing a list into one costs ten times what they do with it. So a list that came out of
-an array, or was packed once, keeps the array until somebody changes the list.
+an array, or was packed once, keeps the array until the list is changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 class NumberList(list):
     """A list in every respect. `array`: its numbers as a numpy array [N] where they are known as
-    one, else None; nobody may write to it.
+    one, else None; it must not be written to.
 
     Every method that changes the list forgets the array, also one that another thread is just
     making. C code that writes into a list's memory (heapq) goes past them. A sum of lists, a slice
@@ -49,7 +49,7 @@ def _forgetting(name: str) -> Callable[..., Any]:
     def method(self: NumberList, *args: object, **kw: object) -> Any:
         try:
             return change(self, *args, **kw)
-        finally:  # counted after the change: what was packed before it is told by the count, see `packed`
+        finally:  # counted after the change, so that `packed` notices an array packed before it
             self._changes += 1
             self._array = None
 

@@ -1,6 +1,6 @@
 """Why a sample is not trained: every reason with all its facts, one entry each. No numpy, no torch.
 
-`InvalidReason` is the gate's word against a sample; `DropReason` says what else became of one. The
+`InvalidReason` is a rejection by the gate; `DropReason` is any other cause for not training. The
 name is what stands in `Sample.invalid_reason`, in the ledger and in metric keys. A user's rollout
 function may count samples under names of its own beside these.
 
@@ -335,7 +335,7 @@ REASONS = tuple(InvalidReason)
 CODE_OF_REASON = {reason: position + 1 for position, reason in enumerate(REASONS)}
 REASON_OF_VALUE = {reason.value: reason for reason in REASONS}
 MODEL_FAILURES = frozenset(reason for reason in REASONS if reason.facts.is_model_failure)
-# A sample with one of these cannot enter a gradient whatever the config says.
+# A sample with one of these cannot enter a gradient, whatever the config.
 NEVER_KEPT = frozenset(reason for reason in REASONS if not reason.facts.can_train)
 # What may train with the failure's reward: the model wrote it, and there is something to train on.
 PENALIZABLE = MODEL_FAILURES - NEVER_KEPT

@@ -165,8 +165,8 @@ def reward_number(reward: object, reward_key: str | None, *, index: object = Non
 
 
 def value_problem(reward: object) -> str | None:
-    """What is wrong with a reward that is one value, in words; None if it is a finite number. Text
-    is none, nor is a list of one number.
+    """A message about what is wrong with a reward that is one value; None if it is a finite number.
+    Text is not a number, nor is a list of one number.
     """
     if reward is None:
         return "reward is None"

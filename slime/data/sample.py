@@ -302,8 +302,8 @@ def _check_append(sample: Sample, tokens: list, log_probs: list | None, trainabl
 
 
 def _new_spans(meta_info: dict, num_tokens: int, trainable: bool) -> list[list]:
-    """[version, tokens] of the new tokens: as the reply tells them apart, else its one version;
-    None for tokens that nobody sampled.
+    """[version, tokens] of the new tokens: the reply's spans, else its one version; None for
+    tokens that were not sampled.
     """
     spans = meta_info.get("weight_versions")
     if trainable and isinstance(spans, list) and sum(count for _, count in spans) == num_tokens:

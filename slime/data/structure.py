@@ -1,4 +1,4 @@
-"""What a rollout hands on, checked: the nesting of prompts, rollouts and samples, and the routing
+"""Checks a rollout function's output: the nesting of prompts, rollouts and samples, and the routing
 of mixture-of-experts models.
 """
 
@@ -17,7 +17,7 @@ Group = list  # list[Sample], or list[list[Sample]] where a generate function fa
 
 def validate_rollout_id_annotated(node: object, depth: int = 0) -> None:
     """AssertionError where samples of one execution (a list nested two deep or more) do not all
-    carry the same `rollout_id`: they share a loss denominator, which nothing else tells.
+    carry the same `rollout_id`: it alone shows that they share a loss denominator.
     """
     if isinstance(node, Sample):
         return

@@ -1,7 +1,7 @@
-"""Which weights sampled which tokens of a response, and the loss masks that follow from it.
+"""Which weight version sampled which tokens of a response, and the loss masks that follow from it.
 
 A version is the number under which weights were published. Spans are (version, tokens) in order of
-the response; None where nobody told.
+the response; None where the version is unknown.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def oldest_version(sample: Sample) -> int | None:
 def mask_older_tokens(sample: Sample, *, unknown_is_older: bool) -> None:
     """Takes every token of older weights than the engines serve now out of the loss.
     `unknown_is_older`: tokens without a known version too, as they were there before this rollout
-    began; where nobody told what the engines serve, this is every token.
+    began; where the engines' version is unknown, this is every token.
     """
     import numpy as np  # here: rollout functions import this module, and must start without numpy
 

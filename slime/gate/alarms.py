@@ -1,5 +1,5 @@
-"""Alarms: what a person should look at, in plain words with numbers. Pure: statistics in, alarms
-out.
+"""Computes the gate's alarms: messages about statistics that changed, with their numbers. Pure:
+reads no file and logs nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from slime.data.reasons import MODEL_FAILURES, PENALIZABLE, REASONS, InvalidReas
 from slime.gate.config import Policy
 from slime.gate.statistics import MAX_SHARE_OF_ITERATION, GateStatistics
 
-# a toy iteration of a second is not worth a warning; the summary line says the share anyway
+# a toy iteration of a second is not worth a warning; the summary line has the share anyway
 MIN_SECONDS_TO_ALARM = 0.5
 MIN_RATE_STEP = 0.05
 MIN_RATE_FACTOR = 1.5

@@ -1,9 +1,9 @@
-"""What the check before rewards leaves for the rollout's record, and what it needs to know of it.
-One object per process.
+"""Counters of the check before rewards, kept for the rollout's record, and the run's progress that
+the check reads. One object per process.
 
 `check_responses` runs inside the rollout function, group by group; `Gate.run` later sees samples
 whose text already is the tokens' text and whose verdict already stands. Time spent, texts compared
-and log-probs missed are therefore counted here and taken by `Gate.run`, which in turn says how far
+and log-probs missed are therefore counted here and read by `Gate.run`, which in turn sets how far
 the run is, for the schedule of levels.
 """
 

@@ -64,8 +64,8 @@ def find_failed(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
 
 
 def find_no_identity(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
-    """Samples whose group, index or metadata is of a wrong type: nobody can say whose baseline they
-    belong to.
+    """Samples whose group, index or metadata is of a wrong type: the group whose baseline they
+    belong to is unknown.
     """
     return _rows_in(rows, chunk.identity_problems)
 
@@ -205,8 +205,8 @@ def find_bad_token(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
 
 
 def _vocab_size(chunk: Chunk) -> int:
-    """Ids below it have a meaning; where nobody says how many there are, all that 32 bits hold, as
-    in a list.
+    """The number of valid ids; without a configured vocabulary size every id of 32 bits is valid,
+    as in a list.
     """
     if chunk.config.vocab_size is not None:
         return chunk.config.vocab_size
@@ -344,13 +344,13 @@ def _has_text(chunk: Chunk, row: int) -> bool:
 
 
 def find_misaligned(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
-    """Engine text that is not what the ids say. Also sets the response text where the tokens are
+    """Engine text that differs from the ids' text. Also sets the response text where the tokens are
     its source.
     """
     due = rows[needs_text(chunk, rows)]
     failed = set()
     compared = _compared_rows(chunk, due)
-    if chunk.codec is None:  # nothing says what such a response should be
+    if chunk.codec is None:  # without a tokenizer there is no text to compare with
         failed = {
             row for row in rows.tolist() if not isinstance(chunk.samples[row].response, str | None)
         }
@@ -523,7 +523,7 @@ def find_bad_reward(chunk: Chunk, rows: np.ndarray) -> np.ndarray:
 
 
 def reward_problem(reward: object, reward_key: str | None) -> str | None:
-    """What is wrong with a reward, in words; None if it is one finite number."""
+    """A message about what is wrong with a reward; None if it is one finite number."""
     if reward_key:
         if not isinstance(reward, dict):
             return f"reward is {type(reward).__name__}, not a dict with key '{reward_key}'"
@@ -585,8 +585,8 @@ def _describe_bad_log_prob(chunk: Chunk, row: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One test. `describe(chunk, row)` says in words what was found, unless the check left a detail
-    itself.
+    """One test. `describe(chunk, row)` returns a message about what was found, unless the check
+    left a detail itself.
     """
 
     reason: InvalidReason
@@ -606,8 +606,8 @@ class Check:
         return f"checked_{self.name}"
 
     def is_on(self, chunk: Chunk) -> bool:
-        """Whether the check is made. Of a cut, `off` says that it trains, marked, and not that
-        nobody looks.
+        """Whether the check is made. For a cut, `off` means that it trains and is marked; the
+        check itself still runs.
         """
         return (
             self.quality in (None, "misaligned", "truncated")

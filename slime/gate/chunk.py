@@ -133,7 +133,7 @@ class Chunk:
         )
 
     def per_task(self, field: str, default: int | None, missing: int) -> np.ndarray:
-        """[N] the task's number for `field`, `default` where the task says nothing, `missing` where
+        """[N] the task's number for `field`, `default` where the task sets none, `missing` where
         that is None too.
         """
         if len(self.rules) == 1:

@@ -218,7 +218,7 @@ class GateConfig:
 
     Lengths are tokens. `margin` is the share of `context_length` left free. `vocab_size` None:
     taken from the tokenizer where one is given. `eos_token_ids`: ids that end a response, beside
-    the tokenizer's own; without any, that part is silent. `rewards_expected`: the batch has been
+    the tokenizer's own; without any, that part is skipped. `rewards_expected`: the batch has been
     scored. `evaluation`: report only; samples come out unmarked. `compare_every`: above 1, the text
     of every so many samples by `Sample.index` is compared. `compare_unasked`: other ids than the
     text's reject a sample, and smaller differences are only counted.

@@ -1,5 +1,5 @@
-"""The gate's shell: reads `args`, remembers earlier rollouts, writes records and snapshots, says
-alarms aloud.
+"""The gate's shell: reads `args`, keeps the statistics of earlier rollouts, writes records and
+snapshots, logs alarms.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Gate:
 
     Holds the statistics of the last `window` rollouts (training and evaluation apart; `save` and
     `load` carry them over a resume), the writer of <run_dir>/gate.jsonl, and the raw snapshots in
-    <run_dir>/gate. A full disk is said once per rollout and never stops training.
+    <run_dir>/gate. A full disk is logged once per rollout and never stops training.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Gate:
 
     def save(self, folder: str | Path, rollout_id: int) -> None:
         """Writes, into a checkpoint folder, what this gate remembers with rollout `rollout_id` the
-        last one trained. A full disk is said.
+        last one trained. A full disk is logged.
         """
         self._saved = (folder, rollout_id)
         path = history_path(folder, rollout_id)
@@ -182,7 +182,7 @@ class Gate:
     def load(self, folder: str | Path, rollout_id: int) -> None:
         """Remembers what `save` wrote after rollout `rollout_id`, so that the next rollout gets the
         record, the drift, the alarms and the level that it would have had without the interruption.
-        What is missing or damaged is said once and left out.
+        What is missing or damaged is warned about once and left out.
         """
         missing = self._history.read(history_path(folder, rollout_id), rollout_id)
         if missing is not None:
@@ -269,7 +269,7 @@ def history_path(folder: str | Path, rollout_id: int) -> Path:
 def gate_config_from_args(
     args: argparse.Namespace, tokenizer: Tokenizer | None = None
 ) -> GateConfig:
-    """The frozen config behind the --gate-* options. ConfigError says which option is wrong and
+    """The frozen config behind the --gate-* options. ConfigError names the option that is wrong and
     what it takes.
     """
     custom_text = args.custom_generate_function_path is not None

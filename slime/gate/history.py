@@ -1,5 +1,4 @@
-"""What the gate remembers of earlier rollouts, and the file that lets a resumed run remember the
-same.
+"""The gate's statistics of earlier rollouts, and the file from which a resumed run restores them.
 
 A checkpoint's gate_history_7.jsonl holds a head line and one line per rollout: numbers that drift
 and alarms compare with, no samples.
@@ -83,8 +82,8 @@ class GateHistory:
         atomic.write_bytes(path, map(encode, [head, *records]))
 
     def read(self, path: Path, rollout_id: int) -> str | None:
-        """Remembers what `write` wrote, and nothing else. Returns what is missing, in words, None
-        if nothing is.
+        """Restores what `write` wrote, and nothing else. Returns a message about what is missing,
+        None if nothing is.
         """
         self._past = {False: {}, True: {}}
         self._start = {}

@@ -410,7 +410,7 @@ def _built(
     is_reward_bad: Callable[[Any], bool],
     row: int,
 ) -> Sample:
-    """The marked sample of an input, with stand-ins for what nobody can read in an invalid one."""
+    """The marked sample of an input, with stand-ins for the unreadable fields of an invalid one."""
     marked = _marked(samples[row], verdicts[row])
     if not marked.valid:
         marked.__dict__.update(stand_ins(marked, is_reward_bad))

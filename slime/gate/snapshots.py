@@ -59,11 +59,11 @@ class SnapshotWriter:
     """Writes snapshots on one background thread, each whole or not at all. Keeps the last
     `keep` rollouts within `max_bytes`.
 
-    Without pyarrow (the extra `data`) nothing is written and that is said once. A failed write is
-    said and never raised; a rollout that arrives while two are waiting is skipped and counted, so
+    Without pyarrow (the extra `data`) nothing is written, with one warning. A failed write is
+    logged and never raised; a rollout that arrives while two are waiting is skipped and counted, so
     that a slow disk cannot fill the memory. For the same reason what the rollout dropped is taken
-    group by group while the whole, uncompressed, stays within `max_bytes`; the rest is counted
-    aloud.
+    group by group while the whole, uncompressed, stays within `max_bytes`; a warning has the number
+    of the rest.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3, max_bytes: int = 4 << 30):

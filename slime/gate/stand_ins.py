@@ -1,5 +1,5 @@
-"""Stand-ins for what no one downstream can read in an invalid sample, so that a sample that stays
-in the batch stops nobody.
+"""Replaces unreadable fields of invalid samples by neutral values, so that later code can read a
+marked sample that stays in the batch. Never changes a valid sample.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def is_identity(value: Any) -> bool:
 
 
 def identity_problem(sample: Sample) -> str | None:
-    """Which of the fields that say whose sample this is cannot be one, in words; None
-    if all can.
+    """A message that names the identity field (group_index, index, rollout_id) that is of a wrong
+    type; None if all are right.
     """
     for name in ("group_index", "index", "rollout_id"):
         if not is_identity(value := getattr(sample, name)):
@@ -73,7 +73,7 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], Any], ...] = (
 def stand_ins(sample: Sample, is_reward_bad: Callable[[Any], bool]) -> dict[str, Any]:
     """{field: stand-in} for the fields of an invalid sample that cannot be read; {} for most.
 
-    What stood there is kept in words under metadata["unreadable"], and as it was in the raw
+    The replaced value is kept as text under metadata["unreadable"], and unchanged in the raw
     snapshot. A reward that is no number becomes None.
     """
     found = {

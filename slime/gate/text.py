@@ -68,7 +68,7 @@ def _marker_pattern(spec: FormatSpec) -> re.Pattern:
 def format_problem(
     text: str, spec: FormatSpec, level: Level, *, ends_with_end_token: bool | None = None
 ) -> str | None:
-    """What is wrong with the structure of `text`, in words; None if it is well formed under
+    """A message about what is wrong with the structure of `text`; None if it is well formed under
     `level`.
 
     lenient: required markers present, as many closing as opening ones. strict: also open before
