@@ -1,5 +1,5 @@
-"""What a training rank remembers beside model, optimizer and random states: further weight sets
-that move, and its counters.
+"""Saves and loads a training rank's state beside model, optimizer and random states: further weight
+sets that change, and counters.
 
     iter_0000012/weight_sets/ref/...   a weight set in the distributed format, for any layout
     iter_0000012/actor_state.json      the counters, and which sets were saved

@@ -1,4 +1,4 @@
-"""What a CI run asserts about its training metrics. Pure."""
+"""Checks the training metrics of a CI run (`--ci-test`). Pure."""
 
 from __future__ import annotations
 

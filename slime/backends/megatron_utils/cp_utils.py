@@ -1,4 +1,4 @@
-"""Context-parallel slicing, gathering and the reducers, for the rank that Megatron says we are. The
+"""Context-parallel slicing, gathering and the reducers, for this process's Megatron rank. The
 arithmetic of the layout is in `slime.data.context_parallel`; this module asks `mpu` for the rank at
 call time and owns the collectives.
 """

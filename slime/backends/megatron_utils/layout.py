@@ -1,5 +1,5 @@
-"""Which parallel layouts cannot work, said before any process starts. Pure: plain values in,
-sentences out.
+"""Finds parallel layouts that cannot work, before any process starts. Pure: plain values in,
+messages out.
 """
 
 from __future__ import annotations

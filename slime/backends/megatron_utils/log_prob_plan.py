@@ -1,4 +1,4 @@
-"""Whether a rollout needs its own log-prob pass before training, and why. Pure."""
+"""Decides whether a rollout needs a log-prob pass before training, with the reason. Pure."""
 
 from __future__ import annotations
 

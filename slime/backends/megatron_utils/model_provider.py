@@ -218,7 +218,7 @@ def _derived_fields(args: argparse.Namespace, given: dict[str, Any]) -> dict[str
         # silently wrong.
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
-        # Rows of different micro-batches differ in length; the stages tell each other.
+        # Rows of different micro-batches differ in length; the stages send each other the lengths.
         "variable_seq_lengths": args.pipeline_model_parallel_size > 1,
         # Every weight comes from a checkpoint; the loaders check that none is missing.
         "init_method": torch.nn.init.zeros_,

@@ -1,5 +1,5 @@
-"""Which samples a rank's optimizer steps train, after what users' functions on the training ranks
-did to the batch.
+"""Finds which samples a rank's optimizer steps train, after users' functions on the training ranks
+changed the batch.
 
 The split decided it, and the ledger, the loss denominators and the log-probs follow from that. A
 function may take tokens out of training, which is counted; it may put none in: a token with the
@@ -24,7 +24,7 @@ from megatron.core import mpu
 from slime.data.reasons import DropReason
 from slime.exceptions import RolloutDataError
 
-# What says which tokens are whose, and which step trains them.
+# The fields that assign tokens to samples, and samples to steps.
 FIXED = ("tokens", "total_lengths", "response_lengths", "micro_batch_indices", "num_microbatches")
 
 

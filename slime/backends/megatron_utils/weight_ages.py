@@ -1,4 +1,4 @@
-"""How old published weights are, in rollouts that were trained since."""
+"""Ages of published weight versions, in rollouts that were trained since."""
 
 from __future__ import annotations
 

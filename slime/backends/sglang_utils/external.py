@@ -1,5 +1,5 @@
-"""Engines that somebody else started: what they say of themselves decides how many there are and
-how each is laid out.
+"""External engines, which slime did not start: asks each server for its sizes, from which the
+number of engines and their layout follow.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ExternalEngineInfo:
     @property
     def parallel_config(self) -> dict[str, int]:
         """{"tp_size", "pp_size", "dp_size", "ep_size"}; a size that the server does
-        not tell is 1.
+        not report is 1.
         """
         return {
             name: _size(self.server_info, name)
@@ -91,7 +91,7 @@ def normalize_external_engine_addr(addr: str) -> str:
 def get_server_info(
     url: str, timeout: float = 30.0, *, api_key: str | None = None
 ) -> dict[str, Any]:
-    """Returns what the server at `url` says of itself. EngineError if it does not answer within
+    """Returns what the server at `url` reports of itself. EngineError if it does not answer within
     `timeout` seconds, or not with a JSON object.
     """
     reason: Any = None
@@ -118,7 +118,7 @@ def get_server_info(
 def discover_external_engines(
     addrs: Sequence[str], timeout: float = 30.0, *, api_key: str | None = None
 ) -> list[ExternalEngineInfo]:
-    """Returns what each server says of itself, in the order of `addrs`. ConfigError for an address
+    """Returns what each server reports of itself, in order of `addrs`. ConfigError for an address
     that is none or given twice.
     """
     return _ask(external_engine_urls(addrs), timeout=timeout, api_key=api_key)

@@ -2,7 +2,7 @@
 own HTTP API.
 
 What release 0.3.2 does to /generate, seen on the wire: it writes the request anew, so fields it
-does not know are lost without a word (return_arrays, custom_params, a misspelled sampling
+does not know are lost without an error (return_arrays, custom_params, a misspelled sampling
 parameter); sampling_params must be one object, a list of them is a 422; responses, single, list and
 stream, pass unchanged; the client's Authorization header is passed on. It has no /abort_request
 (404): aborts, pauses and weight updates go to every engine directly.
@@ -288,7 +288,7 @@ def router_config_from_args(args: argparse.Namespace) -> RouterConfig:
 
 
 def start_router(args: argparse.Namespace, engine_urls: list[str]) -> SglangRouter:
-    """Returns a router with all `engine_urls` registered and healthy. EngineError says what does
+    """Returns a router with all `engine_urls` registered and healthy. EngineError names what does
     not answer; nothing is left running.
     """
     router = SglangRouter(router_config_from_args(args)).start()

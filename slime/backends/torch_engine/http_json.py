@@ -1,4 +1,4 @@
-"""JSON in and out of aiohttp handlers, and errors as JSON that says what is wrong."""
+"""Reads and writes JSON in aiohttp handlers, and turns errors into JSON that states the cause."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ connection_logger.addFilter(_HideMalformed())
 async def answer_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ):
-    """Every refusal is JSON that says what is wrong; a fault of ours is a 500 that does not show a
+    """Every refusal is JSON that states the cause; an error of the server is a 500 without a
     stack.
     """
     try:

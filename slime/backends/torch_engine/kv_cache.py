@@ -1,5 +1,5 @@
-"""Keys and values of all running sequences in pages of 16 tokens, and the bookkeeping of who holds
-which page.
+"""Keys and values of all running sequences in pages of 16 tokens, and the count of each page's
+users.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from slime.models.shape import ModelShape
 
 PAGE_SIZE = 16
-# Padding rows write here; it belongs to nobody, and nothing reads it but padding rows.
+# Padding rows write to this page; no sequence owns it, and only padding rows read it.
 TRASH_PAGE = 0
 
 
@@ -36,7 +36,7 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds."""
+        """Pages without a holder."""
         return self._num_free
 
     def allocate(self, count: int) -> np.ndarray:
@@ -63,7 +63,7 @@ class PageAllocator:
         self._num_free += len(freed)
 
     def are_free(self, pages: np.ndarray) -> np.ndarray:
-        """Returns bool [N]: nobody holds the page."""
+        """Returns bool [N]: the page has no holder."""
         return self._holders[pages] == 0
 
 

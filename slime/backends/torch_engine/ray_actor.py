@@ -1,5 +1,5 @@
-"""The embedded engine as a Ray actor: a plain class, wrapped with `ray.remote(EngineActor)` by
-whoever starts engines.
+"""The embedded engine as a Ray actor: a plain class, which `slime.ray.rollout_servers` starts as an
+actor.
 
 Clients generate over HTTP (`start()["url"]`); weights come through actor calls, whose numpy arrays
 Ray passes through shared memory.

@@ -1,4 +1,4 @@
-"""One generation request: what was asked, and what the engine has found out so far."""
+"""One generation request: its parameters, and the tokens and log-probs generated so far."""
 
 from __future__ import annotations
 

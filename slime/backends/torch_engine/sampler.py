@@ -1,4 +1,4 @@
-"""Draws one token per sequence from the logits of a batch, and says how probable it was.
+"""Draws one token per sequence from the logits of a batch, and returns its log-prob.
 
 The log-prob is that of `log_softmax(logits / temperature)` (temperature 1 for greedy requests): the
 policy that a trainer recomputes, before penalties, min_new_tokens, top_k, top_p and min_p change

@@ -1,4 +1,4 @@
-"""`slime serve`: one embedded engine on a port, until it is told to stop. Also `python -m
+"""`slime serve`: one embedded engine on a port, until SIGTERM or Ctrl-C. Also `python -m
 slime.backends.torch_engine.serve`.
 """
 

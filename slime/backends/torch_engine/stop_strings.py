@@ -28,7 +28,7 @@ def cut_at_stop(tokens: Sequence[int], stop: str, *, decode: Decode) -> int | No
     """Returns how many characters of the text of `tokens` come before `stop`, None if that text
     does not show it.
 
-    An occurrence that was complete before the last token does not count: min_new_tokens had told to
+    An occurrence that was complete before the last token does not count: min_new_tokens required to
     go on.
     """
     text = decode(tokens)

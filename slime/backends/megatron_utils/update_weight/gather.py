@@ -27,7 +27,7 @@ NamedTensors = list[tuple[str, torch.Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """What one rank tells the others about one of its parameters."""
+    """What one rank sends to the others about one of its parameters."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The questions of a weight update to the rollout manager."""
+"""The calls that a weight update makes to the rollout manager."""
 
 from __future__ import annotations
 
