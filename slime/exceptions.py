@@ -28,4 +28,4 @@ class EngineError(SlimeError, RuntimeError):
 
 
 class NothingLeft(SlimeError):
-    """The run has no rollout to run: its message says why, and how to go on. No failure."""
+    """The run has no rollout to run: the message states why, and how to continue. Not a failure."""

@@ -1,9 +1,9 @@
-"""Tensors that leave their device for a while: their memory there is given back, and their content
-waits elsewhere.
+"""Moves tensors out of the device's memory and back: the memory is freed, and the content is kept
+in host memory or in a file.
 
 The storage of a tensor is emptied in place and filled again, so every view of it (a parameter
 inside a flat gradient buffer, an optimizer's main parameter) stays the same object and is right
-again afterwards. Between the two nobody may read it.
+again afterwards. Between the two it must not be read.
 """
 
 from __future__ import annotations

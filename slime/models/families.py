@@ -117,7 +117,7 @@ class Family:
     model_type: str
     # Of config.json's `architectures`: the classes with a language-model head.
     architectures: tuple[str, ...]
-    # Queries, keys and values have biases, whatever `attention_bias` says.
+    # Queries, keys and values have biases, whatever `attention_bias` is.
     always_qkv_bias: bool = False
     # `attention_bias` and `mlp_bias` exist.
     knows_linear_biases: bool = False

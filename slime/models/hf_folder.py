@@ -1,5 +1,5 @@
-"""What a Hugging Face folder says outside its weights. Read as JSON; no code of it is ever
-executed.
+"""Reads the files of a Hugging Face folder beside its weights, as JSON. No code of the folder is
+ever executed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A sample whose generation or reward call failed: marked with its reason, counted, and a limit to
-how many there may be.
+"""Marks a sample whose generation or reward call failed, with the reason; counts such samples and
+ends the run when there are too many.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def log_cause(stage: str, sample: Sample, error: BaseException) -> None:
     """Logs the error with its stack, once per distinct cause (stage, type and the line that raised
     it); later ones at debug level.
 
-    An engine's errors and passed limits have no stack worth reading: their sentence says all.
+    An engine's errors and exceeded limits are logged without a stack: their message is complete.
     """
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1] if frames else None

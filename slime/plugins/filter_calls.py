@@ -1,5 +1,5 @@
-"""Users' filters of groups, called so that what goes wrong names the option, the function, the
-groups, and what was returned.
+"""Calls users' filters of groups; an error names the option, the function, the groups, and what was
+returned.
 """
 
 from __future__ import annotations

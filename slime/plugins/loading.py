@@ -1,4 +1,4 @@
-"""A user's function is loaded and held against its extension point before it is called."""
+"""Loads a user's function and checks it against its extension point. Does not call it."""
 
 from __future__ import annotations
 

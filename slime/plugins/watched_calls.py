@@ -3,10 +3,10 @@ that hold the event loop.
 
 Three ways to hang need three answers. A call that awaits something for ever is cancelled
 (`call_within`). One that blocks its event loop (a sleep, a request without a timeout, an endless
-loop) cannot be ended from inside: a thread sees it and whoever waits for the loop is told
+loop) cannot be ended from inside: a thread detects it, and code that waits for the loop raises
 (`raise_overdue`). One that keeps the interpreter to itself (C code that does not let go of the GIL)
 stops every thread of the process: a timer below Python then writes the stacks and ends the process,
-and `last_words` tells what was running.
+and `last_words` names what was running.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ WATCH = CallWatch()
 
 
 class _Steps:
-    """Awaits a coroutine and tells the watch about each of its steps."""
+    """Awaits a coroutine and reports each of its steps to the watch."""
 
     def __init__(
         self, coro: Coroutine[Any, Any, Any], what: str, option: str, timeout_s: float

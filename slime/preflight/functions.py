@@ -1,5 +1,5 @@
-"""Users' functions looked at before they are called: loaded, and held against the table of
-extension points.
+"""Loads every user's function that the options name and checks it against the table of extension
+points. Calls none of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What options say against what they name: the model folder, the layout, the gate, rewards and prompt files.
+"""Checks options against what they name: model folder, layout, gate, rewards and prompt files.
 
 Each function returns problems as sentences; `input_problems` asks all of them.
 """

@@ -31,7 +31,7 @@ def parse_args(
 
     `parse_args(add_custom_arguments)` is upstream's call. Warnings go to stderr. Beside the options
     the namespace has `dry_run`, `given_options` (option -> where it was given), `flag_counts`, and
-    `as_requested` (values before disk and clock had their say). Raises ConfigError that lists every
+    `as_requested` (values before disk and clock were read). Raises ConfigError that lists every
     problem: unknown flags and keys, wrong types, broken rules, missing files.
     """
     if callable(argv):
