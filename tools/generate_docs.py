@@ -188,7 +188,7 @@ def loops_page() -> str:
                 "",
                 f"## {group}",
                 "",
-                "| waits for | bound (default) | then | what is said |",
+                "| waits for | bound (default) | then | message |",
                 "|---|---|---|---|",
             ]
         said = _code(f"... {wait.message.strip()} ...") if wait.message else "-"

@@ -1,5 +1,5 @@
-"""Options of the machines: which accelerator, how many processes of which kind, and who shares a
-device with whom.
+"""Options of the machines: which accelerator, how many processes of which kind, and which of them
+share a device.
 """
 
 from __future__ import annotations

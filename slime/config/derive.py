@@ -1,4 +1,4 @@
-"""What follows from the given options: computed once after parsing; deriving twice changes nothing.
+"""Computes what follows from the given options, once after parsing; deriving twice changes nothing.
 What was given stays, except for switches that can have no effect (`adjustments`).
 
 Each step reads the named options and returns new values. A step runs when the namespace has all
@@ -334,7 +334,7 @@ VOLATILE = (
 
 @step("sequence_parallel", "tensor_model_parallel_size")
 def _sequence_parallel(args: argparse.Namespace) -> dict[str, Any]:
-    # As Megatron does: one rank has nothing to split. `adjustments` says so.
+    # As Megatron does: one rank has nothing to split. `adjustments` reports it.
     return (
         {"sequence_parallel": False}
         if args.sequence_parallel and args.tensor_model_parallel_size == 1

@@ -1,5 +1,5 @@
-"""What must hold between the options and this machine: files that exist, folders that can be
-written, ports that are free.
+"""Checks the options against this machine: files that must exist, folders that must be writable,
+ports that must be free.
 
 Like `rules`, each returns sentences; unlike them, these look at the disk and the network, so they
 run last and only here.

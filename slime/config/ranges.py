@@ -1,4 +1,4 @@
-"""Which numbers are outside the range that their option states (`option(minimum=, above=, ...)`).
+"""Finds numbers outside the range that their option states (`option(minimum=, above=, ...)`).
 
 range_problems(args)     {"lr": "--lr must be >= 0, it is -1.0. Use 1e-06."}
 """

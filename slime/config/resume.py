@@ -1,5 +1,5 @@
-"""What is left of a run that resumes: whether all rollouts are done, and whether its learning-rate
-schedule reaches their end.
+"""Checks a run that resumes: whether rollouts are left, and whether its learning-rate schedule
+reaches their end.
 
 Reads the checkpoint's pointer and state.json, so that the answer comes before any process starts.
 """

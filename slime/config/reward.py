@@ -52,7 +52,7 @@ class RewardOptions:
     )
     reward_is_random: bool = option(
         False,
-        "The custom reward draws lots or asks a judge that does: equal responses of a group may "
+        "The custom reward is random, or asks a judge that is: equal responses of a group may "
         "score differently, and "
         "rollout/reward/conflict_count is not counted.",
     )

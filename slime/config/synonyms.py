@@ -1,5 +1,5 @@
-"""Words that people bring from other trainers, and the option of the same meaning here: the hint
-for an unknown flag or key.
+"""Names that other trainers use, each with slime's option of the same meaning: the hint for an
+unknown flag or key.
 
 A synonym is never accepted: "batch size" or "steps" count different things in different trainers.
 It is only named.
@@ -159,7 +159,7 @@ EXPLAINED_WORDS: dict[str, str] = {
 
 def synonym_hint(word: str) -> str | None:
     """Returns the sentence for a word of another trainer ("--learning-rate", "learning_rate"); None
-    for a word nobody uses.
+    for a word that is no synonym.
     """
     return _hints().get(word.lower().lstrip("-").replace("_", "-").partition("=")[0])
 

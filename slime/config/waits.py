@@ -1,5 +1,5 @@
-"""Every place that waits or tries again: for what, how long at most, which option sets it, what is
-said then. docs/loops.md is made from it.
+"""Every place that waits or retries: for what, how long at most, which option sets the bound, and
+the message. docs/loops.md is generated from it.
 
 A test looks for waits in the code and fails for one that stands in no row; another looks for each
 row's message and test.
@@ -18,7 +18,7 @@ class Wait:
     """One wait or repetition.
 
     places: "file::Class.function" of the calls that wait, below slime/. options: flags that bound
-    it; constants: "file::NAME" of fixed bounds in seconds or tries. message: words of what is said
+    it; constants: "file::NAME" of fixed bounds in seconds or tries. message: words of the message
     at the end, which stand in `said_in` (default: the first place's file); "" where the words are
     another library's. test: "file::function" below tests/ of a test that reaches the bound.
     """
@@ -133,7 +133,7 @@ WAITS = (
             "rollout/fully_async_rollout.py::AsyncRolloutWorker.stop",
             "rollout/fully_async_rollout.py::_collect",
         ),
-        "the run ends with the worker's error, or says that it was stopped",
+        "the run ends with the worker's error, or with the message that it was stopped",
         "the asynchronous worker was stopped",
         "rollout/test_group_selection.py::test_a_worker_that_was_stopped_is_not_waited_for",
         options=DRIVER,
@@ -186,7 +186,7 @@ WAITS = (
         REWARDS,
         "a custom reward function that keeps the interpreter to itself",
         (),
-        "the process ends, and the driver says function and sample",
+        "the process ends, and the driver names function and sample",
         "kept the interpreter to itself for more than",
         "rollout/test_user_functions.py::test_a_call_that_holds_the_interpreter_ends_its_process_and_leaves_its_name",
         options=("--reward-timeout",),
@@ -287,7 +287,7 @@ WAITS = (
             "backends/torch_engine/ray_actor.py::EngineActor.resume_memory",
             "backends/torch_engine/server.py::EngineServer._health_generate",
         ),
-        "the call fails; whoever asked waits at most --step-timeout",
+        "the call fails; the caller waits at most --step-timeout",
         ASKED,
         "config/test_waits.py::test_actors_that_give_no_answer_are_named_with_the_option",
         options=DRIVER,
@@ -423,7 +423,7 @@ WAITS = (
         AROUND,
         "a shell command of a plug-in",
         ("utils/misc.py::exec_command",),
-        "whoever asked waits at most --step-timeout",
+        "the caller waits at most --step-timeout",
         ASKED,
         "config/test_waits.py::test_actors_that_give_no_answer_are_named_with_the_option",
         options=DRIVER,
