@@ -1,5 +1,5 @@
 """Counters of the check before rewards, kept for the rollout's record, and the run's progress that
-the check reads. One object per process.
+the check reads. Each gate owns one object.
 
 `check_responses` runs inside the rollout function, group by group; `Gate.run` later sees samples
 whose text already is the tokens' text and whose verdict already stands. Time spent, texts compared
@@ -26,9 +26,9 @@ FIRST_ROLLOUTS = 2
 _COUNTS = ("compared", "mismatched", *MISSING_LOG_PROBS)
 
 
-class EarlyFindings:
-    """Sums over the calls of `check_responses` since the last `take`. Safe to use from several
-    threads.
+class ResponseTally:
+    """Sums over the calls of `check_responses` since the last `take`, and how far the run is. The
+    gate owns it and hands it to whoever checks responses. Safe to use from several threads.
     """
 
     def __init__(self) -> None:
@@ -89,6 +89,3 @@ def engine_text_of(sample: Sample) -> Any:
         if isinstance(sample.metadata, dict)
         else sample.response
     )
-
-
-EARLY = EarlyFindings()

@@ -19,7 +19,7 @@ from slime.exceptions import ConfigError
 from slime.files.jsonl import JsonlWriter
 from slime.gate.alarms import Alarm, find_alarms, find_level_alarms
 from slime.gate.alignment import codec_of
-from slime.gate.before_rewards import EARLY, SHIFTED_IDS
+from slime.gate.before_rewards import SHIFTED_IDS, ResponseTally
 from slime.gate.config import (
     FORMAT_PRESETS,
     FormatSpec,
@@ -68,6 +68,8 @@ class Gate:
         self._rewards_in_samples = rewards_in_samples
         self._writer = None if run_dir is None else JsonlWriter(Path(run_dir) / RECORD_FILE)
         self._history = GateHistory(window)
+        # of the check before rewards, which is handed it
+        self.tally = ResponseTally()
         self._saved: tuple[str | Path, int] | None = None  # the last checkpoint
         # the last rollout at which a reason's level was warned about
         self._warned_at: dict[str, int] = {}
@@ -81,8 +83,7 @@ class Gate:
             snapshots = SnapshotWriter(
                 Path(args.run_dir) / "gate", keep=args.gate_snapshots, max_bytes=max_bytes
             )
-        EARLY.started(args.start_rollout_id or 0)
-        return Gate(
+        gate = Gate(
             gate_config_from_args(args, tokenizer),
             tokenizer=tokenizer,
             run_dir=args.run_dir,
@@ -93,6 +94,8 @@ class Gate:
             # for instance
             rewards_in_samples=args.custom_reward_post_process_path is None,
         )
+        gate.tally.started(args.start_rollout_id or 0)
+        return gate
 
     def config_at(self, rollout_id: int) -> GateConfig:
         """The config that the schedule gives for a rollout, by its number and by the last measured
@@ -126,7 +129,7 @@ class Gate:
         config = dataclasses.replace(
             self.config_at(rollout_id), rewards_expected=rewards_expected, evaluation=evaluation
         )
-        if evaluation or EARLY.compares_all(rollout_id):
+        if evaluation or self.tally.compares_all(rollout_id):
             config = dataclasses.replace(config, compare_every=1)
         if evaluation:
             config = dataclasses.replace(config, reward_key=config.eval_reward_key)
@@ -134,7 +137,7 @@ class Gate:
         samples = adapt(samples, config)
         outcome = self._judge(samples, config)
         if config.compare_every > 1 and outcome.counts.get(SHIFTED_IDS, 0):
-            EARLY.found_shifted_ids = True
+            self.tally.found_shifted_ids = True
             config = dataclasses.replace(config, compare_every=1)
             outcome = self._judge(samples, config)
         result = assemble(samples, outcome, config, previous=history)
@@ -142,8 +145,8 @@ class Gate:
             time.perf_counter() - started
         )
         if not evaluation:
-            statistics = statistics.with_early_check(*EARLY.take())
-            EARLY.reached(rollout_id + 1, statistics.rate_of(InvalidReason.BAD_FORMAT))
+            statistics = statistics.with_early_check(*self.tally.take())
+            self.tally.reached(rollout_id + 1, statistics.rate_of(InvalidReason.BAD_FORMAT))
         self._history.add(rollout_id, statistics, evaluation=evaluation)
         alarms = tuple(find_alarms(statistics, history))
         if not evaluation:
@@ -191,7 +194,7 @@ class Gate:
                 rollout_id,
                 missing,
             )
-        EARLY.reached(rollout_id + 1, self._bad_format_rate())
+        self.tally.reached(rollout_id + 1, self._bad_format_rate())
 
     def metrics(self, result: PostprocessResult) -> dict[str, float]:
         """gate/... numbers of a result, with gate/alarm/<name> = 1 for each alarm."""

@@ -22,7 +22,7 @@ from slime.data.sample import Sample
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.gate.adapters import ADAPTERS
 from slime.gate.alignment import Codec, codec_of
-from slime.gate.before_rewards import EARLY
+from slime.gate.before_rewards import ResponseTally
 from slime.gate.checks import CHECKS, Check, earlier_reason, is_kept, is_penalized, reward_problem
 from slime.gate.chunk import FINISH_NAMES, Chunk
 from slime.gate.config import GateConfig, MissingLogProbs, Policy, Verdict
@@ -124,15 +124,22 @@ def postprocess_output_data(
 
 
 def check_responses(
-    samples: Sequence[Sample], config: GateConfig, *, tokenizer: Tokenizer | Codec | None = None
+    samples: Sequence[Sample],
+    config: GateConfig,
+    *,
+    tokenizer: Tokenizer | Codec | None = None,
+    tally: ResponseTally | None = None,
 ) -> list[Verdict]:
     """One verdict per sample, before rewards, without statistics. Apply them with `apply_verdicts`.
 
-    A schedule of levels follows the rollout that `Gate.run` last reported in this process.
+    tally: the gate's (`Gate.tally`): what is found is added to it, and a schedule of levels follows
+    the rollout that the gate reached. Without one the run is at its first rollout.
     """
+    if tally is None:
+        tally = ResponseTally()
     wall, processor = time.perf_counter(), time.process_time()
-    config = config.at(EARLY.rollout_id, EARLY.bad_format_rate)
-    if EARLY.compares_all(EARLY.rollout_id):
+    config = config.at(tally.rollout_id, tally.bad_format_rate)
+    if tally.compares_all(tally.rollout_id):
         config = dataclasses.replace(config, compare_every=1)
     if config.rewards_expected:
         config = dataclasses.replace(config, rewards_expected=False)
@@ -143,7 +150,7 @@ def check_responses(
         outcome.counts.pop("missing_log_probs", None)
     # Engines generate meanwhile: where they use the same cores, waiting for one is their time and
     # not the gate's.
-    EARLY.add(outcome.counts, min(time.perf_counter() - wall, time.process_time() - processor))
+    tally.add(outcome.counts, min(time.perf_counter() - wall, time.process_time() - processor))
     return verdicts
 
 

@@ -47,6 +47,7 @@ from slime.ray.rollout_servers import start_rollout_servers
 from slime.ray.utils import Lock, wait_for
 from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.engine_client import set_engines
+from slime.rollout.generate_state import SharedState
 from slime.rollout.reward_checks import RewardWatch
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.tracking.timer import Timer, timer
@@ -100,6 +101,7 @@ class RolloutManager:
             args,
             processing_utils.shared_tokenizer(args.hf_checkpoint) if args.hf_checkpoint else None,
         )
+        SharedState.tally = self.gate.tally
         self.train_parallel_config: dict[str, int] | None = None
         self.rollout_engine_lock = cast(actors.ActorClass, Lock).remote()
         self.server = start_rollout_servers(args, pg)

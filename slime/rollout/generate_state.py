@@ -10,9 +10,10 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from slime.exceptions import ConfigError
+from slime.gate.before_rewards import ResponseTally
 from slime.rollout.scoring import build_gate
 from slime.utils import http_utils, processing_utils
 from slime.utils.misc import SingletonMeta
@@ -49,7 +50,11 @@ def rollout_sampling_params(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class SharedState(metaclass=SingletonMeta):
-    """One per process; slime.rollout.sglang_rollout.GenerateState adds the tasks. Built on the first rollout; `reset` starts the next one."""
+    """One per process; slime.rollout.sglang_rollout.GenerateState adds the tasks. Built on the first
+    rollout; `reset` starts the next one. The rollout manager hands its gate's `tally` in.
+    """
+
+    tally: ClassVar[ResponseTally] = ResponseTally()
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -57,7 +62,7 @@ class SharedState(metaclass=SingletonMeta):
         self.processor = (
             processing_utils.load_processor(args.hf_checkpoint) if args.multimodal_keys else None
         )
-        self.gate = build_gate(args, self.tokenizer)
+        self.gate = build_gate(args, self.tokenizer, lambda: SharedState.tally)
         http_utils.init_http_client(args)
         engines = max(1, http_utils.get_rollout_num_engines(args))
         self.max_requests = args.sglang_server_concurrency * engines

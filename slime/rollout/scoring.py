@@ -11,7 +11,7 @@ from typing import Any
 
 from slime.data.sample import Sample
 from slime.gate import apply_verdicts, check_responses
-from slime.gate.before_rewards import with_engine_text
+from slime.gate.before_rewards import ResponseTally, with_engine_text
 from slime.gate.gate import gate_config_from_args
 from slime.plugins.failures import ENDS_THE_RUN, describe_error, log_cause, mark_failed
 from slime.plugins.watched_calls import CallTimeout, call_within
@@ -77,11 +77,16 @@ class ResponseGate:
                 marked.set_exception(error)
 
 
-def build_gate(args: argparse.Namespace, tokenizer: Tokenizer | None) -> ResponseGate:
-    """The response gate of the run's options."""
+def build_gate(
+    args: argparse.Namespace, tokenizer: Tokenizer | None, tally_of: Callable[[], ResponseTally]
+) -> ResponseGate:
+    """The response gate of the run's options. tally_of: the tally of the run's gate, asked at each
+    pass.
+    """
     config = gate_config_from_args(args, tokenizer)
     return ResponseGate(
-        lambda samples: check_responses(samples, config, tokenizer=tokenizer), apply_verdicts
+        lambda samples: check_responses(samples, config, tokenizer=tokenizer, tally=tally_of()),
+        apply_verdicts,
     )
 
 

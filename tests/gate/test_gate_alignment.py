@@ -18,7 +18,6 @@ from support.rollout_args import rollout_args
 from slime.data.sample import Sample, Status
 from slime.gate import GateConfig, Level, apply_verdicts, check_responses, postprocess_output_data
 from slime.gate.alignment import Codec, classify_mismatch, codec_of
-from slime.gate.before_rewards import EARLY
 from slime.gate.config import FORMAT_PRESETS, MismatchCause
 from slime.gate.gate import Gate, gate_config_from_args
 from slime.rollout import scoring
@@ -293,10 +292,7 @@ def sampled(tmp_path):
     args = rollout_args(
         rollout_batch_size=16, n_samples_per_prompt=4, run_dir=None, gate_compare_text="auto"
     )
-    gate = Gate.from_args(args, tokenizer())
-    EARLY.take()
-    yield gate
-    EARLY.started(0)
+    return Gate.from_args(args, tokenizer())
 
 
 def rollout_of(count=64, **wrong):
@@ -315,9 +311,11 @@ def test_a_text_of_other_ids_is_found_by_default(sampled):
         encoded("46", response="46", index=2, reward=1.0),
     ]
     assert reasons_of(sampled.run(samples, 0)) == ["misaligned", None]
-    EARLY.started(0)
+    sampled.tally.started(0)
     assert reasons_of(sampled.run(samples, 7, evaluation=True)) == ["misaligned", None]
-    early = check_responses(samples, sampled.config, tokenizer=Codec(tokenizer()))
+    early = check_responses(
+        samples, sampled.config, tokenizer=Codec(tokenizer()), tally=sampled.tally
+    )
     assert [verdict.valid for verdict in early] == [False, True]
 
 
@@ -335,11 +333,12 @@ def test_a_few_texts_of_a_later_rollout_are_compared_and_all_once_one_is_of_othe
 def test_the_check_before_rewards_tells_the_whole_rollout(sampled):
     """One wrong text in a group makes the pass after rewards compare all of the engine's texts,
     which the pass before had replaced."""
-    EARLY.reached(5, None)
+    sampled.tally.reached(5, None)
     codec = Codec(tokenizer())
     samples = rollout_of(**{f"at_{i}": f"answer {i + 1}" for i in (1, 2, 8)})
     gate = scoring.ResponseGate(
-        lambda group: check_responses(group, sampled.config, tokenizer=codec), apply_verdicts
+        lambda group: check_responses(group, sampled.config, tokenizer=codec, tally=sampled.tally),
+        apply_verdicts,
     )
     for first in range(0, 64, 4):
         gate.mark(samples[first : first + 4])

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import pytest
 from support.gate_samples import reasons_of, sound_sample
+from support.manager import manager_of
 
 from slime.config.gate import GateOptions
 from slime.data.sample import Status
@@ -34,10 +35,11 @@ from slime.gate import (
 from slime.gate import alarms as alarms_module
 from slime.gate import gate as shell
 from slime.gate import snapshots as snapshots_module
-from slime.gate.before_rewards import EARLY
 from slime.gate.config import ScheduleStep
 from slime.gate.gate import history_path
 from slime.gate.snapshots import SnapshotWriter
+from slime.rollout.generate_state import SharedState
+from slime.rollout.scoring import build_gate
 
 NUM_GPUS = 0
 
@@ -181,7 +183,8 @@ def test_the_check_before_rewards_follows_the_schedule_and_is_part_of_the_record
         for text in ("the tokens' text", "the  tokens' text"):
             samples = group(text)
             batch += apply_verdicts(
-                samples, check_responses(samples, gate.config, tokenizer=tokenizer)
+                samples,
+                check_responses(samples, gate.config, tokenizer=tokenizer, tally=gate.tally),
             )
         result = gate.run(batch, rollout_id)
         assert reasons_of(result) == [None] * 4 + [expected] * 4
@@ -225,7 +228,7 @@ def test_log_probs_that_the_check_before_rewards_masks_or_refuses_are_counted(
     samples = [sound_sample(i, rollout_log_probs=None if i < 3 else [-1.0] * 12) for i in range(8)]
     if in_a_list:
         samples[5].rollout_log_probs[7] = None
-    batch = apply_verdicts(samples, check_responses(samples, gate.config))
+    batch = apply_verdicts(samples, check_responses(samples, gate.config, tally=gate.tally))
     counts = gate.run(batch, 0).statistics.counts
     assert (counts["missing_log_probs"], counts.get("missing_log_prob_tokens", 0)) == (
         3,
@@ -233,6 +236,19 @@ def test_log_probs_that_the_check_before_rewards_masks_or_refuses_are_counted(
     )
     again = gate.run(scored(8), 1)
     assert gate.metrics(again)["gate/missing_log_probs"] == 0
+
+
+def test_what_one_gate_finds_is_in_no_other_gates_record(tmp_path, monkeypatch):
+    """Two runs in one process: a manager hands the response gate the tally of its own gate, and a
+    gate beside it counts nothing."""
+    first, second = (
+        manager_of(scored(8), tmp_path / name, monkeypatch) for name in ("first", "second")
+    )
+    assert SharedState.tally is second.gate.tally is not first.gate.tally
+    gate = build_gate(second.args, None, lambda: SharedState.tally)
+    gate.mark(scored(8))
+    beside, own = (manager.gate.run(scored(8), 0).statistics for manager in (first, second))
+    assert "before_rewards" in own.seconds and "before_rewards" not in beside.seconds
 
 
 def test_every_rollout_leaves_one_record_and_one_line_whatever_its_size(tmp_path, caplog):
@@ -285,7 +301,7 @@ def drive(gate, first, last, checkpoints, *, ahead=0):
         while generated < min(rollout_id + ahead, last - 1):
             generated += 1
             gate.run(shifting(generated), generated)
-            seen.append((EARLY.rollout_id, EARLY.bad_format_rate))
+            seen.append((gate.tally.rollout_id, gate.tally.bad_format_rate))
         gate.save(checkpoints, rollout_id)
         if rollout_id % 2:
             gate.run(shifting(rollout_id)[::3], rollout_id + 1, evaluation=True)
@@ -306,10 +322,9 @@ def test_a_resumed_run_has_the_records_of_one_that_was_not_interrupted(
     whole = Gate(config, run_dir=tmp_path / "whole", window=3)
     levels = drive(whole, 0, 10, tmp_path / "c", ahead=ahead)
     drive(Gate(config, run_dir=tmp_path / "dead", window=3), 0, 9, tmp_path / "d", ahead=ahead)
-    EARLY.reached(0, None)
     resumed = Gate(config, run_dir=tmp_path / "resumed", window=3)
     resumed.load(tmp_path / "d", resumed_after)
-    assert (EARLY.rollout_id, EARLY.bad_format_rate) == levels[resumed_after]
+    assert (resumed.tally.rollout_id, resumed.tally.bad_format_rate) == levels[resumed_after]
     assert (
         drive(resumed, resumed_after + 1, 10, tmp_path / "d", ahead=ahead)
         == levels[resumed_after + 1 :]
