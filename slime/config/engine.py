@@ -121,7 +121,7 @@ class EngineOptions:
         "its seed, its parameters and the weights:"
         " not on what else is in the batch.",
     )
-    sglang_random_seed: int = option(42, "Seed for requests that bring no sampling_seed.")
+    sglang_random_seed: int = option(42, "Seed for requests without a sampling_seed.")
 
     use_sglang_router: bool = option(
         False, "Put the sglang-router (extra `router`) in front of the engines."

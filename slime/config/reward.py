@@ -27,7 +27,8 @@ class RewardOptions:
         60.0,
         "Seconds that one call of --custom-rm-path may take; the sample then has no reward, with "
         "the reason. A call that "
-        "holds the event loop for so long ends the run, which names function, sample and line.",
+        "holds the event loop for so long ends the run; the message names function, sample and "
+        "line.",
         above=0,
         maximum=LONGEST_WAIT,
     )

@@ -171,7 +171,8 @@ class RolloutOptions:
         3600.0,
         "Seconds that one call of a custom generate function, or the hooks of one sample, may "
         "take; the sample then fails, with the "
-        "reason. A call that holds the event loop for so long ends the run, which names function, sample and line.",
+        "reason. A call that holds the event loop for so long ends the run; the message names "
+        "function, sample and line.",
         above=0,
         maximum=LONGEST_WAIT,
     )

@@ -244,7 +244,7 @@ WAITS = (
     ),
     Wait(
         ENGINES,
-        "engines that are asked whether they live, after a rollout failed",
+        "health requests to the engines after a rollout failed",
         ("ray/servers.py::RolloutServers.failures",),
         "the engine is named as the cause",
         "does not answer within",
@@ -253,9 +253,9 @@ WAITS = (
     ),
     Wait(
         ENGINES,
-        "the router that starts, takes an engine on, or lets one go",
+        "the router, as it starts, adds an engine or removes one",
         ("backends/sglang_utils/router.py::SglangRouter._wait_until",),
-        "the run ends with the router's last words",
+        "the run ends with the last lines of the router's log",
         "the router did not",
         "engine/test_sglang_router.py::test_a_worker_that_does_not_answer_is_an_error_with_its_url",
         constants=(
@@ -298,7 +298,7 @@ WAITS = (
         DRIVING,
         "actors that start, load, and read the data position",
         ("train.py::build_run", "ray/actor_group.py::RayTrainGroup._allocate"),
-        "the run ends with what was waited for and who is silent",
+        "the run ends; the message names what was waited for and the actors without an answer",
         ASKED,
         "config/test_waits.py::test_actors_that_give_no_answer_are_named_with_the_option",
         options=("--startup-timeout",),
@@ -331,7 +331,7 @@ WAITS = (
             "utils/data.py::process_rollout_data",
             "gate/parallel.py::judge_in_parallel",
         ),
-        "the run ends with what was waited for and who is silent",
+        "the run ends; the message names what was waited for and the actors without an answer",
         ASKED,
         "config/test_waits.py::test_actors_that_give_no_answer_are_named_with_the_option",
         options=DRIVER,
@@ -394,7 +394,7 @@ WAITS = (
     ),
     Wait(
         AROUND,
-        "a Ray cluster that was named, its answer",
+        "the answer of the Ray cluster of --ray-address",
         ("ray/session.py::_answers_as_ray",),
         "the run ends with one sentence",
         "does not answer as a Ray cluster within",

@@ -99,7 +99,7 @@ def _ids(samples: Sequence[Any], attribute: str, candidates: Iterator[int]) -> l
         ids = [None if value is None else operator.index(value) for value in given]
     except TypeError as error:
         raise RolloutDataError(
-            f"Sample.{attribute} must be an integer: {error}. Number what has a name."
+            f"Sample.{attribute} must be an integer: {error}. Use a number in place of a name."
         ) from None
     used = set(ids)
     unused = (candidate for candidate in candidates if candidate not in used)

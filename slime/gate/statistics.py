@@ -520,7 +520,7 @@ def _prompt_digests(samples: Sequence[Sample]) -> np.ndarray:
         digest = seen.get(id(prompt))
         if digest is None:
             # an object without a repr of its own (an image in a message) shows its address, which
-            # says nothing about content
+            # is no evidence about content
             text = prompt if isinstance(prompt, str) else _ADDRESS.sub("", repr(prompt))
             data = text.encode("utf-8", "surrogatepass")
             digest = seen[id(prompt)] = int.from_bytes(

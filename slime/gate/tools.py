@@ -297,7 +297,7 @@ def reward_shape(samples: Sequence[Sample], *, reward_key: str | None = None) ->
     """Lines about the distribution of kept rewards: share of zeros, the shares of a few values,
     else whether there are two peaks.
 
-    A reward of a few values (0 and 1) has peaks by construction, which says nothing.
+    A reward of a few values (0 and 1) has peaks by construction; they are not reported.
     """
     values = np.array(
         [

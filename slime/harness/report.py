@@ -53,7 +53,7 @@ def find_ledger_problems(ledgers: Mapping[int, LedgerTotals]) -> list[str]:
         return [f"no ledger: no record has {LEDGER}sampled, so the samples were not counted"]
     return [
         f"ledger of rollout {step} does not balance: {ledger}, {abs(ledger.missing)} "
-        + ("vanished without a reason" if ledger.missing > 0 else "more came out than were sampled")
+        + ("vanished without a reason" if ledger.missing > 0 else "more were counted than sampled")
         for step, ledger in sorted(ledgers.items())
         if ledger.missing
     ]

@@ -221,7 +221,7 @@ class Tracking:
         except Exception as error:  # noqa: BLE001 - a tracker may raise anything, and none of it may end a run
             if not self.lost[name]:
                 logger.warning(
-                    "%s did not take a record (%s: %s); training goes on, losses are counted",
+                    "%s failed to take a record (%s: %s); training goes on, lost ones are counted",
                     name,
                     type(error).__name__,
                     error,

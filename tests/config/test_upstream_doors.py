@@ -254,7 +254,7 @@ def test_an_older_servers_route_is_tried_and_an_answer_of_another_kind_is_named(
     assert external.get_server_info("http://h:1") == {"tp_size": 2}
     replies["http://h:1/server_info"] = Reply(["no", "object"])
     with pytest.raises(
-        EngineError, match="http://h:1 does not say what it is .*list where an object"
+        EngineError, match="http://h:1 reports no server info .*list where an object"
     ):
         external.get_server_info("http://h:1")
 

@@ -541,7 +541,7 @@ def test_an_update_is_complete_and_right_or_nothing_changes(folders):
             updater.end("5")
         updater.begin("5")
         updater.add(new)
-        with pytest.raises(EngineError, match="checksum of what came"):
+        with pytest.raises(EngineError, match="received weights' checksum"):
             updater.end("5", checksum="0" * 32)
         assert updater.checksum() == old
         updater.begin("5")

@@ -194,7 +194,7 @@ def test_server_that_has_other_weights_is_noticed():
         update_problem({"success": True, "checksum": "ab"}, expected="cd")
         == "its checksum is ab, the trainer's cd"
     )
-    assert "tells no checksum" in update_problem({"success": True}, expected="cd")
+    assert "reports no checksum" in update_problem({"success": True}, expected="cd")
 
 
 def test_engine_that_does_not_answer_is_reported_and_not_waited_for(monkeypatch):

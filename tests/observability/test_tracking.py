@@ -181,7 +181,7 @@ def test_full_disk_loses_records_and_says_so_once_and_the_next_record_is_whole(
     assert [record["step"] for record in found] == [0, 3]
     assert malformed == 1
     assert found[-1]["lost_before"] == 2
-    assert sum("did not take a record" in message for message in caplog.messages) == 1
+    assert sum("failed to take a record" in message for message in caplog.messages) == 1
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs the always-full device")

@@ -112,7 +112,7 @@ def get_server_info(
             return info
         reason = f"it answered {type(info).__name__} where an object was expected"
         break
-    raise EngineError(f"the engine at {url} does not say what it is ({INFO_ROUTES[0]}): {reason}.")
+    raise EngineError(f"the engine at {url} reports no server info ({INFO_ROUTES[0]}): {reason}.")
 
 
 def discover_external_engines(

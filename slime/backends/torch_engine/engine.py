@@ -356,7 +356,7 @@ class Engine:
         return True
 
     def _refuse(self, request: Request, error: Exception) -> None:
-        logger.error("Request %s failed alone.", request.rid, exc_info=error)
+        logger.error("Request %s failed; others go on.", request.rid, exc_info=error)
         request.error = (
             f"the request could not be served: {type(error).__name__}. The engine's "
             "log has the stack."
@@ -438,7 +438,7 @@ class Engine:
                     reason = self._stop_reason(slot)
                 except Exception as error:  # noqa: BLE001 - a text that cannot be decoded ends its own request only
                     logger.error(
-                        "Request %s failed alone.", batch.requests[slot].rid, exc_info=error
+                        "Request %s failed; others go on.", batch.requests[slot].rid, exc_info=error
                     )
                     batch.requests[
                         slot

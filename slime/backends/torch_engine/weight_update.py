@@ -109,7 +109,7 @@ class WeightUpdater:
             raise EngineError("no weight update is open: begin one first (a failed end closes it).")
         if version is not None and version != self._version:
             raise EngineError(
-                f"weight version {version!r} came, but the open update is to {self._version!r}."
+                f"got weight version {version!r}, but the open update is to {self._version!r}."
             )
         return self._staged
 

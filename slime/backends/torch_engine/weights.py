@@ -121,7 +121,7 @@ class StagedWeights:
         digests = {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
         received = combine_digests(digests)
         if checksum is not None and checksum != received:
-            raise EngineError(f"the bucket's checksum is {received}, announced was {checksum}.")
+            raise EngineError(f"the bucket's checksum is {received}, expected {checksum}.")
         for name, tensor in tensors.items():
             if self._is_tied_head(name):
                 self._tied_head = tensor
@@ -157,7 +157,7 @@ class StagedWeights:
             raise EngineError(f"{TIED_HEAD} differs from {EMBEDDING}, but the model ties them.")
         received = combine_digests(self._digests)
         if checksum is not None and checksum != received:
-            raise EngineError(f"checksum of what came is {received}, announced was {checksum}.")
+            raise EngineError(f"the received weights' checksum is {received}, expected {checksum}.")
         return received
 
     def apply(self) -> None:

@@ -36,7 +36,7 @@ def update_problem(reply: object, *, expected: str | None) -> str | None:
     if expected is not None and told.get("checksum") != expected:
         found = told.get("checksum")
         return (
-            "it tells no checksum, which --check-weight-update-equal needs; leave that out with "
+            "it reports no checksum, which --check-weight-update-equal needs; leave that out with "
             "this server"
             if found is None
             else f"its checksum is {found}, the trainer's {expected}"
@@ -76,7 +76,7 @@ def publish_through_disk(
         )
         if problem is not None:
             raise EngineError(
-                f"the engine at {url} did not take the weights of version {version}: {problem}"
+                f"the engine at {url} did not load the weights of version {version}: {problem}"
             )
     if args.custom_update_weight_post_write_path is not None:
         engines = ask_manager(args, rollout_manager.get_updatable_engines_and_lock)[0]
