@@ -1,3 +1,3 @@
-"""slime: RL post-training for language models, exact from sample to gradient."""
+"""RL post-training for language models, exact from sample to gradient; loads nothing by itself."""
 
 __version__ = "0.1.0"

@@ -1,5 +1,4 @@
-"""The console script `slime`: one word chooses the command; only that command's modules are
-imported.
+"""The console script `slime`: one word chooses the command; only its modules are imported.
 
 `train` and `train-async` read upstream's flags (`slime.utils.arguments`); our own commands are
 dataclasses or functions that tyro turns into a command line.

@@ -1,6 +1,4 @@
-"""The errors a user can cause, one class per kind. Each survives pickling through Ray with its
-message intact.
-"""
+"""The errors a user can cause, one class per kind; each survives pickling through Ray."""
 
 
 class SlimeError(Exception):

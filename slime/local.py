@@ -1,5 +1,4 @@
-"""Training in this process, for notebooks, debuggers and profilers: what `slime train --local`
-does, as functions.
+"""Training in this process, as `slime train --local` does, for notebooks and debuggers.
 
 
     result = train(["--config", "grpo.yaml"], custom_rm_path="__main__.reward", num_rollout=2)

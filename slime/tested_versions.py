@@ -1,5 +1,4 @@
-"""What slime is tested with, stated once: setup.py's bounds, `slime doctor`, `tools/install.py` and
-a test of README read it.
+"""What slime is tested with, stated once, for setup.py, `slime doctor` and the installer.
 
 Standard library only, and no imports: setup.py runs this file before anything is installed.
 """

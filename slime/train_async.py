@@ -1,5 +1,4 @@
-"""The asynchronous loop: the next rollout is generated while this one trains, one rollout
-off-policy.
+"""The asynchronous loop: generates one rollout while the one before trains (off-policy by one).
 
     python -m slime.train_async --config run.yaml        or slime train-async --config run.yaml
 

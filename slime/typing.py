@@ -1,6 +1,4 @@
-"""Types that several folders share: what slime calls of a tokenizer, a processor and an actor.
-Imports the standard library only.
-"""
+"""Types that several folders share: a tokenizer's, a processor's, an actor's; stdlib only."""
 
 from __future__ import annotations
 

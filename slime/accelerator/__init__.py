@@ -1,5 +1,4 @@
-"""The only place that knows which device training runs on: `get_accelerator()`, chosen once per
-process.
+"""The only place that knows which device training runs on; no Ray, no HTTP.
 
 `SLIME_ACCELERATOR=cpu` forces the CPU on a machine with CUDA; `SLIME_ACCELERATOR=cuda` refuses to
 start without CUDA. Nothing here is imported by the pure cores: importing this package imports torch

@@ -1,0 +1,1 @@
+"""The trainer and the engines, one folder each; the package itself defines nothing."""

@@ -1,4 +1,4 @@
-"""One module per `slime` subcommand; slime.cli imports the one that is asked for.
+"""One module per `slime` subcommand; only slime.cli and the two loops import one.
 
-Imports everything below; nothing imports a command.
+Imports everything below. slime.cli imports the command that is asked for, the loops `launch`.
 """

@@ -1,5 +1,4 @@
-"""Every option of slime: one dataclass per concern, one field per option, one sentence of help per
-field.
+"""Every option of slime: one dataclass per concern, one field per option; no torch, no Ray.
 
 Nothing here imports more than the standard library, so `slime train --no-such-flag` answers before
 torch could be imported. `slime.config.specs` turns the dataclasses into a flat list; `cli` makes

@@ -1,5 +1,4 @@
-"""A batch on its way: samples become columns, columns are split over ranks, a rank's share becomes
-its local batch.
+"""Samples become columns, shards and a rank's local batch; no Ray, no HTTP, no Megatron.
 
 Pure functions from values to values. Imports exceptions, config and the small helpers of utils; no
 Ray, no HTTP, no Megatron.

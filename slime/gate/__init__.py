@@ -1,8 +1,8 @@
-"""The gate between sampling and training. `postprocess_output_data` is the whole of it;
-docs/gate.md says how to use it.
+"""Judges each sample between sampling and training, with a reason; no torch, no HTTP.
 
-Imports data, files and config; knows nothing of engines or ranks. Names are imported on first use,
-so that `slime.gate.config` stays free of numpy.
+`postprocess_output_data` is the whole of it; docs/gate.md says how to use it. Imports data and
+files; knows nothing of engines or ranks. Names are imported on first use, so that
+`slime.gate.config` stays free of numpy.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Numbers about a run: contributions that merge exactly, and the values that losses, batches and
-rollouts contribute.
+"""Contributions that merge exactly, and what losses and rollouts report; no Ray, no HTTP.
 
 Imports data and algorithms; where the numbers go is the business of slime.tracking.
 """

@@ -1,5 +1,4 @@
-"""What a model is: the one reading of config.json, and the table of weight names. Trainer, engine
-and converters ask here.
+"""What a model is, from one reading of config.json, and its weights' names; no Megatron.
 
-Imports exceptions and config; no Megatron, no engine.
+Trainer, engine and converters ask here. Imports exceptions only; no Megatron, no engine.
 """

@@ -1,4 +1,4 @@
-"""Users' functions: called within a time limit, what they raise named, what they return checked.
+"""Calls users' functions: times them, names errors, checks results; no torch, no Ray.
 
 Imports exceptions and data; which functions there are is slime.config.extension_points' business.
 """

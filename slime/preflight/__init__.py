@@ -1,4 +1,4 @@
-"""What is checked before a run starts: options against files, models, data and users' functions.
+"""What is checked before a run starts: options, files, models, functions; starts nothing.
 
 Imports everything that a run is made of; nothing that runs imports it.
 """

@@ -1,5 +1,4 @@
-"""What a rollout asks: prompt files, datasets, chat templates, masks of conversations, tokenizers,
-evaluation sets.
+"""What a rollout asks: prompt files, chat templates, masks, evaluation sets; no Megatron.
 
 Imports config, data and files; knows nothing of engines or ranks.
 """

@@ -1,0 +1,1 @@
+"""From prompts to scored groups: generation, rewards, filters; no Ray, no Megatron."""

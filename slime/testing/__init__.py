@@ -1,5 +1,4 @@
-"""What a unit test of a reward, a generate function or a hook needs: options with defaults,
-samples, a scripted engine, a real tiny one.
+"""What a unit test of a reward, a generate function or a hook needs; no run imports it.
 
     from slime.testing import FakeEngine, call, engines_at, make_args, make_sample
 

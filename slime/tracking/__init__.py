@@ -1,5 +1,4 @@
-"""Where numbers, messages and times of a run go: metrics.jsonl, W&B, TensorBoard, the terminal,
-logs, traces.
+"""Where numbers, messages and times of a run go; computes no metric; no Ray.
 
 Imports config and files; computes no metric.
 """

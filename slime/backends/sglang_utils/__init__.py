@@ -1,0 +1,1 @@
+"""Engines that run elsewhere, and the router in front of engines; no torch, no Megatron."""

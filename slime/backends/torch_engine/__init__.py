@@ -1,0 +1,1 @@
+"""The embedded engine: generation in torch behind SGLang's HTTP API; no Megatron."""

@@ -1,4 +1,4 @@
-"""Built-in reward functions and the one door to them.
+"""Built-in reward functions and the one door to them; no grader's failure becomes a reward.
 
 `async_rm(args, sample)` returns the reward of one sample. Scorers that evaluate mathematics run in
 killable processes (grader_pool.py); when they end without a value GraderFailed is raised, never a

@@ -1,1 +1,1 @@
-"""Helpers for scripts around a training run."""
+"""Helpers for scripts around a training run; no run imports them."""

@@ -1,6 +1,4 @@
-"""Hugging Face weights into this rank's Megatron parameters, for any tensor, pipeline and expert
-layout.
-"""
+"""Hugging Face weights into this rank's Megatron parameters, for any layout; no Ray, no HTTP."""
 
 from __future__ import annotations
 

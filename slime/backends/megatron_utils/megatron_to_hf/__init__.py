@@ -1,5 +1,6 @@
-"""Whole Megatron parameters to Hugging Face tensors: the inverse of `hf_to_megatron`, from the same
-rules.
+"""Whole Megatron parameters to Hugging Face tensors, after they are gathered; no Ray, no HTTP.
+
+The inverse of `hf_to_megatron`, from the same rules.
 """
 
 from __future__ import annotations
