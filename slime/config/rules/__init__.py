@@ -1,7 +1,7 @@
-"""What must hold between options: one function per rule; each names the flags, their values, and a
-value that would work. Each module holds the rules of one concern.
+"""What must hold between options, one function per rule; a rule only reads options.
 
-A rule returns None when it holds, else a sentence (or several). It reads only the options it names
+Each module holds the rules of one concern. A broken rule names the flags, their values, and a value
+that would work. A rule returns None when it holds, else a sentence (or several). It reads only the options it names
 in `@rule(...)` and is skipped where the namespace lacks one of them, so that upstream's short
 namespaces can be checked too. Rules run after `derive`.
 """
