@@ -1,4 +1,4 @@
-"""Rules between the options of slime/config/algorithm.py: one KL, a complete correction, a teacher."""
+"""Rules of the algorithm: one KL, a complete correction, a teacher."""
 
 from __future__ import annotations
 

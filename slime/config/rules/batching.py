@@ -1,4 +1,4 @@
-"""Rules between the options of slime/config/batching.py: batches, steps and micro-batches divide."""
+"""Rules of batch sizes: batches, steps and micro-batches divide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules between the options of slime/config/rollout.py: what a rollout function needs to make samples."""
+"""Rules of the rollout: what a rollout function needs to make samples."""
 
 from __future__ import annotations
 
