@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slime.algorithms.table import ESTIMATORS, LOSSES
-from slime.data.batch import RolloutBatch, build_column, check_masks, check_rows
+from slime.data.batch import RolloutBatch, check_masks, check_rows
+from slime.data.build import build_column
 from slime.data.declared_fields import read_source, warn_of_unfilled
 from slime.data.fields import CONTRACT, Origin
 from slime.data.length_penalty import LengthPenalty, compute_length_penalties, penalty_metrics

@@ -18,15 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from slime.data.batch import (
-    RolloutBatch,
-    Stage,
-    batch_from_lists,
-    build_column,
-    check_rows,
-    column_dtype,
-)
+from slime.data.batch import RolloutBatch, Stage, check_rows
+from slime.data.build import build_column, column_dtype
 from slime.data.fields import CONTRACT, Extent, FieldSpec, Scope
+from slime.data.from_lists import batch_from_lists
 from slime.data.ragged import Ragged, Scalars, UngatheredColumn, is_tensor
 from slime.data.reasons import DropReason, InvalidReason
 from slime.data.schedule import ScheduleConfig, SchedulePlan, plan_schedule, plan_step_sizes

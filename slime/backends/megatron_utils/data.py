@@ -16,7 +16,8 @@ import torch
 from megatron.core import mpu
 
 from slime.accelerator import get_accelerator
-from slime.data.batch import RolloutBatch, Stage, column_dtype
+from slime.data.batch import RolloutBatch, Stage
+from slime.data.build import column_dtype
 from slime.data.context_parallel import plan_response_layout
 from slime.data.fields import CONTRACT, Extent, FieldSpec, Scope
 from slime.data.ragged import Ragged, UngatheredColumn, num_entries
