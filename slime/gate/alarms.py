@@ -221,7 +221,7 @@ def _drift_alarms(statistics: GateStatistics) -> list[Alarm]:
             f"(above {PSI_MOVED} is another "
             f"distribution), KS distance {drift.ks_previous:.2f}, now mean {lengths['mean']:.0f} "
             f"and median {lengths['p50']:.0f} tokens. "
-            "Look at the length limits, the stop strings and the reward's taste for length.",
+            "Look at the length limits, the stop strings, and whether the reward favours a length.",
         )
     ]
 
