@@ -4,6 +4,16 @@ Every rank runs the same number of micro-batches in a step; one that has fewer s
 ones, which weigh nothing, so no collective waits for a peer. All samples of a rollout stay in one
 step. Nothing is dropped without being listed in `SchedulePlan.dropped`.
 
+Three samples of 5, 4 and 6 tokens on two ranks, at most 9 tokens per micro-batch; the first two are
+rollout 0, the third is rollout 1, and one step takes both rollouts:
+
+                            rank 0      rank 1
+    partitions              [0 1]       [2]         positions in the batch
+    micro_batch_indices     [[0 1]]     [[0]]       positions in the rank's own lists
+    num_microbatches        [1]         [1]         the same on every rank
+
+The fill is 15 tokens over the room of 18; the busiest rank has 9 tokens where the mean has 7.5.
+
 Suffixes: `_N` samples of the batch, `_R` data-parallel ranks, `_S` optimizer steps.
 """
 

@@ -5,6 +5,16 @@ travel.
 gathers each rank's arrays, in consumption order, one rank at a time, so that no more than one shard
 is in memory beside the batch. Samples that no step trains stay in the whole-batch fields (pass@k,
 raw reward) and are counted by reason.
+
+Three samples of 5, 4 and 6 tokens, of which one is the prompt's, on two ranks; samples 0 and 1 are
+rollout 0, sample 2 is rollout 1. What `make_shards` gives, and `localize` makes of it:
+
+                            rank 0      rank 1
+    partition               [0 1]       [2]
+    total_lengths, shard    [5 4 6]     [5 4 6]     the whole batch on the wire
+    total_lengths, local    [5 4]       [6]
+    response_lengths        [4 3]       [5]
+    rollout_mask_sums       [7 7]       [5]         trainable tokens of the sample's rollout
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slime.data.batch import localize
-from slime.data.schedule import ScheduleConfig
+from slime.data.schedule import ScheduleConfig, plan_schedule
 from slime.data.split import SplitConfig, _owners, make_shards, plan_gaps, plan_split
 from slime.exceptions import ConfigError, RolloutDataError
 
@@ -148,6 +148,25 @@ def test_an_invalid_sample_neither_trains_nor_blocks_the_batch():
     batch, plan = plan_split(data, config)
     (shard,) = make_shards(batch, plan, config)
     assert localize(shard, 0)["partition"] == [0] and plan.dropped == {"invalid": 1}
+
+
+def test_the_worked_examples_of_schedule_and_split_are_true():
+    """Three samples on two ranks hold what the heads of schedule.py and split.py say."""
+    schedule = ScheduleConfig(dp_size=2, align=2, token_cap=9)
+    planned = plan_schedule([5, 4, 6], [0, 0, 1], step_sizes=[2], config=schedule)
+    assert planned.partitions == [[0, 1], [2]] and planned.dropped == []
+    assert planned.micro_batch_indices == [[[0, 1]], [[0]]] and planned.num_microbatches == [1]
+    assert planned.steps[0].fill == 15 / 18 and planned.steps[0].work_max_over_mean == 9 / 7.5
+
+    config = SplitConfig(global_batch_size=2, expected_rollouts=2, schedule=schedule)
+    batch, plan = plan_split(lists([5, 4, 6], rollout_ids=[0, 0, 1]), config)
+    shards = list(make_shards(batch, plan, config))
+    assert [list(shard["partition"]) for shard in shards] == [[0, 1], [2]]
+    assert [list(shard["total_lengths"]) for shard in shards] == [[5, 4, 6], [5, 4, 6]]
+    local = [localize(shard, rank) for rank, shard in enumerate(shards)]
+    assert [list(shard["total_lengths"]) for shard in local] == [[5, 4], [6]]
+    assert [list(shard["response_lengths"]) for shard in local] == [[4, 3], [5]]
+    assert [list(shard["rollout_mask_sums"]) for shard in local] == [[7, 7], [5]]
 
 
 if __name__ == "__main__":
