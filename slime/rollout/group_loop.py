@@ -3,6 +3,14 @@
 Whether a finished group stays is decided in group_selection.py. Which of those that stay fill the
 batch is decided by `BatchBuilder`, a plain value: in order of submission (the first groups that the
 filter keeps, however long they took) or in order of completion.
+
+Three groups, submitted as 0, 1, 2; a batch of one; 2 finishes first, then 0, which the filter drops,
+then 1:
+
+    finished        in order of submission      in order of completion
+    2               undecided                   batch [2], used {2}
+    2, 0            undecided                   batch [2], used {0, 2}
+    2, 0, 1         batch [1], used {0, 1}      batch [2], used {0, 2}
 """
 
 from __future__ import annotations

@@ -616,5 +616,20 @@ def test_client_and_scripted_engine_together_cost_under_a_millisecond_per_sample
     )
 
 
+def test_the_worked_example_of_the_group_loop_is_true():
+    """Three groups fill a batch of one as the head of group_loop.py says, in either order."""
+    ordered, completed = BatchBuilder(1, in_order=True), BatchBuilder(1, in_order=False)
+    expected = (
+        (2, True, None, ([2], {2})),
+        (0, False, None, ([2], {0, 2})),
+        (1, True, ([1], {0, 1}), ([2], {0, 2})),
+    )
+    for number, keep, *answers in expected:
+        for builder, answer in zip((ordered, completed), answers, strict=True):
+            builder.add(number, [], keep)
+            chosen = builder.batch()
+            assert (None if chosen is None else (chosen, builder.used(chosen))) == answer
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))
