@@ -184,10 +184,6 @@ EXCEPTIONS: tuple[tuple[str, str, str], ...] = (
     ),
     ("parameters", "slime/ray/actor_group.py::__init__", "upstream's signature of RayTrainGroup"),
     *(
-        ("file size", f"slime/{path}", "grew when lines became shorter; is to be split")
-        for path in ("gate/checks.py",)
-    ),
-    *(
         ("private name", f"slime/{path}", UPSTREAM_NAME)
         for path in (
             "backends/megatron_utils/hf_to_megatron/__init__.py",

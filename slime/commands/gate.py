@@ -38,9 +38,9 @@ from slime.files.jsonl import read_jsonl
 from slime.files.rollout_dump import read_rollout_dump
 from slime.gate import tools
 from slime.gate.alignment import Codec, codec_of
-from slime.gate.checks import reward_problem
 from slime.gate.config import GateConfig
 from slime.gate.gate import RECORD_FILE, gate_config_from_args
+from slime.gate.integrity_checks import reward_problem
 from slime.gate.judge import postprocess_output_data
 from slime.utils import processing_utils
 

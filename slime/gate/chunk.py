@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -235,3 +235,12 @@ def task_name(sample: Sample) -> str | None:
     first, second = TASK_NAME_KEYS
     name = metadata.get(first) or metadata.get(second)
     return name if isinstance(name, str) else None
+
+
+def rows_in(rows: np.ndarray, chosen: Container[int]) -> np.ndarray:
+    """[len(rows)] bool: which of the rows are in `chosen`."""
+    return (
+        np.array([row in chosen for row in rows.tolist()], dtype=bool)
+        if chosen
+        else np.zeros(len(rows), dtype=bool)
+    )

@@ -23,9 +23,10 @@ from slime.exceptions import ConfigError, RolloutDataError
 from slime.gate.adapters import ADAPTERS
 from slime.gate.alignment import Codec, codec_of
 from slime.gate.before_rewards import ResponseTally
-from slime.gate.checks import CHECKS, Check, earlier_reason, is_kept, is_penalized, reward_problem
+from slime.gate.checks import CHECKS, Check, is_kept, is_penalized
 from slime.gate.chunk import FINISH_NAMES, Chunk
 from slime.gate.config import GateConfig, MissingLogProbs, Policy, Verdict
+from slime.gate.integrity_checks import earlier_reason, reward_problem
 from slime.gate.stand_ins import stand_ins
 from slime.gate.statistics import GateStatistics, describe_samples
 from slime.gate.token_columns import Scratch, token_array

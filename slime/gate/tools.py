@@ -12,8 +12,8 @@ import numpy as np
 from slime.data.sample import Sample
 from slime.gate.alignment import Codec, classify_mismatch
 from slime.gate.before_rewards import engine_text_of
-from slime.gate.checks import reward_problem
 from slime.gate.config import MismatchCause
+from slime.gate.integrity_checks import reward_problem
 from slime.gate.judge import PostprocessResult
 from slime.gate.stand_ins import is_identity
 from slime.gate.token_columns import as_int, length_of, token_array

@@ -19,7 +19,7 @@ from slime.exceptions import RolloutDataError
 from slime.files import exact_json
 from slime.files.jsonl import encode, read_jsonl
 from slime.files.rollout_dump import read_rollout_dump, save_debug_rollout_data
-from slime.gate.checks import reward_problem
+from slime.gate.integrity_checks import reward_problem
 from slime.metrics.rollout_metrics import RolloutMetricsConfig, eval_metrics
 from slime.prompts.eval_config import build_eval_dataset_configs
 from slime.prompts.prompt_files import read_rows
