@@ -8,6 +8,16 @@ wrong question is an error, never a shorter list.
     whole batch --split_by_dp--> shard per rank --[ray.put / ray.get]--> localize --> local batch
 
 On the wire a shard is numpy arrays, which the object store maps without copying them.
+
+Three samples of 5, 4 and 6 tokens with rewards 1, 0 and 2, on two ranks:
+
+                                        rank 0      rank 1
+    local("partition")                  [0 1]       [2]
+    local("total_lengths")              [5 4]       [6]
+    whole("raw_reward")                 [1 0 2]     [1 0 2]
+    local("local_raw_reward")           [1 0]       [2]
+    whole("total_lengths")              RolloutDataError: it covers only this rank's samples
+    local("raw_reward")                 RolloutDataError: use local("local_raw_reward")
 """
 
 from __future__ import annotations

@@ -4,6 +4,14 @@ token.
 Pure: samples come out as new objects (token buffers shared), the input is not edited. Work goes
 chunk by chunk, so that added memory does not grow with the batch; a chunk's result does not depend
 on its neighbours, so parts add up to the whole.
+
+Three samples of 3, 0 and 3 response tokens, the last one cut at the length limit:
+
+    codes                   [0 3 6]     sound, empty, truncated
+    checked_no_response     3           every check before it found nothing
+    checked_too_short       2           the empty one has its reason, and is not looked at again
+    checked_bad_token       1
+    verdicts                valid, empty, truncated
 """
 
 from __future__ import annotations

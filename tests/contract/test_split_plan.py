@@ -169,5 +169,23 @@ def test_the_worked_examples_of_schedule_and_split_are_true():
     assert [list(shard["rollout_mask_sums"]) for shard in local] == [[7, 7], [5]]
 
 
+def test_the_worked_example_of_the_batch_is_true():
+    """Each rank answers whole() and local() as the head of batch.py says."""
+    schedule = ScheduleConfig(dp_size=2, align=2, token_cap=9)
+    config = SplitConfig(global_batch_size=2, expected_rollouts=2, schedule=schedule)
+    columns = {**lists([5, 4, 6], rollout_ids=[0, 0, 1]), "raw_reward": [1, 0, 2]}
+    batch, plan = plan_split(columns, config)
+    ranks = [localize(shard, rank) for rank, shard in enumerate(make_shards(batch, plan, config))]
+    assert [list(rank.local("partition")) for rank in ranks] == [[0, 1], [2]]
+    assert [list(rank.local("total_lengths")) for rank in ranks] == [[5, 4], [6]]
+    assert [list(rank.whole("raw_reward")) for rank in ranks] == [[1, 0, 2]] * 2
+    assert [list(rank.local("local_raw_reward")) for rank in ranks] == [[1, 0], [2]]
+    for rank in ranks:
+        with pytest.raises(RolloutDataError, match="covers only this rank's"):
+            rank.whole("total_lengths")
+        with pytest.raises(RolloutDataError, match=r"Use local\('local_raw_reward'\)"):
+            rank.local("raw_reward")
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))
