@@ -47,6 +47,5 @@ def launch(argv: Sequence[str] | None, loop: str) -> int:
     ):
         print(sentence, file=sys.stderr)
         return 0
-    return importlib.import_module("slime.commands.session").run_to_the_end(
-        args, module.open_run, module.train, started
-    )
+    session = importlib.import_module("slime.commands.session")
+    return session.run_to_the_end(args, module.train, started)

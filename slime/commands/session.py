@@ -9,8 +9,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 import ray
 
@@ -21,23 +19,15 @@ from slime.plugins.watched_calls import last_words
 from slime.ray.session import interruptible
 from slime.ray.utils import plain_text, slime_error_of
 from slime.tracking.tracking import log_dir_of
-
-if TYPE_CHECKING:
-    from slime.train import Run
+from slime.train import Run, open_run
 
 logger = logging.getLogger("slime")
 
 
-def run_to_the_end(
-    args: argparse.Namespace,
-    open_run: Callable[[argparse.Namespace], AbstractContextManager[Run]],
-    loop: Callable[[Run], None],
-    started: float,
-) -> int:
-    """Runs `loop` on the run that `open_run` opens and returns the exit status; whatever ends it is
+def run_to_the_end(args: argparse.Namespace, loop: Callable[[Run], None], started: float) -> int:
+    """Runs `loop` on the run of these options and returns the exit status; whatever ends it is
     named, and everything is stopped. `started`: `time.monotonic()` at the start of the process.
     """
-
     status, is_done = 1, False
     with interruptible():
         try:

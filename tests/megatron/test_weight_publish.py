@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime.backends.megatron_utils.update_weight import publish
+from slime.backends.megatron_utils.update_weight import manager, publish
 from slime.exceptions import EngineError
 from slime.files.checksum import weights_checksum
 
@@ -46,7 +46,8 @@ def published(monkeypatch):
     monkeypatch.setattr(
         publish, "actors", SimpleNamespace(get=lambda ref, timeout: ref, put=lambda value: value)
     )
-    monkeypatch.setattr(publish, "wait_for", lambda refs, **kw: refs)
+    for module in (publish, manager):
+        monkeypatch.setattr(module, "wait_for", lambda refs, **kw: refs)
     monkeypatch.setattr(publish, "iter_hf_weight_buckets", lambda *args: iter(BUCKETS))
 
     def call(*, check, **answers):
