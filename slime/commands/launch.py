@@ -47,5 +47,6 @@ def launch(argv: Sequence[str] | None, loop: str) -> int:
     ):
         print(sentence, file=sys.stderr)
         return 0
-    session = importlib.import_module("slime.commands.session")
-    return session.run_to_the_end(args, module.train, started)
+    return importlib.import_module("slime.commands.session").run_to_the_end(
+        args, module.train, started
+    )
