@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from slime.commands.launch import launch
+from slime.commands import launch
 from slime.config.resume import evaluates_only, nothing_left, schedule_problem
 from slime.config.yaml_file import write_resolved_config
 from slime.data.ledger import finished_metrics
@@ -331,7 +331,7 @@ def open_run(args: argparse.Namespace) -> Iterator[Run]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`slime train`."""
-    return launch(argv, "slime.train")
+    return launch.train(argv)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,9 @@ Engines and trainers need devices of their own, so `--colocate` is refused.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
-from slime.commands.launch import launch
-from slime.exceptions import ConfigError
+from slime.commands import launch
 from slime.ray.utils import wait_for
 from slime.train import (
     Run,
@@ -24,32 +22,12 @@ from slime.train import (
 )
 
 
-def check(args: argparse.Namespace) -> None:
-    """ConfigError for options with which engines and trainers take turns, all of them at once: here
-    they work at the same time.
-    """
-    problems = [
-        "slime train-async needs devices of their own for trainers and engines, which work at the "
-        "same time: "
-        f"remove --{name.replace('_', '-')}, or use slime train"
-        for name in ("colocate", "offload_train", "offload_rollout", "release_train")
-        if getattr(args, name)
-    ]
-    if args.local:
-        problems.append(
-            "slime train-async runs engines and trainers at the same time, --local one after the "
-            "other: use slime train --local."
-        )
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
 def train(run: Run) -> None:
     """Runs rollouts `start_rollout_id .. num_rollout - 1` with one rollout in flight ahead of the
     trainer.
     """
     args = run.args
-    check(args)
+    launch.require_two_sides(args)
     evaluates = args.eval_interval is not None and not args.debug_train_only
     evaluate_at_start(run)
     ahead = generate(run, run.start_rollout_id) if run.start_rollout_id < run.num_rollout else None
@@ -77,7 +55,7 @@ def train(run: Run) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`slime train-async`."""
-    return launch(argv, "slime.train_async")
+    return launch.train_async(argv)
 
 
 if __name__ == "__main__":

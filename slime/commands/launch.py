@@ -5,10 +5,11 @@ Imports no more than the options need: a wrong flag is answered before Ray and t
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from slime.config.resume import nothing_left
 from slime.exceptions import ConfigError
@@ -23,19 +24,45 @@ def train(argv: Sequence[str] | None = None) -> int:
 
 def train_async(argv: Sequence[str] | None = None) -> int:
     """`slime train-async`: the loop with one rollout in flight ahead."""
-    return launch(argv, "slime.train_async")
+    return launch(argv, "slime.train_async", check=require_two_sides)
 
 
-def launch(argv: Sequence[str] | None, loop: str) -> int:
+def require_two_sides(args: argparse.Namespace) -> None:
+    """ConfigError for options with which engines and trainers take turns, all of them at once: here
+    they work at the same time.
+    """
+    problems = [
+        "slime train-async needs devices of their own for trainers and engines, which work at the "
+        "same time: "
+        f"remove --{name.replace('_', '-')}, or use slime train"
+        for name in ("colocate", "offload_train", "offload_rollout", "release_train")
+        if getattr(args, name)
+    ]
+    if args.local:
+        problems.append(
+            "slime train-async runs engines and trainers at the same time, --local one after the "
+            "other: use slime train --local."
+        )
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def launch(
+    argv: Sequence[str] | None,
+    loop: str,
+    *,
+    check: Callable[[argparse.Namespace], None] | None = None,
+) -> int:
     """Parses the options, runs the loop of module `loop` inside a Ray session, and returns the exit
     status: 0 done, 1 failed or with problems in its report, 2 bad options, 130 interrupted.
+    `check` raises ConfigError for options with which that loop cannot run.
     """
     started = time.monotonic()
     keep_output_plain()
     try:
         args = parse_args(argv)
-        module = importlib.import_module(loop)
-        getattr(module, "check", lambda args: None)(args)
+        if check is not None:
+            check(args)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -48,5 +75,5 @@ def launch(argv: Sequence[str] | None, loop: str) -> int:
         print(sentence, file=sys.stderr)
         return 0
     return importlib.import_module("slime.commands.session").run_to_the_end(
-        args, module.train, started
+        args, importlib.import_module(loop).train, started
     )
