@@ -34,6 +34,15 @@ SMALLEST_GAP = 1e-4
 CLEARLY_UNLIKELY = -0.1
 
 
+def _has_both_log_probs(batch: Mapping[str, Any]) -> bool:
+    """Whether trainer and engine can be compared: both log-probs are there, and masks."""
+    return (
+        raw_entry(batch, "log_probs") is not None
+        and raw_entry(batch, "rollout_log_probs") is not None
+        and "loss_masks" in batch
+    )
+
+
 def consistency_contributions(
     batch: Mapping[str, Any],
     *,
@@ -49,11 +58,7 @@ def consistency_contributions(
     known; None: the trainer's log-probs are of the weights that sampled. masks_older: tokens of
     older weights are outside the loss by an option.
     """
-    if (
-        raw_entry(batch, "log_probs") is None
-        or raw_entry(batch, "rollout_log_probs") is None
-        or "loss_masks" not in batch
-    ):
+    if not _has_both_log_probs(batch):
         return {}
     tokens = sample_tokens(batch, cp_size=cp_size, cp_rank=cp_rank)
     sample_T = np.repeat(np.arange(len(tokens.plan.lengths_N)), tokens.plan.lengths_N)
@@ -104,11 +109,7 @@ def shift_contributions(
     that this rank holds}, for k of SHIFTS and 0. Ranks' medians are weighed by their pairs: enough
     to see which k fits, and no number to log.
     """
-    if (
-        raw_entry(batch, "log_probs") is None
-        or raw_entry(batch, "rollout_log_probs") is None
-        or "loss_masks" not in batch
-    ):
+    if not _has_both_log_probs(batch):
         return {}
     tokens = sample_tokens(batch, cp_size=cp_size, cp_rank=cp_rank)
     sample_T = np.repeat(np.arange(len(tokens.plan.lengths_N)), tokens.plan.lengths_N)
