@@ -25,6 +25,7 @@ from slime.ray.placement import create_placement_groups
 from slime.ray.placement_group import create_rollout_manager, create_training_models
 from slime.ray.session import run_session
 from slime.ray.utils import STOP_TIMEOUT_S, wait_for
+from slime.recording.run_record import begin_recording
 from slime.tracking import tracking
 from slime.tracking.progress import report
 from slime.utils.misc import should_run_periodic_action
@@ -323,6 +324,7 @@ def open_run(args: argparse.Namespace) -> Iterator[Run]:
     `finish_run(args)` is the caller's to call.
     """
     write_resolved_config(args, f"{args.run_dir}/config.yaml")
+    begin_recording(args)
     with live_view(args):
         tracking.init_tracking(args, primary=True)
         with run_session(args), build_run(args) as run:

@@ -27,6 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("slime.prompts*",),
     ("slime.gate*",),
     ("slime.metrics*",),
+    ("slime.recording*",),
     ("slime.rollout*",),
     ("slime.ray.actors", "slime.ray.utils", "slime.ray.ray_actor", "slime.ray.servers"),
     ("slime.ray.train_actor",),
@@ -156,6 +157,7 @@ EXCEPTIONS: tuple[tuple[str, str, str], ...] = (
             ("tracking/tracking.py::_tracking", "any code of the process may log"),
             ("utils/async_utils.py::_loop", UPSTREAMS_STATE),
             ("utils/http_utils.py::_sessions", "an HTTP session belongs to one event loop"),
+            ("utils/http_utils.py::_observer", "any code of the process may send requests"),
             ("utils/http_utils.py::_settings", UPSTREAMS_STATE),
         )
     ),

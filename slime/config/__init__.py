@@ -19,6 +19,7 @@ CONCERNS = (
     "algorithm",
     "checkpoint",
     "observability",
+    "recording",
     "debug",
     "megatron",
 )

@@ -30,7 +30,8 @@ from slime.config.specs import nearest_names
 
 MODEL_FOLDERS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "critic_load")
 FILES = ("eval_config", "custom_config_path", "megatron_config_path")
-WRITABLE = ("save", "critic_save", "dump_details", "run_dir", "update_weight_disk_dir")
+WRITABLE = ("save", "critic_save", "dump_details", "run_dir", "update_weight_disk_dir", "record")
+WRITTEN = (*WRITABLE, "save_debug_rollout_data", "save_debug_train_data")
 
 
 def machine_problems(args: argparse.Namespace) -> list[str]:
@@ -43,6 +44,8 @@ def machine_problems(args: argparse.Namespace) -> list[str]:
         save_folder_is_this_runs,
         first_iteration_is_one,
         replay_keeps_what_it_reads,
+        recording_keeps_what_it_reads,
+        recording_is_of_this_run,
         files_exist,
         folders_can_be_written,
         ports_are_free,
@@ -199,6 +202,51 @@ def replay_keeps_what_it_reads(args: argparse.Namespace) -> list[str]:
             "the "
             "replay a --dump-details folder of its own."
         )
+    ]
+
+
+def recording_keeps_what_it_reads(args: argparse.Namespace) -> list[str]:
+    """Nothing is written into the recording that a run reads its samples or weights from, under
+    whatever name its folder is given.
+    """
+    read = args.load_debug_rollout_data
+    sources = [read] if read is not None and Path(read).is_dir() else []
+    sources += [getattr(args, name) for name in ("load", "ref_load") if getattr(args, name)]
+    problems = []
+    for source in sources:
+        root = _recording_above(Path(os.path.realpath(source)))
+        if root is None:
+            continue
+        for name in WRITTEN:
+            path = getattr(args, name)
+            if path is None:
+                continue
+            written = Path(os.path.realpath(str(path).partition("{")[0]))
+            if written == root or root in written.parents:
+                problems.append(
+                    f"{flag_of(name)} {path} would write into the recording {root}, which this run "
+                    "reads. Give it a folder of its own."
+                )
+    return list(dict.fromkeys(problems))
+
+
+def _recording_above(path: Path) -> Path | None:
+    """The recording that `path` is, or is in."""
+    for folder in (path, *path.parents):
+        if any(folder.glob("run_[0-9]*.json")):
+            return folder
+    return None
+
+
+def recording_is_of_this_run(args: argparse.Namespace) -> list[str]:
+    """A run that does not resume writes into a recording of its own: it would replace another run's
+    rollouts one by one.
+    """
+    if args.record is None or args.load or not any(Path(args.record).glob("run_[0-9]*.json")):
+        return []
+    return [
+        f"--record {args.record} holds the recording of another run, and this run resumes none "
+        "(--load). Choose another folder."
     ]
 
 

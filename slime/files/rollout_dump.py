@@ -1,4 +1,5 @@
-"""Writes and reads rollout dumps: a head line, then one JSON line per sample. Nothing in them is
+"""Writes and reads rollout dumps: a Parquet table with a row per sample where the path ends in
+.parquet, see `sample_table`; else a head line, then one JSON line per sample. Nothing in them is
 executed when read.
 
 {"format": "slime-rollout-1", "rollout_id": 7, "evaluation": false, "num_samples": 512}
@@ -7,29 +8,24 @@ executed when read.
 
 from __future__ import annotations
 
-import base64
 import logging
-import math
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import orjson
 
-from slime.data.ragged import is_tensor
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError, RolloutDataError
-from slime.files import atomic, exact_json
+from slime.files import atomic, exact_json, tables
+from slime.files.json_values import decode_values, encode_json
+from slime.files.sample_table import sample_table, samples_of
 
 logger = logging.getLogger(__name__)
 
 FORMAT = "slime-rollout-1"
-_ARRAY, _NAN, _TEXT = "__array__", "__float__", "__text__"
-_SURROGATE = re.compile("[\ud800-\udfff]")
-_OPTIONS = orjson.OPT_NON_STR_KEYS
+TABLE_SUFFIX = ".parquet"
 
 
 def dump_path(path_template: str, rollout_id: int, *, evaluation: bool) -> Path:
@@ -60,6 +56,9 @@ def save_debug_rollout_data(
     """
     samples = list(_flatten(data))
     path = dump_path(path_template, rollout_id, evaluation=evaluation)
+    if path.suffix == TABLE_SUFFIX:
+        tables.write_table(path, sample_table(samples))
+        return path
     head = {
         "format": FORMAT,
         "rollout_id": rollout_id,
@@ -112,12 +111,9 @@ def _lines(head: dict[str, Any], samples: list[Sample]) -> Iterator[bytes]:
 
 def _encode_sample(sample: Sample) -> bytes:
     try:
-        return exact_json.dumps(_encode(sample.to_dict()), default=_encode_object, option=_OPTIONS)
-    except TypeError as error:
-        # orjson wraps what `_encode_object` raised, whose message has the detail
-        raise RolloutDataError(
-            f"Sample {sample.index} cannot be dumped: {error.__cause__ or error}"
-        ) from error
+        return encode_json(sample.to_dict())
+    except RolloutDataError as error:
+        raise RolloutDataError(f"Sample {sample.index} cannot be dumped: {error}") from error
 
 
 def _flatten(data: Sample | dict[str, Any] | Iterable[Any]) -> Iterator[Sample]:
@@ -133,116 +129,25 @@ def _flatten(data: Sample | dict[str, Any] | Iterable[Any]) -> Iterator[Sample]:
             yield from _flatten(entry)
 
 
-def encode_json(value: object) -> bytes:
-    """One JSON text of `value`, which may hold arrays, tensors and floats that are no numbers.
-    `RolloutDataError` for other objects.
-    """
-    try:
-        return exact_json.dumps(_encode(value), default=_encode_object, option=_OPTIONS)
-    except TypeError as error:
-        raise RolloutDataError(str(error.__cause__ or error)) from error
-
-
-def decode_json(text: bytes) -> Any:
-    """What `encode_json` was given; tuples come back as lists."""
-    return _decode(exact_json.loads(text))
-
-
-def _encode(value: object) -> Any:
-    """`value` with what JSON lacks made explicit: arrays with their dtype, and the floats that are
-    no numbers.
-    """
-    if isinstance(value, float) and not math.isfinite(value):
-        return {_NAN: str(value)}
-    if isinstance(value, dict):
-        return {key: _encode(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        # long lists of plain ints need no look inside
-        if value and type(value[0]) is int and type(value[-1]) is int:
-            return value if isinstance(value, list) else list(value)
-        return [_encode(entry) for entry in value]
-    if isinstance(value, np.ndarray) or is_tensor(value):
-        return _encode_object(value)
-    # half an emoji of an engine: JSON text has no form for it
-    if isinstance(value, str) and not value.isascii() and _SURROGATE.search(value):
-        return {_TEXT: value.encode("utf-16-le", "surrogatepass").hex()}
-    return value
-
-
-def _encode_object(value: Any) -> Any:
-    if is_tensor(value):
-        tensor = value.detach().cpu()
-        if str(tensor.dtype) == "torch.bfloat16":
-            return {
-                **_array_record(tensor.float().numpy()),
-                "kind": "tensor",
-                "torch_dtype": "bfloat16",
-            }
-        return {**_array_record(tensor.numpy()), "kind": "tensor"}
-    if isinstance(value, np.ndarray):
-        return {**_array_record(value), "kind": "array"}
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, set | frozenset):
-        return sorted(value)
-    if isinstance(value, Path):
-        return str(value)
-    raise RolloutDataError(
-        f"A sample holds a {type(value).__name__}, which a dump cannot store: {value!r:.80}. Keep "
-        "numbers, strings, lists, dicts, arrays and "
-        f"tensors in samples, or drop it in a sample hook."
-    )
-
-
-def _array_record(array: np.ndarray) -> dict[str, Any]:
-    if array.dtype == object:
-        raise RolloutDataError(
-            "A sample holds an array of Python objects, which a dump cannot store."
-        )
-    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
-    return {_ARRAY: data, "dtype": array.dtype.name, "shape": list(array.shape)}
-
-
-def _decode(value: object) -> Any:
-    if isinstance(value, dict):
-        if _NAN in value and len(value) == 1:
-            return float(value[_NAN])
-        if _TEXT in value and len(value) == 1:
-            return bytes.fromhex(value[_TEXT]).decode("utf-16-le", "surrogatepass")
-        if _ARRAY in value:
-            return _decode_array(value)
-        return {key: _decode(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        if value and type(value[0]) is int and type(value[-1]) is int:
-            return value
-        return [_decode(entry) for entry in value]
-    return value
-
-
-def _decode_array(record: dict[str, Any]) -> Any:
-    array = (
-        np.frombuffer(base64.b64decode(record[_ARRAY]), dtype=record["dtype"])
-        .reshape(record["shape"])
-        .copy()
-    )
-    if record.get("kind") != "tensor":
-        return array
-    import torch
-
-    tensor = torch.from_numpy(array)
-    return tensor.to(torch.bfloat16) if record.get("torch_dtype") == "bfloat16" else tensor
-
-
 def read_rollout_dump(path: str | os.PathLike) -> list[Sample]:
     """The samples of a dump, in order, equal to what was saved. `RolloutDataError` naming the file
     and line where it is damaged or cut short.
     """
     path = Path(path)
     try:
+        if tables.is_table(path):
+            return _read_table(path)
         with open(path, "rb") as file:
             return _read_lines(path, file)
     except FileNotFoundError:
         raise RolloutDataError(f"There is no rollout dump at {path}.") from None
+
+
+def _read_table(path: Path) -> list[Sample]:
+    try:
+        return samples_of(tables.read_table(path, what="rollout dump"))
+    except RolloutDataError as error:
+        raise RolloutDataError(f"{path}: {error}") from error
 
 
 def _read_lines(path: Path, file: BinaryIO) -> list[Sample]:
@@ -266,7 +171,7 @@ def _read_lines(path: Path, file: BinaryIO) -> list[Sample]:
 def _read_sample(path: Path, number: int, line: bytes) -> Sample:
     entry = _parse(path, number, line)
     try:
-        return Sample.from_dict(_decode(entry))
+        return Sample.from_dict(decode_values(entry))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RolloutDataError(
             f"{path}, line {number}: not a sample ({type(error).__name__}: {error})."

@@ -1,7 +1,8 @@
 """Train dumps: what training computed per sample in one rollout, in whole-batch order, one file.
 Nothing in them is executed when read.
 
-The file is a safetensors file, so arrays keep their bits and any safetensors reader opens it. Its
+A path that ends in .parquet is written as a table, see `train_table`; any other is a safetensors
+file, so arrays keep their bits and any safetensors reader opens it. Its
 metadata holds one JSON text under "slime": format, rollout_id, rank (of the writer), num_samples,
 num_whole (samples of the rollout batch, also those no rank trained), dp_shards (per data-parallel
 rank: partition, micro-batches, steps), fields (by name: kind), left_out (by name: why).
@@ -18,7 +19,6 @@ The last tensor, "crc32" [1 + tensors], is over the header and over each tensor 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import zlib
@@ -29,8 +29,10 @@ from typing import Any
 import numpy as np
 
 from slime.exceptions import ConfigError, RolloutDataError
-from slime.files import atomic
-from slime.files.rollout_dump import decode_json, encode_json
+from slime.files import atomic, tables
+from slime.files.json_values import decode_json, encode_json
+from slime.files.train_record import TensorOutline, TrainDump
+from slime.files.train_table import read_train_table
 
 FORMAT = "slime-train-2"
 CHECKS = "crc32"
@@ -49,54 +51,6 @@ DTYPES = {
     "F64": "float64",
 }
 CODES = {name: code for code, name in DTYPES.items()}
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainDump:
-    """One rollout's dump. Entry i of `token_fields` and `sample_fields` is of the i-th trained
-    sample in whole-batch order, whose position in the whole batch is `positions[i]`; `whole_fields`
-    have one entry per sample of the whole batch.
-    """
-
-    path: Path
-    rollout_id: int
-    rank: int
-    num_whole: int
-    dp_shards: list[dict[str, Any]]
-    left_out: dict[str, str]
-    token_fields: dict[str, list[np.ndarray]]
-    sample_fields: dict[str, Any]  # array [N], or a list of objects
-    whole_fields: dict[str, Any]  # array [num_whole], or a list of objects
-
-    @property
-    def positions(self) -> np.ndarray:
-        return self.sample_fields["partition"]
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.positions)
-
-    @property
-    def owner_ranks(self) -> np.ndarray:
-        """int64 [N]: the data-parallel rank that trained each sample."""
-        owner_of = {
-            position: rank
-            for rank, shard in enumerate(self.dp_shards)
-            for position in shard["partition"]
-        }
-        return np.array(
-            [owner_of[position] for position in self.positions.tolist()], dtype=np.int64
-        )
-
-    def sample(self, i: int) -> dict[str, Any]:
-        """Every field of the i-th trained sample by name; a whole-batch field gives the sample's
-        own entry.
-        """
-        position = int(self.positions[i])
-        fields = {**self.token_fields, **self.sample_fields}
-        return {name: values[i] for name, values in fields.items()} | {
-            name: values[position] for name, values in self.whole_fields.items()
-        }
 
 
 def train_dump_path(path_template: str, rollout_id: int, *, rank: int | str) -> Path:
@@ -122,21 +76,6 @@ def train_dump_path(path_template: str, rollout_id: int, *, rank: int | str) -> 
 
 
 # --- writing --------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorOutline:
-    """A tensor that will be written: shapes come first in the file, so they are known before the
-    data.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
 
 class TrainDumpWriter:
@@ -237,6 +176,8 @@ def read_train_dump(path: str | os.PathLike) -> TrainDump:
     the field where one is damaged.
     """
     path = Path(path)
+    if path.is_file() and tables.is_table(path):
+        return read_train_table(path)
     try:
         data = path.read_bytes()
     except FileNotFoundError:

@@ -13,7 +13,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -25,12 +25,13 @@ from slime.data.ragged import Ragged, as_array, concatenated_ranges, is_tensor, 
 from slime.exceptions import RolloutDataError
 from slime.files.train_dump import (
     CODES,
-    TensorOutline,
     TrainDumpWriter,
     encode_entries,
     read_train_dump,  # noqa: F401  (its reader, under the same name)
     train_dump_path,
 )
+from slime.files.train_record import TensorOutline
+from slime.files.train_table import TABLE_SUFFIX, TrainTableWriter
 
 logger = logging.getLogger(__name__)
 
@@ -231,6 +232,28 @@ def _plain(value: Any) -> Any:
     return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else int(value)
 
 
+class DumpWriter(Protocol):
+    """Takes the tensors that were announced, in order. `commit` returns the file's path, None where
+    there is no file.
+    """
+
+    def write(self, name: str, values: np.ndarray) -> None: ...
+
+    def commit(self) -> Path | None: ...
+
+    def abandon(self) -> None: ...
+
+
+OpenWriter = Callable[[Path, Mapping[str, Any], Sequence[TensorOutline]], DumpWriter]
+
+
+def writer_for(path: Path) -> OpenWriter:
+    """The writer of the format that the file's name asks for: a table for .parquet, else
+    safetensors.
+    """
+    return TrainTableWriter if path.suffix == TABLE_SUFFIX else TrainDumpWriter
+
+
 class DumpAssembly:
     """The writer's side: from every rank's outline it knows the file before the data; then it takes
     the fields, one at a time.
@@ -239,11 +262,13 @@ class DumpAssembly:
     are never left waiting.
     """
 
-    def __init__(self, path: Path, batch: RolloutBatch, kinds: Mapping[str, str]) -> None:
-        self.path, self.batch = path, batch
+    def __init__(
+        self, path: Path, batch: RolloutBatch, kinds: Mapping[str, str], open_writer: OpenWriter
+    ) -> None:
+        self.path, self.batch, self._open_writer = path, batch, open_writer
         self.kinds = dict(kinds)
         self._failure: Exception | None = None
-        self._writer: TrainDumpWriter | None = None
+        self._writer: DumpWriter | None = None
         self._outlines: list[Outline] = []
         # (dp_rank, cp_rank) -> index of what it sends
         self._rank_at: dict[tuple[int, int], int] = {}
@@ -287,7 +312,7 @@ class DumpAssembly:
                 "fields": self.kinds,
                 "left_out": left_out,
             }
-            self._writer = TrainDumpWriter(self.path, header, self._tensors())
+            self._writer = self._open_writer(self.path, header, self._tensors())
         except (OSError, RolloutDataError) as error:
             self._failure = error
 
@@ -413,6 +438,7 @@ def write_train_dump(
     place: Place,
     gather: Gather,
     share: Share,
+    open_writer: OpenWriter | None = None,
 ) -> Path | None:
     """Writes the dump on the rank on which `gather(value)` returns every rank's value, and returns
     its path; None on the others.
@@ -442,7 +468,7 @@ def write_train_dump(
     outlines = gather(outline)
     assembly = None
     if outlines is not None:
-        assembly = DumpAssembly(path, batch, kinds)
+        assembly = DumpAssembly(path, batch, kinds, open_writer or writer_for(path))
         assembly.begin(outlines, header, left_out)
     for name, kind in kinds.items():
         parts = gather(rank_rows(batch, name, kind) if name in outline.sizes else None)
@@ -462,6 +488,23 @@ def save_debug_train_data(
     """
     if args.save_debug_train_data is None:
         return None
+    return gather_train_data(
+        lambda rank: train_dump_path(args.save_debug_train_data, rollout_id, rank=rank),
+        rollout_data,
+        rollout_id=rollout_id,
+    )
+
+
+def gather_train_data(
+    path_of: Callable[[int], Path],
+    rollout_data: Mapping[str, Any],
+    *,
+    rollout_id: int,
+    open_writer: OpenWriter | None = None,
+) -> Path | None:
+    """Gathers this rollout's fields from all ranks on the one that writes, as `write_train_dump`.
+    Called by all ranks. `path_of(rank)`: the file, by the writer's rank.
+    """
     import torch.distributed as dist
     from megatron.core import mpu
 
@@ -481,10 +524,11 @@ def save_debug_train_data(
         return values
 
     return write_train_dump(
-        train_dump_path(args.save_debug_train_data, rollout_id, rank=source),
+        path_of(source),
         rollout_data,
         header={"rollout_id": rollout_id, "rank": source, "cp_size": cp_size},
         place=place,
         gather=lambda value: gather_to_source(value, size=size, source_rank=source, group=group),
         share=share,
+        open_writer=open_writer,
     )

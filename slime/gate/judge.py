@@ -91,7 +91,8 @@ class Outcome:
 class PostprocessResult:
     """`samples` in input order (dropped ones left out); `raw_rows[i]` is the input position of
     `samples[i]`; one verdict per *input* sample; statistics of the call; alarms are filled by the
-    shell that knows the history. `build(row)` makes the marked sample of an input.
+    shell that knows the history. `build(row)` makes the marked sample of an input. `config` is what
+    decided the verdicts.
     """
 
     samples: list[Sample]
@@ -99,6 +100,7 @@ class PostprocessResult:
     verdicts: list[Verdict]
     raw_rows: list[int]
     build: Callable[[int], Sample]
+    config: GateConfig
     alarms: tuple = ()
 
     @functools.cached_property
@@ -469,4 +471,4 @@ def assemble(
     built = [build(row) for row in raw_rows]
     outcome.seconds["assemble"] += time.perf_counter() - start
     statistics = describe_samples(samples, outcome, config).with_history(previous)
-    return PostprocessResult(built, statistics, verdicts, raw_rows, build)
+    return PostprocessResult(built, statistics, verdicts, raw_rows, build, config)

@@ -36,7 +36,7 @@ from slime.data.structure import (
 )
 from slime.data.weight_versions import mask_older_samples, set_current_weight_version
 from slime.exceptions import EngineError, RolloutDataError
-from slime.files.rollout_dump import RolloutDumper, load_debug_rollout_data
+from slime.files.rollout_dump import RolloutDumper, load_debug_rollout_data, subsample_groups
 from slime.gate.gate import Gate
 from slime.gate.judge import PostprocessResult
 from slime.metrics import rollout_metrics
@@ -45,6 +45,8 @@ from slime.plugins.watched_calls import WATCH
 from slime.ray import actors
 from slime.ray.rollout_servers import start_rollout_servers
 from slime.ray.utils import Lock, wait_for
+from slime.recording.reader import is_recording, recorded_samples
+from slime.recording.rollout_side import RolloutRecorder
 from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.engine_client import set_engines
 from slime.rollout.generate_state import SharedState
@@ -52,6 +54,7 @@ from slime.rollout.reward_checks import RewardWatch
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.tracking.timer import Timer, timer
 from slime.tracking.tracking import (
+    collected_metrics,
     configure_logger,
     finish_tracking,
     init_tracking,
@@ -59,7 +62,7 @@ from slime.tracking.tracking import (
     log_dir_of,
 )
 from slime.utils import processing_utils
-from slime.utils.http_utils import init_http_client
+from slime.utils.http_utils import init_http_client, observe_replies
 from slime.utils.misc import Box, count_rollouts_per_epoch, load_function
 
 if TYPE_CHECKING:
@@ -110,6 +113,9 @@ class RolloutManager:
             init_http_client(args)
         self._num_new_engines = len(self.server.engines)
         self.dumper = RolloutDumper(args.save_debug_rollout_data)
+        self.recorder = RolloutRecorder.from_args(args)
+        if self.recorder is not None:
+            observe_replies(self.recorder.add_reply)
         self.reward_watch = RewardWatch(args)
         self._weight_version: int | None = None  # what the engines serve now
         self._last_generate_started: float | None = None
@@ -120,6 +126,20 @@ class RolloutManager:
         """One box (a reference to a shard) per data-parallel rank, or None with
         --debug-rollout-only.
         """
+        if self.recorder is None:
+            return self._generate(rollout_id)
+        self.recorder.begin(rollout_id)
+        with collected_metrics() as metrics:
+            boxes = self._generate(rollout_id)
+        self.recorder.finish(
+            metrics,
+            parallel=self.train_parallel_config,
+            weight_version=self._weight_version,
+            data_position=self._data_position(rollout_id),
+        )
+        return boxes
+
+    def _generate(self, rollout_id: int) -> list[Box] | None:
         started = time.monotonic()
         iteration_seconds = (
             None if self._last_generate_started is None else started - self._last_generate_started
@@ -140,6 +160,10 @@ class RolloutManager:
                 rollout_id,
                 iteration_seconds=iteration_seconds,
                 dropped_groups=dropped_groups,
+            )
+        if self.recorder is not None:
+            self.recorder.gate(
+                all_samples, judged, dropped_groups, dropped_before=dict(output.dropped)
             )
         samples = judged.samples
         # before any of the user's functions sees them
@@ -168,6 +192,8 @@ class RolloutManager:
             data, sources = self._train_data(judged, marks)
             boxes, plan = self._split(data, dropped_failures=_failures_outside(judged, sources))
         self.gate.record_placement(rollout_id, sources, plan.schedule.partitions)
+        if self.recorder is not None:
+            self.recorder.split(data, sources, plan)
         planned = self._log_split(
             rollout_id, plan, output, marks, sources, {"rollout/truncated": truncated}
         )
@@ -178,6 +204,15 @@ class RolloutManager:
         if self.args.debug_train_only:
             return
         set_current_rollout_id(rollout_id)
+        if self.recorder is None:
+            self._eval(rollout_id)
+            return
+        self.recorder.begin(rollout_id, evaluation=True)
+        with collected_metrics() as metrics:
+            self._eval(rollout_id)
+        self.recorder.finish(metrics, weight_version=self._weight_version)
+
+    def _eval(self, rollout_id: int) -> None:
         with self._raise_as_engine_error():
             output = call_rollout_fn(
                 self.eval_generate_rollout, self.args, rollout_id, self.data_source, evaluation=True
@@ -188,7 +223,10 @@ class RolloutManager:
             for sample in flatten_samples(dataset.get("samples") or [])
         ]
         self.dumper.save(samples, rollout_id=rollout_id, evaluation=True)
-        judged = self.gate.run(_groups_apart(output.data), rollout_id, evaluation=True)
+        apart = _groups_apart(output.data)
+        judged = self.gate.run(apart, rollout_id, evaluation=True)
+        if self.recorder is not None:
+            self.recorder.gate(apart, judged)
         found = {f"eval/{name}": value for name, value in self.gate.metrics(judged).items()}
         found.update(self._eval_reward_metrics(output.data))
         extra = {**(output.metrics or {}), **found}
@@ -251,6 +289,9 @@ class RolloutManager:
     def dispose(self) -> None:
         """Stops engines and writers."""
         self.gate.close()
+        if self.recorder is not None:
+            self.recorder.close()
+            observe_replies(None)
         finish_tracking(self.args, primary=False)
         self.server.stop()
 
@@ -297,11 +338,7 @@ class RolloutManager:
 
     def _get_rollout_data(self, rollout_id: int) -> RolloutFnTrainOutput:
         if self.args.load_debug_rollout_data:
-            samples = load_debug_rollout_data(
-                self.args.load_debug_rollout_data,
-                rollout_id=rollout_id,
-                subsample_ratio=self.args.load_debug_rollout_data_subsample,
-            )
+            samples = self._replayed_samples(rollout_id)
             return RolloutFnTrainOutput(samples=samples)
         with timer("generate"), self._raise_as_engine_error():
             output = call_rollout_fn(
@@ -309,6 +346,21 @@ class RolloutManager:
             )
         validate_rollout_id_annotated(output.samples)
         return output
+
+    def _replayed_samples(self, rollout_id: int) -> list[Sample]:
+        path, ratio = (
+            self.args.load_debug_rollout_data,
+            self.args.load_debug_rollout_data_subsample,
+        )
+        if not is_recording(path):
+            return load_debug_rollout_data(path, rollout_id=rollout_id, subsample_ratio=ratio)
+        samples = recorded_samples(path, rollout_id)
+        return samples if ratio is None else subsample_groups(samples, ratio)
+
+    def _data_position(self, rollout_id: int) -> Any:
+        """The data source's state after this rollout; None where it cannot say."""
+        state_dict = getattr(self.data_source, "state_dict", None)
+        return None if state_dict is None else state_dict(rollout_id)
 
     @contextlib.contextmanager
     def _raise_as_engine_error(self) -> Iterator[None]:

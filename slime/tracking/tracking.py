@@ -18,6 +18,7 @@ import os
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -146,6 +147,7 @@ class Tracking:
         self._sinks = sinks or []
         self._axes = StepAxes(before)
         self._process = uuid.uuid4().hex[:8]
+        self.collectors: list[list[dict[str, Any]]] = []
         self._lock = threading.Lock()
         self._writer = None if run_dir is None else JsonlWriter(Path(run_dir) / FILE_NAME)
         self._stop = threading.Event()
@@ -171,6 +173,10 @@ class Tracking:
             "step": values[step_key],
         }
         record["metrics"] = {name: value for name, value in values.items() if name != step_key}
+        for collector in self.collectors:
+            collector.append(
+                {"step_key": step_key, "step": record["step"], "metrics": record["metrics"]}
+            )
         if self._writer is not None:
             if self.lost[FILE_NAME]:
                 record["lost_before"] = self.lost[FILE_NAME]
@@ -354,6 +360,24 @@ def log(args: argparse.Namespace, metrics: dict[str, Any], step_key: str) -> Non
     if hasattr(args, "run_dir") and args.run_dir:
         init_tracking(args, primary=False)
         log(args, metrics, step_key)
+
+
+@contextlib.contextmanager
+def collected_metrics() -> Iterator[list[dict[str, Any]]]:
+    """Yields a list that takes what this process logs inside the block: {"step_key", "step",
+    "metrics"} of each record.
+    """
+    records: list[dict[str, Any]] = []
+    tracking = _tracking
+    if tracking is None:
+        yield records
+        return
+    tracking.collectors.append(records)
+    try:
+        yield records
+    finally:
+        # two empty lists are equal: the one at hand is removed
+        tracking.collectors[:] = [one for one in tracking.collectors if one is not records]
 
 
 def finish_tracking(args: argparse.Namespace, *, primary: bool = True) -> bool:

@@ -19,7 +19,7 @@ import multiprocessing.process
 import os
 import socket
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
@@ -62,6 +62,9 @@ class HttpSettings:
 
 
 _settings = HttpSettings()
+# called with the URL, the request's body, the reply's and its status; None: nobody listens
+ReplyObserver = Callable[[str, "bytes | None", bytes, int], None]
+_observer: ReplyObserver | None = None
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
     weakref.WeakKeyDictionary()
 )
@@ -71,6 +74,17 @@ def configure_http(settings: HttpSettings) -> None:
     """Sets how sessions opened from now on behave."""
     global _settings
     _settings = settings
+
+
+def observe_replies(observer: ReplyObserver | None) -> None:
+    """Sets what is handed every reply to a POST of this process, as bytes; None ends it."""
+    global _observer
+    _observer = observer
+
+
+def _observed(method: str, url: str, body: bytes | None, content: bytes, status: int) -> None:
+    if _observer is not None and method == "POST":
+        _observer(url, body, content, status)
 
 
 def init_http_client(args: argparse.Namespace) -> None:
@@ -146,6 +160,7 @@ async def request_once(
     try:
         async with _session().request(method, url, data=body, headers=send, timeout=limit) as reply:
             content = await reply.read()
+            _observed(method, url, body, content, reply.status)
             if not 200 <= reply.status < 300:
                 text = content[:500].decode("utf-8", errors="replace")
                 raise HttpStatusError(
@@ -177,11 +192,14 @@ async def stream_lines(
                 raise HttpStatusError(
                     f"{method} {url} was answered with {reply.status}: {text}", reply.status, text
                 )
-            pending = b""
+            pending, seen = b"", []
             async for chunk in reply.content.iter_any():
+                if _observer is not None:
+                    seen.append(chunk)
                 *lines, pending = (pending + chunk).split(b"\n")
                 for line in lines:
                     yield line.rstrip(b"\r")
+            _observed(method, url, body, b"".join(seen), reply.status)
             if pending:
                 yield pending
     except asyncio.TimeoutError as error:

@@ -42,6 +42,7 @@ from slime.backends.megatron_utils.loss import compute_advantages_and_returns
 from slime.backends.megatron_utils.model import forward_only, train
 from slime.backends.megatron_utils.model_provider import virtual_pipeline_size
 from slime.backends.megatron_utils.optimizer import setup_model_and_optimizer, training_tensors
+from slime.backends.megatron_utils.recorder import TrainRecorder
 from slime.backends.megatron_utils.trained_samples import (
     count_not_trained,
     counts_for_its_data_parallel_rank,
@@ -105,6 +106,7 @@ class MegatronTrainRayActor(TrainRayActor):
         start = self._load()
         self._last_rollout_id: int | None = None
         self._weight_updates_since_start: int | None = None
+        self.recorder = TrainRecorder(args, role) if args.record is not None else None
         Timer().start("train_wait")
         return start
 
@@ -191,7 +193,7 @@ class MegatronTrainRayActor(TrainRayActor):
             rollout_id,
             weight_updates_since_start,
         )
-        with timer("train"):
+        with timer("train"), self._recorded(rollout_id):
             with timer("data_preprocess"):
                 rollout_data = self._get_rollout_data(rollout_data_ref)
             result = (
@@ -201,6 +203,13 @@ class MegatronTrainRayActor(TrainRayActor):
             )
         Timer().start("train_wait")
         return result
+
+    def _recorded(self, rollout_id: int) -> contextlib.AbstractContextManager[None]:
+        if self.recorder is None:
+            return contextlib.nullcontext()
+        return self.recorder.rollout(
+            rollout_id, self.model, lambda folder: self._save_whole_state(folder, rollout_id)
+        )
 
     def _get_rollout_data(self, rollout_data_ref: list) -> RolloutBatch:
         dp_rank = mpu.get_data_parallel_rank(with_context_parallel=False)
@@ -259,6 +268,8 @@ class MegatronTrainRayActor(TrainRayActor):
         skipped = self._note_steps(logged)
         self.weight_ages.trained()
         save_debug_train_data(args, rollout_id=rollout_id, rollout_data=rollout_data)
+        if self.recorder is not None:
+            self.recorder.fields(rollout_id, rollout_data)
         self._log_weight_change(rollout_id)
         self.weights.backup("actor")
         if (
@@ -458,12 +469,15 @@ class MegatronTrainRayActor(TrainRayActor):
         """Writes the whole state below `folder`, over that of the time before, for processes that
         go on in place of these.
         """
+        self._save_whole_state(folder, self._last_rollout_id or 0)
+
+    def _save_whole_state(self, folder: str, iteration: int) -> None:
         whole = argparse.Namespace(
             **{**vars(self.args), "no_save_optim": False, "no_save_rng": False}
         )
         checkpoint.save_checkpoint(
             whole,
-            self._last_rollout_id or 0,
+            iteration,
             self.model,
             self.optimizer,
             self.opt_param_scheduler,
@@ -535,6 +549,8 @@ class MegatronTrainRayActor(TrainRayActor):
 
     def stop(self) -> None:
         """Closes the sinks and leaves the process group."""
+        if self.recorder is not None:
+            self.recorder.close()
         finish_tracking(self.args, primary=False)
         mpu.destroy_model_parallel()
         super().stop()

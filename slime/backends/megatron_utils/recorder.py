@@ -1,0 +1,186 @@
+"""What the training ranks record of a rollout: per-token fields in whole-batch order, the numbers
+of each step, digests of the weights, and on request the weights themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.accelerator.process_groups import get_gloo_group
+from slime.backends.megatron_utils.initialize import is_megatron_main_rank
+from slime.exceptions import RolloutDataError, SlimeError
+from slime.files import tables
+from slime.files.jsonl import encode as encode_record
+from slime.files.train_dump_utils import gather_train_data
+from slime.files.train_record import TensorOutline
+from slime.files.train_table import TensorCollector
+from slime.recording.manifest import CRITIC, TRAIN, WEIGHTS_FOLDER, rollout_folder
+from slime.recording.writer import FAILURES, PartWriter, writer_of
+from slime.tracking.tracking import collected_metrics
+
+logger = logging.getLogger(__name__)
+_DIGEST_ROWS = 1 << 22  # numbers that are widened at a time
+
+
+class TrainRecorder:
+    """One rank's share of the recording. Every rank takes part in what is collective; the main rank
+    writes.
+    """
+
+    def __init__(self, args: argparse.Namespace, role: str) -> None:
+        self.root, self.every = Path(args.record), args.record_every
+        self.with_weights = args.record_weights and role == "actor"
+        self._is_policy = role == "actor"
+        self._writer: PartWriter | None = None
+        if is_megatron_main_rank():
+            self._writer = writer_of(args, TRAIN if self._is_policy else CRITIC)
+        self._digests: list[dict[str, str]] | None = None  # after the last recorded rollout
+
+    @contextlib.contextmanager
+    def rollout(
+        self,
+        rollout_id: int,
+        model: Sequence[torch.nn.Module],
+        save: Callable[[str], Any],
+    ) -> Iterator[None]:
+        """Records the rollout that is trained inside. `save(folder)` writes a checkpoint there,
+        called by all ranks.
+        """
+        if rollout_id % self.every:
+            self._digests = None
+            yield
+            return
+        if self._writer is not None:
+            self._writer.begin(rollout_id)
+        before: list[dict[str, str]] = []
+        if self._is_policy:
+            before = self._digests or all_digests(model)
+        if self.with_weights:
+            self._save_weights(rollout_id, save)
+        with collected_metrics() as metrics:
+            yield
+        after: list[dict[str, str]] = []
+        if self._is_policy:
+            self._digests = after = all_digests(model)
+        if self._writer is not None:
+            self._finish(metrics, before, after)
+
+    def fields(self, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
+        """Gathers what training computed per token and sample, and queues it. Called by all ranks
+        of the policy, inside `rollout`.
+        """
+        if rollout_id % self.every:
+            return
+        collectors: list[TensorCollector] = []
+
+        def collect(
+            path: Path, header: Mapping[str, Any], outlines: Sequence[TensorOutline]
+        ) -> TensorCollector:
+            collectors.append(TensorCollector(path, header, outlines))
+            return collectors[-1]
+
+        try:
+            gather_train_data(
+                lambda rank: self.root, rollout_data, rollout_id=rollout_id, open_writer=collect
+            )
+        except RolloutDataError as error:
+            if self._writer is not None:
+                self._writer.stop(error)
+            return
+        if self._writer is None or not collectors:
+            return
+        collector = collectors[0]
+
+        def write(path: Path) -> int:
+            table = collector.table()
+            tables.write_table_to(path, table)
+            return len(table)
+
+        shares = {
+            f"dp {rank}": len(shard["partition"])
+            for rank, shard in enumerate(collector.header["dp_shards"])
+        }
+        self._writer.add("train", write, shares=shares, cp_size=collector.header.get("cp_size"))
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _save_weights(self, rollout_id: int, save: Callable[[str], Any]) -> None:
+        """All ranks see the same outcome of a checkpoint."""
+        try:
+            save(str(rollout_folder(self.root, rollout_id) / WEIGHTS_FOLDER))
+        except SlimeError as error:
+            self.with_weights = False
+            if self._writer is not None:
+                logger.warning("weights are no longer recorded: %s", error)
+
+    def _finish(
+        self,
+        metrics: list[dict[str, Any]],
+        before: list[dict[str, str]],
+        after: list[dict[str, str]],
+    ) -> None:
+        assert self._writer is not None
+        try:
+            lines = [encode_record(record) for record in metrics]
+        except FAILURES as error:
+            self._writer.stop(error)
+            return
+
+        def write_lines(path: Path) -> int:
+            path.write_bytes(b"".join(lines))
+            return len(lines)
+
+        def write_weights(path: Path) -> None:
+            record = {"before": before, "after": after}
+            path.write_bytes(encode_record(record))
+
+        self._writer.add("steps" if self._is_policy else "critic_steps", write_lines)
+        if self._is_policy:
+            self._writer.add("weights", write_weights)
+        self._writer.finish(world_size=dist.get_world_size())
+
+
+def all_digests(model: Sequence[torch.nn.Module]) -> list[dict[str, str]]:
+    """`digests_of` every rank's parameters, by rank. Called by all ranks together."""
+    named = {
+        (f"{chunk}." if len(model) > 1 else "") + name: parameter
+        for chunk, module in enumerate(model)
+        for name, parameter in module.named_parameters()
+    }
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, digests_of(named), group=get_gloo_group())
+    return values
+
+
+def digests_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """By name 32 hex digits that change with any bit of the tensor: the sum of its words, and their
+    sum weighted by place, modulo 2^64. It finds differences; it does not resist an attacker.
+
+    Computed where the tensor is, so that a large model is not copied to the host.
+    """
+    return {name: _digest(tensor.detach()) for name, tensor in tensors.items()}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    words = tensor.contiguous().reshape(-1)
+    size = words.element_size()
+    words = words.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+    plain = torch.zeros((), dtype=torch.int64, device=words.device)
+    weighted = torch.zeros_like(plain)
+    for start in range(0, words.numel(), _DIGEST_ROWS):
+        block = words[start : start + _DIGEST_ROWS].to(torch.int64)
+        places = torch.arange(start + 1, start + 1 + block.numel(), device=block.device)
+        plain += block.sum()
+        weighted += (block * (places * 2 + 1)).sum()
+    return "".join(f"{int(total.item()) & (2**64 - 1):016x}" for total in (plain, weighted))

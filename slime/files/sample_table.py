@@ -1,0 +1,295 @@
+"""Samples as a table and back, exact: one row per sample, readable without this code.
+
+    column                                  holds
+    index, group_index, rollout_id          identity
+    prompt, response, finish_reason, status text; a chat prompt as JSON
+    label, reward, metadata, weight_versions  JSON
+    tokens, loss_mask, rollout_log_probs, teacher_log_probs, ...   a list per sample
+    kinds                                   JSON: list fields that were no list, and what they were
+    rest                                    JSON: every other field that is not its default
+
+What a column cannot hold as it is, such as a text with half an emoji, is in `rest`, which wins.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slime.data.number_list import NumberList, number_list, packed
+from slime.data.ragged import is_tensor
+from slime.data.sample import PrefixCacheInfo, Sample, SpecInfo, Status
+from slime.exceptions import RolloutDataError
+from slime.files import tables
+from slime.files.json_values import decode_json, encode_json
+
+if TYPE_CHECKING:
+    import pyarrow
+
+FORMAT = "slime-samples-2"
+IDENTITIES = ("index", "group_index", "rollout_id")
+TEXTS = ("prompt", "response", "finish_reason")
+JSONS = ("label", "reward", "metadata", "weight_versions")
+# by list field, the kind of numbers in it
+LISTS = {
+    "tokens": "i",
+    "loss_mask": "i",
+    "rollout_log_probs": "f",
+    "teacher_log_probs": "f",
+    "rollout_top_p_token_ids": "i",
+    "rollout_top_p_token_offsets": "i",
+}
+_DEFAULTS = {name: value for name, value in vars(Sample()).items()}
+_COLUMNS = frozenset((*IDENTITIES, *TEXTS, *JSONS, *LISTS, "status"))
+_COUNTERS = {"spec_info": SpecInfo, "prefix_cache_info": PrefixCacheInfo}
+_INT64 = range(-(2**63), 2**63)
+_DTYPES = frozenset(("int8", "int16", "int32", "int64", "uint8", "float32", "float64"))
+
+
+@dataclasses.dataclass
+class _ListColumn:
+    """A list field of all samples while it is gathered: None where a sample has none, or has it in
+    `rest`.
+    """
+
+    kind: str
+    entries: list[np.ndarray | None] = dataclasses.field(default_factory=list)
+
+    def to_arrow(self) -> pyarrow.Array:
+        lengths = np.array([0 if e is None else len(e) for e in self.entries], dtype=np.int64)
+        missing = np.array([e is None for e in self.entries], dtype=bool)
+        present = [entry for entry in self.entries if entry is not None and len(entry)]
+        if len({entry.dtype for entry in present}) == 1:
+            values = np.concatenate(present)
+        else:
+            widest = "float64" if self.kind == "f" else "int64"
+            values = np.concatenate([np.zeros(0, widest), *present], dtype=widest)
+        return tables.list_column(_narrow(values), lengths, missing=missing)
+
+
+def _narrow(values: np.ndarray) -> np.ndarray:
+    """Integers of lists in 32 bits where all fit: files and readers take half of the time."""
+    if values.dtype != np.int64 or not len(values):
+        return values
+    low, high = values.min(), values.max()
+    if -(2**31) <= low and high < 2**31:
+        return values.astype(np.int32)
+    return values
+
+
+def sample_table(
+    samples: Sequence[Sample], *, encode: Callable[[Any], bytes] = encode_json
+) -> pyarrow.Table:
+    """The samples, one row each. `encode` makes the JSON text of a value; `RolloutDataError` naming
+    the sample where it refuses one.
+    """
+    import pyarrow
+
+    plain: dict[str, list[Any]] = collections.defaultdict(list)
+    lists = {name: _ListColumn(kind) for name, kind in LISTS.items()}
+    for sample in samples:
+        try:
+            _add_row(sample, plain, lists, encode)
+        except RolloutDataError as error:
+            raise RolloutDataError(f"Sample {sample.index} cannot be stored: {error}") from error
+    columns: dict[str, Any] = {}
+    for name in IDENTITIES:
+        columns[name] = pyarrow.array(plain[name], pyarrow.int64())
+    columns["response_length"] = pyarrow.array(plain["response_length"], pyarrow.int64())
+    for name in (*TEXTS, "status", *JSONS, "kinds", "rest"):
+        columns[name] = pyarrow.array(plain[name], pyarrow.large_string())
+    for name, column in lists.items():
+        if name in ("tokens", "loss_mask", "rollout_log_probs") or any(
+            entry is not None for entry in column.entries
+        ):
+            columns[name] = column.to_arrow()
+    return pyarrow.table(columns).replace_schema_metadata({"slime": FORMAT})
+
+
+def _add_row(
+    sample: Sample,
+    plain: dict[str, list[Any]],
+    lists: dict[str, _ListColumn],
+    encode: Callable[[Any], bytes],
+) -> None:
+    values = sample.__dict__
+    rest: dict[str, Any] = {}
+    kinds: dict[str, str] = {}
+    for name in IDENTITIES:
+        value = values[name]
+        fits = value is None or (type(value) is int and value in _INT64)
+        plain[name].append(value if fits else None)
+        if not fits:
+            rest[name] = value
+    length = values["response_length"]
+    fits = type(length) is int and length in _INT64
+    plain["response_length"].append(length if fits else None)
+    if not fits:
+        rest["response_length"] = length
+    for name in TEXTS:
+        value = values[name]
+        text = value if isinstance(value, str) and _has_utf8(value) else None
+        if text is None and value is not None:
+            rest[name] = value
+            text = encode(value).decode()  # to be read, not read back
+        plain[name].append(text)
+    plain["status"].append(values["status"].value)
+    for name in JSONS:
+        value = values[name]
+        plain[name].append(None if value is None else encode(value).decode())
+    for name, column in lists.items():
+        value = values[name]
+        found = None if value is None else _numbers(value, column.kind)
+        if found is None:
+            column.entries.append(None)
+            if value is not None:
+                rest[name] = value
+            continue
+        array, kind = found
+        column.entries.append(array)
+        if kind != "list":
+            kinds[name] = kind
+    for name, value in values.items():
+        if name in _COLUMNS or name == "response_length" or _is_default(name, value):
+            continue
+        rest[name] = dataclasses.asdict(value) if name in _COUNTERS else value
+    plain["kinds"].append(encode(kinds).decode() if kinds else None)
+    plain["rest"].append(encode(rest).decode() if rest else None)
+
+
+def _has_utf8(text: str) -> bool:
+    """False for a text with a lone surrogate, which UTF-8 does not have."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_default(name: str, value: Any) -> bool:
+    default = _DEFAULTS.get(name, _DEFAULTS)
+    return value is default or (type(value) is type(default) and bool(value == default))
+
+
+def _numbers(value: Any, kind: str) -> tuple[np.ndarray, str] | None:
+    """(array [rows], what the value was), or None for what a list column cannot give back."""
+    if type(value) in (list, NumberList):
+        array = packed(value, "i" if kind == "i" else "d")
+        if array is None:
+            try:
+                array = np.array(value)
+            except (ValueError, OverflowError):
+                return None
+        return (array, "list") if array.ndim == 1 and array.dtype.kind == kind else None
+    if is_tensor(value):
+        name = str(value.dtype).removeprefix("torch.")
+        if value.ndim != 1 or name not in _DTYPES:
+            return None
+        return value.detach().cpu().numpy(), f"tensor {name}"
+    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.name in _DTYPES:
+        return value, f"array {value.dtype.name}"
+    return None
+
+
+def samples_of(table: pyarrow.Table) -> list[Sample]:
+    """The samples of a table, equal to what was stored. `RolloutDataError` for another table."""
+    missing = {"index", "status", "tokens", "rest", "kinds"} - set(table.column_names)
+    if missing:
+        raise RolloutDataError(
+            f"The table holds no samples: it has no column {', '.join(sorted(missing))}; its "
+            f"columns are {', '.join(table.column_names[:20])}."
+        )
+    try:
+        return _samples_of(table)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RolloutDataError(
+            f"A row of the table is not a sample ({type(error).__name__}: {error})."
+        ) from error
+
+
+def _samples_of(table: pyarrow.Table) -> list[Sample]:
+    plain = {
+        name: table[name].to_pylist()
+        for name in (*IDENTITIES, "response_length", *TEXTS, *JSONS, "status", "kinds", "rest")
+    }
+    lists = {
+        name: (tables.entries_of(table[name]), tables.lists_of(table[name])[2].tolist())
+        for name in LISTS
+        if name in table.column_names
+    }
+    samples = []
+    for row in range(len(table)):
+        kinds = _json_at(plain["kinds"], row) or {}
+        data: dict[str, Any] = {
+            name: plain[name][row] for name in (*IDENTITIES, "response_length", *TEXTS)
+        }
+        data["status"] = Status(plain["status"][row])
+        for name in JSONS:
+            data[name] = _json_at(plain[name], row)
+        for name, (entries, missing) in lists.items():
+            data[name] = None if missing[row] else _restored(entries[row], kinds.get(name, "list"))
+        rest = _json_at(plain["rest"], row) or {}
+        for name, kind in _COUNTERS.items():
+            if name in rest:
+                rest[name] = kind(**rest[name])
+        sample = Sample()
+        sample.__dict__.update(data)
+        sample.__dict__.update(rest)
+        samples.append(sample)
+    return samples
+
+
+def _json_at(texts: list[str | None], row: int) -> Any:
+    text = texts[row]
+    return None if text is None else decode_json(text.encode())
+
+
+def _restored(array: np.ndarray, kind: str) -> Any:
+    what, _, dtype = kind.partition(" ")
+    if what == "list":
+        return number_list(array)
+    array = array.astype(dtype)
+    if what == "array":
+        return array
+    import torch
+
+    return torch.from_numpy(array)
+
+
+def changed_fields(before: Sample, after: Sample) -> dict[str, Any]:
+    """The fields of `after` that differ from `before`, by name, as values that JSON can hold."""
+    return {
+        name: value.value if name == "status" else value
+        for name, value in after.__dict__.items()
+        if not _is_same(before.__dict__.get(name, _DEFAULTS), value)
+    }
+
+
+def with_changes(sample: Sample, changes: Mapping[str, Any]) -> Sample:
+    """A copy of the sample with `changed_fields`."""
+    other = Sample()
+    other.__dict__.update(sample.__dict__)
+    for name, value in changes.items():
+        other.__dict__[name] = Status(value) if name == "status" else value
+    return other
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    if is_tensor(a):
+        return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+    try:
+        return bool(a == b)
+    except (ValueError, RuntimeError):  # a structure that holds arrays
+        return False

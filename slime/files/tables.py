@@ -1,0 +1,146 @@
+"""Parquet tables with ragged columns: one row per sample, one list per sample and token field.
+
+What is written is read by pandas, polars and duckdb without this code. Pages carry checksums, so a
+flipped bit is found when a table is read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slime.exceptions import ConfigError, RolloutDataError
+from slime.files import atomic
+
+if TYPE_CHECKING:
+    import pyarrow
+
+COMPRESSION, LEVEL = "zstd", 1
+# arrays of a bfloat16 tensor hold its bits
+BITS_OF = {"bfloat16": "uint16"}
+
+
+def require_pyarrow(option: str) -> None:
+    """ConfigError where pyarrow is missing, which `option` needs."""
+    import importlib.util
+
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ConfigError(f"{option} writes Parquet files and needs pyarrow: pip install pyarrow.")
+
+
+def list_column(
+    values: np.ndarray, lengths: np.ndarray, *, missing: np.ndarray | None = None
+) -> pyarrow.Array:
+    """A list column of `values` [rows] from the buffers, without making Python numbers. `lengths`
+    [N]: rows of each entry; `missing` [N]: entries that are null, of length 0.
+    """
+    import pyarrow
+
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    mask = None if missing is None or not missing.any() else pyarrow.array(missing)
+    return pyarrow.LargeListArray.from_arrays(
+        pyarrow.array(offsets), pyarrow.array(np.ascontiguousarray(values)), mask=mask
+    )
+
+
+def lists_of(column: pyarrow.ChunkedArray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`(values [rows], offsets [N + 1], missing [N])` of a list column."""
+    array = column.combine_chunks()
+    if hasattr(array, "chunks"):  # an older pyarrow keeps the wrapper
+        array = array.chunk(0) if array.num_chunks else array.type.wrap_array([])
+    missing = (
+        np.asarray(array.is_null().to_numpy(zero_copy_only=False), dtype=bool)
+        if array.null_count
+        else np.zeros(len(array), dtype=bool)
+    )
+    offsets = array.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
+    values = array.values.to_numpy(zero_copy_only=False)
+    if len(offsets):
+        values, offsets = values[offsets[0] : offsets[-1]], offsets - offsets[0]
+    return values, offsets if len(offsets) else np.zeros(1, dtype=np.int64), missing
+
+
+def entries_of(column: pyarrow.ChunkedArray) -> list[np.ndarray]:
+    """One array per row of a list column; an empty one for null."""
+    values, offsets, _ = lists_of(column)
+    bounds = offsets.tolist()
+    return [values[low:high] for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def write_table(
+    path: str | os.PathLike, table: pyarrow.Table, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Writes the table whole or not at all. `metadata` goes into the file's schema. Raises
+    `OSError` where the disk takes no more.
+    """
+    with atomic.replacing(path) as temporary:
+        write_table_to(temporary, table, metadata)
+
+
+def write_table_to(
+    path: str | os.PathLike, table: pyarrow.Table, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Writes the table to a path that is the caller's to give its name."""
+    import pyarrow.parquet
+
+    table = table.replace_schema_metadata(
+        {**(table.schema.metadata or {}), **{key: text for key, text in (metadata or {}).items()}}
+    )
+    # numbers of a model repeat rarely: a dictionary of them costs time and saves nothing
+    named = [
+        field.name
+        for field in table.schema
+        if pyarrow.types.is_string(field.type) or pyarrow.types.is_large_string(field.type)
+    ]
+    try:
+        pyarrow.parquet.write_table(
+            table,
+            path,
+            compression=COMPRESSION,
+            compression_level=LEVEL,
+            use_dictionary=named,
+            write_statistics=False,
+            write_page_checksum=True,
+        )
+    except pyarrow.ArrowException as error:
+        if isinstance(error, OSError):
+            raise
+        raise RolloutDataError(f"{path} cannot be written as a table: {error}") from error
+
+
+def is_table(path: str | os.PathLike) -> bool:
+    """Whether the file begins as a Parquet file does."""
+    with open(path, "rb") as file:
+        return file.read(4) == b"PAR1"
+
+
+def read_table(path: str | os.PathLike, *, what: str = "table") -> pyarrow.Table:
+    """The table. `RolloutDataError` naming the file where there is none or it is damaged."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path = Path(path)
+    if not path.is_file():
+        raise RolloutDataError(f"There is no {what} at {path}.")
+    try:
+        return pyarrow.parquet.ParquetFile(path, page_checksum_verification=True).read()
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise RolloutDataError(f"{path} is not a whole {what}: {error}") from error
+
+
+def metadata_of(table: pyarrow.Table) -> dict[str, str]:
+    """The texts that a table carries in its schema, by name."""
+    return {
+        key.decode("utf-8", "replace"): value.decode("utf-8", "replace")
+        for key, value in (table.schema.metadata or {}).items()
+    }
+
+
+def numbers_of(column: pyarrow.ChunkedArray) -> Any:
+    """A number per row as a numpy array [N]."""
+    return column.to_numpy(zero_copy_only=False) if len(column) else np.zeros(0)

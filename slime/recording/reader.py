@@ -1,0 +1,244 @@
+"""Reads a recording: `Recording` for the folder, `RecordedRollout` for one rollout.
+
+Everything is read as data. A part is read only where a manifest lists it, and only from the file
+name that the format gives it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slime.data.batch import RolloutBatch
+from slime.data.sample import Sample
+from slime.exceptions import RolloutDataError
+from slime.files import tables
+from slime.files.field_table import batch_of
+from slime.files.json_values import decode_json
+from slime.files.jsonl import read_jsonl
+from slime.files.sample_table import samples_of, with_changes
+from slime.files.train_record import TrainDump
+from slime.files.train_table import read_train_table
+from slime.recording import manifest
+from slime.recording.manifest import Manifest, Part
+from slime.recording.run_record import options_of
+
+if TYPE_CHECKING:
+    import pyarrow
+
+LARGEST_JSON = 1 << 28  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgedSamples:
+    """The samples part. Entry i of each list is of row i: what the gate was given, its verdict, and
+    what it made of the sample. Rows from `num_batch` on were dropped by the rollout before.
+    """
+
+    samples: list[Sample]
+    valid: list[bool]
+    reasons: list[str | None]
+    details: list[str | None]
+    dropped: list[bool]
+    dropped_by: list[str | None]
+    changes: list[dict[str, Any]]
+
+    @property
+    def num_batch(self) -> int:
+        return sum(reason is None for reason in self.dropped_by)
+
+    @property
+    def batch(self) -> list[Sample]:
+        """What the gate was given."""
+        return self.samples[: self.num_batch]
+
+    def judged(self, row: int) -> Sample:
+        """What the gate made of a row of the batch."""
+        return with_changes(self.samples[row], self.changes[row])
+
+
+class RecordedRollout:
+    """One rollout, or evaluation, of a recording."""
+
+    def __init__(self, folder: Path, recording: Recording | None = None) -> None:
+        self.folder = folder
+        self.recording = recording
+        self.manifests: dict[str, Manifest] = {}
+        for writer in manifest.WRITERS:
+            found = manifest.read_manifest(folder, writer)
+            if found is not None:
+                self.manifests[writer] = found
+        if not self.manifests:
+            raise RolloutDataError(f"{folder} has no manifest, so it is no recorded rollout.")
+
+    @property
+    def rollout_id(self) -> int:
+        return next(iter(self.manifests.values())).rollout_id
+
+    @property
+    def run(self) -> int:
+        """The number of the run record that holds the options."""
+        return next(iter(self.manifests.values())).run
+
+    @functools.cached_property
+    def parts(self) -> dict[str, Part]:
+        """Every listed part by name, in the order in which a rollout makes them."""
+        found = {name: part for one in self.manifests.values() for name, part in one.parts.items()}
+        return {name: found[name] for name in manifest.PARTS if name in found}
+
+    def problems(self) -> list[str]:
+        """One sentence per listed part that is not as it was written."""
+        found = [manifest.verify_part(self.folder, part) for part in self.parts.values()]
+        return [problem for problem in found if problem is not None]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.parts
+
+    def path(self, name: str) -> Path:
+        """The file of a part. `RolloutDataError` where it is not recorded, or is a link."""
+        part = self.parts.get(name)
+        if part is None:
+            raise RolloutDataError(
+                f"{self.folder} has no part {name!r}; it has {', '.join(self.parts) or 'none'}. "
+                "The run ended before it was written, or the part does not exist in this run."
+            )
+        path = self.folder / part.file
+        if path.is_symlink():
+            raise RolloutDataError(f"{path} is a link; a recording holds files.")
+        return path
+
+    def options(self) -> argparse.Namespace:
+        """The options of the run that made this rollout."""
+        if self.recording is None:
+            raise RolloutDataError(f"{self.folder} was opened without its recording.")
+        return options_of(self.recording.run_record(self.run))
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def table(self, name: str) -> pyarrow.Table:
+        """The table of a part."""
+        return tables.read_table(self.path(name), what=f"{name} part of a recording")
+
+    def json(self, name: str) -> dict[str, Any]:
+        """The JSON object of a part."""
+        return manifest.read_json(self.path(name), limit=LARGEST_JSON)
+
+    def judged_samples(self) -> JudgedSamples:
+        """The samples part."""
+        table = self.table("samples")
+        try:
+            changes = [
+                {} if text is None else decode_json(text.encode())
+                for text in table["changes"].to_pylist()
+            ]
+            return JudgedSamples(
+                samples_of(table),
+                valid=table["valid"].to_pylist(),
+                reasons=table["reason"].to_pylist(),
+                details=table["detail"].to_pylist(),
+                dropped=table["dropped"].to_pylist(),
+                dropped_by=table["dropped_by"].to_pylist(),
+                changes=changes,
+            )
+        except (KeyError, ValueError) as error:
+            raise RolloutDataError(
+                f"{self.path('samples')} is not a samples part: {error}"
+            ) from error
+
+    def columns(self) -> tuple[RolloutBatch, np.ndarray]:
+        """(the whole batch as it was split, the row of the samples part that each row is of)."""
+        table = self.table("columns")
+        return batch_of(table), tables.numbers_of(table["raw_row"]).astype(np.int64)
+
+    def schedule(self) -> dict[str, np.ndarray]:
+        """The columns of the schedule part by name."""
+        table = self.table("schedule")
+        return {name: tables.numbers_of(table[name]) for name in table.column_names}
+
+    def train(self) -> TrainDump:
+        """What training computed."""
+        return read_train_table(self.path("train"))
+
+    def metric_records(self) -> list[dict[str, Any]]:
+        """What was logged of the rollout by the manager, then by the training ranks: {"step_key",
+        "step", "metrics"} each.
+        """
+        records: list[dict[str, Any]] = []
+        if "rollout" in self:
+            records += self.json("rollout").get("metrics", [])
+        for name in ("steps", "critic_steps"):
+            if name in self:
+                records += read_jsonl(self.path(name))[0]
+        return records
+
+
+class Recording:
+    """The folder of a recording."""
+
+    def __init__(self, root: str | os.PathLike) -> None:
+        self.root = Path(root)
+        if not is_recording(self.root):
+            raise RolloutDataError(
+                f"{self.root} is no recording: it has no run_0000.json. Record a run with --record "
+                "FOLDER."
+            )
+        self._records: dict[int, Mapping[str, Any]] = {}
+
+    @property
+    def rollouts(self) -> list[int]:
+        """The recorded rollouts, ascending."""
+        return manifest.recorded_rollouts(self.root)
+
+    @property
+    def evaluations(self) -> list[int]:
+        """The recorded evaluations, by the rollout before which they were made."""
+        return manifest.recorded_rollouts(self.root, evaluation=True)
+
+    def rollout(self, rollout_id: int, *, evaluation: bool = False) -> RecordedRollout:
+        """One rollout. `RolloutDataError` listing what there is where it is not recorded."""
+        folder = manifest.rollout_folder(self.root, rollout_id, evaluation=evaluation)
+        if not folder.is_dir() or folder.is_symlink():
+            known = self.evaluations if evaluation else self.rollouts
+            listed = ", ".join(map(str, known[:20])) + (", ..." if len(known) > 20 else "")
+            raise RolloutDataError(
+                f"{self.root} has no rollout {rollout_id}; it has {listed or 'none'}."
+            )
+        return RecordedRollout(folder, self)
+
+    def run_record(self, number: int) -> Mapping[str, Any]:
+        """Options, versions and code of a start of the run."""
+        if number not in self._records:
+            path = manifest.run_path(self.root, number)
+            record = manifest.read_json(path, limit=LARGEST_JSON)
+            if record.get("format") != manifest.FORMAT:
+                raise RolloutDataError(
+                    f"{path} is of the format {record.get('format')!r}; this version reads "
+                    f"{manifest.FORMAT!r}."
+                )
+            self._records[number] = record
+        return self._records[number]
+
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        """The recorded tokenizer; None where the run had none."""
+        folder = self.root / manifest.TOKENIZER_FOLDER
+        return folder if folder.is_dir() else None
+
+
+def is_recording(path: str | os.PathLike) -> bool:
+    """Whether the folder holds a recording."""
+    return bool(manifest.run_numbers(Path(path)))
+
+
+def recorded_samples(path: str | os.PathLike, rollout_id: int) -> list[Sample]:
+    """What the gate was given in a rollout of the recording at `path`, for a run that trains on it
+    again.
+    """
+    return Recording(path).rollout(rollout_id).judged_samples().batch

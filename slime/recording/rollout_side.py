@@ -1,0 +1,313 @@
+"""What the rollout manager records of a rollout: replies, samples with verdicts, columns, schedule,
+metrics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+
+from slime.data.batch import RolloutBatch
+from slime.data.from_lists import batch_from_lists
+from slime.data.reasons import REASON_OF_VALUE
+from slime.data.sample import Sample
+from slime.data.split import SplitPlan
+from slime.files import tables
+from slime.files.field_table import field_table, fields_of_batch
+from slime.files.json_values import encode_json
+from slime.files.jsonl import encode as encode_record
+from slime.files.sample_table import changed_fields, sample_table
+from slime.gate.before_rewards import engine_text_of
+from slime.gate.config import Verdict
+from slime.gate.judge import PostprocessResult
+from slime.recording.manifest import ROLLOUT
+from slime.recording.writer import FAILURES, PartWriter, WritePart, writer_of
+
+if TYPE_CHECKING:
+    import pyarrow
+
+# of the gate's config, what the options alone do not say
+GATE_STATE = (
+    "level",
+    "compare_every",
+    "rewards_expected",
+    "evaluation",
+    "reward_key",
+    "vocab_size",
+)
+
+
+class RolloutRecorder:
+    """Records rollouts on behalf of the rollout manager. Tables are made when a method is called,
+    from then on the values may change; they are written in the background.
+    """
+
+    def __init__(self, writer: PartWriter, *, every: int = 1) -> None:
+        self.writer, self.every = writer, every
+        self._is_due = False
+        self._facts: dict[str, Any] = {}
+        self._replies: collections.deque[bytes] = collections.deque()
+
+    @staticmethod
+    def from_args(args: argparse.Namespace) -> RolloutRecorder | None:
+        writer = writer_of(args, ROLLOUT)
+        return None if writer is None else RolloutRecorder(writer, every=args.record_every)
+
+    def add_reply(self, url: str, request: bytes | None, reply: bytes, status: int) -> None:
+        """Keeps one HTTP reply of an engine, or of a grader, for the rollout that is begun next or
+        under way. Called from any thread.
+        """
+        record = {
+            "url": url,
+            "status": status,
+            "request": _as_json(request),
+            "reply": _as_json(reply),
+        }
+        self._replies.append(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
+
+    def begin(self, rollout_id: int, *, evaluation: bool = False) -> None:
+        """Whether this rollout is recorded is decided here, by --record-every; evaluations all
+        are.
+        """
+        self._is_due = evaluation or rollout_id % self.every == 0
+        self._facts = {}
+        if self._is_due:
+            self.writer.begin(rollout_id, evaluation=evaluation)
+        else:
+            self._replies.clear()
+
+    def gate(
+        self,
+        samples: Sequence[Sample],
+        judged: PostprocessResult,
+        dropped_groups: Sequence[tuple[str, Sequence[Sample]]] = (),
+        **facts: Any,
+    ) -> None:
+        """Records the replies so far, what the gate was given, and what it said. `facts`: small
+        values that go with it.
+        """
+        if self._is_off():
+            return
+        lines = [self._replies.popleft() for _ in range(len(self._replies))]
+        self._add("replies", lambda: _lines_writer(lines))
+        dropped = [(reason, one) for reason, group in dropped_groups for one in group]
+        self._add("samples", lambda: _table_writer(judged_table(samples, judged, dropped)))
+        config = judged.config
+        record = {
+            "state": {name: getattr(config, name) for name in GATE_STATE if hasattr(config, name)},
+            "statistics": judged.statistics.to_record(),
+            "alarms": [dataclasses.asdict(alarm) for alarm in judged.alarms],
+            "num_samples": len(samples),
+            **facts,
+        }
+        self._add("gate", lambda: _json_writer(record))
+
+    def split(
+        self, data: Mapping[str, Any], sources: Sequence[int], plan: SplitPlan, **facts: Any
+    ) -> None:
+        """Records the whole batch as it was split, where each row came from, and who trains it."""
+        if self._is_off():
+            return
+        self._add("columns", lambda: _table_writer(columns_table(batch_from_lists(data), sources)))
+        self._add("schedule", lambda: _table_writer(schedule_table(plan, sources)))
+        self._facts = {
+            "split": {
+                "num_microbatches": list(plan.schedule.num_microbatches),
+                "global_batch_sizes": list(plan.global_batch_sizes),
+                "num_trained_by_rank": list(plan.num_trained_by_rank),
+                "dropped": dict(plan.dropped),
+            },
+            **facts,
+        }
+
+    def finish(self, metrics: Sequence[Mapping[str, Any]], **facts: Any) -> None:
+        """Records what was logged of the rollout, and ends it."""
+        record = {**self._facts, "metrics": list(metrics), **facts}
+        self._add("rollout", lambda: _json_writer(record))
+        if not self._is_off():
+            self.writer.finish()
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        self.writer.close()
+
+    def _is_off(self) -> bool:
+        return not self._is_due or self.writer.failed
+
+    def _add(self, name: str, build: Callable[[], WritePart]) -> None:
+        """Queues a part that `build` makes now. What cannot be made ends the recording, not the
+        run.
+        """
+        if self._is_off():
+            return
+        try:
+            self.writer.add(name, build())
+        except FAILURES as error:
+            self.writer.stop(error)
+
+
+def _as_json(body: bytes | None) -> Any:
+    """The body as it is where it is JSON on one line, else its text."""
+    if body is None:
+        return None
+    if b"\n" not in body:
+        try:
+            orjson.loads(body)
+        except orjson.JSONDecodeError:
+            pass
+        else:
+            return orjson.Fragment(body)
+    return body.decode("utf-8", "replace")
+
+
+def lenient_json(value: object) -> bytes:
+    """`encode_json`, with the description of an object in place of one that JSON and arrays cannot
+    hold: recording must not refuse what training takes.
+    """
+    try:
+        return encode_json(value)
+    except FAILURES:
+        if isinstance(value, dict):
+            entries = {str(key): orjson.Fragment(lenient_json(v)) for key, v in value.items()}
+            return orjson.dumps(entries)
+        return encode_json({"__not_recorded__": f"{type(value).__name__}: {value!r:.200}"})
+
+
+def judged_table(
+    samples: Sequence[Sample],
+    judged: PostprocessResult,
+    dropped: Sequence[tuple[str, Sample]] = (),
+) -> pyarrow.Table:
+    """The samples that the gate was given, then those that the rollout dropped before, each with
+    its verdict.
+
+    raw_row numbers the rows; valid, reason, detail, dropped are the verdict; dropped_by is null for
+    the batch; changes is JSON: the fields that the gate changed.
+    """
+    import pyarrow
+
+    verdicts = [*judged.verdicts, *(_verdict_on(one) for _, one in dropped)]
+    rows = [*samples, *(one for _, one in dropped)]
+    changes = [
+        changed_fields(before, after) for before, after in zip(samples, judged.judged, strict=True)
+    ] + [{}] * len(dropped)
+    table = sample_table(rows, encode=lenient_json)
+    texts = [engine_text_of(one) for one in rows]
+    own = {
+        "raw_row": pyarrow.array(np.arange(len(rows), dtype=np.int64)),
+        "valid": pyarrow.array([bool(v.valid) for v in verdicts]),
+        "reason": pyarrow.array(
+            [v.reason.value if v.reason else None for v in verdicts], pyarrow.large_string()
+        ),
+        "detail": pyarrow.array([_text(v.detail) for v in verdicts], pyarrow.large_string()),
+        "dropped": pyarrow.array([bool(v.dropped) for v in verdicts]),
+        "dropped_by": pyarrow.array(
+            [None] * len(samples) + [str(reason) for reason, _ in dropped], pyarrow.large_string()
+        ),
+        "engine_text": pyarrow.array(
+            [
+                _text(text) if text is not one.response else None
+                for text, one in zip(texts, rows, strict=True)
+            ],
+            pyarrow.large_string(),
+        ),
+        "changes": pyarrow.array(
+            [lenient_json(entry).decode() if entry else None for entry in changes],
+            pyarrow.large_string(),
+        ),
+    }
+    for place, (name, column) in enumerate(own.items()):
+        table = table.add_column(place, name, column)
+    return table
+
+
+def _verdict_on(sample: Sample) -> Verdict:
+    """The verdict that a sample carries which the rollout dropped."""
+    reason = sample.invalid_reason
+    known = REASON_OF_VALUE.get(reason) if isinstance(reason, str) else None
+    return Verdict(valid=bool(sample.valid), reason=known, dropped=True)
+
+
+def _text(value: object) -> str | None:
+    if value is None:
+        return None
+    return str(value).encode("utf-8", "replace").decode()
+
+
+def columns_table(batch: RolloutBatch, sources: Sequence[int]) -> pyarrow.Table:
+    """The whole batch, one row per sample. raw_row is the row of its sample in the samples part."""
+    fields, left_out = fields_of_batch(batch)
+    table = field_table(
+        fields,
+        num_rows=len(sources),
+        extra={"raw_row": np.asarray(sources, dtype=np.int64)},
+    )
+    return table.replace_schema_metadata(
+        {**(table.schema.metadata or {}), "slime.left_out": orjson.dumps(left_out)}
+    )
+
+
+def schedule_table(plan: SplitPlan, sources: Sequence[int]) -> pyarrow.Table:
+    """One row per row of the columns part: who trains it (dp_rank, -1 for nobody), at which place
+    of the rank (dp_position), in which optimizer step and micro-batch of the rank.
+    """
+    import pyarrow
+
+    num = len(sources)
+    places = {
+        name: np.full(num, -1, dtype=np.int32)
+        for name in ("dp_rank", "dp_position", "step", "micro_batch")
+    }
+    step_of = np.repeat(
+        np.arange(len(plan.schedule.num_microbatches)), plan.schedule.num_microbatches
+    )
+    for rank, part in enumerate(plan.schedule.partitions):
+        positions = np.asarray(part, dtype=np.int64)
+        places["dp_rank"][positions] = rank
+        places["dp_position"][positions] = np.arange(len(part))
+        for number, indices in enumerate(plan.schedule.micro_batch_indices[rank]):
+            chosen = positions[np.asarray(indices, dtype=np.int64)]
+            places["micro_batch"][chosen] = number
+            places["step"][chosen] = step_of[number]
+    return pyarrow.table(
+        {
+            "position": np.arange(num, dtype=np.int64),
+            "raw_row": np.asarray(sources, dtype=np.int64),
+            **places,
+            "rollout_mask_sum": plan.rollout_mask_sums_N,
+            "rollout_sample_count": plan.rollout_sample_counts_N,
+        }
+    )
+
+
+def _table_writer(table: pyarrow.Table) -> WritePart:
+    def write(path: Path) -> int:
+        tables.write_table_to(path, table)
+        return len(table)
+
+    return write
+
+
+def _lines_writer(lines: Sequence[bytes]) -> WritePart:
+    def write(path: Path) -> int:
+        with open(path, "wb") as file:
+            file.writelines(lines)
+        return len(lines)
+
+    return write
+
+
+def _json_writer(record: Mapping[str, Any]) -> WritePart:
+    text = encode_record(dict(record))
+
+    def write(path: Path) -> None:
+        path.write_bytes(text)
+
+    return write

@@ -1,0 +1,254 @@
+"""Writes the parts of a recording on one background thread, so that no step waits for a disk."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import queue
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slime.exceptions import RolloutDataError
+from slime.files import atomic
+from slime.recording.manifest import (
+    PARTS,
+    ROLLOUT,
+    SCHEMAS,
+    TRAIN,
+    Manifest,
+    Part,
+    file_hash,
+    manifest_path,
+    read_manifest,
+    recorded_rollouts,
+    rollout_folder,
+    run_numbers,
+    write_manifest,
+)
+
+logger = logging.getLogger(__name__)
+QUEUE_SIZE = 8  # parts that wait; a slow disk must not fill the memory
+CLOSE_TIMEOUT_S = 120.0
+# writes a part to a path that it is given and returns its rows, None where rows have no meaning
+WritePart = Callable[[Path], "int | None"]
+_STOP = object()
+# what a disk, a value or pyarrow can raise (pyarrow's errors derive from these)
+FAILURES = (
+    OSError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+    MemoryError,
+    LookupError,
+    OverflowError,
+    AttributeError,
+    RolloutDataError,
+)
+
+
+class PartWriter:
+    """One process's way into a recording. A part that cannot be written ends the recording of this
+    process with one warning, never the run; what is listed by then stays.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        writer: str,
+        *,
+        run: int,
+        keep: int | None = None,
+        max_bytes: int | None = None,
+    ) -> None:
+        self.root, self.writer, self.run = root, writer, run
+        self.keep, self.max_bytes = keep, max_bytes
+        self.failed = False
+        self.num_skipped = 0  # rollouts that a slow disk cost
+        self._current: tuple[Path, Manifest] | None = None
+        self._skipping = False  # the rollout under way
+        self._queue: queue.Queue[Any] = queue.Queue(maxsize=QUEUE_SIZE)
+        self._thread: threading.Thread | None = None
+
+    def begin(self, rollout_id: int, *, evaluation: bool = False) -> None:
+        """Opens the rollout's folder, at once. The manager's writer removes what an earlier attempt
+        at the same rollout left; the ranks' writers list anew, since they train the same samples
+        again.
+        """
+        self._skipping = False
+        folder = rollout_folder(self.root, rollout_id, evaluation=evaluation)
+        self._current = folder, Manifest(rollout_id, self.writer, self.run, evaluation)
+        if self.failed:
+            return
+        try:
+            if self.writer == ROLLOUT and folder.exists():
+                remove_folder(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            manifest_path(folder, self.writer).unlink(missing_ok=True)
+        except FAILURES as error:
+            self.stop(error)
+
+    def add(self, name: str, write: WritePart, **facts: Any) -> None:
+        """Queues one part of the rollout that was begun last, and what the manifest notes with it.
+        What `write` reads must not change.
+        """
+        file, owner = PARTS[name]
+        assert owner == self.writer, f"the part {name!r} is written by {owner}"
+
+        def action(folder: Path, manifest: Manifest) -> None:
+            with atomic.replacing(folder / file) as temporary:
+                num_rows = write(temporary)
+                size, digest = temporary.stat().st_size, file_hash(temporary)
+                part = Part(name, file, size, digest, SCHEMAS[name], num_rows)
+            manifest.parts[name] = part
+            manifest.facts.update(facts)
+            write_manifest(folder, manifest)
+
+        self._submit(action)
+
+    def finish(self, **facts: Any) -> None:
+        """Notes that the rollout has all the parts that this process writes, and removes the oldest
+        rollouts beyond `keep` and `max_bytes`.
+        """
+
+        def action(folder: Path, manifest: Manifest) -> None:
+            manifest.facts.update(facts, complete=True)
+            write_manifest(folder, manifest)
+            if self.keep is not None or self.max_bytes is not None:
+                prune(self.root, keep=self.keep, max_bytes=self.max_bytes, current=folder)
+
+        self._submit(action)
+
+    def flush(self) -> None:
+        """Returns when everything queued so far is written or has failed."""
+        if self._thread is not None:
+            self._queue.join()
+
+    def close(self) -> None:
+        """Writes what is queued and ends the thread; a disk that hangs is left behind after
+        `CLOSE_TIMEOUT_S`.
+        """
+        if self._thread is None:
+            return
+        try:
+            self._queue.put(_STOP, timeout=CLOSE_TIMEOUT_S)
+            self._thread.join(CLOSE_TIMEOUT_S)
+        except queue.Full:
+            pass
+        if self._thread.is_alive():
+            logger.warning("the recording in %s did not end: its disk hangs", self.root)
+        self._thread = None
+
+    def _submit(self, action: Callable[[Path, Manifest], None]) -> None:
+        if self.failed or self._skipping or self._current is None:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="recording", daemon=True)
+            self._thread.start()
+        try:
+            self._queue.put_nowait((action, *self._current))
+        except queue.Full:
+            self._skipping = True
+            self.num_skipped += 1
+            logger.warning(
+                "a rollout is recorded in part, because the disk of %s is too slow (%d so far)",
+                self.root,
+                self.num_skipped,
+            )
+
+    def _work(self) -> None:
+        while True:
+            job = self._queue.get()
+            try:
+                if job is _STOP:
+                    return
+                action, folder, manifest = job
+                if not self.failed:
+                    action(folder, manifest)
+            except FAILURES as error:
+                self.stop(error)
+            finally:
+                self._queue.task_done()
+
+    def stop(self, error: Exception) -> None:
+        """Ends the recording of this process, with one warning."""
+        if not self.failed:
+            logger.warning(
+                "recording in %s has stopped: %s: %s. Training goes on; what its manifests list "
+                "stays readable.",
+                self.root,
+                type(error).__name__,
+                error,
+            )
+        self.failed = True
+
+
+def writer_of(args: argparse.Namespace, name: str) -> PartWriter | None:
+    """This process's writer into --record's folder; None without --record."""
+    if args.record is None:
+        return None
+    root = Path(args.record)
+    numbers = run_numbers(root)
+    limits: dict[str, Any] = {}
+    if name == ROLLOUT:
+        size = args.record_max_gib
+        limits = {
+            "keep": args.record_keep,
+            "max_bytes": None if size is None else int(size * 2**30),
+        }
+    return PartWriter(root, name, run=numbers[-1] if numbers else 0, **limits)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a rollout's folder in an order in which nothing is listed that is gone."""
+    for path in folder.glob("manifest.*.json"):
+        path.unlink(missing_ok=True)
+    shutil.rmtree(folder)
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files below the folder."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.lstat().st_size if path.is_file() else 0
+        except OSError:  # removed meanwhile
+            continue
+    return total
+
+
+def prune(root: Path, *, keep: int | None, max_bytes: int | None, current: Path) -> None:
+    """Removes recorded rollouts, oldest first, until at most `keep` are left and all take at most
+    `max_bytes`, and the evaluations of before. `current` always stays, and so does the newest
+    rollout before it while none that is newer has trained.
+
+    Newest is what was begun last: a resumed run writes lower numbers than the run before it left.
+    """
+    folders = {
+        rollout_folder(root, number, evaluation=evaluation): evaluation
+        for evaluation in (False, True)
+        for number in recorded_rollouts(root, evaluation=evaluation)
+    }
+    written = {folder: _begun_at(folder) for folder in folders}
+    num_rollouts, total, has_trained = 0, 0, False
+    too_many = False
+    for folder in sorted(folders, key=lambda f: (f == current, written[f], f.name), reverse=True):
+        is_rollout = not folders[folder]
+        total += folder_bytes(folder) if max_bytes is not None else 0
+        stays = folder == current or (is_rollout and num_rollouts < 2 and not has_trained)
+        too_many = too_many or (keep is not None and num_rollouts >= keep and is_rollout)
+        num_rollouts += is_rollout
+        if is_rollout and not has_trained:
+            manifest = read_manifest(folder, TRAIN)
+            has_trained = manifest is not None and bool(manifest.facts.get("complete"))
+        if not stays and (too_many or (max_bytes is not None and total > max_bytes)):
+            remove_folder(folder)
+
+
+def _begun_at(folder: Path) -> int:
+    try:
+        return manifest_path(folder, ROLLOUT).stat().st_mtime_ns
+    except OSError:
+        return 0
