@@ -73,7 +73,7 @@ def field_table(
 
     columns: dict[str, Any] = {"position": pyarrow.array(np.arange(num_rows, dtype=np.int64))}
     for name, entries in (extra or {}).items():
-        columns[name] = pyarrow.array(entries)
+        columns[name] = pyarrow.array(entries, None if len(entries) else pyarrow.int64())
     schema = [pyarrow.field(name, column.type) for name, column in columns.items()]
     names = []
     for field in fields:

@@ -193,7 +193,8 @@ class RolloutManager:
             boxes, plan = self._split(data, dropped_failures=_failures_outside(judged, sources))
         self.gate.record_placement(rollout_id, sources, plan.schedule.partitions)
         if self.recorder is not None:
-            self.recorder.split(data, sources, plan)
+            indices = [sample.index for sample in judged.judged]
+            self.recorder.split(data, sources, plan, indices=indices)
         planned = self._log_split(
             rollout_id, plan, output, marks, sources, {"rollout/truncated": truncated}
         )

@@ -110,12 +110,22 @@ class RolloutRecorder:
         self._add("gate", lambda: _json_writer(record))
 
     def split(
-        self, data: Mapping[str, Any], sources: Sequence[int], plan: SplitPlan, **facts: Any
+        self,
+        data: Mapping[str, Any],
+        sources: Sequence[int],
+        plan: SplitPlan,
+        *,
+        indices: Sequence[int | None],
     ) -> None:
-        """Records the whole batch as it was split, where each row came from, and who trains it."""
+        """Records the whole batch as it was split, where each row came from, and who trains it.
+        `indices`: `Sample.index` of every sample that the gate judged.
+        """
         if self._is_off():
             return
-        self._add("columns", lambda: _table_writer(columns_table(batch_from_lists(data), sources)))
+        own = [indices[source] for source in sources]
+        self._add(
+            "columns", lambda: _table_writer(columns_table(batch_from_lists(data), sources, own))
+        )
         self._add("schedule", lambda: _table_writer(schedule_table(plan, sources)))
         self._facts = {
             "split": {
@@ -124,7 +134,6 @@ class RolloutRecorder:
                 "num_trained_by_rank": list(plan.num_trained_by_rank),
                 "dropped": dict(plan.dropped),
             },
-            **facts,
         }
 
     def finish(self, metrics: Sequence[Mapping[str, Any]], **facts: Any) -> None:
@@ -241,13 +250,17 @@ def _text(value: object) -> str | None:
     return str(value).encode("utf-8", "replace").decode()
 
 
-def columns_table(batch: RolloutBatch, sources: Sequence[int]) -> pyarrow.Table:
-    """The whole batch, one row per sample. raw_row is the row of its sample in the samples part."""
+def columns_table(
+    batch: RolloutBatch, sources: Sequence[int], indices: Sequence[int | None]
+) -> pyarrow.Table:
+    """The whole batch, one row per sample. raw_row is the row of its sample in the samples part,
+    sample_index the sample's index.
+    """
     fields, left_out = fields_of_batch(batch)
     table = field_table(
         fields,
         num_rows=len(sources),
-        extra={"raw_row": np.asarray(sources, dtype=np.int64)},
+        extra={"raw_row": np.asarray(sources, dtype=np.int64), "sample_index": list(indices)},
     )
     return table.replace_schema_metadata(
         {**(table.schema.metadata or {}), "slime.left_out": orjson.dumps(left_out)}
