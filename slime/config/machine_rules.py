@@ -365,6 +365,16 @@ OPTIONAL_PACKAGES: tuple[tuple[str, str, str, Callable[[argparse.Namespace], boo
         "data",
         lambda args: bool(re.search(r"\.parquet(@\[|$)", str(args.prompt_data))),
     ),
+    ("--record", "pyarrow", "data", lambda args: args.record is not None),
+    (
+        "a dump *.parquet",
+        "pyarrow",
+        "data",
+        lambda args: any(
+            str(path).endswith(".parquet")
+            for path in (args.save_debug_rollout_data, args.save_debug_train_data)
+        ),
+    ),
 )
 
 

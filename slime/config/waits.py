@@ -421,6 +421,15 @@ WAITS = (
     ),
     Wait(
         AROUND,
+        "the parts of a recording that are still being written at the end",
+        ("recording/writer.py::PartWriter.close",),
+        "a warning names the folder, and the process ends without them",
+        "its disk hangs",
+        "recording/test_recording.py::test_a_disk_that_hangs_does_not_keep_the_run_from_ending",
+        constants=("recording/writer.py::CLOSE_TIMEOUT_S",),
+    ),
+    Wait(
+        AROUND,
         "a shell command of a plug-in",
         ("utils/misc.py::exec_command",),
         "the caller waits at most --step-timeout",
@@ -489,6 +498,11 @@ WORKERS = (
         "the thread that writes the gate's snapshots",
         ("gate/snapshots.py::SnapshotWriter._work",),
         "closed with the gate",
+    ),
+    Worker(
+        "the thread that writes a recording",
+        ("recording/writer.py::PartWriter._work",),
+        "closed with its actor",
     ),
     Worker(
         "the thread that starts graders",

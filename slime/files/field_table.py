@@ -81,10 +81,10 @@ def field_table(
         if field.lengths is None and len(field.values) == num_rows:
             partial = None
         columns[field.name] = _arrow(field, num_rows, partial)
-        note = {"slime.kind": field.kind, "slime.trailing": json.dumps(field.values.shape[1:])}
+        note = {"slime_kind": field.kind, "slime_trailing": json.dumps(field.values.shape[1:])}
         schema.append(pyarrow.field(field.name, columns[field.name].type, metadata=note))
         names.append(field.name)
-    metadata = {"slime": FORMAT, "slime.contract": json.dumps(contract_of(names))}
+    metadata = {"slime": FORMAT, "slime_contract": json.dumps(contract_of(names))}
     return pyarrow.Table.from_arrays(
         list(columns.values()), schema=pyarrow.schema(schema, metadata=metadata)
     )
@@ -133,9 +133,9 @@ def fields_of(table: pyarrow.Table) -> dict[str, tuple[str, Any]]:
     found: dict[str, tuple[str, Any]] = {}
     for field in table.schema:
         note = {key.decode(): text.decode() for key, text in (field.metadata or {}).items()}
-        kind = note.get("slime.kind")
+        kind = note.get("slime_kind")
         if kind is not None:
-            trailing = tuple(json.loads(note.get("slime.trailing", "[]")))
+            trailing = tuple(json.loads(note.get("slime_trailing", "[]")))
             found[field.name] = (kind, _entries(table[field.name], kind, trailing))
     return found
 
@@ -171,7 +171,7 @@ def contract_of(names: Iterable[str]) -> list[dict[str, Any]]:
 
 def declare_recorded(table: pyarrow.Table) -> None:
     """Declares the plug-ins' fields of the table that this process does not know."""
-    for record in json.loads(tables.metadata_of(table).get("slime.contract", "[]")):
+    for record in json.loads(tables.metadata_of(table).get("slime_contract", "[]")):
         if CONTRACT.find(record["name"]) is None:
             values: dict[str, Any] = {
                 key: _ENUMS[key](value) if key in _ENUMS and value is not None else value

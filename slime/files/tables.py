@@ -13,23 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime.exceptions import ConfigError, RolloutDataError
+from slime.exceptions import RolloutDataError
 from slime.files import atomic
 
 if TYPE_CHECKING:
     import pyarrow
 
 COMPRESSION, LEVEL = "zstd", 1
-# arrays of a bfloat16 tensor hold its bits
-BITS_OF = {"bfloat16": "uint16"}
-
-
-def require_pyarrow(option: str) -> None:
-    """ConfigError where pyarrow is missing, which `option` needs."""
-    import importlib.util
-
-    if importlib.util.find_spec("pyarrow") is None:
-        raise ConfigError(f"{option} writes Parquet files and needs pyarrow: pip install pyarrow.")
 
 
 def list_column(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 TABLE_SUFFIX = ".parquet"
-_HEADER = "slime.train"
+_HEADER = "slime_train"
 _ABSENT = ("fields", "partition")
 
 

@@ -1,6 +1,6 @@
-"""A recording: everything that decided each rollout of a run, in files that other tools read.
+"""Writes and reads recordings, all that decided a rollout; no Ray, no Megatron, no HTTP.
 
-May know the formats of files, samples, the gate's verdicts and batches. May not know Ray, Megatron
-or an engine: the rollout manager and the training ranks call it with values. Nothing here raises
-into a run: a recording that cannot be written stops, with one warning.
+The rollout manager and the training ranks call it with values. Imports files, data and gate; knows
+nothing of engines and ranks. Nothing here raises into a run: a recording that cannot be written
+stops, with one warning.
 """

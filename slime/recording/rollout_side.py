@@ -263,7 +263,7 @@ def columns_table(
         extra={"raw_row": np.asarray(sources, dtype=np.int64), "sample_index": list(indices)},
     )
     return table.replace_schema_metadata(
-        {**(table.schema.metadata or {}), "slime.left_out": orjson.dumps(left_out)}
+        {**(table.schema.metadata or {}), "slime_left_out": orjson.dumps(left_out)}
     )
 
 

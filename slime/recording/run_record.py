@@ -70,7 +70,8 @@ def run_record(args: argparse.Namespace) -> dict[str, Any]:
     """The run's options (without secrets), seeds among them, versions and code hash, as JSON has
     them.
     """
-    secrets = {spec.name for spec in all_specs() if spec.is_secret}
+    specs = [spec for spec in all_specs() if hasattr(args, spec.name)]
+    secrets = {spec.name for spec in specs if spec.is_secret}
     options: dict[str, Any] = {}
     for name, value in sorted(vars(args).items()):
         if name in secrets:
@@ -84,7 +85,7 @@ def run_record(args: argparse.Namespace) -> dict[str, Any]:
         "time": time.time(),
         "command": [mask_urls(word) for word in _without_secrets(sys.argv[1:], secrets)],
         "options": options,
-        "options_yaml": format_resolved(args, all_specs()),
+        "options_yaml": format_resolved(args, specs),
         "versions": versions(),
         "code": code_hash(),
     }

@@ -30,7 +30,7 @@ from slime.recording.manifest import (
 )
 
 logger = logging.getLogger(__name__)
-QUEUE_SIZE = 8  # parts that wait; a slow disk must not fill the memory
+QUEUE_SIZE = 24  # parts that wait, of about three rollouts; a slow disk must not fill the memory
 CLOSE_TIMEOUT_S = 120.0
 # writes a part to a path that it is given and returns its rows, None where rows have no meaning
 WritePart = Callable[[Path], "int | None"]
@@ -121,11 +121,6 @@ class PartWriter:
 
         self._submit(action)
 
-    def flush(self) -> None:
-        """Returns when everything queued so far is written or has failed."""
-        if self._thread is not None:
-            self._queue.join()
-
     def close(self) -> None:
         """Writes what is queued and ends the thread; a disk that hangs is left behind after
         `CLOSE_TIMEOUT_S`.
@@ -134,7 +129,7 @@ class PartWriter:
             return
         try:
             self._queue.put(_STOP, timeout=CLOSE_TIMEOUT_S)
-            self._thread.join(CLOSE_TIMEOUT_S)
+            self._thread.join(timeout=CLOSE_TIMEOUT_S)
         except queue.Full:
             pass
         if self._thread.is_alive():

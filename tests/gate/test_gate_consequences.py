@@ -511,13 +511,13 @@ def test_every_path_from_engine_to_trainer_goes_through_the_gate():
     """In the source, the gate is called before columns are built in the manager and before rewards
     in the scoring of every rollout function."""
     manager = manager_module.RolloutManager
-    generate = calls_in_order(manager.generate)
+    generate = calls_in_order(manager._generate)
     assert (
         generate.index("self._get_rollout_data")
         < generate.index("self.gate.run")
         < generate.index("self._train_data")
     )
-    assert "self.gate.run" in calls_in_order(manager.eval)
+    assert "self.gate.run" in calls_in_order(manager._eval)
     score = calls_in_order(scoring.score_group)
     assert score.index("gate.mark_batched") < score.index("_request_rewards")
 
