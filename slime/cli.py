@@ -57,6 +57,11 @@ COMMANDS: dict[str, Command] = {
         "Compare two dumps field by field and name the first difference.",
         raw=True,
     ),
+    "audit": Command(
+        "slime.harness.audit.command:main",
+        "Read what any RL framework wrote about a run and say what is wrong with it.",
+        raw=True,
+    ),
     "rewards": Command(
         "slime.commands.reward:rewards",
         "Check that the labels of a prompt file can be answered right.",

@@ -1,0 +1,374 @@
+"""JSON lines of other frameworks: verl's, NeMo-RL's, and any with a mapping of keys.
+
+Files are read a line at a time, so that the numbers of one line alone are Python objects.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from slime.exceptions import ConfigError, RolloutDataError
+from slime.harness.audit.shapes import (
+    Part,
+    ReadOptions,
+    Shape,
+    is_evaluation_name,
+    lacking,
+    open_regular,
+    step_in_name,
+)
+from slime.harness.audit.table import Row, common_prefix, mask_of, reward_of
+from slime.harness.audit.values import (
+    array_of,
+    floats_of,
+    ids_of,
+    int_of,
+    is_number,
+    number_of,
+    text_of,
+)
+
+LONGEST_LINE = 1 << 30  # bytes
+MAX_PARTS = 64  # reward columns of one sample
+COLUMNS = (
+    "step", "prompt", "response", "label", "reward", "group", "index", "execution", "advantage",
+    "prompt_tokens", "response_tokens", "loss_mask", "rollout_log_probs", "log_probs",
+    "truncated", "finish_reason", "weight_version",
+)  # fmt: skip
+CUT_REASONS = ("length", "max_tokens", "truncated", "max_length")
+
+
+def parse(line: bytes) -> Any:
+    """The value of one JSON text, with the NaN and Infinity that Python writes. RolloutDataError
+    for what is none.
+    """
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        first = error
+    try:
+        return json.loads(line)
+    except RecursionError:
+        raise RolloutDataError("nested too deeply to be a record") from None
+    except ValueError:
+        raise RolloutDataError(f"not JSON ({first})") from None
+
+
+def read_objects(path: Path, options: ReadOptions) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The (line number, object) of each line. What is no object is reported, and the rest read."""
+    bad: list[tuple[int, str]] = []
+    good = 0
+    with open_regular(path) as file:
+        for number in itertools.count(1):
+            line = file.readline(LONGEST_LINE)
+            if not line:
+                break
+            if len(line) == LONGEST_LINE:
+                raise RolloutDataError(f"line {number} is longer than {LONGEST_LINE >> 20} MiB")
+            if not line.strip():
+                continue
+            try:
+                record = parse(line)
+                if not isinstance(record, dict):
+                    raise RolloutDataError(f"a {type(record).__name__}, no object")
+            except RolloutDataError as error:
+                bad.append((number, str(error)))
+                continue
+            good += 1
+            yield number, record
+    if bad:
+        number, why = bad[0]
+        more = f" (and {len(bad) - 1} more lines)" if len(bad) > 1 else ""
+        options.report(path, f"line {number}{more}: {why}; {good} lines were read")
+
+
+def first_object(path: Path) -> Any:
+    """The value of the first line that is not blank. RolloutDataError where it is no JSON."""
+    with open_regular(path) as file:
+        for line in iter(lambda: file.readline(LONGEST_LINE), b""):
+            if line.strip():
+                return parse(line)
+    raise RolloutDataError("the file is empty")
+
+
+def _missing(keys: tuple[str, ...]):
+    def missing(path: Path, options: ReadOptions) -> str | None:
+        if options.mapping is not None:
+            return "--mapping is given"
+        return lacking(first_object(path), keys)
+
+    return missing
+
+
+def _by_step(steps: dict[int, list[Row]], path: Path) -> Iterator[Part]:
+    for step in sorted(steps):
+        yield Part(step, steps[step], is_evaluation=is_evaluation_name(path))
+
+
+# --- verl -----------------------------------------------------------------------------------------
+
+_VERL = ("input", "output", "score")
+
+
+def _read_verl(path: Path, options: ReadOptions) -> Iterator[Part]:
+    steps: dict[int, list[Row]] = {}
+    known = {*_VERL, "gts", "step", "uid", "request_id", "data_source"}
+    key = options.reward_key or "score"
+    for number, record in read_objects(path, options):
+        score, has_reward, parts = reward_of(record.get(key), options.reward_key)
+        others = {
+            name[:80]: number_of(value)
+            for name, value in list(record.items())[:MAX_PARTS]
+            if name not in known and is_number(value)
+        }
+        step = int_of(record.get("step"))
+        row = Row(
+            prompt=text_of(record.get("input")),
+            response=text_of(record.get("output")),
+            label=record.get("gts"),
+            group=record.get("uid") if isinstance(record.get("uid"), str | int) else None,
+            index=number - 1,
+            reward=score,
+            has_reward=has_reward,
+            reward_parts={**parts, **others},
+        )
+        steps.setdefault(step if step is not None else step_in_name(path) or 0, []).append(row)
+    yield from _by_step(steps, path)
+
+
+VERL = Shape(
+    "verl",
+    "verl's rollout_data_dir: <step>.jsonl, an object per line with input, output, score (and gts, "
+    "step)",
+    (".jsonl", ".json"),
+    _missing(_VERL),
+    _read_verl,
+)
+
+# --- NeMo-RL --------------------------------------------------------------------------------------
+
+_NEMO = ("content", "rewards")
+
+
+def _read_nemo(path: Path, options: ReadOptions) -> Iterator[Part]:
+    rows: list[Row] = []
+    contents: list[str] = []
+    for number, record in read_objects(path, options):
+        rewards = record.get("rewards")
+        count = len(rewards) if isinstance(rewards, list) else 1
+        columns = {
+            name: _entries(record.get(name), count, isinstance(rewards, list), name, number)
+            for name in (
+                "content", "rewards", "input_lengths", "token_ids", "token_loss_mask",
+                "sample_loss_mask", "advantages", "generation_logprobs", "prev_logprobs",
+            )
+        }  # fmt: skip
+        for i in range(count):
+            one = {name: values[i] for name, values in columns.items() if values is not None}
+            contents.append(text_of(one.get("content")))
+            rows.append(_nemo_row(one, len(rows)))
+    _split_contents(rows, contents)
+    yield Part(step_in_name(path) or 0, rows, is_evaluation=is_evaluation_name(path))
+
+
+def _entries(value: Any, count: int, is_batch: bool, name: str, line: int) -> list | None:
+    if value is None:
+        return None
+    if not is_batch:
+        return [value]
+    if not isinstance(value, list):
+        return [value] if count == 1 else None
+    if len(value) == count:
+        return value
+    if count == 1:  # one sample's own list beside a reward in a list
+        return [value]
+    raise RolloutDataError(f"line {line}: {name} has {len(value)} entries for {count} rewards")
+
+
+def _nemo_row(one: dict[str, Any], index: int) -> Row:
+    row = Row(index=index)
+    row.reward, row.has_reward, row.reward_parts = reward_of(one.get("rewards"), None)
+    tokens, mask = ids_of(one.get("token_ids")), mask_of(one.get("token_loss_mask"))
+    advantage = floats_of(one["advantages"]) if "advantages" in one else None
+    if advantage is None and is_number(one.get("advantages")):
+        advantage = np.array([number_of(one["advantages"])])
+    length = int_of(one.get("input_lengths"))
+    if tokens is not None and length is not None and 0 <= length <= len(tokens):
+        tokens = tokens[:length]
+    if mask is None or tokens is None or len(mask) < len(tokens) or not mask.any():
+        row.advantage = advantage if advantage is not None and len(advantage) == 1 else None
+        if mask is not None and tokens is not None and len(mask) < len(tokens):
+            row.problem = f"token_loss_mask has {len(mask)} entries for {len(tokens)} tokens"
+        elif mask is not None and tokens is not None:
+            row.mask = mask  # nothing trains; where the prompt ends is unknown
+        return row
+    start, end = int(np.argmax(mask != 0)), len(tokens)
+    row.tokens, row.response_length = tokens, end - start
+    row.group = tokens[:start].tobytes()
+    row.mask = mask[start:end]
+    weight = one.get("sample_loss_mask")
+    if is_number(weight) and number_of(weight) == 0:
+        row.mask = np.zeros_like(row.mask)
+    columns = {
+        "rollout_log_probs": floats_of(one.get("generation_logprobs")),
+        "log_probs": floats_of(one.get("prev_logprobs")),
+        "advantage": advantage,
+    }
+    for name, values in columns.items():
+        if values is not None and len(values) >= end:
+            setattr(row, name, values[start:end])
+        elif values is not None and len(values) == 1 and name == "advantage":
+            row.advantage = values
+        elif values is not None:
+            row.problem = f"{name} has {len(values)} entries for {end} tokens"
+    return row
+
+
+def _split_contents(rows: list[Row], contents: list[str]) -> None:
+    """Prompt and response of each content, which holds both: a group's common beginning is its
+    prompt, as far as text can tell.
+    """
+    if any(row.group is None for row in rows):
+        size = siblings_in_a_row(contents)
+        for i, row in enumerate(rows):
+            row.group = None if size is None else i // size
+    members: dict[Any, list[int]] = {}
+    for i, row in enumerate(rows):
+        members.setdefault(row.group, []).append(i)
+    for group, places in members.items():
+        cut = 0
+        if group is not None and len(places) > 1:
+            cut = common_prefix([contents[i] for i in places])
+        for i in places:
+            rows[i].prompt, rows[i].response = contents[i][:cut], contents[i][cut:]
+
+
+def siblings_in_a_row(texts: list[str]) -> int | None:
+    """How many texts in a row begin with the same prompt: the size for which neighbours within a
+    group share a longer beginning than neighbours across groups. None where no size fits.
+    """
+    shared = [common_prefix(pair) for pair in itertools.pairwise(texts)]
+    for size in range(2, len(texts) + 1):
+        if len(texts) % size:
+            continue
+        across = [n for i, n in enumerate(shared) if (i + 1) % size == 0]
+        inside = [n for i, n in enumerate(shared) if (i + 1) % size]
+        if min(inside) > max(across, default=0) and min(inside) >= 4:
+            return size
+    return None
+
+
+NEMO = Shape(
+    "nemo-rl",
+    "NeMo-RL's train_data_step<N>.jsonl: content, rewards (and token_ids, token_loss_mask, "
+    "advantages, generation_logprobs, prev_logprobs)",
+    (".jsonl", ".json"),
+    _missing(_NEMO),
+    _read_nemo,
+)
+
+# --- any keys, with a mapping ---------------------------------------------------------------------
+
+
+def check_mapping(value: Any, path: Path) -> dict[str, str]:
+    """The mapping of a --mapping file. ConfigError for what is none."""
+    if not isinstance(value, dict) or not all(isinstance(one, str) for one in value.values()):
+        raise ConfigError(
+            f"--mapping {path} must hold one JSON object: our column -> their key, for instance "
+            '{"prompt": "question", "response": "text", "reward": "score"}.'
+        )
+    unknown = sorted(set(value) - set(COLUMNS))
+    if unknown:
+        raise ConfigError(
+            f"--mapping {path}: unknown column {unknown[0]!r}. Columns: {', '.join(COLUMNS)}."
+        )
+    if "response" not in value:
+        raise ConfigError(f"--mapping {path} must map `response` to the key of the response text.")
+    return value
+
+
+def _at(record: dict[str, Any], key: str) -> Any:
+    """The value at a key, or below it where the key is a path with dots."""
+    if key in record:
+        return record[key]
+    value: Any = record
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _missing_mapped(path: Path, options: ReadOptions) -> str | None:
+    if options.mapping is None:
+        return "it needs --mapping FILE"
+    record = first_object(path)
+    if not isinstance(record, dict):
+        return f"the first line is a {type(record).__name__}, no object"
+    absent = [key for key in options.mapping.values() if _at(record, key) is None]
+    if options.mapping["response"] not in absent:
+        return None
+    return f"no {', '.join(absent)} in the first line (it has {', '.join(map(str, record))[:300]})"
+
+
+def _read_mapped(path: Path, options: ReadOptions) -> Iterator[Part]:
+    assert options.mapping is not None
+    steps: dict[int, list[Row]] = {}
+    for number, record in read_objects(path, options):
+        one = {name: _at(record, key) for name, key in options.mapping.items()}
+        step = int_of(one.get("step"))
+        steps.setdefault(step if step is not None else step_in_name(path) or 0, []).append(
+            _mapped_row(one, number - 1, options)
+        )
+    yield from _by_step(steps, path)
+
+
+def _mapped_row(one: dict[str, Any], number: int, options: ReadOptions) -> Row:
+    reward, has_reward, parts = reward_of(one.get("reward"), options.reward_key)
+    row = Row(
+        prompt=text_of(one.get("prompt")),
+        response=text_of(one.get("response")),
+        label=one.get("label"),
+        group=_key(one.get("group")),
+        index=number if one.get("index") is None else int_of(one["index"]),
+        execution=_key(one.get("execution")),
+        reward=reward,
+        has_reward=has_reward,
+        reward_parts=parts,
+    )
+    advantage = one.get("advantage")
+    row.advantage = (
+        np.array([number_of(advantage)]) if is_number(advantage) else array_of(advantage)
+    )
+    if isinstance(one.get("truncated"), bool | int):
+        row.is_cut = bool(one["truncated"])
+    elif isinstance(one.get("finish_reason"), str):
+        row.is_cut = one["finish_reason"] in CUT_REASONS
+    version = int_of(one.get("weight_version"))
+    row.versions = () if version is None else (version,)
+    prompt, response = ids_of(one.get("prompt_tokens")), ids_of(one.get("response_tokens"))
+    if response is not None:
+        row.tokens = np.concatenate([np.zeros(0, np.int32) if prompt is None else prompt, response])
+        row.response_length = len(response)
+    row.mask = mask_of(one.get("loss_mask"))
+    row.rollout_log_probs = floats_of(one.get("rollout_log_probs"))
+    row.log_probs = floats_of(one.get("log_probs"))
+    return row
+
+
+def _key(value: Any) -> Any:
+    return value if isinstance(value, str | int) else None
+
+
+MAPPED = Shape(
+    "json-lines",
+    "JSON lines with --mapping FILE (our column -> their key)",
+    (".jsonl", ".json"),
+    _missing_mapped,
+    _read_mapped,
+)
