@@ -108,7 +108,11 @@ def read_run(run_dir: str | os.PathLike[str]) -> RunRecords:
         raise FileNotFoundError(
             f"{path} is missing: {run_dir} is no run folder, or the run logged nothing"
         )
-    records, num_unreadable = read_jsonl(path)
+    return series_of(*read_jsonl(path))
+
+
+def series_of(records: Iterable[Mapping[str, Any]], num_unreadable: int = 0) -> RunRecords:
+    """The series of what was logged: {"step_key", "step", "metrics"} each."""
     series: dict[str, dict[int, Any]] = {}
     for record in records:
         if "step_key" not in record:

@@ -41,6 +41,59 @@ def write_ours(folder, samples_by_step):
         save_debug_rollout_data(template, dumped, rollout_id=step, evaluation=False)
 
 
+def write_recording(folder, samples_by_step):
+    """The samples and train parts of a recording."""
+    from slime.data.sample import Sample
+    from slime.files import tables
+    from slime.files.sample_table import sample_table
+    from slime.files.train_table import train_table
+
+    for step, samples in samples_by_step.items():
+        place = folder / f"rollout_{step:06d}"
+        place.mkdir()
+        kept = [Sample.from_dict(files.slime_sample(one, step)) for one in samples]
+        tables.write_table(place / "samples.parquet", sample_table(kept))
+        header, tensors = train_tensors(step, samples)
+        tables.write_table(place / "train.parquet", train_table(header, tensors))
+
+
+def train_tensors(step, samples):
+    """(header, tensors) of a train dump of one rank."""
+    count = len(samples)
+    rows = {
+        "tokens": [[*one["prompt_ids"], *one["ids"]] for one in samples],
+        "loss_masks": [one["mask"] for one in samples],
+        "log_probs": [one["log_probs"] for one in samples],
+        "rollout_log_probs": [one["rollout_log_probs"] for one in samples],
+        "advantages": [[one["advantage"]] * len(one["ids"]) for one in samples],
+    }
+    numbers = {
+        "partition": np.arange(count),
+        "sample_indices": np.array([one["index"] for one in samples]),
+        "response_lengths": np.array([len(one["ids"]) for one in samples]),
+        "raw_reward": np.array([one["reward"] for one in samples]),
+    }
+    tensors = dict(numbers)
+    for name, entries in rows.items():
+        dtype = np.int32 if name in ("tokens", "loss_masks") else np.float32
+        tensors[name] = np.concatenate([np.array(entry, dtype=dtype) for entry in entries])
+        tensors[f"{name}.offsets"] = np.cumsum([0, *map(len, entries)])
+    kinds = {
+        **dict.fromkeys(numbers, "number"),
+        **dict.fromkeys(rows, "rows"),
+        "raw_reward": "whole",
+    }
+    shard = {"partition": list(range(count))}
+    header = {
+        "rollout_id": step,
+        "rank": 0,
+        "num_samples": count,
+        "num_whole": count,
+        "left_out": {},
+    }
+    return {**header, "dp_shards": [shard], "fields": kinds}, tensors
+
+
 def each_step(write):
     def write_all(folder, samples_by_step):
         for step, samples in samples_by_step.items():
@@ -52,6 +105,7 @@ def each_step(write):
 WRITERS = {
     "slime": write_slime,
     "ours": write_ours,
+    "recording": write_recording,
     "verl": each_step(files.write_verl),
     "nemo-batch": each_step(functools.partial(files.write_nemo, batch=True)),
     "nemo-lines": each_step(functools.partial(files.write_nemo, batch=False)),
@@ -61,8 +115,7 @@ WRITERS = {
 TEXT = frozenset(WRITERS)
 SPLIT_TEXT = TEXT - {"nemo-batch", "nemo-lines"}  # prompt and response apart
 ADVANTAGE = TEXT - {"verl", "ours"}
-TOKENS = frozenset({"slime", "nemo-batch", "nemo-lines", "mapped"})
-DUMPS = frozenset({"slime", "ours"})
+TOKENS = frozenset({"slime", "recording", "nemo-batch", "nemo-lines", "mapped"})
 
 
 def run(folder, shape, samples_by_step, **options):
@@ -319,7 +372,7 @@ def short_log_probs(samples):
 
 FAULTS: list[tuple[str, Callable, frozenset]] = [
     ("empty_response", empty, TEXT - {"nemo-batch", "nemo-lines"}),
-    ("cut_response", cut, frozenset({"slime", "ours", "mapped"})),
+    ("cut_response", cut, frozenset({"slime", "ours", "recording", "mapped"})),
     ("looping_response", looping, TEXT),
     ("duplicate_in_group", duplicates, TEXT),
     ("duplicate_across_groups", crossed, TEXT),
@@ -328,7 +381,7 @@ FAULTS: list[tuple[str, Callable, frozenset]] = [
     ("special_tokens_in_text", ran_on, TEXT),
     ("unequal_groups", uneven, TEXT),
     ("groups_without_spread", flat, TEXT),
-    ("mixed_groups", mixed, frozenset({"slime", "ours", "mapped"})),
+    ("mixed_groups", mixed, frozenset({"slime", "ours", "recording", "mapped"})),
     ("unknown_advantages", noise_advantages, ADVANTAGE),
     ("batch_baseline", batch_mean, ADVANTAGE),
     ("misattributed_baseline", wrong_group_size, ADVANTAGE),
@@ -349,9 +402,9 @@ FAULTS: list[tuple[str, Callable, frozenset]] = [
     ("log_prob_not_finite", nan_log_prob, TOKENS),
     ("trained_unsampled_tokens", functools.partial(tool_tokens, mask=1), TOKENS),
     ("gap_at_masked_tokens", gap_at_masked, TOKENS),
-    ("mask_length", mask_over_prompt, frozenset({"slime", "ours", "mapped"})),
+    ("mask_length", mask_over_prompt, frozenset({"slime", "ours", "recording", "mapped"})),
     ("all_masked", masked, TOKENS | {"ours"}),
-    ("mask_values", odd_mask, frozenset({"slime", "ours", "mapped"})),
+    ("mask_values", odd_mask, frozenset({"slime", "ours", "recording", "mapped"})),
     ("column_length", short_log_probs, frozenset({"ours", "mapped"})),
 ]  # fmt: skip
 

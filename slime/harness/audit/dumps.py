@@ -18,7 +18,8 @@ from slime.data.weight_versions import parse_weight_version
 from slime.exceptions import RolloutDataError
 from slime.files.rollout_dump import FORMAT, iter_rollout_dump
 from slime.files.train_dump import FORMAT as TRAIN_FORMAT
-from slime.files.train_dump import TrainDump, read_train_dump
+from slime.files.train_dump import read_train_dump
+from slime.files.train_record import TrainDump
 from slime.harness.audit.shapes import (
     Part,
     ReadOptions,
@@ -282,8 +283,8 @@ def _missing_our_train(path: Path, options: ReadOptions) -> str | None:
     return None if TRAIN_FORMAT.encode() in beginning else f"no metadata {TRAIN_FORMAT}"
 
 
-def _read_our_train(path: Path, options: ReadOptions) -> Iterator[Part]:
-    dump: TrainDump = read_train_dump(path)
+def rows_of_train_dump(dump: TrainDump) -> list[Row]:
+    """A row per trained sample of one of our train dumps."""
     fields = {**dump.sample_fields, **dump.token_fields}
     for name, values in dump.whole_fields.items():
         fields.setdefault(name, [values[int(position)] for position in dump.positions])
@@ -292,8 +293,12 @@ def _read_our_train(path: Path, options: ReadOptions) -> Iterator[Part]:
         del fields["local_raw_reward"]
     owners = dump.owner_ranks.tolist()
     view = _Fields(fields)
-    rows = [_train_row(view, i, int(owners[i])) for i in range(dump.num_samples)]
-    yield Part(int(dump.rollout_id), rows, role="train")
+    return [_train_row(view, i, int(owners[i])) for i in range(dump.num_samples)]
+
+
+def _read_our_train(path: Path, options: ReadOptions) -> Iterator[Part]:
+    dump = read_train_dump(path)
+    yield Part(int(dump.rollout_id), rows_of_train_dump(dump), role="train")
 
 
 OUR_TRAIN = Shape(

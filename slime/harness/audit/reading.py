@@ -9,19 +9,33 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from slime.exceptions import ConfigError, RolloutDataError, SlimeError
+from slime.files.jsonl import read_jsonl
 from slime.harness.audit.completions import TRL
 from slime.harness.audit.dumps import OUR_ROLLOUT, OUR_TRAIN, TORCH_ROLLOUT, TORCH_TRAIN, join
 from slime.harness.audit.json_lines import MAPPED, NEMO, VERL
-from slime.harness.audit.shapes import Part, ReadOptions, Shape, open_regular, step_in_name
+from slime.harness.audit.recorded import SAMPLES, TRAIN
+from slime.harness.audit.shapes import (
+    Part,
+    ReadOptions,
+    Shape,
+    is_evaluation_name,
+    open_regular,
+    run_of,
+    step_in_name,
+)
 from slime.harness.audit.table import Row, SampleTable, build_table
-from slime.harness.run_records import RunRecords, read_run
+from slime.harness.run_records import RunRecords, read_run, series_of
+from slime.recording.manifest import read_json
+from slime.recording.reader import LARGEST_JSON
 
 SHAPES: tuple[Shape, ...] = (
-    MAPPED, OUR_ROLLOUT, VERL, NEMO, TRL, TORCH_ROLLOUT, TORCH_TRAIN, OUR_TRAIN,
+    MAPPED, OUR_ROLLOUT, SAMPLES, TRAIN, OUR_TRAIN, VERL, NEMO, TRL, TORCH_ROLLOUT, TORCH_TRAIN,
 )  # fmt: skip
 METRICS = "metrics.jsonl"
+RECORDED_METRICS = ("steps.jsonl", "rollout.json")  # of a recorded rollout
 MAX_FILES = 200_000
 _NO_STEP = 1 << 62
 
@@ -71,7 +85,7 @@ def find_sources(path: Path, options: ReadOptions) -> Found:
         return _one_file(path, options)
     found = Found(path)
     for file in _files(path, found):
-        if file.name == METRICS:
+        if file.name == METRICS or (file.name in RECORDED_METRICS and run_of(file) != file.parent):
             found.metrics.append(file)
             continue
         shapes = [shape for shape in SHAPES if file.suffix in shape.suffixes]
@@ -175,7 +189,7 @@ def read_tables(found: Found, options: ReadOptions) -> Iterator[SampleTable]:
         else:
             rollouts.append(source)
     claims = collections.Counter(
-        source.step for source in rollouts if not source.path.stem.startswith("eval")
+        source.step for source in rollouts if not is_evaluation_name(source.path)
     )
     for source in sorted(rollouts, key=_order):
         for part in _parts(source, found, options):
@@ -193,7 +207,7 @@ def read_tables(found: Found, options: ReadOptions) -> Iterator[SampleTable]:
 
 def _order(source: Source) -> tuple[str, int, str]:
     step = _NO_STEP if source.step is None else source.step
-    return str(source.path.parent), step, source.path.name
+    return str(run_of(source.path)), step, source.path.name
 
 
 def _parts(source: Source, found: Found, options: ReadOptions) -> Iterator[Part]:
@@ -235,7 +249,7 @@ def _table(
             rows,
             shape=source.shape.name,
             files=[found.name(file) for file in files],
-            run=found.name(source.path.parent),
+            run=found.name(run_of(source.path)),
             is_evaluation=part.is_evaluation,
         )
     elif not train:
@@ -243,19 +257,40 @@ def _table(
 
 
 def read_metrics(found: Found) -> Iterator[tuple[str, RunRecords]]:
-    """(name of the file, metrics) of each metrics.jsonl."""
+    """(name of the run, metrics) of each metrics.jsonl, and of each recording."""
+    recorded: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
     for path in found.metrics:
         try:
             with open_regular(path):
                 pass
-            records = read_run(path.parent)
+            if path.name == METRICS:
+                records = read_run(path.parent)
+                if records.num_unreadable:
+                    found.cannot_read(path, f"{records.num_unreadable} lines are no JSON")
+                yield found.name(path), records
+            else:
+                recorded[found.name(run_of(path))] += _recorded_metrics(path, found)
         except SlimeError as error:
             found.cannot_read(path, str(error))
         except RecursionError:
             found.cannot_read(path, "nested too deeply to be a record")
         except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             found.cannot_read(path, f"damaged ({type(error).__name__}: {str(error)[:200]})")
-        else:
-            if records.num_unreadable:
-                found.cannot_read(path, f"{records.num_unreadable} lines are no JSON")
-            yield found.name(path), records
+    for name, metrics in recorded.items():
+        try:
+            yield name, series_of(metrics)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            why = f"its metrics are damaged ({type(error).__name__}: {str(error)[:200]})"
+            found.unreadable.append((name, why))
+
+
+def _recorded_metrics(path: Path, found: Found) -> list[dict[str, Any]]:
+    if path.suffix == ".json":
+        metrics = read_json(path, limit=LARGEST_JSON).get("metrics", [])
+        return (
+            [one for one in metrics if isinstance(one, dict)] if isinstance(metrics, list) else []
+        )
+    records, bad = read_jsonl(path)
+    if bad:
+        found.cannot_read(path, f"{bad} lines are no JSON")
+    return records

@@ -15,7 +15,8 @@ from typing import Any, BinaryIO
 from slime.exceptions import RolloutDataError
 from slime.harness.audit.table import Row
 
-_NUMBER = re.compile(r"\d{1,15}")
+_NUMBER = re.compile(r"(?P<step>\d{1,15})")
+_FOLDER = re.compile(r"(?:rollout|eval)_(?P<step>\d{1,15})")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,14 +71,23 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def step_in_name(path: Path) -> int | None:
-    """The first number in a file's name, which is its step in every framework's naming."""
-    found = _NUMBER.search(path.stem)
-    return int(found.group()) if found else None
+    """The first number in a file's name, which is its step in every framework's naming; of a part
+    of a recording, that of its folder.
+    """
+    found = _NUMBER.search(path.stem) or _FOLDER.fullmatch(path.parent.name)
+    return int(found.group("step")) if found else None
+
+
+def run_of(path: Path) -> Path:
+    """The folder of the run that a file's step belongs to; of a part of a recording, the recording."""
+    return path.parent.parent if _FOLDER.fullmatch(path.parent.name) else path.parent
 
 
 def is_evaluation_name(path: Path) -> bool:
     """Whether a dump's name says that it is of an evaluation: eval_7.pt."""
-    return path.stem.startswith(("eval", "val_"))
+    return path.stem.startswith(("eval", "val_")) or (
+        path.parent.name.startswith("eval_") and _FOLDER.fullmatch(path.parent.name) is not None
+    )
 
 
 def lacking(record: Any, keys: tuple[str, ...]) -> str | None:
