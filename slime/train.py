@@ -318,6 +318,19 @@ def train(run: Run) -> None:
             evaluate(run, rollout_id + 1)
 
 
+def finish_recording(run: Run) -> None:
+    """Waits for what --record still writes: processes that stop have no time for it."""
+    if run.args.record is None:
+        return
+    for group in run.trainers:
+        group.finish_recording()
+    wait_for(
+        [run.rollout_manager.finish_recording.remote()],
+        what="finishing the recording",
+        timeout_s=run.args.step_timeout,
+    )
+
+
 @contextlib.contextmanager
 def open_run(args: argparse.Namespace) -> Iterator[Run]:
     """A run of parsed options, ready for its loop, with its records, live view and actors.
@@ -329,6 +342,7 @@ def open_run(args: argparse.Namespace) -> Iterator[Run]:
         tracking.init_tracking(args, primary=True)
         with run_session(args), build_run(args) as run:
             yield run
+            finish_recording(run)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -426,7 +426,7 @@ WAITS = (
         "a warning names the folder, and the process ends without them",
         "its disk hangs",
         "recording/test_recording.py::test_a_disk_that_hangs_does_not_keep_the_run_from_ending",
-        constants=("recording/writer.py::CLOSE_TIMEOUT_S",),
+        constants=("recording/writer.py::CLOSE_TIMEOUT_S", "recording/writer.py::STOP_TIMEOUT_S"),
     ),
     Wait(
         AROUND,

@@ -26,6 +26,8 @@ def loads(text: bytes) -> Any:
         return json.loads(text)
     except ValueError:  # more digits than Python converts (4300)
         return value
+    except RecursionError:
+        raise JSONDecodeError("nested too deep", "", 0) from None
 
 
 def dumps(

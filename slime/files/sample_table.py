@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,12 @@ _DEFAULTS = {name: value for name, value in vars(Sample()).items()}
 _COLUMNS = frozenset((*IDENTITIES, *TEXTS, *JSONS, *LISTS, "status"))
 _COUNTERS = {"spec_info": SpecInfo, "prefix_cache_info": PrefixCacheInfo}
 _INT64 = range(-(2**63), 2**63)
-_DTYPES = frozenset(("int8", "int16", "int32", "int64", "uint8", "float32", "float64"))
+# by kind of a column, the arrays that it gives back as they were
+_DTYPES = {
+    "i": frozenset(("int8", "int16", "int32", "int64", "uint8")),
+    "f": frozenset(("float32", "float64")),
+}
+_TYPES: Mapping[str, type] = {"i": int, "f": float}
 
 
 @dataclasses.dataclass
@@ -81,13 +87,13 @@ def _narrow(values: np.ndarray) -> np.ndarray:
     return values
 
 
-def sample_table(
-    samples: Sequence[Sample], *, encode: Callable[[Any], bytes] = encode_json
-) -> pyarrow.Table:
-    """The samples, one row each. `encode` makes the JSON text of a value; `RolloutDataError` naming
-    the sample where it refuses one.
+def sample_table(samples: Sequence[Sample], *, describe: bool = False) -> pyarrow.Table:
+    """The samples, one row each. `RolloutDataError` naming the sample where it holds an object that
+    no file can; with `describe` the object's description is stored.
     """
     import pyarrow
+
+    encode = functools.partial(encode_json, describe=describe)
 
     plain: dict[str, list[Any]] = collections.defaultdict(list)
     lists = {name: _ListColumn(kind) for name, kind in LISTS.items()}
@@ -137,9 +143,15 @@ def _add_row(
             rest[name] = value
             text = encode(value).decode()  # to be read, not read back
         plain[name].append(text)
-    plain["status"].append(values["status"].value)
+    status = values["status"]
+    plain["status"].append(status.value if type(status) is Status else None)
+    if type(status) is not Status:
+        rest["status"] = status
     for name in JSONS:
         value = values[name]
+        if isinstance(value, np.generic):  # a number is read as one, and comes back as it was
+            rest[name] = value
+            value = value.item()
         plain[name].append(None if value is None else encode(value).decode())
     for name, column in lists.items():
         value = values[name]
@@ -156,7 +168,8 @@ def _add_row(
     for name, value in values.items():
         if name in _COLUMNS or name == "response_length" or _is_default(name, value):
             continue
-        rest[name] = dataclasses.asdict(value) if name in _COUNTERS else value
+        is_counter = type(value) is _COUNTERS.get(name)
+        rest[name] = dataclasses.asdict(value) if is_counter else value
     plain["kinds"].append(encode(kinds).decode() if kinds else None)
     plain["rest"].append(encode(rest).decode() if rest else None)
 
@@ -173,27 +186,36 @@ def _has_utf8(text: str) -> bool:
 
 
 def _is_default(name: str, value: Any) -> bool:
-    default = _DEFAULTS.get(name, _DEFAULTS)
-    return value is default or (type(value) is type(default) and bool(value == default))
+    if name not in _DEFAULTS:
+        return False
+    default = _DEFAULTS[name]
+    if value is default:
+        return True
+    # the text tells -0.0 from 0.0
+    return type(value) is type(default) and bool(value == default) and str(value) == str(default)
 
 
 def _numbers(value: Any, kind: str) -> tuple[np.ndarray, str] | None:
     """(array [rows], what the value was), or None for what a list column cannot give back."""
     if type(value) in (list, NumberList):
+        if not set(map(type, value)) <= {_TYPES[kind]}:
+            return None
         array = packed(value, "i" if kind == "i" else "d")
-        if array is None:
+        if array is None or array.dtype.kind not in f"{kind}u":
             try:
                 array = np.array(value)
             except (ValueError, OverflowError):
                 return None
-        return (array, "list") if array.ndim == 1 and array.dtype.kind == kind else None
+        fits = array.ndim == 1 and array.dtype.name in _DTYPES[kind]
+        return (array, "list") if fits else None
     if is_tensor(value):
         name = str(value.dtype).removeprefix("torch.")
-        if value.ndim != 1 or name not in _DTYPES:
+        if value.ndim != 1 or name not in _DTYPES[kind]:
             return None
         return value.detach().cpu().numpy(), f"tensor {name}"
-    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.name in _DTYPES:
-        return value, f"array {value.dtype.name}"
+    if type(value) is np.ndarray and value.ndim == 1 and value.dtype.isnative:
+        name = value.dtype.name
+        return (value, f"array {name}") if name in _DTYPES[kind] else None
     return None
 
 
@@ -229,14 +251,15 @@ def _samples_of(table: pyarrow.Table) -> list[Sample]:
         data: dict[str, Any] = {
             name: plain[name][row] for name in (*IDENTITIES, "response_length", *TEXTS)
         }
-        data["status"] = Status(plain["status"][row])
+        status = plain["status"][row]
+        data["status"] = None if status is None else Status(status)
         for name in JSONS:
             data[name] = _json_at(plain[name], row)
         for name, (entries, missing) in lists.items():
             data[name] = None if missing[row] else _restored(entries[row], kinds.get(name, "list"))
         rest = _json_at(plain["rest"], row) or {}
         for name, kind in _COUNTERS.items():
-            if name in rest:
+            if isinstance(rest.get(name), dict):
                 rest[name] = kind(**rest[name])
         sample = Sample()
         sample.__dict__.update(data)
@@ -265,7 +288,7 @@ def _restored(array: np.ndarray, kind: str) -> Any:
 def changed_fields(before: Sample, after: Sample) -> dict[str, Any]:
     """The fields of `after` that differ from `before`, by name, as values that JSON can hold."""
     return {
-        name: value.value if name == "status" else value
+        name: value.value if type(value) is Status else value
         for name, value in after.__dict__.items()
         if not _is_same(before.__dict__.get(name, _DEFAULTS), value)
     }
@@ -291,5 +314,5 @@ def _is_same(a: Any, b: Any) -> bool:
         return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
     try:
         return bool(a == b)
-    except (ValueError, RuntimeError):  # a structure that holds arrays
+    except Exception:  # noqa: BLE001 - a structure of arrays; a plug-in's __eq__
         return False

@@ -176,6 +176,10 @@ class RayTrainGroup:
     def _suspended_dir(self) -> str:
         return os.path.join(os.path.abspath(self.args.run_dir), "suspended", self.role)
 
+    def finish_recording(self) -> None:
+        """Waits until what the ranks recorded is on the disk."""
+        self._all("finish_recording")
+
     def clear_memory(self) -> None:
         self._all("clear_memory")
 

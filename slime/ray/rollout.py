@@ -47,6 +47,7 @@ from slime.ray.rollout_servers import start_rollout_servers
 from slime.ray.utils import Lock, wait_for
 from slime.recording.reader import is_recording, recorded_samples
 from slime.recording.rollout_side import RolloutRecorder
+from slime.recording.writer import STOP_TIMEOUT_S
 from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.engine_client import set_engines
 from slime.rollout.generate_state import SharedState
@@ -133,9 +134,11 @@ class RolloutManager:
             boxes = self._generate(rollout_id)
         self.recorder.finish(
             metrics,
-            parallel=self.train_parallel_config,
-            weight_version=self._weight_version,
-            data_position=self._data_position(rollout_id),
+            lambda: {
+                "parallel": self.train_parallel_config,
+                "weight_version": self._weight_version,
+                "data_position": self._data_position(rollout_id),
+            },
         )
         return boxes
 
@@ -211,7 +214,7 @@ class RolloutManager:
         self.recorder.begin(rollout_id, evaluation=True)
         with collected_metrics() as metrics:
             self._eval(rollout_id)
-        self.recorder.finish(metrics, weight_version=self._weight_version)
+        self.recorder.finish(metrics, lambda: {"weight_version": self._weight_version})
 
     def _eval(self, rollout_id: int) -> None:
         with self._raise_as_engine_error():
@@ -287,11 +290,16 @@ class RolloutManager:
         """
         self.train_parallel_config = dict(config)
 
+    def finish_recording(self) -> None:
+        """Returns when what was recorded is on the disk."""
+        if self.recorder is not None:
+            self.recorder.close()
+
     def dispose(self) -> None:
         """Stops engines and writers."""
         self.gate.close()
         if self.recorder is not None:
-            self.recorder.close()
+            self.recorder.close(STOP_TIMEOUT_S)
             observe_replies(None)
         finish_tracking(self.args, primary=False)
         self.server.stop()

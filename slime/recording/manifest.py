@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,7 @@ PARTS = {
 }
 SCHEMAS = dict.fromkeys(PARTS, 1)
 WEIGHTS_FOLDER = "weights"
+TRASH = ".removed."  # begins the name of a rollout that is being removed
 TOKENIZER_FOLDER = "tokenizer"
 HASH_BYTES = 16
 _FOLDERS = {
@@ -95,6 +97,11 @@ def manifest_path(folder: Path, writer: str) -> Path:
     return folder / f"manifest.{writer}.json"
 
 
+def is_rollout_folder(path: Path) -> bool:
+    """Whether the folder's name is that of a rollout or an evaluation."""
+    return any(pattern.fullmatch(path.name) for pattern in _FOLDERS.values())
+
+
 def recorded_rollouts(root: Path, *, evaluation: bool = False) -> list[int]:
     """The rollouts (evaluations) below `root` that have a manifest, ascending."""
     found = []
@@ -141,6 +148,8 @@ def read_json(path: Path, *, limit: int = _LARGEST_MANIFEST) -> dict[str, Any]:
     """The JSON object in a file of at most `limit` bytes. `RolloutDataError` naming the file where
     there is none.
     """
+    if path.is_symlink():
+        raise RolloutDataError(f"{path} is a link; a recording holds files.")
     try:
         if path.stat().st_size > limit:
             raise RolloutDataError(f"{path} has more than {limit} bytes, so it is none of ours.")
@@ -157,7 +166,7 @@ def read_manifest(folder: Path, writer: str) -> Manifest | None:
     or a file name that is not one of ours.
     """
     path = manifest_path(folder, writer)
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
     content = read_json(path)
     if content.get("format") != FORMAT:
@@ -174,7 +183,7 @@ def read_manifest(folder: Path, writer: str) -> Manifest | None:
             parts,
             dict(content["facts"]),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise RolloutDataError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     for name, part in parts.items():
         if name not in PARTS or part.file != PARTS[name][0]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,13 @@ from slime.gate.before_rewards import engine_text_of
 from slime.gate.config import Verdict
 from slime.gate.judge import PostprocessResult
 from slime.recording.manifest import ROLLOUT
-from slime.recording.writer import FAILURES, PartWriter, WritePart, writer_of
+from slime.recording.run_record import without_secrets
+from slime.recording.writer import (
+    FAILURES,
+    PartWriter,
+    WritePart,
+    writer_of,
+)
 
 if TYPE_CHECKING:
     import pyarrow
@@ -61,16 +68,21 @@ class RolloutRecorder:
         return None if writer is None else RolloutRecorder(writer, every=args.record_every)
 
     def add_reply(self, url: str, request: bytes | None, reply: bytes, status: int) -> None:
-        """Keeps one HTTP reply of an engine, or of a grader, for the rollout that is begun next or
-        under way. Called from any thread.
+        """Keeps one HTTP reply of an engine, or of a grader, for the rollout whose gate comes next.
+        Called from any thread.
         """
-        record = {
-            "url": url,
-            "status": status,
-            "request": _as_json(request),
-            "reply": _as_json(reply),
-        }
-        self._replies.append(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
+        if self.writer.failed:
+            return
+        try:
+            record = {
+                "url": _shown_url(url),
+                "status": status,
+                "request": _as_json(request),
+                "reply": _as_json(reply),
+            }
+            self._replies.append(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
+        except FAILURES as error:
+            self.writer.stop(error)
 
     def begin(self, rollout_id: int, *, evaluation: bool = False) -> None:
         """Whether this rollout is recorded is decided here, by --record-every; evaluations all
@@ -80,8 +92,6 @@ class RolloutRecorder:
         self._facts = {}
         if self._is_due:
             self.writer.begin(rollout_id, evaluation=evaluation)
-        else:
-            self._replies.clear()
 
     def gate(
         self,
@@ -90,24 +100,20 @@ class RolloutRecorder:
         dropped_groups: Sequence[tuple[str, Sequence[Sample]]] = (),
         **facts: Any,
     ) -> None:
-        """Records the replies so far, what the gate was given, and what it said. `facts`: small
-        values that go with it.
+        """Records the replies since the gate before, what the gate was given, and what it said.
+        `facts`: small values that go with it.
         """
-        if self._is_off():
-            return
         lines = [self._replies.popleft() for _ in range(len(self._replies))]
         self._add("replies", lambda: _lines_writer(lines))
-        dropped = [(reason, one) for reason, group in dropped_groups for one in group]
-        self._add("samples", lambda: _table_writer(judged_table(samples, judged, dropped)))
-        config = judged.config
-        record = {
-            "state": {name: getattr(config, name) for name in GATE_STATE if hasattr(config, name)},
-            "statistics": judged.statistics.to_record(),
-            "alarms": [dataclasses.asdict(alarm) for alarm in judged.alarms],
-            "num_samples": len(samples),
-            **facts,
-        }
-        self._add("gate", lambda: _json_writer(record))
+        self._add(
+            "samples",
+            lambda: _table_writer(
+                judged_table(
+                    samples, judged, [(why, one) for why, group in dropped_groups for one in group]
+                )
+            ),
+        )
+        self._add("gate", lambda: _json_writer(gate_record(judged, len(samples), facts)))
 
     def split(
         self,
@@ -120,11 +126,13 @@ class RolloutRecorder:
         """Records the whole batch as it was split, where each row came from, and who trains it.
         `indices`: `Sample.index` of every sample that the gate judged.
         """
-        if self._is_off():
-            return
-        own = [indices[source] for source in sources]
         self._add(
-            "columns", lambda: _table_writer(columns_table(batch_from_lists(data), sources, own))
+            "columns",
+            lambda: _table_writer(
+                columns_table(
+                    batch_from_lists(data), sources, [indices[source] for source in sources]
+                )
+            ),
         )
         self._add("schedule", lambda: _table_writer(schedule_table(plan, sources)))
         self._facts = {
@@ -136,16 +144,20 @@ class RolloutRecorder:
             },
         }
 
-    def finish(self, metrics: Sequence[Mapping[str, Any]], **facts: Any) -> None:
-        """Records what was logged of the rollout, and ends it."""
-        record = {**self._facts, "metrics": list(metrics), **facts}
-        self._add("rollout", lambda: _json_writer(record))
+    def finish(
+        self, metrics: Sequence[Mapping[str, Any]], facts: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        """Records what was logged of the rollout and `facts()`, and ends it."""
+        self._add(
+            "rollout",
+            lambda: _json_writer({**self._facts, "metrics": list(metrics), **facts()}),
+        )
         if not self._is_off():
             self.writer.finish()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = None) -> None:
         """Waits for what is being written."""
-        self.writer.close()
+        self.writer.close(timeout_s)
 
     def _is_off(self) -> bool:
         return not self._is_due or self.writer.failed
@@ -176,17 +188,26 @@ def _as_json(body: bytes | None) -> Any:
     return body.decode("utf-8", "replace")
 
 
-def lenient_json(value: object) -> bytes:
-    """`encode_json`, with the description of an object in place of one that JSON and arrays cannot
-    hold: recording must not refuse what training takes.
+@functools.lru_cache(maxsize=1024)
+def _shown_url(url: str) -> str:
+    """The URL without passwords and keys."""
+    return without_secrets(url)
+
+
+def gate_record(
+    judged: PostprocessResult, num_samples: int, facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the gate said of the rollout as a whole, and what of its config the options do not
+    say.
     """
-    try:
-        return encode_json(value)
-    except FAILURES:
-        if isinstance(value, dict):
-            entries = {str(key): orjson.Fragment(lenient_json(v)) for key, v in value.items()}
-            return orjson.dumps(entries)
-        return encode_json({"__not_recorded__": f"{type(value).__name__}: {value!r:.200}"})
+    config = judged.config
+    return {
+        "state": {name: getattr(config, name) for name in GATE_STATE if hasattr(config, name)},
+        "statistics": judged.statistics.to_record(),
+        "alarms": [dataclasses.asdict(alarm) for alarm in judged.alarms],
+        "num_samples": num_samples,
+        **facts,
+    }
 
 
 def judged_table(
@@ -207,7 +228,7 @@ def judged_table(
     changes = [
         changed_fields(before, after) for before, after in zip(samples, judged.judged, strict=True)
     ] + [{}] * len(dropped)
-    table = sample_table(rows, encode=lenient_json)
+    table = sample_table(rows, describe=True)
     texts = [engine_text_of(one) for one in rows]
     own = {
         "raw_row": pyarrow.array(np.arange(len(rows), dtype=np.int64)),
@@ -228,7 +249,7 @@ def judged_table(
             pyarrow.large_string(),
         ),
         "changes": pyarrow.array(
-            [lenient_json(entry).decode() if entry else None for entry in changes],
+            [encode_json(entry, describe=True).decode() if entry else None for entry in changes],
             pyarrow.large_string(),
         ),
     }

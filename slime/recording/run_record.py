@@ -8,6 +8,7 @@ import argparse
 import hashlib
 import importlib.metadata
 import platform
+import re
 import shutil
 import sys
 import time
@@ -24,7 +25,7 @@ from slime.exceptions import RolloutDataError
 from slime.files import atomic
 from slime.files.json_values import decode_json, encode_json
 from slime.recording import manifest
-from slime.recording.writer import FAILURES, logger
+from slime.recording.writer import FAILURES, clean_up, logger
 
 PACKAGES = ("torch", "megatron-core", "ray", "transformers", "numpy", "tokenizers", "pyarrow")
 # what a tokenizer is made of, and the ids that end a response
@@ -39,6 +40,20 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
+SECRET = "***"
+_SECRET = (
+    r"(?:api|access|secret|private|auth|wandb|openai|anthropic|hf)[_-]?(?:key|token)"
+    r"|secret|password|passwd|passphrase|credential|authorization|bearer"
+)
+_SECRET_NAME = re.compile(rf"(?i){_SECRET}|^token$")
+# a name that may be of a secret (judge_token) or of a column or word (reward_key, pad_token): the
+# value tells
+_PERHAPS = re.compile(r"(?i)(?:^|_)(?:key|token)$")
+_RANDOM = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[\w+/=.~-]{8,}")
+_JSON_SECRET = re.compile(rf'(?i)("[^"]*(?:{_SECRET}|"token)[^"]*"\s*:\s*")(?:[^"\\]|\\.)*(")')
+_URL_KEY = re.compile(
+    r"(?i)([?&][^=&\s]*(?:key|token|secret|password|passwd|auth)[^=&\s]*=)[^&#\s]*"
+)
 LARGEST_FILE = 64 << 20  # bytes of a tokenizer's file
 
 
@@ -49,8 +64,10 @@ def begin_recording(args: argparse.Namespace) -> None:
     if args.record is None:
         return
     root = Path(args.record)
-    numbers = manifest.run_numbers(root)
     try:
+        root.mkdir(parents=True, exist_ok=True)
+        clean_up(root)
+        numbers = manifest.run_numbers(root)
         number = numbers[-1] + 1 if numbers else 0
         record = orjson.dumps(run_record(args), option=orjson.OPT_INDENT_2)
         # only the owner may read it: an option's value can be private
@@ -72,23 +89,53 @@ def run_record(args: argparse.Namespace) -> dict[str, Any]:
     """
     specs = [spec for spec in all_specs() if hasattr(args, spec.name)]
     secrets = {spec.name for spec in specs if spec.is_secret}
+    declared = {spec.name for spec in specs}
     options: dict[str, Any] = {}
     for name, value in sorted(vars(args).items()):
-        if name in secrets:
+        # an attribute of --custom-config-path says by its name alone what it is
+        if name in secrets or (name not in declared and _is_secret(name, value)):
             continue
         try:
-            options[name] = orjson.Fragment(encode_json(mask_urls(value)))
+            options[name] = orjson.Fragment(encode_json(without_secrets(value)))
         except RolloutDataError:  # a function or object of a plug-in
             options[name] = {"not recorded": type(value).__name__}
     return {
         "format": manifest.FORMAT,
         "time": time.time(),
-        "command": [mask_urls(word) for word in _without_secrets(sys.argv[1:], secrets)],
+        "command": [
+            without_secrets(word.encode("utf-8", "replace").decode())
+            for word in _without_secrets(sys.argv[1:], secrets)
+        ],
         "options": options,
         "options_yaml": format_resolved(args, specs),
         "versions": versions(),
         "code": code_hash(),
     }
+
+
+def without_secrets(value: object) -> Any:
+    """`value` with *** in place of passwords and keys: in URLs, and in dicts and JSON texts under a
+    name that says so.
+    """
+    if isinstance(value, str):
+        text = _URL_KEY.sub(r"\1***", mask_urls(value))
+        return _JSON_SECRET.sub(r"\1***\2", text)
+    if isinstance(value, dict):
+        return {
+            key: SECRET if _is_secret(key, entry) else without_secrets(entry)
+            for key, entry in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return type(value)(without_secrets(entry) for entry in value)
+    return value
+
+
+def _is_secret(name: object, value: object) -> bool:
+    if not isinstance(value, str) or not value:
+        return False
+    return bool(
+        _SECRET_NAME.search(str(name)) or (_PERHAPS.search(str(name)) and _RANDOM.fullmatch(value))
+    )
 
 
 def _without_secrets(words: list[str], secrets: set[str]) -> list[str]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import queue
+import re
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,11 @@ from slime.recording.manifest import (
     ROLLOUT,
     SCHEMAS,
     TRAIN,
+    TRASH,
     Manifest,
     Part,
     file_hash,
+    is_rollout_folder,
     manifest_path,
     read_manifest,
     recorded_rollouts,
@@ -32,21 +37,13 @@ from slime.recording.manifest import (
 logger = logging.getLogger(__name__)
 QUEUE_SIZE = 24  # parts that wait, of about three rollouts; a slow disk must not fill the memory
 CLOSE_TIMEOUT_S = 120.0
+# a process that is told to stop has a few seconds, see slime.ray.utils.STOP_TIMEOUT_S
+STOP_TIMEOUT_S = 2.0
 # writes a part to a path that it is given and returns its rows, None where rows have no meaning
 WritePart = Callable[[Path], "int | None"]
 _STOP = object()
-# what a disk, a value or pyarrow can raise (pyarrow's errors derive from these)
-FAILURES = (
-    OSError,
-    ValueError,
-    TypeError,
-    RuntimeError,
-    MemoryError,
-    LookupError,
-    OverflowError,
-    AttributeError,
-    RolloutDataError,
-)
+# Whatever a disk, a plug-in's value or pyarrow raises ends the recording and never the run.
+FAILURES = (Exception,)
 
 
 class PartWriter:
@@ -71,6 +68,7 @@ class PartWriter:
         self._skipping = False  # the rollout under way
         self._queue: queue.Queue[Any] = queue.Queue(maxsize=QUEUE_SIZE)
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()  # of the one warning
 
     def begin(self, rollout_id: int, *, evaluation: bool = False) -> None:
         """Opens the rollout's folder, at once. The manager's writer removes what an earlier attempt
@@ -83,9 +81,9 @@ class PartWriter:
         if self.failed:
             return
         try:
-            if self.writer == ROLLOUT and folder.exists():
+            if self.writer == ROLLOUT and os.path.lexists(folder):
                 remove_folder(folder)
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=True)  # not its parents: a recording that vanished has ended
             manifest_path(folder, self.writer).unlink(missing_ok=True)
         except FAILURES as error:
             self.stop(error)
@@ -116,24 +114,33 @@ class PartWriter:
         def action(folder: Path, manifest: Manifest) -> None:
             manifest.facts.update(facts, complete=True)
             write_manifest(folder, manifest)
-            if self.keep is not None or self.max_bytes is not None:
-                prune(self.root, keep=self.keep, max_bytes=self.max_bytes, current=folder)
+            self._prune(folder)
 
         self._submit(action)
 
-    def close(self) -> None:
+    def _prune(self, current: Path | None) -> None:
+        if self.keep is not None or self.max_bytes is not None:
+            prune(self.root, keep=self.keep, max_bytes=self.max_bytes, current=current)
+
+    def close(self, timeout_s: float | None = None) -> None:
         """Writes what is queued and ends the thread; a disk that hangs is left behind after
-        `CLOSE_TIMEOUT_S`.
+        `timeout_s` seconds, `CLOSE_TIMEOUT_S` where it is None. A later part starts a thread anew.
         """
         if self._thread is None:
             return
+        timeout_s = CLOSE_TIMEOUT_S if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
         try:
-            self._queue.put(_STOP, timeout=CLOSE_TIMEOUT_S)
-            self._thread.join(timeout=CLOSE_TIMEOUT_S)
+            self._queue.put(_STOP, timeout=timeout_s)
+            self._thread.join(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Full:
             pass
         if self._thread.is_alive():
-            logger.warning("the recording in %s did not end: its disk hangs", self.root)
+            logger.warning(
+                "the recording in %s lacks its end: its disk hangs, for %g s so far",
+                self.root,
+                timeout_s,
+            )
         self._thread = None
 
     def _submit(self, action: Callable[[Path, Manifest], None]) -> None:
@@ -147,29 +154,42 @@ class PartWriter:
         except queue.Full:
             self._skipping = True
             self.num_skipped += 1
-            logger.warning(
-                "a rollout is recorded in part, because the disk of %s is too slow (%d so far)",
-                self.root,
-                self.num_skipped,
-            )
+            if self.num_skipped == 1:
+                logger.warning(
+                    "%s is recorded in part, because the disk of %s is too slow. Further rollouts "
+                    "that it costs are not warned about; their manifests lack complete=true.",
+                    self._current[0].name,
+                    self.root,
+                )
 
     def _work(self) -> None:
         while True:
             job = self._queue.get()
+            if job is _STOP:
+                break
+            if self.failed:
+                continue
+            action, folder, manifest = job
             try:
-                if job is _STOP:
-                    return
-                action, folder, manifest = job
-                if not self.failed:
+                if folder.is_dir():
                     action(folder, manifest)
+                elif not self.root.is_dir():
+                    raise FileNotFoundError(f"{self.root} is gone")
             except FAILURES as error:
-                self.stop(error)
-            finally:
-                self._queue.task_done()
+                # removed meanwhile by --record-keep or by hand: there is nothing to add to
+                if folder.is_dir() or not self.root.is_dir():
+                    self.stop(error)
+        try:
+            if not self.failed:
+                self._prune(None)
+        except FAILURES as error:
+            self.stop(error)
 
     def stop(self, error: Exception) -> None:
         """Ends the recording of this process, with one warning."""
-        if not self.failed:
+        with self._lock:
+            was_failed, self.failed = self.failed, True
+        if not was_failed:
             logger.warning(
                 "recording in %s has stopped: %s: %s. Training goes on; what its manifests list "
                 "stays readable.",
@@ -177,7 +197,6 @@ class PartWriter:
                 type(error).__name__,
                 error,
             )
-        self.failed = True
 
 
 def writer_of(args: argparse.Namespace, name: str) -> PartWriter | None:
@@ -185,7 +204,10 @@ def writer_of(args: argparse.Namespace, name: str) -> PartWriter | None:
     if args.record is None:
         return None
     root = Path(args.record)
-    numbers = run_numbers(root)
+    try:
+        numbers = run_numbers(root)
+    except OSError:  # the driver has warned of it
+        numbers = []
     limits: dict[str, Any] = {}
     if name == ROLLOUT:
         size = args.record_max_gib
@@ -197,10 +219,31 @@ def writer_of(args: argparse.Namespace, name: str) -> PartWriter | None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a rollout's folder in an order in which nothing is listed that is gone."""
-    for path in folder.glob("manifest.*.json"):
-        path.unlink(missing_ok=True)
-    shutil.rmtree(folder)
+    """Removes a rollout's folder: at once from the recording, then its files. `OSError` where it is
+    a link or the disk refuses.
+    """
+    if folder.is_symlink():
+        raise OSError(f"{folder} is a link; a recording holds folders")
+    trash = folder.with_name(f"{TRASH}{folder.name}.{os.getpid()}")
+    folder.rename(trash)
+    shutil.rmtree(trash)
+
+
+def clean_up(root: Path) -> None:
+    """Removes what processes left that died while they wrote: temporary files of parts and
+    manifests, folders half removed. Called before a run writes; `OSError` where the disk refuses.
+    """
+    names = "|".join(re.escape(file) for file, _ in PARTS.values())
+    temporary = re.compile(rf"\.(?:{names}|manifest\.[a-z]+\.json)\.[0-9]+")
+    for path in root.iterdir():
+        if path.is_symlink() or not path.is_dir():
+            continue
+        if path.name.startswith(TRASH):
+            shutil.rmtree(path)
+        elif is_rollout_folder(path):
+            for file in path.iterdir():
+                if temporary.fullmatch(file.name):
+                    file.unlink()
 
 
 def folder_bytes(folder: Path) -> int:
@@ -214,10 +257,12 @@ def folder_bytes(folder: Path) -> int:
     return total
 
 
-def prune(root: Path, *, keep: int | None, max_bytes: int | None, current: Path) -> None:
+def prune(
+    root: Path, *, keep: int | None, max_bytes: int | None, current: Path | None = None
+) -> None:
     """Removes recorded rollouts, oldest first, until at most `keep` are left and all take at most
     `max_bytes`, and the evaluations of before. `current` always stays, and so does the newest
-    rollout before it while none that is newer has trained.
+    rollout before it while none that is newer has trained: the ranks are still writing it.
 
     Newest is what was begun last: a resumed run writes lower numbers than the run before it left.
     """
@@ -233,13 +278,21 @@ def prune(root: Path, *, keep: int | None, max_bytes: int | None, current: Path)
         is_rollout = not folders[folder]
         total += folder_bytes(folder) if max_bytes is not None else 0
         stays = folder == current or (is_rollout and num_rollouts < 2 and not has_trained)
+        stays = stays or (current is None and is_rollout and num_rollouts == 0)
         too_many = too_many or (keep is not None and num_rollouts >= keep and is_rollout)
         num_rollouts += is_rollout
         if is_rollout and not has_trained:
-            manifest = read_manifest(folder, TRAIN)
-            has_trained = manifest is not None and bool(manifest.facts.get("complete"))
+            has_trained = _has_trained(folder)
         if not stays and (too_many or (max_bytes is not None and total > max_bytes)):
             remove_folder(folder)
+
+
+def _has_trained(folder: Path) -> bool:
+    try:
+        manifest = read_manifest(folder, TRAIN)
+    except RolloutDataError:  # damaged: no rank writes it any more
+        return True
+    return manifest is not None and bool(manifest.facts.get("complete"))
 
 
 def _begun_at(folder: Path) -> int:

@@ -57,6 +57,7 @@ from slime.files.train_dump_utils import save_debug_train_data
 from slime.metrics.statistics import compute_rollout_step
 from slime.models.shape import read_model_shape
 from slime.ray.train_actor import TrainRayActor
+from slime.recording.writer import STOP_TIMEOUT_S
 from slime.tracking.timer import Timer, inverse_timer, timer
 from slime.tracking.tracking import (
     configure_logger,
@@ -465,10 +466,16 @@ class MegatronTrainRayActor(TrainRayActor):
         if args.save_hf is not None and self.role == "actor":
             checkpoint.save_hf_checkpoint(args, rollout_id, self.model)
 
+    def finish_recording(self) -> None:
+        """Returns when what this rank recorded is on the disk."""
+        if self.recorder is not None:
+            self.recorder.close()
+
     def suspend(self, folder: str) -> None:
         """Writes the whole state below `folder`, over that of the time before, for processes that
         go on in place of these.
         """
+        self.finish_recording()
         self._save_whole_state(folder, self._last_rollout_id or 0)
 
     def _save_whole_state(self, folder: str, iteration: int) -> None:
@@ -550,7 +557,7 @@ class MegatronTrainRayActor(TrainRayActor):
     def stop(self) -> None:
         """Closes the sinks and leaves the process group."""
         if self.recorder is not None:
-            self.recorder.close()
+            self.recorder.close(STOP_TIMEOUT_S)
         finish_tracking(self.args, primary=False)
         mpu.destroy_model_parallel()
         super().stop()

@@ -110,10 +110,10 @@ class TrainRecorder:
         }
         self._writer.add("train", write, shares=shares, cp_size=collector.header.get("cp_size"))
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = None) -> None:
         """Waits for what is being written."""
         if self._writer is not None:
-            self._writer.close()
+            self._writer.close(timeout_s)
 
     def _save_weights(self, rollout_id: int, save: Callable[[str], Any]) -> None:
         """All ranks see the same outcome of a checkpoint."""
