@@ -320,6 +320,7 @@ WAITS = (
             "ray/actor_group.py::RayTrainGroup._wait",
             "ray/train_actor.py::TrainRayActor.set_rollout_manager",
             "ray/rollout.py::RolloutManager.check_weights",
+            "train.py::finish_recording",
             "train.py::save",
             "ray/servers.py::RolloutServers.release_memory",
             "ray/servers.py::RolloutServers.resume_memory",
