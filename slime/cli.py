@@ -75,6 +75,11 @@ COMMANDS: dict[str, Command] = {
     "show": Command(
         "slime.harness.show:main", "One sample of a rollout dump, token by token.", raw=True
     ),
+    "trace": Command(
+        "slime.harness.trace:main",
+        "What each process of a run did when: a table, and a file for ui.perfetto.dev.",
+        raw=True,
+    ),
     "gate": Command(
         "slime.commands.gate:main", "Look at, compare and tune the response gate.", raw=True
     ),

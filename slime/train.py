@@ -28,6 +28,7 @@ from slime.ray.utils import STOP_TIMEOUT_S, wait_for
 from slime.recording.run_record import begin_recording
 from slime.tracking import tracking
 from slime.tracking.progress import report
+from slime.tracking.spans import start_tracing
 from slime.utils.misc import should_run_periodic_action
 
 logger = logging.getLogger("slime")
@@ -340,6 +341,7 @@ def open_run(args: argparse.Namespace) -> Iterator[Run]:
     begin_recording(args)
     with live_view(args):
         tracking.init_tracking(args, primary=True)
+        start_tracing(args, "driver", role="driver")
         with run_session(args), build_run(args) as run:
             yield run
             finish_recording(run)

@@ -270,11 +270,21 @@ def gate_page() -> str:
     return text
 
 
+def trace_page() -> str:
+    """Returns docs/trace.md with the table of span names; its other text is written by hand."""
+    from slime.harness.trace_names import names_table
+
+    begin, end = "<!-- span names: tools/generate_docs.py -->", "<!-- end -->"
+    before, after = (ROOT / "docs" / "trace.md").read_text(encoding="utf-8").split(begin)
+    return f"{before}{begin}\n\n{names_table()}\n\n{end}{after.partition(end)[2]}"
+
+
 # Pages below docs/ by their name, without .md where they are Markdown.
 PAGES: dict[str, Callable[[], str]] = {
     "flags": flags_page,
     "loops": loops_page,
     "gate": gate_page,
+    "trace": trace_page,
     "architecture.svg": picture,
 }
 

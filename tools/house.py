@@ -151,6 +151,7 @@ EXCEPTIONS: tuple[tuple[str, str, str], ...] = (
             ("rollout/fully_async_rollout.py::_global_worker", UPSTREAMS_STATE),
             ("rollout/sample_hooks.py::_current_rollout_id", UPSTREAMS_STATE),
             ("tracking/progress.py::_reporter", "any code of the process may report progress"),
+            ("tracking/spans.py::_writer", "any code of the process may add a span"),
             ("tracking/tracking.py::_configured_logger", "logging is the process's"),
             ("tracking/tracking.py::_folders", "run folders that this process has opened"),
             ("tracking/tracking.py::_is_primary", "any code of the process may log"),

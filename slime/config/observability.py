@@ -38,6 +38,16 @@ class ObservabilityOptions:
             "status 1."
         ),
     )
+    trace: bool = option(
+        False,
+        "Record what every process of the run does when, in <run dir>/trace: slime trace shows it.",
+    )
+    trace_every: int = option(
+        1,
+        "Record rollouts 0, N, 2N, ... alone, with --trace; the driver and the engines record "
+        "throughout.",
+        minimum=1,
+    )
     use_wandb: bool = option(False, "Send metrics to Weights & Biases.")
     wandb_mode: str | None = option(
         None, "online sends, offline writes files to sync later; default: WANDB_MODE, else online.",

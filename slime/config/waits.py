@@ -380,6 +380,7 @@ WAITS = (
             "utils/http_utils.py::terminate_process",
             "harness/live_view.py::LiveView.stop",
             "tracking/tracking.py::Tracking.close",
+            "tracking/spans.py::SpanWriter.close",
             "rollout/rm_hub/grader_pool.py::_Worker.kill",
             "rollout/rm_hub/grader_pool.py::_Worker._await_line",
         ),
@@ -388,6 +389,7 @@ WAITS = (
         "config/test_waits.py::test_what_ends_is_not_waited_for_without_a_bound",
         constants=(
             "ray/utils.py::STOP_TIMEOUT_S",
+            "tracking/spans.py::STOP_TIMEOUT_S",
             "backends/torch_engine/engine.py::STOP_JOIN_SECONDS",
             "backends/torch_engine/server_thread.py::STOP_TIMEOUT_SECONDS",
             "backends/sglang_utils/router.py::STOP_TIMEOUT_SECONDS",
@@ -489,6 +491,11 @@ WORKERS = (
         "the trackers follow the records of all processes",
         ("tracking/tracking.py::Tracking._follow",),
         "stopped with the run",
+    ),
+    Worker(
+        "spans of --trace are written twice a second",
+        ("tracking/spans.py::SpanWriter._flush_often",),
+        "stopped with its process",
     ),
     Worker(
         "the thread that watches calls of user functions",

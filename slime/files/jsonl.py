@@ -8,7 +8,7 @@ fresh line and readers skip and count what they cannot parse.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +60,21 @@ class JsonlWriter:
 
     def write(self, record: dict[str, Any]) -> None:
         """Appends `record` as one line. OSError when the disk takes none or only a part of it."""
+        self.write_all([record])
+
+    def write_all(self, records: Iterable[dict[str, Any]]) -> None:
+        """Appends a line per record, all of them in one write. OSError as `write`; complete lines
+        that the disk took stay.
+        """
         if self._descriptor is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        line = b"\n" * self._torn + encode(record)
-        written = os.write(self._descriptor, line)
-        self._torn = written < len(line)
+        lines = b"\n" * self._torn + b"".join(map(encode, records))
+        written = os.write(self._descriptor, lines)
+        self._torn = written < len(lines)
         if self._torn:
             raise OSError(
-                f"{self.path}: {written} of {len(line)} bytes were written. Is the disk full?"
+                f"{self.path}: {written} of {len(lines)} bytes were written. Is the disk full?"
             )
 
     def close(self) -> None:
@@ -87,6 +93,11 @@ class JsonlTail:
         self.malformed = 0
         self._rest = b""
         self._offset = self.path.stat().st_size if from_end and self.path.exists() else 0
+
+    @property
+    def ends_torn(self) -> bool:
+        """Whether the last line that was read has no end: it is being written, or never was."""
+        return bool(self._rest)
 
     def read(self) -> list[dict[str, Any]]:
         """Returns the complete new records in file order; [] when the file is not there."""

@@ -11,7 +11,7 @@ import argparse
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -35,6 +35,8 @@ from slime.metrics.statistics import (
     pass_rate_contributions,
 )
 from slime.tracking import tracking
+from slime.tracking.spans import spanned
+from slime.tracking.tracing import STAGES
 from slime.utils.misc import load_function
 
 if TYPE_CHECKING:
@@ -394,36 +396,46 @@ def request_metrics(samples: Iterable[Any]) -> dict[str, float]:
         "queue_time": "request/queue_time",
         "decode_throughput": "decode/throughput",
     }
-    values: dict[str, list[float]] = collections.defaultdict(list)
-    count = profiled = 0
-    for sample in samples:
-        trace = sample.__dict__.get("trace") or {}
-        for event in trace.get("events", []) if isinstance(trace, dict) else []:
-            if event.get("type") != "span_end" or event.get("name") != "sglang_generate":
-                continue
-            count += 1
-            attrs = event.get("attrs") or {}
-            profiled += any(key in attrs for key in names)
-            for key, value in attrs.items():
-                if isinstance(value, int | float) and not isinstance(value, bool):
-                    name = names.get(key) or (
-                        f"{key.split('_', 1)[0]}/{key.split('_', 1)[1]}"
-                        if key.startswith(("prefill_", "decode_"))
-                        else None
-                    )
-                    if name:
-                        values[name].append(float(value))
-    if not count:
+    requests = [attrs for sample in samples for attrs in _requests_of(sample.__dict__.get("trace"))]
+    if not requests:
         return {}
-    metrics = {"request/count": float(count), "request/profiled_count": float(profiled)}
-    for name, numbers in values.items():
-        metrics.update(dict_add_prefix(compute_statistics(numbers), f"{name}/"))
+    profiled = sum(not names.keys().isdisjoint(attrs) for attrs in requests)
+    metrics = {"request/count": float(len(requests)), "request/profiled_count": float(profiled)}
+    for key in dict.fromkeys(key for attrs in requests for key in attrs):
+        name = names.get(key) or ("/".join(key.split("_", 1)) if key.startswith(STAGES) else None)
+        if name is None:
+            continue
+        values = [attrs[key] for attrs in requests if key in attrs]
+        numbers = [value for value in values if type(value) is float or type(value) is int]
+        if numbers:
+            metrics.update(dict_add_prefix(compute_statistics(numbers), f"{name}/"))
     return metrics
+
+
+def _requests_of(trace: object) -> Iterator[dict[str, Any]]:
+    """Of each request in a sample's trace what the engine measured: the span's attributes, and the
+    durations of the stages below it.
+    """
+    events = trace.get("events") or [] if isinstance(trace, dict) else []
+    ends = [event for event in events if event.get("type") == "span_end"]
+    for request in ends:
+        if request.get("name") != "sglang_generate":
+            continue
+        stages = {
+            event["name"]: event["duration"]
+            for event in (ends if len(ends) > 1 else ())
+            if event.get("parent_id") == request.get("span_id", 0)
+            and str(event.get("name")).startswith(STAGES)
+            and "duration" in event
+        }
+        attrs = request.get("attrs") or {}
+        yield {**attrs, **stages} if stages else attrs
 
 
 # --- shells ---------------------------------------------------------------------------------------
 
 
+@spanned("rollout_metrics")
 def log_rollout_data(
     rollout_id: int,
     args: argparse.Namespace,

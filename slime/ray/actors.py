@@ -7,7 +7,8 @@ through this module only.
 
 Inside `local_actors()` an actor is a plain object and its method runs when `.remote(...)` is
 called, in the caller's thread, so a debugger, a profiler or a traceback goes through. What two
-processes would not share is not shared: `put` copies, and each actor has timers of its own.
+processes would not share is not shared: `put` copies, and each actor has timers and spans of its
+own.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 import ray
 
+from slime.tracking.spans import SpanWriter, exchange_writer, span
 from slime.tracking.timer import Timer
 from slime.utils.misc import SingletonMeta
 
@@ -44,11 +46,15 @@ class LocalRef:
 
 
 class LocalActor:
-    """Stands for `target` as Ray's handle does: `actor.method.remote(...)` returns a reference."""
+    """Stands for an object cls(*args) as Ray's handle does: `actor.method.remote(...)` returns a
+    reference.
+    """
 
-    def __init__(self, target: object) -> None:
-        self._target = target
+    def __init__(self, cls: type, *args: object) -> None:
         self._timer: Timer | None = None
+        self._span_writer: SpanWriter | None = None
+        with self._inside():
+            self._target = cls(*args)
 
     def __getattr__(self, name: str) -> _LocalMethod:
         if name.startswith("__"):  # copy and pickle ask for methods that a handle does not have
@@ -57,13 +63,21 @@ class LocalActor:
 
     def _call(self, name: str, args: tuple, kwargs: dict[str, Any]) -> LocalRef:
         args = tuple(value.result() if isinstance(value, LocalRef) else value for value in args)
-        outer = SingletonMeta.exchange(Timer, self._timer)
+        with self._inside():
+            try:
+                return LocalRef(value=getattr(self._target, name)(*args, **kwargs))
+            except Exception as error:  # noqa: BLE001 - raised where the reference is asked for its value
+                return LocalRef(error=error)
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Inside, this process's timers and spans are the actor's own."""
+        outer = SingletonMeta.exchange(Timer, self._timer), exchange_writer(self._span_writer)
         try:
-            return LocalRef(value=getattr(self._target, name)(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - raised where the reference is asked for its value
-            return LocalRef(error=error)
+            yield
         finally:
-            self._timer = SingletonMeta.exchange(Timer, outer)
+            self._timer = SingletonMeta.exchange(Timer, outer[0])
+            self._span_writer = exchange_writer(outer[1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +93,7 @@ class _LocalMethod:
 def start(cls: type, *args: object, **options: object) -> Any:
     """A handle of a new actor cls(*args). `options` are Ray's; a local actor has none."""
     if _is_local:
-        return LocalActor(cls(*args))
+        return LocalActor(cls, *args)
     return ray.remote(cls).options(**options).remote(*args)
 
 
@@ -116,7 +130,8 @@ def get(refs: Any, *, timeout: float | None = None) -> Any:
 
 def put(value: object) -> Any:
     """A reference to a copy of `value`."""
-    return LocalRef(copy.deepcopy(value)) if _is_local else ray.put(value)
+    with span("put"):
+        return LocalRef(copy.deepcopy(value)) if _is_local else ray.put(value)
 
 
 def wait(refs: list[Any], *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:

@@ -53,6 +53,7 @@ from slime.rollout.engine_client import set_engines
 from slime.rollout.generate_state import SharedState
 from slime.rollout.reward_checks import RewardWatch
 from slime.rollout.sample_hooks import set_current_rollout_id
+from slime.tracking.spans import set_rollout, span, spanned, start_tracing
 from slime.tracking.timer import Timer, timer
 from slime.tracking.tracking import (
     collected_metrics,
@@ -88,6 +89,7 @@ class RolloutManager:
         if (log_dir := log_dir_of(args)) is not None:
             WATCH.record_in(log_dir)
         init_tracking(args, primary=False)
+        start_tracing(args, "rollout-manager", role="rollout")
         # a replay asks for no prompt: None then, and the checkpoint of a replay has no data
         # position
         self.data_source = (
@@ -123,6 +125,7 @@ class RolloutManager:
 
     # --- what the driver calls --------------------------------------------------------------------
 
+    @spanned("rollout")
     def generate(self, rollout_id: int) -> list[Box] | None:
         """One box (a reference to a shard) per data-parallel rank, or None with
         --debug-rollout-only.
@@ -149,6 +152,7 @@ class RolloutManager:
         )
         self._last_generate_started = started
         set_current_rollout_id(rollout_id)
+        set_rollout(rollout_id)
         output = self._get_rollout_data(rollout_id)
         all_samples = flatten_samples(output.samples)
         mask_older_samples(self.args, all_samples)
@@ -171,7 +175,8 @@ class RolloutManager:
         samples = judged.samples
         # before any of the user's functions sees them
         marks = [] if self.args.debug_rollout_only else marks_of(judged.judged, judged.verdicts)
-        dumped = self.dumper.save(samples, rollout_id=rollout_id, evaluation=False)
+        with span("dump"):
+            dumped = self.dumper.save(samples, rollout_id=rollout_id, evaluation=False)
         seen = dict_add_prefix(self.reward_watch.metrics(samples), "rollout/")
         extra = {**(output.metrics or {}), **self.gate.metrics(judged), **seen, **dumped}
         logged = rollout_metrics.log_rollout_data(
@@ -203,6 +208,7 @@ class RolloutManager:
         )
         return boxes if planned else [Box(box.inner) for box in boxes]
 
+    @spanned("evaluation")
     def eval(self, rollout_id: int) -> None:
         """Scores the evaluation datasets and logs the result under eval/."""
         if self.args.debug_train_only:
@@ -248,6 +254,7 @@ class RolloutManager:
             found.update(dict_add_prefix(seen, f"eval/{name}/"))
         return found
 
+    @spanned("save_data_position")
     def save(self, rollout_id: int) -> None:
         """Writes the data position in which `rollout_id` is the last rollout trained, and what the
         gate remembers at that point.
@@ -384,6 +391,7 @@ class RolloutManager:
                 raise EngineError(" ".join(failures)) from error
             raise
 
+    @spanned("rewards")
     def _post_process_rewards(self, samples: list[Sample]) -> tuple[list[float], list[float]]:
         """(raw rewards, rewards): as scored, and normalized by group where the estimator asks for
         it.
@@ -398,6 +406,7 @@ class RolloutManager:
         }
         return raw, rewards
 
+    @spanned("columns")
     def _convert_samples_to_train_data(self, samples: list[Sample]) -> Any:
         """The whole batch as columns, or what a custom converter makes of it."""
         self._reward_metrics = {}
@@ -429,7 +438,8 @@ class RolloutManager:
                 "the train parallel config is not set; call set_train_parallel_config first"
             )
         config = SplitConfig.from_args(self.args, self.train_parallel_config)
-        split = split_by_dp(data, config, dropped_failures=dropped_failures)
+        with span("schedule"):
+            split = split_by_dp(data, config, dropped_failures=dropped_failures)
         # map releases a shard before the next one is made: a loop's variable would keep a second
         # one in memory
         refs = list(map(actors.put, split.shards))
@@ -518,8 +528,9 @@ class RolloutManagerActor(RolloutManager):
         if not self._is_warm:
             # What a first rollout loaded stays. Python's full collections would walk over all of
             # it, 0.2 s in the middle of a later rollout.
-            gc.collect()
-            gc.freeze()
+            with span("collect_garbage"):
+                gc.collect()
+                gc.freeze()
             self._is_warm = True
         return boxes
 

@@ -21,6 +21,7 @@ from slime.ray.placement import ENGINE_FRACTION, Placement, bundle_strategy, dev
 from slime.ray.rollout_validation import validate_server_group_gpu_indices
 from slime.ray.servers import HEALTH_TIMEOUT_S, RolloutServers
 from slime.ray.utils import add_default_ray_env_vars, wait_for
+from slime.tracking.spans import trace_folder
 from slime.utils.async_utils import run
 from slime.utils.http_utils import (
     HttpStatusError,
@@ -111,6 +112,12 @@ def _create_engines(args: argparse.Namespace, placement: Placement) -> list[Any]
             "max_concurrency": 4,
         }
         engines.append(
-            actors.start(EngineActor, engine_config_from_args(args, rank), rank, **options)
+            actors.start(
+                EngineActor,
+                engine_config_from_args(args, rank),
+                rank,
+                trace_folder(args),
+                **options,
+            )
         )
     return engines

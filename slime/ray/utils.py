@@ -16,6 +16,7 @@ from slime import exceptions
 from slime.exceptions import SlimeError
 from slime.ray import actors
 from slime.tracking.plain_output import PLAIN
+from slime.tracking.spans import span
 
 NOSET_VISIBLE_DEVICES_ENV_VARS_LIST = [
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
@@ -111,34 +112,37 @@ def wait_for(
     """
     deadline = time.monotonic() + timeout_s
     pending = list(refs)
-    while pending:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            silent = (
-                ""
-                if names is None
-                else f" ({', '.join(names[list(refs).index(ref)] for ref in pending)})"
-            )
-            limit = (
-                f"{timeout_s:.0f} s"
-                if option is None
-                else f"{option} {timeout_s:g} s; raise it if that is too short"
-            )
-            raise SlimeError(
-                f"{what}: {len(pending)} of {len(refs)} actors{silent} gave no answer within "
-                f"{limit}"
-            )
-        done, pending = actors.wait(pending, num_returns=1, timeout=min(left, 10.0))
-        try:
-            actors.get(done)
-        except Exception as error:
-            death = _death_among([*done, *pending], error)
-            if death is None:
-                raise
-            dead, cause = death
-            of = "" if names is None else f" of {names[list(refs).index(dead)]}"
-            raise SlimeError(f"{what}: the process{of} died. {reason_of_death(cause)}") from cause
-    return actors.get(list(refs))
+    with span("wait", what=what):
+        while pending:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                silent = (
+                    ""
+                    if names is None
+                    else f" ({', '.join(names[list(refs).index(ref)] for ref in pending)})"
+                )
+                limit = (
+                    f"{timeout_s:.0f} s"
+                    if option is None
+                    else f"{option} {timeout_s:g} s; raise it if that is too short"
+                )
+                raise SlimeError(
+                    f"{what}: {len(pending)} of {len(refs)} actors{silent} gave no answer within "
+                    f"{limit}"
+                )
+            done, pending = actors.wait(pending, num_returns=1, timeout=min(left, 10.0))
+            try:
+                actors.get(done)
+            except Exception as error:
+                death = _death_among([*done, *pending], error)
+                if death is None:
+                    raise
+                dead, cause = death
+                of = "" if names is None else f" of {names[list(refs).index(dead)]}"
+                raise SlimeError(
+                    f"{what}: the process{of} died. {reason_of_death(cause)}"
+                ) from cause
+        return actors.get(list(refs))
 
 
 def _death_among(refs: list[Any], first: Exception) -> tuple[Any, Exception] | None:

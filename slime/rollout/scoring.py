@@ -17,6 +17,7 @@ from slime.plugins.failures import ENDS_THE_RUN, describe_error, log_cause, mark
 from slime.plugins.watched_calls import CallTimeout, call_within
 from slime.rollout.rm_hub import async_rm, batched_async_rm, is_immediate
 from slime.rollout.rm_hub.outcomes import GraderFailed
+from slime.tracking.spans import span
 from slime.typing import Tokenizer
 from slime.utils.misc import load_function
 
@@ -44,11 +45,12 @@ class ResponseGate:
         """Sets `valid`, `invalid_reason` and what else a verdict carries. A text that is replaced
         stays in the metadata, for raw snapshots.
         """
-        verdicts = self.check(samples)
-        for sample, marked in zip(samples, self.apply(samples, verdicts), strict=True):
-            if sample.response and marked.response != sample.response:
-                marked.metadata = with_engine_text(marked.metadata, sample.response)
-            sample.__dict__.update(marked.__dict__)
+        with span("response_gate", samples=len(samples)):
+            verdicts = self.check(samples)
+            for sample, marked in zip(samples, self.apply(samples, verdicts), strict=True):
+                if sample.response and marked.response != sample.response:
+                    marked.metadata = with_engine_text(marked.metadata, sample.response)
+                sample.__dict__.update(marked.__dict__)
 
     async def mark_batched(self, samples: list[Sample]) -> None:
         """`mark`, in one pass with the other groups that finish at the same time; a sample's
@@ -116,7 +118,8 @@ async def score_group(
     if not to_score:
         return
     try:
-        rewards = await _request_rewards(args, to_score)
+        with span("reward", track="rewards", samples=len(to_score)):
+            rewards = await _request_rewards(args, to_score)
     except ENDS_THE_RUN:
         raise
     except Exception as error:  # noqa: BLE001 - a user's reward function may raise anything; its samples are marked

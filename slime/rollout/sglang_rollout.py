@@ -45,6 +45,7 @@ from slime.rollout.engine_client import abort_engines, choose_url, get_engines, 
 from slime.rollout.evaluation import evaluate_datasets
 from slime.rollout.generate_state import SharedState
 from slime.rollout.group_loop import run_group_loop
+from slime.rollout.request_spans import traced_request
 from slime.rollout.sample_hooks import (
     apply_rollout_sample_hooks,
     get_current_rollout_id,
@@ -124,9 +125,11 @@ async def generate(
     state = GenerateState(args)
     request = prepare_request(args, state, sample, sampling_params)
     if request is not None:
-        reply = await request_generate(
-            args, request, key=sample.group_index, session_id=sample.session_id
-        )
+        with traced_request([sample]) as note:
+            reply = await request_generate(
+                args, request, key=sample.group_index, session_id=sample.session_id
+            )
+            note([reply])
         store_reply(args, state, sample, reply, sampling_params)
     return sample
 
@@ -518,8 +521,10 @@ async def _request_batch(
     session_id = requests[0][0].session_id
     try:
         body = generation.build_batch_request([request for _, request in requests])
-        payload = await request_generate(args, body, key=key, session_id=session_id)
-        replies = generation.parse_batch_reply(payload, num_requests=len(requests))
+        with traced_request([sample for sample, _ in requests]) as note:
+            payload = await request_generate(args, body, key=key, session_id=session_id)
+            replies = generation.parse_batch_reply(payload, num_requests=len(requests))
+            note(replies)
     except (EngineError, RolloutDataError) as error:
         if len(requests) > 1 and getattr(error, "status", 0) // 100 == 4:
             await asyncio.gather(*(_request_batch(args, state, [one], key=key) for one in requests))

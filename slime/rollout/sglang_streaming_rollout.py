@@ -16,6 +16,7 @@ import orjson
 from slime.data.sample import Sample
 from slime.exceptions import EngineError
 from slime.rollout.engine_client import choose_url, get_engines
+from slime.rollout.request_spans import traced_request
 from slime.rollout.sglang_rollout import GenerateState, prepare_request, store_reply
 from slime.utils import http_utils
 
@@ -37,15 +38,19 @@ async def generate_streaming(
         return sample
     url = choose_url(get_engines(args), sample.group_index)
     last = None
-    try:
-        async for event in _events(f"{url}/generate", {**request, "stream": True}):
-            last = event
-    except EngineError as error:
-        if last is None:
-            raise
-        logger.warning(
-            "sample %s: the stream broke off, its tokens so far are kept: %s", sample.index, error
-        )
+    with traced_request([sample]) as note:
+        try:
+            async for event in _events(f"{url}/generate", {**request, "stream": True}):
+                last = event
+        except EngineError as error:
+            if last is None:
+                raise
+            logger.warning(
+                "sample %s: the stream broke off, its tokens so far are kept: %s",
+                sample.index,
+                error,
+            )
+        note([last])
     if last is None:
         raise EngineError(f"{url}/generate ended its stream without an event")
     if last["meta_info"].get("finish_reason") is None:

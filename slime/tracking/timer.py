@@ -1,4 +1,4 @@
-"""Named wall-clock timers of one process, in seconds."""
+"""Named wall-clock timers of one process, in seconds. With --trace each timed block is a span."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from slime.tracking.spans import add_span
 from slime.utils.misc import SingletonMeta
 
 
@@ -29,8 +30,10 @@ class Timer(metaclass=SingletonMeta):
     def end(self, name: str) -> float:
         """Stops `name`, which must be running, adds its seconds and returns them."""
         assert name in self.start_time, f"timer {name!r} was not started"
-        elapsed = time.perf_counter() - self.start_time.pop(name)
+        started, ended = self.start_time.pop(name), time.perf_counter()
+        elapsed = ended - started
         self.add(name, elapsed)
+        add_span(name, started, ended)
         return elapsed
 
     def add(self, name: str, elapsed: float) -> None:

@@ -18,10 +18,11 @@ import contextvars
 import dataclasses
 import functools
 import inspect
+import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ PLAIN_META = (
     "decode_throughput",
 )
 # disaggregated engines report the time of each stage under <stage>_<what>
-STAGES = ("prefill", "decode")
+STAGES = ("prefill_", "decode_")
 STAGE_SUFFIXES = ("_duration", "_latency", "_time")
 
 _parent: contextvars.ContextVar[int | None] = contextvars.ContextVar(
@@ -73,9 +74,9 @@ class TraceSpanContext(dict[str, Any]):
         self.update(attrs)
 
 
-def _new_id() -> int:
-    """An id that no other process of the run draws: a trace may go on in another one."""
-    return secrets.randbits(48)
+# Ids that no other process of the run gives: a trace may go on in another one. Each process counts
+# from a random number, since the system's random numbers cost as much as the rest of a span.
+_new_id = itertools.count(secrets.randbits(48)).__next__
 
 
 def bind_trace(
@@ -164,9 +165,11 @@ def import_trace(payload: Mapping[str, Any], carrier: object = None) -> TraceHan
 
 def _handles(target: object) -> list[TraceHandle]:
     """Returns the distinct traces of one object or of nested lists of them."""
-    objects = target if isinstance(target, list | tuple) else [target]
+    if not isinstance(target, list | tuple):
+        handle = bind_trace(target)
+        return [] if handle is None else [handle]
     found: list[TraceHandle] = []
-    for one in objects:
+    for one in target:
         handles = _handles(one) if isinstance(one, list | tuple) else [bind_trace(one)]
         found += [
             handle
@@ -176,19 +179,22 @@ def _handles(target: object) -> list[TraceHandle]:
     return found
 
 
-def _append(target: object, event: dict[str, Any]) -> None:
-    with contextlib.suppress(Exception):  # as above
-        for handle in _handles(target):
-            entry = dict(event)
+def _append(handles: Sequence[TraceHandle], event: dict[str, Any]) -> None:
+    try:
+        for handle in handles:
+            entry = event if len(handles) == 1 else dict(event)
             if entry.get("parent_id", "none") is None:
                 entry["parent_id"] = handle.parent_span_id
             handle.trace["events"].append(entry)
+    except Exception as error:  # noqa: BLE001 - as above
+        logger.debug("an event is not traced: %s", error)
 
 
 def trace_event(target: object, name: str, *, attrs: Mapping[str, Any] | None = None) -> None:
     """Adds one moment to the trace of `target` (a sample, a handle, or a list of them)."""
     _append(
-        target, {"type": "event", "name": name, "time": time.time(), "attrs": dict(attrs or {})}
+        _handles(target),
+        {"type": "event", "name": name, "time": time.time(), "attrs": dict(attrs or {})},
     )
 
 
@@ -211,28 +217,99 @@ def trace_span(
     """Traces the body as a span of `target`; yields its attributes, which the body may extend. An
     error of the body is raised, and noted unless `record_error` is False.
     """
-    span_id, parent_id = _new_id(), _parent.get()
-    started, values = time.perf_counter(), TraceSpanContext(attrs or {})
-    common = {"name": name, "span_id": span_id, "parent_id": parent_id}
-    _append(target, {"type": "span_start", **common, "time": time.time(), "attrs": dict(values)})
-    token = _parent.set(span_id)
+    opened = _start_span(target, name, attrs)
+    token = _parent.set(opened.span_id)
     try:
-        yield values
+        yield opened.attrs
     except BaseException as error:
         if record_error:
-            values["error"] = f"{type(error).__name__}: {error}"
+            opened.note_error(error)
         raise
     finally:
         _parent.reset(token)
-        duration = time.perf_counter() - started
-        end = {"type": "span_end", **common, "time": time.time(), "duration": duration}
-        children = values.pop(TRACE_CHILDREN_KEY, None)
-        _append(target, {**end, "attrs": dict(values)})
-        if isinstance(children, Iterable):
-            _append_children(target, span_id, children)
+        opened.end()
 
 
-def _append_children(target: object, parent_id: int, children: Iterable[Mapping[str, Any]]) -> None:
+@contextlib.contextmanager
+def trace_spans(targets: Sequence[object], name: str) -> Iterator[list[dict[str, Any]]]:
+    """Traces the body as one span of each target: a request that several samples share. Yields the
+    spans' attributes, in the order of `targets`. Lean, as it is entered for every request.
+    """
+    now, started, parent_id = time.time(), time.perf_counter(), _parent.get()
+    attrs: list[dict[str, Any]] = [{} for _ in targets]
+    opened = []
+    for target in targets:
+        handle = bind_trace(target)
+        events = None if handle is None else handle.trace["events"]
+        span_id = _new_id()
+        common = {"name": name, "span_id": span_id, "parent_id": parent_id}
+        if events is not None:
+            events.append({"type": "span_start", **common, "time": now, "attrs": {}})
+        opened.append((events, common))
+    try:
+        yield attrs
+    except BaseException as error:
+        for values in attrs:
+            values["error"] = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        now, duration = time.time(), time.perf_counter() - started
+        for (events, common), values in zip(opened, attrs, strict=True):
+            if events is not None:
+                end = {"type": "span_end", **common, "time": now, "duration": duration}
+                end["attrs"] = values
+                events.append(end)
+
+
+@dataclasses.dataclass(slots=True)
+class _StartedSpan:
+    """A span that has not ended yet, in the traces that its target had when it started."""
+
+    handles: list[TraceHandle]
+    name: str
+    span_id: int
+    parent_id: int | None
+    started: float
+    attrs: TraceSpanContext
+
+    def note_error(self, error: BaseException) -> None:
+        self.attrs["error"] = f"{type(error).__name__}: {error}"
+
+    def end(self) -> None:
+        """Adds the end, and the spans below it that were measured elsewhere."""
+        end: dict[str, Any] = {
+            "type": "span_end",
+            "name": self.name,
+            "span_id": self.span_id,
+            "parent_id": self.parent_id,
+            "time": time.time(),
+            "duration": time.perf_counter() - self.started,
+        }
+        children = self.attrs.pop(TRACE_CHILDREN_KEY, None)
+        end["attrs"] = dict(self.attrs)
+        _append(self.handles, end)
+        if children and isinstance(children, Iterable):
+            _append_children(self.handles, self.span_id, children)
+
+
+def _start_span(target: object, name: str, attrs: Mapping[str, Any] | None) -> _StartedSpan:
+    handles, values = _handles(target), TraceSpanContext(attrs or {})
+    started = _StartedSpan(handles, name, _new_id(), _parent.get(), time.perf_counter(), values)
+    event = {
+        "type": "span_start",
+        "name": name,
+        "span_id": started.span_id,
+        "parent_id": started.parent_id,
+        "time": time.time(),
+        "attrs": dict(values),
+    }
+    _append(handles, event)
+    return started
+
+
+def _append_children(
+    handles: Sequence[TraceHandle], parent_id: int, children: Iterable[Mapping[str, Any]]
+) -> None:
     """Adds spans that were measured elsewhere, as ended children of `parent_id`."""
     with contextlib.suppress(Exception):  # as above
         for child in children:
@@ -241,13 +318,11 @@ def _append_children(target: object, parent_id: int, children: Iterable[Mapping[
                 "name": child["name"],
                 "span_id": _new_id(),
                 "parent_id": parent_id,
-            }
-            event |= {
                 "time": time.time(),
                 "duration": child["duration"],
                 "attrs": dict(child.get("attrs", {})),
             }
-            _append(target, event)
+            _append(handles, event)
 
 
 def trace_function(
@@ -309,11 +384,11 @@ def build_sglang_meta_trace_attrs(meta: object) -> dict[str, Any]:
     Durations that a disaggregated engine reports per stage (prefill_..., decode_...) become
     children under TRACE_CHILDREN_KEY. {} for what is no mapping.
     """
-    if not isinstance(meta, Mapping):
+    if not isinstance(meta, dict | Mapping):  # a dictionary is known at once
         return {}
     attrs = {name: meta[name] for name in PLAIN_META if meta.get(name) is not None}
     reason = meta.get("finish_reason")
-    kind = reason.get("type") if isinstance(reason, Mapping) else reason
+    kind = reason.get("type") if isinstance(reason, dict | Mapping) else reason
     if kind is not None:
         attrs["finish_reason"] = kind
     children = [

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.files.jsonl import JsonlTail, JsonlWriter, plain_value, read_jsonl
-from slime.tracking import progress
+from slime.tracking import progress, spans
 from slime.tracking.tensorboard_sink import TensorBoardSink, resolve_log_dir
 from slime.tracking.wandb_sink import WandbSink
 
@@ -263,10 +263,10 @@ def start_run_folder(args: argparse.Namespace) -> str:
     os.makedirs(run_dir, exist_ok=True)
     if not args.load or args.finetune:
         number = len(list(Path(run_dir).glob("metrics.*.jsonl"))) + 1
-        for name in (FILE_NAME, progress.FILE_NAME):
+        for name in (FILE_NAME, progress.FILE_NAME, spans.FOLDER):
             path = Path(run_dir) / name
             if path.exists():
-                path.rename(path.with_suffix(f".{number}.jsonl"))
+                path.rename(path.with_suffix(f".{number}{path.suffix}"))
     _point_latest(run_dir)
     return run_dir
 
@@ -388,6 +388,7 @@ def finish_tracking(args: argparse.Namespace, *, primary: bool = True) -> bool:
     driver open, which with --local are in its process.
     """
     global _tracking
+    spans.stop_tracing()
     if _tracking is None or (_is_primary and not primary):
         return False
     tracking, _tracking = _tracking, None

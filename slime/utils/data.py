@@ -8,10 +8,12 @@ it is replaced here.
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from slime.prompts import dataset
+from slime.tracking.spans import add_span, is_tracing, span
 from slime.tracking.timer import Timer
 from slime.utils.doors import open_door
 
@@ -39,8 +41,13 @@ def process_rollout_data(
     assert len(rollout_data_ref) == dp_size, (
         f"{len(rollout_data_ref)} shards for {dp_size} data-parallel ranks"
     )
-    shard = actors.get(rollout_data_ref[dp_rank].inner)
+    with span("get"):
+        shard = actors.get(rollout_data_ref[dp_rank].inner)
+    started = time.perf_counter()
     batch = localize(shard, dp_rank, dp_size=dp_size)
+    if is_tracing():  # which samples: `slime trace` draws an arrow from each one's request
+        samples = [int(index) for index in batch.get("sample_indices") or [] if index is not None]
+        add_span("localize", started, time.perf_counter(), attrs={"samples": samples})
     lengths = [int(length) for length in shard["total_lengths"]] if "total_lengths" in shard else []
     Timer().seq_lens = lengths
     batch.info["trained_lengths"] = _trained_lengths(shard, lengths)

@@ -18,11 +18,13 @@ from support import small_run
 
 from slime.harness import show
 from slime.harness.diff import compare_paths
+from slime.harness.trace import summarize
+from slime.harness.trace_files import read_traces, windows_of
 from slime.local import LocalResult, words_of
 
 NUM_GPUS = 0
 
-TWICE = """
+THRICE = """
 import json, os, subprocess, sys
 import ray  # sets a variable when it is imported
 from slime.local import train
@@ -30,6 +32,7 @@ from slime.local import train
 words = json.loads(sys.argv[1])
 before = dict(os.environ)
 first, second = (train(words, run_dir=folder, dump_details=f"{folder}/dumps") for folder in sys.argv[2:4])
+train(words, run_dir=sys.argv[4], trace=True)
 assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())
 children = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "args="], capture_output=True, text=True).stdout.splitlines()
 assert len(children) == 1, children  # ps itself
@@ -53,7 +56,8 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(data, tmp_path_factory):
-    """Run folders of the same two rollouts: in Ray, and twice in one process of its own."""
+    """Run folders of the same two rollouts: in Ray, and three times in one process of its own, the
+    third time with --trace."""
     root = tmp_path_factory.mktemp("local")
     options = [
         "--num-rollout",
@@ -74,7 +78,10 @@ def runs(data, tmp_path_factory):
     in_ray = small_run.start(data, root / "ray", *options, "--dump-details", root / "ray" / "dumps")
     words = small_run.command(data, root / "first", *options)[3:]
     local = small_run.launch(
-        [sys.executable, "-c", TWICE, json.dumps(words), str(root / "first"), str(root / "second")],
+        [
+            *[sys.executable, "-c", THRICE, json.dumps(words)],
+            *[str(root / name) for name in ("first", "second", "traced")],
+        ],
         root / "first",
     )
     for process in (in_ray, local):
@@ -88,7 +95,8 @@ def numbers(run_dir):
     for record in small_run.records(run_dir):
         for name, value in record.get("metrics", {}).items():
             timed = (
-                "time" in name
+                name.startswith(("perf/request", "perf/prefill", "perf/decode"))
+                or "time" in name
                 or "per_sec" in name
                 or "per_s" in name
                 or "tflops" in name
@@ -111,6 +119,38 @@ def test_the_local_run_has_the_numbers_of_the_run_in_ray(runs):
             c.identical
             for c in compare_paths(runs / "ray" / "dumps", runs / folder / "dumps").values()
         )
+
+
+PHASES = {
+    "rollout-manager": (
+        "rollout generate response_gate gate rollout_metrics dump convert_samples rewards columns "
+        "schedule put evaluation request reward"
+    ),
+    "actor-0": (
+        "train data_preprocess get localize log_probs advantages actor_train train_step "
+        "forward_backward consistency optimizer_step weight_change update_weights gather_weights "
+        "hash_weights send_weights sleep wake_up train_wait"
+    ),
+    "engine-0": "prefill decode pause receive_weights apply_weights release_memory resume_memory",
+}
+
+
+@pytest.mark.timeout(300)
+def test_a_trace_of_the_run_has_every_phase_and_covers_the_iterations(runs):
+    """With --trace the spans of a run name all that its processes do, those of a thread nest, and
+    together they cover the time of its rollouts; the numbers are those of a run without it."""
+    assert numbers(runs / "traced") == numbers(runs / "first")
+    assert not (runs / "first" / "trace").exists()
+    traces, num_unreadable = read_traces(runs / "traced")
+    assert num_unreadable == 0
+    assert [trace.process for trace in traces] == ["driver", *PHASES]
+    for trace in traces[1:]:
+        assert {*PHASES[trace.process].split()} <= {span.name for span in trace.spans}
+    summary = summarize(traces, windows_of(traces))
+    assert summary.rollouts == [0, 1] and summary.idle_seconds < 0.1 * summary.seconds
+    around = {(row.phase, row.depth) for row in summary.rows}
+    assert {("train", 0), ("actor_train", 1), ("train_step", 2), ("optimizer_step", 3)} <= around
+    assert small_run.series(runs / "traced", "perf/request/count")[0] >= 32
 
 
 @pytest.mark.timeout(300)

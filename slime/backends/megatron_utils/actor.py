@@ -58,6 +58,7 @@ from slime.metrics.statistics import compute_rollout_step
 from slime.models.shape import read_model_shape
 from slime.ray.train_actor import TrainRayActor
 from slime.recording.writer import STOP_TIMEOUT_S
+from slime.tracking.spans import set_rollout, span, spanned, start_tracing
 from slime.tracking.timer import Timer, inverse_timer, timer
 from slime.tracking.tracking import (
     configure_logger,
@@ -97,6 +98,7 @@ class MegatronTrainRayActor(TrainRayActor):
         super().init(args, role, with_ref, with_opd_teacher)
         initialize.init(args)
         init_tracking(args, primary=False)
+        start_tracing(args, f"{role}-{self.rank}", role=role, rank=self.rank)
         self.model_shape = read_model_shape(args.hf_checkpoint)
         self.model, self.optimizer, self.opt_param_scheduler = setup_model_and_optimizer(args, role)
         self.weights = WeightsBackup(self.model)
@@ -190,6 +192,7 @@ class MegatronTrainRayActor(TrainRayActor):
         for --keep-old-actor; None: not known.
         """
         Timer().end("train_wait")
+        set_rollout(rollout_id)
         self._last_rollout_id, self._weight_updates_since_start = (
             rollout_id,
             weight_updates_since_start,
@@ -292,6 +295,7 @@ class MegatronTrainRayActor(TrainRayActor):
             )
         }
 
+    @spanned("advantages")
     def _compute_advantages(self, rollout_data: RolloutBatch) -> None:
         path = self.args.custom_advantage_function_path
         if path is None:
@@ -300,6 +304,7 @@ class MegatronTrainRayActor(TrainRayActor):
         with same_samples(rollout_data, "--custom-advantage-function-path", path):
             compute_advantages_and_returns(self.args, rollout_data)
 
+    @spanned("consistency")
     def _look_at_log_probs(self, rollout_id: int, rollout_data: RolloutBatch) -> None:
         """Before the weights change: a gap to the engine's log-probs is then seen, and may end the
         run, before it has done harm. Where no pass computed the log-probs, those of the first step
@@ -319,6 +324,7 @@ class MegatronTrainRayActor(TrainRayActor):
             compares_sampler=self.args.keep_old_actor and self._sampler_tag is not None,
         )
 
+    @spanned("weight_change")
     def _log_weight_change(self, rollout_id: int) -> None:
         # every rank looks at its own part of the model
         change = torch.tensor(self.weights.largest_change("actor"))
@@ -464,7 +470,8 @@ class MegatronTrainRayActor(TrainRayActor):
                     keep=args.keep_checkpoints and args.keep_checkpoints + (self.role == "critic"),
                 )
         if args.save_hf is not None and self.role == "actor":
-            checkpoint.save_hf_checkpoint(args, rollout_id, self.model)
+            with span("save_hf"):
+                checkpoint.save_hf_checkpoint(args, rollout_id, self.model)
 
     def finish_recording(self) -> None:
         """Returns when what this rank recorded is on the disk."""
@@ -539,6 +546,7 @@ class MegatronTrainRayActor(TrainRayActor):
             }
             log(self.args, metrics, step_key="rollout/step")
 
+    @spanned("sleep")
     def sleep(self) -> None:
         """Moves what only training needs out of the device's memory: weights, gradients and
         optimizer state.
@@ -548,6 +556,7 @@ class MegatronTrainRayActor(TrainRayActor):
                 training_tensors(self.model, self.optimizer), folder=self.args.run_dir
             )
 
+    @spanned("wake_up")
     def wake_up(self) -> None:
         """Makes training possible again after `sleep`."""
         if self._asleep is not None:

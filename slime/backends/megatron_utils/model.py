@@ -29,6 +29,7 @@ from slime.data.batch import RolloutBatch, Stage
 from slime.data.ragged import Ragged
 from slime.exceptions import RolloutDataError
 from slime.metrics.statistics import compute_train_step
+from slime.tracking.spans import span, spanned
 from slime.tracking.tracking import log
 from slime.utils.misc import load_function
 
@@ -108,6 +109,7 @@ def forward_only(
     return _in_local_order(collected, data_iterator[0].micro_batch_indices, store_prefix)
 
 
+@spanned("train_step")
 def train_one_step(
     args: argparse.Namespace,
     data_iterator: Sequence[Any],
@@ -142,17 +144,19 @@ def train_one_step(
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    losses = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        forward_only=False,
-        **_schedule_arguments(args, data_iterator, model, num_microbatches),
-    )
+    with span("forward_backward", num_microbatches=num_microbatches):
+        losses = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            forward_only=False,
+            **_schedule_arguments(args, data_iterator, model, num_microbatches),
+        )
     if before_update is not None:
         before_update()
     grad_norm = math.nan
     updated = False
-    if _gradients_are_finite(model):
-        updated, grad_norm, _ = optimizer.step()
+    with span("optimizer_step"):
+        if _gradients_are_finite(model):
+            updated, grad_norm, _ = optimizer.step()
     if updated:
         opt_param_scheduler.step(increment=step_global_batch_size)
     else:

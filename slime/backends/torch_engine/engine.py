@@ -30,9 +30,11 @@ from slime.backends.torch_engine.prompt_cache import (
 from slime.backends.torch_engine.request import Request
 from slime.backends.torch_engine.running_batch import RunningBatch
 from slime.backends.torch_engine.sampler import draw_tokens
+from slime.backends.torch_engine.step_spans import StepSpans
 from slime.backends.torch_engine.stop_strings import find_stop
 from slime.backends.torch_engine.tokenizer import EngineTokenizer
 from slime.exceptions import EngineError
+from slime.tracking.spans import current_writer
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +86,7 @@ class Engine:
         self._failure_stack: str | None = None
         self._finished: list[Request] = []
         self._progressed: list[Request] = []
+        self._spans = StepSpans(current_writer())
         self._thread = threading.Thread(target=self._loop, name="slime-engine", daemon=True)
 
     def start(self) -> None:
@@ -234,6 +237,7 @@ class Engine:
             while True:
                 with self._condition:
                     while not self._has_work():
+                        self._spans.end_stretch()
                         self._condition.wait(IDLE_WAIT_SECONDS)
                     is_stopping = self._is_stopping
                 self._run_commands()
@@ -242,6 +246,7 @@ class Engine:
                     self._step()
                 self._deliver()
                 if is_stopping:
+                    self._spans.end_stretch()
                     return
         except Exception as error:  # noqa: BLE001 - the thread ends here, whatever broke
             logger.exception("The engine ends.")
@@ -325,10 +330,12 @@ class Engine:
             chosen = self._admission.choose(self._waiting, num_slots=self._batch.num_free)
         if not chosen:
             return
+        started = time.perf_counter()
         chosen = [(request, state) for request, state in chosen if self._placed(request)]
         self._run_prompts(chosen)
-        going = []
+        going, prefilled_at = [], time.monotonic()
         for request, state in chosen:
+            request.prefilled_at = prefilled_at
             request.input_log_probs = state.scores
             if request.limit > 0:
                 going.append((request.slot, cast(torch.Tensor, state.logits)))
@@ -341,6 +348,8 @@ class Engine:
             self._prompts.trim()
         else:
             self._prompts.clear()
+        num_tokens = sum(len(request.prompt) - request.cached_tokens for request, _ in chosen)
+        self._spans.prefill(started, num_requests=len(chosen), num_tokens=num_tokens)
 
     def _placed(self, request: Request) -> bool:
         """Gives the request its slot. One that cannot have it fails alone; the others of the step
@@ -384,7 +393,7 @@ class Engine:
             )
 
     def _decode(self) -> None:
-        batch = self._batch
+        batch, started = self._batch, time.perf_counter()
         rows = batch.rows[decode_order(batch.lengths[batch.rows])]
         for start in range(0, len(rows), self.runner.max_decode_rows):
             part = rows[start : start + self.runner.max_decode_rows]
@@ -393,6 +402,7 @@ class Engine:
             )
             batch.lengths[part] += 1
             self._sample(part, logits)
+        self._spans.decode(started, num_rows=len(rows))
 
     @torch.inference_mode()
     def _sample(self, rows: np.ndarray, logits: torch.Tensor | list[torch.Tensor]) -> None:

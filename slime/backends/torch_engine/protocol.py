@@ -394,6 +394,12 @@ def meta_info(
         "e2e_latency": ended_at - request.submitted_at,
         "queue_time": started_at - request.submitted_at,
     }
+    if request.prefilled_at is not None:
+        decode_duration = ended_at - request.prefilled_at
+        meta["prefill_duration"] = request.prefilled_at - started_at
+        meta["decode_duration"] = decode_duration
+        if decode_duration > 0:
+            meta["decode_throughput"] = count / decode_duration
     segments = request.version_segments(count)
     if len(segments) > 1:
         meta["weight_versions"] = segments

@@ -15,16 +15,23 @@ import numpy as np
 
 from slime.backends.torch_engine.engine_config import EngineConfig, engine_config_from
 from slime.exceptions import EngineError
+from slime.tracking.spans import open_writer, span, spanned, stop_tracing
 
 
 class EngineActor:
     """One engine in this process. `options` is an EngineConfig or a dict of its fields; `rank` is
-    the engine's index, for messages.
+    the engine's index, for messages; its spans are written to `trace_folder` (None: not at all).
     """
 
-    def __init__(self, options: EngineConfig | Mapping[str, Any], rank: int) -> None:
+    def __init__(
+        self,
+        options: EngineConfig | Mapping[str, Any],
+        rank: int,
+        trace_folder: str | None = None,
+    ) -> None:
         self._config = engine_config_from(options)
         self._rank = rank
+        self._trace_folder = trace_folder
         self._thread: Any = None
 
     def start(self, timeout: float = 600.0) -> dict[str, Any]:
@@ -36,8 +43,12 @@ class EngineActor:
             raise EngineError(f"engine {self._rank} runs already at {self._server.url}.")
         from slime.backends.torch_engine.server_thread import EngineServerThread
 
+        if self._trace_folder is not None:
+            process = f"engine-{self._rank}"
+            open_writer(self._trace_folder, process, role="engine", rank=self._rank)
         thread = EngineServerThread(self._config)
-        server = thread.start(timeout=timeout)
+        with span("load_engine"):
+            server = thread.start(timeout=timeout)
         self._thread = thread
         return {"url": server.url, "pid": os.getpid(), "host": server.host, "port": server.port}
 
@@ -50,6 +61,7 @@ class EngineActor:
             raise EngineError(f"engine {self._rank} has failed: {engine.failure_stack}")
         return True
 
+    @spanned("pause")
     def pause(self) -> None:
         """Freezes generation: when this returns no step is under way, and running requests keep
         their place.
@@ -71,6 +83,7 @@ class EngineActor:
         engine = self._server.loaded.engine
         return engine.between_steps(engine.flush_cache).result()
 
+    @spanned("release_memory")
     def release_memory(self) -> bool:
         """Gives the KV cache's memory back until `resume_memory`; False, and the engine goes on,
         while requests run.
@@ -78,6 +91,7 @@ class EngineActor:
         engine = self._server.loaded.engine
         return engine.between_steps(engine.release_memory).result()
 
+    @spanned("resume_memory")
     def resume_memory(self) -> None:
         """Makes generation possible again after `release_memory`."""
         engine = self._server.loaded.engine
@@ -87,6 +101,7 @@ class EngineActor:
         """Opens an update. An unfinished one is dropped."""
         self._server.updater.begin(str(version))
 
+    @spanned("receive_weights")
     def update_weights(
         self, named: Mapping[str, np.ndarray], *, checksum: str | None = None
     ) -> None:
@@ -95,6 +110,7 @@ class EngineActor:
         """
         self._server.updater.add(named, checksum=checksum)
 
+    @spanned("apply_weights")
     def end_weight_update(self, version: str | int, checksum: str | None = None) -> str:
         """Applies the update between two steps and returns the checksum of what came
         (slime/files/checksum.py).
@@ -125,6 +141,7 @@ class EngineActor:
         if self._thread is not None:
             self._thread.stop()
             self._thread = None
+        stop_tracing()
 
     @property
     def _server(self) -> Any:

@@ -27,6 +27,7 @@ class Request:
 
     submitted_at: float = dataclasses.field(default_factory=time.monotonic)
     started_at: float | None = None
+    prefilled_at: float | None = None
     finished_at: float | None = None
     slot: int = -1
     pages: np.ndarray | None = None

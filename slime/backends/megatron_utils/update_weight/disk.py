@@ -17,6 +17,7 @@ from slime.backends.megatron_utils.update_weight.gather import iter_hf_weight_bu
 from slime.backends.megatron_utils.update_weight.manager import ask_manager
 from slime.exceptions import EngineError
 from slime.models.shape import ModelShape
+from slime.tracking.spans import span
 from slime.typing import ActorHandle
 from slime.utils.async_utils import run
 from slime.utils.http_utils import init_http_client, post
@@ -57,7 +58,8 @@ def publish_through_disk(
     """
     root = Path(args.update_weight_disk_dir)
     folder = root / f"weight_v{version}"
-    save_hf_model_direct_to_path(args, folder, model)
+    with span("save_hf"):
+        save_hf_model_direct_to_path(args, folder, model)
     for bucket in iter_hf_weight_buckets(args, model, shape):
         fingerprint.add(bucket)
     if fingerprint.value() is None:
@@ -70,7 +72,8 @@ def publish_through_disk(
     }
     init_http_client(args)  # the servers' key
     for url in urls:
-        reply = run(post(f"{url}/update_weights_from_disk", body, max_retries=2))
+        with span("send_weights", engine=url):
+            reply = run(post(f"{url}/update_weights_from_disk", body, max_retries=2))
         problem = update_problem(
             reply, expected=fingerprint.value() if args.check_weight_update_equal else None
         )

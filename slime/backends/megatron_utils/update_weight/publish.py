@@ -21,6 +21,7 @@ from slime.files.checksum import combine_digests, tensor_digest
 from slime.models.shape import ModelShape
 from slime.ray import actors
 from slime.ray.utils import wait_for
+from slime.tracking.spans import span, spanned_items
 from slime.typing import ActorHandle
 
 # Hashing every byte of a large model costs seconds an update, so without
@@ -68,16 +69,18 @@ def publish_weights(
         return publish_through_disk(args, model, shape, rollout_manager, version, fingerprint)
     engines = None
     with contextlib.ExitStack() as stack:
-        for bucket in iter_hf_weight_buckets(args, model, shape):
+        for bucket in spanned_items("gather_weights", iter_hf_weight_buckets(args, model, shape)):
             if not bucket:
                 continue
             if engines is None:
                 engines = stack.enter_context(
                     _updating(args, rollout_manager, version, fingerprint)
                 )
-            fingerprint.add(bucket)
-            reference = actors.put({name: _as_numpy(tensor) for name, tensor in bucket})
-            _ask(args, engines, "update_weights", reference)
+            with span("hash_weights"):
+                fingerprint.add(bucket)
+            with span("send_weights", engines=len(engines)):
+                reference = actors.put({name: _as_numpy(tensor) for name, tensor in bucket})
+                _ask(args, engines, "update_weights", reference)
     return fingerprint.value()
 
 

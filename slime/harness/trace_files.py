@@ -1,0 +1,208 @@
+"""Reads the spans that the processes of a run recorded (--trace) onto one time axis. Judges nothing.
+
+Processes of one machine share its monotonic clock: theirs is the exact order of what they did,
+whatever happened to the time of day meanwhile. Between machines the order is that of their clocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from slime.exceptions import ConfigError
+from slime.files.jsonl import JsonlTail
+from slime.tracking.spans import FOLDER, FORMAT_VERSION
+
+REQUESTS = "requests"  # the track of requests
+NESTING_TOLERANCE_NS = 1000
+WAITS = frozenset({"wait", "train_wait"})  # during these the process does nothing itself
+
+Interval = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """What a process did from `start` to `end`, nanoseconds on the run's axis. track: the lanes of
+    its own where spans overlap; None: a phase of `thread`.
+    """
+
+    name: str
+    start: int
+    end: int
+    thread: int
+    track: str | None
+    rollout: int | None
+    attrs: dict[str, Any]
+
+    @property
+    def seconds(self) -> float:
+        return (self.end - self.start) / 1e9
+
+    @property
+    def title(self) -> str:
+        """The name, and what a wait is for."""
+        what = self.attrs.get("what")
+        return f"wait: {what}" if self.name == "wait" and what else self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessTrace:
+    """One process: its spans in the order of their start. `head` says what it is."""
+
+    process: str
+    pid: int
+    head: dict[str, Any]
+    spans: list[Span]
+
+
+@dataclasses.dataclass
+class Phase:
+    """A span of a thread and those inside it."""
+
+    span: Span
+    inside: list[Phase] = dataclasses.field(default_factory=list)
+
+    def walk(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Phase]]:
+        """This phase and all inside it, each after the titles of those around it."""
+        yield path, self
+        for phase in self.inside:
+            yield from phase.walk((*path, self.span.title))
+
+
+def read_traces(run_dir: str | os.PathLike[str]) -> tuple[list[ProcessTrace], int]:
+    """(the processes of a run, driver first, then by name; lines that could not be read: a last line
+    without end is one of them). ConfigError where nothing was recorded.
+    """
+    folder = Path(run_dir) / FOLDER
+    files = sorted(folder.glob("*.jsonl"))
+    if not files:
+        what = "has no traces" if Path(run_dir).is_dir() else "is no folder"
+        raise ConfigError(f"{run_dir} {what}. Record some: slime train --trace ...")
+    references: dict[str, int] = {}  # by machine start: the clock offset that all its files get
+    traces, num_unreadable = [], 0
+    for file in files:
+        tail = JsonlTail(file)
+        records = tail.read()
+        num_unreadable += tail.malformed + tail.ends_torn
+        traces.append(_process_trace(file, records, references))
+    rank_order = {"driver": 0, "rollout": 1}
+    traces.sort(key=lambda trace: (rank_order.get(trace.head.get("role", ""), 2), trace.process))
+    return traces, num_unreadable
+
+
+def _process_trace(
+    file: Path, records: Sequence[dict[str, Any]], references: dict[str, int]
+) -> ProcessTrace:
+    name, _, pid = file.stem.rpartition("-")
+    head: dict[str, Any] = {}
+    shift = 0
+    spans: list[Span] = []
+    for record in records:
+        if record.get("type") == "head":
+            if record.get("version") != FORMAT_VERSION:
+                raise ConfigError(
+                    f"{file} was written by another version of slime: its format is "
+                    f"{record.get('version')!r}, this one reads {FORMAT_VERSION}."
+                )
+            head, offset = record, record["clock_offset"]
+            shift = references.setdefault(record["boot_id"], offset) - offset
+        elif isinstance(record.get("start"), int) and isinstance(record.get("dur"), int):
+            spans += _spans_of(record, shift)
+    spans.sort(key=lambda span: (span.start, -span.end))
+    number = int(pid) if pid.isdigit() else 0
+    return ProcessTrace(head.get("process", name), head.get("pid", number), head, spans)
+
+
+def _spans_of(record: dict[str, Any], shift: int) -> Iterator[Span]:
+    """The span of a record; of a request, which samples may share, one of each sample."""
+    start, attrs = record["start"] + shift, record.get("attrs") or {}
+    one = Span(
+        str(record.get("name")),
+        start,
+        start + record["dur"],
+        record.get("thread", 0),
+        record.get("track"),
+        record.get("rollout"),
+        attrs,
+    )
+    if one.track != REQUESTS or "measured" not in attrs:
+        yield one
+        return
+    for sample, group, measured in zip(
+        attrs["samples"], attrs["groups"], attrs["measured"], strict=True
+    ):
+        yield dataclasses.replace(one, attrs={"sample": sample, "group": group, **measured})
+
+
+def phases_of(spans: Iterable[Span]) -> dict[int, list[Phase]]:
+    """The outermost phases of each thread, with those inside them, in the order of their start."""
+    found: dict[int, list[Phase]] = {}
+    around: dict[int, list[Phase]] = {}
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+        if span.track is not None:
+            continue
+        stack = around.setdefault(span.thread, [])
+        # a phase that reaches beyond the one before it is beside it, not inside
+        while stack and (
+            stack[-1].span.end <= span.start or stack[-1].span.end + NESTING_TOLERANCE_NS < span.end
+        ):
+            stack.pop()
+        phase = Phase(span)
+        (stack[-1].inside if stack else found.setdefault(span.thread, [])).append(phase)
+        stack.append(phase)
+    return found
+
+
+def windows_of(traces: Iterable[ProcessTrace], rollout: int | None = None) -> list[Interval]:
+    """When the recorded rollouts ran (or that one alone): each from its first span to the first of
+    the next one, or to its last. Where no span belongs to a rollout, from the first span to the
+    last. [] where there is no span.
+    """
+    traces = list(traces)
+    spans = [span for trace in traces for span in trace.spans]
+    by_rollout: dict[int, Interval] = {}
+    for span in spans:
+        # a wait for the next rollout's shards begins before it
+        if span.rollout is None or span.name in WAITS:
+            continue
+        first, last = by_rollout.get(span.rollout, (span.start, span.end))
+        by_rollout[span.rollout] = min(first, span.start), max(last, span.end)
+    if not by_rollout:
+        if rollout is not None or not spans:
+            return []
+        return [(min(span.start for span in spans), max(span.end for span in spans))]
+    windows = []
+    for number, (start, last) in sorted(by_rollout.items()):
+        following = by_rollout.get(number + 1)
+        if rollout is None or rollout == number:
+            windows.append((start, max(last, following[0]) if following else last))
+    return merged(windows)
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same time as intervals that do not overlap, in order."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
+
+def clipped(intervals: Iterable[Interval], windows: Sequence[Interval]) -> list[Interval]:
+    """The parts of the intervals inside the windows."""
+    return [
+        (max(start, first), min(end, last))
+        for start, end in intervals
+        for first, last in windows
+        if max(start, first) < min(end, last)
+    ]
+
+
+def total_seconds(intervals: Iterable[Interval]) -> float:
+    """How long at least one of the intervals lasts."""
+    return sum(end - start for start, end in merged(intervals)) / 1e9
