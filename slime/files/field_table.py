@@ -67,22 +67,29 @@ def field_table(
     extra: Mapping[str, Sequence[Any] | np.ndarray] | None = None,
 ) -> pyarrow.Table:
     """The table of `num_rows` samples. `positions` [M], ascending: the rows that have the fields;
-    None: all. `extra`: further columns of numbers, one entry per row, which come first.
+    None: all. `extra`: further columns of integers, one entry or None per row, which come first; a
+    field of the same name, which a plug-in may have, is stored as `field_NAME`.
     """
     import pyarrow
 
     columns: dict[str, Any] = {"position": pyarrow.array(np.arange(num_rows, dtype=np.int64))}
     for name, entries in (extra or {}).items():
-        columns[name] = pyarrow.array(entries, None if len(entries) else pyarrow.int64())
+        kind = None if isinstance(entries, np.ndarray) else pyarrow.int64()
+        columns[name] = pyarrow.array(entries, kind)
     schema = [pyarrow.field(name, column.type) for name, column in columns.items()]
     names = []
     for field in fields:
         partial = positions if field.lengths is None or len(field.lengths) != num_rows else None
         if field.lengths is None and len(field.values) == num_rows:
             partial = None
-        columns[field.name] = _arrow(field, num_rows, partial)
+        column = field.name
+        while column in columns:
+            column = f"field_{column}"
+        columns[column] = _arrow(field, num_rows, partial)
         note = {"slime_kind": field.kind, "slime_trailing": json.dumps(field.values.shape[1:])}
-        schema.append(pyarrow.field(field.name, columns[field.name].type, metadata=note))
+        if column != field.name:
+            note["slime_name"] = field.name
+        schema.append(pyarrow.field(column, columns[column].type, metadata=note))
         names.append(field.name)
     metadata = {"slime": FORMAT, "slime_contract": json.dumps(contract_of(names))}
     return pyarrow.Table.from_arrays(
@@ -136,7 +143,8 @@ def fields_of(table: pyarrow.Table) -> dict[str, tuple[str, Any]]:
         kind = note.get("slime_kind")
         if kind is not None:
             trailing = tuple(json.loads(note.get("slime_trailing", "[]")))
-            found[field.name] = (kind, _entries(table[field.name], kind, trailing))
+            name = note.get("slime_name", field.name)
+            found[name] = (kind, _entries(table[field.name], kind, trailing))
     return found
 
 
@@ -216,7 +224,7 @@ def _field(batch: RolloutBatch, name: str) -> FieldRows:
     if numeric and not (isinstance(value, list) and any(entry is None for entry in value)):
         values = as_array(value, what=name) if is_tensor(value) else batch.array(name)
         return FieldRows(name, "number", values)
-    texts = [encode_json(entry) for entry in batch[name]]
+    texts = [encode_json(entry, describe=True) for entry in batch[name]]
     lengths = np.array([len(text) for text in texts], dtype=np.int64)
     return FieldRows(name, "json", np.frombuffer(b"".join(texts), dtype=np.uint8), lengths)
 

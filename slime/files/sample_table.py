@@ -47,7 +47,7 @@ LISTS = {
 _DEFAULTS = {name: value for name, value in vars(Sample()).items()}
 _COLUMNS = frozenset((*IDENTITIES, *TEXTS, *JSONS, *LISTS, "status"))
 _COUNTERS = {"spec_info": SpecInfo, "prefix_cache_info": PrefixCacheInfo}
-_INT64 = range(-(2**63), 2**63)
+INT64 = range(-(2**63), 2**63)
 # by kind of a column, the arrays that it gives back as they were
 _DTYPES = {
     "i": frozenset(("int8", "int16", "int32", "int64", "uint8")),
@@ -127,12 +127,12 @@ def _add_row(
     kinds: dict[str, str] = {}
     for name in IDENTITIES:
         value = values[name]
-        fits = value is None or (type(value) is int and value in _INT64)
+        fits = value is None or (type(value) is int and value in INT64)
         plain[name].append(value if fits else None)
         if not fits:
             rest[name] = value
     length = values["response_length"]
-    fits = type(length) is int and length in _INT64
+    fits = type(length) is int and length in INT64
     plain["response_length"].append(length if fits else None)
     if not fits:
         rest["response_length"] = length

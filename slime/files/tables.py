@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import pyarrow
 
 COMPRESSION, LEVEL = "zstd", 1
+# A table of ours takes at most about ten times its file in memory; what takes far more is refused.
+EXPANSION, LARGEST_EXPANSION = 64, 1 << 28
 
 
 def list_column(
@@ -110,17 +112,94 @@ def is_table(path: str | os.PathLike) -> bool:
 
 
 def read_table(path: str | os.PathLike, *, what: str = "table") -> pyarrow.Table:
-    """The table. `RolloutDataError` naming the file where there is none or it is damaged."""
+    """The table. `RolloutDataError` naming the file where there is none, it is damaged, or a small
+    file claims to hold far more than its size.
+    """
     import pyarrow
     import pyarrow.parquet
 
     path = Path(path)
     if not path.is_file():
         raise RolloutDataError(f"There is no {what} at {path}.")
+    limit = LARGEST_EXPANSION + EXPANSION * path.stat().st_size
     try:
-        return pyarrow.parquet.ParquetFile(path, page_checksum_verification=True).read()
+        with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            repeated = _texts_that_may_repeat(file.metadata, limit)
+            claimed = _claimed_bytes(file.metadata)
+            if claimed > limit:
+                raise _Bomb(claimed)
+            if not repeated:
+                return file.read()
+        with pyarrow.parquet.ParquetFile(
+            path, page_checksum_verification=True, read_dictionary=repeated
+        ) as file:
+            return _with_texts(file.read(), limit)
+    except _Bomb as bomb:
+        raise RolloutDataError(
+            f"{path} has {path.stat().st_size:,} bytes and would take {bomb.num_bytes:,} in memory; "
+            f"no {what} of ours expands so far."
+        ) from None
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise RolloutDataError(f"{path} is not a whole {what}: {error}") from error
+
+
+class _Bomb(Exception):
+    """A file that would take `num_bytes` in memory, more than any table of ours."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(num_bytes)
+        self.num_bytes = num_bytes
+
+
+def _claimed_bytes(metadata: Any) -> int:
+    """Bytes that the columns take in memory by what the file's footer says: of its pages, and of
+    the numbers and nulls that they encode.
+    """
+    total = metadata.num_rows
+    for group in range(metadata.num_row_groups):
+        columns = metadata.row_group(group)
+        for number in range(columns.num_columns):
+            column = columns.column(number)
+            total += max(column.total_uncompressed_size, 0) + 8 * max(column.num_values, 0)
+    return total
+
+
+def _texts_that_may_repeat(metadata: Any, limit: int) -> list[str]:
+    """Columns of texts that name each text once, of which the footer alone cannot tell how often
+    they repeat it.
+    """
+    found = set()
+    for group in range(metadata.num_row_groups):
+        columns = metadata.row_group(group)
+        for number in range(columns.num_columns):
+            column = columns.column(number)
+            if (
+                column.physical_type == "BYTE_ARRAY"
+                and any("DICTIONARY" in encoding for encoding in column.encodings)
+                and column.num_values * column.total_uncompressed_size > limit
+            ):
+                found.add(column.path_in_schema)
+    return sorted(found)
+
+
+def _with_texts(table: pyarrow.Table, limit: int) -> pyarrow.Table:
+    """The table with every text in its row, unless that takes more than `limit` bytes."""
+    import pyarrow
+    import pyarrow.compute
+
+    total = 0
+    for place, field in enumerate(table.schema):
+        if not pyarrow.types.is_dictionary(field.type):
+            continue
+        for chunk in table.column(place).chunks:
+            lengths = pyarrow.compute.binary_length(chunk.dictionary).to_numpy(zero_copy_only=False)
+            counts = np.bincount(chunk.indices.drop_null().to_numpy(), minlength=len(lengths))
+            total += int(np.dot(counts, lengths))
+        if total > limit:
+            raise _Bomb(total)
+        plain = field.with_type(field.type.value_type)
+        table = table.set_column(place, plain, table.column(place).cast(plain.type))
+    return table
 
 
 def metadata_of(table: pyarrow.Table) -> dict[str, str]:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 LARGEST_JSON = 1 << 28  # bytes
+LARGEST_RUN_RECORD = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +148,7 @@ class RecordedRollout:
                 dropped_by=table["dropped_by"].to_pylist(),
                 changes=changes,
             )
-        except (KeyError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RolloutDataError(
                 f"{self.path('samples')} is not a samples part: {error}"
             ) from error
@@ -155,7 +156,12 @@ class RecordedRollout:
     def columns(self) -> tuple[RolloutBatch, np.ndarray]:
         """(the whole batch as it was split, the row of the samples part that each row is of)."""
         table = self.table("columns")
-        return batch_of(table), tables.numbers_of(table["raw_row"]).astype(np.int64)
+        try:
+            return batch_of(table), tables.numbers_of(table["raw_row"]).astype(np.int64)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RolloutDataError(
+                f"{self.path('columns')} is not a columns part: {error}"
+            ) from error
 
     def schedule(self) -> dict[str, np.ndarray]:
         """The columns of the schedule part by name."""
@@ -216,7 +222,7 @@ class Recording:
         """Options, versions and code of a start of the run."""
         if number not in self._records:
             path = manifest.run_path(self.root, number)
-            record = manifest.read_json(path, limit=LARGEST_JSON)
+            record = manifest.read_json(path, limit=LARGEST_RUN_RECORD)
             if record.get("format") != manifest.FORMAT:
                 raise RolloutDataError(
                     f"{path} is of the format {record.get('format')!r}; this version reads "

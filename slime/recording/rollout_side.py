@@ -24,7 +24,7 @@ from slime.files import tables
 from slime.files.field_table import field_table, fields_of_batch
 from slime.files.json_values import encode_json
 from slime.files.jsonl import encode as encode_record
-from slime.files.sample_table import changed_fields, sample_table
+from slime.files.sample_table import INT64, changed_fields, sample_table
 from slime.gate.before_rewards import engine_text_of
 from slime.gate.config import Verdict
 from slime.gate.judge import PostprocessResult
@@ -281,7 +281,11 @@ def columns_table(
     table = field_table(
         fields,
         num_rows=len(sources),
-        extra={"raw_row": np.asarray(sources, dtype=np.int64), "sample_index": list(indices)},
+        extra={
+            "raw_row": np.asarray(sources, dtype=np.int64),
+            # a plug-in's index may be a text
+            "sample_index": [one if type(one) is int and one in INT64 else None for one in indices],
+        },
     )
     return table.replace_schema_metadata(
         {**(table.schema.metadata or {}), "slime_left_out": orjson.dumps(left_out)}
@@ -339,7 +343,10 @@ def _lines_writer(lines: Sequence[bytes]) -> WritePart:
 
 
 def _json_writer(record: Mapping[str, Any]) -> WritePart:
-    text = encode_record(dict(record))
+    try:
+        text = encode_record(dict(record))
+    except (TypeError, ValueError):  # state of a plug-in that JSON lacks
+        text = encode_json(dict(record), describe=True)
 
     def write(path: Path) -> None:
         path.write_bytes(text)

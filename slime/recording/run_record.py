@@ -5,6 +5,7 @@ model's folder a replay of the gate reads.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import importlib.metadata
 import platform
@@ -91,12 +92,13 @@ def run_record(args: argparse.Namespace) -> dict[str, Any]:
     secrets = {spec.name for spec in specs if spec.is_secret}
     declared = {spec.name for spec in specs}
     options: dict[str, Any] = {}
+    shown = argparse.Namespace(**{k: without_secrets(v) for k, v in vars(args).items()})
     for name, value in sorted(vars(args).items()):
         # an attribute of --custom-config-path says by its name alone what it is
         if name in secrets or (name not in declared and _is_secret(name, value)):
             continue
         try:
-            options[name] = orjson.Fragment(encode_json(without_secrets(value)))
+            options[name] = orjson.Fragment(encode_json(getattr(shown, name)))
         except RolloutDataError:  # a function or object of a plug-in
             options[name] = {"not recorded": type(value).__name__}
     return {
@@ -107,7 +109,7 @@ def run_record(args: argparse.Namespace) -> dict[str, Any]:
             for word in _without_secrets(sys.argv[1:], secrets)
         ],
         "options": options,
-        "options_yaml": format_resolved(args, specs),
+        "options_yaml": format_resolved(shown, specs),
         "versions": versions(),
         "code": code_hash(),
     }
@@ -131,11 +133,17 @@ def without_secrets(value: object) -> Any:
 
 
 def _is_secret(name: object, value: object) -> bool:
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value or name in _plain_options():
         return False
     return bool(
         _SECRET_NAME.search(str(name)) or (_PERHAPS.search(str(name)) and _RANDOM.fullmatch(value))
     )
+
+
+@functools.cache
+def _plain_options() -> frozenset[str]:
+    """Names of options that hold no secret, such as reward_key."""
+    return frozenset(spec.name for spec in all_specs() if not spec.is_secret)
 
 
 def _without_secrets(words: list[str], secrets: set[str]) -> list[str]:
