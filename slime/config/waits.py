@@ -382,7 +382,8 @@ WAITS = (
             "tracking/tracking.py::Tracking.close",
             "tracking/spans.py::SpanWriter.close",
             "rollout/rm_hub/grader_pool.py::_Worker.kill",
-            "rollout/rm_hub/grader_pool.py::_Worker._await_line",
+            "rollout/rm_hub/grader_pool.py::_Worker._status",
+            "rollout/rm_hub/grader_guard.py::kill_all_below",
         ),
         "the run ends all the same",
         "stopping the engines",
@@ -393,6 +394,8 @@ WAITS = (
             "backends/torch_engine/engine.py::STOP_JOIN_SECONDS",
             "backends/torch_engine/server_thread.py::STOP_TIMEOUT_SECONDS",
             "backends/sglang_utils/router.py::STOP_TIMEOUT_SECONDS",
+            "rollout/rm_hub/grader_pool.py::KILL_TIMEOUT_S",
+            "rollout/rm_hub/grader_guard.py::KILL_SECONDS",
         ),
     ),
     Wait(
@@ -519,6 +522,11 @@ WORKERS = (
             "rollout/rm_hub/grader_pool.py::_popen",
         ),
         "closed with the pool",
+    ),
+    Worker(
+        "a grader's guard",
+        ("rollout/rm_hub/grader_guard.py::main",),
+        "ends with its grader, the pool, or the pool's process",
     ),
     Worker(
         "`execute_train` runs a training script's command",

@@ -3,6 +3,7 @@
 import ast
 import asyncio
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -200,11 +201,16 @@ def test_a_grader_that_does_not_start_is_an_outcome(monkeypatch):
 
     monkeypatch.setattr(grader_pool, "START_TIMEOUT_S", 0.3)
     sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
-    monkeypatch.setattr(
-        grader_pool,
-        "_popen",
-        lambda: subprocess.Popen(sleeper, stdin=subprocess.PIPE, stdout=subprocess.PIPE),
-    )
+
+    def popen(budget):
+        pipes = os.pipe(), os.pipe()
+        guard = subprocess.Popen(sleeper, stdin=subprocess.PIPE, pass_fds=(pipes[1][1],))
+        os.close(pipes[0][0])
+        os.close(pipes[1][1])
+        return grader_pool.Spawned(guard, pipes[0][1], pipes[1][0])
+
+    monkeypatch.setattr(grader_pool, "KILL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(grader_pool, "_popen", popen)
     pool = grader_pool.GraderPool(grader_pool.PoolSettings(num_workers=1))
     try:
         outcome = pool.grade("math", "\\boxed{1}", "1")

@@ -2,7 +2,9 @@
 wall-clock limit and is killable.
 
 Works the same from a thread, an event loop and a Ray actor: no signals, no fork, only pipes with a
-deadline. A worker that overruns its time is killed and one new one takes its place.
+deadline. A worker that overruns its time is killed, with every process that it started, and one new
+one takes its place. Each has a guard (`grader_guard`), which does that also when this process is
+killed, and which bounds what all graders of the pool print.
 """
 
 from __future__ import annotations
@@ -12,19 +14,21 @@ import atexit
 import concurrent.futures
 import dataclasses
 import functools
-import itertools
 import json
 import logging
 import os
 import queue
+import secrets
 import select
+import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
+from slime.rollout.rm_hub import grader_guard
 from slime.rollout.rm_hub.answers import boxed_answer
 from slime.rollout.rm_hub.labels import label_answers
 from slime.rollout.rm_hub.outcomes import GRADER_ERROR, GRADER_TIMEOUT, GraderOutcome
@@ -35,6 +39,13 @@ logger = logging.getLogger(__name__)
 # second on a free core).
 START_TIMEOUT_S = 60.0
 REPOSITORY = Path(__file__).resolve().parents[3]
+WORKER = "slime.rollout.rm_hub.grader_worker"
+# What the graders of a pool may print to stderr, all together, and what a grader may write to the
+# answers' descriptor beside its answer.
+OUTPUT_LIMIT_MIB = 4
+STRAY_LIMIT_BYTES = 4 << 20
+# What a guard may take to end with the processes of its grader; its own limit is KILL_SECONDS.
+KILL_TIMEOUT_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +68,6 @@ class GraderPool:
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         for _ in range(settings.num_workers):
             self._idle.put(None)  # a place for a worker that is not started yet
-        self._ids = itertools.count()
         self._spawner = _Spawner()
         self._threads = concurrent.futures.ThreadPoolExecutor(
             settings.num_workers, thread_name_prefix="slime-grader"
@@ -70,7 +80,7 @@ class GraderPool:
         too_long = _too_long(response, label, self.settings.max_length)
         if too_long:
             return GraderOutcome(error=GRADER_ERROR, detail=too_long)
-        request = {"id": next(self._ids), "grader": grader, "response": response, "label": label}
+        request = {"grader": grader, "response": response, "label": label}
         worker = self._idle.get()
         try:
             if worker is None or not worker.is_alive():
@@ -147,7 +157,20 @@ def _too_long(response: str, label: object, limit: int) -> str | None:
     return None
 
 
-Pipes = tuple[IO[bytes], IO[bytes]]
+@dataclasses.dataclass(frozen=True)
+class Spawned:
+    """A guard that runs, and this process's ends of the pipes: requests and answers of the grader,
+    and the one whose end ends both.
+    """
+
+    guard: subprocess.Popen
+    requests: int
+    answers: int
+
+    def close(self) -> None:
+        """Closes the pipes of requests and answers."""
+        for fd in (self.requests, self.answers):
+            os.close(fd)
 
 
 class _WorkerGone(RuntimeError):
@@ -155,23 +178,26 @@ class _WorkerGone(RuntimeError):
 
 
 class _Worker:
-    """One grader process and the pipes to it."""
+    """One grader process, its guard, and the pipes to both."""
 
-    def __init__(self, process: subprocess.Popen) -> None:
-        self.process = process
-        self._stdin, self._stdout = cast(Pipes, (process.stdin, process.stdout))
+    def __init__(self, spawned: Spawned) -> None:
+        self._spawned = spawned
+        self._killing, self._asking = threading.Lock(), threading.Lock()
         self.is_healthy = True
         self._buffer = b""
         self._prepared: set[str] = set()
-        os.set_blocking(self._stdout.fileno(), False)
+        self._pid: int | None = None
+        for fd in (spawned.requests, spawned.answers):
+            os.set_blocking(fd, False)
         try:
-            self._await_line(time.monotonic() + START_TIMEOUT_S, "start")
+            deadline = time.monotonic() + START_TIMEOUT_S
+            self._pid = self._await_answer("start", deadline, "start")["value"]
         except (TimeoutError, _WorkerGone) as error:
             self.kill()
             raise _WorkerGone(f"a grader process did not start: {error}") from error
 
     def is_alive(self) -> bool:
-        return self.is_healthy and self.process.poll() is None
+        return self.is_healthy and self._spawned.guard.poll() is None
 
     def ask(self, request: dict[str, Any], timeout_s: float) -> GraderOutcome:
         """The answer to a request, or GRADER_TIMEOUT after `timeout_s`; then the process is to be
@@ -182,7 +208,7 @@ class _Worker:
         grader = request["grader"]
         if grader not in self._prepared:
             outcome = self._exchange(
-                {"id": -1, "prepare": grader}, START_TIMEOUT_S, f"the import of {grader}"
+                {"prepare": grader}, START_TIMEOUT_S, f"the import of {grader}"
             )
             if outcome.error is not None:
                 return outcome
@@ -190,10 +216,12 @@ class _Worker:
         return self._exchange(request, timeout_s, grader)
 
     def _exchange(self, request: dict[str, Any], timeout_s: float, what: str) -> GraderOutcome:
+        deadline = time.monotonic() + timeout_s
+        secret = secrets.token_hex(16)
         try:
-            self._stdin.write(json.dumps(request, default=str).encode() + b"\n")
-            self._stdin.flush()
-            answer = json.loads(self._await_line(time.monotonic() + timeout_s, what))
+            with self._asking:
+                self._send({**request, "secret": secret}, deadline, what)
+                answer = self._await_answer(secret, deadline, what)
         except TimeoutError:
             self.is_healthy = False
             return GraderOutcome(
@@ -202,46 +230,82 @@ class _Worker:
         except (OSError, ValueError) as error:
             self.is_healthy = False
             raise _WorkerGone(f"the grader process answered with no result: {error}") from error
-        if answer.get("id") != request["id"]:
-            self.is_healthy = False
-            raise _WorkerGone(
-                f"the grader process answered request {answer.get('id')}, not {request['id']}"
-            )
         if "error" in answer:
             return GraderOutcome(error=GRADER_ERROR, detail=answer["error"])
         return GraderOutcome(value=answer["value"])
 
-    def _await_line(self, deadline: float, what: str) -> bytes:
-        stdout = self._stdout.fileno()
-        while b"\n" not in self._buffer:
-            remaining = deadline - time.monotonic()
-            if remaining <= 0 or not _poll_readable(stdout, remaining):
+    def _send(self, request: dict[str, Any], deadline: float, what: str) -> None:
+        data = json.dumps(request, default=str).encode() + b"\n"
+        while data:
+            if not _poll(self._spawned.requests, select.POLLOUT, deadline):
                 raise TimeoutError(what)
-            data = os.read(stdout, 1 << 16)
+            data = data[os.write(self._spawned.requests, data) :]
+
+    def _await_answer(self, secret: str, deadline: float, what: str) -> dict[str, Any]:
+        """The answer on the line that begins with `secret`; other lines are none of ours."""
+        answers, prefix, stray = self._spawned.answers, secret.encode() + b" ", 0
+        while stray <= STRAY_LIMIT_BYTES:
+            *lines, self._buffer = self._buffer.split(b"\n")
+            for number, line in enumerate(lines):
+                if line.startswith(prefix):
+                    self._buffer = b"\n".join([*lines[number + 1 :], self._buffer])
+                    return json.loads(line[len(prefix) :])
+            if not _poll(answers, select.POLLIN, deadline):
+                raise TimeoutError(what)
+            data = os.read(answers, 1 << 16)
             if not data:
                 self.is_healthy = False
                 raise _WorkerGone(
-                    f"the grader process ended with status {self.process.wait()} during {what}"
+                    f"the grader process ended with status {self._status()} during {what}"
                 )
+            stray += len(data)
             self._buffer += data
-        line, self._buffer = self._buffer.split(b"\n", 1)
-        return line
+        self.is_healthy = False
+        raise _WorkerGone(
+            f"{what} wrote {stray} bytes to the descriptor of the answers; at most "
+            f"{STRAY_LIMIT_BYTES}"
+        )
+
+    def _status(self) -> int | str:
+        try:
+            return self._spawned.guard.wait(KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return "unknown"
 
     def kill(self) -> None:
-        self.is_healthy = False
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self._stdin, self._stdout):
+        """Ends the grader and every process that it started. Safe to call twice."""
+        with self._killing:
+            self.is_healthy = False
+            guard = self._spawned.guard
+            if guard.stdin is None or guard.stdin.closed:
+                return
+            guard.stdin.close()
             try:
-                pipe.close()
-            except OSError:  # what was left to be written has no reader any more
-                continue
+                guard.wait(KILL_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                guard.kill()
+                guard.wait()
+            if guard.returncode < 0 and self._pid is not None:  # somebody killed the guard
+                _kill_group(self._pid)
+            # Another thread may still wait for an answer; now it gets the end of the pipe.
+            with self._asking:
+                self._spawned.close()
 
 
-def _poll_readable(fd: int, timeout_s: float) -> bool:
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def _poll(fd: int, event: int, deadline: float) -> bool:
+    remaining_s = deadline - time.monotonic()
+    if remaining_s <= 0:
+        return False
     poller = select.poll()  # unlike select.select, without a limit on the number of open files
-    poller.register(fd, select.POLLIN | select.POLLHUP)
-    return bool(poller.poll(max(1, int(timeout_s * 1000))))
+    poller.register(fd, event)
+    return bool(poller.poll(max(1, int(remaining_s * 1000))))
 
 
 class _Spawner:
@@ -255,8 +319,9 @@ class _Spawner:
         self._requests: queue.Queue[concurrent.futures.Future | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._budget = _budget_pipe(OUTPUT_LIMIT_MIB)
 
-    def spawn(self) -> subprocess.Popen:
+    def spawn(self) -> Spawned:
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -276,22 +341,48 @@ class _Spawner:
     def _serve(self) -> None:
         while (future := self._requests.get()) is not None:
             try:
-                future.set_result(_popen())
+                future.set_result(_popen(self._budget))
             except OSError as error:
                 future.set_exception(error)
+        os.close(self._budget)
 
 
-def _popen() -> subprocess.Popen:
+def _budget_pipe(limit_mib: int) -> int:
+    """The reading end of a pipe with one byte for each chunk that the graders may print; guards
+    take them out.
+    """
+    readable, writable = os.pipe()
+    os.set_blocking(readable, False)
+    chunks = limit_mib * 2**20 // grader_guard.OUTPUT_CHUNK_BYTES
+    os.write(writable, b"." * chunks + grader_guard.LAST_BYTE)
+    os.close(writable)
+    return readable
+
+
+def _popen(budget: int) -> Spawned:
     paths = [str(REPOSITORY), *(path for path in sys.path if path)]
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
         "OMP_NUM_THREADS": "1",
     }
-    return subprocess.Popen(
-        [sys.executable, "-m", "slime.rollout.rm_hub.grader_worker", str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=env,
-        start_new_session=True,
-    )
+    guard_requests, requests = os.pipe()
+    answers, guard_answers = os.pipe()
+    numbers = (os.getpid(), guard_requests, guard_answers, budget, OUTPUT_LIMIT_MIB)
+    try:
+        guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", grader_guard.__file__, *map(str, numbers), WORKER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(guard_requests, guard_answers, budget),
+            env=env,
+            start_new_session=True,
+        )
+    except OSError:
+        for fd in (requests, answers):
+            os.close(fd)
+        raise
+    finally:
+        for fd in (guard_requests, guard_answers):
+            os.close(fd)
+    return Spawned(guard, requests, answers)

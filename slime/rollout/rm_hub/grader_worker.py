@@ -1,14 +1,15 @@
-"""One grader process: reads a request per line from stdin, writes an answer per line to stdout,
-both JSON.
+"""One grader process: reads a request per line from one descriptor, writes an answer per line to
+another.
 
-    {"id": 7, "grader": "math", "response": "...", "label": "..."} -> {"id": 7, "value": 1} or
-    {"id": 7, "error": "..."}
-    {"id": 6, "prepare": "math"}                                    -> {"id": 6, "value": null}: its
-                                                                    imports are done
+    {"secret": S, "grader": "math", "response": "...", "label": "..."} -> S {"value": 1} or
+                                                                          S {"error": "..."}
+    {"secret": S, "prepare": "math"}                  -> S {"value": null}: its imports are done
 
+S is new for each request; the pool believes no line without it. Processes that a grader starts,
+forked ones too, have neither descriptor, and cannot open them through /proc unless they are root's.
 `grader` is one of GRADERS, or the dotted path of a function (response, label) that the run's
-configuration names. The process ends with its parent, also when the parent is killed or this one is
-deep inside C code.
+configuration names. The process ends with its guard (`grader_guard`), also when the guard is killed
+or this one is deep inside C code.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from slime.rollout.rm_hub.math_dapo_utils import compute_score
 from slime.rollout.rm_hub.math_utils import grade_answer_verl
 
 PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+# Longest answer: a value is a number or a small dictionary.
+MAX_ANSWER_BYTES = 1 << 20
 MEMORY_LIMIT_BYTES = 4 * 2**30
 # math-verify searches the whole text that it is given; the answer stands at its end.
 LAST_CHARS = 20_000
@@ -102,39 +106,59 @@ def answer_request(request: dict[str, Any]) -> dict[str, Any]:
             value = None
         else:
             value = find_grader(request["grader"])(request["response"], request["label"])
-        json.dumps(value)
+        size = len(json.dumps(value))
     except MemoryError:
-        return {
-            "id": request["id"],
-            "error": f"more than {MEMORY_LIMIT_BYTES >> 30} GiB of memory are needed",
-        }
+        return {"error": f"more than {MEMORY_LIMIT_BYTES >> 30} GiB of memory are needed"}
     except Exception as error:  # noqa: BLE001 - whatever a grader raises is its answer
-        return {"id": request["id"], "error": f"{type(error).__name__}: {str(error)[:300]}"}
-    return {"id": request["id"], "value": value}
+        return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+    if size > MAX_ANSWER_BYTES:
+        return {"error": f"the value has {size} bytes as JSON; at most {MAX_ANSWER_BYTES}"}
+    return {"value": value}
 
 
 def die_with_parent(parent: int) -> None:
     """Asks the kernel to kill this process when its parent ends, and ends now if that has happened
-    already.
+    already. Processes of the same user, those of a grader among them, cannot read its memory or
+    open its descriptors through /proc.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def main() -> None:
-    """Serves requests until stdin ends."""
-    die_with_parent(int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    """Serves requests until they end."""
+    parent, requests, answers = map(int, sys.argv[1:4])
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's business
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a grader prints must not look like an answer
-    answers.write('{"ready": true}\n')
-    answers.flush()
-    for line in sys.stdin:
-        answers.write(json.dumps(answer_request(json.loads(line))) + "\n")
-        answers.flush()
+    for fd in (requests, answers):
+        os.set_inheritable(fd, False)
+    os.register_at_fork(after_in_child=lambda: _close(requests, answers))
+    write_answer(answers, "start", {"value": os.getpid()})
+    with os.fdopen(requests, encoding="utf-8") as lines:
+        for line in lines:
+            request = json.loads(line)
+            secret = request.pop("secret")
+            write_answer(answers, secret, answer_request(request))
+
+
+def write_answer(fd: int, secret: str, answer: dict[str, Any]) -> None:
+    """Writes one line; what else stands in the pipe is another line."""
+    data = f"\n{secret} {json.dumps(answer)}\n".encode()
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _close(*fds: int) -> None:
+    for fd in fds:
+        try:
+            os.close(fd)
+        except OSError:
+            continue
 
 
 if __name__ == "__main__":
