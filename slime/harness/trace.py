@@ -34,8 +34,9 @@ from slime.harness.trace_files import (
 from slime.harness.trace_names import names_table
 
 OUT_NAME = "trace.json"
-IDLE = "(nothing)"
+IDLE = "(idle)"
 MIN_SHARE = 0.001
+MOST_NUMBERS = 8
 _NUMBER = re.compile(r"\b\d+\b")
 
 
@@ -97,11 +98,11 @@ def _rows_of(trace: ProcessTrace, windows: Sequence[Interval]) -> list[Row]:
             # one row for all rollouts
             found.setdefault(tuple(_NUMBER.sub("N", title) for title in path), []).extend(parts)
 
-    for outermost in phases_of(trace.spans).values():
-        for phase in outermost:
-            for path, inner in phase.walk():
-                around = (title for title in path if title not in WAITS)
-                note((*around, inner.span.title), inner.span)
+    outermost = [phase for thread in phases_of(trace.spans).values() for phase in thread]
+    for phase in sorted(outermost, key=lambda phase: phase.span.start):
+        for path, inner in phase.walk():
+            around = (title for title in path if title not in WAITS)
+            note((*around, inner.span.title), inner.span)
     order = {path: place for place, path in enumerate(found)}
     for span in trace.spans:
         if span.track is not None:
@@ -116,6 +117,15 @@ def _rows_of(trace: ProcessTrace, windows: Sequence[Interval]) -> list[Row]:
     ]
 
 
+def numbers_text(numbers: Sequence[int]) -> str:
+    """Ascending numbers as text: "3", "0 to 4", "0, 2, 4"."""
+    if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{numbers[0]} to {numbers[-1]}"
+    if len(numbers) > MOST_NUMBERS:
+        return f"{numbers[0]}, {numbers[1]}, ... {numbers[-1]} ({len(numbers)} of them)"
+    return ", ".join(map(str, numbers))
+
+
 def print_summary(
     summary: TraceSummary,
     *,
@@ -126,10 +136,9 @@ def print_summary(
     """The table, to standard output, without phases below `min_share` of the time."""
     stream = stream or sys.stdout
     shown_rows = [row for row in summary.rows if row.seconds >= min_share * summary.seconds]
-    rollouts = summary.rollouts
-    what = f"rollouts {rollouts[0]} to {rollouts[-1]}" if len(rollouts) > 1 else "one rollout"
-    if not rollouts:
-        what = "no rollout"
+    plural = "s" if len(summary.rollouts) > 1 else ""
+    known = numbers_text(summary.rollouts)
+    what = f"rollout{plural} {known}" if known else "no rollout"
     torn = f"; {num_unreadable} lines could not be read" if num_unreadable else ""
     print(f"{what}, {summary.seconds:.3f} s{torn}\n", file=stream)
     titles = ["process", "phase", "count", "seconds", "share"]
@@ -176,7 +185,7 @@ def build_summary(
         known = sorted(
             {span.rollout for t in traces for span in t.spans if span.rollout is not None}
         )
-        found = f"rollouts {known[0]} to {known[-1]}" if known else "no spans yet"
+        found = f"rollouts {numbers_text(known)}" if known else "no spans yet"
         wanted = f"rollout {rollout}" if rollout is not None else "a span"
         raise ConfigError(f"{run_dir} has no trace of {wanted}: it has {found}.")
     shown = None if rollout is None else windows

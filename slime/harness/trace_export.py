@@ -1,10 +1,11 @@
 """Spans of a run as a Chrome trace, which ui.perfetto.dev and chrome://tracing show: a process per
-process of the run, lanes in which nothing overlaps, a counter of running requests, and an arrow from
-each sample's request to the rank that trains it.
+process of the run, lanes in which nothing overlaps, a counter of running requests, and an arrow
+from each sample's request to the rank that trains it.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -120,14 +121,17 @@ def _packed(items: Iterable[tuple[Interval, list[Span]]]) -> list[list[Span]]:
     is free.
     """
     lanes: list[list[Span]] = []
-    free_from: list[int] = []
+    free: list[int] = []  # a heap, as is the next: (until when, which lane)
+    taken: list[tuple[int, int]] = []
     for (start, end), spans in sorted(items, key=lambda item: item[0]):
-        place = next((n for n, free in enumerate(free_from) if free <= start), len(lanes))
-        if place == len(lanes):
+        while taken and taken[0][0] <= start:
+            heapq.heappush(free, heapq.heappop(taken)[1])
+        if not free:
+            heapq.heappush(free, len(lanes))
             lanes.append([])
-            free_from.append(0)
+        place = heapq.heappop(free)
         lanes[place] += spans
-        free_from[place] = end
+        heapq.heappush(taken, (end, place))
     return lanes
 
 
@@ -192,32 +196,42 @@ def _arrows(
         (span for _, spans in kept for span in spans if span.track == REQUESTS),
         key=lambda span: span.end,
     )
-    number = 0
-    for _, spans in kept:
-        for batch in (span for span in spans if span.name == LOCAL_BATCH):
-            target = _training_after(batch, spans)
-            if target is None:
+    batches = sorted(
+        ((batch, target) for _, spans in kept for batch, target in _trained_batches(spans)),
+        key=lambda pair: pair[0].start,
+    )
+    last: dict[Any, Span] = {}  # by sample, its last request before the batch
+    number = done = 0
+    for batch, target in batches:
+        while done < len(requests) and requests[done].end <= batch.start:
+            last[requests[done].attrs.get("sample")] = requests[done]
+            done += 1
+        for sample in batch.attrs.get("samples") or []:
+            request = last.get(sample)
+            if request is None:
                 continue
-            wanted = set(batch.attrs.get("samples") or [])
-            last = {span.attrs.get("sample"): span for span in requests if span.end <= batch.start}
-            for sample in sorted(wanted & set(last)):
-                number += 1
-                ends = (("s", last[sample], last[sample].start), ("f", target, target.start))
-                for kind, span, at in ends:
-                    pid, tid = place_of[id(span)]
-                    yield {
-                        "ph": kind,
-                        "name": "sample",
-                        "cat": "sample",
-                        "id": number,
-                        "pid": pid,
-                        "tid": tid,
-                        "ts": micro(at),
-                        **({"bp": "e"} if kind == "f" else {}),
-                    }
+            number += 1
+            ends = (("s", request, request.start), ("f", target, target.start))
+            for kind, span, at in ends:
+                pid, tid = place_of[id(span)]
+                yield {
+                    "ph": kind,
+                    "name": "sample",
+                    "cat": "sample",
+                    "id": number,
+                    "pid": pid,
+                    "tid": tid,
+                    "ts": micro(at),
+                    **({"bp": "e"} if kind == "f" else {}),
+                }
 
 
-def _training_after(batch: Span, spans: Iterable[Span]) -> Span | None:
-    """The steps that train a local batch: the first that begin after it, in the same process."""
-    steps = [span for span in spans if span.name == TRAINS and span.start >= batch.end]
-    return min(steps, key=lambda span: span.start, default=None)
+def _trained_batches(spans: Iterable[Span]) -> Iterator[tuple[Span, Span]]:
+    """(a local batch, the steps that train it): the first that begin after it, in its process."""
+    batch = None
+    for span in spans:
+        if span.name == LOCAL_BATCH:
+            batch = span
+        elif span.name == TRAINS and batch is not None:
+            yield batch, span
+            batch = None

@@ -1,4 +1,4 @@
-"""Reads the spans that the processes of a run recorded (--trace) onto one time axis. Judges nothing.
+"""Reads the spans that the processes of a run wrote (--trace) onto one time axis. Judges nothing.
 
 Processes of one machine share its monotonic clock: theirs is the exact order of what they did,
 whatever happened to the time of day meanwhile. Between machines the order is that of their clocks.
@@ -43,9 +43,10 @@ class Span:
 
     @property
     def title(self) -> str:
-        """The name, and what a wait is for."""
+        """The name, and what a wait is for; whether its end is known."""
         what = self.attrs.get("what")
-        return f"wait: {what}" if self.name == "wait" and what else self.name
+        title = f"wait: {what}" if self.name == "wait" and what else self.name
+        return f"{title} (unfinished)" if self.attrs.get("unfinished") else title
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +74,8 @@ class Phase:
 
 
 def read_traces(run_dir: str | os.PathLike[str]) -> tuple[list[ProcessTrace], int]:
-    """(the processes of a run, driver first, then by name; lines that could not be read: a last line
-    without end is one of them). ConfigError where nothing was recorded.
+    """(the processes of a run, driver first, then by name; lines that could not be read, a last
+    line without end among them). ConfigError where nothing was recorded.
     """
     folder = Path(run_dir) / FOLDER
     files = sorted(folder.glob("*.jsonl"))
@@ -98,6 +99,7 @@ def _process_trace(
 ) -> ProcessTrace:
     name, _, pid = file.stem.rpartition("-")
     head: dict[str, Any] = {}
+    opened: dict[str, Any] = {}
     shift = 0
     spans: list[Span] = []
     for record in records:
@@ -109,8 +111,12 @@ def _process_trace(
                 )
             head, offset = record, record["clock_offset"]
             shift = references.setdefault(record["boot_id"], offset) - offset
+            opened = {}  # by a process that is gone
+        elif record.get("type") == "open":
+            opened = record
         elif isinstance(record.get("start"), int) and isinstance(record.get("dur"), int):
             spans += _spans_of(record, shift)
+    spans += _unfinished(opened, spans, shift)
     spans.sort(key=lambda span: (span.start, -span.end))
     number = int(pid) if pid.isdigit() else 0
     return ProcessTrace(head.get("process", name), head.get("pid", number), head, spans)
@@ -135,6 +141,19 @@ def _spans_of(record: dict[str, Any], shift: int) -> Iterator[Span]:
         attrs["samples"], attrs["groups"], attrs["measured"], strict=True
     ):
         yield dataclasses.replace(one, attrs={"sample": sample, "group": group, **measured})
+
+
+def _unfinished(opened: dict[str, Any], spans: Sequence[Span], shift: int) -> list[Span]:
+    """The phases that had not ended when their process wrote last, until that time."""
+    if not opened:
+        return []
+    last = max([opened["time"] + shift, *(span.end for span in spans)])
+    ended = {(span.name, span.start, span.thread) for span in spans}
+    return [
+        Span(one["name"], start, last, one["thread"], None, None, {"unfinished": True})
+        for one in opened["spans"]
+        if (one["name"], start := one["start"] + shift, one["thread"]) not in ended
+    ]
 
 
 def phases_of(spans: Iterable[Span]) -> dict[int, list[Phase]]:

@@ -26,8 +26,8 @@ SPANS: tuple[SpanName, ...] = (
     SpanName(
         "request",
         MANAGER,
-        "one sample's request, from its sending to the reply; below it queue, prefill and decode, "
-        "as the engine measured them, from the sending on. Samples that share a request end together",
+        "one sample's request, from its sending to the reply; below it `queue`, `prefill` and "
+        "`decode`. Samples that share a request end together",
     ),
     SpanName("response_gate", MANAGER, "one pass of the gate over the groups that just finished"),
     SpanName("reward", MANAGER, "scoring a group"),
@@ -45,7 +45,11 @@ SPANS: tuple[SpanName, ...] = (
     SpanName("evaluation", MANAGER, "generating and scoring the evaluation sets"),
     SpanName("save_data_position", MANAGER, "the manager's part of a checkpoint"),
     SpanName("train_wait", RANK, "between two rollouts; what is inside is not waiting"),
-    SpanName("train", RANK, "one rollout, from its shard to the trained weights"),
+    SpanName(
+        "train",
+        RANK,
+        "one rollout, from its shard to the trained weights; two spans, around the timers' own log",
+    ),
     SpanName("data_preprocess", RANK, "the shard becomes this rank's batch on its device"),
     SpanName("get", RANK, "the shard out of the object store"),
     SpanName("localize", RANK, "the shard becomes this rank's batch; `samples` are its samples"),

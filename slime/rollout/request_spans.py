@@ -1,6 +1,6 @@
-"""What --trace keeps of a generation request: the span `sglang_generate` in the trace of each of its
-samples, from which the rollout's request/, prefill/ and decode/ metrics are made, and a span of the
-process.
+"""What --trace keeps of a generation request: the span `sglang_generate` in the trace of each of
+its samples, from which the rollout's request/, prefill/ and decode/ metrics are made, and a span of
+the process.
 """
 
 from __future__ import annotations

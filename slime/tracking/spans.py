@@ -6,12 +6,13 @@
     add_span("request", started, ended, track="requests")        measured elsewhere, may overlap
     stop_tracing()                                             writes what is left
 
-The first line of a file is its head: process, role, rank, pid, host, and `clock_offset`, nanoseconds
-since the epoch minus the monotonic clock. A span is {"name", "start", "dur", "thread"}, `start` in
+The first line of a file is its head: process, role, rank, pid, host, and `clock_offset`,
+nanoseconds since the epoch minus the monotonic clock. A span is {"name", "start", "dur", "thread"}, `start` in
 nanoseconds since the epoch (monotonic clock plus that offset, so a clock that is set meanwhile does
 not tear spans apart) and `dur` in nanoseconds, with "track", "rollout" and "attrs" where it has
-them. Every block of `slime.tracking.timer.timer` is a span too. Without --trace nothing is kept and
-`span` costs one comparison.
+them. {"type": "open", "time", "spans"} lists the phases that have not ended at that time, for a run
+that goes on, hangs or was killed; the last one counts. Every block of `slime.tracking.timer.timer`
+is a span too. Without --trace nothing is kept and `span` costs one comparison.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from slime.files.jsonl import JsonlWriter
+from slime.files.jsonl import JsonlWriter, encode
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,8 @@ class SpanWriter:
         }
         self._file = JsonlWriter(Path(folder) / f"{process}-{os.getpid()}.jsonl")
         self._pending: collections.deque[tuple] = collections.deque()
+        self._opened: dict[int | str, tuple[str, float, int]] = {}
+        self._listed: list[dict[str, Any]] = []  # as open, in the file
         self._lock = threading.Lock()  # of the file
         self._has_failed = False
         self._stop = threading.Event()
@@ -109,20 +112,41 @@ class SpanWriter:
             thread = threading.get_native_id()
             self._pending.append((name, start_s, end_s, thread, track, self.rollout_id, attrs))
 
+    def open(self, key: int | str, name: str, start_s: float) -> None:
+        """Notes that a phase of this thread has begun, until `ended(key)`."""
+        self._opened[key] = (name, start_s, threading.get_native_id())
+
+    def ended(self, key: int | str) -> None:
+        """Notes that the phase of `key` has ended."""
+        self._opened.pop(key, None)
+
     def close(self) -> None:
         """Writes what is left. Harmless when called twice."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=STOP_TIMEOUT_S)
+        self._opened.clear()
         self.flush()
         self.is_on = False
         with self._lock:
             self._file.close()
 
     def flush(self) -> None:
-        """Writes the spans that have ended by now."""
-        # other threads append meanwhile
-        records = [self._record(*self._pending.popleft()) for _ in range(len(self._pending))]
+        """Writes the spans that have ended by now, and which ones have been open for a while."""
+        records = []
+        with contextlib.suppress(IndexError):
+            for _ in range(len(self._pending)):  # other threads append meanwhile
+                records.append(self._record(*self._pending.popleft()))
+        now = time.perf_counter()
+        opened = [
+            {"name": name, "start": round(start * NANOSECONDS) + self._offset, "thread": thread}
+            for name, start, thread in list(self._opened.values())
+            if now - start >= FLUSH_INTERVAL_S and self.is_on
+        ]
+        if opened != self._listed:
+            self._listed = opened
+            at = round(now * NANOSECONDS) + self._offset
+            records.append({"type": "open", "time": at, "spans": opened})
         if records:
             self._write(records)
 
@@ -135,7 +159,10 @@ class SpanWriter:
             if self._has_failed:
                 return
             try:
-                self._file.write_all(records)
+                try:
+                    self._file.write_all(records)
+                except TypeError:  # text that is no Unicode, from a model or a user's function
+                    self._file.write_all([_without_odd_text(record) for record in records])
                 # an open file outlives its folder: what is written to it then is lost
                 if not self._file.path.exists():
                     raise FileNotFoundError(f"{self._file.path} is gone")
@@ -173,6 +200,16 @@ class SpanWriter:
         if attrs:
             record["attrs"] = attrs
         return record
+
+
+def _without_odd_text(record: dict[str, Any]) -> dict[str, Any]:
+    """The record, with attributes that JSON does not have as their ASCII representation."""
+    try:
+        encode(record)
+    except TypeError:
+        attrs = {ascii(name): ascii(value) for name, value in (record.get("attrs") or {}).items()}
+        return {**record, "name": ascii(record.get("name")), "attrs": attrs}
+    return record
 
 
 _writer: SpanWriter | None = None
@@ -247,6 +284,19 @@ def add_span(
         _writer.add(name, start_s, end_s, track=track, attrs=attrs)
 
 
+def open_span(name: str, start_s: float) -> None:
+    """Notes that the phase `name`, of which there is one at a time, has begun."""
+    if _writer is not None:
+        _writer.open(name, name, start_s)
+
+
+def close_span(name: str, start_s: float, end_s: float) -> None:
+    """Adds the phase that `open_span` has noted."""
+    if _writer is not None:
+        _writer.ended(name)
+        _writer.add(name, start_s, end_s)
+
+
 class _OpenSpan:
     """A span that ends with its block; an error that ends it is noted."""
 
@@ -259,9 +309,12 @@ class _OpenSpan:
 
     def __enter__(self) -> None:
         self._start = time.perf_counter()
+        if self._track is None:
+            self._writer.open(id(self), self._name, self._start)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         end = time.perf_counter()
+        self._writer.ended(id(self))
         if kind is not None:
             self._attrs["error"] = kind.__name__
         self._writer.add(self._name, self._start, end, track=self._track, attrs=self._attrs)

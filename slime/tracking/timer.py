@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from slime.tracking.spans import add_span
+from slime.tracking.spans import close_span, open_span
 from slime.utils.misc import SingletonMeta
 
 
@@ -25,7 +25,8 @@ class Timer(metaclass=SingletonMeta):
     def start(self, name: str) -> None:
         """Starts `name`, which must not be running."""
         assert name not in self.start_time, f"timer {name!r} is running already"
-        self.start_time[name] = time.perf_counter()
+        self.start_time[name] = started = time.perf_counter()
+        open_span(name, started)
 
     def end(self, name: str) -> float:
         """Stops `name`, which must be running, adds its seconds and returns them."""
@@ -33,7 +34,7 @@ class Timer(metaclass=SingletonMeta):
         started, ended = self.start_time.pop(name), time.perf_counter()
         elapsed = ended - started
         self.add(name, elapsed)
-        add_span(name, started, ended)
+        close_span(name, started, ended)
         return elapsed
 
     def add(self, name: str, elapsed: float) -> None:

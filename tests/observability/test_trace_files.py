@@ -61,7 +61,7 @@ def options(run_dir, **changes):
 
 
 @pytest.fixture
-def recording(tmp_path):
+def writing(tmp_path):
     """This process records as the rollout manager; the run's folder."""
     spans.start_tracing(options(tmp_path), "rollout-manager", role="rollout")
     yield tmp_path
@@ -155,7 +155,7 @@ def test_without_the_option_nothing_is_kept(tmp_path):
     Timer().reset("y")
 
 
-def test_each_sample_of_a_request_has_the_span_that_the_metrics_are_made_of(recording):
+def test_each_sample_of_a_request_has_the_span_that_the_metrics_are_made_of(writing):
     """`sglang_generate` of each sample holds the engine's times, and request/, prefill/ and decode/
     metrics are computed from them."""
     samples = [Sample(index=index, group_index=0) for index in (0, 1)]
@@ -174,7 +174,7 @@ def test_each_sample_of_a_request_has_the_span_that_the_metrics_are_made_of(reco
     assert metrics["prefill/duration/max"] == 0.004 and metrics["decode/duration/min"] == 0.005
     assert metrics["decode/throughput/mean"] == 600.0
     spans.stop_tracing()
-    first, second = recorded(recording)
+    first, second = recorded(writing)
     assert (first.attrs["sample"], second.attrs["sample"]) == (0, 1)
     assert first.attrs["queue_time"] == 0.001 and first.track == "requests"
 
@@ -189,7 +189,7 @@ def test_stages_below_a_request_are_in_the_metrics():
     assert metrics["request/count"] == 1 and metrics["prefill/duration/max"] == 0.004
 
 
-def test_a_failed_request_is_a_span_with_the_error(recording):
+def test_a_failed_request_is_a_span_with_the_error(writing):
     """A request that raises leaves a span in the sample's trace and raises."""
     sample = Sample(index=0)
     with pytest.raises(KeyError):
@@ -199,9 +199,7 @@ def test_a_failed_request_is_a_span_with_the_error(recording):
     with pytest.raises(KeyError), spans.span("put"):
         raise KeyError("x")
     spans.stop_tracing()
-    assert [(s.name, s.attrs.get("error")) for s in recorded(recording)][1:] == [
-        ("put", "KeyError")
-    ]
+    assert [(s.name, s.attrs.get("error")) for s in recorded(writing)][1:] == [("put", "KeyError")]
 
 
 def test_only_every_nth_rollout_is_recorded(tmp_path):
@@ -218,7 +216,7 @@ def test_only_every_nth_rollout_is_recorded(tmp_path):
 
 
 @pytest.mark.parametrize("cause", ["full disk", "vanished folder"])
-def test_a_disk_that_takes_no_more_ends_the_recording_with_one_warning(recording, cause, caplog):
+def test_a_disk_that_takes_no_more_ends_the_recording_with_one_warning(writing, cause, caplog):
     """A full disk or a removed folder costs the trace, with one warning, and nothing else."""
     writer = spans.current_writer()
     with caplog.at_level(logging.WARNING):
@@ -229,20 +227,52 @@ def test_a_disk_that_takes_no_more_ends_the_recording_with_one_warning(recording
                 with full_disk(after=1024):
                     writer.flush()
             else:
-                shutil.rmtree(recording / spans.FOLDER, ignore_errors=True)
+                shutil.rmtree(writing / spans.FOLDER, ignore_errors=True)
                 writer.flush()
     assert [record.getMessage().count("--trace") for record in caplog.records] == [1]
     assert not spans.is_tracing()
     spans.stop_tracing()
 
 
-def test_spans_are_written_within_a_second(recording):
+def test_spans_are_written_within_a_second(writing):
     """What a process did is in its file a second later, though it goes on: a run can be read while
     it runs, and one that is killed has lost no more."""
     with spans.span("x"):
         pass
     time.sleep(2 * spans.FLUSH_INTERVAL_S)
-    assert [span.name for span in recorded(recording)] == ["x"]
+    assert [span.name for span in recorded(writing)] == ["x"]
+
+
+def test_what_has_not_ended_is_shown_until_now(writing, capsys):
+    """A run that hangs or was killed shows the phases in which it stands, around those that ended;
+    a process that ended in good order has none."""
+    Timer().start("train_wait")
+    with timer("generate"):
+        time.sleep(1.2 * spans.FLUSH_INTERVAL_S)
+        with spans.span("put"):
+            pass
+        spans.current_writer().flush()
+        phases = [phase for thread in phases_of(recorded(writing)).values() for phase in thread]
+        titles = [(path, phase.span.title) for phase in phases for path, phase in phase.walk()]
+        wait, generate = "train_wait (unfinished)", "generate (unfinished)"
+        assert titles == [((), wait), ((wait,), generate), ((wait, generate), "put")]
+        assert trace.main([str(writing)]) == 0
+        assert generate in capsys.readouterr().out
+    spans.stop_tracing()
+    Timer().end("train_wait")
+    Timer().reset()
+    assert [span.title for span in recorded(writing)] == ["generate", "put"]
+
+
+def test_text_that_is_no_unicode_is_written_as_ascii(writing):
+    """Half a character from a model does not end the recording."""
+    with spans.span("search", query="\ud83d", number=7):
+        pass
+    with spans.span("next"):
+        pass
+    spans.stop_tracing()
+    first, second = recorded(writing)
+    assert "\\ud83d" in str(first.attrs) and second.name == "next"
 
 
 def test_a_torn_last_line_is_skipped_and_counted(two_processes, tmp_path, capsys):
@@ -397,7 +427,7 @@ def test_actors_of_one_process_have_files_of_their_own(tmp_path):
     ]
 
 
-def test_phases_of_coroutines_do_not_swallow_each_other(recording):
+def test_phases_of_coroutines_do_not_swallow_each_other(writing):
     """Spans of one thread that overlap without nesting stand side by side."""
 
     async def both():
@@ -411,9 +441,9 @@ def test_phases_of_coroutines_do_not_swallow_each_other(recording):
 
     asyncio.run(both())
     spans.stop_tracing()
-    (phases,) = phases_of(recorded(recording)).values()
+    (phases,) = phases_of(recorded(writing)).values()
     assert [phase.span.name for phase in phases] == ["hook", "hook"]
-    check_chrome_trace(chrome_trace(read_traces(recording)[0]))
+    check_chrome_trace(chrome_trace(read_traces(writing)[0]))
 
 
 def test_a_new_run_in_an_old_folder_moves_the_old_traces_aside(tmp_path):

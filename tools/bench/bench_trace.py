@@ -3,9 +3,9 @@
 Measured twice. Directly: a run with --trace says how many requests and other spans a step has; as
 many are made here, with and without a writer in turn, with the metrics and the writing that follow
 from them, and the processor's time is compared with the step's. All of it counts, as though no
-process worked beside another. And end to end: runs with and without --trace take turns, from the same
-warmed-up model with the same seeds, so that rollout i is the same work in each; off against off says
-how much of that ratio is the machine's noise. The first steps are left out.
+process worked beside another. And end to end: runs with and without --trace take turns, from the
+same warmed-up model with the same seeds, so that rollout i is the same work in each; off against
+off says how much of that ratio is the machine's noise. The first steps are left out.
 
     python tools/bench/bench_trace.py MODEL [--rollouts 12] [--pairs 2]
                                       # MODEL: the warm-up that `make train` keeps in
@@ -154,8 +154,8 @@ def main() -> int:
         line += f", off against off x{ratio(found['off'][half:], found['off'][:half]):.3f}"
     print(line)
     print(
-        f"directly {1e3 * cost:.1f} ms for {num_requests} requests and {num_spans} other spans a step "
-        f"({size / 1e3:.0f} kB), {cost / step:.2%} of {step:.3f} s (limit {LIMIT:.0%})"
+        f"directly {1e3 * cost:.1f} ms for {num_requests} requests and {num_spans} other spans "
+        f"a step ({size / 1e3:.0f} kB), {cost / step:.2%} of {step:.3f} s (limit {LIMIT:.0%})"
     )
     return int(cost / step > LIMIT)
 
