@@ -13,15 +13,15 @@ What a column cannot hold as it is, such as a text with half an emoji, is in `re
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime.data.number_list import NumberList, number_list, packed
+from slime.data.number_list import NumberList, known_array, number_list, packed
 from slime.data.ragged import is_tensor
 from slime.data.sample import PrefixCacheInfo, Sample, SpecInfo, Status
 from slime.exceptions import RolloutDataError
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 FORMAT = "slime-samples-2"
-IDENTITIES = ("index", "group_index", "rollout_id")
+INTEGERS = ("index", "group_index", "rollout_id", "response_length")
 TEXTS = ("prompt", "response", "finish_reason")
 JSONS = ("label", "reward", "metadata", "weight_versions")
 # by list field, the kind of numbers in it
@@ -45,14 +45,19 @@ LISTS = {
     "rollout_top_p_token_offsets": "i",
 }
 _DEFAULTS = {name: value for name, value in vars(Sample()).items()}
-_COLUMNS = frozenset((*IDENTITIES, *TEXTS, *JSONS, *LISTS, "status"))
+_COLUMNS = frozenset((*INTEGERS, *TEXTS, *JSONS, *LISTS, "status"))
+_OTHERS = tuple(name for name in _DEFAULTS if name not in _COLUMNS)
+# list columns that are there also where no sample has the field
+ALWAYS = ("tokens", "loss_mask", "rollout_log_probs")
 _COUNTERS = {"spec_info": SpecInfo, "prefix_cache_info": PrefixCacheInfo}
 INT64 = range(-(2**63), 2**63)
 # by kind of a column, the arrays that it gives back as they were
-_DTYPES = {
-    "i": frozenset(("int8", "int16", "int32", "int64", "uint8")),
-    "f": frozenset(("float32", "float64")),
+_DTYPES: Mapping[str, Mapping[Any, str]] = {
+    "i": {np.dtype(name): name for name in ("int8", "int16", "int32", "int64", "uint8")},
+    "f": {np.dtype(name): name for name in ("float32", "float64")},
 }
+_INT_OR_NONE = frozenset((int, type(None)))
+_LIST_TYPES = frozenset((list, NumberList))
 _TYPES: Mapping[str, type] = {"i": int, "f": float}
 
 
@@ -93,85 +98,168 @@ def sample_table(samples: Sequence[Sample], *, describe: bool = False) -> pyarro
     """
     import pyarrow
 
-    encode = functools.partial(encode_json, describe=describe)
-
-    plain: dict[str, list[Any]] = collections.defaultdict(list)
-    lists = {name: _ListColumn(kind) for name, kind in LISTS.items()}
-    for sample in samples:
-        try:
-            _add_row(sample, plain, lists, encode)
-        except RolloutDataError as error:
-            raise RolloutDataError(f"Sample {sample.index} cannot be stored: {error}") from error
-    columns: dict[str, Any] = {}
-    for name in IDENTITIES:
-        columns[name] = pyarrow.array(plain[name], pyarrow.int64())
-    columns["response_length"] = pyarrow.array(plain["response_length"], pyarrow.int64())
-    for name in (*TEXTS, "status", *JSONS, "kinds", "rest"):
-        columns[name] = pyarrow.array(plain[name], pyarrow.large_string())
-    for name, column in lists.items():
-        if name in ("tokens", "loss_mask", "rollout_log_probs") or any(
-            entry is not None for entry in column.entries
-        ):
-            columns[name] = column.to_arrow()
+    gathered = _Gathered([sample.__dict__ for sample in samples], describe=describe)
+    columns: dict[str, Any] = {name: gathered.integers(name) for name in INTEGERS}
+    for name in TEXTS:
+        columns[name] = gathered.texts(name)
+    columns["status"] = gathered.status()
+    for name in JSONS:
+        columns[name] = gathered.jsons(name)
+    lists = {name: gathered.lists(name, kind) for name, kind in LISTS.items()}
+    gathered.others()
+    columns["kinds"] = gathered.encoded(gathered.kinds)
+    columns["rest"] = gathered.encoded(gathered.rest)
+    columns.update({name: column for name, column in lists.items() if column is not None})
     return pyarrow.table(columns).replace_schema_metadata({"slime": FORMAT})
 
 
-def _add_row(
-    sample: Sample,
-    plain: dict[str, list[Any]],
-    lists: dict[str, _ListColumn],
-    encode: Callable[[Any], bytes],
-) -> None:
-    values = sample.__dict__
-    rest: dict[str, Any] = {}
-    kinds: dict[str, str] = {}
-    for name in IDENTITIES:
-        value = values[name]
-        fits = value is None or (type(value) is int and value in INT64)
-        plain[name].append(value if fits else None)
-        if not fits:
-            rest[name] = value
-    length = values["response_length"]
-    fits = type(length) is int and length in INT64
-    plain["response_length"].append(length if fits else None)
-    if not fits:
-        rest["response_length"] = length
-    for name in TEXTS:
-        value = values[name]
-        text = value if isinstance(value, str) and _has_utf8(value) else None
-        if text is None and value is not None:
-            rest[name] = value
-            text = encode(value).decode()  # to be read, not read back
-        plain[name].append(text)
-    status = values["status"]
-    plain["status"].append(status.value if type(status) is Status else None)
-    if type(status) is not Status:
-        rest["status"] = status
-    for name in JSONS:
-        value = values[name]
-        if isinstance(value, np.generic):  # a number is read as one, and comes back as it was
-            rest[name] = value
-            value = value.item()
-        plain[name].append(None if value is None else encode(value).decode())
-    for name, column in lists.items():
-        value = values[name]
-        found = None if value is None else _numbers(value, column.kind)
-        if found is None:
-            column.entries.append(None)
-            if value is not None:
-                rest[name] = value
-            continue
-        array, kind = found
-        column.entries.append(array)
-        if kind != "list":
-            kinds[name] = kind
-    for name, value in values.items():
-        if name in _COLUMNS or name == "response_length" or _is_default(name, value):
-            continue
-        is_counter = type(value) is _COUNTERS.get(name)
-        rest[name] = dataclasses.asdict(value) if is_counter else value
-    plain["kinds"].append(encode(kinds).decode() if kinds else None)
-    plain["rest"].append(encode(rest).decode() if rest else None)
+class _Gathered:
+    """Columns of the samples' `rows`. A column is made in one step where its values are all of the
+    usual kind, and value by value otherwise; what it cannot hold is put into `rest`.
+    """
+
+    def __init__(self, rows: list[dict[str, Any]], *, describe: bool) -> None:
+        self.rows, self.describe = rows, describe
+        self.rest: list[dict[str, Any]] = [{} for _ in rows]
+        self.kinds: list[dict[str, Any]] = [{} for _ in rows]
+        self._known: dict[Any, str] = {}  # texts of values that many samples have
+
+    def integers(self, name: str) -> pyarrow.Array:
+        import pyarrow
+
+        values = [row[name] for row in self.rows]
+        if not (
+            set(map(type, values)) <= _INT_OR_NONE
+            and all(value is None or value in INT64 for value in values)
+        ):
+            for row, value in enumerate(values):
+                if value is not None and not (type(value) is int and value in INT64):
+                    self.rest[row][name] = value
+                    values[row] = None
+        return pyarrow.array(values, pyarrow.int64())
+
+    def texts(self, name: str) -> pyarrow.Array:
+        import pyarrow
+
+        values = [row[name] for row in self.rows]
+        for row, value in enumerate(values):
+            if value is None or (type(value) is str and _has_utf8(value)):
+                continue
+            self.rest[row][name] = value
+            values[row] = self._encode(row, value)  # to be read, not read back
+        return pyarrow.array(values, pyarrow.large_string())
+
+    def status(self) -> pyarrow.Array:
+        import pyarrow
+
+        values = [row["status"] for row in self.rows]
+        for row, value in enumerate(values):
+            if type(value) is not Status:
+                self.rest[row]["status"] = value
+        texts = [value.value if type(value) is Status else None for value in values]
+        return pyarrow.array(texts, pyarrow.large_string())
+
+    def jsons(self, name: str) -> pyarrow.Array:
+        import pyarrow
+
+        texts: list[str | None] = []
+        for row, fields in enumerate(self.rows):
+            value = fields[name]
+            if isinstance(value, np.generic):  # a number is read as one, and comes back as it was
+                self.rest[row][name] = value
+                value = value.item()
+            texts.append(None if value is None else self._json(row, value))
+        return pyarrow.array(texts, pyarrow.large_string())
+
+    def _json(self, row: int, value: Any) -> str:
+        kind = type(value)
+        key: Any = None
+        if kind is str:
+            key = value
+        elif kind is float and math.isfinite(value):
+            return repr(value)
+        elif kind is list and set(map(type, value)) <= {str}:
+            key = (*value,)
+        if key is None:
+            return self._encode(row, value)
+        text = self._known.get(key)
+        if text is None:
+            text = self._known[key] = self._encode(row, value)
+        return text
+
+    def lists(self, name: str, kind: str) -> pyarrow.Array | None:
+        """None where no sample has the field and readers do not expect its column."""
+        values = [row[name] for row in self.rows]
+        present = [value for value in values if value is not None]
+        if not present and name not in ALWAYS:
+            return None
+        column = _ListColumn(kind)
+        usual = set(map(type, present)) <= _LIST_TYPES and set(
+            map(type, itertools.chain.from_iterable(present))
+        ) <= {_TYPES[kind]}
+        if usual:
+            known = [None if value is None else known_array(value) for value in values]
+            if not all(a is not None and a.dtype in _DTYPES[kind] for a in known if a is not None):
+                known = [None]
+            if sum(array is not None for array in known) == len(present):
+                column.entries = known
+                return column.to_arrow()
+            flat = _flat(present, kind)
+            if flat is not None:
+                lengths = np.array([0 if v is None else len(v) for v in values], dtype=np.int64)
+                missing = np.array([value is None for value in values], dtype=bool)
+                return tables.list_column(_narrow(flat), lengths, missing=missing)
+        for row, value in enumerate(values):
+            found = None if value is None else _numbers(value, kind)
+            column.entries.append(None if found is None else found[0])
+            if found is None and value is not None:
+                self.rest[row][name] = value
+            elif found is not None and found[1] != "list":
+                self.kinds[row][name] = found[1]
+        return column.to_arrow()
+
+    def others(self) -> None:
+        """Puts the fields that have no column, and are not their default, into `rest`."""
+        for name in _OTHERS:
+            default = _DEFAULTS[name]
+            values = [fields[name] for fields in self.rows]
+            if set(map(id, values)) <= {id(default)}:
+                continue
+            for row, value in enumerate(values):
+                if not _is_default(name, value):
+                    is_counter = type(value) is _COUNTERS.get(name)
+                    self.rest[row][name] = dataclasses.asdict(value) if is_counter else value
+        for row, fields in enumerate(self.rows):
+            if len(fields) != len(_DEFAULTS):
+                self.rest[row].update({n: v for n, v in fields.items() if n not in _DEFAULTS})
+
+    def encoded(self, records: list[dict[str, Any]]) -> pyarrow.Array:
+        import pyarrow
+
+        texts = [
+            self._encode(row, record) if record else None for row, record in enumerate(records)
+        ]
+        return pyarrow.array(texts, pyarrow.large_string())
+
+    def _encode(self, row: int, value: Any) -> str:
+        try:
+            return encode_json(value, describe=self.describe).decode()
+        except RolloutDataError as error:
+            raise RolloutDataError(
+                f"Sample {self.rows[row]['index']} cannot be stored: {error}"
+            ) from error
+
+
+def _flat(lists: list[list], kind: str) -> np.ndarray | None:
+    """The numbers of all lists, one after the other; None where an integer has more than 64
+    bits.
+    """
+    count = sum(map(len, lists))
+    dtype = np.int64 if kind == "i" else np.float64
+    try:
+        return np.fromiter(itertools.chain.from_iterable(lists), dtype=dtype, count=count)
+    except OverflowError:
+        return None
 
 
 def _has_utf8(text: str) -> bool:
@@ -191,8 +279,9 @@ def _is_default(name: str, value: Any) -> bool:
     default = _DEFAULTS[name]
     if value is default:
         return True
-    # the text tells -0.0 from 0.0
-    return type(value) is type(default) and bool(value == default) and str(value) == str(default)
+    if type(value) is not type(default) or not value == default:
+        return False
+    return type(value) is not float or str(value) == str(default)  # -0.0 is not 0.0
 
 
 def _numbers(value: Any, kind: str) -> tuple[np.ndarray, str] | None:
@@ -206,16 +295,15 @@ def _numbers(value: Any, kind: str) -> tuple[np.ndarray, str] | None:
                 array = np.array(value)
             except (ValueError, OverflowError):
                 return None
-        fits = array.ndim == 1 and array.dtype.name in _DTYPES[kind]
+        fits = array.ndim == 1 and array.dtype in _DTYPES[kind]
         return (array, "list") if fits else None
     if is_tensor(value):
         name = str(value.dtype).removeprefix("torch.")
-        if value.ndim != 1 or name not in _DTYPES[kind]:
+        if value.ndim != 1 or name not in _DTYPES[kind].values():
             return None
         return value.detach().cpu().numpy(), f"tensor {name}"
-    if type(value) is np.ndarray and value.ndim == 1 and value.dtype.isnative:
-        name = value.dtype.name
-        return (value, f"array {name}") if name in _DTYPES[kind] else None
+    if type(value) is np.ndarray and value.ndim == 1 and value.dtype in _DTYPES[kind]:
+        return value, f"array {_DTYPES[kind][value.dtype]}"
     return None
 
 
@@ -238,7 +326,7 @@ def samples_of(table: pyarrow.Table) -> list[Sample]:
 def _samples_of(table: pyarrow.Table) -> list[Sample]:
     plain = {
         name: table[name].to_pylist()
-        for name in (*IDENTITIES, "response_length", *TEXTS, *JSONS, "status", "kinds", "rest")
+        for name in (*INTEGERS, *TEXTS, *JSONS, "status", "kinds", "rest")
     }
     lists = {
         name: (tables.entries_of(table[name]), tables.lists_of(table[name])[2].tolist())
@@ -248,9 +336,7 @@ def _samples_of(table: pyarrow.Table) -> list[Sample]:
     samples = []
     for row in range(len(table)):
         kinds = _json_at(plain["kinds"], row) or {}
-        data: dict[str, Any] = {
-            name: plain[name][row] for name in (*IDENTITIES, "response_length", *TEXTS)
-        }
+        data: dict[str, Any] = {name: plain[name][row] for name in (*INTEGERS, *TEXTS)}
         status = plain["status"][row]
         data["status"] = None if status is None else Status(status)
         for name in JSONS:
@@ -287,10 +373,11 @@ def _restored(array: np.ndarray, kind: str) -> Any:
 
 def changed_fields(before: Sample, after: Sample) -> dict[str, Any]:
     """The fields of `after` that differ from `before`, by name, as values that JSON can hold."""
+    old = before.__dict__
     return {
         name: value.value if type(value) is Status else value
         for name, value in after.__dict__.items()
-        if not _is_same(before.__dict__.get(name, _DEFAULTS), value)
+        if (earlier := old.get(name, _DEFAULTS)) is not value and not _is_same(earlier, value)
     }
 
 

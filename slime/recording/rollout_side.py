@@ -226,7 +226,8 @@ def judged_table(
     verdicts = [*judged.verdicts, *(_verdict_on(one) for _, one in dropped)]
     rows = [*samples, *(one for _, one in dropped)]
     changes = [
-        changed_fields(before, after) for before, after in zip(samples, judged.judged, strict=True)
+        {} if before is after else changed_fields(before, after)
+        for before, after in zip(samples, judged.judged, strict=True)
     ] + [{}] * len(dropped)
     table = sample_table(rows, describe=True)
     texts = [engine_text_of(one) for one in rows]
@@ -266,8 +267,8 @@ def _verdict_on(sample: Sample) -> Verdict:
 
 
 def _text(value: object) -> str | None:
-    if value is None:
-        return None
+    if value is None or (type(value) is str and value.isascii()):
+        return value
     return str(value).encode("utf-8", "replace").decode()
 
 
