@@ -73,7 +73,9 @@ COMMANDS: dict[str, Command] = {
         raw=True,
     ),
     "show": Command(
-        "slime.harness.show:main", "One sample of a rollout dump, token by token.", raw=True
+        "slime.harness.show:main",
+        "A recording or a rollout dump; one sample, token by token.",
+        raw=True,
     ),
     "trace": Command(
         "slime.harness.trace:main",

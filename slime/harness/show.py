@@ -1,14 +1,17 @@
-"""`slime show DUMP --sample N`: one sample of a rollout dump, token by token, with what the trainer
-computed for it.
+"""`slime show`: a recording, a recorded rollout or a rollout dump; one sample token by token, with
+what the trainer computed for it.
 
-    slime show runs/latest/dumps/rollout_data/7.jsonl                 one line per sample
-    slime show runs/latest/dumps/rollout_data/7.jsonl --sample 12     prompt, response, label,
-                                                                      reward, group; then a line per
-                                                                      response token
+    slime show RECORDING                               its rollouts: parts, sizes, completeness
+    slime show RECORDING --verify                      also reads every part; status 1 for damage
+    slime show RECORDING/rollout_000007                one line per sample
+    slime show RECORDING/rollout_000007 12             prompt, response, label, reward, group,
+                                                       verdict; then a line per response token
+    slime show runs/latest/dumps/rollout_data/7.parquet 12      the same of a dump
 
-The trainer's numbers come from the train dump of the same rollout (--train-dump, else
-train_data/7.safetensors beside the folder rollout_data), the texts from the tokenizer that the
-run's config.yaml names (--hf-checkpoint, else the config.yaml above the dump).
+The trainer's numbers come from the recording, or from the train dump of the same rollout
+(--train-dump, else train_data/7.parquet beside the folder rollout_data); the texts from the
+recorded tokenizer, or from the one that the run's config.yaml names (--hf-checkpoint, else the
+config.yaml above the dump).
 """
 
 from __future__ import annotations
@@ -27,6 +30,14 @@ from slime.exceptions import ConfigError, RolloutDataError, SlimeError
 from slime.files.rollout_dump import read_rollout_dump
 from slime.files.train_dump import read_train_dump
 from slime.harness.consistency_report import decoder_of, print_plain, printable, read_config
+from slime.harness.show_recording import (
+    overview,
+    recorded_at,
+    shown_samples,
+    trained_of,
+    verdict_of,
+)
+from slime.recording.reader import RecordedRollout, Recording
 
 TOKEN_HEAD = ["token", "id", "text", "mask", "engine", "trainer", "difference", "advantage"]
 LIST_HEAD = ["sample", "group", "reward", "tokens", "status", "valid", "label", "response"]
@@ -119,9 +130,10 @@ def trained_fields(path: Path | None, position: int, sample: Sample) -> dict[str
 
 
 def train_dump_beside(path: Path) -> Path | None:
-    """train_data/<rollout>.safetensors of a dump rollout_data/<rollout>.jsonl, where it exists."""
-    beside = path.parent.parent / "train_data" / f"{path.stem}.safetensors"
-    return beside if beside.is_file() else None
+    """train_data/<rollout>.parquet, or .safetensors, of a dump in rollout_data, where it exists."""
+    folder = path.parent.parent / "train_data"
+    files = [folder / f"{path.stem}{suffix}" for suffix in (".parquet", ".safetensors")]
+    return next((file for file in files if file.is_file()), None)
 
 
 def model_of(path: Path) -> str | None:
@@ -201,13 +213,18 @@ def table_of(rows: Sequence[TokenRow]) -> list[list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints samples of a dump; returns 2, with the reason, for what cannot be shown."""
+    """Prints what is in a recording or a dump; returns 1 for damage that it found, 2, with the
+    reason, for what cannot be shown.
+    """
     parser = argparse.ArgumentParser(
         prog="slime show", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "dump", type=Path, help="A rollout dump: rollout_data/<rollout>.jsonl of --dump-details."
+        "dump",
+        type=Path,
+        help="A recording of --record, a rollout's folder in it, or a rollout dump.",
     )
+    parser.add_argument("index", type=int, nargs="?", default=None, help="The same as --sample.")
     parser.add_argument(
         "--sample",
         type=int,
@@ -223,27 +240,95 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--hf-checkpoint", default=None, help="Folder with the tokenizer. Default: the run's."
     )
+    parser.add_argument(
+        "--verify", action="store_true", help="Read every part of a recording and check its hash."
+    )
     parser.add_argument("--json", action="store_true", help="Print one JSON object per sample.")
     options = parser.parse_args(argv)
+    if options.sample is None:
+        options.sample = options.index
     try:
-        show(options, sys.stdout)
+        found = recorded_at(options.dump)
+        if isinstance(found, Recording):
+            return _show_recording(found, options, sys.stdout)
+        if found is None:
+            show(options, sys.stdout)
+        else:
+            _show_rollout(found, options, sys.stdout)
     except SlimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
+def _show_recording(recording: Recording, options: argparse.Namespace, stream: TextIO) -> int:
+    if options.sample is not None:
+        raise ConfigError(
+            f"{recording.root} is a recording; name a rollout in it: "
+            f"{recording.root}/rollout_{(recording.rollouts or [0])[-1]:06d} {options.sample}"
+        )
+    rows, damages = overview(recording, verify=options.verify)
+    print_plain(f"{len(rows) - 1} rollouts and evaluations of {recording.root}", rows, stream)
+    print(*damages, sep="\n", end="\n" if damages else "", file=stream)
+    if not damages:
+        checked = "sizes and hashes" if options.verify else "sizes (--verify checks hashes too)"
+        print(f"all parts are as they were written: {checked}", file=stream)
+    return int(bool(damages))
+
+
+def _show_rollout(rollout: RecordedRollout, options: argparse.Namespace, stream: TextIO) -> None:
+    judged = rollout.judged_samples()
+    samples = shown_samples(judged)
+    if options.sample is None and not options.json:
+        print_plain(f"{len(samples)} samples of {rollout.folder}", list_rows(samples), stream)
+        return
+    positions = (
+        range(len(samples))
+        if options.sample is None
+        else chosen(samples, options.sample, rollout.folder)
+    )
+    trained_at = trained_of(rollout)
+    recording = rollout.recording
+    folder = None if recording is None else recording.tokenizer_folder
+    decode, note = decoder_of(options.hf_checkpoint or (None if folder is None else str(folder)))
+    for position in positions:
+        trained = trained_at(position)
+        rows = token_rows(samples[position], trained, decode)
+        _show_sample(
+            samples[position], rows, stream, as_json=options.json, more=verdict_of(judged, position)
+        )
+        if trained is None and not options.json:
+            print("it did not train, or the recording has no train part", file=stream)
+    if note and not options.json:
+        print(note, file=stream)
+
+
+def _show_sample(
+    sample: Sample,
+    rows: Sequence[TokenRow],
+    stream: TextIO,
+    *,
+    as_json: bool,
+    more: Sequence[str] = (),
+) -> None:
+    if as_json:
+        print(_as_json(sample, rows), file=stream)
+        return
+    print(*format_sample(sample), *more, "", sep="\n", file=stream)
+    print_plain("response tokens; log-probs in nats", table_of(rows), stream)
+
+
 def show(options: argparse.Namespace, stream: TextIO) -> None:
-    """Prints what the options ask for. SlimeError where a file is missing, damaged, or has no such
-    sample.
+    """Prints what the options ask for of a dump. SlimeError where a file is missing, damaged, or
+    has no such sample.
     """
     path: Path = options.dump
     if path.is_dir():
-        dumps = sorted(path.rglob("*.jsonl"))
+        dumps = sorted([*path.rglob("rollout_data/*.parquet"), *path.rglob("*.jsonl")])
         hint = (
             f" For instance {dumps[0]}."
             if dumps
-            else " It holds no dump: --dump-details makes them."
+            else " It holds no recording and no dump: --record and --dump-details make them."
         )
         raise ConfigError(f"{path} is a folder; name one rollout dump.{hint}")
     samples = read_rollout_dump(path)
@@ -258,12 +343,7 @@ def show(options: argparse.Namespace, stream: TextIO) -> None:
     for position in positions:
         sample = samples[position]
         trained = trained_fields(train_dump, position, sample)
-        rows = token_rows(sample, trained, decode)
-        if options.json:
-            print(_as_json(sample, rows), file=stream)
-            continue
-        print(*format_sample(sample), "", sep="\n", file=stream)
-        print_plain("response tokens; log-probs in nats", table_of(rows), stream)
+        _show_sample(sample, token_rows(sample, trained, decode), stream, as_json=options.json)
     if options.json:
         return
     if train_dump is None:

@@ -97,9 +97,12 @@ def manifest_path(folder: Path, writer: str) -> Path:
     return folder / f"manifest.{writer}.json"
 
 
-def is_rollout_folder(path: Path) -> bool:
-    """Whether the folder's name is that of a rollout or an evaluation."""
-    return any(pattern.fullmatch(path.name) for pattern in _FOLDERS.values())
+def rollout_of(folder: Path) -> tuple[int, bool] | None:
+    """(rollout, whether it is an evaluation) by the folder's name; None for another name."""
+    for evaluation, pattern in _FOLDERS.items():
+        if match := pattern.fullmatch(folder.name):
+            return int(match[1]), evaluation
+    return None
 
 
 def recorded_rollouts(root: Path, *, evaluation: bool = False) -> list[int]:
@@ -198,13 +201,15 @@ def read_manifest(folder: Path, writer: str) -> Manifest | None:
     return manifest
 
 
-def verify_part(folder: Path, part: Part) -> str | None:
-    """What is wrong with a listed part, in one sentence; None where it is as it was written."""
+def verify_part(folder: Path, part: Part, *, hashes: bool = True) -> str | None:
+    """What is wrong with a listed part, in one sentence; None where it is as it was written.
+    Without `hashes` its content is not read.
+    """
     path = folder / part.file
     if path.is_symlink() or not path.is_file():
         return f"{path} is listed and is no file."
     size = path.stat().st_size
     if size != part.num_bytes:
         return f"{path} has {size} bytes, its manifest says {part.num_bytes}."
-    found = file_hash(path)
+    found = file_hash(path) if hashes else part.blake2b
     return None if found == part.blake2b else f"{path} is damaged: its hash is {found}."

@@ -94,10 +94,26 @@ class RecordedRollout:
         found = {name: part for one in self.manifests.values() for name, part in one.parts.items()}
         return {name: found[name] for name in manifest.PARTS if name in found}
 
-    def problems(self) -> list[str]:
-        """One sentence per listed part that is not as it was written."""
-        found = [manifest.verify_part(self.folder, part) for part in self.parts.values()]
-        return [problem for problem in found if problem is not None]
+    def problems(self, *, hashes: bool = True) -> list[str]:
+        """One sentence per listed part that is not as it was written, and per manifest of another
+        rollout or start of the run. Without `hashes` parts are not read.
+        """
+        found = [
+            manifest.verify_part(self.folder, part, hashes=hashes) for part in self.parts.values()
+        ]
+        problems = [problem for problem in found if problem is not None]
+        number = manifest.rollout_of(self.folder)
+        for writer, one in self.manifests.items():
+            if number is not None and (one.rollout_id, one.evaluation) != number:
+                problems.append(
+                    f"{manifest.manifest_path(self.folder, writer)} is of rollout {one.rollout_id}."
+                )
+            if one.run != self.run:
+                problems.append(
+                    f"{self.folder} mixes parts of start {self.run} of the run with parts of start "
+                    f"{one.run}: the recording of one of them has failed."
+                )
+        return problems
 
     def __contains__(self, name: str) -> bool:
         return name in self.parts

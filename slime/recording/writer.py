@@ -25,11 +25,11 @@ from slime.recording.manifest import (
     Manifest,
     Part,
     file_hash,
-    is_rollout_folder,
     manifest_path,
     read_manifest,
     recorded_rollouts,
     rollout_folder,
+    rollout_of,
     run_numbers,
     write_manifest,
 )
@@ -240,7 +240,7 @@ def clean_up(root: Path) -> None:
             continue
         if path.name.startswith(TRASH):
             shutil.rmtree(path)
-        elif is_rollout_folder(path):
+        elif rollout_of(path) is not None:
             for file in path.iterdir():
                 if temporary.fullmatch(file.name):
                     file.unlink()
