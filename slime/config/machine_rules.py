@@ -31,7 +31,8 @@ from slime.config.specs import nearest_names
 MODEL_FOLDERS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "critic_load")
 FILES = ("eval_config", "custom_config_path", "megatron_config_path")
 WRITABLE = ("save", "critic_save", "dump_details", "run_dir", "update_weight_disk_dir", "record")
-WRITTEN = (*WRITABLE, "save_debug_rollout_data", "save_debug_train_data")
+WRITTEN = (*WRITABLE, "save_hf", "save_debug_rollout_data", "save_debug_train_data")
+READ = ("load_debug_rollout_data", "load", "critic_load", *MODEL_FOLDERS)
 
 
 def machine_problems(args: argparse.Namespace) -> list[str]:
@@ -209,19 +210,16 @@ def recording_keeps_what_it_reads(args: argparse.Namespace) -> list[str]:
     """Nothing is written into the recording that a run reads its samples or weights from, under
     whatever name its folder is given.
     """
-    read = args.load_debug_rollout_data
-    sources = [read] if read is not None and Path(read).is_dir() else []
-    sources += [getattr(args, name) for name in ("load", "ref_load") if getattr(args, name)]
     problems = []
-    for source in sources:
-        root = _recording_above(Path(os.path.realpath(source)))
+    for source in (getattr(args, name) for name in READ):
+        root = None if not source else _recording_above(_place_of(source))
         if root is None:
             continue
         for name in WRITTEN:
             path = getattr(args, name)
             if path is None:
                 continue
-            written = Path(os.path.realpath(str(path).partition("{")[0]))
+            written = _place_of(path)
             if written == root or root in written.parents:
                 problems.append(
                     f"{flag_of(name)} {path} would write into the recording {root}, which this run "
@@ -230,24 +228,53 @@ def recording_keeps_what_it_reads(args: argparse.Namespace) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
+def _place_of(template: str) -> Path:
+    """The path, or of a template the folder of all its files, without links."""
+    fixed, is_template, _ = str(template).partition("{")
+    return Path(os.path.realpath(os.path.dirname(fixed) if is_template else fixed))
+
+
 def _recording_above(path: Path) -> Path | None:
     """The recording that `path` is, or is in."""
-    for folder in (path, *path.parents):
-        if any(folder.glob("run_[0-9]*.json")):
-            return folder
-    return None
+    return next((folder for folder in (path, *path.parents) if _is_recording(folder)), None)
+
+
+def _is_recording(folder: Path) -> bool:
+    """Whether the folder holds a recording: its run record says so; one that cannot be read is
+    taken for one.
+    """
+    for path in folder.glob("run_[0-9][0-9][0-9][0-9]*.json"):
+        try:
+            with open(path, "rb") as file:
+                if b'"slime-recording-' in file.read(256):
+                    return True
+        except OSError:
+            return True
+    return False
 
 
 def recording_is_of_this_run(args: argparse.Namespace) -> list[str]:
     """A run that does not resume writes into a recording of its own: it would replace another run's
-    rollouts one by one.
+    rollouts one by one. Checkpoints stand beside the recording: a run that resumes reads them.
     """
-    if args.record is None or args.load or not any(Path(args.record).glob("run_[0-9]*.json")):
+    if args.record is None:
         return []
-    return [
-        f"--record {args.record} holds the recording of another run, and this run resumes none "
-        "(--load). Choose another folder."
-    ]
+    problems, root = [], _place_of(args.record)
+    for name in ("save", "critic_save"):
+        path = getattr(args, name)
+        if path is not None and root in (_place_of(path), *_place_of(path).parents):
+            problems.append(
+                f"{flag_of(name)} {path} is inside --record {args.record}, and a run that resumes "
+                "from it could not record there. Give the checkpoints a folder of their own."
+            )
+    load = args.as_requested["load"]
+    resumes = load is not None and not is_hf_folder(load) and not args.as_requested["finetune"]
+    if not resumes and _is_recording(root):
+        problems.append(
+            f"--record {args.record} holds the recording of another run, and this run resumes none "
+            "(--load). Choose another folder."
+        )
+    return problems
 
 
 def files_exist(args: argparse.Namespace) -> list[str]:
