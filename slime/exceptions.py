@@ -25,5 +25,11 @@ class EngineError(SlimeError, RuntimeError):
     """
 
 
+class SaveError(SlimeError, OSError):
+    """A checkpoint could not be written: a full or failing disk. The earlier ones are as they were;
+    the state in memory is whole.
+    """
+
+
 class NothingLeft(SlimeError):
     """The run has no rollout to run: the message states why, and how to continue. Not a failure."""

@@ -18,13 +18,14 @@ from slime.commands import launch
 from slime.config.resume import evaluates_only, nothing_left, schedule_problem
 from slime.config.yaml_file import write_resolved_config
 from slime.data.ledger import finished_metrics
-from slime.exceptions import ConfigError, NothingLeft
+from slime.exceptions import ConfigError, NothingLeft, SaveError
 from slime.harness.live_view import live_view
+from slime.harness.run_records import SAVE_FAILED
 from slime.metrics.statistics import compute_rollout_step
 from slime.ray.placement import create_placement_groups
 from slime.ray.placement_group import create_rollout_manager, create_training_models
 from slime.ray.session import run_session
-from slime.ray.utils import STOP_TIMEOUT_S, wait_for
+from slime.ray.utils import STOP_TIMEOUT_S, slime_error_of, wait_for
 from slime.recording.run_record import begin_recording
 from slime.tracking import tracking
 from slime.tracking.progress import report
@@ -258,16 +259,30 @@ def update_weights(run: Run) -> None:
 
 def save(run: Run, rollout_id: int) -> None:
     """One checkpoint: the data position first, then the models, whose published pointer makes both
-    current.
+    current. What cannot be written ends the run, or, with --save-failure continue and a later save
+    to come, is logged.
     """
     report(phase="saving")
-    wait_for(
-        [run.rollout_manager.save.remote(rollout_id)],
-        what="saving the data position",
-        timeout_s=run.args.step_timeout,
-    )
-    for group in run.trainers:
-        group.save_model(rollout_id)
+    failed = 0
+    try:
+        wait_for(
+            [run.rollout_manager.save.remote(rollout_id)],
+            what="saving the data position",
+            timeout_s=run.args.step_timeout,
+        )
+        for group in run.trainers:
+            group.save_model(rollout_id)
+    except Exception as error:
+        known = slime_error_of(error)
+        ends = run.args.save_failure == "end" or rollout_id == run.num_rollout - 1
+        if ends or not isinstance(known, SaveError):
+            raise
+        failed = 1
+        logger.error("rollout %d: the run continues without it: %s", rollout_id, known)
+    if run.args.save_failure == "continue":
+        step = compute_rollout_step(run.args, rollout_id)
+        metrics = {SAVE_FAILED: failed, "rollout/step": step}
+        tracking.log(run.args, metrics, step_key="rollout/step")
 
 
 def evaluate_at_start(run: Run) -> None:

@@ -65,6 +65,15 @@ class CheckpointOptions:
         ),
     )
     no_save_rng: bool = option(False, "Leave random states out of checkpoints.")
+    save_failure: str = option(
+        "end",
+        (
+            "What a checkpoint that could not be written means: the run ends with status 1 and the "
+            "cause, or continues, tries again at the next save, and has status 1 at its end. The "
+            "last save of a run ends it either way. Earlier checkpoints stay intact."
+        ),
+        choices=("end", "continue"),
+    )
     keep_checkpoints: int | None = option(
         None,
         (

@@ -26,6 +26,7 @@ from slime.gate.alarms import level_problem
 from slime.harness.report_picture import draw_report
 from slime.harness.run_records import (
     FAMILIES,
+    SAVE_FAILED,
     LedgerTotals,
     RunRecords,
     eval_sets,
@@ -132,6 +133,18 @@ def find_number_problems(run: RunRecords) -> list[str]:
     return problems
 
 
+def find_save_problems(run: RunRecords) -> list[str]:
+    """Returns a sentence when checkpoints could not be written (--save-failure continue)."""
+    steps, values = run.numbers(SAVE_FAILED)
+    failed = [step for step, value in zip(steps, values, strict=True) if value]
+    if not failed:
+        return []
+    return [
+        f"{len(failed)} of {len(steps)} checkpoints were not saved, the first after rollout "
+        f"{failed[0]} ({SAVE_FAILED}). The driver's log has the cause of each."
+    ]
+
+
 def find_gate_problems(run: RunRecords) -> list[str]:
     """Returns a sentence per kind of failure whose share of the samples at least doubled between
     the run's first and last rollouts.
@@ -206,6 +219,7 @@ def summarize_run(run: RunRecords, checks: Checks = Checks()) -> Summary:
     if ledgers:
         facts.append(f"samples: {total_ledger(ledgers)}")
     problems += find_number_problems(run)
+    problems += find_save_problems(run)
     if checks.ledger:
         problems += find_ledger_problems(ledgers)
     if checks.weights:

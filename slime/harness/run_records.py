@@ -13,6 +13,8 @@ from slime.data.ledger import PREFIX as LEDGER
 from slime.data.reasons import DropReason
 from slime.files.jsonl import NOT_FINITE, read_jsonl
 
+SAVE_FAILED = "rollout/save_failed"  # 1 after a checkpoint that could not be written, else 0
+
 # label -> names that may carry it, the first that a run has wins
 FAMILIES: dict[str, tuple[str, ...]] = {
     # over everything sampled, what the gate rejected as 0; then the mean of what it kept

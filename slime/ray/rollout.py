@@ -35,7 +35,8 @@ from slime.data.structure import (
     validate_rollout_routed_experts_for_replay,
 )
 from slime.data.weight_versions import mask_older_samples, set_current_weight_version
-from slime.exceptions import EngineError, RolloutDataError
+from slime.exceptions import EngineError, RolloutDataError, SaveError
+from slime.files.disk_space import disk_space
 from slime.files.rollout_dump import RolloutDumper, load_debug_rollout_data, subsample_groups
 from slime.gate.gate import Gate
 from slime.gate.judge import PostprocessResult
@@ -257,10 +258,16 @@ class RolloutManager:
     @spanned("save_data_position")
     def save(self, rollout_id: int) -> None:
         """Writes the data position in which `rollout_id` is the last rollout trained, and what the
-        gate remembers at that point.
+        gate remembers at that point. `SaveError` where the disk refuses the data position.
         """
         if self.data_source is not None:
-            self.data_source.save(rollout_id)
+            try:
+                self.data_source.save(rollout_id)
+            except OSError as error:
+                raise SaveError(
+                    f"The data position after rollout {rollout_id} was not saved: {error}. Earlier "
+                    f"ones are intact; {disk_space(self.args.save)}."
+                ) from error
         if self.args.save is not None:
             self.gate.save(self.args.save, rollout_id)
 

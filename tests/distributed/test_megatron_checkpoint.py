@@ -205,7 +205,7 @@ def test_damage_is_named_on_every_rank_and_a_failed_save_changes_nothing(run):
         )
         assert "--ckpt-step" in rank_result["damaged"]
         assert "No space left on device" in rank_result["full_disk"]
-        assert "previous one is intact" in rank_result["full_disk"]
+        assert "previous one, iteration 0, is intact" in rank_result["full_disk"]
     assert sorted(path.name for path in save.glob("*iter*")) == [
         "iter_0000000",
         "latest_checkpointed_iteration.txt",

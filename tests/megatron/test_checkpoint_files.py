@@ -127,15 +127,15 @@ def test_pruning_keeps_the_newest_of_the_line_that_goes_on(tmp_path):
     """After --ckpt-step 5, pruning keeps the new iteration 6 and not the abandoned 8 and 9."""
     for iteration in (4, 5, 8, 9):
         _publish(tmp_path, iteration)
-    assert files.prune(tmp_path, keep=None, current=9) == []
+    assert files.prune(tmp_path, files.Retention(None), current=9) == []
     _publish(tmp_path, 6)
-    assert files.prune(tmp_path, keep=2, current=6) == [4]
+    assert files.prune(tmp_path, files.Retention(2), current=6) == [4]
     _publish(tmp_path, 7)
-    assert files.prune(tmp_path, keep=2, current=7) == [5]
+    assert files.prune(tmp_path, files.Retention(2), current=7) == [5]
     _publish(tmp_path, 8)
-    assert files.prune(tmp_path, keep=2, current=8) == [6]
+    assert files.prune(tmp_path, files.Retention(2), current=8) == [6]
     assert files.published_iterations(tmp_path) == [7, 8, 9]
-    assert files.prune(tmp_path, keep=1, current=7) == []
+    assert files.prune(tmp_path, files.Retention(1), current=7) == []
 
 
 if __name__ == "__main__":

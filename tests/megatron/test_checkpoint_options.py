@@ -161,7 +161,7 @@ def test_a_save_counts_only_when_it_was_written_and_read_back(saved, tmp_path, m
     with built(hf) as (args, *state):
         checkpoint.save_checkpoint(args, 3, *state, save_dir=str(tmp_path))
         with pytest.raises(
-            SlimeError, match="was not saved, the previous one is intact: .*No space left"
+            SlimeError, match="was not saved: rank 0: .*No space left.*iteration 3, is intact"
         ):
             checkpoint.save_checkpoint(
                 args, 4, *state, save_dir=str(tmp_path), write_extra=_full_disk
@@ -175,6 +175,9 @@ def test_a_save_counts_only_when_it_was_written_and_read_back(saved, tmp_path, m
             )
             with pytest.raises(SlimeError, match="does not read back as written"):
                 checkpoint.save_checkpoint(args, 5, *state, save_dir=str(tmp_path))
+            with pytest.raises(SlimeError, match="iteration 3, is intact"):
+                checkpoint.save_checkpoint(args, 3, *state, save_dir=str(tmp_path))
+        assert files.published_iterations(tmp_path) == [3] and not list(tmp_path.glob(".*"))
         assert files.find_checkpoint(tmp_path, None)[1] == 3
         args.keep_checkpoints = 1
         checkpoint.save_checkpoint(args, 6, *state, save_dir=str(tmp_path))

@@ -22,6 +22,7 @@ from slime.accelerator import get_accelerator
 from slime.accelerator.host_memory import OffloadedTensors
 from slime.accelerator.process_groups import get_gloo_group
 from slime.backends.megatron_utils import actor_state, checkpoint, checkpoint_files, initialize
+from slime.backends.megatron_utils.checkpoint_files import Retention, published_iterations
 from slime.backends.megatron_utils.data import (
     get_data_iterator,
     log_consistency,
@@ -465,13 +466,19 @@ class MegatronTrainRayActor(TrainRayActor):
                     self.opt_param_scheduler,
                     save_dir=folder,
                     write_extra=self._save_state,
-                    # The critic's is published first: until the policy's is, the one before must
-                    # stay.
-                    keep=args.keep_checkpoints and args.keep_checkpoints + (self.role == "critic"),
+                    retention=self._retention(),
                 )
         if args.save_hf is not None and self.role == "actor":
             with span("save_hf"):
                 checkpoint.save_hf_checkpoint(args, rollout_id, self.model)
+
+    def _retention(self) -> Retention:
+        keep = self.args.keep_checkpoints
+        if self.role != "critic" or keep is None or self.args.save is None:
+            return Retention(keep)
+        # The critic's is published first. Until the policy's is, which may fail, the critics of the
+        # policy's checkpoints must stay.
+        return Retention(keep + 1, also=frozenset(published_iterations(self.args.save)))
 
     def finish_recording(self) -> None:
         """Returns when what this rank recorded is on the disk."""
@@ -497,7 +504,7 @@ class MegatronTrainRayActor(TrainRayActor):
             self.opt_param_scheduler,
             save_dir=folder,
             write_extra=self._save_state,
-            keep=1,
+            retention=Retention(keep=1),
         )
 
     def _save_state(self, folder: Path) -> None:

@@ -16,6 +16,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
+from slime.backends.megatron_utils.agreement import agreed
 from slime.backends.megatron_utils.weights_backup import WeightsBackup
 from slime.backends.megatron_utils.weights_state import load_weights_into, save_weights
 from slime.exceptions import ConfigError
@@ -40,16 +41,21 @@ class ActorState:
 def save_actor_state(
     folder: Path, state: ActorState, model: Sequence[torch.nn.Module], weights: WeightsBackup
 ) -> None:
-    """Writes the state and its weight sets into a checkpoint folder. Called by all
-    ranks together.
+    """Writes the state and its weight sets into a checkpoint folder. Called by all ranks together,
+    inside `agreed`: the state is written by rank 0 alone.
     """
     for tag in state.sets:
-        place = folder / SETS / tag
-        place.mkdir(parents=True, exist_ok=True)
-        with weights.borrowed(tag):
-            save_weights(place, model)
+        _save_set(folder / SETS / tag, tag, model, weights)
     if dist.get_rank() == 0:
         (folder / STATE).write_text(json.dumps(dataclasses.asdict(state)))
+
+
+def _save_set(
+    place: Path, tag: str, model: Sequence[torch.nn.Module], weights: WeightsBackup
+) -> None:
+    agreed(lambda: place.mkdir(parents=True, exist_ok=True))
+    with weights.borrowed(tag):
+        save_weights(place, model)
 
 
 def load_actor_state(folder: Path) -> ActorState | None:

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
-from safetensors import SafetensorError
-from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.backends.megatron_utils import checkpoint_files as files
+from slime.backends.megatron_utils.agreement import RanksFailed, agreed, gathered
 from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_direct_to_path
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.optimizer_state import load_optimizer_state, save_optimizer_state
 from slime.backends.megatron_utils.rng_state import collect_rng_state, restore_rng_state
 from slime.backends.megatron_utils.weights_state import load_weights_into, save_weights
-from slime.exceptions import ConfigError, SlimeError
+from slime.exceptions import ConfigError, SaveError, SlimeError
+from slime.files.disk_space import disk_space
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -124,8 +124,8 @@ def _verify(folder: Path) -> None:
             files.MANIFEST,
         )
         return
-    names = sorted(manifest)[dist.get_rank() :: dist.get_world_size()]
-    problems = _from_all_ranks(files.damaged_files(folder, manifest, names))
+    shares = gathered(lambda: files.damaged_files(folder, manifest, _my_share(sorted(manifest))))
+    problems = [problem for share in shares for problem in share]
     if problems:
         raise ConfigError(
             f"{' '.join(problems)} Resume from an earlier checkpoint with --ckpt-step."
@@ -194,64 +194,100 @@ def save_checkpoint(
     *,
     save_dir: str,
     write_extra: Callable[[Path], None] | None = None,
-    keep: int | None = None,
+    retention: files.Retention | None = None,
 ) -> Path:
     """Publishes the state after `iteration` as `save_dir`/iter_<iteration>; returns that folder.
     Called by all ranks together.
 
     write_extra: called on every rank with the folder while it is being written; what it puts there
-    is published with the rest. keep: checkpoints that stay, the newest first; None:
-    `args.keep_checkpoints`. The pointer moves only after every file's hash was read back. Raises
-    `SlimeError` when anything could not be written; the previous checkpoints and the pointer are
-    then as they were.
+    is published with the rest. Where it has collectives, its other steps run in `agreed`.
+    retention: which checkpoints stay; None: the newest `args.keep_checkpoints`. The pointer moves
+    only after every file's hash was read back. Raises `SaveError` on all ranks when anything could
+    not be written on any of them: the previous checkpoints and the pointer are then as they were,
+    and nothing of the new one is left.
     """
+    is_first, is_published = dist.get_rank() == 0, False
     temporary, final = (
         files.temporary_folder(save_dir, iteration),
         files.iteration_folder(save_dir, iteration),
     )
-    is_first = dist.get_rank() == 0
-    _together(lambda: _make_empty(temporary) if is_first else None, temporary)
 
-    def write() -> None:
+    def by_first(step: Callable[[], object]) -> None:
+        agreed(lambda: step() if is_first else None)
+
+    try:
+        by_first(lambda: files.begin(temporary))
         save_weights(temporary, model)
         if optimizer is not None and not args.no_save_optim:
             save_optimizer_state(temporary, model, optimizer)
-        if not args.no_save_rng:
-            (temporary / _rng_file(dist.get_rank())).write_text(json.dumps(collect_rng_state()))
-        if is_first:
-            scheduler = (
-                opt_param_scheduler.state_dict()
-                if opt_param_scheduler is not None and not args.no_save_optim
-                else None
-            )
-            state = {"iteration": iteration, "layout": _layout(), "scheduler": scheduler}
-            (temporary / _STATE).write_text(json.dumps(state, indent=1))
+        agreed(lambda: _write_own_state(args, temporary, iteration, opt_param_scheduler))
         if write_extra is not None:
-            write_extra(temporary)
+            agreed(lambda: write_extra(temporary))
+        manifest: dict[str, Any] = {}
+        for entries in gathered(
+            lambda: files.hash_files(temporary, _my_share(files.files_below(temporary)), sync=True)
+        ):
+            manifest.update(entries)
+        by_first(lambda: files.publish(temporary, final, manifest))
+        is_published = True
+        agreed(lambda: _require_undamaged(final, manifest))
+        by_first(lambda: files.point_to(save_dir, iteration))
+    except RanksFailed as error:
 
-    _together(write, temporary)
-    manifest: dict[str, Any] = {}
-    for entries in _together(
-        lambda: files.hash_files(temporary, _my_share(files.files_below(temporary)), sync=True),
-        temporary,
-    ):
-        manifest.update(entries)
-    _together(lambda: files.publish(temporary, final, manifest) if is_first else None, temporary)
-    damaged = _from_all_ranks(files.damaged_files(final, manifest, _my_share(sorted(manifest))))
-    if damaged:
-        raise SlimeError(
-            f"The checkpoint {final} does not read back as written, and is not used: "
-            f"{' '.join(damaged)}"
-        )
+        def clean_up() -> str:
+            # looked at before anything is removed
+            state = _state_of_disk(Path(save_dir))
+            shutil.rmtree(temporary, ignore_errors=True)
+            if is_published:
+                files.withdraw(final)
+            return state
 
-    def point_and_prune() -> None:
-        files.point_to(save_dir, iteration)
+        state = gathered(lambda: clean_up() if is_first else "")[0]
+        raise SaveError(
+            f"The checkpoint of iteration {iteration} was not saved: {error}. {state}"
+        ) from error
+    if is_first:
         files.prune(
-            save_dir, keep=args.keep_checkpoints if keep is None else keep, current=iteration
+            save_dir,
+            retention or files.Retention(args.keep_checkpoints),
+            current=iteration,
         )
-
-    _together(lambda: point_and_prune() if is_first else None, temporary)
     return final
+
+
+def _write_own_state(
+    args: argparse.Namespace,
+    folder: Path,
+    iteration: int,
+    scheduler: OptimizerParamScheduler | None,
+) -> None:
+    """This rank's random states and, on rank 0, the iteration, the layout and the schedule."""
+    if not args.no_save_rng:
+        (folder / _rng_file(dist.get_rank())).write_text(json.dumps(collect_rng_state()))
+    if dist.get_rank() == 0:
+        saved = scheduler.state_dict() if scheduler is not None and not args.no_save_optim else None
+        state = {"iteration": iteration, "layout": _layout(), "scheduler": saved}
+        (folder / _STATE).write_text(json.dumps(state, indent=1))
+
+
+def _require_undamaged(final: Path, manifest: dict[str, Any]) -> None:
+    damaged = files.damaged_files(final, manifest, _my_share(sorted(manifest)))
+    if damaged:
+        raise SlimeError(f"{final} does not read back as written: {' '.join(damaged)}")
+
+
+def _state_of_disk(save: Path) -> str:
+    """What there is below `save` after a failed save, and what to do."""
+    latest = files.latest_iteration(save)
+    intact = (
+        f"The previous one, iteration {latest}, is intact"
+        if latest is not None
+        else "There is no earlier one"
+    )
+    return (
+        f"{intact}; {disk_space(save)}. Make room or correct --save, then go on with --load {save}, "
+        "or let a run go on without a checkpoint with --save-failure continue."
+    )
 
 
 def save_hf_checkpoint(
@@ -265,40 +301,8 @@ def save_hf_checkpoint(
     return folder
 
 
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
 def _my_share(names: list[str]) -> list[str]:
     return names[dist.get_rank() :: dist.get_world_size()]
-
-
-def _together(action: Callable[[], Any], temporary: Path) -> list[Any]:
-    """Runs `action` on all ranks and returns their results; if one could not write, all raise and
-    the temporary folder goes.
-    """
-    outcome: tuple[str | None, Any]
-    try:
-        outcome = (None, action())
-    except (OSError, SafetensorError, CheckpointException) as error:
-        outcome = (f"rank {dist.get_rank()}: {error}", None)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, outcome)
-    problems = [problem for problem, _ in everyone if problem is not None]
-    if problems:
-        if dist.get_rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise SlimeError(
-            f"The checkpoint was not saved, the previous one is intact: {'; '.join(problems)}"
-        )
-    return [result for _, result in everyone]
-
-
-def _from_all_ranks(problems: list[str]) -> list[str]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, problems)
-    return [problem for own in everyone for problem in own]
 
 
 def _layout() -> dict[str, int]:

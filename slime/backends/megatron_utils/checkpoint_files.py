@@ -9,12 +9,13 @@ SAVE/latest_checkpointed_iteration.txt   "12"
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from slime.exceptions import ConfigError
@@ -68,8 +69,13 @@ def find_checkpoint(path: str | Path, step: int | None) -> tuple[Path, int]:
 
 def published_iterations(save: str | Path) -> list[int]:
     """Iterations of the published checkpoints below `save`, ascending."""
-    found = (_ITERATION.fullmatch(entry.name) for entry in Path(save).iterdir() if entry.is_dir())
-    return sorted(int(match[1]) for match in found if match)
+    found = (_iteration_of(entry) for entry in Path(save).iterdir() if entry.is_dir())
+    return sorted(iteration for iteration in found if iteration is not None)
+
+
+def _iteration_of(folder: Path) -> int | None:
+    match = _ITERATION.fullmatch(folder.name)
+    return int(match[1]) if match else None
 
 
 def files_below(folder: str | Path) -> list[str]:
@@ -98,11 +104,22 @@ def hash_files(
     return entries
 
 
+def begin(temporary: str | Path) -> None:
+    """Makes the folder empty, and removes what saves that were killed have left beside it."""
+    temporary = Path(temporary)
+    for left in temporary.parent.glob(".iter_*.writing"):
+        shutil.rmtree(left, ignore_errors=True)
+    for final in map(_folder_of_replaced, temporary.parent.glob(".iter_*.replaced")):
+        _put_back(final)
+        shutil.rmtree(_replaced(final), ignore_errors=True)
+    temporary.mkdir(parents=True)
+
+
 def publish(
     temporary: str | Path, final: str | Path, entries: Mapping[str, Mapping[str, object]]
 ) -> None:
-    """Writes the manifest and gives the folder its final name; a folder of that name
-    is replaced.
+    """Writes the manifest and gives the folder its final name. A folder of that name stays beside
+    it under another one until `point_to` or `withdraw`.
     """
     temporary, final = Path(temporary), Path(final)
     atomic.write_text(
@@ -110,19 +127,36 @@ def publish(
     )
     for folder in {(temporary / name).parent for name in entries} | {temporary}:
         atomic.sync_folder(folder)
-    replaced = None
-    if final.exists():
-        replaced = _replaced(final)
-        shutil.rmtree(replaced, ignore_errors=True)
-        final.rename(replaced)
-    temporary.rename(final)
-    atomic.sync_folder(final.parent)
-    if replaced is not None:
-        shutil.rmtree(replaced, ignore_errors=True)
+    try:
+        if final.exists():
+            shutil.rmtree(_replaced(final), ignore_errors=True)
+            final.rename(_replaced(final))
+        temporary.rename(final)
+        atomic.sync_folder(final.parent)
+    except OSError:
+        if not temporary.exists():
+            final.rename(temporary)
+        _put_back(final)
+        raise
+
+
+def withdraw(final: str | Path) -> None:
+    """Removes what `publish` has published, and puts the folder that it replaced back. What the
+    pointer names without a replaced folder stays. Errors of the disk, which has failed already, are
+    ignored.
+    """
+    final = Path(final)
+    if _replaced(final).is_dir() or latest_iteration(final.parent) != _iteration_of(final):
+        shutil.rmtree(final, ignore_errors=True)
+        _put_back(final)
 
 
 def _replaced(final: Path) -> Path:
     return final.with_name(f".{final.name}.replaced")
+
+
+def _folder_of_replaced(replaced: Path) -> Path:
+    return replaced.with_name(replaced.name.removeprefix(".").removesuffix(".replaced"))
 
 
 def _put_back(final: Path) -> None:
@@ -135,21 +169,44 @@ def _put_back(final: Path) -> None:
 
 
 def point_to(save: str | Path, iteration: int) -> None:
-    """Makes `iteration` the latest: the pointer file is replaced in one step."""
+    """Makes `iteration` the latest: the pointer file is replaced in one step. A folder that it
+    replaced goes.
+    """
     atomic.write_text(Path(save) / TRACKER, f"{iteration}\n")
+    shutil.rmtree(_replaced(iteration_folder(save, iteration)), ignore_errors=True)
 
 
-def prune(save: str | Path, *, keep: int | None, current: int) -> list[int]:
-    """Deletes all but the newest `keep` checkpoints up to `current`; returns the deleted
-    iterations. None keeps all.
+def latest_iteration(save: str | Path) -> int | None:
+    """The iteration that the pointer names and that is there; None where there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        iteration = int((Path(save) / TRACKER).read_text())
+        if iteration_folder(save, iteration).is_dir():
+            return iteration
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay: the newest `keep` (None: all), and the iterations `also`."""
+
+    keep: int | None
+    also: Collection[int] = ()
+
+
+def prune(save: str | Path, retention: Retention, *, current: int) -> list[int]:
+    """Deletes all checkpoints up to `current` that `retention` does not keep; returns the deleted
+    iterations.
 
     Later iterations were abandoned when the run went back to an earlier one: they neither count nor
     go, until they are written anew.
     """
-    if keep is None:
+    if retention.keep is None:
         return []
-    deleted = [iteration for iteration in published_iterations(save) if iteration <= current][
-        : -max(keep, 1)
+    found = [iteration for iteration in published_iterations(save) if iteration <= current]
+    deleted = [
+        iteration
+        for iteration in found[: -max(retention.keep, 1)]
+        if iteration not in retention.also
     ]
     for iteration in deleted:
         shutil.rmtree(iteration_folder(save, iteration), ignore_errors=True)

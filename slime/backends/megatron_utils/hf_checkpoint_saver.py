@@ -8,16 +8,15 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from slime.backends.megatron_utils.agreement import RanksFailed, agreed, gathered
 from slime.backends.megatron_utils.hf_to_megatron.common import SafetensorReader
 from slime.backends.megatron_utils.update_weight.gather import NamedTensors, iter_hf_weight_buckets
-from slime.exceptions import SlimeError
+from slime.exceptions import SaveError
+from slime.files.disk_space import disk_space
 from slime.models.shape import read_model_shape
 
 MAX_SHARD_BYTES = 4 * 1024**3
@@ -40,43 +39,52 @@ def save_hf_model_direct_to_path(
 
     Each tensor is written in the dtype that `args.hf_checkpoint` stores it in; everything but
     weights is copied from there. Raises ValueError when `folder` is the --hf-checkpoint folder
-    itself, `SlimeError` on all ranks when writing fails.
+    itself, `SaveError` on all ranks when writing fails; nothing of the folder is left then.
     """
     folder, source = Path(folder), Path(args.hf_checkpoint)
     if folder.resolve() == source.resolve():
         raise ValueError(
             f"{folder} is the same directory as --hf-checkpoint. Choose another --save-hf."
         )
-    reader = SafetensorReader(source)
     temporary = folder.with_name(f".{folder.name}.writing")
     writer: _SafetensorShardWriter | None = None
-    problem: str | None = None
-    for bucket in iter_hf_weight_buckets(args, model, read_model_shape(source)):
-        # A failure must not end the loop: the other ranks still send.
-        if not bucket or problem is not None:
-            continue
-        try:
-            if writer is None:
-                shutil.rmtree(temporary, ignore_errors=True)
-                temporary.mkdir(parents=True)
-                writer = _SafetensorShardWriter(temporary)
-            writer.write([(name, tensor.to(reader.dtype(name))) for name, tensor in bucket])
-        except (OSError, SafetensorError) as error:
-            problem = f"{temporary}: {error}"
     try:
-        if writer is not None and problem is None:
-            writer.finalize()
-            _copy_hf_assets(source, temporary)
-            _replace(folder, temporary)
-    except (OSError, SafetensorError) as error:
-        problem = f"{temporary}: {error}"
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, problem)
-    problems = [text for text in everyone if text is not None]
-    if problems:
-        if writer is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise SlimeError(f"Hugging Face weights were not saved: {problems[0]}")
+        reader, shape = agreed(lambda: (SafetensorReader(source), read_model_shape(source)))
+        failure: Exception | None = None
+        for bucket in iter_hf_weight_buckets(args, model, shape):
+            # A failure must not end the loop: the other ranks still send.
+            if not bucket or failure is not None:
+                continue
+            try:
+                if writer is None:
+                    shutil.rmtree(temporary, ignore_errors=True)
+                    temporary.mkdir(parents=True)
+                    writer = _SafetensorShardWriter(temporary)
+                writer.write([(name, tensor.to(reader.dtype(name))) for name, tensor in bucket])
+            except Exception as error:  # noqa: BLE001 - raised on all ranks after the loop
+                failure = error
+
+        def finish() -> None:
+            if failure is not None:
+                raise failure
+            if writer is not None:
+                writer.finalize()
+                _copy_hf_assets(source, temporary)
+                _replace(folder, temporary)
+
+        agreed(finish)
+    except RanksFailed as error:
+
+        def clean_up() -> str:
+            state = disk_space(folder.parent)
+            if writer is not None:
+                shutil.rmtree(temporary, ignore_errors=True)
+            return state
+
+        state = gathered(clean_up)[0]
+        raise SaveError(
+            f"The Hugging Face weights {folder} were not saved: {error}; {state}."
+        ) from error
 
 
 class _SafetensorShardWriter:
@@ -151,5 +159,10 @@ def _replace(folder: Path, temporary: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
-    temporary.rename(folder)
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
     shutil.rmtree(old, ignore_errors=True)

@@ -21,6 +21,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from slime.backends.megatron_utils.agreement import agreed, gathered
 from slime.backends.megatron_utils.local_params import LocalParameter, local_parameters
 from slime.backends.megatron_utils.sharding import shard, unshard
 from slime.exceptions import ConfigError
@@ -48,40 +49,44 @@ def save_optimizer_state(
     folder: str | Path, model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer
 ) -> None:
     """Writes this rank's pieces and, on rank 0, the index. Called by all ranks together; equal
-    pieces are written once.
+    pieces are written once. Raises `RanksFailed` on all ranks where one cannot write.
     """
     rank = dist.get_rank()
-    slots = list(_slots(model, optimizer))
+    slots = agreed(lambda: list(_slots(model, optimizer)))
     mine = [(slot.local.name, slot.local.parallel_rank, slot.start, slot.end) for slot in slots]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
     owner: dict[tuple, int] = {}
-    for other, pieces in enumerate(everyone):
+    for other, pieces in enumerate(gathered(lambda: mine)):
         for piece in pieces:
             owner.setdefault(piece, other)
+    own = [(slot, piece) for slot, piece in zip(slots, mine, strict=True) if owner[piece] == rank]
+    step = max((_step_of(slot) for slot in slots), default=0)
+    written = gathered(lambda: (*_write_pieces(Path(folder), rank, own), step))
+
+    def write_index() -> None:
+        index = {
+            "step": max(entry[2] for entry in written),
+            "kinds": sorted({kind for entry in written for kind in entry[1]}),
+            "params": _merge([entry[0] for entry in written]),
+            "grad_scalers": [_scaler_state(part) for part in _parts(optimizer)],
+        }
+        (Path(folder) / INDEX).write_text(json.dumps(index))
+
+    agreed(lambda: write_index() if rank == 0 else None)
+
+
+def _write_pieces(
+    folder: Path, rank: int, own: Sequence[tuple[_Slot, tuple[str, int, int, int]]]
+) -> tuple[dict[str, Any], list[str]]:
+    """Writes this rank's file; returns its part of the index, and the kinds of state in it."""
     tensors: dict[str, torch.Tensor] = {}
     described: dict[str, Any] = {}
-    for slot, piece in zip(slots, mine, strict=True):
-        if owner[piece] != rank:
-            continue
+    for slot, piece in own:
         for kind, tensor in _state_tensors(slot).items():
             tensors[_key(kind, *piece[:3])] = tensor.detach().reshape(-1).cpu().contiguous()
         entry = described.setdefault(slot.local.name, _describe(slot.local))
         entry["pieces"].append([piece[1], piece[2], piece[3], _file_name(rank)])
-    save_file(tensors, str(Path(folder) / _file_name(rank)))
-    step = max((_step_of(slot) for slot in slots), default=0)
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        gathered, (described, step, sorted({key.split("|")[0] for key in tensors}))
-    )
-    if rank == 0:
-        index = {
-            "step": max(entry[1] for entry in gathered),
-            "kinds": sorted({kind for entry in gathered for kind in entry[2]}),
-            "params": _merge([entry[0] for entry in gathered]),
-            "grad_scalers": [_scaler_state(part) for part in _parts(optimizer)],
-        }
-        (Path(folder) / INDEX).write_text(json.dumps(index))
+    save_file(tensors, str(folder / _file_name(rank)))
+    return described, sorted({key.split("|")[0] for key in tensors})
 
 
 @torch.no_grad()

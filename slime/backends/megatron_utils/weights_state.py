@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
-from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
-from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
     MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
     _replace_sharded_keys_with_state_dict_keys,
     _replace_state_dict_keys_with_sharded_keys,
     _restore_dict_types,
@@ -39,39 +40,51 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from slime.backends.megatron_utils.agreement import agreed
 from slime.backends.megatron_utils.local_params import unwrap
 from slime.backends.megatron_utils.weights_index import INDEX, read_index
 from slime.exceptions import ConfigError
 
-
-class _SaveInThisProcess(TorchDistSaveShardedStrategy):
-    """The format of Megatron's strategy, written without its helper processes: they cost seconds,
-    and fork a process with threads.
-    """
-
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
-
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, self.keep_only_main_replica
-        )
-        torch_checkpoint.save(
-            mcore_to_pyt_state_dict(flat, False),
-            storage_writer=torch_checkpoint.FileSystemWriter(
-                checkpoint_dir, single_file_per_rank=True, sync_files=False, thread_count=1
-            ),
-            planner=MCoreSavePlanner(
-                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
-            ),
-        )
+# what Megatron's own saving names its strategy, which its loading looks for
+_FORMAT = CheckpointingConfig("torch_dist", 1)
 
 
 def save_weights(folder: str | Path, model: Sequence[torch.nn.Module]) -> None:
     """Writes the weights of all ranks into `folder` (which exists and is shared). Called by all
-    ranks together.
+    ranks together. Raises `RanksFailed` on all of them where one cannot write.
+
+    Megatron's `save` is not called: rank 0 writes files of its own between collectives there, and
+    helper processes are forked from a process with threads. These are its other steps.
     """
-    dist_checkpointing.save(_sharded(model), str(folder), sharded_strategy=_SaveInThisProcess())
+    folder, is_first = Path(folder), dist.get_rank() == 0
+    sharded, common = agreed(
+        lambda: save_preprocess(_sharded(model), validate_access_integrity=False)
+    )
+    shardings = determine_global_metadata(sharded)[1]
+    agreed(lambda: validate_sharding_integrity(shardings))
+    agreed(lambda: _write_common(folder, common) if is_first else None)
+    state, writer = agreed(lambda: (_torch_state(sharded), _writer(folder)))
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    agreed(lambda: torch_checkpoint.save(state, storage_writer=writer, planner=planner))
+    agreed(lambda: save_config(_FORMAT, str(folder)) if is_first else None)
+
+
+def _write_common(folder: Path, common: dict[str, Any]) -> None:
+    # torch's own file writer reports a full disk without the system's error
+    content = io.BytesIO()
+    torch.save(common, content)
+    (folder / COMMON_STATE_FNAME).write_bytes(content.getbuffer())
+
+
+def _torch_state(sharded: dict[str, Any]) -> dict[str, Any]:
+    flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    return mcore_to_pyt_state_dict(flat, False)
+
+
+def _writer(folder: Path) -> torch_checkpoint.FileSystemWriter:
+    return torch_checkpoint.FileSystemWriter(
+        folder, single_file_per_rank=True, sync_files=False, thread_count=1
+    )
 
 
 def load_weights_into(folder: str | Path, model: Sequence[torch.nn.Module]) -> None:
