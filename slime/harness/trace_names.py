@@ -35,6 +35,9 @@ SPANS: tuple[SpanName, ...] = (
         "gate", MANAGER, "the gate over the whole rollout: group checks, statistics, snapshots"
     ),
     SpanName("dump", MANAGER, "writing the rollout dump, where there is one"),
+    SpanName(
+        "record", ANY, "what --record keeps of the rollout is gathered, for a background write"
+    ),
     SpanName("rollout_metrics", MANAGER, "the rollout's metrics"),
     SpanName("convert_samples", MANAGER, "samples to shards: the four below"),
     SpanName("columns", MANAGER, "samples become columns"),

@@ -36,6 +36,7 @@ from slime.recording.writer import (
     WritePart,
     writer_of,
 )
+from slime.tracking.spans import spanned
 
 if TYPE_CHECKING:
     import pyarrow
@@ -162,6 +163,7 @@ class RolloutRecorder:
     def _is_off(self) -> bool:
         return not self._is_due or self.writer.failed
 
+    @spanned("record")
     def _add(self, name: str, build: Callable[[], WritePart]) -> None:
         """Queues a part that `build` makes now. What cannot be made ends the recording, not the
         run.

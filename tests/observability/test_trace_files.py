@@ -332,12 +332,13 @@ def test_the_file_is_a_chrome_trace_in_which_nothing_collides(two_processes, cap
 
 
 def test_overlapping_requests_have_lanes_of_their_own_and_arrows_to_their_rank(tmp_path):
-    """Three requests at a time take three lanes, a fourth after them the first again; each trained
-    sample has an arrow from its request to the steps of the rank that got it."""
+    """Three requests at a time take three lanes, one after them the first again; each trained
+    sample has an arrow from the request that made it, and none of a later one (an evaluation's), to
+    the steps of the rank that got it."""
     spans.start_tracing(options(tmp_path), "rollout-manager", role="rollout")
     spans.set_rollout(0)
     now = time.perf_counter()
-    for sample, (start, end) in enumerate([(0, 3), (1, 4), (2, 5), (6, 7)]):
+    for sample, start, end in [(0, 0, 3), (1, 1, 4), (2, 2, 5), (3, 6, 7), (3, 20, 21)]:
         about = {"sample": sample, "e2e_latency": 0.0005}
         spans.add_span(
             "request", now + start * 1e-3, now + end * 1e-3, track="requests", attrs=about
@@ -352,10 +353,11 @@ def test_overlapping_requests_have_lanes_of_their_own_and_arrows_to_their_rank(t
     requests = [
         [e["args"]["sample"] for e in lane if e["name"] == "request"] for lane in slices.values()
     ]
-    assert [lane for lane in requests if lane] == [[0, 3], [1], [2]]
+    assert [lane for lane in requests if lane] == [[0, 3, 3], [1], [2]]
     starts = [event for event in document["traceEvents"] if event["ph"] == "s"]
     ends = [event for event in document["traceEvents"] if event["ph"] == "f"]
-    assert len(starts) == len(ends) == 2 and {event["pid"] for event in ends} == {2}
+    assert [round(event["ts"] / 1e3) for event in starts] == [6, 1]
+    assert [(event["pid"], round(event["ts"] / 1e3)) for event in ends] == [(2, 10), (2, 10)]
 
 
 def test_one_rollout_has_its_own_time(two_processes, tmp_path):

@@ -24,6 +24,7 @@ from slime.files.train_record import TensorOutline
 from slime.files.train_table import TensorCollector
 from slime.recording.manifest import CRITIC, TRAIN, WEIGHTS_FOLDER, rollout_folder
 from slime.recording.writer import FAILURES, PartWriter, writer_of
+from slime.tracking.spans import spanned
 from slime.tracking.tracking import collected_metrics
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class TrainRecorder:
         if self._writer is not None:
             self._finish(metrics, before, after)
 
+    @spanned("record")
     def fields(self, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
         """Gathers what training computed per token and sample, and queues it. Called by all ranks
         of the policy, inside `rollout`.
