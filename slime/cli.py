@@ -53,8 +53,8 @@ COMMANDS: dict[str, Command] = {
         raw=True,
     ),
     "diff": Command(
-        "slime.harness.diff:main",
-        "Compare two dumps field by field and name the first difference.",
+        "slime.harness.diff.command:main",
+        "Compare two recordings or dumps field by field and name the first difference.",
         raw=True,
     ),
     "audit": Command(

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 Lengths = TypeVar("Lengths", int, "np.ndarray")  # of one sample, or of all [N]
 
+# What another parallel layout may change, on the scale of one: |a - b| <= x + x max(|a|, |b|). The
+# layout matrix holds every layout to these.
+LAYOUT_TOLERANCE, GRADIENT_LAYOUT_TOLERANCE = 1e-5, 1e-4
+
 
 class Scope(enum.Enum):
     """What one entry of the list describes."""
@@ -112,7 +116,18 @@ class FieldSpec:
     fill: Any = None
     reduce: Reduce = Reduce.NONE
     metric: str | None = None  # name under rollout/; None means the field's own name
+    # how far two layouts may be apart, see LAYOUT_TOLERANCE; None: by `layout_tolerance`'s rule
+    tolerance: float | None = None
     help: str = ""
+
+    @property
+    def layout_tolerance(self) -> float:
+        """How far entries may be apart in two runs whose parallel layouts differ: what training
+        computes is rounded in another order, all else is the same to the last bit.
+        """
+        if self.tolerance is not None:
+            return self.tolerance
+        return LAYOUT_TOLERANCE if self.origin is Origin.TRAINING else 0.0
 
     @property
     def shipped(self) -> bool:

@@ -139,13 +139,19 @@ def fields_of(table: pyarrow.Table) -> dict[str, tuple[str, Any]]:
         )
     found: dict[str, tuple[str, Any]] = {}
     for field in table.schema:
-        note = {key.decode(): text.decode() for key, text in (field.metadata or {}).items()}
-        kind = note.get("slime_kind")
-        if kind is not None:
-            trailing = tuple(json.loads(note.get("slime_trailing", "[]")))
-            name = note.get("slime_name", field.name)
-            found[name] = (kind, _entries(table[field.name], kind, trailing))
+        form = form_of(field)
+        if form is not None:
+            name = tables.texts_of(field.metadata).get("slime_name", field.name)
+            found[name] = (form[0], _entries(table[field.name], *form))
     return found
+
+
+def form_of(field: pyarrow.Field) -> tuple[str, tuple[int, ...]] | None:
+    """`(kind, shape of one row)` of a column that holds a field; None for any other column."""
+    note = tables.texts_of(field.metadata)
+    if "slime_kind" not in note:
+        return None
+    return note["slime_kind"], tuple(json.loads(note.get("slime_trailing", "[]")))
 
 
 def _entries(column: pyarrow.ChunkedArray, kind: str, trailing: tuple[int, ...]) -> Any:

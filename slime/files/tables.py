@@ -7,7 +7,7 @@ flipped bit is found when a table is read.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 COMPRESSION, LEVEL = "zstd", 1
 # A table of ours takes at most about ten times its file in memory; what takes far more is refused.
 EXPANSION, LARGEST_EXPANSION = 64, 1 << 28
+SMALL_FILE = 1 << 22  # bytes of a table that is read at once
 
 
 def list_column(
@@ -111,9 +112,46 @@ def is_table(path: str | os.PathLike) -> bool:
         return file.read(4) == b"PAR1"
 
 
-def read_table(path: str | os.PathLike, *, what: str = "table") -> pyarrow.Table:
-    """The table. `RolloutDataError` naming the file where there is none, it is damaged, or a small
-    file claims to hold far more than its size.
+class TableFile:
+    """A table in a file: the columns of a large one are read one by one, when they are asked for."""
+
+    def __init__(self, path: str | os.PathLike, *, what: str = "table") -> None:
+        """`RolloutDataError` as `read_table`."""
+        import pyarrow
+        import pyarrow.parquet
+
+        self.path, self.what = Path(path), what
+        self._table: pyarrow.Table | None = None
+        if not self.path.is_file() or self.path.stat().st_size <= SMALL_FILE:
+            self._table = read_table(self.path, what=what)
+            self.schema, self.num_rows = self._table.schema, len(self._table)
+        else:
+            try:
+                with pyarrow.parquet.ParquetFile(self.path) as file:
+                    self.schema, self.num_rows = file.schema_arrow, file.metadata.num_rows
+            except (pyarrow.ArrowException, OSError, ValueError) as error:
+                raise RolloutDataError(f"{path} is not a whole {what}: {error}") from error
+        self.metadata = texts_of(self.schema.metadata)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.schema.names
+
+    def column(self, name: str) -> pyarrow.ChunkedArray:
+        """A column. `RolloutDataError` as `read_table`."""
+        table = self._table
+        if table is None:
+            table = read_table(self.path, what=self.what, columns=[name])
+        try:
+            return table[name]
+        except KeyError as error:
+            raise RolloutDataError(f"{self.path} is no {self.what}: {error}") from error
+
+
+def read_table(
+    path: str | os.PathLike, *, what: str = "table", columns: Sequence[str] | None = None
+) -> pyarrow.Table:
+    """The table, or these columns of it. `RolloutDataError` naming the file where there is none, it
+    is damaged, or a small file claims to hold far more than its size.
     """
     import pyarrow
     import pyarrow.parquet
@@ -129,11 +167,11 @@ def read_table(path: str | os.PathLike, *, what: str = "table") -> pyarrow.Table
             if claimed > limit:
                 raise _Bomb(claimed)
             if not repeated:
-                return file.read()
+                return file.read(columns=columns)
         with pyarrow.parquet.ParquetFile(
             path, page_checksum_verification=True, read_dictionary=repeated
         ) as file:
-            return _with_texts(file.read(), limit)
+            return _with_texts(file.read(columns=columns), limit)
     except _Bomb as bomb:
         raise RolloutDataError(
             f"{path} has {path.stat().st_size:,} bytes and would take {bomb.num_bytes:,} in memory; "
@@ -204,9 +242,14 @@ def _with_texts(table: pyarrow.Table, limit: int) -> pyarrow.Table:
 
 def metadata_of(table: pyarrow.Table) -> dict[str, str]:
     """The texts that a table carries in its schema, by name."""
+    return texts_of(table.schema.metadata)
+
+
+def texts_of(metadata: Mapping[bytes, bytes] | None) -> dict[str, str]:
+    """The texts of a schema's or a field's metadata, by name."""
     return {
         key.decode("utf-8", "replace"): value.decode("utf-8", "replace")
-        for key, value in (table.schema.metadata or {}).items()
+        for key, value in (metadata or {}).items()
     }
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 TABLE_SUFFIX = ".parquet"
-_HEADER = "slime_train"
+HEADER = "slime_train"
 _ABSENT = ("fields", "partition")
 
 
@@ -79,7 +79,7 @@ def train_table(header: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) ->
     )
     kept = {key: value for key, value in header.items() if key != "num_samples"}
     return table.replace_schema_metadata(
-        {**(table.schema.metadata or {}), _HEADER: json.dumps(kept)}
+        {**(table.schema.metadata or {}), HEADER: json.dumps(kept)}
     )
 
 
@@ -104,7 +104,7 @@ def read_train_table(path: Path) -> TrainDump:
     """The dump in a table. `RolloutDataError` naming the file where it is another table or damaged."""
     table = tables.read_table(path, what="train dump")
     try:
-        header = json.loads(tables.metadata_of(table)[_HEADER])
+        header = json.loads(tables.metadata_of(table)[HEADER])
         kinds = header["fields"]
         trained = np.flatnonzero(tables.numbers_of(table["dp_rank"]) >= 0)
         whole = fields_of(table)

@@ -16,7 +16,8 @@ from support import small_run
 
 from slime.files.jsonl import read_jsonl
 from slime.harness.consistency_report import build_report
-from slime.harness.diff import Tolerance, compare_paths
+from slime.harness.diff.inputs import Choice, compare_paths
+from slime.harness.diff.values import Tolerance
 
 NUM_GPUS = 0
 
@@ -181,8 +182,8 @@ def test_a_recorded_run_replays_on_one_rank_without_an_engine(data, whole_run, t
     for rollout_id in range(4):
         recorded = whole_run / "dumps" / "train_data" / f"{rollout_id}.safetensors"
         (found,) = compare_paths(
-            recorded, tmp_path / recorded.name, tolerance=Tolerance(rtol=1e-5, atol=1e-6)
-        ).values()
+            recorded, tmp_path / recorded.name, Choice(tolerance=Tolerance(rtol=1e-5, atol=1e-6))
+        ).rollouts
         assert found.identical, found.first
         assert found.num_samples == 32
         assert {
@@ -193,7 +194,7 @@ def test_a_recorded_run_replays_on_one_rank_without_an_engine(data, whole_run, t
             "log_probs",
             "advantages",
             "raw_reward",
-        } <= set(found.fields)
+        } <= {one.field for one in found.fields}
 
 
 @pytest.mark.timeout(300)

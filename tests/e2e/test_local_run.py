@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python 
 from support import small_run
 
 from slime.harness import show
-from slime.harness.diff import compare_paths
+from slime.harness.diff.inputs import compare_paths
 from slime.harness.trace import summarize
 from slime.harness.trace_files import read_traces, windows_of
 from slime.local import LocalResult, words_of
@@ -116,8 +116,8 @@ def test_the_local_run_has_the_numbers_of_the_run_in_ray(runs):
     for folder in ("first", "second"):
         assert numbers(runs / folder) == expected
         assert all(
-            c.identical
-            for c in compare_paths(runs / "ray" / "dumps", runs / folder / "dumps").values()
+            one.identical
+            for one in compare_paths(runs / "ray" / "dumps", runs / folder / "dumps").rollouts
         )
 
 

@@ -12,36 +12,41 @@ from slime.data.sample import Sample
 from slime.exceptions import RolloutDataError
 from slime.files.rollout_dump import save_debug_rollout_data
 from slime.files.train_dump_utils import Place, write_train_dump
-from slime.harness.diff import Records, Tolerance, compare_paths, compare_records, describe, main
+from slime.harness.diff.command import main
+from slime.harness.diff.inputs import Choice, compare_paths
+from slime.harness.diff.stages import DiffStage
+from slime.harness.diff.text import describe
+from slime.harness.diff.values import Extent, Tolerance, json_differences
 
 NUM_GPUS = 0
 PARTITIONS = {1: [[0, 1, 2, 3]], 2: [[0, 3], [2, 1]]}
 
 
-def write_dump(path, *, ranks=1, change=None):
-    """Four samples, index 100 + position, reward 10 * position, log-prob of token j -(position + j
+def write_dump(path, *, ranks=1, change=None, positions=4):
+    """Four samples (or the first `positions` of them), index 100 + position, reward 10 * position, log-prob of token j -(position + j
     / 8), from that many data-parallel ranks. `change(fields)` edits the whole batch's lists first.
     """
     fields = {
-        "tokens": [np.arange(5 + p, dtype=np.int32) + 1000 * p for p in range(4)],
-        "loss_masks": [np.ones(3 + p, dtype=np.uint8) for p in range(4)],
-        "log_probs": [-(p + np.arange(3 + p, dtype=np.float32) / 8) for p in range(4)],
-        "rewards": [10.0 * p for p in range(4)],
-        "sample_indices": [100 + p for p in range(4)],
-        "total_lengths": [5 + p for p in range(4)],
-        "response_lengths": [3 + p for p in range(4)],
-        "metadata": [{"level": p} for p in range(4)],
+        "tokens": [np.arange(5 + p, dtype=np.int32) + 1000 * p for p in range(positions)],
+        "loss_masks": [np.ones(3 + p, dtype=np.uint8) for p in range(positions)],
+        "log_probs": [-(p + np.arange(3 + p, dtype=np.float32) / 8) for p in range(positions)],
+        "rewards": [10.0 * p for p in range(positions)],
+        "sample_indices": [100 + p for p in range(positions)],
+        "total_lengths": [5 + p for p in range(positions)],
+        "response_lengths": [3 + p for p in range(positions)],
+        "metadata": [{"level": p} for p in range(positions)],
     }
     if change is not None:
         change(fields)
     batches = []
-    for rank, partition in enumerate(PARTITIONS[ranks]):
+    for rank, whole in enumerate(PARTITIONS[ranks]):
+        partition = [position for position in whole if position < positions]
         local = {name: [values[p] for p in partition] for name, values in fields.items()}
         batches.append(
             RolloutBatch(
                 {**local, "partition": partition},
                 stage=Stage.LOCAL,
-                info={"num_whole": 4, "dp_rank": rank},
+                info={"num_whole": positions, "dp_rank": rank},
             )
         )
     sent: list[list] = []
@@ -78,11 +83,13 @@ def test_two_swapped_rewards_are_found_with_sample_field_and_rank(tmp_path, caps
     a, b = write_dump(tmp_path / "a"), write_dump(tmp_path / "b", ranks=2, change=swap)
     assert main([str(a), str(b)]) == 1
     out = capsys.readouterr().out
-    assert "different: 1 of 8 fields over 4 samples, 2 differences" in out
+    assert "different: 1 of 8 fields x 4 samples, 2 differences" in out
     assert (
-        "first: sample 101 (position 1, data-parallel rank 0 in A and 1 in B), rewards: 10.0 in A, "
+        "first difference in the data: baseline: sample 101 (position 1), rewards: 10.0 in A, "
         "30.0 in B" in out
     )
+    assert "sample    index 101, position 1\n" in out
+    assert "A: data-parallel rank 0\n" in out and "B: data-parallel rank 1\n" in out
     assert "rewards: 2 entries in 2 samples, largest 20 (relative 0.667)" in out
 
 
@@ -94,44 +101,53 @@ def test_the_first_differing_token_is_named_and_all_are_counted(tmp_path):
         fields["log_probs"][2][[2, 4]] = np.nextafter(fields["log_probs"][2][[2, 4]], np.float32(0))
 
     a, b = write_dump(tmp_path / "a"), write_dump(tmp_path / "b", change=change)
-    (exact,) = compare_paths(a, b).values()
-    assert (exact.first.sample_index, exact.first.field, exact.first.path) == (
-        102,
-        "log_probs",
-        (2,),
+    (exact,) = compare_paths(a, b).rollouts
+    assert (exact.first.row_a, exact.first.field, exact.first.path) == (2, "log_probs", (2,))
+    assert exact.num_differences == 2
+    assert [one.num_samples for one in exact.differing] == [1]
+    assert (
+        "log_probs, response token 2: -2.25 in A, -2.2499998 in B"
+        in describe(compare_paths(a, b))[1]
     )
-    assert exact.num_differences == 2 and exact.fields["log_probs"].samples == 1
-    assert "log_probs, response token 2: -2.25 in A, -2.2499998 in B" in str(exact.first)
-    (near,) = compare_paths(a, b, tolerance=Tolerance(rtol=1e-6)).values()
-    assert near.identical and "largest difference within tolerance: 2.38e-07" in describe(near)[1]
+    near = compare_paths(a, b, Choice(tolerance=Tolerance(rtol=1e-6)))
+    assert near.identical and describe(near)[0].startswith("identical within rtol 1e-06, atol 0")
+    assert "largest difference within tolerance: 2.38e-07" in describe(near)[1]
 
 
-def test_causes_are_named_before_effects():
-    """A differing mask is reported before the log-probs that follow from it."""
-    right = {
-        "log_probs": np.zeros(2),
-        "advantages": np.zeros(2),
-        "loss_masks": np.ones(2, dtype=np.uint8),
-    }
-    wrong = {name: values + 1 for name, values in right.items()}
-    found = compare_records(
-        Records("a", {5: right}, {5: 7}, {}), Records("b", {5: wrong}, {5: 7}, {})
+def test_causes_are_named_before_effects(tmp_path):
+    """A differing mask is reported before the log-probs that follow from it, also those of samples
+    before it."""
+
+    def change(fields):
+        fields["log_probs"][0][0] = 7.0
+        fields["loss_masks"][3][1] = 0
+
+    a, b = write_dump(tmp_path / "a"), write_dump(tmp_path / "b", change=change)
+    (found,) = compare_paths(a, b).rollouts
+    assert (found.first.stage, found.first.field) == (DiffStage.COLUMN, "loss_masks")
+    assert (found.first.row_a, found.first.token) == (3, 1)
+
+
+def test_another_layout_may_round_what_training_computes_and_nothing_else(tmp_path):
+    """Without --rtol, the contract's tolerances are used where the numbers of ranks differ."""
+
+    def change(fields):
+        fields["log_probs"][2] = fields["log_probs"][2] * np.float32(1 + 1e-6)
+
+    a, same = write_dump(tmp_path / "a"), write_dump(tmp_path / "c", change=change)
+    other = write_dump(tmp_path / "b", ranks=2, change=change)
+    assert compare_paths(a, other).identical and not compare_paths(a, same).identical
+    rewards = write_dump(
+        tmp_path / "d", ranks=2, change=lambda fields: fields["rewards"].__setitem__(1, 10.00001)
     )
-    assert (found.first.field, found.first.position, found.first.sample_index) == (
-        "loss_masks",
-        5,
-        7,
-    )
+    assert not compare_paths(a, rewards).identical
 
 
 def test_tolerance_is_for_floats_alone_and_not_a_number_equals_itself():
     """A tolerance applies to floats alone, and NaN equals NaN."""
 
     def differ(a, b, **tolerance):
-        records = [
-            Records(name, {0: {"x": value}}, {0: 0}, {}) for name, value in (("a", a), ("b", b))
-        ]
-        return compare_records(*records, tolerance=Tolerance(**tolerance)).num_differences
+        return len(list(json_differences(a, b, Tolerance(**tolerance), Extent())))
 
     assert differ(1.0, 1.0 + 1e-6) == 1 and differ(1.0, 1.0 + 1e-6, rtol=1e-5) == 0
     assert differ(0.0, 1e-7, rtol=1e-3) == 1 and differ(0.0, 1e-7, atol=1e-6) == 0
@@ -156,16 +172,12 @@ def test_missing_samples_and_fields_are_differences(tmp_path):
         write_dump(tmp_path / "a"),
         write_dump(tmp_path / "b", change=lambda fields: fields.pop("log_probs")),
     )
-    (found,) = compare_paths(a, b).values()
-    assert (found.only_in_a, found.only_in_b, found.first, found.identical) == (
-        ["field log_probs"],
-        [],
-        None,
-        False,
-    )
-    few = Records("a", {0: {"x": 1}}, {}, {})
-    more = Records("b", {0: {"x": 1}, 1: {"x": 1}}, {}, {})
-    assert compare_records(few, more).only_in_b == ["1 samples, the first at position 1"]
+    report = compare_paths(a, b)
+    assert report.rollouts[0].only_a == ["field log_probs"] and not report.identical
+    few = write_dump(tmp_path / "few", positions=3)
+    (found,) = compare_paths(few, a).rollouts
+    assert found.only_b == ["1 sample, the first at position 3"]
+    assert found.first.row_b == 3 and found.num_samples == 3
 
 
 def rollout(path, **changes):
@@ -188,9 +200,12 @@ def test_rollout_dumps_are_compared_by_their_samples_fields(tmp_path):
         rollout(tmp_path / "bb"),
         rollout(tmp_path / "c", tokens=[1, 9, 3]),
     )
-    (same,), (other,) = compare_paths(a, b).values(), compare_paths(a, c).values()
+    (same,), other = compare_paths(a, b).rollouts, compare_paths(a, c)
     assert same.identical and same.num_samples == 3
-    assert str(other.first) == "sample 2 (position 2), tokens, token 1: 2 in A, 9 in B"
+    assert describe(other)[1] == (
+        "first difference in the data: sampled token or reply: sample 2 (position 2), tokens, "
+        "response token 0: 2 in A, 9 in B"
+    )
 
 
 def test_folders_are_compared_dump_by_dump(tmp_path, capsys):
@@ -201,10 +216,11 @@ def test_folders_are_compared_dump_by_dump(tmp_path, capsys):
         rollout(tmp_path / name)
         (tmp_path / name / "notes.txt").write_text("no dump")
     assert main([str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
-    assert list(json.loads(capsys.readouterr().out)) == ["0.jsonl", "0.safetensors"]
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["rollouts"]) == ["0.jsonl", "0.safetensors"] and found["identical"]
     write_dump(tmp_path / "b" / "1.safetensors")
     assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 1
-    assert "1.safetensors:\ndifferent" in capsys.readouterr().out
+    assert "only in B: 1.safetensors" in capsys.readouterr().out
 
 
 def test_files_that_are_no_dumps_are_errors_not_differences(tmp_path, capsys):
@@ -214,7 +230,7 @@ def test_files_that_are_no_dumps_are_errors_not_differences(tmp_path, capsys):
     a = write_dump(tmp_path / "a")
     assert cli.main(["diff", str(a), str(tmp_path / "b")]) == 2
     assert f"no dump at {tmp_path / 'b'}" in capsys.readouterr().err
-    with pytest.raises(RolloutDataError, match="one is a folder"):
+    with pytest.raises(RolloutDataError, match="one is a file, the other a folder"):
         compare_paths(a, tmp_path)
     (tmp_path / "b").write_text("anything")
     with pytest.raises(RolloutDataError, match="b, line 1: not JSON"):

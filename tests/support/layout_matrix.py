@@ -16,7 +16,9 @@ from support.layout_batch import ROWS, TEMPLATE, make_folders, read_records, val
 from support.layout_cell import FULL_FIELDS, RankResult, owned_places, run_cells
 from support.layout_reference import Expected, critic_reference_of, reference_of
 
-VALUE_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
+from slime.data.fields import GRADIENT_LAYOUT_TOLERANCE, LAYOUT_TOLERANCE
+
+VALUE_TOLERANCE, GRADIENT_TOLERANCE = LAYOUT_TOLERANCE, GRADIENT_LAYOUT_TOLERANCE
 
 TP2, PP2, CP2 = (
     {"tensor_model_parallel_size": 2},

@@ -1,0 +1,210 @@
+"""Compares what engines and graders were asked and answered.
+
+A reply is matched with the reply to the same request, whatever the order in which they came. Long
+files are compared by hashes of their lines without what differs in any two runs; a line is parsed
+only where the hashes differ.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from slime.exceptions import RolloutDataError
+from slime.files import exact_json
+from slime.harness.diff.results import Difference, FieldResult
+from slime.harness.diff.sides import Side
+from slime.harness.diff.stages import NOT_COMPARED_KEYS, DiffStage, Text
+from slime.harness.diff.values import ABSENT, EXACT, Extent, json_differences
+
+# a key that is not compared, with a value that has no quoted bracket
+_VOLATILE = re.compile(
+    rb'"(?:'
+    + b"|".join(sorted(key.encode() for key in NOT_COMPARED_KEYS))
+    + rb')":\s*(?:"(?:[^"\\]|\\.)*"|[-+.0-9eE]+|null|true|false|\[[^\[\]{}]*\])'
+)
+_REQUEST, _REPLY = b',"request":', b',"reply":'
+_RID = re.compile(r"-([0-9]+)(?:-try[0-9]+)?$")
+_ENOUGH = 256  # replies that differ are parsed until so many have been found to
+
+
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    """Where a reply stands in its file, and the hash of what is compared of it."""
+
+    number: int
+    start: int
+    size: int
+    digest: bytes
+
+
+def compare_replies(a: Side, b: Side) -> list[FieldResult]:
+    """What requests and what replies differ."""
+    a.verify("replies")
+    b.verify("replies")
+    lines_a, lines_b = (_lines_by_request(side.files["replies"]) for side in (a, b))
+    requests = FieldResult(DiffStage.REPLY, "replies", "request")
+    replies = FieldResult(DiffStage.REPLY, "replies", "reply")
+    differing: list[tuple[_Line, _Line]] = []
+    only_a: list[_Line] = []
+    only_b: list[_Line] = []
+    for key in dict.fromkeys([*lines_a, *lines_b]):
+        here, there = lines_a.get(key, []), lines_b.get(key, [])
+        differing += [
+            pair for pair in zip(here, there, strict=False) if pair[0].digest != pair[1].digest
+        ]
+        only_a += here[len(there) :]
+        only_b += there[len(here) :]
+    requests.entries = max(len(only_a), len(only_b))
+    if requests.entries:
+        requests.first = _first_request(a, b, only_a, only_b)
+    if differing:
+        _parse_differing(a, b, sorted(differing, key=lambda pair: pair[0].number), replies)
+    return [requests, replies]
+
+
+def _lines_by_request(path: Path) -> dict[bytes, list[_Line]]:
+    """Every line of the file by the hash of its request, in the order of the file."""
+    found: dict[bytes, list[_Line]] = collections.defaultdict(list)
+    start = 0
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file):
+                compared = _VOLATILE.sub(b"", line)
+                begin, cut = compared.find(_REQUEST), compared.find(_REPLY)
+                if begin < 0 or cut < begin:
+                    raise RolloutDataError(f"{path}, line {number + 1}: no reply of an engine.")
+                key, digest = (
+                    hashlib.blake2b(part, digest_size=16).digest()
+                    for part in (compared[begin:cut], compared[:begin] + compared[cut:])
+                )
+                found[key].append(_Line(number, start, len(line), digest))
+                start += len(line)
+    except OSError as error:
+        raise RolloutDataError(f"{path} cannot be read: {error}") from error
+    return found
+
+
+def _record(path: Path, line: _Line) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        file.seek(line.start)
+        text = file.read(line.size)
+    try:
+        record = exact_json.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise RolloutDataError(f"{path}, line {line.number + 1}: not JSON ({error}).") from None
+    if not isinstance(record, dict):
+        raise RolloutDataError(f"{path}, line {line.number + 1}: no reply of an engine.")
+    return record
+
+
+def _first_request(a: Side, b: Side, only_a: list[_Line], only_b: list[_Line]) -> Difference:
+    """The earliest difference among the requests that one side alone has. Requests for one sample
+    are compared with each other.
+    """
+    rows = _rows_by_index(a)
+    records_a, records_b = (
+        [(line, _record(side.files["replies"], line)) for line in lines[:_ENOUGH]]
+        for side, lines in ((a, only_a), (b, only_b))
+    )
+    others: dict[int, list[dict[str, Any]]] = collections.defaultdict(list)
+    for _, record in records_b:
+        others[_index_of(record, ())].append(record)
+    found = []
+    for _, record in records_a:
+        index = _index_of(record, ())
+        if not others[index]:
+            continue
+        one, other = ({"request": each.get("request")} for each in (record, others[index].pop(0)))
+        for path, x, y in json_differences(one, other, EXACT, Extent()):
+            row = rows.get(_index_of(record, _entry_of(path)))
+            token = _token_of(a, row, path)
+            found.append(
+                Difference(
+                    DiffStage.REPLY, "replies", "request", path[1:], x, y, row, row, None, token
+                )
+            )
+    if found:
+        return min(found, key=lambda one: one.order)
+    line, record = (records_a or records_b)[0]
+    words = Text(f"line {line.number + 1}")
+    row = rows.get(_index_of(record, ()))
+    values = (words, ABSENT) if records_a else (ABSENT, words)
+    return Difference(DiffStage.REPLY, "replies", "request", (), *values, row, row)
+
+
+def _entry_of(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The path to the entry of a batch that a path below "request" leads to."""
+    return next((("", place) for place in path[2:3] if isinstance(place, int)), ())
+
+
+def _token_of(side: Side, row: int | None, path: tuple[Any, ...]) -> int | None:
+    """The response token from which on a request depends on what differs: before all for what
+    decides how is sampled, None where it is not known.
+    """
+    if "sampling_params" in path:
+        return -1
+    if "input_ids" not in path or row is None or "samples" not in side:
+        return None
+    samples = side.columns("samples")
+    tokens, lengths = samples.column("tokens"), samples.numbers("response_length")
+    assert tokens.offsets is not None
+    prompt = int(tokens.offsets[row + 1] - tokens.offsets[row])
+    prompt -= 0 if lengths is None else int(lengths[row])
+    return path[-1] - prompt if isinstance(path[-1], int) else None
+
+
+def _parse_differing(
+    a: Side, b: Side, differing: list[tuple[_Line, _Line]], result: FieldResult
+) -> None:
+    rows = _rows_by_index(a)
+    found_rows: set[int] = set()
+    num_different = 0
+    for done, (line_a, line_b) in enumerate(differing):
+        record_a = _record(a.files["replies"], line_a)
+        record_b = _record(b.files["replies"], line_b)
+        answers = _answer_of(record_a), _answer_of(record_b)
+        count = 0
+        for path, x, y in json_differences(*answers, EXACT, result.extent):
+            count += 1
+            row = rows.get(_index_of(record_a, path), None)
+            if row is not None:
+                found_rows.add(row)
+            one = Difference(DiffStage.REPLY, "replies", "reply", path, x, y, row, row)
+            if result.first is None or one.order < result.first.order:
+                result.first = one
+        result.entries += count
+        num_different += bool(count)
+        if num_different >= _ENOUGH:
+            result.entries += len(differing) - done - 1
+            break
+    result.rows = np.array(sorted(found_rows), dtype=np.int64)
+
+
+def _answer_of(record: dict[str, Any]) -> dict[str, Any]:
+    return {"reply": record.get("reply"), "status": record.get("status")}
+
+
+def _rows_by_index(side: Side) -> dict[int, int]:
+    if "samples" not in side:
+        return {}
+    indices = side.columns("samples").numbers("index")
+    return {} if indices is None else {index: row for row, index in enumerate(indices.tolist())}
+
+
+def _index_of(record: dict[str, Any], path: tuple[Any, ...]) -> int:
+    """`Sample.index` that ends the request's id, of the path's entry of the reply; -1 without."""
+    request = record.get("request")
+    rid = request.get("rid") if isinstance(request, dict) else None
+    if isinstance(rid, list):
+        entry = path[1] if len(path) > 1 and isinstance(path[1], int) else 0
+        rid = rid[entry] if entry < len(rid) else None
+    found = _RID.search(rid) if isinstance(rid, str) else None
+    return int(found[1]) if found else -1

@@ -1,0 +1,224 @@
+"""One side of a comparison: the parts of a rollout, from a recording or from single files."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from slime.exceptions import RolloutDataError
+from slime.files import exact_json, tables
+from slime.files.jsonl import read_jsonl
+from slime.files.rollout_dump import FORMAT as ROLLOUT_FORMAT
+from slime.files.rollout_dump import read_rollout_dump
+from slime.files.train_dump import is_train_dump, read_train_dump
+from slime.files.train_table import HEADER
+from slime.harness.diff.columns import (
+    Columns,
+    columns_of_file,
+    columns_of_samples,
+    columns_of_train_dump,
+)
+from slime.recording import manifest
+from slime.recording.manifest import Part
+from slime.recording.reader import RecordedRollout
+
+TABLES = ("samples", "columns", "schedule", "train")
+RUN = "run"  # the part of a run record
+
+
+class Side:
+    """The parts of one rollout by name. `folder` is the recorded tokenizer's, None without one."""
+
+    def __init__(
+        self,
+        where: str,
+        files: Mapping[str, Path],
+        *,
+        parts: Mapping[str, Part] | None = None,
+        facts: Mapping[str, Any] | None = None,
+        tokenizer: Path | None = None,
+    ) -> None:
+        self.where, self.files, self.tokenizer = where, dict(files), tokenizer
+        self.parts = dict(parts or {})
+        self.facts = dict(facts or {})
+        self._columns: dict[str, Columns] = {}
+        self._objects: dict[str, dict[str, Any]] = {}
+
+    @staticmethod
+    def of_rollout(rollout: RecordedRollout) -> Side:
+        """The listed parts of a recorded rollout. `RolloutDataError` where one is a link."""
+        recording = rollout.recording
+        facts: dict[str, Any] = {}
+        for one in rollout.manifests.values():
+            facts.update(one.facts)
+        facts["unfinished"] = sorted(
+            writer for writer, one in rollout.manifests.items() if not one.facts.get("complete")
+        )
+        return Side(
+            str(rollout.folder),
+            {name: rollout.path(name) for name in rollout.parts},
+            parts=rollout.parts,
+            facts=facts,
+            tokenizer=None if recording is None else recording.tokenizer_folder,
+        )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.files
+
+    def columns(self, name: str) -> Columns:
+        """A table of samples."""
+        if name not in self._columns:
+            self._columns[name] = self._open(name)
+        return self._columns[name]
+
+    def _open(self, name: str) -> Columns:
+        path = self.files[name]
+        if name == "samples" and not _is_table(path):
+            return columns_of_samples(str(path), read_rollout_dump(path))
+        if name == "train" and not _is_table(path):
+            return columns_of_train_dump(read_train_dump(path))
+        found = columns_of_file(path, f"{name} part of a recording")
+        needed = {"samples": "tokens", "schedule": "dp_rank", "columns": "raw_row"}.get(name)
+        if needed is not None:
+            found.require(needed)
+        if name == "train" and not found.header:
+            raise RolloutDataError(f"{path} is no train part of a recording: it has no header.")
+        return found
+
+    def verify(self, name: str) -> None:
+        """`RolloutDataError` where the part is not as its manifest says."""
+        part = self.parts.get(name)
+        if part is not None:
+            problem = manifest.verify_part(self.files[name].parent, part)
+            if problem is not None:
+                raise RolloutDataError(problem)
+
+    def json(self, name: str) -> dict[str, Any]:
+        """The JSON object of a part."""
+        if name not in self._objects:
+            self.verify(name)
+            self._objects[name] = read_object(self.files[name])
+        return self._objects[name]
+
+    def records(self, name: str) -> list[dict[str, Any]]:
+        """The records of a part of JSON lines."""
+        self.verify(name)
+        records, num_unreadable = read_jsonl(self.files[name])
+        if num_unreadable:
+            raise RolloutDataError(
+                f"{self.files[name]} is damaged: {num_unreadable} of its lines are no JSON objects."
+            )
+        return records
+
+    @functools.cached_property
+    def layout(self) -> dict[str, Any]:
+        """What is known of the ranks that trained: how many of which kind."""
+        known: dict[str, Any] = {}
+        if "train" in self:
+            header = self.columns("train").header
+            shards = header.get("dp_shards")
+            known["dp_size"] = len(shards) if isinstance(shards, list) else None
+            known["cp_size"] = header.get("cp_size")
+        if "rollout" in self:
+            parallel = self.json("rollout").get("parallel")
+            known.update(parallel if isinstance(parallel, dict) else {})
+        known["ranks"] = self.facts.get("world_size")
+        return {name: value for name, value in known.items() if value is not None}
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. `RolloutDataError` naming it where there is none."""
+    try:
+        content = exact_json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise RolloutDataError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise RolloutDataError(f"{path} holds no JSON object.")
+    return content
+
+
+def _is_table(path: Path) -> bool:
+    try:
+        return tables.is_table(path)
+    except OSError as error:
+        raise RolloutDataError(f"{path} cannot be read: {error}") from error
+
+
+# --- what a single file is ------------------------------------------------------------------------
+
+
+def part_of_file(path: Path) -> str:
+    """Which part, or dump, a file is, by what it holds. `RolloutDataError` for any other file."""
+    if path.is_symlink():
+        raise RolloutDataError(f"{path} is a link; name the file that it leads to.")
+    if not path.is_file():
+        raise RolloutDataError(f"There is no dump at {path}.")
+    if _is_table(path):
+        return _kind_of_table(path)
+    if is_train_dump(path):
+        return "train"
+    with open(path, "rb") as file:
+        line = file.readline(1 << 28)
+    try:
+        first = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        first = _whole_object(path)
+    kind = _kind_of_object(first)
+    if kind is None:
+        raise RolloutDataError(
+            f"{path} is no dump and no part of a recording: it begins with {line[:60]!r}."
+        )
+    return kind
+
+
+def _whole_object(path: Path) -> Any:
+    """A JSON object of several lines, as run records are."""
+    try:
+        return exact_json.loads(path.read_bytes())
+    except ValueError as error:
+        raise RolloutDataError(f"{path}, line 1: not JSON ({error}).") from None
+
+
+def _kind_of_table(path: Path) -> str:
+    file = tables.TableFile(path)
+    form = file.metadata.get("slime", "")
+    if HEADER in file.metadata:
+        return "train"
+    if form.startswith("slime-samples"):
+        return "samples"
+    if form.startswith("slime-fields"):
+        return "columns"
+    if "dp_rank" in file and "position" in file:
+        return "schedule"
+    raise RolloutDataError(
+        f"{path} is a table, but no dump and no part of a recording; its columns are "
+        f"{', '.join(file.schema.names[:20])}."
+    )
+
+
+def _kind_of_object(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return None
+    if value.get("format") == ROLLOUT_FORMAT:
+        return "samples"
+    if value.get("format") == manifest.FORMAT and "options" in value:
+        return RUN
+    for kind, keys in (
+        ("steps", ("step_key", "metrics")),
+        ("replies", ("url", "reply")),
+        ("weights", ("before", "after")),
+        ("gate", ("state", "statistics")),
+        ("rollout", ("metrics",)),
+    ):
+        if all(key in value for key in keys):
+            return kind
+    return None
+
+
+def side_of_file(path: Path) -> Side:
+    """A side that has one part alone."""
+    return Side(str(path), {part_of_file(path): path})

@@ -1,0 +1,130 @@
+"""Entries that differ: arrays of numbers at once, JSON values entry by entry."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from slime.data.ragged import is_tensor
+from slime.harness.diff.stages import NOT_COMPARED_KEYS, Text
+
+ABSENT = Text("absent")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """Floats a and b are equal when |a - b| <= atol + rtol * max(|a|, |b|). Everything else must be
+    identical.
+    """
+
+    rtol: float = 0.0
+    atol: float = 0.0
+
+
+EXACT = Tolerance()
+
+
+@dataclasses.dataclass
+class Extent:
+    """How far floats are apart at most, also within tolerance."""
+
+    largest: float = 0.0
+    largest_relative: float = 0.0
+
+    def add(self, apart: np.ndarray, size: np.ndarray) -> None:
+        """Takes |a - b| and max(|a|, |b|) of entries that are not equal."""
+        if not apart.size:
+            return
+        self.largest = max(self.largest, float(apart.max()))
+        relative = np.divide(
+            apart, size, out=np.zeros_like(apart), where=np.isfinite(size) & (size > 0)
+        )
+        self.largest_relative = max(self.largest_relative, float(relative.max()))
+
+
+def differing(a: np.ndarray, b: np.ndarray, tolerance: Tolerance, extent: Extent) -> np.ndarray:
+    """int64: where two arrays of one shape [n] differ. NaN equals NaN."""
+    places = np.flatnonzero(a != b)
+    if not len(places) or (a.dtype.kind in "biu" and b.dtype.kind in "biu"):
+        return places
+    x, y = a[places].astype(np.float64), b[places].astype(np.float64)
+    both = ~(np.isnan(x) & np.isnan(y))
+    places, x, y = places[both], x[both], y[both]
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart = np.abs(x - y)
+    apart = np.where(np.isnan(apart), np.inf, apart)
+    size = np.maximum(np.abs(x), np.abs(y))
+    extent.add(apart, size)
+    allowed = tolerance.atol + tolerance.rtol * np.where(np.isfinite(size), size, 0.0)
+    return places[~(apart <= allowed)]
+
+
+Found = tuple[tuple[Any, ...], Any, Any]
+
+
+def json_differences(a: object, b: object, tolerance: Tolerance, extent: Extent) -> Iterator[Found]:
+    """Yields (path, entry of a, entry of b) where two JSON values differ, in order. What
+    NOT_COMPARED_KEYS names is passed over.
+    """
+    numeric_a, numeric_b = _numeric(a), _numeric(b)
+    if numeric_a is not None and numeric_b is not None:
+        yield from _array_differences(numeric_a, numeric_b, tolerance, extent)
+    elif isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in dict.fromkeys([*a, *b]):
+            if key in NOT_COMPARED_KEYS:
+                continue
+            if key in a and key in b:
+                for path, x, y in json_differences(a[key], b[key], tolerance, extent):
+                    yield (key, *path), x, y
+            else:
+                yield (key,), a.get(key, ABSENT), b.get(key, ABSENT)
+    elif isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        for index, (entry_a, entry_b) in enumerate(zip(a, b, strict=False)):
+            for path, x, y in json_differences(entry_a, entry_b, tolerance, extent):
+                yield (index, *path), x, y
+        if len(a) != len(b):
+            yield (min(len(a), len(b)),), *_lengths(len(a), len(b))
+    elif a != b:
+        yield (), a, b
+
+
+def _lengths(a: int, b: int) -> tuple[Text, Text]:
+    return Text(f"{a} entries"), Text(f"{b} entries")
+
+
+def _numeric(value: Any) -> np.ndarray | None:
+    """Numbers and lists of numbers as an array, None for the rest."""
+    if is_tensor(value):
+        tensor = value.detach().cpu()
+        return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
+    if isinstance(value, np.ndarray | np.generic | bool | float):
+        return np.asarray(value)
+    if isinstance(value, int):
+        return np.asarray(value) if -(2**63) <= value < 2**63 else None
+    if (
+        isinstance(value, list)
+        and value
+        and all(type(entry) in (bool, int, float) for entry in value)
+    ):
+        array = np.asarray(value)
+        return None if array.dtype.kind == "O" else array
+    return None
+
+
+def _array_differences(
+    a: np.ndarray, b: np.ndarray, tolerance: Tolerance, extent: Extent
+) -> Iterator[Found]:
+    if a.ndim == b.ndim == 1 and len(a) != len(b):
+        count = min(len(a), len(b))
+        yield from _array_differences(a[:count], b[:count], tolerance, extent)
+        yield (count,), *_lengths(len(a), len(b))
+        return
+    if a.shape != b.shape:
+        yield (), Text(f"shape {list(a.shape)}"), Text(f"shape {list(b.shape)}")
+        return
+    for place in differing(a.reshape(-1), b.reshape(-1), tolerance, extent).tolist():
+        path = tuple(int(i) for i in np.unravel_index(place, a.shape)) if a.ndim else ()
+        yield path, a[path], b[path]
