@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,16 +31,18 @@ from typing import Any
 from slime.config.cli import OptionParser, build_parser, describe_unknown, format_help
 from slime.config.specs import all_specs
 from slime.config.yaml_file import read_option_file
-from slime.data.sample import Sample, Status
-from slime.exceptions import ConfigError
+from slime.data.sample import Sample
+from slime.exceptions import ConfigError, RolloutDataError
 from slime.files.jsonl import read_jsonl
 from slime.files.rollout_dump import read_rollout_dump
+from slime.files.tables import read_table
 from slime.gate import tools
 from slime.gate.alignment import Codec, codec_of
 from slime.gate.config import GateConfig
 from slime.gate.gate import RECORD_FILE, gate_config_from_args
 from slime.gate.integrity_checks import reward_problem
 from slime.gate.judge import postprocess_output_data
+from slime.gate.tables import samples_as_sent
 from slime.utils import processing_utils
 
 COMMANDS = ("check", "ends", "align", "groups", "suggest", "doctor")
@@ -185,52 +186,14 @@ def load_samples(path: Path, *, with_dropped: bool = False) -> list[Sample]:
 
 
 def read_snapshot(path: Path, *, with_dropped: bool = False) -> list[Sample]:
-    """The raw samples of a snapshot's batch, unmarked, in row order; `with_dropped` also those that
-    the rollout dropped, which stand behind it. Rewards and metadata come back from their JSON text.
+    """The raw samples of a snapshot's batch, or of the samples part of a recording, as the engine
+    sent them, in row order; `with_dropped` also those that the rollout dropped, which stand behind.
     """
-    import pyarrow.parquet
-
-    names = (
-        "index",
-        "group_index",
-        "rollout_id",
-        "prompt",
-        "response",
-        "response_length",
-        "rollout_log_probs",
-        "finish_reason",
-    )
-    samples = []
-    table = pyarrow.parquet.read_table(path)
-    absent = sorted({*names, "tokens", "status", "metadata", "reward"} - set(table.column_names))
-    if absent:
-        raise ValueError(f"{path} is no raw snapshot of the gate: it lacks the columns {absent}")
-    if not with_dropped and "dropped_by" in table.column_names:
-        table = table.filter(table["dropped_by"].is_null())
-    for number, row in enumerate(table.to_pylist()):
-        fields = {name: row[name] for name in names}
-        status = (
-            Status(row["status"]) if row["status"] in {s.value for s in Status} else Status.FAILED
-        )
-        try:
-            metadata, reward = json.loads(row["metadata"]), json.loads(row["reward"])
-            # snapshots of earlier versions have none
-            label = json.loads(row.get("label") or "null")
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path}, row {number}: metadata, reward or label is no JSON text ({error})"
-            ) from error
-        samples.append(
-            Sample(
-                **fields,
-                tokens=row["tokens"] or [],
-                status=status,
-                metadata=metadata,
-                reward=reward,
-                label=label,
-            )
-        )
-    return samples
+    table = read_table(path, what="raw snapshot")
+    try:
+        return samples_as_sent(table, with_dropped=with_dropped)
+    except RolloutDataError as error:
+        raise RolloutDataError(f"{path}: {error}") from error
 
 
 def _tokenizer(args: argparse.Namespace) -> Any:

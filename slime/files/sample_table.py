@@ -145,8 +145,12 @@ class _Gathered:
         for row, value in enumerate(values):
             if value is None or (type(value) is str and _has_utf8(value)):
                 continue
-            self.rest[row][name] = value
-            values[row] = self._encode(row, value)  # to be read, not read back
+            self.rest[row][name] = value  # what stands in the column is to be read, not read back
+            values[row] = (
+                value.encode("utf-8", "replace").decode()
+                if isinstance(value, str)
+                else self._encode(row, value)
+            )
         return pyarrow.array(values, pyarrow.large_string())
 
     def status(self) -> pyarrow.Array:
@@ -211,7 +215,7 @@ class _Gathered:
                 return tables.list_column(_narrow(flat), lengths, missing=missing)
         for row, value in enumerate(values):
             found = None if value is None else _numbers(value, kind)
-            column.entries.append(None if found is None else found[0])
+            column.entries.append(_with_holes(value, kind) if found is None else found[0])
             if found is None and value is not None:
                 self.rest[row][name] = value
             elif found is not None and found[1] != "list":
@@ -248,6 +252,18 @@ class _Gathered:
             raise RolloutDataError(
                 f"Sample {self.rows[row]['index']} cannot be stored: {error}"
             ) from error
+
+
+def _with_holes(value: Any, kind: str) -> np.ndarray | None:
+    """Log-probs of which some are None, with NaN there, to be read; None for anything else."""
+    if kind != "f" or type(value) not in _LIST_TYPES:
+        return None
+    if not set(map(type, value)) <= {int, float, type(None)}:
+        return None
+    try:
+        return np.array([math.nan if one is None else float(one) for one in value], np.float64)
+    except OverflowError:
+        return None
 
 
 def _flat(lists: list[list], kind: str) -> np.ndarray | None:

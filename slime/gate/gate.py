@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.data.reasons import NEVER_KEPT, PENALIZABLE, REASON_OF_VALUE, REASONS, InvalidReason
+from slime.data.split import SplitPlan
 from slime.exceptions import ConfigError
 from slime.files.jsonl import JsonlWriter
 from slime.gate.alarms import Alarm, find_alarms, find_level_alarms
@@ -203,14 +204,10 @@ class Gate:
             **{f"gate/alarm/{alarm.name}": 1 for alarm in result.alarms},
         }
 
-    def record_placement(
-        self, rollout_id: int, raw_rows: Sequence[int], partitions: Sequence[Sequence[int]]
-    ) -> None:
-        """Writes where each row of the train data went: raw row -> (data-parallel rank, place on
-        it). `partitions[r]`: positions in `raw_rows`.
-        """
+    def record_placement(self, rollout_id: int, raw_rows: Sequence[int], plan: SplitPlan) -> None:
+        """Writes where each row of the train data went; `raw_rows` [N]: the raw row of each."""
         if self.snapshots is not None:
-            self.snapshots.submit_placement(rollout_id, list(raw_rows), partitions)
+            self.snapshots.submit_placement(rollout_id, raw_rows, plan)
 
     def close(self) -> None:
         """Waits for snapshots that are being written."""

@@ -200,7 +200,7 @@ class RolloutManager:
         with timer("convert_samples"):
             data, sources = self._train_data(judged, marks)
             boxes, plan = self._split(data, dropped_failures=_failures_outside(judged, sources))
-        self.gate.record_placement(rollout_id, sources, plan.schedule.partitions)
+        self.gate.record_placement(rollout_id, sources, plan)
         if self.recorder is not None:
             indices = [sample.index for sample in judged.judged]
             self.recorder.split(data, sources, plan, indices=indices)

@@ -17,17 +17,15 @@ import orjson
 
 from slime.data.batch import RolloutBatch
 from slime.data.from_lists import batch_from_lists
-from slime.data.reasons import REASON_OF_VALUE
 from slime.data.sample import Sample
 from slime.data.split import SplitPlan
 from slime.files import tables
 from slime.files.field_table import field_table, fields_of_batch
 from slime.files.json_values import encode_json
 from slime.files.jsonl import encode as encode_record
-from slime.files.sample_table import INT64, changed_fields, sample_table
-from slime.gate.before_rewards import engine_text_of
-from slime.gate.config import Verdict
+from slime.files.sample_table import INT64, changed_fields
 from slime.gate.judge import PostprocessResult
+from slime.gate.tables import schedule_table, verdict_table
 from slime.recording.manifest import ROLLOUT
 from slime.recording.run_record import without_secrets
 from slime.recording.writer import (
@@ -217,61 +215,12 @@ def judged_table(
     judged: PostprocessResult,
     dropped: Sequence[tuple[str, Sample]] = (),
 ) -> pyarrow.Table:
-    """The samples that the gate was given, then those that the rollout dropped before, each with
-    its verdict.
-
-    raw_row numbers the rows; valid, reason, detail, dropped are the verdict; dropped_by is null for
-    the batch; changes is JSON: the fields that the gate changed.
-    """
-    import pyarrow
-
-    verdicts = [*judged.verdicts, *(_verdict_on(one) for _, one in dropped)]
-    rows = [*samples, *(one for _, one in dropped)]
+    """The samples part: `verdict_table` of what the gate was given, with what it changed."""
     changes = [
         {} if before is after else changed_fields(before, after)
         for before, after in zip(samples, judged.judged, strict=True)
-    ] + [{}] * len(dropped)
-    table = sample_table(rows, describe=True)
-    texts = [engine_text_of(one) for one in rows]
-    own = {
-        "raw_row": pyarrow.array(np.arange(len(rows), dtype=np.int64)),
-        "valid": pyarrow.array([bool(v.valid) for v in verdicts]),
-        "reason": pyarrow.array(
-            [v.reason.value if v.reason else None for v in verdicts], pyarrow.large_string()
-        ),
-        "detail": pyarrow.array([_text(v.detail) for v in verdicts], pyarrow.large_string()),
-        "dropped": pyarrow.array([bool(v.dropped) for v in verdicts]),
-        "dropped_by": pyarrow.array(
-            [None] * len(samples) + [str(reason) for reason, _ in dropped], pyarrow.large_string()
-        ),
-        "engine_text": pyarrow.array(
-            [
-                _text(text) if text is not one.response else None
-                for text, one in zip(texts, rows, strict=True)
-            ],
-            pyarrow.large_string(),
-        ),
-        "changes": pyarrow.array(
-            [encode_json(entry, describe=True).decode() if entry else None for entry in changes],
-            pyarrow.large_string(),
-        ),
-    }
-    for place, (name, column) in enumerate(own.items()):
-        table = table.add_column(place, name, column)
-    return table
-
-
-def _verdict_on(sample: Sample) -> Verdict:
-    """The verdict that a sample carries which the rollout dropped."""
-    reason = sample.invalid_reason
-    known = REASON_OF_VALUE.get(reason) if isinstance(reason, str) else None
-    return Verdict(valid=bool(sample.valid), reason=known, dropped=True)
-
-
-def _text(value: object) -> str | None:
-    if value is None or (type(value) is str and value.isascii()):
-        return value
-    return str(value).encode("utf-8", "replace").decode()
+    ]
+    return verdict_table(samples, judged.verdicts, dropped, changes=changes)
 
 
 def columns_table(
@@ -292,39 +241,6 @@ def columns_table(
     )
     return table.replace_schema_metadata(
         {**(table.schema.metadata or {}), "slime_left_out": orjson.dumps(left_out)}
-    )
-
-
-def schedule_table(plan: SplitPlan, sources: Sequence[int]) -> pyarrow.Table:
-    """One row per row of the columns part: who trains it (dp_rank, -1 for nobody), at which place
-    of the rank (dp_position), in which optimizer step and micro-batch of the rank.
-    """
-    import pyarrow
-
-    num = len(sources)
-    places = {
-        name: np.full(num, -1, dtype=np.int32)
-        for name in ("dp_rank", "dp_position", "step", "micro_batch")
-    }
-    step_of = np.repeat(
-        np.arange(len(plan.schedule.num_microbatches)), plan.schedule.num_microbatches
-    )
-    for rank, part in enumerate(plan.schedule.partitions):
-        positions = np.asarray(part, dtype=np.int64)
-        places["dp_rank"][positions] = rank
-        places["dp_position"][positions] = np.arange(len(part))
-        for number, indices in enumerate(plan.schedule.micro_batch_indices[rank]):
-            chosen = positions[np.asarray(indices, dtype=np.int64)]
-            places["micro_batch"][chosen] = number
-            places["step"][chosen] = step_of[number]
-    return pyarrow.table(
-        {
-            "position": np.arange(num, dtype=np.int64),
-            "raw_row": np.asarray(sources, dtype=np.int64),
-            **places,
-            "rollout_mask_sum": plan.rollout_mask_sums_N,
-            "rollout_sample_count": plan.rollout_sample_counts_N,
-        }
     )
 
 

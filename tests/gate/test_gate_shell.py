@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import pytest
-from support.gate_samples import reasons_of, sound_sample
+from support.gate_samples import plan_of, reasons_of, sound_sample
 from support.manager import manager_of
 
 from slime.config.gate import GateOptions
@@ -459,7 +459,9 @@ def test_snapshots_keep_the_last_rollouts_and_link_rows_to_ranks(tmp_path):
     )
     for rollout_id in range(5):
         result = gate.run(scored(8, 2), rollout_id)
-        gate.record_placement(rollout_id, result.raw_rows, [[5, 0, 2], [1, 3]])
+        gate.record_placement(
+            rollout_id, result.raw_rows, plan_of([[5, 0, 2], [1, 3]], len(result.raw_rows))
+        )
         gate.snapshots.flush()
     gate.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -489,7 +491,7 @@ def test_a_snapshot_holds_what_the_rollout_dropped_behind_the_batch(tmp_path):
         ("sample_filter", [sound_sample(30)]),
     ]
     result = gate.run(scored(4, 1), 7, dropped_groups=groups)
-    gate.record_placement(7, result.raw_rows, [[0, 2], [1, 3]])
+    gate.record_placement(7, result.raw_rows, plan_of([[0, 2], [1, 3]], len(result.raw_rows)))
     gate.close()
     assert result.statistics.total == 4 and len(result.samples) == 4
     rows = parquet.read_table(tmp_path / "raw_000007.parquet").to_pylist()
@@ -502,6 +504,7 @@ def test_a_snapshot_holds_what_the_rollout_dropped_behind_the_batch(tmp_path):
     ]  # fmt: skip
     assert rows[4]["tokens"] == [1, 2, 3, *range(2000, 2012)] and rows[4]["reward"] == "20.0"
     place = parquet.read_table(tmp_path / "place_000007.parquet").to_pylist()
+    assert [row["raw_row"] for row in place] == result.raw_rows
     assert sorted(rows[row["raw_row"]]["index"] for row in place) == [0, 1, 2, 3]
 
 
@@ -614,7 +617,7 @@ def test_snapshots_are_read_by_duckdb_as_the_guide_says(tmp_path):
 
     gate = Gate(GateConfig(), snapshots=SnapshotWriter(tmp_path))
     result = gate.run(scored(8, 2), 41)
-    gate.record_placement(41, result.raw_rows, [[5, 2], [3]])
+    gate.record_placement(41, result.raw_rows, plan_of([[5, 2], [3]], len(result.raw_rows)))
     gate.close()
     counts = duckdb.sql(
         f"select reason, count(*) from '{tmp_path}/raw_000041.parquet' group by 1 order by 1"
@@ -623,7 +626,7 @@ def test_snapshots_are_read_by_duckdb_as_the_guide_says(tmp_path):
     joined = duckdb.sql(
         "select dp_rank, dp_position, index, tokens[4], rollout_log_probs[1] from "
         f"'{tmp_path}/raw_000041.parquet' "
-        f"join '{tmp_path}/place_000041.parquet' using (raw_row) order by 1, 2"
+        f"join '{tmp_path}/place_000041.parquet' using (raw_row) where dp_rank >= 0 order by 1, 2"
     ).fetchall()
     assert [row[:4] for row in joined] == [(0, 0, 5, 500), (0, 1, 2, 200), (1, 0, 3, 300)]
     assert joined[0][4] == pytest.approx(-0.1)
@@ -648,7 +651,7 @@ def test_snapshots_are_read_by_pandas_and_polars(reader, tmp_path):
     gate = Gate(GateConfig(), snapshots=SnapshotWriter(tmp_path))
     samples = [*scored(5, 2), sound_sample(5, tokens=["a"] * 15, response="caf\u00e9 \U0001f600")]
     result = gate.run(samples, 41, dropped_groups=[("dynamic_filter_easy", [sound_sample(8)])])
-    gate.record_placement(41, result.raw_rows, [[4, 2], [3]])
+    gate.record_placement(41, result.raw_rows, plan_of([[4, 2], [3]], len(result.raw_rows)))
     gate.close()
     rows, places = read("raw_000041.parquet"), read("place_000041.parquet")
     assert [row["index"] for row in rows] == [0, 1, 2, 3, 4, 5, 8]
@@ -670,6 +673,7 @@ def test_snapshots_are_read_by_pandas_and_polars(reader, tmp_path):
     where = {
         rows[place["raw_row"]]["index"]: (place["dp_rank"], place["dp_position"])
         for place in places
+        if place["dp_rank"] >= 0
     }
     assert where == {4: (0, 0), 2: (0, 1), 3: (1, 0)}
 

@@ -379,7 +379,7 @@ def test_what_cannot_be_read_in_a_dump_or_a_snapshot_is_named(tmp_path, capsys):
 
     from slime.cli import main as slime
     from slime.gate.config import Verdict
-    from slime.gate.snapshots import raw_table
+    from slime.gate.tables import verdict_table
 
     odd = dump(tmp_path, [sound_sample(0, response=5), sound_sample(1, index=[1])])
     assert main(["ends", odd]) == 0 and "'5'" in capsys.readouterr().out
@@ -387,12 +387,12 @@ def test_what_cannot_be_read_in_a_dump_or_a_snapshot_is_named(tmp_path, capsys):
         main(["groups", odd, "--against", odd]) == 1
         and "sample index [1] is no number" in capsys.readouterr().out
     )
-    table = raw_table(rollout(1, 0), [Verdict(True)])
+    table = verdict_table(rollout(1, 0), [Verdict(True)])
     column = table.column_names.index("metadata")
-    table = table.set_column(column, "metadata", pyarrow.array([None], pyarrow.string()))
+    table = table.set_column(column, "metadata", pyarrow.array(["{"], pyarrow.string()))
     pyarrow.parquet.write_table(table, tmp_path / "raw_000001.parquet")
     assert slime(["gate", "check", str(tmp_path / "raw_000001.parquet")]) == 2
-    assert "row 0: metadata, reward or label is no JSON text" in capsys.readouterr().err
+    assert "A row of the table is not a sample" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

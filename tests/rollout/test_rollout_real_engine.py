@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
+from support.gate_samples import plan_of
 from support.rollout_args import fresh_rollout_state, rollout_args, write_prompts
 from support.tiny_models import make_tiny_checkpoint
 
@@ -125,7 +126,7 @@ def test_the_raw_snapshot_of_a_filtered_rollout_holds_every_response(engine, tmp
     judged = gate.run(
         [s for group in output.samples for s in group], 0, dropped_groups=output.dropped_groups
     )
-    gate.record_placement(0, judged.raw_rows, [[1, 0], [3, 2]])
+    gate.record_placement(0, judged.raw_rows, plan_of([[1, 0], [3, 2]], len(judged.raw_rows)))
     gate.close()
     rows = parquet.read_table(tmp_path / "gate" / "raw_000000.parquet").to_pylist()
     assert [(row["index"], row["dropped_by"]) for row in rows] == [
@@ -135,6 +136,7 @@ def test_the_raw_snapshot_of_a_filtered_rollout_holds_every_response(engine, tmp
         tokens for tokens, *_ in plain
     ]
     place = parquet.read_table(tmp_path / "gate" / "place_000000.parquet").to_pylist()
+    place.sort(key=lambda row: (row["dp_rank"], row["dp_position"]))
     assert [rows[p["raw_row"]]["index"] for p in place] == [1, 0, 7, 6]
 
 

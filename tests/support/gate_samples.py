@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from slime.data.sample import Sample, Status
+from slime.data.schedule import SchedulePlan
+from slime.data.split import SplitPlan
 
 
 def sound_sample(
@@ -32,3 +36,25 @@ def sound_sample(
 def reasons_of(result: Any) -> list[str | None]:
     """The reason of each input sample, None where there is none."""
     return [verdict.reason.value if verdict.reason else None for verdict in result.verdicts]
+
+
+def plan_of(partitions: list[list[int]], num_rows: int) -> SplitPlan:
+    """A plan by which rank r trains the rows `partitions[r]`, in one step of one micro-batch."""
+    schedule = SchedulePlan(
+        partitions=partitions,
+        micro_batch_indices=[[list(range(len(part)))] for part in partitions],
+        num_microbatches=[1],
+        global_batch_sizes=[num_rows],
+        dropped=[],
+        steps=[],
+    )
+    return SplitPlan(
+        schedule=schedule,
+        rollout_mask_sums_N=np.ones(num_rows, dtype=np.float32),
+        rollout_sample_counts_N=np.ones(num_rows, dtype=np.int32),
+        owner_ranks_N=np.zeros(num_rows, dtype=np.int16),
+        global_batch_sizes=[num_rows],
+        num_trained_by_rank=[len(part) for part in partitions],
+        num_trained_rollouts=num_rows,
+        dropped={},
+    )
