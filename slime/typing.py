@@ -26,6 +26,9 @@ class Tokenizer(Protocol):
     def __len__(self) -> int:
         """Tokens, added ones included."""
 
+    def get_vocab(self) -> dict[str, int]:
+        """Token -> id, added ones included."""
+
     def decode(self, ids: Sequence[int], **options: object) -> str:
         """The text of ids."""
 

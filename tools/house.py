@@ -142,6 +142,7 @@ EXCEPTIONS: tuple[tuple[str, str, str], ...] = (
             ("metrics/train_metrics.py::_said", WARNED_ONCE),
             ("plugins/failures.py::_said", WARNED_ONCE),
             ("prompts/chat_render.py::_ENCODES", "a cache of a property of templates"),
+            ("prompts/template_limits.py::_problems", "a cache of a property of templates"),
             ("ray/actors.py::_is_local", "a process runs actors as objects or in Ray"),
             (
                 "rollout/engine_client.py::_engines",

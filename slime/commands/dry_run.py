@@ -26,16 +26,24 @@ from slime.commands.reward_probe import (
     sample_rows,
     score_texts,
 )
-from slime.config.derive import DerivedSizes, derived_sizes, process_layout
+from slime.config.derive import (
+    DerivedSizes,
+    derived_sizes,
+    has_megatron_checkpoint,
+    process_layout,
+)
 from slime.config.resume import nothing_left
 from slime.config.rules.rollout import SUPERVISED
 from slime.config.specs import all_specs
 from slime.config.yaml_file import mask_urls, write_resolved_config
-from slime.exceptions import SlimeError
+from slime.exceptions import ConfigError, SlimeError
+from slime.models.shape import read_model_shape
 from slime.preflight.functions import format_hooks
+from slime.preflight.weights import WeightsReport, check_weights, tokenizer_problem
 from slime.prompts.dataset import RowFormat, build_sample, compute_prompt_lengths, prompt_text
 from slime.prompts.masks import MultiTurnLossMaskGenerator
 from slime.prompts.prompt_files import read_rows
+from slime.prompts.template_limits import TemplateLimit, apply_template
 from slime.rollout.sft_rollout import fill_samples
 from slime.typing import Tokenizer
 from slime.utils import processing_utils
@@ -133,9 +141,7 @@ def template_difference(
     """
 
     def ids_of(some: Sequence[dict]) -> list[int]:
-        text = tokenizer.apply_chat_template(
-            list(some), tokenize=False, add_generation_prompt=False, **template_kwargs
-        )
+        text = apply_template(tokenizer, list(some), add_generation_prompt=False, **template_kwargs)
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     before, after = ids_of(messages[:kept]), ids_of(messages)
@@ -172,6 +178,8 @@ def probe_template(tokenizer: Tokenizer, template_kwargs: dict) -> tuple[list[st
     ):
         try:
             difference = template_difference(tokenizer, messages, kept, template_kwargs)
+        except TemplateLimit:
+            raise
         except Exception as error:  # noqa: BLE001 - a template is a program of its own and may raise anything
             lines.append(
                 f"- {name}: the template does not render it "
@@ -295,7 +303,40 @@ def dry_run(args: argparse.Namespace) -> int:
 
 
 def _probe_all(args: argparse.Namespace) -> bool:
+    shape = read_model_shape(args.hf_checkpoint)
+    lines, is_whole = ["- not read by this run"], True
+    if reads_hf_weights(args):
+        lines, is_whole = format_weights(check_weights(args.hf_checkpoint, shape))
+    _section(f"Weights ({args.hf_checkpoint})", lines)
     tokenizer = processing_utils.load_tokenizer(args.hf_checkpoint)
+    problem = tokenizer_problem(tokenizer, shape, args.hf_checkpoint)
+    if problem is not None:
+        raise ConfigError(problem)
+    return _probe_inputs(args, tokenizer) and is_whole
+
+
+def reads_hf_weights(args: argparse.Namespace) -> bool:
+    """Whether the run reads the weights of --hf-checkpoint: engines that it starts do, and training
+    that goes on from no checkpoint.
+    """
+    starts_engines = not args.debug_train_only and not args.rollout_external_engine_addrs
+    return starts_engines or not has_megatron_checkpoint(args.load)
+
+
+def format_weights(report: WeightsReport) -> tuple[list[str], bool]:
+    """Returns (lines about a folder's weights, whether they fit its config.json)."""
+    found = (
+        f"{report.num_tensors} tensors, {report.num_bytes / 1e9:.3g} GB in {report.num_files} files"
+    )
+    if report.problems:
+        return [f"✗ {problem}" for problem in report.problems], False
+    return [
+        f"✓ {found}: names, shapes and types as config.json has them; no NaN among the first "
+        f"numbers of {report.num_sampled} tensors"
+    ], True
+
+
+def _probe_inputs(args: argparse.Namespace, tokenizer: Tokenizer) -> bool:
     lines, _ = probe_template(tokenizer, args.apply_chat_template_kwargs or {})
     _section("Chat template", lines)
     if args.load_debug_rollout_data:

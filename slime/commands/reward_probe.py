@@ -18,6 +18,7 @@ from typing import Any
 
 from slime.data.rewards import reward_number
 from slime.data.sample import Sample, Status
+from slime.prompts.template_limits import apply_template
 from slime.rollout.rm_hub import BOXED_PREFIX, async_rm, batched_async_rm, split_rm_type_name
 from slime.rollout.rm_hub.labels import label_texts
 from slime.typing import Tokenizer
@@ -102,9 +103,7 @@ def turn_end(tokenizer: Tokenizer | None, template_kwargs: dict[str, Any]) -> st
     mark = "ANSWER"
     if tokenizer is not None and getattr(tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": mark}]
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=False, **template_kwargs
-        )
+        text = apply_template(tokenizer, messages, add_generation_prompt=False, **template_kwargs)
         _, found, end = text.rpartition(mark)
         if found:
             return end.rstrip("\n")

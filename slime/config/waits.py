@@ -52,6 +52,18 @@ AROUND = "Around a run"
 WAITS = (
     Wait(
         GENERATION,
+        "the trial of a chat template, in a process of its own before its first render",
+        ("prompts/template_limits.py::_try",),
+        "the prompts are refused, with the reason",
+        "did not end within",
+        "config/test_model_folder.py::test_the_dry_run_ends_with_any_chat_template",
+        constants=(
+            "prompts/template_limits.py::TRIAL_SECONDS",
+            "prompts/template_limits.py::RENDER_SECONDS",
+        ),
+    ),
+    Wait(
+        GENERATION,
         (
             "an engine's answer to a generation request: connection errors, timeouts and 5xx "
             "replies "
@@ -522,6 +534,11 @@ WORKERS = (
             "rollout/rm_hub/grader_pool.py::_popen",
         ),
         "closed with the pool",
+    ),
+    Worker(
+        "the thread that interrupts renders of chat templates",
+        ("prompts/template_limits.py::_Watch._serve",),
+        "ends with its process",
     ),
     Worker(
         "a grader's guard",

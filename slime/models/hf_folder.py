@@ -16,6 +16,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in `path`. ConfigError names the file when it is missing or
     malformed.
     """
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ConfigError(f"{path} is no regular file. Download the folder again.")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -23,11 +25,20 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path} does not exist. Give a Hugging Face folder: config.json, *.safetensors, "
             "tokenizer.json."
         ) from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or absurd numbers or depth
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a JSON {type(value).__name__}, expected an object.")
     return value
+
+
+def check_regular_files(folder: Path) -> None:
+    """ConfigError for a pipe, a socket or a device in the folder: reading it would wait for ever."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ConfigError(f"{path} is no regular file. Download the folder again.")
 
 
 def read_eos_token_ids(folder: str | Path, tokenizer_eos: int | None = None) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,17 +118,3 @@ def split(rule: Rule, parameter: torch.Tensor, sizes: WeightSizes) -> list[torch
             for part in grouped.split([per_group * head_dim, head_dim, head_dim], dim=1)
         ]
     return [parameter]
-
-
-def expected_hf_names(shape: ModelShape) -> Iterator[str]:
-    """Every tensor that a Hugging Face folder of this shape may hold; of tied embeddings,
-    lm_head.weight may be missing.
-    """
-    dense = [layer for layer in range(shape.num_layers) if layer not in shape.sparse_layers]
-    layers = {"all": range(shape.num_layers), "dense": dense, "sparse": shape.sparse_layers}
-    for rule in shape.family.rules:
-        if rule.feature is not None and not getattr(shape, rule.feature):
-            continue
-        for layer in layers[rule.layers] if "{layer}" in rule.megatron else (0,):
-            for expert in range(shape.num_experts) if "{expert}" in rule.megatron else (0,):
-                yield from (hf.format(layer=layer, expert=expert) for hf in rule.hf)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.exceptions import RolloutDataError
+from slime.prompts.template_limits import TemplateLimit, apply_template
 from slime.typing import Tokenizer
 
 # What a template may write beside a message's content, and a probe must not have: it would move or
@@ -41,10 +42,10 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         try:
-            return self.tokenizer.apply_chat_template(
+            return apply_template(
+                self.tokenizer,
                 renderable_messages(self.tokenizer, messages),
                 tools=self.tools,
-                tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 **self.template_kwargs,
             )
@@ -114,6 +115,8 @@ class ChatTemplate:
         probe[position] = _with_content(messages[position], word, keep_calls=keep_calls)
         try:
             text = self.render(probe, add_generation_prompt=add_generation_prompt)
+        except TemplateLimit:
+            raise
         except RolloutDataError:  # it may demand the tool call that a tool result answers
             return None
         return text.split(word, 1)[1] if text.count(word) == 1 else None
@@ -196,8 +199,10 @@ def _encodes_arguments(tokenizer: Tokenizer) -> bool:
             {"role": "assistant", "content": "", "tool_calls": [call]},
         ]
         try:
-            text = tokenizer.apply_chat_template(probe, tokenize=False)
+            text = apply_template(tokenizer, probe)
             _ENCODES[key] = '\\"probe_key\\"' in text
+        except TemplateLimit:
+            raise
         except Exception:  # noqa: BLE001 - a template that wants values may raise anything on a text
             _ENCODES[key] = True
     return _ENCODES[key]

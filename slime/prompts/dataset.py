@@ -21,6 +21,7 @@ from slime.files import exact_json
 from slime.prompts.chat_render import renderable_messages
 from slime.prompts.masks import conversation_problem, message_pairs
 from slime.prompts.prompt_files import Row, parse_generalized_path, read_rows
+from slime.prompts.template_limits import apply_template
 from slime.typing import Processor, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -126,10 +127,10 @@ def render_prompt(
             "the prompts are chat messages, but the tokenizer has no chat template. Add one to its "
             "folder."
         )
-    return tokenizer.apply_chat_template(
+    return apply_template(
+        tokenizer,
         renderable_messages(tokenizer, messages),
         tools=tools,
-        tokenize=False,
         add_generation_prompt=True,
         **(template_kwargs or {}),
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.exceptions import ConfigError
+from slime.models.hf_folder import check_regular_files
 from slime.typing import Processor
 
 if TYPE_CHECKING:
@@ -24,8 +25,10 @@ def load_tokenizer(name_or_path: str, **kwargs: object) -> Any:
     _check_folder(name_or_path, "tokenizer")
     try:
         return AutoTokenizer.from_pretrained(name_or_path, **{"trust_remote_code": False, **kwargs})
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load a tokenizer from {name_or_path!r}: {error}") from error
+    except Exception as error:  # noqa: BLE001 - a damaged file makes it raise anything
+        raise ConfigError(
+            f"cannot load a tokenizer from {name_or_path!r}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def load_processor(name_or_path: str, **kwargs: object) -> Any | None:
@@ -37,6 +40,7 @@ def load_processor(name_or_path: str, **kwargs: object) -> Any | None:
         for name in ("preprocessor_config.json", "processor_config.json")
     ):
         return None
+    _check_folder(name_or_path, "processor")
     try:
         processor = AutoProcessor.from_pretrained(
             name_or_path, **{"trust_remote_code": False, **kwargs}
@@ -50,6 +54,7 @@ def _check_folder(name_or_path: str, what: str) -> None:
     looks_like_path = name_or_path.startswith((".", "/", "~"))
     if looks_like_path and not Path(name_or_path).expanduser().is_dir():
         raise ConfigError(f"cannot load a {what}: folder {name_or_path!r} does not exist.")
+    check_regular_files(Path(name_or_path).expanduser())
 
 
 @functools.lru_cache(maxsize=4)

@@ -7,7 +7,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest
-from support.options import write_run_inputs
+from support.options import write_run_inputs, write_weights
 from support.tiny_models import make_char_tokenizer
 
 from slime.commands.dry_run import (
@@ -21,6 +21,8 @@ from slime.commands.dry_run import (
     template_difference,
 )
 from slime.config.derive import DerivedSizes
+from slime.models.shape import read_model_shape
+from slime.models.weight_shapes import expected_tensors
 from slime.utils.arguments import parse_args
 
 NUM_GPUS = 0
@@ -43,6 +45,7 @@ MERGING_TEMPLATE = (
 def run_inputs_with_tokenizer(folder, **tokenizer_options):
     words = write_run_inputs(folder)
     make_char_tokenizer(**tokenizer_options).save_pretrained(folder / "model")
+    write_weights(folder / "model", dict(expected_tensors(read_model_shape(folder / "model"))))
     return [*words, "--apply-chat-template", "--dry-run"]
 
 

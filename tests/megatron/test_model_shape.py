@@ -18,8 +18,9 @@ from support.options import write_run_inputs
 from slime.exceptions import ConfigError
 from slime.models.families import FAMILIES, is_derived_tensor
 from slime.models.megatron_fields import contradictions, megatron_fields
-from slime.models.param_mapping import expected_hf_names, match
+from slime.models.param_mapping import match
 from slime.models.shape import ModelShape, model_shape, read_model_shape
+from slime.models.weight_shapes import expected_hf_names
 
 NUM_GPUS = 0
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import struct
 from pathlib import Path
 
 HF_CONFIG = {
@@ -40,6 +42,19 @@ def write_run_inputs(folder: Path) -> list[str]:
         "--rollout-batch-size 4 "
         f"--n-samples-per-prompt 2 --num-rollout 3 --rollout-max-response-len 8 --num-cpus 64 --run-dir {folder / 'run'}"
     ).split()
+
+
+def write_weights(folder: Path, tensors: dict[str, tuple[int, ...]]) -> Path:
+    """Writes a safetensors file of ones (float32) into `folder`; returns its path."""
+    header, stop = {}, 0
+    for name, shape in tensors.items():
+        start, stop = stop, stop + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, stop]}
+    text = json.dumps(header).encode()
+    path = folder / "model.safetensors"
+    ones = struct.pack("<f", 1.0) * (stop // 4)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + ones)
+    return path
 
 
 def upstream_namespace(**overrides) -> argparse.Namespace:

@@ -16,7 +16,7 @@ from slime.backends.torch_engine.model import Decoder
 from slime.exceptions import ConfigError, EngineError
 from slime.files.checksum import combine_digests, tensor_digest
 from slime.models.families import is_derived_tensor
-from slime.models.hf_folder import read_json
+from slime.models.safetensors_header import weight_files
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_NAMES_SHOWN = 5
@@ -27,31 +27,6 @@ EMBEDDING = "model.embed_tokens.weight"
 def dtype_name(dtype: torch.dtype) -> str:
     """Returns the torch name without "torch."."""
     return str(dtype).removeprefix("torch.")
-
-
-def weight_files(folder: str | Path) -> list[Path]:
-    """Returns the safetensors files of a Hugging Face folder. ConfigError if there are none, or if
-    one of the index is missing.
-    """
-    folder = Path(folder)
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ConfigError(f"{index} has no weight_map.")
-        # A name from a file must not lead outside the folder.
-        files = [folder / Path(str(name)).name for name in sorted(set(weight_map.values()))]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    missing = [str(path) for path in files if not path.is_file()]
-    if missing:
-        raise ConfigError(f"weight files are missing: {', '.join(missing)}.")
-    if not files:
-        raise ConfigError(
-            f"{folder} has no *.safetensors file. Convert pickled weights with transformers' "
-            "save_pretrained first."
-        )
-    return files
 
 
 def read_weights(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -17,8 +17,9 @@ from slime.backends.megatron_utils.local_params import local_parameters
 from slime.exceptions import ConfigError
 from slime.models.families import FAMILIES, is_derived_tensor
 from slime.models.megatron_fields import contradictions
-from slime.models.param_mapping import WeightSizes, combine, expected_hf_names, match
+from slime.models.param_mapping import WeightSizes, combine, match
 from slime.models.shape import read_model_shape
+from slime.models.weight_shapes import expected_hf_names
 
 __all__ = [
     "SafetensorReader",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -10,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from slime.backends.megatron_utils.sharding import shard
 from slime.exceptions import ConfigError
+from slime.models.safetensors_header import read_weight_map, weight_files
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
@@ -30,24 +30,13 @@ class SafetensorReader:
         self._file_of: dict[str, str] = {}
         self._open: dict[str, object] = {}
         self._last: tuple[str, torch.Tensor] | None = None
-        index = self.folder / "model.safetensors.index.json"
-        if index.exists():
-            self._file_of = dict(json.loads(index.read_text())["weight_map"])
-            missing = sorted(
-                {file for file in self._file_of.values() if not (self.folder / file).exists()}
-            )
-            if missing:
-                raise ConfigError(
-                    f"{index} names {missing[0]}, which is not in {self.folder}. Download the "
-                    "folder again."
-                )
+        files = weight_files(self.folder)
+        weight_map = read_weight_map(self.folder)
+        if weight_map is not None:
+            self._file_of = {name: Path(file).name for name, file in weight_map.items()}
         else:
-            for path in sorted(self.folder.glob("*.safetensors")):
+            for path in files:
                 self._file_of.update(dict.fromkeys(self._handle(path.name).keys(), path.name))
-        if not self._file_of:
-            raise ConfigError(
-                f"{self.folder} holds no *.safetensors files. Only safetensors weights are read."
-            )
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
