@@ -68,7 +68,7 @@ def summarize(traces: Sequence[ProcessTrace], windows: Sequence[Interval]) -> Tr
     seconds = total_seconds(windows)
     rows: list[Row] = []
     busy: list[Interval] = []
-    for trace in traces:
+    for trace in _one_per_name(traces):
         own = clipped(
             ((span.start, span.end) for span in trace.spans if span.name not in WAITS), windows
         )
@@ -80,6 +80,19 @@ def summarize(traces: Sequence[ProcessTrace], windows: Sequence[Interval]) -> Tr
         span.rollout for span in spans if span.rollout is not None and _runs_in(span, windows)
     }
     return TraceSummary(rows, sorted(inside), seconds, seconds - total_seconds(busy))
+
+
+def _one_per_name(traces: Sequence[ProcessTrace]) -> list[ProcessTrace]:
+    """The processes, as one where a later one went on in place of another: of a resumed run, or of
+    ranks whose processes end between rollouts (--release-train).
+    """
+    found: dict[str, ProcessTrace] = {}
+    for trace in traces:
+        first = found.setdefault(trace.process, trace)
+        if first is not trace:
+            spans = sorted([*first.spans, *trace.spans], key=lambda span: (span.start, -span.end))
+            found[trace.process] = dataclasses.replace(first, spans=spans)
+    return list(found.values())
 
 
 def _runs_in(span: Span, windows: Sequence[Interval]) -> bool:

@@ -86,52 +86,90 @@ def read_traces(run_dir: str | os.PathLike[str]) -> tuple[list[ProcessTrace], in
     traces, num_unreadable = [], 0
     for file in files:
         tail = JsonlTail(file)
-        records = tail.read()
-        num_unreadable += tail.malformed + tail.ends_torn
-        traces.append(_process_trace(file, records, references))
+        reading = _Reading(file, references)
+        for record in tail.read():
+            reading.take(record)
+        num_unreadable += tail.malformed + tail.ends_torn + reading.num_unreadable
+        traces.append(reading.process_trace())
     rank_order = {"driver": 0, "rollout": 1}
     traces.sort(key=lambda trace: (rank_order.get(trace.head.get("role", ""), 2), trace.process))
     return traces, num_unreadable
 
 
-def _process_trace(
-    file: Path, records: Sequence[dict[str, Any]], references: dict[str, int]
-) -> ProcessTrace:
-    name, _, pid = file.stem.rpartition("-")
-    head: dict[str, Any] = {}
-    opened: dict[str, Any] = {}
-    shift = 0
-    spans: list[Span] = []
-    for record in records:
-        if record.get("type") == "head":
-            if record.get("version") != FORMAT_VERSION:
-                raise ConfigError(
-                    f"{file} was written by another version of slime: its format is "
-                    f"{record.get('version')!r}, this one reads {FORMAT_VERSION}."
-                )
-            head, offset = record, record["clock_offset"]
-            shift = references.setdefault(record["boot_id"], offset) - offset
-            opened = {}  # by a process that is gone
-        elif record.get("type") == "open":
-            opened = record
-        elif isinstance(record.get("start"), int) and isinstance(record.get("dur"), int):
-            spans += _spans_of(record, shift)
-    spans += _unfinished(opened, spans, shift)
-    spans.sort(key=lambda span: (span.start, -span.end))
-    number = int(pid) if pid.isdigit() else 0
-    return ProcessTrace(head.get("process", name), head.get("pid", number), head, spans)
+class _Reading:
+    """One process's file, record by record. A process of a resumed run may have had the same
+    number: its head begins anew.
+    """
+
+    def __init__(self, file: Path, references: dict[str, int]) -> None:
+        self._file, self._references = file, references
+        self._head: dict[str, Any] = {}
+        self._shift = 0
+        self._spans: list[Span] = []
+        self._open: list[Span] = []
+        self._open_until = 0
+        self.num_unreadable = 0
+
+    def take(self, record: dict[str, Any]) -> None:
+        """Takes the next record, or counts it as unreadable. ConfigError for another format."""
+        try:
+            kind = record.get("type")
+            if kind == "head":
+                self._take_head(record)
+            elif kind == "open":
+                self._take_open(record)
+            else:
+                self._spans += list(_spans_of(record, self._shift))
+        except (KeyError, TypeError, ValueError):
+            self.num_unreadable += 1
+
+    def _take_head(self, record: dict[str, Any]) -> None:
+        if record["version"] != FORMAT_VERSION:
+            raise ConfigError(
+                f"{self._file} was written by another version of slime: its format is "
+                f"{record['version']!r}, this one reads {FORMAT_VERSION}."
+            )
+        offset = int(record["clock_offset"])
+        self._shift = self._references.setdefault(str(record["boot_id"]), offset) - offset
+        self._head = record
+        self._open = []  # of a process that is gone
+
+    def _take_open(self, record: dict[str, Any]) -> None:
+        self._open_until = record["time"] + self._shift
+        common = {"track": None, "rollout": record["rollout"], "attrs": {"unfinished": True}}
+        self._open = [
+            Span(one["name"], start, max(start, self._open_until), one["thread"], **common)
+            for one in record["spans"]
+            for start in [one["start"] + self._shift]
+        ]
+
+    def process_trace(self) -> ProcessTrace:
+        """The process, with the phases that had not ended when it wrote last, until that time."""
+        ended = {(span.name, span.start, span.thread) for span in self._spans}
+        last = max([self._open_until, *(span.end for span in self._spans)])
+        spans = self._spans + [
+            dataclasses.replace(span, end=last)
+            for span in self._open
+            if (span.name, span.start, span.thread) not in ended
+        ]
+        spans.sort(key=lambda span: (span.start, -span.end))
+        name, _, pid = self._file.stem.rpartition("-")
+        number = int(pid) if pid.isdigit() else 0
+        head = self._head
+        return ProcessTrace(head.get("process", name), head.get("pid", number), head, spans)
 
 
 def _spans_of(record: dict[str, Any], shift: int) -> Iterator[Span]:
     """The span of a record; of a request, which samples may share, one of each sample."""
-    start, attrs = record["start"] + shift, record.get("attrs") or {}
+    start, attrs = int(record["start"]) + shift, dict(record.get("attrs") or {})
+    rollout = record.get("rollout")
     one = Span(
-        str(record.get("name")),
+        str(record["name"]),
         start,
-        start + record["dur"],
-        record.get("thread", 0),
+        start + int(record["dur"]),
+        int(record["thread"]),
         record.get("track"),
-        record.get("rollout"),
+        None if rollout is None else int(rollout),
         attrs,
     )
     if one.track != REQUESTS or "measured" not in attrs:
@@ -141,19 +179,6 @@ def _spans_of(record: dict[str, Any], shift: int) -> Iterator[Span]:
         attrs["samples"], attrs["groups"], attrs["measured"], strict=True
     ):
         yield dataclasses.replace(one, attrs={"sample": sample, "group": group, **measured})
-
-
-def _unfinished(opened: dict[str, Any], spans: Sequence[Span], shift: int) -> list[Span]:
-    """The phases that had not ended when their process wrote last, until that time."""
-    if not opened:
-        return []
-    last = max([opened["time"] + shift, *(span.end for span in spans)])
-    ended = {(span.name, span.start, span.thread) for span in spans}
-    return [
-        Span(one["name"], start, last, one["thread"], None, None, {"unfinished": True})
-        for one in opened["spans"]
-        if (one["name"], start := one["start"] + shift, one["thread"]) not in ended
-    ]
 
 
 def phases_of(spans: Iterable[Span]) -> dict[int, list[Phase]]:

@@ -10,7 +10,7 @@ The first line of a file is its head: process, role, rank, pid, host, and `clock
 nanoseconds since the epoch minus the monotonic clock. A span is {"name", "start", "dur", "thread"}, `start` in
 nanoseconds since the epoch (monotonic clock plus that offset, so a clock that is set meanwhile does
 not tear spans apart) and `dur` in nanoseconds, with "track", "rollout" and "attrs" where it has
-them. {"type": "open", "time", "spans"} lists the phases that have not ended at that time, for a run
+them. {"type": "open", "time", "rollout", "spans"} lists the phases that have not ended at that time, for a run
 that goes on, hangs or was killed; the last one counts. Every block of `slime.tracking.timer.timer`
 is a span too. Without --trace nothing is kept and `span` costs one comparison.
 """
@@ -146,7 +146,8 @@ class SpanWriter:
         if opened != self._listed:
             self._listed = opened
             at = round(now * NANOSECONDS) + self._offset
-            records.append({"type": "open", "time": at, "spans": opened})
+            about = {"time": at, "rollout": self.rollout_id}
+            records.append({"type": "open", **about, "spans": opened})
         if records:
             self._write(records)
 

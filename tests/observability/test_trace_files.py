@@ -247,6 +247,7 @@ def test_what_has_not_ended_is_shown_until_now(writing, capsys):
     """A run that hangs or was killed shows the phases in which it stands, around those that ended;
     a process that ended in good order has none."""
     Timer().start("train_wait")
+    spans.set_rollout(3)
     with timer("generate"):
         time.sleep(1.2 * spans.FLUSH_INTERVAL_S)
         with spans.span("put"):
@@ -256,8 +257,10 @@ def test_what_has_not_ended_is_shown_until_now(writing, capsys):
         titles = [(path, phase.span.title) for phase in phases for path, phase in phase.walk()]
         wait, generate = "train_wait (unfinished)", "generate (unfinished)"
         assert titles == [((), wait), ((wait,), generate), ((wait, generate), "put")]
-        assert trace.main([str(writing)]) == 0
-        assert generate in capsys.readouterr().out
+        assert trace.main([str(writing), "--rollout", "3"]) == 0
+        table = capsys.readouterr().out.splitlines()
+        (row,) = (line for line in table if generate in line)
+        assert float(row.split()[-2]) >= spans.FLUSH_INTERVAL_S, "it stands there until now"
     spans.stop_tracing()
     Timer().end("train_wait")
     Timer().reset()
@@ -276,12 +279,14 @@ def test_text_that_is_no_unicode_is_written_as_ascii(writing):
 
 
 def test_a_torn_last_line_is_skipped_and_counted(two_processes, tmp_path, capsys):
-    """The line that a killed process could not finish is left out and counted."""
+    """The line that a killed process could not finish is left out and counted, as is what is no
+    record of a span."""
     shutil.copytree(two_processes, tmp_path / "run")
     file = next((tmp_path / "run" / spans.FOLDER).glob("actor-0-*"))
-    file.write_bytes(file.read_bytes() + b'{"name": "tra')
+    odd = b'{"name": 3}\n{"name": "x", "start": "y", "dur": 1, "thread": 1}\n7\n{"type": "open"}\n'
+    file.write_bytes(file.read_bytes() + odd + b'{"name": "tra')
     assert trace.main([str(tmp_path / "run")]) == 0
-    assert "1 lines could not be read" in capsys.readouterr().out
+    assert "5 lines could not be read" in capsys.readouterr().out
 
 
 def check_chrome_trace(document):
@@ -446,6 +451,23 @@ def test_phases_of_coroutines_do_not_swallow_each_other(writing):
     (phases,) = phases_of(recorded(writing)).values()
     assert [phase.span.name for phase in phases] == ["hook", "hook"]
     check_chrome_trace(chrome_trace(read_traces(writing)[0]))
+
+
+def test_processes_that_go_on_for_each_other_are_one_in_the_table(tmp_path):
+    """Ranks whose processes end between rollouts, or a resumed run's, are counted together, and
+    stand apart in the picture."""
+    for pid in (1, 2):
+        head = {"type": "head", "process": "actor-0", "pid": pid, "boot_id": "m", "version": 1}
+        span = {"name": "train", "start": pid * 10**9, "dur": 10**8, "thread": pid, "rollout": pid}
+        write_lines(tmp_path, f"actor-0-{pid}", {**head, "clock_offset": 0}, span)
+    traces, _ = read_traces(tmp_path)
+    summary = trace.summarize(traces, windows_of(traces))
+    assert [(row.phase, row.count, round(row.seconds, 6)) for row in summary.rows] == [
+        ("train", 2, 0.2),
+        (trace.IDLE, 0, 0.9),
+    ]
+    names = [e for e in chrome_trace(traces)["traceEvents"] if e["name"] == "process_name"]
+    assert len(names) == 2
 
 
 def test_a_new_run_in_an_old_folder_moves_the_old_traces_aside(tmp_path):
