@@ -133,6 +133,11 @@ class TableFile:
                 raise RolloutDataError(f"{path} is not a whole {what}: {error}") from error
         self.metadata = texts_of(self.schema.metadata)
 
+    @property
+    def is_large(self) -> bool:
+        """Whether every column is read anew."""
+        return self._table is None
+
     def __contains__(self, name: str) -> bool:
         return name in self.schema.names
 

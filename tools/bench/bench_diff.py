@@ -6,7 +6,7 @@
 `large` makes two rollouts of that many samples with that many tokens, equal but for one log-prob of
 the trainer, with replies as an engine sends them. `many` copies the first rollout of a recording
 that often, twice, the second time with another time in every part. The comparison runs in a process
-of its own: seconds from its start to its end, and its peak memory.
+of its own: seconds from its start to its end, CPU seconds, and its peak memory.
 """
 
 from __future__ import annotations
@@ -206,9 +206,12 @@ def measure(a: Path, b: Path) -> None:
         capture_output=True,
     )
     seconds = time.perf_counter() - begun
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    peak, busy = used.ru_maxrss / 2**20, used.ru_utime + used.ru_stime
     print(found.stdout[:1500] + found.stderr[-1500:])
-    print(f"status {found.returncode}, {seconds:.1f} s, peak {peak:.2f} GiB")
+    print(
+        f"status {found.returncode}, {seconds:.1f} s, {busy:.1f} CPU seconds, peak {peak:.2f} GiB"
+    )
 
 
 def main() -> None:

@@ -4,11 +4,12 @@ dump. A column is read when it is asked for, so that two large rollouts fit into
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +25,8 @@ from slime.files.train_table import HEADER
 if TYPE_CHECKING:
     import pyarrow
 
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 _JSON_COLUMNS = frozenset((*JSONS, "rest", "changes"))
 
 
@@ -75,9 +78,12 @@ class Columns:
         names: Sequence[str],
         read: Callable[[str], Column],
         header: Mapping[str, Any] | None = None,
+        *,
+        is_large: bool = False,
     ) -> None:
         self.where, self.num_rows, self.names = where, num_rows, list(names)
         self.header = dict(header or {})  # of a train dump
+        self.is_large = is_large  # a column takes long to read
         self._read = read
 
     def __contains__(self, name: str) -> bool:
@@ -112,6 +118,23 @@ class Columns:
         return values if column.missing is None else np.where(column.missing, -1, values)
 
 
+def columns_of_both(a: Columns, b: Columns, name: str) -> tuple[Column, Column]:
+    """One column of two tables."""
+    if a.is_large and b.is_large:
+        return both(lambda columns: columns.column(name), a, b)
+    return a.column(name), b.column(name)
+
+
+def both(function: Callable[[Given], Made], one: Given, other: Given) -> tuple[Made, Made]:
+    """(function(one), function(other)), at the same time: reading files and hashing leave the
+    interpreter free.
+    """
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        second = pool.map(function, [other])
+        first = function(one)
+        return first, next(iter(second))
+
+
 def columns_of_file(path: Path, what: str) -> Columns:
     """The columns of a Parquet file."""
     file = tables.TableFile(path, what=what)
@@ -125,7 +148,9 @@ def columns_of_file(path: Path, what: str) -> Columns:
     def read(name: str) -> Column:
         return _column_of(name, file.schema.field(name), file.column(name), path)
 
-    return Columns(str(path), file.num_rows, file.schema.names, read, header)
+    return Columns(
+        str(path), file.num_rows, file.schema.names, read, header, is_large=file.is_large
+    )
 
 
 def columns_of_samples(where: str, samples: Sequence[Sample]) -> Columns:

@@ -19,10 +19,12 @@ import orjson
 
 from slime.exceptions import RolloutDataError
 from slime.files import exact_json
+from slime.harness.diff.columns import both
 from slime.harness.diff.results import Difference, FieldResult
 from slime.harness.diff.sides import Side
 from slime.harness.diff.stages import NOT_COMPARED_KEYS, DiffStage, Text
 from slime.harness.diff.values import ABSENT, EXACT, Extent, json_differences
+from slime.recording import manifest
 
 # a key that is not compared, with a value that has no quoted bracket
 _VOLATILE = re.compile(
@@ -42,14 +44,12 @@ class _Line:
     number: int
     start: int
     size: int
-    digest: bytes
+    digest: tuple[int, int]
 
 
 def compare_replies(a: Side, b: Side) -> list[FieldResult]:
     """What requests and what replies differ."""
-    a.verify("replies")
-    b.verify("replies")
-    lines_a, lines_b = (_lines_by_request(side.files["replies"]) for side in (a, b))
+    lines_a, lines_b = both(_lines_by_request, a, b)
     requests = FieldResult(DiffStage.REPLY, "replies", "request")
     replies = FieldResult(DiffStage.REPLY, "replies", "reply")
     differing: list[tuple[_Line, _Line]] = []
@@ -70,25 +70,26 @@ def compare_replies(a: Side, b: Side) -> list[FieldResult]:
     return [requests, replies]
 
 
-def _lines_by_request(path: Path) -> dict[bytes, list[_Line]]:
+def _lines_by_request(side: Side) -> dict[tuple[int, int], list[_Line]]:
     """Every line of the file by the hash of its request, in the order of the file."""
-    found: dict[bytes, list[_Line]] = collections.defaultdict(list)
+    path = side.files["replies"]
+    found: dict[tuple[int, int], list[_Line]] = collections.defaultdict(list)
     start = 0
-    try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file):
-                compared = _VOLATILE.sub(b"", line)
-                begin, cut = compared.find(_REQUEST), compared.find(_REPLY)
-                if begin < 0 or cut < begin:
-                    raise RolloutDataError(f"{path}, line {number + 1}: no reply of an engine.")
-                key, digest = (
-                    hashlib.blake2b(part, digest_size=16).digest()
-                    for part in (compared[begin:cut], compared[:begin] + compared[cut:])
-                )
-                found[key].append(_Line(number, start, len(line), digest))
-                start += len(line)
-    except OSError as error:
-        raise RolloutDataError(f"{path} cannot be read: {error}") from error
+    whole = hashlib.blake2b(digest_size=manifest.HASH_BYTES)
+    with open(path, "rb") as file:
+        for number, line in enumerate(file):
+            whole.update(line)
+            compared = _VOLATILE.sub(b"", line)
+            begin, cut = compared.find(_REQUEST), compared.find(_REPLY)
+            if begin < 0 or cut < begin:
+                side.verify("replies")
+                raise RolloutDataError(f"{path}, line {number + 1}: no reply of an engine.")
+            # Python's hash of bytes is keyed by the process, and seven times as fast as blake2b
+            request, reply = compared[begin:cut], compared[:begin] + compared[cut:]
+            key, digest = (len(request), hash(request)), (len(reply), hash(reply))
+            found[key].append(_Line(number, start, len(line), digest))
+            start += len(line)
+    side.check_hash("replies", whole.hexdigest())
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from slime.harness.diff import stages
-from slime.harness.diff.columns import Column, Columns, split_tokens
+from slime.harness.diff.columns import Column, Columns, both, columns_of_both, split_tokens
 from slime.harness.diff.compare import Outcome, Pairs, compare_columns, compare_objects
 from slime.harness.diff.matching import (
     IDENTITIES,
@@ -153,8 +153,7 @@ class _Comparison:
         x, y = self.a.parts.get(part), self.b.parts.get(part)
         if x is None or y is None or x.blake2b != y.blake2b:
             return False
-        self.a.verify(part)
-        self.b.verify(part)
+        both(lambda side: side.verify(part), self.a, self.b)
         for name in self.a.columns(part).names:
             if name not in NOT_COMPARED_FIELDS:
                 self._add(part, name, self._stage(part, name), Outcome(), None, None)
@@ -206,7 +205,8 @@ class _Comparison:
         matching: Matching,
         rows: tuple[np.ndarray, np.ndarray],
     ) -> None:
-        column_a, column_b, pairs = x.column(name), y.column(name), matching.pairs
+        pairs = matching.pairs
+        column_a, column_b = columns_of_both(x, y, name)
         if name in _NUMBERED and not matching.is_by_place and column_a.kind == "number":
             places = np.arange(len(pairs), dtype=np.int64)
             column_a = Column("number", same_grouping(column_a.values, pairs.a))
@@ -223,11 +223,12 @@ class _Comparison:
         rows: tuple[np.ndarray, np.ndarray],
     ) -> None:
         split = []
-        for columns in (x, y):
+        tokens = columns_of_both(x, y, "tokens")
+        for columns, column in zip((x, y), tokens, strict=True):
             lengths = columns.numbers("response_length")
             if lengths is None:
                 lengths = np.full(columns.num_rows, -1, dtype=np.int64)
-            split.append(split_tokens(columns.column("tokens"), lengths))
+            split.append(split_tokens(column, lengths))
         for stage, one, other in zip((DiffStage.PROMPT, DiffStage.REPLY), *split, strict=True):
             self._add(
                 "samples", "tokens", stage, compare_columns(one, other, matching.pairs), *rows

@@ -97,6 +97,12 @@ class Side:
             if problem is not None:
                 raise RolloutDataError(problem)
 
+    def check_hash(self, name: str, digest: str) -> None:
+        """`verify`, for who has hashed the part while reading it."""
+        part = self.parts.get(name)
+        if part is not None and part.blake2b != digest:
+            raise RolloutDataError(f"{self.files[name]} is damaged: its hash is {digest}.")
+
     def json(self, name: str) -> dict[str, Any]:
         """The JSON object of a part."""
         if name not in self._objects:
