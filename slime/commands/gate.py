@@ -35,6 +35,7 @@ from slime.data.sample import Sample
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.files.jsonl import read_jsonl
 from slime.files.rollout_dump import read_rollout_dump
+from slime.files.sample_table import samples_of
 from slime.files.tables import read_table
 from slime.gate import tools
 from slime.gate.alignment import Codec, codec_of
@@ -188,9 +189,12 @@ def load_samples(path: Path, *, with_dropped: bool = False) -> list[Sample]:
 def read_snapshot(path: Path, *, with_dropped: bool = False) -> list[Sample]:
     """The raw samples of a snapshot's batch, or of the samples part of a recording, as the engine
     sent them, in row order; `with_dropped` also those that the rollout dropped, which stand behind.
+    Of a rollout dump its samples as they are.
     """
     table = read_table(path, what="raw snapshot")
     try:
+        if "raw_row" not in table.column_names:  # a rollout dump
+            return samples_of(table)
         return samples_as_sent(table, with_dropped=with_dropped)
     except RolloutDataError as error:
         raise RolloutDataError(f"{path}: {error}") from error

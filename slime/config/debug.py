@@ -26,29 +26,29 @@ class DebugOptions:
     save_debug_rollout_data: str | None = option(
         None,
         (
-            "Write each rollout's samples here, one JSON-lines file per rollout; {rollout_id} in "
-            "the "
-            "path is replaced."
+            "Write each rollout's samples here, one file per rollout: a Parquet table where the path "
+            "ends in .parquet, else JSON lines; {rollout_id} in the path is replaced."
         ),
     )
     load_debug_rollout_data: str | None = option(
-        None, "Read samples from such files in place of generating; turns --debug-train-only on."
+        None,
+        "Read samples from such files, or from the folder of a recording (--record), in place of "
+        "generating; turns --debug-train-only on.",
     )
     load_debug_rollout_data_subsample: float | None = option(
         None, "Share of the loaded samples that is used.", above=0, maximum=1
     )
     save_debug_train_data: str | None = option(
         None,
-        "Write what training computed per sample and token here, one safetensors file per rollout; "
-        "{rollout_id} in the path is "
+        "Write what training computed per sample and token here, one file per rollout: a Parquet "
+        "table where the path ends in .parquet, else safetensors; {rollout_id} in the path is "
         "replaced, and {rank} by the writing rank.",
     )
     dump_details: str | None = option(
         None,
         (
-            "Folder for both kinds of dump: sets --save-debug-rollout-data and "
-            "--save-debug-train-data "
-            "where they are not given."
+            "Folder for both kinds of dump, as Parquet tables: sets --save-debug-rollout-data and "
+            "--save-debug-train-data where they are not given."
         ),
     )
     ci_test: bool = option(

@@ -102,9 +102,9 @@ def _dump_paths(args: argparse.Namespace) -> dict[str, Any]:
         return {}
     return {
         "save_debug_rollout_data": args.save_debug_rollout_data
-        or f"{args.dump_details}/rollout_data/{{rollout_id}}.jsonl",
+        or f"{args.dump_details}/rollout_data/{{rollout_id}}.parquet",
         "save_debug_train_data": args.save_debug_train_data
-        or f"{args.dump_details}/train_data/{{rollout_id}}.safetensors",
+        or f"{args.dump_details}/train_data/{{rollout_id}}.parquet",
     }
 
 

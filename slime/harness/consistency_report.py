@@ -295,9 +295,7 @@ def _tokens_of_step(
 
 def _samples_by_index(config: Mapping[str, Any], rollout_id: int) -> dict[Any, Sample]:
     """The samples of the rollout dump, written or replayed; {} where there is none."""
-    written = config.get("save_debug_rollout_data") or _detail(
-        config, "rollout_data/{rollout_id}.jsonl"
-    )
+    written = config.get("save_debug_rollout_data") or _detail(config, "rollout_data", ".jsonl")
     template = written or config.get("load_debug_rollout_data")
     path = dump_path(template, rollout_id, evaluation=False) if template else None
     return (
@@ -308,9 +306,7 @@ def _samples_by_index(config: Mapping[str, Any], rollout_id: int) -> dict[Any, S
 
 
 def _dump_file(config: Mapping[str, Any], rollout_id: int) -> Path | None:
-    template = config.get("save_debug_train_data") or _detail(
-        config, "train_data/{rollout_id}.safetensors"
-    )
+    template = config.get("save_debug_train_data") or _detail(config, "train_data", ".safetensors")
     if not template:
         return None
     path = train_dump_path(template, rollout_id, rank=0)
@@ -322,8 +318,13 @@ def _dump_file(config: Mapping[str, Any], rollout_id: int) -> Path | None:
     return path
 
 
-def _detail(config: Mapping[str, Any], name: str) -> str | None:
-    return f"{config['dump_details']}/{name}" if config.get("dump_details") else None
+def _detail(config: Mapping[str, Any], kind: str, earlier: str) -> str | None:
+    """Where --dump-details puts dumps of a kind; earlier versions gave them another suffix."""
+    if not config.get("dump_details"):
+        return None
+    folder = Path(config["dump_details"]) / kind
+    suffix = earlier if any(folder.glob(f"*{earlier}")) else ".parquet"
+    return f"{folder}/{{rollout_id}}{suffix}"
 
 
 def decoder_of(hf_checkpoint: str | None) -> tuple[Callable[[list[int]], str] | None, str | None]:

@@ -157,7 +157,7 @@ def test_a_flag_beside_a_recorded_file_reaches_what_follows_from_it(tmp_path):
     first = parse_args(
         [*write_run_inputs(tmp_path), "--dump-details", str(tmp_path / "old"), "--eps-clip", "0.2"]
     )
-    assert first.save_debug_rollout_data == f"{tmp_path}/old/rollout_data/{{rollout_id}}.jsonl"
+    assert first.save_debug_rollout_data == f"{tmp_path}/old/rollout_data/{{rollout_id}}.parquet"
     file = tmp_path / "config.yaml"
     write_resolved_config(first, file)
     (tmp_path / "other").mkdir()
@@ -173,8 +173,8 @@ def test_a_flag_beside_a_recorded_file_reaches_what_follows_from_it(tmp_path):
         "8",
     ]
     again = parse_args(["--config", str(file), *flags, "--hf-checkpoint", str(tmp_path / "other")])
-    assert again.save_debug_rollout_data == f"{tmp_path}/new/rollout_data/{{rollout_id}}.jsonl"
-    assert again.save_debug_train_data == f"{tmp_path}/new/train_data/{{rollout_id}}.safetensors"
+    assert again.save_debug_rollout_data == f"{tmp_path}/new/rollout_data/{{rollout_id}}.parquet"
+    assert again.save_debug_train_data == f"{tmp_path}/new/train_data/{{rollout_id}}.parquet"
     assert (first.eps_clip_high, again.eps_clip_high) == (0.2, 0.3)
     assert (first.global_batch_size, again.global_batch_size) == (8, 16)
     assert (first.num_layers, again.num_layers) == (2, 3)
@@ -200,7 +200,7 @@ def test_a_recorded_file_shows_what_followed_apart_from_what_was_asked_for(tmp_p
     assert content["derived"]["global_batch_size"] == 8 and content["derived"]["num_layers"] == 2
     assert (
         content["derived"]["save_debug_train_data"]
-        == f"{tmp_path}/d/train_data/{{rollout_id}}.safetensors"
+        == f"{tmp_path}/d/train_data/{{rollout_id}}.parquet"
     )
     assert read_config(tmp_path)["global_batch_size"] == 8
 
@@ -212,7 +212,7 @@ def test_a_replay_never_writes_over_the_dump_that_it_reads(tmp_path, written):
     (tmp_path / "link").symlink_to(tmp_path / "d")
     words += [
         "--load-debug-rollout-data",
-        str(tmp_path / "d" / "rollout_data" / "{rollout_id}.jsonl"),
+        str(tmp_path / "d" / "rollout_data" / "{rollout_id}.parquet"),
     ]
     with pytest.raises(
         ConfigError,

@@ -66,8 +66,8 @@ ACTED_ON_AT_PARSING = {
     "dump_details": (
         "--dump-details dumps",
         {
-            "save_debug_rollout_data": "dumps/rollout_data/{rollout_id}.jsonl",
-            "save_debug_train_data": "dumps/train_data/{rollout_id}.safetensors",
+            "save_debug_rollout_data": "dumps/rollout_data/{rollout_id}.parquet",
+            "save_debug_train_data": "dumps/train_data/{rollout_id}.parquet",
         },
     ),
     "custom_config_path": ("--custom-config-path {lr}", {"lr": 0.25}),

@@ -458,8 +458,8 @@ def test_dump_details_sets_both_paths_to_templates_that_pass():
     )
     paths = derive(args)
     assert paths == {
-        "save_debug_rollout_data": "/d/rollout_data/{rollout_id}.jsonl",
-        "save_debug_train_data": "/d/train_data/{rollout_id}.safetensors",
+        "save_debug_rollout_data": "/d/rollout_data/{rollout_id}.parquet",
+        "save_debug_train_data": "/d/train_data/{rollout_id}.parquet",
     }
     assert broken_rules(argparse.Namespace(**{**vars(args), **paths})) == []
 

@@ -167,7 +167,7 @@ def gate_numbers(record):
 def test_a_recorded_run_replays_on_one_rank_without_an_engine(data, whole_run, tmp_path):
     """A run recorded on two ranks replays on one without an engine, as docs/debugging.md says:
     every field of every trained sample comes back."""
-    samples = whole_run / "dumps" / "rollout_data" / "{rollout_id}.jsonl"
+    samples = whole_run / "dumps" / "rollout_data" / "{rollout_id}.parquet"
     options = [
         "--actor-num-gpus-per-node",
         1,
@@ -177,10 +177,10 @@ def test_a_recorded_run_replays_on_one_rank_without_an_engine(data, whole_run, t
         samples,
     ]
     small_run.run(
-        data, tmp_path, *options, "--save-debug-train-data", tmp_path / "{rollout_id}.safetensors"
+        data, tmp_path, *options, "--save-debug-train-data", tmp_path / "{rollout_id}.parquet"
     )
     for rollout_id in range(4):
-        recorded = whole_run / "dumps" / "train_data" / f"{rollout_id}.safetensors"
+        recorded = whole_run / "dumps" / "train_data" / f"{rollout_id}.parquet"
         (found,) = compare_paths(
             recorded, tmp_path / recorded.name, Choice(tolerance=Tolerance(rtol=1e-5, atol=1e-6))
         ).rollouts

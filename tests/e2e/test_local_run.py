@@ -157,7 +157,7 @@ def test_a_trace_of_the_run_has_every_phase_and_covers_the_iterations(runs):
 def test_a_sample_of_a_run_is_shown_with_the_trainers_numbers(runs, capsys):
     """`slime show` finds the train dump beside the rollout dump, and the sample in it by its place
     and index."""
-    dump = runs / "first" / "dumps" / "rollout_data" / "0.jsonl"
+    dump = runs / "first" / "dumps" / "rollout_data" / "0.parquet"
     assert show.main([str(dump), "--sample", "3", "--json"]) == 0
     tokens = json.loads(capsys.readouterr().out)["tokens"]
     assert tokens and all(abs(row["trainer"] - row["engine"]) < 1e-4 for row in tokens)

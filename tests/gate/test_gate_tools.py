@@ -313,6 +313,10 @@ def test_a_snapshot_is_a_dump_for_every_command(tmp_path, capsys):
     gate.close()
     assert main(["check", str(tmp_path / "raw_000007.parquet"), "--max-drop-rate", "0.1"]) == 0
     assert "36 of 40 kept" in capsys.readouterr().out
+    path = save_debug_rollout_data(
+        str(tmp_path / "{rollout_id}.parquet"), rollout(40, 4), rollout_id=1, evaluation=False
+    )
+    assert main(["check", str(path)]) == 0 and "36 of 40 kept" in capsys.readouterr().out
 
 
 def test_what_the_rollout_dropped_is_read_only_where_that_is_asked_for(tmp_path, capsys):

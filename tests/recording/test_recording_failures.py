@@ -117,7 +117,12 @@ def test_what_breaks_costs_the_recording_and_not_the_run(
             found += [numbers_of(manager, rollout_id) for rollout_id in (1, 2)]
             manager.recorder.close()
     assert found == expected
-    assert len([r for r in caplog.records if "has stopped" in r.message and str(tmp_path) in r.message]) == 1
+    assert (
+        len(
+            [r for r in caplog.records if "has stopped" in r.message and str(tmp_path) in r.message]
+        )
+        == 1
+    )
     assert manager.recorder.writer.failed
     root = tmp_path / "rec"
     for rollout_id in manifest.recorded_rollouts(root):
