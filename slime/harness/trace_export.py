@@ -19,7 +19,11 @@ from slime.harness.trace_files import (
 )
 
 # the parts of a request that its engine measured, one after the other
-STAGES = (("queue_time", "queue"), ("prefill_duration", "prefill"), ("decode_duration", "decode"))
+STAGES = (
+    ("queue_time", "queue"),
+    ("prefill_launch_latency", "prefill"),
+    ("decode_duration", "decode"),
+)
 TRAINS = "actor_train"
 LOCAL_BATCH = "localize"
 

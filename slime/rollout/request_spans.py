@@ -20,6 +20,7 @@ from slime.tracking.tracing import (
 
 Note = Callable[[Sequence[Any]], None]
 TRACK = "requests"
+PREFILL = "prefill_launch_latency"
 
 
 @contextlib.contextmanager
@@ -49,11 +50,16 @@ def traced_request(samples: Sequence[Sample]) -> Iterator[Note]:
 
 
 def _measured(reply: object) -> dict[str, Any]:
-    """What the engine measured, the durations of its stages as entries like the others."""
+    """What the engine measured, the durations of its stages as entries like the others. Engines
+    tell the time of the prompt's pass, and of that and the decoding together.
+    """
     meta = reply.get("meta_info") if isinstance(reply, dict) else None
     found = build_sglang_meta_trace_attrs(meta)
     for stage in found.pop(TRACE_CHILDREN_KEY, ()):
         found[stage["name"]] = stage["duration"]
+    prefill, both = found.get(PREFILL), meta.get("inference_time") if found and meta else None
+    if isinstance(prefill, float) and isinstance(both, float):
+        found["decode_duration"] = both - prefill
     return found
 
 

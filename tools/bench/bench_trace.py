@@ -47,8 +47,8 @@ META = {
     "weight_version": "7",
     "e2e_latency": 0.0123456789,
     "queue_time": 0.00123456789,
-    "prefill_duration": 0.00412345678,
-    "decode_duration": 0.00698765432,
+    "prefill_launch_latency": 0.00412345678,
+    "inference_time": 0.01111111111,
     "decode_throughput": 429.3219876,
     "output_token_logprobs_b64": "",
 }

@@ -395,11 +395,11 @@ def meta_info(
         "queue_time": started_at - request.submitted_at,
     }
     if request.prefilled_at is not None:
-        decode_duration = ended_at - request.prefilled_at
-        meta["prefill_duration"] = request.prefilled_at - started_at
-        meta["decode_duration"] = decode_duration
-        if decode_duration > 0:
-            meta["decode_throughput"] = count / decode_duration
+        decode_time = ended_at - request.prefilled_at
+        meta["prefill_launch_latency"] = request.prefilled_at - started_at
+        meta["inference_time"] = ended_at - started_at
+        if decode_time > 0:
+            meta["decode_throughput"] = count / decode_time
     segments = request.version_segments(count)
     if len(segments) > 1:
         meta["weight_versions"] = segments
