@@ -62,6 +62,11 @@ COMMANDS: dict[str, Command] = {
         "Read what any RL framework wrote about a run and say what is wrong with it.",
         raw=True,
     ),
+    "bisect": Command(
+        "slime.harness.bisect:main",
+        "Find the commit from which on a recording comes out otherwise.",
+        raw=True,
+    ),
     "rewards": Command(
         "slime.commands.reward:rewards",
         "Check that the labels of a prompt file can be answered right.",

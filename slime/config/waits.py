@@ -448,6 +448,15 @@ WAITS = (
     ),
     Wait(
         AROUND,
+        "a replay that `slime bisect` runs (--timeout), and git",
+        ("harness/bisect.py::run_in", "harness/bisect.py::Repository.try_git"),
+        "the commit is skipped",
+        "took more than",
+        "harness/test_bisect.py::test_a_replay_that_hangs_is_skipped",
+        constants=("harness/bisect.py::TRIAL_TIMEOUT_S", "harness/bisect.py::GIT_TIMEOUT_S"),
+    ),
+    Wait(
+        AROUND,
         "a shell command of a plug-in",
         ("utils/misc.py::exec_command",),
         "the caller waits at most --step-timeout",
