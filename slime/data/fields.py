@@ -455,6 +455,7 @@ CONTRACT = Contract(
             Rows.RESPONSE,
             "float32",
             source="rollout_log_probs",
+            tolerance=LAYOUT_TOLERANCE,  # of weights that another layout trained
             help="By the engine.",
             **_LOG_PROBS,
         ),
@@ -463,6 +464,7 @@ CONTRACT = Contract(
             Rows.RESPONSE,
             "float32",
             source="teacher_log_probs",
+            tolerance=LAYOUT_TOLERANCE,
             help="By a teacher.",
             **_LOG_PROBS,
         ),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from slime.harness.diff.columns import Column
-from slime.harness.diff.stages import NOT_COMPARED_KEYS, Text
+from slime.harness.diff.stages import Text, is_compared_key
 from slime.harness.diff.values import (
     ABSENT,
     EXACT,
@@ -232,7 +232,7 @@ def compare_objects(
         if not isinstance(x, dict) or not isinstance(y, dict):
             x, y = {"rest": x}, {"rest": y}
         for key in dict.fromkeys([*x, *y]):
-            if key in NOT_COMPARED_KEYS:
+            if not is_compared_key(key):
                 continue
             outcome = found.get(key) or Outcome()
             sides = x.get(key, ABSENT), y.get(key, ABSENT)

@@ -22,15 +22,17 @@ from slime.files import exact_json
 from slime.harness.diff.columns import both
 from slime.harness.diff.results import Difference, FieldResult
 from slime.harness.diff.sides import Side
-from slime.harness.diff.stages import NOT_COMPARED_KEYS, DiffStage, Text
-from slime.harness.diff.values import ABSENT, EXACT, Extent, json_differences
+from slime.harness.diff.stages import NOT_COMPARED_KEYS, TIME_SUFFIXES, DiffStage, Text
+from slime.harness.diff.values import ABSENT, EXACT, Extent, Tolerance, json_differences
 from slime.recording import manifest
 
 # a key that is not compared, with a value that has no quoted bracket
 _VOLATILE = re.compile(
     rb'"(?:'
     + b"|".join(sorted(key.encode() for key in NOT_COMPARED_KEYS))
-    + rb')":\s*(?:"(?:[^"\\]|\\.)*"|[-+.0-9eE]+|null|true|false|\[[^\[\]{}]*\])'
+    + rb"|[a-z0-9_]*(?:"
+    + b"|".join(suffix.encode() for suffix in TIME_SUFFIXES)
+    + rb'))":\s*(?:"(?:[^"\\]|\\.)*"|[-+.0-9eE]+|null|true|false|\[[^\[\]{}]*\])'
 )
 _REQUEST, _REPLY = b',"request":', b',"reply":'
 _RID = re.compile(r"-([0-9]+)(?:-try[0-9]+)?$")
@@ -47,8 +49,8 @@ class _Line:
     digest: tuple[int, int]
 
 
-def compare_replies(a: Side, b: Side) -> list[FieldResult]:
-    """What requests and what replies differ."""
+def compare_replies(a: Side, b: Side, tolerance: Tolerance = EXACT) -> list[FieldResult]:
+    """What requests and what replies differ. `tolerance`: of the floats of replies."""
     lines_a, lines_b = both(_lines_by_request, a, b)
     requests = FieldResult(DiffStage.REPLY, "replies", "request")
     replies = FieldResult(DiffStage.REPLY, "replies", "reply")
@@ -66,7 +68,7 @@ def compare_replies(a: Side, b: Side) -> list[FieldResult]:
     if requests.entries:
         requests.first = _first_request(a, b, only_a, only_b)
     if differing:
-        _parse_differing(a, b, sorted(differing, key=lambda pair: pair[0].number), replies)
+        _parse_differing(a, b, differing, replies, tolerance)
     return [requests, replies]
 
 
@@ -163,8 +165,13 @@ def _token_of(side: Side, row: int | None, path: tuple[Any, ...]) -> int | None:
 
 
 def _parse_differing(
-    a: Side, b: Side, differing: list[tuple[_Line, _Line]], result: FieldResult
+    a: Side,
+    b: Side,
+    differing: list[tuple[_Line, _Line]],
+    result: FieldResult,
+    tolerance: Tolerance,
 ) -> None:
+    differing = sorted(differing, key=lambda pair: pair[0].number)
     rows = _rows_by_index(a)
     found_rows: set[int] = set()
     num_different = 0
@@ -173,7 +180,7 @@ def _parse_differing(
         record_b = _record(b.files["replies"], line_b)
         answers = _answer_of(record_a), _answer_of(record_b)
         count = 0
-        for path, x, y in json_differences(*answers, EXACT, result.extent):
+        for path, x, y in json_differences(*answers, tolerance, result.extent):
             count += 1
             row = rows.get(_index_of(record_a, path), None)
             if row is not None:

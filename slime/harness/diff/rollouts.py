@@ -344,7 +344,8 @@ class _Comparison:
     # --- other parts ------------------------------------------------------------------------------
 
     def replies(self) -> None:
-        self.result.fields += compare_replies(self.a, self.b)
+        tolerance = self.settings.of_field("rollout_log_probs")
+        self.result.fields += compare_replies(self.a, self.b, tolerance)
 
     def gate(self) -> None:
         x, y = self.a.json("gate"), self.b.json("gate")
@@ -389,7 +390,7 @@ class _Comparison:
 
     def _value(self, part: str, name: str, stage: DiffStage, a: Any, b: Any) -> None:
         extent = Extent()
-        if name in stages.NOT_COMPARED_KEYS:
+        if not stages.is_compared_key(name):
             return
         tolerance = self.settings.tolerance or EXACT
         found = list(json_differences(a, b, tolerance, extent))

@@ -146,10 +146,8 @@ NOT_COMPARED_KEYS = frozenset(
         "rid",
         "id",
         "url",
-        "e2e_latency",
         "queue_time",
-        "prefill_launch_latency",
-        "decode_throughput",
+        "prefill_launch_delay",
         "request_received_ts",
         "response_sent_to_client_ts",
         "inference_time",
@@ -159,7 +157,11 @@ NOT_COMPARED_KEYS = frozenset(
         "cache_hits",
     )
 )
+TIME_SUFFIXES = ("_latency", "_duration", "_throughput")  # of keys of a JSON object
 _NOT_COMPARED_METRICS = (
+    "*latency*",
+    "*_duration*",
+    "*queue_time*",
     "perf/*",
     "*/time/*",
     "*_time",
@@ -234,6 +236,13 @@ _LAYOUT_OPTIONS = (
 
 def _fits(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def is_compared_key(key: Any) -> bool:
+    """False for times and names drawn at random in a JSON object."""
+    if not isinstance(key, str):
+        return True
+    return key not in NOT_COMPARED_KEYS and not key.endswith(TIME_SUFFIXES)
 
 
 def is_compared_metric(name: str, *, layout_differs: bool) -> bool:

@@ -47,7 +47,7 @@ def _headline(report: Report) -> str:
     differing = {(one.part, one.field) for rollout in report.rollouts for one in rollout.differing}
     count = sum(one.num_differences for one in report.rollouts)
     if not differing and report.options:
-        return f"different: {_counted(len(report.options), 'option, version or code')}; data identical: {over}"
+        return f"different: {len(report.options)} options, versions or code; data identical: {over}"
     if not differing:
         return f"different: {over} do not differ, but one side has more"
     return f"different: {len(differing)} of {over}, {_counted(count, 'difference')}"

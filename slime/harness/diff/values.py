@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
 from slime.data.ragged import is_tensor
-from slime.harness.diff.stages import NOT_COMPARED_KEYS, Text
+from slime.harness.diff.stages import Text, is_compared_key
 
 ABSENT = Text("absent")
 
@@ -25,6 +25,7 @@ class Tolerance:
 
 
 EXACT = Tolerance()
+_LONG, _SHORT = 16, 8  # rows and columns of a list of lists that is compared by column
 
 
 @dataclasses.dataclass
@@ -66,21 +67,23 @@ Found = tuple[tuple[Any, ...], Any, Any]
 
 
 def json_differences(a: object, b: object, tolerance: Tolerance, extent: Extent) -> Iterator[Found]:
-    """Yields (path, entry of a, entry of b) where two JSON values differ, in order. What
-    NOT_COMPARED_KEYS names is passed over.
+    """Yields (path, entry of a, entry of b) where two JSON values differ, in order. Keys that
+    are not compared are passed over.
     """
     numeric_a, numeric_b = _numeric(a), _numeric(b)
     if numeric_a is not None and numeric_b is not None:
         yield from _array_differences(numeric_a, numeric_b, tolerance, extent)
     elif isinstance(a, Mapping) and isinstance(b, Mapping):
         for key in dict.fromkeys([*a, *b]):
-            if key in NOT_COMPARED_KEYS:
+            if not is_compared_key(key):
                 continue
             if key in a and key in b:
                 for path, x, y in json_differences(a[key], b[key], tolerance, extent):
                     yield (key, *path), x, y
             else:
                 yield (key,), a.get(key, ABSENT), b.get(key, ABSENT)
+    elif _is_grid(a) and _is_grid(b) and len(a) == len(b) and len(a[0]) == len(b[0]):
+        yield from _grid_differences(a, b, tolerance, extent)
     elif isinstance(a, list | tuple) and isinstance(b, list | tuple):
         for index, (entry_a, entry_b) in enumerate(zip(a, b, strict=False)):
             for path, x, y in json_differences(entry_a, entry_b, tolerance, extent):
@@ -89,6 +92,30 @@ def json_differences(a: object, b: object, tolerance: Tolerance, extent: Extent)
             yield (min(len(a), len(b)),), *_lengths(len(a), len(b))
     elif a != b:
         yield (), a, b
+
+
+def _is_grid(value: Any) -> TypeGuard[list[list[Any]]]:
+    """Whether the value is a long list of short lists of one length, as an engine sends one per
+    token: compared by column, as arrays.
+    """
+    if not isinstance(value, list) or len(value) < _LONG or not isinstance(value[0], list):
+        return False
+    width = len(value[0])
+    return 0 < width <= _SHORT and all(isinstance(row, list) and len(row) == width for row in value)
+
+
+def _grid_differences(
+    a: list[list[Any]], b: list[list[Any]], tolerance: Tolerance, extent: Extent
+) -> Iterator[Found]:
+    found: list[Found] = []
+    for place, (x, y) in enumerate(zip(zip(*a, strict=True), zip(*b, strict=True), strict=True)):
+        if x == y:
+            continue
+        found += [
+            ((path[0], place, *path[1:]), one, other)
+            for path, one, other in json_differences(list(x), list(y), tolerance, extent)
+        ]
+    yield from sorted(found, key=lambda one: one[0][:2])
 
 
 def _lengths(a: int, b: int) -> tuple[Text, Text]:
