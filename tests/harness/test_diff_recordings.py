@@ -163,6 +163,7 @@ def test_another_layout_is_expected_to_schedule_otherwise(recorded_run, tmp_path
     assert report.identical, text
     assert "options differ: actor_num_gpus_per_node: 1 in A, 2 in B (expected: the layout" in text
     assert "expected: the layout differs: dp_rank, dp_position" in text
+    assert text.startswith("identical within the tolerances between layouts: ")
     assert "largest difference within tolerance" in text and "in log_probs" in text
     assert not compare_paths(recorded_run, other, Choice(tolerance=Tolerance())).identical
     edit_column(other, "train", "returns", 3, lambda values: values + 1e-3)

@@ -163,6 +163,8 @@ def _add_rollout(
     sides = [Side.of_rollout(one) for one in rollouts]
     order = rollout_id, 0 if evaluation else 1
     settings = Settings(choice.tolerance, layouts)
+    if layouts and not report.tolerance:
+        report.tolerance = "the tolerances between layouts"
     result = _compared(report, sides[0], sides[1], settings, RolloutResult(name, order))
     for side, word in zip(sides, "AB", strict=True):
         if side.facts["unfinished"]:

@@ -27,8 +27,19 @@ def describe(report: Report, *, top: int = 10) -> list[str]:
     lines += table_lines(report, top=top)
     lines += _expected_lines(report)
     lines += _within_tolerance(report)
+    return [*lines, *_note_lines(report)]
+
+
+def _note_lines(report: Report) -> list[str]:
+    """Every note once, with the first of the rollouts that it is about."""
+    about: dict[str, list[str]] = {}
     for one in report.rollouts:
-        lines += [f"note: {one.name + ': ' if one.name else ''}{note}" for note in one.notes]
+        for note in one.notes:
+            about.setdefault(note, []).append(one.name)
+    lines = []
+    for note, names in about.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        lines.append(f"note: {names[0] + more + ': ' if names[0] else ''}{note}")
     return lines + [f"note: {note}" for note in report.notes]
 
 
