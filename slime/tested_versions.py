@@ -16,7 +16,8 @@ PACKAGES: dict[str, tuple[str, str, str, str | None]] = {
     # inside it.
     "megatron-core": ("0.16", "0.16", "0.19", "0.20"),
     "transformers": ("5", "5.20", "5.24", "6"),  # pip takes 5.20 on Python 3.10
-    "ray": ("2.49", "2.60", "2.60", "3"),
+    # 2.52 is the first that asks clients of a cluster for a token
+    "ray": ("2.52", "2.60", "2.60", "3"),
 }
 
 

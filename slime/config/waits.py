@@ -384,8 +384,10 @@ WAITS = (
         (
             "train.py::build_run",
             "ray/servers.py::RolloutServers.stop",
-            "ray/session.py::end_processes_of",
-            "ray/session.py::_remove_folder",
+            "ray/cluster_folder.py::end_processes_of",
+            "ray/cluster_folder.py::remove_folder",
+            "ray/store_watch.py::StoreWatch._watch",
+            "ray/store_watch.py::watched_store",
             "backends/torch_engine/engine.py::Engine.stop",
             "backends/torch_engine/server_thread.py::EngineServerThread.stop",
             "backends/sglang_utils/router.py::SglangRouter.stop",
@@ -402,6 +404,7 @@ WAITS = (
         "config/test_waits.py::test_what_ends_is_not_waited_for_without_a_bound",
         constants=(
             "ray/utils.py::STOP_TIMEOUT_S",
+            "ray/store_watch.py::STOP_S",
             "tracking/spans.py::STOP_TIMEOUT_S",
             "backends/torch_engine/engine.py::STOP_JOIN_SECONDS",
             "backends/torch_engine/server_thread.py::STOP_TIMEOUT_SECONDS",

@@ -12,18 +12,18 @@ import os
 import shutil
 import signal
 import socket
-import tempfile
 import threading
-import time
 import types
 from collections.abc import Iterator
-from pathlib import Path
 
 import ray
 from ray._private import ray_constants, services
 
 from slime.exceptions import ConfigError
 from slime.ray import actors
+from slime.ray.cluster_folder import end_processes_of, make_folder, remove_folder, sweep
+from slime.ray.cluster_token import token_authentication
+from slime.ray.store_watch import watched_store
 from slime.ray.utils import add_default_ray_env_vars
 from slime.rollout import fully_async_rollout, sglang_rollout
 from slime.rollout.sample_hooks import set_current_rollout_id
@@ -106,12 +106,19 @@ def ray_session(args: argparse.Namespace) -> Iterator[None]:
         finally:
             ray.shutdown()
         return
-    # Ray puts unix sockets below it, whose paths are limited to about 100 characters.
-    temp_dir = tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp")
+    for left in sweep():
+        logger.info("%s was left by a run that was killed: it is removed", left)
+    folder = make_folder()
+
+    def clean_up() -> None:
+        # An interrupt inside ray.init leaves processes that Ray does not know of yet.
+        end_processes_of(folder)
+        remove_folder(folder)
+
     # Registered before Ray's own exit handler, so it runs after it.
-    atexit.register(_remove_folder, temp_dir)
+    atexit.register(remove_folder, folder)
     try:
-        with loopback_only():
+        with loopback_only(), token_authentication(folder):
             ray.init(
                 address="local",
                 num_cpus=args.num_cpus or os.cpu_count(),
@@ -119,15 +126,13 @@ def ray_session(args: argparse.Namespace) -> Iterator[None]:
                 object_store_memory=_object_store_bytes(),
                 logging_level=logging.ERROR,
                 log_to_driver=True,
-                _temp_dir=temp_dir,
+                _temp_dir=f"{folder}/r",
             )
-            with interruptible():
+            with watched_store(clean_up), interruptible():
                 yield
     finally:
         ray.shutdown()
-        # An interrupt inside ray.init leaves processes that Ray does not know of yet.
-        end_processes_of(temp_dir)
-        _remove_folder(temp_dir)
+        clean_up()
 
 
 def require_cluster(address: str, *, named_by: str, timeout_s: float = CLUSTER_ANSWER_S) -> None:
@@ -203,42 +208,6 @@ def loopback_only() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-def processes_of(folder: str) -> list[int]:
-    """Returns the ids of the processes whose command line names `folder`: those of the Ray session
-    that lives there.
-    """
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if (
-                int(entry.name) != os.getpid()
-                and folder.encode() in (entry / "cmdline").read_bytes()
-            ):
-                found.append(int(entry.name))
-    return found
-
-
-def end_processes_of(folder: str, *, patience_s: float = 3.0) -> None:
-    """Ends the processes of the Ray session in `folder`: asked first, killed after `patience_s`."""
-    deadline = time.monotonic() + patience_s
-    while left := processes_of(folder):
-        number = signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, number)
-        if number == signal.SIGKILL:
-            return
-        time.sleep(0.1)
-
-
-def _remove_folder(folder: str, *, patience_s: float = 3.0) -> None:
-    """Removes the folder, also while processes that are just ending still write into it."""
-    deadline = time.monotonic() + patience_s
-    while os.path.exists(folder) and time.monotonic() < deadline:
-        shutil.rmtree(folder, ignore_errors=True)
-        time.sleep(0.05)
 
 
 def _object_store_bytes() -> int:

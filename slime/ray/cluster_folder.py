@@ -1,0 +1,108 @@
+"""The folder of a private Ray cluster, the processes that live in it, and what a driver that was
+killed has left of them.
+
+    /tmp/slime-ray-k3j2/            mode 0700: what Ray opens to everybody below it stays closed
+    /tmp/slime-ray-k3j2/owner.json  {"pid": 4711, "started": 81523}: the driver
+    /tmp/slime-ray-k3j2/token       the cluster's token, mode 0600
+    /tmp/slime-ray-k3j2/r/          Ray's own
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+PLACE = Path("/tmp")  # short: Ray's unix sockets, whose paths end at about 100 characters
+PREFIX = "slime-ray-"
+OWNER = "owner.json"
+# a folder without an owner may be one that is just being made, or of an earlier version
+UNOWNED_S = 3600.0
+
+
+def make_folder() -> str:
+    """A new folder that only this user can enter, with this process as its owner."""
+    folder = tempfile.mkdtemp(prefix=PREFIX, dir=PLACE)
+    owner = {"pid": os.getpid(), "started": started_at(os.getpid())}
+    Path(folder, OWNER).write_text(json.dumps(owner))
+    return folder
+
+
+def started_at(pid: int) -> int | None:
+    """When a process was started, in the kernel's ticks since the boot; None where it has ended.
+    With the id it names one process: ids are given again.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *numbers = text.rpartition(")")[2].split()  # the name before it may hold anything
+    return None if state in "ZX" else int(numbers[18])
+
+
+def sweep(place: Path = PLACE) -> list[str]:
+    """Ends the processes and removes the folders of clusters whose driver is gone, of this user
+    only; returns the folders.
+    """
+    swept = []
+    for folder in place.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if _is_left_over(folder):
+                end_processes_of(str(folder))
+                remove_folder(str(folder))
+                swept.append(str(folder))
+    return swept
+
+
+def _is_left_over(folder: Path) -> bool:
+    status = folder.lstat()
+    if folder.is_symlink() or not folder.is_dir() or status.st_uid != os.getuid():
+        return False
+    try:
+        owner = json.loads((folder / OWNER).read_text())
+        pid, started = int(owner["pid"]), owner["started"]
+    except (OSError, ValueError, KeyError, TypeError):
+        is_old = time.time() - status.st_mtime > UNOWNED_S
+        return is_old and not processes_of(str(folder))
+    return started is not None and started_at(pid) != started
+
+
+def processes_of(folder: str) -> list[int]:
+    """Returns the ids of the processes whose command line names `folder`: those of the Ray session
+    that lives there.
+    """
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (
+                int(entry.name) != os.getpid()
+                and folder.encode() in (entry / "cmdline").read_bytes()
+            ):
+                found.append(int(entry.name))
+    return found
+
+
+def end_processes_of(folder: str, *, patience_s: float = 3.0) -> None:
+    """Ends the processes of the Ray session in `folder`: asked first, killed after `patience_s`."""
+    deadline = time.monotonic() + patience_s
+    while left := processes_of(folder):
+        number = signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+        if number == signal.SIGKILL:
+            return
+        time.sleep(0.1)
+
+
+def remove_folder(folder: str, *, patience_s: float = 3.0) -> None:
+    """Removes the folder, also while processes that are just ending still write into it."""
+    deadline = time.monotonic() + patience_s
+    while os.path.exists(folder) and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.05)
