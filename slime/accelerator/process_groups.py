@@ -3,12 +3,38 @@
 from __future__ import annotations
 
 import datetime
+import os
+import socket
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 _GLOO_GROUP: dist.ProcessGroup | None = None
+
+
+def stay_on_loopback() -> None:
+    """Lets the communication of this process listen on the loopback interface, where the
+    environment does not name another one. For runs on one machine.
+    """
+    for _, name in socket.if_nameindex():
+        if name.startswith("lo"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+            return
+
+
+def loopback_store(
+    host: str, port: int, rank: int, world_size: int, timeout: datetime.timedelta
+) -> dist.TCPStore:
+    """The store at which ranks of one machine meet; rank 0 listens on `host` alone, where torch's
+    own would listen on all interfaces. `OSError` where the port is taken.
+    """
+    descriptor = None
+    if rank == 0:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        descriptor = socket.create_server((host, port), family=family).detach()
+    return dist.TCPStore(host, port, world_size, rank == 0, timeout, master_listen_fd=descriptor)
 
 
 def init_gloo_group() -> dist.ProcessGroup:

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import os
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -330,6 +331,19 @@ VOLATILE = (
     "run_dir",
     "critic_load",
 )
+
+
+@step(
+    "sglang_api_key",
+    "no_api_key",
+    "rollout_external_engine_addrs",
+    "debug_train_only",
+)
+def _engine_key(args: argparse.Namespace) -> dict[str, Any]:
+    starts_engines = not (args.rollout_external_engine_addrs or args.debug_train_only)
+    if args.sglang_api_key is not None or args.no_api_key or not starts_engines:
+        return {}
+    return {"sglang_api_key": secrets.token_urlsafe(32)}
 
 
 @step("sequence_parallel", "tensor_model_parallel_size")

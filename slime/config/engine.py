@@ -53,7 +53,7 @@ class EngineOptions:
         512, "Requests in flight per engine, at most, from the rollout client.", minimum=1
     )
     sglang_host: str = option(
-        "127.0.0.1", "Address the engines bind to. Anything but loopback needs --sglang-api-key."
+        "127.0.0.1", "Address the engines bind to. Anything but loopback needs a key."
     )
     sglang_port: int | None = option(
         None,
@@ -66,7 +66,18 @@ class EngineOptions:
     )
     sglang_api_key: str | None = option(
         None,
-        "Key that clients send as `Authorization: Bearer KEY`. Never written to recorded options.",
+        (
+            "Key that clients send as `Authorization: Bearer KEY` to engines and router. None: a new "
+            "one for each run, but none for --rollout-external-engine-addrs. Never written to "
+            "recorded options."
+        ),
+    )
+    no_api_key: bool = option(
+        False,
+        (
+            "Start engines and router without a key: any process of this machine can then pause "
+            "them and replace their weights."
+        ),
     )
     sglang_served_model_name: str | None = option(
         None, "Name the engine reports for its model. None: the --hf-checkpoint folder."

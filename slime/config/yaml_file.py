@@ -205,10 +205,14 @@ def resolved_values(args: argparse.Namespace, specs: Iterable[OptionSpec]) -> di
 
 def derived_values(args: argparse.Namespace, specs: Iterable[OptionSpec]) -> dict[str, Any]:
     """Returns the options that follow from others, as they came out. Not those that follow from the
-    disk or the clock.
+    disk or the clock, and no secrets.
     """
     requested = vars(args).get("as_requested", {})
-    names = (spec.name for spec in specs if spec.name in requested and spec.name not in VOLATILE)
+    names = (
+        spec.name
+        for spec in specs
+        if spec.name in requested and spec.name not in VOLATILE and not spec.is_secret
+    )
     return {name: getattr(args, name) for name in names if getattr(args, name) != requested[name]}
 
 

@@ -12,11 +12,17 @@ import torch.distributed as dist
 
 from slime.accelerator import get_accelerator
 from slime.accelerator.memory import clear_memory
-from slime.accelerator.process_groups import init_gloo_group, set_gloo_group
+from slime.accelerator.process_groups import (
+    init_gloo_group,
+    loopback_store,
+    set_gloo_group,
+    stay_on_loopback,
+)
 from slime.ray import actors
 from slime.ray.ray_actor import RayActor
 from slime.ray.utils import wait_for
 from slime.typing import ActorHandle
+from slime.utils.misc import is_loopback
 
 
 class TrainRayActor(RayActor):
@@ -31,6 +37,8 @@ class TrainRayActor(RayActor):
                 start_port=20000 + (os.getpid() * 7) % 20000
             )
         self.master_addr, self.master_port = master_addr, master_port
+        if is_loopback(str(master_addr)):
+            stay_on_loopback()
         device_ids = actors.gpu_ids()
         os.environ |= {
             "MASTER_ADDR": str(master_addr),
@@ -58,9 +66,17 @@ class TrainRayActor(RayActor):
         )
         accelerator = get_accelerator()
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+        timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
+        place: dict[str, Any] = {}
+        if is_loopback(str(self.master_addr)):
+            store = loopback_store(
+                str(self.master_addr), int(self.master_port), self.rank, self.world_size, timeout
+            )
+            place = {"store": store, "rank": self.rank, "world_size": self.world_size}
         dist.init_process_group(
             backend=args.distributed_backend or accelerator.communication_backend,
-            timeout=datetime.timedelta(minutes=args.distributed_timeout_minutes),
+            timeout=timeout,
+            **place,
         )
         init_gloo_group()
         return 0

@@ -50,6 +50,7 @@ def public_options(args: argparse.Namespace) -> dict[str, Any]:
         for name in vars(args)
         if name.split("_")[-1] in secret_words and isinstance(vars(args)[name], str)
     }
+    secrets.add("as_requested")  # a dict that holds them again
     plain = (bool, int, float, str, type(None))
     return {
         name: value if isinstance(value, plain) else str(value)

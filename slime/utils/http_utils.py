@@ -58,7 +58,7 @@ class HttpSettings:
 
     max_connections: int = 512
     timeout_s: float | None = 1800.0
-    api_key: str | None = None
+    api_key: str | None = dataclasses.field(default=None, repr=False)
 
 
 _settings = HttpSettings()
@@ -95,7 +95,7 @@ def init_http_client(args: argparse.Namespace) -> None:
             HttpSettings(
                 max_connections=args.sglang_server_concurrency * engines,
                 timeout_s=getattr(args, "rollout_request_timeout", HttpSettings.timeout_s),
-                api_key=getattr(args, "sglang_api_key", None),
+                api_key=getattr(args, "sglang_api_key", None) or None,
             )
         )
 

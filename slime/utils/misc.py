@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import importlib
+import ipaddress
 import logging
 import pkgutil
 import socket
@@ -236,6 +237,16 @@ def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:
         if all(is_port_free(port + offset) for offset in range(consecutive)):
             return port
     raise OSError(f"no {consecutive} consecutive free port(s) from {start_port} on")
+
+
+def is_loopback(host: str) -> bool:
+    """True if `host` is reachable from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def is_port_free(port: int, host: str = "") -> bool:

@@ -118,7 +118,7 @@ def test_a_resolved_configuration_is_a_fixed_point(tmp_path, capsys):
     write_resolved_config(first, file)
     second = parse_args(["--config", str(file)])
     assert resolved_values(second, all_specs()) == resolved_values(first, all_specs())
-    for name in (spec.name for spec in all_specs()):
+    for name in (spec.name for spec in all_specs() if not spec.is_secret):
         assert getattr(second, name) == getattr(first, name), name
     with pytest.raises(SystemExit):
         parse_args(["--config", str(file), "--print-config"])

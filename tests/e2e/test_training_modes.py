@@ -2,6 +2,7 @@
 options that may stand together.
 """
 
+import http.client
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from support import small_run
+from support.sockets import LOOPBACK, descendants, listening_addresses
 
 from slime.harness import diff
 
@@ -325,10 +327,30 @@ def test_plug_ins_and_an_external_engine(data, tmp_path):
     )
 
 
+def assert_closed_to_strangers(driver):
+    """Every process of a run listens on loopback alone, and what speaks HTTP there asks for the
+    key that the run has made.
+    """
+    found = listening_addresses(descendants(driver))
+    assert len(found) >= 6, "control store, node manager, workers, the engine, the ranks' store"
+    assert {address for address, _ in found} <= LOOPBACK, found
+    answers = []
+    for _, port in found:
+        connection = http.client.HTTPConnection("127.0.0.1", int(port, 16), timeout=2)
+        try:
+            connection.request("POST", "/pause_generation")
+            answers.append(connection.getresponse().status)
+        except (OSError, http.client.HTTPException):
+            continue  # Ray's, torch's and gloo's own protocols
+        finally:
+            connection.close()
+    assert 401 in answers and set(answers) <= {401, 400, 404, 405}, answers
+
+
 @pytest.mark.timeout(300)
 def test_a_killed_rank_ends_the_run_with_its_name(data, tmp_path):
-    """SIGKILL of rank 1 ends the run with one sentence that names it; no collective hangs, and no
-    process stays."""
+    """A run listens on loopback alone and asks for its key. SIGKILL of rank 1 ends it with one
+    sentence that names it; no collective hangs, and no process stays."""
     process = small_run.start(data, tmp_path, "--actor-num-gpus-per-node", 2, "--num-rollout", 1000)
     metrics = tmp_path / "metrics.jsonl"
     deadline = time.monotonic() + 200
@@ -340,6 +362,7 @@ def test_a_killed_rank_ends_the_run_with_its_name(data, tmp_path):
     ranks = sorted(
         pid for pid, command in processes_of(tmp_path) if command.startswith("ray::TrainWorker")
     )
+    assert_closed_to_strangers(process.pid)
     os.kill(ranks[1], signal.SIGKILL)
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 1, output[-3000:]

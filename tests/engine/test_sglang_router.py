@@ -208,6 +208,27 @@ def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
         SglangRouter().start()
 
 
+@needs_router
+def test_the_key_is_on_no_command_line(cluster):
+    """The router's process has the key, and its command line, which every user of the machine can
+    read, has not. Requests without it are refused."""
+    router, _ = cluster
+    # the router gives itself another title later
+    for command in (
+        " ".join(router._process.args),
+        Path(f"/proc/{router._process.pid}/cmdline").read_text(),
+    ):
+        assert "router" in command and KEY not in command and "--api-key" not in command
+    body = b'{"text": "a", "input_ids": [5], "sampling_params": {}}'
+    for method, path in (("POST", "/generate"), ("GET", "/workers"), ("POST", "/workers")):
+        headers = {"Content-Type": "application/json"}
+        data = body if method == "POST" else None
+        request = urllib.request.Request(router.url + path, data, headers, method=method)
+        with pytest.raises(urllib.error.HTTPError) as error:
+            urllib.request.urlopen(request, timeout=20)
+        assert error.value.code == 401, path
+
+
 def test_a_port_in_use_is_named():
     """A port in use is named in the error, while the router itself logs `address in use`."""
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -43,9 +43,9 @@ def url(folder):
 
 
 def _call(url, path, raw, method=None):
-    request = urllib.request.Request(
-        url + path, raw if raw is None else raw.encode(), method=method
-    )
+    data = raw if raw is None else raw.encode()
+    kind = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url + path, data, kind, method=method)
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
             return response.status, response.read().decode()

@@ -69,7 +69,8 @@ def url(folder):
 def call(url: str, path: str, body=None, *, method=None, headers=None, raw: bytes | None = None):
     """(status, decoded JSON or text)."""
     data = raw if raw is not None else None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data, headers or {}, method=method)
+    kind = {} if data is None else {"Content-Type": "application/json"}
+    request = urllib.request.Request(url + path, data, {**kind, **(headers or {})}, method=method)
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
             status, text = response.status, response.read().decode()
@@ -489,7 +490,7 @@ def test_a_client_that_goes_away_leaves_nothing_running(folder):
         body = json.dumps(
             {"input_ids": [5], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
         ).encode()
-        head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         with socket.create_connection((server.host, server.port)) as client:
             client.sendall(head + body)
             wait_for(lambda: running(server.url) == 1)
@@ -710,12 +711,16 @@ def test_slime_serve_says_where_it_listens_ends_on_sigterm_and_names_a_port_in_u
         assert refused.returncode == 2 and f"port {port}" in message and "choose another" in message
     line = serving.stdout.readline()
     url = next(word for word in line.split() if word.startswith("http://")).rstrip(",")
+    key = {"Authorization": f"Bearer {line.rsplit('key ', 1)[1].strip()}"}
     answers: list = []
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
-    assert call(url, "/pause_generation", {})[0] == 200
-    client = threading.Thread(target=lambda: answers.append(generate(url, **body)))
+    assert call(url, "/pause_generation", {})[0] == 401
+    assert call(url, "/pause_generation", {}, headers=key)[0] == 200
+    client = threading.Thread(
+        target=lambda: answers.append(call(url, "/generate", body, headers=key)[1])
+    )
     client.start()
-    wait_for(lambda: running(url) == 1)
+    wait_for(lambda: call(url, "/get_load", headers=key)[1][0]["num_reqs"] == 1)
     serving.send_signal(signal.SIGTERM)
     assert serving.wait(timeout=TIMEOUT) == 0
     client.join(TIMEOUT)

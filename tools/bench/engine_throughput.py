@@ -126,6 +126,7 @@ def measure(folder: str, command: BenchCommand, *, deterministic: bool) -> None:
         folder,
         "--port",
         "0",
+        "--no-api-key",
     ]
     arguments += ["--deterministic"] if deterministic else []
     engine = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)

@@ -129,7 +129,7 @@ class SglangRouter:
         command += ["--max-concurrent-requests", str(config.max_concurrent_requests)]
         # Who tries again decides what is counted: the rollout client does, the router does not.
         command += ["--disable-retries"]
-        return command + (["--api-key", config.api_key] if config.api_key else [])
+        return command
 
     def _own(
         self, command: list[str], started: threading.Event, failure: list[BaseException]
@@ -137,13 +137,16 @@ class SglangRouter:
         try:
             process = subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
             )
             self._process = process
+            # not on the command line, which every user of the machine can read
+            with cast(IO[str], process.stdin) as pipe:
+                pipe.write(f"{self.config.api_key or ''}\n")
         except OSError as error:
             failure.append(error)
             return
@@ -282,7 +285,7 @@ def router_config_from_args(args: argparse.Namespace) -> RouterConfig:
         host=args.sglang_router_ip or "127.0.0.1",
         port=args.sglang_router_port,
         policy=args.sglang_router_policy,
-        api_key=args.sglang_api_key,
+        api_key=args.sglang_api_key or None,
         attach=args.sglang_router_ip is not None,
     )
 
@@ -294,7 +297,7 @@ def start_router(args: argparse.Namespace, engine_urls: list[str]) -> SglangRout
     router = SglangRouter(router_config_from_args(args)).start()
     try:
         for url in engine_urls:
-            router.add_worker(url, api_key=args.sglang_api_key)
+            router.add_worker(url, api_key=args.sglang_api_key or None)
     except BaseException:
         router.stop()
         raise

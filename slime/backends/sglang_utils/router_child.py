@@ -1,7 +1,7 @@
 """The router's process: dies with its parent, then runs sglang_router's own launcher. Started by
 router.py only.
 
-python -m slime.backends.sglang_utils.router_child PARENT_PID ROUTER_ARGUMENTS...
+python -m slime.backends.sglang_utils.router_child PARENT_PID ROUTER_ARGUMENTS...     key on stdin
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def main() -> None:
     if os.getppid() != parent:
         # The parent ended before the kernel knew what to do then.
         raise SystemExit(1)
-    sys.argv = ["sglang_router", *sys.argv[2:]]
+    key = sys.stdin.readline().strip()
+    # changes what the launcher parses, not the command line that others can see
+    sys.argv = ["sglang_router", *sys.argv[2:], *(["--api-key", key] if key else [])]
     from sglang_router.launch_router import main as launch
 
     launch()

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import ipaddress
 from collections.abc import Mapping
 from typing import Any
 
 from slime.exceptions import ConfigError
+from slime.utils.misc import is_loopback
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -74,21 +74,11 @@ class EngineConfig:
             f"engine mem_fraction {fraction}: use a number in (0, 1].",
         )
         _require(
-            self.api_key is not None or is_loopback(self.host),
+            bool(self.api_key) or is_loopback(self.host),
             f"the engine would listen on {self.host}, which other machines can reach, without a "
             "key. Pass --sglang-api-key (slime serve:"
             " --api-key), or bind to 127.0.0.1.",
         )
-
-
-def is_loopback(host: str) -> bool:
-    """True if `host` is reachable from this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def engine_config_from_args(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import secrets
 import signal
 import sys
 from typing import Annotated, Literal
@@ -16,7 +17,7 @@ import tyro
 from slime.backends.torch_engine.engine_config import EngineConfig
 from slime.backends.torch_engine.process_tuning import tune_process
 from slime.backends.torch_engine.server import EngineServer
-from slime.exceptions import SlimeError
+from slime.exceptions import ConfigError, SlimeError
 from slime.models.shape import read_model_shape
 
 API_KEY_VARIABLE = "SLIME_API_KEY"
@@ -33,7 +34,9 @@ class ServeCommand:
     host: str = "127.0.0.1"
     """Address to bind to; anything but loopback needs a key."""
     api_key: str | None = None
-    """Key that clients send as `Authorization: Bearer KEY`. The variable SLIME_API_KEY does the same without showing it in the process list."""
+    """Key that clients send as `Authorization: Bearer KEY`; the default is a new, printed one. SLIME_API_KEY gives one unseen by `ps`."""
+    no_api_key: bool = False
+    """Ask clients for no key; on loopback only."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto takes CUDA where there is any."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -59,13 +62,21 @@ class ServeCommand:
     weight_version: str = "0"
     """Label of the weights in the folder."""
 
+    def _key(self) -> str | None:
+        given = self.api_key or os.environ.get(API_KEY_VARIABLE) or None
+        if self.no_api_key and given is not None:
+            raise ConfigError(
+                f"--no-api-key and a key (--api-key, {API_KEY_VARIABLE}) exclude each other."
+            )
+        return given if self.no_api_key or given is not None else secrets.token_urlsafe(32)
+
     def engine_config(self) -> EngineConfig:
         """Returns the engine's configuration. ConfigError names a value that cannot work."""
         return EngineConfig(
             hf_checkpoint=self.hf_checkpoint,
             host=self.host,
             port=self.port,
-            api_key=self.api_key or os.environ.get(API_KEY_VARIABLE) or None,
+            api_key=self._key(),
             device=self.device,
             dtype=self.dtype,
             deterministic=self.deterministic,
@@ -88,13 +99,13 @@ def serve(command: ServeCommand) -> int:
         config = command.engine_config()
         # JSON only: a wrong folder is reported before torch is loaded.
         read_model_shape(config.hf_checkpoint)
-        return asyncio.run(_serve(config))
+        return asyncio.run(_serve(config, command))
     except SlimeError as error:
         print(f"slime serve: {error}", file=sys.stderr)
         return 2
 
 
-async def _serve(config: EngineConfig) -> int:
+async def _serve(config: EngineConfig, command: ServeCommand) -> int:
     # Imported late, so that a wrong option is reported before torch is loaded.
     tune_process()
     stopped = asyncio.Event()
@@ -104,11 +115,13 @@ async def _serve(config: EngineConfig) -> int:
     server = EngineServer(config)
     await server.start()
     loaded = server.loaded
+    is_own = config.api_key not in (None, command.api_key, os.environ.get(API_KEY_VARIABLE))
     print(
         f"serving {server.served_name} ({loaded.decoder.config.model_type}, {loaded.dtype_name}, "
         f"{loaded.decoder.device}) at {server.url},"
         f" context {loaded.context_length}, up to {loaded.max_running} sequences,"
-        f" deterministic {'on' if config.deterministic else 'off'}",
+        f" deterministic {'on' if config.deterministic else 'off'}"
+        + (f", key {config.api_key}" if is_own else ""),
         flush=True,
     )
     await stopped.wait()

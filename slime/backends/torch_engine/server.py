@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hmac
 import os
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,14 +32,13 @@ from slime.backends.torch_engine.protocol import (
     parse_generate,
 )
 from slime.backends.torch_engine.request import Request
+from slime.backends.torch_engine.request_guard import RequestGuard
 from slime.backends.torch_engine.sampling_params import BadRequest, shown
 from slime.backends.torch_engine.streaming import ResponseStream
 from slime.backends.torch_engine.weight_endpoints import add_weight_routes
 from slime.backends.torch_engine.weight_update import WeightUpdater
 from slime.exceptions import EngineError
 
-# Load balancers and the router probe without a key.
-OPEN_PATHS = ("/health", "/ready")
 KEEPALIVE_SECONDS = 120.0
 HEALTH_GENERATE_TIMEOUT = 20.0
 SHUTDOWN_SECONDS = 5.0
@@ -79,6 +77,7 @@ class EngineServer:
             self._socket.close()
             raise
         self.updater = WeightUpdater(self.loaded)
+        self._guard = RequestGuard(config.host, config.api_key)
         self._runner: web.AppRunner | None = None
         self._loop: asyncio.AbstractEventLoop  # from `start` on
         self._waiters: dict[Request, Waiter] = {}
@@ -127,7 +126,7 @@ class EngineServer:
 
     def _application(self) -> web.Application:
         app = web.Application(
-            middlewares=[self._check_key, answer_errors],
+            middlewares=[self._guard.middleware, answer_errors],
             client_max_size=self.config.max_request_bytes,
         )
         app.router.add_post("/generate", self._generate)
@@ -152,21 +151,6 @@ class EngineServer:
         app.router.add_get("/flush_cache", self._flush_cache)
         add_weight_routes(app, self.loaded, self.updater)
         return app
-
-    @web.middleware
-    async def _check_key(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ):
-        key = self.config.api_key
-        if key is not None and request.path not in OPEN_PATHS:
-            given = request.headers.get("Authorization", "")
-            if not hmac.compare_digest(
-                given.encode(errors="surrogateescape"), f"Bearer {key}".encode()
-            ):
-                return error_response(
-                    401, "the Authorization header must be `Bearer KEY` with this engine's API key."
-                )
-        return await handler(request)
 
     # ---- generation ----
 
@@ -320,11 +304,11 @@ class EngineServer:
 
     async def _health(self, request: web.Request) -> web.Response:
         failure = self.loaded.engine.failure
-        return (
-            web.Response()
-            if failure is None
-            else error_response(503, f"the engine has failed: {failure}")
-        )
+        if failure is None:
+            return web.Response()
+        # open to everybody: what failed is for those with the key
+        why = f": {failure}" if self._guard.has_key(request) else "."
+        return error_response(503, f"the engine has failed{why}")
 
     async def _health_generate(self, request: web.Request) -> web.Response:
         if self.loaded.engine.is_paused:

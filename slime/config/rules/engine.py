@@ -88,3 +88,9 @@ def delta_updates_are_possible(args: argparse.Namespace):
     if args.update_weight_local_checkpoint_dir is None:
         problems.append("--update-weight-mode=delta requires --update-weight-local-checkpoint-dir.")
     return problems
+
+
+@rule("sglang_api_key", "no_api_key")
+def key_is_one_or_none(args: argparse.Namespace):
+    if args.no_api_key and args.sglang_api_key:
+        return "--no-api-key and --sglang-api-key exclude each other. Leave one out."
