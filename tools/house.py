@@ -158,6 +158,7 @@ EXCEPTIONS: tuple[tuple[str, str, str], ...] = (
             ("tracking/tracking.py::_is_primary", "any code of the process may log"),
             ("tracking/tracking.py::_tracking", "any code of the process may log"),
             ("utils/async_utils.py::_loop", UPSTREAMS_STATE),
+            ("utils/http_utils.py::_engine_origins", UPSTREAMS_STATE),
             ("utils/http_utils.py::_sessions", "an HTTP session belongs to one event loop"),
             ("utils/http_utils.py::_observer", "any code of the process may send requests"),
             ("utils/http_utils.py::_settings", UPSTREAMS_STATE),

@@ -23,37 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from slime import tested_versions
+from slime.commands.findings import Finding, fail, ok, warn
+from slime.commands.run_security import security_findings
+from slime.exceptions import ConfigError
 
 GIB = 1024**3
 # A default that means "ask the machine"; None is a valid answer of the machine.
 ASK: Any = object()
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """The outcome of one check. `state` is ok, warn or fail; `remedy` says what to do about the
-    last two.
-    """
-
-    name: str
-    state: str
-    detail: str
-    remedy: str = ""
-
-
-def ok(name: str, detail: str) -> Finding:
-    """A check that passed."""
-    return Finding(name, "ok", detail)
-
-
-def warn(name: str, detail: str, remedy: str) -> Finding:
-    """Something that works here but may surprise."""
-    return Finding(name, "warn", detail, remedy)
-
-
-def fail(name: str, detail: str, remedy: str) -> Finding:
-    """Something without which slime does not run."""
-    return Finding(name, "fail", detail, remedy)
 
 
 def version_numbers(text: str) -> tuple[int, ...]:
@@ -490,35 +466,50 @@ def all_findings() -> list[Finding]:
 MARKS = {"ok": "✓", "warn": "!", "fail": "✗"}
 
 
-def format_findings(findings: Sequence[Finding]) -> str:
-    """Returns one line per finding, the remedy below what needs one, and a verdict."""
+def format_lines(findings: Sequence[Finding]) -> list[str]:
+    """Returns one line per finding, and the remedy below what needs one."""
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
         lines.append(f"{MARKS[finding.state]} {finding.name:{width}}  {finding.detail}")
         if finding.remedy:
             lines.append(f"  {'':{width}}  -> {finding.remedy}")
+    return lines
+
+
+def format_findings(findings: Sequence[Finding]) -> str:
+    """Returns one line per finding, the remedy below what needs one, and a verdict."""
     counts = {state: sum(finding.state == state for finding in findings) for state in MARKS}
     verdict = "slime can run here" if not counts["fail"] else "slime cannot run here yet"
     return "\n".join(
         [
-            *lines,
+            *format_lines(findings),
             f"{verdict}: {counts['ok']} ok, {counts['warn']} warnings, {counts['fail']} failures",
         ]
     )
 
 
-def doctor(json: bool = False) -> int:
-    """Check this machine: one line and one remedy each.
+def doctor(json: bool = False, security: str | None = None) -> int:
+    """Check this machine, or the security of one run: one line and one remedy each.
 
     Args:
         json: Print a JSON list of {name, state, detail, remedy} in place of lines.
+        security: A run folder: its open ports, keys, file modes and pickles in place of the machine.
 
-    Returns the exit status: 1 when a check failed, else 0.
+    Returns the exit status: 1 when a check failed (--security: or warned), 2 without such a folder,
+    else 0.
     """
-    findings = all_findings()
-    print(format_json(findings) if json else format_findings(findings))
-    return 1 if any(finding.state == "fail" for finding in findings) else 0
+    if security is None:
+        findings = all_findings()
+        print(format_json(findings) if json else format_findings(findings))
+        return 1 if any(finding.state == "fail" for finding in findings) else 0
+    try:
+        findings = security_findings(security)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(format_json(findings) if json else "\n".join(format_lines(findings)))
+    return int(any(finding.state != "ok" for finding in findings))
 
 
 def format_json(findings: Sequence[Finding]) -> str:

@@ -29,6 +29,7 @@ from slime.utils.http_utils import (
     init_http_client,
     pause_before_try,
     request_once,
+    send_key_to,
 )
 
 MIN_HEALTH_TRIES = 4
@@ -57,6 +58,7 @@ def start_rollout_servers(args: argparse.Namespace, pg: Placement) -> RolloutSer
 def _external_servers(args: argparse.Namespace) -> RolloutServers:
     def wait_for_answers(urls: list[str]) -> None:
         init_http_client(args)
+        send_key_to(urls)
         run(_check_external_engines(urls, timeout_s=args.rollout_engine_start_timeout))
 
     return start_external_rollout_servers(

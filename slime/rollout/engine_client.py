@@ -36,6 +36,7 @@ def set_engines(urls: list[str] | tuple[str, ...], *, is_router: bool = False) -
     """Sets the addresses to which this process sends requests. Called after the engines start."""
     global _engines
     _engines = Engines(tuple(url.rstrip("/") for url in urls), is_router)
+    http_utils.send_key_to(_engines.urls)
 
 
 def get_engines(args: argparse.Namespace) -> Engines:
@@ -127,6 +128,7 @@ async def abort_engines(args: argparse.Namespace) -> None:
     """
     engines = get_engines(args)
     urls = await _workers_behind(engines.urls[0]) if engines.is_router else engines.urls
+    http_utils.send_key_to(urls)
     results = await asyncio.gather(
         *(
             http_utils.post(f"{url}/abort_request", {"abort_all": True}, max_retries=2)

@@ -18,8 +18,9 @@ import logging
 import multiprocessing.process
 import os
 import socket
+import urllib.parse
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import aiohttp
@@ -65,6 +66,8 @@ _settings = HttpSettings()
 # called with the URL, the request's body, the reply's and its status; None: nobody listens
 ReplyObserver = Callable[[str, "bytes | None", bytes, int], None]
 _observer: ReplyObserver | None = None
+# scheme://host:port of the servers that get the key: no reward model or other server does
+_engine_origins: set[str] = set()
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
     weakref.WeakKeyDictionary()
 )
@@ -74,6 +77,22 @@ def configure_http(settings: HttpSettings) -> None:
     """Sets how sessions opened from now on behave."""
     global _settings
     _settings = settings
+
+
+def send_key_to(urls: Iterable[str]) -> None:
+    """From now on requests of this process to these servers have the engines' key."""
+    _engine_origins.update(_origin_of(url) for url in urls)
+
+
+def _key_for(url: str) -> dict[str, str]:
+    if not _settings.api_key or _origin_of(url) not in _engine_origins:
+        return {}
+    return {"Authorization": f"Bearer {_settings.api_key}"}
+
+
+def _origin_of(url: str) -> str:
+    parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+    return f"{parts.scheme}://{parts.netloc}".lower()
 
 
 def observe_replies(observer: ReplyObserver | None) -> None:
@@ -88,7 +107,12 @@ def _observed(method: str, url: str, body: bytes | None, content: bytes, status:
 
 
 def init_http_client(args: argparse.Namespace) -> None:
-    """Sizes the client after the engines: `sglang_server_concurrency` requests for each of them."""
+    """Sizes the client after the engines: `sglang_server_concurrency` requests for each of them.
+    The key goes to the servers that the options name, and to those of `send_key_to`.
+    """
+    send_key_to(getattr(args, "rollout_external_engine_addrs", None) or ())
+    if getattr(args, "sglang_router_ip", None):
+        send_key_to([f"{_wrap_ipv6(args.sglang_router_ip)}:{args.sglang_router_port}"])
     engines = get_rollout_num_engines(args)
     if engines:
         configure_http(
@@ -113,11 +137,10 @@ def _session() -> aiohttp.ClientSession:
     loop = asyncio.get_running_loop()
     session = _sessions.get(loop)
     if session is None or session.closed:
-        headers = {"Authorization": f"Bearer {_settings.api_key}"} if _settings.api_key else None
         connector = aiohttp.TCPConnector(
             limit=_settings.max_connections, keepalive_timeout=KEEP_ALIVE_S
         )
-        session = aiohttp.ClientSession(connector=connector, headers=headers, trust_env=False)
+        session = aiohttp.ClientSession(connector=connector, trust_env=False)
         if not _sessions:
             atexit.register(_close_at_exit)
         _sessions[loop] = session
@@ -155,7 +178,9 @@ async def request_once(
     closes the connection or does not answer in time.
     """
     body = None if payload is None else exact_json.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
-    send = {"Content-Type": "application/json", **(headers or {})} if body is not None else headers
+    send = {**_key_for(url), **(headers or {})}
+    if body is not None:
+        send = {"Content-Type": "application/json", **send}
     limit = aiohttp.ClientTimeout(total=_settings.timeout_s if timeout_s is None else timeout_s)
     try:
         async with _session().request(method, url, data=body, headers=send, timeout=limit) as reply:
@@ -184,7 +209,7 @@ async def stream_lines(
     """
     limit = aiohttp.ClientTimeout(total=_settings.timeout_s if timeout_s is None else timeout_s)
     body = None if payload is None else exact_json.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
-    send = {"Content-Type": "application/json"}
+    send = {"Content-Type": "application/json", **_key_for(url)}
     try:
         async with _session().request(method, url, data=body, headers=send, timeout=limit) as reply:
             if not 200 <= reply.status < 300:

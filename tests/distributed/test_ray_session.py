@@ -9,13 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest
-from support.sockets import LOOPBACK, descendants, listening_addresses
 
+from slime.commands.run_security import descendants, listening_ports
 from slime.exceptions import ConfigError
 from slime.ray import cluster_folder, session
 
@@ -44,7 +41,7 @@ def test_every_process_of_a_session_listens_on_loopback_only_and_is_gone_afterwa
     """Every process of a session listens on loopback only, though Ray's default is all interfaces,
     and ends with it."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    before = listening_addresses([os.getpid()])
+    before = {port.number for port in listening_ports([os.getpid()])}
     with session.ray_session(OPTIONS):
         import ray
 
@@ -64,9 +61,8 @@ def test_every_process_of_a_session_listens_on_loopback_only_and_is_gone_afterwa
         assert refused_without_token(ray.get_runtime_context().gcs_address)
         assert len(pids) >= 2, "the cluster's control store and its node manager at least"
         tree = {pid for root in (os.getpid(), *pids) for pid in descendants(root)}
-        found = listening_addresses(tree)
-        found = {place: owners for place, owners in found.items() if place not in before}
-        assert found and {address for address, _ in found} <= LOOPBACK, found
+        found = [port for port in listening_ports(tree) if port.number not in before]
+        assert found and all(port.is_loopback for port in found), found
     assert cluster_folder.processes_of(folder) == [] and not os.path.exists(outer)
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from support import small_run
-from support.sockets import LOOPBACK, descendants, listening_addresses
 
+from slime.commands.run_security import descendants, listening_ports
 from slime.harness import diff
 
 NUM_GPUS = 0
@@ -331,12 +331,12 @@ def assert_closed_to_strangers(driver):
     """Every process of a run listens on loopback alone, and what speaks HTTP there asks for the
     key that the run has made.
     """
-    found = listening_addresses(descendants(driver))
+    found = listening_ports(descendants(driver))
     assert len(found) >= 6, "control store, node manager, workers, the engine, the ranks' store"
-    assert {address for address, _ in found} <= LOOPBACK, found
+    assert all(port.is_loopback for port in found), found
     answers = []
-    for _, port in found:
-        connection = http.client.HTTPConnection("127.0.0.1", int(port, 16), timeout=2)
+    for port in found:
+        connection = http.client.HTTPConnection("127.0.0.1", port.number, timeout=2)
         try:
             connection.request("POST", "/pause_generation")
             answers.append(connection.getresponse().status)

@@ -631,5 +631,20 @@ def test_the_worked_example_of_the_group_loop_is_true():
             assert (None if chosen is None else (chosen, builder.used(chosen))) == answer
 
 
+def test_only_engines_get_the_key(monkeypatch):
+    """A reward model or another server of the user's is not told the key of the run's engines."""
+    monkeypatch.setattr(http_utils, "_settings", http_utils.HttpSettings(api_key="the-key"))
+    with (
+        FakeEngine(lambda p: [5]) as engine,
+        FakeEngine(lambda p: [5]) as reward_model,
+        fresh_rollout_state(engine.url),
+    ):
+        for server in (engine, reward_model):
+            body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
+            run(http_utils.post(f"{server.url}/generate", body, max_retries=0))
+    assert engine.headers[0]["Authorization"] == "Bearer the-key"
+    assert "Authorization" not in reward_model.headers[0]
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))

@@ -95,7 +95,7 @@ def engine_config_from_args(
         hf_checkpoint=args.hf_checkpoint,
         host=host or args.sglang_host,
         port=0 if args.sglang_port is None else args.sglang_port + rank,
-        api_key=args.sglang_api_key,
+        api_key=None if args.no_api_key else args.sglang_api_key or None,
         device=args.rollout_engine_device,
         dtype=trainer_dtype if args.sglang_dtype == "auto" else args.sglang_dtype,
         deterministic=args.sglang_enable_deterministic_inference,

@@ -20,7 +20,7 @@ from slime.models.shape import ModelShape
 from slime.tracking.spans import span
 from slime.typing import ActorHandle
 from slime.utils.async_utils import run
-from slime.utils.http_utils import init_http_client, post
+from slime.utils.http_utils import init_http_client, post, send_key_to
 from slime.utils.misc import load_function
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def publish_through_disk(
         "flush_cache": True,
     }
     init_http_client(args)  # the servers' key
+    send_key_to(urls)
     for url in urls:
         with span("send_weights", engine=url):
             reply = run(post(f"{url}/update_weights_from_disk", body, max_retries=2))
