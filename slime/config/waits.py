@@ -329,6 +329,7 @@ WAITS = (
             "ray/actors.py::LocalActor._call",
             "local.py::generate",
             "ray/utils.py::_death_among",
+            "ray/utils.py::_hear",
             "ray/actor_group.py::RayTrainGroup._wait",
             "ray/train_actor.py::TrainRayActor.set_rollout_manager",
             "ray/rollout.py::RolloutManager.check_weights",

@@ -4,6 +4,7 @@ that names the actors without an answer.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -29,6 +30,8 @@ NOSET_VISIBLE_DEVICES_ENV_VARS_LIST = [
 ]
 
 DEATH_NOTICE_S = 3.0  # how much later than its peers' errors the death of a process may be heard of
+
+OTHER_ERRORS_S = 0.5  # how much later than the first the same error of another rank may arrive
 
 # Passed on from the driver to every actor, so that a test or a user sets them once.
 _FORWARDED = (
@@ -143,6 +146,18 @@ def wait_for(
                     f"{what}: the process{of} died. {reason_of_death(cause)}"
                 ) from cause
         return actors.get(list(refs))
+
+
+def _hear(refs: list[Any]) -> None:
+    """Takes note of the errors that other ranks raised with the first: Ray prints a page for each
+    that nobody has asked for.
+    """
+    if not refs:
+        return
+    ended, _ = actors.wait(refs, num_returns=len(refs), timeout=OTHER_ERRORS_S)
+    for ref in ended:
+        with contextlib.suppress(Exception):
+            actors.get(ref)
 
 
 def _death_among(refs: list[Any], first: Exception) -> tuple[Any, Exception] | None:

@@ -312,7 +312,7 @@ def _run(error, *, save_failure, run_dir):
         wandb_always_use_train_step=False,
         run_dir=run_dir,
     )
-    return Run(args, LocalActor(_Saves()), _Saves(error), None, 0, 3, None)
+    return Run(args, LocalActor(_Saves), _Saves(error), None, 0, 3, None)
 
 
 def test_a_failed_save_ends_the_run_or_is_tried_again_as_asked(tmp_path, monkeypatch, caplog):

@@ -279,14 +279,14 @@ def _require_undamaged(final: Path, manifest: dict[str, Any]) -> None:
 def _state_of_disk(save: Path) -> str:
     """What there is below `save` after a failed save, and what to do."""
     latest = files.latest_iteration(save)
-    intact = (
-        f"The previous one, iteration {latest}, is intact"
-        if latest is not None
-        else "There is no earlier one"
-    )
+    goes_on = "or let a run go on without a checkpoint with --save-failure continue."
+    if latest is None:
+        return (
+            f"There is no earlier one; {disk_space(save)}. Make room or correct --save, {goes_on}"
+        )
     return (
-        f"{intact}; {disk_space(save)}. Make room or correct --save, then go on with --load {save}, "
-        "or let a run go on without a checkpoint with --save-failure continue."
+        f"The previous one, iteration {latest}, is intact; {disk_space(save)}. Make room or correct "
+        f"--save, then go on with --load {save}, {goes_on}"
     )
 
 
