@@ -67,6 +67,11 @@ COMMANDS: dict[str, Command] = {
         "Find the commit from which on a recording comes out otherwise.",
         raw=True,
     ),
+    "replay": Command(
+        "slime.harness.replay.command:main",
+        "Run stages of a recorded rollout again and compare.",
+        raw=True,
+    ),
     "rewards": Command(
         "slime.commands.reward:rewards",
         "Check that the labels of a prompt file can be answered right.",

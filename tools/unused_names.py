@@ -33,7 +33,6 @@ EXCEPTIONS: tuple[tuple[str, str], ...] = (
         "slime/config/*.py::*Options",
         "found as the option dataclasses of the modules in slime.config.CONCERNS",
     ),
-    ("slime/recording/reader.py::Record*", "a replay and a diff read recordings"),
     ("slime/testing/__init__.py::make_tiny_tokenizer", "slime.testing is for the tests of users"),
     (
         "slime/accelerator/cpu_megatron.py::_NoStream.*",

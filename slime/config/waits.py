@@ -433,6 +433,15 @@ WAITS = (
     ),
     Wait(
         AROUND,
+        "the training of a replay",
+        ("harness/replay/training.py::replay_training",),
+        "its processes are ended, and `slime replay` with them; its log is named",
+        "did not end within",
+        "harness/test_replay.py::test_a_training_that_hangs_is_ended",
+        constants=("harness/replay/training.py::TIMEOUT_S",),
+    ),
+    Wait(
+        AROUND,
         "the snapshots of the gate that are still being written at the end",
         ("gate/snapshots.py::SnapshotWriter.flush", "gate/snapshots.py::SnapshotWriter.close"),
         "the driver ends the process",

@@ -33,8 +33,8 @@ def verdict_table(
     """The samples that the gate was given, then those that the rollout dropped before, each with
     its verdict. `changes`: per sample of the batch, the fields that the gate changed.
 
-    raw_row numbers the rows; valid, reason, detail, dropped are the verdict; dropped_by is null for
-    the batch; engine_text is there where the response is not the engine's own text.
+    raw_row numbers the rows; valid, reason, detail, dropped and keep_mask (JSON) are the verdict;
+    dropped_by is null for the batch; engine_text is there where the response is not the engine's own text.
     """
     import pyarrow
 
@@ -58,6 +58,13 @@ def verdict_table(
             [
                 _text(text) if text is not one.response else None
                 for text, one in zip(texts, rows, strict=True)
+            ],
+            string,
+        ),
+        "keep_mask": pyarrow.array(
+            [
+                None if v.keep_mask is None else encode_json(list(v.keep_mask)).decode()
+                for v in all_verdicts
             ],
             string,
         ),

@@ -198,8 +198,8 @@ class RolloutManager:
         if self.args.debug_rollout_only:
             return None
         with timer("convert_samples"):
-            data, sources = self._train_data(judged, marks)
-            boxes, plan = self._split(data, dropped_failures=_failures_outside(judged, sources))
+            data, sources = self.train_data(judged, marks)
+            boxes, plan = self._split(data, dropped_failures=failures_outside(judged, sources))
         self.gate.record_placement(rollout_id, sources, plan)
         if self.recorder is not None:
             indices = [sample.index for sample in judged.judged]
@@ -423,9 +423,7 @@ class RolloutManager:
             samples, self._post_process_rewards(samples), ColumnsConfig.from_args(self.args)
         )
 
-    def _train_data(
-        self, judged: PostprocessResult, marks: Sequence[Mark]
-    ) -> tuple[Any, list[int]]:
+    def train_data(self, judged: PostprocessResult, marks: Sequence[Mark]) -> tuple[Any, list[int]]:
         """The train data, in which no row of a rejected sample is valid, and the position among all
         judged samples of each row's sample.
 
@@ -554,7 +552,7 @@ class RolloutManagerActor(RolloutManager):
             finish_tracking(self.args, primary=False)
 
 
-def _failures_outside(judged: PostprocessResult, sources: Sequence[int]) -> list[int | None]:
+def failures_outside(judged: PostprocessResult, sources: Sequence[int]) -> list[int | None]:
     """`Sample.rollout_id` of the samples that were rejected for what the model wrote and have no
     row in the train data.
     """

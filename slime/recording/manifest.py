@@ -46,7 +46,7 @@ PARTS = {
     "critic_steps": ("critic_steps.jsonl", CRITIC),
 }
 SCHEMAS = dict.fromkeys(PARTS, 1)
-WEIGHTS_FOLDER = "weights"
+WEIGHTS_FOLDER, CRITIC_WEIGHTS_FOLDER = "weights", "critic_weights"
 TRASH = ".removed."  # begins the name of a rollout that is being removed
 TOKENIZER_FOLDER = "tokenizer"
 HASH_BYTES = 16

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slime.data.batch import RolloutBatch
+from slime.data.reasons import REASON_OF_VALUE
 from slime.data.sample import Sample
 from slime.exceptions import RolloutDataError
 from slime.files import tables
@@ -26,6 +27,7 @@ from slime.files.jsonl import read_jsonl
 from slime.files.sample_table import samples_of, with_changes
 from slime.files.train_record import TrainDump
 from slime.files.train_table import read_train_table
+from slime.gate.config import Verdict
 from slime.recording import manifest
 from slime.recording.manifest import Manifest, Part
 from slime.recording.run_record import options_of
@@ -33,6 +35,7 @@ from slime.recording.run_record import options_of
 if TYPE_CHECKING:
     import pyarrow
 
+METRIC_PARTS = ("rollout", "steps", "critic_steps")
 LARGEST_JSON = 1 << 28  # bytes
 LARGEST_RUN_RECORD = 1 << 24
 
@@ -49,6 +52,7 @@ class JudgedSamples:
     details: list[str | None]
     dropped: list[bool]
     dropped_by: list[str | None]
+    keep_masks: list[list[int] | None]
     changes: list[dict[str, Any]]
 
     @property
@@ -59,6 +63,34 @@ class JudgedSamples:
     def batch(self) -> list[Sample]:
         """What the gate was given."""
         return self.samples[: self.num_batch]
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """The verdicts on the batch, without texts and answers that they replaced."""
+        return [
+            Verdict(
+                valid=self.valid[row],
+                reason=None if (reason := self.reasons[row]) is None else REASON_OF_VALUE[reason],
+                detail=self.details[row] or "",
+                keep_mask=self.keep_masks[row],
+                dropped=self.dropped[row],
+            )
+            for row in range(self.num_batch)
+        ]
+
+    @property
+    def kept(self) -> list[int]:
+        """The rows that the gate handed on."""
+        return [row for row in range(self.num_batch) if not self.dropped[row]]
+
+    @property
+    def dropped_groups(self) -> list[tuple[str, list[Sample]]]:
+        """(reason, [sample]) of every row that the rollout dropped before the gate."""
+        return [
+            (reason, [self.samples[row]])
+            for row, reason in enumerate(self.dropped_by)
+            if reason is not None
+        ]
 
     def judged(self, row: int) -> Sample:
         """What the gate made of a row of the batch."""
@@ -93,6 +125,11 @@ class RecordedRollout:
         """Every listed part by name, in the order in which a rollout makes them."""
         found = {name: part for one in self.manifests.values() for name, part in one.parts.items()}
         return {name: found[name] for name in manifest.PARTS if name in found}
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the state before the rollout was recorded, with --record-weights."""
+        return (self.folder / manifest.WEIGHTS_FOLDER).is_dir()
 
     def problems(self, *, hashes: bool = True) -> list[str]:
         """One sentence per listed part that is not as it was written, and per manifest of another
@@ -162,6 +199,10 @@ class RecordedRollout:
                 details=table["detail"].to_pylist(),
                 dropped=table["dropped"].to_pylist(),
                 dropped_by=table["dropped_by"].to_pylist(),
+                keep_masks=[
+                    None if text is None else decode_json(text.encode())
+                    for text in table["keep_mask"].to_pylist()
+                ],
                 changes=changes,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -188,15 +229,15 @@ class RecordedRollout:
         """What training computed."""
         return read_train_table(self.path("train"))
 
-    def metric_records(self) -> list[dict[str, Any]]:
-        """What was logged of the rollout by the manager, then by the training ranks: {"step_key",
-        "step", "metrics"} each.
+    def metric_records(self, *names: str) -> list[dict[str, Any]]:
+        """What was logged of the rollout: {"step_key", "step", "metrics"} each. `names`: the parts
+        rollout (the manager's), steps (the policy's) and critic_steps; none: all that are recorded.
         """
         records: list[dict[str, Any]] = []
-        if "rollout" in self:
-            records += self.json("rollout").get("metrics", [])
-        for name in ("steps", "critic_steps"):
-            if name in self:
+        for name in names or [one for one in METRIC_PARTS if one in self]:
+            if name == "rollout":
+                records += self.json(name).get("metrics", [])
+            else:
                 records += read_jsonl(self.path(name))[0]
         return records
 

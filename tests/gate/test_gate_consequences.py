@@ -515,7 +515,7 @@ def test_every_path_from_engine_to_trainer_goes_through_the_gate():
     assert (
         generate.index("self._get_rollout_data")
         < generate.index("self.gate.run")
-        < generate.index("self._train_data")
+        < generate.index("self.train_data")
     )
     assert "self.gate.run" in calls_in_order(manager._eval)
     score = calls_in_order(scoring.score_group)

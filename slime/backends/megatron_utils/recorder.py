@@ -22,7 +22,13 @@ from slime.files.jsonl import encode as encode_record
 from slime.files.train_dump_utils import gather_train_data
 from slime.files.train_record import TensorOutline
 from slime.files.train_table import TensorCollector
-from slime.recording.manifest import CRITIC, TRAIN, WEIGHTS_FOLDER, rollout_folder
+from slime.recording.manifest import (
+    CRITIC,
+    CRITIC_WEIGHTS_FOLDER,
+    TRAIN,
+    WEIGHTS_FOLDER,
+    rollout_folder,
+)
 from slime.recording.writer import FAILURES, PartWriter, writer_of
 from slime.tracking.spans import spanned
 from slime.tracking.tracking import collected_metrics
@@ -38,7 +44,7 @@ class TrainRecorder:
 
     def __init__(self, args: argparse.Namespace, role: str) -> None:
         self.root, self.every = Path(args.record), args.record_every
-        self.with_weights = args.record_weights and role == "actor"
+        self.with_weights = args.record_weights
         self._is_policy = role == "actor"
         self._writer: PartWriter | None = None
         if is_megatron_main_rank():
@@ -120,7 +126,8 @@ class TrainRecorder:
     def _save_weights(self, rollout_id: int, save: Callable[[str], Any]) -> None:
         """All ranks see the same outcome of a checkpoint."""
         try:
-            save(str(rollout_folder(self.root, rollout_id) / WEIGHTS_FOLDER))
+            name = WEIGHTS_FOLDER if self._is_policy else CRITIC_WEIGHTS_FOLDER
+            save(str(rollout_folder(self.root, rollout_id) / name))
         except SlimeError as error:
             self.with_weights = False
             if self._writer is not None:

@@ -1,0 +1,205 @@
+"""`slime replay DIR`: runs the stages of a recorded rollout again and compares with the recording.
+
+    slime replay DIR                              every stage but train, of every rollout
+    slime replay DIR --rollout 7 --stage gate     one stage of one rollout
+    slime replay DIR --rollout 7 --stage train    trains rollout 7 again and compares every number
+    slime replay DIR --rollout 7 --stage train --advantage-estimator rloo --context-parallel-size 2
+
+Further options are those of `slime train` and replace the recorded ones. Exit status 0: all equal,
+1: something differs, 2: a stage could not be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from slime.exceptions import ConfigError, RolloutDataError, SlimeError
+from slime.harness.diff.context import context_of
+from slime.harness.diff.results import Report, RolloutResult
+from slime.harness.diff.rollouts import Settings, compare_sides
+from slime.harness.diff.sides import Side
+from slime.harness.diff.text import describe
+from slime.harness.diff.values import Tolerance
+from slime.harness.replay.options import given_options, replayed_options, tokenizer_folder
+from slime.harness.replay.stages import RUN, STAGES, Skipped, StageInput
+from slime.harness.replay.training import TIMEOUT_S, TRAIN_STAGE, replay_training
+from slime.recording import manifest
+from slime.recording.reader import RecordedRollout, Recording
+from slime.recording.writer import PartWriter
+
+# metrics of the age of weights, which only a run that publishes weights to engines knows
+OF_PUBLISHING = ("rollout/staleness/", "rollout/logprob_abs_diff/weights/")
+
+
+@dataclasses.dataclass(frozen=True)
+class Replayed:
+    """One stage of one rollout: `parts` were made again below `folder`; none where it was skipped,
+    for the reason `skipped`.
+    """
+
+    rollout: RecordedRollout
+    stage: str
+    folder: Path
+    parts: tuple[str, ...] = ()
+    skipped: str | None = None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`slime replay`."""
+    parser = argparse.ArgumentParser(
+        prog="slime replay",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("recording", type=Path, help="Folder that --record wrote.")
+    parser.add_argument("--rollout", type=int, action="append", help="Only this one; repeatable.")
+    parser.add_argument("--stage", choices=(*STAGES, TRAIN_STAGE), action="append")
+    parser.add_argument("--rescore", action="store_true", help="Call custom reward functions too.")
+    parser.add_argument("--out", type=Path, help="Keep what was made again in this new folder.")
+    parser.add_argument("--rtol", type=float, default=None, help="Relative tolerance of floats.")
+    parser.add_argument("--atol", type=float, default=None, help="Absolute tolerance of floats.")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="Seconds of a training.")
+    own, words = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
+    tolerance = None
+    if own.rtol is not None or own.atol is not None:
+        tolerance = Tolerance(own.rtol or 0.0, own.atol or 0.0)
+    recording = Recording(own.recording)
+    with output_folder(own.out, recording) as folder:
+        status = 0
+        for done in replay(recording, own, words, folder):
+            status = max(status, report(done, tolerance))
+    return status
+
+
+@contextlib.contextmanager
+def output_folder(out: Path | None, recording: Recording) -> Iterator[Path]:
+    """`out`, made now, or a temporary folder. ConfigError where it exists, or lies in the recording
+    that is read.
+    """
+    if out is None:
+        folder = Path(tempfile.mkdtemp(prefix="slime-replay-"))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return
+    root, target = recording.root.resolve(), out.resolve()
+    if target == root or root in target.parents:
+        raise ConfigError(f"--out {out} lies in the recording {recording.root}, which is read.")
+    if out.exists():
+        raise ConfigError(f"--out {out} exists. Give a new folder.")
+    out.mkdir(parents=True)
+    yield out
+
+
+def replay(
+    recording: Recording, own: argparse.Namespace, words: Sequence[str], folder: Path
+) -> Iterator[Replayed]:
+    """Runs what was asked for, one stage of one rollout after the other."""
+    rollouts = own.rollout or recording.rollouts
+    if not rollouts:
+        raise RolloutDataError(f"{recording.root} has no rollout.")
+    stages = own.stage or STAGES
+    given_options(words)  # what is wrong in them is wrong for every rollout
+    for rollout_id in rollouts:
+        rollout = recording.rollout(rollout_id)
+        for stage in stages:
+            if stage == TRAIN_STAGE:
+                place = folder / stage / f"rollout_{rollout_id:06d}"
+                place.mkdir(parents=True)
+                made = replay_training(
+                    recording, rollout, words, folder=place, timeout_s=own.timeout
+                )
+                parts = ("columns", "schedule", "train", "steps", "weights")
+                found = made.rollout(rollout_id)
+                yield Replayed(
+                    rollout, stage, found.folder, tuple(name for name in parts if name in found)
+                )
+            else:
+                yield replay_stage(recording, rollout, stage, words, own, folder / stage)
+
+
+def replay_stage(
+    recording: Recording,
+    rollout: RecordedRollout,
+    name: str,
+    words: Sequence[str],
+    own: argparse.Namespace,
+    folder: Path,
+) -> Replayed:
+    """Runs one stage in this process and writes its parts below `folder`."""
+    args = replayed_options(rollout, words)
+    stage = StageInput(
+        rollout,
+        args,
+        tokenizer_folder=tokenizer_folder(recording, vars(args)),
+        rescore=own.rescore,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = PartWriter(folder, manifest.ROLLOUT, run=rollout.run)
+    trainer = PartWriter(folder, manifest.TRAIN, run=rollout.run)
+    target = manifest.rollout_folder(folder, rollout.rollout_id)
+    reasons = []
+    for run in RUN[name]:
+        one = trainer if run.__name__ == "replay_train_metrics" else writer
+        try:
+            one.begin(rollout.rollout_id)
+            run(stage, one)
+        except (Skipped, RolloutDataError) as error:
+            reasons.append(str(error))
+    for one in (writer, trainer):
+        one.close()
+        if one.failed:
+            raise SlimeError(f"what was made again could not be written below {folder}")
+    parts = tuple(RecordedRollout(target).parts) if any(target.glob("*.json")) else ()
+    return Replayed(rollout, name, target, parts, "; ".join(reasons) if not parts else None)
+
+
+def compared(done: Replayed, tolerance: Tolerance | None = None) -> Report:
+    """The recorded parts (A) with those that were made again (B)."""
+    made = RecordedRollout(done.folder)
+    layouts_differ = layout_of(done.rollout) != layout_of(made)
+    report = Report(str(done.rollout.folder), f"replay of {done.stage}")
+    tokenizer = done.rollout.recording.tokenizer_folder if done.rollout.recording else None
+    files = {name: done.rollout.path(name) for name in done.parts}
+    again = {name: made.path(name) for name in done.parts}
+    for side in (files, again):  # both show the text of a sample, whatever the stage
+        side.setdefault("samples", done.rollout.path("samples"))
+    result = RolloutResult(f"rollout {done.rollout.rollout_id}")
+    sides = [Side(report.a, files, tokenizer=tokenizer), Side(report.b, again, tokenizer=tokenizer)]
+    compare_sides(sides[0], sides[1], Settings(tolerance, layouts_differ), result)
+    for field in result.fields:
+        if field.field.startswith(OF_PUBLISHING) and not done.rollout.has_weights:
+            field.expected = (
+                "a training from another checkpoint does not know which weights sampled"
+            )
+    if result.first is not None:
+        result.context = context_of(sides[0], sides[1], result.first)
+    report.rollouts.append(result)
+    return report
+
+
+def layout_of(rollout: RecordedRollout) -> Any:
+    """How the trainers of a rollout were laid out; None where that is not recorded."""
+    return rollout.json("rollout").get("parallel") if "rollout" in rollout else None
+
+
+def report(done: Replayed, tolerance: Tolerance | None) -> int:
+    """Prints what came out and returns the stage's exit status."""
+    head = f"rollout {done.rollout.rollout_id} {done.stage}:"
+    if not done.parts:
+        print(f"{head} not replayed: {done.skipped or 'there is nothing to make again'}")
+        return 0
+    found = compared(done, tolerance)
+    first, *rest = describe(found)
+    print(f"{head} {first}", *rest, sep="\n  ")
+    return 0 if found.identical else 1

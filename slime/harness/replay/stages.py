@@ -1,0 +1,360 @@
+"""The stages of a rollout that need no training: gate, rewards, columns, schedule, metrics. Each
+runs from its recorded input, in this process, without a Ray cluster, torch.distributed or an
+engine, and writes the part that it makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slime.data.attribution import marks_of
+from slime.data.batch import RolloutBatch, localize
+from slime.data.ragged import Ragged, Scalars
+from slime.data.sample import Sample
+from slime.data.split import SplitConfig, plan_split, split_by_dp
+from slime.exceptions import RolloutDataError
+from slime.files import tables
+from slime.files.jsonl import encode as encode_record
+from slime.files.sample_table import sample_table
+from slime.files.train_record import TrainDump
+from slime.gate.config import GateConfig, Level
+from slime.gate.gate import gate_config_from_args
+from slime.gate.judge import PostprocessResult, postprocess_output_data
+from slime.gate.tables import schedule_table
+from slime.metrics import contributions, rollout_metrics
+from slime.metrics.batch_values import phase_contributions
+from slime.metrics.statistics import dict_add_prefix
+from slime.ray.rollout import RolloutManager, failures_outside
+from slime.recording.reader import JudgedSamples, RecordedRollout
+from slime.recording.rollout_side import columns_table, judged_table
+from slime.recording.writer import PartWriter
+from slime.rollout.scoring import score_group
+from slime.utils import processing_utils
+from slime.utils.misc import load_function
+
+if TYPE_CHECKING:
+    import pyarrow
+
+STAGES = ("gate", "rewards", "columns", "schedule", "metrics")
+LOCAL_LAYOUT = {"dp_size": 1, "cp_size": 1, "tp_size": 1, "vpp_size": 1}
+
+
+class Skipped(Exception):
+    """A stage that this rollout cannot show; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StageInput:
+    """A recorded rollout with the options under which a stage runs again. `rescore`: call reward
+    functions that may have effects outside, too.
+    """
+
+    rollout: RecordedRollout
+    args: argparse.Namespace
+    tokenizer_folder: Path | None = None
+    rescore: bool = False
+
+    @functools.cached_property
+    def samples(self) -> JudgedSamples:
+        return self.rollout.judged_samples()
+
+    @functools.cached_property
+    def parallel(self) -> dict[str, int]:
+        """How the trainers were laid out."""
+        found = self.rollout.json("rollout").get("parallel")
+        if not found:
+            raise Skipped("the run had no trainers")
+        return dict(found)
+
+    @property
+    def tokenizer(self) -> Any:
+        folder = self.tokenizer_folder
+        return None if folder is None else processing_utils.shared_tokenizer(str(folder))
+
+
+class ReplayManager(RolloutManager):
+    """The manager's functions between the gate and the shards, without engines, prompts or files."""
+
+    def __init__(self, args: argparse.Namespace, parallel: Mapping[str, int]) -> None:
+        self.args = args
+        self.custom_reward_post_process_func = _loaded(args.custom_reward_post_process_path)
+        self.custom_convert_samples_to_train_data_func = _loaded(
+            args.custom_convert_samples_to_train_data_path
+        )
+        self.train_parallel_config = dict(parallel)
+        self._reward_metrics = {}
+
+
+class WithRewards(ReplayManager):
+    """Builds columns of rewards that are known."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        parallel: Mapping[str, int],
+        rewards: tuple[list[float], list[float]],
+    ) -> None:
+        super().__init__(args, parallel)
+        self._rewards = rewards
+
+    def _post_process_rewards(self, samples: list[Sample]) -> tuple[list[float], list[float]]:
+        return self._rewards
+
+
+def _loaded(path: str | None) -> Any:
+    return load_function(path) if path else None
+
+
+# --- gate -----------------------------------------------------------------------------------------
+
+
+def replay_gate(stage: StageInput, writer: PartWriter) -> None:
+    """The verdicts on the recorded batch."""
+    samples = stage.samples
+    table = judged_table(
+        samples.batch,
+        judge_again(stage),
+        [(reason, one) for reason, group in samples.dropped_groups for one in group],
+    )
+    write_table(writer, "samples", table)
+
+
+def judge_again(stage: StageInput) -> PostprocessResult:
+    """The gate's result on the recorded batch, under the stage's options."""
+    config = gate_config(stage)
+    samples = copy.deepcopy(stage.samples.batch)
+    return postprocess_output_data(samples, config, tokenizer=stage.tokenizer)
+
+
+def gate_config(stage: StageInput) -> GateConfig:
+    """The gate's config that the options give, in the state that the run had reached: the level by
+    schedule, and how many texts are compared.
+    """
+    folder, recorded = stage.tokenizer_folder, stage.rollout.options()
+    checkpoint = None if folder is None else str(folder)
+    args = argparse.Namespace(**{**vars(stage.args), "hf_checkpoint": checkpoint})
+    config = gate_config_from_args(args, stage.tokenizer)
+    state = dict(stage.rollout.json("gate").get("state", {}))
+    level = Level(state.pop("level", config.level.value))
+    if args.gate_level == recorded.gate_level and args.gate_schedule == recorded.gate_schedule:
+        config = dataclasses.replace(config, level=level, schedule=())
+    return dataclasses.replace(config, **state)
+
+
+# --- rewards --------------------------------------------------------------------------------------
+
+
+def replay_rewards(stage: StageInput, writer: PartWriter) -> None:
+    """Each response scored again, and the normalized rewards of the recorded scores."""
+    samples, args = stage.samples, stage.args
+    if stage.rescore or _scores_by_itself(args):
+        scored = asyncio.run(_scored_again(args, samples.batch))
+        table = stage.rollout.table("samples")
+        rows = [*scored, *samples.samples[samples.num_batch :]]
+        place = table.column_names.index("reward")
+        fresh = sample_table(rows)["reward"]
+        write_table(writer, "samples", table.set_column(place, table.field(place), fresh))
+    if args.custom_convert_samples_to_train_data_path or "columns" not in stage.rollout:
+        return
+    batch, sources = stage.rollout.columns()
+    if sources.tolist() != samples.kept:
+        return
+    manager = ReplayManager(args, stage.parallel)
+    _, normalized = manager._post_process_rewards([samples.judged(row) for row in samples.kept])
+    values = np.array(normalized, dtype=np.float64)
+    batch["rewards"] = Scalars(np.where(np.isfinite(values), values, 0.0).astype(np.float32))
+    write_table(writer, "columns", _columns_table(batch, sources, samples))
+
+
+def _scores_by_itself(args: argparse.Namespace) -> bool:
+    """Whether every reward came from a scorer of ours that asks nobody else."""
+    theirs = (
+        args.custom_rm_path,
+        args.custom_generate_function_path,
+        args.custom_reward_post_process_path,
+        args.rm_url,
+    )
+    return bool(args.rm_type) and args.rm_type != "remote_rm" and not any(theirs)
+
+
+async def _scored_again(args: argparse.Namespace, batch: Sequence[Sample]) -> list[Sample]:
+    """Copies of the samples; those that were scored have the score that they get now."""
+    fresh = [copy.copy(sample) for sample in batch]
+    groups: dict[Any, list[Sample]] = collections.defaultdict(list)
+    for place, one in enumerate(fresh):
+        if one.reward is not None and one.valid:
+            one.reward = None
+            one.metadata = copy.deepcopy(one.metadata)
+            key = ("own", place) if one.group_index is None else one.group_index
+            groups[key].append(one)
+    for group in groups.values():
+        await score_group(args, group, None)
+    return fresh
+
+
+# --- columns and schedule -------------------------------------------------------------------------
+
+
+def replay_columns(stage: StageInput, writer: PartWriter) -> None:
+    """The whole batch, from the samples that the gate handed on and their recorded rewards."""
+    samples, args = stage.samples, stage.args
+    recorded, sources = stage.rollout.columns()
+    manager = ReplayManager(args, stage.parallel)
+    if "raw_reward" in recorded and sources.tolist() == samples.kept:
+        rewards = recorded.array("raw_reward").tolist(), recorded.array("rewards").tolist()
+        manager = WithRewards(args, stage.parallel, rewards)
+    data, found = manager.train_data(_as_result(samples), _marks(samples))
+    batch = data if isinstance(data, RolloutBatch) else RolloutBatch(data)
+    write_table(writer, "columns", _columns_table(batch, np.asarray(found), samples))
+
+
+def _as_result(samples: JudgedSamples) -> PostprocessResult:
+    """The recorded outcome of the gate."""
+    config = GateConfig()
+    nothing = postprocess_output_data([], config)
+    return dataclasses.replace(
+        nothing,
+        samples=[samples.judged(row) for row in samples.kept],
+        verdicts=samples.verdicts,
+        raw_rows=samples.kept,
+        build=samples.judged,
+    )
+
+
+def _marks(samples: JudgedSamples) -> list[Any]:
+    judged = [samples.judged(row) for row in range(samples.num_batch)]
+    return marks_of(judged, samples.verdicts)
+
+
+def replay_schedule(stage: StageInput, writer: PartWriter) -> None:
+    """Who trains what, from the recorded columns."""
+    batch, sources = stage.rollout.columns()
+    config = SplitConfig.from_args(stage.args, stage.parallel)
+    _, plan = plan_split(batch, config)
+    write_table(writer, "schedule", schedule_table(plan, sources.tolist()))
+
+
+def _columns_table(
+    batch: RolloutBatch, sources: np.ndarray, samples: JudgedSamples
+) -> pyarrow.Table:
+    indices = [samples.samples[row].index for row in sources.tolist()]
+    return columns_table(batch, sources.tolist(), indices)
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+def replay_metrics(stage: StageInput, writer: PartWriter) -> None:
+    """What was logged of the rollout, from the recorded samples, columns and trained fields."""
+    record = stage.rollout.json("rollout")
+    fresh = {**_gate_side(stage), **_rollout_side(stage, record), **_split_side(stage)}
+    records = [
+        {**one, "metrics": _with_fresh(one["metrics"], fresh)} for one in record.get("metrics", [])
+    ]
+    text = encode_record({**record, "metrics": records})
+    writer.add("rollout", lambda path: path.write_bytes(text) and None)
+
+
+def replay_train_metrics(stage: StageInput, writer: PartWriter) -> None:
+    """What the training ranks logged of the rollout batch, from what training computed."""
+    if "train" not in stage.rollout or "steps" not in stage.rollout:
+        raise Skipped("the rollout was not trained")
+    fresh = dict_add_prefix(_train_side(stage), "rollout/")
+    records = [
+        {**one, "metrics": _with_fresh(one["metrics"], fresh)}
+        for one in stage.rollout.metric_records("steps")
+    ]
+    lines = b"".join(encode_record(one) for one in records)
+    writer.add("steps", lambda path: path.write_bytes(lines) and len(records))
+
+
+def _with_fresh(recorded: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
+    """The recorded metrics, those that were computed again in their new value."""
+    return {name: fresh.get(name, value) for name, value in recorded.items()}
+
+
+def _gate_side(stage: StageInput) -> dict[str, Any]:
+    """The gate's counts; its drift and its times depend on more than this rollout."""
+    names = ("gate/total", "gate/kept", "gate/drop_rate", "gate/count/", "gate/ratio/")
+    found = judge_again(stage).statistics.to_metrics()
+    return {name: value for name, value in found.items() if name.startswith(names)}
+
+
+def _rollout_side(stage: StageInput, record: Mapping[str, Any]) -> dict[str, Any]:
+    args, samples = stage.args, stage.samples
+    config = dataclasses.replace(
+        rollout_metrics.RolloutMetricsConfig.from_args(args),
+        trainer_weight_version=record.get("weight_version"),
+        is_trained=not args.debug_rollout_only,
+    )
+    judged = [samples.judged(row) for row in range(samples.num_batch)]
+    filtered = [one for _, group in samples.dropped_groups for one in group]
+    found = rollout_metrics.compute_metrics_from_samples(config, judged, filtered=filtered)
+    return dict_add_prefix(found, "rollout/")
+
+
+def _split_side(stage: StageInput) -> dict[str, Any]:
+    if "columns" not in stage.rollout:
+        return {}
+    batch, _ = stage.rollout.columns()
+    _, plan = plan_split(batch, SplitConfig.from_args(stage.args, stage.parallel))
+    return plan.metrics()
+
+
+def _train_side(stage: StageInput) -> dict[str, float]:
+    """The declared metrics over all trained samples, as one rank would have them."""
+    batch, sources = stage.rollout.columns()
+    config = SplitConfig.from_args(stage.args, {**stage.parallel, **LOCAL_LAYOUT})
+    split = split_by_dp(
+        batch,
+        dataclasses.replace(config, pad_to=0),
+        dropped_failures=failures_outside(_as_result(stage.samples), sources.tolist()),
+    )
+    local = localize(next(split.shards), 0, dp_size=1)
+    add_trained_fields(local, stage.rollout.train())
+    return contributions.merge_all([phase_contributions(local)])
+
+
+def add_trained_fields(local: RolloutBatch, dump: TrainDump) -> None:
+    """Puts what training computed into the batch of a rank, in its order."""
+    place_of = {position: i for i, position in enumerate(dump.positions.tolist())}
+    order = [place_of.get(int(position)) for position in local["partition"]]
+    if any(place is None for place in order):
+        raise RolloutDataError("the train part lacks samples of the schedule")
+    for name, entries in dump.token_fields.items():
+        if name not in local:
+            parts = [entries[place] for place in order if place is not None]
+            values = np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32)
+            local[name] = Ragged.of_lengths(values, [len(part) for part in parts])
+
+
+# --- all ------------------------------------------------------------------------------------------
+
+
+def write_table(writer: PartWriter, name: str, table: pyarrow.Table) -> None:
+    """Queues a part that is a table."""
+
+    def write(path: Path) -> int:
+        tables.write_table_to(path, table)
+        return len(table)
+
+    writer.add(name, write)
+
+
+RUN: dict[str, tuple[Callable[[StageInput, PartWriter], None], ...]] = {
+    "gate": (replay_gate,),
+    "rewards": (replay_rewards,),
+    "columns": (replay_columns,),
+    "schedule": (replay_schedule,),
+    "metrics": (replay_metrics, replay_train_metrics),
+}
