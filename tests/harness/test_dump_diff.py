@@ -237,5 +237,16 @@ def test_files_that_are_no_dumps_are_errors_not_differences(tmp_path, capsys):
         compare_paths(a, tmp_path / "b")
 
 
+def test_when_a_sample_was_made_is_not_compared(tmp_path):
+    """Two runs with --trace record other times of the same samples."""
+    for name, started in (("a", 1.0), ("b", 2.0)):
+        sample = Sample(index=0, tokens=[1, 2], response_length=1)
+        sample.trace = {"trace_id": name, "events": [{"time": started}]}
+        save_debug_rollout_data(
+            str(tmp_path / name / "{rollout_id}.parquet"), [sample], rollout_id=0, evaluation=False
+        )
+    assert compare_paths(tmp_path / "a", tmp_path / "b").identical
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))

@@ -150,6 +150,7 @@ NOT_COMPARED_KEYS = frozenset(
         "prefill_launch_delay",
         "request_received_ts",
         "response_sent_to_client_ts",
+        "trace",  # when things happened
         "inference_time",
         "seconds",
         "gate_seconds",
