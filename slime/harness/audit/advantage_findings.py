@@ -22,6 +22,7 @@ from slime.harness.audit.estimators import (
     block_groupings,
     fitted_factor,
     fitted_line,
+    fitted_weights,
     group_predictions,
     matches,
     orders,
@@ -39,6 +40,7 @@ from slime.harness.audit.table import UNKNOWN, SampleTable
 
 MOSTLY = 0.75  # share of samples that follow a rule for the others to be outliers
 TOKEN_LEVEL = 0.5  # share of samples whose advantages differ from token to token
+MOST_PARTS = 8  # rewards whose weights are looked for
 FEWEST = 4  # samples with an advantage that a step needs
 SHOWN_OUTLIERS = 6
 
@@ -207,6 +209,11 @@ def _explain(table: SampleTable, told: np.ndarray) -> _Explained:
             # a factor of 1 is nearer than another one, which the group's size may explain too
             result.rules.extend(sorted(result.scopes, key=lambda one: "times" in one))
             return result
+    for name, scope in _weighted(table, told):
+        result.rules.append(name)
+        result.scopes[name] = scope
+    if result.rules:
+        return result
     for which, step in _given(table):
         rules = list(_with_intercept(advantages, step, told))
         if rules:
@@ -249,6 +256,30 @@ def _fit(advantages: np.ndarray, prediction: Prediction, told: np.ndarray) -> tu
     if scaled <= exact:
         return exact, prediction.name
     return scaled, f"{prediction.name}, times {factor:.3g}"
+
+
+def _weighted(table: SampleTable, told: np.ndarray) -> Iterator[tuple[str, str]]:
+    """(name, scope) of rules that a weighted sum of several rewards follows."""
+    assert table.advantage_N is not None
+    names = list(table.reward_parts)
+    if not 2 <= len(names) <= MOST_PARTS or told.sum() < 4 * len(names) or not told.all():
+        return
+    parts = np.stack([table.reward_parts[name] for name in names], axis=1)
+    if not np.isfinite(parts).all() or not table.has_groups:
+        return
+    weights = fitted_weights(table.advantage_N, parts, table.group_N)
+    which, step = next(_given(table))
+    for sign in (1.0, -1.0):
+        moved = dataclasses.replace(step, rewards=parts @ (sign * weights))
+        terms = " + ".join(
+            f"{weight:.3g} x {name}" for weight, name in zip(sign * weights, names, strict=True)
+        )
+        for prediction in group_predictions(moved):
+            share, name = _fit(table.advantage_N, prediction, told)
+            if share == 1.0 and ", times -" not in name:
+                # how large the sum is, its group's std takes out again
+                yield f"{name.split(', times')[0]} of {terms}", prediction.scope
+                return
 
 
 def _with_intercept(

@@ -146,6 +146,26 @@ def fitted_factor(advantages: np.ndarray, x: np.ndarray) -> float:
     return float((mine * theirs).sum() / (mine * mine).sum())
 
 
+def fitted_weights(advantages: np.ndarray, parts: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """[K] weights of the rewards `parts` [N, K] whose weighted sum, centred in its group, is the
+    advantages [N] times a factor of the group; the largest weight is 1 or -1.
+
+    Within a group the part of the centred sum that stands at right angles to the advantages is 0:
+    the weights are the direction in which all groups have least of it.
+    """
+    square = np.zeros((parts.shape[1], parts.shape[1]))
+    for group in np.unique(groups):
+        rows = groups == group
+        centred = parts[rows] - parts[rows].mean(axis=0)
+        mine = advantages[rows]
+        length = float(mine @ mine)
+        if length > 0:
+            centred = centred - np.outer(mine, mine @ centred) / length
+        square += centred.T @ centred
+    weights = np.linalg.eigh(square)[1][:, 0]
+    return weights / weights[np.argmax(np.abs(weights))]
+
+
 @dataclasses.dataclass(frozen=True)
 class Order:
     """A reordering of samples: sample i is given what belongs to sample places[i]."""
