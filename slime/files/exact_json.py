@@ -14,7 +14,8 @@ from typing import Any
 import orjson
 
 JSONDecodeError = orjson.JSONDecodeError
-_LONG_DIGITS = re.compile(rb"[0-9]{19}")  # 2^63 has 19 digits
+# 2^63 has 19 digits; those behind a decimal point are no integer
+_LONG_DIGITS = re.compile(rb"(?<![0-9.])[0-9]{19}")
 
 
 def loads(text: bytes) -> Any:

@@ -133,22 +133,14 @@ def read_rollout_dump(path: str | os.PathLike) -> list[Sample]:
     """The samples of a dump, in order, equal to what was saved. `RolloutDataError` naming the file
     and line where it is damaged or cut short.
     """
-    return list(iter_rollout_dump(path)[1])
-
-
-def iter_rollout_dump(path: str | os.PathLike) -> tuple[dict[str, Any], Iterator[Sample]]:
-    """The head of a dump ({} of a table), and its samples one after another as `read_rollout_dump`
-    has them: of JSON lines, the lists of one sample alone are in memory.
-    """
     path = Path(path)
     try:
         if tables.is_table(path):
-            return {}, iter(_read_table(path))
+            return _read_table(path)
         with open(path, "rb") as file:
-            head, size = _read_head(path, file)
+            return _read_lines(path, file)
     except FileNotFoundError:
         raise RolloutDataError(f"There is no rollout dump at {path}.") from None
-    return head, _read_lines(path, size)
 
 
 def _read_table(path: Path) -> list[Sample]:
@@ -158,8 +150,8 @@ def _read_table(path: Path) -> list[Sample]:
         raise RolloutDataError(f"{path}: {error}") from error
 
 
-def _read_head(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """The head and its bytes, after the lines behind it are counted."""
+def _read_lines(path: Path, file: BinaryIO) -> list[Sample]:
+    """The samples, a line at a time: the file's text is never in memory beside them."""
     first = file.readline()
     head = _parse(path, 1, first) if first else {}
     if not isinstance(head, dict) or head.get("format") != FORMAT:
@@ -172,15 +164,8 @@ def _read_head(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
             f"{path} holds {count} samples, its head says {head.get('num_samples')}. It was cut "
             "short or edited."
         )
-    return head, len(first)
-
-
-def _read_lines(path: Path, start: int) -> Iterator[Sample]:
-    """The samples, a line at a time: the file's text is never in memory beside them."""
-    with open(path, "rb") as file:
-        file.seek(start)
-        for number, line in enumerate(file, start=2):
-            yield _read_sample(path, number, line)
+    file.seek(len(first))
+    return [_read_sample(path, number, line) for number, line in enumerate(file, start=2)]
 
 
 def _read_sample(path: Path, number: int, line: bytes) -> Sample:

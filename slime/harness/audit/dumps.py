@@ -16,10 +16,11 @@ import numpy as np
 
 from slime.data.weight_versions import parse_weight_version
 from slime.exceptions import RolloutDataError
-from slime.files.rollout_dump import FORMAT, iter_rollout_dump
+from slime.files.json_values import decode_values
+from slime.files.rollout_dump import FORMAT
 from slime.files.train_dump import FORMAT as TRAIN_FORMAT
 from slime.files.train_dump import read_train_dump
-from slime.files.train_record import TrainDump
+from slime.harness.audit.json_lines import read_objects
 from slime.harness.audit.shapes import (
     Part,
     ReadOptions,
@@ -150,14 +151,28 @@ def _missing_ours(path: Path, options: ReadOptions) -> str | None:
 
 
 def _read_ours(path: Path, options: ReadOptions) -> Iterator[Part]:
-    head, samples = iter_rollout_dump(path)
-    rows = [row_of_sample(sample.to_dict(), options) for sample in samples]
+    records = read_objects(path, options)
+    _, head = next(records)
+    rows = [row_of_sample(_decoded(record), options) for _, record in records]
+    if head.get("num_samples") != len(rows):
+        options.report(
+            path, f"{len(rows)} samples were read, its head says {head.get('num_samples')}"
+        )
     step = int_of(head.get("rollout_id"))
     yield Part(
         step if step is not None else step_in_name(path) or 0,
         rows,
         is_evaluation=head.get("evaluation") is True,
     )
+
+
+def _decoded(record: dict[str, Any]) -> dict[str, Any]:
+    """The values of a line as they were saved; long lists of numbers become arrays at once."""
+    result: dict[str, Any] = {}
+    for name, value in record.items():
+        array = array_of(value) if isinstance(value, list) and len(value) > 8 else None
+        result[name] = decode_values(value) if array is None else array
+    return result
 
 
 OUR_ROLLOUT = Shape(
@@ -283,22 +298,21 @@ def _missing_our_train(path: Path, options: ReadOptions) -> str | None:
     return None if TRAIN_FORMAT.encode() in beginning else f"no metadata {TRAIN_FORMAT}"
 
 
-def rows_of_train_dump(dump: TrainDump) -> list[Row]:
-    """A row per trained sample of one of our train dumps."""
-    fields = {**dump.sample_fields, **dump.token_fields}
-    for name, values in dump.whole_fields.items():
-        fields.setdefault(name, [values[int(position)] for position in dump.positions])
-    fields.setdefault("local_raw_reward", fields.get("raw_reward"))
-    if fields["local_raw_reward"] is None:
-        del fields["local_raw_reward"]
-    owners = dump.owner_ranks.tolist()
+def rows_of_fields(fields: dict[str, Any], ranks: Sequence[int]) -> list[Row]:
+    """A row per trained sample, of the fields of a train dump by name and each sample's rank."""
     view = _Fields(fields)
-    return [_train_row(view, i, int(owners[i])) for i in range(dump.num_samples)]
+    return [_train_row(view, i, int(rank)) for i, rank in enumerate(ranks)]
 
 
 def _read_our_train(path: Path, options: ReadOptions) -> Iterator[Part]:
     dump = read_train_dump(path)
-    yield Part(int(dump.rollout_id), rows_of_train_dump(dump), role="train")
+    fields = {**dump.sample_fields, **dump.token_fields}
+    for name, values in dump.whole_fields.items():
+        fields.setdefault(name, [values[int(position)] for position in dump.positions])
+    if "raw_reward" in fields:
+        fields.setdefault("local_raw_reward", fields["raw_reward"])
+    rows = rows_of_fields(fields, dump.owner_ranks.tolist())
+    yield Part(int(dump.rollout_id), rows, role="train")
 
 
 OUR_TRAIN = Shape(

@@ -5,6 +5,7 @@ Files are read a line at a time, so that the numbers of one line alone are Pytho
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Iterator
@@ -98,11 +99,21 @@ def first_object(path: Path) -> Any:
     raise RolloutDataError("the file is empty")
 
 
+@functools.lru_cache(
+    maxsize=1
+)  # several shapes look at one file, and its first line may be all of it
+def _first_keys(path: Path, size: int, changed: int) -> dict[str, None] | str:
+    """The keys of the first object; the name of its type where it is none."""
+    first = first_object(path)
+    return dict.fromkeys(map(str, first)) if isinstance(first, dict) else type(first).__name__
+
+
 def _missing(keys: tuple[str, ...]):
     def missing(path: Path, options: ReadOptions) -> str | None:
         if options.mapping is not None:
             return "--mapping is given"
-        return lacking(first_object(path), keys)
+        entry = path.stat()
+        return lacking(_first_keys(path, entry.st_size, entry.st_mtime_ns), keys)
 
     return missing
 

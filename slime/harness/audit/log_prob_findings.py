@@ -1,7 +1,7 @@
 """Rollout log-probs beside the trainer's: what is no log-prob, and which known pattern a gap between
 the two has.
 
-Gaps and shifts are computed by slime.metrics.consistency, as in training. d = trainer - rollout, in
+Shifts, and what counts as unsampled, are those of slime.metrics.consistency, as in training. d = trainer - rollout, in
 nats, over trained tokens.
 """
 
@@ -27,7 +27,6 @@ from slime.harness.audit.table import SampleTable
 from slime.metrics.consistency import (
     CLEARLY_UNLIKELY,
     SHIFT_TOKENS,
-    consistency_contributions,
     shift_contributions,
     shifted_by,
 )
@@ -103,23 +102,22 @@ class LogProbFindings:
 
     def _compare(self, table: SampleTable, rows: np.ndarray) -> None:
         batch = _batch(table, rows)
-        metrics = merge_all([consistency_contributions(batch)])
-        unsampled = metrics.get("mask/trained_unsampled", 0.0)
-        if unsampled > UNSAMPLED_ALARM:
-            self._unsampled.append((table.where, unsampled))
-            self._show_unsampled(table, rows)
         trainer, rollout, mask = (
             np.concatenate(batch[name]) for name in ("log_probs", "rollout_log_probs", "loss_masks")
         )
         finite = np.isfinite(trainer) & np.isfinite(rollout)
         # what nobody sampled has no log-prob to compare
         wrote = ~((rollout == 0) & (trainer < CLEARLY_UNLIKELY))
+        unsampled = float((~wrote & (mask != 0)).sum() / max(1, int((mask != 0).sum())))
+        if unsampled > UNSAMPLED_ALARM:
+            self._unsampled.append((table.where, unsampled))
+            self._show_unsampled(table, rows)
         trained, masked = finite & wrote & (mask != 0), finite & wrote & (mask == 0)
         if not trained.any():
             return
-        d = np.abs(trainer.astype(np.float64) - rollout)
-        mean = float(d[trained].mean())
-        masked_mean = float(d[masked].mean()) if masked.any() else 0.0
+        d = np.abs(trainer - rollout)
+        mean = float(d[trained].mean(dtype=np.float64))
+        masked_mean = float(d[masked].mean(dtype=np.float64)) if masked.any() else 0.0
         limit = ConsistencyLimits().logprob_diff
         if mean < SMALL_GAP:
             at_masked = masked_mean > limit and masked.sum() >= 8

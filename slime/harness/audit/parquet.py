@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from slime.exceptions import ConfigError, RolloutDataError
+from slime.files import tables
 from slime.harness.audit.shapes import open_regular
 
 if TYPE_CHECKING:
@@ -61,3 +64,25 @@ def read_columns(path: Path, names: tuple[str, ...] | None = None) -> pyarrow.Ta
             batches.append(batch)
         chosen = schema if wanted is None else pyarrow.schema([schema.field(n) for n in wanted])
         return pyarrow.Table.from_batches(batches, schema=None if batches else chosen)
+
+
+def read_lists(path: Path, name: str) -> list[np.ndarray | None]:
+    """The entries of a list column as arrays, None for null; of floats as float32, of 0 and 1 as
+    uint8. One column at a time: a file's columns together are several times its size.
+    """
+    pyarrow = _pyarrow()
+    table = read_columns(path, (name,))
+    values, offsets, missing = tables.lists_of(table[name])
+    del table
+    if values.dtype.kind == "f":
+        values = values.astype(np.float32)
+    elif values.dtype.kind in "iub" and values.size and values.min() >= 0 and values.max() <= 1:
+        values = values.astype(np.uint8)
+    else:
+        values = values.copy()
+    pyarrow.default_memory_pool().release_unused()
+    bounds = offsets.tolist()
+    return [
+        None if absent else values[low:high]
+        for low, high, absent in zip(bounds[:-1], bounds[1:], missing.tolist(), strict=True)
+    ]

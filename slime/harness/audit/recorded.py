@@ -7,15 +7,15 @@ Token columns go from the file's buffers into arrays; no number of them is a Pyt
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slime.files import tables
+from slime.exceptions import RolloutDataError
 from slime.files.json_values import decode_json
-from slime.files.train_table import read_train_table
-from slime.harness.audit.dumps import row_of_sample, rows_of_train_dump
-from slime.harness.audit.parquet import read_columns, schema_of
+from slime.harness.audit.dumps import row_of_sample, rows_of_fields
+from slime.harness.audit.parquet import read_columns, read_lists, schema_of
 from slime.harness.audit.shapes import (
     Part,
     ReadOptions,
@@ -24,6 +24,7 @@ from slime.harness.audit.shapes import (
     step_in_name,
 )
 from slime.harness.audit.table import Row
+from slime.harness.audit.values import int_of
 
 _SAMPLES = ("index", "status", "tokens", "rest", "kinds")
 _PLAIN = ("index", "group_index", "rollout_id", "response_length", "finish_reason", "status")
@@ -36,6 +37,11 @@ _KEPT = frozenset(
     (*_PLAIN, *_TEXTS, *_JSONS, *_LISTS, "weight_version_spans", "remove_sample", "valid")
 )
 _TRAIN = b"slime_train"
+_NUMBERS = (
+    "dp_rank", "sample_indices", "rollout_ids", "response_lengths", "truncated", "raw_reward",
+    "local_raw_reward",
+)  # fmt: skip
+_TOKENS = ("tokens", "loss_masks", "rollout_log_probs", "log_probs", "advantages")
 
 
 def _missing_samples(path: Path, options: ReadOptions) -> str | None:
@@ -45,22 +51,19 @@ def _missing_samples(path: Path, options: ReadOptions) -> str | None:
 
 
 def _read_samples(path: Path, options: ReadOptions) -> Iterator[Part]:
-    table = read_columns(path, (*_PLAIN, *_TEXTS, *_JSONS, *_LISTS, *_VERDICT))
-    names = table.column_names
-    plain = {
-        name: table[name].to_pylist()
-        for name in (*_PLAIN, *_TEXTS, *_JSONS, *_VERDICT)
-        if name in names
-    }
-    lists = {name: tables.entries_of(table[name]) for name in _LISTS if name in names}
-    missing = {name: tables.lists_of(table[name])[2].tolist() for name in lists}
+    table = read_columns(path, (*_PLAIN, *_TEXTS, *_JSONS, *_VERDICT))
+    plain = {name: table[name].to_pylist() for name in table.column_names}
+    count = len(table)
+    del table
+    present = schema_of(path).names
+    lists = {name: read_lists(path, name) for name in _LISTS if name in present}
     rows = []
-    for i in range(len(table)):
+    for i in range(count):
         one: dict[str, Any] = {name: values[i] for name, values in plain.items()}
         for name in _JSONS:
             one[name] = None if one.get(name) is None else decode_json(one[name].encode())
         for name, entries in lists.items():
-            one[name] = None if missing[name][i] else entries[i]
+            one[name] = entries[i]
         for extra in ("rest", "changes"):
             if isinstance(one.get(extra), dict):
                 one |= {name: value for name, value in one[extra].items() if name in _KEPT}
@@ -88,9 +91,23 @@ def _missing_train(path: Path, options: ReadOptions) -> str | None:
 
 
 def _read_train(path: Path, options: ReadOptions) -> Iterator[Part]:
-    read_columns(path)  # within bounds, or not at all
-    dump = read_train_table(path)
-    yield Part(int(dump.rollout_id), rows_of_train_dump(dump), role="train")
+    table = read_columns(path, _NUMBERS)
+    if "dp_rank" not in table.column_names:
+        raise RolloutDataError("has no column dp_rank")
+    columns: dict[str, Any] = {name: table[name].to_pylist() for name in table.column_names}
+    present = schema_of(path).names
+    columns |= {name: read_lists(path, name) for name in _TOKENS if name in present}
+    columns.setdefault("local_raw_reward", columns.get("raw_reward"))
+    trained = [i for i, rank in enumerate(columns["dp_rank"]) if rank is not None and rank >= 0]
+    fields = {
+        name: [values[i] for i in trained] for name, values in columns.items() if values is not None
+    }
+    step = step_in_name(path)
+    header = json.loads((table.schema.metadata or {}).get(_TRAIN, b"{}"))
+    if isinstance(header, dict) and int_of(header.get("rollout_id")) is not None:
+        step = int(header["rollout_id"])
+    rows = rows_of_fields(fields, fields["dp_rank"])
+    yield Part(step or 0, rows, role="train")
 
 
 TRAIN = Shape(

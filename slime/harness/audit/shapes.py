@@ -10,7 +10,7 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from slime.exceptions import RolloutDataError
 from slime.harness.audit.table import Row
@@ -90,10 +90,12 @@ def is_evaluation_name(path: Path) -> bool:
     )
 
 
-def lacking(record: Any, keys: tuple[str, ...]) -> str | None:
-    """Which of `keys` a record lacks, with those it has; None where it has all."""
-    if not isinstance(record, dict):
-        return f"the first line is a {type(record).__name__}, no object"
+def lacking(record: dict[str, None] | str, keys: tuple[str, ...]) -> str | None:
+    """Which of `keys` a record's keys lack, with those it has; None where it has all. A text: the
+    name of the type of a record that is no object.
+    """
+    if isinstance(record, str):
+        return f"the first line is a {record}, no object"
     absent = [key for key in keys if key not in record]
     if not absent:
         return None

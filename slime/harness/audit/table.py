@@ -121,16 +121,23 @@ class SampleTable:
 
 
 def _column(rows: Sequence[Row], name: str, dtypes: tuple[str, ...]) -> TokenColumn | None:
+    """The rows' entries one after another, as the first of `dtypes` that all of them have, else the
+    last. The rows give theirs up: a step's columns are the largest part of what it takes.
+    """
     parts = [getattr(row, name) for row in rows]
     if all(part is None for part in parts):
         return None
+    for row in rows:
+        setattr(row, name, None)
     empty = np.zeros(0, dtype=dtypes[0])
     parts = [empty if part is None else part for part in parts]
     kinds = {part.dtype.name for part in parts if part.size}
     dtype = next((name for name in dtypes if kinds <= {name}), dtypes[-1])
-    values = np.concatenate([part.astype(dtype, copy=False) for part in parts])
     offsets = np.zeros(len(parts) + 1, dtype=np.int64)
     np.cumsum([len(part) for part in parts], out=offsets[1:])
+    values = np.empty(int(offsets[-1]), dtype=dtype)
+    if len(values):
+        np.concatenate(parts, out=values, casting="unsafe")
     return TokenColumn(values, offsets)
 
 
@@ -179,7 +186,7 @@ def build_table(
     run: str = "",
     is_evaluation: bool = False,
 ) -> SampleTable:
-    """The rows as columns, in their order."""
+    """The rows as columns, in their order. The rows' token columns are moved out of them."""
     count = len(rows)
     group_N, names, has_groups = _groups(rows)
     execution_N, _ = _keys([row.execution for row in rows])
@@ -228,8 +235,8 @@ def build_table(
         version_high_N=numbers([max(one) for one in versions], "int64"),
         tokens=_column(rows, "tokens", ("int32", "int64")),
         masks=_column(rows, "mask", ("uint8", "float32")),
-        rollout_log_probs=_column(rows, "rollout_log_probs", ("float32", "float64")),
-        log_probs=_column(rows, "log_probs", ("float32", "float64")),
+        rollout_log_probs=_column(rows, "rollout_log_probs", ("float32",)),
+        log_probs=_column(rows, "log_probs", ("float32",)),
         order_N=order,
         problems=[row.problem for row in rows],
     )

@@ -17,7 +17,6 @@ from typing import IO, Any, BinaryIO
 
 import numpy as np
 
-from slime.data.ragged import is_tensor
 from slime.exceptions import RolloutDataError
 
 # Of numpy's dtypes, those of numbers: as they are named in a pickle.
@@ -27,6 +26,8 @@ _INTEGER, _FLOAT = rb"K[\s\S]|M[\s\S]{2}|J[\s\S]{4}", rb"G[\s\S]{8}"
 _NUMBERS = re.compile(rb"\(((?:%b){48,}|(?:%b){48,})e" % (_INTEGER, _FLOAT))
 _ONE_INTEGER = re.compile(_INTEGER)
 _PADDING = b"\x00\x00\x00\x00"
+_WORTH_IT = 1 << 20  # bytes of numbers for which the file is written anew
+_LOCKSTEP_BYTES, _AT_ONCE = 1 << 14, 2048  # pickle writes a list in batches of 1000
 
 
 class _Dtype:
@@ -79,23 +80,39 @@ def read_torch_file(file: BinaryIO) -> Any:
     """The value in a file of torch.save; long lists of plain numbers come as arrays. RolloutDataError
     for another file, for a damaged one, and for one that names a type that is not plain data.
     """
+    source, batches, mark = _without_numbers(file)
+    if batches:
+        try:
+            value, used = _plain(_load(source), batches, mark)
+        except RolloutDataError:
+            used = -1
+        # a text that looks like a list's numbers was cut in two: rare enough to begin again
+        if used == len(batches):
+            return value
+        file.seek(0)
+        source = file
+    return _plain(_load(source), [], mark)[0]
+
+
+def _load(source: IO[bytes]) -> Any:
     import torch
 
-    source, numbers, mark = _without_numbers(file)
     with torch.serialization.safe_globals(ALLOWED):
         try:
-            value = torch.load(source, map_location="cpu", weights_only=True)
+            return torch.load(source, map_location="cpu", weights_only=True)
         except RolloutDataError:
             raise
         except Exception as error:  # noqa: BLE001 - torch raises many types for a damaged file
             raise RolloutDataError(_reason(error)) from error
-    return _plain(value, numbers, mark)
 
 
 def data_beginning(file: BinaryIO, size: int = 4096) -> bytes:
     """The first bytes of the pickled part, which hold the outermost keys. RolloutDataError where the
     file is no zip archive of torch.save.
     """
+    beginning = file.read(2 * size)
+    if beginning.startswith(b"PK\x03\x04") and b"data.pkl" in beginning[:300]:
+        return beginning  # torch.save writes it first: no need to read a directory of tensors
     with _archive(file) as archive, archive.open(_data_name(archive)) as data:
         return data.read(size)
 
@@ -125,39 +142,84 @@ def _without_numbers(file: BinaryIO) -> tuple[IO[bytes], list[np.ndarray], str]:
     """(the file with each long batch of a list's numbers replaced by one text, the numbers, what the
     texts begin with). The text is random, so that no file can hold it.
     """
-    numbers: list[np.ndarray] = []
+    batches: list[bytes] = []
     mark = secrets.token_hex(16)
 
     def replace(match: re.Match) -> bytes:
-        text = f"{mark}{len(numbers)}".encode()
-        numbers.append(_decode(match.group(1)))
+        text = f"{mark}{len(batches)}".encode()
+        batches.append(match.group(1))
         return b"X" + len(text).to_bytes(4, "little") + text + b"a"
 
-    result = io.BytesIO()
-    with _archive(file) as archive, zipfile.ZipFile(result, "w") as copy:
+    with _archive(file) as archive:
         name = _data_name(archive)
-        for entry in archive.infolist():
-            try:
-                content = archive.read(entry)
-            except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
-                raise RolloutDataError(f"damaged: {str(error)[:200]}") from error
-            copy.writestr(
-                entry.filename,
-                _NUMBERS.sub(replace, content) if entry.filename == name else content,
-            )
+        data = _NUMBERS.sub(replace, _content(archive, name))
+        if sum(map(len, batches)) < _WORTH_IT:
+            file.seek(0)
+            return file, [], mark
+        result = io.BytesIO()
+        with zipfile.ZipFile(result, "w") as copy:
+            for entry in archive.infolist():
+                is_data = entry.filename == name
+                copy.writestr(entry.filename, data if is_data else _content(archive, entry))
+    del data
     result.seek(0)
-    return result, numbers, mark
+    return result, _decode(batches), mark
 
 
-def _decode(batch: bytes) -> np.ndarray:
-    """The numbers of a batch of opcodes: float64, or int32."""
-    if batch[:1] == b"G":
-        pairs = np.frombuffer(batch, dtype=[("op", "u1"), ("value", ">f8")])
-        return pairs["value"].astype(np.float64)
-    if len(batch) % 2 == 0 and batch[::2].count(b"K") == len(batch) // 2:
-        return np.frombuffer(batch, dtype=np.uint8)[1::2].astype(np.int32)
-    padded = b"".join([(one[1:] + _PADDING)[:4] for one in _ONE_INTEGER.findall(batch)])
-    return np.frombuffer(padded, dtype="<i4")
+def _content(archive: zipfile.ZipFile, entry: zipfile.ZipInfo | str) -> bytes:
+    try:
+        return archive.read(entry)
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+        raise RolloutDataError(f"damaged: {str(error)[:200]}") from error
+
+
+def _decode(batches: list[bytes]) -> list[np.ndarray]:
+    """The numbers of each batch of opcodes: float64, int32, or uint8."""
+    result: list[np.ndarray] = []
+    mixed = []
+    for batch in batches:
+        if batch[:1] == b"G":
+            pairs = np.frombuffer(batch, dtype=[("op", "u1"), ("value", ">f8")])
+            result.append(pairs["value"].astype(np.float64))
+            continue
+        ops = np.frombuffer(batch, dtype=np.uint8)
+        if len(ops) % 2 == 0 and (ops[::2] == ord("K")).all():
+            result.append(ops[1::2])
+            continue
+        if len(batch) > _LOCKSTEP_BYTES:
+            padded = b"".join([(one[1:] + _PADDING)[:4] for one in _ONE_INTEGER.findall(batch)])
+            result.append(np.frombuffer(padded, dtype="<i4"))
+            continue
+        mixed.append(len(result))
+        result.append(ops)
+    for start in range(0, len(mixed), _AT_ONCE):
+        places = mixed[start : start + _AT_ONCE]
+        decoded = _in_lockstep([result[place] for place in places])
+        for place, numbers in zip(places, decoded, strict=True):
+            result[place] = numbers
+    return result
+
+
+def _in_lockstep(batches: list[np.ndarray]) -> list[np.ndarray]:
+    """The integers of batches of opcodes of different widths: the k-th of all batches at once."""
+    lengths = np.array([len(batch) for batch in batches])
+    ends = np.cumsum(lengths)
+    data = np.concatenate([*batches, np.zeros(4, dtype=np.uint8)]).astype(np.uint32)
+    out = np.zeros((len(batches), int(lengths.max()) // 2 + 1), dtype=np.uint32)
+    counts = np.zeros(len(batches), dtype=np.int64)
+    rows, at, k = np.arange(len(batches)), ends - lengths, 0
+    while len(rows):
+        ops = data[at]
+        wide, long = ops != ord("K"), ops == ord("J")
+        values = data[at + 1] | np.where(wide, data[at + 2] << 8, 0)
+        values |= np.where(long, data[at + 3] << 16 | data[at + 4] << 24, 0)
+        out[rows, k] = values
+        counts[rows] += 1
+        at, k = at + np.where(long, 5, np.where(wide, 3, 2)), k + 1
+        going = at < ends[rows]
+        rows, at = rows[going], at[going]
+    numbers = out.view(np.int32)
+    return [numbers[i, :count].copy() for i, count in enumerate(counts.tolist())]
 
 
 def _reason(error: Exception) -> str:
@@ -174,56 +236,58 @@ def _reason(error: Exception) -> str:
     return f"cannot be read ({type(error).__name__}: {first})"
 
 
-def _plain(value: Any, numbers: list[np.ndarray], mark: str) -> Any:
-    """`value` with the numbers back in their lists, as arrays. Each container once: a file may hold
-    one many times, or within itself.
+def _plain(value: Any, numbers: list[np.ndarray], mark: str) -> tuple[Any, int]:
+    """(`value` with the numbers back in their lists, as arrays; how many batches came back). Each
+    container once: a file may hold one many times, or within itself.
     """
     seen: dict[int, Any] = {}
+    waiting: list[Any] = []
+    used = 0
 
     def visit(one: Any) -> Any:
+        nonlocal used
         if isinstance(one, _NumpyArray):
             return one.array
-        if isinstance(one, list) and one and isinstance(one[0], str) and one[0].startswith(mark):
-            return _joined(one, numbers, mark)
-        if not isinstance(one, list | dict) or id(one) in seen:
-            return seen.get(id(one), one)
-        seen[id(one)] = one
-        waiting.append(one)
-        return one
+        if not isinstance(one, list | dict):
+            return one
+        if id(one) in seen:
+            return seen[id(one)]
+        found = one
+        if isinstance(one, list) and numbers:
+            count = sum(isinstance(entry, str) and entry.startswith(mark) for entry in one)
+            used += count
+            found = _joined(one, numbers, mark) if count else one
+        seen[id(one)] = found
+        kept.append(one)  # an id is of one object only while that lives
+        if found is one:
+            waiting.append(one)
+        return found
 
-    waiting: list[Any] = []
+    kept: list[Any] = []
     result = visit(value)
     while waiting:
         container = waiting.pop()
         places = list(container) if isinstance(container, dict) else range(len(container))
         for place in places:
             old = container[place]
-            if isinstance(old, list | dict | _NumpyArray) and not is_tensor(old):
+            if isinstance(old, list | dict | _NumpyArray):
                 container[place] = visit(old)
-    return result
+    return result, used
 
 
 def _joined(entries: list, numbers: list[np.ndarray], mark: str) -> Any:
-    """A list whose batches were cut out: an array where all of it are numbers."""
-    parts: list[np.ndarray] = []
-    rest: list[Any] = []
+    """A list whose batches were cut out: an array where all of it are numbers, else a list."""
+    parts: list[Any] = []
     for entry in entries:
-        if isinstance(entry, str) and entry.startswith(mark):
-            parts.append(numbers[int(entry[len(mark) :])])
-        elif isinstance(entry, bool | int | float) and (
-            not isinstance(entry, int) or abs(entry) < 2**53
-        ):
-            parts.append(np.array([entry]))
-        else:
-            rest.append(entry)
-    if not rest:
+        is_batch = isinstance(entry, str) and entry.startswith(mark)
+        parts.append(numbers[int(entry[len(mark) :])] if is_batch else [entry])
+    plain = [
+        isinstance(part, np.ndarray)
+        or (isinstance(part[0], float) or (type(part[0]) is int and abs(part[0]) < 2**31))
+        for part in parts
+    ]
+    if all(plain):
         return np.concatenate(parts)
     return [
-        one
-        for entry in entries
-        for one in (
-            numbers[int(entry[len(mark) :])].tolist()
-            if isinstance(entry, str) and entry.startswith(mark)
-            else [entry]
-        )
+        one for part in parts for one in (part.tolist() if isinstance(part, np.ndarray) else part)
     ]

@@ -112,11 +112,12 @@ def ids_of(value: object) -> np.ndarray | None:
 
 
 def floats_of(value: object) -> np.ndarray | None:
-    """Log-probs or advantages as float32 or float64 [T]."""
+    """Log-probs or advantages as float32 [T]: enough for nats, and half of the memory."""
     array = array_of(value)
     if array is None:
         return None
-    return array if array.dtype in (np.float32, np.float64) else array.astype(np.float64)
+    with np.errstate(over="ignore"):
+        return array.astype(np.float32, copy=False)
 
 
 def text_of(value: object) -> str:

@@ -1,0 +1,333 @@
+"""`slime audit` on broken and hostile files: an error that names the cause, or text shown as text;
+nothing of a file is run, and no link out of the folder is followed.
+"""
+
+import json
+import os
+import pickle
+import sys
+import zipfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import pytest
+import torch
+from support import audit_files as files
+
+from slime.exceptions import ConfigError, RolloutDataError
+from slime.harness.audit import command
+from slime.harness.audit.audit import audit
+from slime.harness.audit.findings import Level
+from slime.harness.audit.torch_file import read_torch_file
+
+NUM_GPUS = 0
+
+
+def problems(result):
+    return {one.name for one in result.findings if one.level is not Level.INFO}
+
+
+def names(folder):
+    return [name for name, _ in audit(folder).unreadable]
+
+
+class Runs:
+    """A pickle that runs a command where it is loaded."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.mark}",)
+
+
+def test_a_pickle_that_runs_is_named_and_not_run(tmp_path, capsys):
+    """The type is named, the exit status is 2, and its command did not run."""
+    mark = tmp_path / "ran"
+    samples = [files.slime_sample(one, 0) for one in files.samples_of(0)]
+    samples[0]["metadata"] = {"x": Runs(mark)}
+    torch.save({"rollout_id": 0, "samples": samples}, tmp_path / "0.pt")
+    assert command.main([str(tmp_path / "0.pt")]) == 2
+    assert "posix.system" in capsys.readouterr().err
+    assert not mark.exists()
+
+
+def test_the_rest_of_a_folder_is_audited(tmp_path):
+    """A hostile, a cut and a foreign file are listed; the two sound steps are audited."""
+    samples = {step: files.samples_of(step) for step in range(4)}
+    for step in range(4):
+        files.write_slime_rollout(tmp_path, step, samples[step])
+    folder = tmp_path / "rollout_data"
+    cut = (folder / "2.pt").read_bytes()
+    (folder / "2.pt").write_bytes(cut[: len(cut) // 2])
+    torch.save({"rollout_id": 3, "samples": [{"metadata": Runs("/tmp/never")}]}, folder / "3.pt")
+    (folder / "notes.jsonl").write_text('{"some": "thing"}\n')
+    result = audit(tmp_path)
+    assert result.samples == 2 * files.GROUPS * files.SIZE and result.steps == 2
+    assert [name for name, _ in result.unreadable] == ["rollout_data/2.pt", "rollout_data/3.pt"]
+    assert [name for name, _ in result.skipped] == ["rollout_data/notes.jsonl"]
+    assert problems(result) == {"unreadable_file"} and result.exit_status == 1
+
+
+def test_numpy_values_of_a_dump_are_read_without_numpy_unpickling(tmp_path):
+    """Rewards of reward functions are numpy numbers, routed experts arrays; an array of objects is
+    refused."""
+    path = tmp_path / "0.pt"
+    value = {"a": np.float64(0.5), "b": np.arange(6, dtype=np.int32).reshape(2, 3), "c": [1, 2]}
+    torch.save(value, path)
+    with path.open("rb") as file:
+        read = read_torch_file(file)
+    assert read["a"] == 0.5 and read["c"] == [1, 2]
+    np.testing.assert_array_equal(read["b"], value["b"])
+    torch.save({"a": np.array([{}], dtype=object)}, path)
+    with path.open("rb") as file, pytest.raises(RolloutDataError, match="not numbers"):
+        read_torch_file(file)
+
+
+@pytest.mark.parametrize("length", [1, 47, 48, 1000, 1001, 2500])
+def test_long_lists_of_numbers_come_back_as_they_were(tmp_path, length, monkeypatch):
+    """Long lists are cut out of the pickle and decoded as arrays: ids of every width, negative ones,
+    floats, masks, and lists that are not only numbers."""
+    monkeypatch.setattr("slime.harness.audit.torch_file._WORTH_IT", 1)
+    rng = np.random.default_rng(length)
+    wide = rng.choice([0, 255, 256, 65535, 65536, 2**31 - 1, -1, -(2**31)], size=length).tolist()
+    value = {
+        "ids": wide,
+        "small": rng.integers(0, 256, size=length).tolist(),
+        "floats": [*rng.normal(size=length - 1).tolist(), float("nan")],
+        "mixed": [*range(length), "end"],
+        "nested": [list(range(length)), [0.5] * length],
+        "text": "(" + "Ka" * 60 + "e",
+        "huge": [2**70, *range(length)],
+    }
+    torch.save(value, tmp_path / "x.pt")
+    with (tmp_path / "x.pt").open("rb") as file:
+        read = read_torch_file(file)
+    for name in ("ids", "small"):
+        assert list(read[name]) == value[name]
+    np.testing.assert_array_equal(read["floats"], value["floats"])
+    assert list(read["mixed"]) == value["mixed"] and read["huge"] == value["huge"]
+    assert [list(one) for one in read["nested"]] == value["nested"]
+    assert read["text"] == value["text"]
+
+
+def test_a_tensor_of_claimed_size_is_refused(tmp_path):
+    """One number with stride 0 claims 10^12 tokens: the file is listed, and no memory taken."""
+    samples = [files.slime_sample(one, 0) for one in files.samples_of(0)]
+    samples[0]["tokens"] = torch.zeros(1, dtype=torch.int64).expand(10**12)
+    torch.save({"rollout_id": 0, "samples": samples}, tmp_path / "0.pt")
+    files.write_slime_rollout(tmp_path, 1, files.samples_of(1))
+    result = audit(tmp_path)
+    assert result.samples == files.GROUPS * files.SIZE
+    ((name, why),) = result.unreadable
+    assert name == "0.pt" and "claims 1000000000000 entries" in why
+
+
+def test_an_archive_that_claims_more_than_it_has_is_refused(tmp_path):
+    """torch.save neither compresses nor overlaps its parts: what does is no such file."""
+    torch.save({"rollout_id": 0, "samples": []}, tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as archive:
+        parts = {entry.filename: archive.read(entry) for entry in archive.infolist()}
+    with zipfile.ZipFile(tmp_path / "0.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in parts.items():
+            archive.writestr(name, content)
+        archive.writestr("archive/data/0", b"\0" * 10_000_000)
+    (tmp_path / "plain.pt").unlink()
+    with pytest.raises(ConfigError, match="compressed parts"):
+        audit(tmp_path / "0.pt")
+
+
+def test_lists_that_hold_each_other_are_no_trap(tmp_path):
+    """A value of ten levels with ten references each has 10^10 leaves, and one may hold itself."""
+    value = ["x"]
+    for _ in range(10):
+        value = [value] * 10
+    itself = []
+    itself.append(itself)
+    samples = [files.slime_sample(one, 0) for one in files.samples_of(0)]
+    for name in ("prompt", "label", "tokens", "loss_mask", "reward"):
+        samples[0][name] = value
+    samples[1]["prompt"] = itself
+    torch.save({"rollout_id": 0, "samples": samples}, tmp_path / "0.pt")
+    result = audit(tmp_path / "0.pt")
+    assert result.samples == files.GROUPS * files.SIZE
+    assert "broken_record" in problems(result)
+
+
+def test_links_are_not_followed(tmp_path):
+    """A link out of the folder, a loop of links and a pipe are listed, not read; the path itself may
+    be a link."""
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    files.write_verl(outside, 1, files.samples_of(1))
+    files.write_verl(run, 0, files.samples_of(0))
+    (run / "1.jsonl").symlink_to(outside / "1.jsonl")
+    (run / "more").symlink_to(outside)
+    (run / "loop").symlink_to(run)
+    os.mkfifo(run / "2.jsonl")
+    (tmp_path / "latest").symlink_to(run)
+    result = audit(tmp_path / "latest")
+    assert result.steps == 1 and result.samples == files.GROUPS * files.SIZE
+    assert sorted(name for name, _ in result.skipped) == ["1.jsonl", "2.jsonl", "loop", "more"]
+
+
+def verl_line(**fields):
+    return {
+        "input": "What is 1 + 1?",
+        "output": "two",
+        "gts": "2",
+        "score": 1.0,
+        "step": 0,
+        **fields,
+    }
+
+
+def test_terminal_codes_and_markup_are_shown_as_text(tmp_path, capsys):
+    """A response cannot move the cursor, recolour the terminal, reverse the text or run a script."""
+    evil = "\x1b[2J\x1b]0;title\x07\u202e<script>alert(1)</script> \ufffd \x9b31m"
+    names = {"score<img src=x onerror=alert(2)>": 0.5}
+    files.write_lines(tmp_path / "0.jsonl", [verl_line(output=evil, input=evil + "?", **names)] * 4)
+    page = tmp_path / "page.html"
+    assert command.main([str(tmp_path), "--html", str(page), "--top", "9"]) == 1
+    shown = capsys.readouterr().out
+    assert not any(code in shown for code in ("\x1b", "\x07", "\u202e", "\x9b"))
+    assert "\\x1b[2J" in shown
+    html = page.read_text(encoding="utf-8")
+    assert "<script" not in html and "<img" not in html and "&lt;script&gt;" in html
+    assert "\x1b" not in html and "\u202e" not in html and "http" not in html.split("</style>")[1]
+    assert "default-src &#39;none&#39;" in html or "default-src 'none'" in html
+
+
+def test_json_of_every_kind_of_number_is_one_object(tmp_path, capsys):
+    """NaN, infinities, integers beyond a float and half an emoji come out as one JSON object."""
+    lines = [
+        verl_line(score=float("nan")),
+        verl_line(score=float("inf"), output="\ud83d"),
+        verl_line(score=10**400, input=["a", {"b": 1}], gts=10**300),
+        verl_line(score="1.5", output=7),
+    ]
+    files.write_lines(tmp_path / "0.jsonl", lines)
+    assert command.main([str(tmp_path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["samples"] == 4 and found["exit_status"] == 1
+    assert "reward_not_finite" in {one["name"] for one in found["findings"]}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\n\n",
+        b"\x00\x01\x02",
+        b"[" * 100_000,
+        b'{"input": ' * 50_000,
+        b'{"input": "a", "output": "b", "score": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+        b'"text"\n',
+        b"\xff\xfe" + '{"input": 1}'.encode("utf-16-le"),
+        b"PK\x03\x04rubbish",
+        b"PAR1rubbishPAR1",
+    ],
+    ids=[
+        "empty",
+        "blank",
+        "zeros",
+        "deep",
+        "deeper",
+        "deep value",
+        "text",
+        "utf-16",
+        "zip",
+        "parquet",
+    ],
+)
+@pytest.mark.parametrize("suffix", [".jsonl", ".pt", ".parquet", ".safetensors"])
+def test_rubbish_is_an_error_with_the_reason(content, suffix, tmp_path, capsys):
+    """Whatever the bytes, the exit status is 2 with a reason and no traceback; within a folder the
+    file is listed and its neighbour audited."""
+    path = tmp_path / f"1{suffix}"
+    path.write_bytes(content)
+    assert command.main([str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and "Traceback" not in said
+    files.write_verl(tmp_path, 0, files.samples_of(0))
+    result = audit(tmp_path)
+    assert result.samples == files.GROUPS * files.SIZE
+    assert len(result.unreadable) + len(result.skipped) == 1
+
+
+def test_a_torn_line_costs_itself(tmp_path):
+    """A file cut within a line, and a line of nothing but brackets: the other lines are audited, and
+    the first bad one is named."""
+    path = files.write_verl(tmp_path, 0, files.samples_of(0))
+    whole = path.read_bytes()
+    path.write_bytes(b"[" * 10_000 + b"\n" + whole[:-30])
+    with pytest.raises(ConfigError, match="no known shape|nested too deeply|not JSON"):
+        audit(path)
+    path.write_bytes(whole[:-30])
+    result = audit(path)
+    assert result.samples == files.GROUPS * files.SIZE - 1
+    ((_, why),) = result.unreadable
+    assert why.startswith("line 24: not JSON") and "23 lines were read" in why
+
+
+def test_a_line_of_100_mb_is_read(tmp_path):
+    """One response of 100 MB is cut for the report, and does not end it."""
+    lines = [
+        verl_line(output="word " * 20_000_000),
+        *[verl_line(output=f"no {i}") for i in range(3)],
+    ]
+    files.write_lines(tmp_path / "0.jsonl", lines)
+    result = audit(tmp_path / "0.jsonl")
+    assert result.samples == 4
+    assert "looping_response" in problems(result)
+
+
+def test_shapes_that_lie_about_lengths_are_named(tmp_path):
+    """Lengths beyond the tokens, negative or not numbers, are a broken record and no crash."""
+    samples = [files.slime_sample(one, 0) for one in files.samples_of(0)]
+    for i, length in enumerate([10**18, -5, "many", None, 2.5, float("nan"), True]):
+        samples[i]["response_length"] = length
+    samples[8]["tokens"] = ["a", "b"]
+    samples[9].update(group_index=[1], index={"a": 1}, metadata=7, status=3, weight_versions="v")
+    samples[10].update(rollout_log_probs=[None, 1], loss_mask=[[1]], reward={"a": "b"})
+    torch.save({"rollout_id": 10**30, "samples": samples}, tmp_path / "0.pt")
+    result = audit(tmp_path / "0.pt")
+    assert result.samples == len(samples)
+    assert {"broken_record", "reward_not_finite"} <= problems(result)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        {"samples": None},
+        {"samples": [1]},
+        {"rollout_data": {}},
+        {"rollout_data": {"response_lengths": 3}},
+        {"rollout_data": {"response_lengths": [1, 2], "tokens": [torch.ones(3)], "advantages": {}}},
+        {"format_version": 2, "samples": 5},
+        {"format_version": 2, "samples": [{"tokens": torch.ones(2, 2)}], "raw_reward": "x"},
+    ],
+)
+def test_dumps_of_another_form_are_errors(content, tmp_path):
+    """A dump that is one in name only is an error or has no problem-free samples; never a crash."""
+    torch.save(content, tmp_path / "0.pt")
+    try:
+        result = audit(tmp_path / "0.pt")
+    except ConfigError as error:
+        assert str(tmp_path) in str(error)
+    else:
+        assert result.samples <= 2
+
+
+def test_a_legacy_pickle_is_refused(tmp_path):
+    """A plain pickle with the suffix .pt is not even looked into."""
+    (tmp_path / "0.pt").write_bytes(pickle.dumps({"samples": Runs("/tmp/never")}))
+    with pytest.raises(ConfigError, match="no file of torch.save"):
+        audit(tmp_path / "0.pt")
+    assert not Path("/tmp/never").exists()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
