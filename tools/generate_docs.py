@@ -279,12 +279,30 @@ def trace_page() -> str:
     return f"{before}{begin}\n\n{names_table()}\n\n{end}{after.partition(end)[2]}"
 
 
+def audit_page() -> str:
+    """Returns docs/audit.md with its table of findings as the code has them; the rest is written by
+    hand.
+    """
+    from slime.harness.audit.findings import KINDS
+
+    rows = [
+        (_code(kind.name), kind.family, _cell(kind.meaning), _cell(kind.remedy)) for kind in KINDS
+    ]
+    lines = ["| finding | about | means | look at |", "|---|---|---|---|", *map(_row, rows)]
+    text = (ROOT / "docs" / "audit.md").read_text(encoding="utf-8")
+    begin, end = "<!-- findings: tools/generate_docs.py -->", "<!-- end -->"
+    before, after = text.split(begin)
+    table = "\n".join(lines)
+    return f"{before}{begin}\n\n{table}\n\n{end}{after.partition(end)[2]}"
+
+
 # Pages below docs/ by their name, without .md where they are Markdown.
 PAGES: dict[str, Callable[[], str]] = {
     "flags": flags_page,
     "loops": loops_page,
     "gate": gate_page,
     "trace": trace_page,
+    "audit": audit_page,
     "architecture.svg": picture,
 }
 

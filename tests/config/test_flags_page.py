@@ -98,9 +98,9 @@ def test_an_outdated_page_is_noticed(tmp_path, monkeypatch, capsys):
     """An outdated page fails the check."""
     page = (ROOT / "docs" / "gate.md").read_text(encoding="utf-8")
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "trace.md").write_text(
-        (ROOT / "docs" / "trace.md").read_text(encoding="utf-8"), encoding="utf-8"
-    )
+    for name in ("trace.md", "audit.md"):
+        text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        (tmp_path / "docs" / name).write_text(text, encoding="utf-8")
     (tmp_path / "docs" / "gate.md").write_text(page.replace("| `too_long` |", "| `long` |"))
     monkeypatch.setattr(generate_docs, "ROOT", tmp_path)
     assert generate_docs.main(["--check"]) == 1

@@ -329,5 +329,62 @@ def test_a_legacy_pickle_is_refused(tmp_path):
     assert not Path("/tmp/never").exists()
 
 
+def test_arrays_that_samples_share_are_counted(tmp_path):
+    """A tensor that a thousand samples refer to, and one that claims memory which no byte of the
+    file fills, would take a thousand times the file: refused."""
+    samples = [files.slime_sample(one, 0) for one in files.samples_of(0)] * 200
+    shared = torch.zeros(100_000, dtype=torch.int32)
+    for one in samples:
+        one.update(tokens=shared, response_length=10)
+    torch.save({"rollout_id": 0, "samples": samples}, tmp_path / "0.pt")
+    assert command.main([str(tmp_path / "0.pt")]) == 2
+    ((_, why),) = audit_with_neighbour(tmp_path).unreadable
+    assert "more numbers than the file has bytes" in why
+
+
+def audit_with_neighbour(folder):
+    files.write_verl(folder, 1, files.samples_of(1))
+    return audit(folder)
+
+
+def test_labels_of_any_form_are_compared(tmp_path):
+    """A label may be a list that holds itself, or an integer that Python cannot print."""
+    value = ["x"]
+    for _ in range(10):
+        value = [value] * 10
+    samples = [files.slime_sample(one, 0) for one in files.samples_of(0)]
+    for one, label in zip(samples, [value, 10**600, {"a": value}, 1.5, None], strict=False):
+        one["label"] = label
+    samples[6].update(group_index=10**600, rollout_id="r" * 10**6)
+    torch.save({"rollout_id": 0, "samples": samples}, tmp_path / "0.pt")
+    assert audit(tmp_path / "0.pt").samples == len(samples)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"step_key": "s", "step": "a", "metrics": {"rollout/raw_reward": 1}},
+        {"step_key": "s", "step": [1], "metrics": {"rollout/raw_reward": 1}},
+        {"step_key": "s", "step": 3, "metrics": {"rollout/raw_reward": 10**400}},
+        {"step_key": "s", "step": 3, "metrics": ["rollout/raw_reward"]},
+        {"step_key": "s", "step": 10**30, "metrics": {"rollout/raw_reward": {}}},
+        {"step_key": "s"},
+        ["no", "object"],
+    ],
+)
+def test_metrics_of_any_form_end_nothing(record, tmp_path):
+    """A record of metrics.jsonl that no run writes is passed over or named; the samples are audited."""
+    sound = {"step_key": "s", "step": 1, "metrics": {"rollout/raw_reward": 0.5}}
+    files.write_lines(tmp_path / "metrics.jsonl", [sound, record])
+    assert audit_with_neighbour(tmp_path).samples == files.GROUPS * files.SIZE
+
+
+def test_a_new_reward_name_in_every_record_is_no_column_each(tmp_path):
+    """Columns are of the most frequent names: otherwise their number grows with the samples."""
+    lines = [verl_line(output=f"{i}", **{f"x{i}-{k}": 1.0 for k in range(50)}) for i in range(400)]
+    files.write_lines(tmp_path / "0.jsonl", lines)
+    assert audit(tmp_path / "0.jsonl").samples == 400
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))

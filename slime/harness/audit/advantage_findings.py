@@ -40,6 +40,7 @@ from slime.harness.audit.table import UNKNOWN, SampleTable
 
 MOSTLY = 0.75  # share of samples that follow a rule for the others to be outliers
 TOKEN_LEVEL = 0.5  # share of samples whose advantages differ from token to token
+MOST_REORDERED = 20_000  # samples of a step for which other orders are tried
 MOST_PARTS = 8  # rewards whose weights are looked for
 FEWEST = 4  # samples with an advantage that a step needs
 SHOWN_OUTLIERS = 6
@@ -144,6 +145,8 @@ class AdvantageFindings:
     def _kind_of(self, rule: str, scope: str, usual: str) -> str:
         if ", times -" in rule:
             return "negated_advantages"
+        if scope == "unknown":
+            return "unknown_advantages"
         if scope == "batch" and self._has_groups:
             return "batch_baseline"
         return "advantage_rule" if rule == usual else "advantage_rule_changes"
@@ -161,6 +164,8 @@ class AdvantageFindings:
             text += ": the baseline is of all samples, not of the group"
         elif name == "negated_advantages":
             level = Level.ERROR
+        elif name == "unknown_advantages":
+            text += ": a penalty or a function after the reward changed them"
         else:
             text += f", first {first.table_where}, and {usual} in others"
         return finding(name, level, text + ".", evidence, share=len(steps) / total)
@@ -221,9 +226,40 @@ def _explain(table: SampleTable, told: np.ndarray) -> _Explained:
                 result.rules.append(name + which)
                 result.scopes[name + which] = scope
             return result
+    if _follows_normalized(result, table, told):
+        return result
     assert nearest is not None, "some rule is always tried"
     _name_fault(result, table, told, nearest)
     return result
+
+
+def _follows_normalized(result: _Explained, table: SampleTable, told: np.ndarray) -> bool:
+    """Whether the advantages are the normalized rewards that the trainer was given, as they are or
+    whitened; what these follow from the rewards is then what the step follows.
+    """
+    assert table.advantage_N is not None
+    told = told & np.isfinite(table.normalized_N)
+    advantages, given = table.advantage_N[told], table.normalized_N[told]
+    if told.sum() < 2 * FEWEST or len(np.unique(given)) < 2:
+        return False
+    a, b = fitted_line(advantages, given)
+    if a <= 0 or not matches(advantages, a * given + b).all():
+        return False
+    how = "" if abs(a - 1) < 1e-2 and abs(b) < 1e-2 else ", whitened over the batch's tokens"
+    for which, step in _given(table):
+        for prediction in [*group_predictions(step), *batch_predictions(step)]:
+            share, name = _fit(given, prediction, told)
+            if share == 1.0:
+                result.scopes.setdefault(name + which + how, prediction.scope)
+        if result.scopes:
+            result.rules.extend(sorted(result.scopes, key=lambda one: "times" in one))
+            return True
+    name = (
+        f"the trainer's normalized rewards{how}, which follow no known estimator from the rewards"
+    )
+    result.rules.append(name)
+    result.scopes[name] = "unknown"
+    return True
 
 
 def _given(table: SampleTable) -> Iterator[tuple[str, Step]]:
@@ -342,7 +378,7 @@ def _other_order(table: SampleTable, told: np.ndarray) -> tuple[str, np.ndarray,
     assert table.advantage_N is not None
     advantages = table.advantage_N[told]
     which, step = next(_given(table))
-    if not told.all() or not np.isfinite(step.rewards).all():
+    if not told.all() or not np.isfinite(step.rewards).all() or len(table) > MOST_REORDERED:
         return None
     own = list(group_predictions(step))
     for name, grouping in block_groupings(len(table), step.groups):

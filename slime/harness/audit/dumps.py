@@ -31,7 +31,16 @@ from slime.harness.audit.shapes import (
 )
 from slime.harness.audit.table import Row, mask_of, reward_of
 from slime.harness.audit.torch_file import data_beginning, read_torch_file
-from slime.harness.audit.values import array_of, floats_of, ids_of, int_of, number_of, text_of
+from slime.harness.audit.values import (
+    array_of,
+    floats_of,
+    ids_of,
+    int_of,
+    key_of,
+    label_of,
+    number_of,
+    text_of,
+)
 
 # Names of a train dump's fields; where a file has another one, the first that it has counts.
 _TOKENS = ("tokens",)
@@ -54,14 +63,13 @@ def row_of_sample(sample: dict[str, Any], options: ReadOptions) -> Row:
     for span in sample.get("weight_version_spans") or ():
         if isinstance(span, list | tuple) and span:
             versions += _versions([span[0]])
-    label = sample.get("label")
     row = Row(
         prompt=text_of(sample.get("prompt")),
         response=text_of(sample.get("response")),
-        label=label,
-        group=_key(sample.get("group_index")),
+        label=label_of(sample.get("label")),
+        group=key_of(sample.get("group_index")),
         index=int_of(sample.get("index")),
-        execution=_key(sample.get("rollout_id")),
+        execution=key_of(sample.get("rollout_id")),
         reward=reward,
         has_reward=has_reward,
         reward_parts=parts,
@@ -97,20 +105,28 @@ def _versions(values: Any) -> Iterator[int]:
             yield number
 
 
-def _key(value: Any) -> Any:
-    return value if isinstance(value, int | str) else None
-
-
 # --- rollout dumps --------------------------------------------------------------------------------
 
 
 def _missing_in_torch(path: Path, options: ReadOptions, *, train: bool) -> str | None:
     with open_regular(path) as file:
         beginning = data_beginning(file)
-    has_train = b"rollout_data" in beginning or b"format_version" in beginning
+    has_samples = _has_key(beginning, "samples")
+    is_train = _has_key(beginning, "rollout_data") or (
+        has_samples and _has_key(beginning, "format_version")
+    )
     if train:
-        return None if has_train else "no rollout_data, rank (train dump)"
-    return None if b"samples" in beginning and not has_train else "no samples (rollout dump)"
+        return None if is_train else "no rollout_data, rank (train dump)"
+    return None if has_samples and not is_train else "no samples (rollout dump)"
+
+
+def _has_key(beginning: bytes, name: str) -> bool:
+    """Whether a pickle begins with this text, as its own and not as a part of another."""
+    text, size = name.encode(), len(name)
+    return (
+        b"X" + size.to_bytes(4, "little") + text in beginning
+        or b"\x8c" + size.to_bytes(1, "little") + text in beginning
+    )
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -126,12 +142,25 @@ def _step(content: dict[str, Any], path: Path) -> int:
     return step if step is not None else step_in_name(path) or 0
 
 
+def _within(path: Path, rows: Iterator[Row]) -> Iterator[Row]:
+    """The rows, as long as they hold no more numbers than the file has bytes: samples may share an
+    array, or a tensor may claim memory that no byte of the file fills.
+    """
+    limit = path.stat().st_size
+    for row in rows:
+        columns = (row.tokens, row.mask, row.rollout_log_probs, row.log_probs, row.advantage)
+        limit -= sum(len(one) for one in columns if one is not None)
+        if limit < 0:
+            raise RolloutDataError("its samples hold more numbers than the file has bytes")
+        yield row
+
+
 def _read_torch_rollout(path: Path, options: ReadOptions) -> Iterator[Part]:
     content = _load(path)
     samples = content.get("samples")
     if not isinstance(samples, list) or not all(isinstance(one, dict) for one in samples):
         raise RolloutDataError("its `samples` are no list of dictionaries")
-    rows = [row_of_sample(sample, options) for sample in samples]
+    rows = list(_within(path, (row_of_sample(sample, options) for sample in samples)))
     yield Part(_step(content, path), rows, is_evaluation=is_evaluation_name(path))
 
 
@@ -220,6 +249,7 @@ def _train_row(fields: _Fields, i: int, rank: int | None) -> Row:
     row.is_cut = None if truncated is None else bool(number_of(truncated))
     row.reward = number_of(fields.get(("local_raw_reward",), i))
     row.has_reward = "local_raw_reward" in fields.fields
+    row.normalized = number_of(fields.get(("rewards",), i))
     for name, key in (
         ("rollout_log_probs", "rollout_log_probs"),
         ("log_probs", "log_probs"),
@@ -239,11 +269,12 @@ def _read_torch_train(path: Path, options: ReadOptions) -> Iterator[Part]:
     if isinstance(data, dict):
         fields = _Fields(data)
         count = _count(data)
-        rows = [_train_row(fields, i, rank) for i in range(count)]
+        rows = list(_within(path, (_train_row(fields, i, rank) for i in range(count))))
         _set_raw_rewards(rows, data)
     elif isinstance(content.get("samples"), list):
         samples = [one for one in content["samples"] if isinstance(one, dict)]
-        rows = [_train_row(_Fields({k: [v] for k, v in one.items()}), 0, None) for one in samples]
+        views = (_Fields({name: [value] for name, value in one.items()}) for one in samples)
+        rows = list(_within(path, (_train_row(view, 0, None) for view in views)))
         for i, (row, one) in enumerate(zip(rows, samples, strict=True)):
             place = int_of(one.get("partition", one.get("rollout_position", i)))
             _set_reward(row, content.get("raw_reward"), place)
@@ -360,6 +391,7 @@ def _take(mine: Row, row: Row) -> None:
     for name in ("log_probs", "advantage", "mask", "rank"):
         if getattr(row, name) is not None:
             setattr(mine, name, getattr(row, name))
+    mine.normalized = row.normalized
     if mine.rollout_log_probs is None:
         mine.rollout_log_probs = row.rollout_log_probs
     if row.tokens is not None and mine.tokens is not None:

@@ -147,7 +147,7 @@ class RewardFindings:
             return
         self._total += len(table)
         finite = np.isfinite(table.reward_N)
-        bad = (scored & ~finite) | (~scored & table.counts_N)
+        bad = ~finite & table.counts_N
         self._missing += int(bad.sum())
         for i in np.flatnonzero(bad)[:8].tolist():
             note = f"reward {table.reward_N[i]}" if scored[i] else "no reward"

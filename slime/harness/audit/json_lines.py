@@ -32,11 +32,13 @@ from slime.harness.audit.values import (
     ids_of,
     int_of,
     is_number,
+    key_of,
+    label_of,
     number_of,
     text_of,
 )
 
-LONGEST_LINE = 1 << 30  # bytes
+LONGEST_LINE = 1 << 28  # bytes; what is read of it may take thirty times as much
 MAX_PARTS = 64  # reward columns of one sample
 COLUMNS = (
     "step", "prompt", "response", "label", "reward", "group", "index", "execution", "advantage",
@@ -64,8 +66,8 @@ def parse(line: bytes) -> Any:
 
 def read_objects(path: Path, options: ReadOptions) -> Iterator[tuple[int, dict[str, Any]]]:
     """The (line number, object) of each line. What is no object is reported, and the rest read."""
-    bad: list[tuple[int, str]] = []
-    good = 0
+    first: tuple[int, str] | None = None
+    good = bad = 0
     with open_regular(path) as file:
         for number in itertools.count(1):
             line = file.readline(LONGEST_LINE)
@@ -80,13 +82,13 @@ def read_objects(path: Path, options: ReadOptions) -> Iterator[tuple[int, dict[s
                 if not isinstance(record, dict):
                     raise RolloutDataError(f"a {type(record).__name__}, no object")
             except RolloutDataError as error:
-                bad.append((number, str(error)))
+                first, bad = first or (number, str(error)), bad + 1
                 continue
             good += 1
             yield number, record
-    if bad:
-        number, why = bad[0]
-        more = f" (and {len(bad) - 1} more lines)" if len(bad) > 1 else ""
+    if first is not None:
+        number, why = first
+        more = f" (and {bad - 1} more lines)" if bad > 1 else ""
         options.report(path, f"line {number}{more}: {why}; {good} lines were read")
 
 
@@ -143,8 +145,8 @@ def _read_verl(path: Path, options: ReadOptions) -> Iterator[Part]:
         row = Row(
             prompt=text_of(record.get("input")),
             response=text_of(record.get("output")),
-            label=record.get("gts"),
-            group=record.get("uid") if isinstance(record.get("uid"), str | int) else None,
+            label=label_of(record.get("gts")),
+            group=key_of(record.get("uid")),
             index=number - 1,
             reward=score,
             has_reward=has_reward,
@@ -344,10 +346,10 @@ def _mapped_row(one: dict[str, Any], number: int, options: ReadOptions) -> Row:
     row = Row(
         prompt=text_of(one.get("prompt")),
         response=text_of(one.get("response")),
-        label=one.get("label"),
-        group=_key(one.get("group")),
+        label=label_of(one.get("label")),
+        group=key_of(one.get("group")),
         index=number if one.get("index") is None else int_of(one["index"]),
-        execution=_key(one.get("execution")),
+        execution=key_of(one.get("execution")),
         reward=reward,
         has_reward=has_reward,
         reward_parts=parts,
@@ -370,10 +372,6 @@ def _mapped_row(one: dict[str, Any], number: int, options: ReadOptions) -> Row:
     row.rollout_log_probs = floats_of(one.get("rollout_log_probs"))
     row.log_probs = floats_of(one.get("log_probs"))
     return row
-
-
-def _key(value: Any) -> Any:
-    return value if isinstance(value, str | int) else None
 
 
 MAPPED = Shape(

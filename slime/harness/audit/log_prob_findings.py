@@ -63,6 +63,7 @@ class LogProbFindings:
     def __init__(self) -> None:
         self._values: collections.Counter[str] = collections.Counter()
         self._samples: collections.Counter[str] = collections.Counter()
+        self._trained: collections.Counter[str] = collections.Counter()
         self._total = 0
         self._evidence: dict[str, list[Evidence]] = collections.defaultdict(list)
         self._gaps: list[Gap] = []
@@ -90,6 +91,7 @@ class LogProbFindings:
             self._values[kind] += int(wrong.sum())
             places = np.flatnonzero(wrong)
             samples = np.searchsorted(column.offsets, places, side="right") - 1
+            self._trained[kind] += int(table.counts_N[samples].sum())
             rows, first = np.unique(samples, return_index=True)
             self._samples[kind] += len(rows)
             for i, at in zip(rows[:20].tolist(), places[first[:20]].tolist(), strict=True):
@@ -161,15 +163,20 @@ class LogProbFindings:
             "positive_log_prob": "log-probs are above 0",
         }
         for name, what in words.items():
-            if self._values[name]:
-                yield finding(
-                    name,
-                    Level.ERROR,
-                    f"{self._values[name]} {what}, in {self._samples[name]} of "
-                    f"{plural(self._total, 'sample')}.",
-                    self._evidence[name],
-                    share=self._samples[name] / self._total,
-                )
+            if not self._values[name]:
+                continue
+            text = (
+                f"{self._values[name]} {what}, in {self._samples[name]} of "
+                f"{plural(self._total, 'sample')}"
+            )
+            text += "" if self._trained[name] else "; all of these were rejected and do not train"
+            yield finding(
+                name,
+                Level.ERROR if self._trained[name] else Level.INFO,
+                text + ".",
+                self._evidence[name],
+                share=self._samples[name] / self._total,
+            )
         if self._unsampled:
             share = max(share for _, share in self._unsampled)
             yield finding(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 5_000_000
 MAX_BYTES = 8 << 30  # of a file's columns, decoded
-MAX_VALUES = 2_000_000_000  # numbers in the lists of a file
+MAX_VALUES = 500_000_000  # numbers in the lists of a file
 ROWS_AT_ONCE = 256
 
 

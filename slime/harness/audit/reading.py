@@ -89,7 +89,8 @@ def find_sources(path: Path, options: ReadOptions) -> Found:
             found.metrics.append(file)
             continue
         shapes = [shape for shape in SHAPES if file.suffix in shape.suffixes]
-        if not shapes:
+        # a run's .json files are settings and states; one that is a dump is named, or mapped
+        if not shapes or (file.suffix == ".json" and options.mapping is None):
             continue
         try:
             shape, why = _shape_of(file, shapes, options)
@@ -267,7 +268,7 @@ def read_metrics(found: Found) -> Iterator[tuple[str, RunRecords]]:
                 records = read_run(path.parent)
                 if records.num_unreadable:
                     found.cannot_read(path, f"{records.num_unreadable} lines are no JSON")
-                yield found.name(path), records
+                yield found.name(path), _plain_series(records)
             else:
                 recorded[found.name(run_of(path))] += _recorded_metrics(path, found)
         except SlimeError as error:
@@ -278,10 +279,29 @@ def read_metrics(found: Found) -> Iterator[tuple[str, RunRecords]]:
             found.cannot_read(path, f"damaged ({type(error).__name__}: {str(error)[:200]})")
     for name, metrics in recorded.items():
         try:
-            yield name, series_of(metrics)
+            yield name, _plain_series(series_of(metrics))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             why = f"its metrics are damaged ({type(error).__name__}: {str(error)[:200]})"
             found.unreadable.append((name, why))
+
+
+def _plain_series(run: RunRecords) -> RunRecords:
+    """The series without steps and values that no run of ours writes."""
+
+    def is_value(value: Any) -> bool:
+        if isinstance(value, int):
+            return value.bit_length() < 1000
+        return isinstance(value, float | str)
+
+    series = {
+        str(name): {
+            step: value
+            for step, value in points.items()
+            if type(step) is int and abs(step) < 2**62 and is_value(value)
+        }
+        for name, points in run.series.items()
+    }
+    return dataclasses.replace(run, series={name: one for name, one in series.items() if one})
 
 
 def _recorded_metrics(path: Path, found: Found) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ _KEPT = frozenset(
 _TRAIN = b"slime_train"
 _NUMBERS = (
     "dp_rank", "sample_indices", "rollout_ids", "response_lengths", "truncated", "raw_reward",
-    "local_raw_reward",
+    "local_raw_reward", "rewards",
 )  # fmt: skip
 _TOKENS = ("tokens", "loss_masks", "rollout_log_probs", "log_probs", "advantages")
 

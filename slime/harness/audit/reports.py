@@ -39,8 +39,8 @@ def text_report(audit: Audit, *, top: int) -> list[str]:
     if audit.skipped:
         name, why = audit.skipped[0]
         lines.append(
-            f"{plural(len(audit.skipped), 'file')} not looked at, for instance {printable(name)}: "
-            f"{printable(why.splitlines()[0] if why else '')}"
+            f"{plural(len(audit.skipped), 'file')} of no known shape, or not followed, for instance "
+            f"{printable(name)} (--json says of each why)"
         )
     lines.append(
         f"{plural(counts[Level.ERROR], 'error')}, {plural(counts[Level.WARNING], 'warning')}, "

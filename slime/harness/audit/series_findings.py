@@ -23,13 +23,16 @@ RELATIVE = 0.4  # of the level before, or of the series' range
 TYPICAL = 4.0  # times the usual change over a window
 TO_SIGMA = 1.4826  # of a median absolute deviation
 FALL = 0.4  # of the best level that is lost in a collapse
+# Of these a slow change is a fault too; a KL or a gradient norm may grow in a sound run.
+COLLAPSING = frozenset({"reward", "truncated share", "rejected share", "log-prob gap"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """One number per step. bad: -1 where a fall is bad, 1 where a rise is, 0 where both are."""
+    """One number per step. label: the name without the run. bad: -1 where a fall is bad, 1 where a rise is, 0 where both are."""
 
     name: str
+    label: str
     steps: list[int]
     values: list[float]
     bad: int
@@ -91,6 +94,7 @@ class SeriesFindings:
         return [
             Series(
                 f"{name} ({run})" if len(runs) > 1 else name,
+                name,
                 sorted(points),
                 [points[step] for step in sorted(points)],
                 directions.get(name, 0),
@@ -171,7 +175,7 @@ def _jump(series: Series) -> Finding | None:
 
 def _collapse(series: Series) -> Finding | None:
     """A fall of what should be high, or a rise of what should be low, that did not come back."""
-    if series.bad == 0:
+    if series.label not in COLLAPSING:
         return None
     values = -series.bad * np.array(series.values)  # now a fall is bad
     level = np.median(np.lib.stride_tricks.sliding_window_view(values, WINDOW), axis=1)

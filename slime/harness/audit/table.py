@@ -7,6 +7,7 @@ the response only; an entry is empty where the file has none.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from slime.gate.token_columns import TokenRows
 from slime.harness.audit.values import ids_of, is_number, number_of
 
 UNKNOWN = -1
+MOST_PARTS = 32  # rewards beside the reward, of a step
 
 
 class TokenColumn(TokenRows):
@@ -35,7 +37,9 @@ class Row:
 
     `group`: a key that the samples of one prompt share. `execution`: a key that the samples of one
     execution of the policy share. `counts`: whether its reward is part of its group's baseline.
-    `tokens`: ids of prompt and response. `problem`: what is wrong with the record itself.
+    `tokens`: ids of prompt and response. `normalized`: the reward minus
+    its baseline, where the file has that beside the advantage. `problem`: what is wrong with the
+    record itself.
     """
 
     prompt: str = ""
@@ -47,6 +51,7 @@ class Row:
     reward: float = float("nan")
     has_reward: bool = False
     reward_parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    normalized: float = float("nan")
     advantage: np.ndarray | None = None
     is_cut: bool | None = None
     counts: bool = True
@@ -86,6 +91,7 @@ class SampleTable:
     reward_N: np.ndarray
     has_reward_N: np.ndarray
     reward_parts: dict[str, np.ndarray]
+    normalized_N: np.ndarray
     advantage_N: np.ndarray | None
     advantage_range_N: np.ndarray | None
     cut_N: np.ndarray
@@ -194,7 +200,8 @@ def build_table(
     execution_N = np.where(alone, count + np.arange(count), execution_N)
     versions = [row.versions or (UNKNOWN,) for row in rows]
     advantage_N, range_N = _advantages(rows)
-    parts = sorted({name for row in rows for name in row.reward_parts})
+    named = collections.Counter(name for row in rows for name in row.reward_parts)
+    parts = sorted(name for name, _ in named.most_common(MOST_PARTS))
     ranks = [row.rank for row in rows]
     order = None
     if all(rank is not None for rank in ranks) and len(set(ranks)) > 1:
@@ -226,6 +233,7 @@ def build_table(
             name: numbers([row.reward_parts.get(name, np.nan) for row in rows], "float64")
             for name in parts
         },
+        normalized_N=numbers([row.normalized for row in rows], "float64"),
         advantage_N=advantage_N,
         advantage_range_N=range_N,
         cut_N=whole([None if row.is_cut is None else int(row.is_cut) for row in rows]),

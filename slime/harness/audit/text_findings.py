@@ -43,6 +43,7 @@ SPECIAL = re.compile(
     r"<\|[a-zA-Z_]{2,40}\|>|</?s>|<(?:pad|eos|bos|unk)>|\[(?:PAD|EOS|BOS|SEP|CLS)\]"
     r"|<(?:start|end)_of_turn>|<｜[^｜<>]{2,40}｜>"
 )
+_TOOL_TURN = re.compile(r"<\|[a-zA-Z_]{2,40}\|>\s*tool\b|<\|tool\|>|<tool_response>")
 _NOT_RESPONSE_END = re.compile(r"\S")
 
 
@@ -153,7 +154,7 @@ class TextFindings:
         inside, at_end = np.zeros((2, len(table)), dtype=bool)
         notes = {}
         for i, text in enumerate(table.responses):
-            if "<" not in text and "[" not in text:
+            if ("<" not in text and "[" not in text) or _has_turns(table, i):
                 continue
             for match in SPECIAL.finditer(text):
                 if _NOT_RESPONSE_END.search(text, match.end()):
@@ -216,6 +217,14 @@ def _level(name: str, tally: _Tally, share: float) -> Level:
     if name == "text_not_of_tokens":
         return Level.ERROR
     return Level.INFO if name in _COMMON and share < FEW else Level.WARNING
+
+
+def _has_turns(table: SampleTable, i: int) -> bool:
+    """Whether the response holds turns that the model did not write, whose markers belong there."""
+    if "tool" in table.responses[i] and _TOOL_TURN.search(table.responses[i]):
+        return True
+    mask = np.zeros(0) if table.masks is None else table.masks.row(i)
+    return bool(len(mask) and (mask == 0).any() and (mask != 0).any())
 
 
 def _empty(table: SampleTable) -> np.ndarray:

@@ -111,7 +111,8 @@ def data_beginning(file: BinaryIO, size: int = 4096) -> bytes:
     file is no zip archive of torch.save.
     """
     beginning = file.read(2 * size)
-    if beginning.startswith(b"PK\x03\x04") and b"data.pkl" in beginning[:300]:
+    is_stored = beginning.startswith(b"PK\x03\x04") and beginning[8:10] == b"\0\0"
+    if is_stored and b"data.pkl" in beginning[:300]:
         return beginning  # torch.save writes it first: no need to read a directory of tensors
     with _archive(file) as archive, archive.open(_data_name(archive)) as data:
         return data.read(size)
@@ -232,6 +233,8 @@ def _reason(error: Exception) -> str:
             f"its pickle names {found.group(1)[:100]}, which is no plain data; nothing of it was "
             "run. Save numbers, text, lists, dictionaries, arrays and tensors only"
         )
+    # torch's own words begin with how to run the file's code
+    text = text.rpartition("WeightsUnpickler error:")[2]
     first = text.strip().splitlines()[0][:300] if text.strip() else ""
     return f"cannot be read ({type(error).__name__}: {first})"
 

@@ -16,6 +16,7 @@ from slime.data.ragged import is_tensor
 from slime.exceptions import RolloutDataError
 
 MAX_TEXT = 4_000_000  # characters of one text that are looked at; a longer one is cut
+MAX_TOKENS = 1 << 26  # of one sample
 _DEPTH = 6
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "infinity": math.inf, "-inf": -math.inf,
                "-infinity": -math.inf}  # fmt: skip
@@ -90,6 +91,8 @@ def _array_of_tensor(tensor: Any) -> np.ndarray:
             f"a tensor claims {tensor.numel()} entries of {tensor.untyped_storage().nbytes()} "
             "bytes in the file"
         )
+    if tensor.numel() > MAX_TOKENS:
+        raise RolloutDataError(f"a tensor of one sample has {tensor.numel()} entries")
     tensor = tensor.detach().cpu()
     if str(tensor.dtype) == "torch.bfloat16":
         tensor = tensor.float()
@@ -134,6 +137,30 @@ def text_of(value: object) -> str:
     if messages is not None:
         return "\n".join(messages)[:MAX_TEXT]
     return _short(value, _DEPTH)[:2000]
+
+
+def label_of(value: object) -> Any:
+    """A label as graders take it: a number, a text, or a list of these; anything else as short
+    text.
+    """
+    if isinstance(value, list) and len(value) <= 64 and all(map(_is_plain, value)):
+        return value
+    return value if _is_plain(value) else text_of(value)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, str):
+        return len(value) <= 100_000
+    if isinstance(value, int):
+        return value.bit_length() <= 4096  # what Python turns into text
+    return value is None or isinstance(value, float)
+
+
+def key_of(value: object) -> str | int | None:
+    """What may name a group: a text, cut where it is long, or a whole number."""
+    if isinstance(value, str):
+        return value[:1000]
+    return value if isinstance(value, int) and value.bit_length() <= 128 else None
 
 
 def _messages(value: object) -> list[str] | None:
