@@ -283,6 +283,46 @@ def test_a_line_of_100_mb_is_read(tmp_path):
     assert "looping_response" in problems(result)
 
 
+def test_a_batch_on_one_long_line_is_taken_apart(tmp_path, monkeypatch):
+    """A line that is too long to be parsed whole gives what the same line gives parsed, and a line
+    behind it is read."""
+    samples = files.samples_of(0)
+    samples[3]["response"] = 'quotes " and \\ ] [ } in a text, \u2028 and é'
+    files.write_nemo(tmp_path / "whole", 0, samples, batch=True)
+    path = files.write_nemo(tmp_path / "apart", 0, samples, batch=True)
+    path.write_text(path.read_text() + json.dumps({"content": ["x"], "rewards": [1.0]}) + "\n")
+    whole = audit(tmp_path / "whole")
+    monkeypatch.setattr("slime.harness.audit.json_lines.LONG_LINE", 1 << 9)
+    apart = audit(tmp_path / "apart")
+    assert (whole.samples, apart.samples) == (len(samples), len(samples) + 1)
+    assert apart.unreadable == []
+    both = ("tokens", "masks", "rollout_log_probs", "log_probs", "advantage")
+    assert all(whole.columns[name] == apart.columns[name] == len(samples) for name in both)
+    assert [one.sentence for one in whole.findings] == [one.sentence for one in apart.findings]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"content": [' + "[" * 500 + "]" * 500 + "]}",
+        '{"content": ["a", "rewards": [1.0]}',
+        '{"content": "not closed',
+        '{"rewards": [[1.0], [2.0}',
+        '{"token_ids": [[1, 2], [3',
+        '{"token_ids": [[1, "]"], [3]]}',
+        '{"rewards" [1.0]}',
+        '{"rewards": [1.0]} trailing',
+    ],
+)
+def test_a_long_line_that_is_damaged_is_an_error(text, tmp_path, monkeypatch):
+    """Brackets that do not close, no colon, more behind the object: named, not crashed on."""
+    monkeypatch.setattr("slime.harness.audit.json_lines.LONG_LINE", 4)
+    path = tmp_path / "train_data_step0.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError):
+        audit(path)
+
+
 def test_shapes_that_lie_about_lengths_are_named(tmp_path):
     """Lengths beyond the tokens, negative or not numbers, are a broken record and no crash."""
     samples = [files.slime_sample(one, 0) for one in files.samples_of(0)]

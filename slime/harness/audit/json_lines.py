@@ -16,6 +16,7 @@ import numpy as np
 import orjson
 
 from slime.exceptions import ConfigError, RolloutDataError
+from slime.harness.audit.long_lines import Entries, columns_of
 from slime.harness.audit.shapes import (
     Part,
     ReadOptions,
@@ -38,6 +39,7 @@ from slime.harness.audit.values import (
     text_of,
 )
 
+LONG_LINE = 1 << 25  # bytes from which a line is taken apart and not parsed, where a reader can
 LONGEST_LINE = 1 << 28  # bytes; what is read of it may take thirty times as much
 MAX_PARTS = 64  # reward columns of one sample
 COLUMNS = (
@@ -64,15 +66,28 @@ def parse(line: bytes) -> Any:
         raise RolloutDataError(f"not JSON ({first})") from None
 
 
-def read_objects(path: Path, options: ReadOptions) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The (line number, object) of each line. What is no object is reported, and the rest read."""
+def read_objects(
+    path: Path, options: ReadOptions, *, flat: frozenset[str] | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The (line number, object) of each line. What is no object is reported, and the rest read.
+
+    `flat`: keys whose lists of lists hold numbers alone. With them, the columns of a long line come
+    as `Entries`, to be read while the next line is not asked for.
+    """
     first: tuple[int, str] | None = None
     good = bad = 0
     with open_regular(path) as file:
         for number in itertools.count(1):
-            line = file.readline(LONGEST_LINE)
+            begun = file.tell()
+            line = file.readline(LONGEST_LINE if flat is None else LONG_LINE)
             if not line:
                 break
+            if flat is not None and len(line) == LONG_LINE:
+                record, end = columns_of(file, begun, parse, flat=flat)
+                good += 1
+                yield number, record
+                file.seek(end)
+                continue
             if len(line) == LONGEST_LINE:
                 raise RolloutDataError(f"line {number} is longer than {LONGEST_LINE >> 20} MiB")
             if not line.strip():
@@ -95,9 +110,13 @@ def read_objects(path: Path, options: ReadOptions) -> Iterator[tuple[int, dict[s
 def first_object(path: Path) -> Any:
     """The value of the first line that is not blank. RolloutDataError where it is no JSON."""
     with open_regular(path) as file:
-        for line in iter(lambda: file.readline(LONGEST_LINE), b""):
+        begun = 0
+        while line := file.readline(LONG_LINE):
+            if len(line) == LONG_LINE:
+                return columns_of(file, begun, parse, flat=_NEMO_NUMBERS)[0]
             if line.strip():
                 return parse(line)
+            begun = file.tell()
     raise RolloutDataError("the file is empty")
 
 
@@ -108,6 +127,11 @@ def _first_keys(path: Path, size: int, changed: int) -> dict[str, None] | str:
     """The keys of the first object; the name of its type where it is none."""
     first = first_object(path)
     return dict.fromkeys(map(str, first)) if isinstance(first, dict) else type(first).__name__
+
+
+_NEMO_NUMBERS = frozenset(
+    ("token_ids", "token_loss_mask", "advantages", "generation_logprobs", "prev_logprobs")
+)
 
 
 def _missing(keys: tuple[str, ...]):
@@ -173,7 +197,7 @@ _NEMO = ("content", "rewards")
 def _read_nemo(path: Path, options: ReadOptions) -> Iterator[Part]:
     rows: list[Row] = []
     contents: list[str] = []
-    for number, record in read_objects(path, options):
+    for number, record in read_objects(path, options, flat=_NEMO_NUMBERS):
         rewards = record.get("rewards")
         count = len(rewards) if isinstance(rewards, list) else 1
         columns = {
@@ -191,12 +215,12 @@ def _read_nemo(path: Path, options: ReadOptions) -> Iterator[Part]:
     yield Part(step_in_name(path) or 0, rows, is_evaluation=is_evaluation_name(path))
 
 
-def _entries(value: Any, count: int, is_batch: bool, name: str, line: int) -> list | None:
+def _entries(value: Any, count: int, is_batch: bool, name: str, line: int) -> list | Entries | None:
     if value is None:
         return None
     if not is_batch:
         return [value]
-    if not isinstance(value, list):
+    if not isinstance(value, list | Entries):
         return [value] if count == 1 else None
     if len(value) == count:
         return value
@@ -248,7 +272,7 @@ def _split_contents(rows: list[Row], contents: list[str]) -> None:
     """Prompt and response of each content, which holds both: a group's common beginning is its
     prompt, as far as text can tell.
     """
-    if any(row.group is None for row in rows):
+    if all(row.group is None for row in rows):
         size = siblings_in_a_row(contents)
         for i, row in enumerate(rows):
             row.group = None if size is None else i // size

@@ -35,6 +35,7 @@ SHAPES: tuple[Shape, ...] = (
     MAPPED, OUR_ROLLOUT, SAMPLES, TRAIN, OUR_TRAIN, VERL, NEMO, TRL, TORCH_ROLLOUT, TORCH_TRAIN,
 )  # fmt: skip
 METRICS = "metrics.jsonl"
+PLANS = ("columns.parquet", "schedule.parquet", "replies.jsonl")  # nor have these samples
 RECORDED_METRICS = ("steps.jsonl", "rollout.json")  # of a recorded rollout
 MAX_FILES = 200_000
 _NO_STEP = 1 << 62
@@ -89,6 +90,8 @@ def find_sources(path: Path, options: ReadOptions) -> Found:
             found.metrics.append(file)
             continue
         shapes = [shape for shape in SHAPES if file.suffix in shape.suffixes]
+        if file.name in PLANS and run_of(file) != file.parent:
+            continue
         # a run's .json files are settings and states; one that is a dump is named, or mapped
         if not shapes or (file.suffix == ".json" and options.mapping is None):
             continue

@@ -36,7 +36,7 @@ from slime.harness.audit.table import UNKNOWN, SampleTable
 LOOP_CHARS = 256
 LOOP_PERIOD = 64
 SAME_LENGTH_SHARE = 0.05  # of the samples, at exactly the longest length: a limit
-LONG_TEXT = 24  # characters that two samples do not share by chance
+LONG_TEXT = 40  # characters that two samples do not share by chance
 UNLIKELY = -9.0  # nats of a response that two samples do not share by chance
 FEW = 0.02  # share below which a quality finding is for information
 SPECIAL = re.compile(
