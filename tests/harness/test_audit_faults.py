@@ -306,14 +306,14 @@ def shifted_log_probs(samples):
         one["rollout_log_probs"] = [*one["rollout_log_probs"][1:], -0.3]
 
 
-def temperature(samples):
+def temperature(samples, *, value=0.7):
     rng = np.random.default_rng(3)
     for one in samples:
         logits = rng.normal(0, 2.5, size=(len(one["ids"]), 64))
-        chosen = np.array([rng.choice(64, p=softmax(row / 0.7)) for row in logits])
+        chosen = np.array([rng.choice(64, p=softmax(row / value)) for row in logits])
         rows = np.arange(len(chosen))
         one["log_probs"] = np.log([softmax(row) for row in logits])[rows, chosen].tolist()
-        one["rollout_log_probs"] = np.log([softmax(row / 0.7) for row in logits])[
+        one["rollout_log_probs"] = np.log([softmax(row / value) for row in logits])[
             rows, chosen
         ].tolist()
 
@@ -397,6 +397,7 @@ FAULTS: list[tuple[str, Callable, frozenset]] = [
     ("conflicting_answers", same_answer, SPLIT_TEXT),
     ("shifted_log_probs", shifted_log_probs, TOKENS),
     ("other_temperature", temperature, TOKENS),
+    ("other_temperature", functools.partial(temperature, value=1.4), frozenset({"mapped"})),
     ("other_weights", weights, TOKENS),
     ("positive_log_prob", positive, TOKENS | {"ours"}),
     ("log_prob_not_finite", nan_log_prob, TOKENS),

@@ -231,6 +231,56 @@ def test_rejected_samples_are_outside_the_baseline(tmp_path):
     assert "GRPO" in found(result, "advantage_rule").sentence
 
 
+def test_train_dumps_of_one_file_are_read(tmp_path):
+    """Upstream's later train dump is one file with a dictionary per sample; raw rewards are of the
+    whole batch, in the order of `partition`."""
+    import torch
+
+    raw = files.samples_of(0)
+    samples = [
+        {
+            "tokens": torch.tensor([*one["prompt_ids"], *one["ids"]]),
+            "response_lengths": len(one["ids"]),
+            "loss_masks": torch.ones(len(one["ids"]), dtype=torch.int32),
+            "advantages": torch.full((len(one["ids"]),), one["advantage"]),
+            "log_probs": torch.tensor(one["log_probs"]),
+            "rollout_log_probs": torch.tensor(one["rollout_log_probs"]),
+            "sample_indices": one["index"],
+            "partition": i,
+        }
+        for i, one in enumerate(raw)
+    ]
+    content = {"format_version": 2, "rollout_id": 0, "rank": 0, "samples": samples, "dp_shards": []}
+    torch.save({**content, "raw_reward": [one["reward"] for one in raw]}, tmp_path / "0.pt")
+    result = audit(tmp_path)
+    assert result.shapes == {"slime-pt-train": 1} and problems(result) == set()
+    assert "follow GRPO" in found(result, "advantage_rule").sentence
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_our_train_dump_is_joined_to_our_rollout_dump(moved, tmp_path):
+    """Sample by sample by index; one that has another sample's tokens is a broken record."""
+    from harness.test_audit_faults import train_tensors, write_ours
+
+    from slime.files.train_dump import TrainDumpWriter
+    from slime.files.train_record import TensorOutline
+
+    samples = files.samples_of(0)
+    write_ours(tmp_path, {0: samples})
+    header, tensors = train_tensors(0, samples)
+    if moved:
+        tensors["sample_indices"] = np.roll(tensors["sample_indices"], 1)
+    (tmp_path / "train_data").mkdir()
+    outlines = [TensorOutline(name, str(one.dtype), one.shape) for name, one in tensors.items()]
+    writer = TrainDumpWriter(tmp_path / "train_data" / "0.safetensors", header, outlines)
+    for name, values in tensors.items():
+        writer.write(name, values)
+    writer.commit()
+    result = audit(tmp_path)
+    assert result.columns["log_probs"] == len(samples)
+    assert problems(result) >= {"broken_record"} if moved else problems(result) == set()
+
+
 def test_evaluations_are_apart_from_training_steps(tmp_path):
     """An evaluation's dump is counted as one, and changes no series and no group finding."""
     files.write_slime_rollout(tmp_path, 0, files.samples_of(0))

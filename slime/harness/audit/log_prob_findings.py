@@ -35,8 +35,7 @@ from slime.metrics.contributions import merge_all
 
 TOLERANCE = 1e-4  # above 0 that rounding explains
 SMALL_GAP = 0.02  # nats a token: below it a pattern is not looked for
-TEMPERATURES = 0.08  # |log slope| that another temperature has at least
-EXPLAINED = 0.6  # share of the gap that a line through the log-probs explains
+STEEPER, ALIKE = 1.06, 0.9  # slope and correlation that another temperature has at least
 EVERYWHERE = 0.5  # share of tokens with a gap of their own, for other weights
 ONE_SIDED = 0.95
 MANY = 200_000  # tokens of a step that patterns are looked for in
@@ -45,7 +44,7 @@ MANY = 200_000  # tokens of a step that patterns are looked for in
 @dataclasses.dataclass(frozen=True)
 class Gap:
     """The gap of one step. mean, masked_mean: of |d| over trained and over masked tokens. slope: of
-    the line through the log-probs. everywhere: share of tokens with |d| > SMALL_GAP / 2.
+    rollout over trainer log-probs. everywhere: share of tokens with |d| > SMALL_GAP / 2.
     """
 
     where: str
@@ -211,7 +210,11 @@ def _shifted(gaps: list[Gap]) -> str:
 
 def _temperature(gaps: list[Gap]) -> str:
     slope = float(np.median([gap.slope for gap in gaps]))
-    return f"Rollout log-probs are {slope:.3g} times the trainer's: another temperature"
+    which = ("steeper", "lower") if slope > 1 else ("flatter", "higher")
+    return (
+        f"Rollout log-probs are {which[0]} than the trainer's (slope {slope:.3g}): another "
+        f"temperature, {which[1]} than the trainer's"
+    )
 
 
 def _weights(gaps: list[Gap]) -> str:
@@ -300,24 +303,27 @@ def _pattern(trainer: np.ndarray, rollout: np.ndarray, where: str, limit: float)
     everywhere = float((size > SMALL_GAP / 2).mean())
     told = d[size > 1e-6]
     one_sided = float(max((told > 0).mean(), (told < 0).mean())) if len(told) else 0.0
-    slope, explained = _line(trainer, rollout)
+    slope = _slope(trainer, rollout)
     pattern = ""
-    if abs(np.log(max(slope, 1e-3))) > TEMPERATURES and explained > EXPLAINED:
+    if slope != 1.0:
         pattern = "other_temperature"
     elif mean > limit:
         pattern = "other_weights" if everywhere > EVERYWHERE else "log_prob_gap"
     return Gap(where, pattern, mean, slope, 0, everywhere, one_sided)
 
 
-def _line(trainer: np.ndarray, rollout: np.ndarray) -> tuple[float, float]:
-    """(slope of rollout over trainer, the share of the squared gap that the line explains). The
-    slope is that of the two spreads, which noise in either does not flatten.
+def _slope(trainer: np.ndarray, rollout: np.ndarray) -> float:
+    """How steep rollout log-probs are over the trainer's; 1.0 where noise may be all there is.
+
+    Noise in one of two columns flattens the line that is fitted to it, and leaves the other at 1: of
+    the lines of each column over the other, one that is steeper than 1 is no noise's doing. At
+    temperature T below the trainer's the rollout's are the steeper ones, above it the trainer's.
     """
     a, b = trainer - trainer.mean(), rollout - rollout.mean()
-    spread_a, spread_b = float((a * a).sum()), float((b * b).sum())
-    if spread_a <= 1e-12 or spread_b <= 1e-12:
-        return 1.0, 0.0
-    slope = float(np.sqrt(spread_b / spread_a))
-    gap = float(((trainer - rollout) ** 2).sum())
-    rest = float(((b - slope * a) ** 2).sum())
-    return slope, 1.0 - rest / gap if gap > 0 else 0.0
+    spread_a, spread_b, common = float((a * a).sum()), float((b * b).sum()), float((a * b).sum())
+    if spread_a <= 1e-12 or spread_b <= 1e-12 or common <= ALIKE * np.sqrt(spread_a * spread_b):
+        return 1.0
+    rollout_over, trainer_over = common / spread_a, common / spread_b
+    if max(rollout_over, trainer_over) < STEEPER:
+        return 1.0
+    return rollout_over if rollout_over > trainer_over else 1.0 / trainer_over

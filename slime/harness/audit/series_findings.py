@@ -139,7 +139,8 @@ def _noise(values: np.ndarray) -> float:
     """The standard deviation of the noise around the local level."""
     middle = np.median(np.lib.stride_tricks.sliding_window_view(values, WINDOW), axis=1)
     apart = np.abs(values[WINDOW // 2 : WINDOW // 2 + len(middle)] - middle)
-    return TO_SIGMA * float(np.median(apart))
+    # of a series that is mostly one value the median says nothing
+    return max(TO_SIGMA * float(np.median(apart)), float(apart.mean()))
 
 
 def _jump(series: Series) -> Finding | None:
