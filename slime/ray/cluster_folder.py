@@ -73,18 +73,27 @@ def _is_left_over(folder: Path) -> bool:
 
 
 def processes_of(folder: str) -> list[int]:
-    """Returns the ids of the processes whose command line names `folder`: those of the Ray session
-    that lives there.
+    """Returns the ids of the other processes of the Ray session that lives in `folder`: those whose
+    command line names it, and those of Ray that have a file below it open, since workers and agents
+    change their title.
     """
-    found = []
+    found, name = [], folder.encode()
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if (
-                int(entry.name) != os.getpid()
-                and folder.encode() in (entry / "cmdline").read_bytes()
-            ):
+            if int(entry.name) == os.getpid():
+                continue
+            command = (entry / "cmdline").read_bytes()
+            if name in command or (command.startswith(b"ray::") and _has_open(entry, folder)):
                 found.append(int(entry.name))
     return found
+
+
+def _has_open(process: Path, folder: str) -> bool:
+    for descriptor in (process / "fd").iterdir():
+        with contextlib.suppress(OSError):
+            if os.readlink(descriptor).startswith(f"{folder}/"):
+                return True
+    return False
 
 
 def end_processes_of(folder: str, *, patience_s: float = 3.0) -> None:
