@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,7 @@ _DTYPES: Mapping[str, Mapping[Any, str]] = {
 }
 _INT_OR_NONE = frozenset((int, type(None)))
 _LIST_TYPES = frozenset((list, NumberList))
+_KEYS = frozenset((str, int, bool, type(None)))
 _TYPES: Mapping[str, type] = {"i": int, "f": float}
 
 
@@ -183,7 +185,13 @@ class _Gathered:
         elif kind is float and math.isfinite(value):
             return repr(value)
         elif kind is list and set(map(type, value)) <= {str}:
-            key = (*value,)
+            key = (list, *value)
+        elif (
+            kind is dict
+            and set(map(type, value)) <= {str}
+            and set(map(type, value.values())) <= _KEYS
+        ):  # 1 and True are one key, and two texts
+            key = (dict, *value.items(), *map(type, value.values()))
         if key is None:
             return self._encode(row, value)
         text = self._known.get(key)
@@ -389,10 +397,12 @@ def _restored(array: np.ndarray, kind: str) -> Any:
 
 def changed_fields(before: Sample, after: Sample) -> dict[str, Any]:
     """The fields of `after` that differ from `before`, by name, as values that JSON can hold."""
-    old = before.__dict__
+    old, new = before.__dict__, after.__dict__
+    if len(old) == len(new) and all(map(operator.is_, old.values(), new.values())):
+        return {}  # the gate's copies keep the order of the fields
     return {
         name: value.value if type(value) is Status else value
-        for name, value in after.__dict__.items()
+        for name, value in new.items()
         if (earlier := old.get(name, _DEFAULTS)) is not value and not _is_same(earlier, value)
     }
 

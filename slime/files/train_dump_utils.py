@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -439,10 +440,12 @@ def write_train_dump(
     gather: Gather,
     share: Share,
     open_writer: OpenWriter | None = None,
+    at_once: bool = False,
 ) -> Path | None:
     """Writes the dump on the rank on which `gather(value)` returns every rank's value, and returns
     its path; None on the others.
 
+    `at_once` gathers all fields in one step, for a writer that keeps them in memory anyway.
     `share(value)` returns every rank's value on all of them. Both are called equally often on each
     rank, whatever happens. `header` has "rollout_id" and "rank". A failing disk is logged
     and leaves no file; data that do not fit raise `RolloutDataError`.
@@ -470,8 +473,14 @@ def write_train_dump(
     if outlines is not None:
         assembly = DumpAssembly(path, batch, kinds, open_writer or writer_for(path))
         assembly.begin(outlines, header, left_out)
-    for name, kind in kinds.items():
-        parts = gather(rank_rows(batch, name, kind) if name in outline.sizes else None)
+    rows_of = {name: functools.partial(rank_rows, batch, name, kinds[name]) for name in kinds}
+    own = {name: rows_of[name]() for name in kinds if name in outline.sizes} if at_once else {}
+    everyone = gather(own) if at_once else None
+    for name in kinds:
+        if at_once:
+            parts = None if everyone is None else [one.get(name) for one in everyone]
+        else:
+            parts = gather(rows_of[name]() if name in outline.sizes else None)
         if assembly is not None and parts is not None:
             assembly.add(name, parts)
     return None if assembly is None else assembly.finish()
@@ -531,4 +540,5 @@ def gather_train_data(
         gather=lambda value: gather_to_source(value, size=size, source_rank=source, group=group),
         share=share,
         open_writer=open_writer,
+        at_once=open_writer is not None,
     )
