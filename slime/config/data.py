@@ -52,6 +52,11 @@ class DataOptions:
     rollout_seed: int = option(
         42, "Seed of the prompt order and, with deterministic inference, of every sampled response."
     )
+    accept_changed_prompts: bool = option(
+        False,
+        "Resume although --prompt-data has other rows than the checkpoint was trained on: the run "
+        "warns and goes on at the same number of a prompt.",
+    )
     loss_mask_type: str = option(
         "qwen",
         "How conversations become token ids and loss masks in SFT.",

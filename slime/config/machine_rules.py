@@ -26,6 +26,7 @@ from slime.config.derive import (
 )
 from slime.config.megatron import FIXED_ON_CPU
 from slime.config.option import flag_of
+from slime.config.regular_files import kind_of
 from slime.config.specs import nearest_names
 
 MODEL_FOLDERS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "critic_load")
@@ -42,6 +43,7 @@ def machine_problems(args: argparse.Namespace) -> list[str]:
     checks: tuple[Callable[[argparse.Namespace], list[str]], ...] = (
         model_folders_exist,
         resume_folder_has_a_checkpoint,
+        pointers_are_numbers,
         save_folder_is_this_runs,
         first_iteration_is_one,
         replay_keeps_what_it_reads,
@@ -61,6 +63,8 @@ def machine_problems(args: argparse.Namespace) -> list[str]:
 
 def missing_path(flag: str, path: str, what: str) -> str:
     """Returns the sentence about a path that does not exist, with the nearest names that do."""
+    if os.path.lexists(Path(path).expanduser()):
+        return f"{flag} {path} is no {what} but {kind_of(Path(path).expanduser())}."
     parent = Path(path).expanduser().absolute().parent
     known = parent
     while not known.is_dir():
@@ -130,6 +134,25 @@ def resume_folder_has_a_checkpoint(args: argparse.Namespace) -> list[str]:
             "or leave --load out to start anew."
         )
     ]
+
+
+def pointers_are_numbers(args: argparse.Namespace) -> list[str]:
+    """The file that names the latest checkpoint of a folder holds a number, where it is asked."""
+    asked = (("load", "ckpt_step"), ("ref_load", "ref_ckpt_step"))
+    problems = []
+    for name, step in asked:
+        folder = args.as_requested["load"] if name == "load" else getattr(args, name)
+        if not has_megatron_checkpoint(folder) or getattr(args, step) is not None:
+            continue
+        path = Path(folder) / CHECKPOINT_TRACKER
+        text = path.read_text(encoding="utf-8", errors="replace").strip()
+        if not re.fullmatch(r"[0-9]{1,9}", text):
+            problems.append(
+                f"{flag_of(name)} {folder}: {CHECKPOINT_TRACKER} holds {text[:40]!r}, not the "
+                f"number of an iteration. Write that of the last iter_* folder into it, or give "
+                f"{flag_of(step)}."
+            )
+    return problems
 
 
 def save_folder_is_this_runs(args: argparse.Namespace) -> list[str]:

@@ -45,11 +45,11 @@ def resume_point(args: argparse.Namespace) -> ResumePoint | None:
         text = (
             str(args.ckpt_step)
             if args.ckpt_step is not None
-            else (folder / CHECKPOINT_TRACKER).read_text(errors="replace").strip()
+            else (folder / CHECKPOINT_TRACKER).read_text(encoding="utf-8", errors="replace").strip()
         )
     except OSError:
         return None
-    if not text.isdecimal():
+    if not re.fullmatch(r"[0-9]{1,9}", text):
         return None
     return ResumePoint(folder / f"iter_{int(text):07d}", int(text))
 

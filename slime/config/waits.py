@@ -234,6 +234,18 @@ WAITS = (
     ),
     Wait(
         ENGINES,
+        "the body of a request to the embedded engine, or the next part of weights",
+        ("backends/torch_engine/http_json.py::arriving",),
+        "the request is answered with 408 and its connection closed",
+        "did not arrive within",
+        "engine/test_torch_engine_connections.py::test_1500_half_sent_requests_are_closed_and_the_engine_answers_meanwhile",
+        constants=(
+            "backends/torch_engine/http_json.py::BODY_SECONDS",
+            "backends/torch_engine/silent_connections.py::SILENT_SECONDS",
+        ),
+    ),
+    Wait(
+        ENGINES,
         "engines that load their model and listen",
         (
             "ray/rollout_servers.py::start_rollout_servers",
@@ -561,6 +573,11 @@ WORKERS = (
         "the thread that interrupts renders of chat templates",
         ("prompts/template_limits.py::_Watch._serve",),
         "ends with its process",
+    ),
+    Worker(
+        "the task that closes connections without a request",
+        ("backends/torch_engine/silent_connections.py::SilentConnections.sweep_for_ever",),
+        "ends with its server",
     ),
     Worker(
         "a grader's guard",

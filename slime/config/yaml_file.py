@@ -23,6 +23,7 @@ from slime.config.derive import VOLATILE
 from slime.config.list_text import convert_list_text, is_list_text
 from slime.config.option import OptionSpec, flag_of
 from slime.config.ranges import range_problem
+from slime.config.regular_files import read_regular
 from slime.config.specs import all_specs, convert_text, nearest_names, require_choice, specs_by_name
 from slime.config.synonyms import synonym_hint
 from slime.exceptions import ConfigError
@@ -64,7 +65,7 @@ def read_option_file(
     import yaml
 
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = read_regular(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"Cannot read {path}: {error}.{_siblings_hint(path)}") from error
     try:
@@ -339,9 +340,8 @@ def parse_megatron_role_args(args: argparse.Namespace, path: str, role: str) -> 
     import yaml
 
     try:
-        with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
-    except (OSError, yaml.YAMLError) as error:
+        content = yaml.safe_load(read_regular(path))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {error}") from error
     entries = content.get("megatron") if isinstance(content, dict) else None
     if not isinstance(entries, list):

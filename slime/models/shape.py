@@ -16,7 +16,7 @@ from typing import Any
 from slime.exceptions import ConfigError
 from slime.models.config_fields import ConfigFields
 from slime.models.families import FAMILIES, Family
-from slime.models.hf_folder import read_json
+from slime.models.hf_folder import check_regular_files, read_json
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
@@ -133,6 +133,7 @@ def read_model_shape(folder: str | Path) -> ModelShape:
     """Returns the model that `folder`/config.json describes. ConfigError if the file or one of its
     features is not supported.
     """
+    check_regular_files(Path(folder))
     path = Path(folder) / "config.json"
     return model_shape(read_json(path), source=str(path))
 

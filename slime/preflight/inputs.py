@@ -137,7 +137,7 @@ def dataset_problems(args: argparse.Namespace, *, seconds: float = PREFLIGHT_SEC
             problems.append(
                 f"{flag}: {problem}"
                 if isinstance(problem, str)
-                else missing_path(flag, path, "file")
+                else missing_path(flag, parse_generalized_path(path)[0], "file")
             )
     return problems
 

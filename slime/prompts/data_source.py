@@ -30,7 +30,7 @@ from slime.data.structure import Group, iter_samples
 from slime.exceptions import ConfigError
 from slime.files import atomic, exact_json
 from slime.plugins.filter_calls import call_filter, require_groups
-from slime.prompts.dataset import Dataset
+from slime.prompts.dataset import Dataset, parts_of
 from slime.utils import processing_utils
 from slime.utils.misc import load_function
 
@@ -202,6 +202,7 @@ class RolloutDataSource(DataSource):
         return {
             "num_prompts": None if self.dataset is None else len(self.dataset),
             "rows_checksum": None if self.dataset is None else self.dataset.rows_checksum,
+            "part_checksums": None if self.dataset is None else self.dataset.part_checksums,
             "shuffle_seed": self.args.rollout_seed if shuffled else None,
             "n_samples_per_prompt": self.args.n_samples_per_prompt,
         }
@@ -227,26 +228,51 @@ class RolloutDataSource(DataSource):
             ) from error
 
     def _check_stream(self, saved: dict[str, Any]) -> None:
-        # earlier versions kept no checksum
-        now = {
-            name: value
-            for name, value in self._stream().items()
-            if name in saved or name != "rows_checksum"
-        }
+        now = self._stream()
+        if "rows_checksum" not in saved and self.dataset is not None:
+            logger.warning(
+                "the data position has no checksum of the prompts (an earlier version wrote it): "
+                "whether %s is the file that the checkpoint was trained on is not checked",
+                self.args.prompt_data,
+            )
         different = [
-            f"{name}: saved {saved[name]}, now {now[name]}"
+            name
             for name in now
+            if name != "part_checksums" and (name in saved or name != "rows_checksum")
             if saved[name] != now[name]
         ]
-        if different:
-            raise ConfigError(
-                "the prompts are not the ones that the checkpoint was trained on ("
-                + "; ".join(different)
-                + "). "
-                "Use the same --prompt-data (every row, in its order), --rollout-shuffle, "
-                "--rollout-seed and --n-samples-per-prompt, "
-                "or start with --start-rollout-id 0."
+        if not different:
+            return
+        problem = (
+            f"the prompts of {self.args.prompt_data} are not the ones that the checkpoint was "
+            "trained on ("
+            + "; ".join(f"{name}: saved {saved[name]}, now {now[name]}" for name in different)
+            + self._where_different(saved)
+            + ")."
+        )
+        if self.args.accept_changed_prompts and set(different) <= {"num_prompts", "rows_checksum"}:
+            logger.warning(
+                "%s --accept-changed-prompts: the run goes on at the same number of a prompt",
+                problem,
             )
+            return
+        raise ConfigError(
+            problem + " Use the same --prompt-data (every row, in its order), --rollout-shuffle, "
+            "--rollout-seed and --n-samples-per-prompt, start with --start-rollout-id 0, or, where "
+            "only rows were edited on purpose, give --accept-changed-prompts."
+        )
+
+    def _where_different(self, saved: dict[str, Any]) -> str:
+        """Which rows the first difference stands among; "" where that is not known."""
+        before = saved.get("part_checksums")
+        if self.dataset is None or not before or saved.get("num_prompts") != len(self.dataset):
+            return ""
+        parts = zip(parts_of(len(self.dataset)), before, self.dataset.part_checksums, strict=False)
+        for rows, old, new in parts:
+            if old != new:
+                span = f"{rows[0] + 1}" if len(rows) == 1 else f"{rows[0] + 1} to {rows[-1] + 1}"
+                return f"; the first difference is in prompt {span} of {len(self.dataset)}"
+        return ""
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.epoch_id = state["epoch_id"]
@@ -256,7 +282,14 @@ class RolloutDataSource(DataSource):
         self.metadata = state["metadata"]
         self._used_by = {}
         self._origins = {}
-        self._restore_untrained([GroupOrigin(**origin) for origin in state["untrained"]], state)
+        origins = [GroupOrigin(**origin) for origin in state["untrained"]]
+        if self.dataset is not None and any(one.offset >= len(self.dataset) for one in origins):
+            raise ConfigError(
+                f"groups of prompt {max(one.offset for one in origins) + 1} are to be served again, "
+                f"and {self.args.prompt_data} has {len(self.dataset)}. Resume from an earlier "
+                "rollout, or give the file its rows back."
+            )
+        self._restore_untrained(origins, state)
 
     def _restore_untrained(self, origins: list[GroupOrigin], state: dict[str, Any]) -> None:
         if origins:

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 # Rows per tokenizer call of the length filter: large enough for the batch to pay, small enough to
 # bound memory.
 FILTER_CHUNK = 1024
+CHECKSUM_PARTS = 64
 _ROW_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_SORT_KEYS
 _parse_generalized_path = parse_generalized_path
 
@@ -268,23 +269,38 @@ class Dataset:
             max_length,
         )
 
-    @functools.cached_property
+    @property
     def rows_checksum(self) -> str:
         """Hex digest of prompt, label and metadata of every row in the file's order: another row,
         or another order, is another digest.
         """
-        digest = hashlib.blake2b(digest_size=16)
-        for sample in self.origin_samples:
-            row = (sample.prompt, sample.label, sample.metadata)
-            # Media are objects without a stable text; their kind and place count, their content
-            # does not.
-            digest.update(
-                exact_json.dumps(
-                    row, default=lambda value: type(value).__name__, option=_ROW_OPTIONS
+        return self._checksums[0]
+
+    @property
+    def part_checksums(self) -> list[str]:
+        """The same, short, of each of up to CHECKSUM_PARTS equal parts of the rows, to tell where
+        two files part.
+        """
+        return self._checksums[1]
+
+    @functools.cached_property
+    def _checksums(self) -> tuple[str, list[str]]:
+        whole, parts = hashlib.blake2b(digest_size=16), []
+        for rows in parts_of(len(self.origin_samples)):
+            part = hashlib.blake2b(digest_size=4)
+            for position in rows:
+                sample = self.origin_samples[position]
+                # Media are objects without a stable text; their kind and place count, their
+                # content does not.
+                line = exact_json.dumps(
+                    (sample.prompt, sample.label, sample.metadata),
+                    default=lambda value: type(value).__name__,
+                    option=_ROW_OPTIONS,
                 )
-                + b"\n"
-            )
-        return digest.hexdigest()
+                whole.update(line + b"\n")
+                part.update(line + b"\n")
+            parts.append(part.hexdigest())
+        return whole.hexdigest(), parts
 
     def shuffle(self, new_epoch_id: int) -> None:
         """Puts `samples` into the order of an epoch: a function of seed and epoch alone, not of any
@@ -301,6 +317,12 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self.samples)
+
+
+def parts_of(count: int) -> list[range]:
+    """The positions 0 to `count` in up to CHECKSUM_PARTS consecutive parts of nearly equal size."""
+    parts = min(CHECKSUM_PARTS, count)
+    return [range(part * count // parts, (part + 1) * count // parts) for part in range(parts)]
 
 
 def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.ranges import range_problem
+from slime.config.regular_files import read_regular
 from slime.config.specs import specs_by_name
 from slime.exceptions import ConfigError
 
@@ -263,8 +264,8 @@ def _from_yaml(args: argparse.Namespace) -> list[EvalDatasetConfig]:
 
     path = Path(args.eval_config)
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
+        content = yaml.safe_load(read_regular(path))
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--eval-config {str(path)!r} cannot be read: {error}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"--eval-config {str(path)!r} is not valid YAML: {error}") from error

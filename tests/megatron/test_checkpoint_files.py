@@ -43,7 +43,15 @@ def test_the_latest_or_an_asked_for_iteration_is_found(tmp_path):
 def test_a_pointer_that_is_not_a_number_is_an_error(tmp_path):
     """A pointer file that is not a number is an error and not a fresh start."""
     _publish(tmp_path, 3)
-    for content in (b"", b"three", b"\xff3", "\u00b2".encode()):
+    absurd = (
+        b"9" * 5000,
+        b"-3",
+        b"3.0",
+        b"\0",
+        "\u0663".encode(),
+        *(bytes([0x33 | 1 << 7, i]) for i in range(3)),
+    )
+    for content in (b"", b"three", b"\xff3", "\u00b2".encode(), *absurd):
         (tmp_path / files.TRACKER).write_bytes(content)
         assert (
             resume_point(argparse.Namespace(load=str(tmp_path), finetune=False, ckpt_step=None))
@@ -51,6 +59,23 @@ def test_a_pointer_that_is_not_a_number_is_an_error(tmp_path):
         )
         with pytest.raises(ConfigError, match="not an iteration"):
             files.find_checkpoint(tmp_path, None)
+
+
+def test_every_flipped_bit_of_a_pointer_is_a_sentence_or_another_published_checkpoint(tmp_path):
+    """A pointer with one flipped bit is refused, or names an iteration that is there; it is never a
+    UnicodeDecodeError and never a fresh start."""
+    _publish(tmp_path, 3)
+    _publish(tmp_path, 2)
+    content, found = b"3\n", []
+    for bit in range(8 * len(content)):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        (tmp_path / files.TRACKER).write_bytes(changed)
+        try:
+            found.append(files.find_checkpoint(tmp_path, None)[1])
+        except ConfigError as error:
+            assert "iteration" in str(error)
+    assert set(found) <= {2, 3}
 
 
 def test_a_large_file_is_hashed_to_its_end(tmp_path):

@@ -193,8 +193,47 @@ def test_an_edited_file_with_as_many_rows_is_refused_on_resume(make, tmp_path, e
         row["label" if edit == "one label" else "input"] = "changed"
         rows[5] = json.dumps(row)
     (tmp_path / "p.jsonl").write_text("\n".join(rows) + "\n")
-    with pytest.raises(ConfigError, match="rows_checksum: saved [0-9a-f]{32}, now"):
+    number = 1 if edit == "order" else 6
+    with pytest.raises(
+        ConfigError,
+        match=rf"the prompts of .*p\.jsonl .*rows_checksum: saved [0-9a-f]{{32}}, now .*"
+        rf"the first difference is in prompt {number} of 12\).*--accept-changed-prompts",
+    ):
         make().load(0)
+
+
+def test_an_edited_file_is_accepted_where_that_is_asked_for(make, tmp_path, caplog):
+    """--accept-changed-prompts goes on at the same number of a prompt and warns; another seed is
+    refused all the same, and so is a file that has lost a prompt that is to be served again."""
+    source = make(rollout_shuffle=False)
+    step(source, 0, 5)
+    source.get_samples(1)
+    source.save(0)
+    rows = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    rows[7]["label"] = "changed"
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0]]))
+    again = make(rollout_shuffle=False, accept_changed_prompts=True)
+    again.load(0)
+    groups = again.get_samples(3)
+    assert [group[0].prompt for group in groups] == ["p5=", "p6=", "p7="]
+    assert groups[2][0].label == "changed" and "num_prompts: saved 12, now 13" in caplog.text
+    with pytest.raises(ConfigError, match="shuffle_seed"):
+        make(accept_changed_prompts=True).load(0)
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:4]))
+    with pytest.raises(ConfigError, match="prompt 6 are to be served again, and .* has 4"):
+        make(rollout_shuffle=False, accept_changed_prompts=True).load(0)
+
+
+def test_a_difference_in_a_long_file_is_told_by_its_part(make, tmp_path):
+    """Of 1,000 prompts the message names the 16 among which the first difference stands."""
+    path = write_prompts(tmp_path / "long.jsonl", 1000)
+    source = make(prompt_data=path)
+    step(source, 0)
+    source.save(0)
+    text = Path(path).read_text()
+    Path(path).write_text(text.replace("p499=", "p-499="))
+    with pytest.raises(ConfigError, match="in prompt 485 to 500 of 1000"):
+        make(prompt_data=path).load(0)
 
 
 def test_a_row_written_another_way_is_the_same_row(make, tmp_path):
@@ -232,17 +271,18 @@ def test_no_flipped_bit_of_a_data_position_gives_another_stream(make):
     again.load(0)
 
 
-def test_a_position_of_an_earlier_version_is_read_and_its_damage_named(make):
-    """A position of an earlier version, without hash and checksum, is read, and a damaged one is
-    refused."""
+def test_a_position_of_an_earlier_version_is_read_and_its_damage_named(make, caplog):
+    """A position of an earlier version, without hash and checksum, is read with a warning, and a
+    damaged one is refused."""
     source = make()
     step(source, 0)
     state = source.state_dict(0)
-    del state["stream"]["rows_checksum"]
+    del state["stream"]["rows_checksum"], state["stream"]["part_checksums"]
     path = source_file(source, 0)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(state))
     make().load(0)
+    assert "no checksum of the prompts" in caplog.text
     for name in ("stream", "untrained", "epoch_id", "buffer_groups"):
         path.write_text(json.dumps({key: value for key, value in state.items() if key != name}))
         with pytest.raises(

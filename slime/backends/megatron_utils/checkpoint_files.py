@@ -24,6 +24,7 @@ from slime.files import atomic
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 _ITERATION = re.compile(r"iter_(\d{7})")
+_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 def iteration_folder(save: str | Path, iteration: int) -> Path:
@@ -53,10 +54,10 @@ def find_checkpoint(path: str | Path, step: int | None) -> tuple[Path, int]:
     if own and step in (None, int(own[1])):
         return path, int(own[1])
     if step is None:
-        text = (path / TRACKER).read_text(errors="replace").strip()
-        if not text.isdecimal():
+        text = (path / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
+        if not _NUMBER.fullmatch(text):
             raise ConfigError(
-                f"{path / TRACKER} holds {text!r}, not an iteration. Write the number of one of "
+                f"{path / TRACKER} holds {text[:40]!r}, not an iteration. Write the number of one of "
                 f"{_listed(path)}."
             )
         step = int(text)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import orjson
@@ -14,6 +15,9 @@ from slime.backends.torch_engine.sampling_params import BadRequest
 from slime.exceptions import EngineError
 
 logger = logging.getLogger(__name__)
+
+# For a whole JSON body, and for each part of weights.
+BODY_SECONDS = 60.0
 
 
 class _HideMalformed(logging.Filter):
@@ -60,11 +64,21 @@ async def answer_errors(
         )
 
 
+async def arriving(part: Coroutine[Any, Any, bytes]) -> bytes:
+    """The body, or a part of it, that arrives within BODY_SECONDS; a 408 where it does not."""
+    try:
+        return await asyncio.wait_for(part, BODY_SECONDS)
+    except asyncio.TimeoutError:
+        raise web.HTTPRequestTimeout(
+            text=f"the body did not arrive within {BODY_SECONDS:g} s."
+        ) from None
+
+
 async def read_json_body(request: web.Request) -> dict[str, Any]:
     """Returns the body's JSON object; an empty body is an empty object. BadRequest if it is
     something else.
     """
-    raw = await request.read()
+    raw = await arriving(request.read())
     if not raw:
         return {}
     try:

@@ -34,12 +34,15 @@ from slime.backends.torch_engine.protocol import (
 from slime.backends.torch_engine.request import Request
 from slime.backends.torch_engine.request_guard import RequestGuard
 from slime.backends.torch_engine.sampling_params import BadRequest, shown
+from slime.backends.torch_engine.silent_connections import SilentConnections, noting
 from slime.backends.torch_engine.streaming import ResponseStream
 from slime.backends.torch_engine.weight_endpoints import add_weight_routes
 from slime.backends.torch_engine.weight_update import WeightUpdater
 from slime.exceptions import EngineError
 
 KEEPALIVE_SECONDS = 120.0
+# The rest of a body that nobody reads is awaited for so long, then the connection is closed.
+LINGERING_SECONDS = 2.0
 HEALTH_GENERATE_TIMEOUT = 20.0
 SHUTDOWN_SECONDS = 5.0
 BACKLOG = 4096
@@ -80,6 +83,8 @@ class EngineServer:
         self._guard = RequestGuard(config.host, config.api_key)
         self._runner: web.AppRunner | None = None
         self._loop: asyncio.AbstractEventLoop  # from `start` on
+        self._silent: SilentConnections
+        self._sweeper: asyncio.Task
         self._waiters: dict[Request, Waiter] = {}
         self._stream_events: dict[Request, asyncio.Event] = {}
         self._seeds = np.random.default_rng(config.random_seed)
@@ -112,8 +117,12 @@ class EngineServer:
             logger=connection_logger,
             handler_cancellation=True,
             keepalive_timeout=KEEPALIVE_SECONDS,
+            lingering_time=LINGERING_SECONDS,
         )
         await self._runner.setup()
+        assert self._runner.server is not None, "a runner has its server after setup"
+        self._silent = SilentConnections(self._runner.server)
+        self._sweeper = asyncio.create_task(self._silent.sweep_for_ever())
         await web.SockSite(self._runner, self._socket, shutdown_timeout=SHUTDOWN_SECONDS).start()
         self.loaded.engine.start()
 
@@ -121,6 +130,7 @@ class EngineServer:
         """Aborts what runs, answers it, and closes the socket."""
         await asyncio.to_thread(self.loaded.engine.stop)
         if self._runner is not None:
+            self._sweeper.cancel()
             await self._runner.cleanup()
         self._socket.close()
 
@@ -130,6 +140,7 @@ class EngineServer:
             client_max_size=self.config.max_request_bytes,
         )
         app.router.add_post("/generate", self._generate)
+        app.middlewares.insert(0, noting(lambda: self._silent))
         for path, handler in {
             "/health": self._health,
             "/health_generate": self._health_generate,

@@ -11,7 +11,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 
 from slime.backends.torch_engine.build import LoadedEngine
-from slime.backends.torch_engine.http_json import error_response, json_response, read_json_body
+from slime.backends.torch_engine.http_json import (
+    arriving,
+    error_response,
+    json_response,
+    read_json_body,
+)
 from slime.backends.torch_engine.sampling_params import BadRequest, shown
 from slime.backends.torch_engine.weight_update import WeightUpdater
 
@@ -69,7 +74,7 @@ class WeightEndpoints:
                 ),
             )
         raw = bytearray()
-        async for block in request.content.iter_chunked(READ_BYTES):
+        while block := await arriving(request.content.read(READ_BYTES)):
             raw += block
             if len(raw) > limit:
                 return error_response(
