@@ -183,9 +183,9 @@ def contract_of(names: Iterable[str]) -> list[dict[str, Any]]:
     ]
 
 
-def declare_recorded(table: pyarrow.Table) -> None:
-    """Declares the plug-ins' fields of the table that this process does not know."""
-    for record in json.loads(tables.metadata_of(table).get("slime_contract", "[]")):
+def declare_recorded(metadata: Mapping[str, str]) -> None:
+    """Declares the plug-ins' fields of a table with this metadata that this process does not know."""
+    for record in json.loads(metadata.get("slime_contract", "[]")):
         if CONTRACT.find(record["name"]) is None:
             values: dict[str, Any] = {
                 key: _ENUMS[key](value) if key in _ENUMS and value is not None else value
@@ -237,7 +237,7 @@ def _field(batch: RolloutBatch, name: str) -> FieldRows:
 
 def batch_of(table: pyarrow.Table) -> RolloutBatch:
     """The whole batch of a table that `field_table` made of `fields_of_batch`."""
-    declare_recorded(table)
+    declare_recorded(tables.metadata_of(table))
     batch = RolloutBatch()
     for name, (kind, entries) in fields_of(table).items():
         if kind == "rows":

@@ -1,5 +1,7 @@
 """One value changed in any part of a recording is named as the first cause, in its stage."""
 
+import dataclasses
+import enum
 import json
 import sys
 from pathlib import Path
@@ -220,6 +222,77 @@ def tables_array(values, field):
     import pyarrow
 
     return pyarrow.array(values, field.type)
+
+
+def test_the_critics_steps_are_compared(recorded_run, tmp_path):
+    """They are a part of their own, written by the critic's ranks."""
+    sides = []
+    for name, value in (("a", 0.25), ("b", 0.5)):
+        side = copy_of(recorded_run, tmp_path / name)
+        folder = manifest.rollout_folder(side, 1)
+        manifest.write_manifest(folder, manifest.Manifest(1, manifest.CRITIC, 0))
+        record = {"step_key": "train/step", "step": 2, "metrics": {"train/critic-loss": value}}
+        part = manifest.Part("critic_steps", "critic_steps.jsonl", 0, "", 1, 1)
+        found = manifest.Manifest(1, manifest.CRITIC, 0, parts={"critic_steps": part})
+        manifest.write_manifest(folder, found)
+        text = json.dumps(record) + "\n"
+        replace_part(side, "critic_steps", lambda file, text=text: file.write_text(text))
+        sides.append(side)
+    _, first = compare_paths(*sides).first
+    assert (first.stage, first.part, first.field, first.path) == (
+        DiffStage.STEP,
+        "critic_steps",
+        "train/critic-loss",
+        ("train/step 2",),
+    )
+
+
+def test_a_field_of_a_plug_in_stands_in_its_stage(recorded_run, tmp_path):
+    """What a plug-in computes in training is declared in the recording, and need not be here."""
+    from slime.data.fields import CONTRACT, Origin, Scope
+
+    spec = dataclasses.asdict(dataclasses.replace(CONTRACT["kl"], name="surprise", help=""))
+    values = {k: v.value if isinstance(v, enum.Enum) else v for k, v in spec.items()}
+    other = copy_of(recorded_run, tmp_path / "b")
+    same = copy_of(recorded_run, tmp_path / "a")
+    for side in (same, other):
+        path = manifest.rollout_folder(side, 1) / "train.parquet"
+        table = tables.read_table(path)
+        field = table.schema.field("kl").with_name("surprise")
+        table = table.append_column(field, table["kl"])
+        known = json.loads(table.schema.metadata[b"slime_contract"])
+        metadata = {b"slime_contract": json.dumps([*known, {**values, "tolerance": 1e-3}])}
+        table = table.replace_schema_metadata({**table.schema.metadata, **metadata})
+        replace_part(side, "train", lambda file, table=table: write_table(file, table))
+    try:
+        edit_column(other, "train", "surprise", 3, at(1, 0.5))
+        _, first = compare_paths(same, other).first
+        assert (first.stage, first.field, first.token) == (DiffStage.ADVANTAGE, "surprise", 1)
+        assert CONTRACT["surprise"].layout_tolerance == 1e-3
+        assert CONTRACT["surprise"].scope is Scope.TOKEN
+        assert CONTRACT["surprise"].origin is Origin.TRAINING
+    finally:
+        CONTRACT.remove("surprise")
+
+
+def test_groups_that_a_filter_replaced_are_the_verdicts_doing(recorded_run, tmp_path):
+    """Where groups were dropped, a group more follows from what was sampled before it."""
+    sides = []
+    for name, num_rows in (("a", 32), ("b", 28)):
+        side = copy_of(recorded_run, tmp_path / name)
+        path = manifest.rollout_folder(side, 1) / "samples.parquet"
+        table = tables.read_table(path).slice(0, num_rows)
+        reasons = [None] * (num_rows - 4) + ["zero_std"] * 4
+        place = table.schema.get_field_index("dropped_by")
+        field = table.schema.field(place)
+        table = table.set_column(place, field, tables_array(reasons, field))
+        replace_part(side, "samples", lambda file, table=table: write_table(file, table))
+        sides.append(side)
+    report = compare_paths(*sides, Choice(1, 1))
+    assert report.rollouts[0].only_a == ["4 samples, the first at position 28"]
+    assert report.first_stage is DiffStage.VERDICT
+    edit_column(sides[1], "samples", "reward", 2, lambda text: "0.125")
+    assert compare_paths(*sides, Choice(1, 1)).first_stage is DiffStage.REWARD
 
 
 def test_the_same_recording_is_identical_to_its_copy(recorded_run, tmp_path, capsys):

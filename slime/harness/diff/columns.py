@@ -16,7 +16,7 @@ import numpy as np
 from slime.data.sample import Sample
 from slime.exceptions import RolloutDataError
 from slime.files import tables
-from slime.files.field_table import form_of
+from slime.files.field_table import declare_recorded, form_of
 from slime.files.json_values import decode_json, encode_json
 from slime.files.sample_table import JSONS, sample_table
 from slime.files.train_record import TrainDump
@@ -139,11 +139,12 @@ def columns_of_file(path: Path, what: str) -> Columns:
     """The columns of a Parquet file."""
     file = tables.TableFile(path, what=what)
     header = {}
-    if HEADER in file.metadata:
-        try:
+    try:
+        declare_recorded(file.metadata)
+        if HEADER in file.metadata:
             header = dict(json.loads(file.metadata[HEADER]))
-        except (ValueError, TypeError) as error:
-            raise RolloutDataError(f"{path}: its header is damaged: {error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RolloutDataError(f"{path}: its header is damaged: {error}") from error
 
     def read(name: str) -> Column:
         return _column_of(name, file.schema.field(name), file.column(name), path)

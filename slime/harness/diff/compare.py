@@ -117,11 +117,11 @@ def _compare_rows(a: Column, b: Column, pairs: Pairs, tolerance: Tolerance, foun
         if not len(places):
             continue
         bounds = np.concatenate(([0], np.cumsum(sizes)))
-        owners = np.searchsorted(bounds, places, side="right") - 1
         found.entries += len(places)
-        pair, index = np.unique(owners, return_index=True)
+        starts = np.searchsorted(places, bounds)  # of each pair's own among the places
+        pair = np.flatnonzero(np.diff(starts))
         differ[low + pair] = True
-        first_place[low + pair] = places[index] - bounds[pair]
+        first_place[low + pair] = places[starts[pair]] - bounds[pair]
     found.pairs = np.flatnonzero(differ)
     if len(found.pairs):
         lowest = int(found.pairs[0])

@@ -112,7 +112,7 @@ def _first_request(a: Side, b: Side, only_a: list[_Line], only_b: list[_Line]) -
     """The earliest difference among the requests that one side alone has. Requests for one sample
     are compared with each other.
     """
-    rows = _rows_by_index(a)
+    rows, prompts = _rows_by_index(a), _prompt_lengths(a)
     records_a, records_b = (
         [(line, _record(side.files["replies"], line)) for line in lines[:_ENOUGH]]
         for side, lines in ((a, only_a), (b, only_b))
@@ -126,14 +126,17 @@ def _first_request(a: Side, b: Side, only_a: list[_Line], only_b: list[_Line]) -
         if not others[index]:
             continue
         one, other = ({"request": each.get("request")} for each in (record, others[index].pop(0)))
+        has_ids = False
         for path, x, y in json_differences(one, other, EXACT, Extent()):
             row = rows.get(_index_of(record, _entry_of(path)))
-            token = _token_of(a, row, path)
-            found.append(
-                Difference(
-                    DiffStage.REPLY, "replies", "request", path[1:], x, y, row, row, None, token
-                )
+            token = _token_of(prompts, row, path)
+            difference = Difference(
+                DiffStage.REPLY, "replies", "request", path[1:], x, y, row, row, None, token
             )
+            if "input_ids" in path and has_ids:  # those after the first come later
+                continue
+            has_ids = has_ids or "input_ids" in path
+            found.append(difference)
     if found:
         return min(found, key=lambda one: one.order)
     line, record = (records_a or records_b)[0]
@@ -148,20 +151,24 @@ def _entry_of(path: tuple[Any, ...]) -> tuple[Any, ...]:
     return next((("", place) for place in path[2:3] if isinstance(place, int)), ())
 
 
-def _token_of(side: Side, row: int | None, path: tuple[Any, ...]) -> int | None:
+def _prompt_lengths(side: Side) -> np.ndarray | None:
+    """Prompt tokens of every sample [N]; None where they are not recorded."""
+    if "samples" not in side:
+        return None
+    samples = side.columns("samples")
+    tokens, lengths = samples.column("tokens"), samples.numbers("response_length")
+    return None if tokens.offsets is None or lengths is None else np.diff(tokens.offsets) - lengths
+
+
+def _token_of(prompts: np.ndarray | None, row: int | None, path: tuple[Any, ...]) -> int | None:
     """The response token from which on a request depends on what differs: before all for what
     decides how is sampled, None where it is not known.
     """
     if "sampling_params" in path:
         return -1
-    if "input_ids" not in path or row is None or "samples" not in side:
+    if "input_ids" not in path or row is None or prompts is None or row >= len(prompts):
         return None
-    samples = side.columns("samples")
-    tokens, lengths = samples.column("tokens"), samples.numbers("response_length")
-    assert tokens.offsets is not None
-    prompt = int(tokens.offsets[row + 1] - tokens.offsets[row])
-    prompt -= 0 if lengths is None else int(lengths[row])
-    return path[-1] - prompt if isinstance(path[-1], int) else None
+    return path[-1] - int(prompts[row]) if isinstance(path[-1], int) else None
 
 
 def _parse_differing(
