@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import os
 import shutil
 import sys
 import tempfile
@@ -41,8 +42,8 @@ OF_PUBLISHING = ("rollout/staleness/", "rollout/logprob_abs_diff/weights/")
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """One stage of one rollout: `parts` were made again below `folder`; none where it was skipped,
-    for the reason `skipped`.
+    """One stage of one rollout: `parts` were made again below `folder`; `skipped`: why others, or
+    all, were not.
     """
 
     rollout: RecordedRollout
@@ -138,12 +139,10 @@ def replay_stage(
 ) -> Replayed:
     """Runs one stage in this process and writes its parts below `folder`."""
     args = replayed_options(rollout, words)
-    stage = StageInput(
-        rollout,
-        args,
-        tokenizer_folder=tokenizer_folder(recording, vars(args)),
-        rescore=own.rescore,
-    )
+    tokenizer = tokenizer_folder(recording, vars(args))
+    if tokenizer is not None and not os.path.isdir(args.hf_checkpoint or ""):
+        args = argparse.Namespace(**{**vars(args), "hf_checkpoint": str(tokenizer)})
+    stage = StageInput(rollout, args, tokenizer_folder=tokenizer, rescore=own.rescore)
     folder.mkdir(parents=True, exist_ok=True)
     writer = PartWriter(folder, manifest.ROLLOUT, run=rollout.run)
     trainer = PartWriter(folder, manifest.TRAIN, run=rollout.run)
@@ -161,13 +160,15 @@ def replay_stage(
         if one.failed:
             raise SlimeError(f"what was made again could not be written below {folder}")
     parts = tuple(RecordedRollout(target).parts) if any(target.glob("*.json")) else ()
-    return Replayed(rollout, name, target, parts, "; ".join(reasons) if not parts else None)
+    return Replayed(rollout, name, target, parts, "; ".join(reasons) or None)
 
 
 def compared(done: Replayed, tolerance: Tolerance | None = None) -> Report:
     """The recorded parts (A) with those that were made again (B)."""
     made = RecordedRollout(done.folder)
-    layouts_differ = layout_of(done.rollout) != layout_of(made)
+    layouts = layout_of(done.rollout), layout_of(made)
+    # a stage of this process has no layout of its own
+    layouts_differ = None not in layouts and layouts[0] != layouts[1]
     report = Report(str(done.rollout.folder), f"replay of {done.stage}")
     tokenizer = done.rollout.recording.tokenizer_folder if done.rollout.recording else None
     files = {name: done.rollout.path(name) for name in done.parts}

@@ -48,6 +48,10 @@ LEFT_OUT = (
     "debug_rollout_only",
     "ci_save_grad_norm",
     "ci_load_grad_norm",
+    # the samples are recorded; nothing is generated
+    "rollout_function_path",
+    "eval_function_path",
+    "data_source_path",
 )
 
 
@@ -56,9 +60,10 @@ def replayed_options(rollout: RecordedRollout, words: Sequence[str]) -> argparse
     ConfigError for words that are no options, and for values that cannot be together.
     """
     given = given_options(words)
-    # an option that is newer than the recording has its default
+    # an option that is newer than the recording has its default; no stage starts a rank
     defaults = {name: spec.default for name, spec in specs_by_name().items()}
-    args = argparse.Namespace(**{**defaults, **vars(rollout.options()), **given})
+    recorded = {**vars(rollout.options()), "local": False}
+    args = argparse.Namespace(**{**defaults, **recorded, **given})
     if given:
         apply_derived(args, derive(args))
         problems = [text for text in broken_rules(args) if any(_names(text, n) for n in given)]

@@ -11,6 +11,7 @@ import collections
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ import numpy as np
 from slime.data.attribution import marks_of
 from slime.data.batch import RolloutBatch, localize
 from slime.data.ragged import Ragged, Scalars
+from slime.data.reasons import REASON_OF_VALUE, InvalidReason
 from slime.data.sample import Sample
 from slime.data.split import SplitConfig, plan_split, split_by_dp
 from slime.exceptions import RolloutDataError
@@ -27,6 +29,7 @@ from slime.files import tables
 from slime.files.jsonl import encode as encode_record
 from slime.files.sample_table import sample_table
 from slime.files.train_record import TrainDump
+from slime.gate.before_rewards import ResponseTally
 from slime.gate.config import GateConfig, Level
 from slime.gate.gate import gate_config_from_args
 from slime.gate.judge import PostprocessResult, postprocess_output_data
@@ -38,7 +41,7 @@ from slime.ray.rollout import RolloutManager, failures_outside
 from slime.recording.reader import JudgedSamples, RecordedRollout
 from slime.recording.rollout_side import columns_table, judged_table
 from slime.recording.writer import PartWriter
-from slime.rollout.scoring import score_group
+from slime.rollout.scoring import build_gate, score_group
 from slime.utils import processing_utils
 from slime.utils.misc import load_function
 
@@ -121,19 +124,19 @@ def _loaded(path: str | None) -> Any:
 def replay_gate(stage: StageInput, writer: PartWriter) -> None:
     """The verdicts on the recorded batch."""
     samples = stage.samples
+    # what the gate leaves as it is is the same object, as in a run: a NaN differs from its copy
+    batch = copy.deepcopy(samples.batch)
     table = judged_table(
-        samples.batch,
-        judge_again(stage),
+        batch,
+        judge_again(stage, batch),
         [(reason, one) for reason, group in samples.dropped_groups for one in group],
     )
     write_table(writer, "samples", table)
 
 
-def judge_again(stage: StageInput) -> PostprocessResult:
+def judge_again(stage: StageInput, batch: Sequence[Sample]) -> PostprocessResult:
     """The gate's result on the recorded batch, under the stage's options."""
-    config = gate_config(stage)
-    samples = copy.deepcopy(stage.samples.batch)
-    return postprocess_output_data(samples, config, tokenizer=stage.tokenizer)
+    return postprocess_output_data(list(batch), gate_config(stage), tokenizer=stage.tokenizer)
 
 
 def gate_config(stage: StageInput) -> GateConfig:
@@ -158,12 +161,14 @@ def replay_rewards(stage: StageInput, writer: PartWriter) -> None:
     """Each response scored again, and the normalized rewards of the recorded scores."""
     samples, args = stage.samples, stage.args
     if stage.rescore or _scores_by_itself(args):
-        scored = asyncio.run(_scored_again(args, samples.batch))
+        scored = asyncio.run(_scored_again(stage))
         table = stage.rollout.table("samples")
         rows = [*scored, *samples.samples[samples.num_batch :]]
-        place = table.column_names.index("reward")
-        fresh = sample_table(rows)["reward"]
-        write_table(writer, "samples", table.set_column(place, table.field(place), fresh))
+        fresh = sample_table(rows)
+        for name in ("reward", "rest"):  # `rest` holds the verdict
+            place = table.column_names.index(name)
+            table = table.set_column(place, table.field(place), fresh[name])
+        write_table(writer, "samples", table)
     if args.custom_convert_samples_to_train_data_path or "columns" not in stage.rollout:
         return
     batch, sources = stage.rollout.columns()
@@ -187,19 +192,45 @@ def _scores_by_itself(args: argparse.Namespace) -> bool:
     return bool(args.rm_type) and args.rm_type != "remote_rm" and not any(theirs)
 
 
-async def _scored_again(args: argparse.Namespace, batch: Sequence[Sample]) -> list[Sample]:
-    """Copies of the samples; those that were scored have the score that they get now."""
-    fresh = [copy.copy(sample) for sample in batch]
+async def _scored_again(stage: StageInput) -> list[Sample]:
+    """Copies of the samples, judged and scored as after their generation. What never was, and a
+    reward that is no number, stays: it came with the sample.
+    """
+    fresh = [copy.copy(sample) for sample in stage.samples.batch]
     groups: dict[Any, list[Sample]] = collections.defaultdict(list)
+    is_judged = _was_judged_before(stage.samples)
     for place, one in enumerate(fresh):
-        if one.reward is not None and one.valid:
+        rejected = is_judged and not one.valid and one.invalid_reason in REASON_OF_VALUE
+        if not rejected and not (one.valid and _is_score(one.reward)):
+            continue
+        if is_judged:
+            one.valid, one.invalid_reason = True, None
+        if _is_score(one.reward):
             one.reward = None
-            one.metadata = copy.deepcopy(one.metadata)
-            key = ("own", place) if one.group_index is None else one.group_index
-            groups[key].append(one)
+        one.metadata = copy.deepcopy(one.metadata)
+        groups[("own", place) if one.group_index is None else one.group_index].append(one)
+    tally = ResponseTally()
+    gate = build_gate(stage.args, stage.tokenizer, lambda: tally) if is_judged else None
     for group in groups.values():
-        await score_group(args, group, None)
+        await score_group(stage.args, group, gate)
     return fresh
+
+
+def _was_judged_before(samples: JudgedSamples) -> bool:
+    """Whether the rollout judged its samples before it scored them, as ours do: then the gate
+    rejects none of them that was not marked, except for its reward or its end.
+    """
+    late = (InvalidReason.BAD_REWARD, InvalidReason.ABORTED, InvalidReason.FAILED)
+    return not any(
+        one.valid and not verdict.valid and verdict.reason not in late
+        for one, verdict in zip(samples.batch, samples.verdicts, strict=True)
+    )
+
+
+def _is_score(reward: Any) -> bool:
+    if isinstance(reward, float):
+        return math.isfinite(reward)
+    return reward is not None
 
 
 # --- columns and schedule -------------------------------------------------------------------------
@@ -286,7 +317,7 @@ def _with_fresh(recorded: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[s
 def _gate_side(stage: StageInput) -> dict[str, Any]:
     """The gate's counts; its drift and its times depend on more than this rollout."""
     names = ("gate/total", "gate/kept", "gate/drop_rate", "gate/count/", "gate/ratio/")
-    found = judge_again(stage).statistics.to_metrics()
+    found = judge_again(stage, copy.deepcopy(stage.samples.batch)).statistics.to_metrics()
     return {name: value for name, value in found.items() if name.startswith(names)}
 
 

@@ -5,6 +5,7 @@ weights, which records what it does.
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from slime.recording.manifest import CRITIC_WEIGHTS_FOLDER, WEIGHTS_FOLDER
 from slime.recording.reader import RecordedRollout, Recording
 
 TRAIN_STAGE = "train"
+REFERENCE_FOLDER = "reference"  # in a golden run that lacks rollout 0
 TIMEOUT_S = 3600.0
 # the axes that hold one model; without --actor-num-gpus-per-node a replay has one copy of it
 MODEL_AXES = (
@@ -83,7 +85,8 @@ def training_config(
         live_view=False,
     )
     config.update(_pinned_gate(recording, rollout, first))
-    if not Path(config.get("hf_checkpoint") or "").is_dir() and recording.tokenizer_folder:
+    if not os.path.isdir(config.get("hf_checkpoint") or "") and recording.tokenizer_folder:
+        config.update(_reference(recording, config))
         config["hf_checkpoint"] = str(recording.tokenizer_folder.resolve())
     if any(name in given for name in MODEL_AXES) and "actor_num_gpus_per_node" not in given:
         sizes = [{**config, **given}.get(name) or 1 for name in MODEL_AXES]
@@ -132,6 +135,28 @@ def _start(
         f"{options.save or 'no --save folder'} has no checkpoint from which all rollouts are "
         "recorded. Record with --record-weights, or replay another rollout."
     )
+
+
+def _reference(recording: Recording, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of the reference's weights where the model's folder is gone."""
+    given = config.get("ref_load")
+    weights = first_weights(recording)
+    if given not in (None, config.get("hf_checkpoint")) or weights is None:
+        return {}
+    return {"ref_load": str(weights.resolve()), "ref_ckpt_step": None}
+
+
+def first_weights(recording: Recording) -> Path | None:
+    """The weights that the run had before its first rollout, which are its reference's where no
+    other is given; None where they are not recorded.
+    """
+    kept = recording.root / REFERENCE_FOLDER
+    if has_megatron_checkpoint(str(kept)):
+        return kept
+    first = recording.rollout(recording.rollouts[0])
+    weights = first.folder / WEIGHTS_FOLDER
+    is_first = first.rollout_id == 0 and first.run == 0
+    return weights if is_first and has_megatron_checkpoint(str(weights)) else None
 
 
 def _iterations(folder: Path) -> list[int]:
