@@ -72,6 +72,11 @@ COMMANDS: dict[str, Command] = {
         "Run stages of a recorded rollout again and compare.",
         raw=True,
     ),
+    "golden": Command(
+        "slime.harness.golden:main",
+        "Small recordings that are replayed in every continuous integration.",
+        raw=True,
+    ),
     "rewards": Command(
         "slime.commands.reward:rewards",
         "Check that the labels of a prompt file can be answered right.",
