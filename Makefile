@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help train test test-layouts test-mutants lint clean
+.PHONY: help train test test-layouts test-mutants test-golden-faults lint clean
 
 # The first interpreter that starts and is 3.10 to 3.13; `make PYTHON=/path/to/python3.12 train` overrides.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; do \
@@ -22,6 +22,7 @@ help:
 	@echo "make test          lint, repository shape, workflows, tests"
 	@echo "make test-layouts  every parallel layout with every algorithm, in real processes (minutes)"
 	@echo "make test-mutants  every planted fault against the tests that concern it; prints the survivors (half an hour)"
+	@echo "make test-golden-faults  planted faults that the golden run must catch, each with its first cause (ten minutes)"
 	@echo "make lint          ruff and mypy only"
 	@echo "make clean         remove .venv and runs/"
 
@@ -48,6 +49,9 @@ test-layouts: $(STAMP)
 
 test-mutants: $(STAMP)
 	@$(BIN)/python tools/mutants/run.py --jobs 2 $(ARGS)
+
+test-golden-faults: $(STAMP)
+	@$(BIN)/python tools/mutants/golden.py $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .
