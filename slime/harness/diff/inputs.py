@@ -14,10 +14,15 @@ from slime.harness.diff.context import context_of
 from slime.harness.diff.results import Report, RolloutResult
 from slime.harness.diff.rollouts import Settings, compare_sides
 from slime.harness.diff.runs import compare_runs, layout_differs
-from slime.harness.diff.sides import RUN, Side, part_of_file, read_object, side_of_file
+from slime.harness.diff.sides import RUN, Side, part_of_file, side_of_file
 from slime.harness.diff.values import Tolerance
 from slime.recording import manifest
-from slime.recording.reader import RecordedRollout, Recording, is_recording
+from slime.recording.reader import (
+    LARGEST_RUN_RECORD,
+    RecordedRollout,
+    Recording,
+    is_recording,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +103,8 @@ def _compare_recordings(report: Report, a: Path, b: Path, choice: Choice) -> Non
             runs[numbers] = _compare_records(report, sides, numbers, choice)
         _add_rollout(report, rollouts, choice, layouts=runs[numbers], evaluation=evaluation)
     if not chosen:
-        _compare_records(report, sides, (0, 0), choice)
+        first, other = (manifest.run_numbers(side.root)[0] for side in sides)
+        _compare_records(report, sides, (first, other), choice)
         report.notes.append("no rollout is in both")
 
 
@@ -183,7 +189,8 @@ def _compared(
         for one in report.rollouts
     )
     compare_sides(a, b, settings, result, earlier=earlier)
-    if result.first is not None and not any(one.context for one in report.rollouts):
+    before = [one for one in report.rollouts if one.first is not None]
+    if result.first is not None and all(one.order >= result.order for one in before):
         result.context = context_of(a, b, result.first)
     report.rollouts.append(result)
     return result
@@ -219,7 +226,7 @@ def _compare_two_files(report: Report, a: Path, b: Path, choice: Choice, *, name
             f"{a} is a {parts[0]} part and {b} a {parts[1]} part: they cannot be compared."
         )
     if parts[0] == RUN:
-        records = read_object(a), read_object(b)
+        records = [manifest.read_json(path, limit=LARGEST_RUN_RECORD) for path in (a, b)]
         report.runs += compare_runs(*records, allowed=choice.allowed)
         return
     sides = side_of_file(a), side_of_file(b)

@@ -24,7 +24,7 @@ from slime.harness.diff.columns import (
 )
 from slime.recording import manifest
 from slime.recording.manifest import Part
-from slime.recording.reader import RecordedRollout
+from slime.recording.reader import LARGEST_JSON, RecordedRollout
 
 TABLES = ("samples", "columns", "schedule", "train")
 RUN = "run"  # the part of a run record
@@ -107,7 +107,7 @@ class Side:
         """The JSON object of a part."""
         if name not in self._objects:
             self.verify(name)
-            self._objects[name] = read_object(self.files[name])
+            self._objects[name] = manifest.read_json(self.files[name], limit=LARGEST_JSON)
         return self._objects[name]
 
     def records(self, name: str) -> list[dict[str, Any]]:
@@ -134,17 +134,6 @@ class Side:
             known.update(parallel if isinstance(parallel, dict) else {})
         known["ranks"] = self.facts.get("world_size")
         return {name: value for name, value in known.items() if value is not None}
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. `RolloutDataError` naming it where there is none."""
-    try:
-        content = exact_json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise RolloutDataError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise RolloutDataError(f"{path} holds no JSON object.")
-    return content
 
 
 def _is_table(path: Path) -> bool:
@@ -183,6 +172,8 @@ def part_of_file(path: Path) -> str:
 
 def _whole_object(path: Path) -> Any:
     """A JSON object of several lines, as run records are."""
+    if path.stat().st_size > LARGEST_JSON:
+        raise RolloutDataError(f"{path} has more than {LARGEST_JSON} bytes, so it is none of ours.")
     try:
         return exact_json.loads(path.read_bytes())
     except ValueError as error:
