@@ -86,6 +86,18 @@ def test_numpy_values_of_a_dump_are_read_without_numpy_unpickling(tmp_path):
         read_torch_file(file)
 
 
+def test_what_another_library_allows_is_not_allowed(tmp_path):
+    """Megatron-core allows types of its own for the whole process; a dump may not name them, and
+    they are allowed again afterwards."""
+    torch.save({"rollout_id": 0, "samples": [{"when": Path("x")}]}, tmp_path / "0.pt")
+    name = type(Path("x"))
+    with torch.serialization.safe_globals([name]):
+        with pytest.raises(ConfigError, match="names pathlib"):
+            audit(tmp_path / "0.pt")
+        assert name in torch.serialization.get_safe_globals()
+    assert name not in torch.serialization.get_safe_globals()
+
+
 @pytest.mark.parametrize("length", [1, 47, 48, 1000, 1001, 2500])
 def test_long_lists_of_numbers_come_back_as_they_were(tmp_path, length, monkeypatch):
     """Long lists are cut out of the pickle and decoded as arrays: ids of every width, negative ones,

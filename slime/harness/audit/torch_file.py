@@ -97,13 +97,18 @@ def read_torch_file(file: BinaryIO) -> Any:
 def _load(source: IO[bytes]) -> Any:
     import torch
 
-    with torch.serialization.safe_globals(ALLOWED):
-        try:
+    others = torch.serialization.get_safe_globals()
+    # what a library of this process allows, Megatron-core for one, is not allowed here
+    torch.serialization.clear_safe_globals()
+    try:
+        with torch.serialization.safe_globals(ALLOWED):
             return torch.load(source, map_location="cpu", weights_only=True)
-        except RolloutDataError:
-            raise
-        except Exception as error:  # noqa: BLE001 - torch raises many types for a damaged file
-            raise RolloutDataError(_reason(error)) from error
+    except RolloutDataError:
+        raise
+    except Exception as error:  # noqa: BLE001 - torch raises many types for a damaged file
+        raise RolloutDataError(_reason(error)) from error
+    finally:
+        torch.serialization.add_safe_globals(others)
 
 
 def data_beginning(file: BinaryIO, size: int = 4096) -> bytes:
