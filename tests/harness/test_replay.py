@@ -2,6 +2,7 @@
 recorded; what the options change is found in the stage that they change."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,16 @@ from slime.harness.replay import command, stages
 from slime.recording.reader import Recording
 
 NUM_GPUS = 0
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def importable():
+    """The reward function of the small run is found by the processes that a replay starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+        yield
 
 
 @pytest.fixture(scope="module")
