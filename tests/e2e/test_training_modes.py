@@ -2,6 +2,7 @@
 options that may stand together.
 """
 
+import concurrent.futures
 import http.client
 import json
 import math
@@ -16,7 +17,7 @@ import pytest
 from support import small_run
 
 from slime.commands.run_security import descendants, listening_ports
-from slime.harness import diff
+from slime.harness.diff.command import main as diff_main
 
 NUM_GPUS = 0
 
@@ -49,7 +50,7 @@ def assert_same_dumps(a, b):
     for kind in ("rollout_data", "train_data"):
         names = sorted(path.name for path in (a / kind).iterdir())
         assert names and names == sorted(path.name for path in (b / kind).iterdir())
-        assert diff.main([str(a / kind), str(b / kind)]) == 0
+        assert diff_main([str(a / kind), str(b / kind)]) == 0
     for name in names:
         assert (a / "train_data" / name).read_bytes() == (b / "train_data" / name).read_bytes(), (
             name
@@ -327,6 +328,20 @@ def test_plug_ins_and_an_external_engine(data, tmp_path):
     )
 
 
+def answer_without_key(port):
+    """The status of a request without a key; None where no HTTP is spoken: Ray's, torch's and
+    gloo's own protocols.
+    """
+    connection = http.client.HTTPConnection("127.0.0.1", port.number, timeout=2)
+    try:
+        connection.request("POST", "/pause_generation")
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
 def assert_closed_to_strangers(driver):
     """Every process of a run listens on loopback alone, and what speaks HTTP there asks for the
     key that the run has made.
@@ -334,16 +349,8 @@ def assert_closed_to_strangers(driver):
     found = listening_ports(descendants(driver))
     assert len(found) >= 6, "control store, node manager, workers, the engine, the ranks' store"
     assert all(port.is_loopback for port in found), found
-    answers = []
-    for port in found:
-        connection = http.client.HTTPConnection("127.0.0.1", port.number, timeout=2)
-        try:
-            connection.request("POST", "/pause_generation")
-            answers.append(connection.getresponse().status)
-        except (OSError, http.client.HTTPException):
-            continue  # Ray's, torch's and gloo's own protocols
-        finally:
-            connection.close()
+    with concurrent.futures.ThreadPoolExecutor(32) as pool:
+        answers = [one for one in pool.map(answer_without_key, found) if one is not None]
     assert 401 in answers and set(answers) <= {401, 400, 404, 405}, answers
 
 

@@ -115,6 +115,7 @@ def _run_cell(rank: int, world_size: int, role: str, args: Any) -> RankResult:
 
         def __init__(self) -> None:
             self.rank, self.world_size = rank, world_size
+            self.master_addr, self.master_port = "groups-are-made", 0
 
         def _get_rollout_data(self, rollout_data_ref: list) -> Any:
             self.batch = super()._get_rollout_data(rollout_data_ref)

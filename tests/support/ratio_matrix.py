@@ -263,6 +263,8 @@ def _running_actor(rank: int, world_size: int, args: Any) -> Iterator[Any]:
     class CellActor(MegatronTrainRayActor):
         def __init__(self) -> None:
             self.rank, self.world_size, self._weight_updates_since_start = rank, world_size, None
+            self.master_addr, self.master_port = "groups-are-made", 0
+            self.recorder = None
 
         def _get_rollout_data(self, rollout_data_ref: list) -> Any:
             self.batch = super()._get_rollout_data(rollout_data_ref)

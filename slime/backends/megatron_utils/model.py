@@ -29,7 +29,7 @@ from slime.data.batch import RolloutBatch, Stage
 from slime.data.ragged import Ragged
 from slime.exceptions import RolloutDataError
 from slime.metrics.statistics import compute_train_step
-from slime.tracking.spans import span, spanned
+from slime.tracking.spans import span
 from slime.tracking.tracking import log
 from slime.utils.misc import load_function
 
@@ -109,7 +109,6 @@ def forward_only(
     return _in_local_order(collected, data_iterator[0].micro_batch_indices, store_prefix)
 
 
-@spanned("train_step")
 def train_one_step(
     args: argparse.Namespace,
     data_iterator: Sequence[Any],
@@ -218,17 +217,18 @@ def train(
         if args.custom_megatron_before_train_step_hook_path is not None:
             hook = load_function(args.custom_megatron_before_train_step_hook_path)
             hook(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)
-        metrics, grad_norm = train_one_step(
-            args,
-            data_iterator,
-            model,
-            optimizer,
-            opt_param_scheduler,
-            num_microbatches=int(num_microbatches),
-            step_global_batch_size=int(step_global_batch_size),
-            role=role,
-            before_update=before_update if step_id == 0 else None,
-        )
+        with span("train_step"):
+            metrics, grad_norm = train_one_step(
+                args,
+                data_iterator,
+                model,
+                optimizer,
+                opt_param_scheduler,
+                num_microbatches=int(num_microbatches),
+                step_global_batch_size=int(step_global_batch_size),
+                role=role,
+                before_update=before_update if step_id == 0 else None,
+            )
         if not mpu.is_pipeline_last_stage(ignore_virtual=True):
             continue
         named = {f"{prefix}{name}": value for name, value in metrics.items()}
