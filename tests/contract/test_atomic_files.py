@@ -234,6 +234,7 @@ FOLDERS_AND_LINKS = {
     "backends/megatron_utils/hf_checkpoint_saver.py": "model folders and their shards",
     "tracking/tracking.py": "the link runs/latest, and records of an earlier run",
     "recording/writer.py": "folders of rollouts that are removed",
+    "harness/golden_cut.py": "the folder of a golden run, made beside its place",
 }
 
 

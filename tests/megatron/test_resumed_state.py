@@ -38,7 +38,7 @@ RESTORED = {"model", "optimizer", "opt_param_scheduler", "weights", "weight_vers
 NOT_READ_BY_A_STEP = {
     # given at the start
     "args", "role", "rank", "world_size", "with_ref", "with_opd_teacher", "model_shape",
-    "master_addr", "master_port", "rollout_manager", "_asleep",  # of this process
+    "master_addr", "master_port", "rollout_manager", "_asleep", "recorder",  # of this process
     "_last_rollout_id", "_weight_updates_since_start",  # of this rollout
 }  # fmt: skip
 
