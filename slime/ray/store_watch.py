@@ -60,6 +60,8 @@ class StoreWatch:
                 break
         else:
             return
+        if self._is_over.is_set() or not ray.is_initialized():
+            return  # this process has shut its cluster down
         self.sentence = (
             f"Ray's control store (gcs_server, process {self._pid}) has died: it crashed, was "
             "killed, or memory ran out (dmesg has a line then). Without it the run cannot go on; "
