@@ -205,13 +205,9 @@ def read_train_dump(path: str | os.PathLike) -> TrainDump:
         place[name] = (
             entries if kind == "rows" else [decode_json(entry.tobytes()) for entry in entries]
         )
-    return TrainDump(
-        path=path,
-        rollout_id=header["rollout_id"],
-        rank=header["rank"],
-        num_whole=header["num_whole"],
-        dp_shards=header["dp_shards"],
-        left_out=header["left_out"],
+    return TrainDump.of_header(
+        path,
+        header,
         token_fields=token_fields,
         sample_fields=sample_fields,
         whole_fields=whole_fields,

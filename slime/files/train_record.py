@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ class TrainDump:
     token_fields: dict[str, list[np.ndarray]]
     sample_fields: dict[str, Any]  # array [N], or a list of objects
     whole_fields: dict[str, Any]  # array [num_whole], or a list of objects
+
+    @staticmethod
+    def of_header(path: Path, header: Mapping[str, Any], **fields: Any) -> TrainDump:
+        """The dump of a file's header and its `token_fields`, `sample_fields`, `whole_fields`.
+        KeyError where the header lacks something.
+        """
+        names = ("rollout_id", "rank", "num_whole", "dp_shards", "left_out")
+        return TrainDump(path=path, **{name: header[name] for name in names}, **fields)
 
     @property
     def positions(self) -> np.ndarray:

@@ -115,13 +115,9 @@ def read_train_table(path: Path) -> TrainDump:
                 token_fields[name] = own[name][1]
             elif name not in _ABSENT and not kind.startswith("whole"):
                 sample_fields[name] = own[name][1]
-        return TrainDump(
-            path=path,
-            rollout_id=header["rollout_id"],
-            rank=header["rank"],
-            num_whole=header["num_whole"],
-            dp_shards=header["dp_shards"],
-            left_out=header["left_out"],
+        return TrainDump.of_header(
+            path,
+            header,
             token_fields=token_fields,
             sample_fields=sample_fields,
             whole_fields={n: whole[n][1] for n, kind in kinds.items() if kind.startswith("whole")},

@@ -19,7 +19,6 @@ from slime.data.batch import RolloutBatch
 from slime.data.from_lists import batch_from_lists
 from slime.data.sample import Sample
 from slime.data.split import SplitPlan
-from slime.files import tables
 from slime.files.field_table import field_table, fields_of_batch
 from slime.files.json_values import encode_json
 from slime.files.jsonl import encode as encode_record
@@ -32,6 +31,8 @@ from slime.recording.writer import (
     FAILURES,
     PartWriter,
     WritePart,
+    lines_part,
+    table_part,
     writer_of,
 )
 from slime.tracking.spans import spanned
@@ -103,10 +104,10 @@ class RolloutRecorder:
         `facts`: small values that go with it.
         """
         lines = [self._replies.popleft() for _ in range(len(self._replies))]
-        self._add("replies", lambda: _lines_writer(lines))
+        self._add("replies", lambda: lines_part(lines))
         self._add(
             "samples",
-            lambda: _table_writer(
+            lambda: table_part(
                 judged_table(
                     samples, judged, [(why, one) for why, group in dropped_groups for one in group]
                 )
@@ -127,13 +128,13 @@ class RolloutRecorder:
         """
         self._add(
             "columns",
-            lambda: _table_writer(
+            lambda: table_part(
                 columns_table(
                     batch_from_lists(data), sources, [indices[source] for source in sources]
                 )
             ),
         )
-        self._add("schedule", lambda: _table_writer(schedule_table(plan, sources)))
+        self._add("schedule", lambda: table_part(schedule_table(plan, sources)))
         self._facts = {
             "split": {
                 "num_microbatches": list(plan.schedule.num_microbatches),
@@ -242,23 +243,6 @@ def columns_table(
     return table.replace_schema_metadata(
         {**(table.schema.metadata or {}), "slime_left_out": orjson.dumps(left_out)}
     )
-
-
-def _table_writer(table: pyarrow.Table) -> WritePart:
-    def write(path: Path) -> int:
-        tables.write_table_to(path, table)
-        return len(table)
-
-    return write
-
-
-def _lines_writer(lines: Sequence[bytes]) -> WritePart:
-    def write(path: Path) -> int:
-        with open(path, "wb") as file:
-            file.writelines(lines)
-        return len(lines)
-
-    return write
 
 
 def _json_writer(record: Mapping[str, Any]) -> WritePart:

@@ -10,12 +10,12 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.exceptions import RolloutDataError
-from slime.files import atomic
+from slime.files import atomic, tables
 from slime.recording.manifest import (
     PARTS,
     ROLLOUT,
@@ -33,6 +33,9 @@ from slime.recording.manifest import (
     run_numbers,
     write_manifest,
 )
+
+if TYPE_CHECKING:
+    import pyarrow
 
 logger = logging.getLogger(__name__)
 QUEUE_SIZE = 24  # parts that wait, of about three rollouts; a slow disk must not fill the memory
@@ -216,6 +219,27 @@ def writer_of(args: argparse.Namespace, name: str) -> PartWriter | None:
             "max_bytes": None if size is None else int(size * 2**30),
         }
     return PartWriter(root, name, run=numbers[-1] if numbers else 0, **limits)
+
+
+def table_part(table: pyarrow.Table) -> WritePart:
+    """Writes a part that is a table."""
+
+    def write(path: Path) -> int:
+        tables.write_table_to(path, table)
+        return len(table)
+
+    return write
+
+
+def lines_part(lines: Sequence[bytes]) -> WritePart:
+    """Writes a part of lines, each with its end."""
+
+    def write(path: Path) -> int:
+        with open(path, "wb") as file:
+            file.writelines(lines)
+        return len(lines)
+
+    return write
 
 
 def remove_folder(folder: Path) -> None:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from slime.accelerator.process_groups import get_gloo_group
 from slime.backends.megatron_utils.initialize import is_megatron_main_rank
 from slime.exceptions import RolloutDataError, SlimeError
-from slime.files import tables
 from slime.files.jsonl import encode as encode_record
 from slime.files.train_dump_utils import gather_train_data
 from slime.files.train_record import TensorOutline
@@ -29,7 +28,7 @@ from slime.recording.manifest import (
     WEIGHTS_FOLDER,
     rollout_folder,
 )
-from slime.recording.writer import FAILURES, PartWriter, writer_of
+from slime.recording.writer import FAILURES, PartWriter, lines_part, table_part, writer_of
 from slime.tracking.spans import spanned
 from slime.tracking.tracking import collected_metrics
 
@@ -107,10 +106,8 @@ class TrainRecorder:
             return
         collector = collectors[0]
 
-        def write(path: Path) -> int:
-            table = collector.table()
-            tables.write_table_to(path, table)
-            return len(table)
+        def write(path: Path) -> int | None:
+            return table_part(collector.table())(path)
 
         shares = {
             f"dp {rank}": len(shard["partition"])
@@ -146,15 +143,11 @@ class TrainRecorder:
             self._writer.stop(error)
             return
 
-        def write_lines(path: Path) -> int:
-            path.write_bytes(b"".join(lines))
-            return len(lines)
-
         def write_weights(path: Path) -> None:
             record = {"before": before, "after": after}
             path.write_bytes(encode_record(record))
 
-        self._writer.add("steps" if self._is_policy else "critic_steps", write_lines)
+        self._writer.add("steps" if self._is_policy else "critic_steps", lines_part(lines))
         if self._is_policy:
             self._writer.add("weights", write_weights)
         self._writer.finish(world_size=dist.get_world_size())

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import os
 import shutil
 import sys
@@ -113,6 +114,7 @@ def replay(
     given_options(words)  # what is wrong in them is wrong for every rollout
     for rollout_id in rollouts:
         rollout = recording.rollout(rollout_id)
+        options = functools.cache(functools.partial(replayed_options, rollout, words))
         for stage in stages:
             if stage == TRAIN_STAGE:
                 place = folder / stage / f"rollout_{rollout_id:06d}"
@@ -126,41 +128,43 @@ def replay(
                     rollout, stage, found.folder, tuple(name for name in parts if name in found)
                 )
             else:
-                yield replay_stage(recording, rollout, stage, words, own, folder / stage)
+                # each stage reads its own samples and options: a user's function may write to them
+                given = input_of(recording, rollout, options(), rescore=own.rescore)
+                yield replay_stage(given, stage, folder / stage)
 
 
-def replay_stage(
-    recording: Recording,
-    rollout: RecordedRollout,
-    name: str,
-    words: Sequence[str],
-    own: argparse.Namespace,
-    folder: Path,
-) -> Replayed:
-    """Runs one stage in this process and writes its parts below `folder`."""
-    args = replayed_options(rollout, words)
+def input_of(
+    recording: Recording, rollout: RecordedRollout, args: argparse.Namespace, *, rescore: bool
+) -> StageInput:
+    """The recorded rollout for one stage, under these options."""
     tokenizer = tokenizer_folder(recording, vars(args))
+    own = argparse.Namespace(**vars(args))
     if tokenizer is not None and not os.path.isdir(args.hf_checkpoint or ""):
-        args = argparse.Namespace(**{**vars(args), "hf_checkpoint": str(tokenizer)})
-    stage = StageInput(rollout, args, tokenizer_folder=tokenizer, rescore=own.rescore)
+        own.hf_checkpoint = str(tokenizer)
+    return StageInput(rollout, own, tokenizer_folder=tokenizer, rescore=rescore)
+
+
+def replay_stage(stage: StageInput, name: str, folder: Path) -> Replayed:
+    """Runs one stage in this process and writes its parts below `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    writer = PartWriter(folder, manifest.ROLLOUT, run=rollout.run)
-    trainer = PartWriter(folder, manifest.TRAIN, run=rollout.run)
-    target = manifest.rollout_folder(folder, rollout.rollout_id)
+    writers = {
+        name: PartWriter(folder, name, run=stage.rollout.run)
+        for name in (manifest.ROLLOUT, manifest.TRAIN)
+    }
+    target = manifest.rollout_folder(folder, stage.rollout.rollout_id)
     reasons = []
-    for run in RUN[name]:
-        one = trainer if run.__name__ == "replay_train_metrics" else writer
+    for writer, run in RUN[name]:
         try:
-            one.begin(rollout.rollout_id)
-            run(stage, one)
+            writers[writer].begin(stage.rollout.rollout_id)
+            run(stage, writers[writer])
         except (Skipped, RolloutDataError) as error:
             reasons.append(str(error))
-    for one in (writer, trainer):
+    for one in writers.values():
         one.close()
         if one.failed:
             raise SlimeError(f"what was made again could not be written below {folder}")
     parts = tuple(RecordedRollout(target).parts) if any(target.glob("*.json")) else ()
-    return Replayed(rollout, name, target, parts, "; ".join(reasons) or None)
+    return Replayed(stage.rollout, name, target, parts, "; ".join(reasons) or None)
 
 
 def compared(done: Replayed, tolerance: Tolerance | None = None) -> Report:

@@ -25,7 +25,6 @@ from slime.data.reasons import REASON_OF_VALUE, InvalidReason
 from slime.data.sample import Sample
 from slime.data.split import SplitConfig, plan_split, split_by_dp
 from slime.exceptions import RolloutDataError
-from slime.files import tables
 from slime.files.jsonl import encode as encode_record
 from slime.files.sample_table import sample_table
 from slime.files.train_record import TrainDump
@@ -38,9 +37,10 @@ from slime.metrics import contributions, rollout_metrics
 from slime.metrics.batch_values import phase_contributions
 from slime.metrics.statistics import dict_add_prefix
 from slime.ray.rollout import RolloutManager, failures_outside
+from slime.recording.manifest import ROLLOUT, TRAIN
 from slime.recording.reader import JudgedSamples, RecordedRollout
 from slime.recording.rollout_side import columns_table, judged_table
-from slime.recording.writer import PartWriter
+from slime.recording.writer import PartWriter, lines_part, table_part
 from slime.rollout.scoring import build_gate, score_group
 from slime.utils import processing_utils
 from slime.utils.misc import load_function
@@ -131,7 +131,7 @@ def replay_gate(stage: StageInput, writer: PartWriter) -> None:
         judge_again(stage, batch),
         [(reason, one) for reason, group in samples.dropped_groups for one in group],
     )
-    write_table(writer, "samples", table)
+    writer.add("samples", table_part(table))
 
 
 def judge_again(stage: StageInput, batch: Sequence[Sample]) -> PostprocessResult:
@@ -168,7 +168,7 @@ def replay_rewards(stage: StageInput, writer: PartWriter) -> None:
         for name in ("reward", "rest"):  # `rest` holds the verdict
             place = table.column_names.index(name)
             table = table.set_column(place, table.field(place), fresh[name])
-        write_table(writer, "samples", table)
+        writer.add("samples", table_part(table))
     if args.custom_convert_samples_to_train_data_path or "columns" not in stage.rollout:
         return
     batch, sources = stage.rollout.columns()
@@ -178,7 +178,7 @@ def replay_rewards(stage: StageInput, writer: PartWriter) -> None:
     _, normalized = manager._post_process_rewards([samples.judged(row) for row in samples.kept])
     values = np.array(normalized, dtype=np.float64)
     batch["rewards"] = Scalars(np.where(np.isfinite(values), values, 0.0).astype(np.float32))
-    write_table(writer, "columns", _columns_table(batch, sources, samples))
+    writer.add("columns", table_part(_columns_table(batch, sources, samples)))
 
 
 def _scores_by_itself(args: argparse.Namespace) -> bool:
@@ -246,7 +246,7 @@ def replay_columns(stage: StageInput, writer: PartWriter) -> None:
         manager = WithRewards(args, stage.parallel, rewards)
     data, found = manager.train_data(_as_result(samples), _marks(samples))
     batch = data if isinstance(data, RolloutBatch) else RolloutBatch(data)
-    write_table(writer, "columns", _columns_table(batch, np.asarray(found), samples))
+    writer.add("columns", table_part(_columns_table(batch, np.asarray(found), samples)))
 
 
 def _as_result(samples: JudgedSamples) -> PostprocessResult:
@@ -272,7 +272,7 @@ def replay_schedule(stage: StageInput, writer: PartWriter) -> None:
     batch, sources = stage.rollout.columns()
     config = SplitConfig.from_args(stage.args, stage.parallel)
     _, plan = plan_split(batch, config)
-    write_table(writer, "schedule", schedule_table(plan, sources.tolist()))
+    writer.add("schedule", table_part(schedule_table(plan, sources.tolist())))
 
 
 def _columns_table(
@@ -305,8 +305,7 @@ def replay_train_metrics(stage: StageInput, writer: PartWriter) -> None:
         {**one, "metrics": _with_fresh(one["metrics"], fresh)}
         for one in stage.rollout.metric_records("steps")
     ]
-    lines = b"".join(encode_record(one) for one in records)
-    writer.add("steps", lambda path: path.write_bytes(lines) and len(records))
+    writer.add("steps", lines_part([encode_record(one) for one in records]))
 
 
 def _with_fresh(recorded: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
@@ -371,21 +370,11 @@ def add_trained_fields(local: RolloutBatch, dump: TrainDump) -> None:
 
 # --- all ------------------------------------------------------------------------------------------
 
-
-def write_table(writer: PartWriter, name: str, table: pyarrow.Table) -> None:
-    """Queues a part that is a table."""
-
-    def write(path: Path) -> int:
-        tables.write_table_to(path, table)
-        return len(table)
-
-    writer.add(name, write)
-
-
-RUN: dict[str, tuple[Callable[[StageInput, PartWriter], None], ...]] = {
-    "gate": (replay_gate,),
-    "rewards": (replay_rewards,),
-    "columns": (replay_columns,),
-    "schedule": (replay_schedule,),
-    "metrics": (replay_metrics, replay_train_metrics),
+# by stage: who wrote the parts in a run, and what makes them again
+RUN: dict[str, tuple[tuple[str, Callable[[StageInput, PartWriter], None]], ...]] = {
+    "gate": ((ROLLOUT, replay_gate),),
+    "rewards": ((ROLLOUT, replay_rewards),),
+    "columns": ((ROLLOUT, replay_columns),),
+    "schedule": ((ROLLOUT, replay_schedule),),
+    "metrics": ((ROLLOUT, replay_metrics), (TRAIN, replay_train_metrics)),
 }
