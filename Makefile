@@ -40,7 +40,7 @@ test: $(STAMP)
 	@echo "[1/4] ruff"; $(BIN)/ruff check .; $(BIN)/ruff format --check .
 	@echo "[2/4] repository shape"; $(BIN)/python tools/repo_shape.py
 	@echo "[3/4] generated workflows"; $(BIN)/python .github/workflows/generate_github_workflows.py --check
-	@echo "[4/4] pytest"; $(BIN)/python -m pytest -q -n 2 --max-worker-restart 0 --durations=15 --junitxml=runs/test-report.xml $(ARGS)
+	@echo "[4/4] pytest"; $(BIN)/python -m pytest -q -n 2 --max-worker-restart 0 -o faulthandler_timeout=660 --durations=15 --junitxml=runs/test-report.xml $(ARGS)
 
 test-layouts: $(STAMP)
 	@mkdir -p runs
