@@ -291,7 +291,7 @@ WAITS = (
         ENGINES,
         "the lock that keeps two weight updates apart, and each engine's answer to an update",
         (
-            "backends/megatron_utils/update_weight/publish.py::held",
+            "ray/utils.py::held",
             "backends/megatron_utils/update_weight/publish.py::_ask",
             "backends/megatron_utils/update_weight/manager.py::ask_manager",
         ),
@@ -299,6 +299,7 @@ WAITS = (
         "another weight update has held the engines for",
         "megatron/test_training_parts.py::test_a_weight_update_does_not_wait_for_ever_for_its_lock",
         options=DRIVER,
+        said_in="ray/utils.py",
     ),
     Wait(
         ENGINES,

@@ -8,16 +8,17 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
 
 from slime import exceptions
-from slime.exceptions import SlimeError
+from slime.exceptions import EngineError, SlimeError
 from slime.ray import actors
 from slime.tracking.plain_output import PLAIN
 from slime.tracking.spans import span
+from slime.typing import ActorHandle
 
 NOSET_VISIBLE_DEVICES_ENV_VARS_LIST = [
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
@@ -32,6 +33,8 @@ NOSET_VISIBLE_DEVICES_ENV_VARS_LIST = [
 DEATH_NOTICE_S = 3.0  # how much later than its peers' errors the death of a process may be heard of
 
 OTHER_ERRORS_S = 0.5  # how much later than the first the same error of another rank may arrive
+
+LOCK_POLL_S = 0.1
 
 # Passed on from the driver to every actor, so that a test or a user sets them once.
 _FORWARDED = (
@@ -96,6 +99,20 @@ class Lock:
     def release(self) -> None:
         assert self._locked, "release of a lock that is not held"
         self._locked = False
+
+
+@contextlib.contextmanager
+def held(lock: ActorHandle, *, timeout_s: float) -> Iterator[None]:
+    """Holds the engines' lock: two updates must not interleave their buckets."""
+    deadline = time.monotonic() + timeout_s
+    while not actors.get(lock.acquire.remote(), timeout=timeout_s):
+        if time.monotonic() > deadline:
+            raise EngineError(f"another weight update has held the engines for {timeout_s:.0f} s")
+        time.sleep(LOCK_POLL_S)
+    try:
+        yield
+    finally:
+        actors.get(lock.release.remote(), timeout=timeout_s)
 
 
 def wait_for(

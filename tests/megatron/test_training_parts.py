@@ -24,6 +24,7 @@ from slime.backends.torch_engine.engine_config import engine_config_from_args
 from slime.commands import session  # noqa: E402
 from slime.commands.session import print_failure  # noqa: E402
 from slime.exceptions import ConfigError, EngineError
+from slime.ray import utils
 from slime.ray.placement_group import _check_critic_start
 from slime.ray.rollout_servers import RolloutServers
 from slime.ray.utils import reason_of_death, slime_error_of
@@ -233,13 +234,11 @@ def test_critic_continues_with_its_policy():
 
 def test_a_weight_update_does_not_wait_for_ever_for_its_lock(monkeypatch):
     """An update whose lock another one holds gives up after its limit."""
-    from slime.backends.megatron_utils.update_weight import publish
-
-    monkeypatch.setattr(publish.actors, "get", lambda value, **kwargs: value)
+    monkeypatch.setattr(utils.actors, "get", lambda value, **kwargs: value)
     lock = SimpleNamespace(acquire=SimpleNamespace(remote=lambda: False))
     with (
         pytest.raises(EngineError, match="another weight update has held the engines for 0 s"),
-        publish.held(lock, timeout_s=0.05),
+        utils.held(lock, timeout_s=0.05),
     ):
         pass
 

@@ -10,6 +10,7 @@ import torch
 from slime.backends.megatron_utils.update_weight import manager, publish
 from slime.exceptions import EngineError
 from slime.files.checksum import weights_checksum
+from slime.ray import utils
 
 NUM_GPUS = 0
 
@@ -43,9 +44,9 @@ def published(monkeypatch):
     """publish_weights as version 7 to one engine, with the calls of actors made at once: (calls,
     result).
     """
-    monkeypatch.setattr(
-        publish, "actors", SimpleNamespace(get=lambda ref, timeout: ref, put=lambda value: value)
-    )
+    told = SimpleNamespace(get=lambda ref, timeout: ref, put=lambda value: value)
+    for module in (publish, utils):
+        monkeypatch.setattr(module, "actors", told)
     for module in (publish, manager):
         monkeypatch.setattr(module, "wait_for", lambda refs, **kw: refs)
     monkeypatch.setattr(publish, "iter_hf_weight_buckets", lambda *args: iter(BUCKETS))

@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,18 +15,16 @@ import torch
 from slime.backends.megatron_utils.update_weight.disk import publish_through_disk
 from slime.backends.megatron_utils.update_weight.gather import NamedTensors, iter_hf_weight_buckets
 from slime.backends.megatron_utils.update_weight.manager import ask_manager
-from slime.exceptions import EngineError
 from slime.files.checksum import combine_digests, tensor_digest
 from slime.models.shape import ModelShape
 from slime.ray import actors
-from slime.ray.utils import wait_for
+from slime.ray.utils import held, wait_for
 from slime.tracking.spans import span, spanned_items
 from slime.typing import ActorHandle
 
 # Hashing every byte of a large model costs seconds an update, so without
 # --check-weight-update-equal only the first tensors are hashed.
 FINGERPRINT_BYTES = 64 * 1024**2
-LOCK_POLL_S = 0.1
 
 
 @dataclasses.dataclass
@@ -98,20 +95,6 @@ def _updating(
         _ask(args, engines, "end_weight_update", str(version), checksum)
         _ask(args, engines, "resume")
         ask_manager(args, rollout_manager.clear_updatable_num_new_engines, version)
-
-
-@contextlib.contextmanager
-def held(lock: ActorHandle, *, timeout_s: float) -> Iterator[None]:
-    """Holds the engines' lock: two updates must not interleave their buckets."""
-    deadline = time.monotonic() + timeout_s
-    while not actors.get(lock.acquire.remote(), timeout=timeout_s):
-        if time.monotonic() > deadline:
-            raise EngineError(f"another weight update has held the engines for {timeout_s:.0f} s")
-        time.sleep(LOCK_POLL_S)
-    try:
-        yield
-    finally:
-        actors.get(lock.release.remote(), timeout=timeout_s)
 
 
 def _ask(
