@@ -1,11 +1,12 @@
-"""Checks a rollout function's output: the nesting of prompts, rollouts and samples, and the routing
+"""The structure of a rollout function's output: the nesting of prompts, rollouts and samples, and the routing
 of mixture-of-experts models.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from slime.data.ragged import as_array
@@ -99,3 +100,23 @@ def iter_samples(group: Group) -> Iterator[Sample]:
             yield member
         else:
             yield from iter_samples(member)
+
+
+def groups_apart(data: Mapping[str, Mapping[str, Any]]) -> list[Sample]:
+    """All samples of an evaluation, as copies in which no two datasets share a group id: each
+    dataset counts its groups from 0.
+    """
+    samples: list[Sample] = []
+    offset = 0
+    for dataset in data.values():
+        own = flatten_samples(dataset.get("samples") or [])
+        ids = [s.group_index for s in own if type(s.group_index) is int]
+        moved = [
+            dataclasses.replace(s, group_index=s.group_index + offset)
+            if type(s.group_index) is int
+            else s
+            for s in own
+        ]
+        samples += moved if offset else own
+        offset += max(ids, default=-1) + 1
+    return samples

@@ -13,7 +13,7 @@ import dataclasses
 import gc
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import ray  # noqa: F401 - tests replace ray.put through this module
@@ -31,6 +31,7 @@ from slime.data.sample import Sample
 from slime.data.split import SplitConfig, SplitPlan, split_by_dp
 from slime.data.structure import (
     flatten_samples,
+    groups_apart,
     validate_rollout_id_annotated,
     validate_rollout_routed_experts_for_replay,
 )
@@ -234,7 +235,7 @@ class RolloutManager:
             for sample in flatten_samples(dataset.get("samples") or [])
         ]
         self.dumper.save(samples, rollout_id=rollout_id, evaluation=True)
-        apart = _groups_apart(output.data)
+        apart = groups_apart(output.data)
         judged = self.gate.run(apart, rollout_id, evaluation=True)
         if self.recorder is not None:
             self.recorder.gate(apart, judged)
@@ -562,26 +563,6 @@ def failures_outside(judged: PostprocessResult, sources: Sequence[int]) -> list[
         for place, s in enumerate(judged.judged)
         if place not in inside and is_model_failure(s)
     ]
-
-
-def _groups_apart(data: Mapping[str, Mapping[str, Any]]) -> list[Sample]:
-    """All samples of an evaluation, as copies in which no two datasets share a group id: each
-    dataset counts its groups from 0.
-    """
-    samples: list[Sample] = []
-    offset = 0
-    for dataset in data.values():
-        own = flatten_samples(dataset.get("samples") or [])
-        ids = [s.group_index for s in own if type(s.group_index) is int]
-        moved = [
-            dataclasses.replace(s, group_index=s.group_index + offset)
-            if type(s.group_index) is int
-            else s
-            for s in own
-        ]
-        samples += moved if offset else own
-        offset += max(ids, default=-1) + 1
-    return samples
 
 
 def _load_optional(path: str | None) -> Any:
