@@ -153,8 +153,9 @@ def loops_page() -> str:
     """Returns docs/loops.md: every wait and repetition with its bound, its option and
     its message.
     """
+    from slime.config.endless_loops import WORKERS
     from slime.config.specs import specs_by_name
-    from slime.config.waits import WAITS, WORKERS
+    from slime.config.waits import WAITS
 
     specs = specs_by_name()
 

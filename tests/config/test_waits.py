@@ -19,8 +19,9 @@ import generate_docs  # noqa: E402
 from support.fake_engine import FakeEngine  # noqa: E402
 from support.rollout_args import fresh_rollout_state, rollout_args, tokenizer_folder, write_prompts  # noqa: E402
 
+from slime.config.endless_loops import WORKERS  # noqa: E402
 from slime.config.specs import all_specs  # noqa: E402
-from slime.config.waits import WAITS, WORKERS  # noqa: E402
+from slime.config.waits import WAITS  # noqa: E402
 from slime.exceptions import ConfigError, EngineError, RolloutDataError, SlimeError  # noqa: E402
 
 NUM_GPUS = 0
