@@ -1,5 +1,5 @@
-"""The structure of a rollout function's output: the nesting of prompts, rollouts and samples, and the routing
-of mixture-of-experts models.
+"""The structure of a rollout function's output: the nesting of prompts, rollouts and samples, and
+the routing of mixture-of-experts models.
 """
 
 from __future__ import annotations

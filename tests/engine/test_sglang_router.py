@@ -125,10 +125,28 @@ def test_a_removed_engine_gets_no_more_requests_and_can_come_back(cluster):
             == 200
         )
     assert first.loaded.engine.total_generated == before
-    with pytest.raises(EngineError, match="no healthy worker"):
+    with pytest.raises(EngineError, match="the router has no worker"):
         router.remove_worker(first.url)
     router.add_worker(first.url, api_key=KEY)
     assert set(router.workers()) == {first.url, second.url}
+
+
+def test_an_engine_that_the_router_found_dead_can_be_taken_out(monkeypatch):
+    """A worker that is registered and not healthy is no worker for requests, and can be removed."""
+    dead = {"url": "http://a:1/", "id": "w1", "is_healthy": False}
+    workers, asked = [dead], []
+
+    def request(self, method, path, body=None):
+        asked.append((method, path))
+        if method == "DELETE":
+            workers.clear()
+        return 200, {"workers": list(workers)}
+
+    monkeypatch.setattr(SglangRouter, "_request", request)
+    router = SglangRouter()
+    assert router.workers() == {}
+    router.remove_worker("http://a:1")
+    assert ("DELETE", "/workers/w1") in asked
 
 
 @needs_router

@@ -184,15 +184,17 @@ class SglangRouter:
         """Returns the last lines that the router wrote."""
         return "\n".join(self._log)
 
-    def workers(self) -> dict[str, str]:
-        """Returns worker id by URL of the workers that are registered and healthy."""
+    def workers(self, *, also_failed: bool = False) -> dict[str, str]:
+        """Returns worker id by URL of the workers that are registered and healthy; `also_failed`:
+        of the others too.
+        """
         status, answer = self._request("GET", "/workers")
         if status != 200:
             raise EngineError(f"the router answered {status} to GET /workers: {answer}")
         return {
             worker["url"].rstrip("/"): worker["id"]
             for worker in answer["workers"]
-            if worker.get("is_healthy", True)
+            if also_failed or worker.get("is_healthy", True)
         }
 
     def add_worker(
@@ -215,16 +217,17 @@ class SglangRouter:
         it.
         """
         url = url.rstrip("/")
-        worker = self.workers().get(url)
+        known = self.workers(also_failed=True)
+        worker = known.get(url)
         if worker is None:
-            raise EngineError(
-                f"the router has no healthy worker {url}; it has {sorted(self.workers())}."
-            )
+            raise EngineError(f"the router has no worker {url}; it has {sorted(known)}.")
         # The router asks for its own id here: a URL is answered with 400.
         status, answer = self._request("DELETE", f"/workers/{worker}")
         if status not in (200, 202):
             raise EngineError(f"the router refused to remove {url} with {status}: {answer}")
-        self._wait_until(lambda: url not in self.workers(), timeout, f"remove the engine {url}")
+        self._wait_until(
+            lambda: url not in self.workers(also_failed=True), timeout, f"remove the engine {url}"
+        )
 
     def _request(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
         headers = {"Content-Type": "application/json"}
