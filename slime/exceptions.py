@@ -25,6 +25,14 @@ class EngineError(SlimeError, RuntimeError):
     """
 
 
+class NoEngineLeft(SlimeError):
+    """No inference engine is left that could generate, and none comes back: the run ends."""
+
+
+class ProcessDied(SlimeError):
+    """A process of the run ended before it had answered."""
+
+
 class SaveError(SlimeError, OSError):
     """A checkpoint could not be written: a full or failing disk. The earlier ones are as they were;
     the state in memory is whole.

@@ -104,23 +104,6 @@ TABLE: tuple[CompatFlag, ...] = (
     ),
     *_listed(IGNORED, "the model family is read from --hf-checkpoint/config.json", "model_name"),
     *_listed(
-        IGNORED,
-        (
-            "an engine is asked for its health whenever a request to it fails; one that is dead "
-            "ends "
-            "the run with the reason"
-        ),
-        (
-            "rollout_health_check_interval rollout_health_check_timeout "
-            "rollout_health_check_first_wait"
-        ),
-    ),
-    *_listed(
-        REFUSED,
-        "a dead engine ends the run; start it again with --load, which resumes exactly",
-        "use_fault_tolerance",
-    ),
-    *_listed(
         REFUSED,
         "a checkpoint is published whole before the next rollout begins; leave the flag out",
         "async_save",
@@ -303,7 +286,6 @@ OFF_VALUES: dict[str, object] = {
             "use_rollout_routing_replay",
             "allgather_cp",
             "enable_mtp_training",
-            "use_fault_tolerance",
         ),
         False,
     ),

@@ -31,6 +31,14 @@ WORKERS = (
         "stopped with the engine; its failure answers every request",
     ),
     Worker(
+        "the watch over the engines of --use-fault-tolerance, and the call that ends with an engine",
+        (
+            "ray/engine_healing.py::EngineHealer._hear_deaths",
+            "backends/torch_engine/ray_actor.py::EngineActor.until_shutdown",
+        ),
+        "stopped with the engines",
+    ),
+    Worker(
         "a stream waits for the next tokens of its request",
         ("backends/torch_engine/server.py::EngineServer._stream",),
         "the request ends, or the client goes away",

@@ -44,8 +44,41 @@ class EngineOptions:
     )
     rollout_engine_start_timeout: float = option(
         600.0,
-        "Seconds an engine may take to load its weights and answer /health.",
+        (
+            "Seconds an engine may take to load its weights and answer /health; with "
+            "--use-fault-tolerance also those that requests wait where no engine is left."
+        ),
         above=0,
+        maximum=LONGEST_WAIT,
+    )
+
+    use_fault_tolerance: bool = option(
+        False,
+        (
+            "Replace an engine that dies or freezes: its requests are sent again, with the same "
+            "seeds, to another engine or to its successor, which serves the published weights. "
+            "Without it the run ends and names the engine."
+        ),
+    )
+    rollout_health_check_interval: float = option(
+        30.0,
+        "Seconds between two health checks of an engine, with --use-fault-tolerance.",
+        above=0,
+        maximum=LONGEST_WAIT,
+    )
+    rollout_health_check_timeout: float = option(
+        30.0,
+        (
+            "Seconds that an engine may take to answer a health check before it counts as frozen; "
+            "one that is dead is noticed at once."
+        ),
+        above=0,
+        maximum=LONGEST_WAIT,
+    )
+    rollout_health_check_first_wait: float = option(
+        0.0,
+        "Seconds before the first health check of an engine that has just started.",
+        minimum=0,
         maximum=LONGEST_WAIT,
     )
 

@@ -55,12 +55,9 @@ WAITS = (
     ),
     Wait(
         GENERATION,
-        (
-            "an engine's answer to a generation request: connection errors, timeouts and 5xx "
-            "replies "
-            "are tried again on the next engine"
-        ),
-        ("rollout/engine_client.py::request_generate",),
+        "an engine's answer to a generation request: connection errors, timeouts and 5xx replies "
+        "are tried again on the next engine",
+        ("rollout/engine_client.py::ask_engine",),
         "the sample fails with that reason",
         " follows",
         "rollout/test_rollout_over_http.py::test_an_unreachable_engine_stops_the_run_after_its_retries",
@@ -78,11 +75,8 @@ WAITS = (
     ),
     Wait(
         GENERATION,
-        (
-            "a group whose request an engine ended by itself: it is generated again while it gets "
-            "new "
-            "tokens, else a few times"
-        ),
+        "a group whose request an engine ended by itself: it is generated again while it gets new "
+        "tokens, else a few times",
         ("rollout/group_loop.py::GroupLoop.run", "rollout/fully_async_rollout.py::_collect"),
         "its samples fail with that reason",
         "without a new token, more than --max-engine-aborts",
@@ -143,10 +137,8 @@ WAITS = (
     ),
     Wait(
         GENERATION,
-        (
-            "all samples of an evaluation data set, where its entry in --eval-config has an "
-            "eval_task_timeout"
-        ),
+        "all samples of an evaluation data set, where its entry in --eval-config has an "
+        "eval_task_timeout",
         ("rollout/evaluation.py::evaluate_dataset",),
         "the run ends with how many were done",
         "within eval_task_timeout",
@@ -157,10 +149,8 @@ WAITS = (
         GENERATION,
         "a custom generate function, and the hooks of a sample",
         (),
-        (
-            "the sample fails with that reason; one that blocks its event loop, or keeps the "
-            "interpreter, ends the run as below"
-        ),
+        "the sample fails with that reason; one that blocks its event loop, or keeps the "
+        "interpreter, ends the run as below",
         "did not return within",
         "rollout/test_user_functions.py::test_a_generate_function_or_hook_that_waits_for_ever_costs_its_sample_only",
         options=("--generate-timeout",),
@@ -240,6 +230,7 @@ WAITS = (
         "engines that load their model and listen",
         (
             "ray/rollout_servers.py::start_rollout_servers",
+            "ray/engine_healing.py::EngineHealer._start",
             "backends/torch_engine/server_thread.py::EngineServerThread.start",
         ),
         "the run ends",
@@ -268,6 +259,40 @@ WAITS = (
     ),
     Wait(
         ENGINES,
+        "an engine's answer to a health check, with --use-fault-tolerance",
+        (
+            "ray/engine_healing.py::EngineHealer._check_in_time",
+            "ray/engine_healing.py::EngineHealer._is_well",
+            "backends/torch_engine/server_thread.py::EngineServerThread.answers",
+        ),
+        "the engine is ended and replaced, its requests are sent again",
+        "no answer to a health check within",
+        "distributed/test_engine_healer.py::test_a_frozen_engine_is_ended_and_replaced",
+        options=("--rollout-health-check-timeout",),
+    ),
+    Wait(
+        ENGINES,
+        "an engine, or the successor of the last one, with --use-fault-tolerance",
+        (
+            "rollout/engine_roster.py::EngineRoster.wait_for_urls",
+            "rollout/engine_roster.py::EngineRoster.watched",
+        ),
+        "the run ends",
+        "no engine came back within",
+        "rollout/test_lost_engines.py::test_a_wait_for_engines_that_do_not_come_back_ends_with_the_option",
+        options=("--rollout-engine-start-timeout", "--rollout-request-timeout"),
+    ),
+    Wait(
+        ENGINES,
+        "the process of a lost engine that is ended before its successor starts",
+        ("ray/engine_healing.py::EngineHealer._end",),
+        "the run ends",
+        "did not end within",
+        "distributed/test_engine_healer.py::test_a_process_that_does_not_end_is_an_error",
+        constants=("ray/engine_healing.py::END_S", "ray/engine_healing.py::REMOTE_END_S"),
+    ),
+    Wait(
+        ENGINES,
         "the router, as it starts, adds an engine or removes one",
         ("backends/sglang_utils/router.py::SglangRouter._wait_until",),
         "the run ends with the last lines of the router's log",
@@ -283,7 +308,8 @@ WAITS = (
         "the lock that keeps two weight updates apart, and each engine's answer to an update",
         (
             "ray/utils.py::held",
-            "backends/megatron_utils/update_weight/publish.py::_ask",
+            "ray/servers.py::ask_engines",
+            "ray/engine_healing.py::EngineHealer.keep_published",
             "backends/megatron_utils/update_weight/manager.py::ask_manager",
         ),
         "the run ends with the step of the update",
@@ -322,10 +348,8 @@ WAITS = (
     ),
     Wait(
         DRIVING,
-        (
-            "a rollout, a training step, a weight update, a checkpoint, an evaluation: everything "
-            "inside them as well"
-        ),
+        "a rollout, a training step, a weight update, a checkpoint, an evaluation: everything "
+        "inside them as well",
         (
             "ray/utils.py::wait_for",
             "ray/actors.py::get",
@@ -336,11 +360,8 @@ WAITS = (
             "ray/utils.py::_hear",
             "ray/actor_group.py::RayTrainGroup._wait",
             "ray/train_actor.py::TrainRayActor.set_rollout_manager",
-            "ray/rollout.py::RolloutManager.check_weights",
             "train.py::finish_recording",
             "train.py::save",
-            "ray/servers.py::RolloutServers.release_memory",
-            "ray/servers.py::RolloutServers.resume_memory",
             "train.py::begin_training",
             "train.py::update_weights",
             "train.py::evaluate",
@@ -381,14 +402,10 @@ WAITS = (
     ),
     Wait(
         AROUND,
-        (
-            "processes, threads and connections that end: they are asked, then ended by force or "
-            "left "
-            "behind"
-        ),
+        "processes, threads and connections that end: they are asked, then ended by force or left "
+        "behind",
         (
             "train.py::build_run",
-            "ray/servers.py::RolloutServers.stop",
             "ray/cluster_folder.py::end_processes_of",
             "ray/cluster_folder.py::remove_folder",
             "ray/store_watch.py::StoreWatch._watch",

@@ -14,14 +14,20 @@ from pathlib import Path
 
 from slime.data.reasons import InvalidReason
 from slime.data.sample import Sample
-from slime.exceptions import ConfigError, EngineError, RolloutDataError, SlimeError
+from slime.exceptions import (
+    ConfigError,
+    EngineError,
+    NoEngineLeft,
+    RolloutDataError,
+    SlimeError,
+)
 from slime.plugins.watched_calls import CallTimeout
 
 logger = logging.getLogger(__name__)
 
-# Raised by a user's function, these end the run and are no sample's failure: a wrong option, and
-# `quit` in a debugger.
-ENDS_THE_RUN = (ConfigError, bdb.BdbQuit)
+# Raised by a user's function, these end the run and are no sample's failure: a wrong option, engines
+# that do not come back, and `quit` in a debugger.
+ENDS_THE_RUN = (ConfigError, NoEngineLeft, bdb.BdbQuit)
 
 # What was said with its stack already: (stage, type, file and line of the innermost call).
 _said: set[tuple[str, str, str, int]] = set()

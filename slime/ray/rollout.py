@@ -45,8 +45,10 @@ from slime.metrics import rollout_metrics
 from slime.metrics.statistics import compute_rollout_step, dict_add_prefix
 from slime.plugins.watched_calls import WATCH
 from slime.ray import actors
+from slime.ray.engine_healing import EngineHealer
 from slime.ray.rollout_servers import start_rollout_servers
-from slime.ray.utils import Lock, wait_for
+from slime.ray.servers import PublishedWeights
+from slime.ray.utils import Lock
 from slime.recording.reader import is_recording, recorded_samples
 from slime.recording.rollout_side import RolloutRecorder
 from slime.recording.writer import STOP_TIMEOUT_S
@@ -113,8 +115,13 @@ class RolloutManager:
         self.train_parallel_config: dict[str, int] | None = None
         self.rollout_engine_lock = cast(actors.ActorClass, Lock).remote()
         self.server = start_rollout_servers(args, pg)
+        self.healer = EngineHealer.from_args(args, pg, self.server, self.rollout_engine_lock)
         if self.server.client_urls:
-            set_engines(self.server.client_urls, is_router=self.server.router is not None)
+            set_engines(
+                self.server.client_urls,
+                is_router=self.server.router is not None,
+                roster=None if self.healer is None else self.healer.roster,
+            )
             init_http_client(args)
         self._num_new_engines = len(self.server.engines)
         self.dumper = RolloutDumper(args.save_debug_rollout_data)
@@ -155,6 +162,8 @@ class RolloutManager:
         self._last_generate_started = started
         set_current_rollout_id(rollout_id)
         set_rollout(rollout_id)
+        if self.healer is not None:
+            self.healer.begin_rollout()
         output = self._get_rollout_data(rollout_id)
         all_samples = flatten_samples(output.samples)
         mask_older_samples(self.args, all_samples)
@@ -180,7 +189,8 @@ class RolloutManager:
         with span("dump"):
             dumped = self.dumper.save(samples, rollout_id=rollout_id, evaluation=False)
         seen = dict_add_prefix(self.reward_watch.metrics(samples), "rollout/")
-        extra = {**(output.metrics or {}), **self.gate.metrics(judged), **seen, **dumped}
+        healed = {} if self.healer is None else self.healer.metrics()
+        extra = {**(output.metrics or {}), **self.gate.metrics(judged), **seen, **dumped, **healed}
         logged = rollout_metrics.log_rollout_data(
             rollout_id,
             self.args,
@@ -281,11 +291,15 @@ class RolloutManager:
 
     def offload(self) -> None:
         """Lets the engines free their memory while training runs."""
+        if self.healer is not None:
+            self.healer.fall_asleep()
         self.server.release_memory(timeout_s=self.args.step_timeout)
 
     def onload(self) -> None:
         """Gives it back to them."""
         self.server.resume_memory(timeout_s=self.args.step_timeout)
+        if self.healer is not None:
+            self.healer.wake()
 
     def get_num_rollout_per_epoch(self) -> int | None:
         """Rollouts that one pass over the prompts makes; None without a dataset. ConfigError where
@@ -317,13 +331,15 @@ class RolloutManager:
             self.recorder.close(STOP_TIMEOUT_S)
             observe_replies(None)
         finish_tracking(self.args, primary=False)
+        if self.healer is not None:
+            self.healer.stop()
         self.server.stop()
 
     # --- engines ----------------------------------------------------------------------------------
 
     @property
     def rollout_engines(self) -> list[Any]:
-        return self.server.engines
+        return list(self.server.living.values())
 
     def get_updatable_engines_and_lock(self) -> tuple:
         """(engines, lock, number of new engines, devices per engine, device offsets, parallel
@@ -345,6 +361,21 @@ class RolloutManager:
         """Every engine's own address, also behind a router."""
         return self.server.urls
 
+    def begin_weight_update(self) -> tuple[dict[int, Any], dict[int, str]]:
+        """(engines, addresses) by number, of those that are there: with --use-fault-tolerance,
+        under the lock.
+        """
+        cast(EngineHealer, self.healer).forget_published()
+        return self.server.living, self.server.addresses()
+
+    def keep_published(self, published: PublishedWeights, taken: Sequence[int] = ()) -> None:
+        """What an engine that starts later is to serve; `taken`: external servers that have it."""
+        cast(EngineHealer, self.healer).keep_published(published, taken)
+
+    def lose_engine(self, rank: int, reason: str) -> None:
+        """Engine `rank` is dead: it is replaced."""
+        cast(EngineHealer, self.healer).lost(rank, reason)
+
     def clear_updatable_num_new_engines(self, weight_version: int | None = None) -> None:
         """Notes that every engine has the current weights, and their version."""
         self._num_new_engines = 0
@@ -355,8 +386,7 @@ class RolloutManager:
         """Each engine's checksum of its weights."""
         if action != "checksum":
             raise RolloutDataError(f"check_weights knows 'checksum', not {action!r}")
-        refs = [engine.weights_checksum.remote() for engine in self.rollout_engines]
-        return wait_for(refs, what="checksums of the engines", timeout_s=self.args.step_timeout)
+        return self.server.checksums(timeout_s=self.args.step_timeout)
 
     # --- samples to shards ------------------------------------------------------------------------
 
@@ -394,7 +424,7 @@ class RolloutManager:
         try:
             yield
         except Exception as error:
-            failures = self.server.failures()
+            failures = (self.healer or self.server).failures()
             if failures:
                 raise EngineError(" ".join(failures)) from error
             raise

@@ -42,7 +42,8 @@ def start_rollout_servers(args: argparse.Namespace, pg: Placement) -> RolloutSer
         return RolloutServers([], [])
     if args.rollout_external_engine_addrs:
         return _external_servers(args)
-    engines = _create_engines(args, pg)
+    check_placement(args, pg)
+    engines = [create_engine(args, pg, rank) for rank in range(get_rollout_num_engines(args))]
     infos = wait_for(
         [engine.start.remote(args.rollout_engine_start_timeout) for engine in engines],
         what="starting the engines",
@@ -87,39 +88,35 @@ async def _check_external_engines(urls: list[str], *, timeout_s: float) -> None:
                 await asyncio.sleep(pause_before_try(attempt))
 
 
-def _create_engines(args: argparse.Namespace, placement: Placement) -> list[Any]:
-    group, order, ids = placement
-    num_engines = get_rollout_num_engines(args)
+def check_placement(args: argparse.Namespace, placement: Placement) -> None:
+    """ConfigError where the engines do not fit onto the rollout devices."""
+    _, _, ids = placement
     validate_server_group_gpu_indices(
         worker_type="regular",
         gpu_offset=0,
         num_gpus_per_engine=args.rollout_num_gpus_per_engine,
         num_gpus_per_engine_on_node=args.rollout_num_gpus_per_engine,
-        num_engines=num_engines,
+        num_engines=get_rollout_num_engines(args),
         num_available_gpus=len(ids),
         rollout_num_gpus=args.rollout_num_gpus,
         rollout_num_gpus_per_engine=args.rollout_num_gpus_per_engine,
     )
-    engines = []
-    for rank in range(num_engines):
-        options = device_options(ENGINE_FRACTION) | {
-            "scheduling_strategy": bundle_strategy(
-                group, order[rank * args.rollout_num_gpus_per_engine]
-            ),
-            "runtime_env": {
-                "env_vars": add_default_ray_env_vars(
-                    {"OMP_NUM_THREADS": str(args.rollout_engine_threads)}
-                )
-            },
-            "max_concurrency": 4,
-        }
-        engines.append(
-            actors.start(
-                EngineActor,
-                engine_config_from_args(args, rank),
-                rank,
-                trace_folder(args),
-                **options,
+
+
+def create_engine(args: argparse.Namespace, placement: Placement, rank: int) -> Any:
+    """The actor of engine `rank` on its device; it has loaded nothing yet."""
+    group, order, _ = placement
+    options = device_options(ENGINE_FRACTION) | {
+        "scheduling_strategy": bundle_strategy(
+            group, order[rank * args.rollout_num_gpus_per_engine]
+        ),
+        "runtime_env": {
+            "env_vars": add_default_ray_env_vars(
+                {"OMP_NUM_THREADS": str(args.rollout_engine_threads)}
             )
-        )
-    return engines
+        },
+        # one of them waits for the end
+        "max_concurrency": 5,
+    }
+    config = engine_config_from_args(args, rank)
+    return actors.start(EngineActor, config, rank, trace_folder(args), **options)

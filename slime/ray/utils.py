@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from slime import exceptions
-from slime.exceptions import EngineError, SlimeError
+from slime.exceptions import EngineError, ProcessDied, SlimeError
 from slime.ray import actors
 from slime.tracking.plain_output import PLAIN
 from slime.tracking.spans import span
@@ -127,7 +127,7 @@ def wait_for(
     actor it is on, and SlimeError after `timeout_s` seconds, which `option` sets: with one rank
     dead, its peers would otherwise wait in a collective.
 
-    A process that died is a SlimeError that names the operation and, with `names` (one a
+    A process that died is a ProcessDied that names the operation and, with `names` (one a
     reference), whose it was.
     """
     deadline = time.monotonic() + timeout_s
@@ -159,7 +159,7 @@ def wait_for(
                     raise
                 dead, cause = death
                 of = "" if names is None else f" of {names[list(refs).index(dead)]}"
-                raise SlimeError(
+                raise ProcessDied(
                     f"{what}: the process{of} died. {reason_of_death(cause)}"
                 ) from cause
         return actors.get(list(refs))

@@ -200,10 +200,10 @@ class GroupLoop:
         return self.builder.finished(number, self.ended.get(number, self.submitted[number]))
 
     async def _cancel_all(self) -> None:
-        tasks = [task for task in self.state.pendings if not task.done()]
-        for task in tasks:
+        """Every task has ended and its error is heard: asyncio prints a stack for each that is not."""
+        for task in self.number_of:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self.number_of, return_exceptions=True)
 
     def _report(self) -> None:
         done, total = (

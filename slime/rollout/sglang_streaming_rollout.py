@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import orjson
 
 from slime.data.sample import Sample
 from slime.exceptions import EngineError
-from slime.rollout.engine_client import choose_url, get_engines
+from slime.rollout.engine_client import ask_engine, choose_url, get_engines
 from slime.rollout.request_spans import traced_request
 from slime.rollout.sglang_rollout import GenerateState, prepare_request, store_reply
 from slime.utils import http_utils
@@ -30,33 +30,56 @@ async def generate_streaming(
 
     Each event holds the whole response so far, so the last one is the result. When the stream
     breaks off after some tokens they are kept, and the sample is ABORTED: it is continued under
-    partial rollout and generated again without. EngineError where nothing arrived.
+    partial rollout and generated again without. EngineError where nothing arrived. With
+    --use-fault-tolerance a broken stream is asked for again from its beginning.
     """
     state = GenerateState(args)
     request = prepare_request(args, state, sample, sampling_params)
     if request is None:
         return sample
-    url = choose_url(get_engines(args), sample.group_index)
-    last = None
+    body = {**request, "stream": True}
     with traced_request([sample]) as note:
-        try:
-            async for event in _events(f"{url}/generate", {**request, "stream": True}):
-                last = event
-        except EngineError as error:
-            if last is None:
-                raise
-            logger.warning(
-                "sample %s: the stream broke off, its tokens so far are kept: %s",
-                sample.index,
-                error,
-            )
+        if get_engines(args).roster is None:
+            url = choose_url(get_engines(args), sample.group_index)
+            last = await _so_far(f"{url}/generate", body, sample)
+        else:
+
+            def call(url: str, attempt: int) -> Coroutine[Any, Any, dict[str, Any]]:
+                return _to_the_end(f"{url}/generate", body)
+
+            last = await ask_engine(args, call, key=sample.group_index)
         note([last])
-    if last is None:
-        raise EngineError(f"{url}/generate ended its stream without an event")
     if last["meta_info"].get("finish_reason") is None:
         last = {**last, "meta_info": {**last["meta_info"], "finish_reason": {"type": "abort"}}}
     store_reply(args, state, sample, last, sampling_params)
     return sample
+
+
+async def _to_the_end(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The last event of a stream that is not broken off."""
+    last = None
+    async for event in _events(url, body):
+        last = event
+    if last is None:
+        raise EngineError(f"{url} ended its stream without an event")
+    return last
+
+
+async def _so_far(url: str, body: dict[str, Any], sample: Sample) -> dict[str, Any]:
+    """The last event that arrived."""
+    last = None
+    try:
+        async for event in _events(url, body):
+            last = event
+    except EngineError as error:
+        if last is None:
+            raise
+        logger.warning(
+            "sample %s: the stream broke off, its tokens so far are kept: %s", sample.index, error
+        )
+    if last is None:
+        raise EngineError(f"{url} ended its stream without an event")
+    return last
 
 
 async def _events(url: str, payload: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from slime.backends.megatron_utils.update_weight import manager, publish
-from slime.exceptions import EngineError
+from slime.backends.megatron_utils.update_weight import disk, manager, publish
+from slime.exceptions import EngineError, ProcessDied
 from slime.files.checksum import weights_checksum
-from slime.ray import utils
+from slime.ray import servers, utils
 
 NUM_GPUS = 0
 
@@ -32,7 +32,7 @@ class Recorder:
         def remote(*values):
             self._calls.append((method, *values))
             answer = self._answers.get(method)
-            if isinstance(answer, Exception):
+            if isinstance(answer, Exception) and not isinstance(answer, ProcessDied):
                 raise answer
             return answer
 
@@ -47,22 +47,35 @@ def published(monkeypatch):
     told = SimpleNamespace(get=lambda ref, timeout: ref, put=lambda value: value)
     for module in (publish, utils):
         monkeypatch.setattr(module, "actors", told)
-    for module in (publish, manager):
-        monkeypatch.setattr(module, "wait_for", lambda refs, **kw: refs)
+
+    def wait_for(refs, **options):
+        if any(isinstance(ref, ProcessDied) for ref in refs):
+            raise refs[0]
+        return refs
+
+    for module in (servers, manager):
+        monkeypatch.setattr(module, "wait_for", wait_for)
     monkeypatch.setattr(publish, "iter_hf_weight_buckets", lambda *args: iter(BUCKETS))
 
-    def call(*, check, **answers):
+    def call(*, check, outlives=False, **answers):
         calls = []
         engine, lock = Recorder(calls, **answers), Recorder(calls, acquire=True)
-        manager = Recorder(calls, get_updatable_engines_and_lock=([engine], lock))
+        other = Recorder(other_calls := [], end_weight_update="sum7")
+        manager = Recorder(
+            calls,
+            get_updatable_engines_and_lock=([engine], lock),
+            begin_weight_update=({0: engine, 1: other}, {}),
+        )
+        call.other = other_calls
         args = SimpleNamespace(
             check_weight_update_equal=check,
+            use_fault_tolerance=outlives,
             update_weight_transport="object-store",
             step_timeout=5.0,
         )
         try:
             return calls, publish.publish_weights(args, [], {}, manager, 7)
-        except EngineError as error:
+        except (EngineError, ProcessDied) as error:
             return calls, error
 
     return call
@@ -85,6 +98,76 @@ def test_engines_pause_take_every_bucket_and_go_on(published, check):
     assert told["begin_weight_update"] == ("7",) and told["clear_updatable_num_new_engines"] == (7,)
     assert fingerprint == weights_checksum(TENSORS)
     assert told["end_weight_update"] == ("7", fingerprint if check else None)
+
+
+def test_an_engine_that_dies_in_an_update_is_left_out_and_the_others_get_all_of_it(published):
+    """With --use-fault-tolerance the manager hears of the death, the other engine takes every
+    bucket and applies the version, and what it took is kept for the successor."""
+    calls, fingerprint = published(check=False, outlives=True, update_weights=ProcessDied("gone"))
+    assert fingerprint == weights_checksum(TENSORS)
+    assert methods(calls) == [
+        "get_updatable_engines_and_lock", "acquire", "begin_weight_update", "pause", "begin_weight_update", "update_weights",
+        "lose_engine", "keep_published", "clear_updatable_num_new_engines", "release",
+    ]  # fmt: skip
+    told = {call[0]: call[1:] for call in calls}
+    assert told["lose_engine"] == (0, "it died in a weight update (update_weights)")
+    assert methods(published.other) == [
+        "pause", "begin_weight_update", "update_weights", "update_weights", "end_weight_update", "resume",
+    ]  # fmt: skip
+    (kept,) = told["keep_published"]
+    assert (kept.version, kept.checksum) == ("7", "sum7")
+    sent = [call[1] for call in published.other if call[0] == "update_weights"]
+    assert list(kept.buckets) == sent
+
+
+def test_without_fault_tolerance_a_death_in_an_update_ends_it(published):
+    """The error names the engine, and the lock is given back."""
+    calls, error = published(check=False, update_weights=ProcessDied("the process of engine 0"))
+    assert isinstance(error, ProcessDied) and methods(calls)[-1] == "release"
+
+
+def test_a_server_that_is_gone_when_weights_come_over_the_disk_is_left_out(monkeypatch, tmp_path):
+    """With --use-fault-tolerance the others load the folder, which is kept for the successor; a
+    server that refuses the weights ends the run."""
+    replies = {
+        "http://a": EngineError("connection refused"),
+        "http://b": {"success": True, "checksum": "sum7"},
+    }
+
+    def request(url, *rest):
+        reply = replies[url.rpartition("/")[0]]
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    calls = []
+    for name, value in {
+        "run": lambda reply: reply,
+        "post": request,
+        "request_once": lambda method, url, timeout_s: request(url),
+        "init_http_client": lambda args: None,
+    }.items():
+        monkeypatch.setattr(disk, name, value)
+    monkeypatch.setattr(manager, "wait_for", lambda refs, **options: refs)
+    addresses = {0: "http://a", 1: "http://b"}
+    asked = Recorder(calls, begin_weight_update=({}, addresses))
+    args = SimpleNamespace(
+        use_fault_tolerance=True,
+        check_weight_update_equal=False,
+        rollout_health_check_timeout=3.0,
+        step_timeout=5.0,
+    )
+    fingerprint = publish.Fingerprint(limit=100)
+    disk._load_everywhere(args, asked, 7, tmp_path, fingerprint)
+    told = {call[0]: call[1:] for call in calls}
+    assert told["lose_engine"] == (0, "connection refused")
+    published, taken = told["keep_published"]
+    assert (published.version, published.checksum, published.folder, taken) == (
+        "7", "sum7", str(tmp_path.resolve()), [1],
+    )  # fmt: skip
+    replies["http://b"] = {"success": False}
+    with pytest.raises(EngineError, match="the engine at http://b did not load the weights of"):
+        disk._load_everywhere(args, asked, 8, tmp_path, fingerprint)
 
 
 def test_bfloat16_travels_as_its_bits(published):

@@ -17,7 +17,7 @@ def manager_of(samples, tmp_path, monkeypatch, **options):
     that returns `samples` as they are.
     """
     servers = types.SimpleNamespace(
-        client_urls=[], engines=[], urls=[], router=None, failures=lambda: []
+        client_urls=[], engines=[], living={}, urls=[], router=None, failures=lambda: []
     )
     args = rollout_args(run_dir=str(tmp_path), global_batch_size=len(samples), rollout_batch_size=len(samples) // 4, hf_checkpoint=None,
                         n_samples_per_prompt=4, advantage_estimator="grpo", rollout_global_dataset=False, **options)  # fmt: skip

@@ -8,7 +8,9 @@ Ray passes through shared memory.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,14 @@ import numpy as np
 from slime.backends.torch_engine.engine_config import EngineConfig, engine_config_from
 from slime.exceptions import EngineError
 from slime.tracking.spans import open_writer, span, spanned, stop_tracing
+
+
+def process_space() -> str:
+    """Where a process id of this process means what it means here: the machine, since its boot,
+    and the container.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 class EngineActor:
@@ -33,6 +43,7 @@ class EngineActor:
         self._rank = rank
         self._trace_folder = trace_folder
         self._thread: Any = None
+        self._is_over = threading.Event()
 
     def start(self, timeout: float = 600.0) -> dict[str, Any]:
         """Loads the model, serves it and returns {"url", "pid", "host", "port"}. ConfigError or
@@ -52,14 +63,24 @@ class EngineActor:
         self._thread = thread
         return {"url": server.url, "pid": os.getpid(), "host": server.host, "port": server.port}
 
-    def health(self) -> bool:
-        """True while the engine can generate. EngineError with the stack if its thread
-        has failed.
+    def process(self) -> tuple[int, str]:
+        """The process id, and where it counts."""
+        return os.getpid(), process_space()
+
+    def health(self, timeout: float = 10.0) -> bool:
+        """True while the engine can generate. EngineError with the stack if its thread has failed,
+        or if its server is stuck for `timeout` seconds.
         """
         engine = self._server.loaded.engine
         if engine.failure is not None:
             raise EngineError(f"engine {self._rank} has failed: {engine.failure_stack}")
+        if not self._thread.answers(timeout):
+            raise EngineError(f"the server of engine {self._rank} is stuck for {timeout:g} s")
         return True
+
+    def until_shutdown(self) -> None:
+        """Returns after `shutdown`: who waits for it hears of the process's death at once."""
+        self._is_over.wait()
 
     @spanned("pause")
     def pause(self) -> None:
@@ -138,6 +159,7 @@ class EngineActor:
         """Answers what runs (as aborted), closes the socket and ends the threads. Harmless when
         called twice.
         """
+        self._is_over.set()
         if self._thread is not None:
             self._thread.stop()
             self._thread = None

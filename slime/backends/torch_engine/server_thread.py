@@ -47,6 +47,14 @@ class EngineServerThread:
                 f"{self._config.hf_checkpoint})."
             ) from None
 
+    def answers(self, timeout: float) -> bool:
+        """Whether the server's event loop takes up something new within `timeout` seconds."""
+        if self._loop is None or self._loop.is_closed():
+            return False
+        taken = threading.Event()
+        self._loop.call_soon_threadsafe(taken.set)
+        return taken.wait(timeout)
+
     def stop(self) -> None:
         """Stops the server; nothing listens afterwards. Harmless when it does not run."""
         if self._loop is not None and self._thread.is_alive():

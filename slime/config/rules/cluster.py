@@ -36,6 +36,15 @@ def one_process_is_not_ended_between_rollouts(args: argparse.Namespace):
         )
 
 
+@rule("local", "use_fault_tolerance")
+def one_process_has_no_successor(args: argparse.Namespace):
+    if args.local and args.use_fault_tolerance:
+        return (
+            "--use-fault-tolerance starts a new process for an engine that died, and with --local "
+            "the engine is a part of the run's only process. Leave one of them out."
+        )
+
+
 @rule(
     "local",
     "actor_num_nodes",

@@ -18,7 +18,8 @@ from slime.backends.megatron_utils.update_weight.manager import ask_manager
 from slime.files.checksum import combine_digests, tensor_digest
 from slime.models.shape import ModelShape
 from slime.ray import actors
-from slime.ray.utils import held, wait_for
+from slime.ray.servers import PublishedWeights, ask_engines
+from slime.ray.utils import held
 from slime.tracking.spans import span, spanned_items
 from slime.typing import ActorHandle
 
@@ -41,6 +42,11 @@ class Fingerprint:
                 self.digests[name] = tensor_digest(name, tensor)
                 self.num_bytes += tensor.numel() * tensor.element_size()
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every tensor so far is in it."""
+        return self.num_bytes < self.limit
+
     def value(self) -> str | None:
         """Hex digits, None on a rank that exported nothing."""
         return combine_digests(self.digests) if self.digests else None
@@ -54,7 +60,8 @@ def publish_weights(
     version: int,
 ) -> str | None:
     """The fingerprint of the weights that every engine now serves as `version`, on the main rank;
-    None on the others.
+    None on the others. With --use-fault-tolerance an engine that dies meanwhile is left out, and
+    its successor gets what the others got.
 
     Called by all ranks together. Raises EngineError when an engine refuses or, with
     --check-weight-update-equal, holds other bytes.
@@ -65,46 +72,79 @@ def publish_weights(
     if args.update_weight_transport == "disk":
         return publish_through_disk(args, model, shape, rollout_manager, version, fingerprint)
     engines = None
+    kept: list[Any] = []
     with contextlib.ExitStack() as stack:
         for bucket in spanned_items("gather_weights", iter_hf_weight_buckets(args, model, shape)):
             if not bucket:
                 continue
             if engines is None:
                 engines = stack.enter_context(
-                    _updating(args, rollout_manager, version, fingerprint)
+                    _updating(args, rollout_manager, version, fingerprint, kept)
                 )
             with span("hash_weights"):
                 fingerprint.add(bucket)
-            with span("send_weights", engines=len(engines)):
+            with span("send_weights", engines=len(engines.living)):
                 reference = actors.put({name: _as_numpy(tensor) for name, tensor in bucket})
-                _ask(args, engines, "update_weights", reference)
+                if args.use_fault_tolerance:
+                    kept.append(reference)
+                engines.ask("update_weights", reference)
     return fingerprint.value()
+
+
+@dataclasses.dataclass
+class _Engines:
+    """The engines of one update; `living` are those that have taken every step of it."""
+
+    args: argparse.Namespace
+    rollout_manager: ActorHandle
+    living: dict[int, Any]
+
+    def ask(self, method: str, *values: object) -> list[Any]:
+        """The answers of the living. Without --use-fault-tolerance a death raises SlimeError."""
+        answers = ask_engines(
+            self.living,
+            method,
+            *values,
+            what=f"weight update ({method})",
+            timeout_s=self.args.step_timeout,
+            outlives=self.args.use_fault_tolerance,
+        )
+        for rank in self.living.keys() - answers.keys():
+            reason = f"it died in a weight update ({method})"
+            ask_manager(self.args, self.rollout_manager.lose_engine, rank, reason)
+        self.living = {rank: self.living[rank] for rank in answers}
+        return list(answers.values())
 
 
 @contextlib.contextmanager
 def _updating(
-    args: argparse.Namespace, rollout_manager: ActorHandle, version: int, fingerprint: Fingerprint
-) -> Iterator[list[Any]]:
-    """The engines, paused and ready for buckets; at the end they apply the version and go on."""
-    engines, lock, *_ = ask_manager(args, rollout_manager.get_updatable_engines_and_lock)
+    args: argparse.Namespace,
+    rollout_manager: ActorHandle,
+    version: int,
+    fingerprint: Fingerprint,
+    kept: list[Any],
+) -> Iterator[_Engines]:
+    """The engines, paused and ready for buckets; at the end they apply the version and go on, and
+    the manager has the references in `kept`.
+    """
+    handles, lock, *_ = ask_manager(args, rollout_manager.get_updatable_engines_and_lock)
     with held(lock, timeout_s=args.step_timeout):
-        _ask(args, engines, "pause")
-        _ask(args, engines, "begin_weight_update", str(version))
+        living = dict(enumerate(handles))
+        if args.use_fault_tolerance:
+            # one that has been replaced before the lock was ours has another handle
+            living = ask_manager(args, rollout_manager.begin_weight_update)[0]
+        engines = _Engines(args, rollout_manager, living)
+        engines.ask("pause")
+        engines.ask("begin_weight_update", str(version))
         yield engines
         checksum = fingerprint.value() if args.check_weight_update_equal else None
-        _ask(args, engines, "end_weight_update", str(version), checksum)
-        _ask(args, engines, "resume")
+        received = engines.ask("end_weight_update", str(version), checksum)
+        engines.ask("resume")
+        if args.use_fault_tolerance:
+            whole = fingerprint.value() if fingerprint.is_whole else None
+            published = PublishedWeights(str(version), next(iter(received), whole), tuple(kept))
+            ask_manager(args, rollout_manager.keep_published, published)
         ask_manager(args, rollout_manager.clear_updatable_num_new_engines, version)
-
-
-def _ask(
-    args: argparse.Namespace, engines: Sequence[Any], method: str, *values: object
-) -> list[Any]:
-    refs = [getattr(engine, method).remote(*values) for engine in engines]
-    names = [f"engine {rank}" for rank in range(len(engines))]
-    return wait_for(
-        refs, what=f"weight update ({method})", timeout_s=args.step_timeout, names=names
-    )
 
 
 def _as_numpy(tensor: torch.Tensor) -> Any:
