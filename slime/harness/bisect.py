@@ -2,8 +2,8 @@
 
 Every commit that `git bisect` asks for is checked out in a temporary worktree, where `slime replay`
 of that commit runs the recording again: exit status 0 is good, 1 is bad, anything else (a commit
-without the command, one that does not start, a time-out) is skipped. The first bad commit is
-printed with the first difference that its replay found. Your own checkout, index and a bisection
+without the command, one that does not start or cannot replay the recording, a time-out) is skipped.
+The first bad commit is printed with the first difference that its replay found. Your own checkout, index and a bisection
 under way in it are not touched.
 
     slime bisect runs/rec --good v1.2 --bad HEAD --rollout 7 --stage rewards
@@ -40,6 +40,11 @@ _STATUS = {0: GOOD, 1: BAD}
 _FOUND = re.compile(r"^([0-9a-f]{40,64}) is the first bad commit", re.MULTILINE)
 _CANDIDATE = re.compile(r"^[0-9a-f]{40,64}$", re.MULTILINE)
 _SHOWN_LINES = 25
+# what `slime replay` prints of a stage that it compared; Python's own errors have status 1 as well
+_COMPARED = {
+    GOOD: re.compile(r"^rollout [0-9]+ \w+: identical", re.MULTILINE),
+    BAD: re.compile(r"^rollout [0-9]+ \w+: different: ", re.MULTILINE),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,10 +142,15 @@ def temporary_worktree(repository: Repository, commit: str) -> Iterator[Reposito
 
 
 class Bisection:
-    """Tries commits in a worktree, each once."""
+    """Tries commits in a worktree, each once. `replays`: the words are of `slime replay`, whose
+    status counts where its output says what it compared.
+    """
 
-    def __init__(self, worktree: Repository, words: Sequence[str], *, timeout_s: float) -> None:
+    def __init__(
+        self, worktree: Repository, words: Sequence[str], *, timeout_s: float, replays: bool
+    ) -> None:
         self.worktree, self.words, self.timeout_s = worktree, list(words), timeout_s
+        self.replays = replays
         self.trials: dict[str, Trial] = {}
 
     def try_commit(self, commit: str) -> Trial:
@@ -157,13 +167,15 @@ class Bisection:
         begun = time.monotonic()
         status, output = run_in(self.worktree.folder, self.words, timeout_s=self.timeout_s)
         note = ""
+        outcome = SKIP if status is None else _STATUS.get(status, SKIP)
+        if self.replays and outcome != SKIP and not _COMPARED[outcome].search(output):
+            outcome = SKIP
         if status is None:
             note = f"took more than {self.timeout_s:g} s"
-        elif status not in _STATUS:
+        elif outcome == SKIP:
             lines = [line for line in output.splitlines() if line.strip()]
             last = printable(lines[-1])[:160] if lines else "printed nothing"
             note = f"status {status}: {last}"
-        outcome = SKIP if status is None else _STATUS.get(status, SKIP)
         return Trial(commit, subject, outcome, time.monotonic() - begun, output, note)
 
     def find(self, good: str, bad: str) -> list[str]:
@@ -285,7 +297,12 @@ def bisect(options: argparse.Namespace) -> tuple[list[Commit], dict[str, Trial]]
             f"({bad[:12]}). Swap them, or give a common ancestor as --good."
         )
     with temporary_worktree(repository, bad) as worktree:
-        bisection = Bisection(worktree, words_of(options), timeout_s=options.timeout)
+        bisection = Bisection(
+            worktree,
+            words_of(options),
+            timeout_s=options.timeout,
+            replays=options.command is None,
+        )
         found = bisection.find(good, bad)
         return [repository.describe(commit) for commit in found], bisection.trials
 

@@ -176,7 +176,7 @@ def _check(
     reason: str | None = None
     try:
         (made,) = replay(rollout.recording, own, words, folder)
-        reason = made.skipped
+        reason = made.failed or made.lacks
     except Exception as error:  # noqa: BLE001 - the stage is what is tested, and may raise anything
         reason = f"{type(error).__name__}: {error}"
         result.fields.append(_failure(stage, reason))
@@ -187,8 +187,11 @@ def _check(
         result.name = name
         if tolerance is not None:
             allow_digests(result)
+    if made is not None and made.failed:
+        result.fields.append(_failure(stage, made.failed))
+        result.context = made.failed.splitlines()[-20:]
     missing = [name for name in expected or () if name not in parts]
-    if made is not None and missing:
+    if made is not None and missing and not made.failed:
         words_of = f"the stage makes no {' and no '.join(missing)}: {reason or 'no reason given'}"
         result.fields.append(_failure(stage, words_of))
     seconds = time.monotonic() - started

@@ -41,12 +41,11 @@ from slime.harness.replay.training import (
     first_weights,
 )
 from slime.recording import manifest
-from slime.recording.manifest import CRITIC_WEIGHTS_FOLDER, WEIGHTS_FOLDER
+from slime.recording.manifest import CRITIC_WEIGHTS_FOLDER, TRAINED_PARTS, WEIGHTS_FOLDER
 from slime.recording.reader import RecordedRollout, Recording
 from slime.recording.writer import PartWriter
 
 LEFT_OUT_PARTS = ("replies",)  # texts and addresses; no stage reads them
-TRAINED_PARTS = ("train", "steps", "weights", "critic_steps")
 # options that name a folder or a host: a golden run has its own, or needs none
 _MODEL_FOLDERS = frozenset(
     "hf_checkpoint load ref_load critic_load opd_teacher_load prompt_data save save_hf".split()
@@ -380,7 +379,7 @@ def remake(recording: Recording, *, timeout_s: float, stages: Sequence[str] = OR
                     tolerance=None,
                     timeout_s=timeout_s,
                 )
-                if one.made is None:
+                if one.made is None or one.made.failed:
                     raise RolloutDataError(
                         f"Rollout {rollout_id}: the stage {stage} could not be run: "
                         f"{one.result.fields[0].first and one.result.fields[0].first.b}"

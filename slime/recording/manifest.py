@@ -45,6 +45,7 @@ PARTS = {
     "weights": ("weights.json", TRAIN),
     "critic_steps": ("critic_steps.jsonl", CRITIC),
 }
+TRAINED_PARTS = tuple(name for name, (_, writer) in PARTS.items() if writer != ROLLOUT)
 SCHEMAS = dict.fromkeys(PARTS, 1)
 WEIGHTS_FOLDER, CRITIC_WEIGHTS_FOLDER = "weights", "critic_weights"
 TRASH = ".removed."  # begins the name of a rollout that is being removed

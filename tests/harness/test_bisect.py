@@ -155,6 +155,22 @@ def test_what_cannot_run_is_skipped(recorded_run, history, check, tmp_path, caps
     assert outcomes[commits[0]] == "good" and outcomes[commits[5]] == "bad"
 
 
+def test_a_commit_that_does_not_start_is_no_bad_one(recorded_run, history, capsys):
+    """Python ends with status 1 for a module that it cannot import, as a replay does for a
+    difference: what was compared tells the two apart."""
+    folder, commits = history
+    git(folder, "checkout", "-q", "--detach", commits[2])
+    cli_file = folder / "slime" / "cli.py"
+    cli_file.write_text("import slime.is_not_there\n")
+    git(folder, "commit", "-qam", "Does not start")
+    broken = git(folder, "rev-parse", "HEAD").strip()
+    git(folder, "checkout", "-q", "main")
+    ends = ["--good", commits[0], "--bad", broken, "--repository", str(folder)]
+    words = [str(recorded_run), *ends, "--rollout", "1", "--stage", "rewards"]
+    assert cli.main(["bisect", *words]) == 2
+    assert "is skip, so there is nothing to look for: status 1: " in capsys.readouterr().err
+
+
 def test_a_replay_that_hangs_is_skipped(recorded_run, history, tmp_path, capsys):
     """It is ended with its children after --timeout, and the end it was for is named."""
     mark = tmp_path / "pid"

@@ -3,6 +3,7 @@ recorded; what the options change is found in the stage that they change."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,10 +12,11 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from support import small_run
+from support import recordings, small_run
 
-from slime.exceptions import ConfigError, RolloutDataError, SlimeError
+from slime.exceptions import ConfigError, RolloutDataError
 from slime.harness.replay import command, stages
+from slime.recording.manifest import PARTS
 from slime.recording.reader import Recording
 
 NUM_GPUS = 0
@@ -65,7 +67,7 @@ def test_every_stage_gives_what_was_recorded(recorded, capsys):
     for rollout_id in (0, 1):
         for stage in stages.STAGES:
             assert f"rollout {rollout_id} {stage}" in text
-    assert "not replayed" not in text
+    assert "nothing to replay" not in text
 
 
 @pytest.mark.parametrize("stage, words, field", [
@@ -95,8 +97,8 @@ def test_a_training_starts_from_the_nearest_checkpoint(recorded, capsys, tmp_pat
     shutil.move(recorded / "save", tmp_path / "elsewhere")
     try:
         shutil.rmtree(copy / "rollout_000000")
-        with pytest.raises(ConfigError, match="--record-weights"):
-            command.main([str(copy), "--rollout", "1", "--stage", "train"])
+        assert command.main([str(copy), "--rollout", "1", "--stage", "train"]) == 2
+        assert "--record-weights" in capsys.readouterr().out
     finally:
         shutil.move(tmp_path / "elsewhere", recorded / "save")
 
@@ -109,16 +111,80 @@ def test_another_estimator_is_another_step(recorded, capsys):
     assert status == 1 and "rewards" in text and "grad_norm" in text
 
 
-def test_a_training_that_fails_says_how_its_output_ends(recorded):
+def test_a_training_that_fails_says_how_its_output_ends(recorded, capsys):
     """Options that cannot be are named by the run that gets them."""
-    with pytest.raises(SlimeError, match="--ref-load"):
-        replayed(recorded, "--rollout", "1", "--stage", "train", "--ref-load", "/nowhere/at/all")
+    words = ("--rollout", "1", "--stage", "train", "--ref-load", "/nowhere/at/all")
+    status, text = differing(recorded, capsys, *words)
+    assert status == 2 and "could not be replayed" in text and "--ref-load" in text
 
 
-def test_a_training_that_hangs_is_ended(recorded):
+def test_a_training_that_hangs_is_ended(recorded, capsys):
     """--timeout bounds it; the message names where its log is."""
-    with pytest.raises(SlimeError, match="did not end within 0 s .--timeout.*logs"):
-        replayed(recorded, "--rollout", "1", "--stage", "train", "--timeout", "0.2")
+    words = ("--rollout", "1", "--stage", "train", "--timeout", "0.2")
+    status, text = differing(recorded, capsys, *words)
+    assert status == 2
+    assert re.search("did not end within 0 s .--timeout.*logs", text)
+
+
+@pytest.mark.parametrize("stage, part", [
+    ("gate", "samples"), ("gate", "gate"), ("rewards", "samples"), ("rewards", "columns"),
+    ("columns", "columns"), ("schedule", "rollout"), ("metrics", "train"),
+])  # fmt: skip
+def test_a_stage_that_cannot_be_replayed_is_neither_equal_nor_different(
+    recorded, capsys, tmp_path, stage, part
+):
+    """Exit status 2 with the reason: a damaged part says nothing about the code."""
+    copy = recordings.copy_of(recorded / "rec", tmp_path / "rec")
+    path = copy / "rollout_000001" / PARTS[part][0]
+    path.write_bytes(path.read_bytes()[:-9])
+    status = command.main([str(copy), "--rollout", "1", "--stage", stage, "--rescore"])
+    text = capsys.readouterr().out
+    assert status == 2 and f"rollout 1 {stage}: could not be replayed: " in text, text
+
+
+def test_whatever_a_stage_raises_is_named_and_ends_no_other(recorded, capsys, tmp_path):
+    """An error of the code under test is status 2 with its place, not Python's status 1, which
+    says that something differs; a difference that is found as well is certain."""
+    copy = recordings.copy_of(recorded / "rec", tmp_path / "rec")
+    recordings.edit_json(copy, "gate", lambda record: record["state"].update(level="none"))
+    words = [str(copy), "--rollout", "1"]
+    assert command.main([*words, "--stage", "gate"]) == 2
+    assert "ValueError: 'none' is not a valid Level" in capsys.readouterr().out
+    assert command.main(words) == 2
+    assert "rollout 1 schedule: identical" in capsys.readouterr().out
+    assert command.main([*words, "--global-batch-size", "8"]) == 1
+    assert "rollout 1 gate: could not be replayed" in capsys.readouterr().out
+
+
+def test_a_stage_that_the_rollout_lacks_is_no_success_where_it_was_asked_for(
+    recorded, capsys, tmp_path
+):
+    """A run that was killed before it trained: what there is replays, what is named and missing is
+    status 2."""
+    copy = recordings.copy_of(recorded / "rec", tmp_path / "rec")
+    (copy / "rollout_000001" / "manifest.train.json").unlink()
+    words = [str(copy), "--rollout", "1"]
+    assert command.main(words) == 0
+    assert command.main([*words, "--stage", "train"]) == 2
+    assert "train: there is nothing to replay: the recording holds no" in capsys.readouterr().out
+    (copy / "rollout_000001" / "manifest.rollout.json").unlink()
+    shutil.copy(
+        recorded / "rec" / "rollout_000001" / "manifest.train.json", copy / "rollout_000001"
+    )
+    assert command.main(words) == 2
+    assert capsys.readouterr().out.count("there is nothing to replay") == 5
+
+
+def test_a_training_that_makes_less_than_was_recorded_is_not_equal(recorded, monkeypatch, capsys):
+    """What the repetition did not record, for a full disk, is named; what it did is compared."""
+    again = Recording(recorded / "rec")
+    half = again.rollout(1)
+    del half.manifests["train"].parts["weights"]
+    monkeypatch.setattr(again, "rollout", lambda number: half)
+    monkeypatch.setattr(command, "replay_training", lambda *args, **options: again)
+    status, text = differing(recorded, capsys, "--rollout", "1", "--stage", "train")
+    assert status == 2 and "could not be replayed: the training made no weights" in text
+    assert "rollout 1 train: identical" in text
 
 
 def test_what_is_asked_for_must_be_there(recorded, tmp_path):

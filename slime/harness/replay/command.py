@@ -6,7 +6,8 @@
     slime replay DIR --rollout 7 --stage train --advantage-estimator rloo --context-parallel-size 2
 
 Further options are those of `slime train` and replace the recorded ones. Exit status 0: all equal,
-1: something differs, 2: a stage could not be run.
+1: something differs, 2: nothing differs, but a stage could not be replayed. A stage that a rollout
+lacks (nobody trained it, say) counts where --stage names it, or where nothing else was replayed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import shutil
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,24 +36,27 @@ from slime.harness.replay.options import given_options, replayed_options, tokeni
 from slime.harness.replay.stages import RUN, STAGES, Skipped, StageInput
 from slime.harness.replay.training import TIMEOUT_S, TRAIN_STAGE, replay_training
 from slime.recording import manifest
+from slime.recording.manifest import TRAINED_PARTS
 from slime.recording.reader import RecordedRollout, Recording
 from slime.recording.writer import PartWriter
 
+EQUAL, DIFFERS, NOT_REPLAYED = 0, 1, 2
 # metrics of the age of weights, which only a run that publishes weights to engines knows
 OF_PUBLISHING = ("rollout/staleness/", "rollout/logprob_abs_diff/weights/")
 
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """One stage of one rollout: `parts` were made again below `folder`; `skipped`: why others, or
-    all, were not.
+    """One stage of one rollout: `parts` were made again below `folder`. `lacks`: why others, or all,
+    are not there to make again; `failed`: why the stage could not be run.
     """
 
     rollout: RecordedRollout
     stage: str
     folder: Path
     parts: tuple[str, ...] = ()
-    skipped: str | None = None
+    lacks: str | None = None
+    failed: str | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,10 +81,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         tolerance = Tolerance(own.rtol or 0.0, own.atol or 0.0)
     recording = Recording(own.recording)
     with output_folder(own.out, recording) as folder:
-        status = 0
-        for done in replay(recording, own, words, folder):
-            status = max(status, report(done, tolerance))
-    return status
+        found = [report(done, tolerance) for done in replay(recording, own, words, folder)]
+    return exit_status(found, named=bool(own.stage))
+
+
+def exit_status(found: Sequence[int | None], *, named: bool) -> int:
+    """The status of a replay, from those of its stages, where None is of a stage that the rollout
+    lacks. `named`: whether --stage asked for the stages. A difference is certain whatever else
+    could not be replayed.
+    """
+    if DIFFERS in found:
+        return DIFFERS
+    lacks = None in found and (named or EQUAL not in found)
+    return NOT_REPLAYED if lacks or NOT_REPLAYED in found else EQUAL
 
 
 @contextlib.contextmanager
@@ -119,18 +133,66 @@ def replay(
             if stage == TRAIN_STAGE:
                 place = folder / stage / f"rollout_{rollout_id:06d}"
                 place.mkdir(parents=True)
-                made = replay_training(
+                yield replay_train_stage(
                     recording, rollout, words, folder=place, timeout_s=own.timeout
-                )
-                parts = ("columns", "schedule", "train", "steps", "weights")
-                found = made.rollout(rollout_id)
-                yield Replayed(
-                    rollout, stage, found.folder, tuple(name for name in parts if name in found)
                 )
             else:
                 # each stage reads its own samples and options: a user's function may write to them
                 given = input_of(recording, rollout, options(), rescore=own.rescore)
                 yield replay_stage(given, stage, folder / stage)
+
+
+@dataclasses.dataclass
+class Reasons:
+    """Why parts of a stage were not made again."""
+
+    lacks: list[str] = dataclasses.field(default_factory=list)
+    failed: list[str] = dataclasses.field(default_factory=list)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keeps what is raised inside: the code under test may raise anything."""
+        try:
+            yield
+        except Skipped as reason:
+            self.lacks.append(str(reason))
+        except Exception as error:  # noqa: BLE001 - printed, and the exit status is of it
+            self.failed.append(_words_of(error))
+
+    def as_fields(self) -> dict[str, str | None]:
+        return {name: "; ".join(getattr(self, name)) or None for name in ("lacks", "failed")}
+
+
+def _words_of(error: Exception) -> str:
+    if isinstance(error, SlimeError):
+        return str(error)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+
+
+def replay_train_stage(
+    recording: Recording,
+    rollout: RecordedRollout,
+    words: Sequence[str],
+    *,
+    folder: Path,
+    timeout_s: float,
+) -> Replayed:
+    """Trains the rollout again. Every part that its training recorded must be made again."""
+    reasons = Reasons()
+    made: RecordedRollout | None = None
+    parts: list[str] = []
+    with reasons.kept():
+        if not any(name in rollout for name in TRAINED_PARTS):
+            raise Skipped("the recording holds no training of it")
+        again = replay_training(recording, rollout, words, folder=folder, timeout_s=timeout_s)
+        made = again.rollout(rollout.rollout_id)
+        parts = [name for name in ("columns", "schedule", *TRAINED_PARTS) if name in rollout]
+        if missing := [name for name in parts if name not in made]:
+            parts = [name for name in parts if name in made]
+            raise SlimeError(f"the training made no {' and no '.join(missing)}")
+    place = folder if made is None else made.folder
+    return Replayed(rollout, TRAIN_STAGE, place, tuple(parts), **reasons.as_fields())
 
 
 def input_of(
@@ -152,19 +214,18 @@ def replay_stage(stage: StageInput, name: str, folder: Path) -> Replayed:
         for name in (manifest.ROLLOUT, manifest.TRAIN)
     }
     target = manifest.rollout_folder(folder, stage.rollout.rollout_id)
-    reasons = []
+    reasons = Reasons()
+    for one in writers.values():
+        one.begin(stage.rollout.rollout_id)
     for writer, run in RUN[name]:
-        try:
-            writers[writer].begin(stage.rollout.rollout_id)
+        with reasons.kept():
             run(stage, writers[writer])
-        except (Skipped, RolloutDataError) as error:
-            reasons.append(str(error))
     for one in writers.values():
         one.close()
         if one.failed:
-            raise SlimeError(f"what was made again could not be written below {folder}")
+            reasons.failed.append(f"what was made again could not be written below {folder}")
     parts = tuple(RecordedRollout(target).parts) if any(target.glob("*.json")) else ()
-    return Replayed(stage.rollout, name, target, parts, "; ".join(reasons) or None)
+    return Replayed(stage.rollout, name, target, parts, **reasons.as_fields())
 
 
 def compared(done: Replayed, tolerance: Tolerance | None = None) -> Report:
@@ -198,13 +259,27 @@ def layout_of(rollout: RecordedRollout) -> Any:
     return rollout.json("rollout").get("parallel") if "rollout" in rollout else None
 
 
-def report(done: Replayed, tolerance: Tolerance | None) -> int:
-    """Prints what came out and returns the stage's exit status."""
+def report(done: Replayed, tolerance: Tolerance | None) -> int | None:
+    """Prints what came out and returns the stage's exit status; None where the rollout lacks it."""
     head = f"rollout {done.rollout.rollout_id} {done.stage}:"
-    if not done.parts:
-        print(f"{head} not replayed: {done.skipped or 'there is nothing to make again'}")
-        return 0
-    found = compared(done, tolerance)
-    first, *rest = describe(found)
-    print(f"{head} {first}", *rest, sep="\n  ")
-    return 0 if found.identical else 1
+    found = None
+    failed = done.failed
+    if done.parts:
+        try:
+            found = compared(done, tolerance)
+        except RolloutDataError as error:  # a recorded part that is damaged
+            failed = failed or str(error)
+    if found is not None:
+        first, *rest = describe(found)
+        rest += [f"note: {done.lacks}"] if done.lacks else []
+        print(f"{head} {first}", *rest, sep="\n  ")
+    if failed is not None:
+        print(f"{head} could not be replayed: {failed}")
+    if found is not None and not found.identical:
+        return DIFFERS
+    if failed is not None:
+        return NOT_REPLAYED
+    if found is None:
+        print(f"{head} there is nothing to replay: {done.lacks}")
+        return None
+    return EQUAL

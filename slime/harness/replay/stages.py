@@ -67,6 +67,14 @@ class StageInput:
     tokenizer_folder: Path | None = None
     rescore: bool = False
 
+    def need(self, *names: str) -> None:
+        """`Skipped` where the recording lists no such part: nothing could be compared."""
+        if missing := [name for name in names if name not in self.rollout]:
+            raise Skipped(
+                f"the recording has no {' and no '.join(missing)} of it: the run ended before, or "
+                "makes none"
+            )
+
     @functools.cached_property
     def samples(self) -> JudgedSamples:
         return self.rollout.judged_samples()
@@ -74,6 +82,7 @@ class StageInput:
     @functools.cached_property
     def parallel(self) -> dict[str, int]:
         """How the trainers were laid out."""
+        self.need("rollout")
         found = self.rollout.json("rollout").get("parallel")
         if not found:
             raise Skipped("the run had no trainers")
@@ -123,6 +132,7 @@ def _loaded(path: str | None) -> Any:
 
 def replay_gate(stage: StageInput, writer: PartWriter) -> None:
     """The verdicts on the recorded batch."""
+    stage.need("samples", "gate")
     samples = stage.samples
     # what the gate leaves as it is is the same object, as in a run: a NaN differs from its copy
     batch = copy.deepcopy(samples.batch)
@@ -157,23 +167,31 @@ def gate_config(stage: StageInput) -> GateConfig:
 # --- rewards --------------------------------------------------------------------------------------
 
 
-def replay_rewards(stage: StageInput, writer: PartWriter) -> None:
-    """Each response scored again, and the normalized rewards of the recorded scores."""
+def replay_scores(stage: StageInput, writer: PartWriter) -> None:
+    """Each response scored again."""
+    stage.need("samples")
+    samples = stage.samples
+    if not stage.rescore and not _scores_by_itself(stage.args):
+        raise Skipped("scores of a reward function of yours are made again with --rescore")
+    scored = asyncio.run(_scored_again(stage))
+    table = stage.rollout.table("samples")
+    rows = [*scored, *samples.samples[samples.num_batch :]]
+    fresh = sample_table(rows)
+    for name in ("reward", "rest"):  # `rest` holds the verdict
+        place = table.column_names.index(name)
+        table = table.set_column(place, table.field(place), fresh[name])
+    writer.add("samples", table_part(table))
+
+
+def replay_baselines(stage: StageInput, writer: PartWriter) -> None:
+    """The normalized rewards of the recorded scores."""
+    stage.need("samples", "columns")
     samples, args = stage.samples, stage.args
-    if stage.rescore or _scores_by_itself(args):
-        scored = asyncio.run(_scored_again(stage))
-        table = stage.rollout.table("samples")
-        rows = [*scored, *samples.samples[samples.num_batch :]]
-        fresh = sample_table(rows)
-        for name in ("reward", "rest"):  # `rest` holds the verdict
-            place = table.column_names.index(name)
-            table = table.set_column(place, table.field(place), fresh[name])
-        writer.add("samples", table_part(table))
-    if args.custom_convert_samples_to_train_data_path or "columns" not in stage.rollout:
-        return
+    if args.custom_convert_samples_to_train_data_path:
+        raise Skipped("a converter of yours makes rewards with its columns: see the stage columns")
     batch, sources = stage.rollout.columns()
     if sources.tolist() != samples.kept:
-        return
+        raise Skipped("the columns are not of the samples that the gate handed on")
     manager = ReplayManager(args, stage.parallel)
     _, normalized = manager._post_process_rewards([samples.judged(row) for row in samples.kept])
     values = np.array(normalized, dtype=np.float64)
@@ -238,6 +256,7 @@ def _is_score(reward: Any) -> bool:
 
 def replay_columns(stage: StageInput, writer: PartWriter) -> None:
     """The whole batch, from the samples that the gate handed on and their recorded rewards."""
+    stage.need("samples", "columns")
     samples, args = stage.samples, stage.args
     recorded, sources = stage.rollout.columns()
     manager = ReplayManager(args, stage.parallel)
@@ -269,6 +288,7 @@ def _marks(samples: JudgedSamples) -> list[Any]:
 
 def replay_schedule(stage: StageInput, writer: PartWriter) -> None:
     """Who trains what, from the recorded columns."""
+    stage.need("columns", "schedule")
     batch, sources = stage.rollout.columns()
     config = SplitConfig.from_args(stage.args, stage.parallel)
     _, plan = plan_split(batch, config)
@@ -287,6 +307,7 @@ def _columns_table(
 
 def replay_metrics(stage: StageInput, writer: PartWriter) -> None:
     """What was logged of the rollout, from the recorded samples, columns and trained fields."""
+    stage.need("samples", "gate", "rollout")
     record = stage.rollout.json("rollout")
     fresh = {**_gate_side(stage), **_rollout_side(stage, record), **_split_side(stage)}
     records = [
@@ -298,8 +319,7 @@ def replay_metrics(stage: StageInput, writer: PartWriter) -> None:
 
 def replay_train_metrics(stage: StageInput, writer: PartWriter) -> None:
     """What the training ranks logged of the rollout batch, from what training computed."""
-    if "train" not in stage.rollout or "steps" not in stage.rollout:
-        raise Skipped("the rollout was not trained")
+    stage.need("columns", "train", "steps")
     fresh = dict_add_prefix(_train_side(stage), "rollout/")
     records = [
         {**one, "metrics": _with_fresh(one["metrics"], fresh)}
@@ -373,7 +393,7 @@ def add_trained_fields(local: RolloutBatch, dump: TrainDump) -> None:
 # by stage: who wrote the parts in a run, and what makes them again
 RUN: dict[str, tuple[tuple[str, Callable[[StageInput, PartWriter], None]], ...]] = {
     "gate": ((ROLLOUT, replay_gate),),
-    "rewards": ((ROLLOUT, replay_rewards),),
+    "rewards": ((ROLLOUT, replay_scores), (ROLLOUT, replay_baselines)),
     "columns": ((ROLLOUT, replay_columns),),
     "schedule": ((ROLLOUT, replay_schedule),),
     "metrics": ((ROLLOUT, replay_metrics), (TRAIN, replay_train_metrics)),
