@@ -5,11 +5,13 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
+T = TypeVar("T")
 _GLOO_GROUP: dist.ProcessGroup | None = None
 
 
@@ -151,6 +153,29 @@ def distributed_masked_whiten(
     scale = torch.rsqrt(variance + epsilon)
     shifted = values.to(torch.float64) - (mean if shift_mean else 0.0)
     return (shifted * scale).to(values.dtype)
+
+
+class Attempts:
+    """One rank's steps between collectives. The first failure is kept, steps after it do not run,
+    and the rank takes part in every collective all the same.
+    """
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+
+    def __call__(self, step: Callable[[], T], otherwise: T) -> T:
+        """What the step returns, or `otherwise`."""
+        if self.failure is None:
+            try:
+                return step()
+            except Exception as error:  # noqa: BLE001 - the other ranks wait, whatever it is
+                self.failure = error
+        return otherwise
+
+    @property
+    def words(self) -> str:
+        """The failure, for other ranks; "" without one."""
+        return f"{type(self.failure).__name__}: {self.failure}" if self.failure else ""
 
 
 def gather_to_source(

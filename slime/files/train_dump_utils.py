@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from slime.accelerator.process_groups import gather_to_source
+from slime.accelerator.process_groups import Attempts, gather_to_source
 from slime.data.batch import RolloutBatch, Stage
 from slime.data.context_parallel import plan_response_layout
 from slime.data.fields import CONTRACT, Extent, Origin, Scope
@@ -277,9 +277,20 @@ class DumpAssembly:
         self._order = np.zeros(0, dtype=np.int64)
 
     def begin(
+        self, sent: Sequence[Outline | str], header: Mapping[str, Any], left_out: Mapping[str, str]
+    ) -> None:
+        """Opens the file, where every rank sent its outline and none what failed on it."""
+        try:
+            outlines = [one for one in sent if isinstance(one, Outline)]
+            if failures := [one for one in sent if isinstance(one, str)]:
+                raise RolloutDataError("; ".join(failures))
+            self._open(outlines, header, left_out)
+        except Exception as error:  # noqa: BLE001 - kept for finish, whatever it is
+            self._failure = error
+
+    def _open(
         self, outlines: list[Outline], header: Mapping[str, Any], left_out: Mapping[str, str]
     ) -> None:
-        """Opens the file."""
         left_out = dict(left_out)
         for outline in outlines:
             left_out.update(outline.problems)
@@ -295,27 +306,23 @@ class DumpAssembly:
         }
         if left_out:
             logger.warning("train dump %s: left out %s", self.path, left_out)
-        try:
-            positions = np.concatenate(
-                [np.asarray(shard["partition"], dtype=np.int64) for shard in self._shards.values()]
+        positions = np.concatenate(
+            [np.asarray(shard["partition"], dtype=np.int64) for shard in self._shards.values()]
+        )
+        if len(np.unique(positions)) != len(positions):
+            raise RolloutDataError(
+                "Two data-parallel ranks trained samples with the same position in the whole batch."
             )
-            if len(np.unique(positions)) != len(positions):
-                raise RolloutDataError(
-                    "Two data-parallel ranks trained samples with the same position in the whole "
-                    "batch."
-                )
-            self._order = np.argsort(positions, kind="stable")
-            header = {
-                **header,
-                "num_samples": len(positions),
-                "num_whole": self.batch.num_whole,
-                "dp_shards": list(self._shards.values()),
-                "fields": self.kinds,
-                "left_out": left_out,
-            }
-            self._writer = self._open_writer(self.path, header, self._tensors())
-        except (OSError, RolloutDataError) as error:
-            self._failure = error
+        self._order = np.argsort(positions, kind="stable")
+        header = {
+            **header,
+            "num_samples": len(positions),
+            "num_whole": self.batch.num_whole,
+            "dp_shards": list(self._shards.values()),
+            "fields": self.kinds,
+            "left_out": left_out,
+        }
+        self._writer = self._open_writer(self.path, header, self._tensors())
 
     def _tensors(self) -> list[TensorOutline]:
         result = []
@@ -339,7 +346,7 @@ class DumpAssembly:
                 self._writer.write(
                     f"{name}.offsets", np.concatenate(([0], np.cumsum(rows.lengths)))
                 )
-        except (OSError, RolloutDataError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - kept for finish, whatever it is
             self._failure = error
 
     def _merge(self, name: str, parts: list[RankRows | None]) -> RankRows:
@@ -366,10 +373,11 @@ class DumpAssembly:
                 per_dp_rank.append(sent[0])
         return in_batch_order(per_dp_rank, self._order)
 
-    def finish(self) -> Path | None:
-        """Gives the file its name; None, said in the log, where the disk failed. Raises
-        `RolloutDataError` where ranks did not fit together.
+    def finish(self, failure: Exception | None) -> Path | None:
+        """Gives the file its name, where `failure` is None and nothing failed here; None, said in
+        the log, where the disk failed. Raises `RolloutDataError` where ranks did not fit together.
         """
+        self._failure = self._failure or failure
         try:
             if self._writer is not None and self._failure is None:
                 return self._writer.commit()
@@ -447,16 +455,18 @@ def write_train_dump(
 
     `at_once` gathers all fields in one step, for a writer that keeps them in memory anyway.
     `share(value)` returns every rank's value on all of them. Both are called equally often on each
-    rank, whatever happens. `header` has "rollout_id" and "rank". A failing disk is logged
+    rank, whatever fails on any; the failure is raised after the last one, where it happened and
+    on the rank that writes. `header` has "rollout_id" and "rank". A failing disk is logged
     and leaves no file; data that do not fit raise `RolloutDataError`.
     """
-    batch = (
-        rollout_data
-        if isinstance(rollout_data, RolloutBatch)
-        else RolloutBatch(rollout_data, stage=Stage.LOCAL)
-    )
-    kinds, left_out = field_kinds(batch)
-    for other_kinds, other_left_out in share((kinds, left_out)):
+    attempt = Attempts()
+    nothing = RolloutBatch({}, stage=Stage.LOCAL)
+    batch = attempt(lambda: _as_batch(rollout_data), nothing)
+    kinds, left_out = attempt(lambda: field_kinds(batch), field_kinds(nothing))
+    shared = share((kinds, left_out, attempt.words))
+    if failures := [words for _, _, words in shared if words]:
+        raise RolloutDataError(f"train dump {path}: {'; '.join(failures)}") from attempt.failure
+    for other_kinds, other_left_out, _ in shared:
         left_out.update(other_left_out)
         # one rank with a None among its numbers makes the field JSON on all
         kinds.update(
@@ -467,23 +477,39 @@ def write_train_dump(
             }
         )
     kinds = {name: kinds[name] for name in sorted(kinds) if name not in left_out}
-    outline = outline_of(batch, kinds, place)
-    outlines = gather(outline)
+    outline = attempt(lambda: outline_of(batch, kinds, place), Outline(place, {}, {}, {}))
+    outlines = gather(attempt.words or outline)
     assembly = None
     if outlines is not None:
         assembly = DumpAssembly(path, batch, kinds, open_writer or writer_for(path))
         assembly.begin(outlines, header, left_out)
-    rows_of = {name: functools.partial(rank_rows, batch, name, kinds[name]) for name in kinds}
-    own = {name: rows_of[name]() for name in kinds if name in outline.sizes} if at_once else {}
+    rows_of = {
+        name: functools.partial(rank_rows, batch, name, kinds[name])
+        for name in kinds
+        if name in outline.sizes
+    }
+    own: dict[str, RankRows] = {}
+    if at_once:
+        own = attempt(lambda: {name: rows() for name, rows in rows_of.items()}, {})
     everyone = gather(own) if at_once else None
     for name in kinds:
         if at_once:
             parts = None if everyone is None else [one.get(name) for one in everyone]
         else:
-            parts = gather(rows_of[name]() if name in outline.sizes else None)
+            parts = gather(attempt(rows_of[name], None) if name in rows_of else None)
         if assembly is not None and parts is not None:
             assembly.add(name, parts)
-    return None if assembly is None else assembly.finish()
+    if assembly is not None:
+        return assembly.finish(attempt.failure)
+    if attempt.failure is not None:
+        raise attempt.failure
+    return None
+
+
+def _as_batch(rollout_data: Mapping[str, Any]) -> RolloutBatch:
+    if isinstance(rollout_data, RolloutBatch):
+        return rollout_data
+    return RolloutBatch(rollout_data, stage=Stage.LOCAL)
 
 
 def save_debug_train_data(

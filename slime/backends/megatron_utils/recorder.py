@@ -9,14 +9,14 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from slime.accelerator.process_groups import get_gloo_group
+from slime.backends.megatron_utils.agreement import RanksFailed, agreed, gathered
 from slime.backends.megatron_utils.initialize import is_megatron_main_rank
-from slime.exceptions import RolloutDataError, SlimeError
+from slime.exceptions import SlimeError
 from slime.files.jsonl import encode as encode_record
 from slime.files.train_dump_utils import gather_train_data
 from slime.files.train_record import TensorOutline
@@ -32,13 +32,15 @@ from slime.recording.writer import FAILURES, PartWriter, lines_part, table_part,
 from slime.tracking.spans import spanned
 from slime.tracking.tracking import collected_metrics
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _DIGEST_ROWS = 1 << 22  # numbers that are widened at a time
 
 
 class TrainRecorder:
-    """One rank's share of the recording. Every rank takes part in what is collective; the main rank
-    writes.
+    """One rank's share of the recording. The main rank writes. Every rank takes part in what is
+    collective, whatever failed on it: the failure is kept until the next exchange between all
+    ranks, which ends the recording on all of them at the same place.
     """
 
     def __init__(self, args: argparse.Namespace, role: str) -> None:
@@ -49,6 +51,8 @@ class TrainRecorder:
         if is_megatron_main_rank():
             self._writer = writer_of(args, TRAIN if self._is_policy else CRITIC)
         self._digests: list[dict[str, str]] | None = None  # after the last recorded rollout
+        self._failure: Exception | None = None  # of this rank, not yet known to the others
+        self._has_ended = False  # the same on all ranks
 
     @contextlib.contextmanager
     def rollout(
@@ -60,7 +64,7 @@ class TrainRecorder:
         """Records the rollout that is trained inside. `save(folder)` writes a checkpoint there,
         called by all ranks.
         """
-        if rollout_id % self.every:
+        if rollout_id % self.every or self._has_ended:
             self._digests = None
             yield
             return
@@ -68,14 +72,14 @@ class TrainRecorder:
             self._writer.begin(rollout_id)
         before: list[dict[str, str]] = []
         if self._is_policy:
-            before = self._digests or all_digests(model)
-        if self.with_weights:
+            before = self._digests or self._from_all(lambda: digests_of(_named(model)))
+        if self.with_weights and not self._has_ended:
             self._save_weights(rollout_id, save)
         with collected_metrics() as metrics:
             yield
         after: list[dict[str, str]] = []
-        if self._is_policy:
-            self._digests = after = all_digests(model)
+        if self._is_policy and not self._has_ended:
+            self._digests = after = self._from_all(lambda: digests_of(_named(model)))
         if self._writer is not None:
             self._finish(metrics, before, after)
 
@@ -84,8 +88,14 @@ class TrainRecorder:
         """Gathers what training computed per token and sample, and queues it. Called by all ranks
         of the policy, inside `rollout`.
         """
-        if rollout_id % self.every:
+        if rollout_id % self.every or self._has_ended:
             return
+        try:
+            self._gather_fields(rollout_id, rollout_data)
+        except FAILURES as error:
+            self._failure = error
+
+    def _gather_fields(self, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
         collectors: list[TensorCollector] = []
 
         def collect(
@@ -94,14 +104,9 @@ class TrainRecorder:
             collectors.append(TensorCollector(path, header, outlines))
             return collectors[-1]
 
-        try:
-            gather_train_data(
-                lambda rank: self.root, rollout_data, rollout_id=rollout_id, open_writer=collect
-            )
-        except RolloutDataError as error:
-            if self._writer is not None:
-                self._writer.stop(error)
-            return
+        gather_train_data(
+            lambda rank: self.root, rollout_data, rollout_id=rollout_id, open_writer=collect
+        )
         if self._writer is None or not collectors:
             return
         collector = collectors[0]
@@ -120,11 +125,31 @@ class TrainRecorder:
         if self._writer is not None:
             self._writer.close(timeout_s)
 
+    def _from_all(self, action: Callable[[], T]) -> list[T]:
+        """Every rank's result, by rank. Where it, or anything since the exchange before, failed on
+        some rank, the recording ends on all of them, with a warning of the main rank, and the
+        result is [].
+        """
+
+        def attempt() -> T:
+            if self._failure is not None:
+                raise self._failure
+            return action()
+
+        try:
+            return gathered(attempt)
+        except RanksFailed as error:
+            self._has_ended = True
+            if self._writer is not None:
+                self._writer.stop(error)
+            return []
+
     def _save_weights(self, rollout_id: int, save: Callable[[str], Any]) -> None:
         """All ranks see the same outcome of a checkpoint."""
+        name = WEIGHTS_FOLDER if self._is_policy else CRITIC_WEIGHTS_FOLDER
+        folder = str(rollout_folder(self.root, rollout_id) / name)
         try:
-            name = WEIGHTS_FOLDER if self._is_policy else CRITIC_WEIGHTS_FOLDER
-            save(str(rollout_folder(self.root, rollout_id) / name))
+            agreed(lambda: save(folder))
         except SlimeError as error:
             self.with_weights = False
             if self._writer is not None:
@@ -153,16 +178,13 @@ class TrainRecorder:
         self._writer.finish(world_size=dist.get_world_size())
 
 
-def all_digests(model: Sequence[torch.nn.Module]) -> list[dict[str, str]]:
-    """`digests_of` every rank's parameters, by rank. Called by all ranks together."""
-    named = {
+def _named(model: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """This rank's parameters by name."""
+    return {
         (f"{chunk}." if len(model) > 1 else "") + name: parameter
         for chunk, module in enumerate(model)
         for name, parameter in module.named_parameters()
     }
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, digests_of(named), group=get_gloo_group())
-    return values
 
 
 def digests_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
