@@ -34,8 +34,9 @@ from slime.config.derive import (
 )
 from slime.config.resume import nothing_left
 from slime.config.rules.rollout import SUPERVISED
+from slime.config.secrets import without_secrets
 from slime.config.specs import all_specs
-from slime.config.yaml_file import mask_urls, write_resolved_config
+from slime.config.yaml_file import write_resolved_config
 from slime.exceptions import ConfigError, SlimeError
 from slime.models.shape import read_model_shape
 from slime.preflight.functions import format_hooks
@@ -73,7 +74,7 @@ def format_options(args: argparse.Namespace) -> list[str]:
         value = getattr(args, spec.name)
         if value == spec.default:
             continue
-        shown = "(a secret)" if spec.is_secret else mask_urls(value)
+        shown = "(a secret)" if spec.is_secret else without_secrets(value)
         lines.append(f"{spec.name:38} {shown!s:40} {args.given_options.get(spec.name, 'derived')}")
     return lines
 
@@ -426,7 +427,7 @@ def _probe_reward(
         )
         return True
     if (args.rm_type or "").endswith("remote_rm"):
-        _section("Reward", [f"- not tried: it is a server ({mask_urls(args.rm_url)})"])
+        _section("Reward", [f"- not tried: it is a server ({without_secrets(args.rm_url)})"])
         return True
     samples = [sample for _, sample in rows]
     sample = next((sample for sample in samples if sample.label is not None), samples[0])

@@ -217,6 +217,7 @@ def parse_command_line(
     if control["--config"]:
         file = read_option_file(control["--config"], specs_by_name(), plugin_names=plugin)
         problems += file.problems
+        problems += [text for name, text in file.masked.items() if name not in flag_values]
         warnings += file.warnings
         values.update(file.known)
         sources.update(dict.fromkeys(file.known, control["--config"]))
@@ -230,7 +231,7 @@ def parse_command_line(
     values.update({**plugin, **file_other})
     if values.get("custom_config_path"):
         file = read_option_file(values["custom_config_path"], specs_by_name(), strict=False)
-        problems += file.problems
+        problems += [*file.problems, *file.masked.values()]
         warnings += file.warnings
         values.update({**file.known, **file.other})
         sources.update(dict.fromkeys([*file.known, *file.other], values["custom_config_path"]))

@@ -24,6 +24,7 @@ from slime.config.list_text import convert_list_text, is_list_text
 from slime.config.option import OptionSpec, flag_of
 from slime.config.ranges import range_problem
 from slime.config.regular_files import read_regular
+from slime.config.secrets import SECRET, is_masked, without_secrets
 from slime.config.specs import all_specs, convert_text, nearest_names, require_choice, specs_by_name
 from slime.config.synonyms import synonym_hint
 from slime.exceptions import ConfigError
@@ -34,19 +35,20 @@ if TYPE_CHECKING:
 
 DERIVED = "derived"
 NULL_WORDS = ("", "~", "null", "Null", "NULL")
-URL_PASSWORD = re.compile(r"(\w+://)([^/\s:@]+):([^/\s@]+)@")
 
 
 @dataclasses.dataclass(frozen=True)
 class FileValues:
     """What a YAML file says: known options by name, other keys by name, every problem found, each
     with file and line, and the keys that are accepted without effect, each with the reason.
+    `masked`: by name the problem of a value in which a key or password is missing.
     """
 
     known: dict[str, Any]
     other: dict[str, Any]
     problems: list[str]
     warnings: list[str] = dataclasses.field(default_factory=list)
+    masked: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def read_option_file(
@@ -118,6 +120,12 @@ def read_option_file(
                 )
         except ValueError as error:
             found.problems.append(f"{path}:{line}: {key}: {error}")
+            continue
+        if is_masked(found.known.get(name, found.other.get(name))):
+            found.masked[name] = (
+                f"{path}:{line}: {key} has {SECRET} in place of a key or password, which is never "
+                f"written down. Give the whole value with {flag_of(name)}."
+            )
     return found
 
 
@@ -221,8 +229,8 @@ def format_resolved(args: argparse.Namespace, specs: Iterable[OptionSpec]) -> st
     """Returns the options of `args` as YAML under one comment per group. Read back with --config it
     gives the same options.
 
-    Secrets (API keys, passwords, also inside URLs) are replaced: a comment says that a value was
-    there.
+    Of an option that is a secret a comment says that a value was there. Keys and passwords inside
+    of other values (URLs, environments) are replaced; such a value is refused when it is read.
     """
     specs = list(specs)
     values = resolved_values(args, specs)
@@ -244,7 +252,7 @@ def format_resolved(args: argparse.Namespace, specs: Iterable[OptionSpec]) -> st
         if spec.is_secret and value:
             lines.append(f"# {spec.name}: (a secret, not written)")
         else:
-            lines.append(format_entry(spec, mask_urls(value)))
+            lines.append(format_entry(spec, without_secrets(value)))
     derived = derived_values(args, specs)
     if derived:
         lines += [
@@ -253,24 +261,11 @@ def format_resolved(args: argparse.Namespace, specs: Iterable[OptionSpec]) -> st
             f"{DERIVED}:",
         ]
         lines += [
-            f"  {format_entry(spec, mask_urls(derived[spec.name]))}"
+            f"  {format_entry(spec, without_secrets(derived[spec.name]))}"
             for spec in specs
             if spec.name in derived
         ]
     return "\n".join(lines) + "\n"
-
-
-def mask_urls(value: object) -> Any:
-    """Returns `value` with the password of every `scheme://user:password@host` in it replaced by
-    ***.
-    """
-    if isinstance(value, str):
-        return URL_PASSWORD.sub(r"\1\2:***@", value)
-    if isinstance(value, list | tuple):
-        return [mask_urls(item) for item in value]
-    if isinstance(value, dict):
-        return {key: mask_urls(item) for key, item in value.items()}
-    return value
 
 
 def format_entry(spec: OptionSpec, value: object) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
+from slime.config.secrets import without_secrets
 from slime.data.batch import RolloutBatch
 from slime.data.from_lists import batch_from_lists
 from slime.data.sample import Sample
@@ -26,7 +27,6 @@ from slime.files.sample_table import INT64, changed_fields
 from slime.gate.judge import PostprocessResult
 from slime.gate.tables import schedule_table, verdict_table
 from slime.recording.manifest import ROLLOUT
-from slime.recording.run_record import without_secrets
 from slime.recording.writer import (
     FAILURES,
     PartWriter,

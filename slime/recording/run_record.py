@@ -5,11 +5,9 @@ model's folder a replay of the gate reads.
 from __future__ import annotations
 
 import argparse
-import functools
 import hashlib
 import importlib.metadata
 import platform
-import re
 import shutil
 import sys
 import time
@@ -20,8 +18,9 @@ from typing import Any
 import orjson
 
 from slime import __version__
+from slime.config.secrets import is_secret, without_secrets
 from slime.config.specs import all_specs
-from slime.config.yaml_file import format_resolved, mask_urls
+from slime.config.yaml_file import format_resolved
 from slime.exceptions import RolloutDataError
 from slime.files import atomic
 from slime.files.json_values import decode_json, encode_json
@@ -40,20 +39,6 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
-)
-SECRET = "***"
-_SECRET = (
-    r"(?:api|access|secret|private|auth|wandb|openai|anthropic|hf)[_-]?(?:key|token)"
-    r"|secret|password|passwd|passphrase|credential|authorization|bearer"
-)
-_SECRET_NAME = re.compile(rf"(?i){_SECRET}|^token$")
-# a name that may be of a secret (judge_token) or of a column or word (reward_key, pad_token): the
-# value tells
-_PERHAPS = re.compile(r"(?i)(?:^|_)(?:key|token)$")
-_RANDOM = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[\w+/=.~-]{8,}")
-_JSON_SECRET = re.compile(rf'(?i)("[^"]*(?:{_SECRET}|"token)[^"]*"\s*:\s*")(?:[^"\\]|\\.)*(")')
-_URL_KEY = re.compile(
-    r"(?i)([?&][^=&\s]*(?:key|token|secret|password|passwd|auth)[^=&\s]*=)[^&#\s]*"
 )
 LARGEST_FILE = 64 << 20  # bytes of a tokenizer's file
 
@@ -95,7 +80,7 @@ def run_record(args: argparse.Namespace) -> dict[str, Any]:
     shown = argparse.Namespace(**{k: without_secrets(v) for k, v in vars(args).items()})
     for name, value in sorted(vars(args).items()):
         # an attribute of --custom-config-path says by its name alone what it is
-        if name in secrets or (name not in declared and _is_secret(name, value)):
+        if name in secrets or (name not in declared and is_secret(name, value)):
             continue
         try:
             options[name] = orjson.Fragment(encode_json(getattr(shown, name)))
@@ -113,37 +98,6 @@ def run_record(args: argparse.Namespace) -> dict[str, Any]:
         "versions": versions(),
         "code": code_hash(),
     }
-
-
-def without_secrets(value: object) -> Any:
-    """`value` with *** in place of passwords and keys: in URLs, and in dicts and JSON texts under a
-    name that says so.
-    """
-    if isinstance(value, str):
-        text = _URL_KEY.sub(r"\1***", mask_urls(value))
-        return _JSON_SECRET.sub(r"\1***\2", text)
-    if isinstance(value, dict):
-        return {
-            key: SECRET if _is_secret(key, entry) else without_secrets(entry)
-            for key, entry in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return type(value)(without_secrets(entry) for entry in value)
-    return value
-
-
-def _is_secret(name: object, value: object) -> bool:
-    if not isinstance(value, str) or not value or name in _plain_options():
-        return False
-    return bool(
-        _SECRET_NAME.search(str(name)) or (_PERHAPS.search(str(name)) and _RANDOM.fullmatch(value))
-    )
-
-
-@functools.cache
-def _plain_options() -> frozenset[str]:
-    """Names of options that hold no secret, such as reward_key."""
-    return frozenset(spec.name for spec in all_specs() if not spec.is_secret)
 
 
 def _without_secrets(words: list[str], secrets: set[str]) -> list[str]:

@@ -382,5 +382,35 @@ def test_secrets_are_not_written(tmp_path):
     assert [spec.name for spec in all_specs() if spec.is_secret] == ["sglang_api_key", "wandb_key"]
 
 
+def test_keys_inside_of_other_values_are_neither_written_nor_used_without_their_value(tmp_path):
+    """A password in a URL and a key in an environment are *** in config.yaml; a run from it names
+    both options with their lines, and takes the values that stand on its command line."""
+    first = [
+        *write_run_inputs(tmp_path),
+        "--rm-url",
+        "http://host/rm?api_key=k3y-abc&n=2",
+        "--train-env-vars",
+        '{"OPENAI_API_KEY": "s3cr3t-abc", "NCCL_DEBUG": "INFO"}',
+        "--rollout-stop",
+        "***",
+    ]
+    file = tmp_path / "config.yaml"
+    write_resolved_config(parse_args(first), file)
+    text = file.read_text()
+    assert "k3y-abc" not in text and "s3cr3t-abc" not in text
+    assert "http://host/rm?api_key=***&n=2" in text and "NCCL_DEBUG" in text
+    with pytest.raises(ConfigError) as refused:
+        parse_command_line(["--config", str(file)])
+    for name in ("rm_url", "train_env_vars"):
+        line = next(i for i, one in enumerate(text.splitlines(), 1) if one.startswith(f"{name}:"))
+        flag = "--" + name.replace("_", "-")
+        assert f"config.yaml:{line}: {name} has *** in place of a key" in str(refused.value)
+        assert f"Give the whole value with {flag}." in str(refused.value)
+    assert "2 problems" in str(refused.value)  # three stars by themselves are a text
+    again = parse_command_line(["--config", str(file), *first[-6:-2]]).args
+    assert again.rm_url == first[-5] and again.train_env_vars["OPENAI_API_KEY"] == "s3cr3t-abc"
+    assert again.rollout_stop == ["***"]
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))

@@ -14,8 +14,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support import recordings, small_run
 
+from slime.config.cli import parse_command_line
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.harness.replay import command, stages
+from slime.harness.replay.options import recorded_config
 from slime.recording.manifest import PARTS
 from slime.recording.reader import Recording
 
@@ -185,6 +187,21 @@ def test_a_training_that_makes_less_than_was_recorded_is_not_equal(recorded, mon
     status, text = differing(recorded, capsys, "--rollout", "1", "--stage", "train")
     assert status == 2 and "could not be replayed: the training made no weights" in text
     assert "rollout 1 train: identical" in text
+
+
+def test_a_key_that_was_not_recorded_is_not_needed(recorded, tmp_path):
+    """A --config file with *** in place of a password is refused; the options of a replay have a
+    word there, since it asks nobody."""
+    copy = recordings.copy_of(recorded / "rec", tmp_path / "rec")
+    added = 'rm_url: "http://me:***@host/rm?api_key=***"\n'
+    recordings.edit_run(
+        copy, lambda record: record.update(options_yaml=record["options_yaml"] + added)
+    )
+    recording = Recording(copy)
+    config = recorded_config(recording, recording.rollout(1))
+    assert config["rm_url"] == "http://me:not-recorded@host/rm?api_key=not-recorded"
+    (tmp_path / "replay.yaml").write_text(json.dumps(config))
+    parse_command_line(["--config", str(tmp_path / "replay.yaml")])
 
 
 def test_what_is_asked_for_must_be_there(recorded, tmp_path):

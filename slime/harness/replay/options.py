@@ -15,6 +15,7 @@ import yaml
 from slime.config.cli import parse_command_line
 from slime.config.derive import apply_derived, derive
 from slime.config.rules import broken_rules
+from slime.config.secrets import with_stand_ins
 from slime.config.specs import specs_by_name
 from slime.config.yaml_file import DERIVED
 from slime.exceptions import ConfigError
@@ -93,8 +94,9 @@ def recorded_config(recording: Recording, rollout: RecordedRollout) -> dict[str,
     except (KeyError, yaml.YAMLError) as error:
         raise ConfigError(f"{recording.root}: the recorded options are damaged: {error}") from error
     known = specs_by_name()
+    # keys and passwords were not recorded; no replay asks anybody for whom they were
     return {
-        name: value
+        name: with_stand_ins(value)
         for name, value in content.items()
         if name != DERIVED and name in known and name not in LEFT_OUT
     }
