@@ -312,18 +312,34 @@ def _suggest(own: argparse.Namespace, args: argparse.Namespace) -> int:
 
 
 def _snapshots(run: Path) -> list[Path]:
-    """A run's raw snapshots, the last one written last: a resumed run writes lower numbers than
-    those that the run before it left.
+    """A run's raw snapshots and the samples of its recording, the last one written last: a resumed
+    run writes lower numbers than those that the run before it left.
     """
-    return sorted((run / "gate").glob("raw_*.parquet"), key=lambda path: path.stat().st_mtime_ns)
+    found = [*(run / "gate").glob("raw_*.parquet"), *_recorded_samples(run)]
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns)
+
+
+def _recorded_samples(run: Path) -> list[Path]:
+    """The samples of the rollouts in the recording that the run's config.yaml names."""
+    path = run / "config.yaml"
+    if not path.is_file():
+        return []
+    option = {spec.name: spec for spec in all_specs() if spec.name == "record"}
+    folder = read_option_file(str(path), option, strict=False).known.get("record")
+    return [] if folder is None else list(Path(folder).glob("rollout_*/samples.parquet"))
+
+
+def _name_of(snapshot: Path) -> str:
+    is_recorded = snapshot.name == "samples.parquet"
+    return f"{snapshot.parent.name}/{snapshot.name}" if is_recorded else snapshot.name
 
 
 def _last_snapshot(run: Path) -> Path:
     found = _snapshots(run)
     if not found:
         raise ConfigError(
-            f"{run} has no raw snapshot of the gate (gate/raw_*.parquet). Give a dump, or run with "
-            "--gate-snapshots above 0."
+            f"{run} has no raw snapshot of the gate (gate/raw_*.parquet) and names no recording. "
+            "Give a dump, or run with --gate-snapshots above 0 or --record."
         )
     return found[-1]
 
@@ -338,7 +354,7 @@ def _doctor(own: argparse.Namespace, args: argparse.Namespace) -> int:
     print("\n".join(tools.diagnose_records(records)))
     snapshots = _snapshots(own.path)
     if not snapshots:
-        print("(3) alignment: no raw snapshot in this run (--gate-snapshots)")
+        print("(3) alignment: no raw snapshot in this run (--gate-snapshots, --record)")
         return 0
     samples = read_snapshot(snapshots[-1])
     print(
@@ -346,7 +362,7 @@ def _doctor(own: argparse.Namespace, args: argparse.Namespace) -> int:
     )
     if args.hf_checkpoint is None:
         print(
-            f"(3) alignment of {snapshots[-1].name}: give --hf-checkpoint FOLDER to compare "
+            f"(3) alignment of {_name_of(snapshots[-1])}: give --hf-checkpoint FOLDER to compare "
             f"{own.num} samples with their tokens"
         )
         return 0
@@ -354,8 +370,8 @@ def _doctor(own: argparse.Namespace, args: argparse.Namespace) -> int:
     chosen = samples[:: max(1, len(samples) // own.num)][: own.num]
     found = tools.find_mismatches(chosen, _codec(args, config), stop_strings=config.stop_strings)
     print(
-        f"(3) alignment of {snapshots[-1].name}: {len(found)} of {len(chosen)} samples differ from "
-        "their tokens"
+        f"(3) alignment of {_name_of(snapshots[-1])}: {len(found)} of {len(chosen)} samples differ "
+        "from their tokens"
     )
     for mismatch in found:
         print("\n".join(tools.describe_mismatch(mismatch)))

@@ -127,9 +127,10 @@ class GateOptions:
         64, "Longest repeated phrase that counts as a loop, in tokens.", minimum=1
     )
     gate_window: int = option(5, "Earlier rollouts that drift and alarms compare with.", minimum=1)
-    gate_snapshots: int = option(
-        3,
-        "Last rollouts whose raw engine output is kept in <run dir>/gate; 0 keeps none.",
+    gate_snapshots: int | None = option(
+        None,
+        "Last rollouts whose raw engine output is kept in <run dir>/gate; 0 keeps none. Default: 3, "
+        "and none where --record keeps every rollout, whose samples and schedule hold the same.",
         minimum=0,
     )
     gate_snapshots_max_gib: float = option(

@@ -39,6 +39,7 @@ from slime.models.hf_folder import read_eos_token_ids
 from slime.typing import Tokenizer
 
 logger = logging.getLogger(__name__)
+SNAPSHOTS_KEPT = 3  # without --gate-snapshots
 RECORD_FILE = "gate.jsonl"
 COMPARED_SAMPLES = 8  # of a rollout, whose text is compared with their tokens unasked
 
@@ -78,12 +79,13 @@ class Gate:
     @staticmethod
     def from_args(args: argparse.Namespace, tokenizer: Tokenizer | None = None) -> Gate:
         """The gate that the options describe; its records go to `args.run_dir`."""
-        snapshots = None
-        if args.gate_snapshots > 0 and args.run_dir is not None:
+        snapshots, keep = None, args.gate_snapshots
+        if keep is None:  # a recording of every rollout holds the same
+            is_recorded = args.record is not None and args.record_every == 1
+            keep = 0 if is_recorded else SNAPSHOTS_KEPT
+        if keep > 0 and args.run_dir is not None:
             max_bytes = int(args.gate_snapshots_max_gib * 2**30)
-            snapshots = SnapshotWriter(
-                Path(args.run_dir) / "gate", keep=args.gate_snapshots, max_bytes=max_bytes
-            )
+            snapshots = SnapshotWriter(Path(args.run_dir) / "gate", keep=keep, max_bytes=max_bytes)
         gate = Gate(
             gate_config_from_args(args, tokenizer),
             tokenizer=tokenizer,

@@ -244,7 +244,7 @@ def test_a_valid_command_line_gives_a_complete_namespace(tmp_path):
             ["--gate-min-response-tokens", "9", "--rollout-max-response-len", "4"],
             "9 exceeds --rollout-max-response-len 4",
         ),
-        (["--gate-snapshots", "-1"], "--gate-snapshots must be >= 0, it is -1. Use 3."),
+        (["--gate-snapshots", "-1"], "--gate-snapshots must be >= 0, it is -1. Use 0."),
         (["--gate-policies", '{"emty": "drop"}'], "names the reason 'emty'"),
         (["--gate-levels", '{"truncated": "harsh"}'], "'harsh' is not one of"),
         (["--gate-schedule", "soon:lenient"], "'soon:lenient' is not understood"),

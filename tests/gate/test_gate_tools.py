@@ -1,5 +1,6 @@
 """`slime gate`: the commands on a real dump and a real run folder."""
 
+import argparse
 import functools
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import pytest
 from support.gate_golden import GOLDEN_CONFIG, load_corpus, load_tokenizer
 from support.gate_samples import sound_sample
+from support.rollout_args import rollout_args
 
 from slime.commands.gate import main
 from slime.config.specs import all_specs
@@ -20,6 +22,9 @@ from slime.gate import Gate, GateConfig, postprocess_output_data, tools
 from slime.gate.alignment import Codec
 from slime.gate.config import MismatchCause
 from slime.gate.snapshots import SnapshotWriter
+from slime.recording.manifest import ROLLOUT
+from slime.recording.rollout_side import RolloutRecorder
+from slime.recording.writer import PartWriter
 
 NUM_GPUS = 0
 
@@ -248,6 +253,37 @@ def test_doctor_runs_the_three_first_steps_when_the_loss_spikes(tmp_path, tokeni
     assert (
         "(3) alignment of raw_000003.parquet: 1 of 3 samples differ" in out and "shifted_ids" in out
     )
+
+
+def test_a_recorded_run_writes_its_samples_once_and_the_tools_read_them(
+    tmp_path, tokenizer_folder, capsys
+):
+    """With --record of every rollout there are no snapshots beside it, unless they are asked for;
+    `doctor` and `suggest` take the newest samples of the recording."""
+    args = rollout_args(run_dir=str(tmp_path), record=str(tmp_path / "rec"), record_every=1)
+    gate = Gate.from_args(args)
+    assert gate.snapshots is None
+    for changes in ({"record": None}, {"record_every": 2}, {"gate_snapshots": 2}):
+        other = argparse.Namespace(**{**vars(args), **changes})
+        assert Gate.from_args(other).snapshots is not None
+    assert (
+        Gate.from_args(argparse.Namespace(**{**vars(args), "gate_snapshots": 0})).snapshots is None
+    )
+    recorder = RolloutRecorder(PartWriter(tmp_path / "rec", ROLLOUT, run=0))
+    for rollout_id in (0, 1):
+        (tmp_path / "rec").mkdir(exist_ok=True)
+        samples = [sound_sample(i, length=300 + i) for i in range(200)]
+        recorder.begin(rollout_id)
+        recorder.gate(samples, gate.run(samples, rollout_id))
+        recorder.close()
+    gate.close()
+    config = tmp_path / "config.yaml"
+    config.write_text(f"hf_checkpoint: {tokenizer_folder}\nrecord: {tmp_path}/rec\n")
+    assert main(["doctor", str(tmp_path), "--num", "3"]) == 1
+    words = "(3) alignment of rollout_000001/samples.parquet: 1 of 3 samples differ"
+    assert words in capsys.readouterr().out
+    assert main(["suggest", str(tmp_path)]) == 0
+    assert "measured on 200 responses" in capsys.readouterr().out
 
 
 def test_doctor_takes_the_tokenizer_and_the_options_from_the_run(
