@@ -34,6 +34,7 @@ from slime.harness.show_recording import (
     overview,
     recorded_at,
     shown_samples,
+    starts,
     trained_of,
     verdict_of,
 )
@@ -269,6 +270,8 @@ def _show_recording(recording: Recording, options: argparse.Namespace, stream: T
         )
     rows, damages = overview(recording, verify=options.verify)
     print_plain(f"{len(rows) - 1} rollouts and evaluations of {recording.root}", rows, stream)
+    if changes := starts(recording):
+        print(*changes, sep="\n", file=stream)
     print(*damages, sep="\n", end="\n" if damages else "", file=stream)
     if not damages:
         checked = "sizes and hashes" if options.verify else "sizes (--verify checks hashes too)"

@@ -4,6 +4,7 @@ samples with their verdicts; one sample token by token.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 from slime.data.sample import Sample
 from slime.exceptions import RolloutDataError
 from slime.harness.consistency_report import printable
+from slime.harness.diff.runs import compare_runs
+from slime.harness.diff.stages import short
 from slime.recording import manifest
 from slime.recording.reader import JudgedSamples, RecordedRollout, Recording, is_recording
 
-HEAD = ["rollout", "run", "samples", "trained", "MiB", "parts", "state"]
+HEAD = ["rollout", "start", "samples", "trained", "MiB", "parts", "state"]
 
 
 def recorded_at(path: Path) -> Recording | RecordedRollout | None:
@@ -33,13 +36,15 @@ def overview(recording: Recording, *, verify: bool) -> tuple[list[list[str]], li
     compared with the manifests; `verify` reads every part and compares its hash.
     """
     rows, damages = [HEAD], []
+    superseded = recording.superseded()
     for evaluation, numbers in ((False, recording.rollouts), (True, recording.evaluations)):
         for number in numbers:
             folder = manifest.rollout_folder(recording.root, number, evaluation=evaluation)
             try:
                 rollout = recording.rollout(number, evaluation=evaluation)
                 found = rollout.problems(hashes=verify)
-                rows.append(_row(rollout, damaged=bool(found)))
+                gone = superseded.get((number, evaluation), "")
+                rows.append(_row(rollout, damaged=bool(found), gone=gone))
             except RolloutDataError as error:
                 found = [str(error)]
                 rows.append([folder.name, *["-"] * (len(HEAD) - 2), "damaged"])
@@ -47,7 +52,21 @@ def overview(recording: Recording, *, verify: bool) -> tuple[list[list[str]], li
     return rows, damages
 
 
-def _row(rollout: RecordedRollout, *, damaged: bool) -> list[str]:
+def starts(recording: Recording) -> list[str]:
+    """What each start of the run after the first changed, by option, version and code; [] for one
+    start.
+    """
+    lines = []
+    for before, number in itertools.pairwise(recording.runs):
+        changes = compare_runs(recording.run_record(before), recording.run_record(number))
+        lines.append(f"start {number} of the run; changed since start {before}:")
+        lines += [
+            printable(f"  {one.name}: {short(one.a)} -> {short(one.b)}") for one in changes
+        ] or ["  nothing that decides a number"]
+    return lines
+
+
+def _row(rollout: RecordedRollout, *, damaged: bool, gone: str) -> list[str]:
     samples, trained = rollout.parts.get("samples"), rollout.manifests.get(manifest.TRAIN)
     shares = None if trained is None else trained.facts.get("shares")
     size = sum(part.num_bytes for part in rollout.parts.values()) / 2**20
@@ -64,6 +83,8 @@ def _row(rollout: RecordedRollout, *, damaged: bool) -> list[str]:
         ", ".join(rollout.parts),
         "damaged"
         if damaged
+        else gone
+        if gone
         else "complete: " + ", ".join(states)
         if all(one.facts.get("complete") for one in rollout.manifests.values())
         else ", ".join(states),

@@ -7,6 +7,7 @@ name that the format gives it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import os
@@ -274,6 +275,34 @@ class Recording:
                 f"{self.root} has no rollout {rollout_id}; it has {listed or 'none'}."
             )
         return RecordedRollout(folder, self)
+
+    @property
+    def runs(self) -> list[int]:
+        """The numbers of the starts of the run, ascending."""
+        return manifest.run_numbers(self.root)
+
+    def superseded(self) -> dict[tuple[int, bool], str]:
+        """By (rollout, whether it is an evaluation) why it is no part of the run any more: a later
+        start went back to a rollout before it, and has not come as far.
+        """
+        starts: dict[tuple[int, bool], int] = {}
+        for evaluation, numbers in ((False, self.rollouts), (True, self.evaluations)):
+            for number in numbers:
+                with contextlib.suppress(RolloutDataError):  # damaged: named by who reads it
+                    starts[number, evaluation] = self.rollout(number, evaluation=evaluation).run
+        found: dict[tuple[int, bool], str] = {}
+        newest, since = -1, 0
+        # an evaluation is made before the rollout of its number
+        for number, evaluation in sorted(starts, key=lambda one: (one[0], not one[1])):
+            start = starts[number, evaluation]
+            if start < newest:
+                found[number, evaluation] = (
+                    f"of start {start} of the run: start {newest} went back to rollout {since} and "
+                    "has not come as far"
+                )
+            elif start > newest and not evaluation:
+                newest, since = start, number
+        return found
 
     def run_record(self, number: int) -> Mapping[str, Any]:
         """Options, versions and code of a start of the run."""

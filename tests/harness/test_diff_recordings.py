@@ -9,7 +9,15 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
 import numpy as np
 import pyarrow
-from support.recordings import copy_of, edit_column, edit_json, edit_run, replace_part, write_table
+from support.recordings import (
+    copy_of,
+    edit_column,
+    edit_json,
+    edit_run,
+    replace_part,
+    resume,
+    write_table,
+)
 
 from slime import cli
 from slime.exceptions import ConfigError, RolloutDataError
@@ -314,6 +322,50 @@ def test_kinds_that_do_not_fit_are_told(recorded_run, tmp_path):
     (tmp_path / "link").symlink_to(recorded_run / "rollout_000001" / "gate.json")
     with pytest.raises(RolloutDataError, match="is a link"):
         compare_paths(tmp_path / "link", tmp_path / "link")
+
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "run"  # three rollouts
+
+
+def test_a_run_that_was_resumed_is_compared_start_by_start(tmp_path):
+    """Where a start went on is no difference of its own; an option that it changed is named with the
+    rollout from which on it holds, and causes nothing before."""
+    once, twice = (copy_of(GOLDEN, tmp_path / name) for name in ("once", "twice"))
+    resume(twice, [2], lambda record: record["options"].update(load="/ckpt", start_rollout_id=2))
+    report = compare_paths(once, twice)
+    assert report.identical, words(report)
+    assert "load: " in words(report) and "a start of the run that resumed it" in words(report)
+    assert f"B was started 2 times; slime show {twice}" in words(report)
+    changed = copy_of(GOLDEN, tmp_path / "changed")
+    resume(changed, [2], lambda record: record["options"].update(lr=0.5))
+    report = compare_paths(once, changed)
+    assert not report.identical and report.first_stage is DiffStage.OPTION
+    text = "lr: 0.004 in A, 0.5 in B from rollout 2 on (start 0 of A, 1 of B)"
+    assert words(report).count(text) == 1
+    edit_column(changed, "samples", "reward", 3, lambda value: "0.125", rollout_id=1)
+    assert compare_paths(once, changed).first_stage is DiffStage.REWARD
+
+
+def test_what_a_later_start_went_back_over_is_no_part_of_the_run(tmp_path, capsys):
+    """A run that was resumed before its last rollout, and killed before it came as far again: that
+    rollout is of another past. It is shown as such and compared where it alone is asked for."""
+    a, b = (copy_of(GOLDEN, tmp_path / name) for name in ("a", "b"))
+    resume(b, [1], lambda record: record["options"].update(load="/ckpt"))
+    edit_column(b, "samples", "reward", 3, lambda value: "0.125", rollout_id=2)
+    report = compare_paths(a, b)
+    why = "of start 0 of the run: start 1 went back to rollout 1 and has not come as far"
+    assert [one.name for one in report.rollouts] == ["rollout 0", "rollout 1"]
+    assert f"rollout 2 of B is not compared, since it is {why}" in words(report)
+    assert report.only_a == ["rollout 2"] and not report.identical
+    assert main([str(a), str(b), "--rollout", "2"]) == 1
+    assert "reward" in capsys.readouterr().out
+    assert cli.main(["show", str(b)]) == 0
+    shown = capsys.readouterr().out
+    assert why in shown and "start 1 of the run; changed since start 0:" in shown
+    assert "  load: None -> '/ckpt'" in shown
+    (b / "rollout_000002" / "weights" / "latest_checkpointed_iteration.txt").unlink()
+    assert cli.main(["replay", str(b), "--rollout", "2", "--stage", "train"]) == 2
+    assert f"checkpoints of the run lead elsewhere, since it is {why}" in capsys.readouterr().out
 
 
 if __name__ == "__main__":

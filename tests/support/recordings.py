@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +104,20 @@ def edit_run(recording: Path, change: Callable[[dict[str, Any]], None]) -> None:
     record = json.loads(path.read_text())
     change(record)
     atomic.write_text(path, json.dumps(record))
+
+
+def resume(
+    recording: Path, rollouts: Iterable[int], change: Callable[[dict[str, Any]], None]
+) -> None:
+    """A further start of the run, with a run record that `change` edits, that made the rollouts."""
+    numbers = manifest.run_numbers(recording)
+    record = json.loads(manifest.run_path(recording, numbers[-1]).read_text())
+    change(record)
+    atomic.write_text(manifest.run_path(recording, numbers[-1] + 1), json.dumps(record))
+    for rollout_id in rollouts:
+        folder = manifest.rollout_folder(recording, rollout_id)
+        for writer in manifest.WRITERS:
+            found = manifest.read_manifest(folder, writer)
+            if found is not None:
+                found.run = numbers[-1] + 1
+                manifest.write_manifest(folder, found)

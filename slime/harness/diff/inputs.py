@@ -13,7 +13,7 @@ from slime.files.rollout_dump import FORMAT as ROLLOUT_FORMAT
 from slime.harness.diff.context import context_of
 from slime.harness.diff.results import Report, RolloutResult
 from slime.harness.diff.rollouts import Settings, compare_sides
-from slime.harness.diff.runs import compare_runs, layout_differs
+from slime.harness.diff.runs import RESUME_OPTIONS, RESUMED, compare_runs, layout_differs
 from slime.harness.diff.sides import RUN, Side, part_of_file, side_of_file
 from slime.harness.diff.values import Tolerance
 from slime.recording import manifest
@@ -95,12 +95,13 @@ def _refuse_numbers(choice: Choice, what: str) -> None:
 def _compare_recordings(report: Report, a: Path, b: Path, choice: Choice) -> None:
     sides = Recording(a), Recording(b)
     chosen = _numbers(report, sides, choice)
+    report.notes += _starts_of(sides)
     runs: dict[tuple[int, int], bool] = {}
     for rollout_id, evaluation in chosen:
         rollouts = [side.rollout(rollout_id, evaluation=evaluation) for side in sides]
         numbers = rollouts[0].run, rollouts[1].run
         if numbers not in runs:
-            runs[numbers] = _compare_records(report, sides, numbers, choice)
+            runs[numbers] = _compare_records(report, sides, numbers, choice, since=rollout_id)
         _add_rollout(report, rollouts, choice, layouts=runs[numbers], evaluation=evaluation)
     if not chosen:
         first, other = (manifest.run_numbers(side.root)[0] for side in sides)
@@ -111,12 +112,21 @@ def _compare_recordings(report: Report, a: Path, b: Path, choice: Choice) -> Non
 def _numbers(
     report: Report, sides: tuple[Recording, Recording], choice: Choice
 ) -> list[tuple[int, bool]]:
-    """The rollouts and evaluations of both, in the order in which they are made; names the rest."""
+    """The rollouts and evaluations of both, in the order in which they are made; names the rest.
+    What a later start of a run has superseded is compared where it alone is asked for.
+    """
+    left_out: list[dict[tuple[int, bool], str]] = [{}, {}]
+    if choice.first is None or choice.first != choice.last:
+        left_out = [side.superseded() for side in sides]
     found: list[tuple[int, bool]] = []
     for evaluation, word in ((True, "evaluation"), (False, "rollout")):
         known = [
-            [one for one in (side.evaluations if evaluation else side.rollouts) if choice.has(one)]
-            for side in sides
+            [
+                one
+                for one in (side.evaluations if evaluation else side.rollouts)
+                if choice.has(one) and (one, evaluation) not in gone
+            ]
+            for side, gone in zip(sides, left_out, strict=True)
         ]
         found += [(one, evaluation) for one in known[0] if one in set(known[1])]
         for own, other, words in (
@@ -129,6 +139,13 @@ def _numbers(
     if not found and (choice.first is not None or choice.last is not None):
         names = [f"{side.root}: {_ranges(side.rollouts) or 'none'}" for side in sides]
         raise RolloutDataError(f"No chosen rollout is in both recordings. {'; '.join(names)}.")
+    for gone, word in zip(left_out, "AB", strict=True):
+        report.notes += [
+            f"{'evaluation' if evaluation else 'rollout'} {number} of {word} is not compared, since "
+            f"it is {why}"
+            for (number, evaluation), why in gone.items()
+            if choice.has(number)
+        ]
     # an evaluation is made before the rollout of its number
     return sorted(found, key=lambda one: (one[0], not one[1]))
 
@@ -145,12 +162,39 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(words[:20]) + (f" and {len(words) - 20} more" if len(words) > 20 else "")
 
 
+def _starts_of(sides: tuple[Recording, Recording]) -> list[str]:
+    return [
+        f"{word} was started {len(side.runs)} times; slime show {side.root} says what changed"
+        for side, word in zip(sides, "AB", strict=True)
+        if len(side.runs) > 1
+    ]
+
+
 def _compare_records(
-    report: Report, sides: tuple[Recording, Recording], numbers: tuple[int, int], choice: Choice
+    report: Report,
+    sides: tuple[Recording, Recording],
+    numbers: tuple[int, int],
+    choice: Choice,
+    *,
+    since: int = 0,
 ) -> bool:
-    """Adds what differs between two starts of runs, and returns whether the layout does."""
+    """Adds what differs between two starts of runs, and returns whether the layout does. `since`:
+    the first rollout that is compared of these starts.
+    """
     records = [side.run_record(number) for side, number in zip(sides, numbers, strict=True)]
     found = compare_runs(*records, allowed=choice.allowed)
+    first = tuple(side.runs[0] for side in sides)
+    if numbers != first:
+        where = f" from rollout {since} on (start {numbers[0]} of A, {numbers[1]} of B)"
+        found = [
+            dataclasses.replace(
+                one,
+                since=since,
+                where=where,
+                allowed=one.allowed or (RESUMED if one.name in RESUME_OPTIONS else ""),
+            )
+            for one in found
+        ]
     known = {(one.name, repr(one.a), repr(one.b)) for one in report.runs}
     report.runs += [one for one in found if (one.name, repr(one.a), repr(one.b)) not in known]
     return layout_differs(found)

@@ -145,17 +145,21 @@ class RolloutResult:
 
 @dataclasses.dataclass(frozen=True)
 class RunDifference:
-    """An option, a version or the code that differs between two runs."""
+    """An option, a version or the code that differs between two runs. `since`: the first rollout of
+    the starts of the runs between which it does; `where`: which starts, "" for the first ones.
+    """
 
     stage: DiffStage
     name: str
     a: Any
     b: Any
     allowed: str = ""  # why it does not count
+    since: int = 0
+    where: str = ""
 
     def __str__(self) -> str:
         why = f" ({self.allowed})" if self.allowed else ""
-        return f"{self.name}: {short(self.a)} in A, {short(self.b)} in B{why}"
+        return f"{self.name}: {short(self.a)} in A, {short(self.b)} in B{self.where}{why}"
 
 
 @dataclasses.dataclass
@@ -190,10 +194,14 @@ class Report:
 
     @property
     def first_stage(self) -> DiffStage | None:
-        """The stage of the first cause: options and code come before all data."""
-        if self.options:
-            return min(one.stage for one in self.options)
-        return self.first[1].stage if self.first is not None else None
+        """The stage of the first cause: options and code come before the data that were made with
+        them.
+        """
+        first = self.first
+        early = [one for one in self.options if first is None or one.since <= first[0].order[0]]
+        if early:
+            return min(one.stage for one in early)
+        return first[1].stage if first is not None else None
 
 
 def mark_new(results: Iterable[FieldResult], groups: np.ndarray | None, *, earlier: bool) -> None:

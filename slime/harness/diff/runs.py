@@ -14,6 +14,9 @@ from slime.harness.diff.values import ABSENT, EXACT, Extent, json_differences
 
 EXPECTED_LAYOUT = "expected: the layout differs"
 ALLOWED = "allowed"
+RESUMED = "expected: a start of the run that resumed it"
+# what says where a start of a run went on; where it did shows in weights, data position and samples
+RESUME_OPTIONS = ("load", "critic_load", "ckpt_step", "start_rollout_id")
 CODE = "code"
 
 
