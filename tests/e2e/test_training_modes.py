@@ -18,6 +18,7 @@ from support import small_run
 
 from slime.commands.run_security import descendants, listening_ports
 from slime.harness.diff.command import main as diff_main
+from slime.harness.replay.command import main as replay_main
 
 NUM_GPUS = 0
 
@@ -154,7 +155,7 @@ def test_ranks_that_are_ended_while_engines_generate_go_on_as_if_they_had_not_be
 
 
 @pytest.mark.timeout(300)
-def test_old_log_probs_come_from_the_weights_that_sampled(data, tmp_path):
+def test_old_log_probs_come_from_the_weights_that_sampled(data, tmp_path, monkeypatch):
     """train-async trains on samples of older weights; --keep-old-actor computes their log-probs
     with those, so the engine's agree to 1e-4."""
     options = [
@@ -165,6 +166,9 @@ def test_old_log_probs_come_from_the_weights_that_sampled(data, tmp_path):
         "--update-weights-interval",
         2,
         "--keep-old-actor",
+        "--record",
+        tmp_path / "rec",
+        "--record-weights",
     ]
     small_run.run(data, tmp_path, *options, asynchronous=True)
     assert metrics_are_finite(tmp_path)
@@ -176,6 +180,9 @@ def test_old_log_probs_come_from_the_weights_that_sampled(data, tmp_path):
     moved = small_run.series(tmp_path, "train/ppo_kl")
     # later rollouts are off-policy
     assert abs(moved[0]) < 1e-6 and max(abs(value) for value in moved[1:]) > 1e-4
+    # a replay of rollout 2 has the weights that sampled it, which are not those of the engines
+    monkeypatch.setenv("PYTHONPATH", f"{small_run.ROOT}{os.pathsep}{small_run.ROOT / 'tests'}")
+    assert replay_main([str(tmp_path / "rec"), "--rollout", "2", "--stage", "train"]) == 0
 
 
 @pytest.mark.timeout(300)

@@ -13,13 +13,17 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support import recordings, small_run
+from support.manager import dirty_rollout, manager_of
+from support.rollout_args import rollout_args
 
 from slime.config.cli import parse_command_line
+from slime.data.sample import Sample
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.harness.replay import command, stages
 from slime.harness.replay.options import recorded_config
 from slime.recording.manifest import PARTS
 from slime.recording.reader import Recording
+from slime.recording.run_record import begin_recording
 
 NUM_GPUS = 0
 
@@ -81,6 +85,54 @@ def test_an_option_shows_in_the_stage_that_it_changes(recorded, capsys, stage, w
     """Options beside the recording replace the recorded ones."""
     status, text = differing(recorded, capsys, "--rollout", "1", "--stage", stage, *words)
     assert status == 1 and field in text
+
+
+@pytest.mark.parametrize("options, own, expected", [
+    ({"rm_type": "f1"}, {}, None),
+    ({"rm_type": "f1"}, {"custom_rm_path": "a.b"}, "with --rescore"),
+    ({"rm_type": "f1"}, {"metadata": {"rm_type": "remote_rm"}}, "with --rescore"),
+    ({"rm_type": "f1"}, {"generate_function_path": "a.b"}, "with --rescore"),
+    ({"custom_rm_path": "a.b"}, {}, "with --rescore"),
+    ({}, {}, "no reward function scored"),
+    ({"rm_type": "f1"}, {"metadata": {"rm_type": "random"}}, "at random"),
+    ({"custom_rm_path": "a.b", "reward_is_random": True}, {}, "at random"),
+])  # fmt: skip
+def test_a_score_is_made_again_where_a_scorer_made_it(options, own, expected):
+    """Functions of the user, also those that a row names, are called with --rescore alone; what
+    nothing scored (supervised training), or what was drawn, is not compared."""
+    batch = [Sample(index=0), Sample(index=1, **own)]
+    args = rollout_args(**{"rm_type": None, **options})
+    for rescore in (False, True):
+        why = stages._why_not_scored(args, batch, rescore=rescore)
+        wanted = None if rescore and expected == "with --rescore" else expected
+        assert why is None if wanted is None else wanted in why
+
+
+def convert(args, samples):
+    """A converter of one's own: plain lists, with doubles that single precision does not hold."""
+    return {
+        "tokens": [one.tokens for one in samples],
+        "response_lengths": [one.response_length for one in samples],
+        "loss_masks": [[1] * one.response_length for one in samples],
+        "rewards": [index / 3 for index, _ in enumerate(samples)],
+        "raw_reward": [index / 3 for index, _ in enumerate(samples)],
+    }
+
+
+def test_columns_of_a_converter_are_compared_as_they_are_recorded(tmp_path, monkeypatch, capsys):
+    """In the dtypes of the contract, not as the Python numbers that it returns; the rewards' stage
+    has no columns of its own there."""
+    manager = manager_of(
+        dirty_rollout(), tmp_path, monkeypatch, record=str(tmp_path / "rec"), rm_type=None,
+        custom_convert_samples_to_train_data_path=f"{__name__}.convert",
+    )  # fmt: skip
+    begin_recording(manager.args)
+    manager.generate(0)
+    manager.recorder.close()
+    status = command.main([str(tmp_path / "rec"), "--stage", "columns", "--stage", "schedule"])
+    assert status == 0, capsys.readouterr().out
+    assert command.main([str(tmp_path / "rec"), "--stage", "rewards", "--rescore"]) == 2
+    assert "makes rewards with its columns" in capsys.readouterr().out
 
 
 def test_a_training_is_repeated_bit_for_bit(recorded, capsys):

@@ -131,3 +131,16 @@ def policy_loss_with_own_reductions(
     if len(engine) and bool((engine > LIKELY).any()):  # no rank knows whether another has one
         metrics["engine/likely_max"] = contributions.maximum(engine[engine > LIKELY])
     return value, metrics
+
+
+def converted(args: Any, samples: list) -> dict[str, list]:
+    """Train data as a converter of one's own makes it: plain lists of Python's numbers."""
+    rewards = [sample.get_reward_value(args) for sample in samples]
+    return {
+        "tokens": [sample.tokens for sample in samples],
+        "response_lengths": [sample.response_length for sample in samples],
+        "loss_masks": [[1] * sample.response_length for sample in samples],
+        "raw_reward": rewards,
+        "rewards": [reward - 0.5 for reward in rewards],
+        "rollout_log_probs": [sample.rollout_log_probs for sample in samples],
+    }

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -212,9 +213,12 @@ class MegatronTrainRayActor(TrainRayActor):
     def _recorded(self, rollout_id: int) -> contextlib.AbstractContextManager[None]:
         if self.recorder is None:
             return contextlib.nullcontext()
-        return self.recorder.rollout(
-            rollout_id, self.model, lambda folder: self._save_whole_state(folder, rollout_id)
-        )
+
+        def save(folder: str) -> None:
+            # a replay publishes nothing: what sampled the rollout is what its engines have
+            self._save_whole_state(folder, rollout_id, engines=self._sampler_tag)
+
+        return self.recorder.rollout(rollout_id, self.model, save)
 
     def _get_rollout_data(self, rollout_data_ref: list) -> RolloutBatch:
         dp_rank = mpu.get_data_parallel_rank(with_context_parallel=False)
@@ -492,7 +496,9 @@ class MegatronTrainRayActor(TrainRayActor):
         self.finish_recording()
         self._save_whole_state(folder, self._last_rollout_id or 0)
 
-    def _save_whole_state(self, folder: str, iteration: int) -> None:
+    def _save_whole_state(
+        self, folder: str, iteration: int, *, engines: str | None = ENGINES
+    ) -> None:
         whole = argparse.Namespace(
             **{**vars(self.args), "no_save_optim": False, "no_save_rng": False}
         )
@@ -503,15 +509,15 @@ class MegatronTrainRayActor(TrainRayActor):
             self.optimizer,
             self.opt_param_scheduler,
             save_dir=folder,
-            write_extra=self._save_state,
+            write_extra=functools.partial(self._save_state, engines=engines),
             retention=Retention(keep=1),
         )
 
-    def _save_state(self, folder: Path) -> None:
-        sets = [
-            *(["ref"] if self._moved_reference else []),
-            *([ENGINES] if ENGINES in self.weights else []),
-        ]
+    def _save_state(self, folder: Path, *, engines: str | None = ENGINES) -> None:
+        """`engines`: which of the kept weights are saved as those of the engines."""
+        kept_as = {"ref": "ref"} if self._moved_reference else {}
+        if engines is not None and engines in self.weights:
+            kept_as[ENGINES] = engines
         ages = self.weight_ages
         recent = dict(list(ages.trained_at.items())[-NUM_VERSIONS_KEPT:])
         state = actor_state.ActorState(
@@ -520,9 +526,9 @@ class MegatronTrainRayActor(TrainRayActor):
             self._weights_fingerprint,
             ages.num_trained,
             recent,
-            tuple(sets),
+            tuple(kept_as),
         )
-        actor_state.save_actor_state(folder, state, self.model, self.weights)
+        actor_state.save_actor_state(folder, state, self.model, self.weights, kept_as=kept_as)
 
     def update_weights(self) -> None:
         """Sends the weights to every engine as the next version."""

@@ -39,13 +39,19 @@ class ActorState:
 
 
 def save_actor_state(
-    folder: Path, state: ActorState, model: Sequence[torch.nn.Module], weights: WeightsBackup
+    folder: Path,
+    state: ActorState,
+    model: Sequence[torch.nn.Module],
+    weights: WeightsBackup,
+    *,
+    kept_as: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes the state and its weight sets into a checkpoint folder. Called by all ranks together,
-    inside `agreed`: the state is written by rank 0 alone.
+    """Writes the state and its weight sets into a checkpoint folder. `kept_as`: the tag in
+    `weights` by tag in the checkpoint, where they differ. Called by all ranks together, inside
+    `agreed`: the state is written by rank 0 alone.
     """
     for tag in state.sets:
-        _save_set(folder / SETS / tag, tag, model, weights)
+        _save_set(folder / SETS / tag, (kept_as or {}).get(tag, tag), model, weights)
     if dist.get_rank() == 0:
         (folder / STATE).write_text(json.dumps(dataclasses.asdict(state)))
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from slime.data.attribution import marks_of
 from slime.data.batch import RolloutBatch, localize
+from slime.data.from_lists import batch_from_lists
 from slime.data.ragged import Ragged, Scalars
 from slime.data.reasons import REASON_OF_VALUE, InvalidReason
 from slime.data.sample import Sample
@@ -41,6 +42,7 @@ from slime.recording.manifest import ROLLOUT, TRAIN
 from slime.recording.reader import JudgedSamples, RecordedRollout
 from slime.recording.rollout_side import columns_table, judged_table
 from slime.recording.writer import PartWriter, lines_part, table_part
+from slime.rollout.rm_hub import REMOTE_TYPES, split_rm_type_name
 from slime.rollout.scoring import build_gate, score_group
 from slime.utils import processing_utils
 from slime.utils.misc import load_function
@@ -171,8 +173,8 @@ def replay_scores(stage: StageInput, writer: PartWriter) -> None:
     """Each response scored again."""
     stage.need("samples")
     samples = stage.samples
-    if not stage.rescore and not _scores_by_itself(stage.args):
-        raise Skipped("scores of a reward function of yours are made again with --rescore")
+    if why := _why_not_scored(stage.args, samples.batch, rescore=stage.rescore):
+        raise Skipped(why)
     scored = asyncio.run(_scored_again(stage))
     table = stage.rollout.table("samples")
     rows = [*scored, *samples.samples[samples.num_batch :]]
@@ -199,15 +201,29 @@ def replay_baselines(stage: StageInput, writer: PartWriter) -> None:
     writer.add("columns", table_part(_columns_table(batch, sources, samples)))
 
 
-def _scores_by_itself(args: argparse.Namespace) -> bool:
-    """Whether every reward came from a scorer of ours that asks nobody else."""
-    theirs = (
-        args.custom_rm_path,
-        args.custom_generate_function_path,
-        args.custom_reward_post_process_path,
-        args.rm_url,
+def _why_not_scored(
+    args: argparse.Namespace, batch: Sequence[Sample], *, rescore: bool
+) -> str | None:
+    """Why no response can be scored again; None where each can, by a scorer of ours that asks
+    nobody else, or with `rescore`.
+    """
+    kinds = {split_rm_type_name(args, one) for one in batch if not one.custom_rm_path}
+    has_own = bool(args.custom_rm_path) or any(one.custom_rm_path for one in batch)
+    if not has_own and not any(kinds):
+        return "no reward function scored its samples: their rewards came with them"
+    if args.reward_is_random or (not args.custom_rm_path and "random" in kinds):
+        return "its rewards are drawn at random"
+    may_act = (
+        has_own
+        or bool(kinds & REMOTE_TYPES)
+        or args.rm_url
+        or args.custom_generate_function_path
+        or any(one.generate_function_path for one in batch)
+        or args.custom_reward_post_process_path
     )
-    return bool(args.rm_type) and args.rm_type != "remote_rm" and not any(theirs)
+    if may_act and not rescore:
+        return "scores of a reward function of yours are made again with --rescore"
+    return None
 
 
 async def _scored_again(stage: StageInput) -> list[Sample]:
@@ -264,7 +280,8 @@ def replay_columns(stage: StageInput, writer: PartWriter) -> None:
         rewards = recorded.array("raw_reward").tolist(), recorded.array("rewards").tolist()
         manager = WithRewards(args, stage.parallel, rewards)
     data, found = manager.train_data(_as_result(samples), _marks(samples))
-    batch = data if isinstance(data, RolloutBatch) else RolloutBatch(data)
+    # as a run splits and records them: a converter of one's own gives plain lists
+    batch = batch_from_lists(data)
     writer.add("columns", table_part(_columns_table(batch, np.asarray(found), samples)))
 
 

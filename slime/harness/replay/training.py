@@ -118,11 +118,26 @@ def _start(
             start["critic_load"] = str(critic.resolve())
         return start, rollout.rollout_id
     options = rollout.options()
+    if options.keep_old_actor:
+        raise ConfigError(
+            f"{rollout.folder} has no weights to train from. With --keep-old-actor a checkpoint is "
+            "not enough: the weights that sampled a rollout are recorded with --record-weights."
+        )
     known = set(recording.rollouts)
+    if why := recording.superseded().get((rollout.rollout_id, False)):
+        raise ConfigError(
+            f"{rollout.folder} has no weights to train from, and checkpoints of the run lead "
+            f"elsewhere, since it is {why}."
+        )
     if options.save:
         for iteration in sorted(_iterations(Path(options.save)), reverse=True):
             needed = range(iteration + 1, rollout.rollout_id + 1)
-            if iteration < rollout.rollout_id and known.issuperset(needed):
+            # those of one start of the run: another one may have had other options
+            if (
+                iteration < rollout.rollout_id
+                and known.issuperset(needed)
+                and all(recording.rollout(number).run == rollout.run for number in needed)
+            ):
                 start = {"load": options.save, "ckpt_step": iteration}
                 if options.critic_save:
                     start["critic_load"] = options.critic_save
