@@ -25,6 +25,7 @@ CORE = [
     "matplotlib>=3.8",
     "orjson>=3.10",
     "packaging>=23",
+    "py-spy>=0.4",  # the first that reads Python 3.13
     "PyYAML>=6",
     "rich>=13.7",
     "safetensors>=0.4.5",

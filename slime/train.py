@@ -10,6 +10,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,9 +25,11 @@ from slime.harness.run_records import SAVE_FAILED
 from slime.metrics.statistics import compute_rollout_step
 from slime.ray.placement import create_placement_groups
 from slime.ray.placement_group import create_rollout_manager, create_training_models
+from slime.ray.run_watch import RunWatch
 from slime.ray.session import run_session
 from slime.ray.utils import STOP_TIMEOUT_S, slime_error_of, wait_for
 from slime.recording.run_record import begin_recording
+from slime.supervision.watch import Loss
 from slime.tracking import tracking
 from slime.tracking.progress import report
 from slime.tracking.spans import start_tracing
@@ -71,50 +74,55 @@ class Run:
 
 
 @contextlib.contextmanager
-def build_run(args: argparse.Namespace) -> Iterator[Run]:
+def build_run(args: argparse.Namespace, watch: RunWatch) -> Iterator[Run]:
     """Starts the actors, loads the weights and publishes them to the engines; takes everything down
-    again.
+    again. A process that is lost meanwhile ends the block by its name.
     """
     report(phase="starting engines and trainers")
     placements = create_placement_groups(args)
     rollout_manager = create_rollout_manager(args, placements["rollout"])
     actor = critic = None
+    if args.use_fault_tolerance:
+        watch.subscribe("engine", functools.partial(tell_of_lost_engine, rollout_manager))
     try:
-        num_rollout_per_epoch = None
-        if args.num_rollout is None:
-            refs = [rollout_manager.get_num_rollout_per_epoch.remote()]
-            (num_rollout_per_epoch,) = wait_for(
-                refs,
-                what="counting the prompts",
-                timeout_s=args.startup_timeout,
-                option="--startup-timeout",
-            )
-        num_rollout, num_rollout_per_epoch = planned_rollouts(args, num_rollout_per_epoch)
-        args = with_num_rollout(args, num_rollout)
-        if not args.debug_rollout_only:
-            report(phase="loading trainers")
-            actor, critic, start = create_training_models(args, placements, rollout_manager)
-        else:
-            start = 0
-        report(phase="starting engines")
-        wait_for(
-            [rollout_manager.ready.remote()],
-            what="starting the engines",
-            timeout_s=args.startup_timeout,
-            option="--startup-timeout",
-        )
-        start = start if args.start_rollout_id is None else args.start_rollout_id
-        if start > 0 and args.load:
+        with watch.needed():
+            num_rollout_per_epoch = None
+            if args.num_rollout is None:
+                refs = [rollout_manager.get_num_rollout_per_epoch.remote()]
+                (num_rollout_per_epoch,) = wait_for(
+                    refs,
+                    what="counting the prompts",
+                    timeout_s=args.startup_timeout,
+                    option="--startup-timeout",
+                )
+            num_rollout, num_rollout_per_epoch = planned_rollouts(args, num_rollout_per_epoch)
+            args = with_num_rollout(args, num_rollout)
+            if not args.debug_rollout_only:
+                report(phase="loading trainers")
+                actor, critic, start = create_training_models(args, placements, rollout_manager)
+            else:
+                start = 0
+            report(phase="starting engines")
             wait_for(
-                [rollout_manager.load.remote(start - 1)],
-                what="loading the data position",
+                [rollout_manager.ready.remote()],
+                what="starting the engines",
                 timeout_s=args.startup_timeout,
                 option="--startup-timeout",
             )
-        if actor is not None and not args.debug_train_only:
-            report(phase="updating weights")
-            actor.update_weights()
-        yield Run(args, rollout_manager, actor, critic, start, num_rollout, num_rollout_per_epoch)
+            start = start if args.start_rollout_id is None else args.start_rollout_id
+            if start > 0 and args.load:
+                wait_for(
+                    [rollout_manager.load.remote(start - 1)],
+                    what="loading the data position",
+                    timeout_s=args.startup_timeout,
+                    option="--startup-timeout",
+                )
+            if actor is not None and not args.debug_train_only:
+                report(phase="updating weights")
+                actor.update_weights()
+            yield Run(
+                args, rollout_manager, actor, critic, start, num_rollout, num_rollout_per_epoch
+            )
     finally:
         for group in (critic, actor):
             if group is not None:
@@ -127,6 +135,12 @@ def build_run(args: argparse.Namespace) -> Iterator[Run]:
                 option=None,
             )
         )
+
+
+def tell_of_lost_engine(rollout_manager: Any, loss: Loss) -> bool:
+    """The rollout manager replaces its engines, and ends the run where it cannot."""
+    rollout_manager.lose_engine.remote(loss.number, loss.sentence())
+    return True
 
 
 def planned_rollouts(
@@ -357,7 +371,7 @@ def open_run(args: argparse.Namespace) -> Iterator[Run]:
     with live_view(args):
         tracking.init_tracking(args, primary=True)
         start_tracing(args, "driver", role="driver")
-        with run_session(args), build_run(args) as run:
+        with run_session(args) as watch, build_run(args, watch) as run:
             yield run
             finish_recording(run)
 

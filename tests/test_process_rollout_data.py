@@ -4,6 +4,7 @@ Values name their sample: total length 100 + i, response length 200 + i, raw rew
 third. A wrong pairing can be read in the failure.
 """
 
+import argparse
 import os
 import pickle
 import types
@@ -21,7 +22,7 @@ from slime.data.ledger import ledger_of_rollout
 from slime.data.sample import Sample
 from slime.data.schedule import ScheduleConfig
 from slime.data.split import SplitConfig, split_by_dp
-from slime.exceptions import RolloutDataError
+from slime.exceptions import RolloutDataError, SlimeError
 from slime.ray import rollout
 from slime.utils.data import process_rollout_data
 from slime.utils.timer import Timer
@@ -72,6 +73,20 @@ def partitions(request):
 
 def receive(shards, rank):
     return process_rollout_data(None, [FakeBox(shard) for shard in shards], rank, len(shards))
+
+
+def test_a_shard_that_does_not_arrive_is_named_after_the_step_timeout(monkeypatch):
+    """A rank does not wait for ever for what was lost with its node."""
+
+    def never(reference, timeout):
+        raise ray.exceptions.GetTimeoutError(f"{reference} {timeout}")
+
+    monkeypatch.setattr(ray, "get", never)
+    args = argparse.Namespace(step_timeout=0.5)
+    with pytest.raises(
+        SlimeError, match=r"the shard of data-parallel rank 1 did not arrive within 0.5 s\."
+    ):
+        process_rollout_data(args, [FakeBox(None), FakeBox(None)], 1, 2)
 
 
 def test_every_local_field_is_about_the_partitions_samples(identity_get, partitions):

@@ -23,6 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("slime.files*",),
     ("slime.models*",),
     ("slime.tracking*",),
+    ("slime.supervision*",),
     ("slime.utils.processing_utils", "slime.utils.http_utils"),
     ("slime.prompts*",),
     ("slime.gate*",),
@@ -151,6 +152,7 @@ EXCEPTIONS: tuple[tuple[str, str, str], ...] = (
             ("rollout/engine_client.py::_last_warning", WARNED_ONCE),
             ("rollout/fully_async_rollout.py::_global_worker", UPSTREAMS_STATE),
             ("rollout/sample_hooks.py::_current_rollout_id", UPSTREAMS_STATE),
+            ("tracking/phases.py::_phases", "any code of the process may begin a phase"),
             ("tracking/progress.py::_reporter", "any code of the process may report progress"),
             ("tracking/spans.py::_writer", "any code of the process may add a span"),
             ("tracking/tracking.py::_configured_logger", "logging is the process's"),
@@ -209,6 +211,7 @@ EXCEPTIONS: tuple[tuple[str, str, str], ...] = (
             "data/schedule.py",
             "prompts/eval_config.py",
             "data/flops.py",
+            "utils/data.py",
             "utils/http_utils.py",
             "data/sample.py",
         )

@@ -61,6 +61,11 @@ WORKERS = (
         "the router's process ends",
     ),
     Worker(
+        "the heart of a process beats",
+        ("supervision/heart.py::Heart._beat_for_ever",),
+        "ends with its process",
+    ),
+    Worker(
         "the live view follows the run's records",
         (
             "harness/live_view.py::LiveView._run_lines",

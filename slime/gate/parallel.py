@@ -4,6 +4,7 @@ result equals the serial one.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from slime.gate.alignment import Codec
 
 PART_SAMPLES = 8192
+# A part takes seconds; where all cores are reserved, its task never starts.
+TASKS_TIMEOUT_S = 300.0
+logger = logging.getLogger(__name__)
 # What the checks read. The rest is left behind: it need not be copied to the workers, and may be
 # what cannot be.
 _READ = (
@@ -34,7 +38,7 @@ def judge_in_parallel(
     part_samples: int = PART_SAMPLES,
 ) -> Outcome:
     """The outcome of `judge`, computed by Ray tasks over consecutive parts. Serial where Ray is not
-    running.
+    running, or its tasks do not end within `TASKS_TIMEOUT_S`.
     """
     import ray
 
@@ -46,9 +50,20 @@ def judge_in_parallel(
         [_light(sample) for sample in samples[low : low + part_samples]]
         for low in range(0, len(samples), part_samples)
     ]
-    return Outcome.concatenate(
-        ray.get([task.remote(part, low * part_samples, shared) for low, part in enumerate(parts)])
-    )
+    refs = [task.remote(part, low * part_samples, shared) for low, part in enumerate(parts)]
+    try:
+        return Outcome.concatenate(ray.get(refs, timeout=TASKS_TIMEOUT_S))
+    except ray.exceptions.GetTimeoutError:
+        logger.warning(
+            "the gate's %d Ray tasks did not end within %.0f s: this process checks %d samples "
+            "alone",
+            len(refs),
+            TASKS_TIMEOUT_S,
+            len(samples),
+        )
+    for ref in refs:
+        ray.cancel(ref)
+    return judge(samples, config, codec_of(tokenizer, config))
 
 
 def _judge_part(

@@ -11,6 +11,8 @@ from slime.ray import actors
 from slime.ray.placement import bundle_strategy, device_options
 from slime.ray.train_worker import MEGATRON_ACTOR, TrainWorker
 from slime.ray.utils import STOP_TIMEOUT_S, add_default_ray_env_vars, wait_for
+from slime.supervision.heart import ROLLOUT_MANAGER
+from slime.supervision.records import expect_end
 from slime.typing import ActorHandle
 
 
@@ -52,6 +54,7 @@ class RayTrainGroup:
             handlers.append(
                 actors.start(
                     TrainWorker,
+                    self._name_of(rank),
                     actor_path,
                     self.world_size,
                     rank,
@@ -76,13 +79,13 @@ class RayTrainGroup:
     def _wait(
         self, refs: list[Any], doing: str, timeout_s: float, *, option: str = "--step-timeout"
     ) -> list[Any]:
-        names = [
-            *(f"{self.role} rank {rank}" for rank in range(self.world_size)),
-            "the rollout manager",
-        ]
+        names = [*map(self._name_of, range(self.world_size)), ROLLOUT_MANAGER]
         return wait_for(
             refs, what=f"{self.role}: {doing}", timeout_s=timeout_s, names=names, option=option
         )
+
+    def _name_of(self, rank: int) -> str:
+        return f"{self.role} rank {rank}"
 
     def create(self, rollout_manager: ActorHandle | None = None) -> list[int]:
         """Builds the models; returns each rank's first rollout to run. A rollout manager that
@@ -195,6 +198,8 @@ class RayTrainGroup:
 
     def _end_processes(self) -> None:
         handlers, self._handlers = self._handlers, []
+        for rank in range(len(handlers)):
+            expect_end(self._name_of(rank))
         try:
             refs = [handler.call.remote("stop") for handler in handlers]
             if refs:

@@ -24,6 +24,7 @@ from typing import Any
 
 import ray
 
+from slime.exceptions import SlimeError
 from slime.tracking.spans import SpanWriter, exchange_writer, span
 from slime.tracking.timer import Timer
 from slime.utils.misc import SingletonMeta
@@ -119,13 +120,22 @@ def is_local() -> bool:
     return _is_local
 
 
-def get(refs: Any, *, timeout: float | None = None) -> Any:
-    """The value of a reference, or the values of a list of them."""
+def get(refs: Any, *, timeout: float | None = None, what: str = "") -> Any:
+    """The value of a reference, or the values of a list of them. With `timeout`, SlimeError with
+    `what` after that many seconds (without `what` Ray's own error).
+    """
     if isinstance(refs, LocalRef):
         return refs.result()
     if isinstance(refs, Sequence) and any(isinstance(ref, LocalRef) for ref in refs):
         return [ref.result() for ref in refs]
-    return ray.get(refs) if timeout is None else ray.get(refs, timeout=timeout)
+    if timeout is None:
+        return ray.get(refs)
+    try:
+        return ray.get(refs, timeout=timeout)
+    except ray.exceptions.GetTimeoutError as error:
+        if not what:
+            raise
+        raise SlimeError(f"{what} did not arrive within {timeout:g} s.") from error
 
 
 def put(value: object) -> Any:

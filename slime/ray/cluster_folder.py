@@ -4,6 +4,7 @@ killed has left of them.
     /tmp/slime-ray-k3j2/            mode 0700: what Ray opens to everybody below it stays closed
     /tmp/slime-ray-k3j2/owner.json  {"pid": 4711, "started": 81523}: the driver
     /tmp/slime-ray-k3j2/token       the cluster's token, mode 0600
+    /tmp/slime-ray-k3j2/processes/  the run's processes, for the watch over them
     /tmp/slime-ray-k3j2/r/          Ray's own
 """
 
@@ -18,6 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from slime.supervision.processes import started_at
+
 PLACE = Path("/tmp")  # short: Ray's unix sockets, whose paths end at about 100 characters
 PREFIX = "slime-ray-"
 OWNER = "owner.json"
@@ -31,18 +34,6 @@ def make_folder() -> str:
     owner = {"pid": os.getpid(), "started": started_at(os.getpid())}
     Path(folder, OWNER).write_text(json.dumps(owner))
     return folder
-
-
-def started_at(pid: int) -> int | None:
-    """When a process was started, in the kernel's ticks since the boot; None where it has ended.
-    With the id it names one process: ids are given again.
-    """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    state, *numbers = text.rpartition(")")[2].split()  # the name before it may hold anything
-    return None if state in "ZX" else int(numbers[18])
 
 
 def sweep(place: Path = PLACE) -> list[str]:

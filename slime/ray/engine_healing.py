@@ -1,8 +1,8 @@
 """Replaces engines that die or freeze while a run goes on (--use-fault-tolerance).
 
-`EngineHealer.lost(rank, reason)` is the one place that says that an engine is dead; four tell it:
-the end of its process, a health check without an answer, a request that failed, and a weight
-update. From there on:
+`EngineHealer.lost(rank, reason)` is the one place that says that an engine is dead; five tell it:
+the end of its process, a health check without an answer, a request that failed, a weight update,
+and the watch over the run's processes. From there on:
 
     requests     leave the roster's address; open ones are sent again, elsewhere or to the successor
     the engine   its process is ended, a new one starts on the same device
@@ -28,15 +28,15 @@ from typing import Any
 
 import ray
 
-from slime.backends.torch_engine.ray_actor import process_space
 from slime.exceptions import EngineError, NoEngineLeft, ProcessDied
 from slime.ray import actors
-from slime.ray.cluster_folder import started_at
 from slime.ray.placement import Placement
 from slime.ray.rollout_servers import create_engine
 from slime.ray.servers import PublishedWeights, RolloutServers, ask_engines
 from slime.ray.utils import held, reason_of_death, slime_error_of, wait_for
 from slime.rollout.engine_roster import EngineRoster
+from slime.supervision.processes import started_at
+from slime.supervision.records import expect_end, this_node
 from slime.utils.async_utils import run
 from slime.utils.http_utils import request_once, send_key_to
 
@@ -345,6 +345,7 @@ class EngineHealer:
 
     def _end(self, slot: _Slot) -> None:
         """The slot's process is gone, so that its port and its memory are free."""
+        expect_end(f"engine {slot.rank}")
         ended, _ = actors.wait([slot.ended], num_returns=1, timeout=0)
         is_here = slot.started is not None
         if is_here and started_at(slot.pid) == slot.started:
@@ -406,7 +407,7 @@ class EngineHealer:
     def _find_process(self, slot: _Slot) -> None:
         (found,) = self._ask({slot.rank: slot.engine}, "process").values()
         slot.pid, space = found
-        slot.started = started_at(slot.pid) if space == process_space() else None
+        slot.started = started_at(slot.pid) if space == this_node() else None
 
     def _postpone_check(self, slot: _Slot) -> None:
         slot.next_check = time.monotonic() + self._args.rollout_health_check_first_wait

@@ -57,6 +57,7 @@ from slime.rollout.engine_client import set_engines
 from slime.rollout.generate_state import SharedState
 from slime.rollout.reward_checks import RewardWatch
 from slime.rollout.sample_hooks import set_current_rollout_id
+from slime.supervision.heart import ROLLOUT_MANAGER, start_heart
 from slime.tracking.spans import set_rollout, span, spanned, start_tracing
 from slime.tracking.timer import Timer, timer
 from slime.tracking.tracking import (
@@ -94,8 +95,7 @@ class RolloutManager:
             WATCH.record_in(log_dir)
         init_tracking(args, primary=False)
         start_tracing(args, "rollout-manager", role="rollout")
-        # a replay asks for no prompt: None then, and the checkpoint of a replay has no data
-        # position
+        # None in a replay: it asks for no prompt, and its checkpoint has no data position
         self.data_source = (
             None if args.load_debug_rollout_data else load_function(args.data_source_path)(args)
         )
@@ -136,9 +136,7 @@ class RolloutManager:
 
     @spanned("rollout")
     def generate(self, rollout_id: int) -> list[Box] | None:
-        """One box (a reference to a shard) per data-parallel rank, or None with
-        --debug-rollout-only.
-        """
+        """A box (a reference to a shard) per data-parallel rank; None with --debug-rollout-only."""
         if self.recorder is None:
             return self._generate(rollout_id)
         self.recorder.begin(rollout_id)
@@ -547,11 +545,12 @@ class RolloutManager:
 
 
 class RolloutManagerActor(RolloutManager):
-    """`RolloutManager` in its process. What its start raises is raised by `ready`: Ray answers an
-    exception in a constructor by aborting the process, with pages of native stack.
+    """`RolloutManager` in its process. What its start raises, `ready` raises: Ray would abort the
+    process, with pages of native stack.
     """
 
     def __init__(self, args: argparse.Namespace, pg: tuple) -> None:
+        start_heart(ROLLOUT_MANAGER)
         self._failure: Exception | None = None
         self._is_warm = False
         try:

@@ -48,6 +48,7 @@ def start_rollout_servers(args: argparse.Namespace, pg: Placement) -> RolloutSer
         [engine.start.remote(args.rollout_engine_start_timeout) for engine in engines],
         what="starting the engines",
         timeout_s=args.rollout_engine_start_timeout,
+        names=[f"engine {rank}" for rank in range(len(engines))],
         option="--rollout-engine-start-timeout",
     )
     servers = RolloutServers(engines, [info["url"] for info in infos])

@@ -13,6 +13,7 @@ import ray
 from slime.exceptions import ProcessDied
 from slime.ray import actors
 from slime.ray.utils import reason_of_death, slime_error_of, wait_for
+from slime.supervision.records import expect_end
 
 HEALTH_TIMEOUT_S = 10.0
 logger = logging.getLogger(__name__)
@@ -117,7 +118,8 @@ class RolloutServers:
                 outlives=self.outlives,
                 option=None,
             )
-        for engine in self.engines:
+        for rank, engine in enumerate(self.engines):
+            expect_end(f"engine {rank}")
             actors.kill(engine)
         self.engines = []
 

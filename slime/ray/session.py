@@ -23,7 +23,7 @@ from slime.exceptions import ConfigError
 from slime.ray import actors
 from slime.ray.cluster_folder import end_processes_of, make_folder, remove_folder, sweep
 from slime.ray.cluster_token import token_authentication
-from slime.ray.store_watch import watched_store
+from slime.ray.run_watch import RunWatch, watched_run
 from slime.ray.utils import add_default_ray_env_vars
 from slime.rollout import fully_async_rollout, sglang_rollout
 from slime.rollout.sample_hooks import set_current_rollout_id
@@ -62,11 +62,14 @@ def interruptible() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def run_session(args: argparse.Namespace) -> Iterator[None]:
-    """What the actors of a run live in: a Ray session, or this process with --local."""
+def run_session(args: argparse.Namespace) -> Iterator[RunWatch]:
+    """What the actors of a run live in: a Ray session, or this process with --local; with the watch
+    over its processes.
+    """
     if not args.local:
-        with ray_session(args):
-            yield
+        configure_logger("driver", log_dir=log_dir_of(args))
+        with ray_session(args) as watch:
+            yield watch
         return
     configure_logger("local", log_dir=log_dir_of(args))
     load_function.cache_clear()  # a notebook may have defined its functions anew
@@ -75,7 +78,7 @@ def run_session(args: argparse.Namespace) -> Iterator[None]:
         interruptible(),
     ):
         try:
-            yield
+            yield RunWatch()
         finally:
             # what a process that ends with its run may keep
             sglang_rollout.EVAL_PROMPT_DATASET.clear()
@@ -84,7 +87,7 @@ def run_session(args: argparse.Namespace) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ray_session(args: argparse.Namespace) -> Iterator[None]:
+def ray_session(args: argparse.Namespace) -> Iterator[RunWatch]:
     """A connection to the cluster of `--ray-address`, or a private local one that is stopped, with
     its files, at the end.
     """
@@ -98,14 +101,6 @@ def ray_session(args: argparse.Namespace) -> Iterator[None]:
             address,
             named_by="--ray-address" if args.ray_address else "RAY_ADDRESS in the environment",
         )
-        try:
-            ray.init(address=address, logging_level=logging.ERROR, log_to_driver=True)
-            # Ray's core has put its own handlers in place, which print a stack and abort.
-            with interruptible():
-                yield
-        finally:
-            ray.shutdown()
-        return
     for left in sweep():
         logger.info("%s was left by a run that was killed: it is removed", left)
     folder = make_folder()
@@ -117,19 +112,30 @@ def ray_session(args: argparse.Namespace) -> Iterator[None]:
 
     # Registered before Ray's own exit handler, so it runs after it.
     atexit.register(remove_folder, folder)
+
+    def join_cluster() -> None:
+        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=True)
+
+    def start_cluster() -> None:
+        ray.init(
+            address="local",
+            num_cpus=args.num_cpus or os.cpu_count(),
+            include_dashboard=False,
+            object_store_memory=_object_store_bytes(),
+            logging_level=logging.ERROR,
+            log_to_driver=True,
+            _temp_dir=f"{folder}/r",
+        )
+
     try:
-        with loopback_only(), token_authentication(folder):
-            ray.init(
-                address="local",
-                num_cpus=args.num_cpus or os.cpu_count(),
-                include_dashboard=False,
-                object_store_memory=_object_store_bytes(),
-                logging_level=logging.ERROR,
-                log_to_driver=True,
-                _temp_dir=f"{folder}/r",
-            )
-            with watched_store(clean_up), interruptible():
-                yield
+        with contextlib.ExitStack() as stack:
+            if not address:
+                stack.enter_context(loopback_only())
+                stack.enter_context(token_authentication(folder))
+            start = join_cluster if address else start_cluster
+            # Ray's core has put its own handlers in place, which print a stack and abort.
+            with watched_run(folder, clean_up, start) as watch, interruptible():
+                yield watch
     finally:
         ray.shutdown()
         clean_up()

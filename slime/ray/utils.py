@@ -16,6 +16,8 @@ import ray
 from slime import exceptions
 from slime.exceptions import EngineError, ProcessDied, SlimeError
 from slime.ray import actors
+from slime.supervision.heart import start_heart
+from slime.supervision.records import FOLDER_VARIABLE
 from slime.tracking.plain_output import PLAIN
 from slime.tracking.spans import span
 from slime.typing import ActorHandle
@@ -43,6 +45,7 @@ _FORWARDED = (
     "HF_HOME",
     "TOKENIZERS_PARALLELISM",
     "CUDA_DEVICE_MAX_CONNECTIONS",
+    FOLDER_VARIABLE,
     *PLAIN,
 )
 
@@ -89,6 +92,7 @@ class Lock:
     """
 
     def __init__(self) -> None:
+        start_heart("the lock of weight updates")
         self._locked = False
 
     def acquire(self) -> bool:

@@ -12,7 +12,8 @@ nanoseconds since the epoch (monotonic clock plus that offset, so a clock that i
 not tear spans apart) and `dur` in nanoseconds, with "track", "rollout" and "attrs" where it has
 them. {"type": "open", "time", "rollout", "spans"} lists the phases that have not ended at that time, for a run
 that goes on, hangs or was killed; the last one counts. Every block of `slime.tracking.timer.timer`
-is a span too. Without --trace nothing is kept and `span` costs one comparison.
+is a span too. Without --trace nothing is kept; a process that is watched shows its phases all the
+same (phases.py).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from slime.files.jsonl import JsonlWriter, encode
+from slime.tracking.phases import current_phases, phase
 
 logger = logging.getLogger(__name__)
 
@@ -266,10 +268,12 @@ def is_tracing() -> bool:
 
 def set_rollout(rollout_id: int) -> None:
     """The rollout that this process works on from now on: the label of its spans, by which
-    --trace-every chooses.
+    --trace-every chooses, and of its phases.
     """
     if _writer is not None:
         _writer.set_rollout(rollout_id)
+    if (phases := current_phases()) is not None:
+        phases.set_rollout(rollout_id)
 
 
 def add_span(
@@ -289,6 +293,8 @@ def open_span(name: str, start_s: float) -> None:
     """Notes that the phase `name`, of which there is one at a time, has begun."""
     if _writer is not None:
         _writer.open(name, name, start_s)
+    if (phases := current_phases()) is not None:
+        phases.begin(name, name)
 
 
 def close_span(name: str, start_s: float, end_s: float) -> None:
@@ -296,6 +302,8 @@ def close_span(name: str, start_s: float, end_s: float) -> None:
     if _writer is not None:
         _writer.ended(name)
         _writer.add(name, start_s, end_s)
+    if (phases := current_phases()) is not None:
+        phases.end(name)
 
 
 class _OpenSpan:
@@ -312,10 +320,14 @@ class _OpenSpan:
         self._start = time.perf_counter()
         if self._track is None:
             self._writer.open(id(self), self._name, self._start)
+            if (phases := current_phases()) is not None:
+                phases.begin(id(self), self._name)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         end = time.perf_counter()
         self._writer.ended(id(self))
+        if self._track is None and (phases := current_phases()) is not None:
+            phases.end(id(self))
         if kind is not None:
             self._attrs["error"] = kind.__name__
         self._writer.add(self._name, self._start, end, track=self._track, attrs=self._attrs)
@@ -328,7 +340,9 @@ def span(
     name: str, *, track: str | None = None, **attrs: object
 ) -> contextlib.AbstractContextManager[None]:
     """A context whose block is a span with these attributes."""
-    return _OFF if _writer is None else _OpenSpan(_writer, name, track, attrs)
+    if _writer is not None:
+        return _OpenSpan(_writer, name, track, attrs)
+    return _OFF if track is not None or current_phases() is None else phase(name)
 
 
 def spanned(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:

@@ -26,7 +26,7 @@ def process_rollout_data(
     args: argparse.Namespace, rollout_data_ref: list[Any], dp_rank: int, dp_size: int
 ) -> RolloutBatch:
     """This rank's batch from `rollout_data_ref`, one box (anything with `.inner`) per data-parallel
-    rank. `args` is not read.
+    rank. Of `args` only --step-timeout is read.
 
     `raw_reward` stays whole and `local_raw_reward` is its part in partition order, where there is
     one; `total_lengths` becomes local, and the timer keeps the whole batch's lengths. The batch's
@@ -42,7 +42,13 @@ def process_rollout_data(
         f"{len(rollout_data_ref)} shards for {dp_size} data-parallel ranks"
     )
     with span("get"):
-        shard = actors.get(rollout_data_ref[dp_rank].inner)
+        # None where users' tests call this without options
+        timeout_s = getattr(args, "step_timeout", None)
+        shard = actors.get(
+            rollout_data_ref[dp_rank].inner,
+            timeout=timeout_s,
+            what=f"the shard of data-parallel rank {dp_rank}",
+        )
     started = time.perf_counter()
     batch = localize(shard, dp_rank, dp_size=dp_size)
     if is_tracing():  # which samples: `slime trace` draws an arrow from each one's request

@@ -293,7 +293,7 @@ def test_a_process_that_does_not_end_is_an_error(healing, monkeypatch):
     module = "slime.ray.engine_healing"
     for name, value in {"END_S": 0.05, "started_at": lambda pid: 1}.items():
         monkeypatch.setattr(f"{module}.{name}", value)
-    monkeypatch.setattr(f"{module}.process_space", lambda: "elsewhere")
+    monkeypatch.setattr(f"{module}.this_node", lambda: "elsewhere")
     killed = []
     monkeypatch.setattr(f"{module}.os.kill", lambda *what: killed.append(what))
     undead = Engine(0, process=(4711, "elsewhere"))

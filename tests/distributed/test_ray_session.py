@@ -85,7 +85,7 @@ import argparse, os, sys, time
 import ray
 from slime.commands.session import print_failure
 from slime.ray import session
-from slime.ray.store_watch import store_pid
+from slime.ray.run_watch import cluster_processes
 from slime.ray.utils import wait_for
 
 @ray.remote(num_cpus=0)
@@ -97,7 +97,9 @@ try:
     with session.ray_session(argparse.Namespace(ray_address=None, num_cpus=2)):
         sleeper = Sleeper.remote()
         ray.get(sleeper.__ray_ready__.remote())
-        print(store_pid(), ray._private.worker._global_node.get_temp_dir_path(), flush=True)
+        (_, store), (_, manager), *_ = cluster_processes()
+        folder = ray._private.worker._global_node.get_temp_dir_path()
+        print(store, manager, folder, flush=True)
         wait_for([sleeper.sleep.remote()], what="sleeping", timeout_s=60)
 except Exception as error:
     sys.exit(print_failure(error))
@@ -106,34 +108,40 @@ except Exception as error:
 
 @pytest.fixture
 def driver(monkeypatch):
-    """(process of a driver, id of its control store, the folder of its cluster)."""
+    """(process of a driver, ids of its control store and its node manager, the folder of its
+    cluster).
+    """
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     process = subprocess.Popen(
         [sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    pid, folder = process.stdout.readline().split()
+    *pids, folder = process.stdout.readline().split()
     folder = os.path.dirname(folder)
-    yield process, int(pid), folder
+    yield process, [int(pid) for pid in pids], folder
     process.kill()
     process.wait()
     cluster_folder.end_processes_of(folder)
     cluster_folder.remove_folder(folder)
 
 
-def test_a_dead_control_store_is_named_at_once_and_ends_the_run(driver):
-    """The driver whose control store was killed names it and ends in seconds, where Ray's own way
-    is a minute and an abort; nothing is left."""
-    process, store, folder = driver
+@pytest.mark.parametrize(
+    ("place", "name"), [(0, "control store, gcs_server,"), (1, "node manager")]
+)
+def test_a_dead_process_of_the_cluster_is_named_at_once_and_ends_the_run(driver, place, name):
+    """The driver names what was killed of its cluster and ends in seconds, where Ray's own way is a
+    minute and an abort, or another process's name; nothing is left."""
+    process, pids, folder = driver
     tree = run_tree(process.pid)
     begun = time.monotonic()
-    os.kill(store, signal.SIGKILL)
+    os.kill(pids[place], signal.SIGKILL)
     first = process.stderr.readline()
     while "has died" not in first:
         first = process.stderr.readline()
     named_after = time.monotonic() - begun
     _, rest = process.communicate(timeout=40)
-    assert f"gcs_server, process {store}) has died" in first and named_after < 10
-    assert "Without it the run cannot go on" in rest and "--load" in rest
+    assert f"Ray's {name}" in first and f"(process {pids[place]}) has died" in first
+    assert named_after < 5
+    assert "error: Ray's " + name in rest and "--load" in rest
     assert process.returncode == 1 and time.monotonic() - begun < 30
     deadline = time.monotonic() + 10
     while (os.path.exists(folder) or still_run(tree)) and time.monotonic() < deadline:
@@ -154,7 +162,7 @@ def still_run(tree):
 
 def test_what_a_driver_killed_with_9_leaves_is_swept_by_the_next_run(driver):
     """Folder and processes of a cluster whose driver was killed with -9 go with the next sweep."""
-    process, store, folder = driver
+    process, (store, _), folder = driver
     assert folder not in cluster_folder.sweep() and os.path.exists(folder), "its driver lives"
     tree = run_tree(process.pid)
     process.kill()

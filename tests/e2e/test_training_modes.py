@@ -381,9 +381,8 @@ def test_a_killed_rank_ends_the_run_with_its_name(data, tmp_path):
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 1, output[-3000:]
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert (
-        len(errors) == 1 and "the process of actor rank" in errors[0] and str(ranks[1]) in errors[0]
-    )
+    assert len(errors) == 1 and f"(process {ranks[1]}) has died: it crashed" in errors[0]
+    assert errors[0].startswith("error: actor rank ") and "Its last phase: " in errors[0]
     assert len(output.splitlines()) < 40
     deadline = time.monotonic() + 10
     while processes_of(tmp_path) and time.monotonic() < deadline:

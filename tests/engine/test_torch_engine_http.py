@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch
 from safetensors.torch import load_file, save
 from support.tiny_models import make_tiny_checkpoint
 
+from slime.backends.torch_engine import ray_actor
 from slime.backends.torch_engine.engine_config import EngineConfig
 from slime.backends.torch_engine.protocol import ResponseOptions
 from slime.backends.torch_engine.ray_actor import EngineActor
@@ -631,6 +633,25 @@ def test_a_body_over_the_bound_is_refused(folder):
     with EngineServerThread(EngineConfig(str(folder), max_request_bytes=10_000)) as server:
         status, answer = call(server.url, "/generate", {"input_ids": [5] * 20_000})
         assert status == 413 and "larger" in answer["error"]["message"]
+
+
+def test_an_engine_whose_step_does_not_end_says_what_it_did_not_do(monkeypatch):
+    """Its thread hangs in a step: what waits for the step's end is given up by name."""
+    engine = types.SimpleNamespace(
+        pause=lambda: None, between_steps=lambda action: concurrent.futures.Future()
+    )
+    actor = EngineActor({"hf_checkpoint": "x"}, 3)
+    loaded = types.SimpleNamespace(engine=engine)
+    actor._thread = types.SimpleNamespace(server=types.SimpleNamespace(loaded=loaded))
+    monkeypatch.setattr(ray_actor, "STEP_TIMEOUT_S", 0.05)
+    for call, what in {
+        "pause": "pause",
+        "flush_cache": "forget its cache",
+        "release_memory": "free its memory",
+        "resume_memory": "take its memory",
+    }.items():
+        with pytest.raises(EngineError, match=f"engine 3 did not {what} within 0 s: its step does"):
+            getattr(actor, call)()
 
 
 def test_the_actor_takes_weights_as_arrays_and_stops_listening_after_shutdown(folder, other_folder):

@@ -731,5 +731,32 @@ def test_ray_tasks_give_the_serial_result(tmp_path):
     assert split.codes.tolist() == serial.statistics.codes.tolist()
 
 
+def test_tasks_that_do_not_end_are_given_up_and_the_verdicts_come_all_the_same(monkeypatch, caplog):
+    """Where every core is reserved, Ray never starts them."""
+    import ray
+
+    from slime.gate import parallel
+
+    def never(refs, timeout):
+        raise ray.exceptions.GetTimeoutError(f"{timeout} s")
+
+    cancelled = []
+    task = types.SimpleNamespace(remote=lambda *args: f"part {args[1]}")
+    for name, stand_in in {
+        "is_initialized": lambda: True,
+        "remote": lambda **options: lambda function: task,
+        "put": lambda value: value,
+        "get": never,
+        "cancel": cancelled.append,
+    }.items():
+        monkeypatch.setattr(ray, name, stand_in)
+    config = GateConfig(rewards_expected=True)
+    samples = scored(20, 7)
+    found = parallel.judge_in_parallel(samples, config, None, part_samples=8)
+    assert found.codes.tolist() == parallel.judge(samples, config, None).codes.tolist()
+    assert cancelled == ["part 0", "part 8", "part 16"]
+    assert "the gate's 3 Ray tasks did not end within 300 s" in caplog.text
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))

@@ -47,6 +47,21 @@ def test_a_grader_that_hangs_is_killed_at_its_limit_and_replaced_once(pool, grad
     assert pool.grade(bad("noisy"), "x", "y") == GraderOutcome(value=1) and pool.num_restarts == 1
 
 
+def test_a_grader_that_does_not_come_free_is_an_outcome(pool, monkeypatch):
+    """The only place of the pool is taken for longer than a task may last."""
+    for name in ("START_TIMEOUT_S", "KILL_TIMEOUT_S"):
+        monkeypatch.setattr(grader_pool, name, 0.05)
+    monkeypatch.setattr(pool, "settings", PoolSettings(num_workers=1, timeout_s=0.1))
+    place = pool._idle.get()
+    outcome = pool.grade(bad("noisy"), "x", "y")
+    assert outcome == GraderOutcome(
+        error=GRADER_ERROR, detail="none of 1 graders came free within 0 s"
+    )
+    pool._idle.put(place)
+    monkeypatch.undo()
+    assert pool.grade(bad("noisy"), "x", "y") == GraderOutcome(value=1)
+
+
 def test_crashes_errors_memory_and_prints_are_outcomes_of_their_own(pool):
     """A crash, an error and too much memory are outcomes with a reason each, and what a grader
     prints is not read as its answer."""

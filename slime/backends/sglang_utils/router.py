@@ -27,6 +27,7 @@ from collections.abc import Callable
 from typing import IO, Any, cast
 
 from slime.exceptions import ConfigError, EngineError
+from slime.supervision.records import Record, register
 
 START_TIMEOUT_SECONDS = 60.0
 WORKER_TIMEOUT_SECONDS = 60.0
@@ -65,6 +66,7 @@ class SglangRouter:
         self.config = config or RouterConfig()
         self.port: int | None = None
         self._process: subprocess.Popen | None = None
+        self._record: Record | None = None  # for the watch over the run's processes
         self._log: collections.deque[str] = collections.deque(maxlen=LOG_LINES)
         self._added: list[str] = []
 
@@ -103,6 +105,7 @@ class SglangRouter:
         if failure:
             raise EngineError(f"the router could not be started: {failure[0]}")
         self._wait_until(self._answers, START_TIMEOUT_SECONDS, "answer")
+        self._record = register("the router", cast(subprocess.Popen, self._process).pid)
         return self
 
     def _command(self, port: int, metrics_port: int) -> list[str]:
@@ -257,6 +260,8 @@ class SglangRouter:
         process, self._process = self._process, None
         if process is None:
             return
+        if self._record is not None:
+            self._record.sign_off()
         process.terminate()
         try:
             process.wait(timeout=STOP_TIMEOUT_SECONDS)

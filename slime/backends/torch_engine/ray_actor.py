@@ -7,25 +7,23 @@ Ray passes through shared memory.
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import threading
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 
 from slime.backends.torch_engine.engine_config import EngineConfig, engine_config_from
 from slime.exceptions import EngineError
+from slime.supervision.heart import start_heart
+from slime.supervision.records import this_node
 from slime.tracking.spans import open_writer, span, spanned, stop_tracing
 
-
-def process_space() -> str:
-    """Where a process id of this process means what it means here: the machine, since its boot,
-    and the container.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+# One step of the engine takes seconds at most.
+STEP_TIMEOUT_S = 600.0
+T = TypeVar("T")
 
 
 class EngineActor:
@@ -41,6 +39,7 @@ class EngineActor:
     ) -> None:
         self._config = engine_config_from(options)
         self._rank = rank
+        start_heart(f"engine {rank}")
         self._trace_folder = trace_folder
         self._thread: Any = None
         self._is_over = threading.Event()
@@ -65,7 +64,7 @@ class EngineActor:
 
     def process(self) -> tuple[int, str]:
         """The process id, and where it counts."""
-        return os.getpid(), process_space()
+        return os.getpid(), this_node()
 
     def health(self, timeout: float = 10.0) -> bool:
         """True while the engine can generate. EngineError with the stack if its thread has failed,
@@ -89,7 +88,7 @@ class EngineActor:
         """
         engine = self._server.loaded.engine
         engine.pause()
-        engine.between_steps(lambda: None).result()
+        self._between_steps(lambda engine: None, "pause")
 
     def resume(self) -> None:
         """Goes on after `pause`."""
@@ -101,22 +100,19 @@ class EngineActor:
 
     def flush_cache(self) -> int:
         """Forgets cached prompts and returns how many there were."""
-        engine = self._server.loaded.engine
-        return engine.between_steps(engine.flush_cache).result()
+        return self._between_steps(lambda engine: engine.flush_cache(), "forget its cache")
 
     @spanned("release_memory")
     def release_memory(self) -> bool:
         """Gives the KV cache's memory back until `resume_memory`; False, and the engine goes on,
         while requests run.
         """
-        engine = self._server.loaded.engine
-        return engine.between_steps(engine.release_memory).result()
+        return self._between_steps(lambda engine: engine.release_memory(), "free its memory")
 
     @spanned("resume_memory")
     def resume_memory(self) -> None:
         """Makes generation possible again after `release_memory`."""
-        engine = self._server.loaded.engine
-        engine.between_steps(engine.resume_memory).result()
+        self._between_steps(lambda engine: engine.resume_memory(), "take its memory")
 
     def begin_weight_update(self, version: str | int) -> None:
         """Opens an update. An unfinished one is dropped."""
@@ -164,6 +160,17 @@ class EngineActor:
             self._thread.stop()
             self._thread = None
         stop_tracing()
+
+    def _between_steps(self, action: Callable[[Any], T], what: str) -> T:
+        """What `action` returns in the engine's thread. EngineError where it does not get there."""
+        engine = self._server.loaded.engine
+        try:
+            return engine.between_steps(lambda: action(engine)).result(STEP_TIMEOUT_S)
+        except concurrent.futures.TimeoutError:
+            raise EngineError(
+                f"engine {self._rank} did not {what} within {STEP_TIMEOUT_S:.0f} s: its step does "
+                "not end."
+            ) from None
 
     @property
     def _server(self) -> Any:

@@ -32,6 +32,7 @@ from slime.rollout.rm_hub import grader_guard
 from slime.rollout.rm_hub.answers import boxed_answer
 from slime.rollout.rm_hub.labels import label_answers
 from slime.rollout.rm_hub.outcomes import GRADER_ERROR, GRADER_TIMEOUT, GraderOutcome
+from slime.supervision.records import Record, register
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class GraderPool:
         )
         self._workers: set[_Worker] = set()
         self._closed = False
+        self._lock, self._num_waiting = threading.Lock(), 0
 
     def grade(self, grader: str, response: str, label: object) -> GraderOutcome:
         """The outcome of one grading; waits for a free worker, then at most `timeout_s`."""
@@ -81,7 +83,10 @@ class GraderPool:
         if too_long:
             return GraderOutcome(error=GRADER_ERROR, detail=too_long)
         request = {"grader": grader, "response": response, "label": label}
-        worker = self._idle.get()
+        try:
+            worker = self._free_worker()
+        except _WorkerGone as error:
+            return GraderOutcome(error=GRADER_ERROR, detail=str(error))
         try:
             if worker is None or not worker.is_alive():
                 worker = self._start()
@@ -97,6 +102,23 @@ class GraderPool:
             return GraderOutcome(error=GRADER_ERROR, detail=str(error))
         finally:
             self._idle.put(worker)
+
+    def _free_worker(self) -> _Worker | None:
+        """The next worker without a task, None for one that is still to be started."""
+        with self._lock:
+            self._num_waiting += 1
+            # each of those before may start a process, import what it needs, grade, and be killed
+            longest_s = 2 * START_TIMEOUT_S + self.settings.timeout_s + 2 * KILL_TIMEOUT_S
+            wait_s = longest_s * self._num_waiting
+        try:
+            return self._idle.get(timeout=wait_s)
+        except queue.Empty:
+            raise _WorkerGone(
+                f"none of {self.settings.num_workers} graders came free within {wait_s:.0f} s"
+            ) from None
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
 
     async def grade_async(self, grader: str, response: str, label: object) -> GraderOutcome:
         """`grade`, awaited from any event loop."""
@@ -187,14 +209,16 @@ class _Worker:
         self._buffer = b""
         self._prepared: set[str] = set()
         self._pid: int | None = None
+        self._record: Record | None = None  # for the watch over the run's processes
         for fd in (spawned.requests, spawned.answers):
             os.set_blocking(fd, False)
         try:
             deadline = time.monotonic() + START_TIMEOUT_S
-            self._pid = self._await_answer("start", deadline, "start")["value"]
+            self._pid = int(self._await_answer("start", deadline, "start")["value"])
         except (TimeoutError, _WorkerGone) as error:
             self.kill()
             raise _WorkerGone(f"a grader process did not start: {error}") from error
+        self._record = register("grader", self._pid)
 
     def is_alive(self) -> bool:
         return self.is_healthy and self._spawned.guard.poll() is None
@@ -279,6 +303,8 @@ class _Worker:
             guard = self._spawned.guard
             if guard.stdin is None or guard.stdin.closed:
                 return
+            if self._record is not None:
+                self._record.sign_off()
             guard.stdin.close()
             try:
                 guard.wait(KILL_TIMEOUT_S)
