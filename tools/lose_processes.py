@@ -200,9 +200,10 @@ class Cell:
             return "-" if value is None else f"{value:.1f}"
 
         left = "; ".join(self.left) or "nothing"
+        status = "-" if self.status is None else self.status
         return (
             f"| {self.role} | {self.sent} | {self.outcome} | {seconds(self.named_s)} | "
-            f"{seconds(self.ended_s)} | {self.status} | {left} |"
+            f"{seconds(self.ended_s)} | {status} | {left} |"
         )
 
 
@@ -217,8 +218,9 @@ def lose(run: WatchedRun, role: str, sent: str) -> Cell:
         goes_on = run.process.poll() is None and run.num_trained() > num_trained
         run.close()
         outcome = "goes on" if goes_on else "stands still"
-        named_s = _named_in_log(run, role, pid)
-        return Cell(role, sent, outcome, named_s, None, run.process.returncode, run.left())
+        if not _is_in_log(run, role, pid):
+            outcome += ", not logged"
+        return Cell(role, sent, outcome, None, None, None, run.left())
     status = run.finish()
     ended_s = None if status is None else time.monotonic() - begun
     error = next((line for _, line in run.lines if line.startswith("error: ")), "no error")
@@ -228,11 +230,10 @@ def lose(run: WatchedRun, role: str, sent: str) -> Cell:
     return Cell(role, sent, outcome, run.named_after(role, begun), ended_s, status, run.left())
 
 
-def _named_in_log(run: WatchedRun, role: str, pid: int) -> float | None:
-    """0.0 where the driver's log names the process, which only warnings leave for the terminal."""
-    logs = run.folder / "logs"
-    texts = [path.read_text() for path in logs.glob("*.log")] if logs.is_dir() else []
-    return 0.0 if any(f"{role} (process {pid}) " in text for text in texts) else None
+def _is_in_log(run: WatchedRun, role: str, pid: int) -> bool:
+    """Whether the driver's log names the process; only warnings are on the terminal."""
+    path = run.folder / "logs" / "driver.log"
+    return path.exists() and f"{role} (process {pid}) " in path.read_text()
 
 
 def main(argv: list[str] | None = None) -> int:

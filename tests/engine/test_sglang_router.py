@@ -1,12 +1,14 @@
 """The real sglang-router in front of two real engines."""
 
 import argparse
+import io
 import json
 import os
 import socket
 import subprocess
 import sys
 import time
+import types
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -245,6 +247,26 @@ def test_the_key_is_on_no_command_line(cluster):
         with pytest.raises(urllib.error.HTTPError) as error:
             urllib.request.urlopen(request, timeout=20)
         assert error.value.code == 401, path
+
+
+def test_a_key_that_begins_with_a_dash_reaches_the_router(monkeypatch):
+    """As one of 64 that a run makes does."""
+    from slime.backends.sglang_utils import router_child
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--api-key")
+    parser.add_argument("--port")
+    seen = []
+    launcher = types.SimpleNamespace(main=lambda: seen.append(parser.parse_args(sys.argv[1:])))
+    monkeypatch.setitem(sys.modules, "sglang_router", types.SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "sglang_router.launch_router", launcher)
+    monkeypatch.setattr(
+        router_child.sys, "platform", "other"
+    )  # leaves this process's signals alone
+    monkeypatch.setattr(sys, "argv", ["router_child", str(os.getppid()), "--port", "7"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("-key\n"))
+    router_child.main()
+    assert vars(seen[0]) == {"api_key": "-key", "port": "7"}
 
 
 def test_a_port_in_use_is_named():

@@ -23,8 +23,9 @@ def main() -> None:
         # The parent ended before the kernel knew what to do then.
         raise SystemExit(1)
     key = sys.stdin.readline().strip()
-    # changes what the launcher parses, not the command line that others can see
-    sys.argv = ["sglang_router", *sys.argv[2:], *(["--api-key", key] if key else [])]
+    # Changes what the launcher parses, not the command line that others can see. A key may begin
+    # with a dash.
+    sys.argv = ["sglang_router", *sys.argv[2:], *([f"--api-key={key}"] if key else [])]
     from sglang_router.launch_router import main as launch
 
     launch()
