@@ -110,12 +110,17 @@ def healing(monkeypatch):
         args.__dict__.update(options)
         healer = EngineHealer(args, servers, lock, lambda rank: left.pop(0))
         started.append(healer)
-        threading.Thread(target=healer.watch, daemon=True).start()
+        threading.Thread(target=healer.watch, name="slime-engine-watch", daemon=True).start()
         return healer, servers
 
     yield make
     for healer in started:
         healer.stop()
+    # else they go on with the real `ray.wait`, which connects to whatever cluster it finds
+    for thread in threading.enumerate():
+        if thread.name.startswith("slime-engine-"):
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 def soon(condition, seconds=10.0):
