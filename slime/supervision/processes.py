@@ -40,12 +40,14 @@ def started_at(pid: int) -> int | None:
     return None if state in ENDED else int(numbers[18])
 
 
-def look_at(pid: int) -> ProcessState | None:
-    """None where the process has ended."""
+def look_at(pid: int, *, closely: bool = True) -> ProcessState | None:
+    """None where the process has ended. closely: also whether it is runnable and traced, a file per
+    thread.
+    """
     try:
         state, *numbers = _fields(f"/proc/{pid}/stat")
-        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
-        threads = os.listdir(f"/proc/{pid}/task")
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace") if closely else ""
+        threads = os.listdir(f"/proc/{pid}/task") if closely else []
     except (OSError, ValueError):
         return None
     if state in ENDED:
@@ -55,7 +57,7 @@ def look_at(pid: int) -> ProcessState | None:
         started=int(numbers[18]),
         cpu_s=(int(numbers[10]) + int(numbers[11])) / TICKS_PER_S,
         is_runnable=any(_is_runnable(f"/proc/{pid}/task/{thread}/stat") for thread in threads),
-        is_traced="\nTracerPid:\t0\n" not in status,
+        is_traced=closely and "\nTracerPid:\t0\n" not in status,
     )
 
 

@@ -92,6 +92,7 @@ class _Watched:
     record: Record
     pidfd: int | None
     stillness: Stillness = dataclasses.field(default_factory=Stillness)
+    beats: int = -1
     phase: str = ""
 
     def close(self) -> None:
@@ -213,10 +214,12 @@ class Watch:
 
     def _look(self, watched: _Watched, now: float) -> None:
         record = watched.record
-        pulse, state = records.read_pulse(record.path), look_at(record.pid)
+        pulse = records.read_pulse(record.path)
+        is_silent = record.has_heart and pulse is not None and pulse[0] == watched.beats
+        state = look_at(record.pid, closely=is_silent)
         if pulse is None or state is None or state.started != record.started:
             return  # the next turn hears of its end
-        watched.phase = pulse[1]
+        watched.beats, watched.phase = pulse
         reading = Reading(
             time=now,
             beats=pulse[0] if record.has_heart else None,
