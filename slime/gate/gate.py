@@ -44,6 +44,13 @@ RECORD_FILE = "gate.jsonl"
 COMPARED_SAMPLES = 8  # of a rollout, whose text is compared with their tokens unasked
 
 
+def _num_snapshots(args: argparse.Namespace) -> int:
+    """Rollouts whose raw samples are kept; none where a recording of every rollout holds them."""
+    if args.gate_snapshots is not None:
+        return args.gate_snapshots
+    return 0 if args.record is not None and args.record_every == 1 else SNAPSHOTS_KEPT
+
+
 class Gate:
     """The gate of one run. `run` is called once per rollout with the whole batch, after rewards.
 
@@ -79,11 +86,8 @@ class Gate:
     @staticmethod
     def from_args(args: argparse.Namespace, tokenizer: Tokenizer | None = None) -> Gate:
         """The gate that the options describe; its records go to `args.run_dir`."""
-        snapshots, keep = None, args.gate_snapshots
-        if keep is None:  # a recording of every rollout holds the same
-            is_recorded = args.record is not None and args.record_every == 1
-            keep = 0 if is_recorded else SNAPSHOTS_KEPT
-        if keep > 0 and args.run_dir is not None:
+        snapshots = None
+        if args.run_dir is not None and (keep := _num_snapshots(args)) > 0:
             max_bytes = int(args.gate_snapshots_max_gib * 2**30)
             snapshots = SnapshotWriter(Path(args.run_dir) / "gate", keep=keep, max_bytes=max_bytes)
         gate = Gate(
