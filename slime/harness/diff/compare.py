@@ -20,7 +20,7 @@ from slime.harness.diff.values import (
     json_differences,
 )
 
-_BLOCK = 1 << 22  # numbers that are compared at a time
+_BLOCK = 1 << 17  # numbers that are compared at a time, so that they stay in the cache
 _AROUND = 24  # characters of a long text before its first difference
 
 

@@ -228,15 +228,16 @@ def _compared(
     report: Report, a: Side, b: Side, settings: Settings, result: RolloutResult
 ) -> RolloutResult:
     # an evaluation trains nothing, so it explains nothing of a later rollout
-    earlier = any(
-        not one.identical and one.order[1] == 1 and one.order[0] < result.order[0]
-        for one in report.rollouts
-    )
+    earlier = any(one.order[1] == 1 and one.order[0] < result.order[0] for one in report.differing)
     compare_sides(a, b, settings, result, earlier=earlier)
-    before = [one for one in report.rollouts if one.first is not None]
-    if result.first is not None and all(one.order >= result.order for one in before):
-        result.context = context_of(a, b, result.first)
+    first = result.first
+    if first is not None and not any(
+        one.order < result.order and one.first is not None for one in report.differing
+    ):
+        result.context = context_of(a, b, first)
     report.rollouts.append(result)
+    if not result.identical:
+        report.differing.append(result)
     return result
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
+import itertools
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,10 @@ import orjson
 from slime.exceptions import RolloutDataError
 from slime.files import exact_json
 from slime.harness.diff.columns import both
-from slime.harness.diff.results import Difference, FieldResult
+from slime.harness.diff.results import Difference, FieldResult, token_of_path
 from slime.harness.diff.sides import Side
 from slime.harness.diff.stages import NOT_COMPARED_KEYS, TIME_SUFFIXES, DiffStage, Text
-from slime.harness.diff.values import ABSENT, EXACT, Extent, Tolerance, json_differences
+from slime.harness.diff.values import ABSENT, EXACT, Extent, Found, Tolerance, json_differences
 from slime.recording import manifest
 
 # a key that is not compared, with a value that has no quoted bracket
@@ -36,7 +38,8 @@ _VOLATILE = re.compile(
 )
 _REQUEST, _REPLY = b',"request":', b',"reply":'
 _RID = re.compile(r"-([0-9]+)(?:-try[0-9]+)?$")
-_ENOUGH = 256  # replies that differ are parsed until so many have been found to
+# replies that differ are parsed until so many have been found to, or so many entries of them
+_ENOUGH, _ENOUGH_ENTRIES = 256, 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,21 +189,28 @@ def _parse_differing(
         record_a = _record(a.files["replies"], line_a)
         record_b = _record(b.files["replies"], line_b)
         answers = _answer_of(record_a), _answer_of(record_b)
-        count = 0
-        for path, x, y in json_differences(*answers, tolerance, result.extent):
-            count += 1
+        found = list(json_differences(*answers, tolerance, result.extent))
+        # an entry of the reply to a batch is of a sample of its own
+        for _, own in itertools.groupby(found, key=lambda one: one[0][1:2]):
+            path, x, y = min(own, key=_order_in_sample)
             row = rows.get(_index_of(record_a, path), None)
             if row is not None:
                 found_rows.add(row)
             one = Difference(DiffStage.REPLY, "replies", "reply", path, x, y, row, row)
             if result.first is None or one.order < result.first.order:
                 result.first = one
-        result.entries += count
-        num_different += bool(count)
-        if num_different >= _ENOUGH:
+        result.entries += len(found)
+        num_different += bool(found)
+        if num_different >= _ENOUGH or result.entries >= _ENOUGH_ENTRIES:
             result.entries += len(differing) - done - 1
             break
     result.rows = np.array(sorted(found_rows), dtype=np.int64)
+
+
+def _order_in_sample(found: Found) -> float:
+    """Sorts what differs in the reply for one sample: its tokens in order, then the rest."""
+    token = token_of_path(found[0])
+    return math.inf if token is None else token
 
 
 def _answer_of(record: dict[str, Any]) -> dict[str, Any]:

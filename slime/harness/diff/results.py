@@ -51,12 +51,7 @@ class Difference:
         """The token that the entry is of, counted from the start of its field."""
         if self.part != "replies":
             return next((one for one in self.path[:1] if isinstance(one, int)), None)
-        if self.token_of_reply is not None:
-            return self.token_of_reply
-        if "output_token_logprobs" in self.path:
-            following = self.path[self.path.index("output_token_logprobs") + 1 :]
-            return next((one for one in following if isinstance(one, int)), None)
-        return None
+        return token_of_path(self.path) if self.token_of_reply is None else self.token_of_reply
 
     @property
     def place(self) -> str:
@@ -79,6 +74,14 @@ class Difference:
     def values(self) -> str:
         """Both entries, on one line."""
         return f"{short(self.a)} in A, {short(self.b)} in B"
+
+
+def token_of_path(path: tuple[Any, ...]) -> int | None:
+    """The response token that an entry of an engine's reply is of; None for what is of no token."""
+    if "output_token_logprobs" not in path:
+        return None
+    following = path[path.index("output_token_logprobs") + 1 :]
+    return next((one for one in following if isinstance(one, int)), None)
 
 
 @dataclasses.dataclass
@@ -170,6 +173,8 @@ class Report:
     b: str
     runs: list[RunDifference] = dataclasses.field(default_factory=list)
     rollouts: list[RolloutResult] = dataclasses.field(default_factory=list)
+    # of `rollouts` those that differ, while `compare_paths` adds them
+    differing: list[RolloutResult] = dataclasses.field(default_factory=list)
     only_a: list[str] = dataclasses.field(default_factory=list)
     only_b: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import enum
 import fnmatch
+import functools
 from typing import Any
 
 from slime.data.fields import (
@@ -235,6 +236,7 @@ _LAYOUT_OPTIONS = (
 )
 
 
+@functools.lru_cache(maxsize=4096)  # a long recording has the same few names again and again
 def _fits(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 

@@ -40,10 +40,9 @@ class Extent:
         if not apart.size:
             return
         self.largest = max(self.largest, float(apart.max()))
-        relative = np.divide(
-            apart, size, out=np.zeros_like(apart), where=np.isfinite(size) & (size > 0)
-        )
-        self.largest_relative = max(self.largest_relative, float(relative.max()))
+        with np.errstate(invalid="ignore"):  # fmax passes over the NaN of what is not finite
+            relative = float(np.fmax.reduce(apart / size, initial=0.0))
+        self.largest_relative = max(self.largest_relative, relative)
 
 
 def differing(a: np.ndarray, b: np.ndarray, tolerance: Tolerance, extent: Extent) -> np.ndarray:
@@ -52,13 +51,17 @@ def differing(a: np.ndarray, b: np.ndarray, tolerance: Tolerance, extent: Extent
     if not len(places) or (a.dtype.kind in "biu" and b.dtype.kind in "biu"):
         return places
     x, y = a[places].astype(np.float64), b[places].astype(np.float64)
-    both = ~(np.isnan(x) & np.isnan(y))
-    places, x, y = places[both], x[both], y[both]
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.abs(x - y)
-    apart = np.where(np.isnan(apart), np.inf, apart)
+    is_nan = np.isnan(apart)
+    if is_nan.any():
+        apart[is_nan] = np.inf
+        both = ~(np.isnan(x) & np.isnan(y))
+        places, x, y, apart = places[both], x[both], y[both], apart[both]
     size = np.maximum(np.abs(x), np.abs(y))
     extent.add(apart, size)
+    if tolerance == EXACT:
+        return places
     allowed = tolerance.atol + tolerance.rtol * np.where(np.isfinite(size), size, 0.0)
     return places[~(apart <= allowed)]
 
@@ -152,6 +155,10 @@ def _array_differences(
     if a.shape != b.shape:
         yield (), Text(f"shape {list(a.shape)}"), Text(f"shape {list(b.shape)}")
         return
-    for place in differing(a.reshape(-1), b.reshape(-1), tolerance, extent).tolist():
-        path = tuple(int(i) for i in np.unravel_index(place, a.shape)) if a.ndim else ()
-        yield path, a[path], b[path]
+    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
+    places = differing(flat_a, flat_b, tolerance, extent)
+    for place, x, y in zip(places.tolist(), flat_a[places], flat_b[places], strict=True):
+        if a.ndim == 1:
+            yield (place,), x, y
+        else:
+            yield tuple(int(i) for i in np.unravel_index(place, a.shape)) if a.ndim else (), x, y
