@@ -137,7 +137,7 @@ def _column(rows: Sequence[Row], name: str, dtypes: tuple[str, ...]) -> TokenCol
         setattr(row, name, None)
     empty = np.zeros(0, dtype=dtypes[0])
     parts = [empty if part is None else part for part in parts]
-    kinds = {part.dtype.name for part in parts if part.size}
+    kinds = {dtype.name for dtype in {part.dtype for part in parts if part.size}}
     dtype = next((name for name in dtypes if kinds <= {name}), dtypes[-1])
     offsets = np.zeros(len(parts) + 1, dtype=np.int64)
     np.cumsum([len(part) for part in parts], out=offsets[1:])

@@ -8,11 +8,13 @@ decoded as arrays.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import io
 import re
 import secrets
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any, BinaryIO
 
 import numpy as np
@@ -24,10 +26,15 @@ _NUMPY_CODES = frozenset({"b1", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", 
 _INTEGER, _FLOAT = rb"K[\s\S]|M[\s\S]{2}|J[\s\S]{4}", rb"G[\s\S]{8}"
 # pickle's opcodes of a list's batch: ( numbers e
 _NUMBERS = re.compile(rb"\(((?:%b){48,}|(?:%b){48,})e" % (_INTEGER, _FLOAT))
+_BEGIN = re.compile(rb"\((?=G[\s\S]{8}G|[KMJ])")
+_BATCH = 1000  # numbers of a batch that another follows
+# by opcode, the bytes of a number with its opcode, and which bits of the following four are its own
+_WIDTHS, _BITS = np.zeros(256, dtype=np.int64), np.zeros(256, dtype=np.uint32)
+_WIDTHS[[*b"KMJ"]], _BITS[[*b"KMJ"]] = (2, 3, 5), (0xFF, 0xFFFF, 0xFFFFFFFF)
 _ONE_INTEGER = re.compile(_INTEGER)
 _PADDING = b"\x00\x00\x00\x00"
 _WORTH_IT = 1 << 20  # bytes of numbers for which the file is written anew
-_LOCKSTEP_BYTES, _AT_ONCE = 1 << 14, 2048  # pickle writes a list in batches of 1000
+_LOCKSTEP_BYTES, _AT_ONCE = 1 << 14, 2048
 
 
 class _Dtype:
@@ -80,18 +87,33 @@ def read_torch_file(file: BinaryIO) -> Any:
     """The value in a file of torch.save; long lists of plain numbers come as arrays. RolloutDataError
     for another file, for a damaged one, and for one that names a type that is not plain data.
     """
-    source, batches, mark = _without_numbers(file)
-    if batches:
-        try:
-            value, used = _plain(_load(source), batches, mark)
-        except RolloutDataError:
-            used = -1
-        # a text that looks like a list's numbers was cut in two: rare enough to begin again
-        if used == len(batches):
-            return value
-        file.seek(0)
-        source = file
-    return _plain(_load(source), [], mark)[0]
+    with _collecting_nothing():
+        source, batches, mark = _without_numbers(file)
+        if batches:
+            try:
+                value, used = _plain(_load(source), batches, mark)
+            except RolloutDataError:
+                used = -1
+            # a text that looks like a list's numbers was cut in two: rare enough to begin again
+            if used == len(batches):
+                return value
+            file.seek(0)
+            source = file
+        return _plain(_load(source), [], mark)[0]
+
+
+@contextlib.contextmanager
+def _collecting_nothing() -> Iterator[None]:
+    """No garbage collection: it would look through the many objects of a file again and again while
+    they are made, and all of them stay.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _load(source: IO[bytes]) -> Any:
@@ -148,28 +170,49 @@ def _without_numbers(file: BinaryIO) -> tuple[IO[bytes], list[np.ndarray], str]:
     """(the file with each long batch of a list's numbers replaced by one text, the numbers, what the
     texts begin with). The text is random, so that no file can hold it.
     """
-    batches: list[bytes] = []
     mark = secrets.token_hex(16)
-
-    def replace(match: re.Match) -> bytes:
-        text = f"{mark}{len(batches)}".encode()
-        batches.append(match.group(1))
-        return b"X" + len(text).to_bytes(4, "little") + text + b"a"
-
     with _archive(file) as archive:
         name = _data_name(archive)
-        data = _NUMBERS.sub(replace, _content(archive, name))
-        if sum(map(len, batches)) < _WORTH_IT:
+        data = memoryview(_content(archive, name))
+        spans = list(_number_spans(data))
+        if sum(end - start for start, end in spans) < _WORTH_IT:
             file.seek(0)
             return file, [], mark
+        kept, place = [], 0
+        for number, (start, end) in enumerate(spans):
+            text = f"{mark}{number}".encode()
+            # in place of ( numbers e: a text and the opcode that appends it
+            kept += [data[place : start - 1], b"X", len(text).to_bytes(4, "little"), text, b"a"]
+            place = end + 1
         result = io.BytesIO()
         with zipfile.ZipFile(result, "w") as copy:
             for entry in archive.infolist():
                 is_data = entry.filename == name
-                copy.writestr(entry.filename, data if is_data else _content(archive, entry))
-    del data
+                content = b"".join([*kept, data[place:]]) if is_data else _content(archive, entry)
+                copy.writestr(entry.filename, content)
     result.seek(0)
-    return result, _decode(batches), mark
+    return result, _decode([data[start:end] for start, end in spans]), mark
+
+
+def _number_spans(data: memoryview) -> Iterator[tuple[int, int]]:
+    """Where the numbers of each long batch begin and end. Whole batches of numbers of one width are
+    found by their opcodes alone, others number by number.
+    """
+    content, place = data.obj, 0
+    while found := _BEGIN.search(content, place):
+        start = found.end()
+        for code, width in ((b"G", 9), (b"K", 2)):
+            end = start + width * _BATCH
+            if content[start:end:width] == code * _BATCH and content[end : end + 1] == b"e":
+                break
+        else:
+            match = _NUMBERS.match(content, found.start())
+            if match is None:
+                place = start
+                continue
+            end = match.end(1)
+        yield start, end
+        place = end + 1
 
 
 def _content(archive: zipfile.ZipFile, entry: zipfile.ZipInfo | str) -> bytes:
@@ -179,18 +222,18 @@ def _content(archive: zipfile.ZipFile, entry: zipfile.ZipInfo | str) -> bytes:
         raise RolloutDataError(f"damaged: {str(error)[:200]}") from error
 
 
-def _decode(batches: list[bytes]) -> list[np.ndarray]:
+def _decode(batches: Sequence[memoryview]) -> list[np.ndarray]:
     """The numbers of each batch of opcodes: float64, int32, or uint8."""
     result: list[np.ndarray] = []
     mixed = []
     for batch in batches:
-        if batch[:1] == b"G":
+        if batch[0] == ord("G"):
             pairs = np.frombuffer(batch, dtype=[("op", "u1"), ("value", ">f8")])
             result.append(pairs["value"].astype(np.float64))
             continue
         ops = np.frombuffer(batch, dtype=np.uint8)
         if len(ops) % 2 == 0 and (ops[::2] == ord("K")).all():
-            result.append(ops[1::2])
+            result.append(ops[1::2].copy())  # of its own, so that the file is let go
             continue
         if len(batch) > _LOCKSTEP_BYTES:
             padded = b"".join([(one[1:] + _PADDING)[:4] for one in _ONE_INTEGER.findall(batch)])
@@ -210,21 +253,23 @@ def _in_lockstep(batches: list[np.ndarray]) -> list[np.ndarray]:
     """The integers of batches of opcodes of different widths: the k-th of all batches at once."""
     lengths = np.array([len(batch) for batch in batches])
     ends = np.cumsum(lengths)
-    data = np.concatenate([*batches, np.zeros(4, dtype=np.uint8)]).astype(np.uint32)
-    out = np.zeros((len(batches), int(lengths.max()) // 2 + 1), dtype=np.uint32)
-    counts = np.zeros(len(batches), dtype=np.int64)
-    rows, at, k = np.arange(len(batches)), ends - lengths, 0
+    data = np.concatenate([*batches, np.zeros(4, dtype=np.uint8)])
+    words = np.ndarray(len(data) - 3, "<u4", data, strides=(1,))  # the four bytes from each on
+    columns: list[tuple[np.ndarray, np.ndarray]] = []  # the rows that have a k-th number, and these
+    rows, at = np.arange(len(batches)), ends - lengths
     while len(rows):
         ops = data[at]
-        wide, long = ops != ord("K"), ops == ord("J")
-        values = data[at + 1] | np.where(wide, data[at + 2] << 8, 0)
-        values |= np.where(long, data[at + 3] << 16 | data[at + 4] << 24, 0)
-        out[rows, k] = values
-        counts[rows] += 1
-        at, k = at + np.where(long, 5, np.where(wide, 3, 2)), k + 1
+        columns.append((rows, words[at + 1] & _BITS[ops]))
+        at = at + _WIDTHS[ops]
         going = at < ends[rows]
-        rows, at = rows[going], at[going]
-    numbers = out.view(np.int32)
+        if not going.all():
+            rows, at = rows[going], at[going]
+    out = np.zeros((len(columns), len(batches)), dtype=np.uint32)
+    counts = np.zeros(len(batches), dtype=np.int64)
+    for k, (rows, values) in enumerate(columns):
+        out[k, rows] = values
+        counts[rows] = k + 1
+    numbers = np.ascontiguousarray(out.T).view(np.int32)
     return [numbers[i, :count].copy() for i, count in enumerate(counts.tolist())]
 
 
