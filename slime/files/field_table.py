@@ -31,7 +31,7 @@ from slime.data.ragged import (
 )
 from slime.exceptions import RolloutDataError
 from slime.files import tables
-from slime.files.json_values import decode_json, encode_json
+from slime.files.json_values import decode_json, encode_each
 
 if TYPE_CHECKING:
     import pyarrow
@@ -175,7 +175,7 @@ def contract_of(names: Iterable[str]) -> list[dict[str, Any]]:
     return [
         {
             key: value.value if isinstance(value, enum.Enum) else value
-            for key, value in dataclasses.asdict(spec).items()
+            for key, value in vars(spec).items()
             if key != "help" and not (isinstance(value, float) and value != value)
         }
         for spec in specs
@@ -230,7 +230,7 @@ def _field(batch: RolloutBatch, name: str) -> FieldRows:
     if numeric and not (isinstance(value, list) and any(entry is None for entry in value)):
         values = as_array(value, what=name) if is_tensor(value) else batch.array(name)
         return FieldRows(name, "number", values)
-    texts = [encode_json(entry, describe=True) for entry in batch[name]]
+    texts = encode_each(batch[name], describe=True)
     lengths = np.array([len(text) for text in texts], dtype=np.int64)
     return FieldRows(name, "json", np.frombuffer(b"".join(texts), dtype=np.uint8), lengths)
 

@@ -13,11 +13,12 @@ import base64
 import dataclasses
 import datetime
 import enum
+import itertools
 import math
 import re
 import reprlib
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ _OPTIONS = orjson.OPT_NON_STR_KEYS
 _SMALL = range(-(2**63), 2**63)
 _LARGEST_DECIMAL = 10**300  # orjson reads integers of more digits as no number
 _PLAIN = frozenset((int, float, str, bool, type(None)))
+_NATIVE = _PLAIN | {list, dict}
+_DEPTH = 8  # of values that are looked at together
 _CONSTANTS = frozenset((bool, type(None)))
 _ORJSONS = (datetime.date, datetime.time, uuid.UUID, enum.Enum, int)
 _REPR = reprlib.Repr()
@@ -59,6 +62,52 @@ def encode_json(value: object, *, describe: bool = False) -> bytes:
             return orjson.dumps(_description(value))
         cause = error.__cause__ if isinstance(error.__cause__, RolloutDataError) else error
         raise RolloutDataError(str(cause)) from error
+
+
+def encode_each(values: Sequence[Any], *, describe: bool = False) -> list[bytes]:
+    """`encode_json` of every value."""
+    texts = plain_texts(values)
+    return [encode_json(v, describe=describe) for v in values] if texts is None else texts
+
+
+def plain_texts(values: Sequence[Any]) -> list[bytes] | None:
+    """`encode_json` of every value where all are made of what JSON has, several times as fast; else
+    None.
+    """
+    if not _are_plain(values):
+        return None
+    try:
+        return list(map(orjson.dumps, values))
+    except TypeError:  # half an emoji, an integer beyond 64 bits
+        return None
+
+
+def _are_plain(values: Sequence[Any]) -> bool:
+    """Whether JSON holds all values, and all within them, as they are. All of one depth are looked
+    at together.
+    """
+    level: list[Any] = list(values)
+    for _ in range(_DEPTH):
+        kinds = set(map(type, level))
+        if not kinds <= _NATIVE:
+            return False
+        if float in kinds and not all(math.isfinite(v) for v in level if type(v) is float):
+            return False
+        following: list[Any] = []
+        if dict in kinds:
+            objects = [value for value in level if type(value) is dict]
+            keys = set(itertools.chain.from_iterable(objects))
+            if not _MARKS.isdisjoint(keys) or not set(map(type, keys)) <= {str}:
+                return False
+            following.extend(itertools.chain.from_iterable(map(dict.values, objects)))
+        if list in kinds:
+            following.extend(
+                itertools.chain.from_iterable(value for value in level if type(value) is list)
+            )
+        level = following
+        if not level:
+            return True
+    return False
 
 
 def decode_json(text: bytes) -> Any:

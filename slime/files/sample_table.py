@@ -27,7 +27,7 @@ from slime.data.ragged import is_tensor
 from slime.data.sample import PrefixCacheInfo, Sample, SpecInfo, Status
 from slime.exceptions import RolloutDataError
 from slime.files import tables
-from slime.files.json_values import decode_json, encode_json
+from slime.files.json_values import decode_json, encode_json, plain_texts
 
 if TYPE_CHECKING:
     import pyarrow
@@ -59,7 +59,6 @@ _DTYPES: Mapping[str, Mapping[Any, str]] = {
 }
 _INT_OR_NONE = frozenset((int, type(None)))
 _LIST_TYPES = frozenset((list, NumberList))
-_KEYS = frozenset((str, int, bool, type(None)))
 _TYPES: Mapping[str, type] = {"i": int, "f": float}
 
 
@@ -124,7 +123,6 @@ class _Gathered:
         self.rows, self.describe = rows, describe
         self.rest: list[dict[str, Any]] = [{} for _ in rows]
         self.kinds: list[dict[str, Any]] = [{} for _ in rows]
-        self._known: dict[Any, str] = {}  # texts of values that many samples have
 
     def integers(self, name: str) -> pyarrow.Array:
         import pyarrow
@@ -144,6 +142,8 @@ class _Gathered:
         import pyarrow
 
         values = [row[name] for row in self.rows]
+        if set(map(type, values)) == {str} and all(map(str.isascii, values)):
+            return pyarrow.array(values, pyarrow.large_string())
         for row, value in enumerate(values):
             if value is None or (type(value) is str and _has_utf8(value)):
                 continue
@@ -166,38 +166,14 @@ class _Gathered:
         return pyarrow.array(texts, pyarrow.large_string())
 
     def jsons(self, name: str) -> pyarrow.Array:
-        import pyarrow
 
-        texts: list[str | None] = []
-        for row, fields in enumerate(self.rows):
-            value = fields[name]
-            if isinstance(value, np.generic):  # a number is read as one, and comes back as it was
-                self.rest[row][name] = value
-                value = value.item()
-            texts.append(None if value is None else self._json(row, value))
-        return pyarrow.array(texts, pyarrow.large_string())
-
-    def _json(self, row: int, value: Any) -> str:
-        kind = type(value)
-        key: Any = None
-        if kind is str:
-            key = value
-        elif kind is float and math.isfinite(value):
-            return repr(value)
-        elif kind is list and set(map(type, value)) <= {str}:
-            key = (list, *value)
-        elif (
-            kind is dict
-            and set(map(type, value)) <= {str}
-            and set(map(type, value.values())) <= _KEYS
-        ):  # 1 and True are one key, and two texts
-            key = (dict, *value.items(), *map(type, value.values()))
-        if key is None:
-            return self._encode(row, value)
-        text = self._known.get(key)
-        if text is None:
-            text = self._known[key] = self._encode(row, value)
-        return text
+        values = [row[name] for row in self.rows]
+        if any(issubclass(kind, np.generic) for kind in set(map(type, values))):
+            for row, value in enumerate(values):
+                if isinstance(value, np.generic):  # is read as a number, and comes back as it was
+                    self.rest[row][name] = value
+                    values[row] = value.item()
+        return self._texts(values)
 
     def lists(self, name: str, kind: str) -> pyarrow.Array | None:
         """None where no sample has the field and readers do not expect its column."""
@@ -232,25 +208,35 @@ class _Gathered:
 
     def others(self) -> None:
         """Puts the fields that have no column, and are not their default, into `rest`."""
-        for name in _OTHERS:
-            default = _DEFAULTS[name]
-            values = [fields[name] for fields in self.rows]
-            if set(map(id, values)) <= {id(default)}:
+        columns = zip(*map(operator.itemgetter(*_OTHERS), self.rows), strict=True)
+        for name, values in zip(_OTHERS, columns, strict=False):
+            if set(map(id, values)) == {id(_DEFAULTS[name])}:
                 continue
             for row, value in enumerate(values):
                 if not _is_default(name, value):
                     is_counter = type(value) is _COUNTERS.get(name)
-                    self.rest[row][name] = dataclasses.asdict(value) if is_counter else value
+                    self.rest[row][name] = _counts_of(value) if is_counter else value
         for row, fields in enumerate(self.rows):
             if len(fields) != len(_DEFAULTS):
                 self.rest[row].update({n: v for n, v in fields.items() if n not in _DEFAULTS})
 
     def encoded(self, records: list[dict[str, Any]]) -> pyarrow.Array:
+        """A column of objects; null for an empty one."""
+        return self._texts([record or None for record in records])
+
+    def _texts(self, values: list[Any]) -> pyarrow.Array:
+        """A column of JSON texts; null for None."""
         import pyarrow
 
-        texts = [
-            self._encode(row, record) if record else None for row, record in enumerate(records)
-        ]
+        present = [value for value in values if value is not None]
+        plain = plain_texts(present)
+        if plain is None:
+            texts = [None if v is None else self._encode(row, v) for row, v in enumerate(values)]
+        elif len(present) == len(values):
+            texts = [text.decode() for text in plain]
+        else:
+            following = map(bytes.decode, plain)
+            texts = [None if value is None else next(following) for value in values]
         return pyarrow.array(texts, pyarrow.large_string())
 
     def _encode(self, row: int, value: Any) -> str:
@@ -260,6 +246,11 @@ class _Gathered:
             raise RolloutDataError(
                 f"Sample {self.rows[row]['index']} cannot be stored: {error}"
             ) from error
+
+
+def _counts_of(counter: Any) -> dict[str, Any]:
+    """`dataclasses.asdict` of numbers, which need no copies."""
+    return {name: getattr(counter, name) for name in counter.__dataclass_fields__}
 
 
 def _with_holes(value: Any, kind: str) -> np.ndarray | None:

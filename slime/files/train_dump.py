@@ -30,7 +30,7 @@ import numpy as np
 
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.files import atomic, tables
-from slime.files.json_values import decode_json, encode_json
+from slime.files.json_values import decode_json, encode_each
 from slime.files.train_record import TensorOutline, TrainDump
 from slime.files.train_table import read_train_table
 
@@ -154,7 +154,7 @@ def encode_entries(entries: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
     """Objects as rows: `(bytes of their JSON texts, bytes per entry [N])`. `RolloutDataError` for
     an object that JSON and arrays cannot hold.
     """
-    texts = [encode_json(entry) for entry in entries]
+    texts = encode_each(entries)
     return np.frombuffer(b"".join(texts), dtype=np.uint8), np.array(
         [len(text) for text in texts], dtype=np.int64
     )

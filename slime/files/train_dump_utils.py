@@ -207,17 +207,25 @@ class Outline:
     problems: dict[str, str]  # by field: why it cannot be dumped
 
 
-def outline_of(batch: RolloutBatch, kinds: Mapping[str, str], place: Place) -> Outline:
-    """This rank's outline."""
+def outline_of(
+    batch: RolloutBatch,
+    kinds: Mapping[str, str],
+    place: Place,
+    kept: dict[str, RankRows] | None = None,
+) -> Outline:
+    """This rank's outline. `kept` takes the rows of the fields that the rank will send."""
     sizes, problems = {}, {}
     for name, kind in kinds.items():
         if not sends(batch, name, kind, place):
             continue
         try:
-            values = rank_rows(batch, name, kind).values
-            sizes[name] = (len(values), values.shape[1:], values.dtype.name)
+            rows = rank_rows(batch, name, kind)
         except RolloutDataError as error:
             problems[name] = str(error)
+            continue
+        sizes[name] = (len(rows.values), rows.values.shape[1:], rows.values.dtype.name)
+        if kept is not None:
+            kept[name] = rows
     shard = {
         name: np.asarray(batch.array(name), dtype=np.int64).tolist()
         for name in ("partition", "total_lengths", "response_lengths")
@@ -477,26 +485,19 @@ def write_train_dump(
             }
         )
     kinds = {name: kinds[name] for name in sorted(kinds) if name not in left_out}
-    outline = attempt(lambda: outline_of(batch, kinds, place), Outline(place, {}, {}, {}))
-    outlines = gather(attempt.words or outline)
+    kept: dict[str, RankRows] | None = {} if at_once else None
+    outline = attempt(lambda: outline_of(batch, kinds, place, kept), Outline(place, {}, {}, {}))
+    everyone = gather((attempt.words or outline, kept))
     assembly = None
-    if outlines is not None:
+    if everyone is not None:
         assembly = DumpAssembly(path, batch, kinds, open_writer or writer_for(path))
-        assembly.begin(outlines, header, left_out)
-    rows_of = {
-        name: functools.partial(rank_rows, batch, name, kinds[name])
-        for name in kinds
-        if name in outline.sizes
-    }
-    own: dict[str, RankRows] = {}
-    if at_once:
-        own = attempt(lambda: {name: rows() for name, rows in rows_of.items()}, {})
-    everyone = gather(own) if at_once else None
+        assembly.begin([sent for sent, _ in everyone], header, left_out)
     for name in kinds:
         if at_once:
-            parts = None if everyone is None else [one.get(name) for one in everyone]
+            parts = None if everyone is None else [rows.get(name) for _, rows in everyone]
         else:
-            parts = gather(attempt(rows_of[name], None) if name in rows_of else None)
+            rows_of = functools.partial(rank_rows, batch, name, kinds[name])
+            parts = gather(attempt(rows_of, None) if name in outline.sizes else None)
         if assembly is not None and parts is not None:
             assembly.add(name, parts)
     if assembly is not None:

@@ -77,7 +77,8 @@ class RolloutRecorder:
             record = {
                 "url": _shown_url(url),
                 "status": status,
-                "request": _as_json(request),
+                # `request` is JSON that this process wrote
+                "request": None if request is None else orjson.Fragment(request),
                 "reply": _as_json(reply),
             }
             self._replies.append(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
@@ -175,10 +176,8 @@ class RolloutRecorder:
             self.writer.stop(error)
 
 
-def _as_json(body: bytes | None) -> Any:
+def _as_json(body: bytes) -> Any:
     """The body as it is where it is JSON on one line, else its text."""
-    if body is None:
-        return None
     if b"\n" not in body:
         try:
             orjson.loads(body)

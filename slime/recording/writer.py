@@ -105,7 +105,6 @@ class PartWriter:
                 part = Part(name, file, size, digest, SCHEMAS[name], num_rows)
             manifest.parts[name] = part
             manifest.facts.update(facts)
-            write_manifest(folder, manifest)
 
         self._submit(action)
 
@@ -116,8 +115,6 @@ class PartWriter:
 
         def action(folder: Path, manifest: Manifest) -> None:
             manifest.facts.update(facts, complete=True)
-            write_manifest(folder, manifest)
-            self._prune(folder)
 
         self._submit(action)
 
@@ -166,27 +163,46 @@ class PartWriter:
                 )
 
     def _work(self) -> None:
+        """Writes what is queued. Parts that wait together are listed together."""
+        unlisted: tuple[Path, Manifest] | None = None
         while True:
-            job = self._queue.get()
+            try:
+                job = self._queue.get(block=unlisted is None)
+            except queue.Empty:
+                job = None
+            if unlisted is not None and (job is None or job is _STOP or job[2] is not unlisted[1]):
+                self._act(self._list, *unlisted)
+                unlisted = None
             if job is _STOP:
                 break
-            if self.failed:
-                continue
-            action, folder, manifest = job
-            try:
-                if folder.is_dir():
-                    action(folder, manifest)
-                elif not self.root.is_dir():
-                    raise FileNotFoundError(f"{self.root} is gone")
-            except FAILURES as error:
-                # removed meanwhile by --record-keep or by hand: there is nothing to add to
-                if folder.is_dir() or not self.root.is_dir():
-                    self.stop(error)
+            if job is not None and not self.failed and self._act(*job):
+                unlisted = job[1:]
         try:
             if not self.failed:
                 self._prune(None)
         except FAILURES as error:
             self.stop(error)
+
+    def _act(
+        self, action: Callable[[Path, Manifest], None], folder: Path, manifest: Manifest
+    ) -> bool:
+        """Whether the action was done on the rollout. What fails ends the recording."""
+        try:
+            if folder.is_dir():
+                action(folder, manifest)
+                return True
+            if not self.root.is_dir():
+                raise FileNotFoundError(f"{self.root} is gone")
+        except FAILURES as error:
+            # removed meanwhile by --record-keep or by hand: there is nothing to add to
+            if folder.is_dir() or not self.root.is_dir():
+                self.stop(error)
+        return False
+
+    def _list(self, folder: Path, manifest: Manifest) -> None:
+        write_manifest(folder, manifest)
+        if manifest.facts.get("complete"):
+            self._prune(folder)
 
     def stop(self, error: Exception) -> None:
         """Ends the recording of this process, with one warning."""

@@ -17,7 +17,7 @@ from slime.data.number_list import number_list
 from slime.data.sample import PrefixCacheInfo, Sample, SpecInfo
 from slime.exceptions import RolloutDataError
 from slime.files import tables
-from slime.files.json_values import NOT_STORED, decode_json, encode_json
+from slime.files.json_values import NOT_STORED, decode_json, encode_each, encode_json
 from slime.files.rollout_dump import read_rollout_dump, save_debug_rollout_data
 from slime.files.sample_table import LISTS, changed_fields, sample_table, samples_of, with_changes
 
@@ -191,6 +191,15 @@ def test_a_dump_of_lines_keeps_the_same_values(tmp_path_factory, sample):
     path = save_debug_rollout_data(template, [sample], rollout_id=1, evaluation=False)
     (back,) = read_rollout_dump(path)
     assert differences(sample, back) == []
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(VALUES, max_size=3))
+def test_many_values_have_the_texts_that_each_has_alone(values):
+    """A column whose values are plain is written at once: one tuple, NaN or half an emoji among
+    them, and each is written by itself."""
+    for some in (values, [["a", 1, None], {"k": [True, 0.5]}, *values]):
+        assert encode_each(some) == [encode_json(value) for value in some]
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)

@@ -300,6 +300,36 @@ def test_a_rollout_that_is_removed_while_it_is_written_ends_nothing(tmp_path, ca
     assert [path.name for path in tmp_path.iterdir()] == ["rollout_000001"]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_parts_that_wait_together_are_listed_together(tmp_path, monkeypatch, fails):
+    """Each manifest is a write that the disk must confirm. A part that cannot be written costs
+    itself and what follows; what was whole before is listed."""
+    written = []
+    write = writer_module.write_manifest
+    monkeypatch.setattr(
+        writer_module, "write_manifest", lambda *a: (written.append(list(a[1].parts)), write(*a))
+    )
+    may_go_on = threading.Event()
+
+    def second(path):
+        path.write_bytes(b"y")
+        if fails:
+            raise OSError("the disk is full")
+
+    writer = PartWriter(tmp_path, TRAIN, run=0)
+    writer.begin(0)
+    writer.add("train", lambda path: may_go_on.wait(30) and path.write_bytes(b"x") and None)
+    writer.add("steps", second)
+    writer.add("weights", lambda path: path.write_bytes(b"z") and None)
+    writer.finish()
+    may_go_on.set()
+    writer.close()
+    listed = ["train"] if fails else ["train", "steps", "weights"]
+    found = manifest.read_manifest(manifest.rollout_folder(tmp_path, 0), TRAIN)
+    assert written == [listed] and list(found.parts) == listed
+    assert bool(found.facts.get("complete")) is not fails and writer.failed is fails
+
+
 def test_a_link_in_the_place_of_a_rollout_is_not_followed(tmp_path):
     """Removing it would empty a folder that is not the recording's."""
     other = tmp_path / "other"
